@@ -1,0 +1,11 @@
+"""Attention mechanisms, one file each. Importing this package registers all of them."""
+
+import importlib
+import pkgutil
+
+from lm.attention.base import Attention, AttentionModule, Buffer, HeadDims
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f'{__name__}.{_module.name}')
+
+__all__ = ['Attention', 'AttentionModule', 'Buffer', 'HeadDims']
