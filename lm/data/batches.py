@@ -1,0 +1,105 @@
+"""Training batches as a pure function of (seed, step): the state of the input pipeline is the step.
+
+The tokens of the split are cut into windows of context_length + 1 (neighbours share one token, so that every token is
+predicted once an epoch). Epoch e visits them in the order of a pseudo-random permutation keyed by (seed, e). Any number
+of hosts and devices gives the same global batches; each host reads only the rows of its own devices.
+"""
+
+import collections
+import concurrent.futures
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from lm.data.permutation import Permutation
+from lm.data.store import TokenStore
+from lm.errors import ConfigError
+
+
+class Windows:
+    """Which tokens each step sees: step → start offsets of the windows of its batch."""
+
+    def __init__(
+        self, n_tokens: int, context_length: int, batch_size: int, seed: int, skip: tuple[tuple[int, int], ...] = ()
+    ):
+        """
+        Args:
+            n_tokens: tokens in the split.
+            context_length: tokens predicted in a window, which is one token longer.
+            batch_size: windows in a global batch.
+            seed: keys the order.
+            skip: half-open ranges of batches that no step sees, such as those of a loss spike.
+        """
+        self.count = (n_tokens - 1) // context_length
+        if self.count < 1:
+            raise ConfigError(
+                f'train.context_length = {context_length}: the split has only {n_tokens} tokens; '
+                'shorten the context or prepare more text'
+            )
+        self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
+        self.skip = sorted(skip)
+        self._epoch: tuple[int, Permutation] | None = None
+
+    def starts(self, step: int) -> np.ndarray:
+        """Start offsets [batch_size] of the windows of step `step` (from 0)."""
+        batch = step
+        for first, end in self.skip:
+            if batch >= first:
+                batch += max(0, end - first)
+        example = batch * self.batch_size + np.arange(self.batch_size)
+        epochs, index = np.divmod(example, self.count)
+        window = np.empty_like(index)
+        for epoch in np.unique(epochs):
+            rows = epochs == epoch
+            window[rows] = self._permutation(int(epoch))(index[rows])
+        return window * self.context_length
+
+    def _permutation(self, epoch: int) -> Permutation:
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, Permutation(self.count, self.seed, epoch))
+        return self._epoch[1]
+
+
+class Batches:
+    """Global batches on the devices: [microbatches, batch_size / microbatches, context_length + 1] token ids."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        split: str,
+        windows: Windows,
+        microbatches: int,
+        sharding: jax.sharding.Sharding,
+    ):
+        """`sharding` splits the second axis; the first is the loop of gradient accumulation."""
+        self.store, self.split, self.windows, self.sharding = store, split, windows, sharding
+        rows = windows.batch_size // microbatches
+        self.shape = (microbatches, rows, windows.context_length + 1)
+
+    def __call__(self, step: int) -> jax.Array:
+        """The batch of step `step`; each process reads the rows of its own devices."""
+        starts = self.windows.starts(step).reshape(self.shape[:2])
+        places = self.sharding.addressable_devices_indices_map(self.shape)
+        wanted = [starts[index[:2]] for index in places.values()]
+        flat = np.concatenate([w.ravel() for w in wanted])
+        rows = self.store.read_many(self.split, flat, self.shape[2])
+        parts = np.split(rows, np.cumsum([w.size for w in wanted])[:-1])
+        shards = [
+            jax.device_put(part.reshape(*w.shape, self.shape[2]), device)
+            for part, w, device in zip(parts, wanted, places, strict=True)
+        ]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
+
+    def prefetch(self, start: int, stop: int, depth: int = 3) -> Iterator[jax.Array]:
+        """The batches of steps start, …, stop-1, read and transferred `depth` steps ahead by background threads."""
+        with concurrent.futures.ThreadPoolExecutor(max_workers=2, thread_name_prefix='batches') as pool:
+            ahead: collections.deque = collections.deque()
+            try:
+                for step in range(start, stop):
+                    while len(ahead) < depth and step + len(ahead) < stop:
+                        ahead.append(pool.submit(self, step + len(ahead)))
+                    yield ahead.popleft().result()
+            finally:
+                for future in ahead:
+                    future.cancel()

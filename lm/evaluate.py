@@ -1,0 +1,233 @@
+"""Perplexity of a split: every token counted once, padding never, sums in float64 on the host.
+
+The stream of a split is its documents with their end-of-document tokens; one more end-of-document token stands before
+the first token, so that every token of the split is predicted. Results do not depend on batch size, devices or hosts.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from lm.configurable import configurable, field
+from lm.data.store import TokenStore
+from lm.errors import ConfigError
+from lm.mesh import batch_sharding, initialize_distributed, make_mesh, replicated, state_shardings
+from lm.step import Step
+
+if TYPE_CHECKING:
+    from lm.experiment import Experiment
+
+
+def _check_window(window: str) -> str | None:
+    if window == 'disjoint':
+        return None
+    kind, _, stride = window.partition(':')
+    if kind == 'sliding' and stride.isdigit() and int(stride) > 0:
+        return None
+    return "must be 'disjoint' or 'sliding:STRIDE', such as 'sliding:512'"
+
+
+@configurable('evaluate')
+class EvaluateConfig:
+    """Which tokens are scored and with how much context."""
+
+    split: str | None = field(None, help='None: data.eval_split')
+    context_length: int | None = field(None, minimum=1, help='None: train.context_length')
+    window: str = field('disjoint', check=_check_window, help="'disjoint' or 'sliding:STRIDE'")
+    batch_size: int = field(8, minimum=1, help='windows at a time, rounded up to a multiple of the devices')
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationWindows:
+    """Windows over the n tokens of a split. Window i starts at i·stride; after the first, only its last `stride`
+    targets are scored, so that each token is scored once, with at least context_length - stride tokens before it."""
+
+    n_tokens: int
+    context_length: int
+    stride: int
+
+    @classmethod
+    def create(cls, n_tokens: int, context_length: int, window: str) -> 'EvaluationWindows':
+        """Raises ConfigError when the context is longer than the split or the stride longer than the context."""
+        if context_length > n_tokens:
+            raise ConfigError(
+                f'evaluate.context_length = {context_length}: the split has only {n_tokens} tokens; shorten the context'
+            )
+        stride = context_length if window == 'disjoint' else int(window.partition(':')[2])
+        if stride > context_length:
+            raise ConfigError(f"evaluate.window = '{window}': the stride must be at most the context, {context_length}")
+        return cls(n_tokens, context_length, stride)
+
+    def __len__(self) -> int:
+        return 1 + max(0, math.ceil((self.n_tokens - self.context_length) / self.stride))
+
+    def batch(self, store: TokenStore, split: str, eod: int, first: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Windows first, …, first+size-1: (token ids [size, L+1], bool [size, L] of the targets that are scored)."""
+        L, n = self.context_length, self.n_tokens
+        tokens = np.full((size, L + 1), eod, np.int32)
+        scored = np.zeros((size, L), bool)
+        starts = [i * self.stride for i in range(first, min(first + size, len(self)))]
+        inner = [row for row, start in enumerate(starts) if 0 < start and start + L <= n]
+        if inner:
+            tokens[inner] = store.read_many(split, np.array([starts[row] - 1 for row in inner]), L + 1)
+        for row, start in enumerate(starts):
+            if row not in inner:  # the first window, which an end-of-document token opens, and the last, which is short
+                text = store.read(split, max(start - 1, 0), min(start + L, n))
+                offset = 1 if start == 0 else 0
+                tokens[row, offset : offset + len(text)] = text
+            scored[row, L - self.stride if start else 0 : min(L, n - start)] = True
+        return tokens, scored
+
+
+class Evaluator:
+    """Scores splits with the weights of a model; compiled once, used at every evaluation of a training run."""
+
+    def __init__(self, step: Step, mesh: Mesh, store: TokenStore, config: EvaluateConfig, split: str, context_length: int):
+        self.store, self.split, self.config, self.mesh = store, split, config, mesh
+        self.windows = EvaluationWindows.create(store.tokens(split), context_length, config.window)
+        devices = mesh.size
+        self.batch_size = math.ceil(config.batch_size / devices) * devices
+        self._sharding = batch_sharding(mesh)
+
+        def nats(weights, tokens_BxL):
+            return step.nats(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:])
+
+        self._nats = jax.jit(nats, out_shardings=replicated(mesh))
+
+    def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
+        """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` said so."""
+        L = self.windows.context_length
+        nats, tokens = np.zeros(L, np.float64), np.zeros(L, np.int64)
+        for nats_BxL, scored_BxL in self._scores(weights):
+            nats += np.where(scored_BxL, nats_BxL.astype(np.float64), 0.0).sum(axis=0)
+            tokens += scored_BxL.sum(axis=0)
+            if should_stop():
+                return None
+        return summarize(nats, tokens, self.store, self.split) | {
+            'split': self.split,
+            'context_length': L,
+            'window': self.config.window,
+            'step': step,
+        }
+
+    def _scores(self, weights) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(nats [B, L], scored [B, L]) of each batch, fetched one batch late so that the devices never wait."""
+        eod = self.store.tokenizer().eod_id
+        pending = None
+        with jax.set_mesh(self.mesh):
+            for first in range(0, len(self.windows), self.batch_size):
+                tokens, scored = self.windows.batch(self.store, self.split, eod, first, self.batch_size)
+                array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
+                nats = self._nats(weights, array)
+                if pending:
+                    yield np.asarray(pending[0]), pending[1]
+                pending = nats, scored
+        yield np.asarray(pending[0]), pending[1]
+
+
+def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split: str) -> dict:
+    """The reported figures from sums over each position of the context.
+
+    Word-level perplexity divides by the words of the text (PG-19's published counts on its full splits), bits per byte
+    by its bytes: both can be compared across tokenizers, perplexity per token cannot.
+    """
+    info = store.split_info(split)
+    sum_nats, n_tokens = float(nats_L.sum()), int(tokens_L.sum())
+    positions = []
+    start = 0
+    while start < len(nats_L):
+        end = min(max(1, 2 * start), len(nats_L))
+        count = int(tokens_L[start:end].sum())
+        if count:
+            loss = float(nats_L[start:end].sum()) / count
+            positions.append({'start': start, 'end': end, 'tokens': count, 'loss': loss})
+        start = end
+    return {
+        'sum_nats': sum_nats,
+        'tokens': n_tokens,
+        'bytes': info['bytes'],
+        'words': info['words'],
+        'documents': info['documents'],
+        'loss': sum_nats / n_tokens,
+        'perplexity': _exp(sum_nats / n_tokens),
+        'word_perplexity': _exp(sum_nats / info['words']),
+        'bits_per_byte': sum_nats / math.log(2) / info['bytes'],
+        'loss_by_position': positions,
+        'tokenizer_sha256': store.tokenizer_sha256,
+    }
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
+def main(experiment: 'Experiment', arguments: Any) -> int:
+    """`lm evaluate`: scores a split with the weights of a run, prints a table and writes evaluations/*.json."""
+    from lm.checkpoint import Checkpointer
+    from lm.run_dir import RunDir
+
+    initialize_distributed(
+        experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
+    )
+    config = experiment.evaluate
+    split = config.split or experiment.data.eval_split
+    store = TokenStore.open(experiment.data.path)
+    mesh = make_mesh(experiment.mesh)
+    step = Step(experiment.model, experiment.optimizer, experiment.train.steps)
+    evaluator = Evaluator(step, mesh, store, config, split, config.context_length or experiment.train.context_length)
+
+    run = RunDir(arguments.run_dir)
+    abstract = jax.eval_shape(step.init, 0)
+    abstract = {name: abstract[name] for name in ('params', 'buffers')}
+    shardings = state_shardings(mesh, abstract)
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
+    with Checkpointer(run.checkpoints, experiment.checkpoint, {'tokenizer': store.tokenizer_sha256}) as checkpointer:
+        weights, at, _ = checkpointer.restore(abstract, step=arguments.step)
+    result = evaluator(weights, at)
+    if jax.process_index() == 0:
+        name = f'step-{at}_{split}_{result["context_length"]}_{config.window.replace(":", "-")}.json'
+        path = run.evaluations / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + '\n')
+        if arguments.json:
+            print(json.dumps(result, indent=2))
+        else:
+            print_table(result, str(path))
+    return 0
+
+
+def print_table(result: dict, path: str) -> None:
+    """The result for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f'{result["split"]} at step {result["step"]}', show_header=False, title_justify='left')
+    rows = {
+        'perplexity per token': f'{result["perplexity"]:.4f}',
+        'perplexity per word': f'{result["word_perplexity"]:.4f}',
+        'bits per byte': f'{result["bits_per_byte"]:.5f}',
+        'nats in total': f'{result["sum_nats"]:.3f}',
+        'tokens scored': f'{result["tokens"]:,}',
+        'words / bytes / documents': f'{result["words"]:,} / {result["bytes"]:,} / {result["documents"]:,}',
+        'context / window': f'{result["context_length"]} / {result["window"]}',
+        'tokenizer': result['tokenizer_sha256'][:16],
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    by_position = Table(title='loss by position in the context', title_justify='left')
+    for heading in ('positions', 'loss', 'perplexity'):
+        by_position.add_column(heading, justify='right')
+    for bucket in result['loss_by_position']:
+        by_position.add_row(
+            f'{bucket["start"]}–{bucket["end"] - 1}', f'{bucket["loss"]:.4f}', f'{_exp(bucket["loss"]):.2f}'
+        )
+    console = Console()
+    console.print(table)
+    console.print(by_position)
+    console.print(f'written to {path}', soft_wrap=True)

@@ -1,0 +1,266 @@
+"""Transformer++ (PolySketchFormer App. H, I): the decoder-only language model, from tokens to per-token loss.
+
+    pre-LayerNorm; sinusoidal positions added to the embeddings and rotary positions in every head;
+    gated linear units with GELU; no biases; input and output embeddings tied.
+
+B batch, L length, D model width, H query heads, K key/value heads, C head size, V vocabulary, R repeats of the pattern.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from lm.attention import Attention, HeadDims
+from lm.attention.softmax import Softmax
+from lm.configurable import configurable, field
+from lm.errors import ConfigError
+from lm.ops.cross_entropy import cross_entropy
+from lm.ops.platform import target_platform
+
+REMAT = {
+    'none': jax.checkpoint_policies.everything_saveable,
+    'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    'attention': jax.checkpoint_policies.save_only_these_names('attention'),
+    'full': jax.checkpoint_policies.nothing_saveable,
+}
+"""What a layer keeps for its backward pass, from the most memory to the least; the layer's input is always kept."""
+
+
+@configurable('model')
+class ModelConfig:
+    """Shape and numerics of the model; the defaults are GPT-2 small (110M parameters)."""
+
+    vocab_size: int = field(32_000, minimum=2)
+    n_layers: int = field(12, minimum=1)
+    d_model: int = field(768, minimum=2, even=True)
+    n_heads: int = field(12, minimum=1)
+    n_kv_heads: int | None = field(None, minimum=1, help='grouped-query attention; None: as many as n_heads')
+    head_dim: int = field(64, minimum=2, even=True)
+    hidden_dim: int | None = field(None, minimum=1, help='GLU width; None: 8·d_model/3 rounded down to a multiple of 8')
+    attention: Attention | tuple[Attention, ...] = field(Softmax(), help='one mechanism, or a list cycled over layers')
+    dtype: str = field('auto', choices=('auto', 'float32', 'bfloat16'), help='auto: bfloat16, but float32 on CPU')
+    remat: str = field('none', choices=tuple(REMAT))
+    unroll: int = field(1, minimum=1, help='layers compiled per scan iteration; n_layers: no loop')
+
+    def __post_init__(self):
+        if self.n_heads % self.dims.n_kv_heads:
+            raise ConfigError(f'model.n_kv_heads = {self.n_kv_heads}: must divide model.n_heads = {self.n_heads}')
+        if not self.pattern:
+            raise ConfigError('model.attention = []: name at least one mechanism, such as @softmax()')
+        if self.n_layers % len(self.pattern):
+            raise ConfigError(
+                f'model.attention lists {len(self.pattern)} mechanisms: must divide model.n_layers = {self.n_layers}'
+            )
+
+    @property
+    def pattern(self) -> tuple[Attention, ...]:
+        return self.attention if isinstance(self.attention, tuple) else (self.attention,)
+
+    @property
+    def dims(self) -> HeadDims:
+        return HeadDims(self.n_heads, self.n_kv_heads or self.n_heads, self.head_dim)
+
+    @property
+    def glu_dim(self) -> int:
+        return self.hidden_dim or max(8, 8 * self.d_model // 3 // 8 * 8)
+
+    @property
+    def compute_dtype(self) -> Any:
+        if self.dtype == 'auto':
+            return jnp.float32 if target_platform() == 'cpu' else jnp.bfloat16
+        return jnp.dtype(self.dtype)
+
+    def flops_per_token(self, length: int) -> float:
+        """Floating-point operations of a training step per token at context `length`: forward plus twice that.
+
+        Multiply-adds count 2; causal attention counts half its square; rematerialisation, norms and look-ups do not
+        count. This is the numerator of the model FLOP utilisation (MFU).
+        """
+        qkvo = self.d_model * self.head_dim * 2 * (self.n_heads + self.dims.n_kv_heads)
+        dense = 2 * (self.n_layers * (qkvo + 3 * self.d_model * self.glu_dim) + self.d_model * self.vocab_size)
+        attention = sum(a.flops_per_token(self.dims, length) for a in self.pattern) * self.n_layers / len(self.pattern)
+        return 3 * (dense + attention)
+
+
+class Block(nnx.Module):
+    """One layer: x += attention(norm(x)); x += glu(norm(x))."""
+
+    def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs):
+        self.dims = dims = config.dims
+        dtype = config.compute_dtype
+        # Residual branches start smaller the deeper the model, so that the sum over layers has unit scale (GPT-2 §2.3).
+        residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
+        n_qkv = (dims.n_heads + 2 * dims.n_kv_heads) * dims.head_dim
+
+        def linear(n_in, n_out, init=None):
+            return nnx.Linear(
+                n_in, n_out, use_bias=False, dtype=dtype, kernel_init=init or nnx.initializers.lecun_normal(), rngs=rngs
+            )
+
+        self.attention_norm = nnx.LayerNorm(config.d_model, epsilon=1e-5, dtype=dtype, rngs=rngs)
+        self.qkv = linear(config.d_model, n_qkv)
+        self.attention = attention.build(dims, rngs)
+        self.attention_out = linear(dims.n_heads * dims.head_dim, config.d_model, residual_init)
+        self.glu_norm = nnx.LayerNorm(config.d_model, epsilon=1e-5, dtype=dtype, rngs=rngs)
+        self.glu_in = linear(config.d_model, 2 * config.glu_dim)
+        self.glu_out = linear(config.glu_dim, config.d_model, residual_init)
+
+    def __call__(self, x_BxLxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q_BxLxHxC, k_BxLxKxC, v_BxLxKxC = self._qkv(x_BxLxD, rotation)
+        return self._rest(x_BxLxD, self.attention(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC))
+
+    def step(self, state: Any, x_BxTxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+        """Like `__call__` for T tokens that follow those in `state`."""
+        state, y_BxTxHxC = self.attention.step(state, *self._qkv(x_BxTxD, rotation))
+        return state, self._rest(x_BxTxD, y_BxTxHxC)
+
+    def _qkv(self, x_BxLxD, rotation):
+        H, K, C = self.dims.n_heads, self.dims.n_kv_heads, self.dims.head_dim
+        qkv_BxLxNxC = self.qkv(self.attention_norm(x_BxLxD)).reshape(*x_BxLxD.shape[:2], H + 2 * K, C)
+        qk_BxLxNxC = rotate(qkv_BxLxNxC[:, :, : H + K], rotation)
+        return qk_BxLxNxC[:, :, :H], qk_BxLxNxC[:, :, H:], qkv_BxLxNxC[:, :, H + K :]
+
+    def _rest(self, x_BxLxD, y_BxLxHxC):
+        y_BxLxHxC = checkpoint_name(y_BxLxHxC, 'attention')
+        x_BxLxD = x_BxLxD + self.attention_out(y_BxLxHxC.reshape(*y_BxLxHxC.shape[:2], -1))
+        value_BxLxF, gate_BxLxF = jnp.split(self.glu_in(self.glu_norm(x_BxLxD)), 2, axis=-1)
+        return x_BxLxD + self.glu_out(value_BxLxF * jax.nn.gelu(gate_BxLxF))
+
+
+class Transformer(nnx.Module):
+    """The language model. `blocks[i]` holds the layers i, i + P, i + 2P, … of a pattern of P mechanisms, stacked."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.config = config
+        # Vaswani et al. (2017) §3.4: the tied embedding has unit-variance logits and is scaled by √D at the input,
+        # where it meets sinusoids of the same size.
+        self.embedding = nnx.Embed(
+            config.vocab_size,
+            config.d_model,
+            dtype=config.compute_dtype,
+            embedding_init=nnx.initializers.normal(config.d_model**-0.5),
+            rngs=rngs,
+        )
+        repeats = config.n_layers // len(config.pattern)
+        self.blocks = nnx.List([_stack(config, attention, repeats, rngs) for attention in config.pattern])
+        self.final_norm = nnx.LayerNorm(config.d_model, epsilon=1e-5, dtype=config.compute_dtype, rngs=rngs)
+
+    def hidden(self, tokens_BxL: jax.Array) -> jax.Array:
+        """The normalised output of the last layer, [B, L, D]."""
+        x_BxLxD, rotation = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
+        graphs, states = zip(*(nnx.split(blocks) for blocks in self.blocks), strict=True)
+
+        def layers(x_BxLxD, states):
+            for graph, state in zip(graphs, states, strict=True):
+                x_BxLxD = nnx.merge(graph, state)(x_BxLxD, rotation)
+            return x_BxLxD, None
+
+        if self.config.remat != 'none':
+            layers = jax.checkpoint(layers, policy=REMAT[self.config.remat], prevent_cse=False)
+        x_BxLxD, _ = jax.lax.scan(layers, x_BxLxD, states, unroll=self._unroll)
+        return self.final_norm(x_BxLxD)
+
+    def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
+        """Logits, [B, L, V] float32. Training uses `nats`, which never holds them whole."""
+        return self._logits(self.hidden(tokens_BxL))
+
+    def nats(self, tokens_BxL: jax.Array, targets_BxL: jax.Array) -> jax.Array:
+        """Negative log-likelihood of each target, [B, L] float32, in nats."""
+        return cross_entropy(self.hidden(tokens_BxL), self.embedding.embedding[...], targets_BxL)
+
+    def init_state(self, batch: int, max_length: int) -> list[Any]:
+        """The decoding state of empty sequences: for each mechanism of the pattern, its states stacked over layers."""
+
+        def stacked(blocks):
+            graph, state = nnx.split(blocks)
+            empty = lambda s: nnx.merge(graph, s).attention.init_state(batch, max_length, self.config.compute_dtype)  # noqa: E731
+            return jax.vmap(empty)(state)
+
+        return [stacked(blocks) for blocks in self.blocks]
+
+    def step(self, state: list[Any], tokens_BxT: jax.Array, position: jax.Array) -> tuple[list[Any], jax.Array]:
+        """Appends T tokens, the first of which stands at `position`; returns the state and their logits [B, T, V]."""
+        x_BxTxD, rotation = self._embed(tokens_BxT, position + jnp.arange(tokens_BxT.shape[1]))
+        graphs, params = zip(*(nnx.split(blocks) for blocks in self.blocks), strict=True)
+
+        def layers(x_BxTxD, params_and_state):
+            new = []
+            for graph, param, old in zip(graphs, *params_and_state, strict=True):
+                layer_state, x_BxTxD = nnx.merge(graph, param).step(old, x_BxTxD, rotation)
+                new.append(layer_state)
+            return x_BxTxD, new
+
+        x_BxTxD, state = jax.lax.scan(layers, x_BxTxD, (params, state), unroll=self._unroll)
+        return state, self._logits(self.final_norm(x_BxTxD))
+
+    def redraw(self, key: jax.Array) -> None:
+        """Draws new random projections in the mechanisms that redraw theirs (`redraw_every`)."""
+        for i, blocks in enumerate(self.blocks):
+            graph, state = nnx.split(blocks)
+
+            def redrawn(state, key, graph=graph):
+                block = nnx.merge(graph, state)
+                block.attention.redraw(key)
+                return nnx.state(block)
+
+            repeats = jax.tree.leaves(state)[0].shape[0]
+            keys = jax.random.split(jax.random.fold_in(key, i), repeats)
+            nnx.update(blocks, jax.vmap(redrawn)(state, keys))
+
+    @property
+    def _unroll(self) -> int:
+        return max(1, self.config.unroll // len(self.config.pattern))
+
+    def _embed(self, tokens_BxL, positions_L):
+        x_BxLxD = self.embedding(tokens_BxL) * math.sqrt(self.config.d_model)
+        x_BxLxD += sinusoids(positions_L, self.config.d_model).astype(x_BxLxD.dtype)
+        return x_BxLxD, rotary(positions_L, self.config.head_dim)
+
+    def _logits(self, x_BxLxD):
+        kernel_VxD = self.embedding.embedding[...].astype(x_BxLxD.dtype)
+        return jnp.einsum('bld,vd->blv', x_BxLxD, kernel_VxD, preferred_element_type=jnp.float32)
+
+
+def _stack(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rngs) -> Block:
+    """`repeats` blocks with different parameters as one Block whose arrays have a leading axis over the layers."""
+
+    @nnx.split_rngs(splits=repeats)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def build(rngs):
+        return Block(config, attention, rngs)
+
+    return build(rngs)
+
+
+def sinusoids(positions_L: jax.Array, width: int) -> jax.Array:
+    """Sinusoidal position embedding (Vaswani et al. 2017, §3.5), [L, width]: sines first, cosines second."""
+    angle = _angles(positions_L, width)
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+
+
+def rotary(positions_L: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the rotary angles (Su et al. 2021, eq. 15), each [L, 1, width/2]."""
+    angle = _angles(positions_L, width)[:, None]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BxLxNxC: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the pairs (c, c + C/2) of each head by its position's angles, in float32."""
+    cos, sin = rotation
+    a, b = jnp.split(x_BxLxNxC.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BxLxNxC.dtype)
+
+
+def _angles(positions_L, width):
+    frequencies = 10_000.0 ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    return positions_L.astype(jnp.float32)[:, None] * frequencies
+
+
+def build(config: ModelConfig, seed: int) -> Transformer:
+    """The model with its initial parameters, a function of (config, seed) alone."""
+    key = jax.random.key(seed)
+    return Transformer(config, nnx.Rngs(params=key, projections=jax.random.fold_in(key, 1)))

@@ -1,0 +1,310 @@
+"""`lm train`: the loop, from top to bottom.
+
+    plan → restore or initialise → compile → (batch → step → log → evaluate → save)* → final evaluation → close
+
+Steps are dispatched ahead of the host: the figures of step n are fetched after step n + 1 has been dispatched. Resuming
+is exact: the state holds everything, the data are a function of the step, and metrics.jsonl is cut back to the restored
+step, so that an interrupted run leaves the files of an uninterrupted one.
+"""
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from lm.checkpoint import Checkpointer
+from lm.configurable import configurable, field
+from lm.data.batches import Batches, Windows
+from lm.data.store import TokenStore
+from lm.errors import ConfigError, Diverged, MismatchError, Preempted
+from lm.evaluate import Evaluator
+from lm.mesh import batch_sharding, initialize_distributed, make_mesh, replicated, state_shardings
+from lm.metrics import Chronometer, Progress, duration, peak_flops, si
+from lm.preemption import Preemption
+from lm.run_dir import RunDir
+from lm.step import Step, count_parameters
+
+if TYPE_CHECKING:
+    from lm.experiment import Experiment
+
+
+@configurable('train')
+class TrainConfig:
+    """How long, on how much at a time, and what is written down on the way."""
+
+    steps: int = field(125_000, minimum=1)
+    tokens_per_step: int = field(2**20, minimum=1, help='tokens predicted per optimizer step, over all devices')
+    context_length: int = field(1024, minimum=1)
+    microbatches: int = field(1, minimum=1, help='gradient accumulation: parts that a batch is processed in')
+    seed: int = field(0, minimum=0)
+    log_every: int = field(10, minimum=1)
+    eval_every: int | None = field(1000, minimum=1, help='None: only at the end')
+    max_nonfinite_steps: int = field(10, minimum=1, help='stop (exit code 43) after so many in a row')
+    skip_batches: tuple[tuple[int, int], ...] = field((), help='half-open ranges of batches never to train on')
+    init_from: str | None = field(None, help='run directory whose parameters this run starts from')
+    profile: tuple[int, int] | None = field(None, help='first and last step of a profiler trace, in RUN_DIR/profile')
+    tensorboard: bool = field(True, help="write TensorBoard summaries when the 'tensorboard' extra is installed")
+
+    def __post_init__(self):
+        if self.tokens_per_step % self.context_length:
+            raise ConfigError(
+                f'train.tokens_per_step = {self.tokens_per_step}: '
+                f'must be a multiple of train.context_length = {self.context_length}'
+            )
+        if self.batch_size % self.microbatches:
+            raise ConfigError(
+                f'train.microbatches = {self.microbatches}: must divide the {self.batch_size} windows of a step'
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Windows in a global batch."""
+        return self.tokens_per_step // self.context_length
+
+
+MAY_CHANGE_ON_RESUME = (
+    'train.log_every',
+    'train.eval_every',
+    'train.max_nonfinite_steps',
+    'train.profile',
+    'train.skip_batches',
+    'train.tensorboard',
+    'data.path',
+    'checkpoint.',
+    'evaluate.',
+    'mesh.',
+    'model.remat',
+    'model.unroll',
+    'prepare.',
+    'tokenizer.',
+)
+"""Bindings that do not change what is learned: a run may be resumed with other values of these."""
+
+
+def main(experiment: 'Experiment', arguments: Any) -> int:
+    """The `lm train` command."""
+    initialize_distributed(
+        experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
+    )
+    train(experiment, arguments.run_dir)
+    return 0
+
+
+def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
+    """Trains, or continues the run that lies in `run_dir`. Returns the final state (see `lm.step`).
+
+    Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
+    """
+    with contextlib.ExitStack() as stack:
+        # Everything that can be wrong is found before anything is written.
+        config = experiment.train
+        preemption = stack.enter_context(Preemption())
+        store = open_store(experiment)
+        mesh = make_mesh(experiment.mesh)
+        stack.enter_context(jax.set_mesh(mesh))
+        batches = make_batches(experiment, store, mesh)
+        step = Step(experiment.model, experiment.optimizer, config.steps)
+        split = experiment.evaluate.split or experiment.data.eval_split
+        evaluator = Evaluator(
+            step, mesh, store, experiment.evaluate, split, experiment.evaluate.context_length or config.context_length
+        )
+        leader = jax.process_index() == 0
+        parameters = sum(count_parameters(experiment.model).values())
+        if leader:
+            print_plan(experiment, store, mesh, parameters)
+
+        run = RunDir(run_dir)
+        fingerprints = {'data': store.fingerprint, 'tokenizer': store.tokenizer_sha256}
+        run.create_or_resume(experiment, {'parameters': parameters, **fingerprints}, MAY_CHANGE_ON_RESUME)
+        checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, fingerprints))
+
+        # Restore this run, else start from another one's parameters, else from the seed.
+        abstract = jax.eval_shape(lambda: step.init(config.seed))
+        shardings = state_shardings(mesh, abstract)
+        abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
+        restored = checkpointer.restore(abstract)
+        if restored:
+            state, start, saved = restored
+        else:
+            state = jax.jit(lambda: step.init(config.seed), out_shardings=shardings)()
+            start, saved = 0, {}
+            if config.init_from:
+                state['params'] = parameters_from(config.init_from, experiment, abstract['params'], state['params'])
+        metrics = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
+        progress = Progress(config.steps, enabled=leader)
+        if restored:
+            progress.note(f'resumed from step {start} of {run_dir}')
+
+        compiled = (
+            jax.jit(step.train, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+            .lower(abstract, jax.ShapeDtypeStruct(batches.shape, batches.dtype, sharding=batches.sharding))
+            .compile()
+        )
+        chronometer = Chronometer(start, config.steps, config.tokens_per_step, saved.get('seconds', 0.0))
+        flops = experiment.model.flops_per_token(config.context_length)
+        peak = peak_flops(jax.devices()[0].device_kind)
+
+        def log(n: int, figures: dict[str, jax.Array]) -> None:
+            """Fetches the figures of step n (counted from 1), writes them, and stops a run that has diverged."""
+            figures = {name: value.item() for name, value in jax.device_get(figures).items()}
+            if figures['in_a_row'] >= config.max_nonfinite_steps:
+                raise Diverged(
+                    f'loss or gradient was not finite for {figures["in_a_row"]} steps in a row, the last being step {n}; '
+                    f'the newest checkpoint is step {checkpointer.latest_step()}: lower optimizer.peak_learning_rate, '
+                    'or leave the batches out with train.skip_batches'
+                )
+            if n % config.log_every and n != config.steps:
+                return
+            rate, left = chronometer.tick(n)
+            record = {
+                'kind': 'train',
+                'step': n,
+                'loss': figures['loss'],
+                'learning_rate': figures['learning_rate'],
+                'grad_norm': figures['grad_norm'],
+                'tokens': n * config.tokens_per_step,
+                'tokens_per_second': rate,
+                'mfu': flops * rate / (peak * mesh.size) if peak else None,
+                'seconds': chronometer.seconds,
+                'skipped_steps': figures['skipped'],
+            }
+            metrics.write(record)
+            progress.step(record, left)
+
+        def evaluate(n: int) -> float | None:
+            """The loss of the evaluation split after step n; None when the process was told to stop meanwhile."""
+            with chronometer.pause():
+                weights = {name: state[name] for name in ('params', 'buffers')}
+                result = evaluator(weights, n, should_stop=lambda: preemption.requested(n))
+            if result is None:
+                return None
+            metrics.write({'kind': 'eval', **result, 'seconds': chronometer.seconds})
+            progress.note(
+                f'evaluation at step {n}: {split} loss {result["loss"]:.4f}  perplexity {result["perplexity"]:.3f}'
+                f'  per word {result["word_perplexity"]:.3f}  bits per byte {result["bits_per_byte"]:.4f}'
+            )
+            return result['loss']
+
+        def save(n: int, loss: float | None = None, force: bool = False) -> None:
+            evaluation = {} if loss is None else {'loss': loss}
+            checkpointer.save(n, state, metadata={'seconds': chronometer.seconds}, metrics=evaluation, force=force)
+
+        def stop(n: int) -> None:
+            if n != checkpointer.latest_step():
+                save(n, force=True)
+            checkpointer.wait()
+            raise Preempted(f'stopped at step {n} of {config.steps}, which is saved: run the same command again')
+
+        def evaluation_due(n: int) -> bool:
+            return n == config.steps or (config.eval_every is not None and n % config.eval_every == 0)
+
+        if start and evaluation_due(start) and not metrics.has_evaluation(start) and evaluate(start) is None:
+            stop(start)
+
+        pending = None
+        for n, batch in enumerate(batches.prefetch(start, config.steps), start + 1):
+            if preemption.requested(n - 1):
+                if pending:
+                    log(*pending)
+                stop(n - 1)
+            profile(config.profile, n, run, leader)
+            state, figures = compiled(state, batch)
+            checkpointer.check_for_errors()
+            if pending:
+                log(*pending)
+            pending = n, figures
+            saving, evaluating = checkpointer.should_save(n), evaluation_due(n)
+            if saving or evaluating:
+                # What a checkpoint covers is on disk before the checkpoint is.
+                log(*pending)
+                pending = None
+            loss = evaluate(n) if evaluating else None
+            if evaluating and loss is None:
+                stop(n)
+            if saving or n == config.steps:
+                save(n, loss, force=True)
+        if pending:
+            log(*pending)
+        checkpointer.wait()
+        progress.note(
+            f'done: {config.steps} steps in {duration(chronometer.seconds)}, '
+            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {run_dir}'
+        )
+    return state
+
+
+def open_store(experiment: 'Experiment') -> TokenStore:
+    """The token store, if its tokenizer fits the model."""
+    store = TokenStore.open(experiment.data.path)
+    if store.vocab_size > experiment.model.vocab_size:
+        raise MismatchError(
+            f'model.vocab_size = {experiment.model.vocab_size}: the tokenizer of {experiment.data.path} has '
+            f'{store.vocab_size} pieces; set model.vocab_size = {store.vocab_size}'
+        )
+    return store
+
+
+def make_batches(experiment: 'Experiment', store: TokenStore, mesh: jax.sharding.Mesh) -> Batches:
+    """The batches of the run, if they can be split over the devices."""
+    config = experiment.train
+    rows = config.batch_size // config.microbatches
+    if rows % mesh.size:
+        raise ConfigError(
+            f'train.tokens_per_step = {config.tokens_per_step}: a microbatch has {rows} windows of '
+            f'{config.context_length} tokens, which {mesh.size} devices cannot share equally; '
+            'change tokens_per_step, context_length or microbatches'
+        )
+    split = experiment.data.train_split
+    windows = Windows(
+        store.tokens(split), config.context_length, config.batch_size, config.seed, config.skip_batches
+    )
+    return Batches(store, split, windows, config.microbatches, batch_sharding(mesh, axis=1))
+
+
+def parameters_from(run_dir: str, experiment: 'Experiment', abstract: dict, initial: dict) -> dict:
+    """`initial` with every parameter that the newest checkpoint of another run has under the same name."""
+    with Checkpointer(RunDir(run_dir).checkpoints, experiment.checkpoint, {}) as checkpointer:
+        restored = checkpointer.restore({'params': abstract}, partial=True)
+    if restored is None:
+        raise MismatchError(f'train.init_from = {run_dir!r}: holds no checkpoint')
+    found = restored[0]['params']
+
+    def choose(path, value):
+        for key in path:
+            if key.key not in (node := found if path[0] is key else node):  # noqa: F821
+                return value
+            node = node[key.key]
+        return node
+
+    return jax.tree_util.tree_map_with_path(choose, initial)
+
+
+def print_plan(experiment: 'Experiment', store: TokenStore, mesh: jax.sharding.Mesh, parameters: int) -> None:
+    """What is about to happen, before anything is spent on it."""
+    config, model = experiment.train, experiment.model
+    total = config.steps * config.tokens_per_step
+    epochs = total / store.tokens(experiment.data.train_split)
+    kind = jax.devices()[0].device_kind
+    mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
+    print(
+        f'parameters       {parameters:,} ({model.n_layers} layers of width {model.d_model}, {mechanisms})\n'
+        f'tokens per step  {config.tokens_per_step:,} ({config.batch_size} windows of {config.context_length}, '
+        f'{config.microbatches} microbatch{"es" if config.microbatches > 1 else ""})\n'
+        f'tokens in total  {total:,} ({config.steps:,} steps, {epochs:.3g} epochs of {experiment.data.path})\n'
+        f'FLOPs per token  {si(model.flops_per_token(config.context_length))}\n'
+        f'devices          {mesh.size} × {kind} (data {mesh.shape["data"]}, fsdp {mesh.shape["fsdp"]}), '
+        f'{jax.process_count()} process{"es" if jax.process_count() > 1 else ""}, '
+        f'{jnp.dtype(model.compute_dtype).name} compute',
+        flush=True,
+    )
+
+
+def profile(window: tuple[int, int] | None, n: int, run: RunDir, leader: bool) -> None:
+    """Starts and stops the profiler trace around steps window[0] … window[1]."""
+    if window and leader:
+        if n == window[0]:
+            jax.profiler.start_trace(os.fspath(run.path / 'profile'))
+        if n == window[1] + 1:
+            jax.profiler.stop_trace()

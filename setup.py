@@ -1,0 +1,48 @@
+"""Installs the `lm` package and the `lm` command."""
+
+import pathlib
+import re
+
+from setuptools import find_packages, setup
+
+root = pathlib.Path(__file__).parent
+version = re.search(r"__version__ = '(.+)'", (root / 'lm' / '__init__.py').read_text())[1]
+
+tfds_builders = ['tensorflow-cpu>=2.18; platform_system != "Darwin"', 'apache-beam>=2.60', 'gcsfs']
+tensorboard = ['tensorflow-cpu>=2.18; platform_system != "Darwin"', 'tensorboard>=2.18']
+
+setup(
+    name='lm-tpu',
+    version=version,
+    description='Pre-training language models on TPUs with softmax, polynomial, polysketch and other linear attention',
+    long_description=(root / 'README.md').read_text() if (root / 'README.md').exists() else '',
+    long_description_content_type='text/markdown',
+    license='Apache-2.0',
+    python_requires='>=3.11',
+    packages=find_packages(include=['lm', 'lm.*']),
+    install_requires=[
+        'absl-py>=2.1',
+        'array_record>=0.8; platform_system == "Linux"',
+        'clu>=0.0.12',
+        'etils[epath]>=1.13',
+        'flax>=0.12.2',
+        'gin-config>=0.5.0',
+        'importlib_resources>=6',
+        'jax>=0.10',
+        'numpy>=2.0',
+        'optax>=0.2.6',
+        'orbax-checkpoint>=0.11.40',
+        'rich>=13',
+        'sentencepiece>=0.2.1',
+        'tensorflow-datasets>=4.9.9',
+        'tensorstore>=0.1.84',
+    ],
+    extras_require={
+        'tpu': ['jax[tpu]>=0.10'],
+        'gpu': ['jax[cuda13]>=0.10'],
+        'tfds': tfds_builders,
+        'tensorboard': tensorboard,
+        'test': ['hypothesis>=6.100', 'pytest>=8', 'pytest-timeout>=2.3', 'pytest-xdist>=3.5', 'ruff>=0.9'],
+    },
+    entry_points={'console_scripts': ['lm=lm.cli:main']},
+)
