@@ -1,0 +1,95 @@
+"""Exact attention, softmax or polynomial, in memory linear in the length.
+
+B batch, L queries, M keys, H query heads, K key and value heads (K divides H; head h reads key head h // (H / K)),
+D head size. Which implementation runs is decided by the platform that the computation is traced for.
+"""
+
+import jax
+
+from lm.errors import ConfigError
+from lm.ops import platform
+from lm.ops.exact_attention import cudnn, pallas_tpu, reference, xla
+
+SOFTMAX = {'reference': reference, 'xla': xla, 'splash': pallas_tpu, 'cudnn': cudnn}
+POLYNOMIAL = {'reference': reference, 'xla': xla}
+PREFERRED = {'tpu': 'splash', 'gpu': 'cudnn'}
+RESIDUAL_NAME = xla.RESIDUAL_NAME
+
+
+def softmax_attention(
+    q_BxLxHxD: jax.Array,
+    k_BxMxKxD: jax.Array,
+    v_BxMxKxD: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    causal: bool = True,
+    q_offset: jax.Array | int = 0,
+    k_start: jax.Array | int = 0,
+    block: int | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Softmax attention: weights exp(scale ⟨q_i, k_j⟩) / Σ_j' exp(scale ⟨q_i, k_j'⟩).
+
+    Args:
+        q_BxLxHxD: queries.
+        k_BxMxKxD: keys.
+        v_BxMxKxD: values.
+        scale: 1 / sqrt(head size) where None.
+        window: a query sees its own and the `window - 1` keys before it; None sees all.
+        causal: whether keys after a query are hidden.
+        q_offset: the index of the key that stands at the first query's position (decoding with a cache).
+        k_start: keys before this index are hidden.
+        block: tokens a block; None picks what is fast.
+        implementation: one of `SOFTMAX`; None picks the platform's.
+
+    Returns:
+        [B, L, H, D] in the dtype of q. Every query must see at least one key.
+
+    Raises:
+        ConfigError: heads or options that do not fit, or an implementation that does not support the call.
+    """
+    _check_heads(q_BxLxHxD, k_BxMxKxD)
+    options = dict(window=window, causal=causal, q_offset=q_offset, k_start=k_start, block=block)
+    options['scale'] = q_BxLxHxD.shape[-1] ** -0.5 if scale is None else scale
+    arrays = (q_BxLxHxD, k_BxMxKxD, v_BxMxKxD)
+    chosen = platform.choose('softmax attention', SOFTMAX, PREFERRED, implementation, *arrays, **options)
+    return chosen.softmax_attention(*arrays, **options)
+
+
+def polynomial_attention(
+    q_BxLxHxD: jax.Array,
+    k_BxMxKxD: jax.Array,
+    v_BxMxKxD: jax.Array,
+    *,
+    degree: int,
+    bias: float = 1.0,
+    scale: float = 1.0,
+    causal: bool = True,
+    q_offset: jax.Array | int = 0,
+    k_start: jax.Array | int = 0,
+    block: int | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Polynomial attention: weights (scale ⟨q_i, k_j⟩)^p / (bias + Σ_j' (scale ⟨q_i, k_j'⟩)^p), p even.
+
+    PolySketchFormer §2.1, where q and k have been through layer normalization. Other arguments and errors as in
+    `softmax_attention`; degree is p, bias keeps the denominator from zero.
+    """
+    _check_heads(q_BxLxHxD, k_BxMxKxD)
+    if degree < 2 or degree % 2:
+        raise ConfigError(f'degree = {degree}: must be even and at least 2, so that no weight is negative')
+    options = dict(
+        degree=degree, bias=bias, scale=scale, causal=causal, q_offset=q_offset, k_start=k_start, block=block
+    )
+    arrays = (q_BxLxHxD, k_BxMxKxD, v_BxMxKxD)
+    chosen = platform.choose('polynomial attention', POLYNOMIAL, {}, implementation, *arrays, **options)
+    return chosen.polynomial_attention(*arrays, **options)
+
+
+def _check_heads(q: jax.Array, k: jax.Array) -> None:
+    if q.shape[2] % k.shape[2]:
+        raise ConfigError(f'n_kv_heads = {k.shape[2]}: must divide n_heads = {q.shape[2]}')
+
+
+__all__ = ['POLYNOMIAL', 'PREFERRED', 'RESIDUAL_NAME', 'SOFTMAX', 'polynomial_attention', 'softmax_attention']

@@ -1,0 +1,44 @@
+"""Softmax attention on NVIDIA GPUs: cuDNN's flash attention through `jax.nn.dot_product_attention`."""
+
+import jax
+import jax.numpy as jnp
+
+from lm.ops import platform
+
+
+def softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, scale, window=None, causal=True, **rest) -> jax.Array:
+    """Arguments as in `lm.ops.exact_attention.softmax_attention`; calls that `unsupported` refuses are wrong here."""
+
+    def attend(q, k, v):
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            is_causal=causal,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation='cudnn',
+        )
+
+    return platform.per_device(attend, split=(True, True, True))(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
+
+
+def unsupported(q, k, v, *, window=None, causal=True, q_offset=0, k_start=0, block=None, **rest) -> str | None:
+    """Why cuDNN cannot compute this call, or None."""
+    if platform.target_platform() != 'gpu':
+        return 'needs an NVIDIA GPU'
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
+        return f'computes in bfloat16 or float16, not {q.dtype}'
+    if q.shape[-1] % 8 or q.shape[-1] > 128 or q.shape[-1] != v.shape[-1]:
+        return f'takes head sizes that are multiples of 8 up to 128, not {q.shape[-1]}'
+    if q.shape[1] != k.shape[1] or not _is_zero(q_offset) or not _is_zero(k_start):
+        return 'takes as many queries as keys'
+    if window is not None and not causal:
+        return 'takes a window only with the causal mask'
+    if q.shape[0] % platform.batch_shards():
+        return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
+    return None
+
+
+def _is_zero(number) -> bool:
+    return isinstance(number, int) and number == 0

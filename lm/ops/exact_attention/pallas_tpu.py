@@ -1,0 +1,80 @@
+"""Softmax attention on TPUs: JAX's splash attention kernels, forward and backward."""
+
+import jax
+import jax.numpy as jnp
+
+from lm.ops import platform
+from lm.ops.exact_attention import xla
+
+LANES = 128
+FUSED_BACKWARD_BLOCKS = 4
+"""The fused backward kernel writes one partial dq a block of keys: quadratic memory, so for few blocks only."""
+
+
+def softmax_attention(
+    q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, scale, window=None, causal=True, block=None, **rest
+) -> jax.Array:
+    """Arguments as in `lm.ops.exact_attention.softmax_attention`; calls that `unsupported` refuses are wrong here."""
+    length, heads = q_BxLxHxD.shape[1:3]
+    block = block or block_size(length)
+    padded = -(-length // block) * block
+
+    def attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
+        # Zero keys after the last token are in every query's future.
+        q, k, v = (
+            jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded - length), (0, 0)))
+            for x in (q_BxLxHxD * jnp.asarray(scale, q_BxLxHxD.dtype), k_BxLxKxD, v_BxLxKxD)
+        )
+        o_BxHxLxD = jax.vmap(_kernel(heads, padded, window, block))(q, k, v)
+        return o_BxHxLxD[:, :, :length].swapaxes(1, 2)
+
+    return platform.per_device(attend, split=(True, True, True))(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
+
+
+def unsupported(q, k, v, *, window=None, causal=True, q_offset=0, k_start=0, block=None, **rest) -> str | None:
+    """Why splash attention cannot compute this call, or None."""
+    if platform.target_platform() != 'tpu':
+        return 'needs a TPU'
+    if not causal:
+        return 'takes the causal mask only'
+    if q.shape[1] != k.shape[1] or not _is_zero(q_offset) or not _is_zero(k_start):
+        return 'takes as many queries as keys'
+    if block is not None and block % LANES:
+        return f'takes blocks that are multiples of {LANES}, not {block}'
+    if q.shape[0] % platform.batch_shards():
+        return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
+    return None
+
+
+def block_size(length: int) -> int:
+    """The block that wastes least padding, of at most 1024 tokens."""
+    parts = -(-length // 1024)
+    return -(-length // parts // LANES) * LANES
+
+
+def _kernel(heads: int, length: int, window: int | None, block: int):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    shape = (length, length)
+    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
+    fused = length // block <= FUSED_BACKWARD_BLOCKS
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=None if fused else block,
+        block_kv_dq=None if fused else block,
+        use_fused_bwd_kernel=fused,
+    )
+    return splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=xla.RESIDUAL_NAME,
+    )
+
+
+def _is_zero(number) -> bool:
+    return isinstance(number, int) and number == 0

@@ -1,0 +1,275 @@
+"""Exact attention in blocks, in plain XLA: memory linear in the length, work only where the mask lets keys be seen.
+
+For each block of queries a loop visits the blocks of keys that some query of it sees, so blocks above the diagonal and
+to the left of the window are skipped, and keeps the running output and normaliser in float32. The gradient recomputes
+the weights block by block from the saved normaliser. Lengths that no block divides are not padded: the last block is
+moved left until it fits, and what it shares with the block before it is counted once.
+
+L queries, M keys; G query heads share each of the K key heads.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from lm.ops import platform
+
+RESIDUAL_NAME = 'attention_residuals'
+"""`jax.checkpoint` policies that save this name do not run the attention again in the backward pass."""
+
+MASKED = -1e30  # Finite, so that a row without visible keys so far gives no NaN; the first real score erases it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """Weights exp(scale s) / Σ exp(scale s), with a running maximum."""
+
+    scale: float
+
+    def start(self, rows: tuple[int, ...]) -> Any:
+        return jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
+
+    def accumulate(self, acc, stats, s, visible, v):
+        maximum, total = stats
+        s = jnp.where(visible, s * self.scale, MASKED)
+        raised = jnp.maximum(maximum, s.max(-1))
+        w = jnp.exp(s - raised[..., None])
+        shrink = jnp.exp(maximum - raised)
+        acc = acc * shrink[..., None] + _dot('bkglm,bkmd->bkgld', w.astype(v.dtype), v)
+        return acc, (raised, total * shrink + w.sum(-1))
+
+    def finish(self, acc, stats):
+        maximum, total = stats
+        return acc / total[..., None], maximum + jnp.log(total)
+
+    def weights(self, s, visible, log_total):
+        """The normalised weights and their derivative by s where the normaliser is held fixed."""
+        w = jnp.exp(jnp.where(visible, s * self.scale, MASKED) - log_total[..., None])
+        return w, w * self.scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Polynomial:
+    """Weights (scale s)^degree / (bias + Σ (scale s)^degree); float32 needs no running maximum at usual degrees."""
+
+    degree: int
+    bias: float
+    scale: float
+
+    def start(self, rows: tuple[int, ...]) -> Any:
+        return jnp.full(rows, self.bias, jnp.float32)
+
+    def accumulate(self, acc, total, s, visible, v):
+        w = jnp.where(visible, lax.integer_pow(s * self.scale, self.degree), 0.0)
+        return acc + _dot('bkglm,bkmd->bkgld', w.astype(v.dtype), v), total + w.sum(-1)
+
+    def finish(self, acc, total):
+        return acc / total[..., None], total
+
+    def weights(self, s, visible, total):
+        s = s * self.scale
+        below = jnp.where(visible, lax.integer_pow(s, self.degree - 1), 0.0) * (1.0 / total)[..., None]
+        return below * s, below * (self.degree * self.scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How L queries and M keys are cut, and which keys a query sees."""
+
+    queries: int
+    keys: int
+    block_q: int
+    block_k: int
+    causal: bool
+    window: int | None
+
+    @property
+    def n_q(self) -> int:
+        return -(-self.queries // self.block_q)
+
+    @property
+    def n_k(self) -> int:
+        return -(-self.keys // self.block_k)
+
+    def query_start(self, i):
+        return jnp.minimum(i * self.block_q, self.queries - self.block_q)
+
+    def key_start(self, j):
+        return jnp.minimum(j * self.block_k, self.keys - self.block_k)
+
+    def key_range(self, i, bounds):
+        """The first and one past the last block of keys that block i of the queries sees."""
+        q_offset, k_start = bounds
+        first = q_offset + self.query_start(i)
+        begin = k_start if self.window is None else jnp.maximum(k_start, first - self.window + 1)
+        end = first + self.block_q if self.causal else self.keys
+        return jnp.clip(begin // self.block_k, 0, self.n_k), jnp.clip(-(-end // self.block_k), 0, self.n_k)
+
+    def visible(self, i, j, bounds):
+        q_offset, k_start = bounds
+        query = q_offset + self.query_start(i) + jnp.arange(self.block_q)[:, None]
+        key = self.key_start(j) + jnp.arange(self.block_k)
+        result = jnp.broadcast_to(key >= jnp.maximum(k_start, j * self.block_k), (self.block_q, self.block_k))
+        if self.causal:
+            result &= key <= query
+        if self.window is not None:
+            result &= key > query - self.window
+        return result
+
+    def fresh(self, i):
+        """Rows of block i that are not in the block before it."""
+        return (self.query_start(i) + jnp.arange(self.block_q) >= i * self.block_q)[:, None]
+
+
+def softmax_attention(
+    q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, *, scale, window=None, causal=True, q_offset=0, k_start=0, block=None
+):
+    """Arguments as in `lm.ops.exact_attention.softmax_attention`."""
+    return _blocked(Softmax(scale), q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, causal, window, q_offset, k_start, block)
+
+
+def polynomial_attention(
+    q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, *, degree, bias=1.0, scale=1.0, causal=True, q_offset=0, k_start=0, block=None
+):
+    """Arguments as in `lm.ops.exact_attention.polynomial_attention`."""
+    kernel = Polynomial(degree, bias, scale)
+    return _blocked(kernel, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, causal, None, q_offset, k_start, block)
+
+
+def unsupported(*args, **options) -> None:
+    """Everything is supported."""
+
+
+def block_sizes(rows: int, queries: int, keys: int, block: int | None = None) -> tuple[int, int]:
+    """Blocks of queries and keys for `rows` = batch × heads on a device.
+
+    Measured on a CPU, forward plus backward: the best blocks hold about 2^18 weights over all rows (they stay in the
+    cache), and no side under 128 or over 512 pays. Accelerators want large matrices.
+    """
+    target = block or 512
+    if block is None and platform.target_platform() == 'cpu':
+        target = next(side for side in (512, 256, 128) if side == 128 or rows * side**2 <= 2**18)
+    block_q = _even_parts(queries, target)
+    # A few queries against a long cache: longer blocks of keys keep the matrices large.
+    block_k = _even_parts(keys, target if block else target * min(8, max(1, target // block_q)))
+    return block_q, block_k
+
+
+def _even_parts(length: int, target: int) -> int:
+    """The size of the fewest nearly equal parts of at most `target`, rounded up to 8 for the vector units."""
+    parts = -(-length // target)
+    return min(length, target, -(-length // parts // 8) * 8)
+
+
+def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)
+
+
+def _blocked(kernel, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, causal, window, q_offset, k_start, block):
+    batch, length, heads, size = q_BxLxHxD.shape
+    keys, kv_heads = k_BxMxKxD.shape[1:3]
+    rows = -(-batch // platform.batch_shards()) * heads
+    blocks = Blocks(length, keys, *block_sizes(rows, length, keys, block), causal, window)
+    q_BxKxGxLxD = q_BxLxHxD.reshape(batch, length, kv_heads, heads // kv_heads, size).transpose(0, 2, 3, 1, 4)
+    k_BxKxMxD, v_BxKxMxD = k_BxMxKxD.swapaxes(1, 2), v_BxMxKxD.swapaxes(1, 2)
+    bounds = (jnp.asarray(q_offset, jnp.int32), jnp.asarray(k_start, jnp.int32))
+    o_BxKxGxLxD = _attend(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, bounds)
+    return o_BxKxGxLxD.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, v_BxMxKxD.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, bounds):
+    return _forward(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, bounds)[0]
+
+
+def _loop(low, high, body, carry, once: bool):
+    """A loop, or its body alone where there is one iteration: a short sequence costs what plain einsums cost."""
+    return body(0, carry) if once else lax.fori_loop(low, high, body, carry)
+
+
+def _rows(x, start, size, axis):
+    return x if size == x.shape[axis] else lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _put(x, part, start, axis):
+    part = part.astype(x.dtype)
+    return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, start, axis)
+
+
+def _forward(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, bounds):
+    lead, size = q_BxKxGxLxD.shape[:3], v_BxKxMxD.shape[-1]
+    rows = (*lead, blocks.block_q)
+
+    def query_block(i, outputs):
+        o, normaliser = outputs
+        start = blocks.query_start(i)
+        q = _rows(q_BxKxGxLxD, start, blocks.block_q, 3)
+
+        def key_block(j, carry):
+            k = _rows(k_BxKxMxD, blocks.key_start(j), blocks.block_k, 2)
+            v = _rows(v_BxKxMxD, blocks.key_start(j), blocks.block_k, 2)
+            s = _dot('bkgld,bkmd->bkglm', q, k)
+            return kernel.accumulate(*carry, s, blocks.visible(i, j, bounds), v)
+
+        carry = (jnp.zeros((*rows, size), jnp.float32), kernel.start(rows))
+        o_block, normaliser_block = kernel.finish(
+            *_loop(*blocks.key_range(i, bounds), key_block, carry, blocks.n_k == 1)
+        )
+        return _put(o, o_block, start, 3), _put(normaliser, normaliser_block, start, 3)
+
+    shape = (*lead, blocks.queries)
+    outputs = (jnp.zeros((*shape, size), q_BxKxGxLxD.dtype), jnp.zeros(shape, jnp.float32))
+    return _loop(0, blocks.n_q, query_block, outputs, blocks.n_q == 1)
+
+
+def _attend_forward(kernel, blocks, q, k, v, bounds):
+    o, normaliser = _forward(kernel, blocks, q, k, v, bounds)
+    o, normaliser = checkpoint_name(o, RESIDUAL_NAME), checkpoint_name(normaliser, RESIDUAL_NAME)
+    return o, (q, k, v, o, normaliser, bounds)
+
+
+def _attend_backward(kernel, blocks, residuals, do_BxKxGxLxD):
+    q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, o_BxKxGxLxD, normaliser_BxKxGxL, bounds = residuals
+    # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the normaliser's part of the gradient, one number a row.
+    row_BxKxGxL = _dot('bkgld,bkgld->bkgl', do_BxKxGxLxD, o_BxKxGxLxD)
+
+    def query_block(i, gradients):
+        dq, dk, dv = gradients
+        start = blocks.query_start(i)
+        q, do, row, normaliser = (
+            _rows(x, start, blocks.block_q, 3) for x in (q_BxKxGxLxD, do_BxKxGxLxD, row_BxKxGxL, normaliser_BxKxGxL)
+        )
+
+        def key_block(j, carry):
+            dq_block, dk, dv = carry
+            at = blocks.key_start(j)
+            k, v = _rows(k_BxKxMxD, at, blocks.block_k, 2), _rows(v_BxKxMxD, at, blocks.block_k, 2)
+            visible = blocks.visible(i, j, bounds)
+            w, slope = kernel.weights(_dot('bkgld,bkmd->bkglm', q, k), visible, normaliser)
+            ds = slope * (_dot('bkgld,bkmd->bkglm', do, v) - row[..., None])
+            dq_block += _dot('bkglm,bkmd->bkgld', ds.astype(k.dtype), k)
+            if blocks.queries % blocks.block_q:
+                w, ds = jnp.where(blocks.fresh(i), w, 0.0), jnp.where(blocks.fresh(i), ds, 0.0)
+            dk_block = _dot('bkglm,bkgld->bkmd', ds.astype(q.dtype), q) + _rows(dk, at, blocks.block_k, 2)
+            dv_block = _dot('bkglm,bkgld->bkmd', w.astype(do.dtype), do) + _rows(dv, at, blocks.block_k, 2)
+            return dq_block, _put(dk, dk_block, at, 2), _put(dv, dv_block, at, 2)
+
+        carry = (jnp.zeros(q.shape, jnp.float32), dk, dv)
+        dq_block, dk, dv = _loop(*blocks.key_range(i, bounds), key_block, carry, blocks.n_k == 1)
+        return _put(dq, dq_block, start, 3), dk, dv
+
+    gradients = (
+        jnp.zeros_like(q_BxKxGxLxD),
+        jnp.zeros(k_BxKxMxD.shape, jnp.float32),
+        jnp.zeros(v_BxKxMxD.shape, jnp.float32),
+    )
+    dq, dk, dv = _loop(0, blocks.n_q, query_block, gradients, blocks.n_q == 1)
+    return dq, dk.astype(k_BxKxMxD.dtype), dv.astype(v_BxKxMxD.dtype), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

@@ -1,0 +1,107 @@
+"""For which platform the operations are being traced, and over which mesh the batch is split.
+
+Both are read from the mesh in context (`with jax.set_mesh(mesh):`), which is part of jit's cache key and is set also
+when a step is compiled on a laptop for a TPU topology. Without a mesh the platform is `jax.default_backend()`.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+from absl import logging
+from jax.sharding import PartitionSpec
+
+from lm.errors import ConfigError
+
+
+def target_platform() -> str:
+    """'cpu', 'tpu' or 'gpu': where the computation that is being traced will run."""
+    device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
+    platform = getattr(device, 'platform', None) or jax.default_backend()
+    return 'gpu' if platform in ('cuda', 'rocm') else platform
+
+
+def batch_axes() -> tuple[str, ...]:
+    """The axes of the mesh in context over which the batch is split: all that shard_map has not taken already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return ()
+    return tuple(name for name in mesh.axis_names if name not in mesh.manual_axes and mesh.shape[name] > 1)
+
+
+def batch_shards() -> int:
+    """The number of devices that share the batch under the mesh in context; 1 without a mesh."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    result = 1
+    for name in batch_axes():
+        result *= shape[name]
+    return result
+
+
+def per_device(function: Callable, split: tuple[bool, ...], reduced: tuple[bool, ...] = (False,)) -> Callable:
+    """`function` run by every device on its own rows of the batch.
+
+    Kernels are opaque to the partitioner, and a loop that accumulates over the batch would communicate in every
+    iteration; both want the split made explicit. Without a mesh this is `function` itself.
+
+    Args:
+        function: takes and returns arrays.
+        split: for each argument, whether its leading axis is the batch; the others are replicated.
+        reduced: for each result, whether it is summed over the devices; the others have a leading batch axis.
+    """
+    axes = batch_axes()
+    if not axes:
+        return function
+    rows, whole = PartitionSpec(axes), PartitionSpec()
+
+    def local(*args):
+        results = function(*args)
+        single = not isinstance(results, tuple)
+        results = (results,) if single else results
+        results = tuple(jax.lax.psum(r, axes) if s else r for r, s in zip(results, reduced, strict=True))
+        return results[0] if single else results
+
+    out_specs = tuple(whole if s else rows for s in reduced)
+    return jax.shard_map(
+        local,
+        in_specs=tuple(rows if s else whole for s in split),
+        out_specs=out_specs[0] if len(out_specs) == 1 else out_specs,
+        check_vma=False,
+    )
+
+
+def choose(
+    operation: str,
+    implementations: Mapping[str, ModuleType],
+    preferred: Mapping[str, str],
+    requested: str | None,
+    *args: Any,
+    **options: Any,
+) -> ModuleType:
+    """The implementation of `operation` for this platform, or the requested one.
+
+    Each implementation has `unsupported(*args, **options)`, which says why it cannot compute a call, or None.
+    Where the preferred one cannot, the portable 'xla' one does, and the log says so once.
+
+    Raises:
+        ConfigError: an unknown name, or a requested implementation that does not support the call.
+    """
+    if requested is not None:
+        if requested not in implementations:
+            names = ', '.join(sorted(implementations))
+            raise ConfigError(f'implementation = {requested!r}: {operation} has only {names}')
+        if reason := implementations[requested].unsupported(*args, **options):
+            raise ConfigError(f'implementation = {requested!r}: {operation} {reason}; leave it unset to use the best')
+        return implementations[requested]
+    name = preferred.get(target_platform(), 'xla')
+    if reason := implementations[name].unsupported(*args, **options):
+        _say_once(f'{operation}: {name} {reason}; using the slower xla path')
+        name = 'xla'
+    return implementations[name]
+
+
+@functools.lru_cache(maxsize=None)
+def _say_once(message: str) -> None:
+    logging.warning(message)
