@@ -1,6 +1,37 @@
-"""The token store: what `lm prepare` writes and training and evaluation read."""
+"""The token store: what `lm prepare` writes and training and evaluation read.
+
+    dataset.json            source, cleaning, counts, fingerprints; written last, so its presence means "finished"
+    tokenizer.model         the SentencePiece model
+    {split}/tokens          zarr3 array, uint16 or uint32: the documents one after another, each ended by the eod token
+    {split}/document_ends   zarr3 array, int64: offset behind the eod token of each document
+
+The arrays are sharded into a few large files and checksummed (crc32c) in small chunks, so that a random window costs one
+or two short reads, on a local disk and in a bucket (gs://, s3://) alike, and a damaged byte is an error, never a token.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
 
 from lm.configurable import configurable, field
+from lm.data.tokenizer import Tokenizer
+from lm.errors import ConfigError, LmError, MismatchError
+
+CHUNK = 2**14
+"""Elements read and checksummed together."""
+SHARD = 2**26
+"""Elements in a file: 128 MB of uint16."""
+INDEX_CACHE_BYTES = 2**26
+
+PG19_WORDS = {'validation': (50, 3_007_061), 'test': (100, 6_966_499)}
+"""Documents of PG-19's full splits and the words that its authors count in them (Rae et al. 2020, table 4), by which
+word-level perplexities are normalised."""
 
 
 @configurable('data')
@@ -10,3 +41,268 @@ class DataConfig:
     path: str = field('', help='the token store that `lm prepare` writes: a folder, gs://… or s3://…')
     train_split: str = field('train', help='the split to train on')
     eval_split: str = field('validation', help='the split of the periodic evaluation')
+
+
+class TokenStore:
+    """A finished token store, opened for reading."""
+
+    def __init__(self, path: str, info: dict[str, Any]):
+        self.path, self.info = path, info
+        self._kvstore = open_kvstore(path)
+        # A cache keeps the shards' indexes; the contents never change, so nothing is revalidated.
+        self._context = ts.Context({'cache_pool': {'total_bytes_limit': INDEX_CACHE_BYTES}})
+        self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
+        self._tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def open(cls, path: str) -> 'TokenStore':
+        """Opens the store at `path`: a folder, gs://… or s3://….
+
+        Raises:
+            ConfigError: `path` is empty.
+            MismatchError: there is no finished store, or its dataset.json is damaged.
+        """
+        if not path:
+            raise ConfigError("data.path = '': name the token store, for example --gin_param \"data.path = 'data/pg19'\"")
+        info = read_info(path)
+        if info is None:
+            raise MismatchError(f'data.path = {path!r}: no finished token store is there; run `lm prepare` first')
+        return cls(path, info)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(self.info['splits'])
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokens, the documents' ends and the tokenizer; says nothing of paths and versions."""
+        return self.info['fingerprint']
+
+    def tokens(self, split: str) -> int:
+        """The number of tokens, the end-of-document tokens among them."""
+        return self._split(split)['tokens']
+
+    def documents(self, split: str) -> int:
+        return self._split(split)['documents']
+
+    def bytes(self, split: str) -> int:
+        """UTF-8 bytes of the cleaned text."""
+        return self._split(split)['bytes']
+
+    def words(self, split: str) -> int:
+        """Words by which perplexity is normalised: PG-19's published counts on its full splits, else those between
+        white space."""
+        found = self._split(split)
+        documents, published = PG19_WORDS.get(split, (None, 0))
+        is_pg19 = self.info['source'].get('name') == 'pg19' or self.info['source'].get('layout') == 'pg19'
+        return published if is_pg19 and found['documents'] == documents else found['words']
+
+    def read(self, split: str, start: int, stop: int) -> np.ndarray:
+        """Token ids [stop - start], uint16 or uint32. Raises MismatchError where the data is damaged or missing."""
+        return self.read_many(split, [start], stop - start)[0]
+
+    def read_many(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """Windows of token ids, read concurrently.
+
+        Args:
+            starts: offsets of the windows [n].
+            length: tokens in a window.
+
+        Returns:
+            [n, length], uint16 or uint32.
+        """
+        array, total = self._array(split, 'tokens'), self.tokens(split)
+        for start in starts:
+            if not 0 <= start <= start + length <= total:
+                raise IndexError(f'tokens {start} to {start + length} of split {split!r}, which has {total}')
+        windows = np.empty((len(starts), length), array.dtype.numpy_dtype)
+        try:
+            with ts.Batch() as batch:
+                reads = [array[int(s) : int(s) + length].read(batch=batch) for s in starts]
+            for i, read in enumerate(reads):
+                windows[i] = read.result()
+        except ValueError as error:
+            raise self._damage(split, 'tokens', error) from None
+        return windows
+
+    def document_ends(self, split: str) -> np.ndarray:
+        """Offsets behind each document's end-of-document token [documents], int64, ascending."""
+        try:
+            return self._array(split, 'document_ends').read().result()
+        except ValueError as error:
+            raise self._damage(split, 'document_ends', error) from None
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens. Raises MismatchError if tokenizer.model is missing or another one."""
+        if self._tokenizer is None:
+            model = read_file(self._kvstore, 'tokenizer.model')
+            if model is None:
+                raise MismatchError(f'{self.path}: tokenizer.model is missing; restore it or prepare the data again')
+            tokenizer = Tokenizer(model, self.info['tokenizer'].get('eod_id')) if self._is_model(model) else None
+            if tokenizer is None:
+                raise MismatchError(
+                    f'{self.path}: tokenizer.model is not the one that made the tokens (SHA-256 differs from '
+                    'dataset.json); restore it or prepare the data again'
+                )
+            self._tokenizer = tokenizer
+        return self._tokenizer
+
+    def verify(self, split: str) -> None:
+        """Reads the whole split and compares it with dataset.json. Raises MismatchError."""
+        digest, ends, total = hashlib.sha256(), self.document_ends(split), self.tokens(split)
+        for start in range(0, total, 2**24):
+            digest.update(self.read(split, start, min(start + 2**24, total)).tobytes())
+        if split_digest(digest, ends) != self._split(split)['sha256']:
+            raise MismatchError(f'{self.path}: split {split!r} is not what dataset.json describes; prepare the data again')
+
+    def _is_model(self, model: bytes) -> bool:
+        return hashlib.sha256(model).hexdigest() == self.info['tokenizer']['sha256']
+
+    def _split(self, split: str) -> dict[str, Any]:
+        try:
+            return self.info['splits'][split]
+        except KeyError:
+            raise ConfigError(
+                f'split {split!r}: {self.path} has {", ".join(self.splits)}; choose one of them with data.train_split, '
+                'data.eval_split or --split, or prepare it'
+            ) from None
+
+    def _array(self, split: str, name: str) -> ts.TensorStore:
+        if (split, name) not in self._arrays:
+            found = self._split(split)
+            try:
+                array = ts.open(
+                    {**_spec(self._kvstore, split, name), 'fill_missing_data_reads': False, 'recheck_cached_data': False},
+                    open=True,
+                    context=self._context,
+                ).result()
+            except ValueError as error:
+                raise self._damage(split, name, error) from None
+            expected = {'tokens': (self.info['dtype'], found['tokens']), 'document_ends': ('int64', found['documents'])}
+            if (array.dtype.name, array.shape) != (expected[name][0], (expected[name][1],)):
+                raise self._damage(split, name, f'{array.dtype.name}{list(array.shape)} is not what dataset.json says')
+            self._arrays[split, name] = array
+        return self._arrays[split, name]
+
+    def _damage(self, split: str, name: str, error: Exception | str) -> LmError:
+        text = str(error).split(' [')[0]
+        kind = LmError if text.startswith(('UNAVAILABLE', 'DEADLINE', 'PERMISSION', 'UNAUTHENTICATED', 'ABORTED')) else None
+        kind = kind or MismatchError
+        remedy = 'the read failed' if kind is LmError else 'the token store is damaged; copy or prepare it again'
+        return kind(f'{self.path}: split {split!r}, array {name!r}: {text}: {remedy}')
+
+
+def read_info(path: str) -> dict[str, Any] | None:
+    """The contents of dataset.json; None if there is none, so no finished store. Raises MismatchError if damaged."""
+    try:
+        raw = read_file(open_kvstore(path), 'dataset.json')
+    except ValueError as error:
+        raise LmError(f'data.path = {path!r}: {str(error).split(" [")[0]}') from None
+    if raw is None:
+        return None
+    try:
+        info = json.loads(raw)
+        if info['checksum'] != _checksum(info):
+            raise ValueError
+    except (ValueError, KeyError, TypeError):
+        raise MismatchError(f'{path}: dataset.json is damaged or was edited; restore it or prepare the data again') from None
+    return info
+
+
+def write_info(path: str, info: dict[str, Any]) -> None:
+    """Writes dataset.json, which makes the store a finished one; adds its fingerprint and checksum."""
+    content = {k: v['sha256'] for k, v in info['splits'].items()} | {'tokenizer': info['tokenizer']['sha256']}
+    info = info | {'fingerprint': hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
+    info = info | {'checksum': _checksum(info)}
+    write_file(path, 'dataset.json', json.dumps(info, indent=2, ensure_ascii=False).encode() + b'\n')
+
+
+def write_array(path: str, split: str, name: str, blocks: Iterable[np.ndarray], count: int, dtype: str) -> None:
+    """Writes `count` elements, given in blocks of any size, as the array {split}/{name}; replaces what is there."""
+    kvstore = open_kvstore(path)
+    kvstore.delete_range(ts.KvStore.KeyRange(f'{split}/{name}/', f'{split}/{name}0')).result()
+    crc = [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}]
+    array = ts.open(
+        {
+            **_spec(kvstore, split, name),
+            # Chunks of zeros are stored like all others: only so is a missing chunk known to be lost.
+            'store_data_equal_to_fill_value': True,
+            'metadata': {
+                'shape': [count],
+                'data_type': dtype,
+                'chunk_grid': {'name': 'regular', 'configuration': {'chunk_shape': [SHARD]}},
+                'codecs': [
+                    {
+                        'name': 'sharding_indexed',
+                        'configuration': {'chunk_shape': [CHUNK], 'codecs': crc, 'index_codecs': crc},
+                    }
+                ],
+            },
+        },
+        create=True,
+    ).result()
+    start = 0
+    for shard in _regroup(blocks, SHARD, dtype):
+        array[start : start + len(shard)].write(shard).result()
+        start += len(shard)
+    if start != count:
+        raise MismatchError(f'{path}: {start} of {count} elements came for {split}/{name}; run `lm prepare` again')
+
+
+def split_digest(tokens: 'hashlib._Hash', ends: np.ndarray) -> str:
+    """SHA-256 that identifies a split: of its tokens (little-endian bytes, already digested) and document ends."""
+    digest = tokens.copy()
+    digest.update(ends.astype('<i8').tobytes())
+    return digest.hexdigest()
+
+
+def open_kvstore(path: str) -> ts.KvStore:
+    """TensorStore's view of a folder or a bucket."""
+    spec = path.rstrip('/') + '/' if '://' in path else {'driver': 'file', 'path': os.path.abspath(path) + '/'}
+    try:
+        return ts.KvStore.open(spec).result()
+    except ValueError as error:
+        raise ConfigError(f'data.path = {path!r}: {str(error).split(" [")[0]}; use a folder, gs://… or s3://…') from None
+
+
+def read_file(kvstore: ts.KvStore, name: str) -> bytes | None:
+    result = kvstore.read(name).result()
+    return result.value if result.state == 'value' else None
+
+
+def write_file(path: str, name: str, content: bytes) -> None:
+    """Writes one file of the store; it appears whole or not at all."""
+    open_kvstore(path).write(name, content).result()
+
+
+def is_remote(path: str) -> bool:
+    return '://' in path and not path.startswith('file://')
+
+
+def local_folder(path: str) -> pathlib.Path:
+    return pathlib.Path(path.removeprefix('file://'))
+
+
+def _spec(kvstore: ts.KvStore, split: str, name: str) -> dict[str, Any]:
+    base = kvstore.spec().to_json()
+    return {'driver': 'zarr3', 'kvstore': base | {'path': f'{base.get("path", "")}{split}/{name}/'}}
+
+
+def _checksum(info: dict[str, Any]) -> str:
+    content = {k: v for k, v in info.items() if k != 'checksum'}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _regroup(blocks: Iterable[np.ndarray], size: int, dtype: str) -> Iterator[np.ndarray]:
+    """The same elements in arrays of `size`, of which only the last may be shorter."""
+    buffer, filled = np.empty(size, dtype), 0
+    for block in blocks:
+        while len(block):
+            taken = block[: size - filled]
+            buffer[filled : filled + len(taken)] = taken
+            filled, block = filled + len(taken), block[len(taken) :]
+            if filled == size:
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:filled]
