@@ -1,0 +1,67 @@
+"""A checksum of an array that does not depend on how the array is spread over devices.
+
+Every element's bits and its index in the whole array are mixed into a 32-bit word; the words are added modulo 2³². For
+a given index the mixing is a bijection, so a change confined to one element always changes the checksum; any other
+change escapes with probability 2⁻³². Integer addition has no rounding and no order: every sharding gives one result.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+    """The checksum, 0 ≤ c < 2³², of each array. All processes that hold the arrays must call it together."""
+    if not arrays:
+        return {}
+    meshes = [x.sharding.mesh for x in arrays.values() if isinstance(getattr(x, 'sharding', None), NamedSharding)]
+    replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+    sums = np.asarray(_compiled(replicated)(list(arrays.values())))
+    return {name: int(c) for name, c in zip(arrays, sums, strict=True)}
+
+
+_COMPILED: dict[NamedSharding | None, jax.stages.Wrapped] = {}
+
+
+def _compiled(out_sharding: NamedSharding | None):
+    if out_sharding not in _COMPILED:
+        _COMPILED[out_sharding] = jax.jit(
+            lambda leaves: jnp.stack([checksum(x) for x in leaves]), out_shardings=out_sharding
+        )
+    return _COMPILED[out_sharding]
+
+
+def checksum(x: jax.Array) -> jax.Array:
+    """uint32 scalar. Pure and traceable; elementwise but for one sum, so a sharded array is never gathered."""
+    words = _words(x)
+    # The flat index from one iota an axis: a reshape would make XLA move a sharded array.
+    index = jnp.zeros((), jnp.uint32)
+    stride = 1
+    for axis in reversed(range(words.ndim)):
+        index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= words.shape[axis]
+    return jnp.sum(_mix(words ^ (index * jnp.uint32(0x9E3779B1) + jnp.uint32(0x7F4A7C15))), dtype=jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 with good avalanche ("lowbias32", C. Wellons, Prospecting for Hash Functions, 2018)."""
+    x ^= x >> 16
+    x *= jnp.uint32(0x7FEB352D)
+    x ^= x >> 15
+    x *= jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of each element as uint32; 64-bit elements become two words along a new last axis."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.stack([_words(x.real), _words(x.imag)], axis=-1)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    bits = jax.dtypes.itemsize_bits(x.dtype)
+    if bits >= 32:
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jax.lax.bitcast_convert_type(x, getattr(jnp, f'uint{bits}')).astype(jnp.uint32)
