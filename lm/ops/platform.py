@@ -40,36 +40,23 @@ def batch_shards() -> int:
     return result
 
 
-def per_device(function: Callable, split: tuple[bool, ...], reduced: tuple[bool, ...] = (False,)) -> Callable:
-    """`function` run by every device on its own rows of the batch.
+def per_device(function: Callable, split: tuple[bool, ...]) -> Callable:
+    """`function` run by every device on its own rows of the batch; its result has a leading batch axis.
 
-    Kernels are opaque to the partitioner, and a loop that accumulates over the batch would communicate in every
-    iteration; both want the split made explicit. Without a mesh this is `function` itself.
+    Kernels are opaque to the partitioner, and a loop that accumulates a gradient over the batch would communicate in
+    every iteration; both want the split made explicit. Gradients of the arguments that are not split are summed over
+    the devices once. Without a mesh this is `function` itself.
 
     Args:
-        function: takes and returns arrays.
+        function: takes arrays (or None) and returns one.
         split: for each argument, whether its leading axis is the batch; the others are replicated.
-        reduced: for each result, whether it is summed over the devices; the others have a leading batch axis.
     """
     axes = batch_axes()
     if not axes:
         return function
-    rows, whole = PartitionSpec(axes), PartitionSpec()
-
-    def local(*args):
-        results = function(*args)
-        single = not isinstance(results, tuple)
-        results = (results,) if single else results
-        results = tuple(jax.lax.psum(r, axes) if s else r for r, s in zip(results, reduced, strict=True))
-        return results[0] if single else results
-
-    out_specs = tuple(whole if s else rows for s in reduced)
-    return jax.shard_map(
-        local,
-        in_specs=tuple(rows if s else whole for s in split),
-        out_specs=out_specs[0] if len(out_specs) == 1 else out_specs,
-        check_vma=False,
-    )
+    rows = PartitionSpec(axes)
+    in_specs = tuple(rows if s else PartitionSpec() for s in split)
+    return jax.shard_map(function, in_specs=in_specs, out_specs=rows, check_vma=False)
 
 
 def choose(
@@ -102,6 +89,6 @@ def choose(
     return implementations[name]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _say_once(message: str) -> None:
     logging.warning(message)

@@ -50,8 +50,9 @@ def softmax_attention(
         ConfigError: heads or options that do not fit, or an implementation that does not support the call.
     """
     _check_heads(q_BxLxHxD, k_BxMxKxD)
-    options = dict(window=window, causal=causal, q_offset=q_offset, k_start=k_start, block=block)
-    options['scale'] = q_BxLxHxD.shape[-1] ** -0.5 if scale is None else scale
+    scale = q_BxLxHxD.shape[-1] ** -0.5 if scale is None else scale
+    visible = {'window': window, 'causal': causal, 'q_offset': q_offset, 'k_start': k_start}
+    options = {'scale': scale, 'block': block, **visible}
     arrays = (q_BxLxHxD, k_BxMxKxD, v_BxMxKxD)
     chosen = platform.choose('softmax attention', SOFTMAX, PREFERRED, implementation, *arrays, **options)
     return chosen.softmax_attention(*arrays, **options)
@@ -79,9 +80,8 @@ def polynomial_attention(
     _check_heads(q_BxLxHxD, k_BxMxKxD)
     if degree < 2 or degree % 2:
         raise ConfigError(f'degree = {degree}: must be even and at least 2, so that no weight is negative')
-    options = dict(
-        degree=degree, bias=bias, scale=scale, causal=causal, q_offset=q_offset, k_start=k_start, block=block
-    )
+    options = {'degree': degree, 'bias': bias, 'scale': scale, 'block': block}
+    options |= {'causal': causal, 'q_offset': q_offset, 'k_start': k_start}
     arrays = (q_BxLxHxD, k_BxMxKxD, v_BxMxKxD)
     chosen = platform.choose('polynomial attention', POLYNOMIAL, {}, implementation, *arrays, **options)
     return chosen.polynomial_attention(*arrays, **options)

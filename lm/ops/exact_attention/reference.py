@@ -49,8 +49,7 @@ def unsupported(*args, **options) -> None:
 
 
 def _scores(q_BxLxHxD: jax.Array, k_BxMxKxD: jax.Array) -> jax.Array:
-    batch, length, heads, size = q_BxLxHxD.shape
-    q_BxLxKxGxD = q_BxLxHxD.reshape(batch, length, k_BxMxKxD.shape[2], -1, size)
+    q_BxLxKxGxD = q_BxLxHxD.reshape(*q_BxLxHxD.shape[:2], k_BxMxKxD.shape[2], -1, q_BxLxHxD.shape[3])
     return jnp.einsum('blkgd,bmkd->bkglm', q_BxLxKxGxD, k_BxMxKxD, preferred_element_type=jnp.float32)
 
 

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from lm.ops import blocks as along
 from lm.ops import platform
+from lm.ops.blocks import even_block, loop, put, take
 
 RESIDUAL_NAME = 'attention_residuals'
 """`jax.checkpoint` policies that save this name do not run the attention again in the backward pass."""
@@ -97,10 +99,10 @@ class Blocks:
         return -(-self.keys // self.block_k)
 
     def query_start(self, i):
-        return jnp.minimum(i * self.block_q, self.queries - self.block_q)
+        return along.start(i, self.block_q, self.queries)
 
     def key_start(self, j):
-        return jnp.minimum(j * self.block_k, self.keys - self.block_k)
+        return along.start(j, self.block_k, self.keys)
 
     def key_range(self, i, bounds):
         """The first and one past the last block of keys that block i of the queries sees."""
@@ -120,10 +122,6 @@ class Blocks:
         if self.window is not None:
             result &= key > query - self.window
         return result
-
-    def fresh(self, i):
-        """Rows of block i that are not in the block before it."""
-        return (self.query_start(i) + jnp.arange(self.block_q) >= i * self.block_q)[:, None]
 
 
 def softmax_attention(
@@ -154,16 +152,10 @@ def block_sizes(rows: int, queries: int, keys: int, block: int | None = None) ->
     target = block or 512
     if block is None and platform.target_platform() == 'cpu':
         target = next(side for side in (512, 256, 128) if side == 128 or rows * side**2 <= 2**18)
-    block_q = _even_parts(queries, target)
+    block_q = even_block(queries, target)
     # A few queries against a long cache: longer blocks of keys keep the matrices large.
-    block_k = _even_parts(keys, target if block else target * min(8, max(1, target // block_q)))
+    block_k = even_block(keys, target if block else target * min(8, max(1, target // block_q)))
     return block_q, block_k
-
-
-def _even_parts(length: int, target: int) -> int:
-    """The size of the fewest nearly equal parts of at most `target`, rounded up to 8 for the vector units."""
-    parts = -(-length // target)
-    return min(length, target, -(-length // parts // 8) * 8)
 
 
 def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -187,20 +179,6 @@ def _attend(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, bounds):
     return _forward(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, bounds)[0]
 
 
-def _loop(low, high, body, carry, once: bool):
-    """A loop, or its body alone where there is one iteration: a short sequence costs what plain einsums cost."""
-    return body(0, carry) if once else lax.fori_loop(low, high, body, carry)
-
-
-def _rows(x, start, size, axis):
-    return x if size == x.shape[axis] else lax.dynamic_slice_in_dim(x, start, size, axis)
-
-
-def _put(x, part, start, axis):
-    part = part.astype(x.dtype)
-    return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, start, axis)
-
-
 def _forward(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, bounds):
     lead, size = q_BxKxGxLxD.shape[:3], v_BxKxMxD.shape[-1]
     rows = (*lead, blocks.block_q)
@@ -208,23 +186,23 @@ def _forward(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, bounds):
     def query_block(i, outputs):
         o, normaliser = outputs
         start = blocks.query_start(i)
-        q = _rows(q_BxKxGxLxD, start, blocks.block_q, 3)
+        q = take(q_BxKxGxLxD, start, blocks.block_q, 3)
 
         def key_block(j, carry):
-            k = _rows(k_BxKxMxD, blocks.key_start(j), blocks.block_k, 2)
-            v = _rows(v_BxKxMxD, blocks.key_start(j), blocks.block_k, 2)
+            k = take(k_BxKxMxD, blocks.key_start(j), blocks.block_k, 2)
+            v = take(v_BxKxMxD, blocks.key_start(j), blocks.block_k, 2)
             s = _dot('bkgld,bkmd->bkglm', q, k)
             return kernel.accumulate(*carry, s, blocks.visible(i, j, bounds), v)
 
         carry = (jnp.zeros((*rows, size), jnp.float32), kernel.start(rows))
         o_block, normaliser_block = kernel.finish(
-            *_loop(*blocks.key_range(i, bounds), key_block, carry, blocks.n_k == 1)
+            *loop(*blocks.key_range(i, bounds), key_block, carry, blocks.n_k == 1)
         )
-        return _put(o, o_block, start, 3), _put(normaliser, normaliser_block, start, 3)
+        return put(o, o_block, start, 3), put(normaliser, normaliser_block, start, 3)
 
     shape = (*lead, blocks.queries)
     outputs = (jnp.zeros((*shape, size), q_BxKxGxLxD.dtype), jnp.zeros(shape, jnp.float32))
-    return _loop(0, blocks.n_q, query_block, outputs, blocks.n_q == 1)
+    return loop(0, blocks.n_q, query_block, outputs, blocks.n_q == 1)
 
 
 def _attend_forward(kernel, blocks, q, k, v, bounds):
@@ -242,33 +220,34 @@ def _attend_backward(kernel, blocks, residuals, do_BxKxGxLxD):
         dq, dk, dv = gradients
         start = blocks.query_start(i)
         q, do, row, normaliser = (
-            _rows(x, start, blocks.block_q, 3) for x in (q_BxKxGxLxD, do_BxKxGxLxD, row_BxKxGxL, normaliser_BxKxGxL)
+            take(x, start, blocks.block_q, 3) for x in (q_BxKxGxLxD, do_BxKxGxLxD, row_BxKxGxL, normaliser_BxKxGxL)
         )
 
         def key_block(j, carry):
             dq_block, dk, dv = carry
             at = blocks.key_start(j)
-            k, v = _rows(k_BxKxMxD, at, blocks.block_k, 2), _rows(v_BxKxMxD, at, blocks.block_k, 2)
+            k, v = take(k_BxKxMxD, at, blocks.block_k, 2), take(v_BxKxMxD, at, blocks.block_k, 2)
             visible = blocks.visible(i, j, bounds)
             w, slope = kernel.weights(_dot('bkgld,bkmd->bkglm', q, k), visible, normaliser)
             ds = slope * (_dot('bkgld,bkmd->bkglm', do, v) - row[..., None])
             dq_block += _dot('bkglm,bkmd->bkgld', ds.astype(k.dtype), k)
             if blocks.queries % blocks.block_q:
-                w, ds = jnp.where(blocks.fresh(i), w, 0.0), jnp.where(blocks.fresh(i), ds, 0.0)
-            dk_block = _dot('bkglm,bkgld->bkmd', ds.astype(q.dtype), q) + _rows(dk, at, blocks.block_k, 2)
-            dv_block = _dot('bkglm,bkgld->bkmd', w.astype(do.dtype), do) + _rows(dv, at, blocks.block_k, 2)
-            return dq_block, _put(dk, dk_block, at, 2), _put(dv, dv_block, at, 2)
+                fresh = along.fresh(i, blocks.block_q, blocks.queries)[:, None]
+                w, ds = jnp.where(fresh, w, 0.0), jnp.where(fresh, ds, 0.0)
+            dk_block = _dot('bkglm,bkgld->bkmd', ds.astype(q.dtype), q) + take(dk, at, blocks.block_k, 2)
+            dv_block = _dot('bkglm,bkgld->bkmd', w.astype(do.dtype), do) + take(dv, at, blocks.block_k, 2)
+            return dq_block, put(dk, dk_block, at, 2), put(dv, dv_block, at, 2)
 
         carry = (jnp.zeros(q.shape, jnp.float32), dk, dv)
-        dq_block, dk, dv = _loop(*blocks.key_range(i, bounds), key_block, carry, blocks.n_k == 1)
-        return _put(dq, dq_block, start, 3), dk, dv
+        dq_block, dk, dv = loop(*blocks.key_range(i, bounds), key_block, carry, blocks.n_k == 1)
+        return put(dq, dq_block, start, 3), dk, dv
 
     gradients = (
         jnp.zeros_like(q_BxKxGxLxD),
         jnp.zeros(k_BxKxMxD.shape, jnp.float32),
         jnp.zeros(v_BxKxMxD.shape, jnp.float32),
     )
-    dq, dk, dv = _loop(0, blocks.n_q, query_block, gradients, blocks.n_q == 1)
+    dq, dk, dv = loop(0, blocks.n_q, query_block, gradients, blocks.n_q == 1)
     return dq, dk.astype(k_BxKxMxD.dtype), dv.astype(v_BxKxMxD.dtype), None
 
 

@@ -1,0 +1,44 @@
+"""Walking along an axis in blocks that need not divide it.
+
+The last block is moved left until it fits, so nothing is padded; `fresh` says which of its entries the block before
+has not had yet.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def even_block(length: int, most: int) -> int:
+    """The size of the fewest nearly equal blocks of at most `most`, rounded up to 8 for the vector units."""
+    parts = -(-length // most)
+    return min(length, most, -(-length // parts // 8) * 8)
+
+
+def start(index: jax.Array | int, block: int, length: int) -> jax.Array:
+    """Where block `index` begins."""
+    return jnp.minimum(index * block, length - block)
+
+
+def fresh(index: jax.Array | int, block: int, length: int) -> jax.Array:
+    """[block] booleans: entries of block `index` that are in no block before it."""
+    return start(index, block, length) + jnp.arange(block) >= index * block
+
+
+def take(x: jax.Array, at: jax.Array | int, block: int, axis: int) -> jax.Array:
+    """`block` entries of x along `axis` from `at`; x itself where that is all of it."""
+    return x if block == x.shape[axis] else lax.dynamic_slice_in_dim(x, at, block, axis)
+
+
+def put(x: jax.Array, part: jax.Array, at: jax.Array | int, axis: int) -> jax.Array:
+    """x with `part` written along `axis` from `at`."""
+    part = part.astype(x.dtype)
+    return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, at, axis)
+
+
+def loop(low: jax.Array | int, high: jax.Array | int, body: Callable[[Any, Any], Any], carry: Any, once: bool) -> Any:
+    """`lax.fori_loop`, or the body alone where there is one block: a short sequence costs what plain einsums cost."""
+    return body(0, carry) if once else lax.fori_loop(low, high, body, carry)

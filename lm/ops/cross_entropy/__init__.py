@@ -1,0 +1,43 @@
+"""The loss of a language model, in nats per token, from the last hidden layer: logits never exist whole."""
+
+import jax
+
+from lm.ops import platform
+from lm.ops.cross_entropy import reference, xla
+
+IMPLEMENTATIONS = {'reference': reference, 'xla': xla}
+
+
+def cross_entropy(
+    x_BxLxD: jax.Array,
+    embedding_VxD: jax.Array,
+    bias_V: jax.Array | None,
+    targets_BxL: jax.Array,
+    *,
+    chunk: int | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """-log softmax(x · embedding^T + bias)[target] of every token.
+
+    Matrix products are in the dtype of x with float32 accumulation; all else is float32.
+
+    Args:
+        x_BxLxD: the last hidden layer; under a mesh the batch may be split over its axes.
+        embedding_VxD: the vocabulary's vectors.
+        bias_V: the vocabulary's bias, or None.
+        targets_BxL: token ids in [0, V), which nothing checks here; an id of V or more gives NaN.
+        chunk: positions a chunk; None keeps a chunk's logits within a budget of bytes per device.
+        implementation: 'xla' or 'reference'; None picks the platform's.
+
+    Returns:
+        [B, L] float32 nats.
+
+    Raises:
+        ConfigError: an unknown implementation.
+    """
+    arrays = (x_BxLxD, embedding_VxD, bias_V, targets_BxL)
+    chosen = platform.choose('cross-entropy', IMPLEMENTATIONS, {}, implementation, *arrays)
+    return chosen.cross_entropy(*arrays, chunk=chunk)
+
+
+__all__ = ['IMPLEMENTATIONS', 'cross_entropy']

@@ -1,0 +1,25 @@
+"""Cross-entropy as the formula reads: all logits at once. For tests and for reading."""
+
+import jax
+import jax.numpy as jnp
+
+
+def cross_entropy(
+    x_BxLxD: jax.Array,
+    embedding_VxD: jax.Array,
+    bias_V: jax.Array | None,
+    targets_BxL: jax.Array,
+    *,
+    chunk: int | None = None,
+) -> jax.Array:
+    """log Σ_v exp(logit_v) - logit_target. Arguments as in `lm.ops.cross_entropy`."""
+    embedding_VxD = embedding_VxD.astype(x_BxLxD.dtype)
+    logits_BxLxV = jnp.einsum('bld,vd->blv', x_BxLxD, embedding_VxD, preferred_element_type=jnp.float32)
+    if bias_V is not None:
+        logits_BxLxV += bias_V.astype(jnp.float32)
+    picked_BxL = jnp.take_along_axis(logits_BxLxV, targets_BxL[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(logits_BxLxV, axis=-1) - picked_BxL
+
+
+def unsupported(*args, **options) -> None:
+    """Everything is supported."""

@@ -1,0 +1,121 @@
+"""Chunked cross-entropy against a float64 numpy formula: values, gradients, memory, split batches."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lm.errors import ConfigError
+from lm.ops.cross_entropy import cross_entropy
+
+VOCABULARY, SIZE = 53, 16
+
+
+def draw(batch, length, dtype=np.float32, bias=True):
+    rng = np.random.default_rng(length)
+    x = jnp.asarray(rng.normal(size=(batch, length, SIZE)), dtype)
+    embedding = jnp.asarray(rng.normal(size=(VOCABULARY, SIZE)), np.float32)
+    bias = jnp.asarray(rng.normal(size=VOCABULARY), np.float32) if bias else None
+    return x, embedding, bias, jnp.asarray(rng.integers(0, VOCABULARY, (batch, length)))
+
+
+def numpy_nats_and_gradients(x, embedding, bias, targets):
+    """Nats, and the gradients for the cotangent cos(index), in float64."""
+    x, embedding = np.asarray(x, np.float64), np.asarray(embedding, np.float64)
+    logits = x @ embedding.T + (0 if bias is None else np.asarray(bias, np.float64))
+    weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    onehot = np.eye(VOCABULARY)[np.asarray(targets)]
+    dlogits = (weights - onehot) * np.cos(np.arange(targets.size)).reshape(*targets.shape, 1)
+    nats = -np.log((weights * onehot).sum(-1))
+    return nats, dlogits @ embedding, np.einsum('blv,bld->vd', dlogits, x), dlogits.sum((0, 1))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def values_and_gradients(loss, x, embedding, bias, targets):
+    nats, pull = jax.vjp(lambda *a: loss(*a, targets), x, embedding, bias)
+    return nats, *pull(jnp.cos(jnp.arange(targets.size, dtype=jnp.float32)).reshape(targets.shape))
+
+
+def assert_close(got, expected, tolerance):
+    for name, g, e in zip(('nats', 'dx', 'dembedding', 'dbias'), got, expected, strict=True):
+        if g is not None:
+            error = np.abs(np.asarray(g, np.float64) - e).max() / np.abs(e).max()
+            assert error <= tolerance, f'{name}: {error:.2e}'
+
+
+@pytest.mark.parametrize('implementation', ['xla', 'reference'])
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize(('batch', 'length', 'chunk'), [(1, 1, None), (2, 24, 8), (3, 29, 8), (2, 100, 33), (2, 9, 1)])
+def test_agrees_with_float64(batch, length, chunk, bias, implementation):
+    arguments = draw(batch, length, bias=bias)
+    got = values_and_gradients(functools.partial(cross_entropy, chunk=chunk, implementation=implementation), *arguments)
+    assert got[0].dtype == jnp.float32
+    assert_close(got, numpy_nats_and_gradients(*arguments), 1e-5)
+
+
+def test_bfloat16_activations():
+    x, embedding, bias, targets = draw(2, 100, jnp.bfloat16)
+    got = values_and_gradients(functools.partial(cross_entropy, chunk=16), x, embedding, bias, targets)
+    assert [g.dtype for g in got] == [jnp.float32, jnp.bfloat16, jnp.float32, jnp.float32]
+    assert_close(got, numpy_nats_and_gradients(x, embedding, bias, targets), 2e-2)
+
+
+def test_certain_and_hopeless_predictions_stay_finite():
+    x, embedding, bias, targets = draw(1, 8)
+    got = values_and_gradients(functools.partial(cross_entropy, chunk=4), 1e4 * x, embedding, bias, targets)
+    assert all(np.isfinite(g).all() for g in got)
+    assert got[0].max() > 1e4
+
+
+def test_an_id_outside_the_vocabulary_gives_nan():
+    x, embedding, bias, targets = draw(1, 8)
+    nats = cross_entropy(x, embedding, bias, targets.at[0, 3].set(VOCABULARY))
+    assert np.isnan(nats[0, 3])
+    assert np.isfinite(np.delete(nats[0], 3)).all()
+
+
+@pytest.mark.parametrize('batch', [8, 6])
+def test_a_split_batch_gives_the_same(batch):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'fsdp'))
+    arguments = draw(batch, 29)
+    loss = functools.partial(cross_entropy, chunk=8)
+    alone = values_and_gradients(loss, *arguments)
+    with jax.set_mesh(mesh):
+        together = values_and_gradients(loss, *arguments)
+    assert_close(together, [np.asarray(a, np.float64) for a in alone], 1e-6)
+
+
+def test_split_devices_communicate_only_at_the_end():
+    """One reduction of the gradient, not one a chunk."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ('data',))
+    x, embedding, _, targets = draw(8, 64)
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    gradient = jax.grad(lambda x, e, t: cross_entropy(x, e, None, t, chunk=8).sum(), (0, 1))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(gradient, in_shardings=(rows, whole, rows), out_shardings=(rows, whole))
+        text = compiled.lower(x, embedding, targets).compile().as_text()
+    # One computation a paragraph; the loops over the chunks are named by the `while` instructions.
+    loops = {name: text.split(f'\n%{name} ')[1].split('\n}')[0] for name in re.findall(r'body=%([\w.\-]+)', text)}
+    assert len(loops) == 2
+    assert text.count(' all-reduce(') == 1
+    assert not [name for name, body in loops.items() if 'all-reduce' in body or 'all-gather' in body]
+    assert 'all-gather' not in text
+
+
+def test_logits_never_exist_whole():
+    batch, length, vocabulary, size = 2, 4096, 8192, 64
+    shapes = [(batch, length, size), (vocabulary, size), (vocabulary,)]
+    x, embedding, bias = (jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
+    targets = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    gradient = jax.jit(jax.grad(lambda *a: cross_entropy(*a).sum(), (0, 1, 2)))
+    temporaries = gradient.lower(x, embedding, bias, targets).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < batch * length * vocabulary * 4 / 4
+
+
+def test_an_unknown_implementation_is_named():
+    with pytest.raises(ConfigError, match='cross-entropy has only reference, xla'):
+        cross_entropy(*draw(1, 4), implementation='fused')
