@@ -1,0 +1,142 @@
+"""The exact mechanisms as modules: values, decoding, parameters, cost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lm.attention import HeadDims
+from lm.attention.polynomial import Polynomial
+from lm.attention.softmax import Softmax
+from lm.errors import ConfigError
+
+DIMS = HeadDims(n_heads=4, n_kv_heads=2, head_dim=16)
+LENGTH = 45
+CONFIGS = [Softmax(), Softmax(scale=0.5, window=7), Softmax(window=100), Polynomial(), Polynomial(degree=2, bias=0.1)]
+
+
+def build(config, dims=DIMS):
+    """A module whose parameters are not at their initial ones and zeros."""
+    module = config.build(dims, nnx.Rngs(params=0, projections=1))
+    parameters = nnx.state(module, nnx.Param)
+    rng = np.random.default_rng(7)
+    nnx.update(module, jax.tree.map(lambda x: x + 0.3 * jnp.asarray(rng.normal(size=x.shape), x.dtype), parameters))
+    return module
+
+
+def draw(batch=2, length=LENGTH, dims=DIMS, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(3), 3)
+    heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
+    return [
+        (0.5 + 2 * jax.random.normal(key, (batch, length, h, dims.head_dim))).astype(dtype)
+        for key, h in zip(keys, heads, strict=True)
+    ]
+
+
+def numpy_norm(x, norm):
+    x = np.asarray(x, np.float64)
+    centred = x - x.mean(-1, keepdims=True)
+    unit = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    return unit * np.asarray(norm.scale[...], np.float64) + np.asarray(norm.bias[...], np.float64)
+
+
+def numpy_weights(module, q, k):
+    """[B, H, L, L] weights from the formulas of PolySketchFormer §2.1, in float64, and Σ_j of them."""
+    config, length = module.config, q.shape[1]
+    if isinstance(config, Polynomial):
+        q, k = numpy_norm(q, module.q_norm), numpy_norm(k, module.k_norm)
+    k = np.repeat(np.asarray(k, np.float64), q.shape[2] // k.shape[2], axis=2)
+    scores = np.einsum('blhd,bmhd->bhlm', np.asarray(q, np.float64), k)
+    distance = np.arange(length)[:, None] - np.arange(length)
+    if isinstance(config, Polynomial):
+        weights = scores**config.degree * (distance >= 0)
+        return weights / (config.bias + weights.sum(-1, keepdims=True))
+    scale = config.scale or 1 / np.sqrt(q.shape[-1])
+    weights = np.exp(scores * scale) * ((distance >= 0) & (distance < (config.window or length)))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize('config', CONFIGS, ids=str)
+def test_agrees_with_the_formula(config):
+    module, (q, k, v) = build(config), draw()
+    v_repeated = np.repeat(np.asarray(v, np.float64), 2, axis=2)
+    expected = np.einsum('bhlm,bmhd->blhd', numpy_weights(module, q, k), v_repeated)
+    np.testing.assert_allclose(module(q, k, v), expected, atol=1e-5 * np.abs(expected).max())
+    half = module(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
+    assert half.dtype == jnp.bfloat16
+    assert np.abs(np.asarray(half, np.float64) - expected).max() < 5e-2 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize('config', CONFIGS, ids=str)
+def test_no_weight_is_negative_and_they_sum_to_at_most_one(config):
+    """With the unit vectors as values the outputs are the weights."""
+    module = build(config)
+    q, k, _ = draw(1, 16)
+    v = jnp.broadcast_to(jnp.eye(16)[None, :, None], (1, 16, 2, 16))
+    weights = np.asarray(module(q, k, v))
+    assert weights.min() >= 0
+    assert weights.sum(-1).max() < 1 + 1e-5
+    assert np.median(weights.sum(-1)) > 0.9
+
+
+@pytest.mark.parametrize('parts', [[1] * LENGTH, [LENGTH], [20, 1, 1, 13, 10]], ids=['tokens', 'prefill', 'mixed'])
+@pytest.mark.parametrize('config', CONFIGS, ids=str)
+def test_steps_equal_the_whole(config, parts):
+    module, (q, k, v) = build(config), draw()
+    graph, variables = nnx.split(module)
+    step = jax.jit(lambda state, *x: nnx.merge(graph, variables).step(state, *x))
+    state = module.init_state(2, 64, jnp.float32)
+    shapes = jax.tree.map(jnp.shape, state)
+    outputs, at = [], 0
+    for part in parts:
+        state, o = step(state, *(x[:, at : at + part] for x in (q, k, v)))
+        outputs.append(o)
+        at += part
+    whole = module(q, k, v)
+    np.testing.assert_allclose(jnp.concatenate(outputs, 1), whole, atol=1e-5 * float(jnp.abs(whole).max()))
+    assert jax.tree.map(jnp.shape, state) == shapes
+    assert int(state.position) == LENGTH
+
+
+def test_a_window_keeps_a_window():
+    assert build(Softmax(window=7)).init_state(1, 1000, jnp.bfloat16).k_BxMxKxD.shape == (1, 7, 2, 16)
+    assert build(Softmax(window=7)).init_state(1, 5, jnp.bfloat16).k_BxMxKxD.shape == (1, 5, 2, 16)
+    assert build(Softmax()).init_state(1, 1000, jnp.bfloat16).v_BxMxKxD.dtype == jnp.bfloat16
+
+
+def test_parameters():
+    assert not jax.tree.leaves(nnx.state(build(Softmax())))
+    shapes = jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(build(Polynomial()))))
+    norm = {'scale': (16,), 'bias': (16,)}
+    assert shapes == {'q_norm': norm, 'k_norm': norm}
+
+
+def test_gradients_reach_the_normalizations():
+    module, (q, k, v) = build(Polynomial()), draw()
+    gradients = nnx.grad(lambda m: (m(q, k, v) ** 2).sum())(module)
+    assert all(np.abs(g).min() > 0 for g in jax.tree.leaves(gradients))
+
+
+def test_flops_per_token():
+    # 4 heads of 16: each visible key costs 2·16 for the score and 2·16 for the value, and half are visible.
+    assert Softmax().flops_per_token(DIMS, 1000) == 4 * (2 + 2) * 16 * 500
+    assert Polynomial().flops_per_token(DIMS, 1000) == Softmax().flops_per_token(DIMS, 1000)
+    assert Softmax(window=5000).flops_per_token(DIMS, 1000) == Softmax().flops_per_token(DIMS, 1000)
+    seen = np.minimum(np.arange(1, 1001), 100).mean()
+    assert Softmax(window=100).flops_per_token(DIMS, 1000) == pytest.approx(4 * 4 * 16 * seen, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ('config', 'arguments', 'message'),
+    [
+        (Polynomial, {'degree': 3}, 'polynomial.degree = 3'),
+        (Polynomial, {'degree': 0}, 'polynomial.degree = 0'),
+        (Polynomial, {'bias': 0.0}, 'polynomial.bias = 0.0'),
+        (Softmax, {'window': 0}, 'softmax.window = 0'),
+        (Softmax, {'scale': -1.0}, 'softmax.scale = -1.0'),
+    ],
+)
+def test_wrong_values_are_named(config, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**arguments)
