@@ -1,6 +1,9 @@
 """What is done to the text of a document before it is tokenised: named, explicit, recorded in dataset.json."""
 
+import re
 from collections.abc import Callable
+
+_WIKI40B_LINES = re.compile(r'\n?_START_(?:ARTICLE|SECTION|PARAGRAPH)_\n')
 
 
 def none(text: str) -> str:
@@ -8,4 +11,23 @@ def none(text: str) -> str:
     return text
 
 
-CLEANINGS: dict[str, Callable[[str], str]] = {'none': none}
+def wiki40b_strip(text: str) -> str:
+    """Wiki-40B (Guo et al. 2020) without its structure markers.
+
+    A line that holds _START_ARTICLE_, _START_SECTION_ or _START_PARAGRAPH_ becomes a line break, and so does each
+    _NEWLINE_; line breaks at the beginning of the article go.
+    """
+    return _WIKI40B_LINES.sub('\n', text).replace('_NEWLINE_', '\n').lstrip('\n')
+
+
+def wiki40b_keep(text: str) -> str:
+    """Wiki-40B with its structure markers, as trax's Hourglass models it: says in dataset.json that this was chosen."""
+    return text
+
+
+CLEANINGS: dict[str, Callable[[str], str]] = {
+    'none': none,
+    'wiki40b_strip': wiki40b_strip,
+    'wiki40b_keep': wiki40b_keep,
+}
+"""The values of prepare.cleaning."""

@@ -5,8 +5,9 @@
     {split}/tokens          zarr3 array, uint16 or uint32: the documents one after another, each ended by the eod token
     {split}/document_ends   zarr3 array, int64: offset behind the eod token of each document
 
-The arrays are sharded into a few large files and checksummed (crc32c) in small chunks, so that a random window costs one
-or two short reads, on a local disk and in a bucket (gs://, s3://) alike, and a damaged byte is an error, never a token.
+The arrays are sharded into a few large files and checksummed (crc32c) in small chunks, so that a random window costs
+one or two short reads, on a local disk and in a bucket (gs://, s3://) alike, and a damaged byte is an error, never a
+token.
 """
 
 import hashlib
@@ -63,7 +64,9 @@ class TokenStore:
             MismatchError: there is no finished store, or its dataset.json is damaged.
         """
         if not path:
-            raise ConfigError("data.path = '': name the token store, for example --gin_param \"data.path = 'data/pg19'\"")
+            raise ConfigError(
+                "data.path = '': name the token store, for example --gin_param \"data.path = 'data/pg19'\""
+            )
         info = read_info(path)
         if info is None:
             raise MismatchError(f'data.path = {path!r}: no finished token store is there; run `lm prepare` first')
@@ -153,7 +156,9 @@ class TokenStore:
         for start in range(0, total, 2**24):
             digest.update(self.read(split, start, min(start + 2**24, total)).tobytes())
         if split_digest(digest, ends) != self._split(split)['sha256']:
-            raise MismatchError(f'{self.path}: split {split!r} is not what dataset.json describes; prepare the data again')
+            raise MismatchError(
+                f'{self.path}: split {split!r} is not what dataset.json describes; prepare the data again'
+            )
 
     def _is_model(self, model: bytes) -> bool:
         return hashlib.sha256(model).hexdigest() == self.info['tokenizer']['sha256']
@@ -172,7 +177,11 @@ class TokenStore:
             found = self._split(split)
             try:
                 array = ts.open(
-                    {**_spec(self._kvstore, split, name), 'fill_missing_data_reads': False, 'recheck_cached_data': False},
+                    {
+                        **_spec(self._kvstore, split, name),
+                        'fill_missing_data_reads': False,
+                        'recheck_cached_data': False,
+                    },
                     open=True,
                     context=self._context,
                 ).result()
@@ -186,7 +195,11 @@ class TokenStore:
 
     def _damage(self, split: str, name: str, error: Exception | str) -> LmError:
         text = str(error).split(' [')[0]
-        kind = LmError if text.startswith(('UNAVAILABLE', 'DEADLINE', 'PERMISSION', 'UNAUTHENTICATED', 'ABORTED')) else None
+        kind = (
+            LmError
+            if text.startswith(('UNAVAILABLE', 'DEADLINE', 'PERMISSION', 'UNAUTHENTICATED', 'ABORTED'))
+            else None
+        )
         kind = kind or MismatchError
         remedy = 'the read failed' if kind is LmError else 'the token store is damaged; copy or prepare it again'
         return kind(f'{self.path}: split {split!r}, array {name!r}: {text}: {remedy}')
@@ -205,7 +218,9 @@ def read_info(path: str) -> dict[str, Any] | None:
         if info['checksum'] != _checksum(info):
             raise ValueError
     except (ValueError, KeyError, TypeError):
-        raise MismatchError(f'{path}: dataset.json is damaged or was edited; restore it or prepare the data again') from None
+        raise MismatchError(
+            f'{path}: dataset.json is damaged or was edited; restore it or prepare the data again'
+        ) from None
     return info
 
 
@@ -262,7 +277,9 @@ def open_kvstore(path: str) -> ts.KvStore:
     try:
         return ts.KvStore.open(spec).result()
     except ValueError as error:
-        raise ConfigError(f'data.path = {path!r}: {str(error).split(" [")[0]}; use a folder, gs://… or s3://…') from None
+        raise ConfigError(
+            f'data.path = {path!r}: {str(error).split(" [")[0]}; use a folder, gs://… or s3://…'
+        ) from None
 
 
 def read_file(kvstore: ts.KvStore, name: str) -> bytes | None:

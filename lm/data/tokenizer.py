@@ -77,7 +77,9 @@ class Tokenizer:
         try:
             return cls(pathlib.Path(path).read_bytes())
         except OSError as error:
-            raise ConfigError(f'tokenizer.model_path = {str(path)!r}: {error.strerror}; name a SentencePiece model') from None
+            raise ConfigError(
+                f'tokenizer.model_path = {str(path)!r}: {error.strerror}; name a SentencePiece model'
+            ) from None
         except MismatchError:
             raise ConfigError(f'tokenizer.model_path = {str(path)!r}: not a SentencePiece model') from None
 
