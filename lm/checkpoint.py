@@ -1,13 +1,9 @@
 """Checkpoints: asynchronous, atomic, checksummed, and never silently wrong. The only file that knows Orbax.
 
-A step lies in `<directory>/<step>/`: `state/` holds the arrays under flat names ('params.blocks.qkv') in Orbax's
-OCDBT format, `metadata/metadata` a JSON record with dtype, shape and checksum of each array, the fingerprints of what
-the run depends on, and the SHA-256 of the record itself. Orbax returns flipped bits of array data silently, and its
-manager counts a failed asynchronous save as done; both are dealt with here.
+Orbax writes; `lm.snapshot` describes what lies on disk and reads it. Two habits of Orbax are dealt with: it returns
+flipped bits of array data silently, and its manager counts a failed asynchronous save as done.
 """
 
-import hashlib
-import json
 import logging
 import math
 import time
@@ -21,12 +17,10 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
-from lm.checksum import checksums
 from lm.configurable import configurable, field
 from lm.errors import LmError, MismatchError
+from lm.snapshot import Damaged, Snapshot, flatten, is_remote, make_record, one_line, some
 
-FORMAT = 1
-COMMITTED = 'commit_success.txt'
 TEMPORARY = '.orbax-checkpoint-tmp'
 
 log = logging.getLogger(__name__)
@@ -42,10 +36,6 @@ class CheckpointConfig:
     keep_every: int | None = field(None, minimum=1, help='checkpoints at multiples of this stay for ever')
     keep_best: int = field(0, minimum=0, help='checkpoints with the lowest evaluation loss that stay')
     on_failed_save: str = field('stop', choices=('stop', 'continue'), help="'continue': warn and train on")
-
-
-class Damaged(Exception):
-    """What is wrong with one step, naming the file or the array."""
 
 
 class _Manager(ocp.CheckpointManager):
@@ -130,7 +120,7 @@ class Checkpointer:
                     return False
                 manager.delete(step)
             arrays = {name: jax.numpy.asarray(x) for name, x in flatten(state).items()}
-            record = self._record(step, arrays, metrics, metadata)
+            record = make_record(step, arrays, self.fingerprints, metrics or {}, metadata or {})
             if metrics and math.isfinite(metrics.get('loss', math.nan)):
                 self._losses[step] = float(metrics['loss'])
             items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), metadata=ocp.args.JsonSave(record))
@@ -193,11 +183,11 @@ class Checkpointer:
         known = self._agreed_steps()
         if step is not None and step not in known:
             raise MismatchError(
-                f'checkpoint step {step}: not in {self.directory}, which has {_list(known)}; choose one of these'
+                f'checkpoint step {step}: not in {self.directory}, which has {some(known)}; choose one of these'
             )
         for candidate in [step] if step is not None else reversed(known):
             try:
-                state, record = self._restore_step(candidate, abstract_state)
+                state, record = Snapshot(self.directory, candidate).restore(abstract_state, self.fingerprints)
             except Damaged as damage:
                 if step is not None:
                     raise MismatchError(f'checkpoint step {step} is damaged: {damage}; choose another step') from None
@@ -208,7 +198,7 @@ class Checkpointer:
                 return state, candidate, record['metadata']
         if known:
             raise MismatchError(
-                f'{self.directory}: no checkpoint is sound (tried {_list(known)}); '
+                f'{self.directory}: no checkpoint is sound (tried {some(known)}); '
                 'restore a copy of the directory, or start again in a new run directory'
             )
         return None
@@ -216,39 +206,27 @@ class Checkpointer:
     def verify(self, step: int) -> None:
         """Reads everything of one step, one array at a time, and raises MismatchError if anything is damaged."""
         try:
-            record = self.read_record(step)
+            snapshot = Snapshot(self.directory, step)
+            record = snapshot.record()
             for name, leaf in record['leaves'].items():
-                abstract = {name: jax.ShapeDtypeStruct(leaf['shape'], jax.numpy.dtype(leaf['dtype']))}
-                self._read_arrays(step, abstract, record)
+                snapshot.read({name: jax.ShapeDtypeStruct(leaf['shape'], jax.numpy.dtype(leaf['dtype']))}, record)
         except Damaged as damage:
             raise MismatchError(f'checkpoint step {step} is damaged: {damage}; choose another step') from None
 
     def all_steps(self) -> list[int]:
         """Steps that are complete on disk, ascending; they may still turn out to be damaged."""
-        return [s for s in self._steps_on_disk() if (self.directory / str(s) / COMMITTED).exists()]
+        return [s for s in self._steps_on_disk() if Snapshot(self.directory, s).is_committed()]
 
     def latest_step(self) -> int | None:
         """The newest of `all_steps`."""
         return max(self.all_steps(), default=None)
 
     def read_record(self, step: int) -> dict:
-        """The JSON record of a step: format, step, leaves, fingerprints, metrics, metadata. Raises Damaged."""
-        folder = self.directory / str(step)
-        if not (folder / COMMITTED).exists():
-            raise Damaged(f'{folder / COMMITTED} is missing: it was never completed')
-        path = folder / 'metadata' / 'metadata'
+        """The JSON record of a step (see `lm.snapshot`); raises MismatchError if it is damaged."""
         try:
-            record = json.loads(path.read_text())
-            digest = record.pop('sha256')
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise Damaged(f'{path} cannot be read ({_one_line(error)})') from None
-        if digest != _sha256(record) or record['step'] != step:
-            raise Damaged(f'{path} does not match its SHA-256')
-        if record['format'] != FORMAT:
-            raise MismatchError(
-                f'{path}: checkpoint format {record["format"]}, this version reads {FORMAT}; use the version of the run'
-            )
-        return record
+            return Snapshot(self.directory, step).record()
+        except Damaged as damage:
+            raise MismatchError(f'checkpoint step {step} is damaged: {damage}; choose another step') from None
 
     # Internals of saving
 
@@ -269,7 +247,7 @@ class Checkpointer:
             for step in self._lazy_manager.all_steps() if self.config.keep_best else ():
                 try:
                     loss = self.read_record(step)['metrics'].get('loss')
-                except (Damaged, MismatchError):
+                except MismatchError:
                     continue
                 if isinstance(loss, float):
                     self._losses[step] = loss
@@ -282,7 +260,9 @@ class Checkpointer:
             self.directory.mkdir(parents=True, exist_ok=True)
             for path in list(self.directory.iterdir()):
                 unfinished = TEMPORARY in path.name or (
-                    path.name.isdigit() and _is_remote(path) and not (path / COMMITTED).exists()
+                    path.name.isdigit()
+                    and is_remote(path)
+                    and not Snapshot(self.directory, int(path.name)).is_committed()
                 )
                 if unfinished:
                     path.rmtree()
@@ -296,7 +276,7 @@ class Checkpointer:
 
     def _set_aside(self, step: int, why: str) -> None:
         path = self.directory / str(step)
-        if _is_remote(path):  # object stores cannot rename a folder
+        if is_remote(path):  # object stores cannot rename a folder
             path.rmtree()
             log.warning('%s checkpoint %s deleted', why, path)
             return
@@ -305,22 +285,6 @@ class Checkpointer:
             target.rmtree()
         path.rename(target)
         log.warning('%s checkpoint moved to %s', why, target)
-
-    def _record(self, step: int, arrays: dict, metrics: Mapping | None, metadata: dict | None) -> dict:
-        sums = checksums(arrays)
-        record = {
-            'format': FORMAT,
-            'step': step,
-            'leaves': {
-                name: {'dtype': x.dtype.name, 'shape': list(x.shape), 'checksum': sums[name]}
-                for name, x in arrays.items()
-            },
-            'fingerprints': self.fingerprints,
-            'metrics': {k: float(v) if math.isfinite(v) else str(v) for k, v in (metrics or {}).items()},
-            'metadata': metadata or {},
-        }
-        record = json.loads(json.dumps(record))
-        return record | {'sha256': _sha256(record)}
 
     def _finish(self) -> None:
         if self._pending is None:
@@ -341,7 +305,7 @@ class Checkpointer:
                 if path.name.startswith(f'{step}{TEMPORARY}'):
                     path.rmtree(missing_ok=True)
         message = (
-            f'checkpoint step {step} could not be written to {self.directory} ({_one_line(error)}); '
+            f'checkpoint step {step} could not be written to {self.directory} ({one_line(error)}); '
             f'the newest complete one is {self.latest_step()}; make room or repair the storage, then run it again'
         )
         if self.config.on_failed_save == 'stop':
@@ -365,76 +329,13 @@ class Checkpointer:
 
     def _agreed_steps(self) -> list[int]:
         """What process 0 sees; unfinished leftovers count only where a rename, not a marker, completes a step."""
-        steps = self.all_steps() if _is_remote(self.directory) else self._steps_on_disk()
+        steps = self.all_steps() if is_remote(self.directory) else self._steps_on_disk()
         if jax.process_count() == 1:
             return steps
         count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
         return [
             int(s) for s in multihost_utils.broadcast_one_to_all(np.resize(np.array(steps or [0], np.int32), count))
         ]
-
-    def _restore_step(self, step: int, abstract_state: Any) -> tuple[Any, dict]:
-        abstract = flatten(abstract_state)
-        with _Agreement(step):
-            record = self.read_record(step)
-            self._compare(step, record, abstract)
-        arrays = self._read_arrays(step, abstract, record)
-        treedef = jax.tree.structure(abstract_state)
-        return jax.tree.unflatten(treedef, [arrays[name] for name in abstract]), record
-
-    def _compare(self, step: int, record: dict, abstract: dict) -> None:
-        """Raises MismatchError unless fingerprints, names, shapes and dtypes are those of this run."""
-        where = f'checkpoint step {step} in {self.directory}'
-        for name, value in self.fingerprints.items():
-            saved = record['fingerprints'].get(name)
-            if saved != value:
-                raise MismatchError(
-                    f'{where}: {name} is {saved}, of this run {value}; use the {name} of that run or a new --run_dir'
-                )
-        leaves = record['leaves']
-        parts = {name.partition('.')[0] for name in abstract}
-        missing = [name for name in abstract if name not in leaves]
-        extra = [name for name in leaves if name.partition('.')[0] in parts and name not in abstract]
-        if missing or extra:
-            raise MismatchError(
-                f'{where}: ' + (f'has no {missing[0]}' if missing else f'has {extra[0]}, this model does not')
-                + '; use the model and optimizer of that run'
-            )  # fmt: skip
-        for name, leaf in abstract.items():
-            saved = (tuple(leaves[name]['shape']), leaves[name]['dtype'])
-            wanted = (tuple(leaf.shape), jax.numpy.dtype(leaf.dtype).name)
-            if saved != wanted:
-                raise MismatchError(
-                    f'{where}: {name} is {saved[1]}{list(saved[0])}, of this model {wanted[1]}{list(wanted[0])}; '
-                    'use the model of that run'
-                )
-
-    def _read_arrays(self, step: int, abstract: dict, record: dict) -> dict[str, jax.Array]:
-        folder = self.directory / str(step) / 'state'
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        targets = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, 'sharding', None) or here)
-            for name, x in abstract.items()
-        }
-        with _Agreement(step):
-            try:
-                # The handler and not the manager: its barriers would hang when one process alone meets a bad file.
-                arrays = ocp.PyTreeCheckpointHandler().restore(
-                    folder,
-                    args=ocp.args.PyTreeRestore(
-                        item=targets,
-                        restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
-                        partial_restore=True,
-                    ),
-                )
-                jax.block_until_ready(arrays)
-            except Exception as error:
-                raise Damaged(f'{folder} cannot be read ({_one_line(error)})') from None
-        arrays = {name: arrays[name] for name in abstract}
-        wrong = [name for name, c in checksums(arrays).items() if c != record['leaves'][name]['checksum']]
-        if wrong:
-            raise Damaged(f'{folder}: checksum of {_list(wrong)} does not match')
-        return arrays
 
 
 class _Best:
@@ -477,53 +378,6 @@ class _Clock:
         return bool(due)
 
 
-class _Agreement:
-    """A block that fails with Damaged either in all processes or in none."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if jax.process_count() == 1:
-            return
-        # 0 sound, 1 damaged, 2 mismatch: the worst counts everywhere
-        mine = 0 if error is None else 1 if isinstance(error, Damaged) else 2
-        worst = int(np.max(multihost_utils.process_allgather(np.int32(mine))))
-        if worst > mine:
-            kind = Damaged if worst == 1 else MismatchError
-            raise kind(f'checkpoint step {self.step}: see the message of another process')
-
-
-def flatten(tree: Any) -> dict[str, Any]:
-    """Dotted name → leaf, in the order of jax.tree.leaves."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}
-    if len(named) != len(leaves):
-        raise ValueError('two leaves of the state have the same name')
-    return named
-
-
-def _sha256(record: dict) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _is_remote(path: epath.Path) -> bool:
-    return '://' in str(path)
-
-
 def _barrier(name: str) -> None:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f'lm.checkpoint.{name}')
-
-
-def _list(items: list) -> str:
-    shown = ', '.join(map(str, items[-4:]))
-    return ('… ' if len(items) > 4 else '') + shown if items else 'none'
-
-
-def _one_line(error: BaseException) -> str:
-    text = ' '.join(str(error).split())
-    return f'{type(error).__name__}: {text[:600]}'
