@@ -14,11 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from lm.checkpoint import Checkpointer
 from lm.configurable import configurable, field
 from lm.data.store import TokenStore
-from lm.errors import ConfigError
-from lm.mesh import batch_sharding, initialize_distributed, make_mesh, replicated, state_shardings
-from lm.step import Step
+from lm.errors import ConfigError, MismatchError
+from lm.mesh import batch_sharding, initialize_distributed, make_mesh, place, replicated
+from lm.run_dir import RunDir
+from lm.step import State, Step
 
 if TYPE_CHECKING:
     from lm.experiment import Experiment
@@ -73,7 +75,7 @@ class EvaluationWindows:
         tokens = np.full((size, L + 1), eod, np.int32)
         scored = np.zeros((size, L), bool)
         starts = [i * self.stride for i in range(first, min(first + size, len(self)))]
-        inner = [row for row, start in enumerate(starts) if 0 < start and start + L <= n]
+        inner = [row for row, start in enumerate(starts) if start > 0 and start + L <= n]
         if inner:
             tokens[inner] = store.read_many(split, np.array([starts[row] - 1 for row in inner]), L + 1)
         for row, start in enumerate(starts):
@@ -88,7 +90,9 @@ class EvaluationWindows:
 class Evaluator:
     """Scores splits with the weights of a model; compiled once, used at every evaluation of a training run."""
 
-    def __init__(self, step: Step, mesh: Mesh, store: TokenStore, config: EvaluateConfig, split: str, context_length: int):
+    def __init__(
+        self, step: Step, mesh: Mesh, store: TokenStore, config: EvaluateConfig, split: str, context_length: int
+    ):
         self.store, self.split, self.config, self.mesh = store, split, config, mesh
         self.windows = EvaluationWindows.create(store.tokens(split), context_length, config.window)
         devices = mesh.size
@@ -167,32 +171,50 @@ def _exp(x: float) -> float:
     return math.exp(x) if x < 700 else math.inf
 
 
-def main(experiment: 'Experiment', arguments: Any) -> int:
-    """`lm evaluate`: scores a split with the weights of a run, prints a table and writes evaluations/*.json."""
-    from lm.checkpoint import Checkpointer
-    from lm.run_dir import RunDir
+@dataclasses.dataclass(frozen=True)
+class LoadedRun:
+    """What a checkpoint of a run needs to be used: its functions, weights (params and buffers), data and devices."""
 
+    directory: RunDir
+    store: TokenStore
+    mesh: Mesh
+    step: Step
+    weights: State
+    at: int
+
+
+def load_run(experiment: 'Experiment', arguments: Any) -> LoadedRun:
+    """The weights of `arguments.run_dir` at `arguments.step` (None: the newest), laid out on all devices.
+
+    Raises MismatchError where the checkpoint does not fit the model or was trained with another tokenizer.
+    """
     initialize_distributed(
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
-    config = experiment.evaluate
-    split = config.split or experiment.data.eval_split
     store = TokenStore.open(experiment.data.path)
     mesh = make_mesh(experiment.mesh)
-    step = Step(experiment.model, experiment.optimizer, experiment.train.steps)
-    evaluator = Evaluator(step, mesh, store, config, split, config.context_length or experiment.train.context_length)
+    directory = RunDir(arguments.run_dir)
+    with jax.set_mesh(mesh):
+        step = Step(experiment.model, experiment.optimizer, experiment.train.steps)
+        abstract = jax.eval_shape(lambda: step.init(0))
+    abstract = place({name: abstract[name] for name in ('params', 'buffers')}, mesh)
+    with Checkpointer(directory.checkpoints, experiment.checkpoint, {'tokenizer': store.tokenizer_sha256}) as saved:
+        restored = saved.restore(abstract, step=arguments.step)
+    if restored is None:
+        raise MismatchError(f'--run_dir {arguments.run_dir}: holds no checkpoint; train it first with lm train')
+    return LoadedRun(directory, store, mesh, step, restored[0], restored[1])
 
-    run = RunDir(arguments.run_dir)
-    abstract = jax.eval_shape(step.init, 0)
-    abstract = {name: abstract[name] for name in ('params', 'buffers')}
-    shardings = state_shardings(mesh, abstract)
-    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
-    with Checkpointer(run.checkpoints, experiment.checkpoint, {'tokenizer': store.tokenizer_sha256}) as checkpointer:
-        weights, at, _ = checkpointer.restore(abstract, step=arguments.step)
-    result = evaluator(weights, at)
+
+def main(experiment: 'Experiment', arguments: Any) -> int:
+    """`lm evaluate`: scores a split with the weights of a run, prints a table and writes evaluations/*.json."""
+    config = experiment.evaluate
+    split = config.split or experiment.data.eval_split
+    run = load_run(experiment, arguments)
+    context_length = config.context_length or experiment.train.context_length
+    result = Evaluator(run.step, run.mesh, run.store, config, split, context_length)(run.weights, run.at)
     if jax.process_index() == 0:
-        name = f'step-{at}_{split}_{result["context_length"]}_{config.window.replace(":", "-")}.json'
-        path = run.evaluations / name
+        name = f'step-{run.at}_{split}_{context_length}_{config.window.replace(":", "-")}.json'
+        path = run.directory.evaluations / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + '\n')
         if arguments.json:

@@ -82,15 +82,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def state_shardings(mesh: Mesh, state):
-    """The sharding of each array of a training state: its largest axis that `fsdp` divides, else replicated."""
+def place(abstract, mesh: Mesh):
+    """The abstract arrays of a training state with their shardings: the largest axis that `fsdp` divides, else none."""
 
-    def place(leaf) -> NamedSharding:
+    def with_sharding(leaf) -> jax.ShapeDtypeStruct:
         size = mesh.shape['fsdp']
-        axes = [i for i, n in enumerate(leaf.shape) if n % size == 0 and n >= size]
-        if size == 1 or not axes or leaf.size < MIN_SHARDED_SIZE:
-            return replicated(mesh)
-        axis = max(axes, key=lambda i: leaf.shape[i])
-        return NamedSharding(mesh, PartitionSpec(*[None] * axis, 'fsdp'))
+        axes = [i for i, n in enumerate(leaf.shape) if n % size == 0]
+        sharding = replicated(mesh)
+        if size > 1 and axes and leaf.size >= MIN_SHARDED_SIZE:
+            axis = max(axes, key=lambda i: leaf.shape[i])
+            sharding = NamedSharding(mesh, PartitionSpec(*[None] * axis, 'fsdp'))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(place, state)
+    return jax.tree.map(with_sharding, abstract)

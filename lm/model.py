@@ -19,12 +19,13 @@ from lm.attention.softmax import Softmax
 from lm.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.ops.cross_entropy import cross_entropy
+from lm.ops.exact_attention import RESIDUAL_NAME
 from lm.ops.platform import target_platform
 
 REMAT = {
     'none': jax.checkpoint_policies.everything_saveable,
     'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    'attention': jax.checkpoint_policies.save_only_these_names('attention'),
+    'attention': jax.checkpoint_policies.save_only_these_names('attention', RESIDUAL_NAME),
     'full': jax.checkpoint_policies.nothing_saveable,
 }
 """What a layer keeps for its backward pass, from the most memory to the least; the layer's input is always kept."""
@@ -170,7 +171,7 @@ class Transformer(nnx.Module):
 
     def nats(self, tokens_BxL: jax.Array, targets_BxL: jax.Array) -> jax.Array:
         """Negative log-likelihood of each target, [B, L] float32, in nats."""
-        return cross_entropy(self.hidden(tokens_BxL), self.embedding.embedding[...], targets_BxL)
+        return cross_entropy(self.hidden(tokens_BxL), self.embedding.embedding[...], None, targets_BxL)
 
     def init_state(self, batch: int, max_length: int) -> list[Any]:
         """The decoding state of empty sequences: for each mechanism of the pattern, its states stacked over layers."""

@@ -69,7 +69,7 @@ class Step:
         metrics = {
             'loss': loss,
             'grad_norm': norm,
-            'learning_rate': self.schedule(optax.tree_utils.tree_get(state['optimizer'], 'count')),
+            'learning_rate': self.schedule(state['step'] - state['skipped']),
             'skipped': new['skipped'],
             'in_a_row': new['in_a_row'],
         }

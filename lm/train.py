@@ -20,7 +20,7 @@ from lm.data.batches import Batches, Windows
 from lm.data.store import TokenStore
 from lm.errors import ConfigError, Diverged, MismatchError, Preempted
 from lm.evaluate import Evaluator
-from lm.mesh import batch_sharding, initialize_distributed, make_mesh, replicated, state_shardings
+from lm.mesh import batch_sharding, initialize_distributed, make_mesh, place, replicated
 from lm.metrics import Chronometer, Progress, duration, peak_flops, si
 from lm.preemption import Preemption
 from lm.run_dir import RunDir
@@ -121,9 +121,8 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
         checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, fingerprints))
 
         # Restore this run, else start from another one's parameters, else from the seed.
-        abstract = jax.eval_shape(lambda: step.init(config.seed))
-        shardings = state_shardings(mesh, abstract)
-        abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
+        abstract = place(jax.eval_shape(lambda: step.init(config.seed)), mesh)
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
         restored = checkpointer.restore(abstract)
         if restored:
             state, start, saved = restored
@@ -257,9 +256,7 @@ def make_batches(experiment: 'Experiment', store: TokenStore, mesh: jax.sharding
             'change tokens_per_step, context_length or microbatches'
         )
     split = experiment.data.train_split
-    windows = Windows(
-        store.tokens(split), config.context_length, config.batch_size, config.seed, config.skip_batches
-    )
+    windows = Windows(store.tokens(split), config.context_length, config.batch_size, config.seed, config.skip_batches)
     return Batches(store, split, windows, config.microbatches, batch_sharding(mesh, axis=1))
 
 

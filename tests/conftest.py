@@ -5,3 +5,27 @@ import os
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
     os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+
+import pytest
+import tiny
+
+
+@pytest.fixture(scope='session')
+def tokens(tmp_path_factory):
+    """A small token store of real text, made by `lm prepare`."""
+    return tiny.prepare(tmp_path_factory.mktemp('data'))
+
+
+@pytest.fixture(scope='session')
+def flags(tokens):
+    """Command line flags of the tiny experiment on `tokens`."""
+    return tiny.params(tiny.MODEL | {'data.path': str(tokens)})
+
+
+@pytest.fixture(scope='session')
+def reference_run(flags, tmp_path_factory):
+    """(directory, output) of the tiny experiment, trained without interruption."""
+    run = tmp_path_factory.mktemp('reference') / 'run'
+    done = tiny.lm('train', '--run_dir', str(run), *flags)
+    assert done.returncode == 0, done.stderr
+    return run, done.stdout

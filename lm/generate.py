@@ -1,0 +1,177 @@
+"""`lm generate`: continues prompts with the weights of a run, one token at a time through the decoding state.
+
+Linear mechanisms carry a state of constant size, exact ones a key/value cache. Prompts of different lengths share a
+batch: the common beginning is prefilled at once, and while one prompt is still being read another already writes.
+"""
+
+import dataclasses
+import pathlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lm.data.tokenizer import Tokenizer
+from lm.errors import ConfigError
+from lm.model import Transformer
+
+if TYPE_CHECKING:
+    from lm.experiment import Experiment
+
+CHUNK = 16
+"""Tokens per dispatch: enough to hide the host's work, few enough to stream."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. `temperature` 0 takes the most probable one."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise ConfigError(f'--temperature {self.temperature}: must be at least 0')
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f'--top_k {self.top_k}: must be at least 1')
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f'--top_p {self.top_p}: must be above 0 and at most 1')
+
+    def __call__(self, logits_BxV: jax.Array, key: jax.Array) -> jax.Array:
+        """Token ids [B] drawn from logits [B, V]."""
+        if self.temperature == 0:
+            return logits_BxV.argmax(-1)
+        logits_BxV = logits_BxV / self.temperature
+        if self.top_k is not None and self.top_k < logits_BxV.shape[-1]:
+            least = jax.lax.top_k(logits_BxV, self.top_k)[0][:, -1:]
+            logits_BxV = jnp.where(logits_BxV < least, -jnp.inf, logits_BxV)
+        if self.top_p is not None:
+            ordered = jnp.sort(logits_BxV, axis=-1, descending=True)
+            mass_before = jnp.cumsum(jax.nn.softmax(ordered), axis=-1) - jax.nn.softmax(ordered)
+            kept = jnp.where(mass_before < self.top_p, ordered, jnp.inf)
+            logits_BxV = jnp.where(logits_BxV < kept.min(-1, keepdims=True), -jnp.inf, logits_BxV)
+        return jax.random.categorical(key, logits_BxV)
+
+
+def generate(
+    model: Transformer, prompts: list[np.ndarray], max_tokens: int, sampling: Sampling, seed: int
+) -> Iterator[np.ndarray]:
+    """Continues token-id prompts, none of them empty.
+
+    Yields:
+        [B, t] token ids that follow one another on the time axis, starting at the second token of the prompts: prompt
+        tokens come back as they are, then `max_tokens` or more new ones follow (the longest prompt sets the end).
+    """
+    lengths = np.array([len(p) for p in prompts])
+    total = int(lengths.max()) + max_tokens
+    forced_BxL = np.zeros((len(prompts), total), np.int32)
+    for row, prompt in zip(forced_BxL, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    forced_BxL, lengths_B = jnp.asarray(forced_BxL), jnp.asarray(lengths)
+    common = int(lengths.min())
+
+    def choose(logits_BxV, position, key):
+        """The token at `position`: the prompt's own, or a sampled one behind its end."""
+        sampled = sampling(logits_BxV, jax.random.fold_in(key, position))
+        return jnp.where(position < lengths_B, forced_BxL[:, position], sampled)
+
+    # The weights are arguments: captured ones would be compiled into the programs as constants.
+    graph, weights = nnx.split(model)
+
+    @jax.jit
+    def prefill(weights, key):
+        model = nnx.merge(graph, weights)
+        state = model.init_state(len(prompts), total)
+        state, logits = model.step(state, forced_BxL[:, :common], jnp.int32(0))
+        return state, choose(logits[:, -1], common, key)
+
+    def advance(weights, state, token_B, position, key):
+        model = nnx.merge(graph, weights)
+
+        def one(carry, position):
+            state, token_B = carry
+            state, logits = model.step(state, token_B[:, None], position)
+            token_B = choose(logits[:, 0], position + 1, key)
+            return (state, token_B), token_B
+
+        (state, token_B), tokens = jax.lax.scan(one, (state, token_B), position + jnp.arange(CHUNK))
+        return state, token_B, tokens.T
+
+    advance = jax.jit(advance, donate_argnums=1)
+    key = jax.random.key(seed)
+    state, token_B = prefill(weights, key)
+    yield np.concatenate([forced_BxL[:, 1:common], token_B[:, None]], axis=1)
+    for position in range(common, total - 1, CHUNK):
+        state, token_B, tokens = advance(weights, state, token_B, jnp.int32(position), key)
+        yield np.asarray(tokens)[:, : total - 1 - position]
+
+
+def state_bytes(model: Transformer, max_length: int) -> int:
+    """Bytes of the decoding state of one sequence."""
+    state = jax.eval_shape(lambda: model.init_state(1, max_length))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def main(experiment: 'Experiment', arguments: Any) -> int:
+    """The `lm generate` command."""
+    from lm.evaluate import load_run
+
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    if arguments.max_tokens < 1:
+        raise ConfigError(f'--max_tokens {arguments.max_tokens}: must be at least 1')
+    texts = _prompts(arguments)
+    run = load_run(experiment, arguments)
+    tokenizer = run.store.tokenizer()
+    # Every document of the training data follows an end-of-document token, and so does a prompt.
+    prompts = [np.concatenate([[tokenizer.eod_id], tokenizer.encode(text)]) for text in texts]
+    with jax.set_mesh(run.mesh):
+        model = nnx.merge(run.step.graph, run.weights['params'], run.weights['buffers'])
+        _write(model, tokenizer, prompts, arguments.max_tokens, sampling, arguments.seed)
+    return 0
+
+
+def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Sampling, seed: int) -> None:
+    """Streams one continuation to the terminal; several are printed one after the other when they are complete."""
+    stream = len(prompts) == 1
+    tokens = np.array([p[0] for p in prompts])[:, None]
+    shown, start, first = '', time.perf_counter(), None
+    for new in generate(model, prompts, max_tokens, sampling, seed):
+        tokens = np.concatenate([tokens, new], axis=1)
+        if first is None:
+            first, start = new.shape[1], time.perf_counter()
+        if stream:
+            # A character can span tokens: hold back the bytes that do not form one yet.
+            text = tokenizer.decode(tokens[0, 1:]).rstrip('\ufffd')
+            print(text[len(shown) :], end='', flush=True)
+            shown = text
+    seconds = time.perf_counter() - start
+    if stream:
+        print(tokenizer.decode(tokens[0, 1:])[len(shown) :])
+    else:
+        for prompt, row in zip(prompts, tokens, strict=True):
+            print('-' * 20)
+            print(tokenizer.decode(row[1 : len(prompt) + max_tokens]))
+    made = (tokens.shape[1] - 1 - first) * len(prompts)
+    rate = f'{made / seconds:.1f} tokens/s' if made and seconds else 'one token'
+    size = state_bytes(model, tokens.shape[1])
+    print(f'[{rate} after the first; decoding state {size:,} bytes a sequence]', file=sys.stderr)
+
+
+def _prompts(arguments: Any) -> list[str]:
+    if arguments.prompt is not None and arguments.prompt_file is not None:
+        raise ConfigError('--prompt and --prompt_file: give one of them')
+    if arguments.prompt_file is None:
+        return [arguments.prompt or '']
+    path = pathlib.Path(arguments.prompt_file)
+    if not path.is_file():
+        raise ConfigError(f'--prompt_file {path}: no such file')
+    prompts = path.read_text(encoding='utf-8').splitlines()
+    if not prompts:
+        raise ConfigError(f'--prompt_file {path}: is empty; write one prompt a line')
+    return prompts

@@ -1,0 +1,129 @@
+"""The model against the paper's sizes, and what must hold for every mechanism: no leak, decoding equals training."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lm import model as model_lib
+from lm.attention.polynomial import Polynomial
+from lm.attention.softmax import Softmax
+from lm.errors import ConfigError
+from lm.model import ModelConfig
+from lm.step import count_parameters
+
+SIZES = {
+    'small': dict(n_layers=12, d_model=768, n_heads=12),
+    'medium': dict(n_layers=24, d_model=1024, n_heads=16),
+    'large': dict(n_layers=36, d_model=1280, n_heads=20),
+}
+TINY = dict(vocab_size=97, n_layers=2, d_model=32, n_heads=4, head_dim=8)
+MECHANISMS = {
+    'softmax': Softmax(),
+    'softmax, window': Softmax(window=5),
+    'polynomial': Polynomial(degree=4),
+    'polynomial 2': Polynomial(degree=2),
+}
+
+
+def tiny(attention, **changes) -> model_lib.Transformer:
+    return model_lib.build(ModelConfig(**(TINY | {'attention': attention} | changes)), seed=3)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(('size', 'millions'), [('small', 110), ('medium', 337), ('large', 748)])
+@pytest.mark.parametrize('attention', [Softmax(), Polynomial(degree=4)], ids=lambda a: a.gin_name)
+def test_parameter_counts_of_appendix_h(size, millions, attention):
+    counts = count_parameters(ModelConfig(**SIZES[size], attention=attention))
+    assert sum(counts.values()) == pytest.approx(millions * 1e6, rel=0.01)
+
+
+def test_parameter_count_by_part():
+    counts = count_parameters(ModelConfig())
+    assert counts['embedding'] == 32_000 * 768
+    assert counts['attention'] == 12 * 4 * 768**2
+    assert counts['glu'] == 12 * 3 * 768 * 2048
+    assert counts['norms'] == (2 * 12 + 1) * 2 * 768
+    assert counts['mechanism'] == 0
+
+
+@pytest.mark.parametrize('attention', MECHANISMS.values(), ids=MECHANISMS.keys())
+def test_a_token_changes_nothing_before_it(attention):
+    model = tiny(attention)
+    tokens = np.random.default_rng(0).integers(0, 97, (1, 24))
+    before = model(jnp.asarray(tokens))
+    tokens[0, 13] += 1
+    after = model(jnp.asarray(tokens % 97))
+    np.testing.assert_array_equal(before[:, :13], after[:, :13])
+    assert np.abs(before[:, 13:16] - after[:, 13:16]).max(axis=(0, 2)).min() > 0
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize('attention', [*MECHANISMS.values(), (Softmax(window=3), Polynomial())], ids=str)
+def test_decoding_equals_the_parallel_form(attention):
+    model = tiny(attention, n_kv_heads=2)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 97, (2, 20)))
+    expected = model(tokens)
+    graph, arrays = nnx.split(model)
+    step = jax.jit(lambda arrays, *arguments: nnx.merge(graph, arrays).step(*arguments))
+    state, prefill = step(arrays, model.init_state(2, 20), tokens[:, :9], jnp.int32(0))
+    logits = [prefill]
+    for t in range(9, 20):
+        state, one = step(arrays, state, tokens[:, t : t + 1], jnp.int32(t))
+        logits.append(one)
+    np.testing.assert_allclose(jnp.concatenate(logits, axis=1), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_nats_are_the_log_softmax_of_the_logits():
+    model = tiny(Softmax())
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 97, (2, 17)))
+    nats = model.nats(tokens[:, :-1], tokens[:, 1:])
+    logits = np.asarray(model(tokens[:, :-1]), np.float64)
+    expected = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.asarray(tokens)[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(nats, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize('change', [*({'remat': r} for r in ('full', 'dots', 'attention')), {'unroll': 2}], ids=str)
+def test_remat_and_unrolling_change_nothing_that_is_learned(change):
+    tokens = jnp.asarray(np.random.default_rng(4).integers(0, 97, (2, 17)))
+
+    def gradients(model):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        loss = lambda p: nnx.merge(graph, p, rest).nats(tokens[:, :-1], tokens[:, 1:]).mean()  # noqa: E731
+        return jax.jit(jax.grad(loss))(params)
+
+    plain, changed = gradients(tiny(Softmax())), gradients(tiny(Softmax(), **change))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), plain, changed)
+    assert model_lib.REMAT.keys() == {'none', 'full', 'dots', 'attention'}
+
+
+def test_bfloat16_stays_close_to_float32():
+    tokens = jnp.asarray(np.random.default_rng(5).integers(0, 97, (2, 33)))
+    full, half = (tiny(Softmax(), dtype=dtype).nats(tokens[:, :-1], tokens[:, 1:]) for dtype in ('float32', 'bfloat16'))
+    assert half.dtype == jnp.float32
+    np.testing.assert_allclose(half, full, rtol=0.05, atol=0.05)
+
+
+def test_layers_differ_and_only_depend_on_the_seed():
+    one, two, other = (model_lib.build(ModelConfig(**TINY), seed) for seed in (1, 1, 2))
+    kernel = one.blocks[0].qkv.kernel[...]
+    assert kernel.shape == (2, 32, 96)
+    assert (kernel[0] != kernel[1]).any()
+    np.testing.assert_array_equal(kernel, two.blocks[0].qkv.kernel[...])
+    assert (kernel != other.blocks[0].qkv.kernel[...]).any()
+
+
+def test_wrong_shapes_are_refused():
+    with pytest.raises(ConfigError, match=r'model.n_kv_heads = 3: must divide model.n_heads = 4'):
+        ModelConfig(**TINY, n_kv_heads=3)
+    with pytest.raises(ConfigError, match=r'model.attention lists 3 mechanisms: must divide model.n_layers = 2'):
+        ModelConfig(**(TINY | {'attention': (Softmax(), Softmax(), Softmax())}))
+
+
+def test_flops_per_token_by_hand():
+    config = ModelConfig(attention=Softmax())
+    matmuls = 12 * (4 * 768**2 + 3 * 768 * 2048) + 32_000 * 768
+    # Scores and values over half of the context: 2 multiply-adds of size 768 with each of 512 keys.
+    attention = 12 * 2 * 2 * 512 * 768
+    assert config.flops_per_token(1024) == pytest.approx(3 * (2 * matmuls + attention), rel=0.01)

@@ -1,0 +1,148 @@
+"""Whole training runs: interrupted ones equal uninterrupted ones, whatever the devices and processes."""
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tiny
+
+
+@pytest.mark.smoke
+def test_a_run_says_what_it_does_and_writes_its_files(reference_run):
+    run, output = reference_run
+    for words in ('tokens per step  256', 'parameters', 'tokens in total  10,240', 'step 40/40', 'perplexity', 'tok/s'):
+        assert words in output
+    train, evaluation = tiny.losses(run), tiny.losses(run, 'eval')
+    assert list(train) == list(range(1, 41))
+    assert list(evaluation) == [20, 40]
+    assert train[40] < train[1] - 0.5
+    assert evaluation[40] < evaluation[20] < np.log(400)
+    info = json.loads((run / 'run.json').read_text())
+    assert {'parameters', 'data', 'tokenizer'} <= set(json.dumps(info).replace('"', ' ').split())
+    line = json.loads((run / 'metrics.jsonl').read_text().splitlines()[0])
+    contract = ['kind', 'step', 'loss', 'learning_rate', 'grad_norm', 'tokens', 'tokens_per_second', 'mfu', 'seconds']
+    assert set(contract) <= set(line)
+
+
+def test_the_saved_configuration_repeats_the_run(reference_run, tmp_path):
+    run, _ = reference_run
+    again = tmp_path / 'again'
+    done = tiny.lm('train', '--run_dir', str(again), '--gin_file', str(run / 'config.gin'))
+    assert done.returncode == 0, done.stderr
+    assert tiny.losses(again) == tiny.losses(run)
+    assert (again / 'config.gin').read_text() == (run / 'config.gin').read_text()
+
+
+def kill_and_resume(flags, run, kills: int, seed: int, steps: int) -> int:
+    """Runs to the end with `kills` SIGKILLs at random moments; returns how many hit a live process."""
+    rng, hits = random.Random(seed), 0
+    for _ in range(kills):
+        process = tiny.start('train', '--run_dir', str(run), *flags)
+        try:
+            done = len(tiny.losses(run)) if (run / 'metrics.jsonl').exists() else 0
+            tiny.wait_for_step(run, min(done + rng.randint(1, max(2, steps // kills)), steps - 1), process)
+        except AssertionError:
+            assert process.poll() == 0
+            continue
+        time.sleep(rng.random() * 0.3)
+        tiny.stop(process, signal.SIGKILL)
+        hits += 1
+    done = tiny.lm('train', '--run_dir', str(run), *flags)
+    assert done.returncode == 0, done.stderr
+    return hits
+
+
+def test_a_killed_run_resumes_without_a_changed_bit(flags, reference_run, tmp_path):
+    run = tmp_path / 'run'
+    assert kill_and_resume(flags, run, kills=2, seed=0, steps=40) == 2
+    assert tiny.losses(run) == tiny.losses(reference_run[0])
+    assert tiny.losses(run, 'eval') == tiny.losses(reference_run[0], 'eval')
+    assert tiny.state_hash(run, 40) == tiny.state_hash(reference_run[0], 40)
+
+
+def test_sigterm_saves_and_exits_42(flags, reference_run, tmp_path):
+    run = tmp_path / 'run'
+    process = tiny.start('train', '--run_dir', str(run), *flags)
+    tiny.wait_for_step(run, 3, process)
+    code, output = tiny.stop(process, signal.SIGTERM)
+    assert code == 42, output
+    assert 'run the same command again' in output.splitlines()[-1]
+    again = tiny.lm('train', '--run_dir', str(run), *flags)
+    assert again.returncode == 0, again.stderr
+    assert 'resumed from step' in again.stdout
+    assert tiny.losses(run) == tiny.losses(reference_run[0])
+    assert tiny.state_hash(run, 40) == tiny.state_hash(reference_run[0], 40)
+
+
+def test_other_device_counts_resume_the_same_run(flags, reference_run, tmp_path):
+    """8 devices, then 4, then 1: the same batches, losses within 1e-5."""
+    run = tmp_path / 'run'
+    for devices, steps in ((8, 10), (4, 20), (1, 40)):
+        process = tiny.start('train', '--run_dir', str(run), *flags, devices=devices)
+        if steps < 40:
+            tiny.wait_for_step(run, steps + 1, process)
+            assert tiny.stop(process, signal.SIGTERM)[0] == 42
+        else:
+            assert process.communicate()[0] is not None
+            assert process.returncode == 0
+    ours, theirs = tiny.losses(run), tiny.losses(reference_run[0])
+    assert ours.keys() == theirs.keys()
+    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), atol=1e-5, rtol=0)
+
+
+def test_two_processes_equal_one_with_two_devices(flags, tmp_path):
+    single = tmp_path / 'single'
+    assert tiny.lm('train', '--run_dir', str(single), *flags, devices=2).returncode == 0
+    pair = tmp_path / 'pair'
+    with socket.socket() as free:
+        free.bind(('localhost', 0))
+        port = free.getsockname()[1]
+    processes = [
+        tiny.start(
+            'train', '--run_dir', str(pair), *flags,
+            '--coordinator_address', f'localhost:{port}', '--process_count', '2', '--process_id', str(i),
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    for process in processes:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+    assert tiny.losses(pair) == tiny.losses(single)
+    assert tiny.losses(pair, 'eval') == tiny.losses(single, 'eval')
+    assert tiny.state_hash(pair, 40) == tiny.state_hash(single, 40)
+
+
+def test_divergence_exits_43_and_keeps_the_last_good_checkpoint(flags, tmp_path):
+    run = tmp_path / 'run'
+    extra = tiny.params({'optimizer.peak_learning_rate': 1e30, 'train.max_nonfinite_steps': 4})
+    done = tiny.lm('train', '--run_dir', str(run), *flags, *extra)
+    assert done.returncode == 43, done.stdout + done.stderr
+    assert 'not finite for 4 steps in a row' in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.smoke
+def test_training_imports_no_tensorflow_no_gin_and_no_clu(tokens, tmp_path):
+    code = f"""
+import sys
+for name in ('tensorflow', 'tensorflow_datasets', 'clu', 'gin'):
+    sys.modules[name] = None
+from lm.data.store import DataConfig
+from lm.experiment import Experiment
+from lm.model import ModelConfig
+from lm.optimizer import OptimizerConfig
+from lm.train import TrainConfig, train
+state = train(Experiment(
+    model=ModelConfig(vocab_size=400, n_layers=1, d_model=16, n_heads=1, head_dim=16),
+    data=DataConfig(path={str(tokens)!r}),
+    optimizer=OptimizerConfig(warmup_steps=1),
+    train=TrainConfig(steps=2, tokens_per_step=64, context_length=32, eval_every=None),
+), {str(tmp_path / 'run')!r})
+assert int(state['step']) == 2
+"""
+    subprocess.run([sys.executable, '-c', code], env=tiny.environment(), check=True, cwd=tiny.ROOT)

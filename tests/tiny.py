@@ -1,0 +1,142 @@
+"""A tiny experiment on real text, for the tests that run whole commands."""
+
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+MODEL = {
+    'model.vocab_size': 400,
+    'model.n_layers': 2,
+    'model.d_model': 32,
+    'model.n_heads': 2,
+    'model.head_dim': 16,
+    'train.steps': 40,
+    'train.tokens_per_step': 256,
+    'train.context_length': 32,
+    'train.log_every': 1,
+    'train.eval_every': 20,
+    'evaluate.batch_size': 16,
+    'optimizer.warmup_steps': 5,
+    'optimizer.peak_learning_rate': 3e-3,
+    'checkpoint.save_every_steps': 10,
+}
+
+
+def write_text(folder: pathlib.Path, characters: int = 60_000) -> pathlib.Path:
+    """A PG-19-like folder cut from the Python standard library's own sources."""
+    library = pathlib.Path(os.__file__).parent
+    for split, modules in {'train': ['argparse', 'typing'], 'validation': ['shlex'], 'test': ['bisect']}.items():
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        for module in modules:
+            text = (library / f'{module}.py').read_text(encoding='utf-8')[: characters if split == 'train' else 6000]
+            (folder / split / f'{module}.txt').write_text(text, encoding='utf-8')
+    return folder
+
+
+def prepare(folder: pathlib.Path) -> pathlib.Path:
+    """A prepared token store of `write_text`, made by the command."""
+    text = write_text(folder / 'text')
+    store = folder / 'tokens'
+    bindings = {
+        'prepare.source': '@text_files()',
+        'text_files.path': str(text),
+        'tokenizer.vocab_size': 400,
+        'data.path': str(store),
+    }
+    done = lm('prepare', *params(bindings), '--processes', '1')
+    assert done.returncode == 0, done.stderr
+    return store
+
+
+def params(bindings: dict) -> list[str]:
+    """Gin bindings as command line flags."""
+    flags = []
+    for name, value in bindings.items():
+        literal = value if isinstance(value, str) and value.startswith(('@', '%', '[')) else repr(value)
+        flags += ['--gin_param', f'{name} = {literal}']
+    return flags
+
+
+def environment(devices: int = 1, **extra: str) -> dict[str, str]:
+    """Variables of a subprocess with `devices` simulated CPU devices."""
+    return os.environ | {
+        'JAX_PLATFORMS': 'cpu',
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+        'PYTHONPATH': str(ROOT),
+        **extra,
+    }
+
+
+def start(*arguments: str, devices: int = 1, **options) -> subprocess.Popen:
+    """The `lm` command as a background process; its output is kept."""
+    return subprocess.Popen(
+        [sys.executable, '-m', 'lm.cli', *arguments],
+        env=environment(devices),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        **options,
+    )
+
+
+def lm(*arguments: str, devices: int = 1, timeout: float = 300) -> subprocess.CompletedProcess:
+    """The `lm` command, to its end."""
+    return subprocess.run(
+        [sys.executable, '-m', 'lm.cli', *arguments],
+        env=environment(devices),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=timeout,
+    )
+
+
+def losses(run_dir: pathlib.Path, kind: str = 'train') -> dict[int, float]:
+    """step → loss of metrics.jsonl; a step that is written twice fails."""
+    found = {}
+    for line in (run_dir / 'metrics.jsonl').read_text().splitlines():
+        record = json.loads(line)
+        if record['kind'] == kind:
+            assert record['step'] not in found, f'step {record["step"]} is logged twice'
+            found[record['step']] = record['loss']
+    return found
+
+
+def state_hash(run_dir: pathlib.Path, step: int) -> str:
+    """SHA-256 over every array of a checkpoint: parameters, optimizer state, counters."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    folder = run_dir / 'checkpoints' / str(step) / 'state'
+    tree = ocp.StandardCheckpointer().restore(folder)
+    digest = hashlib.sha256()
+    for path, leaf in sorted(jax.tree_util.tree_leaves_with_path(tree), key=lambda item: str(item[0])):
+        digest.update(str(path).encode() + np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def wait_for_step(run_dir: pathlib.Path, step: int, process: subprocess.Popen, timeout: float = 120) -> None:
+    """Returns when metrics.jsonl has a line of `step` or a later one."""
+    end = time.monotonic() + timeout
+    path = run_dir / 'metrics.jsonl'
+    while time.monotonic() < end and process.poll() is None:
+        if path.exists() and any(f'"step": {n},' in path.read_text() for n in range(step, step + 20)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f'step {step} was not reached:\n{process.stdout.read() if process.poll() is not None else ""}')
+
+
+def stop(process: subprocess.Popen, how: signal.Signals, timeout: float = 120) -> tuple[int, str]:
+    """Sends a signal and returns (exit code, output)."""
+    process.send_signal(how)
+    output, _ = process.communicate(timeout=timeout)
+    return process.returncode, output
