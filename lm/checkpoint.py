@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from absl import logging as absl_logging
 from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
@@ -113,13 +114,13 @@ class Checkpointer:
             LmError: this save or the one before it failed, and checkpoint.on_failed_save is 'stop'.
         """
         self._finish()
+        arrays = {name: jax.numpy.asarray(x) for name, x in flatten(state).items()}
         try:
             manager = self._manager()
             if step in manager.all_steps():
                 if not force:
                     return False
                 manager.delete(step)
-            arrays = {name: jax.numpy.asarray(x) for name, x in flatten(state).items()}
             record = make_record(step, arrays, self.fingerprints, metrics or {}, metadata or {})
             if metrics and math.isfinite(metrics.get('loss', math.nan)):
                 self._losses[step] = float(metrics['loss'])
@@ -232,6 +233,7 @@ class Checkpointer:
 
     def _manager(self) -> _Manager:
         if self._lazy_manager is None:
+            absl_logging.get_absl_logger().addFilter(_not_from_orbax)
             self._tidy()
             policies = [LatestN(self.config.keep_last), _Best(self.config.keep_best, self._losses)]
             if self.config.keep_every:
@@ -376,6 +378,11 @@ class _Clock:
         due, wait = multihost_utils.broadcast_one_to_all(answer)
         self.next_look = step + int(wait)
         return bool(due)
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    """Drops the tracebacks that each of Orbax's threads logs for one failed write: `_failed` says it in a line."""
+    return not (record.levelno >= logging.ERROR and 'orbax' in record.pathname)
 
 
 def _barrier(name: str) -> None:

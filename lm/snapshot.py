@@ -203,8 +203,9 @@ def some(items: list) -> str:
 
 
 def one_line(error: BaseException) -> str:
+    """The kind and text of an exception; of a long chain of causes, the first and the last."""
     text = ' '.join(str(error).split())
-    return f'{type(error).__name__}: {text[:400]}'
+    return f'{type(error).__name__}: ' + (text if len(text) <= 400 else f'{text[:180]} … {text[-200:]}')
 
 
 def _sha256(record: dict) -> str:
