@@ -87,7 +87,8 @@ class Progress:
         self._show(
             f'step {record["step"]:>{self.width}}/{self.total_steps}'
             f'  loss {record["loss"]:.4f}  ppl {perplexity(record["loss"]):.2f}  lr {record["learning_rate"]:.2e}'
-            f'  grad {record["grad_norm"]:.3f}  {si(record["tokens_per_second"])} tok/s{mfu}  left {duration(seconds_left)}'
+            f'  grad {record["grad_norm"]:.3f}  {si(record["tokens_per_second"])} tok/s{mfu}'
+            f'  left {duration(seconds_left)}'
             + (f'  skipped {record["skipped_steps"]}' if record['skipped_steps'] else ''),
             '\r' if self.terminal else '\n',
         )

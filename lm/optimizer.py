@@ -24,7 +24,8 @@ class OptimizerConfig:
         """Update count → learning rate, over `steps` updates."""
         if self.warmup_steps >= steps:
             raise ConfigError(
-                f'optimizer.warmup_steps = {self.warmup_steps}: must be below train.steps = {steps}; lower it or train longer'
+                f'optimizer.warmup_steps = {self.warmup_steps}: must be below train.steps = {steps}; '
+                'lower it or train longer'
             )
         decay_steps = steps - self.warmup_steps
         last = self.peak_learning_rate * self.final_fraction

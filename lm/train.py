@@ -150,7 +150,7 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
             figures = {name: value.item() for name, value in jax.device_get(figures).items()}
             if figures['in_a_row'] >= config.max_nonfinite_steps:
                 raise Diverged(
-                    f'loss or gradient was not finite for {figures["in_a_row"]} steps in a row, the last being step {n}; '
+                    f'loss or gradient was not finite for {figures["in_a_row"]} steps in a row, up to step {n}; '
                     f'the newest checkpoint is step {checkpointer.latest_step()}: lower optimizer.peak_learning_rate, '
                     'or leave the batches out with train.skip_batches'
                 )

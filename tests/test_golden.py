@@ -54,7 +54,7 @@ def test_losses_are_the_golden_ones(name):
         ours,
         golden[name],
         rtol=2e-4,
-        err_msg='the mathematics changed; if that is meant, run python tests/test_golden.py and explain it in the commit',
+        err_msg='the mathematics changed; if that is meant, run python tests/test_golden.py and say why in the commit',
     )
 
 

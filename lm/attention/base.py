@@ -59,7 +59,9 @@ class AttentionModule(nnx.Module):
         """The decoding state of an empty sequence: a pytree of arrays. Linear mechanisms ignore `max_length`."""
         raise NotImplementedError
 
-    def step(self, state: Any, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array) -> tuple[Any, jax.Array]:
+    def step(
+        self, state: Any, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array
+    ) -> tuple[Any, jax.Array]:
         """Appends T tokens (one when decoding, a whole prompt when prefilling) and returns (state, [B, T, H, D]).
 
         Tokens at one call follow those of the calls before; the outputs equal `__call__` on the whole sequence.
