@@ -101,9 +101,14 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
         raise ConfigError('prepare.source = None: choose a source, for example with --gin_file data/text.gin')
     info = store.read_info(path)
     if info is not None:
-        _compare(info['settings'], _settings(config), f'{path} is finished and was prepared')
+        try:
+            settings, remark = _settings(config), ''
+        except ConfigError:
+            settings, remark = None, ' (its source is not there any more, so it was not compared)'
+        if settings:
+            _compare(info['settings'], settings, f'{path} is finished and was prepared')
         _check_strict(config, path, info)
-        console.print(f'{path} is already prepared: nothing to do', highlight=False)
+        console.print(f'{path} is already prepared: nothing to do{remark}', highlight=False)
         console.print(_table(info))
         return info
     config.source.fetch(lambda line: console.print(line, highlight=False))
@@ -312,7 +317,8 @@ def _check_strict(config: PrepareConfig, path: str, info: dict[str, Any]) -> Non
     bad = sum(split['bad_records'] for split in info['splits'].values())
     if config.strict and bad:
         raise MismatchError(
-            f'{path} was prepared without {bad} bad records (see bad_records.jsonl); mend them, delete it and prepare again'
+            f'{path} was prepared without {bad} bad records (see bad_records.jsonl); mend them, delete the store and '
+            'prepare it again'
         )
 
 
