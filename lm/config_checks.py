@@ -32,7 +32,10 @@ class Statement:
         """As gin reads it, the names of configurables qualified with `module`."""
         scope = f'{self.scope}/' if self.scope else ''
         name = f'{module}{self.selector}.{self.parameter}' if self.parameter else self.selector
-        return f'{scope}{name} = {format_value(self.value, module)}'
+        try:
+            return f'{scope}{name} = {format_value(self.value, module)}'
+        except ConfigError as error:
+            raise ConfigError(f'{self.where}: {self.key} = {error}') from None
 
 
 def in_effect(bindings: dict[str, Statement], scope: str, name: str) -> dict[str, Statement]:

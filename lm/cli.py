@@ -1,0 +1,290 @@
+"""The `lm` command.
+
+To add a verb, add an entry to VERBS. Its `main(experiment, arguments)` is imported only when the verb runs, so that
+`lm --help` answers at once, and returns an exit code or None.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from lm import __version__
+from lm.errors import ConfigError, LmError
+
+EXIT_CODES = """exit codes:
+  0  done                      43  diverged: change something before running it again
+  2  wrong command or gin      44  data, tokenizer or checkpoint do not match or are damaged
+  42 preempted and saved: run the same command again"""
+
+
+# --------------------------------------------------------------------------------------------------------------- flags
+
+
+def gin_flags(parser: argparse.ArgumentParser) -> None:
+    """What every verb with a configuration takes."""
+    group = parser.add_argument_group('configuration')
+    group.add_argument('--gin_file', action='append', default=[], metavar='FILE', help='a gin file; later ones win')
+    group.add_argument(
+        '--gin_param', action='append', default=[], metavar="'X.Y = 1'", help='one binding; wins over files'
+    )
+    group.add_argument(
+        '--allow_gin_imports', action='store_true', help='let gin files import modules: they then run code'
+    )
+
+
+def distributed_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        'several processes', 'all three or none; Cloud TPU pods are detected without them'
+    )
+    group.add_argument('--coordinator_address', metavar='HOST:PORT', help='where process 0 listens')
+    group.add_argument('--process_count', type=int, metavar='N')
+    group.add_argument('--process_id', type=int, metavar='I', help='from 0')
+
+
+def prepare_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--strict', action='store_true', default=None, help='stop at the first bad record')
+    parser.add_argument('--processes', type=int, metavar='N', help='worker processes; default: one a CPU core')
+
+
+def train_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--run_dir',
+        required=True,
+        metavar='DIR',
+        help='the run: a new folder, or one to resume; its name names the run',
+    )
+
+
+def run_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--run_dir', required=True, metavar='DIR', help='a run of lm train')
+    parser.add_argument('--step', type=int, metavar='N', help='the checkpoint of this step; default: the newest')
+
+
+def evaluate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--split', help='which split; default: data.eval_split')
+    parser.add_argument('--context_length', type=int, metavar='N', help='default: as in training')
+    parser.add_argument('--window', help="'disjoint' or 'sliding:STRIDE'")
+    parser.add_argument('--batch_size', type=int, metavar='N', help='windows at a time')
+    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
+
+
+def generate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--prompt', help='the beginning of the text; default: none')
+    parser.add_argument('--prompt_file', metavar='FILE', help='one prompt a line')
+    parser.add_argument('--max_tokens', type=int, default=256, metavar='N', help='tokens to add; default: 256')
+    parser.add_argument('--temperature', type=float, default=1.0, metavar='T', help='0 takes the most probable token')
+    parser.add_argument('--top_k', type=int, metavar='K', help='only the K most probable tokens')
+    parser.add_argument('--top_p', type=float, metavar='P', help='only the most probable tokens that make up P')
+    parser.add_argument('--seed', type=int, default=0, help='default: 0')
+
+
+# ------------------------------------------------------------------------------------------------------ configurations
+
+
+def from_files(arguments: argparse.Namespace, params: Sequence[str], base: str | None = None) -> Any:
+    """--gin_file and --gin_param, on top of `base`."""
+    from lm.config import load
+
+    return load(arguments.gin_file, params, allow_imports=arguments.allow_gin_imports, base=base)
+
+
+def from_new_or_old_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
+    """The run's own configuration if it exists and no --gin_file is given; checks the name of the run first."""
+    check_run_dir(arguments.run_dir)
+    own = None if arguments.gin_file else run_config(arguments.run_dir)
+    return from_files(arguments, params, base=own)
+
+
+def from_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
+    """The configuration of the run, changed by --gin_file and --gin_param.
+
+    A change may replace a mechanism (`model.attention = @softmax()`): what the run said about the old one is dropped.
+    """
+    base = run_config(arguments.run_dir)
+    if base is None:
+        raise ConfigError(f'--run_dir {arguments.run_dir}: holds no config.gin, so it is not a run of lm train')
+    return from_files(arguments, params, base=base)
+
+
+def run_config(run_dir: str) -> str | None:
+    """The path of the run's config.gin, if there is one."""
+    if '://' in run_dir:
+        from etils import epath
+
+        path = epath.Path(run_dir) / 'config.gin'
+        return str(path) if path.exists() else None
+    path = os.path.join(run_dir, 'config.gin')
+    return os.path.abspath(path) if os.path.isfile(path) else None
+
+
+def check_run_dir(path: str) -> None:
+    """Raises ConfigError unless the last part of `path` is a good name for a run and no part is `..`."""
+    from lm.run_dir import check_name
+
+    parts = path.partition('://')[2 if '://' in path else 0].rstrip('/').split('/')
+    if '..' in parts:
+        raise ConfigError(f'--run_dir {path!r}: write the path without ..')
+    check_name(parts[-1])
+
+
+# --------------------------------------------------------------------------------------------------------------- verbs
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """One `lm VERB`.
+
+    Attributes:
+        help: one line.
+        example: a command that works.
+        main: 'module:function', called with (experiment, arguments).
+        flags: functions that add arguments to the parser.
+        configure: makes the experiment from (arguments, gin parameters); None: the verb gets None.
+        bindings: flag → the gin parameter that it sets.
+    """
+
+    help: str
+    example: str
+    main: str
+    flags: tuple[Callable[[argparse.ArgumentParser], None], ...] = (gin_flags,)
+    configure: Callable[[argparse.Namespace, Sequence[str]], Any] | None = from_files
+    bindings: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+VERBS = {
+    'prepare': Verb(
+        help='turn text into a token store',
+        example='lm prepare --gin_file data/quickstart.gin',
+        main='lm.data.prepare:main',
+        flags=(prepare_flags, gin_flags),
+        bindings={'strict': 'prepare.strict', 'processes': 'prepare.processes'},
+    ),
+    'train': Verb(
+        help='train a model, or resume a run: the same command does both',
+        example='lm train --run_dir runs/tiny --gin_file configs/experiments/quickstart.gin',
+        main='lm.train:main',
+        flags=(train_flags, gin_flags, distributed_flags),
+        configure=from_new_or_old_run,
+    ),
+    'evaluate': Verb(
+        help='measure the perplexity of a run on a split',
+        example='lm evaluate --run_dir runs/tiny --split validation --window sliding:256',
+        main='lm.evaluate:main',
+        flags=(run_flags, evaluate_flags, gin_flags, distributed_flags),
+        configure=from_run,
+        bindings={
+            'split': 'evaluate.split',
+            'context_length': 'evaluate.context_length',
+            'window': 'evaluate.window',
+            'batch_size': 'evaluate.batch_size',
+        },
+    ),
+    'generate': Verb(
+        help='continue a text with the weights of a run',
+        example="lm generate --run_dir runs/tiny --prompt 'def main(' --max_tokens 200",
+        main='lm.generate:main',
+        flags=(run_flags, generate_flags, gin_flags, distributed_flags),
+        configure=from_run,
+    ),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------- main
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f'{self.prog}: error: {message}; see {self.prog} --help\n')
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        prog='lm',
+        formatter_class=raw,
+        allow_abbrev=False,
+        description='Pre-trains language models on TPUs, GPUs and laptops, with attention that a gin file selects.',
+        epilog=f'`lm VERB --help` shows the flags of a verb and an example.\n\n{EXIT_CODES}',
+    )
+    parser.add_argument('--version', action='version', version=f'lm {__version__}')
+    verbs = parser.add_subparsers(dest='verb', metavar='VERB', required=True, title='verbs', parser_class=_Parser)
+    for name, verb in VERBS.items():
+        sub = verbs.add_parser(
+            name,
+            help=verb.help,
+            description=f'{verb.help[0].upper()}{verb.help[1:]}.',
+            epilog=f'example:\n  {verb.example}\n\n{EXIT_CODES}',
+            formatter_class=raw,
+            allow_abbrev=False,
+        )
+        for add in verb.flags:
+            add(sub)
+        sub.add_argument('--debug', action='store_true', help='show the traceback of an error')
+        sub.set_defaults(parser=sub)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments; mistakes exit with code 2, one line and the nearest word that exists."""
+    parser = make_parser()
+    if argv and not argv[0].startswith('-') and argv[0] not in VERBS:
+        parser.error(f'there is no verb {argv[0]!r}{_nearest(argv[0], VERBS) or ": " + ", ".join(VERBS)}')
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [flag for action in arguments.parser._actions for flag in action.option_strings]
+        arguments.parser.error(f'unknown argument {unknown[0]!r}{_nearest(unknown[0].partition("=")[0], flags)}')
+    return arguments
+
+
+def _nearest(word: str, words: Any) -> str:
+    close = difflib.get_close_matches(word, list(words), 1)
+    return f', did you mean {close[0]}?' if close else ''
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Resolves the configuration and runs the verb."""
+    verb = VERBS[arguments.verb]
+    experiment = None
+    if verb.configure:
+        chosen = {param: getattr(arguments, flag) for flag, param in verb.bindings.items()}
+        params = [f'{param} = {value!r}' for param, value in chosen.items() if value is not None]
+        experiment = verb.configure(arguments, [*arguments.gin_param, *params])
+    module, _, function = verb.main.partition(':')
+    return getattr(importlib.import_module(module), function)(experiment, arguments) or 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    try:
+        arguments = parse(sys.argv[1:] if argv is None else argv)
+    except SystemExit as end:
+        return end.code or 0
+    label = f'lm {arguments.verb}'
+    try:
+        return run(arguments)
+    except KeyboardInterrupt:
+        print(f'{label}: interrupted', file=sys.stderr)
+        return 130
+    except Exception as error:
+        if arguments.debug:
+            traceback.print_exc()
+        expected = isinstance(error, LmError)
+        message = ' '.join(str(error).split('\n')).strip()
+        if not expected:
+            message = f'{type(error).__name__}: {message[:500]}'
+        remedy = '' if expected or arguments.debug else ' (run it again with --debug for the traceback)'
+        print(f'{label}: error: {message}{remedy}', file=sys.stderr)
+        return error.exit_code if expected else 1
+
+
+if __name__ == '__main__':
+    sys.exit(main())
