@@ -1,0 +1,120 @@
+"""Linear attention: causal kernel attention in time and memory linear in the length.
+
+    weight of key j for query i     w_ij = Σ_n powers[n] ⟨x_i, y_j⟩^n     x, y features of queries and keys
+    output                          o_i  = Σ_{j ≤ i} w_ij v_j / (bias + Σ_{j ≤ i} w_ij)
+
+by block lower triangular multiplication (PolySketchFormer §3.1; draft Theorem 3.1): sums over the keys of earlier
+blocks, direct products inside a block. The powers of the features are formed block by block and never exist whole:
+`powers = SQUARE` is PolySketchFormer's ψ ⊗ ψ, (1, 1, 1/2) the second-order Taylor series of exp, PLAIN a feature map
+as it is. An exact kernel may replace w_ij nearby:
+
+    local, window=None      for the keys of the query's own block: key j with j // block == i // block (§3.2)
+    local, window=N         for the N most recent keys, the query's own included (approximate attention, eq. 2.1)
+
+B batch, L length, H query heads, K key and value heads (K divides H; head h reads key head h // (H / K); the sums are
+kept once per key head), E inputs and F outputs of the feature map (E = F without one), D value size, C size of the
+vectors that the exact kernel compares, R size of the packed expansion.
+"""
+
+from typing import Any
+
+import jax
+
+from lm.errors import ConfigError
+from lm.ops import platform
+from lm.ops.linear_attention import reference
+from lm.ops.linear_attention.types import ExpKernel, FeatureMap, LocalKernel, Options, PolynomialKernel, State
+
+IMPLEMENTATIONS = {'reference': reference}
+PLAIN = (0.0, 1.0)
+SQUARE = (0.0, 0.0, 1.0)
+
+
+def linear_attention(
+    q_BxLxHxE: jax.Array,
+    k_BxLxKxE: jax.Array,
+    v_BxLxKxD: jax.Array,
+    *,
+    powers: tuple[float, ...] = PLAIN,
+    feature_map: FeatureMap | None = None,
+    q_parameters: Any = None,
+    k_parameters: Any = None,
+    local: LocalKernel | None = None,
+    q_local_BxLxHxC: jax.Array | None = None,
+    k_local_BxLxKxC: jax.Array | None = None,
+    window: int | None = None,
+    block: int | None = None,
+    bias: float = 1.0,
+    normalize: bool = True,
+    causal: bool = True,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, State]:
+    """Attention with weights that factor over features, and exact ones nearby.
+
+    Args:
+        q_BxLxHxE: features of the queries, or what `feature_map` makes them of.
+        k_BxLxKxE: the same of the keys.
+        v_BxLxKxD: values.
+        powers: coefficients of the polynomial in ⟨x, y⟩; any number, any sign.
+        feature_map: computed block by block, and again in the backward pass, so that wide features (Performer's 2048)
+            never exist for the whole sequence. None: q and k are features already.
+        q_parameters: the pytree that `feature_map` gets with queries; gradients flow to it.
+        k_parameters: the same with keys.
+        local: the exact kernel nearby; None uses the features everywhere.
+        q_local_BxLxHxC: what the exact kernel compares; required with `local`.
+        k_local_BxLxKxC: what the exact kernel compares; required with `local`.
+        window: the exact kernel's reach in keys; None: the query's block.
+        block: tokens a block. It is part of the definition where `local` is set and `window` is not (default 1024,
+            the paper's); elsewhere the result does not depend on it, and None picks what is fast.
+        bias: added to the denominator.
+        normalize: whether to divide by the denominator.
+        causal: whether keys after a query are hidden; `local` needs it.
+        initial_state: sums over keys before the first, as an earlier call returned them.
+        return_state: also return the sums over all keys so far. The exact kernel's keys are among them: a later call
+            starts a new block, and cannot reach back with its window (`lm.ops.linear_attention.decode` can).
+        implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
+
+    Returns:
+        [B, L, H, D] in the dtype of v; with `return_state` also the `State`. Sums and denominators are float32.
+
+    Raises:
+        ConfigError: options that do not fit together, or an unknown implementation.
+    """
+    options = Options(tuple(powers), feature_map, local, window, block, bias, normalize, causal)
+    _check(options, q_BxLxHxE, k_BxLxKxE, q_local_BxLxHxC, k_local_BxLxKxC)
+    arrays = (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, q_parameters, k_parameters)
+    arrays += (q_local_BxLxHxC, k_local_BxLxKxC, initial_state)
+    chosen = platform.choose('linear attention', IMPLEMENTATIONS, {}, implementation, *arrays, options=options)
+    o_BxLxHxD, state = chosen.linear_attention(*arrays, options=options, with_state=return_state)
+    return (o_BxLxHxD, state) if return_state else o_BxLxHxD
+
+
+def _check(options: Options, q: jax.Array, k: jax.Array, q_local: jax.Array | None, k_local: jax.Array | None) -> None:
+    if q.shape[2] % k.shape[2]:
+        raise ConfigError(f'n_kv_heads = {k.shape[2]}: must divide n_heads = {q.shape[2]}')
+    if not any(options.powers):
+        raise ConfigError(f'powers = {options.powers}: must hold a coefficient other than 0')
+    if options.local is None and options.window is not None:
+        raise ConfigError(f'window = {options.window}: needs the exact kernel `local`')
+    if options.local is not None and (q_local is None or k_local is None):
+        raise ConfigError('local: needs q_local and k_local, the vectors that the exact kernel compares')
+    if options.local is not None and not options.causal:
+        raise ConfigError('causal = False: the exact kernel `local` needs causal attention; leave it out')
+    for name, value in (('window', options.window), ('block', options.block)):
+        if value is not None and value < 1:
+            raise ConfigError(f'{name} = {value}: must be at least 1')
+
+
+__all__ = [
+    'IMPLEMENTATIONS',
+    'PLAIN',
+    'SQUARE',
+    'ExpKernel',
+    'FeatureMap',
+    'LocalKernel',
+    'PolynomialKernel',
+    'State',
+    'linear_attention',
+]

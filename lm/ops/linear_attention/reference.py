@@ -1,0 +1,111 @@
+"""Linear attention written as the formulas read: all n × n weights at once. For tests and for reading."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lm.ops.linear_attention.types import Options, State
+
+LOCAL_BLOCK = 1024
+
+
+def linear_attention(
+    q_BxLxHxE: jax.Array,
+    k_BxLxKxE: jax.Array,
+    v_BxLxKxD: jax.Array,
+    q_parameters: Any,
+    k_parameters: Any,
+    q_local_BxLxHxC: jax.Array | None,
+    k_local_BxLxKxC: jax.Array | None,
+    initial_state: State | None,
+    *,
+    options: Options,
+    with_state: bool,
+) -> tuple[jax.Array, State | None]:
+    """Arguments as in `lm.ops.linear_attention`. The expansion of its state is not packed."""
+    x_BxLxHxF = options.features(q_parameters, q_BxLxHxE).astype(jnp.float32)
+    y_BxLxKxF = options.features(k_parameters, k_BxLxKxE).astype(jnp.float32)
+    v_BxLxKxD, dtype = v_BxLxKxD.astype(jnp.float32), v_BxLxKxD.dtype
+    groups = x_BxLxHxF.shape[2] // y_BxLxKxF.shape[2]
+    expanded = functools.partial(jnp.repeat, repeats=groups, axis=2)
+
+    w_BxHxLxM = options.approximate(jnp.einsum('blhf,bmhf->bhlm', x_BxLxHxF, expanded(y_BxLxKxF)))
+    length = x_BxLxHxF.shape[1]
+    older_LxM, nearby_LxM = visible(options, length)
+    w_BxHxLxM = jnp.where(older_LxM, w_BxHxLxM, 0.0)
+    shrink_BxHxLx1 = jnp.float32(1.0)
+    if options.local is not None:
+        q, k = q_local_BxLxHxC.astype(jnp.float32), k_local_BxLxKxC.astype(jnp.float32)
+        s_BxHxLxM = jnp.einsum('blhc,bmhc->bhlm', q, expanded(k))
+        if options.local.stable:
+            s_BxHxLxM = jnp.where(nearby_LxM, s_BxHxLxM * options.local.scale, -jnp.inf)
+            m_BxHxLx1 = jnp.maximum(s_BxHxLxM.max(-1, keepdims=True), 0.0)
+            shrink_BxHxLx1 = jnp.exp(-m_BxHxLx1)
+            exact_BxHxLxM = jnp.exp(s_BxHxLxM - m_BxHxLx1)
+        else:
+            exact_BxHxLxM = options.local.weights(s_BxHxLxM)
+        w_BxHxLxM = jnp.where(nearby_LxM, exact_BxHxLxM, w_BxHxLxM * shrink_BxHxLx1)
+    o_BxHxLxD = jnp.einsum('bhlm,bmhd->bhld', w_BxHxLxM, expanded(v_BxLxKxD))
+    total_BxHxLx1 = w_BxHxLxM.sum(-1, keepdims=True)
+
+    if initial_state is not None:
+        kv_BxHxRxD = jnp.repeat(initial_state.kv_BxKxRxD, groups, axis=1)
+        o_BxHxLxD += shrink_BxHxLx1 * jnp.einsum('blhr,bhrd->bhld', expand(options, x_BxLxHxF), kv_BxHxRxD)
+        sums_BxHxR = jnp.repeat(flatten_totals(options, initial_state), groups, axis=1)
+        total_BxHxLx1 += shrink_BxHxLx1 * jnp.einsum('blhr,bhr->bhl', expand(options, x_BxLxHxF), sums_BxHxR)[..., None]
+    if options.normalize:
+        o_BxHxLxD /= options.bias * shrink_BxHxLx1 + total_BxHxLx1
+    state = None
+    if with_state:
+        state = summarize(options, y_BxLxKxF, v_BxLxKxD)
+        state = state if initial_state is None else jax.tree.map(jnp.add, initial_state, state)
+    return o_BxHxLxD.swapaxes(1, 2).astype(dtype), state
+
+
+def unsupported(*args, **options) -> None:
+    """Everything is supported."""
+
+
+def visible(options: Options, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """[L, L] booleans: which keys a query sees at all, and which of them the exact kernel weighs."""
+    i, j = np.arange(length)[:, None], np.arange(length)
+    seen = (j <= i) | (not options.causal)
+    if options.local is None:
+        return seen, np.zeros_like(seen)
+    block = options.block or LOCAL_BLOCK
+    near = (i // block == j // block) if options.window is None else (j > i - options.window)
+    return seen, seen & near
+
+
+def powers_of(options: Options, x: jax.Array) -> list[tuple[float, jax.Array]]:
+    """(coefficient, x^{⊗n} flattened) for each n with a coefficient other than 0."""
+    result, power = [], jnp.ones((*x.shape[:-1], 1), x.dtype)
+    for n, coefficient in enumerate(options.powers):
+        power = power if n == 0 else (power[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1)
+        if coefficient:
+            result.append((coefficient, power))
+    return result
+
+
+def expand(options: Options, x: jax.Array) -> jax.Array:
+    """φ of queries: ⟨expand(x), Σ y^{⊗n}⟩ is the approximate weight. The coefficients are the queries' part."""
+    return jnp.concatenate([c * power for c, power in powers_of(options, x)], axis=-1)
+
+
+def summarize(options: Options, y_BxLxKxF: jax.Array, v_BxLxKxD: jax.Array) -> State:
+    """The state after these keys."""
+    parts = [power for _, power in powers_of(options, y_BxLxKxF)]
+    kv_BxKxRxD = jnp.einsum('blkr,blkd->bkrd', jnp.concatenate(parts, axis=-1), v_BxLxKxD)
+    batch, _, heads, size = y_BxLxKxF.shape
+    degrees = [n for n, c in enumerate(options.powers) if c]
+    totals = (p.sum(1).reshape(batch, heads, *[size] * n) for n, p in zip(degrees, parts, strict=True))
+    return State(kv_BxKxRxD, tuple(totals))
+
+
+def flatten_totals(options: Options, state: State) -> jax.Array:
+    """The totals as one [B, K, R] array in the order of `expand`."""
+    batch, heads = state.kv_BxKxRxD.shape[:2]
+    return jnp.concatenate([t.reshape(batch, heads, -1) for t in state.totals], axis=-1)

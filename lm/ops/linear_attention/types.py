@@ -1,0 +1,73 @@
+"""What the implementations of linear attention share: local kernels, the state, the options of a call."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+FeatureMap = Callable[[Any, jax.Array], jax.Array]
+"""(parameters, [B, T, heads, E]) → [B, T, heads, F], each token on its own. A plain function: arrays, random
+projections too, go through the parameters (a pytree of floating-point arrays), never through its closure."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PolynomialKernel:
+    """Exact weights (scale ⟨q, k⟩)^degree (PolySketchFormer §3.2)."""
+
+    degree: int
+    scale: float = 1.0
+
+    stable = False
+
+    def weights(self, s: jax.Array) -> jax.Array:
+        return lax.integer_pow(s * self.scale if self.scale != 1.0 else s, self.degree)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpKernel:
+    """Exact weights exp(scale ⟨q, k⟩). Numerator and denominator of a query, approximate part included, are scaled by
+    exp(-m), m the largest exponent of its exact part, or 0 (approximate attention, eq. 2.3-2.4)."""
+
+    scale: float = 1.0
+
+    stable = True
+
+
+LocalKernel = PolynomialKernel | ExpKernel
+
+
+class State(NamedTuple):
+    """The sums over keys that later queries need, float32. Its size does not depend on the number of keys.
+
+    `kv_BxKxRxD` holds Σ_j φ(k_j) v_jᵀ, where ⟨φ(q), φ(k)⟩ is the approximate weight and φ the implementation's
+    (packed) expansion. `totals` holds Σ_j y_j^{⊗n} for each power n with a coefficient other than 0, in order: [B, K]
+    for n = 0, [B, K, F] for n = 1, [B, K, F, F] for n = 2.
+    """
+
+    kv_BxKxRxD: jax.Array
+    totals: tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The static arguments of a call. Meanings: `lm.ops.linear_attention.linear_attention`."""
+
+    powers: tuple[float, ...] = (0.0, 1.0)
+    feature_map: FeatureMap | None = None
+    local: LocalKernel | None = None
+    window: int | None = None
+    block: int | None = None
+    bias: float = 1.0
+    normalize: bool = True
+    causal: bool = True
+
+    def features(self, parameters: Any, x: jax.Array) -> jax.Array:
+        """The features of x, [..., T, heads, E] → [..., T, heads, F]."""
+        return x if self.feature_map is None else self.feature_map(parameters, x)
+
+    def approximate(self, s: jax.Array) -> jax.Array:
+        """The weight of a pair whose features have inner product s."""
+        return sum(c * lax.integer_pow(s, n) if n else c * jnp.ones_like(s) for n, c in enumerate(self.powers) if c)
