@@ -25,7 +25,7 @@ from lm.ops import platform
 from lm.ops.linear_attention import reference
 from lm.ops.linear_attention.types import ExpKernel, FeatureMap, LocalKernel, Options, PolynomialKernel, State
 
-IMPLEMENTATIONS = {'reference': reference}
+IMPLEMENTATIONS = {'reference': reference, 'xla': reference}
 PLAIN = (0.0, 1.0)
 SQUARE = (0.0, 0.0, 1.0)
 
