@@ -20,7 +20,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSt
 
 from lm.configurable import configurable, field
 from lm.errors import LmError, MismatchError
-from lm.snapshot import Damaged, Snapshot, flatten, is_remote, make_record, one_line, some
+from lm.snapshot import COMMITTED, Damaged, Snapshot, flatten, is_remote, make_record, one_line, some
 
 TEMPORARY = '.orbax-checkpoint-tmp'
 
@@ -73,23 +73,37 @@ class Checkpointer:
         self._lazy_manager: _Manager | None = None
         self._pending: int | None = None
         self._restored: int | None = None
+        self._ours: set[int] = set()
         self._damaged: set[int] = set()
         self._losses: dict[int, float] = {}
         self._clock = _Clock(self.config.save_every_minutes)
 
     # Saving
 
+    def should_save(self, step: int, loss: float | None = None) -> bool:
+        """Whether a checkpoint is due after `step`: by number, by time, or because `loss`, that of an evaluation,
+        is among the best. Ask once a step, in all processes."""
+        every = (self.config.save_every_steps, self.config.keep_every)
+        due = any(n is not None and step % n == 0 for n in every)
+        due |= loss is not None and self.is_among_best(loss)
+        due |= self._clock.is_due(step)
+        return due
+
     def maybe_save(
         self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None, metadata: dict | None = None
     ) -> bool:
-        """Saves if the configuration says so; True if it did. Call it after every step, with the metrics of an
-        evaluation (`loss` counts for keep_best) where there was one."""
+        """Saves if `should_save` says so; True if it did. `metrics['loss']` is the loss of an evaluation."""
         self.check_for_errors()
-        config = self.config
-        due = any(n is not None and step % n == 0 for n in (config.save_every_steps, config.keep_every))
-        due |= self._among_best(step, metrics)
-        due |= self._clock.is_due(step)
+        due = self.should_save(step, (metrics or {}).get('loss'))
         return due and self.save(step, state, metrics=metrics, metadata=metadata)
+
+    def is_among_best(self, loss: float) -> bool:
+        """Whether a checkpoint with this evaluation loss would be one of the `keep_best`."""
+        if not self.config.keep_best:
+            return False
+        self._manager()  # which reads the losses of the steps that are there
+        answer = math.isfinite(loss) and sum(other < loss for other in self._losses.values()) < self.config.keep_best
+        return bool(multihost_utils.broadcast_one_to_all(np.int32(answer))) if jax.process_count() > 1 else answer
 
     def save(
         self,
@@ -104,8 +118,9 @@ class Checkpointer:
         donate them at once. The step counts only once everything is on disk.
 
         Args:
+            metrics: of an evaluation; `loss` counts for checkpoint.keep_best.
             metadata: a small JSON object that `restore` returns.
-            force: replace a checkpoint of the same step instead of keeping it.
+            force: write even a step that this object has saved or restored already.
 
         Returns:
             False when the step was there already.
@@ -118,13 +133,14 @@ class Checkpointer:
         try:
             manager = self._manager()
             if step in manager.all_steps():
-                if not force:
+                if step in self._ours and not force:
                     return False
                 manager.delete(step)
             record = make_record(step, arrays, self.fingerprints, metrics or {}, metadata or {})
+            items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), metadata=ocp.args.JsonSave(record))
             if metrics and math.isfinite(metrics.get('loss', math.nan)):
                 self._losses[step] = float(metrics['loss'])
-            items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), metadata=ocp.args.JsonSave(record))
+            self._ours.add(step)
             self._pending = step
             manager.save(step, args=items, force=True)
         except Exception as error:
@@ -166,12 +182,16 @@ class Checkpointer:
 
     # Restoring
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, int, dict] | None:
+    def restore(
+        self, abstract_state: Any, step: int | None = None, *, partial: bool = False
+    ) -> tuple[Any, int, dict] | None:
         """The newest sound checkpoint, or exactly `step`.
 
         Args:
             abstract_state: arrays or jax.ShapeDtypeStructs with the shardings that the result shall have, on any
                 number of devices. Its top-level keys may be a subset of those saved.
+            partial: leave out of the result what the checkpoint lacks, and ignore what it has besides (nested dicts
+                only); shapes and dtypes must still agree.
 
         Returns:
             (state, step, the metadata given to `save`), or None when there is no checkpoint at all.
@@ -188,7 +208,8 @@ class Checkpointer:
             )
         for candidate in [step] if step is not None else reversed(known):
             try:
-                state, record = Snapshot(self.directory, candidate).restore(abstract_state, self.fingerprints)
+                snapshot = Snapshot(self.directory, candidate)
+                state, record = snapshot.restore(abstract_state, self.fingerprints, partial)
             except Damaged as damage:
                 if step is not None:
                     raise MismatchError(f'checkpoint step {step} is damaged: {damage}; choose another step') from None
@@ -196,6 +217,7 @@ class Checkpointer:
                 self._damaged.add(candidate)
             else:
                 self._restored = candidate
+                self._ours.add(candidate)
                 return state, candidate, record['metadata']
         if known:
             raise MismatchError(
@@ -261,12 +283,8 @@ class Checkpointer:
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
             for path in list(self.directory.iterdir()):
-                unfinished = TEMPORARY in path.name or (
-                    path.name.isdigit()
-                    and is_remote(path)
-                    and not Snapshot(self.directory, int(path.name)).is_committed()
-                )
-                if unfinished:
+                unmarked = is_remote(path) and path.name.isdigit() and not (path / COMMITTED).exists()
+                if TEMPORARY in path.name or unmarked:
                     path.rmtree()
             for step in self._steps_on_disk():
                 if step in self._damaged:
@@ -299,6 +317,7 @@ class Checkpointer:
 
     def _failed(self, step: int, error: Exception) -> None:
         self._losses.pop(step, None)
+        self._ours.discard(step)
         self._clock.reset(step)
         if self._lazy_manager is not None:
             self._lazy_manager.reload()  # it counts the failed step, and has forgotten those that it was to replace
@@ -314,14 +333,6 @@ class Checkpointer:
             raise LmError(message) from error
         log.warning('%s', message)
 
-    def _among_best(self, step: int, metrics: Mapping[str, float] | None) -> bool:
-        if not self.config.keep_best or 'loss' not in (metrics or {}):
-            return False
-        self._manager()  # which reads the losses of the steps that are there
-        better = sum(other < metrics['loss'] for s, other in self._losses.items() if s != step)
-        answer = math.isfinite(metrics['loss']) and better < self.config.keep_best
-        return bool(multihost_utils.broadcast_one_to_all(np.int32(answer))) if jax.process_count() > 1 else answer
-
     # Internals of restoring
 
     def _steps_on_disk(self) -> list[int]:
@@ -335,9 +346,8 @@ class Checkpointer:
         if jax.process_count() == 1:
             return steps
         count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
-        return [
-            int(s) for s in multihost_utils.broadcast_one_to_all(np.resize(np.array(steps or [0], np.int32), count))
-        ]
+        steps = multihost_utils.broadcast_one_to_all(np.resize(np.array(steps or [0], np.int32), count))
+        return steps.tolist()
 
 
 class _Best:

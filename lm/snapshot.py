@@ -63,17 +63,22 @@ class Snapshot:
             )
         return record
 
-    def restore(self, abstract_state: Any, fingerprints: Mapping[str, str]) -> tuple[Any, dict]:
+    def restore(self, abstract_state: Any, fingerprints: Mapping[str, str], partial: bool = False) -> tuple[Any, dict]:
         """(state like `abstract_state`, record). All processes together, with one outcome for all.
+
+        Args:
+            partial: leave out what the step lacks, and ignore what it has besides (nested dicts only).
 
         Raises:
             Damaged: the step cannot be read, or a checksum is wrong.
             MismatchError: it is in order but belongs to something else.
         """
-        abstract = flatten(abstract_state)
         with _Agreement(self.step):
             record = self.record()
-            self._compare(record, abstract, fingerprints)
+            if partial:
+                abstract_state = _intersect(abstract_state, record['leaves'])
+            abstract = flatten(abstract_state)
+            self._compare(record, abstract, fingerprints, partial)
         arrays = self.read(abstract, record)
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in abstract]), record
 
@@ -113,7 +118,7 @@ class Snapshot:
         shards = [jax.device_put(reads[keys[device]].result(), device) for device in indices]
         return jax.make_array_from_single_device_arrays(store.shape, sharding, shards)
 
-    def _compare(self, record: dict, abstract: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
+    def _compare(self, record: dict, abstract: Mapping, fingerprints: Mapping[str, str], partial: bool) -> None:
         """Raises MismatchError unless fingerprints, names, shapes and dtypes are those of this run."""
         for name, value in fingerprints.items():
             saved = record['fingerprints'].get(name)
@@ -126,7 +131,7 @@ class Snapshot:
         parts = {name.partition('.')[0] for name in abstract}
         missing = [name for name in abstract if name not in leaves]
         extra = [name for name in leaves if name.partition('.')[0] in parts and name not in abstract]
-        if missing or extra:
+        if (missing or extra) and not partial:
             raise MismatchError(
                 f'checkpoint {self.path} '
                 + (f'lacks {missing[0]}, which this run has' if missing else f'has {extra[0]}, which this run lacks')
@@ -172,6 +177,20 @@ def flatten(tree: Any) -> dict[str, Any]:
     if len(named) != len(leaves):
         raise ValueError('two leaves of the state have the same name')
     return named
+
+
+def _intersect(tree: Any, names: Mapping[str, Any], prefix: str = '') -> Any:
+    """The nested dict without the leaves that are not in `names`, and without dicts that are empty then."""
+    kept = {}
+    for key, value in tree.items():
+        name = f'{prefix}{key}'
+        if isinstance(value, dict):
+            value = _intersect(value, names, name + '.')
+            if value:
+                kept[key] = value
+        elif name in names:
+            kept[key] = value
+    return kept
 
 
 class _Agreement:

@@ -102,6 +102,21 @@ def test_metadata_and_part_of_the_state(tmp_path):
     Checkpointer(tmp_path).verify(3)
 
 
+def test_partial_restore_takes_what_is_there(two_steps):
+    part = {
+        'params': {'dense': make_state(0)['params']['dense'], 'new': {'x': jnp.zeros(3)}},
+        'none': {'y': jnp.ones(2)},
+    }
+    with pytest.raises(MismatchError, match=r'lacks none\.y'):
+        restore(two_steps, part)
+    state, step, _ = Checkpointer(two_steps).restore(part, partial=True)
+    assert step == 20
+    assert same(state, {'params': {'dense': make_state(20)['params']['dense']}})
+    part['params']['dense'] = part['params']['dense'][:3]
+    with pytest.raises(MismatchError, match=r'params\.dense is'):
+        Checkpointer(two_steps).restore(part, partial=True)
+
+
 def test_a_directory_of_odd_name(tmp_path):
     directory = tmp_path / 'a b%20ü#?'
     save_steps(directory, [1])
@@ -316,8 +331,14 @@ def test_the_same_step_is_saved_once(tmp_path):
     with Checkpointer(tmp_path, EVERYTHING) as checkpointer:
         assert checkpointer.save(1, {'x': jnp.int32(1)})
         assert not checkpointer.save(1, {'x': jnp.int32(2)})
-        assert checkpointer.save(1, {'x': jnp.int32(3)}, force=True)
-    assert restore(tmp_path, {'x': jnp.int32(0)}, fingerprints={})[0]['x'] == 3
+    assert restore(tmp_path, {'x': jnp.int32(0)}, fingerprints={})[0]['x'] == 1
+    with Checkpointer(
+        tmp_path, EVERYTHING
+    ) as checkpointer:  # another run, from the start: what it saves is not dropped
+        assert checkpointer.save(1, {'x': jnp.int32(3)})
+        assert not checkpointer.save(1, {'x': jnp.int32(4)})
+        assert checkpointer.save(1, {'x': jnp.int32(5)}, force=True)
+    assert restore(tmp_path, {'x': jnp.int32(0)}, fingerprints={})[0]['x'] == 5
 
 
 def test_values_are_checked():

@@ -101,29 +101,36 @@ import sys, time, jax
 jax.config.update('jax_cpu_collectives_implementation', 'gloo')
 me = int(sys.argv[2])
 jax.distributed.initialize(f'localhost:{sys.argv[1]}', 2, me)
+import jax.numpy as jnp
+from lm.checkpoint import CheckpointConfig, Checkpointer
 from lm.preemption import Preemption
 
 def run():
-    with Preemption() as preemption:
+    config = CheckpointConfig(save_every_steps=2)
+    with Preemption() as preemption, Checkpointer(sys.argv[3], config) as checkpointer:
         for step in range(10_000):
             if preemption.requested(step):
                 return 'training', step
+            checkpointer.maybe_save(step, state)  # must not disturb the agreement
             if step == 5:
                 print('evaluating' if me == 0 else 'ready')
                 for batch in range(10_000):
                     time.sleep(0.01 + 0.01 * me)
                     if preemption.requested(step):
+                        checkpointer.save(step, state)
                         return 'evaluating', step, batch
 
+mesh = jax.make_mesh((2,), ('data',))
+state = {'x': jax.jit(lambda: jnp.zeros(4), out_shardings=jax.NamedSharding(mesh, jax.P('data')))()}
 print('stopped', run())
 """
 
 
-def test_two_processes_stop_at_the_same_poll():
+def test_two_processes_stop_at_the_same_poll(tmp_path):
     with socket.socket() as s:
         s.bind(('localhost', 0))
         port = s.getsockname()[1]
-    processes = [start(TWO_PROCESSES, port, i) for i in range(2)]
+    processes = [start(TWO_PROCESSES, port, i, tmp_path) for i in range(2)]
     wait_for(processes[0], 'evaluating')
     wait_for(processes[1], 'ready')
     for _ in range(2):
@@ -134,3 +141,4 @@ def test_two_processes_stop_at_the_same_poll():
     assert stopped[0] == stopped[1]
     assert stopped[0].startswith("stopped ('evaluating', 5, ")
     assert int(stopped[0].rstrip(')').split()[-1]) < 1000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['4', '5']

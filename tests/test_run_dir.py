@@ -186,9 +186,7 @@ def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
 
 
 def test_object_stores_are_written_whole(tmp_path, monkeypatch):
-    """The way of gs:// addresses, on a local path that claims to be one."""
-    (tmp_path / 'gs:').mkdir()
-    monkeypatch.chdir(tmp_path)
+    """The way of gs:// addresses, on a local file."""
     path = tmp_path / 'metrics.jsonl'
     path.write_text(json.dumps(record(1)) + '\n' + json.dumps(record(2)) + '\n')
     metrics = metrics_file.MetricsFile(path, resume_at=1)
