@@ -1,5 +1,7 @@
 """Softmax attention on TPUs: JAX's splash attention kernels, forward and backward."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -12,20 +14,23 @@ FUSED_BACKWARD_BLOCKS = 4
 
 
 def softmax_attention(
-    q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, scale, window=None, causal=True, block=None, **rest
+    q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, scale, window=None, causal=True, block=None, interpret=False, **rest
 ) -> jax.Array:
-    """Arguments as in `lm.ops.exact_attention.softmax_attention`; calls that `unsupported` refuses are wrong here."""
+    """Arguments as in `lm.ops.exact_attention.softmax_attention`; calls that `unsupported` refuses are wrong here.
+
+    `interpret` runs the kernels on any platform, slowly.
+    """
     length, heads = q_BxLxHxD.shape[1:3]
     block = block or block_size(length)
     padded = -(-length // block) * block
 
     def attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
         # Zero keys after the last token are in every query's future.
-        q, k, v = (
+        q_BxHxLxD, k_BxKxLxD, v_BxKxLxD = (
             jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded - length), (0, 0)))
             for x in (q_BxLxHxD * jnp.asarray(scale, q_BxLxHxD.dtype), k_BxLxKxD, v_BxLxKxD)
         )
-        o_BxHxLxD = jax.vmap(_kernel(heads, padded, window, block))(q, k, v)
+        o_BxHxLxD = jax.vmap(_kernel(heads, padded, window, block, interpret))(q_BxHxLxD, k_BxKxLxD, v_BxKxLxD)
         return o_BxHxLxD[:, :, :length].swapaxes(1, 2)
 
     return platform.per_device(attend, split=(True, True, True))(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
@@ -52,19 +57,26 @@ def block_size(length: int) -> int:
     return -(-length // parts // LANES) * LANES
 
 
-def _kernel(heads: int, length: int, window: int | None, block: int):
+def _kernel(heads: int, length: int, window: int | None, block: int, interpret: bool):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (length, length)
-    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
-    fused = length // block <= FUSED_BACKWARD_BLOCKS
+    if window is None:
+        mask = _remembering(splash.CausalMask)(shape)
+    else:
+        mask = _remembering(splash.LocalMask)(shape, (window - 1, 0), 0)
+    # Static cycles on v5e and v6e: wider key blocks pay off where the waste on the diagonal is small beside the rest.
+    block_kv = 2 * block if length % (2 * block) == 0 and length >= 16 * block else block
+    fused = length // block_kv <= FUSED_BACKWARD_BLOCKS
     sizes = splash.BlockSizes(
         block_q=block,
-        block_kv=block,
+        block_kv=block_kv,
+        block_kv_compute=512 if block % 512 == 0 else block,
         block_q_dkv=block,
-        block_kv_dkv=block,
+        block_kv_dkv=block_kv,
+        block_kv_dkv_compute=block,
         block_q_dq=None if fused else block,
-        block_kv_dq=None if fused else block,
+        block_kv_dq=None if fused else block_kv,
         use_fused_bwd_kernel=fused,
     )
     return splash.make_splash_mha(
@@ -73,7 +85,28 @@ def _kernel(heads: int, length: int, window: int | None, block: int):
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=xla.RESIDUAL_NAME,
+        interpret=interpret,
     )
+
+
+@functools.cache
+def _remembering(mask: type) -> type:
+    """A mask that computes one block for each distance from the diagonal.
+
+    Splash attention looks at every block while it is traced; computing them all takes 40 s at 131,072 tokens.
+    """
+
+    class Remembering(mask):
+        def __getitem__(self, index):
+            (q, k), seen = index, self.__dict__.setdefault('seen', {})
+            q_size, k_size, distance = q.stop - q.start, k.stop - k.start, q.start - k.start
+            key = q_size, k_size, distance
+            if key not in seen:
+                q_start, k_start = max(distance, 0), max(-distance, 0)
+                seen[key] = super().__getitem__((slice(q_start, q_start + q_size), slice(k_start, k_start + k_size)))
+            return seen[key]
+
+    return Remembering
 
 
 def _is_zero(number) -> bool:
