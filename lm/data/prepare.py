@@ -358,7 +358,8 @@ def _remember(folder: pathlib.Path, settings: dict[str, Any], path: str) -> None
 
 
 def _table(info: dict[str, Any]) -> Table:
-    table = Table('split', box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column('split', no_wrap=True)
     for name in ('documents', 'bytes', 'words', 'tokens', 'bytes/token', 'bad'):
         table.add_column(name, justify='right', no_wrap=True)
     for name, split in info['splits'].items():

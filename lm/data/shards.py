@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ BATCH_BYTES = 1_000_000
 """Documents tokenised together."""
 SAMPLE_READ = 4
 """Text read for the tokenizer's sample, as a multiple of the sample: it comes from all over the split."""
+
+_IS_SPACE = np.isin(np.arange(256), [9, 10, 11, 12, 13, 28, 29, 30, 31, 32])
+_WIDE_SPACES = re.compile('[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]')
 
 _progress: Any = None
 _tokenizers: dict[pathlib.Path, Tokenizer] = {}
@@ -112,10 +116,11 @@ def tokenize(job: Job, shard: Shard, index: int) -> None:
         batch_tokens, batch_lengths = tokenizer.encode_documents(texts)
         tokens.append(batch_tokens)
         lengths.append(batch_lengths)
-        size = sum(len(text.encode()) for text in texts)
+        encoded = [text.encode() for text in texts]
+        size = sum(map(len, encoded))
         counts['documents'] += len(texts)
         counts['bytes'] += size
-        counts['words'] += sum(len(text.split()) for text in texts)
+        counts['words'] += sum(map(count_words, texts, encoded))
         counts['tokens'] += len(batch_tokens)
         if _progress is not None:
             with _progress.get_lock():
@@ -142,6 +147,14 @@ def documents(job: Job, shard: Shard) -> Iterator[Document]:
                 'skip such documents and list them'
             )
         yield document
+
+
+def count_words(text: str, encoded: bytes) -> int:
+    """len(text.split()) of a text that is not empty, five times as fast; `encoded` is its UTF-8."""
+    if not text.isascii() and _WIDE_SPACES.search(text):
+        return len(text.split())
+    is_space = _IS_SPACE[np.frombuffer(encoded, np.uint8)]
+    return int(np.count_nonzero(is_space[:-1] & ~is_space[1:])) + int(not is_space[0])
 
 
 def _fault(text: str) -> str | None:
