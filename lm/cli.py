@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import difflib
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -114,23 +113,18 @@ def from_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
 
 def run_config(run_dir: str) -> str | None:
     """The path of the run's config.gin, if there is one."""
-    if '://' in run_dir:
-        from etils import epath
+    from lm.run_dir import RunDir
 
-        path = epath.Path(run_dir) / 'config.gin'
-        return str(path) if path.exists() else None
-    path = os.path.join(run_dir, 'config.gin')
-    return os.path.abspath(path) if os.path.isfile(path) else None
+    path = RunDir(run_dir).config
+    return str(path) if path.exists() else None
 
 
 def check_run_dir(path: str) -> None:
     """Raises ConfigError unless the last part of `path` is a good name for a run and no part is `..`."""
-    from lm.run_dir import check_name
+    from lm.run_dir import check_name, check_path
 
-    parts = path.partition('://')[2 if '://' in path else 0].rstrip('/').split('/')
-    if '..' in parts:
-        raise ConfigError(f'--run_dir {path!r}: write the path without ..')
-    check_name(parts[-1])
+    check_path(path)
+    check_name(path.rstrip('/').rpartition('/')[2])
 
 
 # --------------------------------------------------------------------------------------------------------------- verbs

@@ -1,0 +1,253 @@
+"""The `lm` command: help at once, one-line errors, exit codes; nothing happens before the configuration is sound."""
+
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+import lm.cli
+from lm import errors
+from lm.cli import VERBS, main
+from lm.config import dump
+from lm.experiment import Experiment
+
+PROJECT = pathlib.Path(__file__).resolve().parent.parent
+
+EVIL = "open('SENTINEL', 'w').close()\n"
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A working directory with a module that leaves a trace when it is imported, and gin files around it."""
+    here = tmp_path / 'project'
+    (here / 'configs').mkdir(parents=True)
+    (here / 'evil.py').write_text(EVIL)
+    (tmp_path / 'outside.gin').write_text('train.steps = 5\n')
+    (tmp_path / 'outside').mkdir()
+    (tmp_path / 'outside' / 'x.gin').write_text('train.steps = 5\n')
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.chdir(here)
+    return here
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What would have been run."""
+    made = []
+    for verb in VERBS.values():
+        module, _, function = verb.main.partition(':')
+        monkeypatch.setattr(sys.modules.get(module) or __import__(module, fromlist=['']), function, made_by(made))
+    return made
+
+
+def made_by(made):
+    return lambda experiment, arguments: made.append((experiment, arguments))
+
+
+HOSTILE = {
+    'import': 'import evil',
+    'import as': 'import evil as e',
+    'from': 'from evil import thing',
+    'import behind a comment': '# harmless\n\n   import evil',
+    'import in the middle': 'train.steps = 5\nimport evil\n',
+    'dynamic registration': 'from __gin__ import dynamic_registration\nimport evil',
+    'dynamic call': 'from __gin__ import dynamic_registration\nimport os\ntrain.seed = @os.getpid()',
+    'include parent': "include '../outside.gin'",
+    'include parent folder': "include '../outside/x.gin'",
+    'include absolute': "include '/etc/hostname'",
+    'include through a link': "include 'configs/link.gin'",
+    'include missing': "include 'nowhere.gin'",
+    'include then import': "include 'configs/importer.gin'",
+    'include of a device': "include '/dev/zero'",
+    'unknown macro': 'train.steps = %STEPS',
+    'unused macro': 'STEPS = 5',
+    'unknown scope': 'trian/train.steps = 5',
+    'unknown configurable': 'trian.steps = 5',
+    'unknown parameter': 'train.stepz = 5',
+    'unknown reference': 'model.attention = @softmx()',
+    'unselected mechanism': 'polynomial.degree = 4',
+    'wrong type': "train.steps = 'many'",
+    'float for an int': 'train.steps = 1e5',
+    'out of range': 'train.steps = 0',
+    'duplicate': 'train.steps = 5\ntrain.steps = 6',
+    'code as a value': "train.steps = __import__('evil')",
+    'code as a selector': "__import__('evil').x = 3",
+    'reference to a builtin': 'train.steps = @exec()',
+    'gin internals': 's/gin.singleton.constructor = @softmax',
+    'not text': '\x00\x01',
+    'circle': 'A = %A\ntrain.steps = %A',
+    'self-reference': 'model.attention = @model()',
+    'no newline': 'train.steps = 5 train.seed = 6',
+    'open bracket': 'model.attention = [@softmax(',
+}
+
+
+@pytest.mark.parametrize('name', HOSTILE)
+def test_hostile_configuration(name, project, calls, capsys):
+    (project / 'configs' / 'link.gin').symlink_to(project.parent / 'outside.gin')
+    (project / 'configs' / 'importer.gin').write_text('import evil')
+    (project / 'x.gin').write_text(HOSTILE[name])
+    assert main(['train', '--run_dir', 'runs/r', '--gin_file', 'x.gin']) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count('\n') == 1
+    assert printed.err.startswith('lm train: error: ')
+    assert printed.out == ''
+    assert calls == []
+    assert not (project / 'SENTINEL').exists(), 'code of the configuration ran'
+    assert not (project / 'runs').exists(), 'something was written'
+
+
+def test_imports_run_only_when_allowed(project, calls, capsys):
+    (project / 'x.gin').write_text('import evil\n')
+    command = ['train', '--run_dir', 'runs/r', '--gin_file', 'x.gin']
+    assert main(command) == 2
+    assert '--allow_gin_imports' in capsys.readouterr().err
+    assert main([*command, '--allow_gin_imports']) == 0
+    assert (project / 'SENTINEL').exists()
+    sys.modules.pop('evil')
+
+
+@pytest.mark.parametrize(
+    'path',
+    ['..', '../x', 'runs/../../x', 'runs/..', '.hidden', 'a b', 'x;rm', '', 'a' * 129, 'runs/-x', 'gs://b/../x', 'é'],
+)
+def test_bad_run_names(path, project, calls, capsys):
+    assert main(['train', '--run_dir', path]) == 2
+    assert capsys.readouterr().err.count('\n') == 1
+    assert calls == []
+    assert sorted(p.name for p in project.iterdir()) == ['configs', 'evil.py']
+
+
+@pytest.mark.parametrize('path', ['x', 'runs/x-1.2_y', 'runs/x/', '/tmp/elsewhere/' + 'a' * 128])
+def test_good_run_names(path, project, calls):
+    assert main(['train', '--run_dir', path, '--gin_param', 'train.steps = 7']) == 0
+    (experiment, arguments), = calls  # fmt: skip
+    assert experiment.train.steps == 7
+    assert arguments.run_dir == path
+
+
+def test_train_resumes_with_the_configuration_of_the_run(project, calls):
+    run = project / 'runs' / 'r'
+    run.mkdir(parents=True)
+    (run / 'config.gin').write_text('model.attention = @polynomial()\npolynomial.degree = 2\ntrain.seed = 9\n')
+    assert main(['train', '--run_dir', 'runs/r', '--gin_param', 'train.steps = 7']) == 0
+    (project / 'x.gin').write_text('train.steps = 8\n')
+    assert main(['train', '--run_dir', 'runs/r', '--gin_file', 'x.gin']) == 0
+    assert [(e.train.seed, e.train.steps, e.model.attention.gin_name) for e, _ in calls] == [
+        (9, 7, 'polynomial'),
+        (0, 8, 'softmax'),
+    ]
+
+
+def test_evaluate_and_generate_start_from_the_run(project, calls, capsys):
+    for verb in ('evaluate', 'generate'):
+        assert main([verb, '--run_dir', 'runs/r']) == 2
+        assert 'config.gin' in capsys.readouterr().err
+    run = project / 'runs' / 'r'
+    run.mkdir(parents=True)
+    (run / 'config.gin').write_text('model.attention = @polynomial()\npolynomial.degree = 2\nevaluate.batch_size = 4\n')
+    flags = ['--split', 'te"st', '--context_length', '64', '--window', 'sliding:8']
+    assert main(['evaluate', '--run_dir', 'runs/r', *flags, '--gin_param', 'model.attention = @softmax()']) == 0
+    experiment, _ = calls.pop()
+    assert experiment.model.attention.gin_name == 'softmax'
+    assert (experiment.evaluate.split, experiment.evaluate.context_length) == ('te"st', 64)
+    assert (experiment.evaluate.window, experiment.evaluate.batch_size) == ('sliding:8', 4)
+    assert main(['evaluate', '--run_dir', 'runs/r', '--window', 'sidling:8']) == 2
+    assert 'evaluate.window' in capsys.readouterr().err
+    assert main(['generate', '--run_dir', 'runs/r', '--prompt', 'x', '--top_p', '0.9', '--max_tokens', '3']) == 0
+    experiment, arguments = calls.pop()
+    assert experiment.model.attention.degree == 2
+    assert (arguments.top_p, arguments.top_k, arguments.seed, arguments.step) == (0.9, None, 0, None)
+
+
+def test_prepare_flags(calls):
+    assert main(['prepare', '--strict', '--processes', '3']) == 0
+    assert main(['prepare']) == 0
+    assert [(e.prepare.strict, e.prepare.processes) for e, _ in calls] == [(True, 3), (False, None)]
+
+
+@pytest.mark.parametrize(
+    ('error', 'code', 'message'),
+    [
+        (errors.ConfigError('bad'), 2, 'lm prepare: error: bad\n'),
+        (errors.Preempted('saved'), 42, 'lm prepare: error: saved\n'),
+        (errors.Diverged('nan'), 43, 'lm prepare: error: nan\n'),
+        (errors.MismatchError('damaged'), 44, 'lm prepare: error: damaged\n'),
+        (KeyboardInterrupt(), 130, 'lm prepare: interrupted\n'),
+        (
+            RuntimeError('odd\nthing'),
+            1,
+            'lm prepare: error: RuntimeError: odd thing (run it again with --debug for the traceback)\n',
+        ),
+    ],
+)
+def test_exit_codes(error, code, message, calls, monkeypatch, capsys):
+    def fail(experiment, arguments):
+        raise error
+
+    monkeypatch.setattr('lm.data.prepare.main', fail)
+    assert main(['prepare']) == code
+    assert capsys.readouterr().err == message
+    assert main(['prepare', '--debug']) == code
+    assert ('Traceback' in capsys.readouterr().err) == (code != 130)
+
+
+def test_exit_code_of_the_verb_is_passed_on(calls, monkeypatch):
+    monkeypatch.setattr('lm.data.prepare.main', lambda experiment, arguments: 3)
+    assert main(['prepare']) == 3
+
+
+@pytest.mark.parametrize(
+    ('argv', 'expected'),
+    [
+        (['trian'], 'did you mean train?'),
+        (['frobnicate'], 'prepare, train, evaluate'),
+        ([], 'VERB'),
+        (['train'], '--run_dir'),
+        (['train', '--run_dir', 'x', '--gin_flie=y'], 'did you mean --gin_file?'),
+        (['train', '--run', 'x'], '--run_dir'),
+        (['evaluate', '--run_dir', 'x', '--step', 'ten'], '--step'),
+        (['prepare', 'stray'], "unknown argument 'stray'"),
+    ],
+)
+def test_wrong_usage_is_one_line(argv, expected, calls, capsys):
+    assert main(argv) == 2
+    printed = capsys.readouterr().err
+    assert expected in printed
+    assert printed.count('\n') == 1
+    assert calls == []
+
+
+@pytest.mark.parametrize('verb', VERBS)
+def test_help_of_each_verb_shows_an_example_that_parses(verb, capsys):
+    import shlex
+
+    assert main([verb, '--help']) == 0
+    shown = capsys.readouterr().out
+    assert VERBS[verb].example in shown
+    arguments = lm.cli.parse(shlex.split(VERBS[verb].example)[1:])
+    assert arguments.verb == verb
+    for path in getattr(arguments, 'gin_file', []):
+        assert (PROJECT / path).is_file()
+
+
+def test_help_lists_the_verbs_without_importing_jax():
+    code = "import sys, lm.cli; lm.cli.main(['--help']); sys.exit('jax' in sys.modules or 'gin' in sys.modules)"
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, '-c', code], cwd=PROJECT, capture_output=True, text=True, timeout=60)
+        times.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+    assert all(f'  {verb} ' in done.stdout for verb in VERBS)
+    assert min(times) < 1.0
+
+
+def test_a_dumped_experiment_is_a_run_configuration(project, calls):
+    run = project / 'runs' / 'r'
+    run.mkdir(parents=True)
+    (run / 'config.gin').write_text(dump(Experiment()))
+    assert main(['evaluate', '--run_dir', 'runs/r']) == 0
+    assert calls.pop()[0] == Experiment()
