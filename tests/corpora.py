@@ -5,6 +5,7 @@ import os
 import pathlib
 import random
 
+import numpy as np
 import pytest
 
 _default = pathlib.Path(__file__).resolve().parent.parent.parent / 'shared' / 'corpora'
@@ -33,18 +34,20 @@ def write_text(folder: pathlib.Path, files: int = 4, n: int = 3000) -> pathlib.P
     return folder
 
 
-def write_tfds(data_dir: pathlib.Path, texts: dict[str, list[bytes | str]], name: str = 'tiny', version='1.0.0') -> None:
+def write_tfds(
+    data_dir: pathlib.Path, texts: dict[str, list[bytes | str]], name: str = 'tiny', version='1.0.0'
+) -> None:
     """A prepared TFDS data set of ArrayRecord files with the features `text` and `number`."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import registered
 
-    with registered.skip_registering_dataset():
+    with registered.skip_registration():
 
         class Tiny(tfds.core.GeneratorBasedBuilder):
             VERSION = tfds.core.Version(version)
 
             def _info(self):
-                features = {'text': tfds.features.Text(), 'number': tfds.features.Scalar('int32')}
+                features = {'text': tfds.features.Text(), 'number': np.int32}
                 return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
 
             def _split_generators(self, download_manager):

@@ -6,12 +6,12 @@ import sys
 
 import numpy as np
 import pytest
+from corpora import words
 
 from lm.data import store as store_module
 from lm.data.store import DataConfig, TokenStore, split_digest, write_array, write_file, write_info
 from lm.data.tokenizer import Tokenizer, TokenizerConfig, train
 from lm.errors import ConfigError, MismatchError
-from tests.corpora import words
 
 MODEL = train(TokenizerConfig(vocab_size=400), [words(5000, seed=2)])
 
@@ -123,38 +123,38 @@ def test_damage_is_named(copy):
     with pytest.raises(MismatchError, match=r"split 'train', array 'tokens': .*missing"):
         TokenStore.open(str(copy)).read('train', 0, 10)
     (copy / 'train' / 'tokens' / 'zarr.json').unlink()
-    with pytest.raises(MismatchError, match="split 'train', array 'tokens'"):
+    with pytest.raises(MismatchError, match=r"split 'train', array 'tokens'"):
         TokenStore.open(str(copy)).read('train', 0, 10)
 
 
 def test_other_arrays_than_described(copy, tokens):
     write_array(str(copy), 'train', 'tokens', [tokens[:-1]], len(tokens) - 1, 'uint16')
-    with pytest.raises(MismatchError, match='is not what dataset.json says'):
+    with pytest.raises(MismatchError, match=r'is not what dataset.json says'):
         TokenStore.open(str(copy)).read('train', 0, 10)
     write_array(str(copy), 'train', 'tokens', [tokens[::-1]], len(tokens), 'uint16')
-    with pytest.raises(MismatchError, match="split 'train' is not what dataset.json describes"):
+    with pytest.raises(MismatchError, match=r"split 'train' is not what dataset.json describes"):
         TokenStore.open(str(copy)).verify('train')
 
 
 def test_missing_edited_and_foreign_parts(copy, tmp_path):
-    with pytest.raises(ConfigError, match='data.path'):
+    with pytest.raises(ConfigError, match=r'data.path'):
         TokenStore.open(DataConfig().path)
-    with pytest.raises(MismatchError, match='no finished token store is there; run `lm prepare` first'):
+    with pytest.raises(MismatchError, match=r'no finished token store is there; run `lm prepare` first'):
         TokenStore.open(str(tmp_path / 'nothing'))
-    with pytest.raises(ConfigError, match="data.path = 'ftp://x/y': .*use a folder"):
+    with pytest.raises(ConfigError, match=r"data.path = 'ftp://x/y': .*use a folder"):
         TokenStore.open('ftp://x/y')
-    with pytest.raises(ConfigError, match="split 'test': .* has train, validation"):
+    with pytest.raises(ConfigError, match=r"split 'test': .* has train, validation"):
         TokenStore.open(str(copy)).tokens('test')
     with pytest.raises(IndexError):
         TokenStore.open(str(copy)).read('train', 99_999, 100_001)
     other = train(TokenizerConfig(vocab_size=401), [words(5000, seed=2)])
     (copy / 'tokenizer.model').write_bytes(other)
-    with pytest.raises(MismatchError, match='tokenizer.model is not the one'):
+    with pytest.raises(MismatchError, match=r'tokenizer.model is not the one'):
         TokenStore.open(str(copy)).tokenizer()
     info = json.loads((copy / 'dataset.json').read_text())
     info['splits']['train']['words'] += 1
     (copy / 'dataset.json').write_text(json.dumps(info))
-    with pytest.raises(MismatchError, match='dataset.json is damaged or was edited'):
+    with pytest.raises(MismatchError, match=r'dataset.json is damaged or was edited'):
         TokenStore.open(str(copy))
 
 

@@ -3,13 +3,13 @@ import io
 import numpy as np
 import pytest
 import sentencepiece
+from corpora import words
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lm.data.shards import count_words
 from lm.data.tokenizer import SPACE, Tokenizer, TokenizerConfig, sentences, train
 from lm.errors import ConfigError, MismatchError
-from tests.corpora import words
 
 TEXT = words(20_000, seed=1)
 MODELS = {kind: train(TokenizerConfig(vocab_size=700, model_type=kind), [TEXT]) for kind in ('bpe', 'unigram')}
@@ -87,12 +87,12 @@ def test_an_existing_model(tmp_path):
     assert not tokenizer.lossless
     assert tokenizer.decode(tokenizer.encode('the  end')) == 'the end'
     (tmp_path / 'no_end.model').write_bytes(existing(eos_id=-1))
-    with pytest.raises(ConfigError, match='no end-of-sentence token'):
+    with pytest.raises(ConfigError, match=r'no end-of-sentence token'):
         Tokenizer.load(tmp_path / 'no_end.model')
-    with pytest.raises(ConfigError, match="tokenizer.model_path = '.*absent.model': No such file"):
+    with pytest.raises(ConfigError, match=r"tokenizer.model_path = '.*absent.model': No such file"):
         Tokenizer.load(tmp_path / 'absent.model')
     (tmp_path / 'text.model').write_text('not a model')
-    with pytest.raises(ConfigError, match='not a SentencePiece model'):
+    with pytest.raises(ConfigError, match=r'not a SentencePiece model'):
         Tokenizer.load(tmp_path / 'text.model')
     with pytest.raises(MismatchError):
         Tokenizer(b'not a model')
