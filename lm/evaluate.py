@@ -19,6 +19,7 @@ from lm.configurable import configurable, field
 from lm.data.store import TokenStore
 from lm.errors import ConfigError, MismatchError
 from lm.mesh import batch_sharding, initialize_distributed, make_mesh, place, replicated
+from lm.metrics import perplexity
 from lm.run_dir import RunDir
 from lm.step import State, Step
 
@@ -141,7 +142,7 @@ def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split
     Word-level perplexity divides by the words of the text (PG-19's published counts on its full splits), bits per byte
     by its bytes: both can be compared across tokenizers, perplexity per token cannot.
     """
-    info = store.split_info(split)
+    n_bytes, n_words = store.bytes(split), store.words(split)
     sum_nats, n_tokens = float(nats_L.sum()), int(tokens_L.sum())
     positions = []
     start = 0
@@ -155,20 +156,16 @@ def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split
     return {
         'sum_nats': sum_nats,
         'tokens': n_tokens,
-        'bytes': info['bytes'],
-        'words': info['words'],
-        'documents': info['documents'],
+        'bytes': n_bytes,
+        'words': n_words,
+        'documents': store.documents(split),
         'loss': sum_nats / n_tokens,
-        'perplexity': _exp(sum_nats / n_tokens),
-        'word_perplexity': _exp(sum_nats / info['words']),
-        'bits_per_byte': sum_nats / math.log(2) / info['bytes'],
+        'perplexity': perplexity(sum_nats / n_tokens),
+        'word_perplexity': perplexity(sum_nats / n_words),
+        'bits_per_byte': sum_nats / math.log(2) / n_bytes,
         'loss_by_position': positions,
-        'tokenizer_sha256': store.tokenizer_sha256,
+        'tokenizer_sha256': store.info['tokenizer']['sha256'],
     }
-
-
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +195,7 @@ def load_run(experiment: 'Experiment', arguments: Any) -> LoadedRun:
         step = Step(experiment.model, experiment.optimizer, experiment.train.steps)
         abstract = jax.eval_shape(lambda: step.init(0))
     abstract = place({name: abstract[name] for name in ('params', 'buffers')}, mesh)
-    with Checkpointer(directory.checkpoints, experiment.checkpoint, {'tokenizer': store.tokenizer_sha256}) as saved:
+    with Checkpointer(directory.checkpoints, experiment.checkpoint, {'tokenizer': store.info['tokenizer']['sha256']}) as saved:
         restored = saved.restore(abstract, step=arguments.step)
     if restored is None:
         raise MismatchError(f'--run_dir {arguments.run_dir}: holds no checkpoint; train it first with lm train')
@@ -247,7 +244,7 @@ def print_table(result: dict, path: str) -> None:
         by_position.add_column(heading, justify='right')
     for bucket in result['loss_by_position']:
         by_position.add_row(
-            f'{bucket["start"]}–{bucket["end"] - 1}', f'{bucket["loss"]:.4f}', f'{_exp(bucket["loss"]):.2f}'
+            f'{bucket["start"]}–{bucket["end"] - 1}', f'{bucket["loss"]:.4f}', f'{perplexity(bucket["loss"]):.2f}'
         )
     console = Console()
     console.print(table)

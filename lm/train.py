@@ -116,7 +116,7 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
             print_plan(experiment, store, mesh, parameters)
 
         run = RunDir(run_dir)
-        fingerprints = {'data': store.fingerprint, 'tokenizer': store.tokenizer_sha256}
+        fingerprints = {'data': store.fingerprint, 'tokenizer': store.info['tokenizer']['sha256']}
         run.create_or_resume(experiment, {'parameters': parameters, **fingerprints}, MAY_CHANGE_ON_RESUME)
         checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, fingerprints))
 
@@ -186,13 +186,13 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
             )
             return result['loss']
 
-        def save(n: int, loss: float | None = None, force: bool = False) -> None:
+        def save(n: int, loss: float | None = None) -> None:
+            metrics.flush()
             evaluation = {} if loss is None else {'loss': loss}
-            checkpointer.save(n, state, metadata={'seconds': chronometer.seconds}, metrics=evaluation, force=force)
+            checkpointer.save(n, state, metadata={'seconds': chronometer.seconds}, metrics=evaluation)
 
         def stop(n: int) -> None:
-            if n != checkpointer.latest_step():
-                save(n, force=True)
+            save(n)
             checkpointer.wait()
             raise Preempted(f'stopped at step {n} of {config.steps}, which is saved: run the same command again')
 
@@ -222,8 +222,8 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
             loss = evaluate(n) if evaluating else None
             if evaluating and loss is None:
                 stop(n)
-            if saving or n == config.steps:
-                save(n, loss, force=True)
+            if saving or n == config.steps or (evaluating and checkpointer.is_among_best(loss)):
+                save(n, loss)
         if pending:
             log(*pending)
         checkpointer.wait()
@@ -237,10 +237,11 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
 def open_store(experiment: 'Experiment') -> TokenStore:
     """The token store, if its tokenizer fits the model."""
     store = TokenStore.open(experiment.data.path)
-    if store.vocab_size > experiment.model.vocab_size:
+    pieces = store.info['tokenizer']['vocab_size']
+    if pieces > experiment.model.vocab_size:
         raise MismatchError(
             f'model.vocab_size = {experiment.model.vocab_size}: the tokenizer of {experiment.data.path} has '
-            f'{store.vocab_size} pieces; set model.vocab_size = {store.vocab_size}'
+            f'{pieces} pieces; set model.vocab_size = {pieces}'
         )
     return store
 
@@ -262,20 +263,15 @@ def make_batches(experiment: 'Experiment', store: TokenStore, mesh: jax.sharding
 
 def parameters_from(run_dir: str, experiment: 'Experiment', abstract: dict, initial: dict) -> dict:
     """`initial` with every parameter that the newest checkpoint of another run has under the same name."""
-    with Checkpointer(RunDir(run_dir).checkpoints, experiment.checkpoint, {}) as checkpointer:
-        restored = checkpointer.restore({'params': abstract}, partial=True)
+    with Checkpointer(RunDir(run_dir).checkpoints, experiment.checkpoint, {}) as other:
+        restored = other.restore({'params': abstract}, partial=True)
     if restored is None:
-        raise MismatchError(f'train.init_from = {run_dir!r}: holds no checkpoint')
-    found = restored[0]['params']
+        raise MismatchError(f'train.init_from = {run_dir!r}: holds no checkpoint; name a run directory')
 
-    def choose(path, value):
-        for key in path:
-            if key.key not in (node := found if path[0] is key else node):  # noqa: F821
-                return value
-            node = node[key.key]
-        return node
+    def merge(old, new):
+        return {k: merge(v, new[k]) if k in new else v for k, v in old.items()} if isinstance(old, dict) else new
 
-    return jax.tree_util.tree_map_with_path(choose, initial)
+    return merge(initial, restored[0]['params'])
 
 
 def print_plan(experiment: 'Experiment', store: TokenStore, mesh: jax.sharding.Mesh, parameters: int) -> None:

@@ -18,7 +18,7 @@ fi
 echo "== installing"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check -e .
 lm=.venv/bin/lm
-gin=(--gin_file configs/models/quickstart.gin --gin_file data/quickstart.gin)
+gin=(--gin_file configs/experiments/quickstart.gin)
 echo "== lm prepare: the standard library of this interpreter as tokens"
 "$lm" prepare "${gin[@]}"
 echo "== lm train: about two minutes on two cores"

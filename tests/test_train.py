@@ -63,7 +63,7 @@ def test_a_killed_run_resumes_without_a_changed_bit(flags, reference_run, tmp_pa
     assert kill_and_resume(flags, run, kills=2, seed=0, steps=40) == 2
     assert tiny.losses(run) == tiny.losses(reference_run[0])
     assert tiny.losses(run, 'eval') == tiny.losses(reference_run[0], 'eval')
-    assert tiny.state_hash(run, 40) == tiny.state_hash(reference_run[0], 40)
+    assert tiny.checksums(run, 40) == tiny.checksums(reference_run[0], 40)
 
 
 def test_sigterm_saves_and_exits_42(flags, reference_run, tmp_path):
@@ -77,7 +77,7 @@ def test_sigterm_saves_and_exits_42(flags, reference_run, tmp_path):
     assert again.returncode == 0, again.stderr
     assert 'resumed from step' in again.stdout
     assert tiny.losses(run) == tiny.losses(reference_run[0])
-    assert tiny.state_hash(run, 40) == tiny.state_hash(reference_run[0], 40)
+    assert tiny.checksums(run, 40) == tiny.checksums(reference_run[0], 40)
 
 
 def test_other_device_counts_resume_the_same_run(flags, reference_run, tmp_path):
@@ -115,7 +115,7 @@ def test_two_processes_equal_one_with_two_devices(flags, tmp_path):
         assert process.returncode == 0, output
     assert tiny.losses(pair) == tiny.losses(single)
     assert tiny.losses(pair, 'eval') == tiny.losses(single, 'eval')
-    assert tiny.state_hash(pair, 40) == tiny.state_hash(single, 40)
+    assert tiny.checksums(pair, 40) == tiny.checksums(single, 40)
 
 
 def test_divergence_exits_43_and_keeps_the_last_good_checkpoint(flags, tmp_path):

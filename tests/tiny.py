@@ -1,6 +1,5 @@
 """A tiny experiment on real text, for the tests that run whole commands."""
 
-import hashlib
 import json
 import os
 import pathlib
@@ -47,6 +46,7 @@ def prepare(folder: pathlib.Path) -> pathlib.Path:
     bindings = {
         'prepare.source': '@text_files()',
         'text_files.path': str(text),
+        'prepare.tokenizer': '@tokenizer()',
         'tokenizer.vocab_size': 400,
         'data.path': str(store),
     }
@@ -110,18 +110,13 @@ def losses(run_dir: pathlib.Path, kind: str = 'train') -> dict[int, float]:
     return found
 
 
-def state_hash(run_dir: pathlib.Path, step: int) -> str:
-    """SHA-256 over every array of a checkpoint: parameters, optimizer state, counters."""
-    import jax
-    import numpy as np
-    import orbax.checkpoint as ocp
+def checksums(run_dir: pathlib.Path, step: int) -> dict[str, int]:
+    """Array name → checksum of a checkpoint, read back whole: parameters, optimizer state, counters."""
+    from lm.checkpoint import Checkpointer
 
-    folder = run_dir / 'checkpoints' / str(step) / 'state'
-    tree = ocp.StandardCheckpointer().restore(folder)
-    digest = hashlib.sha256()
-    for path, leaf in sorted(jax.tree_util.tree_leaves_with_path(tree), key=lambda item: str(item[0])):
-        digest.update(str(path).encode() + np.ascontiguousarray(leaf).tobytes())
-    return digest.hexdigest()
+    with Checkpointer(run_dir / 'checkpoints') as saved:
+        saved.verify(step)
+        return {name: leaf['checksum'] for name, leaf in saved.read_record(step)['leaves'].items()}
 
 
 def wait_for_step(run_dir: pathlib.Path, step: int, process: subprocess.Popen, timeout: float = 120) -> None:
