@@ -12,7 +12,7 @@ import hashlib
 import io
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import sentencepiece
@@ -136,10 +136,19 @@ def train(config: TokenizerConfig, texts: Iterable[str]) -> bytes:
     """
     if config.model_path is not None:
         return Tokenizer.load(config.model_path).model
-    output = io.BytesIO()
+    output, failures = io.BytesIO(), []
+
+    def pieces() -> Iterator[str]:
+        try:
+            for text in texts:
+                yield from sentences(text)
+        except Exception as error:  # SentencePiece would raise another one, with this one's text inside
+            failures.append(error)
+            raise
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(piece for text in texts for piece in sentences(text)),
+            sentence_iterator=pieces(),
             model_writer=output,
             model_type=config.model_type,
             vocab_size=config.vocab_size,
@@ -158,6 +167,8 @@ def train(config: TokenizerConfig, texts: Iterable[str]) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
+        if failures:
+            raise failures[0] from None
         raise ConfigError(_training_error(config, str(error))) from None
     return output.getvalue()
 
