@@ -248,6 +248,36 @@ def test_errors_name_the_field():
         exact_attention.softmax_attention(q, k, v, implementation='flash')
 
 
+@pytest.mark.parametrize(
+    ('target', 'dtype', 'options', 'reason'),
+    [
+        ('gpu', jnp.float32, {}, 'cudnn computes in bfloat16 or float16, not float32'),
+        ('gpu', jnp.bfloat16, {'q_offset': 3}, 'cudnn takes as many queries as keys'),
+        ('tpu', jnp.bfloat16, {'causal': False}, 'splash takes the causal mask only'),
+        ('tpu', jnp.bfloat16, {'block': 24}, 'splash takes blocks that are multiples of 128, not 24'),
+    ],
+)
+def test_unsupported_calls_fall_back_and_say_so_once(target, dtype, options, reason, monkeypatch):
+    messages = []
+    monkeypatch.setattr(platform, 'target_platform', lambda: target)
+    monkeypatch.setattr(platform.logging, 'warning', messages.append)
+    platform._say_once.cache_clear()
+    q, k, v = draw(1, 8, 2, 2, dtype=dtype)
+    for _ in range(2):
+        o = exact_attention.softmax_attention(q, k, v, **options)
+    assert messages == [f'softmax attention: {reason}; using the slower xla path']
+    expected = exact_attention.softmax_attention(q, k, v, implementation='reference', **options)
+    np.testing.assert_allclose(o.astype(jnp.float32), expected.astype(jnp.float32), atol=3e-2)
+
+
+def test_accelerators_get_their_kernels(monkeypatch):
+    q, k, v = draw(1, 8, 2, 2, dtype=jnp.bfloat16)
+    for target, name in (('gpu', 'cudnn'), ('tpu', 'splash'), ('cpu', 'xla')):
+        monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
+        chosen = platform.choose('', exact_attention.SOFTMAX, exact_attention.PREFERRED, None, q, k, v)
+        assert chosen is exact_attention.SOFTMAX[name]
+
+
 def test_the_mesh_in_context_decides_and_the_result_is_the_same():
     devices = jax.devices()[:4]
     mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 2), ('data', 'fsdp'))
