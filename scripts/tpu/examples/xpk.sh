@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# The same run on Google Kubernetes Engine through XPK, from an image made with scripts/tpu/Dockerfile. TPU7x (Ironwood)
+# is served by GKE only. Not run by us on a real cluster.
+#
+#   XPK_CLUSTER=my-cluster XPK_IMAGE=REGION-docker.pkg.dev/PROJECT/REPOSITORY/lm \
+#     scripts/tpu/examples/xpk.sh lm train --gin_file configs/models/small.gin
+#   DRY_RUN=1 …   prints the command
+#
+# The cluster exists already: xpk cluster create --cluster=… --tpu-type=… --num-slices=1 --spot
+# Exit code 42 (preempted, saved) starts the workload again; 2, 43 and 44 end it.
+HERE_EXAMPLES=$(cd "$(dirname "$0")" && pwd)
+# shellcheck source=../common.sh
+. "$HERE_EXAMPLES/../common.sh"
+help_if_asked "$@"
+[ -n "${XPK_CLUSTER:-}" ] || fail 'XPK_CLUSTER is not set; name the cluster'
+[ -n "${XPK_IMAGE:-}" ] || fail 'XPK_IMAGE is not set; name the image'
+[ $# -gt 0 ] || fail "no command; for example: $SCRIPT lm train --gin_file configs/models/small.gin"
+load_settings
+complete_command "$@"
+run xpk workload create --cluster="$XPK_CLUSTER" --workload="$RUN_NAME" "${LOCATION[@]}" \
+  --tpu-type="$ACCELERATOR_TYPE" --num-slices=1 --docker-image="$XPK_IMAGE" \
+  --max-restarts="$MAX_ATTEMPTS" --restart-on-exit-codes=42 --termination-grace-period-seconds=300 \
+  --command="$(quote_all "${COMMAND[@]}")"

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Looks at every worker of the pod before a run is started: free disk, stale libtpu lock, bucket writable, tokenizer of
+# the token store (SHA-256 against its dataset.json), and that the right number of processes and devices join.
+#
+#   scripts/tpu/preflight.sh
+#   scripts/tpu/preflight.sh --fix             removes a stale /tmp/libtpu_lockfile
+#   DRY_RUN=1 scripts/tpu/preflight.sh         prints the command
+#
+# The bucket is the one of RUN_DIR, the token store DATA_PATH. Exit codes: 0 all is well, 44 the tokenizer is not the
+# one of the data, 1 anything else; each failure is one line with its remedy.
+. "$(dirname "$0")/common.sh"
+help_if_asked "$@"
+fix=()
+case ${1:-} in
+  '') ;;
+  --fix) fix=(--fix) ;;
+  *) fail "$1: unknown argument; see $SCRIPT --help" ;;
+esac
+load_settings
+check=(.venv/bin/python scripts/tpu/vm/preflight.py --processes "$PROCESSES" --devices "$DEVICES" --min_free_gb "$MIN_FREE_GB")
+if [ -n "$RUN_DIR" ]; then check+=(--writable "${RUN_DIR%/*}"); fi
+if [ -n "$DATA_PATH" ]; then check+=(--data "$DATA_PATH"); fi
+on_workers all "cd lm && $(quote_all "${check[@]}" ${fix[@]+"${fix[@]}"})"

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Puts the last commit of this checkout on every worker of the pod and installs it into ~/lm/.venv (idempotent).
+#
+#   scripts/tpu/setup.sh
+#   DRY_RUN=1 scripts/tpu/setup.sh   prints the commands
+#
+# The commit travels as a git bundle, so that run.json on the pod names it. Uncommitted changes are refused.
+. "$(dirname "$0")/common.sh"
+help_if_asked "$@"
+[ $# = 0 ] || fail "$1: unknown argument; see $SCRIPT --help"
+load_settings
+commit=$(shipped_commit)
+bundle=$ROOT/build/tpu/$TPU_NAME/lm.bundle
+make_bundle "$bundle"
+tpu_vm scp "$bundle" "$HERE/vm/setup.sh" "$TPU_NAME:" --worker=all
+on_workers all "bash setup.sh $(quote_all "$commit" tpu "$PYTHON_VERSION")"

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# A sweep with one pod for each point: supervise.sh once for each index, PARALLEL pods at a time.
+#
+#   scripts/tpu/sweep.sh 8 lm sweep --gin_file configs/models/small.gin --sweep_file sweep.gin --run_dir gs://bucket/sweeps/a
+#   scripts/tpu/sweep.sh 3-5 lm sweep …       points 3, 4 and 5
+#   DRY_RUN=1 scripts/tpu/sweep.sh 8 …        prints the commands
+#
+# Adds --index I to the command. Pods are called TPU_NAME-I, jobs RUN_NAME-I; their output goes to SWEEP_LOG_DIR. Ends with
+# a table of exit codes; the exit code is 0 if all are, else 1. Look at the points first: lm sweep … --dry_run
+. "$(dirname "$0")/common.sh"
+help_if_asked "$@"
+[ $# -ge 2 ] || fail "give the number of points (or a range, 3-5) and the command; see $SCRIPT --help"
+case $1 in
+  *[!0-9-]* | -* | *- | *-*-*) fail "$1: give a number of points, or a range such as 3-5" ;;
+  *-*) first=${1%-*} last=${1#*-} ;;
+  *) first=0 last=$(($1 - 1)) ;;
+esac
+shift
+if [ "$1" = -- ]; then shift; fi
+load_settings
+[ "$first" -le "$last" ] || fail "the range $first-$last is empty"
+
+if is_dry; then
+  for ((i = first; i <= last; i++)); do
+    run env TPU_NAME="$TPU_NAME-$i" RUN_NAME="$RUN_NAME-$i" "$HERE/supervise.sh" "$@" --index "$i"
+  done
+  exit 0
+fi
+
+cd "$ROOT"
+mkdir -p "$SWEEP_LOG_DIR"
+pids=() codes=()
+trap 'note "stopped; the pods go on. End one: TPU_NAME='"$TPU_NAME"'-I scripts/tpu/delete.sh"; kill ${pids[@]+"${pids[@]}"} 2>/dev/null || true; exit 130' INT TERM
+
+count_running() {
+  local i n=0
+  for i in ${pids[@]+"${!pids[@]}"}; do
+    if [ -n "${codes[$i]:-}" ]; then continue; fi
+    if kill -0 "${pids[$i]}" 2>/dev/null; then
+      n=$((n + 1))
+    else
+      codes[i]=0
+      wait "${pids[$i]}" || codes[i]=$?
+      note "point $i ended with ${codes[i]}"
+    fi
+  done
+  RUNNING=$n
+}
+
+for ((i = first; i <= last; i++)); do
+  count_running
+  while [ "$RUNNING" -ge "$PARALLEL" ]; do
+    sleep "$POLL_SECONDS"
+    count_running
+  done
+  note "point $i starts; its output goes to $SWEEP_LOG_DIR/$RUN_NAME-$i.log"
+  TPU_NAME=$TPU_NAME-$i RUN_NAME=$RUN_NAME-$i "$HERE/supervise.sh" "$@" --index "$i" >>"$SWEEP_LOG_DIR/$RUN_NAME-$i.log" 2>&1 &
+  pids[i]=$!
+done
+count_running
+while [ "$RUNNING" -gt 0 ]; do
+  sleep "$POLL_SECONDS"
+  count_running
+done
+worst=0
+printf '%5s  %9s  %s\n' point 'exit code' log
+for i in "${!codes[@]}"; do
+  printf '%5s  %9s  %s\n' "$i" "${codes[$i]}" "$SWEEP_LOG_DIR/$RUN_NAME-$i.log"
+  if [ "${codes[$i]}" != 0 ]; then worst=1; fi
+done
+exit "$worst"

@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# Runs on a machine of the pod: one detached job, its log and its exit code, in ~/lm-jobs/NAME.
+#
+#   job.sh start NAME LOG_URL COMMAND…    returns at once; does nothing if the same command runs already
+#   job.sh status NAME                    one line:  lm-job HOST RUNNING|EXIT|LOST|NONE CODE  last line of the log
+#   job.sh stop NAME                      SIGTERM: the run saves and ends with 42
+#   job.sh logs NAME LINES|all [follow]
+set -euo pipefail
+verb=$1 name=$2
+shift 2
+folder=$HOME/lm-jobs/$name
+
+is_alive() {
+  local pid
+  pid=$(cat "$folder/pid" 2>/dev/null) || return 1
+  # After a reboot the number may belong to somebody else.
+  kill -0 "$pid" 2>/dev/null && tr '\0' ' ' <"/proc/$pid/cmdline" | grep -q 'job\.sh watch'
+}
+upload() { if [ -n "$1" ]; then gcloud storage cp --quiet "$folder/log" "$1/$name/$(hostname).log" >/dev/null 2>&1 || true; fi; }
+
+case $verb in
+  start)
+    url=$1
+    shift
+    mkdir -p "$folder"
+    printf '%q ' "$@" >"$folder/command.new"
+    # gcloud repeats a command whose connection broke: starting twice must be the same as starting once.
+    if is_alive; then
+      if cmp -s "$folder/command" "$folder/command.new"; then
+        echo "$(hostname): already running"
+        exit 0
+      fi
+      echo "$(hostname): another command of the job $name runs; stop it with scripts/tpu/run.sh --stop" >&2
+      exit 2
+    fi
+    mv "$folder/command.new" "$folder/command"
+    rm -f "$folder/exit_code"
+    setsid nohup bash "$0" watch "$name" "$url" "$@" </dev/null >>"$folder/log" 2>&1 &
+    echo $! >"$folder/pid"
+    echo "$(hostname): started"
+    ;;
+  watch)
+    url=$1
+    shift
+    cd "$HOME/lm"
+    export PATH=$HOME/lm/.venv/bin:$PATH PYTHONUNBUFFERED=1
+    echo "== $(date -u '+%Y-%m-%d %H:%M:%S') UTC  $(cat "$folder/command")"
+    copier=''
+    if [ -n "$url" ]; then
+      (while sleep 60; do upload "$url"; done) &
+      copier=$!
+    fi
+    child='' signalled=''
+    trap 'signalled=1; kill -TERM "$child" 2>/dev/null || true' TERM
+    "$@" &
+    child=$!
+    while :; do
+      signalled='' code=0
+      wait "$child" || code=$?
+      # A signal ends `wait` although the run still saves.
+      if [ -z "$signalled" ]; then break; fi
+    done
+    echo "== exit code $code"
+    if [ -n "$copier" ]; then kill "$copier" 2>/dev/null || true; fi
+    upload "$url"
+    echo "$code" >"$folder/exit_code.new"
+    mv "$folder/exit_code.new" "$folder/exit_code"
+    ;;
+  status)
+    state=NONE code=-
+    if [ -f "$folder/exit_code" ]; then
+      state=EXIT code=$(cat "$folder/exit_code")
+    elif is_alive; then
+      state=RUNNING
+    elif [ -d "$folder" ]; then
+      state=LOST
+    fi
+    echo "lm-job $(hostname) $state $code  $(tail -n 1 "$folder/log" 2>/dev/null | tr '\r' '\n' | tail -n 1 | cut -c 1-200)"
+    ;;
+  stop)
+    if is_alive; then
+      kill -TERM "$(cat "$folder/pid")"
+      echo "$(hostname): asked to stop"
+    else
+      echo "$(hostname): not running"
+    fi
+    ;;
+  logs)
+    if [ "$1" = all ]; then
+      cat "$folder/log"
+    elif [ "${2:-}" = follow ]; then
+      exec tail -n "$1" -F "$folder/log"
+    else
+      tail -n "$1" "$folder/log"
+    fi
+    ;;
+  *)
+    echo "job.sh: $verb: unknown verb" >&2
+    exit 2
+    ;;
+esac

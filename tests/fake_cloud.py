@@ -1,0 +1,190 @@
+"""A pretended Google Cloud: a `gcloud` for the PATH whose machines are folders, and an `lm` that plays a scenario.
+
+As a program it is that `gcloud`. ssh runs the command, with bash, once for each worker, in a home directory of its own;
+so quoting, set-up and the scripts of the machines are the real ones. What is pretended: uv, hostname, and lm.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+LM = r"""#!/usr/bin/env python3
+import json, os, pathlib, sys, time
+if sys.argv[1:] == ['--help']:
+    sys.exit(0)
+cloud, pod, worker = (os.environ[name] for name in ('FAKE_CLOUD', 'FAKE_POD', 'FAKE_WORKER'))
+calls = pathlib.Path(cloud, f'{pod}.{worker}.calls')
+number = len(calls.read_text().splitlines()) if calls.exists() else 0
+with calls.open('a') as file:
+    file.write(json.dumps(sys.argv[1:]) + '\n')
+print('step 1 of 2', flush=True)
+scenario = pathlib.Path(cloud, f'{pod}.scenario')
+if not scenario.exists():
+    scenario = pathlib.Path(cloud, 'scenario')
+what = scenario.read_text().split()[number]
+time.sleep(float(os.environ.get('FAKE_SECONDS', '0.1')))
+if what == 'preempt':  # the machines vanish, nothing is written down
+    pathlib.Path(cloud, 'pods', pod, 'state').write_text('SUSPENDED')
+    time.sleep(0.5)
+    sys.exit(1)
+if what == 'unreachable':  # the service says that all is well, ssh does not answer
+    pathlib.Path(cloud, 'pods', pod, 'unreachable').touch()
+    time.sleep(0.5)
+    sys.exit(1)
+first, _, others = what.partition('/')
+sys.exit(int(first if worker == '0' or not others else others))
+"""
+
+UV = r"""#!/usr/bin/env bash
+# `uv venv` and `uv pip install` of vm/setup.sh; the machine gets the working tree's scripts, not the last commit's.
+set -euo pipefail
+if [ "$1" = venv ]; then
+  mkdir -p "${@: -1}/bin" lm/scripts/tpu
+  cp "$FAKE_CLOUD/lm" "${@: -1}/bin/lm"
+  ln -sf "$FAKE_PYTHON" "${@: -1}/bin/python"
+  rm -rf lm/scripts/tpu/vm
+  cp -r "$FAKE_ROOT/scripts/tpu/vm" lm/scripts/tpu/vm
+fi
+"""
+
+
+class FakeCloud:
+    """Folder `path` with bin/gcloud; `scenario`: what each start of `lm` does: an exit code, preempt, unreachable."""
+
+    def __init__(self, path: pathlib.Path, scenario: str = '0', workers: int = 2):
+        self.path = path
+        (path / 'bin').mkdir(parents=True)
+        (path / 'scenario').write_text(scenario)
+        programs = {
+            'bin/gcloud': f'#!/bin/sh\nexec {sys.executable} {pathlib.Path(__file__)} "$@"\n',
+            'bin/uv': UV,
+            'bin/hostname': '#!/bin/sh\necho "$FAKE_POD-w-$FAKE_WORKER"\n',
+            'lm': LM,
+        }
+        for name, text in programs.items():
+            (path / name).write_text(text)
+            (path / name).chmod(0o755)
+        self.settings = {
+            'PROJECT': 'my-project',
+            'ZONE': 'us-central2-b',
+            'TPU_NAME': 'pod',
+            'ACCELERATOR_TYPE': f'v4-{8 * workers}',
+            'RUN_DIR': 'gs://my-bucket/runs/small',
+            'POLL_SECONDS': '0.1',
+            'BACKOFF_SECONDS': '0',
+            'ALLOW_DIRTY': '1',
+        }
+        self.environment = {
+            'PATH': f'{path / "bin"}:{os.environ["PATH"]}',
+            'FAKE_CLOUD': str(path),
+            'FAKE_ROOT': str(ROOT),
+            'FAKE_PYTHON': sys.executable,
+            'FAKE_WORKERS': str(workers),
+            'RETRY_SECONDS': '0',
+        }
+
+    def run(self, script: str, *arguments: str, timeout: float = 120, **settings: str) -> subprocess.CompletedProcess:
+        """scripts/tpu/SCRIPT with these arguments, settings and environment."""
+        file = self.path / 'settings.env'
+        file.write_text(''.join(f"{k}='{v}'\n" for k, v in self.settings.items()))
+        return subprocess.run(
+            [str(ROOT / 'scripts' / 'tpu' / script), *arguments],
+            env=os.environ | self.environment | {'LM_TPU_SETTINGS': str(file)} | settings,
+            capture_output=True,
+            text=True,
+            cwd=self.path,
+            timeout=timeout,
+        )
+
+    def lm_calls(self, pod: str = 'pod', worker: int = 0) -> list[list[str]]:
+        """Arguments of each start of `lm` on this worker."""
+        file = self.path / f'{pod}.{worker}.calls'
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def gcloud_calls(self, *words: str) -> list[list[str]]:
+        """The calls of gcloud whose arguments contain all these words."""
+        calls = [json.loads(line) for line in (self.path / 'gcloud.calls').read_text().splitlines()]
+        return [call for call in calls if all(word in call for word in words)]
+
+    def pods(self) -> list[str]:
+        """Pods and machines that exist, and so cost money."""
+        folder = self.path / 'pods'
+        return sorted(p.name for p in folder.iterdir()) if folder.exists() else []
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    cloud = pathlib.Path(os.environ['FAKE_CLOUD'])
+    with (cloud / 'gcloud.calls').open('a') as file:
+        file.write(json.dumps(arguments) + '\n')
+    words = [a for a in arguments if not a.startswith('--') and a != 'alpha']
+    flags = dict(a[2:].partition('=')[::2] for a in arguments if a.startswith('--'))
+    kind, *rest = words[2:] if words[1] == 'tpus' else words[1:]
+    verb, *rest = [kind, *rest] if kind in ('ssh', 'scp') else rest
+    if verb == 'scp':
+        *sources, target = rest
+        return copy(cloud / 'pods' / target.partition(':')[0], sources)
+    pod = cloud / 'pods' / rest[0]
+    if verb == 'create':
+        pod.mkdir(parents=True)
+        (pod / 'state').write_text('WAITING_FOR_RESOURCES' if kind == 'queued-resources' else 'ACTIVE')
+        return 0
+    if not pod.exists():
+        print(f'ERROR: ({".".join(words[:4])}) NOT_FOUND: Resource {rest[0]!r} was not found', file=sys.stderr)
+        return 1
+    state = (pod / 'state').read_text()
+    if verb == 'describe':
+        if kind == 'queued-resources':
+            print(state)
+            following = {'WAITING_FOR_RESOURCES': 'PROVISIONING', 'PROVISIONING': 'ACTIVE'}
+            (pod / 'state').write_text(following.get(state, state))
+        else:
+            print('READY' if state == 'ACTIVE' else 'PREEMPTED')
+        return 0
+    if verb == 'delete':
+        shutil.rmtree(pod)
+        return 0
+    if verb == 'ssh':
+        if not is_reachable(pod):
+            return 255
+        chosen = range(workers(pod)) if flags.get('worker', 'all') == 'all' else [int(flags['worker'])]
+        codes = [ssh(pod, worker, flags['command']) for worker in chosen]
+        return next((code for code in codes if code), 0)
+    raise SystemExit(f'fake gcloud: {arguments}')
+
+
+def workers(pod: pathlib.Path) -> int:
+    return 1 if pod.name.endswith('-prepare') else int(os.environ['FAKE_WORKERS'])
+
+
+def is_reachable(pod: pathlib.Path) -> bool:
+    return pod.exists() and (pod / 'state').read_text() == 'ACTIVE' and not (pod / 'unreachable').exists()
+
+
+def copy(pod: pathlib.Path, sources: list[str]) -> int:
+    if not is_reachable(pod):
+        return 255
+    for worker in range(workers(pod)):
+        home = pod / f'home-{worker}'
+        home.mkdir(exist_ok=True)
+        for source in sources:
+            shutil.copy(source, home)
+    return 0
+
+
+def ssh(pod: pathlib.Path, worker: int, command: str) -> int:
+    home = pod / f'home-{worker}'
+    home.mkdir(exist_ok=True)
+    environment = os.environ | {'HOME': str(home), 'FAKE_POD': pod.name, 'FAKE_WORKER': str(worker)}
+    for name in [n for n in environment if n.isupper() and n in ('PROJECT', 'ZONE', 'TPU_NAME', 'RUN_NAME', 'RUN_DIR')]:
+        del environment[name]
+    return subprocess.run(['bash', '-c', command], env=environment, cwd=home).returncode
+
+
+if __name__ == '__main__':
+    sys.exit(main())
