@@ -111,6 +111,12 @@ def test_killed_at_any_time_it_goes_on_and_changes_no_byte(corpus, reference, tm
     assert digests(path) == digests(reference)
 
 
+def test_a_url_is_a_path_too(corpus, reference, tmp_path):
+    run(TextFiles(path=str(corpus)), f'file://{tmp_path}/store')
+    assert digests(tmp_path / 'store') == digests(reference)
+    assert TokenStore.open(f'file://{tmp_path}/store/').fingerprint == TokenStore.open(str(reference)).fingerprint
+
+
 def test_a_finished_store_is_left_alone(corpus, reference):
     before = digests(reference)
     console = quiet()

@@ -78,6 +78,8 @@ def main(experiment: Any, arguments: Any) -> int:
             'a worker process was killed, most likely for want of memory; run the same command again (finished shards '
             'are kept), with fewer --processes'
         ) from None
+    except ImportError as error:  # of what reads gs:// and s3://
+        raise ConfigError(f'{" ".join(str(error).split())[:300]}: install it and run the same command again') from None
     except OSError as error:
         place = f'{error.filename}: ' if error.filename else ''
         raise LmError(

@@ -65,6 +65,11 @@ class Tfds(Source):
     def shards(self, split: str) -> list[Shard]:
         folder = self._folder()
         info = _info(str(folder))
+        if info.file_format.value == 'array_record' and '://' in str(folder):
+            raise ConfigError(
+                f'tfds.data_dir = {self.data_dir!r}: ArrayRecord files are read from disks only; copy them or mount '
+                'the bucket with gcsfuse'
+            )
         features = info.features
         if features is not None and self._feature() not in features:
             raise ConfigError(
