@@ -1,0 +1,160 @@
+"""LLoPS: learnable low-rank polynomial sketches, products of p learned projections (Definition 3.3, Theorem 3.2).
+
+    φ(x) = Σ_r Π_j x Θ_{j,r}        j = 1…p factors, r = 1…t ranks (t = 1 in the paper), Θ_{j,r} of shape [D, M]
+
+with separate Θ for queries and keys, approximates (q·k)^p. `lm.fit` fits them to samples of queries and keys.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lm.attention.base import Attention, HeadDims
+from lm.attention.linear import LinearModule, linear_flops_per_token, signed_attention
+from lm.configurable import configurable, field
+from lm.errors import ConfigError
+from lm.ops.linear_attention import linear_attention
+
+
+@configurable('llops')
+class Llops(Attention):
+    """Weights ⟨φ_Q(q_i), φ_K(k_j)⟩ / (bias + Σ_j' ⟨φ_Q(q_i), φ_K(k_j')⟩)."""
+
+    degree: int = field(4, minimum=1, maximum=16, help='power p of the kernel that the sketch stands for')
+    n_features: int = field(256, minimum=1, help='features of each query and key')
+    rank: int = field(1, minimum=1, help='terms t of the tensor rank decomposition')
+    nonnegative: bool = field(True, help='square products of p/2 projections, so that no weight is negative (§3.2)')
+    affine: bool = field(False, help='projections of [1, x], which reach the powers below p too')
+    init: str = field('random_sketch', choices=('random_sketch', 'flatten', 'based'))
+    layer_norm: bool = field(True, help='layer normalization of q and k, as in polynomial attention')
+    renormalize: bool = field(True, help='divide by the sum of the weights')
+    bias: float = field(1.0, minimum=0, help='added to the sum of the weights')
+    stabilizer: float = field(1e-6, minimum=0, help='where weights can be negative, keeps their sum this far from 0')
+
+    def __post_init__(self):
+        if self.nonnegative and self.degree % 2:
+            raise ConfigError(f'llops.degree = {self.degree}: must be even, or set llops.nonnegative = False')
+        if self.init == 'based' and (self.degree != 2 or self.nonnegative):
+            raise ConfigError(
+                "llops.init = 'based': BASED's map has llops.degree = 2 and llops.nonnegative = False; set both"
+            )
+        if self.nonnegative and self.renormalize and self.bias == 0:
+            raise ConfigError('llops.bias = 0.0: must be above 0, for all weights of a query may vanish')
+
+    @property
+    def n_factors(self) -> int:
+        """Projections that are learned: half of p where their product is squared."""
+        return self.degree // 2 if self.nonnegative else self.degree
+
+    def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'LlopsAttention':
+        return LlopsAttention(self, dims, rngs)
+
+    def flops_per_token(self, dims: HeadDims, length: int) -> float:
+        products = 2.0 * self.n_factors * self.rank * self.n_features * (dims.head_dim + self.affine)
+        products *= dims.n_heads + dims.n_kv_heads
+        return products + linear_flops_per_token(dims, length, self.n_features, self.n_features)
+
+    def init_factors(self, key: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+        """(Θ^Q, Θ^K), each [factors, rank, size (+ 1), n_features], for vectors of `size`."""
+        size += self.affine
+        shape = (self.n_factors, self.rank, size, self.n_features)
+        if self.init == 'based':
+            q_key, k_key, spare_key = jax.random.split(key, 3)
+            spare = jax.random.normal(spare_key, shape) * size**-0.5
+            n_projected = based_size(self.n_features, self.affine)
+            init = nnx.initializers.lecun_normal()
+            w_q, w_k = (init(each, (size - self.affine, n_projected)) for each in (q_key, k_key))
+            return based_factors(self, w_q, spare, queries=True), based_factors(self, w_k, spare, queries=False)
+        if self.init == 'flatten':
+            factors = jnp.broadcast_to(jax.random.normal(key, (1, *shape[1:])), shape)
+        else:
+            factors = jax.random.normal(key, shape)
+        # With this scale ⟨φ(q), φ(k)⟩ = (q·k)^p on average for random sketches without squares.
+        factors = factors * (self.n_features * self.rank) ** (-0.5 / self.degree)
+        return factors, factors
+
+
+@dataclasses.dataclass(frozen=True)
+class Sketch:
+    """φ as a feature map of `lm.ops.linear_attention`; its parameters are Θ, [factors, rank, D (+ 1), M]."""
+
+    nonnegative: bool
+    affine: bool
+
+    def __call__(self, factors: jax.Array, x: jax.Array) -> jax.Array:
+        """[..., D] → [..., M] in the dtype of x, products of projections in float32."""
+        weight, shift = (factors[:, :, :-1], factors[:, :, -1]) if self.affine else (factors, None)
+        product = None
+        for j in range(weight.shape[0]):
+            y = jnp.einsum('...d,rdm->...rm', x, weight[j].astype(x.dtype), preferred_element_type=jnp.float32)
+            y = y if shift is None else y + shift[j].astype(jnp.float32)
+            product = y if product is None else product * y
+        features = product.sum(-2)
+        return (jnp.square(features) if self.nonnegative else features).astype(x.dtype)
+
+
+class LlopsAttention(LinearModule):
+    """Θ^Q and Θ^K, shared by the heads of the layer, and the two layer normalizations."""
+
+    def __init__(self, config: Llops, dims: HeadDims, rngs: nnx.Rngs):
+        self.config = config
+        self.dims = dims
+        self.sketch = Sketch(config.nonnegative, config.affine)
+        q_factors, k_factors = config.init_factors(rngs.params(), dims.head_dim)
+        self.q_factors, self.k_factors = nnx.Param(q_factors), nnx.Param(k_factors)
+        self.q_norm, self.k_norm = (
+            nnx.LayerNorm(dims.head_dim, epsilon=1e-5, dtype=jnp.float32, use_fast_variance=False, rngs=rngs)
+            if config.layer_norm
+            else None
+            for _ in range(2)
+        )
+
+    def attend(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array, **state: Any) -> Any:
+        config = self.config
+        if config.layer_norm:
+            q_BxLxHxD = self.q_norm(q_BxLxHxD).astype(q_BxLxHxD.dtype)
+            k_BxLxKxD = self.k_norm(k_BxLxKxD).astype(k_BxLxKxD.dtype)
+        arrays = (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
+        options = dict(
+            feature_map=self.sketch, q_parameters=self.q_factors[...], k_parameters=self.k_factors[...], **state
+        )
+        if config.renormalize and not config.nonnegative:
+            return signed_attention(*arrays, bias=config.bias, epsilon=config.stabilizer, **options)
+        return linear_attention(*arrays, bias=config.bias, normalize=config.renormalize, **options)
+
+
+def based_size(n_features: int, affine: bool) -> int:
+    """The largest r whose Taylor map, r (r + 1) / 2 products and with `affine` also 1 and x, fits `n_features`."""
+    r = 0
+    while (r + 1) * (r + 2) // 2 + affine * (r + 2) <= n_features:
+        r += 1
+    return r
+
+
+def based_factors(config: Llops, w_DxR: jax.Array, spare: jax.Array, *, queries: bool) -> jax.Array:
+    """Θ with which φ is BASED's Taylor map of y = r^(-1/4) x W (LLoPS §3.3): products y_a y_b with a ≤ b, each once.
+
+    Inner products are s²/2, and with `config.affine` 1 + s + s²/2. Features and ranks that the map leaves free start
+    without effect but with a gradient: `spare` fills their factors, one of which is zero.
+
+    Args:
+        config: of degree 2 without squares.
+        w_DxR: the compression; r is at most `based_size`.
+        spare: [2, rank, D (+ 1), n_features].
+        queries: whether the factors are those of queries; of a free feature only the queries' side is zero.
+    """
+    size, r = w_DxR.shape
+    y = jnp.zeros((size + config.affine, r)).at[:size].set(w_DxR * r**-0.25)
+    a, b = jnp.triu_indices(r)
+    first, second = y[:, a] * jnp.where(a == b, 0.5**0.5, 1.0), y[:, b]
+    if config.affine:
+        one = jnp.zeros((size + 1, 1)).at[-1].set(1.0)
+        first = jnp.concatenate([one, y, first], axis=1)
+        second = jnp.concatenate([jnp.broadcast_to(one, (size + 1, 1 + r)), second], axis=1)
+    used = first.shape[1]
+    factors = spare.at[0, 1:, :, :used].set(0.0)
+    factors = factors.at[0, 0, :, :used].set(first).at[1, 0, :, :used].set(second)
+    return factors.at[0, :, :, used:].set(0.0) if queries else factors

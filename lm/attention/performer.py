@@ -1,0 +1,101 @@
+"""Performer: attention through random features (Choromanski et al. 2020 and 2021), causal by the block engine."""
+
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+
+from lm.attention.base import Attention, Buffer, HeadDims
+from lm.attention.linear import LinearModule, linear_flops_per_token, signed_attention
+from lm.configurable import configurable, field
+from lm.errors import ConfigError
+from lm.features import FEATURES, SOFTMAX_FEATURES, Keys, Queries, RandomFeatures
+from lm.ops.linear_attention import State, linear_attention
+from lm.projections import PROJECTIONS
+
+
+@configurable('performer')
+class Performer(Attention):
+    """Weights ⟨φ(q_i), φ(k_j)⟩ / Σ_j' ⟨φ(q_i), φ(k_j')⟩; the defaults are PolySketchFormer's (§4): FAVOR+, 2048
+    features, block 1024, one φ for the heads of a layer. The protein models of 2020 are `features = 'relu'`, 256."""
+
+    features: str = field('positive', choices=tuple(FEATURES), help='the random feature map')
+    n_features: int = field(2048, minimum=2, even=True, help='features of each query and key')
+    projection: str = field('orthogonal', choices=tuple(PROJECTIONS), help='how the rows of the projection are drawn')
+    redraw_every: int | None = field(None, minimum=1, help='training steps after which it is drawn anew; None: never')
+    renormalize: bool = field(True, help='divide by the sum of the weights')
+    causal: bool = field(True, help='False: every token sees all others')
+    scale: float | None = field(None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
+    stabilizer: float = field(1e-6, minimum=0, help='keeps denominators of softmax estimators and signed ones from 0')
+    kernel_epsilon: float = field(1e-3, minimum=0, help='added to the features of generalized kernels')
+    block: int | None = field(1024, minimum=1, help='tokens a block (changes speed, not results); None: the fastest')
+
+    def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'PerformerAttention':
+        return PerformerAttention(self, dims, rngs)
+
+    def flops_per_token(self, dims: HeadDims, length: int) -> float:
+        rows = self.n_features // FEATURES[self.features].per_row
+        project = 2.0 * rows * dims.head_dim * (dims.n_heads + dims.n_kv_heads)
+        return project + linear_flops_per_token(
+            dims, length, self.n_features, self.n_features, causal=self.causal, block=self.block
+        )
+
+    def feature_map(self, head_dim: int) -> RandomFeatures:
+        """φ as a function of (parameters, queries or keys)."""
+        return FEATURES[self.features](
+            scale=self.scale or head_dim**-0.5,
+            epsilon=self.stabilizer,
+            kernel_epsilon=self.kernel_epsilon,
+            # Generalized kernels have no exponential to rescale.
+            rescale=self.renormalize and self.features in SOFTMAX_FEATURES,
+        )
+
+
+class PerformerAttention(LinearModule):
+    """Has no parameters; the projection is a buffer."""
+
+    def __init__(self, config: Performer, dims: HeadDims, rngs: nnx.Rngs):
+        self.config = config
+        self.dims = dims
+        self.feature_map = config.feature_map(dims.head_dim)
+        projection_RxD, phases_R = self._draw(rngs.projections())
+        self.projection = Buffer(projection_RxD)
+        self.phases = None if phases_R is None else Buffer(phases_R)
+
+    def _draw(self, key):
+        projection_key, phases_key = jax.random.split(key)
+        rows = self.config.n_features // self.feature_map.per_row
+        projection_RxD = PROJECTIONS[self.config.projection](projection_key, rows, self.dims.head_dim)
+        if not self.feature_map.has_phases:
+            return projection_RxD, None
+        return projection_RxD, jax.random.uniform(phases_key, (rows,), maxval=2 * math.pi)
+
+    def redraw(self, key: jax.Array) -> None:
+        """Replaces the projection by one drawn from `key` alone (§4.2); does nothing unless `redraw_every` is set."""
+        if self.config.redraw_every is None:
+            return
+        projection_RxD, phases_R = self._draw(key)
+        self.projection[...] = projection_RxD
+        if phases_R is not None:
+            self.phases[...] = phases_R
+
+    def init_state(self, batch: int, max_length: int, dtype: Any) -> State:
+        if not self.config.causal:
+            raise ConfigError('performer.causal = False: cannot generate token by token; set it to True')
+        return super().init_state(batch, max_length, dtype)
+
+    def attend(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array, **state: Any) -> Any:
+        config = self.config
+        buffers = (self.projection[...], None if self.phases is None else self.phases[...])
+        options = dict(
+            feature_map=self.feature_map,
+            q_parameters=Queries(*buffers),
+            k_parameters=Keys(*buffers),
+            block=config.block,
+            causal=config.causal,
+            **state,
+        )
+        if config.renormalize and self.feature_map.signed:
+            return signed_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, epsilon=config.stabilizer, **options)
+        return linear_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, bias=0.0, normalize=config.renormalize, **options)

@@ -1,0 +1,156 @@
+"""Random feature maps φ with E⟨φ(q), φ(k)⟩ = exp(scale ⟨q, k⟩), and those of generalized attention.
+
+Sources: "seed" is Choromanski et al. 2020 (Masked language modeling for proteins via linearly scalable long-context
+transformers); "FAVOR+" is its successor (Rethinking attention with Performers, 2021), which PolySketchFormer measures.
+
+What keeps the exponentials in range may use only what a query sees:
+    queries   the largest exponent of a query's own features is subtracted; it divides out of the attention.
+    keys      nothing is subtracted. A maximum over keys would have to come from the future, or change from key to
+              key, where it does not divide out. It is not needed: ω·k - |k|²/2 = |ω|²/2 - |k - ω|²/2 ≤ |ω|²/2 however
+              long k is, and the mean of the features is 1 for every key. Exponents are cut at `LIMIT` all the same.
+
+T tokens, N heads, E head size, R rows of the projection, M features.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LIMIT = 60.0
+"""No exponent is larger: sums of 2,048 features of a million keys stay in float32 (and in bfloat16)."""
+
+
+class Queries(NamedTuple):
+    """Parameters of a feature map that is given queries."""
+
+    projection_RxE: jax.Array
+    phases_R: jax.Array | None = None
+
+
+class Keys(NamedTuple):
+    """Parameters of a feature map that is given keys."""
+
+    projection_RxE: jax.Array
+    phases_R: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomFeatures:
+    """A feature map of `lm.ops.linear_attention`.
+
+    Attributes:
+        scale: factor of the scores; 1 / sqrt(head size) in softmax attention.
+        epsilon: what positive features are raised by, so that no denominator is zero (seed, appendix B.2).
+        kernel_epsilon: the same for the generalized kernels (appendix B.3).
+        rescale: whether a query's features may be divided by a common factor: attention that is normalised.
+    """
+
+    scale: float
+    epsilon: float = 0.0
+    kernel_epsilon: float = 0.0
+    rescale: bool = True
+
+    signed = False
+    """Whether estimated weights can be negative."""
+    per_row = 1
+    """Features made of each row of the projection."""
+    has_phases = False
+
+    def __call__(self, parameters: Queries | Keys, x_BxTxNxE: jax.Array) -> jax.Array:
+        w_RxE = parameters.projection_RxE.astype(x_BxTxNxE.dtype)
+        root = math.sqrt(self.scale)
+        wx = root * jnp.einsum('btne,re->btnr', x_BxTxNxE, w_RxE, preferred_element_type=jnp.float32)
+        half = self.scale / 2 * jnp.sum(jnp.square(x_BxTxNxE.astype(jnp.float32)), -1, keepdims=True)
+        features = self.features(wx, half, parameters, isinstance(parameters, Queries) and self.rescale)
+        return features.astype(x_BxTxNxE.dtype)
+
+    def features(self, wx: jax.Array, half: jax.Array, parameters: Any, rescale: bool) -> jax.Array:
+        """[..., R] W x and [..., 1] |x|²/2 → [..., M]; `rescale` where a common factor of a token is free."""
+        raise NotImplementedError
+
+
+class Positive(RandomFeatures):
+    """exp(ω·x - |x|²/2) / √M (FAVOR+, Lemma 1): unbiased and positive."""
+
+    def features(self, wx, half, parameters, rescale):
+        return positive(wx - half, self.epsilon, rescale)
+
+
+class Hyperbolic(RandomFeatures):
+    """exp(±ω·x - |x|²/2) / √M (FAVOR+, Lemma 1): two features a row, a smaller variance than `Positive`."""
+
+    per_row = 2
+
+    def features(self, wx, half, parameters, rescale):
+        return positive(jnp.concatenate([wx, -wx], -1) - half, self.epsilon, rescale)
+
+
+class Trigonometric(RandomFeatures):
+    """exp(|x|²/2) [sin ω·x, cos ω·x] √(2/M): the seed's estimator (§2.3, eq. 5-8) in the form without phases."""
+
+    signed = True
+    per_row = 2
+
+    def features(self, wx, half, parameters, rescale):
+        outer = 1.0 if rescale else jnp.exp(jnp.minimum(half, LIMIT))
+        return outer * jnp.concatenate([jnp.sin(wx), jnp.cos(wx)], -1) / math.sqrt(wx.shape[-1])
+
+
+class RandomPhases(RandomFeatures):
+    """exp(|x|²/2) √(2/M) cos(ω·x + b) with b uniform on [0, 2π): the seed's eq. 10 as it stands."""
+
+    signed = True
+    has_phases = True
+
+    def features(self, wx, half, parameters, rescale):
+        outer = 1.0 if rescale else jnp.exp(jnp.minimum(half, LIMIT))
+        return outer * jnp.cos(wx + parameters.phases_R) * math.sqrt(2 / wx.shape[-1])
+
+
+class Generalized(RandomFeatures):
+    """(f(W x) + kernel_epsilon) / √M: generalized attention with g = h = 1 (seed, §2.2, eq. 9, appendix D.2)."""
+
+    function: Callable[[jax.Array], jax.Array]
+
+    def features(self, wx, half, parameters, rescale):
+        return (type(self).function(wx) + self.kernel_epsilon) / math.sqrt(wx.shape[-1])
+
+
+def generalized(name: str, function: Callable[[jax.Array], jax.Array], signed: bool) -> type[Generalized]:
+    """The generalized feature map of one function f."""
+    return type(name.title(), (Generalized,), {'function': staticmethod(function), 'signed': signed})
+
+
+def positive(exponent: jax.Array, epsilon: float, rescale: bool) -> jax.Array:
+    """(exp(exponent) + epsilon) / √M; a rescaled token's largest exponent becomes 0."""
+    if rescale:
+        exponent = exponent - lax.stop_gradient(exponent.max(-1, keepdims=True))
+    return (jnp.exp(jnp.minimum(exponent, LIMIT)) + epsilon) / math.sqrt(exponent.shape[-1])
+
+
+SOFTMAX_FEATURES: dict[str, type[RandomFeatures]] = {
+    'positive': Positive,
+    'hyperbolic': Hyperbolic,
+    'trigonometric': Trigonometric,
+    'random_phases': RandomPhases,
+}
+"""Unbiased estimators of the softmax kernel."""
+
+GENERALIZED_FEATURES: dict[str, type[RandomFeatures]] = {
+    'relu': generalized('relu', jax.nn.relu, signed=False),
+    'sigmoid': generalized('sigmoid', jax.nn.sigmoid, signed=False),
+    'exp': generalized('exp', lambda x: jnp.exp(jnp.minimum(x, LIMIT)), signed=False),
+    'abs': generalized('abs', jnp.abs, signed=False),
+    'gelu': generalized('gelu', jax.nn.gelu, signed=True),
+    'cos': generalized('cos', jnp.cos, signed=True),
+    'tanh': generalized('tanh', jnp.tanh, signed=True),
+    'identity': generalized('identity', lambda x: x, signed=True),
+}
+"""Kernels of generalized attention; they approximate no given kernel."""
+
+FEATURES = SOFTMAX_FEATURES | GENERALIZED_FEATURES
