@@ -33,7 +33,7 @@ setup(
         'optax>=0.2.6',
         'orbax-checkpoint>=0.11.40',
         'rich>=13',
-        'sentencepiece>=0.2.1',
+        'sentencepiece>=0.2.3',
         'tensorflow-datasets>=4.9.9',
         'tensorstore>=0.1.84',
     ],
