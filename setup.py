@@ -34,7 +34,7 @@ setup(
         'orbax-checkpoint>=0.11.40',
         'rich>=13',
         'sentencepiece>=0.2.3',
-        'tensorflow-datasets>=4.9.9',
+        'tensorflow-datasets>=4.9.10',
         'tensorstore>=0.1.84',
     ],
     extras_require={
