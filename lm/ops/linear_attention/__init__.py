@@ -22,10 +22,10 @@ import jax
 
 from lm.errors import ConfigError
 from lm.ops import platform
-from lm.ops.linear_attention import reference
+from lm.ops.linear_attention import reference, xla
 from lm.ops.linear_attention.types import ExpKernel, FeatureMap, LocalKernel, Options, PolynomialKernel, State
 
-IMPLEMENTATIONS = {'reference': reference, 'xla': reference}
+IMPLEMENTATIONS = {'reference': reference, 'xla': xla}
 PLAIN = (0.0, 1.0)
 SQUARE = (0.0, 0.0, 1.0)
 
