@@ -17,15 +17,15 @@ def tokens(tmp_path_factory):
 
 
 @pytest.fixture(scope='session')
-def flags(tokens):
+def tiny_flags(tokens):
     """Command line flags of the tiny experiment on `tokens`."""
     return tiny.params(tiny.MODEL | {'data.path': str(tokens)})
 
 
 @pytest.fixture(scope='session')
-def reference_run(flags, tmp_path_factory):
+def reference_run(tiny_flags, tmp_path_factory):
     """(directory, output) of the tiny experiment, trained without interruption."""
     run = tmp_path_factory.mktemp('reference') / 'run'
-    done = tiny.lm('train', '--run_dir', str(run), *flags)
+    done = tiny.lm('train', '--run_dir', str(run), *tiny_flags)
     assert done.returncode == 0, done.stderr
     return run, done.stdout

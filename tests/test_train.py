@@ -39,11 +39,11 @@ def test_the_saved_configuration_repeats_the_run(reference_run, tmp_path):
     assert (again / 'config.gin').read_text() == (run / 'config.gin').read_text()
 
 
-def kill_and_resume(flags, run, kills: int, seed: int, steps: int) -> int:
+def kill_and_resume(tiny_flags, run, kills: int, seed: int, steps: int) -> int:
     """Runs to the end with `kills` SIGKILLs at random moments; returns how many hit a live process."""
     rng, hits = random.Random(seed), 0
     for _ in range(kills):
-        process = tiny.start('train', '--run_dir', str(run), *flags)
+        process = tiny.start('train', '--run_dir', str(run), *tiny_flags)
         try:
             done = len(tiny.losses(run)) if (run / 'metrics.jsonl').exists() else 0
             tiny.wait_for_step(run, min(done + rng.randint(1, max(2, steps // kills)), steps - 1), process)
@@ -53,38 +53,38 @@ def kill_and_resume(flags, run, kills: int, seed: int, steps: int) -> int:
         time.sleep(rng.random() * 0.3)
         tiny.stop(process, signal.SIGKILL)
         hits += 1
-    done = tiny.lm('train', '--run_dir', str(run), *flags)
+    done = tiny.lm('train', '--run_dir', str(run), *tiny_flags)
     assert done.returncode == 0, done.stderr
     return hits
 
 
-def test_a_killed_run_resumes_without_a_changed_bit(flags, reference_run, tmp_path):
+def test_a_killed_run_resumes_without_a_changed_bit(tiny_flags, reference_run, tmp_path):
     run = tmp_path / 'run'
-    assert kill_and_resume(flags, run, kills=2, seed=0, steps=40) == 2
+    assert kill_and_resume(tiny_flags, run, kills=2, seed=0, steps=40) == 2
     assert tiny.losses(run) == tiny.losses(reference_run[0])
     assert tiny.losses(run, 'eval') == tiny.losses(reference_run[0], 'eval')
     assert tiny.checksums(run, 40) == tiny.checksums(reference_run[0], 40)
 
 
-def test_sigterm_saves_and_exits_42(flags, reference_run, tmp_path):
+def test_sigterm_saves_and_exits_42(tiny_flags, reference_run, tmp_path):
     run = tmp_path / 'run'
-    process = tiny.start('train', '--run_dir', str(run), *flags)
+    process = tiny.start('train', '--run_dir', str(run), *tiny_flags)
     tiny.wait_for_step(run, 3, process)
     code, output = tiny.stop(process, signal.SIGTERM)
     assert code == 42, output
     assert 'run the same command again' in output.splitlines()[-1]
-    again = tiny.lm('train', '--run_dir', str(run), *flags)
+    again = tiny.lm('train', '--run_dir', str(run), *tiny_flags)
     assert again.returncode == 0, again.stderr
     assert 'resumed from step' in again.stdout
     assert tiny.losses(run) == tiny.losses(reference_run[0])
     assert tiny.checksums(run, 40) == tiny.checksums(reference_run[0], 40)
 
 
-def test_other_device_counts_resume_the_same_run(flags, reference_run, tmp_path):
+def test_other_device_counts_resume_the_same_run(tiny_flags, reference_run, tmp_path):
     """8 devices, then 4, then 1: the same batches, losses within 1e-5."""
     run = tmp_path / 'run'
     for devices, steps in ((8, 10), (4, 20), (1, 40)):
-        process = tiny.start('train', '--run_dir', str(run), *flags, devices=devices)
+        process = tiny.start('train', '--run_dir', str(run), *tiny_flags, devices=devices)
         if steps < 40:
             tiny.wait_for_step(run, steps + 1, process)
             assert tiny.stop(process, signal.SIGTERM)[0] == 42
@@ -96,16 +96,16 @@ def test_other_device_counts_resume_the_same_run(flags, reference_run, tmp_path)
     np.testing.assert_allclose(list(ours.values()), list(theirs.values()), atol=1e-5, rtol=0)
 
 
-def test_two_processes_equal_one_with_two_devices(flags, tmp_path):
+def test_two_processes_equal_one_with_two_devices(tiny_flags, tmp_path):
     single = tmp_path / 'single'
-    assert tiny.lm('train', '--run_dir', str(single), *flags, devices=2).returncode == 0
+    assert tiny.lm('train', '--run_dir', str(single), *tiny_flags, devices=2).returncode == 0
     pair = tmp_path / 'pair'
     with socket.socket() as free:
         free.bind(('localhost', 0))
         port = free.getsockname()[1]
     processes = [
         tiny.start(
-            'train', '--run_dir', str(pair), *flags,
+            'train', '--run_dir', str(pair), *tiny_flags,
             '--coordinator_address', f'localhost:{port}', '--process_count', '2', '--process_id', str(i),
         )
         for i in range(2)
@@ -118,10 +118,10 @@ def test_two_processes_equal_one_with_two_devices(flags, tmp_path):
     assert tiny.checksums(pair, 40) == tiny.checksums(single, 40)
 
 
-def test_divergence_exits_43_and_keeps_the_last_good_checkpoint(flags, tmp_path):
+def test_divergence_exits_43_and_keeps_the_last_good_checkpoint(tiny_flags, tmp_path):
     run = tmp_path / 'run'
     extra = tiny.params({'optimizer.peak_learning_rate': 1e30, 'train.max_nonfinite_steps': 4})
-    done = tiny.lm('train', '--run_dir', str(run), *flags, *extra)
+    done = tiny.lm('train', '--run_dir', str(run), *tiny_flags, *extra)
     assert done.returncode == 43, done.stdout + done.stderr
     assert 'not finite for 4 steps in a row' in done.stderr.splitlines()[-1]
 
