@@ -185,7 +185,7 @@ class _Reader:
         if item.arg_name not in known:
             hint = did_you_mean(f'{name}.{item.arg_name}', [f'{name}.{p}' for p in known])
             raise ConfigError(
-                f'{where}: {name} has no parameter {item.arg_name!r}{hint or "; it has " + listed(known)}'
+                f'{where}: {name} has no parameter {item.arg_name!r}{hint or "; it has " + listed(known, 20)}'
             )
         return Statement(item.scope, name, item.arg_name, value, where, self._is_base)
 

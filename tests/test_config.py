@@ -186,6 +186,10 @@ def test_state_does_not_leak_from_one_load_to_the_next():
     refused('test_values.steps = 7', 'test_values.steps = "x"')
     resolve('test_values.steps = 7', 'test_shapes.shape = @test_disc()', 'test_disc.radius = 9')
     assert resolve() == Root()
+    import gin
+
+    assert gin.config_str().strip() == ''
+    assert not gin.config_is_locked()
 
 
 def test_each_section_is_constructed_once(monkeypatch):
