@@ -277,28 +277,44 @@ def numerators(
     exact = (None, None) if options.local is None else (_grouped(queries.q_local, heads), keys.k_local.swapaxes(1, 2))
     v = keys.v.swapaxes(1, 2)
     if plan.reads:
-        kv = sums.kv_BxKxRxD
-        kv = (kv * expansion.weights(options.powers, x.shape[-1])[:, None]).astype(v.dtype)
-        sums = State(kv, sums.totals)
+        sums = _weighted(options, sums, x.shape[-1], v.dtype)
     tiles = []
     for top in range(0, queries.q.shape[1], plan.tile):
         rows = slice(top, min(top + plan.tile, queries.q.shape[1]))
         x_rows, q_rows = (None if a is None else a[:, :, :, rows] for a in (x, exact[0]))
         tiles.append(_tile(plan, rows, x_rows, y, q_rows, exact[1], v, sums, bounds, start))
     num_BxKxGxTxD, den_BxKxGxT = (jnp.concatenate(parts, axis=3) for parts in zip(*tiles, strict=True))
-    batch, _, groups, count = den_BxKxGxT.shape
-    num_BxTxHxD = num_BxKxGxTxD.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads * groups, -1)
-    return num_BxTxHxD, den_BxKxGxT.transpose(0, 3, 1, 2).reshape(batch, count, heads * groups)
+    return _ungrouped(num_BxKxGxTxD), _ungrouped(den_BxKxGxT)
 
 
-def _tile(plan, rows, x, y, q, k, v, sums, bounds, start):
-    """As `numerators`, for some rows of the block, in the layout [B, K, G, T, …]."""
+def one_row(
+    options: Options, queries: Queries, keys: Keys, parameters: Any, sums: State, at: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """As `numerators`, for the query of token `at` of a block, of which `keys` holds that many and one more."""
+    heads, block = keys.v.shape[2:0:-1]
+    plan = Plan(options, block, block, block, before=True, after=False)
+    x = _grouped(options.features(parameters[0], queries.q).astype(keys.v.dtype), heads)
+    sums = _weighted(options, sums, x.shape[-1], keys.v.dtype)
+    q, k, v = _grouped(queries.q_local, heads), keys.k_local.swapaxes(1, 2), keys.v.swapaxes(1, 2)
+    num, den = _tile(plan, slice(block - 1, block), x, None, q, k, v, sums, None, 0, at)
+    return _ungrouped(num), _ungrouped(den)
+
+
+def _weighted(options: Options, sums: State, features: int, dtype: Any) -> State:
+    """The sums with coefficients and counts multiplied in, as an operand of `dtype`."""
+    kv = sums.kv_BxKxRxD * expansion.weights(options.powers, features)[:, None]
+    return State(kv.astype(dtype), sums.totals)
+
+
+def _tile(plan, rows, x, y, q, k, v, sums, bounds, start, at=None):
+    """As `numerators`, for some rows of the block, in the layout [B, K, G, T, …]. `at`: where the row really is."""
     options = plan.options
     parts, shrink = [], None
+    i = jnp.arange(rows.start, rows.stop)[:, None] if at is None else at
     if options.local is not None:
         first, last = (rows.start + 1, rows.stop + plan.lag) if plan.lag else (0, rows.stop)
         s_BxKxGxTxS = _dot('bkgtc,bksc->bkgts', q, k[:, :, first:last])
-        i, j = jnp.arange(rows.start, rows.stop)[:, None], jnp.arange(first, last)
+        j = jnp.arange(first, last)
         visible = ((j > i) & (j <= i + plan.lag)) if plan.lag else j <= i
         if bounds is not None:
             visible &= start + j >= bounds[0]
@@ -312,12 +328,11 @@ def _tile(plan, rows, x, y, q, k, v, sums, bounds, start):
     scale = (lambda a: a) if shrink is None else lambda a: a * shrink.reshape(shrink.shape + (1,) * (a.ndim - 4))
     if y is not None:
         s_BxKxGxTxS = _dot('bkgtf,bksf->bkgts', x, y[:, :, : rows.stop])
-        i, j = jnp.arange(rows.start, rows.stop)[:, None], jnp.arange(rows.stop)
+        j = jnp.arange(rows.stop)
         visible = j <= i if bounds is None else (j <= i) & (start + j >= bounds[0])
         parts.append((scale(jnp.where(visible, options.approximate(s_BxKxGxTxS), 0.0)), v[:, :, : rows.stop]))
-    num_BxKxGxTxD, den_BxKxGxT = jnp.float32(0.0), options.bias
-    den_BxKxGxT = jnp.full(v.shape[:2] + _rows(x, q), options.bias, jnp.float32)
-    den_BxKxGxT = scale(den_BxKxGxT)
+    num_BxKxGxTxD = jnp.float32(0.0)
+    den_BxKxGxT = scale(jnp.full(v.shape[:2] + (q if x is None else x).shape[2:4], options.bias, jnp.float32))
     for w_BxKxGxTxS, values in parts:
         num_BxKxGxTxD += _dot('bkgts,bksd->bkgtd', w_BxKxGxTxS.astype(v.dtype), values)
         den_BxKxGxT += w_BxKxGxTxS.sum(-1)
@@ -360,13 +375,14 @@ def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)
 
 
-def _rows(x: jax.Array | None, q: jax.Array | None) -> tuple[int, int]:
-    return (q if x is None else x).shape[2:4]
-
-
 def _grouped(x_BxTxHxF: jax.Array, heads: int) -> jax.Array:
     batch, count, total, size = x_BxTxHxF.shape
     return x_BxTxHxF.reshape(batch, count, heads, total // heads, size).transpose(0, 2, 3, 1, 4)
+
+
+def _ungrouped(x_BxKxGxTxF: jax.Array) -> jax.Array:
+    batch, heads, groups, count, *rest = x_BxKxGxTxF.shape
+    return jnp.moveaxis(x_BxKxGxTxF, 3, 1).reshape(batch, count, heads * groups, *rest)
 
 
 def _part(tree: Any, start: jax.Array | int, size: int) -> Any:

@@ -1,0 +1,150 @@
+"""Linear attention some tokens at a time: the state that decoding needs, of constant size.
+
+    def _arguments(self, q, k, v): return dict(q_BxLxHxE=…, k_BxLxKxE=…, v_BxLxKxD=v, powers=…, local=…, …)
+
+    __call__     linear_attention(**self._arguments(q, k, v))
+    init_state   decode.init_state(**self._arguments(*one token of zeros))
+    step         decode.step(state, **self._arguments(q, k, v))
+
+Outputs of `step` equal those of `linear_attention` on the whole sequence, however its tokens are spread over calls.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lm.ops.linear_attention import xla
+from lm.ops.linear_attention.types import Options, State
+from lm.ops.linear_attention.xla import Keys, Queries
+
+
+class DecodeState(NamedTuple):
+    """What later tokens need of those seen."""
+
+    sums: State
+    """Over the keys that have left the exact kernel's reach; over all keys where there is none."""
+    recent: Keys | None
+    """The others. With a window the N last tokens in the order of time, right-aligned; else the tokens of the current
+    block from index 0, of which the first `position % block` count."""
+    position: jax.Array
+    """Tokens seen, int32."""
+
+
+def init_state(
+    q_BxLxHxE: jax.Array,
+    k_BxLxKxE: jax.Array,
+    v_BxLxKxD: jax.Array,
+    *,
+    k_parameters: Any = None,
+    local: Any = None,
+    k_local_BxLxKxC: jax.Array | None = None,
+    window: int | None = None,
+    block: int | None = None,
+    max_length: int | None = None,
+    **rest: Any,
+) -> DecodeState:
+    """The state before the first token. Of the arrays only shapes and dtypes count, not the length.
+
+    Takes the arguments of `linear_attention`, and `max_length`, the longest sequence to come: where it is shorter than
+    the block, so is the state.
+    """
+    options = _options(local=local, window=window, block=block, **rest)
+    batch, _, heads, size = k_BxLxKxE.shape
+    one = jax.ShapeDtypeStruct((batch, 1, heads, size), k_BxLxKxE.dtype)
+    features = jax.eval_shape(options.features, k_parameters, one).shape[-1]
+    sums = xla.empty_state(options, batch, heads, features, v_BxLxKxD.shape[-1])
+    recent = None
+    if local is not None:
+        kept = window or min(block or xla.LOCAL_BLOCK, max_length or xla.LOCAL_BLOCK * 2**20)
+        keys = Keys(k_BxLxKxE, v_BxLxKxD, k_local_BxLxKxC)
+        recent = jax.tree.map(lambda x: jnp.zeros((batch, kept, *x.shape[2:]), x.dtype), keys)
+    return DecodeState(sums, recent, jnp.zeros((), jnp.int32))
+
+
+def step(
+    state: DecodeState,
+    q_BxLxHxE: jax.Array,
+    k_BxLxKxE: jax.Array,
+    v_BxLxKxD: jax.Array,
+    *,
+    q_parameters: Any = None,
+    k_parameters: Any = None,
+    q_local_BxLxHxC: jax.Array | None = None,
+    k_local_BxLxKxC: jax.Array | None = None,
+    **rest: Any,
+) -> tuple[DecodeState, jax.Array]:
+    """Appends L ≥ 1 tokens and returns (state, [B, L, H, D]). Takes the arguments of `linear_attention`."""
+    options = _options(**rest)
+    parameters = (q_parameters, k_parameters)
+    queries = Queries(q_BxLxHxE, q_local_BxLxHxC if options.local else None)
+    keys = Keys(k_BxLxKxE, v_BxLxKxD, k_local_BxLxKxC if options.local else None)
+    count = q_BxLxHxE.shape[1]
+    if options.local is None:
+        o, sums = xla.attend(queries, keys, parameters, state.sums, None, options=options, with_state=True)
+        recent = None
+    elif options.window is not None:
+        keys = jax.tree.map(lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], 1), state.recent, keys)
+        bounds = (jnp.maximum(options.window - state.position, 0), jnp.int32(options.window + count))
+        o, sums = xla.attend(queries, keys, parameters, state.sums, bounds, options=options, with_state=True)
+        recent = jax.tree.map(lambda x: x[:, count:], keys)
+    else:
+        advance = _one_token if count == 1 else _tokens
+        o, sums, recent = advance(options, state, queries, keys, parameters)
+    return DecodeState(sums, recent, state.position + count), o
+
+
+def _tokens(options: Options, state: DecodeState, queries: Queries, keys: Keys, parameters: Any) -> tuple:
+    """Any number of tokens: the current block and the new ones, with blocks where they are in the whole sequence."""
+    block, count = state.recent.v.shape[1], queries.q.shape[1]
+    options = Options(**vars(options) | {'block': block})
+    at = state.position % block
+    complete = (at + count) // block * block
+
+    def joined(old, new):
+        return lax.dynamic_update_slice_in_dim(
+            jnp.pad(old, ((0, 0), (0, block + count), (0, 0), (0, 0))), new.astype(old.dtype), at, 1
+        )
+
+    keys = jax.tree.map(joined, state.recent, keys)
+    queries = jax.tree.map(lambda x: joined(jnp.zeros((x.shape[0], block, *x.shape[2:]), x.dtype), x), queries)
+    seen_queries, seen_keys = jax.tree.map(lambda x: x[:, : block + count], (queries, keys))
+    # What stands after the last token is hidden from all before it, and the bounds keep it out of the sums.
+    bounds = (jnp.int32(0), complete)
+    o, sums = xla.attend(seen_queries, seen_keys, parameters, state.sums, bounds, options=options, with_state=True)
+    recent = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, complete, block, 1), keys)
+    return lax.dynamic_slice_in_dim(o, at, count, 1), sums, recent
+
+
+def _one_token(options: Options, state: DecodeState, queries: Queries, keys: Keys, parameters: Any) -> tuple:
+    """One token: the exact kernel over the current block, and one read of the sums."""
+    block = state.recent.v.shape[1]
+    at = state.position % block
+    recent = jax.tree.map(
+        lambda old, new: lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, 1), state.recent, keys
+    )
+    num_Bx1xHxD, den_Bx1xH = xla.one_row(options, queries, recent, parameters, state.sums, at)
+    o_Bx1xHxD = num_Bx1xHxD / den_Bx1xH[..., None] if options.normalize else num_Bx1xHxD
+    # A full block is folded as a whole, so that a token of an unfinished one costs no more than its own weights.
+    sums = lax.cond(
+        at == block - 1,
+        lambda: xla.fold(options, parameters[1], recent, state.sums),
+        lambda: state.sums,
+    )
+    return o_Bx1xHxD.astype(keys.v.dtype), sums, recent
+
+
+def _options(
+    *, powers: tuple[float, ...] = (0.0, 1.0), bias: float = 1.0, normalize: bool = True, **rest: Any
+) -> Options:
+    names = ('feature_map', 'local', 'window', 'block')
+    return Options(tuple(powers), **{name: rest.get(name) for name in names}, bias=bias, normalize=normalize)
+
+
+def size_in_bytes(state: DecodeState) -> int:
+    """Of all arrays of the state."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
+__all__ = ['DecodeState', 'init_state', 'size_in_bytes', 'step']
