@@ -38,7 +38,8 @@ if [ "${1:-}" = -- ]; then shift; fi
 [ $# -gt 0 ] || fail 'no command; for example: scripts/local_pod.sh 2 -- lm train …'
 command -v "$1" >/dev/null || fail "$1: no such command; install the package, or activate its environment"
 
-export JAX_PLATFORMS=cpu
+# Unbuffered: the lines go through a pipe, and should appear when they are written.
+export JAX_PLATFORMS=cpu PYTHONUNBUFFERED=1
 # The number of devices is ours to say; other XLA flags stay.
 kept=''
 for flag in ${XLA_FLAGS:-}; do

@@ -104,6 +104,15 @@ def test_every_script_has_a_golden_file_and_help():
         assert f'scripts/tpu/{script}' in done.stdout
 
 
+def test_the_commands_of_the_documentation(tmp_path):
+    blocks = re.findall(r'```bash\n(.*?)```', (ROOT / 'docs' / 'tpu.md').read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith('scripts/tpu/')]
+    assert len(lines) >= 10
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        assert dry_run([words[0].removeprefix('scripts/tpu/'), *words[1:]], {}, tmp_path)
+
+
 def golden_commands() -> dict[str, str]:
     """One gcloud command line of the golden files for each set of flags, with the name of its file."""
     found = {}
@@ -116,6 +125,7 @@ def golden_commands() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which('gcloud') is None, reason='no gcloud on this machine')
 def test_gcloud_itself_accepts_every_command(tmp_path):
     environment = os.environ | {'CLOUDSDK_CONFIG': str(tmp_path), 'CLOUDSDK_CORE_DISABLE_PROMPTS': '1'}
@@ -266,6 +276,17 @@ def test_other_failures_are_repeated_a_few_times_only(tmp_path):
     assert len(cloud.lm_calls()) == 5
     assert cloud.pods() == ['pod']
     assert 'costs money' in done.stdout
+
+
+def test_a_supervisor_joins_the_job_that_runs_already(tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', scenario='0 43', workers=1)
+    cloud.run('create.sh', '--wait')
+    cloud.run('setup.sh')
+    cloud.run('run.sh', *TRAIN, FAKE_SECONDS='3')
+    done = cloud.run('supervise.sh', *TRAIN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert 'already running' in done.stdout
+    assert len(cloud.lm_calls()) == 1
 
 
 def test_attempts_are_bounded(tmp_path):
