@@ -327,5 +327,5 @@ def test_commands_in_headers_are_right(path, monkeypatch):
     assert commands, f'{path}: the header shows no command'
     for command in commands:
         arguments = parse(shlex.split(command)[1:])
-        if not hasattr(arguments, 'run_dir') or arguments.verb == 'train':
+        if VERBS[arguments.verb].configure and (not hasattr(arguments, 'run_dir') or arguments.verb == 'train'):
             VERBS[arguments.verb].configure(arguments, arguments.gin_param)
