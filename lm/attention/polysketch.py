@@ -1,0 +1,110 @@
+"""Polysketch: polynomial attention in linear time, by sketching far weights and computing near ones exactly
+(PolySketchFormer)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lm.attention.base import Attention, HeadDims
+from lm.attention.linear import linear_flops_per_token
+from lm.attention.polynomial import PolynomialAttention
+from lm.configurable import configurable, field
+from lm.ops import platform
+from lm.ops.linear_attention import SQUARE, PolynomialKernel, decode, linear_attention
+from lm.sketches import SKETCHES, map_chunks
+
+CHUNK = 1024
+"""Tokens whose sketches are computed at a time, where there are more."""
+
+
+def power_of_two(value: int) -> str | None:
+    """The check of `degree`."""
+    return None if value & (value - 1) == 0 else 'must be a power of two (2, 4, 8, 16)'
+
+
+@configurable('polysketch')
+class Polysketch(Attention):
+    """Weights ⟨ψ(q'_i), ψ(k'_j)⟩² / (bias + Σ), where ' is layer normalization and ⟨ψ(x), ψ(y)⟩ ≈ ⟨x, y⟩^(degree/2);
+    with `local`, ⟨q'_i, k'_j⟩^degree where i and j are in the same block. A context of one block is then computed
+    exactly. The defaults are the paper's; its draft has block 256, `sketch = 'srht'` and `per_head = True`."""
+
+    sketch: str = field('learned', choices=tuple(SKETCHES), help='how the polynomial is sketched')
+    sketch_size: int = field(32, minimum=1, help='numbers a sketch has (r); the features are their r² products')
+    degree: int = field(4, minimum=2, maximum=16, check=power_of_two, help='power of the scores; at 2 nothing is lost')
+    local: bool = field(True, help='exact weights inside a block')
+    block: int = field(1024, minimum=1, help='tokens a block of exact weights; without `local` it has no effect')
+    per_head: bool = field(False, help='each key head has its own sketch; False: one for the layer')
+    bias: float = field(1.0, above=0, help='keeps the denominator from zero')
+
+    def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'PolysketchAttention':
+        return PolysketchAttention(self, dims, rngs)
+
+    def flops_per_token(self, dims: HeadDims, length: int) -> float:
+        size = self.sketch_size if self.degree > 2 else dims.head_dim
+        compared, block = (dims.head_dim, self.block) if self.local else (size, None)
+        engine = linear_flops_per_token(dims, length, size * (size + 1) // 2, compared, block=block)
+        if self.local and length <= self.block:
+            return engine
+        sketch = SKETCHES[self.sketch].flops(dims.head_dim, self.sketch_size, self.degree // 2)
+        return engine + (dims.n_heads + dims.n_kv_heads) * sketch
+
+
+class PolysketchAttention(PolynomialAttention):
+    """The layer normalizations of polynomial attention, and the sketch, which queries and keys share."""
+
+    def __init__(self, config: Polysketch, dims: HeadDims, rngs: nnx.Rngs):
+        super().__init__(config, dims, rngs)
+        n = dims.n_kv_heads if config.per_head else 1
+        self.sketch = SKETCHES[config.sketch](n, dims.head_dim, config.sketch_size, config.degree // 2, rngs)
+
+    def features(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """ψ of normalized queries and keys, [B, L, H, r] and [B, L, K, r]."""
+        (batch, length, heads), kv_heads = q_BxLxHxD.shape[:3], k_BxLxKxD.shape[2]
+        n = kv_heads if self.config.per_head else 1
+        grouped = [x.reshape(batch, length, n, -1, x.shape[-1]) for x in (q_BxLxHxD, k_BxLxKxD)]
+        graph, state = nnx.split(self.sketch)
+
+        def sketched(state, x_BxLxNxGxD):
+            return map_chunks(lambda s, x: nnx.merge(graph, s)(x), state, x_BxLxNxGxD, CHUNK)
+
+        if batch % platform.batch_shards() == 0:
+            sketched = platform.per_device(sketched, split=(False, True))
+        psi_BxLxNxGxR = sketched(state, jnp.concatenate(grouped, axis=3))
+        split = heads // n
+        q, k = psi_BxLxNxGxR[:, :, :, :split], psi_BxLxNxGxR[:, :, :, split:]
+        return q.reshape(batch, length, heads, -1), k.reshape(batch, length, kv_heads, -1)
+
+    def _arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
+        # The sketch sees what the exact kernel sees, so that both weigh a pair alike: the paper considers q and k only
+        # after layer normalization (§2.1). (The published code feeds its networks the vectors before it.)
+        q_BxLxHxD, k_BxLxKxD = self.normalize(q_BxLxHxD, k_BxLxKxD)
+        q_BxLxHxR, k_BxLxKxR = self.features(q_BxLxHxD, k_BxLxKxD)
+        return dict(
+            q_BxLxHxE=q_BxLxHxR,
+            k_BxLxKxE=k_BxLxKxR,
+            v_BxLxKxD=v_BxLxKxD,
+            q_local_BxLxHxC=q_BxLxHxD,
+            k_local_BxLxKxC=k_BxLxKxD,
+        )
+
+    def _options(self) -> dict[str, Any]:
+        options = dict(powers=SQUARE, bias=self.config.bias)
+        if self.config.local:
+            options |= dict(local=PolynomialKernel(self.config.degree), block=self.config.block)
+        return options
+
+    def __call__(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
+        return linear_attention(**self._arguments(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD), **self._options())
+
+    def init_state(self, batch: int, max_length: int, dtype: Any) -> decode.DecodeState:
+        """The sums over no keys and, with `local`, an empty block (of `max_length` tokens where that is less)."""
+        heads = (self.dims.n_heads, self.dims.n_kv_heads, self.dims.n_kv_heads)
+        qkv = [jax.ShapeDtypeStruct((batch, 1, n, self.dims.head_dim), dtype) for n in heads]
+        return decode.init_state(**jax.eval_shape(self._arguments, *qkv), **self._options(), max_length=max_length)
+
+    def step(
+        self, state: decode.DecodeState, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array
+    ) -> tuple[decode.DecodeState, jax.Array]:
+        return decode.step(state, **self._arguments(q_BxTxHxD, k_BxTxKxD, v_BxTxKxD), **self._options())
