@@ -22,6 +22,8 @@ from lm.mesh import batch_sharding, initialize_distributed, make_mesh, place, re
 from lm.metrics import perplexity
 from lm.run_dir import RunDir
 from lm.step import State, Step
+from lm.tasks import TaskStore
+from lm.tasks.evaluator import TaskEvaluator
 
 if TYPE_CHECKING:
     from lm.experiment import Experiment
@@ -121,6 +123,13 @@ class Evaluator:
             'step': step,
         }
 
+    def describe(self, result: dict) -> str:
+        """The result in one line."""
+        return (
+            f'loss {result["loss"]:.4f}  perplexity {result["perplexity"]:.3f}'
+            f'  per word {result["word_perplexity"]:.3f}  bits per byte {result["bits_per_byte"]:.4f}'
+        )
+
     def _scores(self, weights) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(nats [B, L], scored [B, L]) of each batch, fetched one batch late so that the devices never wait."""
         eod = self.store.tokenizer().eod_id
@@ -134,6 +143,18 @@ class Evaluator:
                     yield np.asarray(pending[0]), pending[1]
                 pending = nats, scored
         yield np.asarray(pending[0]), pending[1]
+
+
+def make_evaluator(
+    experiment: 'Experiment', step: Step, mesh: Mesh, store: TokenStore | TaskStore
+) -> Evaluator | TaskEvaluator:
+    """What measures the weights of a run: perplexity on text, accuracy on a task."""
+    config, task = experiment.evaluate, experiment.data.task
+    split = config.split or experiment.data.eval_split
+    context_length = config.context_length or experiment.train.context_length
+    if task:
+        return TaskEvaluator(step, mesh, task, split, context_length, config.window, config.batch_size)
+    return Evaluator(step, mesh, store, config, split, context_length)
 
 
 def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split: str) -> dict:
@@ -173,7 +194,7 @@ class LoadedRun:
     """What a checkpoint of a run needs to be used: its functions, weights (params and buffers), data and devices."""
 
     directory: RunDir
-    store: TokenStore
+    store: TokenStore | TaskStore
     mesh: Mesh
     step: Step
     weights: State
@@ -188,14 +209,16 @@ def load_run(experiment: 'Experiment', arguments: Any) -> LoadedRun:
     initialize_distributed(
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
-    store = TokenStore.open(experiment.data.path)
+    store = experiment.data.open(experiment.train.context_length)
     mesh = make_mesh(experiment.mesh)
     directory = RunDir(arguments.run_dir)
     with jax.set_mesh(mesh):
         step = Step(experiment.model, experiment.optimizer, experiment.train.steps)
         abstract = jax.eval_shape(lambda: step.init(0))
     abstract = place({name: abstract[name] for name in ('params', 'buffers')}, mesh)
-    with Checkpointer(directory.checkpoints, experiment.checkpoint, {'tokenizer': store.info['tokenizer']['sha256']}) as saved:
+    # Other data may be scored, but only tokens of the same kind.
+    tokenizer = {name: value for name, value in store.fingerprints.items() if name == 'tokenizer'}
+    with Checkpointer(directory.checkpoints, experiment.checkpoint, tokenizer) as saved:
         restored = saved.restore(abstract, step=arguments.step)
     if restored is None:
         raise MismatchError(f'--run_dir {arguments.run_dir}: holds no checkpoint; train it first with lm train')
@@ -204,18 +227,19 @@ def load_run(experiment: 'Experiment', arguments: Any) -> LoadedRun:
 
 def main(experiment: 'Experiment', arguments: Any) -> int:
     """`lm evaluate`: scores a split with the weights of a run, prints a table and writes evaluations/*.json."""
-    config = experiment.evaluate
-    split = config.split or experiment.data.eval_split
     run = load_run(experiment, arguments)
-    context_length = config.context_length or experiment.train.context_length
-    result = Evaluator(run.step, run.mesh, run.store, config, split, context_length)(run.weights, run.at)
+    evaluator = make_evaluator(experiment, run.step, run.mesh, run.store)
+    result = evaluator(run.weights, run.at)
     if jax.process_index() == 0:
-        name = f'step-{run.at}_{split}_{context_length}_{config.window.replace(":", "-")}.json'
+        window = experiment.evaluate.window.replace(':', '-')
+        name = f'step-{run.at}_{result["split"]}_{result["context_length"]}_{window}.json'
         path = run.directory.evaluations / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + '\n')
         if arguments.json:
             print(json.dumps(result, indent=2))
+        elif experiment.data.task:
+            print(f'{result["split"]} at step {result["step"]}: {evaluator.describe(result)}\nwritten to {path}')
         else:
             print_table(result, str(path))
     return 0

@@ -9,6 +9,7 @@ A state is a dict of arrays:
     in_a_row    int32, of these, how many since the last good one
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,10 +24,19 @@ State = dict[str, Any]
 
 
 class Step:
-    """The functions of one configuration: `init(seed)` makes a state, `train(state, batch)` advances it."""
+    """The functions of one configuration: `init(seed)` makes a state, `train(state, batch)` advances it.
 
-    def __init__(self, model: model_lib.ModelConfig, optimizer: OptimizerConfig, steps: int):
-        self.model = model
+    `scored` says which targets count in the loss: tokens [B, L + 1] → bool [B, L]; None: all do.
+    """
+
+    def __init__(
+        self,
+        model: model_lib.ModelConfig,
+        optimizer: OptimizerConfig,
+        steps: int,
+        scored: Callable[[jax.Array], jax.Array] | None = None,
+    ):
+        self.model, self.scored = model, scored
         self.schedule = optimizer.schedule(steps)
         self.transform = optimizer.build(steps)
         self.graph, _, _ = split(nnx.eval_shape(lambda: model_lib.build(model, 0)))
@@ -84,7 +94,8 @@ class Step:
         def loss(params, batch_BxL):
             batch_BxL = batch_BxL.astype(jnp.int32)
             weights = {'params': params, 'buffers': buffers}
-            return self.nats(weights, batch_BxL[:, :-1], batch_BxL[:, 1:]).mean()
+            nats_BxL = self.nats(weights, batch_BxL[:, :-1], batch_BxL[:, 1:])
+            return nats_BxL.mean() if self.scored is None else nats_BxL.mean(where=self.scored(batch_BxL))
 
         grad = jax.value_and_grad(loss)
         if batch_AxBxL.shape[0] == 1:
@@ -105,23 +116,20 @@ def split(model: model_lib.Transformer) -> tuple[Any, dict, dict]:
 
 
 def count_parameters(model: model_lib.ModelConfig) -> dict[str, int]:
-    """Trainable parameters by part of the model: embedding, attention, glu, norms, sketch (the mechanisms' own)."""
+    """Trainable parameters by part of the model: embedding, attention, glu, norms, mechanism (its own)."""
     _, params, _ = split(nnx.eval_shape(lambda: model_lib.build(model, 0)))
     counts = dict.fromkeys(('embedding', 'attention', 'mechanism', 'glu', 'norms'), 0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        keys = [str(key.key) for key in path]
-        if 'attention' in keys:
-            part = 'mechanism'
-        else:
-            part = next(
-                name
-                for name, words in {
-                    'norms': ('norm',),
-                    'attention': ('qkv', 'attention_out'),
-                    'glu': ('glu',),
-                    'embedding': ('embedding',),
-                }.items()
-                if any(word in key for word in words for key in keys)
-            )
-        counts[part] += leaf.size
+        counts[part_of([str(key.key) for key in path])] += leaf.size
     return counts
+
+
+def part_of(keys: list[str]) -> str:
+    """The part of the model that a parameter belongs to, from the names on the path to it."""
+    if 'attention' in keys:
+        return 'mechanism'
+    words = {'norms': ['norm'], 'attention': ['qkv', 'attention_out'], 'glu': ['glu'], 'embedding': ['embedding']}
+    for part, known in words.items():
+        if any(word in key for word in known for key in keys):
+            return part
+    raise ValueError(f'{keys}: belongs to no part')

@@ -19,12 +19,13 @@ from lm.configurable import configurable, field
 from lm.data.batches import Batches, Windows
 from lm.data.store import TokenStore
 from lm.errors import ConfigError, Diverged, MismatchError, Preempted
-from lm.evaluate import Evaluator
+from lm.evaluate import make_evaluator
 from lm.mesh import batch_sharding, initialize_distributed, make_mesh, place, replicated
 from lm.metrics import Chronometer, Progress, duration, peak_flops, si
 from lm.preemption import Preemption
 from lm.run_dir import RunDir
 from lm.step import Step, count_parameters
+from lm.tasks import TaskStore
 
 if TYPE_CHECKING:
     from lm.experiment import Experiment
@@ -105,20 +106,17 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
         mesh = make_mesh(experiment.mesh)
         stack.enter_context(jax.set_mesh(mesh))
         batches = make_batches(experiment, store, mesh)
-        step = Step(experiment.model, experiment.optimizer, config.steps)
-        split = experiment.evaluate.split or experiment.data.eval_split
-        evaluator = Evaluator(
-            step, mesh, store, experiment.evaluate, split, experiment.evaluate.context_length or config.context_length
-        )
+        task = experiment.data.task
+        step = Step(experiment.model, experiment.optimizer, config.steps, scored=task and task.scored)
+        evaluator = make_evaluator(experiment, step, mesh, store)
         leader = jax.process_index() == 0
         parameters = sum(count_parameters(experiment.model).values())
         if leader:
             print_plan(experiment, store, mesh, parameters)
 
         run = RunDir(run_dir)
-        fingerprints = {'data': store.fingerprint, 'tokenizer': store.info['tokenizer']['sha256']}
-        run.create_or_resume(experiment, {'parameters': parameters, **fingerprints}, MAY_CHANGE_ON_RESUME)
-        checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, fingerprints))
+        run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, MAY_CHANGE_ON_RESUME)
+        checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints))
 
         # Restore this run, else start from another one's parameters, else from the seed.
         abstract = place(jax.eval_shape(lambda: step.init(config.seed)), mesh)
@@ -180,10 +178,7 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
             if result is None:
                 return None
             metrics.write({'kind': 'eval', **result, 'seconds': chronometer.seconds})
-            progress.note(
-                f'evaluation at step {n}: {split} loss {result["loss"]:.4f}  perplexity {result["perplexity"]:.3f}'
-                f'  per word {result["word_perplexity"]:.3f}  bits per byte {result["bits_per_byte"]:.4f}'
-            )
+            progress.note(f'evaluation at step {n}: {evaluator.split} {evaluator.describe(result)}')
             return result['loss']
 
         def save(n: int, loss: float | None = None) -> None:
@@ -234,19 +229,21 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
     return state
 
 
-def open_store(experiment: 'Experiment') -> TokenStore:
-    """The token store, if its tokenizer fits the model."""
-    store = TokenStore.open(experiment.data.path)
-    pieces = store.info['tokenizer']['vocab_size']
+def open_store(experiment: 'Experiment') -> TokenStore | TaskStore:
+    """The token store, or the examples of a task, if their tokens fit the model."""
+    store = experiment.data.open(experiment.train.context_length)
+    pieces = store.vocab_size
     if pieces > experiment.model.vocab_size:
+        what = f'the tokenizer of {store.path} has {pieces} pieces'
+        if experiment.data.task:
+            what = f'{store.path} has {pieces} tokens'
         raise MismatchError(
-            f'model.vocab_size = {experiment.model.vocab_size}: the tokenizer of {experiment.data.path} has '
-            f'{pieces} pieces; set model.vocab_size = {pieces}'
+            f'model.vocab_size = {experiment.model.vocab_size}: {what}; set model.vocab_size = {pieces}'
         )
     return store
 
 
-def make_batches(experiment: 'Experiment', store: TokenStore, mesh: jax.sharding.Mesh) -> Batches:
+def make_batches(experiment: 'Experiment', store: TokenStore | TaskStore, mesh: jax.sharding.Mesh) -> Batches:
     """The batches of the run, if they can be split over the devices."""
     config = experiment.train
     rows = config.batch_size // config.microbatches
@@ -274,7 +271,9 @@ def parameters_from(run_dir: str, experiment: 'Experiment', abstract: dict, init
     return merge(initial, restored[0]['params'])
 
 
-def print_plan(experiment: 'Experiment', store: TokenStore, mesh: jax.sharding.Mesh, parameters: int) -> None:
+def print_plan(
+    experiment: 'Experiment', store: TokenStore | TaskStore, mesh: jax.sharding.Mesh, parameters: int
+) -> None:
     """What is about to happen, before anything is spent on it."""
     config, model = experiment.train, experiment.model
     total = config.steps * config.tokens_per_step
@@ -285,7 +284,7 @@ def print_plan(experiment: 'Experiment', store: TokenStore, mesh: jax.sharding.M
         f'parameters       {parameters:,} ({model.n_layers} layers of width {model.d_model}, {mechanisms})\n'
         f'tokens per step  {config.tokens_per_step:,} ({config.batch_size} windows of {config.context_length}, '
         f'{config.microbatches} microbatch{"es" if config.microbatches > 1 else ""})\n'
-        f'tokens in total  {total:,} ({config.steps:,} steps, {epochs:.3g} epochs of {experiment.data.path})\n'
+        f'tokens in total  {total:,} ({config.steps:,} steps, {epochs:.3g} epochs of {store.path})\n'
         f'FLOPs per token  {si(model.flops_per_token(config.context_length))}\n'
         f'devices          {mesh.size} × {kind} (data {mesh.shape["data"]}, fsdp {mesh.shape["fsdp"]}), '
         f'{jax.process_count()} process{"es" if jax.process_count() > 1 else ""}, '

@@ -32,11 +32,11 @@ class Permutation:
         shift = np.uint64(self.half_bits)
         left, right = value >> shift, value & self.mask
         for key in self.keys:
-            left, right = right, left ^ (_mix(right ^ key) & self.mask)
+            left, right = right, left ^ (mix(right ^ key) & self.mask)
         return (left << shift) | right
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64 (Steele et al. 2014): every input bit changes every output bit."""
     with np.errstate(over='ignore'):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

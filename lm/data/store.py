@@ -23,6 +23,7 @@ import tensorstore as ts
 from lm.configurable import configurable, field
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, LmError, MismatchError
+from lm.tasks import Task, TaskStore
 
 CHUNK = 2**14
 """Elements read and checksummed together."""
@@ -37,11 +38,20 @@ word-level perplexities are normalised."""
 
 @configurable('data')
 class DataConfig:
-    """Which prepared tokens to train and evaluate on."""
+    """Which prepared tokens, or which synthetic task, to train and evaluate on."""
 
     path: str = field('', help='the token store that `lm prepare` writes: a folder, gs://… or s3://…')
     train_split: str = field('train', help='the split to train on')
     eval_split: str = field('validation', help='the split of the periodic evaluation')
+    task: Task | None = field(None, help='a synthetic task in place of a token store')
+
+    def open(self, context_length: int) -> 'TokenStore | TaskStore':
+        """What `path` or `task` names; `context_length` is that of the examples of a task. Raises ConfigError."""
+        if self.task is None:
+            return TokenStore.open(self.path)
+        if self.path:
+            raise ConfigError(f'data.path = {self.path!r}: a task needs no token store; delete this or data.task')
+        return TaskStore(self.task, context_length)
 
 
 class TokenStore:
@@ -80,6 +90,16 @@ class TokenStore:
     def fingerprint(self) -> str:
         """SHA-256 of the tokens, the documents' ends and the tokenizer; says nothing of paths and versions."""
         return self.info['fingerprint']
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """What a checkpoint depends on, by name."""
+        return {'data': self.fingerprint, 'tokenizer': self.info['tokenizer']['sha256']}
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of pieces of the tokenizer."""
+        return self.info['tokenizer']['vocab_size']
 
     def tokens(self, split: str) -> int:
         """The number of tokens, the end-of-document tokens among them."""

@@ -1,0 +1,132 @@
+"""What a synthetic task is: examples that are a pure function of (seed, split, index), and which tokens are answers.
+
+    configuration   a frozen dataclass, `@configurable('name') class Name(Task)`; data.task = @name() in a gin file
+    TaskStore       its examples where the trainer expects a token store
+
+An example is a sequence of tokens that the model reads from left to right; only the answers count, in the loss and in
+the accuracy. N examples of L + 1 tokens, L = train.context_length. Adding a task means adding one file with the
+configuration, and its name to `lm/tasks/__init__.py`.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lm.configurable import field
+from lm.data.permutation import mix
+from lm.errors import ConfigError
+
+SPLITS = ('train', 'validation', 'test')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """Base of the tasks (frozen dataclasses made by `@configurable`)."""
+
+    train_examples: int = field(65_536, minimum=1, help='they come again every epoch')
+    eval_examples: int = field(4096, minimum=1, help='in each of validation and test')
+    seed: int = field(0, minimum=0, help='which examples there are; train.seed decides their order')
+
+    whole_answers = True
+    """What accuracy counts: examples whose answers are all right (True) or single answers (False)."""
+
+    def generate(self, draws: 'Draws', length: int) -> np.ndarray:
+        """Token ids [N, length] of the examples whose random numbers `draws` holds; length = context length + 1."""
+        raise NotImplementedError
+
+    def scored(self, tokens_BxN: jax.Array) -> jax.Array:
+        """Bool [B, N - 1]: whether the token after each position is an answer."""
+        raise NotImplementedError
+
+    def shortest_context(self) -> int:
+        """The least context length that holds an example."""
+        raise NotImplementedError
+
+    def examples(self, split: str, index_N: Sequence[int] | np.ndarray, context_length: int) -> np.ndarray:
+        """Examples `index_N` of a split, [N, context_length + 1] int32.
+
+        Raises ConfigError for a split that there is not and for a context that cannot hold an example.
+        """
+        self.count(split)
+        if context_length < self.shortest_context():
+            raise ConfigError(
+                f'train.context_length = {context_length}: @{self.gin_name}() needs at least {self.shortest_context()}'
+            )
+        return self.generate(Draws(self.seed, split, np.asarray(index_N)), context_length + 1).astype(np.int32)
+
+    def count(self, split: str) -> int:
+        """The number of examples of a split."""
+        if split not in SPLITS:
+            raise ConfigError(
+                f'split {split!r}: @{self.gin_name}() has {", ".join(SPLITS)}; choose one of them with '
+                'data.train_split, data.eval_split or --split'
+            )
+        return self.train_examples if split == 'train' else self.eval_examples
+
+
+class TaskStore:
+    """The examples of a task laid out like the windows of a text: example i stands at offset i · context_length.
+
+    Windows, batches, their order and their distribution over hosts are then those of text (`lm.data.batches`).
+    """
+
+    def __init__(self, task: Task, context_length: int):
+        """Raises ConfigError when the context cannot hold an example."""
+        self.task, self.context_length = task, context_length
+        self.path = f'@{task.gin_name}()'
+        self.vocab_size = task.vocab_size
+        content = f'{task!r} {context_length} {self.read("train", 0, 1)}'
+        self.fingerprints = {'data': hashlib.sha256(content.encode()).hexdigest()}
+
+    def tokens(self, split: str) -> int:
+        """Behind the last window, whose last token the next one does not share here."""
+        return self.task.count(split) * self.context_length + 1
+
+    def read(self, split: str, start: int, stop: int) -> np.ndarray:
+        """Tokens of one example; `start` is where an example begins."""
+        return self.read_many(split, [start], stop - start)[0]
+
+    def read_many(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """The first `length` tokens of the examples that begin at `starts`, [N, length] int32."""
+        index = np.asarray(starts, np.int64) // self.context_length
+        return self.task.examples(split, index, self.context_length)[:, :length]
+
+    def tokenizer(self) -> Any:
+        """Raises ConfigError: tasks are not text."""
+        raise ConfigError(f'data.task = {self.path}: this run was trained on a task, so there is no text to write')
+
+
+class Draws:
+    """Random numbers of N examples: pure functions of (seed, split, index) and of the calls made before.
+
+    Each example has a SplitMix64 generator of its own (Steele et al. 2014), so its numbers depend on no other example.
+    """
+
+    def __init__(self, seed: int, split: str, index_N: np.ndarray):
+        key = np.random.SeedSequence([seed, *split.encode()]).generate_state(1, np.uint64)
+        self.n = len(index_N)
+        self._state_N = mix(key + mix(index_N.astype(np.uint64)))
+        self._drawn = 0
+
+    def uniform(self, count: int) -> np.ndarray:
+        """[N, count] numbers in [0, 1)."""
+        counter = np.arange(self._drawn + 1, self._drawn + count + 1, dtype=np.uint64)
+        self._drawn += count
+        bits = mix(self._state_N[:, None] + counter * np.uint64(0x9E3779B97F4A7C15))
+        return (bits >> np.uint64(11)) * 2.0**-53
+
+    def integers(self, high: int, count: int) -> np.ndarray:
+        """[N, count] integers in {0, …, high-1}."""
+        return (self.uniform(count) * high).astype(np.int64)
+
+    def distinct(self, high: int, count: int, weights: np.ndarray | None = None) -> np.ndarray:
+        """[N, count] different integers in {0, …, high-1} in the order drawn, with probabilities ∝ `weights` [high].
+
+        The smallest of exponential variables with these rates are a draw without replacement.
+        """
+        waiting = -np.log1p(-self.uniform(high)) / (1.0 if weights is None else weights)
+        return np.argsort(waiting, axis=1)[:, :count]
