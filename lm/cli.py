@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from lm import __version__
-from lm.errors import ConfigError, LmError
+from lm.errors import ConfigError, LmError, Preempted
 
 EXIT_CODES = """exit codes:
   0  done                      43  diverged: change something before running it again
@@ -81,6 +81,12 @@ def generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--top_k', type=int, metavar='K', help='only the K most probable tokens')
     parser.add_argument('--top_p', type=float, metavar='P', help='only the most probable tokens that make up P')
     parser.add_argument('--seed', type=int, default=0, help='default: 0')
+
+
+def inspect_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('path', metavar='PATH', help='a run directory, a sweep or a token store')
+    parser.add_argument('--verify', action='store_true', help='read everything and compare checksums')
+    parser.add_argument('--json', action='store_true', help='print JSON instead of tables')
 
 
 # ------------------------------------------------------------------------------------------------------ configurations
@@ -186,6 +192,13 @@ VERBS = {
         flags=(run_flags, generate_flags, gin_flags, distributed_flags),
         configure=from_run,
     ),
+    'inspect': Verb(
+        help='show what a run, a sweep or a token store holds',
+        example='lm inspect runs/tiny --verify',
+        main='lm.inspection:main',
+        flags=(inspect_flags,),
+        configure=None,
+    ),
 }
 
 
@@ -276,7 +289,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not expected:
             message = f'{type(error).__name__}: {message[:500]}'
         remedy = '' if expected or arguments.debug else ' (run it again with --debug for the traceback)'
-        print(f'{label}: error: {message}{remedy}', file=sys.stderr)
+        kind = '' if isinstance(error, Preempted) else 'error: '
+        print(f'{label}: {kind}{message}{remedy}', file=sys.stderr)
         return error.exit_code if expected else 1
 
 

@@ -56,6 +56,17 @@ def load(
         from lm.experiment import Experiment as root
     if base is not None:
         load([base], allow_imports=allow_imports, root=root)
+    bindings = {s.key: s for s in read(gin_files, gin_params, allow_imports=allow_imports, base=base)}
+    built, calls = resolve(bindings, root)
+    check_used(bindings, calls, set(sections_of(root).values()))
+    return built
+
+
+def read(
+    gin_files: Sequence[str], gin_params: Sequence[str] = (), *, allow_imports: bool = False, base: str | None = None
+) -> list[Statement]:
+    """The statements of `base`, of gin files and of gin parameters, in this order; their names are checked against the
+    configurables that have been imported."""
     reader = _Reader(allow_imports)
     if base is not None:
         reader.read_file(base, is_base=True)
@@ -63,14 +74,22 @@ def load(
         reader.read_file(path)
     for param in gin_params:
         reader.read_param(param)
-    bindings = {statement.key: statement for statement in reader.statements}
-    check_macros(bindings)
+    return reader.statements
 
+
+def resolve(bindings: dict[str, Statement], root: type) -> tuple[Any, list[tuple[str, str]]]:
+    """`root` filled from `bindings`, and the (scope, name) of everything that was built for it. Whether each binding
+    was used remains to be checked."""
+    check_macros(bindings)
+    sections = sections_of(root)
+    built, calls = _construct(bindings | _selected_by_default(bindings, sections.values()), sections)
+    return root(**built), calls
+
+
+def sections_of(root: type) -> dict[str, str]:
+    """Field → gin name of its configurable."""
     annotations = typing.get_type_hints(root)
-    sections = {field.name: annotations[field.name].gin_name for field in dataclasses.fields(root)}
-    built, calls = _construct(bindings, sections)
-    check_used(bindings, calls, set(sections.values()))
-    return root(**built)
+    return {field.name: annotations[field.name].gin_name for field in dataclasses.fields(root)}
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -303,6 +322,19 @@ def _construct(
         _observers.pop()
         gin.clear_config()
     return built, calls
+
+
+def _selected_by_default(bindings: dict[str, Statement], sections: Iterable[str]) -> dict[str, Statement]:
+    """`prepare.tokenizer = @tokenizer()` and the like, where a section's default is a configurable that some binding
+    names and no binding replaces: then `tokenizer.vocab_size = 4096` alone has the effect that it says."""
+    found = {}
+    for section in sections:
+        for field in dataclasses.fields(REGISTRY[section]):
+            name = getattr(field.default, 'gin_name', None)
+            key = f'{section}.{field.name}'
+            if key not in bindings and any(s.selector == name and s.parameter for s in bindings.values()):
+                found[key] = Statement('', section, field.name, Reference('', name), 'default', False)
+    return found
 
 
 def _builder(name: str) -> Callable[..., Any]:

@@ -71,14 +71,20 @@ def check_macros(bindings: dict[str, Statement]) -> None:
                 raise ConfigError(f'{statement.where}: the macro %{name} has no value{hint}')
 
 
-def check_used(bindings: dict[str, Statement], calls: list[tuple[str, str]], sections: set[str]) -> None:
-    """Raises ConfigError for the statements without effect, each with what might have been meant."""
+def used_bindings(bindings: dict[str, Statement], calls: list[tuple[str, str]]) -> set[str]:
+    """The keys of the statements that had an effect on what was built, macros among them."""
     used = {s.key for scope, name in set(calls) for s in in_effect(bindings, scope, name).values()}
     pending = list(used)
     while pending:
         macros = {m for m in _macros(bindings[pending.pop()].value) if m not in used}
         used |= macros
         pending += macros
+    return used
+
+
+def check_used(bindings: dict[str, Statement], calls: list[tuple[str, str]], sections: set[str]) -> None:
+    """Raises ConfigError for the statements without effect, each with what might have been meant."""
+    used = used_bindings(bindings, calls)
     unused = [s for key, s in bindings.items() if key not in used]
     unused = [s for s in unused if not (s.in_base and s.parameter and s.selector not in sections)]
     if unused:

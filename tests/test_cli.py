@@ -172,7 +172,7 @@ def test_prepare_flags(calls):
     ('error', 'code', 'message'),
     [
         (errors.ConfigError('bad'), 2, 'lm prepare: error: bad\n'),
-        (errors.Preempted('saved'), 42, 'lm prepare: error: saved\n'),
+        (errors.Preempted('saved'), 42, 'lm prepare: saved\n'),
         (errors.Diverged('nan'), 43, 'lm prepare: error: nan\n'),
         (errors.MismatchError('damaged'), 44, 'lm prepare: error: damaged\n'),
         (KeyboardInterrupt(), 130, 'lm prepare: interrupted\n'),

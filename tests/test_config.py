@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lm.cli import VERBS, parse
 from lm.config import dump, load
-from lm.configurable import configurable, field
+from lm.configurable import REGISTRY, configurable, field
 from lm.errors import ConfigError
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
@@ -215,7 +215,7 @@ def test_overriding_a_run_drops_what_it_said_about_the_replaced_only(tmp_path):
 
 def test_a_configurable_of_an_imported_module_can_be_named(tmp_path, monkeypatch):
     (tmp_path / 'lm_test_mine.py').write_text(
-        'from lm.configurable import configurable, field\n'
+        'from lm.configurable import REGISTRY, configurable, field\n'
         "from test_config import Shape\n@configurable('test_mine')\nclass Mine(Shape):\n  size: int = field(1)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -329,3 +329,11 @@ def test_commands_in_headers_are_right(path, monkeypatch):
         arguments = parse(shlex.split(command)[1:])
         if VERBS[arguments.verb].configure and (not hasattr(arguments, 'run_dir') or arguments.verb == 'train'):
             VERBS[arguments.verb].configure(arguments, arguments.gin_param)
+
+
+def test_bindings_of_the_default_mechanism_need_no_selection():
+    experiment = load([], ['softmax.window = 7', 'tokenizer.vocab_size = 999'])
+    assert experiment.model.attention == REGISTRY['softmax'](window=7)
+    assert experiment.prepare.tokenizer.vocab_size == 999
+    with pytest.raises(ConfigError, match='because @softmax.. is not selected'):
+        load([], ['softmax.window = 7', 'model.attention = @polynomial()'])
