@@ -69,6 +69,12 @@ class RunDir:
         text = experiment if isinstance(experiment, str) else dump(experiment)
         return _on_leader(lambda: self._create_or_resume(text, info, tuple(may_change)))
 
+    def check_unchanged(self, experiment: Any, may_change: Iterable[str] = ()) -> None:
+        """Raises MismatchError if the directory holds a run of another configuration; writes nothing."""
+        if self.config.exists():
+            text = experiment if isinstance(experiment, str) else dump(experiment)
+            self._check_unchanged(self.config.read_text(), text, tuple(may_change))
+
     def metrics(self, resume_at: int = 0, tensorboard: bool = False) -> MetricsFile:
         """Opens metrics.jsonl, without the lines of steps after `resume_at`; with `tensorboard`, summaries are written
         to tensorboard/ too, if the packages for it are installed."""
@@ -113,7 +119,7 @@ class RunDir:
 
 def config_differences(old: str, new: str) -> list[tuple[str, str | None, str | None]]:
     """(binding, old value, new value) for each that differs between two dumped configurations; None: absent."""
-    before, after = _bindings(old), _bindings(new)
+    before, after = bindings(old), bindings(new)
     names = sorted(before.keys() | after.keys(), key=lambda name: (name not in before, name))
     return [(name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]
 
@@ -173,18 +179,18 @@ def git_commit() -> str | None:
         return None
 
 
-def _bindings(text: str) -> dict[str, str]:
+def bindings(text: str) -> dict[str, str]:
     """Binding → value of dumped gin text. Comments and blank lines are skipped, wrapped values joined."""
-    bindings: dict[str, str] = {}
+    found: dict[str, str] = {}
     name = None
     for line in text.splitlines():
         match = re.match(r'([\w./]+) = (.*)', line)
         if match:
             name = match[1]
-            bindings[name] = match[2].strip()
+            found[name] = match[2].strip()
         elif name and line.strip() and not line.lstrip().startswith('#'):
-            bindings[name] = f'{bindings[name]} {line.strip()}'.strip()
-    return bindings
+            found[name] = f'{found[name]} {line.strip()}'.strip()
+    return found
 
 
 def _section(name: str) -> str:
