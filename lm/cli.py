@@ -83,6 +83,23 @@ def generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--seed', type=int, default=0, help='default: 0')
 
 
+def sweep_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--run_dir', metavar='ROOT', help='the folder that gets a run directory for each point')
+    parser.add_argument(
+        '--sweep_file',
+        action='append',
+        default=[],
+        metavar='FILE',
+        help='a gin file whose lists are the axes of a grid; those of one scope zip/, zip_a/, … vary together',
+    )
+    parser.add_argument('--dry_run', action='store_true', help='print the list of runs and stop')
+    parser.add_argument('--count', action='store_true', help='print the number of points and stop')
+    parser.add_argument('--jobs', type=int, default=1, metavar='N', help='points at a time; default: 1')
+    parser.add_argument('--gpus_per_job', type=int, metavar='K', help='share the GPUs out, K to a point')
+    parser.add_argument('--index', type=int, metavar='I', help='run only point I, from 0, in this process')
+    parser.add_argument('--retry_failed', action='store_true', help='run points again that diverged or were refused')
+
+
 def inspect_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('path', metavar='PATH', help='a run directory, a sweep or a token store')
     parser.add_argument('--verify', action='store_true', help='read everything and compare checksums')
@@ -191,6 +208,14 @@ VERBS = {
         main='lm.generate:main',
         flags=(run_flags, generate_flags, gin_flags, distributed_flags),
         configure=from_run,
+    ),
+    'sweep': Verb(
+        help='train every point of a grid of configurations, or those that are not finished yet',
+        example='lm sweep --run_dir runs/sweep --gin_file configs/experiments/quickstart.gin '
+        '--sweep_file configs/sweeps/quickstart.gin --dry_run',
+        main='lm.sweep:main',
+        flags=(sweep_flags, gin_flags, distributed_flags),
+        configure=None,
     ),
     'inspect': Verb(
         help='show what a run, a sweep or a token store holds',

@@ -17,6 +17,7 @@ from lm.errors import ConfigError
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 SHIPPED = sorted([*PROJECT.glob('configs/**/*.gin'), *PROJECT.glob('data/*.gin')])
+SHIPPED = [path for path in SHIPPED if path.parent.name != 'sweeps']  # lists of values: test_sweep.py
 
 
 class Shape:
