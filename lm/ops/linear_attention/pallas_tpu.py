@@ -1,0 +1,169 @@
+"""Causal linear attention on TPUs: fused Pallas kernels, forward and backward.
+
+Supports φ(x) = x ⊗ x (polysketch) and features as they are, either with an exact polynomial kernel inside each block.
+The expansion is formed in VMEM from r rows and packed by symmetry; sums over earlier keys stay in VMEM across the
+blocks of a sequence, and the forward kernel leaves a rounded copy per block for the backward sweep. Inside the kernels
+everything is feature by token ([N, F, L], N = batch · heads).
+
+Static cycles per token and head are measured by `lm.bench.kernels`.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from lm.ops import platform
+from lm.ops.exact_attention import RESIDUAL_NAME
+from lm.ops.linear_attention.pallas_tpu_backward import backward
+from lm.ops.linear_attention.pallas_tpu_features import ROWS, Plan
+from lm.ops.linear_attention.pallas_tpu_forward import forward
+from lm.ops.linear_attention.types import Options, PolynomialKernel, State
+
+LANES = 128
+LOCAL_BLOCK = 1024
+VMEM_BUDGET = 13 * 2**20
+"""What the kernels may take by `vmem_estimate`; the smallest VMEM, v4's, is 16 MiB."""
+
+SQUARED, PLAIN = (0.0, 0.0, 1.0), (0.0, 1.0)
+
+
+def linear_attention(
+    q_BxLxHxE: jax.Array,
+    k_BxLxKxE: jax.Array,
+    v_BxLxKxD: jax.Array,
+    q_parameters,
+    k_parameters,
+    q_local_BxLxHxC: jax.Array | None,
+    k_local_BxLxKxC: jax.Array | None,
+    initial_state: State | None,
+    *,
+    options: Options,
+    with_state: bool,
+) -> tuple[jax.Array, None]:
+    """Arguments as in `lm.ops.linear_attention`; calls that `unsupported` refuses are wrong here."""
+    arrays = [q_BxLxHxE, k_BxLxKxE, v_BxLxKxD]
+    if options.local is not None:
+        arrays += [q_local_BxLxHxC, k_local_BxLxKxC]
+    function = platform.per_device(functools.partial(_by_head, options), split=(True,) * len(arrays))
+    return function(*arrays), None
+
+
+def unsupported(q, k, v, q_parameters, k_parameters, q_local, k_local, initial_state, *, options, **rest) -> str | None:
+    """Why the kernels cannot compute this call, or None."""
+    if platform.target_platform() != 'tpu':
+        return 'needs a TPU'
+    if not options.causal or not options.normalize:
+        return 'is causal and normalised only'
+    if initial_state is not None or rest.get('with_state'):
+        return 'takes no state in and gives none out'
+    if options.feature_map is not None:
+        return 'takes features, not a feature map'
+    if tuple(options.powers) not in (SQUARED, PLAIN):
+        return f'takes powers {SQUARED} or {PLAIN}, not {tuple(options.powers)}'
+    if options.bias < 0:
+        return f'takes no negative bias, {options.bias}'
+    if options.local is not None:
+        if options.window is not None:
+            return 'takes exact blocks, not a window'
+        if not isinstance(options.local, PolynomialKernel) or options.local.degree not in (1, 2, 4, 8):
+            return 'takes a polynomial of degree 2, 4 or 8 as exact kernel'
+        block = options.block or LOCAL_BLOCK
+        if block % LANES and q.shape[1] > block:
+            return f'takes blocks that are multiples of {LANES}, not {block}'
+    dtypes = {a.dtype for a in (q, k, v, *([] if options.local is None else [q_local, k_local]))}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
+        return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
+    if q.shape[0] % platform.batch_shards():
+        return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
+    sizes = _sizes(options, q, v, q_local)
+    if vmem_estimate(plan_for(options, q.shape[1], 1, *sizes), *sizes) > VMEM_BUDGET:
+        return f'would not fit its VMEM with {q.shape[-1]} features and blocks of {options.block or LOCAL_BLOCK}'
+    return None
+
+
+def _sizes(options: Options, q, v, q_local) -> tuple[int, int, int, int]:
+    """Rows of x, of v and of what the exact kernel compares (0 without), as padded; bytes a number."""
+    compared = 0 if options.local is None else _rows(q_local.shape[-1])
+    return _rows(q.shape[-1]), _rows(v.shape[-1]), compared, v.dtype.itemsize
+
+
+def _rows(size: int) -> int:
+    return -(-size // ROWS) * ROWS
+
+
+def _by_head(options: Options, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local) -> jax.Array:
+    batch, length, heads, _ = q_BxLxHxE.shape
+    sizes = _sizes(options, q_BxLxHxE, v_BxLxKxD, *local[:1] or (None,))
+    plan = plan_for(options, length, batch * heads, *sizes)
+    padded = -(-length // plan.block) * plan.block
+
+    def by_token(a_BxLxHxF):
+        # Zero tokens after the last are exact: their weights are 0. So are zero features.
+        a_BxHxFxL = a_BxLxHxF.transpose(0, 2, 3, 1)
+        a_BxHxFxL = jnp.repeat(a_BxHxFxL, heads // a_BxLxHxF.shape[2], axis=1)
+        rows = a_BxLxHxF.shape[3]
+        a_BxHxFxL = jnp.pad(a_BxHxFxL, ((0, 0), (0, 0), (0, _rows(rows) - rows), (0, padded - length)))
+        return a_BxHxFxL.reshape(batch * heads, _rows(rows), padded)
+
+    o_NxDxL = attend(plan, *map(by_token, (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local)))
+    o_BxHxDxL = o_NxDxL.reshape(batch, heads, -1, padded)[:, :, : v_BxLxKxD.shape[-1], :length]
+    return o_BxHxDxL.transpose(0, 3, 1, 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(plan: Plan, x: jax.Array, y: jax.Array, v: jax.Array, *local: jax.Array) -> jax.Array:
+    """The kernels on arrays that lie feature by token: x, y [N, F, L], v [N, D, L], local a, b [N, C, L] → [N, D, L].
+
+    F, C and D are multiples of 16, L of plan.block, N of plan.heads.
+    """
+    return forward(plan, False, x, y, v, *local)[0]
+
+
+def _attend_forward(plan, *inputs):
+    # Saved by name, so that a `jax.checkpoint` policy can spare the backward pass a second forward one.
+    o, inverse, *sums = (checkpoint_name(a, RESIDUAL_NAME) for a in forward(plan, True, *inputs))
+    return o, (inputs, o, inverse, sums)
+
+
+def _attend_backward(plan, residuals, do):
+    inputs, o, inverse, sums = residuals
+    return tuple(backward(plan, inputs, o, do, inverse, sums))
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def plan_for(options: Options, length: int, n: int, features: int, head_dim: int, compared: int, itemsize: int) -> Plan:
+    squared = tuple(options.powers) == SQUARED
+    local = options.local
+    if local is None:
+        # The block does not matter to the result. Wider ones save fewer and shorter ones compute less.
+        wanted = 512 if squared and features > 32 else 256
+    else:
+        wanted = options.block or LOCAL_BLOCK
+    block = min(wanted, -(-length // LANES) * LANES)
+    tile = next(size for size in (256, LANES) if block % size == 0)
+    degree, scale = (2 if squared else 1, 1.0) if local is None else (local.degree, local.scale)
+    plan = functools.partial(
+        Plan, block, tile, squared=squared, exact_local=local is not None, degree=degree, scale=scale, bias=options.bias
+    )
+    fitting = [
+        g
+        for g in (4, 3, 2)
+        if n % g == 0 and vmem_estimate(plan(heads=g), features, head_dim, compared, itemsize) <= VMEM_BUDGET
+    ]
+    return plan(heads=next(iter(fitting), 1))
+
+
+def vmem_estimate(plan: Plan, features: int, head_dim: int, compared: int, itemsize: int) -> int:
+    """Bytes of VMEM that the backward kernel, the larger one, takes: about what the compiler reports."""
+    state = math.prod(plan.state_shape(features, head_dim))
+    rows = 4 * features + 5 * head_dim + 4 * compared
+    blocks = 2 * itemsize * (rows * plan.block + state + (3 * features**2 if plan.squared else 0))
+    sums = 4 * (state + math.prod(plan.moment_shape(features)))
+    expansion = 4 * plan.state_shape(features, head_dim)[1] * plan.block
+    weights = 4 * 4 * plan.block * plan.tile
+    return plan.heads * (blocks + sums) + expansion + weights

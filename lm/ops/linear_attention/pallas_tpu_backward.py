@@ -1,0 +1,140 @@
+"""The backward kernel of causal linear attention on TPUs: one sweep from the last block to the first.
+
+With g = do / denominator and e = -⟨do, o⟩ / denominator, the gradients of numerator and denominator, a key y with
+value v meets the later queries only in Σ g φ(x)ᵀ and Σ e x xᵀ, which stay in VMEM; a query meets the earlier keys
+in the sums that the forward kernel saved. Letters as in the forward kernel.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from lm.ops.linear_attention.pallas_tpu_features import (
+    ROWS,
+    Plan,
+    causal,
+    dot,
+    extended,
+    moment_operand,
+    moment_times,
+    pack,
+    power_and_slope,
+    state_operand,
+    tiles,
+    unpack_gradient,
+)
+
+
+def backward(plan: Plan, inputs, o, do, inverse, sums) -> list[jax.Array]:
+    """The gradients of the inputs (x, y, v and, where plan.exact_local, a and b).
+
+    Args:
+        plan: the forward kernel's.
+        inputs: the forward kernel's.
+        o: its outputs.
+        do: their gradient.
+        inverse: its inverse denominators.
+        sums: what it saved before each block.
+    """
+    n, head_dim, length = o.shape
+    features = inputs[0].shape[1]
+    state, moment = plan.state_shape(features, head_dim), plan.moment_shape(features)
+    steps = length // plan.block
+    outputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs]
+
+    def tokens(a):
+        return pl.BlockSpec((plan.heads, a.shape[1], plan.block), lambda i, j: (i, 0, steps - 1 - j))
+
+    def before(a):
+        return pl.BlockSpec((plan.heads, 1, *a.shape[2:]), lambda i, j: (i, steps - 1 - j, 0, 0))
+
+    read = (*inputs, o, do, inverse)
+    return pl.pallas_call(
+        functools.partial(_kernel, plan),
+        name='linear_attention_backward',
+        grid=(n // plan.heads, steps),
+        in_specs=[tokens(a) for a in read] + [before(a) for a in sums],
+        out_specs=[tokens(a) for a in outputs],
+        out_shape=outputs,
+        scratch_shapes=[pltpu.VMEM((plan.heads, *shape), jnp.float32) for shape in (state, moment)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'arbitrary')),
+        cost_estimate=_cost(plan, inputs, (*read, *sums, *outputs)),
+    )(*read, *sums)
+
+
+def _cost(plan: Plan, inputs, arrays) -> pl.CostEstimate:
+    n, head_dim, length = inputs[2].shape
+    features, compared = inputs[0].shape[1], inputs[-1].shape[1]
+    rows, columns = plan.state_shape(features, head_dim)
+    before = 8 * rows * columns + (14 * features**2 if plan.squared else 0)
+    inside = (3 * compared + 2 * head_dim) * (plan.block + plan.tile)
+    return pl.CostEstimate(
+        flops=n * length * (before + inside),
+        transcendentals=0,
+        bytes_accessed=sum(a.size * a.dtype.itemsize for a in arrays),
+    )
+
+
+def _kernel(plan: Plan, x, y, v, *refs):
+    a, b = refs[:2] if plan.exact_local else (x, y)
+    o, do, inverse, *refs = refs[2:] if plan.exact_local else refs
+    sums, refs = (refs[:2], refs[2:]) if plan.squared else (refs[:1], refs[1:])
+    dx, dy, dv, *da_db, state, moment = refs
+
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        state[...] = jnp.zeros_like(state)
+        moment[...] = jnp.zeros_like(moment)
+
+    # The order of the stages is the one that the compiler schedules best; most of them do not depend on each other.
+    for head in range(plan.heads):
+        x_FxT, y_FxT, v_DxT = x[head], y[head], v[head]
+        dtype = v.dtype
+        do_DxT = do[head].astype(jnp.float32)
+        e_1xT = -inverse[head] * jnp.sum(do_DxT * o[head].astype(jnp.float32), axis=0, keepdims=True)
+        g_DxT = (do_DxT * inverse[head]).astype(dtype)
+
+        dx_FxT = dot(sums[0][head, 0], extended(plan, g_DxT, e_1xT), (0, 0))
+        if plan.squared:
+            dx_FxT = unpack_gradient(x_FxT, dx_FxT) + (2.0 * e_1xT) * moment_times(sums[1][head, 0], x_FxT)
+        da_CxT, db_CxT, dv_DxT = _inside(plan, a[head], b[head], v_DxT, g_DxT, e_1xT)
+
+        state_DxP = state_operand(plan, state[head], dtype)
+        dy_FxT = dot(state_DxP, extended(plan, v_DxT, 1.0), (0, 0))
+        if plan.squared:
+            moment_FxE = moment_operand(moment[head], dtype)
+            dy_FxT = unpack_gradient(y_FxT, dy_FxT) + 2.0 * moment_times(moment_FxE, y_FxT)
+            dv_DxT += dot(state_DxP, pack(y_FxT, weighted=True), (1, 0))
+            state[head] += dot(g_DxT, pack(x_FxT, weighted=False), (1, 1))
+            moment[head] += dot((x_FxT.astype(jnp.float32) * e_1xT).astype(dtype), x_FxT, (1, 1))
+        else:
+            dv_DxT += dot(state_DxP[:-ROWS], y_FxT, (1, 0))
+            state[head] += dot(extended(plan, g_DxT, e_1xT), x_FxT, (1, 1))
+
+        if plan.exact_local:
+            da_db[0][head], da_db[1][head] = da_CxT.astype(dtype), db_CxT.astype(dtype)
+        else:
+            dx_FxT, dy_FxT = dx_FxT + da_CxT, dy_FxT + db_CxT
+        dx[head], dy[head], dv[head] = dx_FxT.astype(dtype), dy_FxT.astype(dtype), dv_DxT.astype(dtype)
+
+
+def _inside(plan: Plan, a_CxT, b_CxT, v_DxT, g_DxT, e_1xT) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of a, b and v through the weights inside the block."""
+    das, dbs, dvs = [], [0.0] * len(tiles(plan)), [0.0] * len(tiles(plan))
+    factor = plan.degree * plan.scale
+    for queries, keys in tiles(plan):
+        s_KxQ = dot(b_CxT[:, keys], a_CxT[:, queries], (0, 0))
+        dw_KxQ = dot(v_DxT[:, keys], g_DxT[:, queries], (0, 0)) + e_1xT[:, queries]
+        w_KxQ, slope_KxQ = power_and_slope(s_KxQ if plan.scale == 1.0 else plan.scale * s_KxQ, plan.degree)
+        w_KxQ = causal(w_KxQ).astype(v_DxT.dtype)
+        ds_KxQ = causal(dw_KxQ if slope_KxQ is None else dw_KxQ * slope_KxQ).astype(v_DxT.dtype)
+        das.append(factor * dot(b_CxT[:, keys], ds_KxQ, (1, 0)))
+        db_CxK = dot(a_CxT[:, queries], ds_KxQ, (1, 1))
+        dv_DxK = dot(g_DxT[:, queries], w_KxQ, (1, 1))
+        for i, (tile, _) in enumerate(tiles(plan)[: len(das)]):
+            dbs[i] += db_CxK[:, tile]
+            dvs[i] += dv_DxK[:, tile]
+    return jnp.concatenate(das, axis=1), factor * jnp.concatenate(dbs, axis=1), jnp.concatenate(dvs, axis=1)

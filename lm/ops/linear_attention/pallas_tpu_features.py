@@ -1,0 +1,177 @@
+"""What the TPU kernels of linear attention are made of: products, packed features, weights inside a block.
+
+Everything lies feature by token ([F, T], tokens on the 128 lanes), because sketches of 32 or 64 features and heads of
+64 would leave half of the lanes idle; a feature of x ⊗ x is then a row times eight rows, without moving a lane.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+SUBLANES = 8
+"""Rows of a vector register, and so the grain of the symmetric packing."""
+
+ROWS = 16
+"""Rows of a bfloat16 register: what feature axes are padded to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the kernels compute, and how they cut it into steps.
+
+    Attributes:
+        block: tokens a grid step; inside one the weights are (scale ⟨a, b⟩)^degree, before it ⟨φ(x), φ(y)⟩.
+        tile: query tokens at a time inside a block.
+        heads: heads a grid step; the compiler overlaps their work.
+        squared: φ(x) = x ⊗ x, formed in VMEM; else φ(x) = x.
+        exact_local: a and b are arrays of their own; else they are x and y.
+        degree: of the weights inside a block: 1, 2, 4 or 8.
+        scale: of the weights inside a block.
+        bias: what the denominator starts from.
+    """
+
+    block: int
+    tile: int
+    heads: int
+    squared: bool
+    exact_local: bool
+    degree: int
+    scale: float
+    bias: float
+
+    def state_shape(self, features: int, head_dim: int) -> tuple[int, int]:
+        """Of Σ v φ(y)ᵀ; for plain features `ROWS` rows below hold Σ φ(y), all the same."""
+        return (head_dim, packed_width(features)) if self.squared else (head_dim + ROWS, features)
+
+    def moment_shape(self, features: int) -> tuple[int, int]:
+        """Of Σ y yᵀ, from which the denominator comes if φ(x) = x ⊗ x."""
+        return (features, features) if self.squared else (SUBLANES, 128)
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """a · b over one axis of each, accumulated in float32; float32 operands are not rounded."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    axes = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def packed_width(rows: int) -> int:
+    """Rows of `pack`: 640 for 32, 2304 for 64, where x ⊗ x has 1024 and 4096."""
+    groups = rows // SUBLANES
+    return SUBLANES**2 * groups * (groups + 1) // 2
+
+
+def pack(x_FxT: jax.Array, weighted: bool) -> jax.Array:
+    """x ⊗ x without the half that symmetry repeats: row i times the rows from its group of eight onwards.
+
+    ⟨pack(x, weighted=True), pack(y, weighted=False)⟩ = ⟨x, y⟩²: a pair of two groups stands for its mirror image too,
+    and so is doubled on the weighted side. Formed in float32 and rounded once to the type of x.
+    """
+    rows, dtype = x_FxT.shape[0], x_FxT.dtype
+    x_FxT = x_FxT.astype(jnp.float32)
+    beyond_FxT = 2.0 * x_FxT if weighted else x_FxT
+    parts = []
+    for i in range(rows):
+        low = i // SUBLANES * SUBLANES
+        high = low + SUBLANES
+        parts.append(x_FxT[i : i + 1] * x_FxT[low:high])
+        if high < rows:
+            parts.append(x_FxT[i : i + 1] * beyond_FxT[high:])
+    return jnp.concatenate(parts, axis=0).astype(dtype)
+
+
+def unpack_gradient(x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
+    """The float32 gradient of x [F, T] from that of `pack(x, weighted=True)` [P, T].
+
+    The gradients of two features that are mirror images inside one group of eight must be the same, as they are for
+    every state made of `pack`; then all of it carries the factor 2.
+    """
+    rows, groups = x_FxT.shape[0], x_FxT.shape[0] // SUBLANES
+    x_FxT = x_FxT.astype(jnp.float32)
+    sums: list = [0.0] * groups
+    offset = 0
+    for group in range(groups):
+        low, high = group * SUBLANES, (group + 1) * SUBLANES
+        across = []
+        for i in range(low, high):
+            x_1xT = x_FxT[i : i + 1]
+            sums[group] += x_1xT * gradient_PxT[offset : offset + SUBLANES]
+            offset += SUBLANES
+            if high < rows:
+                part = gradient_PxT[offset : offset + rows - high]
+                offset += rows - high
+                for other in range(group + 1, groups):
+                    at = other * SUBLANES - high
+                    sums[other] += x_1xT * part[at : at + SUBLANES]
+                across.append(jnp.sum(x_FxT[high:] * part, axis=0, keepdims=True))
+        if across:
+            sums[group] += jnp.concatenate(across, axis=0)
+    return 2.0 * jnp.concatenate(sums, axis=0)
+
+
+def in_three(x: jax.Array) -> list[jax.Array]:
+    """Three bfloat16 arrays whose sum is the float32 array x to 24 bits."""
+    parts = []
+    for _ in range(3):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x - parts[-1].astype(jnp.float32)
+    return parts
+
+
+def moment_operand(moment_FxF: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The moment as left side of a product that keeps its 24 bits.
+
+    A moment rounded to bfloat16 makes denominators negative where keys are concentrated and the query is orthogonal
+    to them. Side by side its three parts meet three copies of x in one pass: the contraction has room to spare.
+    """
+    return moment_FxF if dtype == jnp.float32 else jnp.concatenate(in_three(moment_FxF), axis=1)
+
+
+def moment_times(operand: jax.Array, x_FxT: jax.Array) -> jax.Array:
+    """moment · x in float32."""
+    return dot(operand, x_FxT if x_FxT.dtype == jnp.float32 else jnp.concatenate([x_FxT] * 3, axis=0), (1, 0))
+
+
+def state_operand(plan: Plan, state: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The float32 state as an operand of the given type; the rows of Σ φ(y) become its three parts."""
+    if plan.squared:
+        return state.astype(dtype)
+    values, sums = state[:-ROWS], state[-ROWS:]
+    row = lax.broadcasted_iota(jnp.int32, sums.shape, 0)
+    parts = [sums] if dtype == jnp.float32 else [part.astype(jnp.float32) for part in in_three(sums)]
+    chosen = sum(jnp.where(row == i, part, 0.0) for i, part in enumerate(parts))
+    return jnp.concatenate([values, chosen], axis=0).astype(dtype)
+
+
+def extended(plan: Plan, x_DxT: jax.Array, row_1xT: jax.Array | float) -> jax.Array:
+    """What meets the state: x itself, or for plain features with `ROWS` equal rows below."""
+    if plan.squared:
+        return x_DxT
+    rows = jnp.broadcast_to(jnp.asarray(row_1xT, jnp.float32), (ROWS, x_DxT.shape[1]))
+    return jnp.concatenate([x_DxT, rows.astype(x_DxT.dtype)], axis=0)
+
+
+def power_and_slope(s: jax.Array, degree: int) -> tuple[jax.Array, jax.Array | None]:
+    """s ** degree for degree 1, 2, 4 or 8, and s ** (degree - 1), which is None where it is 1."""
+    slope = None
+    while degree > 1:
+        slope = s if slope is None else slope * s
+        s, degree = s * s, degree // 2
+    return s, slope
+
+
+def causal(weights_KxQ: jax.Array) -> jax.Array:
+    """Zero where the key (row) comes after the query (column); the last key and the last query are the same token."""
+    size = weights_KxQ.shape[1]
+    before = weights_KxQ.shape[0] - size
+    key = lax.broadcasted_iota(jnp.int32, (size, size), 0)
+    query = lax.broadcasted_iota(jnp.int32, (size, size), 1)
+    diagonal_QxQ = jnp.where(key <= query, weights_KxQ[before:], 0.0)
+    return jnp.concatenate([weights_KxQ[:before], diagonal_QxQ], axis=0) if before else diagonal_QxQ
+
+
+def tiles(plan: Plan) -> list[tuple[slice, slice]]:
+    """The tokens of each tile of queries, and the keys of the block that it sees."""
+    return [(slice(at, at + plan.tile), slice(0, at + plan.tile)) for at in range(0, plan.block, plan.tile)]

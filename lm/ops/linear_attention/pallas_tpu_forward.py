@@ -1,0 +1,117 @@
+"""The forward kernel of causal linear attention on TPUs.
+
+N heads of all sequences, T tokens of a block, F features x of queries and y of keys, C size of what the exact kernel
+compares, D head size, P rows of the packed expansion. Arrays in HBM are [N, rows, tokens]. The grid walks over groups
+of heads and, for each, over the blocks in order, with the sums over earlier keys in VMEM.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from lm.ops.linear_attention.pallas_tpu_features import (
+    Plan,
+    causal,
+    dot,
+    extended,
+    moment_operand,
+    moment_times,
+    pack,
+    power_and_slope,
+    state_operand,
+    tiles,
+)
+
+
+def forward(plan: Plan, save: bool, x, y, v, *local) -> list[jax.Array]:
+    """Outputs [N, D, L] and inverse denominators [N, 1, L]; with `save` also the sums before each block.
+
+    Args:
+        plan: L is a multiple of its block, N of its heads.
+        save: also return the state's and the moment's operands before each block, [N, L / block, rows, columns].
+        x: [N, F, L].
+        y: [N, F, L].
+        v: [N, D, L].
+        local: a, b, each [N, C, L], where plan.exact_local.
+    """
+    n, head_dim, length = v.shape
+    features = x.shape[1]
+    state, moment = plan.state_shape(features, head_dim), plan.moment_shape(features)
+    steps = length // plan.block
+    inputs = (x, y, v, *local)
+    outputs = [jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct((n, 1, length), jnp.float32)]
+    tokens = [pl.BlockSpec((plan.heads, a.shape[1], plan.block), lambda i, j: (i, 0, j)) for a in (*inputs, *outputs)]
+    sums = []
+    if save:
+        wide = moment[1] if v.dtype == jnp.float32 else 3 * moment[1]
+        shapes = [state, (moment[0], wide)] if plan.squared else [state]
+        outputs += [jax.ShapeDtypeStruct((n, steps, *shape), v.dtype) for shape in shapes]
+        sums = [pl.BlockSpec((plan.heads, 1, *shape), lambda i, j: (i, j, 0, 0)) for shape in shapes]
+    return pl.pallas_call(
+        functools.partial(_kernel, plan, save),
+        name='linear_attention_forward',
+        grid=(n // plan.heads, steps),
+        in_specs=tokens[: len(inputs)],
+        out_specs=tokens[len(inputs) :] + sums,
+        out_shape=outputs,
+        scratch_shapes=[pltpu.VMEM((plan.heads, *shape), jnp.float32) for shape in (state, moment)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'arbitrary')),
+        cost_estimate=_cost(plan, inputs, outputs),
+    )(*inputs)
+
+
+def _cost(plan: Plan, inputs, outputs) -> pl.CostEstimate:
+    n, head_dim, length = inputs[2].shape
+    features, compared = inputs[0].shape[1], inputs[-1].shape[1]
+    rows, columns = plan.state_shape(features, head_dim)
+    before = 4 * rows * columns + (8 * features**2 if plan.squared else 0)
+    inside = (compared + head_dim) * (plan.block + plan.tile)
+    return pl.CostEstimate(
+        flops=n * length * (before + inside),
+        transcendentals=0,
+        bytes_accessed=sum(a.size * a.dtype.itemsize for a in (*inputs, *outputs)),
+    )
+
+
+def _kernel(plan: Plan, save: bool, x, y, v, *refs):
+    a, b = refs[:2] if plan.exact_local else (x, y)
+    o, inverse, *saved, state, moment = refs[2:] if plan.exact_local else refs
+
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        state[...] = jnp.zeros_like(state)
+        moment[...] = jnp.zeros_like(moment)
+
+    # The order of the stages is the one that the compiler schedules best; most of them do not depend on each other.
+    for head in range(plan.heads):
+        x_FxT, y_FxT, v_DxT = x[head], y[head], v[head]
+        state_DxP = state_operand(plan, state[head], v.dtype)
+        if plan.squared:
+            moment_FxE = moment_operand(moment[head], v.dtype)
+            den_1xT = jnp.sum(moment_times(moment_FxE, x_FxT) * x_FxT.astype(jnp.float32), axis=0, keepdims=True)
+            den_1xT = jnp.maximum(den_1xT, 0.0)
+            moment[head] += dot(y_FxT, y_FxT, (1, 1))
+            num_DxT = dot(state_DxP, pack(x_FxT, weighted=True), (1, 0))
+            state[head] += dot(v_DxT, pack(y_FxT, weighted=False), (1, 1))
+        else:
+            num_DxT = dot(state_DxP, x_FxT, (1, 0))
+            den_1xT = jnp.sum(num_DxT[v_DxT.shape[0] :], axis=0, keepdims=True)
+            num_DxT = num_DxT[: v_DxT.shape[0]]
+            state[head] += dot(extended(plan, v_DxT, 1.0), y_FxT, (1, 1))
+        if save:
+            saved[0][head, 0] = state_DxP
+            if plan.squared:
+                saved[1][head, 0] = moment_FxE
+        for queries, keys in tiles(plan):
+            s_KxQ = dot(b[head, :, keys], a[head, :, queries], (0, 0))
+            w_KxQ, _ = power_and_slope(s_KxQ if plan.scale == 1.0 else plan.scale * s_KxQ, plan.degree)
+            w_KxQ = causal(w_KxQ)
+            total_1xQ = plan.bias + den_1xT[:, queries] + jnp.sum(w_KxQ, axis=0, keepdims=True)
+            # Padding after the last token has no keys and, with bias 0, no denominator either.
+            inverse_1xQ = jnp.where(total_1xQ == 0.0, 0.0, 1.0 / total_1xQ)
+            num_DxQ = num_DxT[:, queries] + dot(v[head, :, keys], w_KxQ.astype(v.dtype), (1, 0))
+            inverse[head, :, queries] = inverse_1xQ
+            o[head, :, queries] = (num_DxQ * inverse_1xQ).astype(o.dtype)
