@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-LIMIT = 60.0
-"""No exponent is larger: sums of 2,048 features of a million keys stay in float32 (and in bfloat16)."""
+LIMIT = 35.0
+"""No exponent is larger: products of a query's and a key's features, summed over millions of keys, stay finite."""
 
 
 class Queries(NamedTuple):

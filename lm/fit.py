@@ -10,7 +10,7 @@ import optax
 from lm.attention.llops import Llops, Sketch
 from lm.errors import ConfigError
 
-LOSSES = ('frobenius', 'rmae')
+LOSSES = ('frobenius', 'relative', 'rmae')
 
 
 class Fit(NamedTuple):
@@ -19,7 +19,7 @@ class Fit(NamedTuple):
     q_factors: jax.Array
     k_factors: jax.Array
     before: dict[str, float]
-    """`frobenius` and `rmae` of the initial factors."""
+    """`errors` of the initial factors."""
     after: dict[str, float]
 
 
@@ -46,8 +46,7 @@ def fit(
         steps: of the optimizer, each on `batch_size` queries times as many keys.
         learning_rate: at the start, falling to 0 along a cosine.
         batch_size: queries (and keys) drawn for a step.
-        loss: 'frobenius', the sum of squared errors over that of squared kernels (eq. 6), or 'rmae', the mean of
-            |error / kernel| (eq. 21), for which no pair may be orthogonal.
+        loss: which of the `errors` to minimise; with 'rmae' no pair may be orthogonal.
         seed: of the initial factors and the batches.
         factors: where to start from; None draws them as `config.init` says.
 
@@ -97,10 +96,12 @@ def errors(
     q_NxD: jax.Array,
     k_MxD: jax.Array,
 ) -> dict[str, jax.Array]:
-    """Relative errors of the sketch over all pairs: `frobenius` (eq. 6 over the kernel's own norm) and `rmae` (eq. 21)."""
+    """Of the sketch over all pairs: 'frobenius' (eq. 6 over the kernel's own norm), 'relative' (the sum of absolute
+    errors over that of the kernel) and 'rmae' (eq. 21, which pairs with a kernel near zero dominate)."""
     exact_NxM = kernel(q_NxD @ k_MxD.T)
     error_NxM = sketch(factors[0], q_NxD) @ sketch(factors[1], k_MxD).T - exact_NxM
     return {
         'frobenius': jnp.sum(error_NxM**2) / jnp.sum(exact_NxM**2),
+        'relative': jnp.sum(jnp.abs(error_NxM)) / jnp.sum(jnp.abs(exact_NxM)),
         'rmae': jnp.mean(jnp.abs(error_NxM / exact_NxM)),
     }

@@ -1,4 +1,4 @@
-"""What mechanisms with weights ⟨φ(q), φ(k)⟩ share: decoding from constant-size sums, signed weights, cost."""
+"""What mechanisms on `lm.ops.linear_attention` share: decoding from a constant-size state, signed weights, cost."""
 
 from typing import Any
 
@@ -6,53 +6,56 @@ import jax
 import jax.numpy as jnp
 
 from lm.attention.base import AttentionModule, HeadDims
-from lm.ops.linear_attention import State, linear_attention
+from lm.ops.linear_attention import decode, linear_attention
 
 DEFAULT_BLOCK = 128
-"""Tokens a block that `flops_per_token` counts where the operation chooses the block itself."""
+"""Tokens a block that `linear_flops_per_token` counts where the operation chooses the block itself."""
 
 
 class LinearModule(AttentionModule):
-    """A mechanism that is one call of `lm.ops.linear_attention`: its state is that call's."""
+    """A mechanism that is one call of `lm.ops.linear_attention`, whose arguments `arguments` makes.
+
+    Where weights may be negative their sum may come near zero. Such mechanisms set `signed` and let the call give
+    sums, not means: a denominator S (`bias` included) within `epsilon` of 0 is then replaced by S + 2 epsilon. It rides
+    along as one more column of the values, in float32 (Choromanski et al. 2020, Algorithm 1: C = [V 1]).
+    """
 
     dims: HeadDims
+    signed = False
+    bias = 0.0
+    epsilon = 0.0
 
-    def attend(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array, **state: Any) -> Any:
-        """The call. `state` holds `initial_state` and `return_state`, or nothing."""
+    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
+        """Of the call. With `signed` they hold normalize = False."""
         raise NotImplementedError
 
     def __call__(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
-        return self.attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
+        o_BxLxHxC = linear_attention(**self.arguments(q_BxLxHxD, k_BxLxKxD, self._columns(v_BxLxKxD)))
+        return self._divided(o_BxLxHxC, v_BxLxKxD.dtype)
 
-    def init_state(self, batch: int, max_length: int, dtype: Any) -> State:
-        """The sums over no keys, float32; their size depends neither on `max_length` nor on `dtype`."""
+    def init_state(self, batch: int, max_length: int, dtype: Any) -> decode.DecodeState:
+        """The sums over no keys, float32; their size does not depend on `max_length`."""
         heads = (self.dims.n_heads, self.dims.n_kv_heads, self.dims.n_kv_heads)
-        qkv = [jax.ShapeDtypeStruct((batch, 1, n, self.dims.head_dim), dtype) for n in heads]
-        _, shapes = jax.eval_shape(lambda *x: self.attend(*x, return_state=True), *qkv)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        q_Bx1xHxD, k_Bx1xKxD, v_Bx1xKxD = (jnp.zeros((batch, 1, n, self.dims.head_dim), dtype) for n in heads)
+        return decode.init_state(**self.arguments(q_Bx1xHxD, k_Bx1xKxD, self._columns(v_Bx1xKxD)))
 
     def step(
-        self, state: State, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array
-    ) -> tuple[State, jax.Array]:
-        o_BxTxHxD, state = self.attend(q_BxTxHxD, k_BxTxKxD, v_BxTxKxD, initial_state=state, return_state=True)
-        return state, o_BxTxHxD
+        self, state: decode.DecodeState, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array
+    ) -> tuple[decode.DecodeState, jax.Array]:
+        state, o_BxTxHxC = decode.step(state, **self.arguments(q_BxTxHxD, k_BxTxKxD, self._columns(v_BxTxKxD)))
+        return state, self._divided(o_BxTxHxC, v_BxTxKxD.dtype)
 
+    def _columns(self, v_BxLxKxD):
+        if not self.signed:
+            return v_BxLxKxD
+        ones = jnp.ones((*v_BxLxKxD.shape[:-1], 1), jnp.float32)
+        return jnp.concatenate([v_BxLxKxD.astype(jnp.float32), ones], axis=-1)
 
-def signed_attention(
-    q: jax.Array, k: jax.Array, v_BxLxKxD: jax.Array, *, epsilon: float, bias: float = 0.0, **options: Any
-) -> Any:
-    """`linear_attention`, normalised, where weights may be negative and their sum may come near zero.
-
-    A sum S within epsilon of 0 is replaced by S + 2 epsilon. The sums ride along as one more column of the values, in
-    float32 (Choromanski et al. 2020, Algorithm 1: C = [V 1]).
-    """
-    ones = jnp.ones((*v_BxLxKxD.shape[:-1], 1), jnp.float32)
-    columns = jnp.concatenate([v_BxLxKxD.astype(jnp.float32), ones], axis=-1)
-    result = linear_attention(q, k, columns, bias=0.0, normalize=False, **options)
-    o, state = result if options.get('return_state') else (result, None)
-    total = o[..., -1:] + bias
-    o_BxLxHxD = (o[..., :-1] / (total + 2 * epsilon * (jnp.abs(total) <= epsilon))).astype(v_BxLxKxD.dtype)
-    return o_BxLxHxD if state is None else (o_BxLxHxD, state)
+    def _divided(self, o_BxLxHxC, dtype):
+        if not self.signed:
+            return o_BxLxHxC
+        total = o_BxLxHxC[..., -1:] + self.bias
+        return (o_BxLxHxC[..., :-1] / (total + 2 * self.epsilon * (jnp.abs(total) <= self.epsilon))).astype(dtype)
 
 
 def linear_flops_per_token(

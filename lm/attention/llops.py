@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lm.attention.base import Attention, HeadDims
-from lm.attention.linear import LinearModule, linear_flops_per_token, signed_attention
+from lm.attention.linear import LinearModule, linear_flops_per_token
 from lm.configurable import configurable, field
 from lm.errors import ConfigError
-from lm.ops.linear_attention import linear_attention
 
 
 @configurable('llops')
@@ -103,6 +102,8 @@ class LlopsAttention(LinearModule):
         self.config = config
         self.dims = dims
         self.sketch = Sketch(config.nonnegative, config.affine)
+        self.signed = config.renormalize and not config.nonnegative
+        self.bias, self.epsilon = config.bias, config.stabilizer
         q_factors, k_factors = config.init_factors(rngs.params(), dims.head_dim)
         self.q_factors, self.k_factors = nnx.Param(q_factors), nnx.Param(k_factors)
         self.q_norm, self.k_norm = (
@@ -112,18 +113,21 @@ class LlopsAttention(LinearModule):
             for _ in range(2)
         )
 
-    def attend(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array, **state: Any) -> Any:
+    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
         config = self.config
         if config.layer_norm:
             q_BxLxHxD = self.q_norm(q_BxLxHxD).astype(q_BxLxHxD.dtype)
             k_BxLxKxD = self.k_norm(k_BxLxKxD).astype(k_BxLxKxD.dtype)
-        arrays = (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
-        options = dict(
-            feature_map=self.sketch, q_parameters=self.q_factors[...], k_parameters=self.k_factors[...], **state
+        return dict(
+            q_BxLxHxE=q_BxLxHxD,
+            k_BxLxKxE=k_BxLxKxD,
+            v_BxLxKxD=v_BxLxKxD,
+            feature_map=self.sketch,
+            q_parameters=self.q_factors[...],
+            k_parameters=self.k_factors[...],
+            bias=config.bias,
+            normalize=config.renormalize and not self.signed,
         )
-        if config.renormalize and not config.nonnegative:
-            return signed_attention(*arrays, bias=config.bias, epsilon=config.stabilizer, **options)
-        return linear_attention(*arrays, bias=config.bias, normalize=config.renormalize, **options)
 
 
 def based_size(n_features: int, affine: bool) -> int:

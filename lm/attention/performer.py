@@ -7,11 +7,11 @@ import jax
 from flax import nnx
 
 from lm.attention.base import Attention, Buffer, HeadDims
-from lm.attention.linear import LinearModule, linear_flops_per_token, signed_attention
+from lm.attention.linear import LinearModule, linear_flops_per_token
 from lm.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.features import FEATURES, SOFTMAX_FEATURES, Keys, Queries, RandomFeatures
-from lm.ops.linear_attention import State, linear_attention
+from lm.ops.linear_attention.decode import DecodeState
 from lm.projections import PROJECTIONS
 
 
@@ -59,6 +59,8 @@ class PerformerAttention(LinearModule):
         self.config = config
         self.dims = dims
         self.feature_map = config.feature_map(dims.head_dim)
+        self.signed = config.renormalize and self.feature_map.signed
+        self.epsilon = config.stabilizer
         projection_RxD, phases_R = self._draw(rngs.projections())
         self.projection = Buffer(projection_RxD)
         self.phases = None if phases_R is None else Buffer(phases_R)
@@ -80,22 +82,22 @@ class PerformerAttention(LinearModule):
         if phases_R is not None:
             self.phases[...] = phases_R
 
-    def init_state(self, batch: int, max_length: int, dtype: Any) -> State:
+    def init_state(self, batch: int, max_length: int, dtype: Any) -> DecodeState:
         if not self.config.causal:
             raise ConfigError('performer.causal = False: cannot generate token by token; set it to True')
         return super().init_state(batch, max_length, dtype)
 
-    def attend(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array, **state: Any) -> Any:
-        config = self.config
+    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
         buffers = (self.projection[...], None if self.phases is None else self.phases[...])
-        options = dict(
+        return dict(
+            q_BxLxHxE=q_BxLxHxD,
+            k_BxLxKxE=k_BxLxKxD,
+            v_BxLxKxD=v_BxLxKxD,
             feature_map=self.feature_map,
             q_parameters=Queries(*buffers),
             k_parameters=Keys(*buffers),
-            block=config.block,
-            causal=config.causal,
-            **state,
+            block=self.config.block,
+            bias=0.0,
+            normalize=self.config.renormalize and not self.signed,
+            causal=self.config.causal,
         )
-        if config.renormalize and self.feature_map.signed:
-            return signed_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, epsilon=config.stabilizer, **options)
-        return linear_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, bias=0.0, normalize=config.renormalize, **options)

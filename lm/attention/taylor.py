@@ -14,7 +14,6 @@ from flax import nnx
 from lm.attention.base import Attention, HeadDims
 from lm.attention.linear import LinearModule, linear_flops_per_token
 from lm.configurable import configurable, field
-from lm.ops.linear_attention import linear_attention
 
 SERIES = (1.0, 1.0, 0.5)
 
@@ -50,9 +49,14 @@ class TaylorAttention(LinearModule):
             for heads in (dims.n_heads, dims.n_kv_heads)
         )
 
-    def attend(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array, **state: Any) -> Any:
-        q_BxLxHxR, k_BxLxKxR = compress(q_BxLxHxD, self.q_weight), compress(k_BxLxKxD, self.k_weight)
-        return linear_attention(q_BxLxHxR, k_BxLxKxR, v_BxLxKxD, powers=SERIES, bias=0.0, **state)
+    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
+        return dict(
+            q_BxLxHxE=compress(q_BxLxHxD, self.q_weight),
+            k_BxLxKxE=compress(k_BxLxKxD, self.k_weight),
+            v_BxLxKxD=v_BxLxKxD,
+            powers=SERIES,
+            bias=0.0,
+        )
 
 
 def compress(x_BxLxNxD: jax.Array, weight_NxDxR: nnx.Param | None) -> jax.Array:

@@ -1,0 +1,95 @@
+"""Hybrid attention: exact softmax over the N most recent keys, a polynomial of exp for the older ones.
+
+Graef et al. (2024), "Approximate attention". With s the scaled dot product of a query and a key,
+
+    o = (t + u) / (D₁ + D₂)     t, D₁: Σ exp(s) v and Σ exp(s) over the N most recent keys        (eq. 2.1, 2.2)
+                                u, D₂: Σ P(s) v and Σ P(s) over all older keys, through sums of monomials of the keys
+                                       times values, which all queries of a key head share        (eq. 5.3, §5.4)
+
+all scaled by exp(-m), m the largest score among the recent keys or 0 (eq. 2.3, 2.4). P is a polynomial of exp, or the
+product of one polynomial for each of p parts of the dot product (§6). Nothing is learned: a model that was trained
+with softmax runs under it unchanged. Where |s| leaves the interval, P is not exp, and with odd degrees not even
+positive; that is the paper's approximation, not something this file corrects.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lm.attention.base import Attention, HeadDims
+from lm.attention.linear import LinearModule, linear_flops_per_token
+from lm.attention.softmax import exact_flops_per_token
+from lm.configurable import configurable, field
+from lm.errors import ConfigError
+from lm.ops.linear_attention import ExpKernel
+from lm.series import APPROXIMATIONS, Monomials, n_terms
+
+
+@configurable('hybrid')
+class Hybrid(Attention):
+    """Exact softmax nearby, a polynomial of it far away; `softmax` checkpoints run under it."""
+
+    window: int = field(200, minimum=1, help='most recent keys, the own included, that are weighed exactly (N)')
+    degree: int = field(2, minimum=1, maximum=8, help='of the polynomial (n)')
+    parts: int = field(1, minimum=1, help='partial products into which the dot product is split (p)')
+    approximation: str = field('taylor', choices=tuple(APPROXIMATIONS), help='how the polynomial approximates exp')
+    radius: float = field(1.0, above=0, help='scores in [-radius, radius] are approximated (chebyshev, minimax)')
+    scale: float | None = field(None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
+
+    def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'HybridAttention':
+        if dims.head_dim % self.parts:
+            raise ConfigError(f'hybrid.parts = {self.parts}: must divide model.head_dim = {dims.head_dim}')
+        return HybridAttention(self, dims)
+
+    def flops_per_token(self, dims: HeadDims, length: int) -> float:
+        exact = exact_flops_per_token(dims, length, self.window)
+        if length <= self.window:
+            return exact
+        terms = n_terms(dims.head_dim, self.degree, self.parts)
+        older = linear_flops_per_token(dims, length - self.window, terms, dims.head_dim if self.direct else terms)
+        return exact + older * (length - self.window) / length
+
+    @property
+    def direct(self) -> bool:
+        """Whether the operation's own powers serve: they weigh pairs inside a block without forming the terms."""
+        return self.parts == 1 and self.degree <= 2
+
+    @property
+    def coefficients(self) -> np.ndarray:
+        """Of each part's polynomial; every part covers its share of the interval."""
+        return APPROXIMATIONS[self.approximation](self.degree, self.radius / self.parts)
+
+
+class HybridAttention(LinearModule):
+    """Has no parameters. Its state is a ring of N keys and values, and the sums over those that have left it."""
+
+    def __init__(self, config: Hybrid, dims: HeadDims):
+        self.config = config
+        self.dims = dims
+        self.scale = config.scale or dims.head_dim**-0.5
+
+    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
+        config = self.config
+        result = dict(
+            q_BxLxHxE=q_BxLxHxD * self.scale,
+            k_BxLxKxE=k_BxLxKxD,
+            v_BxLxKxD=v_BxLxKxD,
+            local=ExpKernel(self.scale),
+            window=config.window,
+            q_local_BxLxHxC=q_BxLxHxD,
+            k_local_BxLxKxC=k_BxLxKxD,
+            bias=0.0,
+        )
+        if config.direct:
+            return result | dict(powers=tuple(config.coefficients.tolist()))
+        monomials = Monomials(config.degree, config.parts)
+        weights_R = jnp.asarray(monomials.weights(config.coefficients, self.dims.head_dim))
+        return result | dict(feature_map=monomials, q_parameters=(weights_R,), k_parameters=())
+
+
+def state_size(head_dim: int, degree: int, parts: int) -> int:
+    """KV sums of a key head (eq. 6.4): vectors of the size of the values, and as many scalars for the denominator."""
+    return n_terms(head_dim, degree, parts)

@@ -1,0 +1,124 @@
+"""What the tests of attention mechanisms share: inputs, causal mixing in float64 numpy, gradients by differences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lm.attention import HeadDims
+
+DIMS = HeadDims(n_heads=4, n_kv_heads=2, head_dim=16)
+LENGTH = 45
+
+
+def build(config, dims=DIMS, seed=0, nudge=0.1):
+    """A module whose parameters are not at their initial ones and zeros."""
+    module = config.build(dims, nnx.Rngs(params=seed, projections=seed + 1))
+    rng = np.random.default_rng(seed + 7)
+    parameters = nnx.state(module, nnx.Param)
+    nnx.update(module, jax.tree.map(lambda x: x + nudge * jnp.asarray(rng.normal(size=x.shape), x.dtype), parameters))
+    return module
+
+
+def draw(batch=2, length=LENGTH, dims=DIMS, dtype=jnp.float32, size=1.0, shift=0.0):
+    """Queries, keys and values; the vectors have `size` as standard deviation and `shift` as mean."""
+    heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
+    return [
+        (shift + size * jax.random.normal(key, (batch, length, n, dims.head_dim))).astype(dtype)
+        for key, n in zip(jax.random.split(jax.random.key(3), 3), heads, strict=True)
+    ]
+
+
+def arrays(module):
+    """Path → float64 array of all parameters and buffers."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(module)))
+    return {'/'.join(str(entry.key) for entry in path): np.asarray(x, np.float64) for path, x in leaves}
+
+
+def repeat_heads(x, heads):
+    """[B, L, K, D] → [B, L, H, D]: head h reads key head h // (H / K)."""
+    return np.repeat(x, heads // x.shape[2], axis=2)
+
+
+def scores(q, k):
+    """[B, H, L, M] inner products."""
+    return np.einsum('blhd,bmhd->bhlm', q, repeat_heads(k, q.shape[2]))
+
+
+def mix(weights, v, bias=0.0, normalize=True, causal=True):
+    """[B, L, H, D] from weights [B, H, L, M] before the mask."""
+    length = weights.shape[-1]
+    weights = np.where(np.tril(np.ones((length, length), bool)) | (not causal), weights, 0.0)
+    o = np.einsum('bhlm,bmhd->blhd', weights, repeat_heads(v, weights.shape[1]))
+    return o / (bias + weights.sum(-1)).swapaxes(1, 2)[..., None] if normalize else o
+
+
+def check_values(module, reference, inputs, tolerance=1e-5, half_tolerance=2e-2):
+    """Outputs in float32, and in bfloat16 on inputs that bfloat16 holds exactly, against the reference."""
+    inputs = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in inputs]
+    expected = reference(module.config, arrays(module), *(np.asarray(x, np.float64) for x in inputs))
+    largest = np.abs(expected).max()
+    np.testing.assert_allclose(module(*inputs), expected, rtol=0, atol=tolerance * largest)
+    half = module(*(x.astype(jnp.bfloat16) for x in inputs))
+    assert half.dtype == jnp.bfloat16
+    difference = np.asarray(half, np.float64) - expected
+    assert np.linalg.norm(difference) < half_tolerance * np.linalg.norm(expected)
+
+
+def check_gradients(module, reference, inputs, tolerance=1e-5):
+    """Derivatives by every input and parameter, along random directions, against differences of the reference."""
+    rng = np.random.default_rng(5)
+    cotangent = rng.normal(size=inputs[0].shape[:3] + inputs[2].shape[3:])
+    graph, parameters, rest = nnx.split(module, nnx.Param, ...)
+
+    def loss(parameters, q, k, v):
+        return jnp.sum(nnx.merge(graph, parameters, rest)(q, k, v) * cotangent)
+
+    d_parameters, *d_inputs = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(parameters, *inputs)
+    names = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(d_parameters))
+    gradients = {'/'.join(str(entry.key) for entry in path): x for path, x in names}
+    gradients |= dict(zip('qkv', d_inputs, strict=True))
+    values = arrays(module) | {name: np.asarray(x, np.float64) for name, x in zip('qkv', inputs, strict=True)}
+
+    def exact(values):
+        return np.sum(reference(module.config, values, *(values[name] for name in 'qkv')) * cotangent)
+
+    for name, gradient in gradients.items():
+        gradient = np.asarray(gradient, np.float64)
+        assert np.isfinite(gradient).all(), name
+        for _ in range(3):
+            direction = rng.normal(size=gradient.shape)
+            direction /= np.linalg.norm(direction)
+            along = 1e-5 * max(1.0, np.abs(values[name]).max()) * direction
+            ahead, behind = (exact(values | {name: values[name] + sign * along}) for sign in (1, -1))
+            difference = (ahead - behind) / (2 * np.linalg.norm(along))
+            found = np.sum(gradient * direction)
+            assert abs(found - difference) <= tolerance * max(np.linalg.norm(gradient), abs(difference)), name
+
+
+def check_steps(module, inputs, tolerance=1e-5):
+    """Token by token, all at once and in pieces: the outputs of the whole, and a state that does not grow."""
+    batch, length = inputs[0].shape[:2]
+    graph, variables = nnx.split(module)
+    step = jax.jit(lambda state, *x: nnx.merge(graph, variables).step(state, *x))
+    whole = module(*inputs)
+    atol = tolerance * float(jnp.abs(whole).max())
+    for parts in ([1] * length, [length], [length - 25, 1, 1, 13, 10]):
+        state = module.init_state(batch, length, inputs[0].dtype)
+        shapes = jax.tree.map(jnp.shape, state)
+        outputs, at = [], 0
+        for part in parts:
+            state, o = step(state, *(x[:, at : at + part] for x in inputs))
+            outputs.append(o)
+            at += part
+        np.testing.assert_allclose(jnp.concatenate(outputs, 1), whole, rtol=0, atol=atol, err_msg=str(parts[:5]))
+        assert jax.tree.map(jnp.shape, state) == shapes
+    return shapes
+
+
+def check_no_leak(module, inputs, at=17):
+    """A wild token changes nothing before it, to the bit, and something from it on."""
+    before = module(*inputs)
+    after = module(*(x.at[:, at].set(100 * x[:, at] + 3) for x in inputs))
+    np.testing.assert_array_equal(before[:, :at], after[:, :at])
+    assert not np.array_equal(before[:, at], after[:, at])
