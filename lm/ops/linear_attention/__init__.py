@@ -22,10 +22,11 @@ import jax
 
 from lm.errors import ConfigError
 from lm.ops import platform
-from lm.ops.linear_attention import reference, xla
+from lm.ops.linear_attention import pallas_tpu, reference, xla
 from lm.ops.linear_attention.types import ExpKernel, FeatureMap, LocalKernel, Options, PolynomialKernel, State
 
-IMPLEMENTATIONS = {'reference': reference, 'xla': xla}
+IMPLEMENTATIONS = {'reference': reference, 'xla': xla, 'pallas_tpu': pallas_tpu}
+PREFERRED = {'tpu': 'pallas_tpu'}
 PLAIN = (0.0, 1.0)
 SQUARE = (0.0, 0.0, 1.0)
 
@@ -86,8 +87,9 @@ def linear_attention(
     _check(options, q_BxLxHxE, k_BxLxKxE, q_local_BxLxHxC, k_local_BxLxKxC)
     arrays = (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, q_parameters, k_parameters)
     arrays += (q_local_BxLxHxC, k_local_BxLxKxC, initial_state)
-    chosen = platform.choose('linear attention', IMPLEMENTATIONS, {}, implementation, *arrays, options=options)
-    o_BxLxHxD, state = chosen.linear_attention(*arrays, options=options, with_state=return_state)
+    call = {'options': options, 'with_state': return_state}
+    chosen = platform.choose('linear attention', IMPLEMENTATIONS, PREFERRED, implementation, *arrays, **call)
+    o_BxLxHxD, state = chosen.linear_attention(*arrays, **call)
     return (o_BxLxHxD, state) if return_state else o_BxLxHxD
 
 
@@ -110,6 +112,7 @@ def _check(options: Options, q: jax.Array, k: jax.Array, q_local: jax.Array | No
 __all__ = [
     'IMPLEMENTATIONS',
     'PLAIN',
+    'PREFERRED',
     'SQUARE',
     'ExpKernel',
     'FeatureMap',

@@ -27,6 +27,7 @@ LOCAL_BLOCK = 1024
 VMEM_BUDGET = 13 * 2**20
 """What the kernels may take by `vmem_estimate`; the smallest VMEM, v4's, is 16 MiB."""
 
+DEGREES = (1, 2, 4, 8, 16)
 SQUARED, PLAIN = (0.0, 0.0, 1.0), (0.0, 1.0)
 
 
@@ -51,13 +52,15 @@ def linear_attention(
     return function(*arrays), None
 
 
-def unsupported(q, k, v, q_parameters, k_parameters, q_local, k_local, initial_state, *, options, **rest) -> str | None:
+def unsupported(
+    q, k, v, q_parameters, k_parameters, q_local, k_local, initial_state, *, options, with_state=False
+) -> str | None:
     """Why the kernels cannot compute this call, or None."""
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
     if not options.causal or not options.normalize:
         return 'is causal and normalised only'
-    if initial_state is not None or rest.get('with_state'):
+    if initial_state is not None or with_state:
         return 'takes no state in and gives none out'
     if options.feature_map is not None:
         return 'takes features, not a feature map'
@@ -68,8 +71,8 @@ def unsupported(q, k, v, q_parameters, k_parameters, q_local, k_local, initial_s
     if options.local is not None:
         if options.window is not None:
             return 'takes exact blocks, not a window'
-        if not isinstance(options.local, PolynomialKernel) or options.local.degree not in (1, 2, 4, 8):
-            return 'takes a polynomial of degree 2, 4 or 8 as exact kernel'
+        if not isinstance(options.local, PolynomialKernel) or options.local.degree not in DEGREES:
+            return f'takes a polynomial of degree {DEGREES} as exact kernel'
         block = options.block or LOCAL_BLOCK
         if block % LANES and q.shape[1] > block:
             return f'takes blocks that are multiples of {LANES}, not {block}'

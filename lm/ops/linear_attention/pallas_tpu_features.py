@@ -27,7 +27,7 @@ class Plan:
         heads: heads a grid step; the compiler overlaps their work.
         squared: φ(x) = x ⊗ x, formed in VMEM; else φ(x) = x.
         exact_local: a and b are arrays of their own; else they are x and y.
-        degree: of the weights inside a block: 1, 2, 4 or 8.
+        degree: of the weights inside a block, a power of two.
         scale: of the weights inside a block.
         bias: what the denominator starts from.
     """
@@ -154,7 +154,7 @@ def extended(plan: Plan, x_DxT: jax.Array, row_1xT: jax.Array | float) -> jax.Ar
 
 
 def power_and_slope(s: jax.Array, degree: int) -> tuple[jax.Array, jax.Array | None]:
-    """s ** degree for degree 1, 2, 4 or 8, and s ** (degree - 1), which is None where it is 1."""
+    """s ** degree for degree a power of two, and s ** (degree - 1), which is None where it is 1."""
     slope = None
     while degree > 1:
         slope = s if slope is None else slope * s
