@@ -7,6 +7,7 @@ B batch, L length, D model width, H query heads, K key/value heads, C head size,
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -198,19 +199,18 @@ class Transformer(nnx.Module):
         x_BxTxD, state = jax.lax.scan(layers, x_BxTxD, (params, state), unroll=self._unroll)
         return state, self._logits(self.final_norm(x_BxTxD))
 
-    def redraw(self, key: jax.Array) -> None:
-        """Draws new random projections in the mechanisms that redraw theirs (`redraw_every`)."""
-        for i, blocks in enumerate(self.blocks):
-            graph, state = nnx.split(blocks)
+    def redraw(self, which: Sequence[int], key: jax.Array) -> None:
+        """Draws new random projections in the layers of the mechanisms `which` of the pattern."""
+        for i in which:
+            graph, state = nnx.split(self.blocks[i])
 
             def redrawn(state, key, graph=graph):
                 block = nnx.merge(graph, state)
                 block.attention.redraw(key)
                 return nnx.state(block)
 
-            repeats = jax.tree.leaves(state)[0].shape[0]
-            keys = jax.random.split(jax.random.fold_in(key, i), repeats)
-            nnx.update(blocks, jax.vmap(redrawn)(state, keys))
+            keys = jax.random.split(jax.random.fold_in(key, i), self.config.n_layers // len(self.blocks))
+            nnx.update(self.blocks[i], jax.vmap(redrawn)(state, keys))
 
     @property
     def _unroll(self) -> int:

@@ -70,10 +70,9 @@ class RunDir:
         return _on_leader(lambda: self._create_or_resume(text, info, tuple(may_change)))
 
     def check_unchanged(self, experiment: Any, may_change: Iterable[str] = ()) -> None:
-        """Raises MismatchError if the directory holds a run of another configuration; writes nothing."""
-        if self.config.exists():
-            text = experiment if isinstance(experiment, str) else dump(experiment)
-            self._check_unchanged(self.config.read_text(), text, tuple(may_change))
+        """What `create_or_resume` refuses, without writing anything."""
+        text = experiment if isinstance(experiment, str) else dump(experiment)
+        _on_leader(lambda: self._check(text, tuple(may_change)))
 
     def metrics(self, resume_at: int = 0, tensorboard: bool = False) -> MetricsFile:
         """Opens metrics.jsonl, without the lines of steps after `resume_at`; with `tensorboard`, summaries are written
@@ -82,11 +81,7 @@ class RunDir:
         return MetricsFile(self.path / 'metrics.jsonl', resume_at, folder)
 
     def _create_or_resume(self, text: str, info: Mapping[str, Any], may_change: tuple[str, ...]) -> bool:
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f'--run_dir {self.path}: is a file; name a directory')
-        resumed = self.config.exists()
-        if resumed:
-            self._check_unchanged(self.config.read_text(), text, may_change)
+        resumed = self._check(text, may_change)
         self.path.mkdir(parents=True, exist_ok=True)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
         times = {'started': now, 'resumed': []}
@@ -98,6 +93,15 @@ class RunDir:
                 log.warning('%s could not be read and is written anew', self.info)
         write_atomically(self.config, text)
         write_atomically(self.info, json.dumps({**times, **describe_machine(), **info}, indent=2) + '\n')
+        return resumed
+
+    def _check(self, text: str, may_change: tuple[str, ...]) -> bool:
+        """Whether there is a run already; raises if `text` would make it another one."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f'--run_dir {self.path}: is a file; name a directory')
+        resumed = self.config.exists()
+        if resumed:
+            self._check_unchanged(self.config.read_text(), text, may_change)
         return resumed
 
     def _check_unchanged(self, old: str, new: str, may_change: tuple[str, ...]) -> None:

@@ -85,6 +85,17 @@ class Step:
         }
         return new, metrics
 
+    def redraws(self, steps_done: int) -> tuple[int, ...]:
+        """Which mechanisms of the pattern draw new random projections before the next step (`redraw_every`)."""
+        periods = [getattr(attention, 'redraw_every', None) for attention in self.model.pattern]
+        return tuple(i for i, every in enumerate(periods) if every and steps_done and steps_done % every == 0)
+
+    def redraw(self, weights: State, which: tuple[int, ...], seed: int, steps_done: jax.Array) -> Any:
+        """The buffers with the projections of the mechanisms `which` replaced: a function of (seed, steps_done)."""
+        model = nnx.merge(self.graph, weights['params'], weights['buffers'])
+        model.redraw(which, jax.random.fold_in(jax.random.key(seed), steps_done))
+        return split(model)[2]
+
     def nats(self, weights: State, tokens_BxL: jax.Array, targets_BxL: jax.Array) -> jax.Array:
         """Negative log-likelihood of each target, [B, L] float32; `weights` holds params and buffers."""
         model = nnx.merge(self.graph, weights['params'], weights['buffers'])

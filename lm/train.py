@@ -115,13 +115,14 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
             print_plan(experiment, store, mesh, parameters)
 
         run = RunDir(run_dir)
-        run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, MAY_CHANGE_ON_RESUME)
+        run.check_unchanged(experiment, MAY_CHANGE_ON_RESUME)
         checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints))
 
         # Restore this run, else start from another one's parameters, else from the seed.
         abstract = place(jax.eval_shape(lambda: step.init(config.seed)), mesh)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         restored = checkpointer.restore(abstract)
+        run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, MAY_CHANGE_ON_RESUME)
         if restored:
             state, start, saved = restored
         else:
@@ -139,6 +140,7 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
             .lower(abstract, jax.ShapeDtypeStruct(batches.shape, batches.dtype, sharding=batches.sharding))
             .compile()
         )
+        redraw = jax.jit(step.redraw, static_argnums=1, out_shardings=shardings['buffers'])
         chronometer = Chronometer(start, config.steps, config.tokens_per_step, saved.get('seconds', 0.0))
         flops = experiment.model.flops_per_token(config.context_length)
         peak = peak_flops(jax.devices()[0].device_kind)
@@ -204,6 +206,9 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
                     log(*pending)
                 stop(n - 1)
             profile(config.profile, n, run, leader)
+            if which := step.redraws(n - 1):
+                weights = {name: state[name] for name in ('params', 'buffers')}
+                state['buffers'] = redraw(weights, which, config.seed, n - 1)
             state, figures = compiled(state, batch)
             checkpointer.check_for_errors()
             if pending:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -146,3 +147,70 @@ state = train(Experiment(
 assert int(state['step']) == 2
 """
     subprocess.run([sys.executable, '-c', code], env=tiny.environment(), check=True, cwd=tiny.ROOT)
+
+
+def test_projections_are_redrawn_and_resume_exactly(tokens, tmp_path):
+    bindings = {'model.attention': '@performer()', 'performer.n_features': 16, 'performer.redraw_every': 7}
+    changes = {'data.path': str(tokens), 'train.steps': 20, 'checkpoint.save_every_steps': 5}
+    performer = tiny.params(tiny.MODEL | changes | bindings)
+    whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+    assert tiny.lm('train', '--run_dir', str(whole), *performer).returncode == 0
+    process = tiny.start('train', '--run_dir', str(parts), *performer)
+    tiny.wait_for_step(parts, 8, process)
+    tiny.stop(process, signal.SIGKILL)
+    assert tiny.lm('train', '--run_dir', str(parts), *performer).returncode == 0
+    assert tiny.losses(parts) == tiny.losses(whole)
+    first, last = tiny.checksums(whole, 15), tiny.checksums(whole, 20)
+    buffers = [name for name in last if name.startswith('buffers')]
+    assert buffers
+    assert tiny.checksums(parts, 20) == last
+    fixed = tiny.params(tiny.MODEL | changes | bindings | {'performer.redraw_every': None, 'train.steps': 20})
+    assert tiny.lm('train', '--run_dir', str(tmp_path / 'fixed'), *fixed).returncode == 0
+    kept = tiny.checksums(tmp_path / 'fixed', 20)
+    assert all(kept[name] != last[name] for name in buffers)
+    assert all(first[name] == last[name] for name in buffers)  # drawn after steps 7 and 14 only
+
+
+def test_a_wrong_tokenizer_or_configuration_is_refused_and_nothing_written(tiny_flags, reference_run, tmp_path):
+    run = tmp_path / 'run'
+    shutil.copytree(reference_run[0], run)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob('*')}
+    other = tiny.prepare(tmp_path / 'other', characters=40_000)
+    cases = {
+        'data is': tiny.params({'data.path': str(other)}),
+        'model.d_model was 32, now 64': tiny.params({'model.d_model': 64}),
+        'model.vocab_size = 300': tiny.params({'model.vocab_size': 300}),
+    }
+    for words, change in cases.items():
+        done = tiny.lm('train', '--run_dir', str(run), *tiny_flags, *change)
+        assert done.returncode == 44, done.stdout + done.stderr
+        message = done.stderr.strip().splitlines()[-1]
+        assert words in message
+        assert message.startswith('lm train: error: ')
+        assert {path: path.stat().st_mtime_ns for path in run.rglob('*')} == before
+    done = tiny.lm('evaluate', '--run_dir', str(run), '--gin_param', f'data.path = {str(other)!r}')
+    assert done.returncode == 44
+    assert 'tokenizer is' in done.stderr
+
+
+def test_what_cannot_work_is_refused_before_anything_is_written(tiny_flags, tmp_path):
+    cases = {
+        'nothing is called modle; did you mean model': ({'modle.n_layers': 2}, 2),
+        "'/nowhere': no finished token store": ({'data.path': '/nowhere'}, 44),
+        'train.context_length = 1000000: the split has only': (
+            {'train.context_length': 1_000_000, 'train.tokens_per_step': 1_000_000}, 2,
+        ),
+    }  # fmt: skip
+    for words, (change, code) in cases.items():
+        run = tmp_path / 'run'
+        done = tiny.lm('train', '--run_dir', str(run), *tiny_flags, *tiny.params(change))
+        assert done.returncode == code, done.stderr
+        assert words in done.stderr.strip().splitlines()[-1]
+        assert not run.exists()
+    for name in ('../escape', str(tmp_path / 'a b'), str(tmp_path / ('x' * 300))):
+        done = tiny.lm('train', '--run_dir', name, *tiny_flags)
+        assert done.returncode == 2
+        assert len(done.stderr.strip().splitlines()) == 1
+    done = tiny.lm('train', '--run_dir', str(tmp_path / 'run'), *tiny_flags, devices=3)
+    assert done.returncode == 2
+    assert '3 devices cannot share equally' in done.stderr

@@ -39,9 +39,9 @@ def write_text(folder: pathlib.Path, characters: int = 60_000) -> pathlib.Path:
     return folder
 
 
-def prepare(folder: pathlib.Path) -> pathlib.Path:
+def prepare(folder: pathlib.Path, characters: int = 60_000) -> pathlib.Path:
     """A prepared token store of `write_text`, made by the command."""
-    text = write_text(folder / 'text')
+    text = write_text(folder / 'text', characters)
     store = folder / 'tokens'
     bindings = {
         'prepare.source': '@text_files()',
