@@ -42,8 +42,10 @@ setup(
         'gpu': ['jax[cuda13]>=0.10'],
         'tfds': tfds_builders,
         'tensorboard': tensorboard,
+        'report': ['matplotlib>=3.8'],
         'test': [
             'hypothesis>=6.100',
+            'matplotlib>=3.8',
             'pytest>=8',
             'pytest-timeout>=2.3',
             'pytest-xdist>=3.5',

@@ -100,6 +100,16 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--retry_failed', action='store_true', help='run points again that diverged or were refused')
 
 
+def report_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('paths', nargs='+', metavar='PATH', help='run directories, sweeps, or globs of them')
+    parser.add_argument('--out', required=True, metavar='DIR', help='a folder for the tables and pictures')
+    parser.add_argument('--split', help='which evaluations count; default: those of training')
+    parser.add_argument(
+        '--paper', choices=('pg19', 'wiki40b', 'none'), help="the paper's table to compare with; default: by the data"
+    )
+    parser.add_argument('--no_pictures', dest='pictures', action='store_false', help='tables only')
+
+
 def inspect_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('path', metavar='PATH', help='a run directory, a sweep or a token store')
     parser.add_argument('--verify', action='store_true', help='read everything and compare checksums')
@@ -215,6 +225,13 @@ VERBS = {
         '--sweep_file configs/sweeps/quickstart.gin --dry_run',
         main='lm.sweep:main',
         flags=(sweep_flags, gin_flags, distributed_flags),
+        configure=None,
+    ),
+    'report': Verb(
+        help='turn runs into tables and pictures',
+        example="lm report runs/sweep 'runs/tiny*' --out report",
+        main='lm.report:main',
+        flags=(report_flags,),
         configure=None,
     ),
     'inspect': Verb(

@@ -16,6 +16,8 @@ from lm.records import Run, is_run, read_json, to_json
 from lm.snapshot import Damaged, Snapshot
 from lm.step import count_parameters, part_of
 
+MEASURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy')
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -214,8 +216,8 @@ def print_run(found: dict[str, Any], console: 'Console') -> None:
         + (f', {train["skipped_steps"]} steps skipped' if train.get('skipped_steps') else ''),
         'last evaluation': '–'
         if evaluation is None
-        else f'{evaluation["step"]:,}: {evaluation["split"]} perplexity {evaluation["perplexity"]:.4f}, per word '
-        f'{evaluation["word_perplexity"]:.3f}, {evaluation["bits_per_byte"]:.4f} bits per byte',
+        else f'{evaluation["step"]:,}: {evaluation["split"]} '
+        + ', '.join(f'{m.replace("_", " ")} {evaluation[m]:.4f}' for m in MEASURES if m in evaluation),
         'evaluations': f'{found["evaluations"]} of lm evaluate',
     }
     console.print(_pairs(rows))

@@ -1,0 +1,270 @@
+"""Pictures for papers: one column wide, the colours of Okabe and Ito, each with its own dashes and marker, and legends
+where no data can be. Needs the extra [report]."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lm.errors import LmError
+
+COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
+DASHES = ('-', (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1.2, 1.2)), (0, (7, 2)), (0, (4, 1, 1, 1, 1, 1)), (0, (2, 2)))
+MARKERS = ('o', 's', '^', 'D', 'v', 'p', 'h')
+WIDTH = 3.4
+"""Inches: a column of a two-column page."""
+STYLE = {
+    'font.family': 'sans-serif',
+    'font.size': 7.5,
+    'axes.labelsize': 8,
+    'axes.linewidth': 0.6,
+    'axes.spines.top': False,
+    'axes.spines.right': False,
+    'axes.grid': True,
+    'axes.axisbelow': True,
+    'grid.color': '#dddddd',
+    'grid.linewidth': 0.5,
+    'xtick.labelsize': 7.5,
+    'ytick.labelsize': 7.5,
+    'xtick.major.width': 0.6,
+    'ytick.major.width': 0.6,
+    'legend.fontsize': 7.5,
+    'lines.linewidth': 1.2,
+    'lines.markersize': 4.5,
+    'savefig.dpi': 300,
+    'pdf.fonttype': 42,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A line, or a row of dots, of a picture.
+
+    Attributes:
+        label: what it is.
+        style: which colour, line style and marker; the same in all pictures of a report.
+        x, y: points [n].
+        low, high: the band around them [n], such as the extremes over seeds; None: no band.
+    """
+
+    label: str
+    style: int
+    x: np.ndarray
+    y: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+
+    @property
+    def colour(self) -> str:
+        return COLOURS[self.style % len(COLOURS)]
+
+    @property
+    def line(self) -> Any:
+        """Dashes, through which a curve below can be seen; shifted where colours are used again."""
+        return DASHES[(self.style + self.style // len(COLOURS)) % len(DASHES)]
+
+    @property
+    def marker(self) -> str:
+        return MARKERS[(self.style + self.style // len(COLOURS)) % len(MARKERS)]
+
+
+def _in_style(draw: Callable) -> Callable:
+    """Draws with STYLE, and leaves matplotlib's settings as they were."""
+
+    @functools.wraps(draw)
+    def wrapped(*arguments: Any, **options: Any) -> None:
+        import matplotlib
+
+        with matplotlib.rc_context(STYLE):
+            draw(*arguments, **options)
+
+    return wrapped
+
+
+def check_matplotlib() -> None:
+    """Raises LmError where matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise LmError("pictures need matplotlib: pip install 'lm-tpu[report]', or pass --no_pictures") from None
+
+
+@_in_style
+def draw_lines(
+    path: Any,
+    curves: Sequence[Curve],
+    x_label: str,
+    y_label: str,
+    *,
+    x_scale: str = 'linear',
+    y_scale: str = 'linear',
+    markers: bool = False,
+    ticks: Sequence[float] | None = None,
+    y_limits: tuple[float, float] | None = None,
+    right: tuple[str, Callable] | None = None,
+) -> None:
+    """Writes path.png and path.pdf.
+
+    Args:
+        x_scale, y_scale: 'linear' or 'log'.
+        markers: few points, each of which was measured, rather than a curve.
+        ticks: those of the horizontal axis, printed as 512, 1k, 2k, …
+        right: label of a second vertical axis, and the function from the first to it, its own inverse.
+    """
+    direct = len(curves) <= 6 and max(len(c.label) for c in curves) <= 14 and right is None
+    figure, axes = _figure(0 if direct else _legend_rows(curves))
+    for curve in curves:
+        marker = {'marker': curve.marker, 'markeredgecolor': 'white', 'markeredgewidth': 0.4} if markers else {}
+        axes.plot(curve.x, curve.y, linestyle='-' if markers else curve.line, color=curve.colour, **marker)
+        if curve.low is not None:
+            axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.2, linewidth=0)
+    axes.set(xlabel=x_label, ylabel=y_label, xscale=x_scale, yscale=y_scale)
+    if y_limits:
+        axes.set_ylim(*y_limits)
+    if ticks is not None:
+        axes.set_xticks(list(ticks), [short(tick) for tick in ticks])
+        axes.minorticks_off()
+    elif x_scale == 'log':
+        _plain_log(axes.xaxis)
+    else:
+        _few(axes.xaxis)
+    if y_scale == 'log':
+        _plain_log(axes.yaxis)
+    if right:
+        second = axes.secondary_yaxis('right', functions=(right[1], right[1]))
+        second.set_ylabel(right[0])
+        second.spines['right'].set_linewidth(0.6)
+        if y_scale == 'log':
+            _plain_log(second.yaxis)
+    if direct:
+        figure.draw_without_rendering()
+        _label_ends(axes, curves)
+    else:
+        _legend(figure, curves, markers)
+    _save(figure, path)
+
+
+@_in_style
+def draw_dots(path: Any, rows: Sequence[Curve], x_label: str) -> None:
+    """One row a curve: its x as dots, and a bar at their mean. Writes path.png and path.pdf."""
+    figure, axes = _figure(0, height=0.55 + 0.19 * len(rows))
+    for i, row in enumerate(rows):
+        axes.plot(row.x, [i] * len(row.x), 'o', color=row.colour, markersize=4, alpha=0.75, markeredgewidth=0)
+        if len(row.x) > 1:
+            axes.plot([row.x.mean()], [i], '|', color=row.colour, markersize=11, markeredgewidth=1.4)
+    axes.set(xlabel=x_label)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.tick_params(axis='y', length=0)
+    axes.spines['left'].set_visible(False)
+    axes.margins(x=0.08)
+    _few(axes.xaxis)
+    _save(figure, path)
+
+
+def short(value: float) -> str:
+    """512 → '512', 32768 → '32k', 1.5e9 → '1.5B'."""
+    if value >= 1024 and value % 1024 == 0 and value < 2**20:
+        return f'{value // 1024:.0f}k'
+    for limit, suffix in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
+        if value >= limit:
+            return f'{value / limit:g}{suffix}'
+    return f'{value:g}'
+
+
+def _figure(legend_rows: int, height: float = 2.15) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height + 0.155 * legend_rows), layout='constrained')
+    return figure, figure.add_subplot()
+
+
+def _save(figure: Any, path: Any) -> None:
+    for suffix in ('png', 'pdf'):
+        figure.savefig(f'{path}.{suffix}', metadata={'CreationDate': None} if suffix == 'pdf' else None)
+
+
+def _legend_columns(curves: Sequence[Curve]) -> int:
+    longest = max(len(curve.label) for curve in curves)
+    return 1 if longest > 24 else 2 if longest > 13 else 3
+
+
+def _legend_rows(curves: Sequence[Curve]) -> int:
+    return -(-len(curves) // _legend_columns(curves))
+
+
+def _legend(figure: Any, curves: Sequence[Curve], markers: bool) -> None:
+    """Below the axes, where no data can be."""
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=c.colour, marker=c.marker, markeredgecolor='white', markeredgewidth=0.4, label=c.label)
+        if markers
+        else Line2D([], [], color=c.colour, linestyle=c.line, label=c.label)
+        for c in curves
+    ]
+    figure.legend(
+        handles=handles,
+        loc='outside lower center',
+        ncols=_legend_columns(curves),
+        frameon=False,
+        handlelength=2.6,
+        columnspacing=1.2,
+        labelspacing=0.3,
+        borderaxespad=0.2,
+    )
+
+
+def _label_ends(axes: Any, curves: Sequence[Curve]) -> None:
+    """The name of each curve at its right end, moved apart where ends are close."""
+    bounds, points = axes.get_window_extent(), axes.figure.dpi / 72
+    ends = []
+    for curve in curves:
+        finite = np.flatnonzero(np.isfinite(curve.y))
+        if len(finite):
+            last = finite[-1]
+            ends.append((axes.transData.transform((curve.x[last], curve.y[last]))[1], curve))
+    ends.sort(key=lambda end: end[0])
+    gap, places = 9.0 * points, []
+    for height, _ in ends:
+        places.append(max(height, places[-1] + gap) if places else height)
+    if places and (excess := places[-1] - bounds.y1) > 0:  # too high: push down again
+        places[-1] -= excess
+        for i in reversed(range(len(places) - 1)):
+            places[i] = min(places[i], places[i + 1] - gap)
+    for place, (_, curve) in zip(places, ends, strict=True):
+        fraction = (place - bounds.y0) / bounds.height
+        axes.annotate(
+            curve.label,
+            (1.0, fraction),
+            xycoords='axes fraction',
+            xytext=(3, 0),
+            textcoords='offset points',
+            color=curve.colour,
+            va='center',
+            fontsize=7.5,
+        )
+
+
+def _plain_log(axis: Any) -> None:
+    """Ticks at 1, 2 and 5 times powers of ten, or at powers alone over many decades, printed as numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = sorted(axis.get_view_interval())
+    decades = np.log10(high / low)
+    subs = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 2 else (1.0, 2.0, 5.0)
+    if decades < 0.7:
+        subs = tuple(float(n) for n in range(1, 10))
+    axis.set_major_locator(LogLocator(subs=subs, numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _few(axis: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(5, min_n_ticks=3))
+    if max(axis.get_view_interval()) >= 10_000:
+        axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))

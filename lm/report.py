@@ -1,0 +1,496 @@
+"""`lm report`: runs → a table (Markdown, CSV), the paper's table with ours beside it, and pictures.
+
+report.md       every number, with the run that it came from
+runs.csv        a row a run                    curves.csv      the points of all pictures
+paper.csv       the paper's numbers and ours   *.png, *.pdf    the pictures, a column wide
+"""
+
+import csv
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm import figures, paper
+from lm.errors import ConfigError
+from lm.figures import Curve
+from lm.records import Run, find_runs
+
+BINS = 150
+"""Points of a smoothed loss curve."""
+SHOWN_FROM = 0.05
+"""Share of the training that loss curves leave out at the start, where nothing can be compared."""
+FIRST_POSITION = 8
+"""The loss of earlier ones, which is several times higher, would flatten the rest of the picture."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Runs that differ in seed and context length alone."""
+
+    label: str
+    style: int
+    runs: tuple[Run, ...]
+
+    def at(self, context: int) -> list[Run]:
+        return [run for run in self.runs if run.value('train.context_length') == context]
+
+
+def main(_: Any, arguments: Any) -> int:
+    """The `lm report` command."""
+    runs = find_runs(arguments.paths)
+    if arguments.pictures:
+        figures.check_matplotlib()
+    out = Path(arguments.out).expanduser()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f'--out {arguments.out}: {error.strerror}; name a local folder') from None
+    table = arguments.paper or next((key for run in runs if (key := paper.table_of(run))), None)
+    report = Report(runs, out, arguments.split, table if table != 'none' else None)
+    report.write(arguments.pictures)
+    print(report.markdown_table())
+    print(f'\n{len(runs)} runs; {len(report.written)} files in {out}: {", ".join(report.written)}')
+    return 0
+
+
+class Report:
+    """The report on `runs` in the folder `out`.
+
+    Args:
+        split: which evaluations count; None: those of training.
+        table: key of `lm.paper.TABLES` to compare with, or None.
+    """
+
+    def __init__(self, runs: Sequence[Run], out: Path, split: str | None = None, table: str | None = None):
+        self.runs, self.out, self.split, self.table = list(runs), out, split, table
+        self.series = make_series(self.runs)
+        self.contexts = sorted({run.value('train.context_length') for run in runs})
+        self.rows = [self.row(run) for run in self.runs]
+        self.written: list[str] = []
+        self._curves: list[dict[str, Any]] = []
+        self._pictures: list[tuple[str, str]] = []
+
+    def write(self, pictures: bool = True) -> None:
+        """Writes all files."""
+        if pictures:
+            self.draw()
+        self._csv('runs.csv', self.rows)
+        if self._curves:
+            self._csv('curves.csv', self._curves)
+        comparison = self.paper_rows()
+        if comparison:
+            self._csv('paper.csv', comparison)
+        text = ['# Report', '', self.markdown_table(), '']
+        text += self.paper_markdown(comparison)
+        for name, caption in self._pictures:
+            text += [f'![{caption}]({name})', '', f'*{caption}*', '']
+        text += ['## Runs', '', *(f'- {self.provenance(run)}' for run in self.runs), '']
+        (self.out / 'report.md').write_text('\n'.join(text), encoding='utf-8')
+        self.written.insert(0, 'report.md')
+
+    # Tables
+
+    def measurement(self, run: Run, context: int | None = None) -> dict[str, Any]:
+        """The newest evaluation of a run at its own context length or another one, windows disjoint; {} if none.
+
+        A file of `lm evaluate` counts more than the periodic evaluation of the same step.
+        """
+        context = context or run.value('train.context_length')
+        split = self.split or (run.last_evaluation or {}).get('split')
+        found = [
+            r
+            for r in [*run.evals, *run.evaluations]
+            if r.get('split') == split and r.get('context_length') == context and r.get('window') in ('disjoint', None)
+        ]
+        return max(reversed(found), key=lambda r: r['step'], default={})
+
+    def row(self, run: Run) -> dict[str, Any]:
+        """The figures of a run."""
+        measured, rate = self.measurement(run), run.tokens_per_second
+        return {
+            'run': run.name,
+            'attention': run.attention,
+            'layers': run.value('model.n_layers'),
+            'parameters': run.info.get('parameters'),
+            'context': run.value('train.context_length'),
+            'seed': run.value('train.seed'),
+            'step': run.step,
+            'steps': run.total_steps,
+            'tokens': run.step * run.value('train.tokens_per_step', 0),
+            'train_loss': run.train[-1]['loss'] if run.train else None,
+            'split': measured.get('split'),
+            'loss': measured.get('loss'),
+            'perplexity': measured.get('perplexity'),
+            'word_perplexity': measured.get('word_perplexity'),
+            'bits_per_byte': measured.get('bits_per_byte'),
+            'accuracy': measured.get('accuracy'),
+            'evaluated_at': measured.get('step'),
+            'tokens_per_second': rate,
+            'microseconds_per_token': 1e6 / rate if rate else None,
+            'devices': f'{run.info.get("device_count")} × {run.info.get("device_kind")}',
+            'path': str(run.directory.path),
+        }
+
+    def markdown_table(self) -> str:
+        """The runs and their figures, without what none of them has."""
+        columns: dict[str, tuple[str, Callable[[Any], str]]] = {
+            'run': ('run', str),
+            'attention': ('attention', str),
+            'layers': ('layers', str),
+            'parameters': ('parameters', lambda v: f'{v / 1e6:.3g}M'),
+            'context': ('context', figures.short),
+            'progress': ('steps', str),
+            'perplexity': ('perplexity', lambda v: f'{v:.3f}'),
+            'word_perplexity': ('per word', lambda v: f'{v:.2f}' if v < 1e5 else f'{v:.2e}'),
+            'bits_per_byte': ('bits/byte', lambda v: f'{v:.4f}'),
+            'accuracy': ('accuracy', lambda v: f'{v:.2%}'),
+            'tokens_per_second': ('tokens/s', lambda v: f'{v:,.0f}'),
+            'microseconds_per_token': ('µs/token', lambda v: f'{v:.3g}'),
+        }
+        rows = [row | {'progress': _progress(row)} for row in self.rows]
+        shown = {k: v for k, v in columns.items() if any(row[k] is not None for row in rows)}
+        cells = [['–' if row[k] is None else form(row[k]) for k, (_, form) in shown.items()] for row in rows]
+        right = {'layers', 'parameters', 'context', 'progress'} | set(list(columns)[6:])
+        lines = [
+            '| ' + ' | '.join(title for title, _ in shown.values()) + ' |',
+            '| ' + ' | '.join('---:' if k in right else '---' for k in shown) + ' |',
+            *('| ' + ' | '.join(row) + ' |' for row in cells),
+        ]
+        text = '\n'.join(lines)
+        splits = sorted({row['split'] for row in rows if row['split']})
+        return f'{text}\n\nPerplexity on: {", ".join(splits)}.' if splits else text
+
+    def paper_rows(self) -> list[dict[str, Any]]:
+        """The paper's rows in its order, its numbers, and the mean of the runs that have that attention and context."""
+        ours: dict[tuple[str, int], list[Run]] = {}
+        for run in self.runs:
+            label = paper.row_of(run)
+            is_text = 'accuracy' not in self.measurement(run)
+            if label and is_text and run.value('train.context_length') in paper.CONTEXTS:
+                ours.setdefault((label, run.value('train.context_length')), []).append(run)
+        if not ours:
+            return []
+        perplexities = paper.TABLES[self.table] if self.table else None
+        rows = []
+        for group, labels in paper.PG19.groups.items():
+            for label in labels:
+                for i, context in enumerate(paper.CONTEXTS):
+                    runs = ours.get((label, context), [])
+                    values = [v for run in runs if (v := self.perplexity(run)) is not None]
+                    rates = [run.tokens_per_second for run in runs if run.tokens_per_second]
+                    rows.append(
+                        {
+                            'group': group,
+                            'attention': label,
+                            'context': context,
+                            'paper_perplexity': perplexities.groups[group][label][i] if perplexities else None,
+                            'our_perplexity': statistics.fmean(values) if values else None,
+                            'paper_steps_per_second': paper.SPEED.groups[group][label][i],
+                            'our_steps_per_second': statistics.fmean(rates) / 2**20 if rates else None,
+                            'runs': ' '.join(run.name for run in runs),
+                        }
+                    )
+        return rows
+
+    def paper_markdown(self, rows: list[dict[str, Any]]) -> list[str]:
+        """The tables in the paper's form: each cell the paper's number and, below it, ours."""
+        if not rows:
+            return []
+        text = ['## Beside the paper', '']
+        text += [
+            'Each cell: the paper\'s number / ours, "–" where there is none. The paper\'s models have 110M to 120M '
+            'parameters in 12 or 13 layers and were trained for 125k steps of 1M tokens; its perplexities are those of '
+            'the test split. Ours are the runs of the table above: compare where the settings agree.',
+            '',
+        ]
+        wanted = [('perplexity', paper.TABLES[self.table])] if self.table else []
+        for measure, table in [*wanted, ('steps_per_second', paper.SPEED)]:
+            head = ['', *map(figures.short, paper.CONTEXTS)]
+            text += [f'**{table.title}**, {table.unit}', '', _line(head), _line(['---', *['---:'] * 7])]
+            for group, labels in table.groups.items():
+                text.append(_line([f'*{group}*', *[''] * 7]))
+                for label in labels:
+                    cells = [r for r in rows if r['attention'] == label]
+                    shown = [
+                        f'{_number(c[f"paper_{measure}"], "OOM")} / {_number(c[f"our_{measure}"], "–")}' for c in cells
+                    ]
+                    text.append(_line([label, *shown]))
+            text.append('')
+        return text
+
+    def provenance(self, run: Run) -> str:
+        """Where the numbers of a run come from."""
+        info = run.info
+        return (
+            f'`{run.name}`: {run.directory.path}; commit {info.get("git_commit") or "unknown"}, '
+            f'{info.get("device_count")} × {info.get("device_kind")}, data {str(info.get("data"))[:12]}, '
+            f'tokenizer {str(info.get("tokenizer"))[:12]}, started {info.get("started")}, '
+            f'resumed {len(info.get("resumed", []))} times'
+        )
+
+    # Pictures
+
+    def draw(self) -> None:
+        """Draws every picture for which there are data."""
+        for context in self.contexts:
+            suffix, where = (f'_{context}', f', context {context:,}') if len(self.contexts) > 1 else ('', '')
+            self._lines(
+                f'loss{suffix}',
+                [curve for s in self.series if (curve := loss_curve(s, context))],
+                f'Training loss (smoothed){where}; bands: extremes over seeds.',
+                'training tokens',
+                'loss (nats per token)',
+                x_scale='log',
+            )
+            self._lines(
+                f'position{suffix}',
+                [curve for s in self.series if (curve := self.position_curve(s, context))],
+                f'Loss by position in the context{where}.',
+                'position in the context (tokens)',
+                'loss (nats per token)',
+                x_scale='log',
+                markers=True,
+                ticks=_thinned(
+                    [2**i for i in range(int(np.log2(context)) + 1) if 2**i >= min(FIRST_POSITION, context // 8)]
+                ),
+            )
+            self._lines(
+                f'accuracy{suffix}',
+                [curve for s in self.series if (curve := accuracy_curve(s, context))],
+                f'Accuracy during training{where}.',
+                'training steps',
+                'accuracy (%)',
+                y_limits=(-3, 103),
+            )
+        self._against_context('perplexity', self.perplexity, 'perplexity')
+        self._against_context('accuracy', self.accuracy, 'accuracy (%)')
+        self._against_context(
+            'speed',
+            lambda run: 1e6 / run.tokens_per_second if run.tokens_per_second else None,
+            'time per token (µs)',
+            y_scale='log',
+            right=('tokens per second', lambda value: 1e6 / np.maximum(value, 1e-12)),
+        )
+        self._other_contexts()
+
+    def perplexity(self, run: Run) -> float | None:
+        """Of a run on text; answers to a task have an accuracy."""
+        measured = self.measurement(run)
+        return None if 'accuracy' in measured else measured.get('perplexity')
+
+    def accuracy(self, run: Run) -> float | None:
+        """In percent."""
+        measured = self.measurement(run)
+        return 100 * measured['accuracy'] if 'accuracy' in measured else None
+
+    def position_curve(self, series: Series, context: int) -> Curve | None:
+        """Loss by position, the buckets at their geometric middles."""
+        found = [self.measurement(run).get('loss_by_position') for run in series.at(context)]
+        found = [buckets for buckets in found if buckets]
+        if not found:
+            return None
+        shown = [[b for b in buckets if b['start'] >= first_position(context)] for buckets in found]
+        x = np.array([np.sqrt((b['start'] + 1) * b['end']) for b in shown[0]])
+        same = [buckets for buckets in shown if len(buckets) == len(x)]
+        return _aggregate(series, x, [np.array([b['loss'] for b in buckets]) for buckets in same])
+
+    def _against_context(
+        self,
+        name: str,
+        measure: Callable[[Run], float | None],
+        label: str,
+        y_scale: str = 'linear',
+        right: tuple[str, Callable] | None = None,
+    ) -> None:
+        """A measure against the context length in training; with one length alone, a row of dots a series."""
+        devices = sorted({row['devices'] for row in self.rows})
+        note = f', measured on {"; ".join(devices)}' if right else ''
+        values = [[(run.value('train.context_length'), measure(run)) for run in s.runs] for s in self.series]
+        if len(self.contexts) > 1:
+            curves = [_by_context(s, found) for s, found in zip(self.series, values, strict=True)]
+            self._lines(
+                f'{name}_context',
+                [curve for curve in curves if len(curve.x)],
+                f'{label[0].upper()}{label[1:]} against context length{note}.',
+                'context length (tokens)',
+                label,
+                x_scale='log',
+                y_scale=y_scale,
+                markers=True,
+                ticks=self.contexts,
+                right=right,
+            )
+        else:
+            rows = []
+            for s, found in zip(self.series, values, strict=True):
+                x = np.array([v for _, v in found if v is not None])
+                if len(x):
+                    rows.append(Curve(s.label, s.style, x, np.zeros(len(x))))
+            if rows:
+                caption = f'{label[0].upper()}{label[1:]}, a dot a run, the bar at their mean{note}.'
+                figures.draw_dots(self.out / f'{name}_runs', rows, label)
+                self._drawn(f'{name}_runs', caption, rows)
+
+    def _other_contexts(self) -> None:
+        """Perplexity of runs that were evaluated at several context lengths, against these."""
+        curves, contexts = [], set()
+        for s in self.series:
+            for run in s.runs:
+                lengths = sorted({r.get('context_length') for r in run.evaluations} - {None})
+                values = [(n, self.measurement(run, n).get('perplexity')) for n in lengths]
+                values = [(n, v) for n, v in values if v is not None]
+                if len(values) > 1:
+                    trained = run.value('train.context_length')
+                    label = s.label if len(self.contexts) == 1 else f'{s.label}, trained at {figures.short(trained)}'
+                    curve = _by_context(dataclasses.replace(s, label=label, style=len(curves)), values)
+                    curves.append(curve)
+                    contexts |= {n for n, _ in values}
+        self._lines(
+            'perplexity_evaluated',
+            curves,
+            'Perplexity against the context length in evaluation.',
+            'context length in evaluation (tokens)',
+            'perplexity',
+            x_scale='log',
+            markers=True,
+            ticks=sorted(contexts),
+        )
+
+    def _lines(self, name: str, curves: list[Curve], caption: str, x: str, y: str, **options: Any) -> None:
+        if curves:
+            figures.draw_lines(self.out / name, curves, x, y, **options)
+            self._drawn(name, caption, curves)
+
+    def _drawn(self, name: str, caption: str, curves: Iterable[Curve]) -> None:
+        self.written += [f'{name}.png', f'{name}.pdf']
+        self._pictures.append((f'{name}.png', caption))
+        for curve in curves:
+            for x, y in zip(curve.x, curve.y, strict=True):
+                self._curves.append({'picture': name, 'series': curve.label, 'x': float(x), 'y': float(y)})
+
+    def _csv(self, name: str, rows: list[dict[str, Any]]) -> None:
+        with open(self.out / name, 'w', newline='', encoding='utf-8') as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+        self.written.append(name)
+
+
+def make_series(runs: Sequence[Run]) -> list[Series]:
+    """Groups runs that differ in seed and context length alone, in the paper's order, others behind. Labels say
+    the attention, and what else differs between series of the same attention."""
+    names = [(paper.label_of(run) or run.attention).replace(' (using FlashAttention)', '') for run in runs]
+    described = []
+    for run, name in zip(runs, names, strict=True):
+        peers = [other.config for other, n in zip(runs, names, strict=True) if n == name]
+        differing = [
+            key
+            for key, value in run.config.items()
+            if _counts(key) and any(key in peer and peer[key] != value for peer in peers)
+        ]
+        parts = [f'{key.rpartition(".")[2]} {_brief(run.config[key])}' for key in differing]
+        described.append(', '.join([name, *parts]))
+    groups: dict[str, list[Run]] = {}
+    for run, label in zip(runs, described, strict=True):
+        groups.setdefault(label, []).append(run)
+    order = [paper.SOFTMAX, *(row for rows in paper.PG19.groups.values() for row in rows)]
+    rank = {label: order.index(row) for run, label in zip(runs, described, strict=True) if (row := paper.row_of(run))}
+    sorted_groups = sorted(groups.items(), key=lambda item: rank.get(item[0], len(order)))
+    return [Series(label, i, tuple(members)) for i, (label, members) in enumerate(sorted_groups)]
+
+
+def loss_curve(series: Series, context: int) -> Curve | None:
+    """Training loss against tokens: means over bins of equal width on a logarithmic axis."""
+    runs = [run for run in series.at(context) if len(run.train) > 1]
+    if not runs:
+        return None
+    end = max(run.train[-1]['tokens'] for run in runs)
+    edges = np.geomspace(max(end * SHOWN_FROM, 1), end * (1 + 1e-9), BINS + 1)
+    middle = np.sqrt(edges[1:] * edges[:-1])
+    found = []
+    for run in runs:
+        tokens, loss = (np.array([r[k] for r in run.train], np.float64) for k in ('tokens', 'loss'))
+        finite = np.isfinite(loss)
+        count, _ = np.histogram(tokens[finite], edges)
+        total, _ = np.histogram(tokens[finite], edges, weights=loss[finite])
+        known = count > 0
+        if not known.any():
+            continue
+        smooth = np.interp(np.log(middle), np.log(middle[known]), total[known] / count[known], left=np.nan)
+        smooth[middle > tokens[-1] * (1 + (edges[1] / edges[0] - 1))] = np.nan
+        found.append(smooth)
+    return _aggregate(series, middle, found) if found else None
+
+
+def first_position(context: int) -> int:
+    """The first position in the pictures: FIRST_POSITION, or less in contexts that are hardly longer."""
+    return min(FIRST_POSITION, context // 8)
+
+
+def accuracy_curve(series: Series, context: int) -> Curve | None:
+    """Accuracy in percent against steps."""
+    found = [[(r['step'], 100 * r['accuracy']) for r in run.evals if 'accuracy' in r] for run in series.at(context)]
+    found = [records for records in found if records]
+    if not found:
+        return None
+    x = np.unique([step for records in found for step, _ in records])
+    return _aggregate(series, x, [np.interp(x, *zip(*records, strict=True), right=np.nan) for records in found])
+
+
+def _aggregate(series: Series, x: np.ndarray, ys: list[np.ndarray]) -> Curve | None:
+    """The mean over runs with the band of their extremes."""
+    y = np.array(ys)
+    known = np.isfinite(y).any(axis=0)
+    x, y = x[known], y[:, known]
+    if not len(x):
+        return None
+    if len(y) == 1:
+        return Curve(series.label, series.style, x, y[0])
+    return Curve(series.label, series.style, x, np.nanmean(y, 0), np.nanmin(y, 0), np.nanmax(y, 0))
+
+
+def _by_context(series: Series, values: Iterable[tuple[int, float | None]]) -> Curve:
+    groups: dict[int, list[float]] = {}
+    for context, value in values:
+        if value is not None:
+            groups.setdefault(context, []).append(value)
+    x = np.array(sorted(groups))
+    y = [groups[context] for context in x]
+    mean, low, high = (np.array([f(v) for v in y]) for f in (statistics.fmean, min, max))
+    repeated = any(len(v) > 1 for v in y)
+    return Curve(series.label, series.style, x, mean, low if repeated else None, high if repeated else None)
+
+
+def _counts(binding: str) -> bool:
+    """Whether a difference in this binding makes another series."""
+    from lm.train import MAY_CHANGE_ON_RESUME
+
+    ignored = {'train.seed', 'train.context_length', 'train.microbatches', 'model.attention', *MAY_CHANGE_ON_RESUME}
+    section = binding.rpartition('/')[2].partition('.')[0] + '.'
+    return binding == 'data.path' or not (binding in ignored or section in ignored)
+
+
+def _brief(value: str) -> str:
+    return value.strip("'").rstrip('/').rpartition('/')[2]
+
+
+def _progress(row: dict[str, Any]) -> str:
+    return f'{row["step"]:,}' if row['step'] == row['steps'] else f'{row["step"]:,} of {row["steps"]:,}'
+
+
+def _line(cells: Iterable[str]) -> str:
+    return '| ' + ' | '.join(cells) + ' |'
+
+
+def _number(value: float | None, absent: str) -> str:
+    return absent if value is None else f'{value:.2f}' if value >= 0.1 else f'{value:.2g}'
+
+
+def _thinned(ticks: list[int]) -> list[int]:
+    """At most eight of the ticks, evenly spaced, the last among them."""
+    stride = -(-len(ticks) // 8)
+    return ticks[::-1][::stride][::-1]

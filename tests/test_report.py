@@ -1,0 +1,209 @@
+"""`lm report`: tables hold what the runs measured, pictures show it, and the paper's numbers are the paper's."""
+
+import csv
+import itertools
+import json
+import math
+import pathlib
+import re
+import sys
+
+import numpy as np
+import pytest
+import tiny
+from made_up_runs import evaluate, write_run
+
+from lm import figures, paper
+from lm.attention.performer import Performer
+from lm.attention.polynomial import Polynomial
+from lm.attention.polysketch import Polysketch
+from lm.attention.softmax import Softmax
+from lm.cli import main
+from lm.records import Run, find_runs
+from lm.report import BINS, Report, loss_curve, make_series
+
+
+def table(path: pathlib.Path) -> list[dict[str, str]]:
+    with open(path, newline='') as file:
+        return list(csv.DictReader(file))
+
+
+def png_size(path: pathlib.Path) -> tuple[int, int]:
+    header = path.read_bytes()[:24]
+    assert header[:8] == b'\x89PNG\r\n\x1a\n'
+    return int.from_bytes(header[16:20]), int.from_bytes(header[20:24])
+
+
+def test_a_real_run(reference_run, tmp_path, capsys):
+    run, _ = reference_run
+    assert main(['report', str(run), '--out', str(tmp_path / 'out')]) == 0
+    printed = capsys.readouterr().out
+    (row,) = table(tmp_path / 'out' / 'runs.csv')
+    assert float(row['loss']) == tiny.losses(run, 'eval')[40]
+    assert float(row['train_loss']) == tiny.losses(run)[40]
+    assert int(row['parameters']) == json.loads((run / 'run.json').read_text())['parameters']
+    assert f'{math.exp(float(row["loss"])):.3f}' in printed
+    text = (tmp_path / 'out' / 'report.md').read_text()
+    assert str(run) in text
+    pictures = re.findall(r'\]\((.+\.png)\)', text)
+    assert pictures == ['loss.png', 'position.png', 'perplexity_runs.png', 'speed_runs.png']
+    for name in pictures:
+        width, height = png_size(tmp_path / 'out' / name)
+        assert width == round(figures.WIDTH * 300)
+        assert 200 < height < 1500
+        assert (tmp_path / 'out' / name).with_suffix('.pdf').read_bytes()[:4] == b'%PDF'
+    assert not (tmp_path / 'out' / 'paper.csv').exists(), 'a context of 32 is not in the paper'
+
+
+def test_seeds_and_contexts_are_one_series(tmp_path):
+    for name, attention, quality in (('s', Softmax(), 0.0), ('p', Polysketch(), 0.05)):
+        for context in (512, 2048):
+            for seed in (0, 1):
+                write_run(tmp_path / f'{name}{context}-{seed}', attention, context=context, seed=seed, quality=quality)
+    runs = find_runs([str(tmp_path)])
+    first, second = make_series(runs)
+    assert (first.label, len(first.runs)) == ('Softmax', 4)
+    assert (second.label, len(second.runs)) == ('Polysketch (learned + local, r = 32)', 4)
+    assert [run.value('train.seed') for run in first.at(512)] == [0, 1]
+
+    assert main(['report', str(tmp_path / '*'), '--out', str(tmp_path / 'out')]) == 0
+    shown = {path.stem for path in (tmp_path / 'out').glob('*.png')}
+    assert shown == {'loss_512', 'loss_2048', 'position_512', 'position_2048', 'perplexity_context', 'speed_context'}
+    points = [row for row in table(tmp_path / 'out' / 'curves.csv') if row['picture'] == 'perplexity_context']
+    assert [(p['series'], float(p['x'])) for p in points] == [
+        (label, context) for label in ('Softmax', second.label) for context in (512, 2048)
+    ]
+    measured = [run.last_evaluation['perplexity'] for run in first.at(512)]
+    assert float(points[0]['y']) == pytest.approx(np.mean(measured))
+
+
+def test_what_else_differs_makes_another_series(tmp_path):
+    write_run(tmp_path / 'a', Softmax(), steps=100)
+    write_run(tmp_path / 'b', Softmax(), steps=200)
+    write_run(tmp_path / 'c', Softmax(window=64), steps=100)
+    write_run(tmp_path / 'd', Performer(block=128), steps=100)
+    write_run(tmp_path / 'e', Performer(block=256), steps=100, data='other/wiki40b')
+    assert [s.label for s in make_series(find_runs([str(tmp_path)]))] == [
+        'Softmax, steps 100',
+        'Softmax, steps 200',
+        'Performer (2048 features), path pg19, block 128',
+        'Performer (2048 features), path wiki40b, block 256',
+        'softmax (window 64)',
+    ]
+
+
+def test_the_loss_curve_is_the_mean_of_what_was_logged(tmp_path):
+    write_run(tmp_path / 'a', Softmax(), noise=0.0)
+    write_run(tmp_path / 'b', Softmax(), noise=0.0, seed=1)
+    lines = (tmp_path / 'b' / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    (tmp_path / 'b' / 'metrics.jsonl').write_text(''.join(lines[: len(lines) // 2]))  # is still training
+    run = Run.read(tmp_path / 'a')
+    (series,) = make_series(find_runs([str(tmp_path)]))
+    curve = loss_curve(series, 1024)
+    assert len(curve.x) <= BINS
+    expected = np.interp(curve.x, [r['tokens'] for r in run.train], [r['loss'] for r in run.train])
+    np.testing.assert_allclose(curve.y, expected, atol=0.01)
+    assert loss_curve(series, 512) is None
+
+
+def test_the_newest_evaluation_at_the_runs_own_context_counts(tmp_path):
+    run = write_run(tmp_path / 'a', Softmax())
+    evaluate(run, split='test', perplexity=11.0, step=2000)
+    evaluate(run, split='test', perplexity=12.0, step=1000)
+    evaluate(run, split='test', perplexity=13.0, step=2000, window='sliding:8')
+    evaluate(run, split='test', perplexity=14.0, step=2000, context_length=64)
+    report = Report(find_runs([str(run)]), tmp_path, split='test')
+    assert report.rows[0]['perplexity'] == 11.0
+    assert report.measurement(report.runs[0], 64)['perplexity'] == 14.0
+    assert Report(find_runs([str(run)]), tmp_path).rows[0]['split'] == 'validation'
+    report.write()
+    assert 'perplexity_evaluated.png' in report.written
+
+
+def test_accuracy_of_tasks(tmp_path):
+    write_run(tmp_path / 'a', Softmax(), accuracy=True)
+    assert main(['report', str(tmp_path / 'a'), '--out', str(tmp_path / 'out')]) == 0
+    assert {p.stem for p in (tmp_path / 'out').glob('*.png')} == {'loss', 'accuracy', 'accuracy_runs', 'speed_runs'}
+    curve = [float(r['y']) for r in table(tmp_path / 'out' / 'curves.csv') if r['picture'] == 'accuracy']
+    assert curve == [100 * r['accuracy'] for r in Run.read(tmp_path / 'a').evals]
+    assert not (tmp_path / 'out' / 'paper.csv').exists()
+
+
+def test_runs_that_have_hardly_begun_and_diverged(tmp_path):
+    new = write_run(tmp_path / 'new', Softmax())
+    (new / 'metrics.jsonl').unlink()
+    (new / 'run.json').unlink()
+    one = write_run(tmp_path / 'one', Polynomial())
+    (one / 'metrics.jsonl').write_text((one / 'metrics.jsonl').read_text().splitlines(keepends=True)[0])
+    bad = write_run(tmp_path / 'bad', Performer())
+    text = re.sub(r'"loss": [\d.]+', '"loss": "NaN"', (bad / 'metrics.jsonl').read_text())
+    (bad / 'metrics.jsonl').write_text(text)
+    assert main(['report', str(tmp_path), '--out', str(tmp_path / 'out')]) == 0
+    rows = {row['run']: row for row in table(tmp_path / 'out' / 'runs.csv')}
+    assert rows['new']['perplexity'] == rows['one']['perplexity'] == ''
+    assert rows['bad']['loss'] == 'nan'
+
+
+def test_beside_the_paper(tmp_path):
+    for context in (512, 1024):
+        write_run(tmp_path / f'a{context}', Polysketch(sketch='gaussian', sketch_size=64, local=False), context=context)
+        write_run(tmp_path / f'b{context}', Polynomial(degree=8), context=context)
+    out = tmp_path / 'out'
+    assert main(['report', str(tmp_path), '--out', str(out), '--no_pictures']) == 0
+    rows = {(r['attention'], int(r['context'])): r for r in table(out / 'paper.csv')}
+    assert list(dict.fromkeys(label for label, _ in rows))[:3] == [
+        'Softmax (using FlashAttention)', 'Polynomial (deg=2)', 'Polynomial (deg=4)',
+    ]  # fmt: skip
+    ours = rows['Polysketch (random, r = 64)', 1024]
+    assert float(ours['paper_perplexity']) == 13.35
+    assert float(ours['our_perplexity']) == Run.read(tmp_path / 'a1024').last_evaluation['perplexity']
+    assert float(ours['our_steps_per_second']) == pytest.approx(1e6 / 0.2 / 2**20)
+    assert ours['runs'] == 'a1024'
+    assert rows['Polynomial (deg=8)', 32768]['paper_perplexity'] == ''
+    assert '13.35 / ' in (out / 'report.md').read_text()
+    assert not list(out.glob('*.png'))
+    assert main(['report', str(tmp_path), '--out', str(out), '--no_pictures', '--paper', 'wiki40b']) == 0
+    assert 'Table 3' in (out / 'report.md').read_text()
+
+
+def test_the_papers_tables():
+    for held in (paper.PG19, paper.WIKI40B, paper.SPEED):
+        assert [len(rows) for rows in held.groups.values()] == [4, 9]
+        assert all(len(values) == len(paper.CONTEXTS) for rows in held.groups.values() for values in rows.values())
+        assert list(held.groups.values())[1].keys() == list(paper.PG19.groups.values())[1].keys()
+    kernels = paper.PG19.groups['Kernel based methods, 13 layers']
+    assert min(kernels, key=lambda label: kernels[label][-1]) == 'Polysketch (learned + local, r = 64)'
+    source = tiny.ROOT.parent / 'shared' / 'papers' / 'polysketchformer.txt'
+    if source.exists():
+        printed = source.read_text()
+        for label, values in kernels.items():
+            assert f'{label} {" ".join(f"{v:.2f}" for v in values)}' in printed
+
+
+def test_colours_differ_and_labels_of_curves_do_not_overlap(tmp_path, monkeypatch):
+    styles = [figures.Curve('', i, np.array([]), np.array([])) for i in range(21)]
+    assert len({(c.colour, str(c.line)) for c in styles}) == 21
+    kept = []
+    monkeypatch.setattr(figures, '_save', lambda figure, path: kept.append(figure))
+    x = np.linspace(1, 2, 5)
+    figures.draw_lines('x', [figures.Curve(f'c{i}', i, x, x + i * 1e-4) for i in range(6)], 'x', 'y')
+    (axes,) = kept[0].axes
+    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
+    assert len(boxes) == 6
+    assert all(low.y1 <= high.y0 + 1 for low, high in itertools.pairwise(boxes))
+    assert all(box.x0 >= axes.get_window_extent().x1 for box in boxes), 'a label covers data'
+
+
+def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
+    for path in ('nowhere', str(tmp_path), 'x*'):
+        assert main(['report', path, '--out', str(tmp_path / 'out')]) == 2
+        assert capsys.readouterr().err.count('\n') == 1
+    assert not (tmp_path / 'out').exists()
+    run = write_run(tmp_path / 'run', Softmax(), steps=50)
+    (tmp_path / 'file').write_text('')
+    assert main(['report', str(run), '--out', str(tmp_path / 'file')]) == 2
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    capsys.readouterr()
+    assert main(['report', str(run), '--out', str(tmp_path / 'out')]) == 1
+    assert "pip install 'lm-tpu[report]'" in capsys.readouterr().err
+    assert main(['report', str(run), '--out', str(tmp_path / 'out'), '--no_pictures']) == 0
