@@ -15,9 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lm.ops.linear_attention import block as one_block
 from lm.ops.linear_attention import xla
 from lm.ops.linear_attention.types import Options, State
-from lm.ops.linear_attention.xla import Keys, Queries
+
+
+class Recent(NamedTuple):
+    """Keys, values and what the exact kernel compares, [B, S, K, …]."""
+
+    k: jax.Array
+    v: jax.Array
+    k_local: jax.Array | None
 
 
 class DecodeState(NamedTuple):
@@ -25,7 +33,7 @@ class DecodeState(NamedTuple):
 
     sums: State
     """Over the keys that have left the exact kernel's reach; over all keys where there is none."""
-    recent: Keys | None
+    recent: Recent | None
     """The others. With a window the N last tokens in the order of time, right-aligned; else the tokens of the current
     block from index 0, of which the first `position % block` count."""
     position: jax.Array
@@ -51,14 +59,13 @@ def init_state(
     the block, so is the state.
     """
     options = _options(local=local, window=window, block=block, **rest)
-    batch, _, heads, size = k_BxLxKxE.shape
-    one = jax.ShapeDtypeStruct((batch, 1, heads, size), k_BxLxKxE.dtype)
-    features = jax.eval_shape(options.features, k_parameters, one).shape[-1]
+    batch, _, heads, _ = k_BxLxKxE.shape
+    features = xla.n_features(options, k_parameters, k_BxLxKxE)
     sums = xla.empty_state(options, batch, heads, features, v_BxLxKxD.shape[-1])
     recent = None
     if local is not None:
         kept = window or min(block or xla.LOCAL_BLOCK, max_length or xla.LOCAL_BLOCK * 2**20)
-        keys = Keys(k_BxLxKxE, v_BxLxKxD, k_local_BxLxKxC)
+        keys = Recent(k_BxLxKxE, v_BxLxKxD, k_local_BxLxKxC)
         recent = jax.tree.map(lambda x: jnp.zeros((batch, kept, *x.shape[2:]), x.dtype), keys)
     return DecodeState(sums, recent, jnp.zeros((), jnp.int32))
 
@@ -78,15 +85,16 @@ def step(
     """Appends L ≥ 1 tokens and returns (state, [B, L, H, D]). Takes the arguments of `linear_attention`."""
     options = _options(**rest)
     parameters = (q_parameters, k_parameters)
-    queries = Queries(q_BxLxHxE, q_local_BxLxHxC if options.local else None)
-    keys = Keys(k_BxLxKxE, v_BxLxKxD, k_local_BxLxKxC if options.local else None)
+    queries = (q_BxLxHxE, q_local_BxLxHxC if options.local else None)
+    keys = Recent(k_BxLxKxE, v_BxLxKxD, k_local_BxLxKxC if options.local else None)
     count = q_BxLxHxE.shape[1]
     if options.local is None:
         o, sums = xla.attend(queries, keys, parameters, state.sums, None, options=options, with_state=True)
         recent = None
     elif options.window is not None:
         keys = jax.tree.map(lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], 1), state.recent, keys)
-        bounds = (jnp.maximum(options.window - state.position, 0), jnp.int32(options.window + count))
+        first = jnp.maximum(options.window - state.position, 0)
+        bounds = one_block.Bounds(first, jnp.int32(options.window + count), first)
         o, sums = xla.attend(queries, keys, parameters, state.sums, bounds, options=options, with_state=True)
         recent = jax.tree.map(lambda x: x[:, count:], keys)
     else:
@@ -95,9 +103,9 @@ def step(
     return DecodeState(sums, recent, state.position + count), o
 
 
-def _tokens(options: Options, state: DecodeState, queries: Queries, keys: Keys, parameters: Any) -> tuple:
+def _tokens(options: Options, state: DecodeState, queries: tuple, keys: Recent, parameters: Any) -> tuple:
     """Any number of tokens: the current block and the new ones, with blocks where they are in the whole sequence."""
-    block, count = state.recent.v.shape[1], queries.q.shape[1]
+    block, count = state.recent.v.shape[1], queries[0].shape[1]
     options = Options(**vars(options) | {'block': block})
     at = state.position % block
     complete = (at + count) // block * block
@@ -111,28 +119,41 @@ def _tokens(options: Options, state: DecodeState, queries: Queries, keys: Keys, 
     queries = jax.tree.map(lambda x: joined(jnp.zeros((x.shape[0], block, *x.shape[2:]), x.dtype), x), queries)
     seen_queries, seen_keys = jax.tree.map(lambda x: x[:, : block + count], (queries, keys))
     # What stands after the last token is hidden from all before it, and the bounds keep it out of the sums.
-    bounds = (jnp.int32(0), complete)
+    bounds = one_block.Bounds(jnp.int32(0), complete, _older(state, block))
     o, sums = xla.attend(seen_queries, seen_keys, parameters, state.sums, bounds, options=options, with_state=True)
     recent = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, complete, block, 1), keys)
     return lax.dynamic_slice_in_dim(o, at, count, 1), sums, recent
 
 
-def _one_token(options: Options, state: DecodeState, queries: Queries, keys: Keys, parameters: Any) -> tuple:
+def _one_token(options: Options, state: DecodeState, queries: tuple, keys: Recent, parameters: Any) -> tuple:
     """One token: the exact kernel over the current block, and one read of the sums."""
     block = state.recent.v.shape[1]
     at = state.position % block
     recent = jax.tree.map(
         lambda old, new: lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, 1), state.recent, keys
     )
-    num_Bx1xHxD, den_Bx1xH = xla.one_row(options, queries, recent, parameters, state.sums, at)
-    o_Bx1xHxD = num_Bx1xHxD / den_Bx1xH[..., None] if options.normalize else num_Bx1xHxD
+    shape = one_block.Shape(options, block, True, keys.v.dtype)
+    heads, features = keys.v.shape[2], xla.n_features(options, parameters[1], keys.k)
+    num_BxKxDxGx1, den_BxKxGx1 = one_block.one_row(
+        shape,
+        one_block.Queries(*(one_block.grouped(x, heads) for x in queries)),
+        one_block.Keys(*map(one_block.token_minor, recent)),
+        parameters,
+        one_block.split(options, state.sums, features),
+        one_block.Bounds(jnp.int32(0), jnp.int32(block), _older(state, block)),
+        at,
+    )
+    o_BxKxDxGx1 = num_BxKxDxGx1 / den_BxKxGx1[:, :, None] if options.normalize else num_BxKxDxGx1
     # A full block is folded as a whole, so that a token of an unfinished one costs no more than its own weights.
     sums = lax.cond(
-        at == block - 1,
-        lambda: xla.fold(options, parameters[1], recent, state.sums),
-        lambda: state.sums,
+        at == block - 1, lambda: xla.add_keys(options, parameters[1], recent, state.sums), lambda: state.sums
     )
-    return o_Bx1xHxD.astype(keys.v.dtype), sums, recent
+    return one_block.ungrouped(o_BxKxDxGx1).astype(keys.v.dtype), sums, recent
+
+
+def _older(state: DecodeState, block: int) -> jax.Array:
+    """The first query, counted from the start of the current block, with keys before its block."""
+    return jnp.where(state.position < block, block, 0)
 
 
 def _options(

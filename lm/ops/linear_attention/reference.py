@@ -42,8 +42,12 @@ def linear_attention(
         s_BxHxLxM = jnp.einsum('blhc,bmhc->bhlm', q, expanded(k))
         if options.local.stable:
             s_BxHxLxM = jnp.where(nearby_LxM, s_BxHxLxM * options.local.scale, -jnp.inf)
-            m_BxHxLx1 = jnp.maximum(s_BxHxLxM.max(-1, keepdims=True), 0.0)
-            shrink_BxHxLx1 = jnp.exp(-m_BxHxLx1)
+            # Where nothing is older than the window, only the largest exponent itself keeps its weight from underflow.
+            has_older_Lx1 = (
+                (older_LxM & ~nearby_LxM).any(-1, keepdims=True) | bool(options.bias) | (initial_state is not None)
+            )
+            m_BxHxLx1 = jnp.maximum(s_BxHxLxM.max(-1, keepdims=True), jnp.where(has_older_Lx1, 0.0, -jnp.inf))
+            shrink_BxHxLx1 = jnp.where(has_older_Lx1, jnp.exp(-m_BxHxLx1), 0.0)
             exact_BxHxLxM = jnp.exp(s_BxHxLxM - m_BxHxLx1)
         else:
             exact_BxHxLxM = options.local.weights(s_BxHxLxM)
@@ -109,3 +113,34 @@ def flatten_totals(options: Options, state: State) -> jax.Array:
     """The totals as one [B, K, R] array in the order of `expand`."""
     batch, heads = state.kv_BxKxRxD.shape[:2]
     return jnp.concatenate([t.reshape(batch, heads, -1) for t in state.totals], axis=-1)
+
+
+def plain_blocks(
+    x_BxLxHxF: jax.Array,
+    y_BxLxHxF: jax.Array,
+    v_BxLxHxD: jax.Array,
+    q_local_BxLxHxC: jax.Array,
+    k_local_BxLxHxC: jax.Array,
+    *,
+    degree: int,
+    block: int,
+    bias: float = 1.0,
+) -> jax.Array:
+    """PolySketchFormer §3 as its formulas read, in linear time: the yardstick of the fast implementations.
+
+    The self-tensors of all keys, multiplied with [v 1], summed over each block (H_l), and accumulated over all blocks
+    (Z_l); exact weights in the block. The block must divide the length.
+    """
+    batch, length, heads, _ = x_BxLxHxF.shape
+
+    def cut(a):
+        return a.reshape(batch, length // block, block, heads, -1).transpose(0, 3, 1, 2, 4)
+
+    x, y, q, k = (cut(a) for a in (x_BxLxHxF, y_BxLxHxF, q_local_BxLxHxC, k_local_BxLxHxC))
+    v1 = cut(jnp.concatenate([v_BxLxHxD, jnp.ones_like(v_BxLxHxD[..., :1])], axis=-1))
+    sums = jnp.einsum('bhnti,bhntj,bhntd->bhnijd', y, y, v1)
+    earlier = jnp.cumsum(sums, axis=2) - sums
+    weights = jnp.tril(jnp.einsum('bhntc,bhnsc->bhnts', q, k) ** degree)
+    total = weights @ v1 + jnp.einsum('bhnti,bhntj,bhnijd->bhntd', x, x, earlier)
+    o = total[..., :-1] / (bias + total[..., -1:])
+    return o.transpose(0, 2, 3, 1, 4).reshape(v_BxLxHxD.shape)

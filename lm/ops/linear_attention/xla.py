@@ -7,19 +7,14 @@ they compared directly; backwards with the gradient of the sums, for the gradien
 folded. Only inputs, outputs and one denominator a query are kept.
 
 Numerator and denominator are differentiated as one linear operation: with o = num / den the cotangents are
-do / den and -⟨do, o⟩ / den. A block is cut in tiles of rows, so that work above the diagonal is skipped. What is left
-of a length that the block does not divide is a shorter block: nothing is padded.
-
-With a window the keys are shifted by its size N against the queries: entry j of the shifted keys is key j - N. The
-approximate part is then ordinary causal attention to them, the exact part sees entries i + 1 … i + N.
-
-G query heads share each of the K key heads, T rows of a tile, S keys.
+do / den and -⟨do, o⟩ / den. What is left of a length that the block does not divide is a shorter block: nothing is
+padded. Recovering the sums by subtraction in a single backward walk would save a third of it, and loses four digits.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,37 +23,44 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lm.ops import platform
 from lm.ops.exact_attention import RESIDUAL_NAME
-from lm.ops.linear_attention import expansion
+from lm.ops.linear_attention.block import (
+    Bounds,
+    Keys,
+    Queries,
+    Shape,
+    Sums,
+    fold,
+    grouped,
+    join,
+    no_keys,
+    numerators,
+    split,
+    token_minor,
+    ungrouped,
+)
 from lm.ops.linear_attention.types import Options, State
 
 LOCAL_BLOCK = 1024
+"""Of exact weights; the paper's."""
+
 BLOCK = {'cpu': 256}
+"""Where the result does not depend on it."""
+
 TILE = {'cpu': 256}
-
-
-class Queries(NamedTuple):
-    """Of the tokens of a sequence or of a block: [B, T, H, …]."""
-
-    q: jax.Array
-    q_local: jax.Array | None
-
-
-class Keys(NamedTuple):
-    """Of the tokens of a sequence or of a block, and with a window of the `window` tokens before: [B, S, K, …]."""
-
-    k: jax.Array
-    v: jax.Array
-    k_local: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The static side of a call: options, the cut into blocks and tiles, and which sums are needed."""
+    """The static side of a call."""
 
     options: Options
     length: int
     block: int
     tile: int
+    heads: int
+    features: int
+    values: int
+    dtype: Any
     before: bool
     """Whether there are sums over keys before the first block."""
     after: bool
@@ -74,9 +76,16 @@ class Plan:
         return self.after or self.length > self.block or not self.options.causal
 
     @property
-    def reads(self) -> bool:
-        """Whether any block reads the sums."""
-        return self.before or self.length > self.block or not self.options.causal
+    def shape(self) -> Shape:
+        """What a block has to do."""
+        reads = self.before or self.length > self.block or not self.options.causal
+        return Shape(self.options, self.tile, reads, self.dtype)
+
+    def no_keys(self, batch: int) -> Sums | None:
+        """The sums over no keys, where any are needed."""
+        if not (self.folds or self.shape.reads):
+            return None
+        return no_keys(self.options, batch, self.heads, self.features, self.values)
 
     def walk(self, body: Callable[[Any, int, Any], Any], carry: Any, reverse: bool = False) -> Any:
         """body(start, size, carry) for each block in order."""
@@ -112,19 +121,24 @@ def linear_attention(
     """Arguments as in `lm.ops.linear_attention`."""
     if options.local is None:
         q_local_BxLxHxC = k_local_BxLxKxC = None
-    keys = Keys(k_BxLxKxE, v_BxLxKxD, k_local_BxLxKxC)
-    bounds = None
-    if options.window is not None:
-        keys = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (options.window, 0), (0, 0), (0, 0))), keys)
-        bounds = (jnp.int32(options.window), jnp.int32(options.window + q_BxLxHxE.shape[1]))
+    length, window = q_BxLxHxE.shape[1], options.window
+    arrays, bounds = (k_BxLxKxE, v_BxLxKxD, k_local_BxLxKxC), None
+    older = jnp.int32(0 if initial_state is not None else window or options.block or LOCAL_BLOCK)
+    if window is not None:
+        arrays = tuple(jnp.pad(x, ((0, 0), (window, 0), (0, 0), (0, 0))) for x in arrays)
+        bounds = Bounds(jnp.int32(window), jnp.int32(window + length), older)
+    elif options.local is not None and options.local.stable:
+        bounds = Bounds(jnp.int32(0), jnp.int32(length), older)
     parameters = (q_parameters, k_parameters)
-    queries = Queries(q_BxLxHxE, q_local_BxLxHxC)
-    o_BxLxHxD, state = attend(queries, keys, parameters, initial_state, bounds, options=options, with_state=with_state)
-    if with_state and options.window is not None:
+    queries = (q_BxLxHxE, q_local_BxLxHxC)
+    o_BxLxHxD, state = attend(
+        queries, arrays, parameters, initial_state, bounds, options=options, with_state=with_state
+    )
+    if with_state and window is not None:
         # The window's own keys have not been folded.
-        keys = jax.tree.map(lambda x: x[:, q_BxLxHxE.shape[1] :], keys)
-        start = jnp.maximum(options.window - q_BxLxHxE.shape[1], 0)
-        state = fold(options, k_parameters, keys, state, (start, jnp.int32(options.window)), 0)
+        rest = tuple(x[:, length:] for x in arrays)
+        inside = Bounds(jnp.int32(max(window - length, 0)), jnp.int32(window), older)
+        state = add_keys(options, k_parameters, rest, state, inside)
     return o_BxLxHxD, state
 
 
@@ -133,273 +147,238 @@ def unsupported(*args, **options) -> None:
 
 
 def attend(
-    queries: Queries,
-    keys: Keys,
+    queries: tuple[jax.Array, jax.Array | None],
+    keys: tuple[jax.Array, jax.Array, jax.Array | None],
     parameters: tuple[Any, Any],
     initial_state: State | None,
-    bounds: tuple[jax.Array, jax.Array] | None,
+    bounds: Bounds | None,
     *,
     options: Options,
     with_state: bool,
 ) -> tuple[jax.Array, State | None]:
-    """Outputs, and the sums over the keys with an index in [bounds[0], bounds[1]) that stand beside a query.
+    """Outputs, and the sums over the keys inside of the bounds that stand beside a query.
 
     Args:
-        queries: L tokens.
-        keys: L tokens, or window + L.
+        queries: q and q_local, L tokens.
+        keys: k, v and k_local, L tokens, with a window N + L.
         parameters: the feature map's, for queries and for keys.
         initial_state: sums over keys before.
-        bounds: keys outside are left out of the sums; those before bounds[0] are hidden altogether. None: no bounds.
+        bounds: of the indices of keys. None: no bounds.
         options: as in `lm.ops.linear_attention`.
         with_state: whether the sums over all keys are wanted.
     """
-    length, target = queries.q.shape[1], platform.target_platform()
+    (batch, length), target = queries[0].shape[:2], platform.target_platform()
     exact_blocks = options.local is not None and options.window is None
     block = options.block or (LOCAL_BLOCK if exact_blocks else BLOCK.get(target, 512))
-    plan = Plan(options, length, min(block, length), TILE.get(target, 512), initial_state is not None, with_state)
+    plan = Plan(
+        options,
+        length,
+        min(block, length),
+        TILE.get(target, 512),
+        keys[1].shape[2],
+        n_features(options, parameters[1], keys[0]),
+        keys[1].shape[3],
+        keys[1].dtype,
+        initial_state is not None,
+        with_state,
+    )
     function = functools.partial(_attend, plan)
-    batch, shards = queries.q.shape[0], platform.batch_shards()
-    if jax.tree.leaves(parameters) and batch % shards == 0:
+    if jax.tree.leaves(parameters) and batch % platform.batch_shards() == 0:
         function = platform.per_device(function, split=(True, True, False, True, False))
     return function(queries, keys, parameters, initial_state, bounds)
 
 
+def add_keys(options: Options, parameters: Any, keys: tuple, state: State, bounds: Bounds | None = None) -> State:
+    """The state with these keys (k, v, …) folded in, except those outside of the bounds."""
+    shape = Shape(options, 0, False, keys[1].dtype)
+    part = join(fold(shape, Keys(token_minor(keys[0]), token_minor(keys[1]), None), parameters, bounds, 0))
+    return jax.tree.map(jnp.add, state, part)
+
+
+def n_features(options: Options, parameters: Any, k_BxLxKxE: jax.Array) -> int:
+    """F."""
+    batch, _, heads, size = k_BxLxKxE.shape
+    one = jax.ShapeDtypeStruct((batch, 1, heads, size), k_BxLxKxE.dtype)
+    return jax.eval_shape(options.features, parameters, one).shape[-1]
+
+
+def empty_state(options: Options, batch: int, heads: int, features: int, values: int) -> State:
+    """The sums over no keys, for F = features and D = values."""
+    return join(no_keys(options, batch, heads, features, values))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan, queries, keys, parameters, initial_state, bounds):
-    outputs, _, sums = _forward(plan, queries, keys, parameters, initial_state, bounds)
-    return outputs, sums if plan.after else None
+    o, _, sums = _forward(plan, queries, keys, parameters, initial_state, bounds)
+    return o, join(sums) if plan.after else None
+
+
+def _arranged(plan, queries, keys, initial_state):
+    """Tokens last; only what is needed."""
+    shape = plan.shape
+    queries = Queries(*(grouped(x, plan.heads) for x in queries))
+    keys = Keys(*(token_minor(x) for x in keys))
+    if not (shape.reads or shape.compares):
+        queries = queries._replace(q=None)
+    if not (plan.folds or shape.compares):
+        keys = keys._replace(k=None)
+    sums = split(plan.options, initial_state, plan.features) if plan.before else plan.no_keys(keys.v.shape[0])
+    return queries, keys, sums
 
 
 def _forward(plan, queries, keys, parameters, initial_state, bounds):
-    options, shape = plan.options, (*queries.q.shape[:3], keys.v.shape[-1])
-    sums = initial_state if plan.before else _no_keys(plan, keys, parameters)
+    batch, _, total = queries[0].shape[:3]
+    queries, keys, sums = _arranged(plan, queries, keys, initial_state)
+    lead = (batch, plan.heads, plan.values, total // plan.heads, plan.length)
 
     def folded(start, size, sums):
-        return fold(options, parameters[1], _part(keys, start, size), sums, bounds, start)
+        return _sum(sums, fold(plan.shape, _part(keys, start, size), parameters[1], bounds, start))
 
-    if not options.causal:
+    if not plan.options.causal:
         sums = plan.walk(folded, sums)
 
     def body(start, size, carry):
         o, inverse, sums = carry
-        tokens = _part(queries, start, size)
         seen = _part(keys, start, size + plan.lag)
-        num_BxTxHxD, den_BxTxH = numerators(plan, tokens, seen, parameters, sums, bounds, start)
-        if options.normalize:
-            inverse_BxTxH = 1.0 / den_BxTxH
-            num_BxTxHxD *= inverse_BxTxH[..., None]
-            inverse = _put(inverse, inverse_BxTxH, start)
-        if options.causal and plan.folds:
+        num, den = numerators(plan.shape, _part(queries, start, size), seen, parameters, sums, bounds, start)
+        if plan.options.normalize:
+            inverse = _put(inverse, 1.0 / den, start)
+            num *= (1.0 / den)[:, :, None]
+        if plan.options.causal and plan.folds:
             sums = folded(start, size, sums)
-        return _put(o, num_BxTxHxD, start), inverse, sums
+        return _put(o, num, start), inverse, sums
 
-    inverse = jnp.zeros(shape[:3], jnp.float32) if options.normalize else None
-    return plan.walk(body, (jnp.zeros(shape, keys.v.dtype), inverse, sums))
+    inverse = jnp.zeros(lead[:2] + lead[3:], jnp.float32) if plan.options.normalize else None
+    o, inverse, sums = plan.walk(body, (jnp.zeros(lead, plan.dtype), inverse, sums))
+    return ungrouped(o), inverse, sums
 
 
 def _attend_forward(plan, queries, keys, parameters, initial_state, bounds):
     o, inverse, sums = _forward(plan, queries, keys, parameters, initial_state, bounds)
+    kept = (None, None)
     if plan.options.normalize:
-        o, inverse = checkpoint_name(o, RESIDUAL_NAME), checkpoint_name(inverse, RESIDUAL_NAME)
-    kept = sums if not plan.options.causal else initial_state
-    residuals = (queries, keys, parameters, kept, bounds, o if plan.options.normalize else None, inverse)
-    return (o, sums if plan.after else None), residuals
+        kept = (checkpoint_name(o, RESIDUAL_NAME), checkpoint_name(inverse, RESIDUAL_NAME))
+        o = kept[0]
+    final = None if plan.options.causal else sums
+    return (o, join(sums) if plan.after else None), (queries, keys, parameters, initial_state, bounds, final, *kept)
 
 
 def _attend_backward(plan, residuals, cotangents):
-    queries, keys, parameters, kept, bounds, o, inverse = residuals
-    do, dsums = cotangents
-    options = plan.options
+    outer_queries, outer_keys, parameters, initial_state, bounds, final, o, inverse = residuals
+    do, dstate = cotangents
+    shape, causal, lag = plan.shape, plan.options.causal, plan.lag
+    queries, keys, sums = _arranged(plan, outer_queries, outer_keys, initial_state)
+    batch = keys.v.shape[0]
+    cotangent = _output_cotangents(plan, do, o, inverse)
 
-    def output_cotangents(start, size):
-        """Of numerator and denominator."""
-        do_BxTxHxD = _part(do, start, size).astype(jnp.float32)
-        if not options.normalize:
-            return do_BxTxHxD, jnp.zeros(do_BxTxHxD.shape[:3], jnp.float32)
-        dnum_BxTxHxD = do_BxTxHxD * _part(inverse, start, size)[..., None]
-        return dnum_BxTxHxD, -(dnum_BxTxHxD * _part(o, start, size).astype(jnp.float32)).sum(-1)
+    # Those that a query meets directly get their gradient on the way forwards, those that are folded backwards.
+    direct = Keys(keys.k if shape.compares else None, keys.v if causal else None, keys.k_local)
+    wide = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
+
+    def with_all(part, start, size):
+        return Keys(*(a if b is None else b for a, b in zip(_part(keys, start, size), part, strict=True)))
 
     def forwards(start, size, carry):
         dqueries, dkeys, dparameters, sums = carry
-        tokens, seen = _part(queries, start, size), _part(keys, start, size + plan.lag)
-        call = functools.partial(numerators, plan, sums=sums, bounds=bounds, start=start)
-        pull = jax.vjp(lambda *args: call(*args), tokens, seen, parameters)[1]
-        dtokens, dseen, dpart = pull(output_cotangents(start, size))
-        if options.causal and plan.folds:
-            sums = fold(options, parameters[1], _part(keys, start, size), sums, bounds, start)
-        return _put(dqueries, dtokens, start), _add(dkeys, dseen, start), _sum(dparameters, dpart), sums
+
+        def call(tokens, seen, parameters):
+            return numerators(shape, tokens, with_all(seen, start, size + lag), parameters, sums, bounds, start)
+
+        arguments = _part(queries, start, size), _part(direct, start, size + lag), parameters
+        dtokens, dseen, dpart = jax.vjp(call, *arguments)[1](cotangent(start, size))
+        if causal and plan.folds:
+            sums = _sum(sums, fold(shape, _part(keys, start, size), parameters[1], bounds, start))
+        dkeys = (_add if lag else _put)(dkeys, dseen, start)
+        return _put(dqueries, dtokens, start), dkeys, _sum(dparameters, dpart), sums
+
+    def read_gradient(start, size):
+        def call(sums):
+            tokens, seen = _part(queries, start, size), _part(keys, start, size + lag)
+            return numerators(shape, tokens, seen, parameters, sums, bounds, start)
+
+        return jax.vjp(call, plan.no_keys(batch))[1](cotangent(start, size))[0]
 
     def backwards(start, size, carry):
         dkeys, dparameters, dsums = carry
         if plan.folds:
-            folded = lambda part, p: fold(options, p, part, _no_keys(plan, keys, parameters), bounds, start)  # noqa: E731
-            dpart, dp = jax.vjp(folded, _part(keys, start, size), parameters[1])[1](dsums)
-            dkeys, dparameters = _add(dkeys, dpart, start), _sum(dparameters, dp)
-        if options.causal and plan.reads:
+
+            def call(k, v, parameters):
+                return fold(shape, Keys(k, v, None), parameters, bounds, start)
+
+            part = _part(keys, start, size)
+            dk, dv, dpart = jax.vjp(call, part.k, part.v, parameters[1])[1](dsums)
+            dk = (_add if direct.k is not None else _put)(dkeys.k, dk, start)
+            dkeys = dkeys._replace(k=dk, v=_add(dkeys.v, dv, start))
+            dparameters = _sum(dparameters, dpart)
+        if causal and shape.reads:
             dsums = _sum(dsums, read_gradient(start, size))
         return dkeys, dparameters, dsums
 
-    def read_gradient(start, size):
-        tokens, seen = _part(queries, start, size), _part(keys, start, size + plan.lag)
-        call = functools.partial(numerators, plan, tokens, seen, parameters, bounds=bounds, start=start)
-        return jax.vjp(lambda sums: call(sums=sums), _no_keys(plan, keys, parameters))[1](
-            output_cotangents(start, size)
-        )[0]
-
-    wide = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
-    sums = kept if kept is not None else _no_keys(plan, keys, parameters)
-    dsums = _no_keys(plan, keys, parameters) if dsums is None else dsums
-    carry = (jax.tree.map(jnp.zeros_like, queries), wide(keys), wide(parameters), sums)
+    carry = (jax.tree.map(jnp.zeros_like, queries), wide(direct), wide(parameters), sums if causal else final)
     dqueries, dkeys, (dq_parameters, dk_parameters), _ = plan.walk(forwards, carry)
-    if not options.causal:
+    # What is met only where it is folded has no gradient so far.
+    dkeys = Keys(*(wide(a) if b is None else b for a, b in zip(keys, dkeys, strict=True)))
+    dsums = plan.no_keys(batch) if dstate is None else split(plan.options, dstate, plan.features)
+    if not causal:
         dsums = plan.walk(lambda start, size, total: _sum(total, read_gradient(start, size)), dsums)
     if plan.folds or plan.before:
         dkeys, dk_parameters, dsums = plan.walk(backwards, (dkeys, dk_parameters, dsums), reverse=True)
-    narrow = functools.partial(jax.tree.map, lambda d, x: d.astype(x.dtype))
-    dparameters = narrow((dq_parameters, dk_parameters), parameters)
-    return dqueries, narrow(dkeys, keys), dparameters, dsums if plan.before else None, None
+    dinitial = join(dsums) if plan.before else None
+    dqueries = tuple(None if d is None else ungrouped(d) for d in dqueries)
+    dkeys = tuple(None if d is None else d.transpose(0, 3, 1, 2) for d in dkeys)
+    given = (outer_queries, outer_keys, parameters)
+    result = (dqueries, dkeys, (dq_parameters, dk_parameters))
+    result = jax.tree.map(
+        lambda x, d: jnp.zeros_like(x) if d is None else d.astype(x.dtype), given, _like(given, result)
+    )
+    return *result, dinitial, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def numerators(
-    plan: Plan, queries: Queries, keys: Keys, parameters: Any, sums: State, bounds: Any, start: jax.Array | int
-) -> tuple[jax.Array, jax.Array]:
-    """Σ_j w_ij v_j and bias + Σ_j w_ij for the queries of one block, [B, T, H, D] and [B, T, H] float32."""
-    options, heads = plan.options, keys.v.shape[2]
-    x = y = None
-    if plan.reads or options.local is None or options.window is not None:
-        x = _grouped(options.features(parameters[0], queries.q).astype(keys.v.dtype), heads)
-    if options.causal and (options.local is None or options.window is not None):
-        count = queries.q.shape[1]
-        y = options.features(parameters[1], keys.k[:, :count]).astype(keys.v.dtype).swapaxes(1, 2)
-    exact = (None, None) if options.local is None else (_grouped(queries.q_local, heads), keys.k_local.swapaxes(1, 2))
-    v = keys.v.swapaxes(1, 2)
-    if plan.reads:
-        sums = _weighted(options, sums, x.shape[-1], v.dtype)
-    tiles = []
-    for top in range(0, queries.q.shape[1], plan.tile):
-        rows = slice(top, min(top + plan.tile, queries.q.shape[1]))
-        x_rows, q_rows = (None if a is None else a[:, :, :, rows] for a in (x, exact[0]))
-        tiles.append(_tile(plan, rows, x_rows, y, q_rows, exact[1], v, sums, bounds, start))
-    num_BxKxGxTxD, den_BxKxGxT = (jnp.concatenate(parts, axis=3) for parts in zip(*tiles, strict=True))
-    return _ungrouped(num_BxKxGxTxD), _ungrouped(den_BxKxGxT)
+def _output_cotangents(plan, do, o, inverse):
+    """(start, size) → the cotangents of numerator and denominator of a block."""
+    do_BxKxDxGxL = grouped(do, plan.heads)
+    if not plan.options.normalize:
+        zeros = jnp.zeros((*do_BxKxDxGxL.shape[:2], *do_BxKxDxGxL.shape[3:]), jnp.float32)
+        return lambda start, size: (_part(do_BxKxDxGxL, start, size).astype(jnp.float32), _part(zeros, start, size))
+    row = jnp.einsum('blhd,blhd->blh', do, o, preferred_element_type=jnp.float32)
+    dden = -grouped(row[..., None], plan.heads)[:, :, 0] * inverse
 
+    def cotangent(start, size):
+        dnum = _part(do_BxKxDxGxL, start, size).astype(jnp.float32) * _part(inverse, start, size)[:, :, None]
+        return dnum, _part(dden, start, size)
 
-def one_row(
-    options: Options, queries: Queries, keys: Keys, parameters: Any, sums: State, at: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """As `numerators`, for the query of token `at` of a block, of which `keys` holds that many and one more."""
-    heads, block = keys.v.shape[2:0:-1]
-    plan = Plan(options, block, block, block, before=True, after=False)
-    x = _grouped(options.features(parameters[0], queries.q).astype(keys.v.dtype), heads)
-    sums = _weighted(options, sums, x.shape[-1], keys.v.dtype)
-    q, k, v = _grouped(queries.q_local, heads), keys.k_local.swapaxes(1, 2), keys.v.swapaxes(1, 2)
-    num, den = _tile(plan, slice(block - 1, block), x, None, q, k, v, sums, None, 0, at)
-    return _ungrouped(num), _ungrouped(den)
-
-
-def _weighted(options: Options, sums: State, features: int, dtype: Any) -> State:
-    """The sums with coefficients and counts multiplied in, as an operand of `dtype`."""
-    kv = sums.kv_BxKxRxD * expansion.weights(options.powers, features)[:, None]
-    return State(kv.astype(dtype), sums.totals)
-
-
-def _tile(plan, rows, x, y, q, k, v, sums, bounds, start, at=None):
-    """As `numerators`, for some rows of the block, in the layout [B, K, G, T, …]. `at`: where the row really is."""
-    options = plan.options
-    parts, shrink = [], None
-    i = jnp.arange(rows.start, rows.stop)[:, None] if at is None else at
-    if options.local is not None:
-        first, last = (rows.start + 1, rows.stop + plan.lag) if plan.lag else (0, rows.stop)
-        s_BxKxGxTxS = _dot('bkgtc,bksc->bkgts', q, k[:, :, first:last])
-        j = jnp.arange(first, last)
-        visible = ((j > i) & (j <= i + plan.lag)) if plan.lag else j <= i
-        if bounds is not None:
-            visible &= start + j >= bounds[0]
-        if options.local.stable:
-            s_BxKxGxTxS = jnp.where(visible, s_BxKxGxTxS * options.local.scale, -jnp.inf)
-            m_BxKxGxTx1 = lax.stop_gradient(jnp.maximum(s_BxKxGxTxS.max(-1, keepdims=True), 0.0))
-            shrink = jnp.exp(-m_BxKxGxTx1[..., 0])
-            parts.append((jnp.exp(s_BxKxGxTxS - m_BxKxGxTx1), v[:, :, first:last]))
-        else:
-            parts.append((jnp.where(visible, options.local.weights(s_BxKxGxTxS), 0.0), v[:, :, first:last]))
-    scale = (lambda a: a) if shrink is None else lambda a: a * shrink.reshape(shrink.shape + (1,) * (a.ndim - 4))
-    if y is not None:
-        s_BxKxGxTxS = _dot('bkgtf,bksf->bkgts', x, y[:, :, : rows.stop])
-        j = jnp.arange(rows.stop)
-        visible = j <= i if bounds is None else (j <= i) & (start + j >= bounds[0])
-        parts.append((scale(jnp.where(visible, options.approximate(s_BxKxGxTxS), 0.0)), v[:, :, : rows.stop]))
-    num_BxKxGxTxD = jnp.float32(0.0)
-    den_BxKxGxT = scale(jnp.full(v.shape[:2] + (q if x is None else x).shape[2:4], options.bias, jnp.float32))
-    for w_BxKxGxTxS, values in parts:
-        num_BxKxGxTxD += _dot('bkgts,bksd->bkgtd', w_BxKxGxTxS.astype(v.dtype), values)
-        den_BxKxGxT += w_BxKxGxTxS.sum(-1)
-    if plan.reads:
-        num_BxKxGxTxD += scale(_dot('bkgtr,bkrd->bkgtd', expansion.expand(options.powers, x), sums.kv_BxKxRxD))
-        den_BxKxGxT += scale(expansion.read_totals(options.powers, x, sums.totals))
-    return num_BxKxGxTxD, den_BxKxGxT
-
-
-def fold(
-    options: Options, parameters: Any, keys: Keys, sums: State, bounds: Any = None, start: jax.Array | int = 0
-) -> State:
-    """The sums with these keys in addition, except those with an index (from `start` on) outside of `bounds`."""
-    y = options.features(parameters, keys.k).astype(keys.v.dtype).swapaxes(1, 2)
-    one = None
-    if bounds is not None:
-        index = start + jnp.arange(keys.k.shape[1])
-        one = (index >= bounds[0]) & (index < bounds[1])
-        y = jnp.where(one[:, None], y, 0)
-        one = one.astype(jnp.float32)
-    phi = expansion.expand(options.powers, y, one)
-    kv_BxKxRxD = _dot('bktr,bktd->bkrd', phi, keys.v.swapaxes(1, 2))
-    return _sum(sums, State(kv_BxKxRxD, expansion.totals(options.powers, y, one)))
-
-
-def empty_state(options: Options, batch: int, heads: int, features: int, values: int) -> State:
-    """The sums over no keys, for F = features and D = values."""
-    return State(*expansion.empty(options.powers, batch, heads, features, values))
-
-
-def _no_keys(plan: Plan, keys: Keys, parameters: Any) -> State | None:
-    if not (plan.folds or plan.reads):
-        return None
-    part = jax.ShapeDtypeStruct((keys.k.shape[0], 1, *keys.k.shape[2:]), keys.k.dtype)
-    features = jax.eval_shape(plan.options.features, parameters[1], part).shape[-1]
-    return empty_state(plan.options, keys.k.shape[0], keys.k.shape[2], features, keys.v.shape[-1])
-
-
-def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)
-
-
-def _grouped(x_BxTxHxF: jax.Array, heads: int) -> jax.Array:
-    batch, count, total, size = x_BxTxHxF.shape
-    return x_BxTxHxF.reshape(batch, count, heads, total // heads, size).transpose(0, 2, 3, 1, 4)
-
-
-def _ungrouped(x_BxKxGxTxF: jax.Array) -> jax.Array:
-    batch, heads, groups, count, *rest = x_BxKxGxTxF.shape
-    return jnp.moveaxis(x_BxKxGxTxF, 3, 1).reshape(batch, count, heads * groups, *rest)
+    return cotangent
 
 
 def _part(tree: Any, start: jax.Array | int, size: int) -> Any:
-    return jax.tree.map(lambda x: x if size == x.shape[1] else lax.dynamic_slice_in_dim(x, start, size, 1), tree)
+    return jax.tree.map(lambda x: x if size == x.shape[-1] else lax.dynamic_slice_in_dim(x, start, size, -1), tree)
 
 
 def _put(tree: Any, parts: Any, start: jax.Array | int) -> Any:
     def put(x, part):
         part = part.astype(x.dtype)
-        return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, start, 1)
+        return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, start, x.ndim - 1)
 
     return jax.tree.map(put, tree, parts)
 
 
 def _add(tree: Any, parts: Any, start: jax.Array | int) -> Any:
-    return _put(tree, jax.tree.map(lambda x, part: _part(x, start, part.shape[1]) + part, tree, parts), start)
+    return _put(tree, jax.tree.map(lambda x, part: _part(x, start, part.shape[-1]) + part, tree, parts), start)
 
 
 def _sum(a: Any, b: Any) -> Any:
     return jax.tree.map(jnp.add, a, b)
+
+
+def _like(given: Any, result: Any) -> Any:
+    """`result` with None kept as a leaf wherever `given` has an array."""
+    leaves = jax.tree.structure(given)
+    flat = [r for g, r in zip(_flat(given), _flat(result), strict=True) if g is not None]
+    return jax.tree.unflatten(leaves, flat)
+
+
+def _flat(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
