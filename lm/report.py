@@ -15,28 +15,10 @@ from typing import Any
 import numpy as np
 
 from lm import figures, paper
+from lm.curves import accuracy_curve, context_curve, first_position, loss_curve, make_series, position_curve
 from lm.errors import ConfigError
 from lm.figures import Curve
 from lm.records import Run, find_runs
-
-BINS = 150
-"""Points of a smoothed loss curve."""
-SHOWN_FROM = 0.05
-"""Share of the training that loss curves leave out at the start, where nothing can be compared."""
-FIRST_POSITION = 8
-"""The loss of earlier ones, which is several times higher, would flatten the rest of the picture."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Series:
-    """Runs that differ in seed and context length alone."""
-
-    label: str
-    style: int
-    runs: tuple[Run, ...]
-
-    def at(self, context: int) -> list[Run]:
-        return [run for run in self.runs if run.value('train.context_length') == context]
 
 
 def main(_: Any, arguments: Any) -> int:
@@ -53,7 +35,7 @@ def main(_: Any, arguments: Any) -> int:
     report = Report(runs, out, arguments.split, table if table != 'none' else None)
     report.write(arguments.pictures)
     print(report.markdown_table())
-    print(f'\n{len(runs)} runs; {len(report.written)} files in {out}: {", ".join(report.written)}')
+    print(f'\n{len(runs)} run{"s" if len(runs) > 1 else ""}; {len(report.written)} files in {out}: {", ".join(report.written)}')
     return 0
 
 
@@ -248,15 +230,13 @@ class Report:
             )
             self._lines(
                 f'position{suffix}',
-                [curve for s in self.series if (curve := self.position_curve(s, context))],
+                [curve for s in self.series if (curve := position_curve(s, context, self.measurement))],
                 f'Loss by position in the context{where}.',
                 'position in the context (tokens)',
                 'loss (nats per token)',
                 x_scale='log',
                 markers=True,
-                ticks=_thinned(
-                    [2**i for i in range(int(np.log2(context)) + 1) if 2**i >= min(FIRST_POSITION, context // 8)]
-                ),
+                ticks=_thinned([2**i for i in range(context.bit_length()) if 2**i >= first_position(context)]),
             )
             self._lines(
                 f'accuracy{suffix}',
@@ -287,17 +267,6 @@ class Report:
         measured = self.measurement(run)
         return 100 * measured['accuracy'] if 'accuracy' in measured else None
 
-    def position_curve(self, series: Series, context: int) -> Curve | None:
-        """Loss by position, the buckets at their geometric middles."""
-        found = [self.measurement(run).get('loss_by_position') for run in series.at(context)]
-        found = [buckets for buckets in found if buckets]
-        if not found:
-            return None
-        shown = [[b for b in buckets if b['start'] >= first_position(context)] for buckets in found]
-        x = np.array([np.sqrt((b['start'] + 1) * b['end']) for b in shown[0]])
-        same = [buckets for buckets in shown if len(buckets) == len(x)]
-        return _aggregate(series, x, [np.array([b['loss'] for b in buckets]) for buckets in same])
-
     def _against_context(
         self,
         name: str,
@@ -311,7 +280,7 @@ class Report:
         note = f', measured on {"; ".join(devices)}' if right else ''
         values = [[(run.value('train.context_length'), measure(run)) for run in s.runs] for s in self.series]
         if len(self.contexts) > 1:
-            curves = [_by_context(s, found) for s, found in zip(self.series, values, strict=True)]
+            curves = [context_curve(s, found) for s, found in zip(self.series, values, strict=True)]
             self._lines(
                 f'{name}_context',
                 [curve for curve in curves if len(curve.x)],
@@ -346,7 +315,7 @@ class Report:
                 if len(values) > 1:
                     trained = run.value('train.context_length')
                     label = s.label if len(self.contexts) == 1 else f'{s.label}, trained at {figures.short(trained)}'
-                    curve = _by_context(dataclasses.replace(s, label=label, style=len(curves)), values)
+                    curve = context_curve(dataclasses.replace(s, label=label, style=len(curves)), values)
                     curves.append(curve)
                     contexts |= {n for n, _ in values}
         self._lines(
@@ -378,104 +347,6 @@ class Report:
             writer.writeheader()
             writer.writerows(rows)
         self.written.append(name)
-
-
-def make_series(runs: Sequence[Run]) -> list[Series]:
-    """Groups runs that differ in seed and context length alone, in the paper's order, others behind. Labels say
-    the attention, and what else differs between series of the same attention."""
-    names = [(paper.label_of(run) or run.attention).replace(' (using FlashAttention)', '') for run in runs]
-    described = []
-    for run, name in zip(runs, names, strict=True):
-        peers = [other.config for other, n in zip(runs, names, strict=True) if n == name]
-        differing = [
-            key
-            for key, value in run.config.items()
-            if _counts(key) and any(key in peer and peer[key] != value for peer in peers)
-        ]
-        parts = [f'{key.rpartition(".")[2]} {_brief(run.config[key])}' for key in differing]
-        described.append(', '.join([name, *parts]))
-    groups: dict[str, list[Run]] = {}
-    for run, label in zip(runs, described, strict=True):
-        groups.setdefault(label, []).append(run)
-    order = [paper.SOFTMAX, *(row for rows in paper.PG19.groups.values() for row in rows)]
-    rank = {label: order.index(row) for run, label in zip(runs, described, strict=True) if (row := paper.row_of(run))}
-    sorted_groups = sorted(groups.items(), key=lambda item: rank.get(item[0], len(order)))
-    return [Series(label, i, tuple(members)) for i, (label, members) in enumerate(sorted_groups)]
-
-
-def loss_curve(series: Series, context: int) -> Curve | None:
-    """Training loss against tokens: means over bins of equal width on a logarithmic axis."""
-    runs = [run for run in series.at(context) if len(run.train) > 1]
-    if not runs:
-        return None
-    end = max(run.train[-1]['tokens'] for run in runs)
-    edges = np.geomspace(max(end * SHOWN_FROM, 1), end * (1 + 1e-9), BINS + 1)
-    middle = np.sqrt(edges[1:] * edges[:-1])
-    found = []
-    for run in runs:
-        tokens, loss = (np.array([r[k] for r in run.train], np.float64) for k in ('tokens', 'loss'))
-        finite = np.isfinite(loss)
-        count, _ = np.histogram(tokens[finite], edges)
-        total, _ = np.histogram(tokens[finite], edges, weights=loss[finite])
-        known = count > 0
-        if not known.any():
-            continue
-        smooth = np.interp(np.log(middle), np.log(middle[known]), total[known] / count[known], left=np.nan)
-        smooth[middle > tokens[-1] * (1 + (edges[1] / edges[0] - 1))] = np.nan
-        found.append(smooth)
-    return _aggregate(series, middle, found) if found else None
-
-
-def first_position(context: int) -> int:
-    """The first position in the pictures: FIRST_POSITION, or less in contexts that are hardly longer."""
-    return min(FIRST_POSITION, context // 8)
-
-
-def accuracy_curve(series: Series, context: int) -> Curve | None:
-    """Accuracy in percent against steps."""
-    found = [[(r['step'], 100 * r['accuracy']) for r in run.evals if 'accuracy' in r] for run in series.at(context)]
-    found = [records for records in found if records]
-    if not found:
-        return None
-    x = np.unique([step for records in found for step, _ in records])
-    return _aggregate(series, x, [np.interp(x, *zip(*records, strict=True), right=np.nan) for records in found])
-
-
-def _aggregate(series: Series, x: np.ndarray, ys: list[np.ndarray]) -> Curve | None:
-    """The mean over runs with the band of their extremes."""
-    y = np.array(ys)
-    known = np.isfinite(y).any(axis=0)
-    x, y = x[known], y[:, known]
-    if not len(x):
-        return None
-    if len(y) == 1:
-        return Curve(series.label, series.style, x, y[0])
-    return Curve(series.label, series.style, x, np.nanmean(y, 0), np.nanmin(y, 0), np.nanmax(y, 0))
-
-
-def _by_context(series: Series, values: Iterable[tuple[int, float | None]]) -> Curve:
-    groups: dict[int, list[float]] = {}
-    for context, value in values:
-        if value is not None:
-            groups.setdefault(context, []).append(value)
-    x = np.array(sorted(groups))
-    y = [groups[context] for context in x]
-    mean, low, high = (np.array([f(v) for v in y]) for f in (statistics.fmean, min, max))
-    repeated = any(len(v) > 1 for v in y)
-    return Curve(series.label, series.style, x, mean, low if repeated else None, high if repeated else None)
-
-
-def _counts(binding: str) -> bool:
-    """Whether a difference in this binding makes another series."""
-    from lm.train import MAY_CHANGE_ON_RESUME
-
-    ignored = {'train.seed', 'train.context_length', 'train.microbatches', 'model.attention', *MAY_CHANGE_ON_RESUME}
-    section = binding.rpartition('/')[2].partition('.')[0] + '.'
-    return binding == 'data.path' or not (binding in ignored or section in ignored)
-
-
-def _brief(value: str) -> str:
-    return value.strip("'").rstrip('/').rpartition('/')[2]
 
 
 def _progress(row: dict[str, Any]) -> str:

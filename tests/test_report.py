@@ -19,8 +19,9 @@ from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.cli import main
+from lm.curves import BINS, loss_curve, make_series
 from lm.records import Run, find_runs
-from lm.report import BINS, Report, loss_curve, make_series
+from lm.report import Report
 
 
 def table(path: pathlib.Path) -> list[dict[str, str]]:
