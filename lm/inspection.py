@@ -58,8 +58,14 @@ def inspect_run(path: epath.PathLike, verify: bool = False) -> dict[str, Any]:
         verify: read every checkpoint whole and compare checksums.
     """
     run = Run.read(path)
-    # Of a run that goes on, a checkpoint may be deleted or completed while it is looked at: that is no damage.
-    checkpoints = [inspect_checkpoint(run, step, verify) for step in saved_steps(run.directory.checkpoints)]
+    checkpoints = []
+    for step in saved_steps(run.directory.checkpoints):
+        try:
+            found = inspect_checkpoint(run, step, verify)
+        except FileNotFoundError:
+            continue  # a run that goes on deletes old checkpoints
+        if (run.directory.checkpoints / str(step)).exists():
+            checkpoints.append(found)
     return {
         'kind': 'run',
         'path': str(run.directory.path),

@@ -35,7 +35,7 @@ def main(_: Any, arguments: Any) -> int:
     report = Report(runs, out, arguments.split, table if table != 'none' else None)
     report.write(arguments.pictures)
     print(report.markdown_table())
-    print(f'\n{len(runs)} run{"s" if len(runs) > 1 else ""}; {len(report.written)} files in {out}: {", ".join(report.written)}')
+    print(f'\n{len(report.written)} files in {out}: {", ".join(report.written)}')
     return 0
 
 
