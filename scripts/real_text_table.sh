@@ -19,3 +19,4 @@ gin=(--gin_file configs/experiments/real_text.gin --gin_param "text_files.path =
 [ -f data/real_text/dataset.json ] || $lm prepare "${gin[@]}"
 $lm sweep --run_dir "$root" "${gin[@]}" --sweep_file configs/sweeps/real_text.gin "$@"
 $lm report "$root" --out "$root/report"
+"${PYTHON:-python3}" scripts/results_table.py "$root" | tee "$root/table.md"

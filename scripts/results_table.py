@@ -1,0 +1,50 @@
+#!/usr/bin/env python3
+"""The table of a sweep over seeds: python scripts/results_table.py runs/real_text
+
+One Markdown row for each point but its seed, best first: mean and standard deviation (n - 1) over the finished seeds.
+"""
+
+import collections
+import json
+import pathlib
+import statistics
+import sys
+
+COLUMNS = {'perplexity': '.2f', 'bits_per_byte': '.4f', 'accuracy': '.4f', 'tokens_per_second': ',.0f'}
+
+
+def table(points: list[dict]) -> str:
+    """Markdown from the points of sweep.json; rows without a finished run say how many are missing."""
+    groups = collections.defaultdict(list)
+    for point in points:
+        settings = {k: v for k, v in point['settings'].items() if k != 'train.seed'}
+        groups[' '.join(settings.values())].append(point)
+    columns = {name: style for name, style in COLUMNS.items() if any(p[name] is not None for p in points)}
+    rows = []
+    for name, members in groups.items():
+        done = [p for p in members if p['status'] == 'done']
+        cells = [name, f'{len(done)} of {len(members)}']
+        for column, style in columns.items():
+            values = [p[column] for p in done if isinstance(p[column], int | float)]
+            spread = (
+                f' ± {statistics.stdev(values):{style}}' if len(values) > 1 and column != 'tokens_per_second' else ''
+            )
+            cells.append(f'{statistics.mean(values):{style}}{spread}' if values else 'not measured')
+        losses = [p['loss'] for p in done if isinstance(p['loss'], int | float)]
+        rows.append((statistics.mean(losses) if losses else float('inf'), cells))
+    heading = ['mechanism', 'seeds', *(name.replace('_', ' ') for name in columns)]
+    lines = [
+        heading,
+        ['---', *['---:'] * (len(heading) - 1)],
+        *(cells for _, cells in sorted(rows, key=lambda r: r[0])),
+    ]
+    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+
+
+if __name__ == '__main__':
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    found = pathlib.Path(sys.argv[1]) / 'sweep.json'
+    if not found.is_file():
+        sys.exit(f'{found}: no such file; name the folder of a sweep')
+    print(table(json.loads(found.read_text())['points']))
