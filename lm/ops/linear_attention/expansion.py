@@ -18,6 +18,10 @@ STRIP = 8
 """Measured on a CPU and by compiling for TPUs: shorter strips save products and lose as much to their number."""
 
 
+MOST_WRITTEN_OUT = 64
+"""Features up to which the gradient of their products is written out."""
+
+
 def expand(powers: tuple[float, ...], x_BxKxFxT: jax.Array, one: jax.Array | None = None) -> tuple[jax.Array, ...]:
     """φ(x) in pieces [B, K, Rᵢ, …T], in the dtype of x; products are formed in float32.
 
@@ -75,17 +79,24 @@ def _square(x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _square_backward(x: jax.Array, d: tuple[jax.Array, ...]) -> tuple[jax.Array]:
-    """Row by row: sums of whole vectors of tokens. XLA's own reductions of the strips take twice the time."""
-    size, rows, columns = x.shape[2], [], jnp.zeros_like(x)
-    for g, strip in zip(range(0, size, STRIP), d, strict=True):
-        right = x[:, :, g:]
-        spread = jnp.zeros_like(right)
-        for i in range(min(STRIP, size - g)):
-            part = strip[:, :, i * (size - g) : (i + 1) * (size - g)]
-            rows.append((part * right).sum(2))
-            spread += part * right[:, :, i : i + 1]
-        columns += jnp.pad(spread, [(0, 0), (0, 0), (g, 0)] + [(0, 0)] * (x.ndim - 3))
-    return (columns + jnp.stack(rows, axis=2),)
+    """Sums of whole vectors of tokens, tile by tile of STRIP × STRIP products.
+
+    Written out as additions, because XLA makes one loop of them; of the reductions that they are it makes a kernel
+    each, which takes twenty times as long on a CPU. Many tiles would compile slowly.
+    """
+    size, lead, rest = x.shape[2], x.shape[:2], x.shape[3:]
+    starts = range(0, size, STRIP)
+    if size > MOST_WRITTEN_OUT:
+        return jax.vjp(lambda x: tuple(_outer(x[:, :, g : g + STRIP], x[:, :, g:]) for g in starts), x)[1](d)
+    rows = [x[:, :, g : g + STRIP] for g in starts]
+    result = [jnp.zeros_like(row) for row in rows]
+    for a, (g, strip) in enumerate(zip(starts, d, strict=True)):
+        strip = strip.reshape(*lead, -1, size - g, *rest)
+        for b in range(a, len(rows)):
+            tile = strip[:, :, :, starts[b] - g : starts[b] - g + STRIP]
+            result[b] += sum(tile[:, :, i] * rows[a][:, :, i : i + 1] for i in range(tile.shape[2]))
+            result[a] += sum(tile[:, :, :, j] * rows[b][:, :, j : j + 1] for j in range(tile.shape[3]))
+    return (jnp.concatenate(result, axis=2),)
 
 
 _square.defvjp(lambda x: (_square(x), x), _square_backward)
