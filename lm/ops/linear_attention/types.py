@@ -29,7 +29,8 @@ class PolynomialKernel:
 @dataclasses.dataclass(frozen=True)
 class ExpKernel:
     """Exact weights exp(scale ⟨q, k⟩). Numerator and denominator of a query, approximate part included, are scaled by
-    exp(-m), m the largest exponent of its exact part, or 0 (approximate attention, eq. 2.3-2.4)."""
+    exp(-m), m the largest exponent of its exact part, or 0 where it has an approximate part (approximate attention,
+    eq. 2.3-2.4)."""
 
     scale: float = 1.0
 
