@@ -57,6 +57,11 @@ def block_size(length: int) -> int:
     return -(-length // parts // LANES) * LANES
 
 
+def key_block_size(length: int, block: int) -> int:
+    """Keys a block. Static cycles on v5e and v6e: wide ones pay off where the waste on the diagonal is small."""
+    return 2 * block if length % (2 * block) == 0 and length >= 16 * block else block
+
+
 def _kernel(heads: int, length: int, window: int | None, block: int, interpret: bool):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -65,8 +70,7 @@ def _kernel(heads: int, length: int, window: int | None, block: int, interpret: 
         mask = _remembering(splash.CausalMask)(shape)
     else:
         mask = _remembering(splash.LocalMask)(shape, (window - 1, 0), 0)
-    # Static cycles on v5e and v6e: wider key blocks pay off where the waste on the diagonal is small beside the rest.
-    block_kv = 2 * block if length % (2 * block) == 0 and length >= 16 * block else block
+    block_kv = key_block_size(length, block)
     fused = length // block_kv <= FUSED_BACKWARD_BLOCKS
     sizes = splash.BlockSizes(
         block_q=block,

@@ -8,6 +8,7 @@ everything is feature by token ([N, F, L], N = batch · heads).
 Static cycles per token and head are measured by `lm.bench.kernels`.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -148,17 +149,18 @@ def plan_for(options: Options, length: int, n: int, features: int, head_dim: int
     else:
         wanted = options.block or LOCAL_BLOCK
     block = min(wanted, -(-length // LANES) * LANES)
-    tile = next(size for size in (256, LANES) if block % size == 0)
-    degree, scale = (2 if squared else 1, 1.0) if local is None else (local.degree, local.scale)
-    plan = functools.partial(
-        Plan, block, tile, squared=squared, exact_local=local is not None, degree=degree, scale=scale, bias=options.bias
+    # Static cycles on v5e and v6e: the backward kernel gains more from skipping what lies above the diagonal.
+    tile, forward_tile = (
+        next(size for size in sizes if block % size == 0) for sizes in ((256, LANES), (512, 256, LANES))
     )
-    fitting = [
-        g
-        for g in (4, 3, 2)
-        if n % g == 0 and vmem_estimate(plan(heads=g), features, head_dim, compared, itemsize) <= VMEM_BUDGET
-    ]
-    return plan(heads=next(iter(fitting), 1))
+    degree, scale = (2 if squared else 1, 1.0) if local is None else (local.degree, local.scale)
+    fixed = dict(block=block, tile=tile, forward_tile=forward_tile, squared=squared, exact_local=local is not None)
+    plan = Plan(heads=1, degree=degree, scale=scale, bias=options.bias, **fixed)
+    for heads in (4, 3, 2):
+        wider = dataclasses.replace(plan, heads=heads)
+        if n % heads == 0 and vmem_estimate(wider, features, head_dim, compared, itemsize) <= VMEM_BUDGET:
+            return wider
+    return plan
 
 
 def vmem_estimate(plan: Plan, features: int, head_dim: int, compared: int, itemsize: int) -> int:
@@ -167,6 +169,6 @@ def vmem_estimate(plan: Plan, features: int, head_dim: int, compared: int, items
     rows = 4 * features + 5 * head_dim + 4 * compared
     blocks = 2 * itemsize * (rows * plan.block + state + (3 * features**2 if plan.squared else 0))
     sums = 4 * (state + math.prod(plan.moment_shape(features)))
-    expansion = 4 * plan.state_shape(features, head_dim)[1] * plan.block
-    weights = 4 * 4 * plan.block * plan.tile
+    expansion = 2 * plan.state_shape(features, head_dim)[1] * plan.block
+    weights = 8 * plan.block * plan.tile
     return plan.heads * (blocks + sums) + expansion + weights

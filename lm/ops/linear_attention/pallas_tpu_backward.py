@@ -123,9 +123,10 @@ def _kernel(plan: Plan, x, y, v, *refs):
 
 def _inside(plan: Plan, a_CxT, b_CxT, v_DxT, g_DxT, e_1xT) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of a, b and v through the weights inside the block."""
-    das, dbs, dvs = [], [0.0] * len(tiles(plan)), [0.0] * len(tiles(plan))
+    cut = tiles(plan, plan.tile)
+    das, dbs, dvs = [], [0.0] * len(cut), [0.0] * len(cut)
     factor = plan.degree * plan.scale
-    for queries, keys in tiles(plan):
+    for queries, keys in cut:
         s_KxQ = dot(b_CxT[:, keys], a_CxT[:, queries], (0, 0))
         dw_KxQ = dot(v_DxT[:, keys], g_DxT[:, queries], (0, 0)) + e_1xT[:, queries]
         w_KxQ, slope_KxQ = power_and_slope(s_KxQ if plan.scale == 1.0 else plan.scale * s_KxQ, plan.degree)
@@ -134,7 +135,7 @@ def _inside(plan: Plan, a_CxT, b_CxT, v_DxT, g_DxT, e_1xT) -> tuple[jax.Array, j
         das.append(factor * dot(b_CxT[:, keys], ds_KxQ, (1, 0)))
         db_CxK = dot(a_CxT[:, queries], ds_KxQ, (1, 1))
         dv_DxK = dot(g_DxT[:, queries], w_KxQ, (1, 1))
-        for i, (tile, _) in enumerate(tiles(plan)[: len(das)]):
+        for i, (tile, _) in enumerate(cut[: len(das)]):
             dbs[i] += db_CxK[:, tile]
             dvs[i] += dv_DxK[:, tile]
     return jnp.concatenate(das, axis=1), factor * jnp.concatenate(dbs, axis=1), jnp.concatenate(dvs, axis=1)

@@ -24,6 +24,7 @@ class Plan:
     Attributes:
         block: tokens a grid step; inside one the weights are (scale ⟨a, b⟩)^degree, before it ⟨φ(x), φ(y)⟩.
         tile: query tokens at a time inside a block.
+        forward_tile: the same in the forward kernel.
         heads: heads a grid step; the compiler overlaps their work.
         squared: φ(x) = x ⊗ x, formed in VMEM; else φ(x) = x.
         exact_local: a and b are arrays of their own; else they are x and y.
@@ -34,6 +35,7 @@ class Plan:
 
     block: int
     tile: int
+    forward_tile: int
     heads: int
     squared: bool
     exact_local: bool
@@ -172,6 +174,6 @@ def causal(weights_KxQ: jax.Array) -> jax.Array:
     return jnp.concatenate([weights_KxQ[:before], diagonal_QxQ], axis=0) if before else diagonal_QxQ
 
 
-def tiles(plan: Plan) -> list[tuple[slice, slice]]:
-    """The tokens of each tile of queries, and the keys of the block that it sees."""
-    return [(slice(at, at + plan.tile), slice(0, at + plan.tile)) for at in range(0, plan.block, plan.tile)]
+def tiles(plan: Plan, size: int) -> list[tuple[slice, slice]]:
+    """The tokens of each tile of `size` queries, and the keys of the block that it sees."""
+    return [(slice(at, at + size), slice(0, at + size)) for at in range(0, plan.block, size)]

@@ -68,7 +68,7 @@ def _cost(plan: Plan, inputs, outputs) -> pl.CostEstimate:
     features, compared = inputs[0].shape[1], inputs[-1].shape[1]
     rows, columns = plan.state_shape(features, head_dim)
     before = 4 * rows * columns + (8 * features**2 if plan.squared else 0)
-    inside = (compared + head_dim) * (plan.block + plan.tile)
+    inside = (compared + head_dim) * (plan.block + plan.forward_tile)
     return pl.CostEstimate(
         flops=n * length * (before + inside),
         transcendentals=0,
@@ -105,7 +105,7 @@ def _kernel(plan: Plan, save: bool, x, y, v, *refs):
             saved[0][head, 0] = state_DxP
             if plan.squared:
                 saved[1][head, 0] = moment_FxE
-        for queries, keys in tiles(plan):
+        for queries, keys in tiles(plan, plan.forward_tile):
             s_KxQ = dot(b[head, :, keys], a[head, :, queries], (0, 0))
             w_KxQ, _ = power_and_slope(s_KxQ if plan.scale == 1.0 else plan.scale * s_KxQ, plan.degree)
             w_KxQ = causal(w_KxQ)
