@@ -1,0 +1,297 @@
+"""Linear attention against float64 numpy formulas: outputs, gradients, states, decoding, memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lm.errors import ConfigError
+from lm.ops.linear_attention import (
+    PLAIN,
+    SQUARE,
+    ExpKernel,
+    PolynomialKernel,
+    decode,
+    expansion,
+    linear_attention,
+    reference,
+)
+
+TAYLOR = (1.0, 1.0, 0.5)
+# Most of the time of these tests is compilation.
+jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
+
+LOCAL = ('q_local_BxLxHxC', 'k_local_BxLxKxC')
+
+
+def draw(length, heads=2, kv_heads=1, features=9, values=5, compared=6, dtype=np.float32):
+    """Features of queries and keys, values, and what the exact kernel compares."""
+    rng = np.random.default_rng(length)
+    sizes = [(heads, features), (kv_heads, features), (kv_heads, values), (heads, compared), (kv_heads, compared)]
+    return [jnp.asarray(rng.normal(size=(2, length, *s)) * 0.6, dtype) for s in sizes]
+
+
+def kernel(local, s):
+    """Exact weights and their derivative."""
+    s = s * local.scale
+    if isinstance(local, ExpKernel):
+        return np.exp(s), local.scale * np.exp(s)
+    return s**local.degree, local.scale * local.degree * s ** (local.degree - 1)
+
+
+def numpy_attention(x, y, v, q, k, *, powers, local=None, window=None, block=1024, bias=1.0, causal=True):
+    """Outputs, and the gradients of Σ cos(index) · o, head by head from the formulas."""
+    x, y, v, q, k = arrays = [np.asarray(a, np.float64) for a in (x, y, v, q, k)]
+    dx, dy, dv, dq, dk = (np.zeros_like(a) for a in arrays)
+    o = np.zeros((*x.shape[:3], v.shape[3]))
+    do = np.cos(np.arange(o.size)).reshape(o.shape)
+    i, j = np.arange(x.shape[1])[:, None], np.arange(x.shape[1])
+    seen = j <= i if causal else np.ones((i.size, i.size), bool)
+    near = seen & (j > i - window if window else i // block == j // block) if local else np.zeros_like(seen)
+    far = seen & ~near
+    polynomial = np.polynomial.Polynomial(powers)
+    for b, h in np.ndindex(x.shape[0], x.shape[2]):
+        g = h // (x.shape[2] // y.shape[2])
+        s = x[b, :, h] @ y[b, :, g].T
+        w, slope = polynomial(s) * far, polynomial.deriv()(s) * far
+        exact, exact_slope = kernel(local, q[b, :, h] @ k[b, :, g].T) if local else (w, w)
+        w, exact_slope = w + exact * near, exact_slope * near
+        total = bias + w.sum(1, keepdims=True)
+        o[b, :, h] = w @ v[b, :, g] / total
+        # d/dw_ij of o_i = Σ w_ij v_j / total_i is (v_j - o_i) / total_i.
+        dw = (do[b, :, h] @ v[b, :, g].T - (do[b, :, h] * o[b, :, h]).sum(1, keepdims=True)) / total
+        dx[b, :, h] += (dw * slope) @ y[b, :, g]
+        dy[b, :, g] += (dw * slope).T @ x[b, :, h]
+        dq[b, :, h] += (dw * exact_slope) @ k[b, :, g]
+        dk[b, :, g] += (dw * exact_slope).T @ q[b, :, h]
+        dv[b, :, g] += (w / total).T @ do[b, :, h]
+    return o, dx, dy, dv, dq, dk
+
+
+def call(x, y, v, q, k, **options):
+    local = dict(zip(LOCAL, (q, k), strict=True)) if options.get('local') else {}
+    return linear_attention(x, y, v, **local, **options)
+
+
+def values_and_gradients(arrays, **options):
+    @jit
+    def run(*arrays):
+        o, pull = jax.vjp(functools.partial(call, **options), *arrays)
+        return o, *pull(jnp.cos(jnp.arange(o.size, dtype=jnp.float32)).reshape(o.shape).astype(o.dtype))
+
+    return run(*arrays)
+
+
+def check(arrays, tolerance, **options):
+    plain = {name: value for name, value in options.items() if name != 'implementation'}
+    expected = numpy_attention(*arrays, **plain)
+    for name, got, e in zip(
+        ('o', 'dx', 'dy', 'dv', 'dq', 'dk'), values_and_gradients(arrays, **options), expected, strict=True
+    ):
+        got = np.asarray(got, np.float64)
+        assert np.isfinite(got).all(), name
+        error = np.linalg.norm(got - e) / max(np.linalg.norm(e), 1e-3)
+        assert error <= tolerance, f'{name}: {error:.2e}'
+
+
+@pytest.mark.parametrize('implementation', ['xla', 'reference'])
+@pytest.mark.parametrize(
+    ('length', 'options'),
+    [
+        (1, dict(powers=SQUARE, local=PolynomialKernel(4))),
+        (7, dict(powers=TAYLOR, block=3)),
+        (100, dict(powers=SQUARE, block=32)),
+        (100, dict(powers=SQUARE, local=PolynomialKernel(4), block=32)),
+        (256, dict(powers=SQUARE, local=PolynomialKernel(2, 0.5), block=64)),
+        (300, dict(powers=PLAIN, block=128, bias=200.0)),
+        (45, dict(powers=(0.7, 0.0, 0.5, 0.2), block=16, bias=80.0)),
+        (45, dict(powers=TAYLOR, local=ExpKernel(0.5), block=16)),
+        (45, dict(powers=TAYLOR, local=ExpKernel(0.5), window=7, block=16, bias=0.0)),
+        (45, dict(powers=TAYLOR, local=PolynomialKernel(2), window=21, block=16)),
+        (45, dict(powers=SQUARE, causal=False, block=16)),
+    ],
+    ids=str,
+)
+def test_agrees_with_float64(length, options, implementation):
+    check(draw(length), 1e-5, implementation=implementation, **options)
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(powers=SQUARE, local=PolynomialKernel(4), block=32),
+        dict(powers=TAYLOR, local=ExpKernel(0.5), window=21, block=32),
+    ],
+    ids=str,
+)
+def test_bfloat16_stays_close(options):
+    check(draw(100, dtype=jnp.bfloat16), 2e-2, **options)
+
+
+def test_heads_share_the_sums_of_their_key_head():
+    check(draw(50, heads=6, kv_heads=3, features=17), 1e-5, powers=SQUARE, block=16)
+
+
+def test_result_does_not_depend_on_the_block_without_local():
+    arrays = draw(100)
+    results = [jit(functools.partial(call, powers=TAYLOR, block=block))(*arrays) for block in (1, 17, 100, None)]
+    for other in results[1:]:
+        np.testing.assert_allclose(other, results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_no_token_changes_an_earlier_output():
+    for options in (dict(powers=SQUARE, local=PolynomialKernel(4)), dict(powers=TAYLOR, local=ExpKernel(), window=9)):
+        arrays = draw(50)
+        run = jit(functools.partial(call, block=16, **options))
+        before, after = run(*arrays), run(*(a.at[:, 20].set(9.0) for a in arrays))
+        np.testing.assert_array_equal(before[:, :20], after[:, :20])
+        assert jnp.abs(before[:, 20:] - after[:, 20:]).max() > 1e-3
+
+
+def features(matrix, x):
+    return jnp.abs(x @ matrix) + 0.1
+
+
+def test_feature_map_is_differentiated_inside():
+    x, y, v, *_ = draw(45)
+    matrices = jnp.asarray(np.random.default_rng(0).normal(size=(2, 9, 12)), jnp.float32)
+
+    def inside(x, y, v, matrices):
+        o = linear_attention(
+            x, y, v, feature_map=features, q_parameters=matrices[0], k_parameters=matrices[1], block=16
+        )
+        return jnp.sin(o).sum()
+
+    def outside(x, y, v, matrices):
+        o = linear_attention(features(matrices[0], x), features(matrices[1], y), v, implementation='reference')
+        return jnp.sin(o).sum()
+
+    got, expected = (jit(jax.grad(f, (0, 1, 2, 3)))(x, y, v, matrices) for f in (inside, outside))
+    for g, e in zip(got, expected, strict=True):
+        np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5)
+
+
+def test_state_carries_over():
+    x, y, v, *_ = draw(50)
+
+    def tail(x, y, v):
+        _, state = linear_attention(x[:, :25], y[:, :25], v[:, :25], powers=TAYLOR, block=16, return_state=True)
+        return linear_attention(x[:, 25:], y[:, 25:], v[:, 25:], powers=TAYLOR, block=16, initial_state=state)
+
+    def whole(x, y, v):
+        return linear_attention(x, y, v, powers=TAYLOR, implementation='reference')[:, 25:]
+
+    @functools.partial(jit, static_argnums=0)
+    def run(function, *arrays):
+        o, pull = jax.vjp(function, *arrays)
+        return o, *pull(jnp.cos(o))
+
+    for got, expected in zip(run(tail, x, y, v), run(whole, x, y, v), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(powers=SQUARE),
+        dict(powers=SQUARE, local=PolynomialKernel(4), block=8),
+        dict(powers=TAYLOR, local=ExpKernel(0.5), block=8, bias=0.0),
+        dict(powers=TAYLOR, local=ExpKernel(0.5), window=7, bias=0.0),
+    ],
+    ids=str,
+)
+def test_decoding_equals_the_parallel_form(options):
+    arrays = draw(30)
+    expected = jit(functools.partial(call, **options))(*arrays)
+
+    def arguments(part):
+        x, y, v, q, k = (a[:, part] for a in arrays)
+        local = dict(zip(LOCAL, (q, k), strict=True)) if 'local' in options else {}
+        return dict(q_BxLxHxE=x, k_BxLxKxE=y, v_BxLxKxD=v, **local)
+
+    step = jit(lambda state, arrays: decode.step(state, **arrays, **options))
+    for cuts in (range(31), (0, 30), (0, 3, 4, 17, 30)):
+        state, outputs = decode.init_state(**arguments(slice(0, 1)), **options), []
+        size = decode.size_in_bytes(state)
+        for part in map(slice, cuts, cuts[1:]):
+            state, o = step(state, arguments(part))
+            outputs.append(o)
+        np.testing.assert_allclose(jnp.concatenate(outputs, 1), expected, rtol=1e-5, atol=1e-5)
+        assert decode.size_in_bytes(state) == size
+
+
+def test_very_negative_scores_do_not_vanish():
+    x, y, v, q, k = draw(40)
+    q, k = 30 * jnp.abs(q), -30 * jnp.abs(k)
+    options = dict(powers=TAYLOR, local=ExpKernel(), bias=0.0, q_local_BxLxHxC=q, k_local_BxLxKxC=k)
+    o = linear_attention(x, y, v, window=64, **options)
+    assert jnp.isfinite(o).all()
+    np.testing.assert_allclose(o[:, 0, 0], v[:, 0, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize('size', [1, 5, 8, 20, 72])
+def test_packing(size):
+    rng = np.random.default_rng(size)
+    x, y = (jnp.asarray(rng.normal(size=(1, 1, size, 3)), jnp.float32) for _ in range(2))
+    for powers in (SQUARE, (0.3, 0.5, 0.7)):
+        weights = expansion.weights(powers, size)
+
+        def value(x, y, powers=powers, weights=weights):
+            pairs = zip(expansion.expand(powers, x), expansion.expand(powers, y), weights, strict=True)
+            return sum((a * b * w[:, None]).sum(2) for a, b, w in pairs)
+
+        def direct(x, y, powers=powers):
+            s = (x * y).sum(2)
+            return sum(c * s**n for n, c in enumerate(powers))
+
+        np.testing.assert_allclose(value(x, y), direct(x, y), rtol=1e-4, atol=1e-4)
+        got, expected = (jax.grad(lambda x, f=f: f(x, y).sum())(x) for f in (value, direct))
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    assert [sum(map(len, expansion.weights(SQUARE, n))) for n in (32, 64)] == [640, 2304]
+
+
+def memory(length, heads, r, block=1024):
+    """(temporary bytes, bytes of inputs, outputs and gradients) of forward plus backward."""
+    shapes = [(r, heads), (r, heads), (64, heads), (64, heads), (64, heads)]
+    arrays = [jax.ShapeDtypeStruct((1, length, h, size), jnp.float32) for size, h in shapes]
+
+    def run(x, y, v, q, k, do):
+        o, pull = jax.vjp(functools.partial(call, powers=SQUARE, local=PolynomialKernel(4), block=block), x, y, v, q, k)
+        return o, pull(do)
+
+    analysis = jax.jit(run).lower(*arrays, arrays[2]).compile().memory_analysis()
+    return analysis.temp_size_in_bytes, analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+
+
+def test_memory_is_linear():
+    temporary, visible = memory(32_768, 1, 32)
+    one_block = 4 * (640 * 1024 + 1024 * 1024) * 2
+    assert temporary <= 3 * visible + one_block
+    # Neither features nor sums of every block: those alone would be 84 and 40 MB.
+    shorter, _ = memory(16_384, 1, 32)
+    assert temporary - shorter <= 16_384 * 4 * 1_000
+
+
+def test_plain_formulation_agrees():
+    x, y, v, q, k = draw(64, heads=2, kv_heads=2)
+    expected = call(x, y, v, q, k, powers=SQUARE, local=PolynomialKernel(4), block=16)
+    got = reference.plain_blocks(x, y, v, q, k, degree=4, block=16)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (dict(window=3), 'window = 3'),
+        (dict(powers=(0.0,)), 'powers'),
+        (dict(block=0), 'block = 0'),
+        (dict(local=PolynomialKernel(4)), 'q_local'),
+        (dict(implementation='nothing'), 'nothing'),
+    ],
+)
+def test_options_that_do_not_fit(change, message):
+    x, y, v, *_ = draw(8)
+    with pytest.raises(ConfigError, match=message):
+        linear_attention(x, y, v, **change)
