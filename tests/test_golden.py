@@ -12,28 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mechanisms_list import MECHANISMS
 
-from lm.attention.polynomial import Polynomial
-from lm.attention.softmax import Softmax
 from lm.model import ModelConfig
 from lm.optimizer import OptimizerConfig
 from lm.step import Step
 
 GOLDEN = pathlib.Path(__file__).parent / 'data' / 'golden_losses.json'
-MECHANISMS = {
-    'softmax': Softmax(),
-    'softmax window': Softmax(window=16),
-    'polynomial 2': Polynomial(degree=2),
-    'polynomial 4': Polynomial(degree=4),
-    'polynomial 8': Polynomial(degree=8),
-}
-
 
 def losses(attention) -> list[float]:
     """The losses of 20 steps on a text with long-range structure: each window repeats its first half."""
     model = ModelConfig(vocab_size=64, n_layers=2, d_model=32, n_heads=2, head_dim=16, attention=attention)
     step = Step(model, OptimizerConfig(peak_learning_rate=1e-2, warmup_steps=4), steps=20)
-    state = step.init(0)
+    state = jax.jit(step.init)(0)
     train = jax.jit(step.train)
     rng = np.random.default_rng(0)
     result = []

@@ -31,7 +31,7 @@ def bits(tree):
 
 def test_a_non_finite_step_changes_nothing_but_the_counters():
     step = make()
-    good, _ = jax.jit(step.train)(step.init(0), batch())
+    good, _ = jax.jit(step.train)(jax.jit(step.init)(0), batch())
     nan = Step(MODEL, OptimizerConfig(warmup_steps=2), 10)
     nan.nats = lambda *arguments: step.nats(*arguments) * jnp.nan
     bad, figures = jax.jit(nan.train)(good, batch(seed=1))
@@ -51,7 +51,7 @@ def test_a_non_finite_step_changes_nothing_but_the_counters():
 
 def test_an_infinite_gradient_is_skipped_although_the_loss_is_finite():
     step = make()
-    state = step.init(0)
+    state = jax.jit(step.init)(0)
     plain = step.nats
     # The gradient of sqrt is infinite at zero.
     step.nats = lambda weights, *rest: (
@@ -66,8 +66,8 @@ def test_an_infinite_gradient_is_skipped_although_the_loss_is_finite():
 @pytest.mark.parametrize('microbatches', [2, 4])
 def test_gradient_accumulation_is_the_same_step(microbatches):
     step = make()
-    whole, a = jax.jit(step.train)(step.init(0), batch())
-    parts, b = jax.jit(step.train)(step.init(0), batch().reshape(microbatches, 8 // microbatches, 33))
+    whole, a = jax.jit(step.train)(jax.jit(step.init)(0), batch())
+    parts, b = jax.jit(step.train)(jax.jit(step.init)(0), batch().reshape(microbatches, 8 // microbatches, 33))
     np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-5)
     np.testing.assert_allclose(a['grad_norm'], b['grad_norm'], rtol=1e-4)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), whole['params'], parts['params'])
@@ -109,7 +109,7 @@ def test_the_schedule_of_the_paper():
 
 
 def test_weight_decay_spares_norms_and_embeddings():
-    params = make().init(0)['params']
+    params = jax.eval_shape(lambda: make().init(0))['params']
     from lm.optimizer import _decayed
 
     decayed = {jax.tree_util.keystr(path) for path, on in jax.tree_util.tree_leaves_with_path(_decayed(params)) if on}

@@ -1,0 +1,27 @@
+"""Every mechanism in every form that the model must carry, with blocks and windows small enough to matter at length 20."""
+
+from lm.attention.hybrid import Hybrid
+from lm.attention.llops import Llops
+from lm.attention.performer import Performer
+from lm.attention.polynomial import Polynomial
+from lm.attention.polysketch import Polysketch
+from lm.attention.softmax import Softmax
+from lm.attention.taylor import Taylor
+
+MECHANISMS = {
+    'softmax': Softmax(),
+    'softmax window': Softmax(window=5),
+    'polynomial 2': Polynomial(degree=2),
+    'polynomial 4': Polynomial(degree=4),
+    'polynomial 8': Polynomial(degree=8),
+    'polysketch learned local': Polysketch(sketch='learned', sketch_size=8, block=8),
+    'polysketch learned': Polysketch(sketch='learned', sketch_size=8, block=8, local=False),
+    'polysketch gaussian local': Polysketch(sketch='gaussian', sketch_size=8, block=8),
+    'polysketch srht per head': Polysketch(sketch='srht', sketch_size=8, local=False, per_head=True),
+    'performer': Performer(n_features=32, block=8),
+    'performer relu': Performer(n_features=32, block=8, features='relu'),
+    'llops': Llops(n_features=16),
+    'taylor': Taylor(feature_dim=4),
+    'based': (Taylor(feature_dim=4), Softmax(window=5)),
+    'hybrid': Hybrid(window=5),
+}
