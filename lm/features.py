@@ -62,10 +62,10 @@ class RandomFeatures:
     has_phases = False
 
     def __call__(self, parameters: Queries | Keys, x_BxTxNxE: jax.Array) -> jax.Array:
-        w_RxE = parameters.projection_RxE.astype(x_BxTxNxE.dtype)
-        root = math.sqrt(self.scale)
-        wx = root * jnp.einsum('btne,re->btnr', x_BxTxNxE, w_RxE, preferred_element_type=jnp.float32)
-        half = self.scale / 2 * jnp.sum(jnp.square(x_BxTxNxE.astype(jnp.float32)), -1, keepdims=True)
+        # In float32 throughout: exponents, and a product that not every backend has of bfloat16 into float32.
+        x_32, root = x_BxTxNxE.astype(jnp.float32), math.sqrt(self.scale)
+        wx = root * jnp.einsum('btne,re->btnr', x_32, parameters.projection_RxE)
+        half = self.scale / 2 * jnp.sum(jnp.square(x_32), -1, keepdims=True)
         features = self.features(wx, half, parameters, isinstance(parameters, Queries) and self.rescale)
         return features.astype(x_BxTxNxE.dtype)
 

@@ -88,8 +88,8 @@ class Sketch:
         weight, shift = (factors[:, :, :-1], factors[:, :, -1]) if self.affine else (factors, None)
         product = None
         for j in range(weight.shape[0]):
-            y = jnp.einsum('...d,rdm->...rm', x, weight[j].astype(x.dtype), preferred_element_type=jnp.float32)
-            y = y if shift is None else y + shift[j].astype(jnp.float32)
+            y = jnp.einsum('...d,rdm->...rm', x.astype(jnp.float32), weight[j])
+            y = y if shift is None else y + shift[j]
             product = y if product is None else product * y
         features = product.sum(-2)
         return (jnp.square(features) if self.nonnegative else features).astype(x.dtype)

@@ -64,6 +64,5 @@ def compress(x_BxLxNxD: jax.Array, weight_NxDxR: nnx.Param | None) -> jax.Array:
     if weight_NxDxR is None:
         return x_BxLxNxD * x_BxLxNxD.shape[-1] ** -0.25
     w_NxDxR = weight_NxDxR[...] * weight_NxDxR.shape[-1] ** -0.25
-    w_NxDxR = jnp.broadcast_to(w_NxDxR, (x_BxLxNxD.shape[2], *w_NxDxR.shape[1:])).astype(x_BxLxNxD.dtype)
-    x_BxLxNxR = jnp.einsum('blnd,ndr->blnr', x_BxLxNxD, w_NxDxR, preferred_element_type=jnp.float32)
-    return x_BxLxNxR.astype(x_BxLxNxD.dtype)
+    w_NxDxR = jnp.broadcast_to(w_NxDxR, (x_BxLxNxD.shape[2], *w_NxDxR.shape[1:]))
+    return jnp.einsum('blnd,ndr->blnr', x_BxLxNxD.astype(jnp.float32), w_NxDxR).astype(x_BxLxNxD.dtype)

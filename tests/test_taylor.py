@@ -1,0 +1,116 @@
+"""Taylor attention against the series, and BASED as a pattern of layers."""
+
+import jax
+import jax.numpy as jnp
+import mechanisms
+import numpy as np
+import pytest
+from flax import nnx
+
+from lm.attention import HeadDims
+from lm.attention.softmax import Softmax
+from lm.attention.taylor import Taylor
+from lm.errors import ConfigError
+from lm.model import ModelConfig, Transformer
+
+CONFIGS = [Taylor(feature_dim=8), Taylor(feature_dim=5, per_head=False), Taylor(feature_dim=None)]
+
+
+def reference(config, arrays, q, k, v):
+    """LLoPS eq. 4 and footnote 2, with BASED's scale."""
+    if config.feature_dim:
+        q, k = (np.einsum('blnd,ndr->blnr', x, np.broadcast_to(arrays[w], (x.shape[2], *arrays[w].shape[1:])))
+                for x, w in ((q, 'q_weight'), (k, 'k_weight')))  # fmt: skip
+    s = mechanisms.scores(q, k) / np.sqrt(q.shape[-1])
+    return mechanisms.mix(1 + s + s**2 / 2, v)
+
+
+@pytest.mark.parametrize('config', CONFIGS, ids=str)
+def test_agrees_with_the_formula(config):
+    module = mechanisms.build(config)
+    mechanisms.check_values(module, reference, mechanisms.draw())
+    mechanisms.check_gradients(module, reference, mechanisms.draw())
+
+
+@pytest.mark.parametrize('length', [1, 300])
+def test_lengths(length):
+    """The operation's own block is 256 tokens on the CPU."""
+    dims = HeadDims(2, 1, 8)
+    module = mechanisms.build(CONFIGS[0], dims)
+    mechanisms.check_values(module, reference, mechanisms.draw(1, length, dims))
+
+
+def test_the_features_are_the_series():
+    """⟨φ(x), φ(y)⟩ = 1 + s + s²/2 for φ(x) = [1, x, (x ⊗ x) / √2] of compressed vectors."""
+    x, y = (np.asarray(z, np.float64)[0, :, 0] / 2 for z in mechanisms.draw()[:2])
+
+    def phi(x):
+        pairs = np.einsum('ta,tb->tab', x, x).reshape(len(x), -1) / 2**0.5
+        return np.concatenate([np.ones((len(x), 1)), x, pairs], axis=1)
+
+    expected = np.tril(phi(x) @ phi(y).T)
+    q, k = (jnp.asarray(2 * z, jnp.float32)[None, :, None] for z in (x, y))
+    module = mechanisms.build(Taylor(feature_dim=None), HeadDims(1, 1, 16))
+    values = jnp.eye(45)[None, :, None, :16]
+    expected = (expected / expected.sum(-1, keepdims=True))[:, :16]
+    np.testing.assert_allclose(module(q, k, values)[0, :, 0], expected, atol=1e-6)
+
+
+def test_steps_equal_the_whole():
+    mechanisms.check_steps(mechanisms.build(CONFIGS[0]), mechanisms.draw())
+
+
+def test_no_leak():
+    mechanisms.check_no_leak(mechanisms.build(CONFIGS[0]), mechanisms.draw())
+
+
+def test_weights_are_positive():
+    module = mechanisms.build(Taylor(), HeadDims(4, 2, 16))
+    q, k, _ = mechanisms.draw(1, 16, size=5.0)
+    weights = np.asarray(module(q, k, jnp.broadcast_to(jnp.eye(16)[None, :, None], (1, 16, 2, 16))))
+    assert weights.min() >= 0
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
+
+
+def test_parameters_and_state():
+    dims = HeadDims(4, 2, 64)
+    shapes = lambda config: jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(config.build(dims, nnx.Rngs(0)))))  # noqa: E731
+    assert shapes(Taylor()) == {'q_weight': (4, 64, 16), 'k_weight': (2, 64, 16)}
+    assert shapes(Taylor(per_head=False)) == {'q_weight': (1, 64, 16), 'k_weight': (1, 64, 16)}
+    assert shapes(Taylor(feature_dim=None)) == {}
+    module = Taylor().build(dims, nnx.Rngs(0))
+    state = module.init_state(1, 10**9, jnp.bfloat16)
+    # 1 + 16 + 16·17/2 distinct products; packing in strips of eight rows keeps some twice, but not all 273.
+    assert 153 <= state.sums.kv_BxKxRxD.shape[2] < 273
+    assert jnp.std(module.q_weight[...]) == pytest.approx(1 / 8, rel=0.1)
+
+
+def test_based_is_a_pattern_of_layers():
+    """Taylor layers and windows in turn: together they see everything, and nothing of the future."""
+    config = ModelConfig(
+        vocab_size=50, n_layers=2, d_model=16, n_heads=2, head_dim=8, attention=[Taylor(), Softmax(window=4)]
+    )
+    model = Transformer(config, nnx.Rngs(params=0, projections=1))
+    tokens = jax.random.randint(jax.random.key(0), (1, 24), 0, 50)
+    changed = tokens.at[0, 13].add(1) % 50
+    before, after = model(tokens), model(changed)
+    np.testing.assert_array_equal(before[:, :13], after[:, :13])
+    assert not np.allclose(before[:, -1], after[:, -1])
+    state, outputs = model.init_state(1, 24), []
+    for part in (10, 1, 13):
+        at = sum(o.shape[1] for o in outputs)
+        state, logits = model.step(state, tokens[:, at : at + part], jnp.int32(at))
+        outputs.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(outputs, 1), before, atol=2e-5 * float(jnp.abs(before).max()))
+
+
+def test_cost():
+    dims = HeadDims(12, 12, 64)
+    far, farther = (Taylor().flops_per_token(dims, n) for n in (8192, 65536))
+    assert far == farther
+    assert far == 2 * 64 * 16 * 24 + 2 * 153 * (64 * 24 + 12) + 12 * (16 + 64) * 128
+
+
+def test_wrong_values_are_named():
+    with pytest.raises(ConfigError, match=r'taylor.feature_dim = 0'):
+        Taylor(feature_dim=0)
