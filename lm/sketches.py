@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from lm.attention.base import Buffer
+from lm.ops.dots import dot
 from lm.projections import hadamard_matrix
 
 WIDTH = 8
@@ -71,7 +72,9 @@ class Gaussian(Sketch):
     def __init__(self, n: int, size: int, r: int, power: int, rngs: nnx.Rngs):
         super().__init__(n, size, r, power, rngs)
         sizes = _node_inputs(size, r, power)
-        self.maps = nnx.List([Buffer(jax.random.normal(rngs.projections(), (2, n, m, r))) for m in sizes])
+        # Rounded to bfloat16, so that the sketch is the same in either precision.
+        draws = (jax.random.normal(rngs.projections(), (2, n, m, r), jnp.bfloat16) for m in sizes)
+        self.maps = nnx.List([Buffer(draw.astype(jnp.float32)) for draw in draws])
 
     def join(self, node: int, left: jax.Array, right: jax.Array) -> jax.Array:
         return _product(self.maps[node][...], left, right)
@@ -92,7 +95,7 @@ class Srht(Sketch):
         self.maps = nnx.List([Buffer(_subsampled(rngs.projections(), (2, n), r, r)) for _ in range(n_nodes)])
 
     def leaves(self, x_BxLxNxGxM: jax.Array) -> list[jax.Array]:
-        return [_dense(x_BxLxNxGxM, base[...] * self.r**-0.5).astype(x_BxLxNxGxM.dtype) for base in self.base]
+        return [(_dense(x_BxLxNxGxM, base[...]) * self.r**-0.5).astype(x_BxLxNxGxM.dtype) for base in self.base]
 
     def join(self, node: int, left: jax.Array, right: jax.Array) -> jax.Array:
         return _product(self.maps[node][...], left, right)
@@ -174,7 +177,7 @@ def _node_inputs(size: int, r: int, power: int) -> list[int]:
 
 def _dense(x_BxLxNxGxM: jax.Array, kernel_NxMxR: jax.Array) -> jax.Array:
     kernel_NxMxR = kernel_NxMxR.astype(x_BxLxNxGxM.dtype)
-    return jnp.einsum('blngm,nmr->blngr', x_BxLxNxGxM, kernel_NxMxR, preferred_element_type=jnp.float32)
+    return dot('blngm,nmr->blngr', x_BxLxNxGxM, kernel_NxMxR)
 
 
 def _product(maps_2xNxMxR: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:

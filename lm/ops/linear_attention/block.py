@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lm.ops.dots import dot
 from lm.ops.linear_attention import expansion
 from lm.ops.linear_attention.types import Options, State
 
@@ -155,7 +156,7 @@ def _tile(shape, rows, row_T, x, y, q, k, v, sums, bounds, start):
     options, parts, shrink = shape.options, [], None
     if options.local is not None:
         first, last = (rows.start + 1, rows.stop + shape.lag) if shape.lag else (0, rows.stop)
-        s_BxKxSxGxT = _dot('bkcs,bkcgt->bksgt', k[..., first:last], q)
+        s_BxKxSxGxT = dot('bkcs,bkcgt->bksgt', k[..., first:last], q)
         j = jnp.arange(first, last)[:, None, None]
         visible = ((j > row_T) & (j <= row_T + shape.lag)) if shape.lag else j <= row_T
         if bounds is not None:
@@ -173,7 +174,7 @@ def _tile(shape, rows, row_T, x, y, q, k, v, sums, bounds, start):
             exact_BxKxSxGxT = jnp.where(visible, options.local.weights(s_BxKxSxGxT), 0.0)
         parts.append((exact_BxKxSxGxT, v[..., first:last]))
     if y is not None:
-        s_BxKxSxGxT = _dot('bkfs,bkfgt->bksgt', y[..., : rows.stop], x)
+        s_BxKxSxGxT = dot('bkfs,bkfgt->bksgt', y[..., : rows.stop], x)
         j = jnp.arange(rows.stop)[:, None, None]
         visible = j <= row_T if bounds is None else (j <= row_T) & (start + j >= bounds.first)
         w_BxKxSxGxT = jnp.where(visible, options.approximate(s_BxKxSxGxT), 0.0)
@@ -182,11 +183,11 @@ def _tile(shape, rows, row_T, x, y, q, k, v, sums, bounds, start):
     den_BxKxGxT = jnp.full(v.shape[:2] + (q if x is None else x).shape[3:], options.bias, jnp.float32)
     den_BxKxGxT = den_BxKxGxT if shrink is None else den_BxKxGxT * shrink
     for w_BxKxSxGxT, values in parts:
-        num_BxKxDxGxT += _dot('bkds,bksgt->bkdgt', values, w_BxKxSxGxT.astype(v.dtype))
+        num_BxKxDxGxT += dot('bkds,bksgt->bkdgt', values, w_BxKxSxGxT.astype(v.dtype))
         den_BxKxGxT += w_BxKxSxGxT.sum(2)
     if shape.reads:
         read_BxKxDxGxT = sum(
-            _dot('bkrd,bkrgt->bkdgt', kv, phi)
+            dot('bkrd,bkrgt->bkdgt', kv, phi)
             for kv, phi in zip(sums.kv, expansion.expand(options.powers, x), strict=True)
         )
         total_BxKxGxT = expansion.read_totals(options.powers, x, sums.totals)
@@ -204,7 +205,7 @@ def fold(shape: Shape, keys: Keys, parameters: Any, bounds: Bounds | None, start
         y, one = jnp.where(one, y, 0), one.astype(jnp.float32)
     phi = expansion.expand(shape.options.powers, y, one)
     v = keys.v.astype(shape.dtype)
-    return Sums(tuple(_dot('bkrt,bkdt->bkrd', p, v) for p in phi), expansion.totals(shape.options.powers, y, one))
+    return Sums(tuple(dot('bkrt,bkdt->bkrd', p, v) for p in phi), expansion.totals(shape.options.powers, y, one))
 
 
 def split(options: Options, state: State, features: int) -> Sums:
@@ -226,7 +227,3 @@ def no_keys(options: Options, batch: int, heads: int, features: int, values: int
     sizes = [len(w) for w in expansion.weights(options.powers, features)]
     kv = tuple(jnp.zeros((batch, heads, size, values), jnp.float32) for size in sizes)
     return Sums(kv, expansion.empty_totals(options.powers, batch, heads, features))
-
-
-def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)

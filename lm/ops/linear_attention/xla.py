@@ -343,7 +343,7 @@ def _output_cotangents(plan, do, o, inverse):
     if not plan.options.normalize:
         zeros = jnp.zeros((*do_BxKxDxGxL.shape[:2], *do_BxKxDxGxL.shape[3:]), jnp.float32)
         return lambda start, size: (_part(do_BxKxDxGxL, start, size).astype(jnp.float32), _part(zeros, start, size))
-    row = jnp.einsum('blhd,blhd->blh', do, o, preferred_element_type=jnp.float32)
+    row = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
     dden = -grouped(row[..., None], plan.heads)[:, :, 0] * inverse
 
     def cotangent(start, size):
