@@ -5,6 +5,7 @@ the first token, so that every token of the split is predicted. Results do not d
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -15,12 +16,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lm.checkpoint import Checkpointer
+from lm.config_text import dump
 from lm.configurable import configurable, field
 from lm.data.store import TokenStore
 from lm.errors import ConfigError, MismatchError
 from lm.mesh import batch_sharding, initialize_distributed, make_mesh, place, replicated
 from lm.metrics import perplexity
-from lm.run_dir import RunDir
+from lm.run_dir import RunDir, config_differences
 from lm.step import State, Step
 from lm.tasks import TaskStore
 from lm.tasks.evaluator import TaskEvaluator
@@ -231,9 +233,14 @@ def main(experiment: 'Experiment', arguments: Any) -> int:
     evaluator = make_evaluator(experiment, run.step, run.mesh, run.store)
     result = evaluator(run.weights, run.at)
     if jax.process_index() == 0:
-        window = experiment.evaluate.window.replace(':', '-')
-        name = f'step-{run.at}_{result["split"]}_{result["context_length"]}_{window}.json'
-        path = run.directory.evaluations / name
+        # A model that is run otherwise than it was trained, or other data, has a file of its own.
+        differences = config_differences(run.directory.config.read_text(), dump(experiment))
+        changes = {name: new for name, _, new in differences if not name.startswith(('evaluate.', 'mesh.'))}
+        result['overrides'] = changes
+        parts = [f'step-{run.at}', result['split'], str(result['context_length'])]
+        parts += [experiment.evaluate.window.replace(':', '-')]
+        parts += [hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:8]] if changes else []
+        path = run.directory.evaluations / ('_'.join(parts) + '.json')
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + '\n')
         if arguments.json:

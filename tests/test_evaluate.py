@@ -135,3 +135,25 @@ def test_a_context_longer_than_the_split_is_refused(reference_run):
     assert 'evaluate.context_length = 1000000: the split has only' in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert sorted(reference_run[0].rglob('*')) == before
+
+
+def test_a_softmax_run_is_evaluated_under_hybrid_attention(reference_run, base):
+    """Exact over a window as long as the context it is softmax; the file of the run's own evaluation stays."""
+    hybrid = ['--gin_param', 'model.attention = @hybrid()', '--gin_param']
+    exact = evaluate(reference_run[0], *hybrid, 'hybrid.window = 32')
+    assert exact['loss'] == pytest.approx(base['loss'], rel=1e-5)
+    assert exact['overrides']['model.attention'] == '@hybrid()'
+    close = evaluate(reference_run[0], *hybrid, 'hybrid.window = 4')
+    assert close['loss'] != exact['loss']
+    assert close['loss'] == pytest.approx(base['loss'], rel=0.02)
+    own = json.loads((reference_run[0] / 'evaluations' / 'step-40_validation_32_disjoint.json').read_text())
+    assert own['loss'] == base['loss']
+    assert len(list((reference_run[0] / 'evaluations').glob('step-40_validation_32_disjoint*.json'))) == 3
+
+
+def test_a_softmax_run_starts_a_performer(reference_run, tiny_flags, tmp_path):
+    bindings = {'train.init_from': str(reference_run[0]), 'model.attention': '@performer()', 'performer.n_features': 64}
+    done = tiny.lm('train', '--run_dir', str(tmp_path / 'run'), *tiny_flags, *tiny.params(bindings))
+    assert done.returncode == 0, done.stderr
+    ours, theirs = tiny.losses(tmp_path / 'run'), tiny.losses(reference_run[0])
+    assert ours[1] < theirs[1] - 1  # it starts from what softmax has learned
