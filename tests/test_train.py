@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import tiny
+from corpora import CORPORA
 
 
 @pytest.mark.smoke
@@ -214,3 +215,37 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tiny_flags, tmp_
     done = tiny.lm('train', '--run_dir', str(tmp_path / 'run'), *tiny_flags, devices=3)
     assert done.returncode == 2
     assert '3 devices cannot share equally' in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(CORPORA is None, reason='the test corpora are not there')
+def test_books_survive_five_kills(tmp_path):
+    """The quickest form of the whole promise: real books, 2.6M parameters, 300 steps, five SIGKILLs."""
+    store = tmp_path / 'tokens'
+    bindings = {
+        'prepare.source': '@text_files()',
+        'text_files.path': str(CORPORA / 'pg19'),
+        'tokenizer.vocab_size': 4096,
+        'data.path': str(store),
+    }
+    done = tiny.lm('prepare', *tiny.params(bindings))
+    assert done.returncode == 0, done.stderr
+    changes = {
+        'data.path': str(store),
+        'train.steps': 300,
+        'train.tokens_per_step': 512,
+        'train.context_length': 128,
+        'train.log_every': 1,
+        'train.eval_every': None,
+        'optimizer.warmup_steps': 30,
+        'checkpoint.save_every_steps': 20,
+    }
+    flags = ['--gin_file', 'configs/models/tiny.gin', *tiny.params(changes)]
+    whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+    done = tiny.lm('train', '--run_dir', str(whole), *flags, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    assert kill_and_resume(flags, parts, kills=5, seed=1, steps=300) == 5
+    assert tiny.losses(parts) == tiny.losses(whole)
+    assert tiny.losses(parts, 'eval') == tiny.losses(whole, 'eval')
+    assert tiny.checksums(parts, 300) == tiny.checksums(whole, 300)

@@ -87,7 +87,7 @@ def start(*arguments: str, devices: int = 1, **options) -> subprocess.Popen:
     )
 
 
-def lm(*arguments: str, devices: int = 1, timeout: float = 300) -> subprocess.CompletedProcess:
+def lm(*arguments: str, devices: int = 1, timeout: float = 600) -> subprocess.CompletedProcess:
     """The `lm` command, to its end."""
     return subprocess.run(
         [sys.executable, '-m', 'lm.cli', *arguments],
@@ -119,7 +119,7 @@ def checksums(run_dir: pathlib.Path, step: int) -> dict[str, int]:
         return {name: leaf['checksum'] for name, leaf in saved.read_record(step)['leaves'].items()}
 
 
-def wait_for_step(run_dir: pathlib.Path, step: int, process: subprocess.Popen, timeout: float = 120) -> None:
+def wait_for_step(run_dir: pathlib.Path, step: int, process: subprocess.Popen, timeout: float = 300) -> None:
     """Returns when metrics.jsonl has a line of `step` or a later one."""
     end = time.monotonic() + timeout
     path = run_dir / 'metrics.jsonl'
@@ -130,7 +130,7 @@ def wait_for_step(run_dir: pathlib.Path, step: int, process: subprocess.Popen, t
     raise AssertionError(f'step {step} was not reached:\n{process.stdout.read() if process.poll() is not None else ""}')
 
 
-def stop(process: subprocess.Popen, how: signal.Signals, timeout: float = 120) -> tuple[int, str]:
+def stop(process: subprocess.Popen, how: signal.Signals, timeout: float = 300) -> tuple[int, str]:
     """Sends a signal and returns (exit code, output)."""
     process.send_signal(how)
     output, _ = process.communicate(timeout=timeout)
