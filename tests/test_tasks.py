@@ -303,3 +303,34 @@ def test_another_task_is_another_run(task_run):
     done = tiny.lm('generate', '--run_dir', str(task_run[0]), '--prompt', 'x')
     assert done.returncode == 2
     assert 'was trained on a task' in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------ learning
+
+LEARNERS = {
+    'softmax': {'model.attention': '@softmax()'},
+    'polynomial 4': {'model.attention': '@polynomial()', 'polynomial.degree': 4},
+    'polynomial 8': {'model.attention': '@polynomial()', 'polynomial.degree': 8},
+    # Without exact blocks: a context of one block would be computed exactly, and the sketch would not matter.
+    'polysketch 16': {'model.attention': '@polysketch()', 'polysketch.sketch_size': 16, 'polysketch.local': False},
+    'polysketch 32': {'model.attention': '@polysketch()', 'polysketch.sketch_size': 32, 'polysketch.local': False},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', LEARNERS)
+def test_two_layers_learn_induction_heads(name, tmp_path):
+    length, steps = 64, 400
+    settings = LEARNERS[name] | {
+        'train.context_length': length,
+        'train.tokens_per_step': 64 * length,
+        'train.steps': steps,
+        'train.eval_every': None,
+        'checkpoint.save_every_steps': None,
+    }
+    flags = ['--gin_file', 'configs/tasks/induction_heads.gin', *tiny.params(settings)]
+    done = tiny.lm('train', '--run_dir', str(tmp_path / 'run'), *flags, timeout=7200)
+    assert done.returncode == 0, done.stderr
+    last = json.loads((tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()[-1])
+    assert last['kind'] == 'eval'
+    assert last['accuracy'] > 0.999
