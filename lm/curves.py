@@ -11,7 +11,7 @@ from lm import paper
 from lm.figures import Curve
 from lm.records import Run
 
-BINS = 150
+BINS = 80
 """Points of a smoothed loss curve."""
 SHOWN_FROM = 0.05
 """Share of the training that loss curves leave out at the start, where nothing can be compared."""
@@ -43,7 +43,7 @@ def make_series(runs: Sequence[Run]) -> list[Series]:
             for key, value in run.config.items()
             if _counts(key) and any(key in peer and peer[key] != value for peer in peers)
         ]
-        parts = [f'{key.rpartition(".")[2]} {_brief(run.config[key])}' for key in differing]
+        parts = [f'{key.rpartition(".")[2].replace("_", " ")} {_brief(run.config[key])}' for key in differing]
         described.append(', '.join([name, *parts]))
     groups: dict[str, list[Run]] = {}
     for run, label in zip(runs, described, strict=True):
@@ -54,12 +54,16 @@ def make_series(runs: Sequence[Run]) -> list[Series]:
     return [Series(label, i, tuple(members)) for i, (label, members) in enumerate(sorted_groups)]
 
 
-def loss_curve(series: Series, context: int) -> Curve | None:
-    """Training loss against tokens: means over bins of equal width on a logarithmic axis."""
+def is_under_way(run: Run) -> bool:
+    """Whether a run has come far enough to be drawn."""
+    return len(run.train) > 1 and run.step >= SHOWN_FROM * run.total_steps
+
+
+def loss_curve(series: Series, context: int, end: int) -> Curve | None:
+    """Training loss against tokens, up to `end`: means over bins of equal width on a logarithmic axis."""
     runs = [run for run in series.at(context) if len(run.train) > 1]
     if not runs:
         return None
-    end = max(run.train[-1]['tokens'] for run in runs)
     edges = np.geomspace(max(end * SHOWN_FROM, 1), end * (1 + 1e-9), BINS + 1)
     middle = np.sqrt(edges[1:] * edges[:-1])
     found = []

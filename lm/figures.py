@@ -3,6 +3,7 @@ where no data can be. Needs the extra [report]."""
 
 import dataclasses
 import functools
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ DASHES = ('-', (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1.2, 1.2)), (0, (7, 2)), (
 MARKERS = ('o', 's', '^', 'D', 'v', 'p', 'h')
 WIDTH = 3.4
 """Inches: a column of a two-column page."""
+DOT_LABEL, LEGEND_LABEL = 26, 48
+"""Characters of a label in a line, where there is one beside dots and where there is one below curves."""
 STYLE = {
     'font.family': 'sans-serif',
     'font.size': 7.5,
@@ -149,13 +152,14 @@ def draw_lines(
 @_in_style
 def draw_dots(path: Any, rows: Sequence[Curve], x_label: str) -> None:
     """One row a curve: its x as dots, and a bar at their mean. Writes path.png and path.pdf."""
-    figure, axes = _figure(0, height=0.55 + 0.19 * len(rows))
+    labels = [textwrap.fill(row.label, DOT_LABEL) for row in rows]
+    figure, axes = _figure(0, height=0.55 + sum(0.06 + 0.13 * (label.count('\n') + 1) for label in labels))
     for i, row in enumerate(rows):
         axes.plot(row.x, [i] * len(row.x), 'o', color=row.colour, markersize=4, alpha=0.75, markeredgewidth=0)
         if len(row.x) > 1:
             axes.plot([row.x.mean()], [i], '|', color=row.colour, markersize=11, markeredgewidth=1.4)
     axes.set(xlabel=x_label)
-    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(axis='y', length=0)
     axes.spines['left'].set_visible(False)
@@ -192,19 +196,19 @@ def _legend_columns(curves: Sequence[Curve]) -> int:
 
 
 def _legend_rows(curves: Sequence[Curve]) -> int:
-    return -(-len(curves) // _legend_columns(curves))
+    lines = [textwrap.fill(curve.label, LEGEND_LABEL).count('\n') + 1 for curve in curves]
+    return -(-sum(lines) // _legend_columns(curves))
 
 
 def _legend(figure: Any, curves: Sequence[Curve], markers: bool) -> None:
     """Below the axes, where no data can be."""
     from matplotlib.lines import Line2D
 
-    handles = [
-        Line2D([], [], color=c.colour, marker=c.marker, markeredgecolor='white', markeredgewidth=0.4, label=c.label)
-        if markers
-        else Line2D([], [], color=c.colour, linestyle=c.line, label=c.label)
-        for c in curves
-    ]
+    edge = {'markeredgecolor': 'white', 'markeredgewidth': 0.4}
+    handles = []
+    for curve in curves:
+        look = {'marker': curve.marker, **edge} if markers else {'linestyle': curve.line}
+        handles.append(Line2D([], [], color=curve.colour, label=textwrap.fill(curve.label, LEGEND_LABEL), **look))
     figure.legend(
         handles=handles,
         loc='outside lower center',

@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from lm import figures, paper
-from lm.curves import accuracy_curve, context_curve, first_position, loss_curve, make_series, position_curve
+from lm.curves import (
+    accuracy_curve,
+    context_curve,
+    first_position,
+    is_under_way,
+    loss_curve,
+    make_series,
+    position_curve,
+)
 from lm.errors import ConfigError
 from lm.figures import Curve
 from lm.records import Run, find_runs
@@ -49,8 +57,9 @@ class Report:
 
     def __init__(self, runs: Sequence[Run], out: Path, split: str | None = None, table: str | None = None):
         self.runs, self.out, self.split, self.table = list(runs), out, split, table
-        self.series = make_series(self.runs)
-        self.contexts = sorted({run.value('train.context_length') for run in runs})
+        self.drawn = [run for run in self.runs if is_under_way(run)]
+        self.series = make_series(self.drawn)
+        self.contexts = sorted({run.value('train.context_length') for run in self.drawn})
         self.rows = [self.row(run) for run in self.runs]
         self.written: list[str] = []
         self._curves: list[dict[str, Any]] = []
@@ -70,6 +79,9 @@ class Report:
         text += self.paper_markdown(comparison)
         for name, caption in self._pictures:
             text += [f'![{caption}]({name})', '', f'*{caption}*', '']
+        if pictures and len(self.drawn) < len(self.runs):
+            absent = ', '.join(run.name for run in self.runs if run not in self.drawn)
+            text += [f'Not in the pictures, for want of steps: {absent}.', '']
         text += ['## Runs', '', *(f'- {self.provenance(run)}' for run in self.runs), '']
         (self.out / 'report.md').write_text('\n'.join(text), encoding='utf-8')
         self.written.insert(0, 'report.md')
@@ -220,9 +232,10 @@ class Report:
         """Draws every picture for which there are data."""
         for context in self.contexts:
             suffix, where = (f'_{context}', f', context {context:,}') if len(self.contexts) > 1 else ('', '')
+            end = max(run.train[-1]['tokens'] for s in self.series for run in s.at(context))
             self._lines(
                 f'loss{suffix}',
-                [curve for s in self.series if (curve := loss_curve(s, context))],
+                [curve for s in self.series if (curve := loss_curve(s, context, end))],
                 f'Training loss (smoothed){where}; bands: extremes over seeds.',
                 'training tokens',
                 'loss (nats per token)',
@@ -276,7 +289,7 @@ class Report:
         right: tuple[str, Callable] | None = None,
     ) -> None:
         """A measure against the context length in training; with one length alone, a row of dots a series."""
-        devices = sorted({row['devices'] for row in self.rows})
+        devices = sorted({row['devices'] for row, run in zip(self.rows, self.runs, strict=True) if run in self.drawn})
         note = f', measured on {"; ".join(devices)}' if right else ''
         values = [[(run.value('train.context_length'), measure(run)) for run in s.runs] for s in self.series]
         if len(self.contexts) > 1:

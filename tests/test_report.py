@@ -100,11 +100,12 @@ def test_the_loss_curve_is_the_mean_of_what_was_logged(tmp_path):
     (tmp_path / 'b' / 'metrics.jsonl').write_text(''.join(lines[: len(lines) // 2]))  # is still training
     run = Run.read(tmp_path / 'a')
     (series,) = make_series(find_runs([str(tmp_path)]))
-    curve = loss_curve(series, 1024)
+    end = run.train[-1]['tokens']
+    curve = loss_curve(series, 1024, end)
     assert len(curve.x) <= BINS
     expected = np.interp(curve.x, [r['tokens'] for r in run.train], [r['loss'] for r in run.train])
     np.testing.assert_allclose(curve.y, expected, atol=0.01)
-    assert loss_curve(series, 512) is None
+    assert loss_curve(series, 512, end) is None
 
 
 def test_the_newest_evaluation_at_the_runs_own_context_counts(tmp_path):
@@ -143,6 +144,23 @@ def test_runs_that_have_hardly_begun_and_diverged(tmp_path):
     rows = {row['run']: row for row in table(tmp_path / 'out' / 'runs.csv')}
     assert rows['new']['perplexity'] == rows['one']['perplexity'] == ''
     assert rows['bad']['loss'] == 'nan'
+    assert 'for want of steps: new, one' in (tmp_path / 'out' / 'report.md').read_text()
+
+
+def test_long_labels_are_wrapped_and_stay_inside_the_picture(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(figures, '_save', lambda figure, path: kept.append(figure))
+    x = np.linspace(1, 2, 5)
+    label = 'Polysketch (learned + local, r = 32), peak learning rate 0.003, steps 125000'
+    curves = [figures.Curve(f'{label}{i}', i, x, x + i) for i in range(8)]
+    figures.draw_lines('x', curves, 'x', 'y')
+    figures.draw_dots('x', curves, 'x')
+    for figure in kept:
+        figure.draw_without_rendering()
+        whole, box = figure.bbox, figure.get_tightbbox().transformed(figure.dpi_scale_trans)
+        assert box.x0 >= whole.x0 - 1
+        assert box.x1 <= whole.x1 + 1
+        assert figure.axes[0].get_window_extent().width > whole.width / 3
 
 
 def test_beside_the_paper(tmp_path):
