@@ -25,9 +25,6 @@ from lm.ops.linear_attention.types import Options, PolynomialKernel, State
 
 LANES = 128
 LOCAL_BLOCK = 1024
-VMEM_BUDGET = 13 * 2**20
-"""What the kernels may take by `vmem_estimate`; the smallest VMEM, v4's, is 16 MiB."""
-
 DEGREES = (1, 2, 4, 8, 16)
 SQUARED, PLAIN = (0.0, 0.0, 1.0), (0.0, 1.0)
 
@@ -82,15 +79,15 @@ def unsupported(
         return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
     if q.shape[0] % platform.batch_shards():
         return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
-    sizes = _sizes(options, q, v, q_local)
-    if vmem_estimate(plan_for(options, q.shape[1], 1, *sizes), *sizes) > VMEM_BUDGET:
+    sizes = _sizes(q, v, None if options.local is None else q_local)
+    if 1.1 * vmem_estimate(plan_for(options, q.shape[1], 1, *sizes), *sizes) > _vmem()[0]:
         return f'would not fit its VMEM with {q.shape[-1]} features and blocks of {options.block or LOCAL_BLOCK}'
     return None
 
 
-def _sizes(options: Options, q, v, q_local) -> tuple[int, int, int, int]:
+def _sizes(q, v, q_local) -> tuple[int, int, int, int]:
     """Rows of x, of v and of what the exact kernel compares (0 without), as padded; bytes a number."""
-    compared = 0 if options.local is None else _rows(q_local.shape[-1])
+    compared = 0 if q_local is None else _rows(q_local.shape[-1])
     return _rows(q.shape[-1]), _rows(v.shape[-1]), compared, v.dtype.itemsize
 
 
@@ -100,7 +97,9 @@ def _rows(size: int) -> int:
 
 def _by_head(options: Options, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local) -> jax.Array:
     batch, length, heads, _ = q_BxLxHxE.shape
-    sizes = _sizes(options, q_BxLxHxE, v_BxLxKxD, *local[:1] or (None,))
+    if local and length <= (options.block or LOCAL_BLOCK):
+        (q_BxLxHxE, k_BxLxKxE), local = local, ()
+    sizes = _sizes(q_BxLxHxE, v_BxLxKxD, *local[:1] or (None,))
     plan = plan_for(options, length, batch * heads, *sizes)
     padded = -(-length // plan.block) * plan.block
 
@@ -141,26 +140,45 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 
 def plan_for(options: Options, length: int, n: int, features: int, head_dim: int, compared: int, itemsize: int) -> Plan:
+    """How `n` heads of `length` tokens are computed; `compared` is 0 without arrays of the exact kernel's own."""
     squared = tuple(options.powers) == SQUARED
     local = options.local
     if local is None:
-        # The block does not matter to the result. Wider ones save fewer and shorter ones compute less.
+        # The block does not matter to the result. Wider ones save fewer sums and shorter ones compute less.
         wanted = 512 if squared and features > 32 else 256
+        degree, scale = 2 if squared else 1, 1.0
     else:
         wanted = options.block or LOCAL_BLOCK
+        degree, scale = local.degree, local.scale
     block = min(wanted, -(-length // LANES) * LANES)
     # Static cycles on v5e and v6e: the backward kernel gains more from skipping what lies above the diagonal.
-    tile, forward_tile = (
-        next(size for size in sizes if block % size == 0) for sizes in ((256, LANES), (512, 256, LANES))
+    tile, forward_tile = (next(s for s in sizes if block % s == 0) for sizes in ((256, LANES), (512, 256, LANES)))
+    available, limit = _vmem()
+    plan = Plan(
+        block=block,
+        tile=tile,
+        forward_tile=forward_tile,
+        heads=1,
+        squared=squared,
+        exact_local=compared > 0,
+        degree=degree,
+        scale=scale,
+        bias=options.bias,
+        alone=length <= block,
+        vmem_limit_bytes=limit,
     )
-    degree, scale = (2 if squared else 1, 1.0) if local is None else (local.degree, local.scale)
-    fixed = dict(block=block, tile=tile, forward_tile=forward_tile, squared=squared, exact_local=local is not None)
-    plan = Plan(heads=1, degree=degree, scale=scale, bias=options.bias, **fixed)
     for heads in (4, 3, 2):
         wider = dataclasses.replace(plan, heads=heads)
-        if n % heads == 0 and vmem_estimate(wider, features, head_dim, compared, itemsize) <= VMEM_BUDGET:
+        if n % heads == 0 and 1.4 * vmem_estimate(wider, features, head_dim, compared, itemsize) <= available:
             return wider
     return plan
+
+
+def _vmem() -> tuple[int, int | None]:
+    """Bytes that a kernel may use, and the limit to ask for: v4 has 16 MiB in all, later chips at least 64."""
+    device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
+    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
+    return (16 * 2**20, None) if kind in ('TPU v2', 'TPU v3', 'TPU v4') else (32 * 2**20, 32 * 2**20)
 
 
 def vmem_estimate(plan: Plan, features: int, head_dim: int, compared: int, itemsize: int) -> int:

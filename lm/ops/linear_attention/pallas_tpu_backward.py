@@ -60,7 +60,9 @@ def backward(plan: Plan, inputs, o, do, inverse, sums) -> list[jax.Array]:
         out_specs=[tokens(a) for a in outputs],
         out_shape=outputs,
         scratch_shapes=[pltpu.VMEM((plan.heads, *shape), jnp.float32) for shape in (state, moment)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'arbitrary')),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
+        ),
         cost_estimate=_cost(plan, inputs, (*read, *sums, *outputs)),
     )(*read, *sums)
 
@@ -69,7 +71,7 @@ def _cost(plan: Plan, inputs, arrays) -> pl.CostEstimate:
     n, head_dim, length = inputs[2].shape
     features, compared = inputs[0].shape[1], inputs[-1].shape[1]
     rows, columns = plan.state_shape(features, head_dim)
-    before = 8 * rows * columns + (14 * features**2 if plan.squared else 0)
+    before = 0 if plan.alone else 8 * rows * columns + (14 * features**2 if plan.squared else 0)
     inside = (3 * compared + 2 * head_dim) * (plan.block + plan.tile)
     return pl.CostEstimate(
         flops=n * length * (before + inside),
@@ -81,7 +83,8 @@ def _cost(plan: Plan, inputs, arrays) -> pl.CostEstimate:
 def _kernel(plan: Plan, x, y, v, *refs):
     a, b = refs[:2] if plan.exact_local else (x, y)
     o, do, inverse, *refs = refs[2:] if plan.exact_local else refs
-    sums, refs = (refs[:2], refs[2:]) if plan.squared else (refs[:1], refs[1:])
+    count = 0 if plan.alone else 2 if plan.squared else 1
+    sums, refs = refs[:count], refs[count:]
     dx, dy, dv, *da_db, state, moment = refs
 
     @pl.when(pl.program_id(1) == 0)
@@ -96,6 +99,10 @@ def _kernel(plan: Plan, x, y, v, *refs):
         do_DxT = do[head].astype(jnp.float32)
         e_1xT = -inverse[head] * jnp.sum(do_DxT * o[head].astype(jnp.float32), axis=0, keepdims=True)
         g_DxT = (do_DxT * inverse[head]).astype(dtype)
+
+        if plan.alone:
+            dx[head], dy[head], dv[head] = (d.astype(dtype) for d in _inside(plan, x_FxT, y_FxT, v_DxT, g_DxT, e_1xT))
+            continue
 
         dx_FxT = dot(sums[0][head, 0], extended(plan, g_DxT, e_1xT), (0, 0))
         if plan.squared:

@@ -16,6 +16,9 @@ SUBLANES = 8
 ROWS = 16
 """Rows of a bfloat16 register: what feature axes are padded to."""
 
+UNUSED = (SUBLANES, 128)
+"""The smallest scratch array, where a plan has no use for one."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -31,6 +34,8 @@ class Plan:
         degree: of the weights inside a block, a power of two.
         scale: of the weights inside a block.
         bias: what the denominator starts from.
+        alone: one block is all there is, so that φ has no part in it.
+        vmem_limit_bytes: what the compiler may use; None: its default.
     """
 
     block: int
@@ -42,14 +47,18 @@ class Plan:
     degree: int
     scale: float
     bias: float
+    alone: bool = False
+    vmem_limit_bytes: int | None = None
 
     def state_shape(self, features: int, head_dim: int) -> tuple[int, int]:
         """Of Σ v φ(y)ᵀ; for plain features `ROWS` rows below hold Σ φ(y), all the same."""
+        if self.alone:
+            return UNUSED
         return (head_dim, packed_width(features)) if self.squared else (head_dim + ROWS, features)
 
     def moment_shape(self, features: int) -> tuple[int, int]:
         """Of Σ y yᵀ, from which the denominator comes if φ(x) = x ⊗ x."""
-        return (features, features) if self.squared else (SUBLANES, 128)
+        return (features, features) if self.squared and not self.alone else UNUSED
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:

@@ -45,20 +45,22 @@ def forward(plan: Plan, save: bool, x, y, v, *local) -> list[jax.Array]:
     outputs = [jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct((n, 1, length), jnp.float32)]
     tokens = [pl.BlockSpec((plan.heads, a.shape[1], plan.block), lambda i, j: (i, 0, j)) for a in (*inputs, *outputs)]
     sums = []
-    if save:
+    if save and not plan.alone:
         wide = moment[1] if v.dtype == jnp.float32 else 3 * moment[1]
         shapes = [state, (moment[0], wide)] if plan.squared else [state]
         outputs += [jax.ShapeDtypeStruct((n, steps, *shape), v.dtype) for shape in shapes]
         sums = [pl.BlockSpec((plan.heads, 1, *shape), lambda i, j: (i, j, 0, 0)) for shape in shapes]
     return pl.pallas_call(
-        functools.partial(_kernel, plan, save),
+        functools.partial(_kernel, plan, save and not plan.alone),
         name='linear_attention_forward',
         grid=(n // plan.heads, steps),
         in_specs=tokens[: len(inputs)],
         out_specs=tokens[len(inputs) :] + sums,
         out_shape=outputs,
         scratch_shapes=[pltpu.VMEM((plan.heads, *shape), jnp.float32) for shape in (state, moment)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'arbitrary')),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
+        ),
         cost_estimate=_cost(plan, inputs, outputs),
     )(*inputs)
 
@@ -67,7 +69,7 @@ def _cost(plan: Plan, inputs, outputs) -> pl.CostEstimate:
     n, head_dim, length = inputs[2].shape
     features, compared = inputs[0].shape[1], inputs[-1].shape[1]
     rows, columns = plan.state_shape(features, head_dim)
-    before = 4 * rows * columns + (8 * features**2 if plan.squared else 0)
+    before = 0 if plan.alone else 4 * rows * columns + (8 * features**2 if plan.squared else 0)
     inside = (compared + head_dim) * (plan.block + plan.forward_tile)
     return pl.CostEstimate(
         flops=n * length * (before + inside),
@@ -88,8 +90,10 @@ def _kernel(plan: Plan, save: bool, x, y, v, *refs):
     # The order of the stages is the one that the compiler schedules best; most of them do not depend on each other.
     for head in range(plan.heads):
         x_FxT, y_FxT, v_DxT = x[head], y[head], v[head]
-        state_DxP = state_operand(plan, state[head], v.dtype)
-        if plan.squared:
+        if plan.alone:
+            num_DxT, den_1xT = jnp.zeros(v_DxT.shape, jnp.float32), jnp.zeros((1, plan.block), jnp.float32)
+        elif plan.squared:
+            state_DxP = state_operand(plan, state[head], v.dtype)
             moment_FxE = moment_operand(moment[head], v.dtype)
             den_1xT = jnp.sum(moment_times(moment_FxE, x_FxT) * x_FxT.astype(jnp.float32), axis=0, keepdims=True)
             den_1xT = jnp.maximum(den_1xT, 0.0)
@@ -97,6 +101,7 @@ def _kernel(plan: Plan, save: bool, x, y, v, *refs):
             num_DxT = dot(state_DxP, pack(x_FxT, weighted=True), (1, 0))
             state[head] += dot(v_DxT, pack(y_FxT, weighted=False), (1, 1))
         else:
+            state_DxP = state_operand(plan, state[head], v.dtype)
             num_DxT = dot(state_DxP, x_FxT, (1, 0))
             den_1xT = jnp.sum(num_DxT[v_DxT.shape[0] :], axis=0, keepdims=True)
             num_DxT = num_DxT[: v_DxT.shape[0]]
