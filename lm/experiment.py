@@ -3,8 +3,8 @@
 import dataclasses
 
 from lm.checkpoint import CheckpointConfig
+from lm.data.dataset import DataConfig
 from lm.data.prepare import PrepareConfig
-from lm.data.store import DataConfig
 from lm.evaluate import EvaluateConfig
 from lm.mesh import MeshConfig
 from lm.model import ModelConfig

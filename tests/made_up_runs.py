@@ -6,7 +6,7 @@ import pathlib
 
 from lm.attention import Attention
 from lm.config import dump
-from lm.data.store import DataConfig
+from lm.data.dataset import DataConfig
 from lm.experiment import Experiment
 from lm.model import ModelConfig
 from lm.train import TrainConfig

@@ -1,4 +1,4 @@
-"""Every mechanism in every form that the model must carry, with blocks and windows small enough to matter at length 20."""
+"""Every mechanism in each form that the model must carry, with blocks and windows short enough for length 20."""
 
 from lm.attention.hybrid import Hybrid
 from lm.attention.llops import Llops

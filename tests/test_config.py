@@ -336,5 +336,5 @@ def test_bindings_of_the_default_mechanism_need_no_selection():
     experiment = load([], ['softmax.window = 7', 'tokenizer.vocab_size = 999'])
     assert experiment.model.attention == REGISTRY['softmax'](window=7)
     assert experiment.prepare.tokenizer.vocab_size == 999
-    with pytest.raises(ConfigError, match='because @softmax.. is not selected'):
+    with pytest.raises(ConfigError, match=r'because @softmax\(\) is not selected'):
         load([], ['softmax.window = 7', 'model.attention = @polynomial()'])

@@ -17,10 +17,11 @@ from corpora import CORPORA, needs_corpora, words, write_real_tfds, write_text
 from rich.console import Console
 
 from lm.data import prepare as prepare_module
+from lm.data.dataset import DataConfig
 from lm.data.prepare import PrepareConfig, main, prepare
 from lm.data.shards import Job, _sample
 from lm.data.sources import Jsonl, TextFiles
-from lm.data.store import DataConfig, TokenStore
+from lm.data.store import TokenStore
 from lm.data.tfds import Tfds
 from lm.data.tokenizer import Tokenizer, TokenizerConfig, train
 from lm.errors import ConfigError, LmError, MismatchError

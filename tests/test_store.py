@@ -9,7 +9,8 @@ import pytest
 from corpora import words
 
 from lm.data import store as store_module
-from lm.data.store import DataConfig, TokenStore, split_digest, write_array, write_file, write_info
+from lm.data.dataset import DataConfig
+from lm.data.store import TokenStore, split_digest, write_array, write_file, write_info
 from lm.data.tokenizer import Tokenizer, TokenizerConfig, train
 from lm.errors import ConfigError, MismatchError
 

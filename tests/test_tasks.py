@@ -12,7 +12,7 @@ import tiny
 
 from lm import config
 from lm.attention.softmax import Softmax
-from lm.data.store import DataConfig
+from lm.data.dataset import DataConfig
 from lm.errors import ConfigError
 from lm.mesh import MeshConfig, make_mesh
 from lm.model import ModelConfig

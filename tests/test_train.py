@@ -134,7 +134,7 @@ def test_training_imports_no_tensorflow_no_gin_and_no_clu(tokens, tmp_path):
 import sys
 for name in ('tensorflow', 'tensorflow_datasets', 'clu', 'gin'):
     sys.modules[name] = None
-from lm.data.store import DataConfig
+from lm.data.dataset import DataConfig
 from lm.experiment import Experiment
 from lm.model import ModelConfig
 from lm.optimizer import OptimizerConfig
@@ -152,24 +152,21 @@ assert int(state['step']) == 2
 
 def test_projections_are_redrawn_and_resume_exactly(tokens, tmp_path):
     bindings = {'model.attention': '@performer()', 'performer.n_features': 16, 'performer.redraw_every': 7}
-    changes = {'data.path': str(tokens), 'train.steps': 20, 'checkpoint.save_every_steps': 5}
-    performer = tiny.params(tiny.MODEL | changes | bindings)
+    changes = {'data.path': str(tokens), 'train.steps': 10, 'train.eval_every': None, 'checkpoint.save_every_steps': 5}
+    performer = tiny.params(tiny.MODEL | changes | {'optimizer.warmup_steps': 2} | bindings)
     whole, parts = tmp_path / 'whole', tmp_path / 'parts'
-    assert tiny.lm('train', '--run_dir', str(whole), *performer).returncode == 0
+    done = tiny.lm('train', '--run_dir', str(whole), *performer)
+    assert done.returncode == 0, done.stderr
     process = tiny.start('train', '--run_dir', str(parts), *performer)
-    tiny.wait_for_step(parts, 8, process)
+    tiny.wait_for_step(parts, 6, process)
     tiny.stop(process, signal.SIGKILL)
     assert tiny.lm('train', '--run_dir', str(parts), *performer).returncode == 0
     assert tiny.losses(parts) == tiny.losses(whole)
-    first, last = tiny.checksums(whole, 15), tiny.checksums(whole, 20)
+    first, last = tiny.checksums(whole, 5), tiny.checksums(whole, 10)
     buffers = [name for name in last if name.startswith('buffers')]
     assert buffers
-    assert tiny.checksums(parts, 20) == last
-    fixed = tiny.params(tiny.MODEL | changes | bindings | {'performer.redraw_every': None, 'train.steps': 20})
-    assert tiny.lm('train', '--run_dir', str(tmp_path / 'fixed'), *fixed).returncode == 0
-    kept = tiny.checksums(tmp_path / 'fixed', 20)
-    assert all(kept[name] != last[name] for name in buffers)
-    assert all(first[name] == last[name] for name in buffers)  # drawn after steps 7 and 14 only
+    assert all(first[name] != last[name] for name in buffers)  # drawn anew after step 7
+    assert tiny.checksums(parts, 10) == last
 
 
 def test_a_wrong_tokenizer_or_configuration_is_refused_and_nothing_written(tiny_flags, reference_run, tmp_path):

@@ -20,10 +20,8 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from lm.configurable import configurable, field
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, LmError, MismatchError
-from lm.tasks import Task, TaskStore
 
 CHUNK = 2**14
 """Elements read and checksummed together."""
@@ -34,24 +32,6 @@ INDEX_CACHE_BYTES = 2**26
 PG19_WORDS = {'validation': (50, 3_007_061), 'test': (100, 6_966_499)}
 """Documents of PG-19's full splits and the words that its authors count in them (Rae et al. 2020, table 4), by which
 word-level perplexities are normalised."""
-
-
-@configurable('data')
-class DataConfig:
-    """Which prepared tokens, or which synthetic task, to train and evaluate on."""
-
-    path: str = field('', help='the token store that `lm prepare` writes: a folder, gs://… or s3://…')
-    train_split: str = field('train', help='the split to train on')
-    eval_split: str = field('validation', help='the split of the periodic evaluation')
-    task: Task | None = field(None, help='a synthetic task in place of a token store')
-
-    def open(self, context_length: int) -> 'TokenStore | TaskStore':
-        """What `path` or `task` names; `context_length` is that of the examples of a task. Raises ConfigError."""
-        if self.task is None:
-            return TokenStore.open(self.path)
-        if self.path:
-            raise ConfigError(f'data.path = {self.path!r}: a task needs no token store; delete this or data.task')
-        return TaskStore(self.task, context_length)
 
 
 class TokenStore:
