@@ -51,11 +51,13 @@ def initialize_distributed(
 
 
 def _on_cloud_tpu() -> bool:
-    import jax._src.clusters.cloud_tpu_cluster as cloud  # the detection that jax.distributed itself uses
+    """Whether jax.distributed would detect the workers of a TPU by itself; it has no public way to ask."""
+    from jax._src.clusters import cloud_tpu_cluster
 
     if (jax.config.jax_platforms or 'tpu').split(',')[0] not in ('tpu', ''):
         return False
-    return any(c.is_env_present() for c in (cloud.GceTpuCluster, cloud.GkeTpuCluster))
+    clusters = [getattr(cloud_tpu_cluster, name, None) for name in ('GceTpuCluster', 'GkeTpuCluster')]
+    return any(cluster is not None and cluster.is_env_present() for cluster in clusters)
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
