@@ -8,7 +8,6 @@ step, so that an interrupted run leaves the files of an uninterrupted one.
 """
 
 import contextlib
-import os
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,6 +22,7 @@ from lm.evaluate import make_evaluator
 from lm.mesh import batch_sharding, initialize_distributed, make_mesh, place, replicated
 from lm.metrics import Chronometer, Progress, duration, peak_flops, si
 from lm.preemption import Preemption
+from lm.profiler import Profiler
 from lm.run_dir import RunDir
 from lm.step import Step, count_parameters
 from lm.tasks import TaskStore
@@ -132,6 +132,7 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
                 state['params'] = parameters_from(config.init_from, experiment, abstract['params'], state['params'])
         metrics = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
         progress = Progress(config.steps, enabled=leader)
+        profiler = stack.enter_context(Profiler(config.profile if leader else None, run.path / 'profile'))
         if restored:
             progress.note(f'resumed from step {start} of {run_dir}')
 
@@ -205,7 +206,7 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
                 if pending:
                     log(*pending)
                 stop(n - 1)
-            profile(config.profile, n, run, leader)
+            profiler.at(n)
             if which := step.redraws(n - 1):
                 weights = {name: state[name] for name in ('params', 'buffers')}
                 state['buffers'] = redraw(weights, which, config.seed, n - 1)
@@ -296,12 +297,3 @@ def print_plan(
         f'{jnp.dtype(model.compute_dtype).name} compute',
         flush=True,
     )
-
-
-def profile(window: tuple[int, int] | None, n: int, run: RunDir, leader: bool) -> None:
-    """Starts and stops the profiler trace around steps window[0] … window[1]."""
-    if window and leader:
-        if n == window[0]:
-            jax.profiler.start_trace(os.fspath(run.path / 'profile'))
-        if n == window[1] + 1:
-            jax.profiler.stop_trace()

@@ -214,6 +214,16 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tiny_flags, tmp_
     assert '3 devices cannot share equally' in done.stderr
 
 
+def test_the_profiler_window_survives_a_resume_inside_it_and_the_end_of_the_run(tiny_flags, reference_run, tmp_path):
+    run = tmp_path / 'run'
+    shutil.copytree(reference_run[0], run)
+    shutil.rmtree(run / 'checkpoints' / '40')  # the run goes on from step 30
+    done = tiny.lm('train', '--run_dir', str(run), *tiny_flags, *tiny.params({'train.profile': '[25, 99]'}))
+    assert done.returncode == 0, done.stderr
+    assert list((run / 'profile').rglob('*.xplane.pb'))
+    assert tiny.losses(run) == tiny.losses(reference_run[0])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(CORPORA is None, reason='the test corpora are not there')
