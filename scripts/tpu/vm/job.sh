@@ -68,10 +68,11 @@ case $verb in
     ;;
   status)
     state=NONE code=-
-    if [ -f "$folder/exit_code" ]; then
-      state=EXIT code=$(cat "$folder/exit_code")
-    elif is_alive; then
+    # In this order: a job that ends between the two questions has left its exit code by the second.
+    if is_alive && [ ! -f "$folder/exit_code" ]; then
       state=RUNNING
+    elif [ -f "$folder/exit_code" ]; then
+      state=EXIT code=$(cat "$folder/exit_code")
     elif [ -d "$folder" ]; then
       state=LOST
     fi
