@@ -177,6 +177,10 @@ def _node_inputs(size: int, r: int, power: int) -> list[int]:
 
 def _dense(x_BxLxNxGxM: jax.Array, kernel_NxMxR: jax.Array) -> jax.Array:
     kernel_NxMxR = kernel_NxMxR.astype(x_BxLxNxGxM.dtype)
+    if kernel_NxMxR.shape[0] == 1:
+        # One matrix product of two axes, which XLA's CPU backend runs several times faster, forward and backward.
+        y_TxR = dot('tm,mr->tr', x_BxLxNxGxM.reshape(-1, kernel_NxMxR.shape[1]), kernel_NxMxR[0])
+        return y_TxR.reshape(*x_BxLxNxGxM.shape[:-1], -1)
     return dot('blngm,nmr->blngr', x_BxLxNxGxM, kernel_NxMxR)
 
 
