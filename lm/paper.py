@@ -1,128 +1,38 @@
-"""What PolySketchFormer measured: Tables 2, 3 and 4 (Appendix E), and which of their rows a run is a repetition of.
-
-The paper's models: GPT-2 small style, 12 layers (13 for kernel-based ones), 125k steps of 1M tokens, perplexity on the
-test split; Table 4: training steps of 1M tokens per second.
-"""
+"""The papers' tables (`lm.paper_tables`) beside ours: which cells a run repeats, and the tables with both numbers."""
 
 import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from lm.figures import short
+from lm.paper_tables import CONTEXTS, PG19, SOFTMAX, SPEED, TABLES, WIKI40B, PaperTable
 from lm.records import Run
 
-CONTEXTS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
-SOFTMAX = 'Softmax (using FlashAttention)'
-PERFORMER = 'Performer (2048 features)'
+__all__ = ['CONTEXTS', 'PG19', 'SOFTMAX', 'SPEED', 'TABLES', 'WIKI40B', 'PaperTable']
+
+CORPORA = ('pg19', 'wiki40b', 'c4')
+SHORTEST = 100
+"""Steps of a run whose perplexity is compared; shorter ones measure speed."""
+SIZES = {768: ('Small', 12), 1024: ('Medium', 24), 1280: ('Large', 36)}
+"""Width of a model of Tables 1 and 6 → how its group begins, and the layers that its rows have where none are named."""
 
 
 @dataclasses.dataclass(frozen=True)
-class PaperTable:
-    """One table.
+class Cell:
+    """A cell of the table `lm.paper_tables.TABLES[table]`."""
 
-    Attributes:
-        title: number and contents.
-        unit: what the values are.
-        groups: heading → the rows below it, in the paper's order; each row has a value a context, None: out of memory.
-    """
-
-    title: str
-    unit: str
-    groups: dict[str, dict[str, tuple[float | None, ...]]]
+    table: str
+    group: str
+    row: str
+    column: int
 
 
-def _table(title: str, unit: str, text: str) -> PaperTable:
-    groups: dict[str, dict[str, tuple[float | None, ...]]] = {}
-    for line in text.strip().splitlines():
-        label, bar, values = (part.strip() for part in line.partition('|'))
-        if not bar:
-            rows = groups.setdefault(label, {})
-        else:
-            rows[label] = tuple(None if value == 'OOM' else float(value) for value in values.split())
-    return PaperTable(title, unit, groups)
-
-
-PG19 = _table(
-    'Table 2: PG-19',
-    'test perplexity',
-    """
-Non-kernel based methods, 12 layers
-Softmax (using FlashAttention)       | 13.57 12.75 12.23 11.88 11.65 11.57 11.55
-Polynomial (deg=2)                   | 13.84 13.10 12.75 12.61 12.72 OOM OOM
-Polynomial (deg=4)                   | 13.58 12.76 12.26 12.00 11.85 OOM OOM
-Polynomial (deg=8)                   | 13.56 12.71 12.16 11.86 11.64 OOM OOM
-Kernel based methods, 13 layers
-Polysketch (random, r = 32)          | 14.31 13.74 13.40 13.26 13.41 13.79 14.75
-Polysketch (random, r = 64)          | 14.00 13.35 13.03 12.84 12.92 13.18 13.66
-Polysketch (learned, r = 32)         | 13.49 12.74 12.34 12.16 12.21 12.40 12.79
-Polysketch (learned, r = 64)         | 13.33 12.60 12.10 11.90 11.86 11.94 12.19
-Polysketch (random + local, r = 32)  | 13.37 12.58 12.23 12.01 11.95 11.90 12.16
-Polysketch (random + local, r = 64)  | 13.37 12.58 12.24 11.98 11.93 11.96 11.91
-Polysketch (learned + local, r = 32) | 13.37 12.58 12.09 11.75 11.55 11.46 11.47
-Polysketch (learned + local, r = 64) | 13.37 12.58 12.03 11.69 11.44 11.38 11.34
-Performer (2048 features)            | 14.30 13.68 13.56 13.50 13.49 13.73 14.17
-""",
-)
-
-WIKI40B = _table(
-    'Table 3: Wiki-40B',
-    'test perplexity',
-    """
-Non-kernel based methods, 12 layers
-Softmax (using FlashAttention)       | 15.82 15.04 14.61 14.40 14.35 14.34 14.35
-Polynomial (deg=2)                   | 16.24 15.58 15.38 15.41 15.60 OOM OOM
-Polynomial (deg=4)                   | 15.85 15.11 14.75 14.59 14.59 OOM OOM
-Polynomial (deg=8)                   | 15.81 15.00 14.56 14.36 14.32 OOM OOM
-Kernel based methods, 13 layers
-Polysketch (random, r = 32)          | 16.84 16.35 16.20 16.28 16.52 17.05 17.84
-Polysketch (random, r = 64)          | 16.32 15.73 15.72 15.88 16.01 16.44 17.45
-Polysketch (learned, r = 32)         | 15.84 15.20 14.95 14.91 15.06 15.52 15.93
-Polysketch (learned, r = 64)         | 15.65 14.96 14.62 14.58 14.70 14.95 15.35
-Polysketch (random + local, r = 32)  | 15.63 14.86 14.60 14.50 14.52 14.65 14.68
-Polysketch (random + local, r = 64)  | 15.63 14.86 14.58 14.52 14.43 14.62 14.54
-Polysketch (learned + local, r = 32) | 15.63 14.86 14.46 14.28 14.24 14.23 14.32
-Polysketch (learned + local, r = 64) | 15.63 14.86 14.43 14.26 14.18 14.24 14.29
-Performer (2048 features)            | 16.75 16.18 16.14 16.37 16.64 17.16 18.40
-""",
-)
-
-SPEED = _table(
-    'Table 4: training speed (softmax: FlashAttention with blocks of 512)',
-    'steps of 1M tokens per second',
-    """
-Non-kernel based methods, 12 layers
-Softmax (using FlashAttention)       | 5.46 5.0 4.4 3.65 2.7 1.8 1.03
-Polynomial (deg=2)                   | 5.74 4.74 3.55 2.16 1.20 OOM OOM
-Polynomial (deg=4)                   | 5.74 4.74 3.55 2.16 1.20 OOM OOM
-Polynomial (deg=8)                   | 5.74 4.74 3.55 2.16 1.20 OOM OOM
-Kernel based methods, 13 layers
-Polysketch (random, r = 32)          | 5.25 4.31 3.66 3.54 3.39 3.25 2.56
-Polysketch (random, r = 64)          | 5.06 4.20 2.50 2.23 2.06 1.95 1.55
-Polysketch (learned, r = 32)         | 3.16 2.82 2.45 2.40 2.33 2.26 2.00
-Polysketch (learned, r = 64)         | 2.17 1.97 1.37 1.35 1.33 1.29 1.13
-Polysketch (random + local, r = 32)  | 5.35 4.40 3.24 3.2 3.14 3.11 2.71
-Polysketch (random + local, r = 64)  | 5.35 4.40 2.09 2.00 1.91 1.82 1.60
-Polysketch (learned + local, r = 32) | 5.35 4.40 2.27 2.27 2.20 2.19 1.98
-Polysketch (learned + local, r = 64) | 5.35 4.40 1.31 1.31 1.30 1.26 1.12
-Performer (2048 features)            | 2.21 1.58 1.39 1.36 1.33 1.32 1.18
-""",
-)
-
-TABLES = {'pg19': PG19, 'wiki40b': WIKI40B}
-
-
-def table_of(run: Run) -> str | None:
-    """The key in TABLES of the data that a run was trained on, by the name of its store or its source."""
-    hints = ' '.join(run.config.get(name, '') for name in ('data.path', 'tfds.name', 'text_files.path', 'jsonl.path'))
-    hints = hints.lower().replace('-', '').replace('_', '')
-    return next((key for key in TABLES if key in hints), None)
-
-
-def row_of(run: Run) -> str | None:
-    """The row of the tables whose attention a run has, as the paper prints it; None for all others."""
-    label = label_of(run)
-    return label if any(label in rows for rows in PG19.groups.values()) else None
+# ------------------------------------------------------------------------------------------------ what a run repeats
 
 
 def label_of(run: Run) -> str | None:
-    """The attention of a run in the paper's words, for the mechanisms that the paper has, of any size."""
+    """The attention of a run in the words of Tables 2 to 4, for the mechanisms that they have, of any size."""
     if len(run.mechanisms()) != 1:
         return None
     (name,) = run.mechanisms()
@@ -141,3 +51,183 @@ def label_of(run: Run) -> str | None:
         case 'performer' if value('features') == 'positive':
             return f'Performer ({value("n_features")} features)'
     return None
+
+
+def row_of(run: Run) -> str | None:
+    """The row of Tables 2 to 4 whose attention a run has, as they print it; None for all others."""
+    label = label_of(run)
+    return label if any(label in rows for rows in PG19.groups.values()) else None
+
+
+def corpus_of(run: Run) -> str | None:
+    """The corpus among CORPORA that a run was trained on, by the name of its store or its source."""
+    hints = ' '.join(run.config.get(name, '') for name in ('data.path', 'tfds.name', 'text_files.path', 'jsonl.path'))
+    hints = hints.lower().replace('-', '').replace('_', '')
+    return next((corpus for corpus in CORPORA if corpus in hints), None)
+
+
+def cells_of(run: Run, corpus: str | None = None, draft: bool = False) -> list[Cell]:
+    """The cells that a run repeats.
+
+    Args:
+        corpus: the text that the run was trained on; None: see `corpus_of`.
+        draft: whether runs with the batches of PolySketchFormer's first draft belong to its tables.
+    """
+    task = run.config.get('data.task', 'None')
+    if task != 'None':
+        places = _task_places(run, task.strip('@()').rpartition('/')[2])
+    elif draft and run.value('train.tokens_per_step') == draft_tokens(run.value('train.context_length')):
+        places = _draft_places(run, corpus or corpus_of(run))
+    elif (corpus or corpus_of(run)) == 'c4':
+        places = _c4_places(run)
+    else:
+        places = _text_places(run, corpus or corpus_of(run))
+    found = []
+    for key, begins, row, column in places:
+        table = TABLES[key]
+        if table.measure != 'perplexity' or run.total_steps >= SHORTEST:
+            groups = [g for g, rows in table.groups.items() if g.startswith(begins) and row in rows]
+            found += [Cell(key, group, row, column) for group in groups if column in table.columns]
+    return found
+
+
+def draft_tokens(context: int) -> int:
+    """Tokens a step in the draft: 32 devices with 8, 4, 2, 1 windows at 512, 1k, 2k, 4k, and one from there on (§5)."""
+    return 32 * max(context, 4096)
+
+
+def is_draft_sketch(run: Run) -> bool:
+    """Whether a run has the draft's polysketch attention: SRHT, r = 32, a sketch a head, no exact blocks."""
+    wanted = {'sketch': 'srht', 'sketch_size': 32, 'degree': 4, 'per_head': True, 'local': False}
+    return [n.rpartition('/')[2] for n in run.mechanisms()] == ['polysketch'] and all(
+        run.value(f'{run.mechanisms()[0]}.{field}') == value for field, value in wanted.items()
+    )
+
+
+Places = list[tuple[str, str, str, int]]
+"""Table, beginning of the group, row, column; those that a table does not have are dropped."""
+
+
+def _text_places(run: Run, corpus: str | None) -> Places:
+    row, context = row_of(run), run.value('train.context_length')
+    return [(key, '', row, context) for key in (corpus, 'speed') if row and key]
+
+
+def _c4_places(run: Run) -> Places:
+    size, layers = SIZES.get(run.value('model.d_model'), ('no', 0))
+    own, context = run.value('model.n_layers'), run.value('train.context_length')
+    label = (label_of(run) or '').replace('deg=', 'degree ').replace(SOFTMAX, 'Softmax')
+    if own != layers:
+        label = label.replace(', r', f', {own} layers, r') if 'learned' in label else ''
+    if context != (2048 if size == 'Large' else 8192):
+        return []
+    group = f'GPT-2 {size}'
+    return [('c4', group, label, run.total_steps), ('c4_speed', group, label, context)]
+
+
+def _draft_places(run: Run, corpus: str | None) -> Places:
+    rows = {SOFTMAX: ('Softmax', 'FlashAttention'), 'Polynomial (deg=4)': ('Polynomial', 'Polynomial')}
+    row, speed_row = ('Polysketch', 'Polysketch') if is_draft_sketch(run) else rows.get(label_of(run), ('', ''))
+    context = run.value('train.context_length')
+    perplexity = [(f'draft_{corpus}', '', row, context)] if corpus in ('pg19', 'wiki40b') else []
+    return [*perplexity, ('draft_speed', '', speed_row, context)]
+
+
+def _task_places(run: Run, task: str) -> Places:
+    label = (label_of(run) or '').replace('deg=', 'degree=').replace(SOFTMAX, 'Softmax')
+    context = run.value('train.context_length')
+    if task == 'selective_copying':
+        return [('copying', '', label.replace(' + local, r = 32', ' + local'), context)]
+    if task == 'induction_heads':
+        return [('induction', '', label.replace('learned, ', ''), context)]
+    if task != 'associative_recall' or len(run.mechanisms()) != 1:
+        return []
+    (name,) = run.mechanisms()
+    row = ''
+    if name.rpartition('/')[2] == 'llops' and run.value(f'{name}.n_features') == 256:
+        row = f'LLoPS (p = {run.value(f"{name}.degree")})'
+    elif name.rpartition('/')[2] == 'taylor' and run.value(f'{name}.feature_dim') == 16:
+        row = 'BASED'
+    return [('recall', '', row, run.value('model.d_model'))]
+
+
+# --------------------------------------------------------------------------------------------------- both numbers
+
+
+def compare(
+    runs: Sequence[Run], measures: Mapping[str, Callable[[Run], float | None]], corpus: str | None = None
+) -> list[dict[str, Any]]:
+    """The cells of every table of which one is repeated: the paper's number, and the mean of the runs that repeat it.
+
+    Args:
+        measures: what the perplexity and the accuracy, in percent, of a run are.
+        corpus: see `cells_of`.
+    """
+    ours: dict[Cell, list[Run]] = {}
+    draft = any(map(is_draft_sketch, runs))
+    for run in runs:
+        for cell in cells_of(run, corpus, draft):
+            ours.setdefault(cell, []).append(run)
+    rows = []
+    for key in (key for key in TABLES if any(cell.table == key for cell in ours)):
+        table = TABLES[key]
+        measure = measures.get(table.measure) or (lambda run, key=key: _steps_per_second(run, key))
+        for cell in (
+            Cell(key, g, row, c) for g, labels in table.groups.items() for row in labels for c in table.columns
+        ):
+            members = ours.get(cell, [])
+            values = [value for run in members if (value := measure(run)) is not None]
+            rows.append(
+                {
+                    'table': key,
+                    'group': cell.group,
+                    'row': cell.row,
+                    'axis': table.axis,
+                    'column': cell.column,
+                    'measure': table.measure,
+                    'paper': table.value(cell.group, cell.row, cell.column),
+                    'ours': statistics.fmean(values) if values else None,
+                    'runs': ' '.join(run.name for run in members),
+                }
+            )
+    return rows
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The tables in the papers' form, as lines: each cell the paper's number and ours."""
+    if not rows:
+        return []
+    text = ['## Beside the paper', '']
+    text += [
+        'Each cell: the paper\'s number / ours, "–" where there is none. Where a table says nothing else, the paper\'s '
+        'models have 110M to 120M parameters in 12 or 13 layers and were trained for 125k steps of 1M tokens; Tables 2 '
+        'and 3 are of the test split. Ours are the runs of the table above: compare where the settings agree.',
+        '',
+    ]
+    for key in dict.fromkeys(row['table'] for row in rows):
+        table = TABLES[key]
+        text += [f'**{table.title}**, {table.unit}', '']
+        text += [_line(['', *map(short, table.columns)]), _line(['---', *['---:'] * len(table.columns)])]
+        for group, labels in table.groups.items():
+            text.append(_line([f'*{group}*', *[''] * len(table.columns)]))
+            for label in labels:
+                cells = [r for r in rows if (r['table'], r['group'], r['row']) == (key, group, label)]
+                shown = [f'{_number(c["paper"], table.absent)} / {_number(c["ours"], "–")}' for c in cells]
+                text.append(_line([label, *shown]))
+        text.append('')
+    return text
+
+
+def _steps_per_second(run: Run, key: str) -> float | None:
+    """Of the size that the steps of a table of speeds have."""
+    size = {'speed': 2**20, 'c4_speed': 2**19}.get(key) or draft_tokens(run.value('train.context_length'))
+    rate = run.tokens_per_second
+    return rate / size if rate else None
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f'| {" | ".join(cells)} |'
+
+
+def _number(value: float | None, absent: str) -> str:
+    return absent if value is None else f'{value:.2f}' if value >= 0.1 else f'{value:.2g}'

@@ -7,7 +7,6 @@ paper.csv       the paper's numbers and ours   *.png, *.pdf    the pictures, a c
 
 import csv
 import dataclasses
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,7 @@ def main(_: Any, arguments: Any) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f'--out {arguments.out}: {error.strerror}; name a local folder') from None
-    table = arguments.paper or next((key for run in runs if (key := paper.table_of(run))), None)
-    report = Report(runs, out, arguments.split, table if table != 'none' else None)
+    report = Report(runs, out, arguments.split, arguments.paper)
     report.write(arguments.pictures)
     print(report.markdown_table())
     print(f'\n{len(report.written)} files in {out}: {", ".join(report.written)}')
@@ -52,11 +50,12 @@ class Report:
 
     Args:
         split: which evaluations count; None: those of training.
-        table: key of `lm.paper.TABLES` to compare with, or None.
+        corpus: pg19 or wiki40b, the text whose tables of the paper are compared with; None: by the data of each run;
+            none: no comparison.
     """
 
-    def __init__(self, runs: Sequence[Run], out: Path, split: str | None = None, table: str | None = None):
-        self.runs, self.out, self.split, self.table = list(runs), out, split, table
+    def __init__(self, runs: Sequence[Run], out: Path, split: str | None = None, corpus: str | None = None):
+        self.runs, self.out, self.split, self.corpus = list(runs), out, split, corpus
         self.drawn = [run for run in self.runs if is_under_way(run)]
         self.series = make_series(self.drawn)
         self.contexts = sorted({run.value('train.context_length') for run in self.drawn})
@@ -76,7 +75,7 @@ class Report:
         if comparison:
             self._csv('paper.csv', comparison)
         text = ['# Report', '', self.markdown_table(), '']
-        text += self.paper_markdown(comparison)
+        text += paper.markdown(comparison)
         for name, caption in self._pictures:
             text += [f'![{caption}]({name})', '', f'*{caption}*', '']
         if pictures and len(self.drawn) < len(self.runs):
@@ -91,14 +90,18 @@ class Report:
     def measurement(self, run: Run, context: int | None = None) -> dict[str, Any]:
         """The newest evaluation of a run at its own context length or another one, windows disjoint; {} if none.
 
-        A file of `lm evaluate` counts more than the periodic evaluation of the same step.
+        A file of `lm evaluate` counts more than the periodic evaluation of the same step, unless it scored the
+        weights under another attention than the run's own.
         """
         context = context or run.value('train.context_length')
         split = self.split or (run.last_evaluation or {}).get('split')
         found = [
             r
             for r in [*run.evals, *run.evaluations]
-            if r.get('split') == split and r.get('context_length') == context and r.get('window') in ('disjoint', None)
+            if r.get('split') == split
+            and r.get('context_length') == context
+            and r.get('window') in ('disjoint', None)
+            and not _is_another_model(run, r)
         ]
         return max(reversed(found), key=lambda r: r['step'], default={})
 
@@ -159,62 +162,10 @@ class Report:
         return f'{text}\n\nPerplexity on: {", ".join(splits)}.' if splits else text
 
     def paper_rows(self) -> list[dict[str, Any]]:
-        """The paper's rows in its order, its numbers, and the mean of the runs that have that attention and context."""
-        ours: dict[tuple[str, int], list[Run]] = {}
-        for run in self.runs:
-            label = paper.row_of(run)
-            is_text = 'accuracy' not in self.measurement(run)
-            if label and is_text and run.value('train.context_length') in paper.CONTEXTS:
-                ours.setdefault((label, run.value('train.context_length')), []).append(run)
-        if not ours:
+        """The papers' cells beside ours: see `lm.paper.compare`."""
+        if self.corpus == 'none':
             return []
-        perplexities = paper.TABLES[self.table] if self.table else None
-        rows = []
-        for group, labels in paper.PG19.groups.items():
-            for label in labels:
-                for i, context in enumerate(paper.CONTEXTS):
-                    runs = ours.get((label, context), [])
-                    values = [v for run in runs if (v := self.perplexity(run)) is not None]
-                    rates = [run.tokens_per_second for run in runs if run.tokens_per_second]
-                    rows.append(
-                        {
-                            'group': group,
-                            'attention': label,
-                            'context': context,
-                            'paper_perplexity': perplexities.groups[group][label][i] if perplexities else None,
-                            'our_perplexity': statistics.fmean(values) if values else None,
-                            'paper_steps_per_second': paper.SPEED.groups[group][label][i],
-                            'our_steps_per_second': statistics.fmean(rates) / 2**20 if rates else None,
-                            'runs': ' '.join(run.name for run in runs),
-                        }
-                    )
-        return rows
-
-    def paper_markdown(self, rows: list[dict[str, Any]]) -> list[str]:
-        """The tables in the paper's form: each cell the paper's number and, below it, ours."""
-        if not rows:
-            return []
-        text = ['## Beside the paper', '']
-        text += [
-            'Each cell: the paper\'s number / ours, "–" where there is none. The paper\'s models have 110M to 120M '
-            'parameters in 12 or 13 layers and were trained for 125k steps of 1M tokens; its perplexities are those of '
-            'the test split. Ours are the runs of the table above: compare where the settings agree.',
-            '',
-        ]
-        wanted = [('perplexity', paper.TABLES[self.table])] if self.table else []
-        for measure, table in [*wanted, ('steps_per_second', paper.SPEED)]:
-            head = ['', *map(figures.short, paper.CONTEXTS)]
-            text += [f'**{table.title}**, {table.unit}', '', _line(head), _line(['---', *['---:'] * 7])]
-            for group, labels in table.groups.items():
-                text.append(_line([f'*{group}*', *[''] * 7]))
-                for label in labels:
-                    cells = [r for r in rows if r['attention'] == label]
-                    shown = [
-                        f'{_number(c[f"paper_{measure}"], "OOM")} / {_number(c[f"our_{measure}"], "–")}' for c in cells
-                    ]
-                    text.append(_line([label, *shown]))
-            text.append('')
-        return text
+        return paper.compare(self.runs, {'perplexity': self.perplexity, 'accuracy': self.accuracy}, self.corpus)
 
     def provenance(self, run: Run) -> str:
         """Where the numbers of a run come from."""
@@ -370,8 +321,10 @@ def _line(cells: Iterable[str]) -> str:
     return '| ' + ' | '.join(cells) + ' |'
 
 
-def _number(value: float | None, absent: str) -> str:
-    return absent if value is None else f'{value:.2f}' if value >= 0.1 else f'{value:.2g}'
+def _is_another_model(run: Run, record: dict[str, Any]) -> bool:
+    """Whether an evaluation ran the weights with another attention than they were trained with."""
+    own = tuple(f'{name}.' for name in run.mechanisms())
+    return any(name == 'model.attention' or name.startswith(own) for name in record.get('overrides') or ())
 
 
 def _thinned(ticks: list[int]) -> list[int]:

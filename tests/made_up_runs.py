@@ -9,6 +9,7 @@ from lm.config import dump
 from lm.data.dataset import DataConfig
 from lm.experiment import Experiment
 from lm.model import ModelConfig
+from lm.tasks import Task
 from lm.train import TrainConfig
 
 
@@ -23,7 +24,7 @@ def write_run(
     steps: int = 2000,
     accuracy: bool = False,
     noise: float = 0.02,
-    data: str = 'data/pg19',
+    data: str | Task = 'data/pg19',
 ) -> pathlib.Path:
     """Writes config.gin, run.json and metrics.jsonl of a finished run.
 
@@ -33,7 +34,7 @@ def write_run(
     """
     experiment = Experiment(
         model=ModelConfig(attention=attention),
-        data=DataConfig(path=data),
+        data=DataConfig(task=data) if isinstance(data, Task) else DataConfig(path=data),
         train=TrainConfig(steps=steps, context_length=context, seed=seed, tokens_per_step=2**20),
     )
     folder.mkdir(parents=True)

@@ -23,6 +23,7 @@ from lm.cli import main
 from lm.curves import BINS, loss_curve, make_series
 from lm.records import Run, find_runs
 from lm.report import Report
+from lm.tasks.selective_copying import SelectiveCopying
 
 
 def table(path: pathlib.Path) -> list[dict[str, str]]:
@@ -125,7 +126,7 @@ def test_the_newest_evaluation_at_the_runs_own_context_counts(tmp_path):
 
 
 def test_accuracy_of_tasks(tmp_path):
-    write_run(tmp_path / 'a', Softmax(), accuracy=True)
+    write_run(tmp_path / 'a', Softmax(), accuracy=True, data=SelectiveCopying())
     assert main(['report', str(tmp_path / 'a'), '--out', str(tmp_path / 'out')]) == 0
     assert {p.stem for p in (tmp_path / 'out').glob('*.png')} == {'loss', 'accuracy', 'accuracy_runs', 'speed_runs'}
     curve = [float(r['y']) for r in table(tmp_path / 'out' / 'curves.csv') if r['picture'] == 'accuracy']
@@ -171,34 +172,89 @@ def test_beside_the_paper(tmp_path):
         write_run(tmp_path / f'b{context}', Polynomial(degree=8), context=context)
     out = tmp_path / 'out'
     assert main(['report', str(tmp_path), '--out', str(out), '--no_pictures']) == 0
-    rows = {(r['attention'], int(r['context'])): r for r in table(out / 'paper.csv')}
-    assert list(dict.fromkeys(label for label, _ in rows))[:3] == [
+    listed = table(out / 'paper.csv')
+    assert list(dict.fromkeys(r['table'] for r in listed)) == ['pg19', 'speed']
+    assert list(dict.fromkeys(r['row'] for r in listed))[:3] == [
         'Softmax (using FlashAttention)', 'Polynomial (deg=2)', 'Polynomial (deg=4)',
     ]  # fmt: skip
-    ours = rows['Polysketch (random, r = 64)', 1024]
-    assert float(ours['paper_perplexity']) == 13.35
-    assert float(ours['our_perplexity']) == Run.read(tmp_path / 'a1024').last_evaluation['perplexity']
-    assert float(ours['our_steps_per_second']) == pytest.approx(1e6 / 0.2 / 2**20)
+    rows = {(r['table'], r['row'], int(r['column'])): r for r in listed}
+    ours = rows['pg19', 'Polysketch (random, r = 64)', 1024]
+    assert float(ours['paper']) == 13.35
+    assert float(ours['ours']) == Run.read(tmp_path / 'a1024').last_evaluation['perplexity']
     assert ours['runs'] == 'a1024'
-    assert rows['Polynomial (deg=8)', 32768]['paper_perplexity'] == ''
+    speed = rows['speed', 'Polysketch (random, r = 64)', 1024]
+    assert float(speed['ours']) == pytest.approx(1e6 / 0.2 / 2**20)
+    assert rows['pg19', 'Polynomial (deg=8)', 32768]['paper'] == ''
     assert '13.35 / ' in (out / 'report.md').read_text()
     assert not list(out.glob('*.png'))
     assert main(['report', str(tmp_path), '--out', str(out), '--no_pictures', '--paper', 'wiki40b']) == 0
     assert 'Table 3' in (out / 'report.md').read_text()
+    assert main(['report', str(tmp_path), '--out', str(out), '--no_pictures', '--paper', 'none']) == 0
+    assert 'Table' not in (out / 'report.md').read_text()
+
+
+def test_tasks_beside_the_paper(tmp_path):
+    write_run(tmp_path / 'a', Polysketch(), context=4096, accuracy=True, data=SelectiveCopying())
+    assert main(['report', str(tmp_path), '--out', str(tmp_path / 'out'), '--no_pictures']) == 0
+    (row,) = [r for r in table(tmp_path / 'out' / 'paper.csv') if r['runs']]
+    assert (row['row'], float(row['paper'])) == ('Polysketch (learned + local)', 99.16)
+    assert float(row['ours']) == 100 * Run.read(tmp_path / 'a').last_evaluation['accuracy']
+
+
+def test_weights_under_another_attention_are_not_the_run(tmp_path):
+    run = write_run(tmp_path / 'a', Softmax())
+    evaluate(run, split='validation', perplexity=11.0)
+    evaluate(run, split='validation', perplexity=12.0, overrides={'model.attention': '@hybrid()'})
+    evaluate(run, split='validation', perplexity=13.0, overrides={'softmax.window': '64'})
+    report = Report(find_runs([str(run)]), tmp_path)
+    assert report.rows[0]['perplexity'] == 11.0
+    evaluate(run, split='validation', perplexity=14.0, overrides={'data.path': "'gs://bucket/pg19'"})
+    assert Report(find_runs([str(run)]), tmp_path).rows[0]['perplexity'] == 14.0
 
 
 def test_the_papers_tables():
     for held in (paper.PG19, paper.WIKI40B, paper.SPEED):
         assert [len(rows) for rows in held.groups.values()] == [4, 9]
-        assert all(len(values) == len(paper.CONTEXTS) for rows in held.groups.values() for values in rows.values())
         assert list(held.groups.values())[1].keys() == list(paper.PG19.groups.values())[1].keys()
+    for held in paper.TABLES.values():
+        assert all(len(values) == len(held.columns) for rows in held.groups.values() for values in rows.values())
     kernels = paper.PG19.groups['Kernel based methods, 13 layers']
     assert min(kernels, key=lambda label: kernels[label][-1]) == 'Polysketch (learned + local, r = 64)'
-    source = tiny.ROOT.parent / 'shared' / 'papers' / 'polysketchformer.txt'
-    if source.exists():
-        printed = source.read_text()
-        for label, values in kernels.items():
-            assert f'{label} {" ".join(f"{v:.2f}" for v in values)}' in printed
+
+
+SUMS = {  # of all numbers of a table, added up from the papers' text
+    'pg19': 1074.99, 'wiki40b': 1301.08, 'speed': 241.15, 'c4': 858.34, 'c4_speed': 48.28, 'copying': 971.83,
+    'induction': 531.0, 'recall': 557.5, 'draft_wiki40b': 233.6, 'draft_pg19': 211.8, 'draft_speed': 82.54,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('key', paper.TABLES)
+def test_numbers_add_up(key):
+    rows = [row for rows in paper.TABLES[key].groups.values() for row in rows.values()]
+    assert sum(v for row in rows for v in row if v is not None) == pytest.approx(SUMS[key], abs=0.005)
+
+
+PAPERS = tiny.ROOT.parent / 'shared' / 'papers'
+
+
+@pytest.mark.skipif(not PAPERS.is_dir(), reason='the text of the papers is not here')
+def test_numbers_stand_in_the_papers():
+    text = (PAPERS / 'polysketchformer.txt').read_text()
+    for held in (paper.PG19, paper.WIKI40B):
+        for label, values in [item for rows in held.groups.values() for item in rows.items()]:
+            numbers = ' '.join('OOM' if v is None else f'{v:.2f}' for v in values)
+            assert f'{label} {numbers}\n' in text.replace('(p=', '(deg=')
+    groups = {'Small': (30, 125), 'Medium': (30, 125), 'Large': (None, 125)}
+    for (heading, rows), (size, steps) in zip(paper.TABLES['c4'].groups.items(), groups.items(), strict=True):
+        assert size in heading
+        for k, values in zip(steps, zip(*rows.values(), strict=True), strict=True):
+            if k:
+                start = re.search(rf'GPT-2 {size} style.*, {k}k training steps\n', text).end()
+                printed = text[start:].splitlines()[: len(rows)]
+                numbers = [float(re.search(r' (\d\d\.\d\d) ', line)[1]) for line in printed]
+                assert numbers == list(values)
+                labels = [line[: line.index(f' {v:.2f} ')] for line, v in zip(printed, values, strict=True)]
+                assert [label.replace('(learned)', '(learned, r = 64)') for label in labels] == list(rows)
 
 
 def test_colours_differ_and_labels_of_curves_do_not_overlap(tmp_path, monkeypatch):
