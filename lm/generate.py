@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 CHUNK = 16
 """Tokens per dispatch: enough to hide the host's work, few enough to stream."""
+END = 1000
+"""Tokens at either end of a long text over which its speed is reported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,31 +138,69 @@ def main(experiment: 'Experiment', arguments: Any) -> int:
     return 0
 
 
+class TextStream:
+    """Text of tokens that arrive in parts, at a cost that does not grow with what came before.
+
+    Characters can span tokens: bytes that do not form one yet wait for the next part.
+    """
+
+    LONGEST = 64
+    """Tokens that may wait: a longer row of broken bytes will not become a character."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._decode = tokenizer.decode
+        self._before: list[int] = []  # the last token written: tokenizers may drop a space in front of the first one
+        self._waiting: list[int] = []
+        self._written = 0  # characters of the waiting tokens that are out already
+
+    def __call__(self, tokens: Iterable[int], last: bool = False) -> str:
+        """What can be written after these tokens too; with `last` everything."""
+        self._waiting += map(int, tokens)
+        text = self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
+        whole = text if last or len(self._waiting) > self.LONGEST else text.rstrip('\ufffd')
+        new = whole[self._written :]
+        if whole == text and self._waiting:
+            self._before, self._waiting, self._written = self._waiting[-1:], [], 0
+        else:
+            self._written = len(whole)
+        return new
+
+
 def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Sampling, seed: int) -> None:
     """Streams one continuation to the terminal; several are printed one after the other when they are complete."""
-    stream = len(prompts) == 1
-    tokens = np.array([p[0] for p in prompts])[:, None]
-    shown, start, first = '', time.perf_counter(), None
+    stream = TextStream(tokenizer) if len(prompts) == 1 else None
+    parts, times, made = [np.array([p[:1] for p in prompts])], [], []
     for new in generate(model, prompts, max_tokens, sampling, seed):
-        tokens = np.concatenate([tokens, new], axis=1)
-        if first is None:
-            first, start = new.shape[1], time.perf_counter()
+        times.append(time.perf_counter())
+        made.append(new.shape[1])
         if stream:
-            # A character can span tokens: hold back the bytes that do not form one yet.
-            text = tokenizer.decode(tokens[0, 1:]).rstrip('\ufffd')
-            print(text[len(shown) :], end='', flush=True)
-            shown = text
-    seconds = time.perf_counter() - start
+            print(stream(new[0]), end='', flush=True)
+        else:
+            parts.append(new)
     if stream:
-        print(tokenizer.decode(tokens[0, 1:])[len(shown) :])
+        print(stream([], last=True))
     else:
+        tokens = np.concatenate(parts, axis=1)
         for prompt, row in zip(prompts, tokens, strict=True):
             print('-' * 20)
             print(tokenizer.decode(row[1 : len(prompt) + max_tokens]))
-    made = (tokens.shape[1] - 1 - first) * len(prompts)
-    rate = f'{made / seconds:.1f} tokens/s' if made and seconds else 'one token'
-    size = state_bytes(model, tokens.shape[1])
-    print(f'[{rate} after the first; decoding state {size:,} bytes a sequence]', file=sys.stderr)
+    size = state_bytes(model, 1 + sum(made))
+    print(f'[{_speed(times, made, len(prompts))}; decoding state {size:,} bytes a sequence]', file=sys.stderr)
+
+
+def _speed(times: list[float], made: list[int], batch: int) -> str:
+    """Tokens per second of all sequences after the prompt; of a long text also time per token at its two ends."""
+    seconds, steps = times[-1] - times[0], sum(made[1:])
+    if not steps or not seconds:
+        return 'one token'
+    result = f'{steps * batch / seconds:.1f} tokens/s after the first'
+    n = END // CHUNK
+    if len(times) > 4 * n:
+        # The first dispatches include compilation.
+        first, last = (times[n + 2] - times[2], times[-2] - times[-2 - n])
+        ms = [interval / (n * CHUNK) * 1e3 for interval in (first, last)]
+        result += f'; {ms[0]:.3f} ms a token in the first {END:,}, {ms[1]:.3f} in the last'
+    return result
 
 
 def _prompts(arguments: Any) -> list[str]:
