@@ -8,16 +8,15 @@ One sketch may serve all heads of a layer, or each key head and the queries that
 each for G heads. M is the size of a vector, r that of a sketch.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from lm.attention.base import Buffer
-from lm.ops.dots import dot
+from lm.ops import sketch_networks as networks
+from lm.ops.chunks import map_together
+from lm.ops.dots import dense
 from lm.projections import hadamard_matrix
 
 WIDTH = 8
@@ -53,6 +52,13 @@ class Sketch(nnx.Module):
             level = [self.join(node + i, *pair) for i, pair in enumerate(pairs)]
             node += len(pairs)
         return level[0]
+
+    def of_each(self, *xs_BxLxNxGxM: jax.Array) -> tuple[jax.Array, ...]:
+        """ψ of the vectors of each array, computed together; long sequences some tokens at a time."""
+        if self.power == 1:
+            return xs_BxLxNxGxM
+        graph, state = nnx.split(self)
+        return map_together(lambda state, x_BxLxNxGxM: nnx.merge(graph, state)(x_BxLxNxGxM), state, xs_BxLxNxGxM)
 
     @classmethod
     def flops(cls, size: int, r: int, power: int) -> float:
@@ -95,7 +101,7 @@ class Srht(Sketch):
         self.maps = nnx.List([Buffer(_subsampled(rngs.projections(), (2, n), r, r)) for _ in range(n_nodes)])
 
     def leaves(self, x_BxLxNxGxM: jax.Array) -> list[jax.Array]:
-        return [(_dense(x_BxLxNxGxM, base[...]) * self.r**-0.5).astype(x_BxLxNxGxM.dtype) for base in self.base]
+        return [(dense(x_BxLxNxGxM, base[...]) * self.r**-0.5).astype(x_BxLxNxGxM.dtype) for base in self.base]
 
     def join(self, node: int, left: jax.Array, right: jax.Array) -> jax.Array:
         return _product(self.maps[node][...], left, right)
@@ -115,11 +121,14 @@ class Learned(Sketch):
         sizes = _node_inputs(size, r, power)
         self.maps = nnx.List([nnx.List([Network(n, m, r, rngs) for _ in range(2)]) for m in sizes])
 
-    def join(self, node: int, left: jax.Array, right: jax.Array) -> jax.Array:
-        first, second = self.maps[node]
-        product = first(left) * second(right)
-        # Bounded by √r, so that weights stay in range while the networks learn.
-        return (self.r**0.5 * jnp.tanh(self.r**-0.5 * product)).astype(left.dtype)
+    def __call__(self, x_BxLxNxGxM: jax.Array) -> jax.Array:
+        return self.of_each(x_BxLxNxGxM)[0]
+
+    def of_each(self, *xs_BxLxNxGxM: jax.Array) -> tuple[jax.Array, ...]:
+        if self.power == 1:
+            return xs_BxLxNxGxM
+        nodes = tuple(tuple(network.parameters() for network in pair) for pair in self.maps)
+        return networks.sketch_networks(nodes, *xs_BxLxNxGxM)
 
     @classmethod
     def map_flops(cls, size: int, r: int) -> float:
@@ -136,38 +145,11 @@ class Network(nnx.Module):
         self.scales = nnx.List([nnx.Param(jnp.ones((n, 1, m))) for m in (size, r)])
         self.biases = nnx.List([nnx.Param(jnp.zeros((n, 1, m))) for m in (size, r)])
 
-    def __call__(self, x_BxLxNxGxM: jax.Array) -> jax.Array:
-        """[B, L, N, G, r] float32."""
-        x, dtype = x_BxLxNxGxM, x_BxLxNxGxM.dtype
-        for i in range(2):
-            x = jax.nn.standardize(x.astype(jnp.float32), axis=-1, epsilon=1e-5)
-            x = (x * self.scales[i][...] + self.biases[i][...]).astype(dtype)
-            x = jax.nn.gelu(_dense(x, self.kernels[2 * i][...]).astype(dtype))
-            x = _dense(x, self.kernels[2 * i + 1][...])
-        return x
+    def parameters(self) -> networks.Network:
+        return networks.Network(*(tuple(p[...] for p in ps) for ps in (self.kernels, self.scales, self.biases)))
 
 
 SKETCHES: dict[str, type[Sketch]] = {'learned': Learned, 'gaussian': Gaussian, 'srht': Srht}
-
-
-def map_chunks(
-    function: Callable[[Any, jax.Array], jax.Array], parameters: Any, x_BxLxNxGxM: jax.Array, chunk: int
-) -> jax.Array:
-    """function(parameters, x), applied to `chunk` tokens at a time if there are more.
-
-    Each chunk is computed again in the backward pass: the hidden layers of a learned sketch are 32 r numbers a vector,
-    many times the vector itself.
-    """
-    batch, length = x_BxLxNxGxM.shape[:2]
-    if length <= chunk:
-        return function(parameters, x_BxLxNxGxM)
-    n_chunks = -(-length // chunk)
-    padding = [(0, 0)] * x_BxLxNxGxM.ndim
-    padding[1] = (0, n_chunks * chunk - length)
-    x = jnp.pad(x_BxLxNxGxM, padding).reshape(batch, n_chunks, chunk, *x_BxLxNxGxM.shape[2:]).swapaxes(0, 1)
-    once = jax.checkpoint(function, prevent_cse=False)
-    y = jax.lax.map(lambda part: once(parameters, part), x).swapaxes(0, 1)
-    return y.reshape(batch, n_chunks * chunk, *y.shape[3:])[:, :length]
 
 
 def _node_inputs(size: int, r: int, power: int) -> list[int]:
@@ -175,17 +157,8 @@ def _node_inputs(size: int, r: int, power: int) -> list[int]:
     return [size] * (power // 2) + [r] * max(power // 2 - 1, 0)
 
 
-def _dense(x_BxLxNxGxM: jax.Array, kernel_NxMxR: jax.Array) -> jax.Array:
-    kernel_NxMxR = kernel_NxMxR.astype(x_BxLxNxGxM.dtype)
-    if kernel_NxMxR.shape[0] == 1:
-        # One matrix product of two axes, which XLA's CPU backend runs several times faster, forward and backward.
-        y_TxR = dot('tm,mr->tr', x_BxLxNxGxM.reshape(-1, kernel_NxMxR.shape[1]), kernel_NxMxR[0])
-        return y_TxR.reshape(*x_BxLxNxGxM.shape[:-1], -1)
-    return dot('blngm,nmr->blngr', x_BxLxNxGxM, kernel_NxMxR)
-
-
 def _product(maps_2xNxMxR: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-    product = _dense(left, maps_2xNxMxR[0]) * _dense(right, maps_2xNxMxR[1])
+    product = dense(left, maps_2xNxMxR[0]) * dense(right, maps_2xNxMxR[1])
     return (product * maps_2xNxMxR.shape[-1] ** -0.5).astype(left.dtype)
 
 

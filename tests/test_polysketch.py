@@ -12,7 +12,8 @@ from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
 from lm.errors import ConfigError
 from lm.model import ModelConfig, Transformer
-from lm.sketches import SKETCHES, map_chunks
+from lm.ops.chunks import map_chunks
+from lm.sketches import SKETCHES
 
 
 def norm(x, scale, bias):

@@ -4,19 +4,14 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from lm.attention.base import Attention, HeadDims
 from lm.attention.linear import linear_flops_per_token
 from lm.attention.polynomial import PolynomialAttention
 from lm.configurable import configurable, field
-from lm.ops import platform
 from lm.ops.linear_attention import SQUARE, PolynomialKernel, decode, linear_attention
-from lm.sketches import SKETCHES, map_chunks
-
-CHUNK = 1024
-"""Tokens whose sketches are computed at a time, where there are more."""
+from lm.sketches import SKETCHES
 
 
 def power_of_two(value: int) -> str | None:
@@ -63,17 +58,8 @@ class PolysketchAttention(PolynomialAttention):
         """ψ of normalized queries and keys, [B, L, H, r] and [B, L, K, r]."""
         (batch, length, heads), kv_heads = q_BxLxHxD.shape[:3], k_BxLxKxD.shape[2]
         n = kv_heads if self.config.per_head else 1
-        grouped = [x.reshape(batch, length, n, -1, x.shape[-1]) for x in (q_BxLxHxD, k_BxLxKxD)]
-        graph, state = nnx.split(self.sketch)
-
-        def sketched(state, x_BxLxNxGxD):
-            return map_chunks(lambda s, x: nnx.merge(graph, s)(x), state, x_BxLxNxGxD, CHUNK)
-
-        if batch % platform.batch_shards() == 0:
-            sketched = platform.per_device(sketched, split=(False, True))
-        psi_BxLxNxGxR = sketched(state, jnp.concatenate(grouped, axis=3))
-        split = heads // n
-        q, k = psi_BxLxNxGxR[:, :, :, :split], psi_BxLxNxGxR[:, :, :, split:]
+        grouped = (x.reshape(batch, length, n, -1, x.shape[-1]) for x in (q_BxLxHxD, k_BxLxKxD))
+        q, k = self.sketch.of_each(*grouped)
         return q.reshape(batch, length, heads, -1), k.reshape(batch, length, kv_heads, -1)
 
     def _arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:

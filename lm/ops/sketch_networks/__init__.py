@@ -1,0 +1,36 @@
+"""The learned sketch ψ: small networks joined in a tree, shared by queries and keys (PolySketchFormer, Algorithm 2).
+
+    a node      √r tanh(√(1/r) [f₁(left) ∗ f₂(right)]), ∗ entry by entry; every leaf is the vector itself
+    a network   f(x) = LayerNorm, M → E, gelu, → r, LayerNorm, → E, gelu, → r, without biases in the maps (App. D)
+
+B batch, L length, N sketches of G heads each, M vector size, E hidden units, r sketch size. The hidden layers are 4 E
+numbers a vector and node, many times the vector itself, so no implementation keeps them for the whole sequence.
+"""
+
+import jax
+
+from lm.ops import platform
+from lm.ops.sketch_networks import pallas_tpu, reference, xla
+from lm.ops.sketch_networks.types import Network, Nodes
+
+IMPLEMENTATIONS = {'reference': reference, 'xla': xla, 'pallas_tpu': pallas_tpu}
+PREFERRED = {'tpu': 'pallas_tpu'}
+
+
+def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str | None = None) -> tuple[jax.Array, ...]:
+    """ψ of the vectors of each array, [B, L, N, G, r] in its dtype.
+
+    Args:
+        nodes: the two networks of each node of a binary tree over P copies of the vector: the P / 2 above the leaves
+            first, the root last, P - 1 of them; P is a power of two above 1.
+        xs_BxLxNxGxM: arrays, of the same dtype, whose vectors share the sketches (queries and keys); G may differ.
+        implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
+
+    Raises:
+        ConfigError: an unknown implementation, or one that does not support the call.
+    """
+    chosen = platform.choose('sketch networks', IMPLEMENTATIONS, PREFERRED, implementation, nodes, xs_BxLxNxGxM)
+    return chosen.sketch_networks(nodes, xs_BxLxNxGxM)
+
+
+__all__ = ['IMPLEMENTATIONS', 'PREFERRED', 'Network', 'Nodes', 'sketch_networks']

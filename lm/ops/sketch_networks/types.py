@@ -1,0 +1,35 @@
+"""What the implementations of the sketch networks share."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+EPSILON = 1e-5
+"""Of the layer normalizations."""
+
+
+class Network(NamedTuple):
+    """The parameters of one small network, for each of N sketches: LayerNorm, M → E, gelu, → r, twice.
+
+    Attributes:
+        kernels: [N, M, E], [N, E, r], [N, r, E], [N, E, r].
+        scales: of the layer normalizations, [N, 1, M] and [N, 1, r].
+        biases: of the layer normalizations, the same shapes.
+    """
+
+    kernels: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+    scales: tuple[jax.Array, jax.Array]
+    biases: tuple[jax.Array, jax.Array]
+
+
+Nodes = tuple[tuple[Network, Network], ...]
+"""The two networks of each node of the tree: those above the leaves first, the root last."""
+
+
+def climb(nodes: Nodes, leaf: jax.Array, join: Callable[[Network, Network, jax.Array, jax.Array], jax.Array]):
+    """The root of the binary tree whose leaves are all `leaf`; `join` makes a node of its networks and two children."""
+    level, remaining = [leaf] * (len(nodes) + 1), iter(nodes)
+    while len(level) > 1:
+        level = [join(*next(remaining), left, right) for left, right in zip(level[::2], level[1::2], strict=True)]
+    return level[0]
