@@ -110,6 +110,20 @@ def report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--no_pictures', dest='pictures', action='store_false', help='tables only')
 
 
+def check_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--topology',
+        action='append',
+        default=[],
+        metavar='NAME',
+        help="compile for this TPU slice: 'v5e:4x8', 'v4:2x4x4', 'v6e-64', …; may be repeated; needs libtpu, no TPU",
+    )
+    parser.add_argument(
+        '--no_advice', dest='advice', action='store_false', help='try no changes when a step does not fit'
+    )
+    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
+
+
 def inspect_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('path', metavar='PATH', help='a run directory, a sweep or a token store')
     parser.add_argument('--verify', action='store_true', help='read everything and compare checksums')
@@ -198,6 +212,12 @@ VERBS = {
         main='lm.train:main',
         flags=(train_flags, gin_flags, distributed_flags),
         configure=from_new_or_old_run,
+    ),
+    'check': Verb(
+        help='show what a run needs before it is paid for: memory, exchanges, hours; compiles for TPUs without one',
+        example='lm check --gin_file configs/models/small.gin --gin_file configs/recipes/paper.gin --topology v5e:4x8',
+        main='lm.check:main',
+        flags=(check_flags, gin_flags),
     ),
     'evaluate': Verb(
         help='measure the perplexity of a run on a split',

@@ -71,7 +71,8 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     else:
         from jax.experimental import mesh_utils
 
-        grid = mesh_utils.create_device_mesh(shape, devices=devices)
+        # A pod's torus rarely has an axis of exactly fsdp chips.
+        grid = mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
     return Mesh(grid, BATCH_AXES)
 
 

@@ -24,7 +24,7 @@ from lm.metrics import Chronometer, Progress, duration, peak_flops, si
 from lm.preemption import Preemption
 from lm.profiler import Profiler
 from lm.run_dir import RunDir
-from lm.step import Step, count_parameters
+from lm.step import State, Step, count_parameters
 from lm.tasks import TaskStore
 
 if TYPE_CHECKING:
@@ -136,11 +136,7 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
         if restored:
             progress.note(f'resumed from step {start} of {run_dir}')
 
-        compiled = (
-            jax.jit(step.train, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
-            .lower(abstract, jax.ShapeDtypeStruct(batches.shape, batches.dtype, sharding=batches.sharding))
-            .compile()
-        )
+        compiled = lower(step, abstract, batches.shape, batches.dtype, mesh).compile()
         redraw = jax.jit(step.redraw, static_argnums=1, out_shardings=shardings['buffers'])
         chronometer = Chronometer(start, config.steps, config.tokens_per_step, saved.get('seconds', 0.0))
         flops = experiment.model.flops_per_token(config.context_length)
@@ -249,16 +245,30 @@ def open_store(experiment: 'Experiment') -> TokenStore | TaskStore:
     return store
 
 
+def lower(
+    step: Step, abstract: State, shape: tuple[int, ...], dtype: Any, mesh: jax.sharding.Mesh
+) -> jax.stages.Lowered:
+    """The training step as it runs: the state is updated in place, the batch [A, B, L] is split over all devices."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    batch = jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh, axis=1))
+    return jax.jit(step.train, donate_argnums=0, out_shardings=(shardings, replicated(mesh))).lower(abstract, batch)
+
+
+def check_divides(config: TrainConfig, devices: int) -> None:
+    """Raises ConfigError unless the windows of a microbatch can be split over the devices."""
+    rows = config.batch_size // config.microbatches
+    if rows % devices:
+        raise ConfigError(
+            f'train.tokens_per_step = {config.tokens_per_step}: a microbatch has {rows} windows of '
+            f'{config.context_length} tokens, which {devices} devices cannot share equally; '
+            'change tokens_per_step, context_length or microbatches'
+        )
+
+
 def make_batches(experiment: 'Experiment', store: TokenStore | TaskStore, mesh: jax.sharding.Mesh) -> Batches:
     """The batches of the run, if they can be split over the devices."""
     config = experiment.train
-    rows = config.batch_size // config.microbatches
-    if rows % mesh.size:
-        raise ConfigError(
-            f'train.tokens_per_step = {config.tokens_per_step}: a microbatch has {rows} windows of '
-            f'{config.context_length} tokens, which {mesh.size} devices cannot share equally; '
-            'change tokens_per_step, context_length or microbatches'
-        )
+    check_divides(config, mesh.size)
     split = experiment.data.train_split
     windows = Windows(store.tokens(split), config.context_length, config.batch_size, config.seed, config.skip_batches)
     return Batches(store, split, windows, config.microbatches, batch_sharding(mesh, axis=1))

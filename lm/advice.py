@@ -1,0 +1,94 @@
+"""What to change when a training step does not fit: changes that cost little first, each tried by compiling."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from lm.check import Check, check
+from lm.errors import ConfigError
+from lm.model import REMAT
+from lm.topology import Topology
+
+if TYPE_CHECKING:
+    from lm.experiment import Experiment
+
+MAX_FSDP = 64
+"""Devices that share one copy of the state at most; beyond it a share is small beside everything else."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """One set of changes, and the HBM of a device that the step then needs."""
+
+    bindings: tuple[str, ...]
+    needed_gib: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What was tried.
+
+    Attributes:
+        check: of the first changes that fit; None: none did.
+        nearest: the least memory that was reached.
+        tried: all, in order.
+    """
+
+    check: Check | None
+    nearest: Tried | None
+    tried: tuple[Tried, ...]
+
+
+def advise(
+    experiment: 'Experiment', topology: Topology, failed: Check, note: Callable[[str], None] = lambda text: None
+) -> Advice:
+    """The first of `candidates` that fits. A step that is too large is refused within seconds; one that fits takes as
+    long as any compilation.
+
+    Args:
+        failed: the check of the experiment as it is.
+        note: told of each trial.
+    """
+    tried: list[Tried] = []
+    for bindings in candidates(experiment, len(topology.devices)):
+        text = ', '.join(f'{name} = {value!r}' for name, value in bindings.items())
+        try:
+            found = check(experiment, topology, bindings)
+        except ConfigError as error:
+            note(f'{text}: {error}')
+            continue
+        tried.append(Tried(found.bindings, found.memory.needed_gib))
+        note(f'{text}: {found.memory.needed_gib:.2f} GiB')
+        if found.fits:
+            return Advice(found, tried[-1], tuple(tried))
+    nearest = min(tried, key=lambda t: t.needed_gib, default=None)
+    return Advice(None, nearest, tuple(tried))
+
+
+def candidates(experiment: 'Experiment', devices: int) -> Iterator[dict[str, Any]]:
+    """Changes to try, those that recompute least first.
+
+    Smaller microbatches recompute nothing; then each level of `model.remat`, with its microbatches; then all of it once
+    more with the state shared by several devices, which costs communication.
+    """
+    config, model, mesh = experiment.train, experiment.model, experiment.mesh
+    levels = list(REMAT)[list(REMAT).index(model.remat) :]
+    share = max(n for n in range(1, min(devices, MAX_FSDP) + 1) if devices % n == 0)
+    for fsdp in dict.fromkeys((mesh.fsdp, max(mesh.fsdp, share))):
+        for remat in levels:
+            for parts in _microbatches(config.batch_size, config.microbatches, devices):
+                values = {'train.microbatches': parts, 'model.remat': remat, 'mesh.fsdp': fsdp}
+                now = {
+                    'train.microbatches': config.microbatches,
+                    'model.remat': model.remat,
+                    'mesh.fsdp': mesh.fsdp,
+                }
+                if changes := {name: value for name, value in values.items() if value != now[name]}:
+                    yield changes
+
+
+def _microbatches(windows: int, parts: int, devices: int) -> Iterator[int]:
+    """`parts`, twice, four times that …, as long as each part divides by the devices."""
+    while windows % parts == 0 and windows // parts % devices == 0 and windows // parts:
+        yield parts
+        parts *= 2

@@ -1,0 +1,321 @@
+"""What a compiled program does, read from its text: matrix products and collectives, with loops counted.
+
+The compiler's own `cost_analysis` counts the body of a loop once, and a training step is loops: over layers,
+microbatches and blocks. Here every instruction counts as often as it runs.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+COLLECTIVES = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
+BITS = {'pred': 8, 'token': 0, 'opaque': 0}
+_INSTRUCTION = re.compile(r'^  (ROOT )?%([\w.\-]+) = ', re.M)
+_COMPUTATION = re.compile(r'^(ENTRY )?%([\w.\-]+) \(.*\{$', re.M)
+_ARRAY = re.compile(r'\b([a-z]+[a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?')
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One buffer of an instruction: element type, shape, layout such as '1,0:T(8,128)S(1)'."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size(self) -> float:
+        """Bytes without padding."""
+        return self.elements * _bits(self.dtype) / 8
+
+    @property
+    def hbm(self) -> float:
+        """Bytes in HBM, padding of the tiles included; 0 for a buffer in on-chip memory."""
+        if re.search(r'S\([1-9]', self.layout):
+            return 0.0
+        order, _, tiles = self.layout.partition(':')
+        minor = [int(n) for n in order.split(',') if n]
+        tile = [int(n) for n in re.match(r'T\(([\d,]*)\)', tiles)[1].split(',')] if tiles.startswith('T(') else []
+        shape = list(self.shape)
+        for axis, n in zip(minor, reversed(tile), strict=False):
+            shape[axis] = -(-shape[axis] // n) * n
+        return math.prod(shape) * _bits(self.dtype) / 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of the program."""
+
+    name: str
+    opcode: str
+    result: str
+    arguments: str
+    attributes: str
+    is_root: bool
+
+    @functools.cached_property
+    def arrays(self) -> list[Array]:
+        """What it returns."""
+        found = _ARRAY.findall(self.result)
+        return [Array(dtype, tuple(int(n) for n in shape.split(',') if n), layout) for dtype, shape, layout in found]
+
+    @functools.cached_property
+    def operands(self) -> list[str]:
+        return re.findall(r'%([\w.\-]+)', self.arguments)
+
+    def attribute(self, name: str) -> str | None:
+        """The computation, or the word, that is called `name`."""
+        found = re.search(rf'\b{name}=%?([^\s,]+)', self.attributes)
+        return found and found[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One exchange between the chips, as often as it runs.
+
+    Attributes:
+        kind: one of `COLLECTIVES`.
+        devices: how many take part.
+        times: runs per step.
+        bytes: of the whole array (the input of a reduction, the output of a gather) on one device, per run.
+        sent: bytes that each device must send per run, by the bandwidth-optimal algorithm.
+    """
+
+    kind: str
+    devices: int
+    times: int
+    bytes: float
+    sent: float
+
+
+class Program:
+    """A compiled module. `text` is what `Compiled.as_text()` returns."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ''
+        starts = list(_COMPUTATION.finditer(text))
+        for i, start in enumerate(starts):
+            end = starts[i + 1].start() if i + 1 < len(starts) else len(text)
+            self.computations[start[2]] = list(_instructions(text[start.end() : end]))
+            if start[1]:
+                self.entry = start[2]
+        self.by_name = {c: {i.name: i for i in body} for c, body in self.computations.items()}
+        self.unknown_loops: list[str] = []
+        """Loops whose number of iterations was not found; they count as one."""
+        self.times = self._count_runs()
+        """Sequential computation (entry, loop bodies, branches) → how often it runs."""
+
+    # ------------------------------------------------------------------------------------------------------- products
+
+    def flops(self) -> float:
+        """Of matrix products, per run of the program on one device; kernels count what they declare."""
+        return sum(times * (_product_flops(i, found) + _declared(i)) for i, found, times in self._everything())
+
+    def kernels(self) -> dict[str, tuple[int, Instruction]]:
+        """Name → (runs, instruction) of the hand-written kernels that do not declare their cost."""
+        return {
+            i.name: (times, i)
+            for i, _, times in self._everything()
+            if 'custom_call_target="tpu_custom_call"' in i.attributes and 'cost_estimate' not in i.attributes
+        }
+
+    # ---------------------------------------------------------------------------------------------------- collectives
+
+    def collectives(self) -> list[Collective]:
+        """All exchanges of one run of the program; the parts of one that is split into a chain count once."""
+        result, seen = [], set()
+        for computation, times in self.times.items():
+            for instruction, owner in self._within(computation):
+                kind = instruction.opcode.removesuffix('-start')
+                if kind not in COLLECTIVES:
+                    continue
+                channel = re.search(r'channel_id=(\d+)', instruction.attributes)
+                key = (computation, channel[1] if channel else instruction.name)
+                if key in seen:
+                    continue
+                seen.add(key)
+                n, arrays = group_size(instruction.attributes), instruction.arrays
+                if instruction.opcode.endswith('-start') and kind != 'all-reduce':
+                    arrays = arrays[len(arrays) // 2 :]  # behind the operands
+                size = sum(a.size for a in arrays) * (n if kind == 'reduce-scatter' else 1)
+                if kind == 'all-reduce' and owner.startswith('all-reduce-scatter'):
+                    kind = 'reduce-scatter'  # how the TPU compiler writes it: a fusion that keeps a slice
+                share = {'all-reduce': 2 * (n - 1) / n, 'collective-permute': 1.0}.get(kind, (n - 1) / n)
+                result.append(Collective(kind, n, times, size, share * size))
+        return result
+
+    # ----------------------------------------------------------------------------------------------------------- runs
+
+    def _count_runs(self) -> dict[str, int]:
+        times: dict[str, int] = {}
+
+        def visit(computation: str, n: int) -> None:
+            times[computation] = times.get(computation, 0) + n
+            for i in self.computations.get(computation, ()):
+                if i.opcode == 'while':
+                    trips = self._trips(i, computation)
+                    if trips is None:
+                        self.unknown_loops.append(i.name)
+                    visit(i.attribute('body'), n * (1 if trips is None else trips))
+                elif i.opcode == 'call':
+                    visit(i.attribute('to_apply'), n)
+                elif i.opcode == 'conditional':
+                    branches = re.search(r'branch_computations=\{([^}]*)\}', i.attributes)
+                    names = re.findall(r'%([\w.\-]+)', branches[1]) if branches else []
+                    names += [i.attribute(b) for b in ('true_computation', 'false_computation') if i.attribute(b)]
+                    for name in names[:1]:
+                        visit(name, n)
+
+        visit(self.entry, 1)
+        return {name: n for name, n in times.items() if name in self.computations}
+
+    def _trips(self, loop: Instruction, computation: str) -> int | None:
+        """Iterations of a loop that counts from a constant to a constant; None: not such a loop."""
+        if known := re.search(r'known_trip_count\D*(\d+)', loop.attributes):
+            return int(known[1])
+        condition = self.by_name.get(loop.attribute('condition'), {})
+        root = next((i for i in condition.values() if i.is_root), None)
+        if root is None or root.opcode != 'compare' or root.attribute('direction') not in ('LT', 'LE'):
+            return None
+        counter, bound = (condition.get(name) for name in root.operands)
+        if counter is None or counter.opcode != 'get-tuple-element':
+            return None
+        start = self._initial(loop, computation, int(counter.attribute('index')))
+        if bound is not None and bound.opcode == 'get-tuple-element':
+            end = self._initial(loop, computation, int(bound.attribute('index')))
+        else:
+            end = _constant(bound)
+        step = self._increment(loop, int(counter.attribute('index')))
+        if start is None or end is None or step is None:
+            return None
+        return max(0, -(-(end + (root.attribute('direction') == 'LE') - start) // step))
+
+    def _initial(self, loop: Instruction, computation: str, index: int) -> int | None:
+        names = self.by_name[computation]
+        values = names.get(loop.operands[0])
+        if values is None or values.opcode != 'tuple':
+            return None
+        value = names.get(values.operands[index])
+        while value is not None and value.opcode in ('copy', 'bitcast'):
+            value = names.get(value.operands[0])
+        return _constant(value)
+
+    def _increment(self, loop: Instruction, index: int) -> int | None:
+        body = self.by_name.get(loop.attribute('body'), {})
+        root = next((i for i in body.values() if i.is_root), None)
+        if root is None or root.opcode != 'tuple':
+            return None
+        value = body.get(root.operands[index])
+        while value is not None and value.opcode in ('copy', 'bitcast'):
+            value = body.get(value.operands[0])
+        if value is None or value.opcode != 'add':
+            return None
+        steps = [_constant(body.get(name)) for name in value.operands]
+        return next((step for step in steps if step), None)
+
+    def _everything(self) -> Iterator[tuple[Instruction, dict[str, Instruction], int]]:
+        """(instruction, its computation by name, runs), those inside fusions too."""
+        for computation, times in self.times.items():
+            for instruction, owner in self._within(computation):
+                yield instruction, self.by_name[owner], times
+
+    def _within(self, computation: str) -> Iterator[tuple[Instruction, str]]:
+        for i in self.computations.get(computation, ()):
+            yield i, computation
+            if i.opcode in ('fusion', 'async-start') and (called := i.attribute('calls')):
+                yield from self._within(called)
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+def group_size(attributes: str) -> int:
+    """Devices of one replica group, in any of the three notations."""
+    if found := re.search(r'replica_groups=\{\{([\d,]*)\}', attributes):
+        return len(found[1].split(','))
+    if found := re.search(r'replica_groups=\[\d+,(\d+)\]<=', attributes):
+        return int(found[1])
+    if found := re.search(r'replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}', attributes):
+        axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        return math.prod(int(axes[name]) for name in re.findall(r"'(\w+)'", found[2]))
+    return 1 if 'source_target_pairs' not in attributes else 2
+
+
+def _instructions(text: str) -> Iterator[Instruction]:
+    starts = list(_INSTRUCTION.finditer(text))
+    for i, start in enumerate(starts):
+        line = text[start.end() : starts[i + 1].start() if i + 1 < len(starts) else len(text)]
+        end = _closing(line, 0) if line.startswith('(') else line.index(' ')
+        result, rest = line[:end], line[end:].lstrip()
+        opcode, _, _ = rest.partition('(')
+        close = _closing(rest, len(opcode))
+        yield Instruction(start[2], opcode, result, rest[len(opcode) + 1 : close - 1], rest[close:], bool(start[1]))
+
+
+def _closing(text: str, start: int) -> int:
+    """The position behind the bracket that closes the one at `start`."""
+    depth = 0
+    for found in re.compile(r'[()]').finditer(text, start):
+        depth += 1 if found[0] == '(' else -1
+        if depth == 0:
+            return found.end()
+    return len(text)
+
+
+def _bits(dtype: str) -> int:
+    if dtype in BITS:
+        return BITS[dtype]
+    found = re.match(r'(?:bf|f|s|u|c)(\d+)', dtype)
+    return int(found[1]) if found else 0
+
+
+def _constant(instruction: Instruction | None) -> int | None:
+    if instruction is None or instruction.opcode != 'constant' or not re.fullmatch(r'-?\d+', instruction.arguments):
+        return None
+    return int(instruction.arguments)
+
+
+def _declared(instruction: Instruction) -> float:
+    """FLOPs that a kernel declares."""
+    found = re.search(r'"cost_estimate":\{"flops":"?(\d+)', instruction.attributes)
+    return float(found[1]) if found and instruction.opcode == 'custom-call' else 0.0
+
+
+def _product_flops(instruction: Instruction, found: dict[str, Instruction]) -> float:
+    """2 per multiply-add of a dot or a convolution; products with padding do not count."""
+    if instruction.opcode not in ('dot', 'convolution') or any(name not in found for name in instruction.operands):
+        return 0.0
+    left, right = (found[name].arrays[0].shape for name in instruction.operands[:2])
+    out = instruction.arrays[0]
+    if instruction.opcode == 'dot':
+        axes = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', instruction.attributes)
+        return 2.0 * out.elements * math.prod(left[int(a)] for a in axes[1].split(',') if a) if axes else 0.0
+    labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
+    pads = {
+        key: value.split('x')
+        for key, value in re.findall(
+            r'(\w+)=([\w\-]+)', (re.search(r'window=\{([^}]*)\}', instruction.attributes) or ['', ''])[1]
+        )
+    }
+    groups = {name: int(instruction.attribute(f'{name}_group_count') or 1) for name in ('feature', 'batch')}
+    products = right[labels[2].index('i')] * right[labels[2].index('o')] * left[labels[1].index('b')] / groups['batch']
+    spatial = [c for c in labels[1] if c.isdigit()]
+    for i, axis in enumerate(sorted(spatial)):
+        pick = lambda key, default, i=i: pads[key][i] if key in pads else default  # noqa: E731
+        low = int(pick('pad', '0_0').split('_')[0])
+        stride, spread, dilate = (int(pick(k, '1')) for k in ('stride', 'lhs_dilate', 'rhs_dilate'))
+        size_in, size_out = left[labels[1].index(axis)], out.shape[labels[3].index(axis)]
+        kernel = right[labels[2].index(axis)]
+        position = np.arange(size_out)[:, None] * stride - low + np.arange(kernel)[None] * dilate
+        valid = (position % spread == 0) & (position >= 0) & (position // spread < size_in)
+        products *= int(valid.sum())
+    return 2.0 * products
