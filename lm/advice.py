@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lm.check import Check, check
 from lm.errors import ConfigError
 from lm.model import REMAT
+from lm.step import count_parameters
 from lm.topology import Topology
 
 if TYPE_CHECKING:
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 
 MAX_FSDP = 64
 """Devices that share one copy of the state at most; beyond it a share is small beside everything else."""
+BYTES_A_PARAMETER = 12
+"""Of the state: the parameter and Adam's two moments, float32."""
+LARGE_STATE = 1 / 3
+"""Share of the HBM; gradients and their sum over microbatches take up to as much again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +55,7 @@ def advise(
         note: told of each trial.
     """
     tried: list[Tried] = []
-    for bindings in candidates(experiment, len(topology.devices)):
+    for bindings in candidates(experiment, topology):
         text = ', '.join(f'{name} = {value!r}' for name, value in bindings.items())
         try:
             found = check(experiment, topology, bindings)
@@ -65,25 +70,26 @@ def advise(
     return Advice(None, nearest, tuple(tried))
 
 
-def candidates(experiment: 'Experiment', devices: int) -> Iterator[dict[str, Any]]:
+def candidates(experiment: 'Experiment', topology: Topology) -> Iterator[dict[str, Any]]:
     """Changes to try, those that recompute least first.
 
     Smaller microbatches recompute nothing; then each level of `model.remat`, with its microbatches; then all of it once
-    more with the state shared by several devices, which costs communication.
+    more with the state shared by several devices, which costs communication. Where the state alone takes a good part of
+    the memory, it is shared from the beginning: to recompute everything for its sake would cost more.
     """
     config, model, mesh = experiment.train, experiment.model, experiment.mesh
     levels = list(REMAT)[list(REMAT).index(model.remat) :]
-    share = max(n for n in range(1, min(devices, MAX_FSDP) + 1) if devices % n == 0)
-    for fsdp in dict.fromkeys((mesh.fsdp, max(mesh.fsdp, share))):
+    devices = topology.chips * topology.chip.devices
+    shared = max(mesh.fsdp, max(n for n in range(1, min(devices, MAX_FSDP) + 1) if devices % n == 0))
+    state_gib = BYTES_A_PARAMETER * sum(count_parameters(model).values()) / mesh.fsdp / 2**30
+    sharing = [shared] if state_gib > LARGE_STATE * topology.chip.hbm_gib else [mesh.fsdp, shared]
+    for fsdp in dict.fromkeys(sharing):
         for remat in levels:
             for parts in _microbatches(config.batch_size, config.microbatches, devices):
                 values = {'train.microbatches': parts, 'model.remat': remat, 'mesh.fsdp': fsdp}
-                now = {
-                    'train.microbatches': config.microbatches,
-                    'model.remat': model.remat,
-                    'mesh.fsdp': mesh.fsdp,
-                }
-                if changes := {name: value for name, value in values.items() if value != now[name]}:
+                given = (config.microbatches, model.remat, mesh.fsdp)
+                changes = {k: v for (k, v), old in zip(values.items(), given, strict=True) if v != old}
+                if changes:
                     yield changes
 
 

@@ -36,7 +36,8 @@ def print_check(check: Check, plan: Plan) -> None:
     print()
     row(
         'topology',
-        f'{check.topology}: {check.chips} chips, {check.devices} devices; compiled in {check.compile_seconds:.0f} s'
+        f'{check.topology}: {check.chips} chips, {check.devices} devices; '
+        f'{"compiled in" if check.roofline else "refused by the compiler after"} {check.compile_seconds:.0f} s'
         + (f' with {", ".join(check.bindings)}' if check.bindings else ''),
     )
     memory = check.memory
