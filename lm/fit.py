@@ -1,4 +1,7 @@
-"""Fits the sketches of LLoPS to a kernel on sampled queries and keys (LLoPS, eq. 6 and §4.3)."""
+"""Fits the sketches of LLoPS to a kernel on sampled queries and keys (LLoPS, eq. 6 and §4.3).
+
+`scripts/fit_llops.py` does so for the layers of a trained run.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,6 +12,7 @@ import optax
 
 from lm.attention.llops import Llops, Sketch
 from lm.errors import ConfigError
+from lm.model import Transformer
 
 LOSSES = ('frobenius', 'relative', 'rmae')
 
@@ -87,6 +91,28 @@ def fit(
         {name: float(value) for name, value in jax.jit(evaluate)(f, q_NxD, k_NxD).items()} for f in (start, fitted)
     )
     return Fit(*fitted, before, after)
+
+
+def samples(model: Transformer, tokens_BxL: jax.Array, count: int, seed: int = 0) -> list[tuple[jax.Array, jax.Array]]:
+    """Queries and keys of every layer as its kernel sees them: `count` positions and heads drawn from a batch.
+
+    Returns:
+        for each layer ([count, head_dim], [count, head_dim]) float32, after the mechanism's layer normalization where
+        it has one.
+    """
+    key = jax.random.key(seed)
+
+    def draw(key, x_BxLxNxC):
+        rows = x_BxLxNxC.reshape(-1, x_BxLxNxC.shape[-1]).astype(jnp.float32)
+        return jax.random.choice(key, rows, (min(count, len(rows)),), replace=False)
+
+    found = []
+    for i, (block, q_BxLxHxC, k_BxLxKxC) in enumerate(model.attention_inputs(tokens_BxL)):
+        if hasattr(block.attention, 'normalize'):
+            q_BxLxHxC, k_BxLxKxC = block.attention.normalize(q_BxLxHxC, k_BxLxKxC)
+        pair = (q_BxLxHxC, k_BxLxKxC)
+        found.append(tuple(draw(jax.random.fold_in(key, 2 * i + j), x) for j, x in enumerate(pair)))
+    return found
 
 
 def errors(

@@ -7,7 +7,7 @@ B batch, L length, D model width, H query heads, K key/value heads, C head size,
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -112,15 +112,16 @@ class Block(nnx.Module):
         self.glu_out = linear(config.glu_dim, config.d_model, residual_init)
 
     def __call__(self, x_BxLxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q_BxLxHxC, k_BxLxKxC, v_BxLxKxC = self._qkv(x_BxLxD, rotation)
+        q_BxLxHxC, k_BxLxKxC, v_BxLxKxC = self.project(x_BxLxD, rotation)
         return self._rest(x_BxLxD, self.attention(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC))
 
     def step(self, state: Any, x_BxTxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
         """Like `__call__` for T tokens that follow those in `state`."""
-        state, y_BxTxHxC = self.attention.step(state, *self._qkv(x_BxTxD, rotation))
+        state, y_BxTxHxC = self.attention.step(state, *self.project(x_BxTxD, rotation))
         return state, self._rest(x_BxTxD, y_BxTxHxC)
 
-    def _qkv(self, x_BxLxD, rotation):
+    def project(self, x_BxLxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        """Queries [B, L, H, C], keys and values [B, L, K, C]; queries and keys are rotated."""
         H, K, C = self.dims.n_heads, self.dims.n_kv_heads, self.dims.head_dim
         qkv_BxLxNxC = self.qkv(self.attention_norm(x_BxLxD)).reshape(*x_BxLxD.shape[:2], H + 2 * K, C)
         qk_BxLxNxC = rotate(qkv_BxLxNxC[:, :, : H + K], rotation)
@@ -165,6 +166,16 @@ class Transformer(nnx.Module):
             layers = jax.checkpoint(layers, policy=REMAT[self.config.remat], prevent_cse=False)
         x_BxLxD, _ = jax.lax.scan(layers, x_BxLxD, states, unroll=self._unroll)
         return self.final_norm(x_BxLxD)
+
+    def attention_inputs(self, tokens_BxL: jax.Array) -> Iterator[tuple[Block, jax.Array, jax.Array]]:
+        """Each layer in turn with the queries [B, L, H, C] and keys [B, L, K, C] that reach its attention."""
+        x_BxLxD, rotation = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
+        for i in range(self.config.n_layers):
+            repeat, which = divmod(i, len(self.blocks))
+            graph, state = nnx.split(self.blocks[which])
+            block = nnx.merge(graph, jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], state))
+            yield block, *block.project(x_BxLxD, rotation)[:2]
+            x_BxLxD = block(x_BxLxD, rotation)
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """Logits, [B, L, V] float32. Training uses `nats`, which never holds them whole."""

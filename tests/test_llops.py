@@ -1,10 +1,15 @@
 """LLoPS against Definition 3.3, its special cases, and the fit of its sketches to a kernel."""
 
+import json
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import mechanisms
 import numpy as np
 import pytest
+import tiny
 from flax import nnx
 
 from lm.attention import HeadDims
@@ -205,3 +210,16 @@ def test_parameters_and_cost():
 def test_wrong_values_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
         Llops(**arguments)
+
+
+def test_fit_to_the_queries_and_keys_of_a_trained_run(reference_run, tmp_path):
+    script = tiny.ROOT / 'scripts' / 'fit_llops.py'
+    flags = ['--degree', '2', '--n_features', '96', '--samples', '512', '--steps', '1000']
+    command = [sys.executable, str(script), str(reference_run[0]), *flags, '--json', str(tmp_path / 'rows.json')]
+    done = subprocess.run(command, env=tiny.environment(), cwd=tiny.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / 'rows.json').read_text())
+    assert [row['layer'] for row in rows] == [0, 1]
+    # Eq. 6 on samples that the fit has not seen.
+    assert all(row['fitted_frobenius'] < 0.1 * row['random_frobenius'] for row in rows), done.stdout
+    assert f'{rows[0]["fitted_frobenius"]:.4f}' in done.stdout
