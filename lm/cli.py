@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from lm import __version__
+from lm.bench.command import bench_flags
 from lm.errors import ConfigError, LmError, Preempted
 
 EXIT_CODES = """exit codes:
@@ -252,6 +253,13 @@ VERBS = {
         example="lm report runs/sweep 'runs/tiny*' --out report",
         main='lm.report:main',
         flags=(report_flags,),
+        configure=None,
+    ),
+    'bench': Verb(
+        help='measure attention, training steps, TPU kernels (without a TPU) and data on this machine',
+        example='lm bench attention --mechanisms softmax,polysketch --contexts 1024,4096',
+        main='lm.bench.command:main',
+        flags=(bench_flags,),
         configure=None,
     ),
     'inspect': Verb(

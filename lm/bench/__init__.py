@@ -1,1 +1,1 @@
-"""Benchmarks: `lm bench`."""
+"""Benchmarks: `lm bench attention|step|kernels|data`."""

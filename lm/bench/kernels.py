@@ -143,6 +143,22 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def run(arguments: argparse.Namespace) -> int:
+    """`lm bench kernels`: `main`, with a heading, and JSON that says with which versions it was made."""
+    from lm.bench import results
+
+    results.check_writable(arguments.json, None)
+    rows = [row for topology in arguments.topology for row in kernels(topology, arguments.cases or None)]
+    machine = results.machine()
+    printer = results.Printer()
+    printer.line(results.heading('lm bench kernels', machine, ('jax', 'jaxlib', 'libtpu')))
+    printer.line(f'compiled, not run: {LENGTH:,} tokens, {HEADS} heads of {HEAD_DIM}, bfloat16\n')
+    printer.line(table(rows))
+    settings = {'topologies': arguments.topology, 'length': LENGTH, 'heads': HEADS, 'head_dim': HEAD_DIM}
+    results.write_json(arguments.json, 'kernels', machine, settings, rows)
+    return 0
+
+
 def _work(cases: list[str], generation: str, dump: str) -> int:
     for case in cases:
         try:

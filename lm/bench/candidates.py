@@ -1,0 +1,101 @@
+"""Which mechanisms a benchmark compares: names with the settings of gin files and parameters, or gin files of their own.
+
+polysketch                  @polysketch() as --gin_file and --gin_param set it
+wide/polysketch             the same with the settings of the scope: --gin_param 'wide/polysketch.sketch_size = 64'
+configs/attention/llops.gin what the file says of model.attention, and of everything else
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from lm.attention import Attention
+from lm.config import read, resolve, sections_of
+from lm.config_checks import Statement, check_used, did_you_mean, used_bindings
+from lm.config_text import Reference, listed
+from lm.configurable import REGISTRY
+from lm.errors import ConfigError
+from lm.experiment import Experiment
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A configuration, and what tables call it. `formulation`: the name that stands for a mechanism computed in
+    another way, such as 'plain'; else ''."""
+
+    name: str
+    experiment: Experiment
+    formulation: str = ''
+
+
+def candidates(
+    names: Sequence[str] | None,
+    gin_files: Sequence[str],
+    gin_params: Sequence[str],
+    *,
+    allow_imports: bool = False,
+    default: Sequence[str] = ('softmax', 'polysketch'),
+    formulations: dict[str, str] | None = None,
+) -> list[Candidate]:
+    """The configurations of the names, each resolved and checked.
+
+    Args:
+        names: see above; None: softmax, and what `model.attention` is set to, or else `default`.
+        gin_files, gin_params: of all of them.
+        formulations: further names, each with the mechanism that it computes.
+
+    Raises:
+        ConfigError: an unknown name, a mistake in the configuration, or a binding that none of the candidates uses.
+    """
+    base = {s.key: s for s in read(gin_files, allow_imports=allow_imports)}
+    params = {s.key: s for s in read((), gin_params, allow_imports=allow_imports)}
+    is_default = names is None
+    if names is None:
+        names = ['softmax', ''] if 'model.attention' in base | params else list(default)
+    if not names:
+        raise ConfigError('--mechanisms: name at least one')
+    resolved = []
+    for name in dict.fromkeys(names):
+        formulation, own = '', {}
+        if name.endswith('.gin'):
+            own = {s.key: s for s in read([name], allow_imports=allow_imports)}
+        elif name:
+            scope, _, mechanism = name.rpartition('/')
+            if mechanism in (formulations or {}):
+                formulation, mechanism = mechanism, formulations[mechanism]
+            _check_known(mechanism, formulations or {})
+            chosen = Statement('', 'model', 'attention', Reference(scope, mechanism), '--mechanisms', False)
+            own = {chosen.key: chosen}
+        bindings = base | params | own if not name.endswith('.gin') else base | own | params
+        experiment, calls = resolve(bindings, Experiment)
+        label = pathlib.Path(name).stem if name.endswith('.gin') else name or _label(experiment)
+        resolved.append((Candidate(label, experiment, formulation), bindings, calls))
+    used_somewhere = set().union(*(used_bindings(bindings, calls) for _, bindings, calls in resolved))
+    for _, bindings, calls in resolved:
+        used = used_bindings(bindings, calls)
+        kept = {key: s for key, s in bindings.items() if key in used or key not in used_somewhere}
+        check_used(kept, calls, set(sections_of(Experiment).values()))
+    if is_default:  # softmax itself may be what is configured
+        resolved = list({entry[0].name: entry for entry in resolved}.values())
+    labels = [candidate.name for candidate, *_ in resolved]
+    if twice := {label for label in labels if labels.count(label) > 1}:
+        raise ConfigError(f'--mechanisms: two of them are called {min(twice)}; name one of them, or use a scope')
+    return [candidate for candidate, *_ in resolved]
+
+
+def of_arguments(arguments: Any, **options: Any) -> list[Candidate]:
+    """The candidates of a command line."""
+    allow = {'allow_imports': arguments.allow_gin_imports}
+    return candidates(arguments.mechanisms, arguments.gin_file, arguments.gin_param, **allow, **options)
+
+
+def _check_known(mechanism: str, formulations: dict[str, str]) -> None:
+    known = sorted([name for name, cls in REGISTRY.items() if issubclass(cls, Attention)] + list(formulations))
+    if mechanism not in known:
+        hint = did_you_mean(mechanism, known) or f'; there are {listed(known, 30)}, and files that end in .gin'
+        raise ConfigError(f'--mechanisms {mechanism}: no such mechanism{hint}')
+
+
+def _label(experiment: Experiment) -> str:
+    return '+'.join(attention.gin_name for attention in experiment.model.pattern)

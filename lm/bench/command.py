@@ -1,0 +1,147 @@
+"""The flags of `lm bench`, and the way to its parts. Imports nothing heavy: every `lm --help` reads it."""
+
+import argparse
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+EXAMPLES = {
+    'attention': (
+        'one layer of each mechanism at several context lengths: latency and memory',
+        'lm bench attention --mechanisms polysketch,plain,softmax --contexts 1024,8192 --out figures',
+    ),
+    'step': (
+        'whole training steps a second at constant tokens a step, over context lengths',
+        'lm bench step --mechanisms softmax,polysketch --contexts 512,2048 --json step.json',
+    ),
+    'kernels': (
+        'cycles of the TPU kernels, read from what the compiler schedules: needs libtpu, no TPU',
+        'lm bench kernels --topology v5e,v6e',
+    ),
+    'data': (
+        'how fast lm prepare tokenises, beside SentencePiece alone, and how fast batches are read',
+        'lm bench data --text book.txt',
+    ),
+}
+
+
+def bench_flags(parser: argparse.ArgumentParser) -> None:
+    """The parts of `lm bench` as parsers of their own."""
+    parts = parser.add_subparsers(dest='part', metavar='PART', title='parts', parser_class=type(parser))
+    for name, (text, example) in EXAMPLES.items():
+        part = parts.add_parser(
+            name,
+            help=text,
+            description=f'{text[0].upper()}{text[1:]}.',
+            epilog=f'example:\n  {example}',
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        FLAGS[name](part)
+        part.add_argument('--json', metavar='FILE', help='also write everything to this file')
+        part.add_argument('--debug', action='store_true', help='show the traceback of an error')
+        part.set_defaults(parser=part)
+
+
+def _measuring(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--mechanisms',
+        type=_list(str),
+        metavar='NAMES',
+        help='with commas: registered mechanisms (also scope/name), set by --gin_param, or gin files of them',
+    )
+    parser.add_argument('--contexts', type=_list(_count), metavar='LENGTHS', help='tokens a sequence, with commas')
+    parser.add_argument('--repeats', type=_count, default=5, metavar='N', help='a figure is a median of N; default: 5')
+    parser.add_argument('--out', metavar='DIR', help='draw pictures (PNG and PDF) in this folder')
+
+
+def _attention(parser: argparse.ArgumentParser) -> None:
+    from lm.cli import gin_flags
+
+    _measuring(parser)
+    parser.add_argument('--tokens', type=_count, metavar='N', help='tokens a call: the rows of a batch make up for it')
+    parser.add_argument('--heads', type=_count, metavar='N', help='default: 12, and 4 on a CPU')
+    parser.add_argument('--head_dim', type=_count, default=64, metavar='N', help='default: 64')
+    parser.add_argument('--dtype', choices=('float32', 'bfloat16'), help='default: bfloat16, and float32 on a CPU')
+    parser.add_argument(
+        '--passes',
+        type=_list(str),
+        default=['forward', 'forward+backward'],
+        metavar='NAMES',
+        help='forward, forward+backward; default: both',
+    )
+    gin_flags(parser)
+
+
+def _step(parser: argparse.ArgumentParser) -> None:
+    from lm.cli import distributed_flags, gin_flags
+
+    _measuring(parser)
+    parser.add_argument(
+        '--tokens_per_step', type=_count, metavar='N', help='over all devices; the same at all contexts'
+    )
+    parser.add_argument(
+        '--microbatch_tokens', type=_count, metavar='N', help='of one device at a time; default: 16384, or a sequence'
+    )
+    parser.add_argument('--steps', type=_count, metavar='N', help='steps timed together; default: 3, and 1 on a CPU')
+    gin_flags(parser)
+    distributed_flags(parser)
+
+
+def _kernels(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--topology', type=_list(str), default=['v5e'], metavar='NAMES', help='v4, v5e, v5p, v6e, v7x; with commas'
+    )
+    parser.add_argument('cases', nargs='*', metavar='CASE', help='which kernels; default: all')
+
+
+def _data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--text', metavar='FILE', help='UTF-8 text to tokenise; default: made from the documentation')
+    parser.add_argument('--megabytes', type=_number, metavar='X', help='of text; default: the file, or 4')
+    parser.add_argument('--document_bytes', type=_count, default=8192, metavar='N', help='of a document; default: 8192')
+    parser.add_argument('--vocab_size', type=_count, metavar='N', help='default: 32000, or what the text gives')
+    parser.add_argument('--path', metavar='STORE', help='read batches from this store; prepare is then not measured')
+    parser.add_argument('--context_length', type=_count, default=2048, metavar='N', help='of batches; default: 2048')
+    parser.add_argument('--tokens', type=_count, default=2**26, metavar='N', help='of the store that is made')
+    parser.add_argument(
+        '--tokens_per_step', type=_count, default=2**19, metavar='N', help='of a batch; default: 524288'
+    )
+    parser.add_argument('--repeats', type=_count, default=5, metavar='N', help='a figure is a median of N; default: 5')
+
+
+FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    'attention': _attention,
+    'step': _step,
+    'kernels': _kernels,
+    'data': _data,
+}
+
+
+def main(experiment: None, arguments: Any) -> int:
+    """The `lm bench` command."""
+    if arguments.part is None:
+        arguments.parser.print_help()
+        return 2
+    return importlib.import_module(f'lm.bench.{arguments.part}').run(arguments) or 0
+
+
+def _list(kind: Callable[[str], Any]) -> Callable[[str], list]:
+    def parse(text: str) -> list:
+        return [kind(part.strip()) for part in text.split(',') if part.strip()]
+
+    parse.__name__ = f'list of {kind.__name__.strip("_")}s'
+    return parse
+
+
+def _count(text: str) -> int:
+    value = int(text.replace('_', ''))
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError
+    return value

@@ -1,0 +1,249 @@
+"""`lm bench step`: whole training steps a second at constant tokens a step, over context lengths (PolySketchFormer,
+Table 4 and Figure 4): the step of `lm train`, with its shardings and donated state, on random tokens."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lm.bench import results, timing
+from lm.bench.candidates import Candidate, of_arguments
+from lm.errors import ConfigError
+from lm.experiment import Experiment
+from lm.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh, place
+from lm.metrics import peak_flops
+from lm.step import Step, count_parameters
+from lm.train import check_divides, lower
+
+CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
+CPU_CONTEXTS = (256, 512, 1024, 2048)
+CONTEXTS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+MICROBATCH_TOKENS = 16_384
+FALLBACK = 'full'
+"""The `model.remat` with which a step that does not fit is tried again, before it counts as out of memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One configuration at one context length.
+
+    Attributes:
+        windows: of a step.
+        microbatches: parts that a step is computed in.
+        remat: `model.remat`: what is configured, or `FALLBACK` where that did not fit.
+        out_of_memory: then there are no figures.
+        steps_per_second: the median.
+        mfu: of all devices; None where no data sheet gives their peak.
+        temporary_mib, peak_mib: on one device.
+        loss: of the first step on random tokens: about the logarithm of the vocabulary.
+        speed_over_softmax: steps a second over those of softmax, in the same run.
+    """
+
+    mechanism: str
+    context: int
+    windows: int
+    microbatches: int
+    remat: str
+    parameters: int
+    out_of_memory: bool = True
+    steps_per_second: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    temporary_mib: float | None = None
+    peak_mib: float | None = None
+    loss: float | None = None
+    speed_over_softmax: float | None = None
+
+
+class Program:
+    """The compiled step of one configuration at one context length; `state` is shared with those at the others."""
+
+    def __init__(self, experiment: Experiment, state: dict[str, Any], steps: int):
+        """
+        Args:
+            experiment: with the context length.
+            state: holds the training state under 'state', or nothing yet.
+            steps: of a call.
+        """
+        self.experiment, self._state, self._steps, self.loss = experiment, state, steps, None
+        config, model = experiment.train, experiment.model
+        self.mesh = make_mesh(experiment.mesh)
+        check_divides(config, self.mesh.size)
+        step = Step(model, experiment.optimizer, config.steps)
+        abstract = place(jax.eval_shape(lambda: step.init(config.seed)), self.mesh)
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        shape = (config.microbatches, config.batch_size // config.microbatches, config.context_length + 1)
+        dtype = np.dtype(np.uint16 if model.vocab_size <= 2**16 else np.uint32)
+        with jax.set_mesh(self.mesh):
+            self.compiled, self.memory = timing.compile_if_fits(lower(step, abstract, shape, dtype, self.mesh))
+            self._init = jax.jit(lambda: step.init(config.seed), out_shardings=shardings)
+            self._draw = jax.jit(
+                lambda: jax.random.randint(jax.random.key(1), shape, 0, model.vocab_size).astype(dtype),
+                out_shardings=batch_sharding(self.mesh, axis=1),
+            )
+        self._batch = None
+
+    def __call__(self) -> jax.Array:
+        """Runs the steps; the loss of the last."""
+        with jax.set_mesh(self.mesh):
+            state = self._state.pop('state', None)  # donated: gone, if the step fails
+            state = self._init() if state is None else state
+            self._batch = self._draw() if self._batch is None else self._batch
+        for _ in range(self._steps):
+            state, figures = self.compiled(state, self._batch)
+            self.loss = figures['loss'] if self.loss is None else self.loss
+        self._state['state'] = state
+        return figures['loss']
+
+
+def run(arguments: Any) -> int:
+    """The command."""
+    results.check_writable(arguments.json, arguments.out)
+    distributed = arguments.coordinator_address, arguments.process_count, arguments.process_id
+    initialize_distributed(MeshConfig(), *distributed)
+    is_cpu = jax.default_backend() == 'cpu'
+    if not any(text.lstrip().startswith('model.d_model') for text in arguments.gin_param):
+        arguments.gin_file = arguments.gin_file or [CPU_MODEL if is_cpu else MODEL]
+    found = of_arguments(arguments)
+    contexts = sorted(set(arguments.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
+    tokens = arguments.tokens_per_step or jax.device_count() * contexts[-1]
+    limit, steps = arguments.microbatch_tokens or MICROBATCH_TOKENS, arguments.steps or (1 if is_cpu else 3)
+    printer, machine = results.Printer(), results.machine()
+    printer.line(results.heading('lm bench step', machine))
+    model = found[0].experiment.model
+    printer.line(
+        f'{model.n_layers} layers of width {model.d_model}, {tokens:,} tokens a step, '
+        f'{jnp.dtype(model.compute_dtype).name}'
+    )
+    rows = []
+    # An accelerator's memory should hold one state; on a CPU that others share, all take turns.
+    for group in [found] if is_cpu else [[candidate] for candidate in found]:
+        rows += measure(group, contexts, tokens, limit, steps, arguments.repeats)
+    rows = compared(rows)
+    printer.table([dataclasses.asdict(row) | {'speed': _speed(row)} for row in rows], COLUMNS)
+    settings = {
+        'tokens_per_step': tokens,
+        'steps': steps,
+        'repeats': arguments.repeats,
+        'gin_files': arguments.gin_file,
+        'gin_params': arguments.gin_param,
+        'mechanisms': {c.name: [str(a) for a in c.experiment.model.pattern] for c in found},
+    }
+    results.write_json(arguments.json, 'step', machine, settings, rows)
+    for name in draw(rows, arguments.out) if arguments.out else ():
+        printer.line(f'wrote {name}')
+    return 0
+
+
+def measure(
+    found: Sequence[Candidate], contexts: Sequence[int], tokens: int, limit: int, steps: int, repeats: int
+) -> list[Row]:
+    """Compiles the step of each candidate at each context, and times them in turns.
+
+    Args:
+        tokens: of a step, over all devices.
+        limit: tokens that a device processes at a time, if a sequence has not more.
+        steps: timed together.
+    """
+    programs: dict[tuple[str, int], Program] = {}
+    for candidate in found:
+        state: dict[str, Any] = {}
+        for context in contexts:
+            experiment = at_context(candidate.experiment, context, tokens, limit)
+            program = Program(experiment, state, steps)
+            if program.compiled is None and experiment.model.remat != FALLBACK:
+                model = dataclasses.replace(experiment.model, remat=FALLBACK)
+                program = Program(dataclasses.replace(experiment, model=model), state, steps)
+            programs[candidate.name, context] = program
+    calls: dict[tuple[str, int], Callable] = {k: p for k, p in programs.items() if p.compiled is not None}
+    times = timing.in_turns(calls, repeats)
+    return [_row(name, program, times.get((name, context)), steps) for (name, context), program in programs.items()]
+
+
+def at_context(experiment: Experiment, context: int, tokens: int, limit: int) -> Experiment:
+    """The experiment with another context length, and microbatches of at most `limit` tokens a device.
+
+    Raises ConfigError where the tokens of a step are no multiple of the context.
+    """
+    if tokens % context:
+        raise ConfigError(f'--tokens_per_step {tokens}: must be a multiple of every context; {context} does not divide')
+    rows = max(1, tokens // context // jax.device_count())
+    together = max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * context <= limit))
+    train = dataclasses.replace(
+        experiment.train, context_length=context, tokens_per_step=tokens, microbatches=rows // together
+    )
+    return dataclasses.replace(experiment, train=train)
+
+
+def _row(name: str, program: Program, times: timing.Times | None, steps: int) -> Row:
+    config, model = program.experiment.train, program.experiment.model
+    row = Row(
+        mechanism=name,
+        context=config.context_length,
+        windows=config.batch_size,
+        microbatches=config.microbatches,
+        remat=model.remat,
+        parameters=sum(count_parameters(model).values()),
+        **program.memory,
+    )
+    if times is None:
+        return row
+    rate = steps / times.seconds
+    peak = peak_flops(jax.devices()[0].device_kind)
+    flops = model.flops_per_token(config.context_length) * config.tokens_per_step
+    return dataclasses.replace(
+        row,
+        out_of_memory=False,
+        steps_per_second=rate,
+        tokens_per_second=rate * config.tokens_per_step,
+        mfu=flops * rate / (peak * program.mesh.size) if peak else None,
+        loss=float(program.loss),
+    )
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """The rows by context, with their speed over softmax where that was measured."""
+    softmax = {row.context: row.steps_per_second for row in rows if row.mechanism == 'softmax'}
+    result = []
+    for row in sorted(rows, key=lambda row: row.context):
+        base = softmax.get(row.context)
+        ratio = row.steps_per_second / base if base and row.steps_per_second and row.mechanism != 'softmax' else None
+        result.append(dataclasses.replace(row, speed_over_softmax=ratio))
+    return result
+
+
+COLUMNS = {
+    'context': ('context', '{:,}'.format),
+    'mechanism': ('mechanism', str),
+    'windows': ('windows', '{:,}'.format),
+    'microbatches': ('microb.', '{:,}'.format),
+    'remat': ('remat', str),
+    'speed': ('steps/s', str),
+    'tokens_per_second': ('tokens/s', '{:,.0f}'.format),
+    'mfu': ('MFU', '{:.1%}'.format),
+    'temporary_mib': ('temp. MiB', '{:,.0f}'.format),
+    'peak_mib': ('peak MiB', '{:,.0f}'.format),
+    'speed_over_softmax': ('× softmax', '{:.2f}×'.format),
+}
+
+
+def _speed(row: Row) -> str:
+    return 'OOM' if row.out_of_memory else f'{row.steps_per_second:.3g}'
+
+
+def draw(rows: Sequence[Row], out: str) -> list[str]:
+    """Steps a second against context length, as PolySketchFormer's Figure 4, and its Figure 1, time per token."""
+    steps: dict[str, list[tuple[int, float]]] = {}
+    times: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        steps.setdefault(row.mechanism, [])
+        times.setdefault(row.mechanism, [])
+        if not row.out_of_memory:
+            steps[row.mechanism].append((row.context, row.steps_per_second))
+            times[row.mechanism].append((row.context, 1e6 / row.tokens_per_second))
+    written = results.draw_contexts(pathlib.Path(out, 'step_speed'), steps, 'training steps per second')
+    return written + results.draw_contexts(pathlib.Path(out, 'step_latency'), times, 'train step (µs per token)')

@@ -1,0 +1,135 @@
+"""Times that can be compared: candidates take turns in random order, and the figure is the median.
+
+On a machine that other work shares, a rate changes from minute to minute; the ratio of two candidates that took turns
+changes little.
+"""
+
+import dataclasses
+import pathlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from lm.errors import LmError
+
+LEAST_SECONDS = 0.01
+"""Calls of an accelerator that are shorter are timed several at a time, so that the host's part does not count."""
+
+Key = TypeVar('Key', bound=Hashable)
+
+
+class OutOfMemory(LmError):
+    """A candidate needs more memory than there is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Of one candidate.
+
+    Attributes:
+        seconds: median of a call, by the clock.
+        least: the shortest.
+        cpu_seconds: median of a call, on all cores of this process together; of an accelerator the host's part.
+        repeats: how many were timed.
+    """
+
+    seconds: float
+    least: float
+    cpu_seconds: float
+    repeats: int
+
+
+def in_turns(calls: Mapping[Key, Callable[[], Any]], repeats: int, seed: int = 0) -> dict[Key, Times | None]:
+    """Times each call `repeats` times, one after another in an order that is drawn anew for every round.
+
+    Args:
+        calls: do the work and return arrays to wait for; one call of each, at first, is not timed.
+        repeats: rounds.
+        seed: of the order.
+
+    Returns:
+        the times of each; None where memory did not suffice.
+    """
+    counts: dict[Key, int] = {}
+    for key, call in calls.items():
+        try:
+            jax.block_until_ready(call())
+            start = time.perf_counter()
+            if jax.default_backend() != 'cpu':
+                jax.block_until_ready(call())
+            seconds = time.perf_counter() - start
+            # Several processes must make the same calls.
+            alone = jax.default_backend() == 'cpu' or jax.process_count() > 1
+            counts[key] = 1 if alone else max(1, round(LEAST_SECONDS / max(seconds, 1e-6)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+    draw, found = random.Random(seed), {key: [] for key in counts}
+    for _ in range(repeats):
+        for key in draw.sample(list(found), len(found)):
+            n = counts[key]
+            start, cpu = time.perf_counter(), time.process_time()
+            try:
+                for _ in range(n):
+                    result = calls[key]()
+                jax.block_until_ready(result)
+            except Exception as error:  # fragmentation can take what the first call still had
+                if not is_out_of_memory(error):
+                    raise
+                del found[key]
+                continue
+            found[key].append(((time.perf_counter() - start) / n, (time.process_time() - cpu) / n))
+    return {key: _times(found[key]) if key in found else None for key in calls}
+
+
+def _times(found: list[tuple[float, float]]) -> Times:
+    seconds, cpu = zip(*found, strict=True)
+    return Times(statistics.median(seconds), min(seconds), statistics.median(cpu), len(found))
+
+
+def compile_if_fits(lowered: jax.stages.Lowered) -> tuple[Any, dict[str, float]]:
+    """(the compiled program, or None where it needs more memory than there is; MiB of each kind on one device)."""
+    try:
+        compiled = lowered.compile()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, {}
+    memory = memory_mib(compiled)
+    # A CPU's programs are not refused: the system would end the process.
+    if jax.default_backend() == 'cpu' and memory.get('peak_mib', 0.0) > available_mib():
+        return None, memory
+    return compiled, memory
+
+
+def memory_mib(compiled: Any) -> dict[str, float]:
+    """Of a compiled program on one device: what it takes and gives, what it needs besides, and the peak."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return {}
+    given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    peak = max(getattr(stats, 'peak_memory_in_bytes', 0), given + stats.temp_size_in_bytes)
+    return {'temporary_mib': stats.temp_size_in_bytes / 2**20, 'peak_mib': peak / 2**20}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a compiler, a device or the host ran out of memory."""
+    text = str(error).lower()
+    known = ('resource_exhausted', 'out of memory', 'out_of_memory')
+    return isinstance(error, MemoryError | OutOfMemory) or (
+        isinstance(error, jax.errors.JaxRuntimeError) and any(word in text for word in known)
+    )
+
+
+def available_mib() -> float:
+    """Memory of the host that programs can still take."""
+    try:
+        lines = pathlib.Path('/proc/meminfo').read_text().splitlines()
+    except OSError:
+        return float('inf')
+    found = [int(line.split()[1]) / 1024 for line in lines if line.startswith('MemAvailable')]
+    return found[0] if found else float('inf')
