@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -98,23 +97,20 @@ def test_other_device_counts_resume_the_same_run(tiny_flags, reference_run, tmp_
     np.testing.assert_allclose(list(ours.values()), list(theirs.values()), atol=1e-5, rtol=0)
 
 
-def test_two_processes_equal_one_with_two_devices(tiny_flags, tmp_path):
+def test_two_processes_of_a_local_pod_equal_one_with_two_devices(tiny_flags, tmp_path):
     single = tmp_path / 'single'
     assert tiny.lm('train', '--run_dir', str(single), *tiny_flags, devices=2).returncode == 0
     pair = tmp_path / 'pair'
-    with socket.socket() as free:
-        free.bind(('localhost', 0))
-        port = free.getsockname()[1]
-    processes = [
-        tiny.start(
-            'train', '--run_dir', str(pair), *tiny_flags,
-            '--coordinator_address', f'localhost:{port}', '--process_count', '2', '--process_id', str(i),
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    for process in processes:
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output
+    command = [sys.executable, '-m', 'lm.cli', 'train', '--run_dir', str(pair), *tiny_flags]
+    done = subprocess.run(
+        [str(tiny.ROOT / 'scripts' / 'local_pod.sh'), '2', '--', *command],
+        env=tiny.environment(),
+        cwd=tiny.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     assert tiny.losses(pair) == tiny.losses(single)
     assert tiny.losses(pair, 'eval') == tiny.losses(single, 'eval')
     assert tiny.checksums(pair, 40) == tiny.checksums(single, 40)
