@@ -320,17 +320,15 @@ LEARNERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize('name', LEARNERS)
 def test_two_layers_learn_induction_heads(name, tmp_path):
-    length, steps = 64, 400
-    settings = LEARNERS[name] | {
-        'train.context_length': length,
-        'train.tokens_per_step': 64 * length,
-        'train.steps': steps,
-        'train.eval_every': None,
-        'checkpoint.save_every_steps': None,
-    }
-    flags = ['--gin_file', 'configs/tasks/induction_heads.gin', *tiny.params(settings)]
-    done = tiny.lm('train', '--run_dir', str(tmp_path / 'run'), *flags, timeout=7200)
-    assert done.returncode == 0, done.stderr
-    last = json.loads((tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()[-1])
+    """Context 32 first, then 128 from those weights: the commands in configs/tasks/induction_heads_start.gin."""
+    start, run = str(tmp_path / 'start'), tmp_path / 'run'
+    learner = tiny.params(LEARNERS[name])
+    stages = [('start', start, {}), ('finish', str(run), {'train.init_from': start})]
+    for stage, directory, bindings in stages:
+        flags = ['--gin_file', f'configs/tasks/induction_heads_{stage}.gin', *learner, *tiny.params(bindings)]
+        done = tiny.lm('train', '--run_dir', directory, *flags, timeout=7200)
+        assert done.returncode == 0, done.stderr
+    last = json.loads((run / 'metrics.jsonl').read_text().splitlines()[-1])
     assert last['kind'] == 'eval'
+    assert last['context_length'] == 128
     assert last['accuracy'] > 0.999
