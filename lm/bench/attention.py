@@ -1,8 +1,8 @@
 """`lm bench attention`: one layer of each mechanism, from queries, keys and values to its output and all gradients.
 
 The number of tokens of a call is the same at every context length (the batch makes up for it), as in PolySketchFormer's
-Figure 1; all candidates take turns in random order, so that ratios hold on a busy machine too. `plain` is polysketch with
-the formulas of the paper's §3 as they read (`lm.ops.linear_attention.reference.plain_blocks`): the yardstick.
+Figure 1; all candidates take turns in random order, so that ratios hold on a busy machine too. `plain` is polysketch
+with the formulas of the paper's §3 as they read (`lm.ops.linear_attention.reference.plain_blocks`): the yardstick.
 """
 
 import dataclasses
@@ -253,5 +253,5 @@ def draw(rows: Sequence[Row], out: str) -> list[str]:
             if row.passes == step and not row.out_of_memory and math.isfinite(row.microseconds_per_token):
                 own.append((row.context, row.microseconds_per_token))
         path = pathlib.Path(out, f'attention_{step.replace("+", "_")}')
-        written += results.draw_contexts(path, points, f'{step}, a layer (µs per token)')
+        written += results.draw_contexts(path, points, 'time per token (µs)')
     return written

@@ -1,4 +1,4 @@
-"""Which mechanisms a benchmark compares: names with the settings of gin files and parameters, or gin files of their own.
+"""Which mechanisms a benchmark compares: names, with the settings of gin files and parameters, or files of their own.
 
 polysketch                  @polysketch() as --gin_file and --gin_param set it
 wide/polysketch             the same with the settings of the scope: --gin_param 'wide/polysketch.sketch_size = 64'

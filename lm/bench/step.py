@@ -246,4 +246,4 @@ def draw(rows: Sequence[Row], out: str) -> list[str]:
             steps[row.mechanism].append((row.context, row.steps_per_second))
             times[row.mechanism].append((row.context, 1e6 / row.tokens_per_second))
     written = results.draw_contexts(pathlib.Path(out, 'step_speed'), steps, 'training steps per second')
-    return written + results.draw_contexts(pathlib.Path(out, 'step_latency'), times, 'train step (µs per token)')
+    return written + results.draw_contexts(pathlib.Path(out, 'step_latency'), times, 'training time per token (µs)')

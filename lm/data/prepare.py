@@ -174,7 +174,7 @@ def _prepare(
             )
     finally:
         _stop(pool)
-    return _assemble(config, path, job, shards, settings, console)
+    return assemble(config, path, job, shards, settings, console)
 
 
 def _train(config: PrepareConfig, job: work.Job, shards: dict[str, list[Shard]], pool: Any, console: Console) -> None:
@@ -219,7 +219,7 @@ def _stop(pool: concurrent.futures.ProcessPoolExecutor) -> None:
         worker.join()
 
 
-def _assemble(
+def assemble(
     config: PrepareConfig,
     path: str,
     job: work.Job,

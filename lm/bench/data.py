@@ -1,0 +1,282 @@
+"""`lm bench data`: how fast text becomes tokens, and tokens become batches.
+
+`lm prepare` is compared with SentencePiece alone on the same text and the same model, in turns, in one process. What a
+worker of `lm prepare` does (reading, cleaning, cutting, encoding, counting, writing) and what the joining of its
+results costs count; training the tokenizer and starting processes do not. A rate per core is bytes over the processor
+time of all threads. Batches are read as in training, from a store in its real format.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+import random
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import sentencepiece
+from rich.console import Console
+
+from lm.bench import results, timing
+from lm.config import PROJECT
+from lm.data import prepare, store
+from lm.data import shards as work
+from lm.data.batches import Batches, Windows
+from lm.data.sources import Jsonl
+from lm.data.tokenizer import Tokenizer, TokenizerConfig
+from lm.errors import ConfigError
+from lm.mesh import MeshConfig, batch_sharding, make_mesh
+
+MEGABYTES = 4.0
+VOCAB_SIZES = (32_000, 16_000, 8_000, 4_000, 2_000, 1_000, 400)
+"""Of the tokenizer: the first that the text is enough for."""
+SAMPLE_BYTES = 4_000_000
+GOAL = 5e6
+"""Tokens a second of one host."""
+BATCHES = 8
+"""Read in one measurement."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way of making tokens or batches.
+
+    Attributes:
+        name: what was measured.
+        seconds, cpu_seconds: of one pass, by the clock and on all cores; medians.
+        megabytes_per_second: of UTF-8 text, by the clock; None for batches.
+        megabytes_per_core_second: over `cpu_seconds`.
+        over_sentencepiece: rate per core over that of the fastest way to call SentencePiece, in the same run.
+    """
+
+    name: str
+    seconds: float
+    cpu_seconds: float
+    tokens_per_second: float
+    tokens_per_core_second: float
+    megabytes_per_second: float | None = None
+    megabytes_per_core_second: float | None = None
+    over_sentencepiece: float | None = None
+
+
+def run(arguments: Any) -> int:
+    """The command."""
+    results.check_writable(arguments.json, None)
+    printer, machine = results.Printer(), results.machine()
+    packages = ('jax', 'sentencepiece', 'tensorstore')
+    printer.line(results.heading('lm bench data', machine, packages))
+    rows, settings = [], {'context_length': arguments.context_length, 'tokens_per_step': arguments.tokens_per_step}
+    with tempfile.TemporaryDirectory(prefix='lm-bench-') as folder:
+        if arguments.path is None or arguments.text is not None:
+            size = int(1e6 * arguments.megabytes) if arguments.megabytes else None
+            text, origin = read_text(arguments.text, size)
+            documents = cut(text, arguments.document_bytes)
+            prepared, about = measure_prepare(
+                documents, pathlib.Path(folder, 'text'), arguments.vocab_size, arguments.repeats
+            )
+            rows += prepared
+            settings |= about | {'text': origin, 'document_bytes': arguments.document_bytes}
+            printer.line(
+                f'prepare: {about["bytes"] / 1e6:.1f} MB of {origin} in {about["documents"]:,} documents, '
+                f'{about["vocab_size"]:,} pieces, {about["tokens"]:,} tokens'
+            )
+        if arguments.path is None:
+            path = str(pathlib.Path(folder, 'tokens'))
+            write_store(path, arguments.tokens)
+            split = 'train'
+        else:
+            path = arguments.path
+            split = next(iter(store.TokenStore.open(path).splits))
+        row = measure_batches(path, split, arguments.context_length, arguments.tokens_per_step, arguments.repeats)
+        rows.append(row)
+        where = f'{path}, split {split}' if arguments.path else f'a new store of {arguments.tokens:,} tokens'
+        settings |= {'store': where}
+        printer.line(
+            f'batches: windows of {arguments.context_length:,} from {where}, in steps of {arguments.tokens_per_step:,} '
+            'tokens, onto the devices; files lie in the page cache'
+        )
+    printer.table([dataclasses.asdict(row) for row in rows], COLUMNS)
+    share = row.tokens_per_second / GOAL
+    printer.line(f'batches: {share:.1f}× the goal of {GOAL / 1e6:.0f} M tokens/s a host')
+    results.write_json(arguments.json, 'data', machine, settings, rows)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------------- prepare
+
+
+def read_text(path: str | None, size: int | None) -> tuple[str, str]:
+    """(at most `size` bytes of text, what it is). Without a file: sentences of the documentation, drawn at random.
+
+    Raises ConfigError where the file cannot be read or is empty.
+    """
+    if path is None:
+        return made_up_text(size or int(1e6 * MEGABYTES)), 'made-up text (sentences of the documentation, drawn)'
+    try:
+        raw = pathlib.Path(path).read_bytes()[:size]
+    except OSError as error:
+        raise ConfigError(f'--text {path}: {error.strerror}') from None
+    text = raw.decode('utf-8', errors='ignore')
+    if not text.strip():
+        raise ConfigError(f'--text {path}: holds no text in UTF-8')
+    return text, pathlib.Path(path).name
+
+
+def made_up_text(size: int) -> str:
+    """Sentences of this package's documentation and docstrings in random order, `size` bytes of them."""
+    files = sorted([*PROJECT.glob('*.md'), *PROJECT.glob('docs/*.md'), *PROJECT.glob('lm/**/*.py')])
+    prose = []
+    for file in files:
+        content = file.read_text(encoding='utf-8')
+        prose += [content] if file.suffix == '.md' else re.findall(r'"""(.*?)"""', content, re.DOTALL)
+    sentences = [s for s in re.split(r'(?<=[.:;])\s+', '\n\n'.join(prose)) if len(s) > 3]
+    draw, parts, total = random.Random(0), [], 0
+    while total < size:
+        parts.append(draw.choice(sentences) + draw.choice((' ', ' ', ' ', '\n', '\n\n')))
+        total += len(parts[-1].encode())
+    return ''.join(parts).encode()[:size].decode(errors='ignore')
+
+
+def cut(text: str, size: int) -> list[str]:
+    """Documents of about `size` characters, cut where lines or words end."""
+    found = re.findall(rf'(?s).{{1,{size}}}(?:\s|\Z)|.{{1,{size}}}', text)
+    return [document for document in found if document.strip()]
+
+
+def measure_prepare(
+    documents: list[str], folder: pathlib.Path, vocab_size: int | None, repeats: int
+) -> tuple[list[Row], dict[str, Any]]:
+    """The rates of SentencePiece and of `lm prepare`, and what they were measured on."""
+    folder.mkdir(parents=True)
+    with (folder / 'train.jsonl').open('w', encoding='utf-8') as file:
+        file.writelines(json.dumps({'text': document}) + '\n' for document in documents)
+    job = work.Job(Jsonl(path=str(folder)), 'none', 10**9, folder / 'unfinished', strict=True)
+    shards = job.source.shards('train')
+    _train(job, shards, vocab_size)
+    tokenizer = Tokenizer.load(job.model)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(job.model))
+    lines = [line for document in documents for line in document.splitlines(keepends=True)]
+    config = prepare.PrepareConfig(source=job.source, splits=('train',), tokenizer=_TOKENIZER)
+    settings = {'source': job.source.identity()}
+    console = Console(quiet=True)
+
+    def lm_prepare() -> None:
+        for i, shard in enumerate(shards):
+            job.result(shard, i).base.with_suffix('.json').unlink(missing_ok=True)
+            work.tokenize(job, shard, i)
+        prepare.assemble(config, str(folder / 'tokens'), job, {'train': shards}, settings, console)
+
+    calls: dict[str, Callable[[], Any]] = {
+        'SentencePiece, documents': lambda: processor.encode(documents, num_threads=1) and None,
+        'SentencePiece, lines': lambda: processor.encode(lines, num_threads=1) and None,
+        'lm prepare': lm_prepare,
+    }
+    times = timing.in_turns(calls, repeats)
+    size, tokens = sum(len(d.encode()) for d in documents), job_tokens(job, shards)
+    best = min(found.cpu_seconds for name, found in times.items() if name != 'lm prepare')
+    rows = [
+        Row(
+            name=name,
+            seconds=found.seconds,
+            cpu_seconds=found.cpu_seconds,
+            tokens_per_second=tokens / found.seconds,
+            tokens_per_core_second=tokens / found.cpu_seconds,
+            megabytes_per_second=size / found.seconds / 1e6,
+            megabytes_per_core_second=size / found.cpu_seconds / 1e6,
+            over_sentencepiece=best / found.cpu_seconds,
+        )
+        for name, found in times.items()
+    ]
+    about = {'bytes': size, 'documents': len(documents), 'tokens': tokens, 'vocab_size': tokenizer.vocab_size}
+    return rows, about
+
+
+_TOKENIZER = TokenizerConfig(sample_bytes=SAMPLE_BYTES)
+
+
+def _train(job: work.Job, shards: list, vocab_size: int | None) -> None:
+    """Trains a tokenizer as `lm prepare` does, with as many pieces as the text is enough for."""
+    for n in (vocab_size,) if vocab_size else VOCAB_SIZES:
+        try:
+            return work.train_tokenizer(job, dataclasses.replace(_TOKENIZER, vocab_size=n), shards)
+        except ConfigError as error:
+            last = error
+    raise last
+
+
+def job_tokens(job: work.Job, shards: list) -> int:
+    """Tokens of the shards that were made."""
+    return sum(job.result(shard, i).counts()['tokens'] for i, shard in enumerate(shards))
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+
+def write_store(path: str, tokens: int, vocab_size: int = 32_000) -> None:
+    """A token store of random tokens in the real format."""
+    draw = np.random.default_rng(0)
+    ends = np.array([tokens], np.int64)
+    digest = hashlib.sha256()
+
+    def blocks() -> Iterator[np.ndarray]:
+        for start in range(0, tokens, 2**22):
+            yield draw.integers(0, vocab_size, min(2**22, tokens - start), np.uint16)
+
+    store.write_array(path, 'train', 'tokens', blocks(), tokens, 'uint16')
+    store.write_array(path, 'train', 'document_ends', [ends], 1, 'int64')
+    split = {'documents': 1, 'bytes': 4 * tokens, 'words': tokens, 'tokens': tokens}
+    info = {
+        'source': {'kind': 'random'},
+        'dtype': 'uint16',
+        'splits': {'train': split | {'sha256': store.split_digest(digest, ends)}},
+        'tokenizer': {'sha256': '', 'vocab_size': vocab_size, 'eod_id': 1},
+    }
+    store.write_info(path, info)
+
+
+def measure_batches(path: str, split: str, context: int, tokens_per_step: int, repeats: int) -> Row:
+    """The rate at which `Batches.prefetch` delivers batches on the devices of this host."""
+    opened = store.TokenStore.open(path)
+    mesh = make_mesh(MeshConfig())
+    windows = tokens_per_step // context // mesh.size * mesh.size
+    if not windows:
+        raise ConfigError(
+            f'--tokens_per_step {tokens_per_step}: {mesh.size} devices need at least {mesh.size * context}'
+        )
+    chosen = Windows(opened.tokens(split), context, windows, seed=0)
+    batches = Batches(opened, split, chosen, 1, batch_sharding(mesh, axis=1))
+    position = 0
+
+    def read() -> None:
+        nonlocal position
+        with contextlib.closing(batches.prefetch(position, position + BATCHES)) as ahead:
+            for batch in ahead:
+                jax.block_until_ready(batch)
+        position += BATCHES
+
+    found = timing.in_turns({'batches': read}, repeats)['batches']
+    tokens = BATCHES * windows * context
+    return Row(
+        name='batches',
+        seconds=found.seconds,
+        cpu_seconds=found.cpu_seconds,
+        tokens_per_second=tokens / found.seconds,
+        tokens_per_core_second=tokens / found.cpu_seconds,
+    )
+
+
+COLUMNS = {
+    'name': ('', str),
+    'seconds': ('s', '{:.3f}'.format),
+    'cpu_seconds': ('CPU s', '{:.3f}'.format),
+    'megabytes_per_second': ('MB/s', '{:.2f}'.format),
+    'megabytes_per_core_second': ('MB/s per core', '{:.2f}'.format),
+    'tokens_per_second': ('tokens/s', '{:,.0f}'.format),
+    'tokens_per_core_second': ('tokens/s per core', '{:,.0f}'.format),
+    'over_sentencepiece': ('÷ SentencePiece', '{:.1%}'.format),
+}
