@@ -163,7 +163,8 @@ def check(experiment: 'Experiment', topology: str | Topology, bindings: Mapping[
     softmax = [a for a in experiment.model.pattern if isinstance(a, Softmax)]
     dims, length = experiment.model.dims, experiment.train.context_length
     forward = sum(a.flops_per_token(dims, length) for a in softmax) / max(1, len(softmax))
-    bound = roofline(compiled.as_text(), topology, forward)
+    least = experiment.model.flops_per_token(length) * experiment.train.tokens_per_step / mesh.size
+    bound = roofline(compiled.as_text(), topology, forward, least)
     fits = memory.needed_gib <= limit
     return Check(**found, fits=fits, memory=memory, roofline=bound, speed=_speed(experiment, bound, topology))
 

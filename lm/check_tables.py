@@ -9,7 +9,7 @@ from lm.topology import parse
 if TYPE_CHECKING:
     from lm.experiment import Experiment
 
-WIDTH = 18
+WIDTH = 24
 
 
 def print_plan(plan: Plan, experiment: 'Experiment') -> None:

@@ -53,13 +53,14 @@ class Roofline:
         return max(self.compute_seconds, self.hbm_seconds, self.ici_seconds)
 
 
-def roofline(text: str, topology: Topology, softmax_flops: float = 0.0) -> Roofline:
+def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_flops: float = 0.0) -> Roofline:
     """The bound of a compiled program.
 
     Args:
         text: `Compiled.as_text()`.
         topology: where it runs.
         softmax_flops: forward FLOPs per token of one layer of softmax attention, for its undeclared kernels.
+        least_flops: of the model's formula, per device: taken where not all can be counted.
     """
     program, chip = Program(text), topology.chip
     flops, moved, unknown = program.flops(), hbm_bytes(program), set()
@@ -69,6 +70,9 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0) -> Roofl
             unknown.add(name.partition('.')[0])
             continue
         flops += times * _splash_flops(kernel, product, softmax_flops)
+    loops = len(program.unknown_loops)
+    if loops or unknown:
+        flops = max(flops, least_flops)
     exchanges: dict[str, Exchange] = {}
     for c in program.collectives():
         old = exchanges.get(c.kind, Exchange(c.kind, 0, 0.0))
@@ -81,11 +85,12 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0) -> Roofl
         'HBM': moved / (chip.hbm_bytes / chip.devices),
         'ICI': sent / (topology.ici_bytes / chip.devices) if sent else 0.0,
     }
-    notes = (
-        [f'{len(program.unknown_loops)} loops of unknown length are counted as one pass']
-        if program.unknown_loops
-        else []
-    )
+    notes = []
+    if loops:
+        notes.append(
+            f'the length of {loops} loops is decided at run time: their memory traffic counts one pass, and arithmetic '
+            'is what the model needs'
+        )
     notes += [f'kernel {name} does not declare its cost: its arithmetic is not counted' for name in sorted(unknown)]
     return Roofline(
         hardware_teraflops=flops / 1e12,

@@ -35,7 +35,7 @@ from lm.optimizer import OptimizerConfig
 from lm.step import Step
 
 DIMS = HeadDims(n_heads=4, n_kv_heads=4, head_dim=64)
-LENGTH, ONE_BLOCK = 2048, 256
+LENGTH, ONE_BLOCK = 2048, 128
 TILE = 256
 """Queries at a time inside a block, on a CPU: keys after a tile are not computed."""
 TOLERANCE = 0.03
@@ -153,7 +153,7 @@ def test_linear_attention(name):
     assert counted(forward) == pytest.approx(LENGTH * (features + expected), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize('name', ['polysketch not local', 'performer', 'llops', 'taylor'])
+@pytest.mark.parametrize('name', ['performer', 'llops', 'taylor'])
 def test_backward_of_linear_attention(name):
     config, _, _ = LINEAR[name]
     forward, both = (counted(attention_program(config, LENGTH, backward=b)) for b in (False, True))
@@ -184,11 +184,8 @@ def test_linear_mechanisms_cost_the_same_per_token_at_any_length(config):
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
-@pytest.mark.parametrize('unroll', [1, 3])
-def test_model(unroll):
-    model = ModelConfig(
-        vocab_size=512, n_layers=3, d_model=128, n_heads=4, n_kv_heads=2, head_dim=32, unroll=unroll, dtype='float32'
-    )
+def test_model():
+    model = ModelConfig(vocab_size=512, n_layers=2, d_model=128, n_heads=4, n_kv_heads=2, head_dim=32, dtype='float32')
     step = Step(model, OptimizerConfig(warmup_steps=1), 10)
     state = jax.eval_shape(lambda: step.init(0))
     batch = jax.ShapeDtypeStruct((1, 2, ONE_BLOCK + 1), jnp.uint16)
