@@ -144,7 +144,7 @@ def test_an_unfinished_store_is_not_mixed(tmp_path, monkeypatch):
         raise LmError('stopped')
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, '_assemble', fails)
+        patch.setattr(prepare_module, 'assemble', fails)
         with pytest.raises(LmError, match='stopped'):
             run(source, tmp_path / 'store')
     with pytest.raises(ConfigError, match=r'is unfinished and was begun with prepare.cleaning'):
