@@ -164,7 +164,11 @@ def check(experiment: 'Experiment', topology: str | Topology, bindings: Mapping[
     dims, length = experiment.model.dims, experiment.train.context_length
     forward = sum(a.flops_per_token(dims, length) for a in softmax) / max(1, len(softmax))
     least = experiment.model.flops_per_token(length) * experiment.train.tokens_per_step / mesh.size
-    bound = roofline(compiled.as_text(), topology, forward, least)
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError:  # libtpu is newer than jaxlib; seen with v7x
+        text = ''
+    bound = roofline(text, topology, forward, least)
     fits = memory.needed_gib <= limit
     return Check(**found, fits=fits, memory=memory, roofline=bound, speed=_speed(experiment, bound, topology))
 

@@ -60,18 +60,15 @@ def print_check(check: Check, plan: Plan) -> None:
         f'{milliseconds(bound.compute_seconds)}: {bound.hardware_teraflops:.3g} TFLOP a {unit} at '
         f'{chip.flops / n / 1e12:.0f} TFLOP/s; the model needs {model_share:.0%} of them',
     )
-    row(
-        '  HBM',
-        f'{milliseconds(bound.hbm_seconds)}: {bound.hbm_gigabytes:.3g} GB a {unit} at '
-        f'{chip.hbm_bytes / n / 1e9:.0f} GB/s',
-    )
-    sent = sum(e.gigabytes_sent_per_device for e in bound.exchanges)
-    row(
-        '  ICI',
-        f'{milliseconds(bound.ici_seconds)}: {sent:.3g} GB sent a {unit} at {topology.ici_bytes / n / 1e9:.0f} GB/s'
-        if sent
-        else 'nothing is exchanged',
-    )
+    if bound.hbm_gigabytes:
+        row(
+            '  HBM',
+            f'{milliseconds(bound.hbm_seconds)}: {bound.hbm_gigabytes:.3g} GB a {unit} at '
+            f'{chip.hbm_bytes / n / 1e9:.0f} GB/s',
+        )
+        sent = sum(e.gigabytes_sent_per_device for e in bound.exchanges)
+        links = f'{sent:.3g} GB sent a {unit} at {topology.ici_bytes / n / 1e9:.0f} GB/s'
+        row('  ICI', f'{milliseconds(bound.ici_seconds)}: {links}' if sent else 'nothing is exchanged')
     for e in bound.exchanges:
         row(f'    {e.kind}', f'{e.times_per_step:,} × a step, {e.gigabytes_sent_per_device:.3g} GB sent a {unit}')
     row(

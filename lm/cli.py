@@ -214,12 +214,6 @@ VERBS = {
         flags=(train_flags, gin_flags, distributed_flags),
         configure=from_new_or_old_run,
     ),
-    'check': Verb(
-        help='show what a run needs before it is paid for: memory, exchanges, hours; compiles for TPUs without one',
-        example='lm check --gin_file configs/models/small.gin --gin_file configs/recipes/paper.gin --topology v5e:4x8',
-        main='lm.check:main',
-        flags=(check_flags, gin_flags),
-    ),
     'evaluate': Verb(
         help='measure the perplexity of a run on a split',
         example='lm evaluate --run_dir runs/tiny --split validation --window sliding:256',
@@ -239,6 +233,12 @@ VERBS = {
         main='lm.generate:main',
         flags=(run_flags, generate_flags, gin_flags, distributed_flags),
         configure=from_run,
+    ),
+    'check': Verb(
+        help='show what a run needs before it is paid for: memory, exchanges, hours; compiles for TPUs without one',
+        example='lm check --gin_file configs/models/small.gin --gin_file configs/recipes/paper.gin --topology v5e:4x8',
+        main='lm.check:main',
+        flags=(check_flags, gin_flags),
     ),
     'sweep': Verb(
         help='train every point of a grid of configurations, or those that are not finished yet',

@@ -57,7 +57,7 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_fl
     """The bound of a compiled program.
 
     Args:
-        text: `Compiled.as_text()`.
+        text: `Compiled.as_text()`; '' where that cannot be had: `least_flops` is then all that is known.
         topology: where it runs.
         softmax_flops: forward FLOPs per token of one layer of softmax attention, for its undeclared kernels.
         least_flops: of the model's formula, per device: taken where not all can be counted.
@@ -71,7 +71,7 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_fl
             continue
         flops += times * _splash_flops(kernel, product, softmax_flops)
     loops = len(program.unknown_loops)
-    if loops or unknown:
+    if loops or unknown or not text:
         flops = max(flops, least_flops)
     exchanges: dict[str, Exchange] = {}
     for c in program.collectives():
@@ -86,6 +86,8 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_fl
         'ICI': sent / (topology.ici_bytes / chip.devices) if sent else 0.0,
     }
     notes = []
+    if not text:
+        notes.append('this jax cannot read what this libtpu compiled: only the arithmetic that the model needs counts')
     if loops:
         notes.append(
             f'the length of {loops} loops is decided at run time: their memory traffic counts one pass, and arithmetic '

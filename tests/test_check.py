@@ -221,6 +221,12 @@ def test_an_unknown_end_of_a_loop_is_not_guessed():
     assert roofline(PROGRAM, parse('v5e:2x2'), least_flops=7e12).hardware_teraflops == 0
 
 
+def test_a_program_that_cannot_be_read_has_the_bound_of_the_model():
+    bound = roofline('', parse('v7x:2x2x1'), least_flops=2307e12 / 2)
+    assert (bound.seconds, bound.bound_by, bound.exchanges) == (1.0, 'compute', ())
+    assert 'cannot read' in bound.notes[0]
+
+
 def test_the_parts_of_a_chain_of_collectives_count_once():
     lines = '\n'.join(
         f'  %part.{i} = f32[64]{{0}} all-gather(%x), channel_id=7, replica_groups={{{{0,1}}}}, dimensions={{0}}'
