@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Fills the line `# Hardware: …` in the headers of experiments with what `lm check` computes for that accelerator type.
+
+    python scripts/update_headers.py [configs/experiments/c4_large.gin …]
+
+Without files: every gin file below configs/; those without such a line stay as they are. Takes a minute or two a file. A file whose step does not
+fit is left as it is and named, with the bindings that would make it fit; the exit code is then 1.
+"""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+LINE = re.compile(r'^# Hardware: (\S+) \(lm check: .*\)$', re.MULTILINE)
+
+
+def describe(check: dict, steps: int) -> str:
+    """Hours and memory, in words."""
+    speed, memory = check['speed'], check['memory']
+    hours = speed['run_hours']
+    time = f'{hours:.1f} hours' if hours >= 1 else f'{60 * hours:.0f} minutes'
+    return (
+        f'at least {time}, {speed["run_chip_hours"]:,.0f} chip-hours, for {steps:,} steps; '
+        f'{memory["needed_gib"]:.1f} of {memory["limit_gib"]:.1f} GiB'
+    )
+
+
+def update(path: pathlib.Path) -> bool:
+    """Whether the step of this experiment fits its hardware; writes the line if so."""
+    text = path.read_text()
+    topology = LINE.search(text)[1]
+    command = [sys.executable, '-m', 'lm.cli', 'check', '--json', '--gin_file', str(path), '--topology', topology]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(f'{path}: {done.stderr.strip().splitlines()[-1]}', flush=True)
+        return False
+    found = json.loads(done.stdout)
+    line = f'# Hardware: {topology} (lm check: {describe(found["checks"][0], found["plan"]["steps"])})'
+    path.write_text(LINE.sub(lambda _: line, text))
+    print(f'{path}: {line[2:]}', flush=True)
+    return True
+
+
+def main() -> int:
+    paths = [pathlib.Path(name) for name in sys.argv[1:]] or sorted(pathlib.Path('configs').rglob('*.gin'))
+    fits = [update(path) for path in paths if LINE.search(path.read_text())]
+    return 0 if all(fits) else 1
+
+
+if __name__ == '__main__':
+    sys.exit(main())
