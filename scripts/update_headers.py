@@ -3,8 +3,8 @@
 
     python scripts/update_headers.py [configs/experiments/c4_large.gin …]
 
-Without files: every gin file below configs/; those without such a line stay as they are. Takes a minute or two a file. A file whose step does not
-fit is left as it is and named, with the bindings that would make it fit; the exit code is then 1.
+Without files: every gin file below configs/. Those without such a line stay as they are; the others take a minute or two
+each. One whose step does not fit is left as it is and named, with the bindings that make it fit; the exit code is then 1.
 """
 
 import json
