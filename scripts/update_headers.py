@@ -3,8 +3,9 @@
 
     python scripts/update_headers.py [configs/experiments/c4_large.gin …]
 
-Without files: every gin file below configs/. Those without such a line stay as they are; the others take a minute or two
-each. One whose step does not fit is left as it is and named, with the bindings that make it fit; the exit code is then 1.
+Without files: every gin file below configs/. Those without such a line stay as they are; the others take a minute or
+two each. One whose step does not fit is left as it is and named, with the bindings that make it fit; the exit code is
+then 1.
 """
 
 import json
@@ -20,9 +21,9 @@ def describe(check: dict, steps: int) -> str:
     """Hours and memory, in words."""
     speed, memory = check['speed'], check['memory']
     hours = speed['run_hours']
-    time = f'{hours:.1f} hours' if hours >= 1 else f'{60 * hours:.0f} minutes'
+    time = f'{hours:.1f} hours' if hours >= 1 else f'{60 * hours:.1f} minutes'
     return (
-        f'at least {time}, {speed["run_chip_hours"]:,.0f} chip-hours, for {steps:,} steps; '
+        f'at least {time}, {speed["run_chip_hours"]:,.3g} chip-hours, for {steps:,} steps; '
         f'{memory["needed_gib"]:.1f} of {memory["limit_gib"]:.1f} GiB'
     )
 
