@@ -59,6 +59,16 @@ def per_device(function: Callable, split: tuple[bool, ...]) -> Callable:
     return jax.shard_map(function, in_specs=in_specs, out_specs=rows, check_vma=False)
 
 
+def vmem() -> tuple[int, int | None]:
+    """Bytes of on-chip memory that a TPU kernel may use, and the limit to ask the compiler for (None: its default).
+
+    v4 has 16 MiB in all, later chips at least 64.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
+    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
+    return (16 * 2**20, None) if kind in ('TPU v2', 'TPU v3', 'TPU v4') else (32 * 2**20, 32 * 2**20)
+
+
 def choose(
     operation: str,
     implementations: Mapping[str, ModuleType],

@@ -15,6 +15,9 @@ from lm.ops.sketch_networks.pallas_tpu_kernels import CUBIC, ONES, Plan, backwar
 from lm.ops.sketch_networks.types import Network, Nodes, climb
 
 LANES = 128
+BLOCK, TILE = 1024, 512
+"""Tokens of a grid step, and of the part of it whose hidden layers exist at a time in the backward kernel, at most:
+long enough for the matrix units to have the products of one network while the other's hidden units are computed."""
 ROWS = 16
 """Rows of a bfloat16 register: sizes must be multiples of it."""
 
@@ -40,21 +43,33 @@ def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:
         return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
     if x.shape[0] % platform.batch_shards():
         return f'cannot split a batch of {x.shape[0]} over {platform.batch_shards()} devices'
+    hidden = nodes[0][0].kernels[0].shape[-1]
+    if vmem_estimate(LANES, max(x.shape[-1], r), hidden, r, x.dtype.itemsize) > 0.8 * platform.vmem()[0]:
+        return f'would not fit its VMEM with sketches of {r} and {hidden} hidden units'
     return None
 
 
-def plan_for(length: int, heads: int) -> Plan:
-    """How sequences of `length` tokens are computed, `heads` heads a sketch."""
-    block = min(1024, -(-length // LANES) * LANES)
-    steps = -(-length // block)
-    tile = next(size for size in (512, 256, LANES) if block % size == 0)
-    return Plan(block, tile, block, heads, parts=2 if steps % 2 == 0 else 1, vmem_limit_bytes=None)
+def plan_for(length: int, heads: int, size: int, hidden: int, r: int, itemsize: int) -> Plan:
+    """How sequences of `length` vectors of `size` numbers are computed, `heads` heads a sketch."""
+    available, limit = platform.vmem()
+    steps = -(-length // BLOCK)
+    block = -(-length // (steps * LANES)) * LANES
+    sizes = [tile for tile in range(TILE, 0, -LANES) if block % tile == 0]
+    fitting = [tile for tile in sizes if vmem_estimate(tile, size, hidden, r, itemsize) <= 0.8 * available]
+    return Plan(block, (fitting or sizes[-1:])[0], block, heads, 2 if steps % 2 == 0 else 1, limit)
+
+
+def vmem_estimate(tile: int, size: int, hidden: int, r: int, itemsize: int) -> int:
+    """Bytes of VMEM that the backward kernel, the larger one, takes: about what the compiler reports."""
+    weights = 2 * hidden * (size + 3 * r + 2 * ONES)
+    return (4 * itemsize + 8) * weights + 24 * itemsize * hidden * tile
 
 
 def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
     batch, length, n, heads, size = x_BxLxNxGxM.shape
     r = nodes[0][0].kernels[-1].shape[-1]
-    plan = plan_for(length, heads)
+    hidden = nodes[0][0].kernels[0].shape[-1]
+    plan = plan_for(length, heads, size, hidden, r, x_BxLxNxGxM.dtype.itemsize)
     # Zero tokens after the last: their sketches are cut off, and their gradients are 0.
     x_BxNxGxMxL = jnp.pad(x_BxLxNxGxM.transpose(0, 2, 3, 4, 1), ((0, 0),) * 4 + ((0, -length % plan.block),))
     leaf_BxHxMxL = x_BxNxGxMxL.reshape(batch, n * heads, size, -1)

@@ -140,27 +140,19 @@ def _forward_kernel(plan: Plan, n_inputs: int, *refs):
     for at in range(0, plan.block, plan.forward_tile):
         tokens = slice(at, at + plan.forward_tile)
         xs = [_with_ones(_standardize(x[:, tokens].astype(jnp.float32))[0], dtype) for x in inputs]
-        ys = [_level(w1[i], v1[i], xs[i % n_inputs]) for i in range(2)]
+        ys = _both(v1, [_gelu(z).astype(dtype) for z in _both(w1, xs)])
         ys = [_with_ones(_standardize(y)[0], dtype) for y in ys]
-        first, second = (_level(w2[i], v2[i], ys[i]) for i in range(2))
+        first, second = _both(v2, [_gelu(z).astype(dtype) for z in _both(w2, ys)])
         psi[:, tokens] = (r**0.5 * jnp.tanh(r**-0.5 * first * second)).astype(dtype)
-
-
-def _level(w_ExM: jax.Array, v_rxE: jax.Array, x_MxT: jax.Array) -> jax.Array:
-    z_ExT = dot(w_ExM, x_MxT, (1, 0))
-    h_ExT = z_ExT + z_ExT * jnp.tanh(z_ExT * (LINEAR + z_ExT * z_ExT))
-    return dot(v_rxE, h_ExT.astype(x_MxT.dtype), (1, 0))
 
 
 def _backward_kernel(plan: Plan, n_inputs: int, *refs):
     inputs, dpsi, refs = refs[:n_inputs], refs[n_inputs], refs[n_inputs + 1 :]
-    (w1, v1, w2, v2, w1_t, v1_t, w2_t, v2_t), refs = refs[:8], refs[8:]
+    (w1, v1, w2, v2, *turned), refs = refs[:8], refs[8:]
     dxs, (dw1, dv1, dw2, dv2) = refs[:n_inputs], refs[n_inputs:]
     r, dtype = dpsi.shape[0], dpsi.dtype
 
-    first_step = (pl.program_id(2) == 0) & (pl.program_id(3) == 0) & (pl.program_id(4) == 0)
-
-    @pl.when(first_step)
+    @pl.when((pl.program_id(2) == 0) & (pl.program_id(3) == 0) & (pl.program_id(4) == 0))
     def _():
         for sums in (dw1, dv1, dw2, dv2):
             sums[...] = jnp.zeros_like(sums)
@@ -169,45 +161,50 @@ def _backward_kernel(plan: Plan, n_inputs: int, *refs):
         tokens = slice(at, at + plan.tile)
         standard = [_standardize(x[:, tokens].astype(jnp.float32)) for x in inputs]
         xs = [_with_ones(x, dtype) for x, _ in standard]
-        lower = [_level_and_slope(w1[i], v1[i], xs[i % n_inputs]) for i in range(2)]
-        between = [_standardize(y) for y, _, _ in lower]
+        lower = [_gelu_and_slope(z, dtype) for z in _both(w1, xs)]
+        between = [_standardize(y) for y in _both(v1, [h for h, _ in lower])]
         ys = [_with_ones(y, dtype) for y, _ in between]
-        upper = [_level_and_slope(w2[i], v2[i], ys[i]) for i in range(2)]
-        (first, _, _), (second, _, _) = upper
+        upper = [_gelu_and_slope(z, dtype) for z in _both(w2, ys)]
+        first, second = _both(v2, [h for h, _ in upper])
         bounded = jnp.tanh(r**-0.5 * first * second)
         dproduct = dpsi[:, tokens].astype(jnp.float32) * (1.0 - bounded * bounded)
-        dys = []
-        for i, other in enumerate((second, first)):
-            df = (dproduct * other).astype(dtype)
-            dy = _level_backward(df, ys[i], upper[i], w2_t[i], v2_t[i], dw2.at[i], dv2.at[i])
-            dys.append(_standardize_backward(*between[i], dy).astype(dtype))
-        dx = [
-            _level_backward(dys[i], xs[i % n_inputs], lower[i], w1_t[i], v1_t[i], dw1.at[i], dv1.at[i])
-            for i in range(2)
-        ]
-        for i in range(n_inputs):
-            total = dx[i] if n_inputs == 2 else dx[0] + dx[1]
-            dxs[i][:, tokens] = _standardize_backward(*standard[i], total).astype(dtype)
+        dfs = [(dproduct * other).astype(dtype) for other in (second, first)]
+        dys = _level_backward(dfs, ys, upper, turned[2:], dw2, dv2)
+        dys = [_standardize_backward(*y, dy).astype(dtype) for y, dy in zip(between, dys, strict=True)]
+        dx = _level_backward(dys, xs, lower, turned[:2], dw1, dv1)
+        for i, d in enumerate([dx[0] + dx[1]] if n_inputs == 1 else dx):
+            dxs[i][:, tokens] = _standardize_backward(*standard[i], d).astype(dtype)
 
 
-def _level_and_slope(w_ExM, v_rxE, x_MxT) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A level's output, its hidden units and gelu's slope there, which is the gradient of z."""
-    z_ExT = dot(w_ExM, x_MxT, (1, 0))
-    inner = LINEAR + z_ExT * z_ExT
-    p = 1.0 + jnp.tanh(z_ExT * inner)
-    h_ExT = z_ExT * p
-    slope_ExT = p + h_ExT * (2.0 - p) * (3.0 * inner - 2.0 * LINEAR)
-    h_ExT = h_ExT.astype(x_MxT.dtype)
-    return dot(v_rxE, h_ExT, (1, 0)), h_ExT, slope_ExT
+def _both(maps, xs: list[jax.Array]) -> list[jax.Array]:
+    """The products of both networks, one after the other: while the vector units are at work on what comes of the
+    first, the matrix units compute the second. They keep the order in which products are written."""
+    return [dot(maps[i], xs[i % len(xs)], (1, 0)) for i in range(2)]
 
 
-def _level_backward(dy_rxT, x_MxT, level, w_MxE, v_Exr, dw_MxE, dv_rxE) -> jax.Array:
-    """The gradient of a level's standardized input; those of its maps are added to dw and dv."""
-    _, h_ExT, slope_ExT = level
-    dz_ExT = (dot(v_Exr, dy_rxT, (1, 0)) * slope_ExT).astype(x_MxT.dtype)
-    dv_rxE[...] += dot(dy_rxT, h_ExT, (1, 1))
-    dw_MxE[...] += dot(x_MxT, dz_ExT, (1, 1))
-    return dot(w_MxE, dz_ExT, (1, 0))
+def _gelu(z: jax.Array) -> jax.Array:
+    return z + z * jnp.tanh(z * (LINEAR + z * z))
+
+
+def _gelu_and_slope(z: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """`_gelu`, rounded, and its derivative. Of several ways to write it this is the one that schedules best."""
+    inner = LINEAR + z * z
+    slope = z * (3.0 * inner - 2.0 * LINEAR)
+    p = 1.0 + jnp.tanh(z * inner)
+    return (z * p).astype(dtype), p * (1.0 + (2.0 - p) * slope)
+
+
+def _level_backward(dys, xs, hidden, turned, dw, dv) -> list[jax.Array]:
+    """The gradients of both networks' standardized inputs to a level; those of its maps are added to dw and dv."""
+    dzs, dxs = [], []
+    for i in range(2):
+        h_ExT, slope_ExT = hidden[i]
+        dzs.append((dot(turned[1][i], dys[i], (1, 0)) * slope_ExT).astype(h_ExT.dtype))
+        dv[i] += dot(dys[i], h_ExT, (1, 1))
+    for i in range(2):
+        dxs.append(dot(turned[0][i], dzs[i], (1, 0)))
+        dw[i] += dot(xs[i % len(xs)], dzs[i], (1, 1))
+    return dxs
 
 
 def _with_ones(x_MxT: jax.Array, dtype) -> jax.Array:
