@@ -82,9 +82,11 @@ class Sketch:
 
     nonnegative: bool
     affine: bool
+    dtype: Any = None
+    """Of the features; None: that of the vectors."""
 
     def __call__(self, factors: jax.Array, x: jax.Array) -> jax.Array:
-        """[..., D] → [..., M] in the dtype of x, products of projections in float32."""
+        """[..., D] → [..., M], products of projections in float32."""
         weight, shift = (factors[:, :, :-1], factors[:, :, -1]) if self.affine else (factors, None)
         product = None
         for j in range(weight.shape[0]):
@@ -92,7 +94,7 @@ class Sketch:
             y = y if shift is None else y + shift[j]
             product = y if product is None else product * y
         features = product.sum(-2)
-        return (jnp.square(features) if self.nonnegative else features).astype(x.dtype)
+        return (jnp.square(features) if self.nonnegative else features).astype(self.dtype or x.dtype)
 
 
 class LlopsAttention(LinearModule):
@@ -115,14 +117,13 @@ class LlopsAttention(LinearModule):
 
     def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
         config = self.config
-        if config.layer_norm:
-            q_BxLxHxD = self.q_norm(q_BxLxHxD).astype(q_BxLxHxD.dtype)
-            k_BxLxKxD = self.k_norm(k_BxLxKxD).astype(k_BxLxKxD.dtype)
+        if config.layer_norm:  # not rounded: powers of the vectors follow
+            q_BxLxHxD, k_BxLxKxD = self.q_norm(q_BxLxHxD), self.k_norm(k_BxLxKxD)
         return dict(
             q_BxLxHxE=q_BxLxHxD,
             k_BxLxKxE=k_BxLxKxD,
             v_BxLxKxD=v_BxLxKxD,
-            feature_map=self.sketch,
+            feature_map=dataclasses.replace(self.sketch, dtype=v_BxLxKxD.dtype),
             q_parameters=self.q_factors[...],
             k_parameters=self.k_factors[...],
             bias=config.bias,
