@@ -25,6 +25,9 @@ GOALS = {
 }
 """Cycles per token and head, forward plus backward."""
 
+NETWORKS_GOAL = 7.5
+"""Cycles per token and head of the sketch networks of queries and keys, forward, r = 32 on v5e; backward at most 3×."""
+
 GROWTH = 1.05
 TEMPORARIES_MIB = 600
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
@@ -41,9 +44,9 @@ def grown(rows, limits) -> list[str]:
     found = {key(row): row for row in rows}
     complaints = [f'{k}: not measured' for k in limits if k not in found]
     for k, limit in limits.items():
-        for name in ('cycles', 'temporaries_mib'):
+        for name, slack in (('cycles', 0.0), ('temporaries_mib', 1.0)):
             was, now = getattr(limit, name), getattr(found.get(k, limit), name)
-            if now > GROWTH * was:
+            if now > GROWTH * was + slack:
                 complaints.append(f'{k}: {name} was {was} and is {now}')
     return complaints
 
@@ -52,7 +55,10 @@ def test_record_meets_the_goals():
     rows = recorded()
     sums = kernels.total(rows)
     assert {key: sums[key] for key, goal in GOALS.items() if sums[key] > goal} == {}
-    learned = [row for row in rows if 'polysketch' in row.case and row.generation == 'v5e']
+    networks = {r.kernel: r.cycles for r in rows if (r.case, r.generation) == ('sketch networks r=32', 'v5e')}
+    assert networks['forward'] <= NETWORKS_GOAL
+    assert networks['backward'] <= 3 * NETWORKS_GOAL
+    learned = [row for row in rows if 'sketch' in row.case and row.generation == 'v5e']
     assert learned
     assert all(row.temporaries_mib <= TEMPORARIES_MIB for row in learned)
     assert sums['splash', 'v5e'] > 15 * sums['polysketch r=32 block=1024', 'v5e']
@@ -62,7 +68,7 @@ def test_gate_complains_of_growth():
     rows = recorded()
     assert grown(rows, rows) == []
     slower = [dataclasses.replace(row, cycles=1.06 * row.cycles) for row in rows]
-    larger = [dataclasses.replace(row, temporaries_mib=1.06 * row.temporaries_mib) for row in rows]
+    larger = [dataclasses.replace(row, temporaries_mib=1.06 * row.temporaries_mib + 1.1) for row in rows]
     ours = sum(row.case != 'splash' for row in rows)
     assert len(grown(slower, rows)) == len(grown(larger, rows)) == len(grown([], rows)) == ours
 
@@ -106,5 +112,5 @@ def test_nothing_has_grown(generation):
 @needs_libtpu
 @pytest.mark.parametrize('generation', ['v4', 'v5p', 'v7x'])
 def test_compiles_for_every_generation(generation):
-    cases = [case for case in kernels.CASES if 'polysketch' in case]
+    cases = [case for case in kernels.CASES if 'sketch' in case]
     assert len(kernels.kernels(generation, cases)) == 2 * len(cases)

@@ -32,6 +32,8 @@ CASES = {
     'polysketch r=64 block=256': {'sketch_size': 64, 'block': 256},
     'polysketch r=64 block=1024': {'sketch_size': 64, 'block': 1024},
     'features 256': {'features': 256, 'block': None},
+    'sketch networks r=32': {'networks': 32},
+    'sketch networks r=64': {'networks': 64},
     'splash': {},
 }
 
@@ -180,7 +182,8 @@ def measure(case: str, generation: str, dump: str) -> list[Row]:
     devices = topologies.get_topology_desc(platform='tpu', topology_name=TOPOLOGIES[generation]).devices
     shutil.rmtree(dump, ignore_errors=True)
     with jax.set_mesh(Mesh(np.array(devices[:1]), ('data',))):
-        function, inputs, steps = _splash() if case == 'splash' else _linear(**CASES[case])
+        build = _splash if case == 'splash' else _networks if 'networks' in CASES[case] else _linear
+        function, inputs, steps = build(**CASES[case])
 
         def step(*arrays):
             o, vjp = jax.vjp(function, *arrays[:-1])
@@ -230,6 +233,29 @@ def _linear(block: int | None, sketch_size: int | None = None, features: int | N
     tokens = plan.block * plan.heads
     steps = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
     return function, [*inputs, jax.ShapeDtypeStruct(wide.shape, wide.dtype)], steps
+
+
+def _networks(networks: int):
+    """The same for the networks of learned sketches of `networks` numbers, of queries and keys together."""
+    import jax
+
+    from lm.ops import sketch_networks as op
+    from lm.ops.sketch_networks import pallas_tpu
+
+    r, hidden = networks, 8 * networks
+    sizes = ((HEAD_DIM, hidden), (hidden, r), (r, hidden), (hidden, r))
+    kernels = tuple(jax.ShapeDtypeStruct((1, *size), 'float32') for size in sizes)
+    norms = tuple(jax.ShapeDtypeStruct((1, 1, size), 'float32') for size in (HEAD_DIM, r))
+    nodes = ((op.Network(kernels, norms, norms),) * 2,)
+    wide, narrow = (_bfloat16(1, LENGTH, 1, HEADS, n) for n in (HEAD_DIM, r))
+
+    def function(nodes, q, k):
+        return op.sketch_networks(nodes, q, k, implementation='pallas_tpu')
+
+    plan = pallas_tpu.plan_for(LENGTH, HEADS, HEAD_DIM, hidden, r, 2)
+    tokens = plan.block / 2  # A grid step takes a block of queries or one of keys.
+    steps = {(kernel, f'sketch_networks_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    return function, [nodes, wide, wide, (narrow, narrow)], steps
 
 
 def _splash():
