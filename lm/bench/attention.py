@@ -6,6 +6,7 @@ with the formulas of the paper's §3 as they read (`lm.ops.linear_attention.refe
 """
 
 import dataclasses
+import functools
 import math
 import pathlib
 from collections.abc import Callable, Sequence
@@ -17,9 +18,11 @@ from flax import nnx
 
 from lm.attention import HeadDims
 from lm.attention.polysketch import Polysketch, PolysketchAttention
+from lm.attention.softmax import Softmax
 from lm.bench import results, timing
 from lm.bench.candidates import Candidate, of_arguments
 from lm.errors import ConfigError
+from lm.ops.linear_attention import linear_attention
 from lm.ops.linear_attention.reference import plain_blocks
 
 PASSES = ('forward', 'forward+backward')
@@ -38,10 +41,11 @@ class Row:
         out_of_memory: then there are no times.
         milliseconds: of a call, the median.
         least_milliseconds: the shortest.
-        cpu_milliseconds: of all cores of the host.
+        cpu_milliseconds: processor time, on all cores together; on CPUs only.
         temporary_mib: memory beside arguments and results.
         peak_mib: all memory.
-        speed_over: baseline → its time over this one, in the same run.
+        speed_over: baseline → its time over this one's, in the same run.
+        cpu_over: the same of the processor time, which other work on the machine changes less; on CPUs only.
     """
 
     mechanism: str
@@ -57,15 +61,21 @@ class Row:
     temporary_mib: float | None = None
     peak_mib: float | None = None
     speed_over: dict[str, float] = dataclasses.field(default_factory=dict)
+    cpu_over: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-class PlainPolysketch(PolysketchAttention):
-    """Polysketch whose attention is computed as the paper's formulas read."""
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What is timed: `function(weights, *arrays)`, arrays [B, L, H, …] → [B, L, H, D].
 
-    def __call__(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
-        found = self._arguments(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
-        block = min(self.config.block, q_BxLxHxD.shape[1])
-        return plain_blocks(*found.values(), degree=self.config.degree, block=block, bias=self.config.bias)
+    Attributes:
+        weights: parameters, which get gradients, and buffers.
+        arrays: makes the arrays of queries, keys and values.
+    """
+
+    function: Callable
+    weights: tuple[Any, Any]
+    arrays: Callable = lambda *qkv: qkv
 
 
 def run(arguments: Any) -> int:
@@ -81,9 +91,11 @@ def run(arguments: Any) -> int:
         raise ConfigError(f'--passes {min(unknown)}: must be of {", ".join(PASSES)}')
     printer, machine = results.Printer(), results.machine() | {'device_count': 1}
     printer.line(results.heading('lm bench attention', machine))
-    printer.line(f'one layer, {heads} heads of {arguments.head_dim}, {dtype}, at least {tokens:,} tokens a call')
+    what = 'the operation of a layer, sketches given' if arguments.features_given else 'one layer'
+    printer.line(f'{what}, {heads} heads of {arguments.head_dim}, {dtype}, at least {tokens:,} tokens a call')
     dims = HeadDims(heads, heads, arguments.head_dim)
-    rows = measure(found, contexts, arguments.passes, tokens, dims, jnp.dtype(dtype), arguments.repeats)
+    given = arguments.features_given
+    rows = measure(found, contexts, arguments.passes, tokens, dims, jnp.dtype(dtype), arguments.repeats, given)
     printer.table([_printed(row) for row in rows], COLUMNS)
     for line in summary(rows):
         printer.line(line)
@@ -93,6 +105,7 @@ def run(arguments: Any) -> int:
         'head_dim': arguments.head_dim,
         'dtype': dtype,
         'repeats': arguments.repeats,
+        'features_given': arguments.features_given,
         'mechanisms': {c.name: str(c.experiment.model.pattern[0]) for c in found},
     }
     results.write_json(arguments.json, 'attention', machine, settings, rows)
@@ -109,54 +122,87 @@ def measure(
     dims: HeadDims,
     dtype: Any,
     repeats: int,
+    given: bool = False,
 ) -> list[Row]:
     """Compiles and times everything; a row each, by pass, context and mechanism.
 
     Args:
         tokens: of a call; a longer context is one sequence.
+        given: leave out the sketches and normalizations of polysketch and plain.
     """
-    built = {candidate.name: _build(candidate, dims) for candidate in found}
+    layers = {candidate.name: build(candidate, dims, given) for candidate in found}
     shapes = {context: (max(1, tokens // context), context) for context in contexts}
-    inputs = {}
-    for rows, context in shapes.values():
-        keys = jax.random.split(jax.random.key(0), 4)
-        shape = (rows * context, dims.n_heads, dims.head_dim)
-        inputs.setdefault(rows * context, tuple(jax.random.normal(key, shape, dtype) for key in keys))
+    inputs = {
+        (n, name): _inputs(n, layer, dims, dtype)
+        for n in {a * b for a, b in shapes.values()}
+        for name, layer in layers.items()
+    }
     calls, memory = {}, {}
     for step in passes:
         for context, (rows, _) in shapes.items():
             for candidate in found:
-                key = (step, context, candidate.name)
-                function, weights = built[candidate.name]
                 _check_block(candidate, context)
-                arrays = inputs[rows * context]
-                program = _program(function, step, (rows, context))
-                compiled, memory[key] = timing.compile_if_fits(jax.jit(program).lower(weights, *arrays))
+                key, layer = (step, context, candidate.name), layers[candidate.name]
+                arguments = (layer.weights, *inputs[rows * context, candidate.name])
+                program = _program(layer.function, step, (rows, context))
+                compiled, memory[key] = timing.compile_if_fits(jax.jit(program).lower(*arguments))
                 if compiled is not None:
-                    calls[key] = lambda compiled=compiled, weights=weights, arrays=arrays: compiled(weights, *arrays)
+                    calls[key] = functools.partial(compiled, *arguments)
     times = timing.in_turns(calls, repeats)
     return [_row(key, shapes[key[1]][0], times, memory[key], [candidate.name for candidate in found]) for key in memory]
 
 
-def _build(candidate: Candidate, dims: HeadDims) -> tuple[Callable, Any]:
-    """(function of (weights, q, k, v), weights) of one layer; weights are (parameters, buffers)."""
+def build(candidate: Candidate, dims: HeadDims, given: bool = False) -> Layer:
+    """The layer of a candidate, or with `given` its operation alone: polysketch's sketches are then its arrays.
+
+    Raises ConfigError where the candidate has no such layer.
+    """
     pattern = candidate.experiment.model.pattern
     if len(pattern) > 1:
         names = ', '.join(attention.gin_name for attention in pattern)
         raise ConfigError(f'--mechanisms {candidate.name}: has layers of {names}; name one of them (lm bench step can)')
     (attention,) = pattern
-    if candidate.formulation:
-        if not (isinstance(attention, Polysketch) and attention.local):
-            raise ConfigError('--mechanisms plain: needs polysketch.local = True')
-        layer = PlainPolysketch(attention, dims, nnx.Rngs(0))
-    else:
-        layer = attention.build(dims, nnx.Rngs(0))
+    layer = attention.build(dims, nnx.Rngs(0))
     graph, parameters, buffers = nnx.split(layer, nnx.Param, ...)
+    weights = (parameters, buffers)
+    if not isinstance(attention, Polysketch):
+        if given and not isinstance(attention, Softmax):
+            raise ConfigError(f'--features_given: {candidate.name} is not polysketch, plain or softmax; leave it out')
+        return Layer(lambda weights, *qkv: nnx.merge(graph, *weights)(*qkv), weights)
+    if candidate.formulation and not attention.local:
+        raise ConfigError('--mechanisms plain: needs polysketch.local = True')
+    attend = _plain if candidate.formulation else _ours
+    if given:
+        return Layer(lambda _, *arrays: attend(layer, arrays), ({}, {}), lambda *qkv: _arrays(layer, qkv))
 
-    def function(weights, q, k, v):
-        return nnx.merge(graph, *weights)(q, k, v)
+    def whole(weights, *qkv):
+        layer = nnx.merge(graph, *weights)
+        return attend(layer, _arrays(layer, qkv))
 
-    return function, (parameters, buffers)
+    return Layer(whole, weights)
+
+
+def _arrays(layer: PolysketchAttention, qkv: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Sketches of queries and keys, values, and the normalized vectors that the exact weights compare."""
+    return tuple(layer._arguments(*qkv).values())
+
+
+def _ours(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
+    q, k, v, q_local, k_local = arrays
+    near = {'q_local_BxLxHxC': q_local, 'k_local_BxLxKxC': k_local}
+    return linear_attention(q, k, v, **near, **layer._options())
+
+
+def _plain(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
+    config = layer.config
+    return plain_blocks(*arrays, degree=config.degree, block=min(config.block, arrays[0].shape[1]), bias=config.bias)
+
+
+def _inputs(n: int, layer: Layer, dims: HeadDims, dtype: Any) -> tuple[jax.Array, ...]:
+    """The arrays of n tokens [n, H, …], and last the gradient of the output."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    *qkv, do = (jax.random.normal(key, (1, n, dims.n_heads, dims.head_dim), dtype) for key in keys)
+    return tuple(x[0] for x in (*jax.jit(layer.arrays)(*qkv), do))
 
 
 def _check_block(candidate: Candidate, context: int) -> None:
@@ -166,28 +212,30 @@ def _check_block(candidate: Candidate, context: int) -> None:
 
 
 def _program(function: Callable, step: str, shape: tuple[int, int]) -> Callable:
-    """What is compiled: tokens [T, H, D] in, as `shape` sequences; the output, and all gradients of one like `do`."""
+    """What is compiled. It takes weights, and tokens [T, …] that it splits into sequences, `shape`; the last of them is
+    the gradient of the output. It gives the output, and for a backward pass the gradients of all but the buffers."""
 
     def split(x):
         return x.reshape(*shape, *x.shape[1:])
 
-    def forward(weights, q, k, v, do):
-        return function(weights, *map(split, (q, k, v)))
+    def forward(weights, *arrays):
+        return function(weights, *map(split, arrays[:-1]))
 
-    def backward(weights, q, k, v, do):
+    def backward(weights, *arrays):
         parameters, buffers = weights
 
-        def of(parameters, q, k, v):
-            return function((parameters, buffers), q, k, v)
+        def of(parameters, *arrays):
+            return function((parameters, buffers), *arrays)
 
-        o, vjp = jax.vjp(of, parameters, *map(split, (q, k, v)))
-        return o, vjp(split(do).astype(o.dtype))
+        o, vjp = jax.vjp(of, parameters, *map(split, arrays[:-1]))
+        return o, vjp(split(arrays[-1]).astype(o.dtype))
 
     return forward if step == 'forward' else backward
 
 
 def _row(key: tuple, sequences: int, times: dict, memory: dict[str, float], names: list[str]) -> Row:
     step, context, name = key
+    is_cpu = jax.default_backend() == 'cpu'
     found, n = times.get(key), sequences * context
     if found is None:
         return Row(name, context, step, sequences, True, **memory)
@@ -200,12 +248,17 @@ def _row(key: tuple, sequences: int, times: dict, memory: dict[str, float], name
         out_of_memory=False,
         milliseconds=1e3 * found.seconds,
         least_milliseconds=1e3 * found.least,
-        cpu_milliseconds=1e3 * found.cpu_seconds,
+        cpu_milliseconds=1e3 * found.cpu_seconds if is_cpu else None,
         tokens_per_second=n / found.seconds,
         microseconds_per_token=1e6 * found.seconds / n,
         speed_over={base: other.seconds / found.seconds for base, other in others.items() if other},
+        cpu_over={base: other.cpu_seconds / found.cpu_seconds for base, other in others.items() if other and is_cpu},
         **memory,
     )
+
+
+def _digits(value: float) -> str:
+    return f'{value:,.3g}' if value < 100 else f'{value:,.0f}'
 
 
 COLUMNS = {
@@ -213,17 +266,20 @@ COLUMNS = {
     'context': ('context', '{:,}'.format),
     'mechanism': ('mechanism', str),
     'time': ('ms', str),
-    'microseconds_per_token': ('µs/token', '{:.3g}'.format),
+    'cpu_milliseconds': ('CPU ms', _digits),
+    'microseconds_per_token': ('µs/token', _digits),
     'tokens_per_second': ('tokens/s', '{:,.0f}'.format),
     'temporary_mib': ('temp. MiB', '{:,.1f}'.format),
     'peak_mib': ('peak MiB', '{:,.1f}'.format),
-    **{base: (f'{base} ÷ this', '{:.2f}×'.format) for base in BASELINES},
+    **{base: (f'{base} ÷ this', str) for base in BASELINES},
 }
 
 
 def _printed(row: Row) -> dict[str, Any]:
-    time = 'OOM' if row.out_of_memory else f'{row.milliseconds:,.3g}' if row.milliseconds < 100 else None
-    return dataclasses.asdict(row) | {'time': time or f'{row.milliseconds:,.0f}'} | row.speed_over
+    time = 'OOM' if row.out_of_memory else _digits(row.milliseconds)
+    ratios = {base: f'{ratio:.2f}×' for base, ratio in row.speed_over.items()}
+    ratios |= {base: f'{ratios[base]} ({ratio:.2f}× CPU)' for base, ratio in row.cpu_over.items()}
+    return dataclasses.asdict(row) | {'time': time} | ratios
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
@@ -235,11 +291,11 @@ def summary(rows: Sequence[Row]) -> list[str]:
             if len(own) > 1:
                 first, last = own[0], own[-1]
                 ratio = last.microseconds_per_token / first.microseconds_per_token
-                values = [r.microseconds_per_token for r in own]
-                lines.append(
-                    f'{step}, {name}: time per token at {last.context:,} over that at {first.context:,}: {ratio:.2f}; '
-                    f'largest over smallest: {max(values) / min(values):.2f}'
-                )
+                line = f'{step}, {name}: time per token at {last.context:,} over that at {first.context:,}: {ratio:.2f}'
+                if first.cpu_milliseconds:
+                    cpu = [r.cpu_milliseconds / (r.sequences * r.context) for r in (first, last)]
+                    line += f', by CPU time {cpu[1] / cpu[0]:.2f}'
+                lines.append(line)
     return lines
 
 

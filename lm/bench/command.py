@@ -70,6 +70,9 @@ def _attention(parser: argparse.ArgumentParser) -> None:
         metavar='NAMES',
         help='forward, forward+backward; default: both',
     )
+    parser.add_argument(
+        '--features_given', action='store_true', help="the attention operation alone, without polysketch's sketches"
+    )
     gin_flags(parser)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
@@ -20,8 +19,8 @@ from rich.table import Table
 from lm import __version__
 from lm.errors import ConfigError
 
-WIDTH = 132
-"""Columns of a table that goes to a file."""
+WIDTH = 200
+"""Columns that a table may have; a narrower terminal breaks its lines, but nothing is cut off."""
 
 
 def machine() -> dict[str, Any]:
@@ -55,8 +54,7 @@ class Printer:
     """Prints tables, on the first process alone."""
 
     def __init__(self) -> None:
-        width = None if sys.stdout.isatty() else WIDTH
-        self.console = Console(width=width, quiet=jax.process_index() > 0)
+        self.console = Console(width=WIDTH, quiet=jax.process_index() > 0)
 
     def line(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -66,7 +64,7 @@ class Printer:
         shown = {k: v for k, v in columns.items() if any(row.get(k) is not None for row in rows)}
         table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         for key, (title, _) in shown.items():
-            words = any(isinstance(row.get(key), str) for row in rows)
+            words = any(isinstance(row.get(key), str) and row[key][:1].isalpha() and row[key] != 'OOM' for row in rows)
             table.add_column(title, justify='left' if words else 'right', no_wrap=True)
         for row in rows:
             table.add_row(*('–' if row.get(k) is None else form(row[k]) for k, (_, form) in shown.items()))
