@@ -8,11 +8,12 @@ import jax
 
 from lm.errors import ConfigError
 from lm.ops import platform
-from lm.ops.exact_attention import cudnn, pallas_tpu, reference, xla
+from lm.ops.exact_attention import cudnn, pallas_tpu, polynomial_tpu, reference, xla
 
 SOFTMAX = {'reference': reference, 'xla': xla, 'splash': pallas_tpu, 'cudnn': cudnn}
-POLYNOMIAL = {'reference': reference, 'xla': xla}
+POLYNOMIAL = {'reference': reference, 'xla': xla, 'pallas_tpu': polynomial_tpu}
 PREFERRED = {'tpu': 'splash', 'gpu': 'cudnn'}
+PREFERRED_POLYNOMIAL = {'tpu': 'pallas_tpu'}
 RESIDUAL_NAME = xla.RESIDUAL_NAME
 
 
@@ -83,7 +84,9 @@ def polynomial_attention(
     options = {'degree': degree, 'bias': bias, 'scale': scale, 'block': block}
     options |= {'causal': causal, 'q_offset': q_offset, 'k_start': k_start}
     arrays = (q_BxLxHxD, k_BxMxKxD, v_BxMxKxD)
-    chosen = platform.choose('polynomial attention', POLYNOMIAL, {}, implementation, *arrays, **options)
+    chosen = platform.choose(
+        'polynomial attention', POLYNOMIAL, PREFERRED_POLYNOMIAL, implementation, *arrays, **options
+    )
     return chosen.polynomial_attention(*arrays, **options)
 
 
@@ -92,4 +95,12 @@ def _check_heads(q: jax.Array, k: jax.Array) -> None:
         raise ConfigError(f'n_kv_heads = {k.shape[2]}: must divide n_heads = {q.shape[2]}')
 
 
-__all__ = ['POLYNOMIAL', 'PREFERRED', 'RESIDUAL_NAME', 'SOFTMAX', 'polynomial_attention', 'softmax_attention']
+__all__ = [
+    'POLYNOMIAL',
+    'PREFERRED',
+    'PREFERRED_POLYNOMIAL',
+    'RESIDUAL_NAME',
+    'SOFTMAX',
+    'polynomial_attention',
+    'softmax_attention',
+]

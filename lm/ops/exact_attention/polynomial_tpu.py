@@ -1,0 +1,410 @@
+"""Polynomial attention on TPUs: flash-style Pallas kernels, forward and backward, in memory linear in the length.
+
+Weights are not negative and their sum stays far inside float32 (64^16 · 2^20 < 10^36), so there is no running maximum
+and nothing to rescale. bfloat16 has float32's exponents: rounding a weight for the matrix unit costs 2^-9 of its own
+size whatever that is, so the forward kernel divides once, at the end. The backward kernel could lose small gradients
+times tiny 1 / denominator; it takes (c s)^degree with c = denominator^(-1 / degree), which is the normalised weight.
+
+Inside the kernels everything is feature by token ([N, D, L], N = batch · heads, tokens on the 128 lanes), because a
+head of 64 would leave half of the lanes idle. The grid visits the pairs (block of queries, block of keys) on and below
+the diagonal from a table; pairs above it cost nothing.
+
+Static cycles per token and head are measured by `lm.bench.kernels`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from lm.ops import platform
+from lm.ops.exact_attention.pallas_tpu import LANES, block_size
+from lm.ops.exact_attention.xla import RESIDUAL_NAME
+
+ROWS = 16
+"""Rows of a bfloat16 register: what feature axes are padded to."""
+
+SUBLANES = 8
+MAX_PAIRS = 2**17
+"""Pairs of blocks whose table (4 bytes each) fits the scalar memory."""
+
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the kernels compute, and how they cut it into steps.
+
+    Attributes:
+        degree: even.
+        bias: what the denominator starts from.
+        scale: of the scores.
+        block: tokens a block, of queries and of keys.
+        forward_tile: keys at a time inside a block in the forward kernel.
+        backward_tile: the same in the backward kernel.
+        diagonal_tile: queries at a time in a block on the diagonal.
+        chunk: blocks of queries whose gradient stays in VMEM during one backward sweep over the keys.
+        group: query heads that share a key head.
+        vmem_limit_bytes: what the compiler may use; None: its default.
+    """
+
+    degree: int
+    bias: float
+    scale: float
+    block: int
+    forward_tile: int
+    backward_tile: int
+    diagonal_tile: int
+    chunk: int
+    group: int
+    vmem_limit_bytes: int | None = None
+
+
+def polynomial_attention(
+    q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, degree, bias=1.0, scale=1.0, block=None, **rest
+) -> jax.Array:
+    """Arguments as in `lm.ops.exact_attention.polynomial_attention`; calls that `unsupported` refuses are wrong here."""
+    length, heads, size = q_BxLxHxD.shape[1:]
+    group = heads // k_BxLxKxD.shape[2]
+    plan = plan_for(degree, bias, scale, length, _rows(size), group, block)
+    padded = -(-length // plan.block) * plan.block
+
+    def by_token(a_BxLxHxD):
+        # Keys after the last token are in every query's future; queries after it have no gradient. Zero features are
+        # exact too.
+        batch, _, heads, size = a_BxLxHxD.shape
+        a_BxHxDxL = a_BxLxHxD.transpose(0, 2, 3, 1)
+        a_BxHxDxL = jnp.pad(a_BxHxDxL, ((0, 0), (0, 0), (0, _rows(size) - size), (0, padded - length)))
+        return a_BxHxDxL.reshape(batch * heads, _rows(size), padded)
+
+    def function(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
+        o_NxDxL = attend(plan, *map(by_token, (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)))
+        o_BxHxDxL = o_NxDxL.reshape(q_BxLxHxD.shape[0], heads, -1, padded)[:, :, : v_BxLxKxD.shape[-1], :length]
+        return o_BxHxDxL.transpose(0, 3, 1, 2)
+
+    return platform.per_device(function, split=(True, True, True))(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
+
+
+def unsupported(q, k, v, *, degree, causal=True, q_offset=0, k_start=0, block=None, **rest) -> str | None:
+    """Why the kernels cannot compute this call, or None."""
+    if platform.target_platform() != 'tpu':
+        return 'needs a TPU'
+    if not causal:
+        return 'takes the causal mask only'
+    if q.shape[1] != k.shape[1] or not _is_zero(q_offset) or not _is_zero(k_start):
+        return 'takes as many queries as keys'
+    if block is not None and block % LANES:
+        return f'takes blocks that are multiples of {LANES}, not {block}'
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f'takes arrays that are all bfloat16 or all float32, not {q.dtype}, {k.dtype}, {v.dtype}'
+    if max(q.shape[-1], v.shape[-1]) > 2 * LANES:
+        return f'takes head sizes up to {2 * LANES}, not {max(q.shape[-1], v.shape[-1])}'
+    blocks = -(-q.shape[1] // (block or block_size(q.shape[1])))
+    if blocks * (blocks + 1) // 2 > MAX_PAIRS:
+        return f'takes fewer than {q.shape[1]} tokens with blocks of {block or block_size(q.shape[1])}'
+    if q.shape[0] % platform.batch_shards():
+        return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
+    return None
+
+
+def plan_for(degree: int, bias: float, scale: float, length: int, size: int, group: int, block: int | None) -> Plan:
+    """How sequences of `length` tokens with heads of `size` are computed."""
+    device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
+    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
+    small = kind in ('TPU v2', 'TPU v3', 'TPU v4')  # 16 MiB of VMEM; later chips have at least 64.
+    block = block or block_size(length)
+    tile = next(side for side in (256, LANES) if block % side == 0)
+    gradient = (4 if small else 32) * MIB
+    return Plan(
+        degree=degree,
+        bias=bias,
+        scale=scale,
+        block=block,
+        forward_tile=tile,
+        backward_tile=tile,
+        diagonal_tile=tile,
+        chunk=max(1, gradient // (4 * size * block)),
+        group=group,
+        vmem_limit_bytes=None if small else 56 * MIB,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(plan: Plan, q_NxDxL: jax.Array, k_MxDxL: jax.Array, v_MxDxL: jax.Array) -> jax.Array:
+    """The kernels on arrays that lie feature by token: N = M · plan.group, D multiples of 16, L of plan.block."""
+    return forward(plan, q_NxDxL, k_MxDxL, v_MxDxL)[0]
+
+
+def _attend_forward(plan, q, k, v):
+    # Saved by name, so that a `jax.checkpoint` policy can spare the backward pass a second forward one.
+    o, total = (checkpoint_name(a, RESIDUAL_NAME) for a in forward(plan, q, k, v))
+    return o, (q, k, v, o, total)
+
+
+def _attend_backward(plan, residuals, do):
+    return backward(plan, *residuals, do)
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def forward(plan: Plan, q_NxDxL, k_MxDxL, v_MxDxL) -> tuple[jax.Array, jax.Array]:
+    """Outputs [N, D, L] and denominators [N, 1, L] in float32."""
+    n, _, length = q_NxDxL.shape
+    size, block = v_MxDxL.shape[1], plan.block
+    blocks = length // block
+    pairs = [(i, j) for i in range(blocks) for j in range(i + 1)]
+    outputs = [
+        jax.ShapeDtypeStruct((n, rows, length), dtype) for rows, dtype in ((size, v_MxDxL.dtype), (1, jnp.float32))
+    ]
+    queries, keys = _specs(plan)
+    return pl.pallas_call(
+        functools.partial(_forward_kernel, plan),
+        name='polynomial_attention_forward',
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(n, len(pairs)),
+            in_specs=[queries(q_NxDxL), keys(k_MxDxL), keys(v_MxDxL)],
+            out_specs=[queries(a) for a in outputs],
+            scratch_shapes=[pltpu.VMEM((rows, block), jnp.float32) for rows in (size, SUBLANES)],
+        ),
+        out_shape=outputs,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
+        ),
+        cost_estimate=_cost(plan, q_NxDxL, v_MxDxL, pairs, products=(1, 1), arrays=4),
+    )(_table(pairs), q_NxDxL, k_MxDxL, v_MxDxL)
+
+
+def backward(plan: Plan, q_NxDxL, k_MxDxL, v_MxDxL, o_NxDxL, total_Nx1xL, do_NxDxL) -> tuple[jax.Array, ...]:
+    """The gradients of q, k and v from what `forward` took and gave and the gradient of its output.
+
+    One kernel computes all three: five products a pair of blocks, where kernels apart would need seven. The gradient of
+    the queries waits in VMEM until the keys up to their own block are through; where it does not fit, the queries are
+    taken a chunk at a time.
+    """
+    # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the denominator's part of the gradient, one number a query.
+    row_Nx1xL = jnp.sum(do_NxDxL.astype(jnp.float32) * o_NxDxL.astype(jnp.float32), axis=1, keepdims=True)
+    c_Nx1xL = plan.scale * _root(total_Nx1xL, plan.degree)
+    arrays = (q_NxDxL, k_MxDxL, v_MxDxL, do_NxDxL, row_Nx1xL, c_Nx1xL)
+    blocks = q_NxDxL.shape[2] // plan.block
+    dqs, sums = [], []
+    if blocks > plan.chunk:
+        heads, _, length = q_NxDxL.shape
+        sums = [jnp.zeros((heads, a.shape[1], length), jnp.float32) for a in (k_MxDxL, v_MxDxL)]
+    for start in range(0, blocks, plan.chunk):
+        stop = min(start + plan.chunk, blocks)
+        dq, *sums = _sweep(plan, start, stop, arrays, sums)
+        dqs.append(dq)
+    dk_MxDxL, dv_MxDxL = (_over_group(a, plan.group).astype(k_MxDxL.dtype) for a in sums)
+    return dqs[0] if len(dqs) == 1 else jnp.concatenate(dqs, axis=2), dk_MxDxL, dv_MxDxL
+
+
+def _sweep(plan: Plan, start: int, stop: int, arrays, sums) -> list[jax.Array]:
+    """The gradient of the query blocks start … stop - 1, and their part of those of keys and values, added to `sums`."""
+    q, _, v = arrays[:3]
+    n, compared, length = q.shape
+    size, block = v.shape[1], plan.block
+    pairs = [(i, j) for j in range(stop) for i in range(max(j, start), stop)]
+    sums_dtype = jnp.float32 if plan.group > 1 or sums else v.dtype
+    outputs = [jax.ShapeDtypeStruct((n, compared, (stop - start) * block), q.dtype)]
+    outputs += [jax.ShapeDtypeStruct((n, rows, length), sums_dtype) for rows in (compared, size)]
+    queries, keys = _specs(plan)
+    column = pl.BlockSpec((1, compared, block), lambda h, t, pairs: (h, 0, jnp.maximum(_key(pairs[t]), start) - start))
+    by_key = [pl.BlockSpec((1, a.shape[1], block), lambda h, t, pairs: (h, 0, _key(pairs[t]))) for a in outputs[1:]]
+    in_specs = [queries(q), keys(arrays[1]), keys(v), *(queries(a) for a in arrays[3:])]
+    return pl.pallas_call(
+        functools.partial(_backward_kernel, plan, start, stop, bool(sums)),
+        name='polynomial_attention_backward',
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(n, len(pairs)),
+            in_specs=in_specs + (by_key if sums else []),
+            out_specs=[column, *by_key],
+            scratch_shapes=[
+                pltpu.VMEM(shape, jnp.float32)
+                for shape in ((stop - start, compared, block), (compared, block), (size, block))
+            ],
+        ),
+        out_shape=outputs,
+        input_output_aliases={7: 1, 8: 2} if sums else {},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
+        ),
+        cost_estimate=_cost(plan, q, v, pairs, products=(3, 2), arrays=7),
+    )(_table(pairs), *arrays, *sums)
+
+
+def _forward_kernel(plan: Plan, pairs, q, k, v, o, total, acc_DxQ, sums_8xQ):
+    pair = pairs[pl.program_id(1)]
+    i, j = _query(pair), _key(pair)
+
+    @pl.when(j == 0)
+    def _():
+        acc_DxQ[...] = jnp.zeros_like(acc_DxQ)
+        sums_8xQ[...] = jnp.zeros_like(sums_8xQ)
+
+    def add(queries: slice, keys: slice, masked: bool):
+        s_KxQ = _dot(k[0, :, keys], q[0, :, queries], (0, 0))
+        w_KxQ, _ = power_and_slope(s_KxQ if plan.scale == 1.0 else plan.scale * s_KxQ, plan.degree)
+        if masked:
+            w_KxQ = _causal(w_KxQ)
+        sums_8xQ[:, queries] += w_KxQ.reshape(-1, SUBLANES, w_KxQ.shape[1]).sum(0)
+        acc_DxQ[:, queries] += _dot(v[0, :, keys], w_KxQ.astype(v.dtype), (1, 0))
+
+    @pl.when(j < i)
+    def _():
+        for keys in _cut(plan.block, plan.forward_tile):
+            add(slice(0, plan.block), keys, masked=False)
+
+    @pl.when(j == i)
+    def _():
+        for queries in _cut(plan.block, plan.diagonal_tile):
+            add(queries, slice(0, queries.stop), masked=True)
+        total_1xQ = plan.bias + jnp.sum(sums_8xQ[...], axis=0, keepdims=True)
+        # Padding after the last token sees zero scores and, with bias 0, has no denominator.
+        o[0] = (acc_DxQ[...] * jnp.where(total_1xQ == 0.0, 0.0, 1.0 / total_1xQ)).astype(o.dtype)
+        total[0] = total_1xQ
+
+
+def _backward_kernel(plan: Plan, start: int, stop: int, adds: bool, pairs, q, k, v, do, row, c, *refs):
+    dk_before, dv_before = refs[:2] if adds else (None, None)
+    dq, dk, dv, dq_IxCxQ, dk_CxK, dv_DxK = refs[2:] if adds else refs
+    pair = pairs[pl.program_id(1)]
+    i, j = _query(pair), _key(pair)
+    mine = i - start
+
+    @pl.when(j == 0)
+    def _():
+        dq_IxCxQ[mine] = jnp.zeros(dq_IxCxQ.shape[1:], jnp.float32)
+
+    @pl.when(i == jnp.maximum(j, start))
+    def _():
+        dk_CxK[...] = dk_before[0] if adds else jnp.zeros_like(dk_CxK)
+        dv_DxK[...] = dv_before[0] if adds else jnp.zeros_like(dv_DxK)
+
+    def add(queries: slice, keys: slice, masked: bool):
+        q_CxQ, do_DxQ, c_1xQ = q[0, :, queries], do[0, :, queries], c[0, :, queries]
+        k_CxK = k[0, :, keys]
+        s_KxQ = _dot(k_CxK, q_CxQ, (0, 0)) * c_1xQ
+        dw_KxQ = _dot(v[0, :, keys], do_DxQ, (0, 0)) - row[0, :, queries]
+        w_KxQ, slope_KxQ = power_and_slope(s_KxQ, plan.degree)
+        ds_KxQ = slope_KxQ * dw_KxQ * (plan.degree * c_1xQ)
+        if masked:
+            w_KxQ, ds_KxQ = _causal(w_KxQ), _causal(ds_KxQ)
+        w_KxQ, ds_KxQ = w_KxQ.astype(do.dtype), ds_KxQ.astype(q.dtype)
+        dq_IxCxQ[mine, :, queries] += _dot(k_CxK, ds_KxQ, (1, 0))
+        dk_CxK[:, keys] += _dot(q_CxQ, ds_KxQ, (1, 1))
+        dv_DxK[:, keys] += _dot(do_DxQ, w_KxQ, (1, 1))
+
+    @pl.when(j < i)
+    def _():
+        for keys in _cut(plan.block, plan.backward_tile):
+            add(slice(0, plan.block), keys, masked=False)
+
+    @pl.when(j == i)
+    def _():
+        for queries in _cut(plan.block, plan.diagonal_tile):
+            add(queries, slice(0, queries.stop), masked=True)
+        dq[0] = dq_IxCxQ[mine].astype(dq.dtype)
+
+    @pl.when(i == stop - 1)
+    def _():
+        dk[0] = dk_CxK[...].astype(dk.dtype)
+        dv[0] = dv_DxK[...].astype(dv.dtype)
+
+
+def power_and_slope(s: jax.Array, degree: int) -> tuple[jax.Array, jax.Array]:
+    """s ** degree and s ** (degree - 1) by repeated squaring, degree at least 2."""
+    slope = None
+    exponent, square = degree - 1, s
+    while exponent:
+        if exponent & 1:
+            slope = square if slope is None else slope * square
+        exponent >>= 1
+        if exponent:
+            square = square * square
+    if degree & (degree - 1) == 0:
+        return square * square, slope
+    return slope * s, slope
+
+
+def _root(total: jax.Array, degree: int) -> jax.Array:
+    """total ** (-1 / degree), 0 where total is; a Newton step makes up for what exp and log lose."""
+    safe = jnp.where(total > 0.0, total, 1.0)
+    root = jnp.exp(jnp.log(safe) * (-1.0 / degree))
+    root += root * (1.0 - lax.integer_pow(root, degree) * safe) / degree
+    return jnp.where(total > 0.0, root, 0.0)
+
+
+def _causal(weights_KxQ: jax.Array) -> jax.Array:
+    """Zero where the key (row) comes after the query (column); the last key and the last query are the same token."""
+    before = weights_KxQ.shape[0] - weights_KxQ.shape[1]
+    key = lax.broadcasted_iota(jnp.int32, weights_KxQ.shape, 0)
+    query = lax.broadcasted_iota(jnp.int32, weights_KxQ.shape, 1)
+    return jnp.where(key <= query + before, weights_KxQ, 0.0)
+
+
+def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """a · b over one axis of each, accumulated in float32; float32 operands are not rounded."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    axes = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _cut(block: int, tile: int) -> list[slice]:
+    return [slice(at, at + tile) for at in range(0, block, tile)]
+
+
+def _table(pairs: list[tuple[int, int]]) -> jax.Array:
+    return jnp.asarray(np.array([i << 16 | j for i, j in pairs], np.int32))
+
+
+def _query(pair):
+    return pair >> 16
+
+
+def _key(pair):
+    return pair & 0xFFFF
+
+
+def _specs(plan: Plan):
+    """Block specs of arrays by query head, and by key head, which `plan.group` query heads share."""
+
+    def queries(a):
+        return pl.BlockSpec((1, a.shape[1], plan.block), lambda h, t, pairs: (h, 0, _query(pairs[t])))
+
+    def keys(a):
+        group = plan.group
+        return pl.BlockSpec(
+            (1, a.shape[1], plan.block),
+            lambda h, t, pairs: (h if group == 1 else lax.div(h, jnp.int32(group)), 0, _key(pairs[t])),
+        )
+
+    return queries, keys
+
+
+def _cost(plan: Plan, q, v, pairs, products: tuple[int, int], arrays: int) -> pl.CostEstimate:
+    n, compared, _ = q.shape
+    weights = n * len(pairs) * plan.block**2
+    width = products[0] * compared + products[1] * v.shape[1]
+    block = plan.block * max(compared, v.shape[1]) * q.dtype.itemsize
+    return pl.CostEstimate(flops=2 * weights * width, transcendentals=0, bytes_accessed=n * len(pairs) * arrays * block)
+
+
+def _over_group(a_NxDxL: jax.Array, group: int) -> jax.Array:
+    return a_NxDxL if group == 1 else a_NxDxL.reshape(-1, group, *a_NxDxL.shape[1:]).sum(1)
+
+
+def _rows(size: int) -> int:
+    return -(-size // ROWS) * ROWS
+
+
+def _is_zero(number) -> bool:
+    return isinstance(number, int) and number == 0
