@@ -20,10 +20,11 @@ LINE = re.compile(r'^# Hardware: (\S+) \(lm check: .*\)$', re.MULTILINE)
 def describe(check: dict, steps: int) -> str:
     """Hours and memory, in words."""
     speed, memory = check['speed'], check['memory']
-    hours = speed['run_hours']
+    hours, chips = speed['run_hours'], speed['run_chip_hours']
     time = f'{hours:.1f} hours' if hours >= 1 else f'{60 * hours:.1f} minutes'
+    chips = f'{chips:,.0f}' if chips >= 10 else f'{chips:.1f}'
     return (
-        f'at least {time}, {speed["run_chip_hours"]:,.3g} chip-hours, for {steps:,} steps; '
+        f'at least {time}, {chips} chip-hours, for {steps:,} steps; '
         f'{memory["needed_gib"]:.1f} of {memory["limit_gib"]:.1f} GiB'
     )
 
