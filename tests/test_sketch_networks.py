@@ -128,6 +128,7 @@ REFUSED = {
     'sketches whose size': {'r': 8},
     'tokens or more': {'length': 100},
     'bfloat16 or all float32': {'dtype': jnp.float16},
+    'VMEM': {'r': 128, 'hidden': 4096},
 }
 
 

@@ -56,7 +56,10 @@ def plan_for(length: int, heads: int, size: int, hidden: int, r: int, itemsize: 
     block = -(-length // (steps * LANES)) * LANES
     sizes = [tile for tile in range(TILE, 0, -LANES) if block % tile == 0]
     fitting = [tile for tile in sizes if vmem_estimate(tile, size, hidden, r, itemsize) <= 0.8 * available]
-    return Plan(block, (fitting or sizes[-1:])[0], block, heads, 2 if steps % 2 == 0 else 1, limit)
+    tile = (fitting or sizes[-1:])[0]
+    # The forward kernel gains from longer tiles, but for v4, which loads and stores less at a time.
+    forward_tile = block if limit else sizes[0]
+    return Plan(block, tile, forward_tile, heads, 2 if steps % 2 == 0 else 1, limit)
 
 
 def vmem_estimate(tile: int, size: int, hidden: int, r: int, itemsize: int) -> int:
