@@ -130,6 +130,8 @@ def measure(
         tokens: of a call; a longer context is one sequence.
         given: leave out the sketches and normalizations of polysketch and plain.
     """
+    for candidate in found:
+        check(candidate, contexts, given)
     layers = {candidate.name: build(candidate, dims, given) for candidate in found}
     shapes = {context: (max(1, tokens // context), context) for context in contexts}
     inputs = {
@@ -141,7 +143,6 @@ def measure(
     for step in passes:
         for context, (rows, _) in shapes.items():
             for candidate in found:
-                _check_block(candidate, context)
                 key, layer = (step, context, candidate.name), layers[candidate.name]
                 arguments = (layer.weights, *inputs[rows * context, candidate.name])
                 program = _program(layer.function, step, (rows, context))
@@ -152,25 +153,34 @@ def measure(
     return [_row(key, shapes[key[1]][0], times, memory[key], [candidate.name for candidate in found]) for key in memory]
 
 
-def build(candidate: Candidate, dims: HeadDims, given: bool = False) -> Layer:
-    """The layer of a candidate, or with `given` its operation alone: polysketch's sketches are then its arrays.
-
-    Raises ConfigError where the candidate has no such layer.
-    """
+def check(candidate: Candidate, contexts: Sequence[int], given: bool) -> None:
+    """Raises ConfigError where the candidate is not one layer that can be measured at these contexts."""
     pattern = candidate.experiment.model.pattern
     if len(pattern) > 1:
         names = ', '.join(attention.gin_name for attention in pattern)
         raise ConfigError(f'--mechanisms {candidate.name}: has layers of {names}; name one of them (lm bench step can)')
     (attention,) = pattern
+    if given and not isinstance(attention, Polysketch | Softmax):
+        raise ConfigError(f'--features_given: {candidate.name} is not polysketch, plain or softmax; leave it out')
+    if not candidate.formulation:
+        return
+    if not attention.local:
+        raise ConfigError(f'--mechanisms {candidate.name}: needs polysketch.local = True')
+    for context in contexts:
+        if context % min(context, attention.block):
+            raise ConfigError(
+                f'--contexts {context}: must be a multiple of polysketch.block = {attention.block} for {candidate.name}'
+            )
+
+
+def build(candidate: Candidate, dims: HeadDims, given: bool = False) -> Layer:
+    """The layer of a candidate, or with `given` its operation alone: polysketch's sketches are then its arrays."""
+    (attention,) = candidate.experiment.model.pattern
     layer = attention.build(dims, nnx.Rngs(0))
     graph, parameters, buffers = nnx.split(layer, nnx.Param, ...)
     weights = (parameters, buffers)
     if not isinstance(attention, Polysketch):
-        if given and not isinstance(attention, Softmax):
-            raise ConfigError(f'--features_given: {candidate.name} is not polysketch, plain or softmax; leave it out')
         return Layer(lambda weights, *qkv: nnx.merge(graph, *weights)(*qkv), weights)
-    if candidate.formulation and not attention.local:
-        raise ConfigError('--mechanisms plain: needs polysketch.local = True')
     attend = _plain if candidate.formulation else _ours
     if given:
         return Layer(lambda _, *arrays: attend(layer, arrays), ({}, {}), lambda *qkv: _arrays(layer, qkv))
@@ -203,12 +213,6 @@ def _inputs(n: int, layer: Layer, dims: HeadDims, dtype: Any) -> tuple[jax.Array
     keys = jax.random.split(jax.random.key(0), 4)
     *qkv, do = (jax.random.normal(key, (1, n, dims.n_heads, dims.head_dim), dtype) for key in keys)
     return tuple(x[0] for x in (*jax.jit(layer.arrays)(*qkv), do))
-
-
-def _check_block(candidate: Candidate, context: int) -> None:
-    block = getattr(candidate.experiment.model.pattern[0], 'block', 1)
-    if candidate.formulation and context % min(context, block):
-        raise ConfigError(f'--contexts {context}: must be a multiple of polysketch.block = {block} for plain')
 
 
 def _program(function: Callable, step: str, shape: tuple[int, int]) -> Callable:

@@ -72,7 +72,6 @@ class Program:
         self.experiment, self._state, self._steps, self.loss = experiment, state, steps, None
         config, model = experiment.train, experiment.model
         self.mesh = make_mesh(experiment.mesh)
-        check_divides(config, self.mesh.size)
         step = Step(model, experiment.optimizer, config.steps)
         abstract = place(jax.eval_shape(lambda: step.init(config.seed)), self.mesh)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
@@ -149,16 +148,19 @@ def measure(
         limit: tokens that a device processes at a time, if a sequence has not more.
         steps: timed together.
     """
+    experiments = {
+        (candidate.name, context): at_context(candidate.experiment, context, tokens, limit)
+        for candidate in found
+        for context in contexts
+    }
+    states: dict[str, dict[str, Any]] = {candidate.name: {} for candidate in found}
     programs: dict[tuple[str, int], Program] = {}
-    for candidate in found:
-        state: dict[str, Any] = {}
-        for context in contexts:
-            experiment = at_context(candidate.experiment, context, tokens, limit)
-            program = Program(experiment, state, steps)
-            if program.compiled is None and experiment.model.remat != FALLBACK:
-                model = dataclasses.replace(experiment.model, remat=FALLBACK)
-                program = Program(dataclasses.replace(experiment, model=model), state, steps)
-            programs[candidate.name, context] = program
+    for (name, context), experiment in experiments.items():
+        program = Program(experiment, states[name], steps)
+        if program.compiled is None and experiment.model.remat != FALLBACK:
+            model = dataclasses.replace(experiment.model, remat=FALLBACK)
+            program = Program(dataclasses.replace(experiment, model=model), states[name], steps)
+        programs[name, context] = program
     calls: dict[tuple[str, int], Callable] = {k: p for k, p in programs.items() if p.compiled is not None}
     times = timing.in_turns(calls, repeats)
     return [_row(name, program, times.get((name, context)), steps) for (name, context), program in programs.items()]
@@ -167,7 +169,7 @@ def measure(
 def at_context(experiment: Experiment, context: int, tokens: int, limit: int) -> Experiment:
     """The experiment with another context length, and microbatches of at most `limit` tokens a device.
 
-    Raises ConfigError where the tokens of a step are no multiple of the context.
+    Raises ConfigError where the tokens of a step are no multiple of the context, or the devices cannot share them.
     """
     if tokens % context:
         raise ConfigError(f'--tokens_per_step {tokens}: must be a multiple of every context; {context} does not divide')
@@ -176,6 +178,7 @@ def at_context(experiment: Experiment, context: int, tokens: int, limit: int) ->
     train = dataclasses.replace(
         experiment.train, context_length=context, tokens_per_step=tokens, microbatches=rows // together
     )
+    check_divides(train, jax.device_count())
     return dataclasses.replace(experiment, train=train)
 
 

@@ -1,0 +1,314 @@
+"""`lm bench`: what each part measures, prints and writes. No test depends on how long anything takes."""
+
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lm.attention import HeadDims
+from lm.bench import attention, candidates, data, kernels, step, timing
+from lm.cli import main
+from lm.data.store import TokenStore
+from lm.errors import ConfigError
+
+SMALL_LAYER = ['--contexts', '16,64', '--tokens', '64', '--heads', '2', '--head_dim', '8', '--repeats', '2']
+SKETCH = ['polysketch.block = 16', "polysketch.sketch = 'gaussian'", 'polysketch.sketch_size = 4']
+SMALL_MODEL = ['model.vocab_size = 50', 'model.n_layers = 1', 'model.d_model = 8', 'model.n_heads = 2']
+SMALL_MODEL += ['model.head_dim = 4', 'optimizer.warmup_steps = 1']
+
+
+def params(bindings):
+    return [word for binding in bindings for word in ('--gin_param', binding)]
+
+
+def picture_size(path: pathlib.Path) -> tuple[int, int]:
+    header = path.read_bytes()[:24]
+    assert header[:8] == b'\x89PNG\r\n\x1a\n'
+    return int.from_bytes(header[16:20]), int.from_bytes(header[20:24])
+
+
+def read(path: pathlib.Path, part: str) -> dict:
+    """The JSON of a part, with what all of them promise."""
+    found = json.loads(path.read_text())
+    assert found.keys() == {'benchmark', 'machine', 'settings', 'rows'}
+    assert found['benchmark'] == part
+    assert {'device_kind', 'device_count', 'jax', 'jaxlib', 'python', 'date'} <= found['machine'].keys()
+    return found
+
+
+def error_of(arguments: list[str], capsys) -> str:
+    """The one line of a command that is refused."""
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_without_a_part_it_helps(capsys):
+    assert main(['bench']) == 2
+    printed = capsys.readouterr().out
+    assert all(part in printed for part in ('attention', 'step', 'kernels', 'data'))
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+def test_attention(tmp_path, capsys):
+    flags = ['--json', str(tmp_path / 'a.json'), '--out', str(tmp_path / 'figures')]
+    flags += ['--mechanisms', 'softmax,polysketch,plain', '--passes', 'forward']
+    assert main(['bench', 'attention', *SMALL_LAYER, *flags, *params(SKETCH)]) == 0
+    printed = capsys.readouterr().out
+    assert 'cpu' in printed
+    assert f'jax {jax.__version__}' in printed
+    found = read(tmp_path / 'a.json', 'attention')
+    assert 'gaussian' in found['settings']['mechanisms']['polysketch']
+    rows = {(row['passes'], row['context'], row['mechanism']): row for row in found['rows']}
+    assert len(rows) == len(found['rows']) == 2 * 3
+    for (_, context, name), row in rows.items():
+        assert row['sequences'] * context == 64
+        assert row['milliseconds'] >= row['least_milliseconds'] > 0
+        assert math.isclose(row['microseconds_per_token'] * row['tokens_per_second'], 1e6)
+        assert row['peak_mib'] > row['temporary_mib'] > 0
+        assert set(row['speed_over']) == {'softmax', 'plain'} - {name}
+    both = [rows['forward', 64, name] for name in ('plain', 'polysketch')]
+    assert math.isclose(both[1]['speed_over']['plain'], both[0]['milliseconds'] / both[1]['milliseconds'])
+    assert {p.name for p in (tmp_path / 'figures').iterdir()} == {'attention_forward.png', 'attention_forward.pdf'}
+    assert min(picture_size(tmp_path / 'figures' / 'attention_forward.png')) > 500
+
+
+@pytest.mark.parametrize('given', [False, True])
+def test_what_is_compared_computes_the_same(given):
+    """Outputs and gradients of ours and of the plain formulation."""
+    found = candidates.candidates(['polysketch', 'plain'], [], SKETCH, formulations={'plain': 'polysketch'})
+    dims, results = HeadDims(2, 2, 8), []
+    for candidate in found:
+        layer = attention.build(candidate, dims, given)
+        arrays = attention._inputs(64, layer, dims, jnp.float32)
+        program = attention._program(layer.function, 'forward+backward', (2, 32))
+        results.append(jax.jit(program)(layer.weights, *arrays))
+    for ours, plain in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=2e-3, atol=2e-4)
+
+
+def test_mechanisms_by_file_and_by_scope():
+    found = candidates.candidates(['configs/attention/polysketch_random.gin', 'softmax'], [], [])
+    assert [c.name for c in found] == ['polysketch_random', 'softmax']
+    assert found[0].experiment.model.attention.sketch == 'gaussian'
+    scoped = candidates.candidates(['a/polysketch', 'polysketch'], [], ["a/polysketch.sketch = 'srht'"])
+    assert [(c.name, c.experiment.model.attention.sketch) for c in scoped] == [
+        ('a/polysketch', 'srht'),
+        ('polysketch', 'learned'),
+    ]
+    configured = candidates.candidates(None, ['configs/attention/llops.gin'], [])
+    assert [c.name for c in configured] == ['softmax', 'llops']
+    assert [c.name for c in candidates.candidates(None, ['configs/attention/softmax.gin'], [])] == ['softmax']
+
+
+@pytest.mark.parametrize(
+    ('flags', 'words'),
+    [
+        (['--mechanisms', 'polyskech'], 'did you mean polysketch'),
+        (['--mechanisms', 'softmax', '--gin_param', 'performer.feature = 3'], 'performer.feature'),
+        (['--mechanisms', 'softmax', '--gin_param', 'polysketch.block = 16'], 'polysketch.block'),
+        (['--mechanisms', 'configs/attention/based.gin', '--gin_param', 'model.n_layers = 2'], 'lm bench step'),
+        (['--mechanisms', 'plain', '--gin_param', 'polysketch.local = False'], 'polysketch.local'),
+        (['--mechanisms', 'plain', '--contexts', '30', '--gin_param', 'polysketch.block = 16'], 'multiple'),
+        (['--mechanisms', 'performer', '--features_given'], 'performer'),
+        (['--passes', 'backward'], 'forward+backward'),
+        (['--contexts', '0'], '--contexts'),
+        (['--json', 'no/such/folder/a.json'], 'folder'),
+    ],
+)
+def test_mistakes_are_one_line(flags, words, capsys):
+    assert words in error_of(['bench', 'attention', *flags], capsys)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def refusal(text: str):
+    def call():
+        raise jax.errors.JaxRuntimeError(text)
+
+    return call
+
+
+def test_out_of_memory_is_a_result(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(timing, 'available_mib', lambda: 0.0)
+    flags = ['--json', str(tmp_path / 'a.json'), '--out', str(tmp_path)]
+    flags += ['--mechanisms', 'softmax', '--passes', 'forward']
+    assert main(['bench', 'attention', *SMALL_LAYER, *flags]) == 0
+    assert 'OOM' in capsys.readouterr().out
+    rows = read(tmp_path / 'a.json', 'attention')['rows']
+    assert rows
+    assert all(row['out_of_memory'] and row['milliseconds'] is None and row['peak_mib'] > 0 for row in rows)
+    assert not list(tmp_path.glob('*.png'))
+
+
+def test_one_candidate_may_run_out_of_memory():
+    made = []
+
+    def later():
+        made.append(0)
+        if len(made) > 2:
+            raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes')
+
+    calls = {'ok': lambda: None, 'never': refusal('RESOURCE_EXHAUSTED: no space'), 'later': later}
+    found = timing.in_turns(calls, 4)
+    assert found['never'] is found['later'] is None
+    assert found['ok'].repeats == 4
+
+
+def test_other_failures_are_failures():
+    with pytest.raises(jax.errors.JaxRuntimeError, match='INTERNAL'):
+        timing.in_turns({'a': refusal('INTERNAL: no memory of that')}, 2)
+    with pytest.raises(ZeroDivisionError):
+        timing.in_turns({'a': lambda: 1 / 0}, 2)
+
+
+def test_a_compiler_may_run_out_of_memory():
+    class Lowered:
+        def compile(self):
+            refusal('RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm')()
+
+    assert timing.compile_if_fits(Lowered()) == (None, {})
+
+
+# ---------------------------------------------------------------------------------------------------------------- step
+
+
+def test_step(tmp_path, capsys):
+    flags = ['--contexts', '16', '--tokens_per_step', '512', '--microbatch_tokens', '32', '--repeats', '2']
+    flags += ['--mechanisms', 'softmax,polynomial', '--json', str(tmp_path / 's.json'), '--out', str(tmp_path)]
+    assert main(['bench', 'step', *flags, *params(SMALL_MODEL)]) == 0
+    assert 'steps/s' in capsys.readouterr().out
+    found = read(tmp_path / 's.json', 'step')
+    assert [(row['context'], row['mechanism']) for row in found['rows']] == [(16, 'softmax'), (16, 'polynomial')]
+    for row in found['rows']:
+        # 8 devices, 64 tokens each.
+        assert (row['windows'], row['microbatches'], row['remat']) == (32, 2, 'none')
+        assert math.isclose(row['tokens_per_second'], 512 * row['steps_per_second'])
+        assert abs(row['loss'] - math.log(50)) < 0.7
+        assert row['mfu'] is None
+        assert (row['speed_over_softmax'] is None) == (row['mechanism'] == 'softmax')
+    for name in ('step_speed', 'step_latency'):
+        assert min(picture_size(tmp_path / f'{name}.png')) > 500
+        assert (tmp_path / f'{name}.pdf').stat().st_size > 1000
+
+
+def pretend_step(state, batch):
+    """In place of a compiled step."""
+    return {'step': state['step'] + 1}, {'loss': jnp.ones(())}
+
+
+def test_a_step_that_does_not_fit_is_tried_with_remat(monkeypatch):
+    tried = []
+
+    def compile_if_fits(lowered):
+        tried.append(lowered)
+        return (pretend_step if len(tried) == 2 else None), {'peak_mib': 9.0}
+
+    monkeypatch.setattr(timing, 'compile_if_fits', compile_if_fits)
+    monkeypatch.setattr(step, 'lower', lambda step, *_: step.model.remat)
+    monkeypatch.setattr(step.Step, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
+    found = candidates.candidates(['softmax'], [], SMALL_MODEL)
+    rows = step.measure(found, [16, 32], 512, 512, steps=1, repeats=1)
+    assert tried == ['none', 'full', 'none', 'full']
+    assert [(row.remat, row.out_of_memory, row.peak_mib) for row in rows] == [('full', False, 9), ('full', True, 9)]
+    assert rows[0].steps_per_second > 0
+    assert rows[1].steps_per_second is None
+
+
+def test_a_step_that_fails_takes_no_state_with_it(monkeypatch):
+    monkeypatch.setattr(timing, 'compile_if_fits', lambda _: (pretend_step, {}))
+    monkeypatch.setattr(step, 'lower', lambda *_: None)
+    monkeypatch.setattr(step.Step, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
+    (candidate,) = candidates.candidates(['softmax'], [], SMALL_MODEL)
+    state = {}
+    program = step.Program(step.at_context(candidate.experiment, 16, 128, 128), state, 2)
+    program()
+    assert int(state['state']['step']) == 2
+    program.compiled = lambda *_: refusal('RESOURCE_EXHAUSTED')()
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        program()
+    program.compiled = pretend_step
+    program()
+    assert int(state['state']['step']) == 2
+
+
+def test_step_mistakes(capsys):
+    flags = ['--contexts', '16,48', '--tokens_per_step', '256', *params(SMALL_MODEL)]
+    assert '48' in error_of(['bench', 'step', *flags], capsys)
+    flags = ['--contexts', '64', '--tokens_per_step', '64', *params(SMALL_MODEL)]
+    assert '8 devices' in error_of(['bench', 'step', *flags], capsys)
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+def test_data(tmp_path, capsys):
+    text = tmp_path / 'some.txt'
+    text.write_text(data.made_up_text(40_000) + 'ö▁…')
+    flags = ['--text', str(text), '--vocab_size', '400', '--document_bytes', '1000', '--repeats', '2']
+    flags += ['--context_length', '64', '--tokens', '100_000', '--tokens_per_step', '4096']
+    assert main(['bench', 'data', *flags, '--json', str(tmp_path / 'd.json')]) == 0
+    assert '÷ SentencePiece' in capsys.readouterr().out
+    found = read(tmp_path / 'd.json', 'data')
+    assert found['settings']['bytes'] == text.stat().st_size
+    *rates, batches = found['rows']
+    assert [row['name'] for row in rates] == ['SentencePiece, documents', 'SentencePiece, lines', 'lm prepare']
+    for row in rates:
+        assert math.isclose(row['tokens_per_second'] * row['seconds'], found['settings']['tokens'])
+        assert row['megabytes_per_core_second'] > 0
+    assert max(row['over_sentencepiece'] for row in rates[:2]) == 1.0
+    assert batches['name'] == 'batches'
+    assert math.isclose(batches['tokens_per_second'] * batches['seconds'], data.BATCHES * 4096)
+
+
+def test_batches_of_a_store(tmp_path):
+    path = str(tmp_path / 'tokens')
+    data.write_store(path, 10_000)
+    assert TokenStore.open(path).tokens('train') == 10_000
+    flags = ['--path', path, '--context_length', '32', '--tokens_per_step', '1024', '--repeats', '1']
+    assert main(['bench', 'data', *flags, '--json', str(tmp_path / 'd.json')]) == 0
+    (row,) = read(tmp_path / 'd.json', 'data')['rows']
+    assert row['name'] == 'batches'
+
+
+def test_made_up_text_is_prose_and_always_the_same():
+    text = data.made_up_text(20_000)
+    assert text == data.made_up_text(20_000)
+    assert 19_990 < len(text.encode()) <= 20_000
+    assert len(set(text.split())) > 500
+    assert ''.join(data.cut(text, 300)) == text
+
+
+def test_data_mistakes(tmp_path, capsys):
+    assert 'absent.txt' in error_of(['bench', 'data', '--text', str(tmp_path / 'absent.txt')], capsys)
+    (tmp_path / 'empty.txt').write_text(' \n')
+    assert 'no text' in error_of(['bench', 'data', '--text', str(tmp_path / 'empty.txt')], capsys)
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+def test_kernels(monkeypatch, tmp_path, capsys):
+    asked = []
+    row = kernels.Row('splash', 'v5e', 'forward', 12.5, 0.5, 0.5, 0, 1.0, 2.0)
+    monkeypatch.setattr(kernels, 'kernels', lambda *arguments: asked.append(arguments) or [row])
+    assert main(['bench', 'kernels', '--topology', 'v5e,v6e', '--json', str(tmp_path / 'k.json'), 'splash']) == 0
+    assert asked == [('v5e', ['splash']), ('v6e', ['splash'])]
+    assert '12.5' in capsys.readouterr().out
+    assert read(tmp_path / 'k.json', 'kernels')['rows'][0]['cycles'] == 12.5
+
+
+def test_unknown_topology(capsys):
+    assert 'v6e' in error_of(['bench', 'kernels', '--topology', 'v99'], capsys)
+
+
+def test_unusable_step_of_tokens():
+    with pytest.raises(ConfigError, match='multiple'):
+        step.at_context(candidates.candidates(['softmax'], [], SMALL_MODEL)[0].experiment, 48, 256, 256)
