@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,7 @@ CASES = {
     'degree 16': ({'degree': 16, 'block': 128}, {'length': 140, 'size': 64}),
     'no bias': ({'degree': 4, 'block': 128, 'bias': 0.0}, {'length': 150}),
     'one short block': ({'degree': 4}, {'length': 77}),
-    'grouped queries': ({'degree': 4, 'block': 128}, {'length': 200, 'batch': 2, 'heads': 4, 'kv_heads': 2}),
+    'grouped queries': ({'degree': 4, 'block': 128}, {'length': 150, 'heads': 4, 'kv_heads': 2}),
     'odd head sizes': ({'degree': 4, 'block': 128}, {'length': 131, 'size': 10, 'value_size': 20}),
     'heads of 128': ({'degree': 4, 'block': 128}, {'length': 131, 'size': 128}),
     'tiles': ({'degree': 4, 'block': 512}, {'length': 600}),
@@ -99,6 +100,142 @@ def test_outputs_and_gradients(case):
     assert all(a.dtype == dtype for a in got)
     want = by_definition(options['degree'], options.get('bias', 1.0), options.get('scale', 1.0), *arrays)
     found = errors(got, want)
-    print(name, dtype, {k: f'{v:.1e}' for k, v in found.items()})
     limit = 1e-5 if dtype == 'float32' else 2e-2
     assert all(error <= limit for error in found.values()), found
+
+
+@pytest.mark.parametrize('kv_heads', [1, 2])
+def test_queries_a_chunk_at_a_time(kv_heads, monkeypatch):
+    """Three chunks of one block each, where the gradient of all the queries would not fit; then one of two blocks."""
+    plan_for, used = polynomial_tpu.plan_for, []
+
+    def in_chunks(*args):
+        used.append(dataclasses.replace(plan_for(*args), chunk=1 if kv_heads == 1 else 2))
+        return used[-1]
+
+    monkeypatch.setattr(polynomial_tpu, 'plan_for', in_chunks)
+    arrays = example(300, heads=2, kv_heads=kv_heads)
+    found = errors(by_kernels(*arrays, degree=4, block=128), by_definition(4, 1.0, 1.0, *arrays))
+    assert used
+    assert all(error <= 1e-5 for error in found.values()), found
+
+
+def test_nothing_leaks_from_the_future():
+    q, k, v, do = example(200)
+    cut = 70
+    changed = [x.at[:, cut:].multiply(-3.0) for x in (q, k, v)]
+    o, dq, *_ = by_kernels(q, k, v, do, degree=4, block=128)
+    o_changed, dq_changed, *_ = by_kernels(*changed, do, degree=4, block=128)
+    for a, b in ((o, o_changed), (dq, dq_changed)):
+        np.testing.assert_array_equal(a[:, :cut], b[:, :cut])
+        assert not np.allclose(a[:, cut:], b[:, cut:])
+
+
+def test_small_gradients_of_large_denominators_survive():
+    """Denominators of 10^30 and gradients of 10^-10: their quotient is no float32 number."""
+    q, k, v, do = example(140, size=64)
+    q, k = (q[:, :1] + 0.3 * x for x in (q, k))
+    arrays = [q, k, v, 1e-10 * do]
+    want = by_definition(16, 1.0, 1.0, *arrays)
+    found = errors(by_kernels(*arrays, degree=16, block=128), want)
+    assert all(error <= 1e-5 for error in found.values()), found
+
+
+def test_batch_split_over_a_mesh():
+    q, k, v, do = example(130, batch=4, heads=2, kv_heads=1)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'fsdp'))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(('data', 'fsdp')))
+
+    def loss(q, k, v, do):
+        o = polynomial_tpu.polynomial_attention(q, k, v, degree=4, block=128)
+        return jnp.sum(o * do), o
+
+    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+        split = [jax.device_put(a, rows) for a in (q, k, v, do)]
+        grads, o = quick(jax.grad(loss, argnums=range(3), has_aux=True))(*split)
+    assert o.sharding.is_equivalent_to(rows, o.ndim)
+    found = errors([o, *grads], by_definition(4, 1.0, 1.0, q, k, v, do))
+    assert all(error <= 1e-5 for error in found.values()), found
+
+
+REFUSED = {
+    'causal': {'causal': False},
+    'as many queries': {'q_offset': 3},
+    'queries as keys': {'k_start': jnp.int32(0)},
+    'multiples of 128': {'block': 96},
+}
+
+
+@pytest.mark.parametrize('reason', REFUSED)
+def test_unsupported_calls_fall_back_and_say_so_once(reason, monkeypatch):
+    messages = []
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
+    monkeypatch.setattr(platform.logging, 'warning', messages.append)
+    platform._say_once.cache_clear()
+    q, k, v, _ = example(8)
+    for _ in range(2):
+        o = exact_attention.polynomial_attention(q, k, v, degree=4, **REFUSED[reason])
+    assert len(messages) == 1
+    assert messages[0].startswith('polynomial attention: pallas_tpu ')
+    assert reason in messages[0]
+    expected = exact_attention.polynomial_attention(q, k, v, degree=4, implementation='reference', **REFUSED[reason])
+    np.testing.assert_allclose(o, expected, atol=1e-5)
+
+
+def test_dtypes_and_sizes_that_are_refused(monkeypatch):
+    assert 'TPU' in polynomial_tpu.unsupported(*example(8)[:3], degree=4)
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
+    q, k, v, _ = example(8)
+    assert polynomial_tpu.unsupported(q, k, v, degree=4) is None
+    assert 'float16' in polynomial_tpu.unsupported(*(a.astype(jnp.float16) for a in (q, k, v)), degree=4)
+    assert 'head sizes' in polynomial_tpu.unsupported(*example(8, size=300)[:3], degree=4)
+    many = jax.ShapeDtypeStruct((1, 2**20, 1, 64), jnp.bfloat16)
+    assert 'blocks' in polynomial_tpu.unsupported(many, many, many, degree=4)
+
+
+def test_tpus_get_the_kernel(monkeypatch):
+    arrays = example(8)[:3]
+    for target, module in (('tpu', polynomial_tpu), ('cpu', exact_attention.xla), ('gpu', exact_attention.xla)):
+        monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
+        options = ('', exact_attention.POLYNOMIAL, exact_attention.PREFERRED_POLYNOMIAL, None)
+        assert platform.choose(*options, *arrays, degree=4) is module
+
+
+@pytest.mark.parametrize('degree', [2, 4, 6, 8, 10, 12, 14, 16])
+def test_powers_by_squaring(degree):
+    s = jnp.linspace(-2.0, 2.0, 9)
+    power, slope = polynomial_tpu.power_and_slope(s, degree)
+    np.testing.assert_allclose(power, np.asarray(s, np.float64) ** degree, rtol=1e-6)
+    np.testing.assert_allclose(slope, np.asarray(s, np.float64) ** (degree - 1), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('generation', 'length', 'kv_heads'),
+    [('v5e:2x2', 300, 2), ('v5e:2x2', 8192, 4), ('v5e:2x2', 131072, 4), ('v4:2x2x1', 32768, 1), ('v6e:2x2', 2048, 1)],
+)
+def test_compiles_for_a_tpu_in_linear_memory(generation, length, kv_heads, monkeypatch):
+    """Ahead of time, forward and backward, on a mesh of four chips, from a machine without any."""
+    if importlib.util.find_spec('libtpu') is None:
+        pytest.skip('libtpu is not installed')
+    for name, value in {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost'}.items():
+        monkeypatch.setenv(name, value)
+    from jax.experimental import topologies
+
+    settings = {'chip_config_name': 'megacore'} if generation.startswith('v4') else {}
+    topology = topologies.get_topology_desc(platform='tpu', topology_name=generation, **settings)
+    mesh = topologies.make_mesh(topology, (4,), ('data',))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+    q, k = (jax.ShapeDtypeStruct((4, length, h, 64), jnp.bfloat16, sharding=rows) for h in (4, kv_heads))
+
+    def gradients(q, k, v):
+        attention = functools.partial(exact_attention.polynomial_attention, degree=4)
+        return jax.grad(lambda *x: attention(*x).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(gradients).trace(q, k, k).lower(lowering_platforms=('tpu',)).compile()
+    text = compiled.as_text()
+    assert 'polynomial_attention_backward' in text
+    assert not any(name in text for name in ('all-reduce', 'all-gather', 'all-to-all'))
+    # Operands and gradients laid out anew and sums in float32: at most 2 KiB a token and head.
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2048 * 4 * max(length, 1024)

@@ -32,6 +32,7 @@ CASES = {
     'polysketch r=64 block=256': {'sketch_size': 64, 'block': 256},
     'polysketch r=64 block=1024': {'sketch_size': 64, 'block': 1024},
     'features 256': {'features': 256, 'block': None},
+    'polynomial p=4': {'degree': 4},
     'sketch networks r=32': {'networks': 32},
     'sketch networks r=64': {'networks': 64},
     'splash': {},
@@ -182,7 +183,8 @@ def measure(case: str, generation: str, dump: str) -> list[Row]:
     devices = topologies.get_topology_desc(platform='tpu', topology_name=TOPOLOGIES[generation]).devices
     shutil.rmtree(dump, ignore_errors=True)
     with jax.set_mesh(Mesh(np.array(devices[:1]), ('data',))):
-        build = _splash if case == 'splash' else _networks if 'networks' in CASES[case] else _linear
+        builders = {'networks': _networks, 'degree': _polynomial}
+        build = _splash if case == 'splash' else builders.get(next(iter(CASES[case])), _linear)
         function, inputs, steps = build(**CASES[case])
 
         def step(*arrays):
@@ -194,7 +196,7 @@ def measure(case: str, generation: str, dump: str) -> list[Row]:
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     rows = []
     for (kernel, name), tokens in steps.items():
-        schedule = read_schedule(dump, name, longest=case == 'splash')
+        schedule = read_schedule(dump, name, longest=case == 'splash' or 'degree' in CASES[case])
         rows.append(
             Row(
                 case=case,
@@ -270,6 +272,18 @@ def _splash():
     names = {('forward', 'splash_mha_fwd'): tokens, ('backward', 'splash_mha_dkv'): tokens}
     names |= {('backward', 'splash_mha_dq'): tokens}
     return lambda q, k, v: op.softmax_attention(q, k, v, implementation='splash'), [wide] * 4, names
+
+
+def _polynomial(degree: int):
+    """The same for causal polynomial attention; a grid step takes one block of queries and one of keys."""
+    from lm.ops import exact_attention as op
+    from lm.ops.exact_attention.pallas_tpu import block_size
+
+    blocks = LENGTH // block_size(LENGTH)
+    tokens = LENGTH / (blocks * (blocks + 1) // 2)
+    steps = {(kernel, f'polynomial_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    inputs = [_bfloat16(1, LENGTH, HEADS, HEAD_DIM)] * 4
+    return lambda q, k, v: op.polynomial_attention(q, k, v, degree=degree, implementation='pallas_tpu'), inputs, steps
 
 
 def _bfloat16(*shape: int):

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops import platform
-from lm.ops.exact_attention.pallas_tpu import LANES, block_size
+from lm.ops.exact_attention.pallas_tpu import LANES, _is_zero, block_size
 from lm.ops.exact_attention.xla import RESIDUAL_NAME
 
 ROWS = 16
@@ -46,9 +46,9 @@ class Plan:
         bias: what the denominator starts from.
         scale: of the scores.
         block: tokens a block, of queries and of keys.
-        forward_tile: keys at a time inside a block in the forward kernel.
-        backward_tile: the same in the backward kernel.
-        diagonal_tile: queries at a time in a block on the diagonal.
+        tile: keys at a time inside a block.
+        forward_diagonal: queries at a time in a block on the diagonal, in the forward kernel.
+        backward_diagonal: the same in the backward kernel.
         chunk: blocks of queries whose gradient stays in VMEM during one backward sweep over the keys.
         group: query heads that share a key head.
         vmem_limit_bytes: what the compiler may use; None: its default.
@@ -58,9 +58,9 @@ class Plan:
     bias: float
     scale: float
     block: int
-    forward_tile: int
-    backward_tile: int
-    diagonal_tile: int
+    tile: int
+    forward_diagonal: int
+    backward_diagonal: int
     chunk: int
     group: int
     vmem_limit_bytes: int | None = None
@@ -69,15 +69,14 @@ class Plan:
 def polynomial_attention(
     q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, degree, bias=1.0, scale=1.0, block=None, **rest
 ) -> jax.Array:
-    """Arguments as in `lm.ops.exact_attention.polynomial_attention`; calls that `unsupported` refuses are wrong here."""
+    """Arguments as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
     length, heads, size = q_BxLxHxD.shape[1:]
     group = heads // k_BxLxKxD.shape[2]
     plan = plan_for(degree, bias, scale, length, _rows(size), group, block)
     padded = -(-length // plan.block) * plan.block
 
     def by_token(a_BxLxHxD):
-        # Keys after the last token are in every query's future; queries after it have no gradient. Zero features are
-        # exact too.
+        # Keys after the last token are in every query's future; queries after it have no gradient.
         batch, _, heads, size = a_BxLxHxD.shape
         a_BxHxDxL = a_BxLxHxD.transpose(0, 2, 3, 1)
         a_BxHxDxL = jnp.pad(a_BxHxDxL, ((0, 0), (0, 0), (0, _rows(size) - size), (0, padded - length)))
@@ -107,7 +106,7 @@ def unsupported(q, k, v, *, degree, causal=True, q_offset=0, k_start=0, block=No
         return f'takes head sizes up to {2 * LANES}, not {max(q.shape[-1], v.shape[-1])}'
     blocks = -(-q.shape[1] // (block or block_size(q.shape[1])))
     if blocks * (blocks + 1) // 2 > MAX_PAIRS:
-        return f'takes fewer than {q.shape[1]} tokens with blocks of {block or block_size(q.shape[1])}'
+        return f'takes fewer than {blocks} blocks of tokens'
     if q.shape[0] % platform.batch_shards():
         return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
     return None
@@ -119,16 +118,17 @@ def plan_for(degree: int, bias: float, scale: float, length: int, size: int, gro
     kind = device.device_kind if device is not None else jax.devices()[0].device_kind
     small = kind in ('TPU v2', 'TPU v3', 'TPU v4')  # 16 MiB of VMEM; later chips have at least 64.
     block = block or block_size(length)
-    tile = next(side for side in (256, LANES) if block % side == 0)
-    gradient = (4 if small else 32) * MIB
+    # Static cycles on v5e and v6e: long tiles pay, but the smaller waste above the diagonal does too.
+    long, short = (next(side for side in (size, 256, LANES) if block % side == 0) for size in (512, 256))
+    gradient = (4 if small else 16) * MIB
     return Plan(
         degree=degree,
         bias=bias,
         scale=scale,
         block=block,
-        forward_tile=tile,
-        backward_tile=tile,
-        diagonal_tile=tile,
+        tile=short if small else block,
+        forward_diagonal=short if small else long,
+        backward_diagonal=short,
         chunk=max(1, gradient // (4 * size * block)),
         group=group,
         vmem_limit_bytes=None if small else 56 * MIB,
@@ -202,12 +202,12 @@ def backward(plan: Plan, q_NxDxL, k_MxDxL, v_MxDxL, o_NxDxL, total_Nx1xL, do_NxD
         stop = min(start + plan.chunk, blocks)
         dq, *sums = _sweep(plan, start, stop, arrays, sums)
         dqs.append(dq)
-    dk_MxDxL, dv_MxDxL = (_over_group(a, plan.group).astype(k_MxDxL.dtype) for a in sums)
-    return dqs[0] if len(dqs) == 1 else jnp.concatenate(dqs, axis=2), dk_MxDxL, dv_MxDxL
+    shared = (a.reshape(-1, plan.group, *a.shape[1:]).sum(1) for a in sums)
+    return jnp.concatenate(dqs, axis=2), *(a.astype(k_MxDxL.dtype) for a in shared)
 
 
 def _sweep(plan: Plan, start: int, stop: int, arrays, sums) -> list[jax.Array]:
-    """The gradient of the query blocks start … stop - 1, and their part of those of keys and values, added to `sums`."""
+    """The gradient of the query blocks start … stop - 1, and what they add to those of keys and values in `sums`."""
     q, _, v = arrays[:3]
     n, compared, length = q.shape
     size, block = v.shape[1], plan.block
@@ -216,8 +216,10 @@ def _sweep(plan: Plan, start: int, stop: int, arrays, sums) -> list[jax.Array]:
     outputs = [jax.ShapeDtypeStruct((n, compared, (stop - start) * block), q.dtype)]
     outputs += [jax.ShapeDtypeStruct((n, rows, length), sums_dtype) for rows in (compared, size)]
     queries, keys = _specs(plan)
-    column = pl.BlockSpec((1, compared, block), lambda h, t, pairs: (h, 0, jnp.maximum(_key(pairs[t]), start) - start))
-    by_key = [pl.BlockSpec((1, a.shape[1], block), lambda h, t, pairs: (h, 0, _key(pairs[t]))) for a in outputs[1:]]
+    column = pl.BlockSpec(
+        (1, compared, block), lambda h, t, pairs: (h, 0, jnp.maximum(_pair(pairs, t)[1], start) - start)
+    )
+    by_key = [pl.BlockSpec((1, a.shape[1], block), lambda h, t, pairs: (h, 0, _pair(pairs, t)[1])) for a in outputs[1:]]
     in_specs = [queries(q), keys(arrays[1]), keys(v), *(queries(a) for a in arrays[3:])]
     return pl.pallas_call(
         functools.partial(_backward_kernel, plan, start, stop, bool(sums)),
@@ -242,8 +244,7 @@ def _sweep(plan: Plan, start: int, stop: int, arrays, sums) -> list[jax.Array]:
 
 
 def _forward_kernel(plan: Plan, pairs, q, k, v, o, total, acc_DxQ, sums_8xQ):
-    pair = pairs[pl.program_id(1)]
-    i, j = _query(pair), _key(pair)
+    i, j = _pair(pairs, pl.program_id(1))
 
     @pl.when(j == 0)
     def _():
@@ -260,12 +261,12 @@ def _forward_kernel(plan: Plan, pairs, q, k, v, o, total, acc_DxQ, sums_8xQ):
 
     @pl.when(j < i)
     def _():
-        for keys in _cut(plan.block, plan.forward_tile):
+        for keys in _cut(plan.block, plan.tile):
             add(slice(0, plan.block), keys, masked=False)
 
     @pl.when(j == i)
     def _():
-        for queries in _cut(plan.block, plan.diagonal_tile):
+        for queries in _cut(plan.block, plan.forward_diagonal):
             add(queries, slice(0, queries.stop), masked=True)
         total_1xQ = plan.bias + jnp.sum(sums_8xQ[...], axis=0, keepdims=True)
         # Padding after the last token sees zero scores and, with bias 0, has no denominator.
@@ -276,8 +277,7 @@ def _forward_kernel(plan: Plan, pairs, q, k, v, o, total, acc_DxQ, sums_8xQ):
 def _backward_kernel(plan: Plan, start: int, stop: int, adds: bool, pairs, q, k, v, do, row, c, *refs):
     dk_before, dv_before = refs[:2] if adds else (None, None)
     dq, dk, dv, dq_IxCxQ, dk_CxK, dv_DxK = refs[2:] if adds else refs
-    pair = pairs[pl.program_id(1)]
-    i, j = _query(pair), _key(pair)
+    i, j = _pair(pairs, pl.program_id(1))
     mine = i - start
 
     @pl.when(j == 0)
@@ -305,12 +305,12 @@ def _backward_kernel(plan: Plan, start: int, stop: int, adds: bool, pairs, q, k,
 
     @pl.when(j < i)
     def _():
-        for keys in _cut(plan.block, plan.backward_tile):
+        for keys in _cut(plan.block, plan.tile):
             add(slice(0, plan.block), keys, masked=False)
 
     @pl.when(j == i)
     def _():
-        for queries in _cut(plan.block, plan.diagonal_tile):
+        for queries in _cut(plan.block, plan.backward_diagonal):
             add(queries, slice(0, queries.stop), masked=True)
         dq[0] = dq_IxCxQ[mine].astype(dq.dtype)
 
@@ -363,28 +363,25 @@ def _cut(block: int, tile: int) -> list[slice]:
 
 
 def _table(pairs: list[tuple[int, int]]) -> jax.Array:
+    """Both numbers in one, because scalar memory is scarce."""
     return jnp.asarray(np.array([i << 16 | j for i, j in pairs], np.int32))
 
 
-def _query(pair):
-    return pair >> 16
-
-
-def _key(pair):
-    return pair & 0xFFFF
+def _pair(table, t):
+    return table[t] >> 16, table[t] & 0xFFFF
 
 
 def _specs(plan: Plan):
     """Block specs of arrays by query head, and by key head, which `plan.group` query heads share."""
 
     def queries(a):
-        return pl.BlockSpec((1, a.shape[1], plan.block), lambda h, t, pairs: (h, 0, _query(pairs[t])))
+        return pl.BlockSpec((1, a.shape[1], plan.block), lambda h, t, pairs: (h, 0, _pair(pairs, t)[0]))
 
     def keys(a):
         group = plan.group
         return pl.BlockSpec(
             (1, a.shape[1], plan.block),
-            lambda h, t, pairs: (h if group == 1 else lax.div(h, jnp.int32(group)), 0, _key(pairs[t])),
+            lambda h, t, pairs: (h if group == 1 else lax.div(h, jnp.int32(group)), 0, _pair(pairs, t)[1]),
         )
 
     return queries, keys
@@ -398,13 +395,5 @@ def _cost(plan: Plan, q, v, pairs, products: tuple[int, int], arrays: int) -> pl
     return pl.CostEstimate(flops=2 * weights * width, transcendentals=0, bytes_accessed=n * len(pairs) * arrays * block)
 
 
-def _over_group(a_NxDxL: jax.Array, group: int) -> jax.Array:
-    return a_NxDxL if group == 1 else a_NxDxL.reshape(-1, group, *a_NxDxL.shape[1:]).sum(1)
-
-
 def _rows(size: int) -> int:
     return -(-size // ROWS) * ROWS
-
-
-def _is_zero(number) -> bool:
-    return isinstance(number, int) and number == 0
