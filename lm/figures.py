@@ -152,7 +152,7 @@ def draw_lines(
 @_in_style
 def draw_dots(path: Any, rows: Sequence[Curve], x_label: str) -> None:
     """One row a curve: its x as dots, and a bar at their mean. Writes path.png and path.pdf."""
-    labels = [textwrap.fill(row.label, DOT_LABEL) for row in rows]
+    labels = [_wrapped(row.label, DOT_LABEL) for row in rows]
     figure, axes = _figure(0, height=0.55 + sum(0.06 + 0.13 * (label.count('\n') + 1) for label in labels))
     for i, row in enumerate(rows):
         axes.plot(row.x, [i] * len(row.x), 'o', color=row.colour, markersize=4, alpha=0.75, markeredgewidth=0)
@@ -196,7 +196,7 @@ def _legend_columns(curves: Sequence[Curve]) -> int:
 
 
 def _legend_rows(curves: Sequence[Curve]) -> int:
-    lines = [textwrap.fill(curve.label, LEGEND_LABEL).count('\n') + 1 for curve in curves]
+    lines = [_wrapped(curve.label, LEGEND_LABEL).count('\n') + 1 for curve in curves]
     return -(-sum(lines) // _legend_columns(curves))
 
 
@@ -208,7 +208,7 @@ def _legend(figure: Any, curves: Sequence[Curve], markers: bool) -> None:
     handles = []
     for curve in curves:
         look = {'marker': curve.marker, **edge} if markers else {'linestyle': curve.line}
-        handles.append(Line2D([], [], color=curve.colour, label=textwrap.fill(curve.label, LEGEND_LABEL), **look))
+        handles.append(Line2D([], [], color=curve.colour, label=_wrapped(curve.label, LEGEND_LABEL), **look))
     figure.legend(
         handles=handles,
         loc='outside lower center',
@@ -264,6 +264,11 @@ def _plain_log(axis: Any) -> None:
     axis.set_major_locator(LogLocator(subs=subs, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
     axis.set_minor_formatter(NullFormatter())
+
+
+def _wrapped(label: str, width: int) -> str:
+    """The label on lines of at most `width` characters; an equation stays on one line."""
+    return textwrap.fill(label.replace(' = ', '\u00a0=\u00a0'), width)
 
 
 def _few(axis: Any) -> None:
