@@ -31,9 +31,9 @@ ROWS = 16
 """Rows of a bfloat16 register: what feature axes are padded to."""
 
 SUBLANES = 8
+MAX_BLOCK = 1024
 MAX_PAIRS = 2**17
 """Pairs of blocks whose table (4 bytes each) fits the scalar memory."""
-
 MIB = 2**20
 
 
@@ -72,7 +72,7 @@ def polynomial_attention(
     """Arguments as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
     length, heads, size = q_BxLxHxD.shape[1:]
     group = heads // k_BxLxKxD.shape[2]
-    plan = plan_for(degree, bias, scale, length, _rows(size), group, block)
+    plan = plan_for(degree, bias, scale, length, _rows(size) * q_BxLxHxD.dtype.itemsize, group, block)
     padded = -(-length // plan.block) * plan.block
 
     def by_token(a_BxLxHxD):
@@ -98,12 +98,12 @@ def unsupported(q, k, v, *, degree, causal=True, q_offset=0, k_start=0, block=No
         return 'takes the causal mask only'
     if q.shape[1] != k.shape[1] or not _is_zero(q_offset) or not _is_zero(k_start):
         return 'takes as many queries as keys'
-    if block is not None and block % LANES:
-        return f'takes blocks that are multiples of {LANES}, not {block}'
+    if block is not None and (block % LANES or block > MAX_BLOCK):
+        return f'takes blocks that are multiples of {LANES} up to {MAX_BLOCK}, not {block}'
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
         return f'takes arrays that are all bfloat16 or all float32, not {q.dtype}, {k.dtype}, {v.dtype}'
-    if max(q.shape[-1], v.shape[-1]) > 2 * LANES:
-        return f'takes head sizes up to {2 * LANES}, not {max(q.shape[-1], v.shape[-1])}'
+    if max(q.shape[-1], v.shape[-1]) > LANES:
+        return f'takes head sizes up to {LANES}, not {max(q.shape[-1], v.shape[-1])}'
     blocks = -(-q.shape[1] // (block or block_size(q.shape[1])))
     if blocks * (blocks + 1) // 2 > MAX_PAIRS:
         return f'takes fewer than {blocks} blocks of tokens'
@@ -112,14 +112,14 @@ def unsupported(q, k, v, *, degree, causal=True, q_offset=0, k_start=0, block=No
     return None
 
 
-def plan_for(degree: int, bias: float, scale: float, length: int, size: int, group: int, block: int | None) -> Plan:
-    """How sequences of `length` tokens with heads of `size` are computed."""
+def plan_for(degree: int, bias: float, scale: float, length: int, width: int, group: int, block: int | None) -> Plan:
+    """How `length` tokens with heads of `width` bytes are computed; the block does not change the result."""
     device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
     kind = device.device_kind if device is not None else jax.devices()[0].device_kind
     small = kind in ('TPU v2', 'TPU v3', 'TPU v4')  # 16 MiB of VMEM; later chips have at least 64.
-    block = block or block_size(length)
-    # Static cycles on v5e and v6e: long tiles pay, but the smaller waste above the diagonal does too.
-    long, short = (next(side for side in (size, 256, LANES) if block % side == 0) for size in (512, 256))
+    block = min(block or block_size(length), 512 if small and width > 256 else MAX_BLOCK)
+    # Static cycles on v5e and v6e: long tiles pay, and so does less waste above the diagonal.
+    long, short = (next(side for side in (most, 256, LANES) if block % side == 0) for most in (512, 256))
     gradient = (4 if small else 16) * MIB
     return Plan(
         degree=degree,
@@ -129,7 +129,7 @@ def plan_for(degree: int, bias: float, scale: float, length: int, size: int, gro
         tile=short if small else block,
         forward_diagonal=short if small else long,
         backward_diagonal=short,
-        chunk=max(1, gradient // (4 * size * block)),
+        chunk=max(1, gradient // (2 * width * block)),
         group=group,
         vmem_limit_bytes=None if small else 56 * MIB,
     )
