@@ -255,7 +255,7 @@ def test_data(tmp_path, capsys):
     flags = ['--text', str(text), '--vocab_size', '400', '--document_bytes', '1000', '--repeats', '2']
     flags += ['--context_length', '64', '--tokens', '100_000', '--tokens_per_step', '4096']
     assert main(['bench', 'data', *flags, '--json', str(tmp_path / 'd.json')]) == 0
-    assert '÷ SentencePiece' in capsys.readouterr().out
+    assert 'per core ÷ SentencePiece' in capsys.readouterr().out
     found = read(tmp_path / 'd.json', 'data')
     assert found['settings']['bytes'] == text.stat().st_size
     *rates, batches = found['rows']

@@ -84,7 +84,7 @@ def run(arguments: Any) -> int:
     found = of_arguments(arguments, default=('softmax', 'polysketch'), formulations={'plain': 'polysketch'})
     is_cpu = jax.default_backend() == 'cpu'
     contexts = sorted(set(arguments.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
-    tokens = arguments.tokens or (8192 if is_cpu else 2**17)
+    tokens = arguments.tokens or (4096 if is_cpu else 2**17)
     heads = arguments.heads or (4 if is_cpu else 12)
     dtype = arguments.dtype or ('float32' if is_cpu else 'bfloat16')
     if unknown := set(arguments.passes) - set(PASSES):

@@ -278,5 +278,5 @@ COLUMNS = {
     'megabytes_per_core_second': ('MB/s per core', '{:.2f}'.format),
     'tokens_per_second': ('tokens/s', '{:,.0f}'.format),
     'tokens_per_core_second': ('tokens/s per core', '{:,.0f}'.format),
-    'over_sentencepiece': ('÷ SentencePiece', '{:.1%}'.format),
+    'over_sentencepiece': ('per core ÷ SentencePiece', '{:.1%}'.format),
 }

@@ -20,7 +20,7 @@ from lm.step import Step, count_parameters
 from lm.train import check_divides, lower
 
 CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
-CPU_CONTEXTS = (256, 512, 1024, 2048)
+CPU_CONTEXTS = (512, 1024, 2048)
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 MICROBATCH_TOKENS = 16_384
 FALLBACK = 'full'
