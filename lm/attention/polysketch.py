@@ -82,6 +82,8 @@ class PolysketchAttention(PolynomialAttention):
         return options
 
     def __call__(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
+        if self.config.local and q_BxLxHxD.shape[1] <= self.config.block:
+            return super().__call__(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)  # one block is exact: no sketch takes part
         return linear_attention(**self._arguments(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD), **self._options())
 
     def init_state(self, batch: int, max_length: int, dtype: Any) -> decode.DecodeState:
