@@ -17,7 +17,7 @@ def test_the_mechanisms_have_equal_parameters_tokens_and_seeds():
     seeds = collections.Counter(point.experiment.train.seed for point in points)
     assert set(seeds) == {0, 1, 2}
     assert len(set(seeds.values())) == 1
-    assert {(p.experiment.train.context_length, p.experiment.train.steps) for p in points} == {(1024, 400)}
+    assert {(p.experiment.train.context_length, p.experiment.train.steps) for p in points} == {(1024, 600)}
     models = {p.name: p.experiment.model for p in points if p.experiment.train.seed == 0}
     assert len(models) == 12
     parameters = {name: sum(count_parameters(model).values()) for name, model in models.items()}
