@@ -23,7 +23,14 @@ from lm.step import count_parameters
 
 CONFIGS = tiny.ROOT / 'configs'
 EXPERIMENTS = sorted([*CONFIGS.glob('experiments/*.gin'), *CONFIGS.glob('tasks/*.gin')])
-OURS = ('quickstart', 'real_text', 'induction_heads_start', 'induction_heads_finish')  # of this project, of no paper
+OURS = (
+    'quickstart',
+    'real_text',
+    'induction_heads_start',
+    'induction_heads_finish',
+    'associative_recall_start',
+    'associative_recall_finish',
+)  # of this project, of no paper
 SWEEPS = sorted(CONFIGS.glob('sweeps/*.gin'))
 HARDWARE = re.compile(r'^Hardware: (v\d\w*-\d+ \(lm check: .+\)|2 CPU cores, .+)$', re.M)
 
