@@ -12,7 +12,6 @@ tried again. Whatever becomes of a sweep, its points end with it: they save and 
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -254,14 +253,13 @@ class Runner:
         if self.gpus_per_job:
             environment['CUDA_VISIBLE_DEVICES'] = ','.join(self._gpus(slot))
         process = subprocess.Popen(
-            [sys.executable, '-m', 'lm.cli', *command],
+            [sys.executable, '-m', 'lm.child', str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
             # Ctrl-C reaches the sweep alone, which tells its points to save; if the sweep is killed, the system does.
             start_new_session=True,
-            preexec_fn=_end_with_parent() if sys.platform == 'linux' else None,
             # The lock is held for as long as the point runs, even by one that outlives this process for a moment.
             pass_fds=(lock.fileno(),) if lock.fileno() >= 0 else (),
         )
@@ -364,12 +362,6 @@ def results_table(rows: list[dict[str, Any]]) -> Any:
             row['error'] or '',
         )
     return table
-
-
-def _end_with_parent() -> Any:
-    """What a child runs first: Linux sends it SIGTERM when the thread that started it ends, however it ends."""
-    prctl, set_parent_death_signal = ctypes.CDLL(None).prctl, 1
-    return lambda: prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def _temporary() -> Any:

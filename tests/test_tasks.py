@@ -332,3 +332,20 @@ def test_two_layers_learn_induction_heads(name, tmp_path):
     assert last['kind'] == 'eval'
     assert last['context_length'] == 128
     assert last['accuracy'] > 0.999
+
+
+@pytest.mark.slow
+def test_associative_recall_separates_the_mechanisms(tmp_path):
+    """The order of LLoPS Table 4, by the commands in configs/tasks/associative_recall_start.gin."""
+    accuracy = {}
+    for mechanism in ('softmax', 'llops', 'taylor'):
+        start, run = tmp_path / f'{mechanism}_start', tmp_path / mechanism
+        for stage, directory, bindings in (('start', start, {}), ('finish', run, {'train.init_from': str(start)})):
+            bindings = tiny.params({'recall': f'@{mechanism}()'} | bindings)
+            flags = ['--gin_file', f'configs/tasks/associative_recall_{stage}.gin', *bindings]
+            done = tiny.lm('train', '--run_dir', str(directory), *flags, timeout=7200)
+            assert done.returncode == 0, done.stderr
+        accuracy[mechanism] = json.loads((run / 'metrics.jsonl').read_text().splitlines()[-1])['accuracy']
+    assert accuracy['softmax'] > 0.999
+    assert accuracy['llops'] > 0.97
+    assert accuracy['taylor'] < accuracy['llops'] - 0.03
