@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lm.attention.base import Buffer
+from lm.buffer import Buffer
 from lm.ops import sketch_networks as networks
 from lm.ops.chunks import map_together
 from lm.ops.dots import dense

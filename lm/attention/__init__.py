@@ -3,9 +3,9 @@
 import importlib
 import pkgutil
 
-from lm.attention.base import Attention, AttentionModule, Buffer, HeadDims
+from lm.attention.base import Attention, AttentionModule, HeadDims
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f'{__name__}.{_module.name}')
 
-__all__ = ['Attention', 'AttentionModule', 'Buffer', 'HeadDims']
+__all__ = ['Attention', 'AttentionModule', 'HeadDims']

@@ -13,10 +13,6 @@ import jax
 from flax import nnx
 
 
-class Buffer(nnx.Variable):
-    """A non-trainable array (a random projection): saved in checkpoints, never updated by the optimizer."""
-
-
 @dataclasses.dataclass(frozen=True)
 class HeadDims:
     """The shape of a layer's heads: `n_heads` queries share `n_kv_heads` keys and values of size `head_dim`."""

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lm.attention.base import Attention, Buffer, HeadDims
+from lm.attention.base import Attention, HeadDims
 from lm.attention.linear import LinearModule, linear_flops_per_token
+from lm.buffer import Buffer
 from lm.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.features import FEATURES, SOFTMAX_FEATURES, Keys, Queries, RandomFeatures
