@@ -1,0 +1,198 @@
+"""The forward kernels of causal linear attention on Hopper GPUs.
+
+N heads of all sequences, T tokens of a tile, R features x of queries and y of keys, C size of what the exact kernel
+compares, D head size, S products in a square of x ⊗ x, M squares. Arrays in memory are [N, tokens, columns].
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lm.ops.linear_attention import pallas_gpu_squares
+from lm.ops.linear_attention.pallas_gpu_features import (
+    GROUP,
+    SLICE,
+    SQUARE,
+    TILE,
+    Plan,
+    by_row,
+    load_matrix,
+    masked,
+    matrix,
+    multiply,
+    power_and_slope,
+    product,
+    products,
+    spare,
+    squares,
+    zeros,
+)
+
+DEPTH = 4
+"""Tiles of a block that `block_sums` holds at a time."""
+
+
+def block_sums(plan: Plan, x_NxLxR, xt_NxRxL, v_NxLxD) -> jax.Array:
+    """Σ v (x ⊗ x)ᵀ over the tokens of each block: float32 [N, L / block, M, D, S], one thread block a square."""
+    n, length, features = x_NxLxR.shape
+    shape = (n, length // plan.block, len(squares(features)), TILE, SQUARE)
+    slots = min(DEPTH, plan.tiles)
+
+    def linear_attention_block_sums(x, xt, v, sums, x_smem, xt_smem, v_smem, phi_smem, ready):
+        head, block, index = (lax.axis_index(name) for name in ('head', 'block', 'square'))
+        row, column = _groups(index, features)
+
+        def fetch(step, slot):
+            tokens = pl.ds(block * plan.block + step * TILE, TILE)
+            arrived = ready.at[slot]
+            plgpu.copy_gmem_to_smem(x.at[head, tokens, pl.ds(column * GROUP, GROUP)], x_smem.at[slot], arrived)
+            plgpu.copy_gmem_to_smem(xt.at[head, pl.ds(row * GROUP, GROUP), tokens], xt_smem.at[slot], arrived)
+            plgpu.copy_gmem_to_smem(v.at[head, tokens], v_smem.at[slot], arrived)
+
+        for step in range(max(slots - 1, 1)):
+            fetch(step, step)
+
+        def sum_up(sum_DxS):
+            @pl.loop(0, plan.tiles)
+            def _(step):
+                slot, phi_slot = lax.rem(step, slots), lax.rem(step, 2)
+                plgpu.barrier_wait(ready.at[slot])
+                x_TxG = load_matrix(x_smem.at[slot])
+                for i in range(SQUARE // SLICE):
+                    phi_smem[phi_slot, :, i * SLICE : (i + 1) * SLICE] = products(x_TxG, xt_smem.at[slot], i)
+                plgpu.commit_smem()
+                plgpu.wgmma(sum_DxS, v_smem.at[slot].transpose((1, 0)), phi_smem.at[phi_slot])
+                # The product before this one is done, and what it read may be overwritten.
+                plgpu.wgmma_wait(1)
+                later = step + slots - 1
+
+                @pl.when((later < plan.tiles) & (slots > 1))
+                def _():
+                    plgpu.commit_smem()
+                    fetch(later, lax.rem(later, slots))
+
+            return sum_DxS[...]
+
+        sums[head, block, index] = pl.run_scoped(sum_up, plgpu.ACC((TILE, SQUARE), jnp.float32))
+
+    return plgpu.kernel(
+        linear_attention_block_sums,
+        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
+        grid=(shape[2], shape[1], n),
+        grid_names=('square', 'block', 'head'),
+        scratch_types=[
+            matrix(slots, TILE, GROUP),
+            plgpu.SMEM((slots, GROUP, TILE), jnp.bfloat16),
+            matrix(slots, TILE, TILE),
+            matrix(2, TILE, SQUARE),
+            plgpu.Barrier(num_arrivals=3, num_barriers=slots),
+        ],
+    )(x_NxLxR, xt_NxRxL, v_NxLxD)
+
+
+def _groups(index: jax.Array, features: int) -> tuple[jax.Array, jax.Array]:
+    """The groups (row, column) of a square: `squares(features)[index]`."""
+    firsts = [i for i, (g, h) in enumerate(squares(features)) if g == h]
+    row, column = jnp.int32(0), index
+    for previous, first in zip(firsts[:-1], firsts[1:], strict=True):
+        passed = (index >= first).astype(jnp.int32)
+        row, column = row + passed, column + passed * (1 - (first - previous))
+    return row, column
+
+
+def outputs(plan: Plan, x, xt, a, b, v, moment=None, state=None) -> tuple[jax.Array, jax.Array]:
+    """Outputs [N, L, D] and inverse denominators [N, L], one thread block a tile of queries.
+
+    Args:
+        plan: L is a multiple of its block.
+        x: [N, L, R].
+        xt: its transpose [N, R, L].
+        a: [N, L, C], queries of the weights inside a block.
+        b: [N, L, C], keys of them.
+        v: [N, L, D].
+        moment: [N, L / block, 3R, R]: Σ y yᵀ before each block, as three bfloat16 parts; unless plan.alone.
+        state: [N, L / block, M, S, D]: Σ (y ⊗ y) vᵀ before each block, bfloat16; unless plan.alone.
+    """
+    (n, length, size), features = a.shape, x.shape[2]
+    far = (x, xt, moment, state)
+
+    def linear_attention_outputs(*refs):
+        _outputs(plan, *refs)
+
+    return plgpu.kernel(
+        linear_attention_outputs,
+        out_type=[jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct((n, length), jnp.float32)],
+        grid=(length // TILE, n),
+        grid_names=('tile', 'head'),
+        scratch_types=[
+            [] if plan.alone else pallas_gpu_squares.scratch(features),
+            spare(plan),
+            matrix(TILE, size),
+            matrix(2, TILE, size),
+            matrix(2, TILE, TILE),
+            matrix(TILE, TILE),
+            plgpu.SMEM((TILE,), jnp.float32),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        ],
+    )(a, b, v, *(() if plan.alone else far))
+
+
+def _outputs(plan: Plan, a, b, v, *refs):
+    *far, o, inverse, far_scratch, register, a_smem, b_smem, v_smem, o_smem, inverse_smem, a_ready, ready = refs
+    tile, head = lax.axis_index('tile'), lax.axis_index('head')
+    inside, block = lax.rem(tile, plan.tiles), lax.div(tile, plan.tiles)
+    tokens = pl.ds(tile * TILE, TILE)
+
+    def fetch(step):
+        keys = pl.ds(block * plan.block + step * TILE, TILE)
+        slot = lax.rem(step, 2)
+        plgpu.copy_gmem_to_smem(b.at[head, keys], b_smem.at[slot], ready.at[slot])
+        plgpu.copy_gmem_to_smem(v.at[head, keys], v_smem.at[slot], ready.at[slot])
+
+    plgpu.copy_gmem_to_smem(a.at[head, tokens], a_smem, a_ready)
+    fetch(jnp.int32(0))
+    pl.when(inside > 0)(lambda: fetch(jnp.int32(1)))
+
+    def compute(num_TxD):
+        den_T = zeros(TILE) + plan.bias
+        if not plan.alone:
+            meeting = pallas_gpu_squares.Meeting(*far, (head, tokens, block), far_scratch, register)
+            meeting.wait()
+            x_TxR = load_matrix(meeting.x).astype(jnp.float32)
+            den_T += jnp.maximum(jnp.sum(meeting.times_moment() * x_TxR, axis=1), 0.0)
+            meeting.squares(num_TxD)
+        plgpu.barrier_wait(a_ready)
+
+        def keys(step, den_T):
+            slot = lax.rem(step, 2)
+            plgpu.barrier_wait(ready.at[slot])
+            s_TxK = product(a_smem, b_smem.at[slot].transpose((1, 0)))
+            w_TxK, _ = power_and_slope(s_TxK if plan.scale == 1.0 else plan.scale * s_TxK, plan.degree)
+            w_TxK = masked(w_TxK, (inside - step) * TILE, keys=1)
+            multiply(num_TxD, w_TxK.astype(jnp.bfloat16), v_smem.at[slot], register)
+
+            @pl.when(step + 2 <= inside)
+            def _():
+                plgpu.wgmma_wait(0)
+                plgpu.commit_smem()
+                fetch(step + 2)
+
+            return den_T + jnp.sum(w_TxK, axis=1)
+
+        den_T = lax.fori_loop(0, inside + 1, keys, den_T)
+        return num_TxD[...], den_T
+
+    num_TxD, den_T = pl.run_scoped(compute, plgpu.ACC((TILE, TILE), jnp.float32))
+    # Padding after the last token has no keys and, with bias 0, no denominator either.
+    inverse_T = jnp.where(den_T == 0.0, 0.0, 1.0 / den_T)
+    o_smem[...] = (num_TxD * by_row(inverse_T, TILE)).astype(jnp.bfloat16)
+    inverse_smem[...] = inverse_T
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(o_smem, o.at[head, tokens])
+    plgpu.copy_smem_to_gmem(inverse_smem, inverse.at[head, tokens])
+    plgpu.wait_smem_to_gmem(0)
