@@ -205,14 +205,18 @@ def three_parts(moment_NxBxRxR: jax.Array) -> jax.Array:
 
 
 def as_operand(state_NxBxMxDxS: jax.Array) -> jax.Array:
-    """The state rounded to bfloat16, [N, B, M, S, D]."""
-    return state_NxBxMxDxS.swapaxes(3, 4).astype(jnp.bfloat16)
+    """The state rounded to bfloat16, squares cut in two: [N, B, 2M, S / 2, D]."""
+    n, blocks, count, head_dim, products = state_NxBxMxDxS.shape
+    return state_NxBxMxDxS.astype(jnp.bfloat16).swapaxes(3, 4).reshape(n, blocks, 2 * count, products // 2, head_dim)
 
 
 def mirrored(state_NxBxMxSxD: jax.Array) -> jax.Array:
-    """With the squares below the diagonal after those that are not, in the same order."""
+    """The state with the squares below the diagonal too, still column by column and cut in two."""
     n, blocks, count, _, head_dim = state_NxBxMxSxD.shape
-    pairs = next(squares(size) for size in SIZES if len(squares(size)) == count)
-    above = [i for i, (row, column) in enumerate(pairs) if row != column]
-    below = state_NxBxMxSxD[:, :, jnp.array(above)].reshape(n, blocks, len(above), GROUP, GROUP, head_dim)
-    return jnp.concatenate([state_NxBxMxSxD, below.swapaxes(3, 4).reshape(n, blocks, len(above), -1, head_dim)], axis=2)
+    pairs = next(squares(size) for size in SIZES if 2 * len(squares(size)) == count)
+    groups = 1 + pairs[-1][1]
+    state = state_NxBxMxSxD.reshape(n, blocks, count // 2, GROUP, GROUP, head_dim)
+    both = [(row, column) for column in range(groups) for row in range(groups)]
+    parts = [state[:, :, pairs.index((min(p), max(p)))] for p in both]
+    parts = [s if row <= column else s.swapaxes(2, 3) for s, (row, column) in zip(parts, both, strict=True)]
+    return jnp.stack(parts, axis=2).reshape(n, blocks, 2 * groups**2, -1, head_dim)

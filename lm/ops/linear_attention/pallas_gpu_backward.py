@@ -41,7 +41,7 @@ def query_gradients(plan: Plan, x, xt, a, b, v, g, e, moment=None, state=None) -
         g: [N, L, D].
         e: float32 [N, L].
         moment: as in the forward pass.
-        state: as in the forward pass, with the mirror images of the squares after them.
+        state: as in the forward pass, with the mirror images of the squares.
     """
     far = () if plan.alone else (x, xt, moment, state)
     return _call(plan, _query_gradients, 'query', (a, b, v, g, e), far, [x, a] if plan.exact_local else [x])
@@ -60,7 +60,7 @@ def key_gradients(plan: Plan, y, yt, a, b, v, g, e, moment=None, state=None) -> 
         g: [N, L, D].
         e: float32 [N, L].
         moment: Σ e x xᵀ after each block, as three bfloat16 parts.
-        state: Σ (x ⊗ x) gᵀ after each block, bfloat16, with the mirror images of the squares after them.
+        state: Σ (x ⊗ x) gᵀ after each block, bfloat16, with the mirror images of the squares.
     """
     far = () if plan.alone else (y, yt, moment, state)
     # The kernel's own tile comes first, the ones that it walks over after it.

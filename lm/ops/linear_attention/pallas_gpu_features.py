@@ -55,9 +55,8 @@ class Plan:
 
 
 def squares(features: int) -> list[tuple[int, int]]:
-    """The groups (row, column) of each square of products: 3 for 32 features, 10 for 64."""
-    groups = features // GROUP
-    return [(g, h) for g in range(groups) for h in range(g, groups)]
+    """The groups (row, column) of each square of products, none below the diagonal: 3 for 32 features, 10 for 64."""
+    return [(row, column) for column in range(features // GROUP) for row in range(column + 1)]
 
 
 def matrix(*shape: int) -> plgpu.SMEM:

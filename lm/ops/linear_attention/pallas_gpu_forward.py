@@ -4,8 +4,6 @@ N heads of all sequences, T tokens of a tile, R features x of queries and y of k
 compares, D head size, S products in a square of x ⊗ x, M squares. Arrays in memory are [N, tokens, columns].
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -96,11 +94,10 @@ def block_sums(plan: Plan, x_NxLxR, xt_NxRxL, v_NxLxD) -> jax.Array:
 
 def _groups(index: jax.Array, features: int) -> tuple[jax.Array, jax.Array]:
     """The groups (row, column) of a square: `squares(features)[index]`."""
-    firsts = [i for i, (g, h) in enumerate(squares(features)) if g == h]
-    row, column = jnp.int32(0), index
-    for previous, first in zip(firsts[:-1], firsts[1:], strict=True):
-        passed = (index >= first).astype(jnp.int32)
-        row, column = row + passed, column + passed * (1 - (first - previous))
+    row, column = index, jnp.int32(0)
+    for size in range(1, features // GROUP):
+        later = ((row >= size) & (column == size - 1)).astype(jnp.int32)
+        row, column = row - size * later, column + later
     return row, column
 
 
@@ -115,7 +112,7 @@ def outputs(plan: Plan, x, xt, a, b, v, moment=None, state=None) -> tuple[jax.Ar
         b: [N, L, C], keys of them.
         v: [N, L, D].
         moment: [N, L / block, 3R, R]: Σ y yᵀ before each block, as three bfloat16 parts; unless plan.alone.
-        state: [N, L / block, M, S, D]: Σ (y ⊗ y) vᵀ before each block, bfloat16; unless plan.alone.
+        state: [N, L / block, 2M, S / 2, D]: Σ (y ⊗ y) vᵀ before each block, bfloat16; unless plan.alone.
     """
     (n, length, size), features = a.shape, x.shape[2]
     far = (x, xt, moment, state)

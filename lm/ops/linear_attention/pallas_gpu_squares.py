@@ -4,15 +4,17 @@ R features x of the tokens, D head size, S products in a square of x ⊗ x. The 
 square from memory while the squares before are used.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.linear_attention.pallas_gpu_features import (
     GROUP,
     SLICE,
-    SQUARE,
     TILE,
     by_row,
     load_matrix,
@@ -21,9 +23,11 @@ from lm.ops.linear_attention.pallas_gpu_features import (
     multiply,
     product,
     products,
-    squares,
     zeros,
 )
+
+ROWS = GROUP // 2
+"""Rows of a square that are held at a time: half of them."""
 
 SLOTS = 2
 
@@ -34,7 +38,7 @@ def scratch(features: int) -> list:
         matrix(TILE, features),
         plgpu.SMEM((features, TILE), jnp.bfloat16),
         matrix(3 * features, features),
-        matrix(SLOTS, SQUARE, TILE),
+        matrix(SLOTS, ROWS * GROUP, TILE),
         plgpu.Barrier(num_arrivals=3),
         plgpu.Barrier(num_barriers=SLOTS),
     ]
@@ -50,7 +54,7 @@ class Meeting:
             x: [N, L, R] in memory.
             xt: its transpose [N, R, L].
             moment: [N, L / block, 3R, R]: Σ y yᵀ in three parts.
-            state: [N, L / block, squares, S, D]: those of `squares`, for `gradient` then also their mirror images.
+            state: [N, L / block, halves of squares, S / 2, D]: column by column, and for gradients all of them.
             place: the head, the tokens of the tile, the block.
             scratch: `scratch(R)`.
             register: `spare(plan)`.
@@ -62,12 +66,12 @@ class Meeting:
         plgpu.copy_gmem_to_smem(x.at[head, tokens], self.x, self.ready)
         plgpu.copy_gmem_to_smem(xt.at[head, :, tokens], self.xt, self.ready)
         plgpu.copy_gmem_to_smem(moment.at[head, block], self.moment, self.ready)
-        for index in range(SLOTS):
-            self._fetch(index)
+        for half in range(SLOTS):
+            self._fetch(jnp.int32(half))
 
-    def _fetch(self, index: int) -> None:
-        slot = index % SLOTS
-        plgpu.copy_gmem_to_smem(self.state.at[index], self.slots.at[slot], self.arrived.at[slot])
+    def _fetch(self, half) -> None:
+        slot = lax.rem(half, SLOTS)
+        plgpu.copy_gmem_to_smem(self.state.at[half], self.slots.at[slot], self.arrived.at[slot])
 
     def wait(self) -> None:
         """For all but the squares."""
@@ -94,26 +98,43 @@ class Meeting:
         Returns:
             With g, Σ_i x_i ⟨Z_ij, g⟩ for the features j of each group, half of the gradient: float32 [TILE, 16] each.
         """
-        upper = squares(self.features)
-        order = upper if g is None else upper + [(h, g_) for g_, h in upper if g_ != h]
-        gradients = [zeros(TILE, GROUP) for _ in range(self.features // GROUP)] if g is not None else []
-        x_TxR = load_matrix(self.x)
-        for index, (row, column) in enumerate(order):
-            slot = self.slots.at[index % SLOTS]
-            plgpu.barrier_wait(self.arrived.at[index % SLOTS])
-            rows = self.xt.at[row * GROUP : (row + 1) * GROUP]
-            if sum_TxD is not None and row <= column:
-                x_TxG = x_TxR[:, column * GROUP : (column + 1) * GROUP]
-                x_TxG = x_TxG if row == column else x_TxG + x_TxG
-                for i in range(SQUARE // SLICE):
-                    multiply(sum_TxD, products(x_TxG, rows, i), slot.at[i * SLICE : (i + 1) * SLICE], self.register)
+        groups, count = self.features // GROUP, self.state.shape[0]
+        halves_before, gradients = 0, []
+
+        def use(column, x_TxG, with_sum, i, gradient_TxG):
+            half = halves_before + i
+            slot = lax.rem(half, SLOTS)
+            z_SxD, rows = self.slots.at[slot], self.xt.at[pl.ds(i * ROWS, ROWS)]
+            plgpu.barrier_wait(self.arrived.at[slot])
+            if with_sum:
+                weight = jnp.where(i < 2 * column, 2.0, 1.0).astype(jnp.bfloat16)
+                for j in range(ROWS * GROUP // SLICE):
+                    phi_TxS = products(x_TxG * weight, rows, j)
+                    multiply(sum_TxD, phi_TxS, z_SxD.at[j * SLICE : (j + 1) * SLICE], self.register)
             if g is not None:
-                dphi_TxS = product(g, slot.transpose((1, 0)))
-                for i in range(GROUP):
-                    part_TxG = dphi_TxS[:, i * GROUP : (i + 1) * GROUP]
-                    gradients[column] += by_row(load_rows(rows.at[i]).astype(jnp.float32), GROUP) * part_TxG
-            if index + SLOTS < len(order):
+                dphi_TxS = product(g, z_SxD.transpose((1, 0)))
+                for j in range(ROWS):
+                    part_TxG = dphi_TxS[:, j * GROUP : (j + 1) * GROUP]
+                    gradient_TxG += by_row(load_rows(rows.at[j]).astype(jnp.float32), GROUP) * part_TxG
+
+            @pl.when(half + SLOTS < count)
+            def _():
                 plgpu.wgmma_wait(0)
                 plgpu.commit_smem()
-                self._fetch(index + SLOTS)
+                self._fetch(half + SLOTS)
+
+            return gradient_TxG
+
+        for column in range(groups):
+            x_TxG = load_matrix(self.x)[:, column * GROUP : (column + 1) * GROUP]
+            gradient_TxG = zeros(TILE, GROUP)
+            # Mirror images, below the diagonal, are in the sum already.
+            summed = 0 if sum_TxD is None else 2 * (column + 1)
+            last = summed if g is None else 2 * groups
+            for with_sum, start, stop in ((True, 0, summed), (False, summed, last)):
+                if start < stop:
+                    body = functools.partial(use, column, x_TxG, with_sum)
+                    gradient_TxG = lax.fori_loop(start, stop, body, gradient_TxG)
+            halves_before += last
+            gradients.append(gradient_TxG)
         return gradients
