@@ -17,9 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lm.ops import platform
 from lm.ops.exact_attention import RESIDUAL_NAME
-from lm.ops.linear_attention.pallas_gpu_backward import key_gradients, query_gradients
-from lm.ops.linear_attention.pallas_gpu_features import GROUP, TILE, Plan, squares
-from lm.ops.linear_attention.pallas_gpu_forward import block_sums, outputs
+from lm.ops.linear_attention.pallas_gpu_plan import GROUP, TILE, Plan, squares
 from lm.ops.linear_attention.types import Options, PolynomialKernel, State
 
 LOCAL_BLOCK, FREE_BLOCK = 1024, 256
@@ -75,10 +73,9 @@ def unsupported(
             return 'takes exact blocks, not a window'
         if not isinstance(options.local, PolynomialKernel) or options.local.degree not in DEGREES:
             return f'takes a polynomial of degree {DEGREES} as exact kernel'
-        block = options.block or LOCAL_BLOCK
-        if block % TILE and q.shape[1] > block:
-            return f'takes blocks that are multiples of {TILE}, not {block}'
         arrays += [q_local, k_local]
+    if _block(options) % TILE and q.shape[1] > _block(options):
+        return f'takes blocks that are multiples of {TILE}, not {options.block}'
     if dtypes := {a.dtype for a in arrays} - {jnp.dtype('bfloat16')}:
         return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}'
     if (widest := max(a.shape[-1] for a in arrays)) > TILE:
@@ -88,6 +85,11 @@ def unsupported(
     return None
 
 
+def _block(options: Options) -> int:
+    # Without an exact kernel the block does not matter to the result; shorter ones compute less and save more sums.
+    return options.block or (FREE_BLOCK if options.local is None else LOCAL_BLOCK)
+
+
 def _device_kind() -> str:
     device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
     return device.device_kind if device is not None else jax.devices()[0].device_kind
@@ -95,7 +97,7 @@ def _device_kind() -> str:
 
 def _by_head(options: Options, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local) -> jax.Array:
     batch, length, heads, _ = q_BxLxHxE.shape
-    if local and length <= (options.block or LOCAL_BLOCK):
+    if local and length <= _block(options):
         (q_BxLxHxE, k_BxLxKxE), local = local, ()
     plan = plan_for(options, length, exact_local=bool(local))
     padded = -(-length // plan.block) * plan.block
@@ -116,8 +118,7 @@ def _by_head(options: Options, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local) -> jax.A
 def plan_for(options: Options, length: int, exact_local: bool) -> Plan:
     """How `length` tokens are computed; `exact_local`: the exact kernel has arrays of its own."""
     local = options.local
-    # Without an exact kernel the block does not matter to the result.
-    wanted = FREE_BLOCK if local is None else options.block or LOCAL_BLOCK
+    wanted = _block(options)
     return Plan(
         block=min(wanted, -(-length // TILE) * TILE) if length <= wanted else wanted,
         exact_local=exact_local,
@@ -141,6 +142,9 @@ def attend(plan: Plan, x: jax.Array, y: jax.Array, v: jax.Array, *local: jax.Arr
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attend_forward(plan, x, y, v, *local):
+    # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
+    from lm.ops.linear_attention.pallas_gpu_forward import block_sums, outputs
+
     moment_state = ()
     if not plan.alone:
         sums = block_sums(plan, y, y.swapaxes(1, 2), v)
@@ -153,6 +157,9 @@ def _attend_forward(plan, x, y, v, *local):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attend_backward(plan, residuals, do):
+    from lm.ops.linear_attention.pallas_gpu_backward import key_gradients, query_gradients
+    from lm.ops.linear_attention.pallas_gpu_forward import block_sums
+
     (x, y, v, *local), o, inverse, moment_state = residuals
     a, b = local or (x, y)
     do = do.astype(jnp.float32)

@@ -13,8 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.linear_attention import pallas_gpu_squares
 from lm.ops.linear_attention.pallas_gpu_features import (
-    TILE,
-    Plan,
     by_column,
     by_row,
     load_columns,
@@ -26,6 +24,7 @@ from lm.ops.linear_attention.pallas_gpu_features import (
     product,
     spare,
 )
+from lm.ops.linear_attention.pallas_gpu_plan import TILE, Plan
 
 
 def query_gradients(plan: Plan, x, xt, a, b, v, g, e, moment=None, state=None) -> list[jax.Array]:

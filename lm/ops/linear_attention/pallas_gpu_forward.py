@@ -12,11 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.linear_attention import pallas_gpu_squares
 from lm.ops.linear_attention.pallas_gpu_features import (
-    GROUP,
-    SLICE,
-    SQUARE,
-    TILE,
-    Plan,
     by_row,
     load_matrix,
     masked,
@@ -26,9 +21,9 @@ from lm.ops.linear_attention.pallas_gpu_features import (
     product,
     products,
     spare,
-    squares,
     zeros,
 )
+from lm.ops.linear_attention.pallas_gpu_plan import GROUP, SLICE, SQUARE, TILE, Plan, squares
 
 DEPTH = 4
 """Tiles of a block that `block_sums` holds at a time."""

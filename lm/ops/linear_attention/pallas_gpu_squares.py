@@ -13,9 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.linear_attention.pallas_gpu_features import (
-    GROUP,
-    SLICE,
-    TILE,
     by_row,
     load_matrix,
     load_rows,
@@ -25,6 +22,7 @@ from lm.ops.linear_attention.pallas_gpu_features import (
     products,
     zeros,
 )
+from lm.ops.linear_attention.pallas_gpu_plan import GROUP, SLICE, TILE
 
 ROWS = GROUP // 2
 """Rows of a square that are held at a time: half of them."""
