@@ -131,17 +131,24 @@ def plan_for(options: Options, length: int, exact_local: bool) -> Plan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-@functools.partial(jax.jit, static_argnums=0)
 def attend(plan: Plan, x: jax.Array, y: jax.Array, v: jax.Array, *local: jax.Array) -> jax.Array:
     """The kernels on heads apart: x, y [N, L, R], v [N, L, 64], local a, b [N, L, C] → [N, L, 64].
 
     R and C are 32 or 64, L a multiple of plan.block.
     """
-    return _attend_forward(plan, x, y, v, *local)[0]
+    return _forward(plan, x, y, v, *local)[0]
 
 
+def _attend_forward(plan, *inputs):
+    # Saved by name, so that a `jax.checkpoint` policy can spare the backward pass a second forward one.
+    o, *sums = (checkpoint_name(a, RESIDUAL_NAME) for a in _forward(plan, *inputs))
+    return o, (inputs, o, *sums)
+
+
+# Compiled as one function, which all layers share: lowering the kernels takes seconds.
 @functools.partial(jax.jit, static_argnums=0)
-def _attend_forward(plan, x, y, v, *local):
+def _forward(plan, x, y, v, *local):
+    """Outputs, inverse denominators and, unless plan.alone, the moment's and the state's operands."""
     # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
     from lm.ops.linear_attention.pallas_gpu_forward import block_sums, outputs
 
@@ -149,10 +156,7 @@ def _attend_forward(plan, x, y, v, *local):
     if not plan.alone:
         sums = block_sums(plan, y, y.swapaxes(1, 2), v)
         moment_state = three_parts(earlier(moments(plan, y, y))), as_operand(earlier(sums))
-    o, inverse = outputs(plan, x, x.swapaxes(1, 2), *(local or (x, y)), v, *moment_state)
-    # Saved by name, so that a `jax.checkpoint` policy can spare the backward pass a second forward one.
-    o, inverse, *moment_state = (checkpoint_name(a, RESIDUAL_NAME) for a in (o, inverse, *moment_state))
-    return o, ((x, y, v, *local), o, inverse, moment_state)
+    return *outputs(plan, x, x.swapaxes(1, 2), *(local or (x, y)), v, *moment_state), *moment_state
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -160,7 +164,7 @@ def _attend_backward(plan, residuals, do):
     from lm.ops.linear_attention.pallas_gpu_backward import key_gradients, query_gradients
     from lm.ops.linear_attention.pallas_gpu_forward import block_sums
 
-    (x, y, v, *local), o, inverse, moment_state = residuals
+    (x, y, v, *local), o, inverse, *moment_state = residuals
     a, b = local or (x, y)
     do = do.astype(jnp.float32)
     e = -inverse * jnp.sum(do * o.astype(jnp.float32), axis=-1)
