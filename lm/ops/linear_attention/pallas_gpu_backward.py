@@ -23,6 +23,8 @@ from lm.ops.linear_attention.pallas_gpu_features import (
     power_and_slope,
     product,
     spare,
+    walk,
+    write,
 )
 from lm.ops.linear_attention.pallas_gpu_plan import TILE, Plan
 
@@ -73,146 +75,99 @@ def _call(plan: Plan, kernel, name: str, near, far, results) -> list[jax.Array]:
         kernel(plan, *refs)
 
     body.__name__ = f'linear_attention_{name}_gradients'
-    # Of two tokens that meet, the query brings e.
-    own, walked = [matrix(TILE, size), matrix(TILE, TILE)], [matrix(2, TILE, size), matrix(2, TILE, TILE)]
-    if name == 'query':
-        own.append(plgpu.SMEM((TILE,), jnp.float32))
-    else:
-        walked.append(plgpu.SMEM((2, TILE), jnp.float32))
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results],
         grid=(length // TILE, n),
         grid_names=('tile', 'head'),
         scratch_types=[
-            pallas_gpu_squares.scratch(far[0].shape[2]) if far else [],
             spare(plan),
-            [*own, plgpu.Barrier(num_arrivals=len(own))],
-            [*walked, plgpu.Barrier(num_arrivals=len(walked), num_barriers=2)],
-            [matrix(TILE, a.shape[2]) for a in results],
+            [matrix(TILE, size), matrix(TILE, TILE), plgpu.Barrier(num_arrivals=2)],
+            [plgpu.SMEM((TILE,), jnp.float32), plgpu.Barrier()],
         ],
     )(*near, *far)
 
 
 def _query_gradients(plan: Plan, a, b, v, g, e, *refs):
-    *far, results, far_scratch, register, own, walked, staged = _grouped(plan, refs, 2 if plan.exact_local else 1)
-    a_smem, g_smem, e_smem, own_ready = own
-    b_smem, v_smem, ready = walked
+    *refs, register, (a_smem, g_smem, ready), (e_smem, e_ready) = refs
+    far, results = ([], refs) if plan.alone else (refs[:4], refs[4:])
     tile, head = lax.axis_index('tile'), lax.axis_index('head')
     inside, block = lax.rem(tile, plan.tiles), lax.div(tile, plan.tiles)
     tokens = pl.ds(tile * TILE, TILE)
+    plgpu.copy_gmem_to_smem(a.at[head, tokens], a_smem, ready)
+    plgpu.copy_gmem_to_smem(g.at[head, tokens], g_smem, ready)
+    plgpu.copy_gmem_to_smem(e.at[head, tokens], e_smem, e_ready)
+    plgpu.barrier_wait(ready)
+    plgpu.barrier_wait(e_ready)
 
-    def fetch(step):
-        keys = pl.ds(block * plan.block + step * TILE, TILE)
-        slot = lax.rem(step, 2)
-        plgpu.copy_gmem_to_smem(b.at[head, keys], b_smem.at[slot], ready.at[slot])
-        plgpu.copy_gmem_to_smem(v.at[head, keys], v_smem.at[slot], ready.at[slot])
-
-    plgpu.copy_gmem_to_smem(a.at[head, tokens], a_smem, own_ready)
-    plgpu.copy_gmem_to_smem(g.at[head, tokens], g_smem, own_ready)
-    plgpu.copy_gmem_to_smem(e.at[head, tokens], e_smem, own_ready)
-    fetch(jnp.int32(0))
-    pl.when(inside > 0)(lambda: fetch(jnp.int32(1)))
-    meeting = None if plan.alone else pallas_gpu_squares.Meeting(*far, (head, tokens, block), far_scratch, register)
-    plgpu.barrier_wait(own_ready)
-
-    def compute(da_TxC):
-        @pl.loop(0, inside + 1)
-        def _(step):
-            slot = lax.rem(step, 2)
-            plgpu.barrier_wait(ready.at[slot])
-            s_TxK = product(a_smem, b_smem.at[slot].transpose((1, 0)))
-            dw_TxK = product(g_smem, v_smem.at[slot].transpose((1, 0))) + by_row(load_rows(e_smem), TILE)
+    def inside_block(da_TxC):
+        def keys(step, tiles, carry):
+            b_smem, v_smem = tiles
+            s_TxK = product(a_smem, b_smem.transpose((1, 0)))
+            dw_TxK = product(g_smem, v_smem.transpose((1, 0))) + by_row(load_rows(e_smem), TILE)
             _, slope_TxK = power_and_slope(s_TxK if plan.scale == 1.0 else plan.scale * s_TxK, plan.degree)
             ds_TxK = masked(dw_TxK * slope_TxK, (inside - step) * TILE, keys=1)
-            multiply(da_TxC, ds_TxK.astype(jnp.bfloat16), b_smem.at[slot], register)
+            multiply(da_TxC, ds_TxK.astype(jnp.bfloat16), b_smem, register)
+            return carry
 
-            @pl.when(step + 2 <= inside)
-            def _():
-                plgpu.wgmma_wait(0)
-                plgpu.commit_smem()
-                fetch(step + 2)
+        walk((b.at[head], v.at[head]), block * plan.block, 0, inside + 1, keys)
+        return plan.degree * plan.scale * da_TxC[...]
 
-        return da_TxC[...]
-
-    da_TxC = plan.degree * plan.scale * pl.run_scoped(compute, plgpu.ACC(a_smem.shape, jnp.float32))
-    if meeting is None:
-        gradients = [da_TxC]
-    else:
+    def before(*scratch):
+        meeting = pallas_gpu_squares.Meeting(*far, (head, tokens, block), scratch, register)
         meeting.wait()
-        if plan.exact_local:
-            staged[1][...] = da_TxC.astype(jnp.bfloat16)
-        dx_TxR = meeting.times_moment() * by_row(load_rows(e_smem), meeting.features)
-        dx_TxR = 2.0 * (dx_TxR + jnp.concatenate(meeting.squares(g=g_smem), axis=1))
-        gradients = [dx_TxR if plan.exact_local else dx_TxR + da_TxC]
-    _write(gradients, staged, results, head, tokens)
+        mx_TxR = meeting.times_moment() * by_row(load_rows(e_smem), meeting.features)
+        return 2.0 * (mx_TxR + jnp.concatenate(meeting.squares(g=g_smem), axis=1))
+
+    dx = pl.run_scoped(inside_block, plgpu.ACC(a_smem.shape, jnp.float32))
+    if plan.exact_local:
+        write(dx, results[1].at[head, tokens])
+        dx = 0.0
+    if not plan.alone:
+        dx = dx + pl.run_scoped(before, *pallas_gpu_squares.scratch(far[0].shape[2]))
+    write(dx, results[0].at[head, tokens])
 
 
 def _key_gradients(plan: Plan, b, a, v, g, e, *refs):
-    *far, results, far_scratch, register, own, walked, staged = _grouped(plan, refs, 3 if plan.exact_local else 2)
-    b_smem, v_smem, own_ready = own
-    a_smem, g_smem, e_smem, ready = walked
+    *refs, register, (b_smem, v_smem, ready), _ = refs
+    far, results = ([], refs) if plan.alone else (refs[:4], refs[4:])
     tile, head = lax.axis_index('tile'), lax.axis_index('head')
     inside, block = lax.rem(tile, plan.tiles), lax.div(tile, plan.tiles)
     tokens = pl.ds(tile * TILE, TILE)
+    plgpu.copy_gmem_to_smem(b.at[head, tokens], b_smem, ready)
+    plgpu.copy_gmem_to_smem(v.at[head, tokens], v_smem, ready)
+    plgpu.barrier_wait(ready)
 
-    def fetch(step):
-        queries = pl.ds(block * plan.block + step * TILE, TILE)
-        slot = lax.rem(step, 2)
-        plgpu.copy_gmem_to_smem(a.at[head, queries], a_smem.at[slot], ready.at[slot])
-        plgpu.copy_gmem_to_smem(g.at[head, queries], g_smem.at[slot], ready.at[slot])
-        plgpu.copy_gmem_to_smem(e.at[head, queries], e_smem.at[slot], ready.at[slot])
+    def compute(dv_TxD):
+        def inside_block(db_TxC):
+            def queries(step, tiles, carry):
+                a_smem, g_smem, e_smem = tiles
+                s_TxQ = product(b_smem, a_smem.transpose((1, 0)))
+                dw_TxQ = product(v_smem, g_smem.transpose((1, 0))) + by_column(load_columns(e_smem), TILE)
+                w_TxQ, slope_TxQ = power_and_slope(s_TxQ if plan.scale == 1.0 else plan.scale * s_TxQ, plan.degree)
+                shift = (step - inside) * TILE
+                multiply(dv_TxD, masked(w_TxQ, shift, keys=0).astype(jnp.bfloat16), g_smem, register)
+                ds_TxQ = masked(dw_TxQ * slope_TxQ, shift, keys=0)
+                multiply(db_TxC, ds_TxQ.astype(jnp.bfloat16), a_smem, register)
+                return carry
 
-    plgpu.copy_gmem_to_smem(b.at[head, tokens], b_smem, own_ready)
-    plgpu.copy_gmem_to_smem(v.at[head, tokens], v_smem, own_ready)
-    fetch(inside)
-    pl.when(inside + 1 < plan.tiles)(lambda: fetch(inside + 1))
-    meeting = None if plan.alone else pallas_gpu_squares.Meeting(*far, (head, tokens, block), far_scratch, register)
-    plgpu.barrier_wait(own_ready)
+            walk((a.at[head], g.at[head], e.at[head]), block * plan.block, inside, plan.tiles, queries)
+            return plan.degree * plan.scale * db_TxC[...]
 
-    def compute(db_TxC, dv_TxD):
-        @pl.loop(inside, plan.tiles)
-        def _(step):
-            slot = lax.rem(step, 2)
-            plgpu.barrier_wait(ready.at[slot])
-            s_TxQ = product(b_smem, a_smem.at[slot].transpose((1, 0)))
-            dw_TxQ = product(v_smem, g_smem.at[slot].transpose((1, 0))) + by_column(load_columns(e_smem.at[slot]), TILE)
-            w_TxQ, slope_TxQ = power_and_slope(s_TxQ if plan.scale == 1.0 else plan.scale * s_TxQ, plan.degree)
-            shift = (step - inside) * TILE
-            w_TxQ, ds_TxQ = (masked(m, shift, keys=0).astype(jnp.bfloat16) for m in (w_TxQ, dw_TxQ * slope_TxQ))
-            multiply(dv_TxD, w_TxQ, g_smem.at[slot], register)
-            multiply(db_TxC, ds_TxQ, a_smem.at[slot], register)
+        def after(*scratch):
+            meeting = pallas_gpu_squares.Meeting(*far, (head, tokens, block), scratch, register)
+            meeting.wait()
+            my_TxR = meeting.times_moment()
+            return 2.0 * (my_TxR + jnp.concatenate(meeting.squares(dv_TxD, v_smem), axis=1))
 
-            @pl.when(step + 2 < plan.tiles)
-            def _():
-                plgpu.wgmma_wait(0)
-                plgpu.commit_smem()
-                fetch(step + 2)
-
-        db = plan.degree * plan.scale * db_TxC[...]
-        if meeting is None:
-            return dv_TxD[...], db
-        meeting.wait()
+        dy = pl.run_scoped(inside_block, plgpu.ACC(b_smem.shape, jnp.float32))
         if plan.exact_local:
-            staged[2][...] = db.astype(jnp.bfloat16)
-        dy_TxR = 2.0 * (meeting.times_moment() + jnp.concatenate(meeting.squares(dv_TxD, v_smem), axis=1))
-        return dv_TxD[...], dy_TxR if plan.exact_local else dy_TxR + db
+            write(dy, results[2].at[head, tokens])
+            dy = 0.0
+        if not plan.alone:
+            dy = dy + pl.run_scoped(after, *pallas_gpu_squares.scratch(far[0].shape[2]))
+        return dv_TxD[...], dy
 
-    accumulators = (plgpu.ACC(a.shape, jnp.float32) for a in (b_smem, v_smem))
-    _write(pl.run_scoped(compute, *accumulators), staged, results, head, tokens)
-
-
-def _grouped(plan: Plan, refs, count: int):
-    """The references of a kernel after the inputs that all have, with its `count` results as one."""
-    inputs = 0 if plan.alone else 4
-    return (*refs[:inputs], refs[inputs : inputs + count], *refs[inputs + count :])
-
-
-def _write(gradients, staged, results, head, tokens) -> None:
-    """Through shared memory; those after `gradients` are staged already."""
-    for gradient, smem in zip(gradients, staged, strict=False):
-        smem[...] = gradient.astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    for smem, result in zip(staged, results, strict=True):
-        plgpu.copy_smem_to_gmem(smem, result.at[head, tokens])
-    plgpu.wait_smem_to_gmem(0)
+    dv_TxD, dy = pl.run_scoped(compute, plgpu.ACC(v_smem.shape, jnp.float32))
+    write(dv_TxD, results[0].at[head, tokens])
+    write(dy, results[1].at[head, tokens])

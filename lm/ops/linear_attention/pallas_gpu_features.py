@@ -11,6 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.linear_attention.pallas_gpu_plan import GROUP, SLICE, TILE, Plan
 
+WALKED = 3
+"""Tiles of a block in shared memory: two to come, and one in use."""
+
 
 def matrix(*shape: int) -> plgpu.SMEM:
     """bfloat16 matrices in shared memory, as `wgmma` wants them."""
@@ -41,6 +44,70 @@ def product(a, b) -> jax.Array:
         return accumulator[...]
 
     return pl.run_scoped(compute, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def release() -> None:
+    """What this thread block has read of shared memory may be overwritten by copies from here on."""
+    plgpu.commit_smem()
+
+
+def write(value: jax.Array, destination, staging=None) -> None:
+    """`value` to memory, as bfloat16 unless there is other `staging`."""
+
+    def copy(smem):
+        smem[...] = value.astype(smem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, destination)
+        plgpu.wait_smem_to_gmem(0)
+
+    pl.run_scoped(copy, staging or matrix(*value.shape))
+
+
+def walk(sources, start, first, stop, use, carry=()):
+    """carry = use(step, tiles, carry) for the tiles of a block in order, copied while those before are used.
+
+    Args:
+        sources: one head's arrays in memory, bfloat16 [L, C] or float32 [L].
+        start: the first token of the block.
+        first: the number of the first tile.
+        stop: one more than that of the last.
+        use: gets a tile of each source in shared memory.
+        carry: what the first call gets.
+
+    Returns:
+        What the last call returned.
+    """
+
+    def scoped(*scratch):
+        *buffers, arrived = scratch
+
+        def fetch(step):
+            slot, tokens = lax.rem(step, WALKED), pl.ds(start + step * TILE, TILE)
+            for source, buffer in zip(sources, buffers, strict=True):
+                plgpu.copy_gmem_to_smem(source.at[tokens], buffer.at[slot], arrived.at[slot])
+
+        def step_of(step, carry):
+            slot = lax.rem(step, WALKED)
+            plgpu.wgmma_wait(0)
+
+            @pl.when(step + WALKED - 1 < stop)
+            def _():
+                release()
+                fetch(step + WALKED - 1)
+
+            plgpu.barrier_wait(arrived.at[slot])
+            return use(step, [buffer.at[slot] for buffer in buffers], carry)
+
+        fetch(jnp.int32(first))
+        pl.when(first + 1 < stop)(lambda: fetch(first + 1))
+        result = lax.fori_loop(first, stop, step_of, carry)
+        plgpu.wgmma_wait(0)
+        release()
+        return result
+
+    shapes = [(WALKED, TILE, *source.shape[1:]) for source in sources]
+    buffers = [matrix(*s) if len(s) == 3 else plgpu.SMEM(s, jnp.float32) for s in shapes]
+    return pl.run_scoped(scoped, *buffers, plgpu.Barrier(num_arrivals=len(sources), num_barriers=WALKED))
 
 
 def by_row(vector: jax.Array, columns: int) -> jax.Array:

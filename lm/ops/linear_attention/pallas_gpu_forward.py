@@ -21,6 +21,8 @@ from lm.ops.linear_attention.pallas_gpu_features import (
     product,
     products,
     spare,
+    walk,
+    write,
     zeros,
 )
 from lm.ops.linear_attention.pallas_gpu_plan import GROUP, SLICE, SQUARE, TILE, Plan, squares
@@ -109,8 +111,7 @@ def outputs(plan: Plan, x, xt, a, b, v, moment=None, state=None) -> tuple[jax.Ar
         moment: [N, L / block, 3R, R]: Σ y yᵀ before each block, as three bfloat16 parts; unless plan.alone.
         state: [N, L / block, 2M, S / 2, D]: Σ (y ⊗ y) vᵀ before each block, bfloat16; unless plan.alone.
     """
-    (n, length, size), features = a.shape, x.shape[2]
-    far = (x, xt, moment, state)
+    n, length, _ = a.shape
 
     def linear_attention_outputs(*refs):
         _outputs(plan, *refs)
@@ -120,71 +121,43 @@ def outputs(plan: Plan, x, xt, a, b, v, moment=None, state=None) -> tuple[jax.Ar
         out_type=[jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct((n, length), jnp.float32)],
         grid=(length // TILE, n),
         grid_names=('tile', 'head'),
-        scratch_types=[
-            [] if plan.alone else pallas_gpu_squares.scratch(features),
-            spare(plan),
-            matrix(TILE, size),
-            matrix(2, TILE, size),
-            matrix(2, TILE, TILE),
-            matrix(TILE, TILE),
-            plgpu.SMEM((TILE,), jnp.float32),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=2, num_barriers=2),
-        ],
-    )(a, b, v, *(() if plan.alone else far))
+        scratch_types=[spare(plan), matrix(TILE, a.shape[2]), plgpu.Barrier()],
+    )(a, b, v, *(() if plan.alone else (x, xt, moment, state)))
 
 
 def _outputs(plan: Plan, a, b, v, *refs):
-    *far, o, inverse, far_scratch, register, a_smem, b_smem, v_smem, o_smem, inverse_smem, a_ready, ready = refs
+    *far, o, inverse, register, a_smem, a_ready = refs
     tile, head = lax.axis_index('tile'), lax.axis_index('head')
     inside, block = lax.rem(tile, plan.tiles), lax.div(tile, plan.tiles)
     tokens = pl.ds(tile * TILE, TILE)
-
-    def fetch(step):
-        keys = pl.ds(block * plan.block + step * TILE, TILE)
-        slot = lax.rem(step, 2)
-        plgpu.copy_gmem_to_smem(b.at[head, keys], b_smem.at[slot], ready.at[slot])
-        plgpu.copy_gmem_to_smem(v.at[head, keys], v_smem.at[slot], ready.at[slot])
-
     plgpu.copy_gmem_to_smem(a.at[head, tokens], a_smem, a_ready)
-    fetch(jnp.int32(0))
-    pl.when(inside > 0)(lambda: fetch(jnp.int32(1)))
 
     def compute(num_TxD):
-        den_T = zeros(TILE) + plan.bias
-        if not plan.alone:
-            meeting = pallas_gpu_squares.Meeting(*far, (head, tokens, block), far_scratch, register)
+        def before(*scratch):
+            meeting = pallas_gpu_squares.Meeting(*far, (head, tokens, block), scratch, register)
             meeting.wait()
             x_TxR = load_matrix(meeting.x).astype(jnp.float32)
-            den_T += jnp.maximum(jnp.sum(meeting.times_moment() * x_TxR, axis=1), 0.0)
+            den_T = jnp.maximum(jnp.sum(meeting.times_moment() * x_TxR, axis=1), 0.0)
             meeting.squares(num_TxD)
-        plgpu.barrier_wait(a_ready)
+            return den_T
 
-        def keys(step, den_T):
-            slot = lax.rem(step, 2)
-            plgpu.barrier_wait(ready.at[slot])
-            s_TxK = product(a_smem, b_smem.at[slot].transpose((1, 0)))
+        def keys(step, tiles, den_T):
+            b_smem, v_smem = tiles
+            s_TxK = product(a_smem, b_smem.transpose((1, 0)))
             w_TxK, _ = power_and_slope(s_TxK if plan.scale == 1.0 else plan.scale * s_TxK, plan.degree)
             w_TxK = masked(w_TxK, (inside - step) * TILE, keys=1)
-            multiply(num_TxD, w_TxK.astype(jnp.bfloat16), v_smem.at[slot], register)
-
-            @pl.when(step + 2 <= inside)
-            def _():
-                plgpu.wgmma_wait(0)
-                plgpu.commit_smem()
-                fetch(step + 2)
-
+            multiply(num_TxD, w_TxK.astype(jnp.bfloat16), v_smem, register)
             return den_T + jnp.sum(w_TxK, axis=1)
 
-        den_T = lax.fori_loop(0, inside + 1, keys, den_T)
+        den_T = zeros(TILE) + plan.bias
+        if not plan.alone:
+            den_T += pl.run_scoped(before, *pallas_gpu_squares.scratch(far[0].shape[2]))
+        plgpu.barrier_wait(a_ready)
+        den_T = walk((b.at[head], v.at[head]), block * plan.block, 0, inside + 1, keys, den_T)
         return num_TxD[...], den_T
 
     num_TxD, den_T = pl.run_scoped(compute, plgpu.ACC((TILE, TILE), jnp.float32))
     # Padding after the last token has no keys and, with bias 0, no denominator either.
     inverse_T = jnp.where(den_T == 0.0, 0.0, 1.0 / den_T)
-    o_smem[...] = (num_TxD * by_row(inverse_T, TILE)).astype(jnp.bfloat16)
-    inverse_smem[...] = inverse_T
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(o_smem, o.at[head, tokens])
-    plgpu.copy_smem_to_gmem(inverse_smem, inverse.at[head, tokens])
-    plgpu.wait_smem_to_gmem(0)
+    write(num_TxD * by_row(inverse_T, TILE), o.at[head, tokens])
+    write(inverse_T, inverse.at[head, tokens], plgpu.SMEM((TILE,), jnp.float32))

@@ -20,6 +20,7 @@ from lm.ops.linear_attention.pallas_gpu_features import (
     multiply,
     product,
     products,
+    release,
     zeros,
 )
 from lm.ops.linear_attention.pallas_gpu_plan import GROUP, SLICE, TILE
@@ -27,7 +28,8 @@ from lm.ops.linear_attention.pallas_gpu_plan import GROUP, SLICE, TILE
 ROWS = GROUP // 2
 """Rows of a square that are held at a time: half of them."""
 
-SLOTS = 2
+SLOTS = 3
+"""Halves in shared memory: two to come, and one that may still be in use."""
 
 
 def scratch(features: int) -> list:
@@ -64,7 +66,7 @@ class Meeting:
         plgpu.copy_gmem_to_smem(x.at[head, tokens], self.x, self.ready)
         plgpu.copy_gmem_to_smem(xt.at[head, :, tokens], self.xt, self.ready)
         plgpu.copy_gmem_to_smem(moment.at[head, block], self.moment, self.ready)
-        for half in range(SLOTS):
+        for half in range(SLOTS - 1):
             self._fetch(jnp.int32(half))
 
     def _fetch(self, half) -> None:
@@ -97,9 +99,8 @@ class Meeting:
             With g, Σ_i x_i ⟨Z_ij, g⟩ for the features j of each group, half of the gradient: float32 [TILE, 16] each.
         """
         groups, count = self.features // GROUP, self.state.shape[0]
-        halves_before, gradients = 0, []
 
-        def use(column, x_TxG, with_sum, i, gradient_TxG):
+        def use(halves_before, column, x_TxG, with_sum, i, gradient_TxG):
             half = halves_before + i
             slot = lax.rem(half, SLOTS)
             z_SxD, rows = self.slots.at[slot], self.xt.at[pl.ds(i * ROWS, ROWS)]
@@ -115,14 +116,17 @@ class Meeting:
                     part_TxG = dphi_TxS[:, j * GROUP : (j + 1) * GROUP]
                     gradient_TxG += by_row(load_rows(rows.at[j]).astype(jnp.float32), GROUP) * part_TxG
 
-            @pl.when(half + SLOTS < count)
+            # Were products in flight until the next round, the compiler would let none overlap with what follows it.
+            plgpu.wgmma_wait(0)
+
+            @pl.when(half + SLOTS - 1 < count)
             def _():
-                plgpu.wgmma_wait(0)
-                plgpu.commit_smem()
-                self._fetch(half + SLOTS)
+                release()
+                self._fetch(half + SLOTS - 1)
 
             return gradient_TxG
 
+        halves_before, gradients = 0, []
         for column in range(groups):
             x_TxG = load_matrix(self.x)[:, column * GROUP : (column + 1) * GROUP]
             gradient_TxG = zeros(TILE, GROUP)
@@ -131,8 +135,9 @@ class Meeting:
             last = summed if g is None else 2 * groups
             for with_sum, start, stop in ((True, 0, summed), (False, summed, last)):
                 if start < stop:
-                    body = functools.partial(use, column, x_TxG, with_sum)
+                    body = functools.partial(use, halves_before, column, x_TxG, with_sum)
                     gradient_TxG = lax.fori_loop(start, stop, body, gradient_TxG)
             halves_before += last
             gradients.append(gradient_TxG)
+        release()
         return gradients
