@@ -14,6 +14,7 @@ import pytest
 from test_pallas_tpu import by_definition, errors, example, quick
 
 from lm.ops.linear_attention import IMPLEMENTATIONS, PREFERRED, pallas_gpu
+from lm.ops.linear_attention.pallas_gpu_plan import squares
 from lm.ops.linear_attention.types import ExpKernel, Options, PolynomialKernel
 
 SQUARE = (0.0, 0.0, 1.0)
@@ -58,8 +59,8 @@ CASES = {
         {'length': 70, 'features': 24, 'head_dim': 10, 'local': 40, 'heads': 2, 'kv_heads': 1},
     ),
     'one block, degree 8, scaled': (
-        {'local': PolynomialKernel(8, scale=0.75), 'block': 256},
-        {'length': 77, 'features': 32, 'batch': 2, **FULL},
+        {'local': PolynomialKernel(8, scale=0.75), 'block': 512},
+        {'length': 270, 'features': 32, **FULL},
     ),
     'one block without local, no bias': ({'bias': 0.0}, {'length': 50, 'features': 32, **FULL}),
 }
@@ -73,6 +74,24 @@ def test_outputs_and_gradients(case):
     *inputs, do = example(**sizes, dtype=jnp.bfloat16)
     found = errors(by_kernels(options, *inputs, do=do), by_definition(options, *inputs, do))
     assert all(error <= 2e-2 for error in found.values()), found
+
+
+@interpreter
+def test_sums_of_a_long_block():
+    """Six tiles of tokens pass through four places in shared memory."""
+    from lm.ops.linear_attention.pallas_gpu_forward import block_sums
+
+    length, features = 384, 32
+    _, y, v, *_ = (a[:, :, 0] for a in example(length, features=features, head_dim=64, dtype=jnp.bfloat16))
+    options = Options(powers=SQUARE, block=length, local=PolynomialKernel(4))
+    plan = pallas_gpu.plan_for(options, 2 * length, exact_local=True)
+    with interpreted():
+        sums = quick(lambda y, v: block_sums(plan, y, y.swapaxes(1, 2), v))(y, v)
+    y, v = (np.asarray(a, np.float64)[0] for a in (y, v))
+    groups = y.reshape(length, features // 16, 16)
+    want = [np.einsum('ti,tj,tv->vij', groups[:, g], groups[:, h], v).reshape(64, 256) for g, h in squares(features)]
+    error = np.linalg.norm(sums[0, 0] - np.stack(want)) / np.linalg.norm(want)
+    assert error <= 5e-3
 
 
 @interpreter
