@@ -12,7 +12,14 @@ venv=${VENV:-.venv}
 if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv"
 fi
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[test]'
+extras=test
+case " $* " in
+  *' -m gpu '*)
+    extras=test,gpu
+    export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu} XLA_PYTHON_CLIENT_PREALLOCATE=false WORKERS=${WORKERS:-1}
+    ;;
+esac
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$extras]"
 "$venv/bin/ruff" check lm tests setup.py
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
 workers=${WORKERS:-$("$venv/bin/python" -c 'import os; print(min(8, len(os.sched_getaffinity(0))))')}

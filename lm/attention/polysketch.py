@@ -10,7 +10,7 @@ from lm.attention.base import Attention, HeadDims
 from lm.attention.linear import linear_flops_per_token
 from lm.attention.polynomial import PolynomialAttention
 from lm.configurable import configurable, field
-from lm.ops.linear_attention import SQUARE, PolynomialKernel, decode, linear_attention
+from lm.ops.linear_attention import IMPLEMENTATIONS, SQUARE, PolynomialKernel, decode, linear_attention
 from lm.sketches import SKETCHES
 
 
@@ -32,6 +32,9 @@ class Polysketch(Attention):
     block: int = field(1024, minimum=1, help='tokens a block of exact weights; without `local` it has no effect')
     per_head: bool = field(False, help='each key head has its own sketch; False: one for the layer')
     bias: float = field(1.0, above=0, help='keeps the denominator from zero')
+    implementation: str | None = field(
+        None, choices=tuple(IMPLEMENTATIONS), help="how it is computed; None: the platform's best; results agree"
+    )
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'PolysketchAttention':
         return PolysketchAttention(self, dims, rngs)
@@ -84,7 +87,8 @@ class PolysketchAttention(PolynomialAttention):
     def __call__(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         if self.config.local and q_BxLxHxD.shape[1] <= self.config.block:
             return super().__call__(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)  # one block is exact: no sketch takes part
-        return linear_attention(**self._arguments(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD), **self._options())
+        arguments = self._arguments(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
+        return linear_attention(**arguments, **self._options(), implementation=self.config.implementation)
 
     def init_state(self, batch: int, max_length: int, dtype: Any) -> decode.DecodeState:
         """The sums over no keys and, with `local`, an empty block (of `max_length` tokens where that is less)."""
