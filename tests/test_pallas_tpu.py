@@ -180,7 +180,7 @@ REFUSED = {
     'degree': {'local': PolynomialKernel(6)},
     'polynomial': {'local': ExpKernel()},
     'multiples of 128': {'local': PolynomialKernel(4), 'block': 96},
-    'powers': {'powers': (1.0, 1.0, 0.5)},
+    'powers': {'powers': (1.0, -1.0, 0.5)},
     'normalised': {'normalize': False},
 }
 

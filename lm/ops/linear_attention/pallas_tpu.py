@@ -62,8 +62,8 @@ def unsupported(
         return 'takes no state in and gives none out'
     if options.feature_map is not None:
         return 'takes features, not a feature map'
-    if tuple(options.powers) not in (SQUARED, PLAIN):
-        return f'takes powers {SQUARED} or {PLAIN}, not {tuple(options.powers)}'
+    if options.powers != PLAIN and not _quadratic(options.powers):
+        return f'takes powers {PLAIN} or (c0, c1, c2) ≥ 0 with c2 above 0, not {options.powers}'
     if options.bias < 0:
         return f'takes no negative bias, {options.bias}'
     if options.local is not None:
@@ -80,9 +80,13 @@ def unsupported(
     if q.shape[0] % platform.batch_shards():
         return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
     sizes = _sizes(q, v, None if options.local is None else q_local)
-    if 1.1 * vmem_estimate(plan_for(options, q.shape[1], 1, *sizes), *sizes) > _vmem()[0]:
+    if 1.1 * vmem_estimate(plan_for(options, q.shape[1], 1, *sizes), *sizes) > platform.vmem()[0]:
         return f'would not fit its VMEM with {q.shape[-1]} features and blocks of {options.block or LOCAL_BLOCK}'
     return None
+
+
+def _quadratic(powers: tuple[float, ...]) -> bool:
+    return len(powers) == 3 and min(powers) >= 0 and powers[2] > 0
 
 
 def _sizes(q, v, q_local) -> tuple[int, int, int, int]:
@@ -141,7 +145,7 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 def plan_for(options: Options, length: int, n: int, features: int, head_dim: int, compared: int, itemsize: int) -> Plan:
     """How `n` heads of `length` tokens are computed; `compared` is 0 without arrays of the exact kernel's own."""
-    squared = tuple(options.powers) == SQUARED
+    squared = _quadratic(options.powers)
     local = options.local
     if local is None:
         # The block does not matter to the result. Wider ones save fewer sums and shorter ones compute less.
@@ -153,7 +157,7 @@ def plan_for(options: Options, length: int, n: int, features: int, head_dim: int
     block = min(wanted, -(-length // LANES) * LANES)
     # Static cycles on v5e and v6e: the backward kernel gains more from skipping what lies above the diagonal.
     tile, forward_tile = (next(s for s in sizes if block % s == 0) for sizes in ((256, LANES), (512, 256, LANES)))
-    available, limit = _vmem()
+    available, limit = platform.vmem()
     plan = Plan(
         block=block,
         tile=tile,
@@ -164,6 +168,8 @@ def plan_for(options: Options, length: int, n: int, features: int, head_dim: int
         degree=degree,
         scale=scale,
         bias=options.bias,
+        # In a single block of exact weights the features have no part.
+        series=options.powers if squared and options.powers != SQUARED and (local is None or compared) else (),
         alone=length <= block,
         vmem_limit_bytes=limit,
     )
@@ -172,13 +178,6 @@ def plan_for(options: Options, length: int, n: int, features: int, head_dim: int
         if n % heads == 0 and 1.4 * vmem_estimate(wider, features, head_dim, compared, itemsize) <= available:
             return wider
     return plan
-
-
-def _vmem() -> tuple[int, int | None]:
-    """Bytes that a kernel may use, and the limit to ask for: v4 has 16 MiB in all, later chips at least 64."""
-    device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
-    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
-    return (16 * 2**20, None) if kind in ('TPU v2', 'TPU v3', 'TPU v4') else (32 * 2**20, 32 * 2**20)
 
 
 def vmem_estimate(plan: Plan, features: int, head_dim: int, compared: int, itemsize: int) -> int:

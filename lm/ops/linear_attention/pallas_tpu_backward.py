@@ -17,14 +17,16 @@ from lm.ops.linear_attention.pallas_tpu_features import (
     Plan,
     causal,
     dot,
+    expand,
+    expand_gradient,
     extended,
     moment_operand,
     moment_times,
-    pack,
-    power_and_slope,
+    slope_factor,
     state_operand,
     tiles,
-    unpack_gradient,
+    weights_and_slope,
+    with_one,
 )
 
 
@@ -106,17 +108,20 @@ def _kernel(plan: Plan, x, y, v, *refs):
 
         dx_FxT = dot(sums[0][head, 0], extended(plan, g_DxT, e_1xT), (0, 0))
         if plan.squared:
-            dx_FxT = unpack_gradient(x_FxT, dx_FxT) + (2.0 * e_1xT) * moment_times(sums[1][head, 0], x_FxT)
+            x1_FxT, y1_FxT = with_one(plan, x_FxT), with_one(plan, y_FxT)
+            through_moment = moment_times(sums[1][head, 0], x1_FxT)[: x_FxT.shape[0]]
+            dx_FxT = expand_gradient(plan, x_FxT, dx_FxT) + (2.0 * e_1xT) * through_moment
         da_CxT, db_CxT, dv_DxT = _inside(plan, a[head], b[head], v_DxT, g_DxT, e_1xT)
 
-        state_DxP = state_operand(plan, state[head], dtype)
+        state_DxP = state_operand(plan, state[head], y_FxT.shape[0], dtype)
         dy_FxT = dot(state_DxP, extended(plan, v_DxT, 1.0), (0, 0))
         if plan.squared:
-            moment_FxE = moment_operand(moment[head], dtype)
-            dy_FxT = unpack_gradient(y_FxT, dy_FxT) + 2.0 * moment_times(moment_FxE, y_FxT)
-            dv_DxT += dot(state_DxP, pack(y_FxT, weighted=True), (1, 0))
-            state[head] += dot(g_DxT, pack(x_FxT, weighted=False), (1, 1))
-            moment[head] += dot((x_FxT.astype(jnp.float32) * e_1xT).astype(dtype), x_FxT, (1, 1))
+            moment_FxE = moment_operand(plan, moment[head], dtype)
+            through_moment = moment_times(moment_FxE, y1_FxT)[: y_FxT.shape[0]]
+            dy_FxT = expand_gradient(plan, y_FxT, dy_FxT) + 2.0 * through_moment
+            dv_DxT += dot(state_DxP, expand(plan, y_FxT, weighted=True), (1, 0))
+            state[head] += dot(g_DxT, expand(plan, x_FxT, weighted=False), (1, 1))
+            moment[head] += dot((x1_FxT.astype(jnp.float32) * e_1xT).astype(dtype), x1_FxT, (1, 1))
         else:
             dv_DxT += dot(state_DxP[:-ROWS], y_FxT, (1, 0))
             state[head] += dot(extended(plan, g_DxT, e_1xT), x_FxT, (1, 1))
@@ -132,11 +137,11 @@ def _inside(plan: Plan, a_CxT, b_CxT, v_DxT, g_DxT, e_1xT) -> tuple[jax.Array, j
     """The gradients of a, b and v through the weights inside the block."""
     cut = tiles(plan, plan.tile)
     das, dbs, dvs = [], [0.0] * len(cut), [0.0] * len(cut)
-    factor = plan.degree * plan.scale
+    factor = slope_factor(plan)
     for queries, keys in cut:
         s_KxQ = dot(b_CxT[:, keys], a_CxT[:, queries], (0, 0))
         dw_KxQ = dot(v_DxT[:, keys], g_DxT[:, queries], (0, 0)) + e_1xT[:, queries]
-        w_KxQ, slope_KxQ = power_and_slope(s_KxQ if plan.scale == 1.0 else plan.scale * s_KxQ, plan.degree)
+        w_KxQ, slope_KxQ = weights_and_slope(plan, s_KxQ)
         w_KxQ = causal(w_KxQ).astype(v_DxT.dtype)
         ds_KxQ = causal(dw_KxQ if slope_KxQ is None else dw_KxQ * slope_KxQ).astype(v_DxT.dtype)
         das.append(factor * dot(b_CxT[:, keys], ds_KxQ, (1, 0)))

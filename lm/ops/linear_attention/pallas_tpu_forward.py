@@ -16,13 +16,14 @@ from lm.ops.linear_attention.pallas_tpu_features import (
     Plan,
     causal,
     dot,
+    expand,
     extended,
     moment_operand,
     moment_times,
-    pack,
-    power_and_slope,
     state_operand,
     tiles,
+    weights_and_slope,
+    with_one,
 )
 
 
@@ -93,15 +94,16 @@ def _kernel(plan: Plan, save: bool, x, y, v, *refs):
         if plan.alone:
             num_DxT, den_1xT = jnp.zeros(v_DxT.shape, jnp.float32), jnp.zeros((1, plan.block), jnp.float32)
         elif plan.squared:
-            state_DxP = state_operand(plan, state[head], v.dtype)
-            moment_FxE = moment_operand(moment[head], v.dtype)
-            den_1xT = jnp.sum(moment_times(moment_FxE, x_FxT) * x_FxT.astype(jnp.float32), axis=0, keepdims=True)
-            den_1xT = jnp.maximum(den_1xT, 0.0)
-            moment[head] += dot(y_FxT, y_FxT, (1, 1))
-            num_DxT = dot(state_DxP, pack(x_FxT, weighted=True), (1, 0))
-            state[head] += dot(v_DxT, pack(y_FxT, weighted=False), (1, 1))
+            state_DxP = state_operand(plan, state[head], x_FxT.shape[0], v.dtype)
+            moment_FxE = moment_operand(plan, moment[head], v.dtype)
+            x1_FxT, y1_FxT = with_one(plan, x_FxT), with_one(plan, y_FxT)
+            den_1xT = jnp.sum(moment_times(moment_FxE, x1_FxT) * x1_FxT.astype(jnp.float32), axis=0, keepdims=True)
+            den_1xT = den_1xT if plan.series else jnp.maximum(den_1xT, 0.0)
+            moment[head] += dot(y1_FxT, y1_FxT, (1, 1))
+            num_DxT = dot(state_DxP, expand(plan, x_FxT, weighted=True), (1, 0))
+            state[head] += dot(v_DxT, expand(plan, y_FxT, weighted=False), (1, 1))
         else:
-            state_DxP = state_operand(plan, state[head], v.dtype)
+            state_DxP = state_operand(plan, state[head], x_FxT.shape[0], v.dtype)
             num_DxT = dot(state_DxP, x_FxT, (1, 0))
             den_1xT = jnp.sum(num_DxT[v_DxT.shape[0] :], axis=0, keepdims=True)
             num_DxT = num_DxT[: v_DxT.shape[0]]
@@ -112,7 +114,7 @@ def _kernel(plan: Plan, save: bool, x, y, v, *refs):
                 saved[1][head, 0] = moment_FxE
         for queries, keys in tiles(plan, plan.forward_tile):
             s_KxQ = dot(b[head, :, keys], a[head, :, queries], (0, 0))
-            w_KxQ, _ = power_and_slope(s_KxQ if plan.scale == 1.0 else plan.scale * s_KxQ, plan.degree)
+            w_KxQ, _ = weights_and_slope(plan, s_KxQ)
             w_KxQ = causal(w_KxQ)
             total_1xQ = plan.bias + den_1xT[:, queries] + jnp.sum(w_KxQ, axis=0, keepdims=True)
             # Padding after the last token has no keys and, with bias 0, no denominator either.

@@ -1,0 +1,115 @@
+"""Series and feature maps in the TPU kernels of linear attention, interpreted on the CPU as in test_pallas_tpu.py."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from lm.ops.linear_attention import pallas_tpu
+from lm.ops.linear_attention.types import Options, PolynomialKernel
+
+SERIES = (1.0, 1.0, 0.5)
+LOCAL = {'local': PolynomialKernel(4), 'block': 128}
+NAMES = ('o', 'dq', 'dk', 'dv', 'dq_parameters', 'dk_parameters', 'dq_local', 'dk_local')
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd):
+    yield
+    assert 'RACE DETECTED' not in ''.join(capfd.readouterr())
+
+
+def example(length, *, batch=1, heads=1, kv_heads=None, features=16, head_dim=16, local=16, dtype=jnp.float32, seed=0):
+    """q, k, v, q_local, k_local and a gradient of the output."""
+    rng = np.random.default_rng(seed)
+    kv_heads = kv_heads or heads
+    shapes = [(heads, features), (kv_heads, features), (kv_heads, head_dim), (heads, local), (kv_heads, local)]
+    scales = [features**-0.25] * 2 + [1.0] + [local**-0.25] * 2
+    arrays = [s * rng.standard_normal((batch, length, *shape)) for s, shape in zip(scales, shapes, strict=True)]
+    return [jnp.asarray(a, dtype) for a in (*arrays, rng.standard_normal((batch, length, heads, head_dim)))]
+
+
+def definition(options, features, q, k, v, parameters, q_local=None, k_local=None):
+    """The formula in the arrays' own precision; `features` are (φ of queries, φ of keys), given parameters and x."""
+    x, y = (f(p, a) for f, p, a in zip(features, parameters, (q, k), strict=True))
+    groups = x.shape[2] // y.shape[2]
+    s = jnp.einsum('blhf,bmhf->bhlm', x, jnp.repeat(y, groups, 2))
+    w = sum(c * s**n for n, c in enumerate(options.powers) if c)
+    i, j = np.arange(q.shape[1])[:, None], np.arange(q.shape[1])
+    if options.local is not None:
+        t = jnp.einsum('blhc,bmhc->bhlm', q_local, jnp.repeat(k_local, groups, 2))
+        w = jnp.where(i // options.block == j // options.block, t**options.local.degree, w)
+    w = jnp.where(j <= i, w, 0.0)
+    o = jnp.einsum('bhlm,bmhd->bhld', w, jnp.repeat(v, groups, 2)) / (options.bias + w.sum(-1, keepdims=True))
+    return o.swapaxes(1, 2)
+
+
+def by_definition(options, features, arrays, parameters=(None, None)):
+    """Outputs and gradients in float64."""
+    with jax.enable_x64(True):
+        q, k, v, q_local, k_local, do = (jnp.asarray(np.asarray(a, np.float64)) for a in arrays)
+        local = () if options.local is None else (q_local, k_local)
+        parameters = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), parameters)
+        function = jax.jit(functools.partial(definition, options, features))
+        o, vjp = jax.vjp(function, q, k, v, parameters, *local)
+        return jax.tree.map(np.asarray, (o, *vjp(do)))
+
+
+def by_kernels(options, arrays, parameters=(None, None), backward=True):
+    *inputs, do = arrays
+    local = () if options.local is None else tuple(inputs[3:])
+
+    def function(q, k, v, parameters, *local):
+        call = (q, k, v, *parameters, *(local or (None, None)), None)
+        return pallas_tpu.linear_attention(*call, options=options, with_state=False)[0]
+
+    def outputs_and_gradients(do, *inputs):
+        o, vjp = jax.vjp(function, *inputs)
+        return (o, *vjp(do))
+
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)):
+        return quick(outputs_and_gradients)(do, *inputs[:3], parameters, *local)
+
+
+def quick(function):
+    """Jitted without optimisation: compiling is what takes the time here."""
+    return jax.jit(function, compiler_options={'xla_backend_optimization_level': 0})
+
+
+def errors(got, want):
+    """Relative errors of outputs and gradients, in order."""
+    result = []
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, scale = np.asarray(a, np.float64), np.linalg.norm(b)
+        result.append(np.linalg.norm(a - b) / scale if scale else np.abs(a).max())
+    return result
+
+
+def plain(parameters, x):
+    return x
+
+
+SERIES_CASES = {
+    'Taylor': (SERIES, {'bias': 0.0}, {'length': 300, 'heads': 2}, 'float32'),
+    'Taylor, rounded': (SERIES, {'bias': 0.0}, {'length': 300, 'heads': 2}, 'bfloat16'),
+    'Taylor, odd sizes': (SERIES, {'bias': 0.0}, {'length': 131, 'features': 12, 'head_dim': 10}, 'float32'),
+    'one block': (SERIES, {}, {'length': 50}, 'float32'),
+    'local': (SERIES, LOCAL, {'length': 200}, 'float32'),
+    'one block, local': (SERIES, LOCAL, {'length': 100}, 'float32'),
+    'no linear part': ((0.25, 0.0, 2.0), {}, {'length': 300, 'features': 24}, 'float32'),
+    'grouped': (SERIES, {}, {'length': 280, 'batch': 2, 'heads': 4, 'kv_heads': 2}, 'float32'),
+}
+
+
+@pytest.mark.parametrize('case', SERIES_CASES)
+def test_series(case):
+    powers, settings, sizes, dtype = SERIES_CASES[case]
+    options = Options(powers=powers, **settings)
+    arrays = example(**sizes, dtype=dtype)
+    found = errors(by_kernels(options, arrays), by_definition(options, (plain, plain), arrays))
+    limit = 1e-5 if dtype == 'float32' else 2e-2
+    assert max(found) <= limit, found
