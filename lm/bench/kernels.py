@@ -32,6 +32,7 @@ CASES = {
     'polysketch r=64 block=256': {'sketch_size': 64, 'block': 256},
     'polysketch r=64 block=1024': {'sketch_size': 64, 'block': 1024},
     'features 256': {'features': 256, 'block': None},
+    'taylor 16': {'features': 16, 'powers': (1.0, 1.0, 0.5), 'block': None},
     'polynomial p=4': {'degree': 4},
     'sketch networks r=32': {'networks': 32},
     'sketch networks r=64': {'networks': 64},
@@ -213,7 +214,12 @@ def measure(case: str, generation: str, dump: str) -> list[Row]:
     return rows
 
 
-def _linear(block: int | None, sketch_size: int | None = None, features: int | None = None):
+def _linear(
+    block: int | None,
+    sketch_size: int | None = None,
+    features: int | None = None,
+    powers: tuple[float, ...] | None = None,
+):
     """A function, abstract inputs and output gradient, and the tokens · heads of a grid step of each kernel."""
     import jax
 
@@ -222,7 +228,7 @@ def _linear(block: int | None, sketch_size: int | None = None, features: int | N
 
     size = sketch_size or features
     local = None if block is None else op.PolynomialKernel(4)
-    options = {'powers': op.SQUARE if sketch_size else op.PLAIN, 'local': local, 'block': block}
+    options = {'powers': powers or (op.SQUARE if sketch_size else op.PLAIN), 'local': local, 'block': block}
     wide, narrow = (_bfloat16(1, LENGTH, HEADS, n) for n in (HEAD_DIM, size))
     inputs = [narrow, narrow, wide] + ([] if local is None else [wide, wide])
 
