@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from lm.attention.llops import Llops, Sketch
+from lm.features import Keys, Positive, Queries
 from lm.ops.linear_attention import pallas_tpu
 from lm.ops.linear_attention.types import Options, PolynomialKernel
 
@@ -112,4 +114,71 @@ def test_series(case):
     arrays = example(**sizes, dtype=dtype)
     found = errors(by_kernels(options, arrays), by_definition(options, (plain, plain), arrays))
     limit = 1e-5 if dtype == 'float32' else 2e-2
+    assert max(found) <= limit, found
+
+
+def performer64(scale, epsilon, queries, projection, x):
+    """FAVOR+ as its formula reads; a query's largest exponent is a constant."""
+    exponent = scale**0.5 * jnp.einsum('re,blhe->blhr', projection, x) - scale / 2 * (x**2).sum(-1, keepdims=True)
+    if queries:
+        exponent = exponent - jax.lax.stop_gradient(exponent.max(-1, keepdims=True))
+    return (jnp.exp(exponent) + epsilon) / projection.shape[0] ** 0.5
+
+
+def llops64(factors, x):
+    products = jnp.einsum('blhe,jrem->jblhrm', x, factors)
+    return jnp.prod(products, axis=0).sum(-2) ** 2
+
+
+def performer(n_features=64, head_dim=16, seed=1):
+    """A feature map, its parameters for queries and for keys, and the same in float64."""
+    projection = jnp.asarray(np.random.default_rng(seed).standard_normal((n_features, head_dim)), jnp.float32)
+    feature_map = Positive(scale=head_dim**-0.5, epsilon=1e-6)
+    exact = [
+        lambda p, x, queries=queries: performer64(head_dim**-0.5, 1e-6, queries, p[0], x) for queries in (True, False)
+    ]
+    return feature_map, (Queries(projection), Keys(projection)), exact
+
+
+def llops(n_features=32, head_dim=16, rank=1, seed=1):
+    config = Llops(n_features=n_features, rank=rank)
+    rng = np.random.default_rng(seed)
+    scale = (n_features * rank) ** (-0.5 / config.degree)
+    factors = [jnp.asarray(scale * rng.standard_normal((2, rank, head_dim, n_features)), jnp.float32) for _ in range(2)]
+    feature_map = Sketch(True, False, rank=rank, n_features=n_features)
+    return feature_map, tuple(factors), [llops64, llops64]
+
+
+MAP_CASES = {
+    'Performer': (performer(), {'bias': 0.0}, {'length': 300, 'heads': 2}, 'float32'),
+    'Performer, rounded': (performer(), {'bias': 0.0}, {'length': 300, 'heads': 2}, 'bfloat16'),
+    'Performer, one block': (performer(), {'bias': 0.0}, {'length': 60}, 'float32'),
+    'Performer, odd sizes': (performer(head_dim=10), {'bias': 0.0}, {'length': 131, 'head_dim': 10}, 'float32'),
+    'LLoPS': (llops(), {}, {'length': 300, 'heads': 2}, 'float32'),
+    'LLoPS, rounded': (llops(), {}, {'length': 300, 'heads': 2}, 'bfloat16'),
+    'LLoPS of rank 2, grouped': (llops(rank=2), {}, {'length': 280, 'batch': 2, 'heads': 2, 'kv_heads': 1}, 'float32'),
+    'LLoPS, local': (llops(), LOCAL, {'length': 200}, 'float32'),
+    'LLoPS, one block, local': (llops(), LOCAL, {'length': 70}, 'float32'),
+}
+
+
+@pytest.mark.parametrize('case', MAP_CASES)
+def test_feature_maps(case):
+    (feature_map, parameters, exact), settings, sizes, dtype = MAP_CASES[case]
+    head_dim = sizes.get('head_dim', 16)
+    arrays = example(**{'features': head_dim} | sizes, dtype=dtype)
+    if dtype == 'bfloat16' and feature_map.learns:  # its layer gives it normalised vectors, which are not rounded
+        arrays[:2] = example(**{'features': head_dim} | sizes)[:2]
+        feature_map = dataclasses.replace(feature_map, dtype=jnp.dtype(dtype))
+    options = Options(feature_map=feature_map, **settings)
+    assert pallas_tpu.unsupported(*arrays[:3], *parameters, *arrays[3:5], None, options=options) in (
+        None,
+        'needs a TPU',
+    )
+    got, want = by_kernels(options, arrays, parameters), by_definition(options, exact, arrays, parameters)
+    if not feature_map.learns:
+        assert not any(np.asarray(d).any() for d in jax.tree.leaves(got[4]))
+        want = (*want[:4], jax.tree.map(np.zeros_like, want[4]), *want[5:])
+    limit = 1e-5 if dtype == 'float32' else 2e-2
+    found = errors(got, want)
     assert max(found) <= limit, found

@@ -28,13 +28,17 @@ from lm.ops.linear_attention.pallas_tpu_features import (
     weights_and_slope,
     with_one,
 )
+from lm.ops.linear_attention.pallas_tpu_maps import features_and_gradient
 
 
-def backward(plan: Plan, inputs, o, do, inverse, sums) -> list[jax.Array]:
-    """The gradients of the inputs (x, y, v and, where plan.exact_local, a and b).
+def backward(plan: Plan, maps, inputs, o, do, inverse, sums) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The gradients of the inputs (x, y, v and, where plan.exact_local, a and b), and of the map's matrices.
+
+    The latter, [N / heads, R, E] float32, are to be summed; there are none unless the map learns.
 
     Args:
         plan: the forward kernel's.
+        maps: the forward kernel's.
         inputs: the forward kernel's.
         o: its outputs.
         do: their gradient.
@@ -42,10 +46,14 @@ def backward(plan: Plan, inputs, o, do, inverse, sums) -> list[jax.Array]:
         sums: what it saved before each block.
     """
     n, head_dim, length = o.shape
-    features = inputs[0].shape[1]
+    features = plan.features or inputs[0].shape[1]
     state, moment = plan.state_shape(features, head_dim), plan.moment_shape(features)
     steps = length // plan.block
     outputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs]
+    learned = []
+    if plan.map is not None and plan.map.learns:
+        shape = (n // plan.heads, plan.products, inputs[0].shape[1])
+        learned = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
 
     def tokens(a):
         return pl.BlockSpec((plan.heads, a.shape[1], plan.block), lambda i, j: (i, 0, steps - 1 - j))
@@ -54,27 +62,33 @@ def backward(plan: Plan, inputs, o, do, inverse, sums) -> list[jax.Array]:
         return pl.BlockSpec((plan.heads, 1, *a.shape[2:]), lambda i, j: (i, steps - 1 - j, 0, 0))
 
     read = (*inputs, o, do, inverse)
-    return pl.pallas_call(
+    gradients = pl.pallas_call(
         functools.partial(_kernel, plan),
         name='linear_attention_backward',
         grid=(n // plan.heads, steps),
-        in_specs=[tokens(a) for a in read] + [before(a) for a in sums],
-        out_specs=[tokens(a) for a in outputs],
-        out_shape=outputs,
+        in_specs=[pl.BlockSpec(w.shape, lambda i, j: (0, 0)) for w in maps]
+        + [tokens(a) for a in read]
+        + [before(a) for a in sums],
+        out_specs=[tokens(a) for a in outputs]
+        + [pl.BlockSpec((1, *w.shape[1:]), lambda i, j: (i, 0, 0)) for w in learned],
+        out_shape=outputs + learned,
         scratch_shapes=[pltpu.VMEM((plan.heads, *shape), jnp.float32) for shape in (state, moment)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
         cost_estimate=_cost(plan, inputs, (*read, *sums, *outputs)),
-    )(*read, *sums)
+    )(*maps, *read, *sums)
+    return gradients[: len(outputs)], gradients[len(outputs) :]
 
 
 def _cost(plan: Plan, inputs, arrays) -> pl.CostEstimate:
     n, head_dim, length = inputs[2].shape
-    features, compared = inputs[0].shape[1], inputs[-1].shape[1]
+    features = plan.features or inputs[0].shape[1]
+    compared = inputs[-1].shape[1] if plan.exact_local else features
     rows, columns = plan.state_shape(features, head_dim)
     before = 0 if plan.alone else 8 * rows * columns + (14 * features**2 if plan.squared else 0)
     inside = (3 * compared + 2 * head_dim) * (plan.block + plan.tile)
+    inside += (12 if plan.map is not None and plan.map.learns else 8) * plan.products * inputs[0].shape[1]
     return pl.CostEstimate(
         flops=n * length * (before + inside),
         transcendentals=0,
@@ -82,17 +96,21 @@ def _cost(plan: Plan, inputs, arrays) -> pl.CostEstimate:
     )
 
 
-def _kernel(plan: Plan, x, y, v, *refs):
+def _kernel(plan: Plan, *refs):
+    maps, (x, y, v, *refs) = (refs[:2], refs[2:]) if plan.map else ((), refs)
     a, b = refs[:2] if plan.exact_local else (x, y)
     o, do, inverse, *refs = refs[2:] if plan.exact_local else refs
     count = 0 if plan.alone else 2 if plan.squared else 1
     sums, refs = refs[:count], refs[count:]
-    dx, dy, dv, *da_db, state, moment = refs
+    dx, dy, dv, *outputs, state, moment = refs
+    da_db, dmaps = (outputs[:2], outputs[2:]) if plan.exact_local else ((), outputs)
 
     @pl.when(pl.program_id(1) == 0)
     def _():
         state[...] = jnp.zeros_like(state)
         moment[...] = jnp.zeros_like(moment)
+        for dmap in dmaps:
+            dmap[...] = jnp.zeros_like(dmap)
 
     # The order of the stages is the one that the compiler schedules best; most of them do not depend on each other.
     for head in range(plan.heads):
@@ -102,8 +120,21 @@ def _kernel(plan: Plan, x, y, v, *refs):
         e_1xT = -inverse[head] * jnp.sum(do_DxT * o[head].astype(jnp.float32), axis=0, keepdims=True)
         g_DxT = (do_DxT * inverse[head]).astype(dtype)
 
+        a_CxT, b_CxT = a[head], b[head]
+        if plan.map:
+            x_FxT, gradient_of_x = features_and_gradient(plan, maps[0][...], x_FxT, True, dtype)
+            y_FxT, gradient_of_y = features_and_gradient(plan, maps[1][...], y_FxT, False, dtype)
+            a_CxT, b_CxT = (a_CxT, b_CxT) if plan.exact_local else (x_FxT, y_FxT)
+
+        def put(dx_FxT, dy_FxT, dv_DxT, head=head, pulls=(gradient_of_x, gradient_of_y) if plan.map else ()):
+            if plan.map:
+                (dx_FxT, dw_x), (dy_FxT, dw_y) = (pull(d) for pull, d in zip(pulls, (dx_FxT, dy_FxT), strict=True))
+                for dmap, dw in zip(dmaps, (dw_x, dw_y), strict=False):
+                    dmap[0] += dw
+            dx[head], dy[head], dv[head] = dx_FxT.astype(dx.dtype), dy_FxT.astype(dy.dtype), dv_DxT.astype(dtype)
+
         if plan.alone:
-            dx[head], dy[head], dv[head] = (d.astype(dtype) for d in _inside(plan, x_FxT, y_FxT, v_DxT, g_DxT, e_1xT))
+            put(*_inside(plan, x_FxT, y_FxT, v_DxT, g_DxT, e_1xT))
             continue
 
         dx_FxT = dot(sums[0][head, 0], extended(plan, g_DxT, e_1xT), (0, 0))
@@ -111,7 +142,7 @@ def _kernel(plan: Plan, x, y, v, *refs):
             x1_FxT, y1_FxT = with_one(plan, x_FxT), with_one(plan, y_FxT)
             through_moment = moment_times(sums[1][head, 0], x1_FxT)[: x_FxT.shape[0]]
             dx_FxT = expand_gradient(plan, x_FxT, dx_FxT) + (2.0 * e_1xT) * through_moment
-        da_CxT, db_CxT, dv_DxT = _inside(plan, a[head], b[head], v_DxT, g_DxT, e_1xT)
+        da_CxT, db_CxT, dv_DxT = _inside(plan, a_CxT, b_CxT, v_DxT, g_DxT, e_1xT)
 
         state_DxP = state_operand(plan, state[head], y_FxT.shape[0], dtype)
         dy_FxT = dot(state_DxP, extended(plan, v_DxT, 1.0), (0, 0))
@@ -130,7 +161,7 @@ def _kernel(plan: Plan, x, y, v, *refs):
             da_db[0][head], da_db[1][head] = da_CxT.astype(dtype), db_CxT.astype(dtype)
         else:
             dx_FxT, dy_FxT = dx_FxT + da_CxT, dy_FxT + db_CxT
-        dx[head], dy[head], dv[head] = dx_FxT.astype(dtype), dy_FxT.astype(dtype), dv_DxT.astype(dtype)
+        put(dx_FxT, dy_FxT, dv_DxT)
 
 
 def _inside(plan: Plan, a_CxT, b_CxT, v_DxT, g_DxT, e_1xT) -> tuple[jax.Array, jax.Array, jax.Array]:

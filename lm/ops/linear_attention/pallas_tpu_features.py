@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lm.ops.linear_attention.types import ProductMap
+
 SUBLANES = 8
 """Rows of a vector register, and so the grain of the symmetric packing."""
 
@@ -29,13 +31,16 @@ class Plan:
         tile: query tokens at a time inside a block.
         forward_tile: the same in the forward kernel.
         heads: heads a grid step; the compiler overlaps their work.
-        squared: φ(x) holds x ⊗ x, formed in VMEM; else φ(x) = x.
+        squared: φ(x) holds x ⊗ x, formed in VMEM; else φ is the map's or φ(x) = x.
         exact_local: a and b are arrays of their own; else they are x and y.
         degree: of the weights inside a block, a power of two.
         scale: of the weights inside a block.
         bias: what the denominator starts from.
         series: (c0, c1, c2), where φ is squared and ⟨φ(x), φ(y)⟩ = c0 + c1 s + c2 s² with s = ⟨x, y⟩; (): it is s².
-        alone: one block is all there is, so that φ has no part in it.
+        map: makes the features of x in the kernels; None: x is features.
+        features: that the map makes.
+        products: rows of its matrix.
+        alone: one block is all there is, so that nothing is summed.
         vmem_limit_bytes: what the compiler may use; None: its default.
     """
 
@@ -49,6 +54,9 @@ class Plan:
     scale: float
     bias: float
     series: tuple[float, ...] = ()
+    map: ProductMap | None = None
+    features: int = 0
+    products: int = 0
     alone: bool = False
     vmem_limit_bytes: int | None = None
 
@@ -196,7 +204,9 @@ def state_operand(plan: Plan, state: jax.Array, features: int, dtype: jnp.dtype)
     if plan.series:
         constant, linear, square = plan.series
         column = lax.broadcasted_iota(jnp.int32, (1, state.shape[1]), 1)
-        state *= jnp.where(column < packed_width(features), square, jnp.where(column < state.shape[1] - ROWS, linear, constant))
+        state *= jnp.where(
+            column < packed_width(features), square, jnp.where(column < state.shape[1] - ROWS, linear, constant)
+        )
     if plan.squared:
         return state.astype(dtype)
     values, sums = state[:-ROWS], state[-ROWS:]
