@@ -92,7 +92,7 @@ class Positive(RandomFeatures):
     """exp(ω·x - |x|²/2) / √M (FAVOR+, Lemma 1): unbiased and positive."""
 
     def features(self, wx, half, parameters, rescale, axis=-1):
-        return positive(wx - half, self.epsilon, rescale, axis)
+        return positive(wx, half, self.epsilon, rescale, axis)
 
 
 class Hyperbolic(RandomFeatures):
@@ -101,7 +101,7 @@ class Hyperbolic(RandomFeatures):
     per_row = 2
 
     def features(self, wx, half, parameters, rescale, axis=-1):
-        return positive(jnp.concatenate([wx, -wx], axis) - half, self.epsilon, rescale, axis)
+        return positive(jnp.concatenate([wx, -wx], axis), half, self.epsilon, rescale, axis)
 
 
 class Trigonometric(RandomFeatures):
@@ -140,11 +140,16 @@ def generalized(name: str, function: Callable[[jax.Array], jax.Array], signed: b
     return type(name.title(), (Generalized,), {'function': staticmethod(function), 'signed': signed})
 
 
-def positive(exponent: jax.Array, epsilon: float, rescale: bool, axis: int = -1) -> jax.Array:
-    """(exp(exponent) + epsilon) / √M; a rescaled token's largest exponent becomes 0."""
-    if rescale:
-        exponent = exponent - lax.stop_gradient(exponent.max(axis, keepdims=True))
-    return (jnp.exp(jnp.minimum(exponent, LIMIT)) + epsilon) / math.sqrt(exponent.shape[axis])
+def positive(wx: jax.Array, half: jax.Array, epsilon: float, rescale: bool, axis: int = -1) -> jax.Array:
+    """(exp(W x - |x|²/2) + epsilon) / √M; a rescaled token's largest exponent becomes 0, and |x|² divides out with it.
+
+    The root of M goes through the exponent: one subtraction a feature does for all.
+    """
+    shift = lax.stop_gradient(wx.max(axis, keepdims=True)) if rescale else half
+    exponent = wx - (shift + math.log(wx.shape[axis]) / 2)
+    # As minimum, whose gradient at ties costs several times as much.
+    exponent = exponent if rescale else jnp.where(exponent > LIMIT, LIMIT, exponent)
+    return jnp.exp(exponent) + epsilon / math.sqrt(wx.shape[axis])
 
 
 SOFTMAX_FEATURES: dict[str, type[RandomFeatures]] = {
