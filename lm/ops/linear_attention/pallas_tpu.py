@@ -1,9 +1,10 @@
 """Causal linear attention on TPUs: fused Pallas kernels, forward and backward.
 
 Supports φ(x) = x ⊗ x (polysketch), quadratic series (Taylor), features as they are, and feature maps φ(x) = f(W x, x)
-(Performer, LLoPS), each with or without an exact polynomial kernel inside each block. Expansions are packed by symmetry,
-they and the maps' features are formed in VMEM; sums over earlier keys stay there across the blocks of a sequence, and the forward kernel leaves a rounded copy per block for the backward sweep. Inside the kernels
-everything is feature by token ([N, F, L], N = batch · heads).
+(Performer, LLoPS), each with or without an exact polynomial kernel inside each block. Expansions, packed by symmetry,
+and the maps' features are formed in VMEM; sums over earlier keys stay there across the blocks of a sequence, and the
+forward kernel leaves a rounded copy per block for the backward sweep. Inside the kernels everything is feature by token
+([N, F, L], N = batch · heads).
 
 Static cycles per token and head are measured by `lm.bench.kernels`.
 """
@@ -26,6 +27,8 @@ from lm.ops.linear_attention.types import Options, PolynomialKernel, ProductMap,
 
 LANES = 128
 LOCAL_BLOCK = 1024
+WIDE = 1024
+"""Features of a map beyond which more than two heads a grid step gain nothing and take long to compile."""
 DEGREES = (1, 2, 4, 8, 16)
 SQUARED, PLAIN = (0.0, 0.0, 1.0), (0.0, 1.0)
 
@@ -83,10 +86,8 @@ def unsupported(
         return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
     if q.shape[0] % platform.batch_shards():
         return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
-    sizes, made = (
-        _sizes(q, v, None if options.local is None else q_local),
-        made_by(options.feature_map, q, q_parameters),
-    )
+    sizes = _sizes(q, v, None if options.local is None else q_local)
+    made = made_by(options.feature_map, q, q_parameters)
     plan = plan_for(options, q.shape[1], 1, *sizes, *made)
     if 1.1 * vmem_estimate(plan, *sizes) > platform.vmem()[0]:
         return f'would not fit its VMEM with {plan.features or q.shape[-1]} features and blocks of {plan.block}'
@@ -94,17 +95,14 @@ def unsupported(
 
 
 def _unsupported_map(options: Options, q, k, q_parameters, k_parameters) -> str | None:
-    if options.feature_map is None:
+    feature_map = options.feature_map
+    if feature_map is None:
         return None
-    if not isinstance(options.feature_map, ProductMap):
-        return f'has no form of the feature map {type(options.feature_map).__name__} for its kernels'
+    if not isinstance(feature_map, ProductMap) or jax.eval_shape(feature_map.matrix, q_parameters) is None:
+        return f'does not compute the feature map {feature_map}'
     if options.powers != PLAIN:
         return f'takes a feature map with powers {PLAIN} only, not {options.powers}'
-    if jax.eval_shape(options.feature_map.matrix, q_parameters) is None:
-        return (
-            f'has no form of the feature map {type(options.feature_map).__name__} with these settings for its kernels'
-        )
-    sizes = {made_by(options.feature_map, a, parameters) for a, parameters in ((q, q_parameters), (k, k_parameters))}
+    sizes = {made_by(feature_map, a, parameters) for a, parameters in ((q, q_parameters), (k, k_parameters))}
     if any(size % ROWS for made in sizes for size in made) or len(sizes) > 1:
         return f'takes multiples of {ROWS} features, as many of keys as of queries'
     return None
@@ -248,7 +246,7 @@ def plan_for(
         alone=length <= block,
         vmem_limit_bytes=limit,
     )
-    for heads in (4, 3, 2):
+    for heads in (4, 3, 2) if made <= WIDE else (2,):
         wider = dataclasses.replace(plan, heads=heads)
         if n % heads == 0 and 1.4 * vmem_estimate(wider, features, head_dim, compared, itemsize) <= available:
             return wider
@@ -264,5 +262,9 @@ def vmem_estimate(plan: Plan, features: int, head_dim: int, compared: int, items
     sums = 4 * (state + math.prod(plan.moment_shape(features)))
     expansion = 2 * plan.state_shape(features, head_dim)[1] * plan.block
     weights = 8 * plan.block * plan.tile
-    maps = (16 * features + 8 * plan.products) * plan.block + 16 * plan.products * 3 * max(rows_of_x, LANES)
+    maps = 0
+    if plan.map is not None:
+        # Features, their gradients, products; W in two buffers for queries and keys, and its gradients likewise.
+        maps = ((6 + 2 * itemsize) * features + 8 * plan.products) * plan.block
+        maps += (4 * itemsize + 16 * plan.map.learns) * plan.products * max(2 * rows_of_x, LANES)
     return plan.heads * (blocks + sums) + expansion + weights + maps

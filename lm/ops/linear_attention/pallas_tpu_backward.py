@@ -120,21 +120,16 @@ def _kernel(plan: Plan, *refs):
         e_1xT = -inverse[head] * jnp.sum(do_DxT * o[head].astype(jnp.float32), axis=0, keepdims=True)
         g_DxT = (do_DxT * inverse[head]).astype(dtype)
 
-        a_CxT, b_CxT = a[head], b[head]
+        a_CxT, b_CxT, pulls = a[head], b[head], ()
         if plan.map:
-            x_FxT, gradient_of_x = features_and_gradient(plan, maps[0][...], x_FxT, True, dtype)
-            y_FxT, gradient_of_y = features_and_gradient(plan, maps[1][...], y_FxT, False, dtype)
+            x_FxT, pull_x = features_and_gradient(plan, maps[0][...], x_FxT, True, dtype)
+            y_FxT, pull_y = features_and_gradient(plan, maps[1][...], y_FxT, False, dtype)
             a_CxT, b_CxT = (a_CxT, b_CxT) if plan.exact_local else (x_FxT, y_FxT)
-
-        def put(dx_FxT, dy_FxT, dv_DxT, head=head, pulls=(gradient_of_x, gradient_of_y) if plan.map else ()):
-            if plan.map:
-                (dx_FxT, dw_x), (dy_FxT, dw_y) = (pull(d) for pull, d in zip(pulls, (dx_FxT, dy_FxT), strict=True))
-                for dmap, dw in zip(dmaps, (dw_x, dw_y), strict=False):
-                    dmap[0] += dw
-            dx[head], dy[head], dv[head] = dx_FxT.astype(dx.dtype), dy_FxT.astype(dy.dtype), dv_DxT.astype(dtype)
+            pulls = (pull_x, pull_y)
 
         if plan.alone:
-            put(*_inside(plan, x_FxT, y_FxT, v_DxT, g_DxT, e_1xT))
+            gradients = _inside(plan, x_FxT, y_FxT, v_DxT, g_DxT, e_1xT)
+            _put(head, (dx, dy, dv), _through_maps(pulls, gradients, dmaps))
             continue
 
         dx_FxT = dot(sums[0][head, 0], extended(plan, g_DxT, e_1xT), (0, 0))
@@ -158,10 +153,27 @@ def _kernel(plan: Plan, *refs):
             state[head] += dot(extended(plan, g_DxT, e_1xT), x_FxT, (1, 1))
 
         if plan.exact_local:
-            da_db[0][head], da_db[1][head] = da_CxT.astype(dtype), db_CxT.astype(dtype)
+            _put(head, da_db, (da_CxT, db_CxT))
         else:
             dx_FxT, dy_FxT = dx_FxT + da_CxT, dy_FxT + db_CxT
-        put(dx_FxT, dy_FxT, dv_DxT)
+        _put(head, (dx, dy, dv), _through_maps(pulls, (dx_FxT, dy_FxT, dv_DxT), dmaps))
+
+
+def _through_maps(pulls, gradients, dmaps):
+    """The gradients of x, y and v, with a map those of its inputs; what its matrices get is added to theirs."""
+    if not pulls:
+        return gradients
+    *dfeatures, dv_DxT = gradients
+    (dx_ExT, dw_RxE), (dy_ExT, du_RxE) = (pull(d) for pull, d in zip(pulls, dfeatures, strict=True))
+    if dmaps:
+        dmaps[0][0] += dw_RxE
+        dmaps[1][0] += du_RxE
+    return dx_ExT, dy_ExT, dv_DxT
+
+
+def _put(head: int, refs, values) -> None:
+    for ref, value in zip(refs, values, strict=True):
+        ref[head] = value.astype(ref.dtype)
 
 
 def _inside(plan: Plan, a_CxT, b_CxT, v_DxT, g_DxT, e_1xT) -> tuple[jax.Array, jax.Array, jax.Array]:

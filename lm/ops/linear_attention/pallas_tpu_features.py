@@ -204,9 +204,8 @@ def state_operand(plan: Plan, state: jax.Array, features: int, dtype: jnp.dtype)
     if plan.series:
         constant, linear, square = plan.series
         column = lax.broadcasted_iota(jnp.int32, (1, state.shape[1]), 1)
-        state *= jnp.where(
-            column < packed_width(features), square, jnp.where(column < state.shape[1] - ROWS, linear, constant)
-        )
+        others = jnp.where(column < state.shape[1] - ROWS, linear, constant)
+        state *= jnp.where(column < packed_width(features), square, others)
     if plan.squared:
         return state.astype(dtype)
     values, sums = state[:-ROWS], state[-ROWS:]
