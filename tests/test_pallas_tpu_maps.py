@@ -2,21 +2,25 @@
 
 import dataclasses
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 
+from lm.attention.base import HeadDims
 from lm.attention.llops import Llops, Sketch
-from lm.features import Keys, Positive, Queries
+from lm.attention.performer import Performer
+from lm.attention.taylor import Taylor
+from lm.features import FEATURES, SOFTMAX_FEATURES, Keys, Positive, Queries
 from lm.ops.linear_attention import pallas_tpu
 from lm.ops.linear_attention.types import Options, PolynomialKernel
 
 SERIES = (1.0, 1.0, 0.5)
 LOCAL = {'local': PolynomialKernel(4), 'block': 128}
-NAMES = ('o', 'dq', 'dk', 'dv', 'dq_parameters', 'dk_parameters', 'dq_local', 'dk_local')
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +65,7 @@ def by_definition(options, features, arrays, parameters=(None, None)):
         return jax.tree.map(np.asarray, (o, *vjp(do)))
 
 
-def by_kernels(options, arrays, parameters=(None, None), backward=True):
+def by_kernels(options, arrays, parameters=(None, None)):
     *inputs, do = arrays
     local = () if options.local is None else tuple(inputs[3:])
 
@@ -182,3 +186,103 @@ def test_feature_maps(case):
     limit = 1e-5 if dtype == 'float32' else 2e-2
     found = errors(got, want)
     assert max(found) <= limit, found
+
+
+def test_batch_split_over_a_mesh():
+    """The gradients of the parameters are summed over the devices."""
+    feature_map, parameters, exact = llops()
+    options = Options(feature_map=feature_map)
+    arrays = example(130, batch=4)
+    want = by_definition(options, exact, arrays, parameters)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'fsdp'))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(('data', 'fsdp')))
+
+    def loss(q, k, v, parameters, do):
+        call = (q, k, v, *parameters, None, None, None)
+        o, _ = pallas_tpu.linear_attention(*call, options=options, with_state=False)
+        return jnp.sum(o * do), o
+
+    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+        q, k, v, _, _, do = (jax.device_put(a, rows) for a in arrays)
+        grads, o = quick(jax.grad(loss, argnums=range(4), has_aux=True))(q, k, v, parameters, do)
+    assert o.sharding.is_equivalent_to(rows, o.ndim)
+    found = errors([o, *grads], want)
+    assert max(found) <= 1e-5, found
+
+
+@pytest.mark.parametrize('queries', [True, False], ids=['queries', 'keys'])
+@pytest.mark.parametrize('name', [name for name, kind in FEATURES.items() if not kind.has_phases])
+def test_random_features_by_token(name, queries):
+    """The form that the kernels compute is the feature map."""
+    rng = np.random.default_rng(0)
+    feature_map = FEATURES[name](scale=0.25, epsilon=1e-3, kernel_epsilon=1e-3, rescale=name in SOFTMAX_FEATURES)
+    projection, x_TxE = (jnp.asarray(rng.standard_normal((n, 16)), jnp.float32) for n in (24, 10))
+    parameters = (Queries if queries else Keys)(projection)
+    want = feature_map(parameters, x_TxE[None, :, None])[0, :, 0]
+    got = feature_map.of_products(feature_map.matrix(parameters) @ x_TxE.T, x_TxE.T, queries)
+    np.testing.assert_allclose(got.T, want, rtol=1e-4, atol=1e-6)
+
+
+def refusals():
+    performer_map, performer_parameters, _ = performer()
+    llops_map, llops_parameters, _ = llops()
+    wide = performer(4096)[:2]
+    return {
+        'lambda': (lambda parameters, x: x, (None, None), {}),
+        'powers': (llops_map, llops_parameters, {'powers': (0.0, 0.0, 1.0)}),
+        'affine=True': (dataclasses.replace(llops_map, affine=True), llops_parameters, {}),
+        'multiples of 16': (*performer(40)[:2], {}),
+        'VMEM': (*wide, {}),
+        'normalised': (performer_map, performer_parameters, {'normalize': False}),
+    }
+
+
+@pytest.mark.parametrize('reason', refusals())
+def test_unsupported_maps_say_why(reason, monkeypatch):
+    monkeypatch.setattr(pallas_tpu.platform, 'target_platform', lambda: 'tpu')
+    monkeypatch.setattr(pallas_tpu.platform, 'vmem', lambda: (16 * 2**20, None))
+    feature_map, parameters, settings = refusals()[reason]
+    q, k, v, *_ = example(300)
+    inputs = (q, k, v, *parameters, None, None, None)
+    assert reason in pallas_tpu.unsupported(*inputs, options=Options(feature_map=feature_map, **settings))
+
+
+LAYERS = {
+    'performer': Performer(),
+    'performer relu': Performer(features='relu', n_features=256),
+    'llops': Llops(),
+    'taylor': Taylor(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('layer', LAYERS)
+@pytest.mark.parametrize('generation', ['v5e:2x2', 'v4:2x2x1'])
+def test_layers_run_in_the_kernels(layer, generation, monkeypatch):
+    """Forward and backward, ahead of time, on a mesh of four chips: chosen by the platform, without features in HBM."""
+    if importlib.util.find_spec('libtpu') is None:
+        pytest.skip('libtpu is not installed')
+    for name, value in {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost'}.items():
+        monkeypatch.setenv(name, value)
+    from jax.experimental import topologies
+
+    module = LAYERS[layer].build(HeadDims(4, 2, 64), nnx.Rngs(0))
+    definition, state = nnx.split(module)
+    chips = {'chip_config_name': 'megacore'} if generation.startswith('v4') else {}
+    topology = topologies.get_topology_desc(platform='tpu', topology_name=generation, **chips)
+    mesh = topologies.make_mesh(topology, (4,), ('data',))
+    rows, all_of_it = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (['data'], []))
+    q, k = (jax.ShapeDtypeStruct((4, 4096, h, 64), jnp.bfloat16, sharding=rows) for h in (4, 2))
+    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=all_of_it), state)
+
+    def gradients(state, q, k, v):
+        return jax.grad(lambda state, *x: nnx.merge(definition, state)(*x).astype(jnp.float32).sum(), range(4))(
+            state, q, k, v
+        )
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(gradients).trace(state, q, k, k).lower(lowering_platforms=('tpu',)).compile()
+    text = compiled.as_text()
+    assert all(f'linear_attention_{kernel}' in text for kernel in ('forward', 'backward'))
+    features = 4096 * 4 * getattr(LAYERS[layer], 'n_features', 1024) * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * features
