@@ -219,12 +219,7 @@ def measure(case: str, generation: str, dump: str) -> list[Row]:
     return rows
 
 
-def _linear(
-    block: int | None,
-    sketch_size: int | None = None,
-    features: int | None = None,
-    powers: tuple[float, ...] | None = None,
-):
+def _linear(block: int | None, sketch_size: int = 0, features: int = 0, powers: tuple[float, ...] = ()):
     """A function, abstract inputs and output gradient, and the tokens · heads of a grid step of each kernel."""
     import jax
 
@@ -243,8 +238,7 @@ def _linear(
 
     sizes = (size, HEAD_DIM, 0 if local is None else HEAD_DIM, 2)
     plan = pallas_tpu.plan_for(op.Options(**options), LENGTH, HEADS, *sizes)
-    tokens = plan.block * plan.heads
-    steps = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in ('forward', 'backward')}
     return function, [*inputs, jax.ShapeDtypeStruct(wide.shape, wide.dtype)], steps
 
 
@@ -266,9 +260,8 @@ def _llops(llops: int):
 
     from lm.attention.llops import Sketch
 
-    x, factors = (
-        jax.ShapeDtypeStruct(shape, 'float32') for shape in ((1, LENGTH, HEADS, HEAD_DIM), (2, 1, HEAD_DIM, llops))
-    )
+    x = jax.ShapeDtypeStruct((1, LENGTH, HEADS, HEAD_DIM), 'float32')
+    factors = jax.ShapeDtypeStruct((2, 1, HEAD_DIM, llops), 'float32')
     return _mapped(Sketch(True, False, 'bfloat16', n_features=llops), x, factors, factors, bias=1.0)
 
 
@@ -285,8 +278,7 @@ def _mapped(feature_map, x, *parameters, bias: float):
     made = pallas_tpu.made_by(feature_map, x, parameters[0])
     options = op.Options(feature_map=feature_map, bias=bias)
     plan = pallas_tpu.plan_for(options, LENGTH, HEADS, HEAD_DIM, HEAD_DIM, 0, 2, *made)
-    tokens = plan.block * plan.heads
-    steps = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in ('forward', 'backward')}
     return function, [x, x, v, *parameters, v], steps
 
 
