@@ -220,6 +220,7 @@ def plan_for(
     if local is None:
         # The block does not matter to the result. Wider ones save fewer sums and shorter ones compute less.
         wanted = 512 if squared and features > 32 else 256
+        wanted = LANES if made > WIDE and itemsize == 4 else wanted
         degree, scale = 2 if squared else 1, 1.0
     else:
         wanted = options.block or LOCAL_BLOCK
@@ -265,6 +266,7 @@ def vmem_estimate(plan: Plan, features: int, head_dim: int, compared: int, items
     maps = 0
     if plan.map is not None:
         # Features, their gradients, products; W in two buffers for queries and keys, and its gradients likewise.
-        maps = ((6 + 2 * itemsize) * features + 8 * plan.products) * plan.block
+        # Products of float32 numbers are of bfloat16 parts, which take as much again.
+        maps = (itemsize // 2) * ((6 + 2 * itemsize) * features + 8 * plan.products) * plan.block
         maps += (4 * itemsize + 16 * plan.map.learns) * plan.products * max(2 * rows_of_x, LANES)
     return plan.heads * (blocks + sums) + expansion + weights + maps
