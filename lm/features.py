@@ -60,6 +60,8 @@ class RandomFeatures:
     per_row = 1
     """Features made of each row of the projection."""
     has_phases = False
+    learns = False
+    """The projection is a buffer: kernels need not compute its gradient, and give zeros."""
 
     def __call__(self, parameters: Queries | Keys, x_BxTxNxE: jax.Array) -> jax.Array:
         # In float32 throughout: exponents, and a product that not every backend has of bfloat16 into float32.
@@ -69,16 +71,28 @@ class RandomFeatures:
         features = self.features(wx, half, parameters, isinstance(parameters, Queries) and self.rescale)
         return features.astype(x_BxTxNxE.dtype)
 
-    def features(self, wx: jax.Array, half: jax.Array, parameters: Any, rescale: bool) -> jax.Array:
-        """[..., R] W x and [..., 1] |x|²/2 → [..., M]; `rescale` where a common factor of a token is free."""
+    def features(self, wx: jax.Array, half: jax.Array, parameters: Any, rescale: bool, axis: int = -1) -> jax.Array:
+        """[..., R] W x and [..., 1] |x|²/2 → [..., M]; `rescale` where a common factor of a token is free.
+
+        R and M may be another axis than the last.
+        """
         raise NotImplementedError
+
+    def matrix(self, parameters: Queries | Keys) -> jax.Array | None:
+        """See `lm.ops.linear_attention.types.ProductMap`."""
+        return None if self.has_phases else math.sqrt(self.scale) * parameters.projection_RxE
+
+    def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
+        """See `lm.ops.linear_attention.types.ProductMap`."""
+        half_1xT = self.scale / 2 * jnp.sum(jnp.square(x_ExT), 0, keepdims=True)
+        return self.features(wx_RxT, half_1xT, None, queries and self.rescale, axis=0)
 
 
 class Positive(RandomFeatures):
     """exp(ω·x - |x|²/2) / √M (FAVOR+, Lemma 1): unbiased and positive."""
 
-    def features(self, wx, half, parameters, rescale):
-        return positive(wx - half, self.epsilon, rescale)
+    def features(self, wx, half, parameters, rescale, axis=-1):
+        return positive(wx, half, self.epsilon, rescale, axis)
 
 
 class Hyperbolic(RandomFeatures):
@@ -86,8 +100,8 @@ class Hyperbolic(RandomFeatures):
 
     per_row = 2
 
-    def features(self, wx, half, parameters, rescale):
-        return positive(jnp.concatenate([wx, -wx], -1) - half, self.epsilon, rescale)
+    def features(self, wx, half, parameters, rescale, axis=-1):
+        return positive(jnp.concatenate([wx, -wx], axis), half, self.epsilon, rescale, axis)
 
 
 class Trigonometric(RandomFeatures):
@@ -96,9 +110,9 @@ class Trigonometric(RandomFeatures):
     signed = True
     per_row = 2
 
-    def features(self, wx, half, parameters, rescale):
+    def features(self, wx, half, parameters, rescale, axis=-1):
         outer = 1.0 if rescale else jnp.exp(jnp.minimum(half, LIMIT))
-        return outer * jnp.concatenate([jnp.sin(wx), jnp.cos(wx)], -1) / math.sqrt(wx.shape[-1])
+        return outer * jnp.concatenate([jnp.sin(wx), jnp.cos(wx)], axis) / math.sqrt(wx.shape[axis])
 
 
 class RandomPhases(RandomFeatures):
@@ -107,7 +121,7 @@ class RandomPhases(RandomFeatures):
     signed = True
     has_phases = True
 
-    def features(self, wx, half, parameters, rescale):
+    def features(self, wx, half, parameters, rescale, axis=-1):
         outer = 1.0 if rescale else jnp.exp(jnp.minimum(half, LIMIT))
         return outer * jnp.cos(wx + parameters.phases_R) * math.sqrt(2 / wx.shape[-1])
 
@@ -117,8 +131,8 @@ class Generalized(RandomFeatures):
 
     function: Callable[[jax.Array], jax.Array]
 
-    def features(self, wx, half, parameters, rescale):
-        return (type(self).function(wx) + self.kernel_epsilon) / math.sqrt(wx.shape[-1])
+    def features(self, wx, half, parameters, rescale, axis=-1):
+        return (type(self).function(wx) + self.kernel_epsilon) / math.sqrt(wx.shape[axis])
 
 
 def generalized(name: str, function: Callable[[jax.Array], jax.Array], signed: bool) -> type[Generalized]:
@@ -126,11 +140,16 @@ def generalized(name: str, function: Callable[[jax.Array], jax.Array], signed: b
     return type(name.title(), (Generalized,), {'function': staticmethod(function), 'signed': signed})
 
 
-def positive(exponent: jax.Array, epsilon: float, rescale: bool) -> jax.Array:
-    """(exp(exponent) + epsilon) / √M; a rescaled token's largest exponent becomes 0."""
-    if rescale:
-        exponent = exponent - lax.stop_gradient(exponent.max(-1, keepdims=True))
-    return (jnp.exp(jnp.minimum(exponent, LIMIT)) + epsilon) / math.sqrt(exponent.shape[-1])
+def positive(wx: jax.Array, half: jax.Array, epsilon: float, rescale: bool, axis: int = -1) -> jax.Array:
+    """(exp(W x - |x|²/2) + epsilon) / √M; a rescaled token's largest exponent becomes 0, and |x|² divides out with it.
+
+    The root of M goes through the exponent: one subtraction a feature does for all.
+    """
+    shift = lax.stop_gradient(wx.max(axis, keepdims=True)) if rescale else half
+    exponent = wx - (shift + math.log(wx.shape[axis]) / 2)
+    # As minimum, whose gradient at ties costs several times as much.
+    exponent = exponent if rescale else jnp.where(exponent > LIMIT, LIMIT, exponent)
+    return jnp.exp(exponent) + epsilon / math.sqrt(wx.shape[axis])
 
 
 SOFTMAX_FEATURES: dict[str, type[RandomFeatures]] = {

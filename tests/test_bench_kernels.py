@@ -112,5 +112,5 @@ def test_nothing_has_grown(generation):
 @needs_libtpu
 @pytest.mark.parametrize('generation', ['v4', 'v5p', 'v7x'])
 def test_compiles_for_every_generation(generation):
-    cases = [case for case in kernels.CASES if 'sketch' in case]
+    cases = [case for case in kernels.CASES if case not in ('splash', 'polynomial p=4')]
     assert len(kernels.kernels(generation, cases)) == 2 * len(cases)

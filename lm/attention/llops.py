@@ -6,6 +6,7 @@ with separate Θ for queries and keys, approximates (q·k)^p. `lm.fit` fits them
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -84,6 +85,11 @@ class Sketch:
     affine: bool
     dtype: Any = None
     """Of the features; None: that of the vectors."""
+    rank: int = 1
+    n_features: int | None = None
+    """Of Θ, for `of_products`; None: kernels compute no such features."""
+
+    learns = True
 
     def __call__(self, factors: jax.Array, x: jax.Array) -> jax.Array:
         """[..., D] → [..., M], products of projections in float32."""
@@ -96,6 +102,22 @@ class Sketch:
         features = product.sum(-2)
         return (jnp.square(features) if self.nonnegative else features).astype(self.dtype or x.dtype)
 
+    def matrix(self, factors: jax.Array) -> jax.Array | None:
+        """See `lm.ops.linear_attention.types.ProductMap`; the rows are those of Θ by factor, rank and feature."""
+        if self.affine or self.n_features is None:
+            return None
+        return factors.swapaxes(2, 3).reshape(-1, factors.shape[2])
+
+    def of_products(self, wx_RxT: jax.Array, x_DxT: jax.Array, queries: bool) -> jax.Array:
+        """See `lm.ops.linear_attention.types.ProductMap`."""
+        terms = []
+        for term in range(self.rank):
+            starts = range(term * self.n_features, wx_RxT.shape[0], self.rank * self.n_features)
+            factors = [wx_RxT[at : at + self.n_features] for at in starts]
+            terms.append(functools.reduce(jnp.multiply, factors))
+        features_MxT = functools.reduce(jnp.add, terms)
+        return jnp.square(features_MxT) if self.nonnegative else features_MxT
+
 
 class LlopsAttention(LinearModule):
     """Θ^Q and Θ^K, shared by the heads of the layer, and the two layer normalizations."""
@@ -103,7 +125,7 @@ class LlopsAttention(LinearModule):
     def __init__(self, config: Llops, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
         self.dims = dims
-        self.sketch = Sketch(config.nonnegative, config.affine)
+        self.sketch = Sketch(config.nonnegative, config.affine, rank=config.rank, n_features=config.n_features)
         self.signed = config.renormalize and not config.nonnegative
         self.bias, self.epsilon = config.bias, config.stabilizer
         q_factors, k_factors = config.init_factors(rngs.params(), dims.head_dim)

@@ -32,6 +32,9 @@ CASES = {
     'polysketch r=64 block=256': {'sketch_size': 64, 'block': 256},
     'polysketch r=64 block=1024': {'sketch_size': 64, 'block': 1024},
     'features 256': {'features': 256, 'block': None},
+    'performer 2048': {'performer': 2048},
+    'llops 256, p=4': {'llops': 256},
+    'taylor 16': {'features': 16, 'powers': (1.0, 1.0, 0.5), 'block': None},
     'polynomial p=4': {'degree': 4},
     'sketch networks r=32': {'networks': 32},
     'sketch networks r=64': {'networks': 64},
@@ -51,7 +54,7 @@ class Row:
         matrix_unit: share of the cycles in which a matrix unit takes a row.
         vector_unit: share of the vector units' slots in use.
         spills: registers stored for want of registers, per grid step.
-        vmem_mib: on-chip memory.
+        vmem_mib: on-chip memory; 0 where the compiler does not say.
         temporaries_mib: HBM beside arguments and results, forward and backward together.
     """
 
@@ -183,7 +186,7 @@ def measure(case: str, generation: str, dump: str) -> list[Row]:
     devices = topologies.get_topology_desc(platform='tpu', topology_name=TOPOLOGIES[generation]).devices
     shutil.rmtree(dump, ignore_errors=True)
     with jax.set_mesh(Mesh(np.array(devices[:1]), ('data',))):
-        builders = {'networks': _networks, 'degree': _polynomial}
+        builders = {'networks': _networks, 'degree': _polynomial, 'performer': _performer, 'llops': _llops}
         build = _splash if case == 'splash' else builders.get(next(iter(CASES[case])), _linear)
         function, inputs, steps = build(**CASES[case])
 
@@ -192,7 +195,10 @@ def measure(case: str, generation: str, dump: str) -> list[Row]:
             return o, vjp(arrays[-1])
 
         compiled = jax.jit(step).lower(*inputs).compile()
-    text = compiled.as_text()
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError:  # On v7x the compiler moves copies to SparseCores in words that jaxlib lacks.
+        text = ''
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     rows = []
     for (kernel, name), tokens in steps.items():
@@ -213,7 +219,7 @@ def measure(case: str, generation: str, dump: str) -> list[Row]:
     return rows
 
 
-def _linear(block: int | None, sketch_size: int | None = None, features: int | None = None):
+def _linear(block: int | None, sketch_size: int = 0, features: int = 0, powers: tuple[float, ...] = ()):
     """A function, abstract inputs and output gradient, and the tokens · heads of a grid step of each kernel."""
     import jax
 
@@ -222,7 +228,7 @@ def _linear(block: int | None, sketch_size: int | None = None, features: int | N
 
     size = sketch_size or features
     local = None if block is None else op.PolynomialKernel(4)
-    options = {'powers': op.SQUARE if sketch_size else op.PLAIN, 'local': local, 'block': block}
+    options = {'powers': powers or (op.SQUARE if sketch_size else op.PLAIN), 'local': local, 'block': block}
     wide, narrow = (_bfloat16(1, LENGTH, HEADS, n) for n in (HEAD_DIM, size))
     inputs = [narrow, narrow, wide] + ([] if local is None else [wide, wide])
 
@@ -232,9 +238,48 @@ def _linear(block: int | None, sketch_size: int | None = None, features: int | N
 
     sizes = (size, HEAD_DIM, 0 if local is None else HEAD_DIM, 2)
     plan = pallas_tpu.plan_for(op.Options(**options), LENGTH, HEADS, *sizes)
-    tokens = plan.block * plan.heads
-    steps = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in ('forward', 'backward')}
     return function, [*inputs, jax.ShapeDtypeStruct(wide.shape, wide.dtype)], steps
+
+
+def _performer(performer: int):
+    """The same for Performer, whose feature map the kernels compute; its projection has no gradient."""
+    import jax
+
+    from lm.attention.performer import Performer
+    from lm.features import Keys, Queries
+
+    feature_map = Performer(n_features=performer).feature_map(HEAD_DIM)
+    projection = jax.ShapeDtypeStruct((performer, HEAD_DIM), 'float32')
+    return _mapped(feature_map, _bfloat16(1, LENGTH, HEADS, HEAD_DIM), Queries(projection), Keys(projection), bias=0.0)
+
+
+def _llops(llops: int):
+    """The same for LLoPS of degree 4: its queries and keys, normalised, are float32."""
+    import jax
+
+    from lm.attention.llops import Sketch
+
+    x = jax.ShapeDtypeStruct((1, LENGTH, HEADS, HEAD_DIM), 'float32')
+    factors = jax.ShapeDtypeStruct((2, 1, HEAD_DIM, llops), 'float32')
+    return _mapped(Sketch(True, False, 'bfloat16', n_features=llops), x, factors, factors, bias=1.0)
+
+
+def _mapped(feature_map, x, *parameters, bias: float):
+    from lm.ops import linear_attention as op
+    from lm.ops.linear_attention import pallas_tpu
+
+    v = _bfloat16(1, LENGTH, HEADS, HEAD_DIM)
+
+    def function(q, k, v, *parameters):
+        options = {'feature_map': feature_map, 'bias': bias, 'implementation': 'pallas_tpu'}
+        return op.linear_attention(q, k, v, q_parameters=parameters[0], k_parameters=parameters[1], **options)
+
+    made = pallas_tpu.made_by(feature_map, x, parameters[0])
+    options = op.Options(feature_map=feature_map, bias=bias)
+    plan = pallas_tpu.plan_for(options, LENGTH, HEADS, HEAD_DIM, HEAD_DIM, 0, 2, *made)
+    steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in ('forward', 'backward')}
+    return function, [x, x, v, *parameters, v], steps
 
 
 def _networks(networks: int):

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lm.ops.linear_attention.types import ProductMap
+
 SUBLANES = 8
 """Rows of a vector register, and so the grain of the symmetric packing."""
 
@@ -29,12 +31,16 @@ class Plan:
         tile: query tokens at a time inside a block.
         forward_tile: the same in the forward kernel.
         heads: heads a grid step; the compiler overlaps their work.
-        squared: φ(x) = x ⊗ x, formed in VMEM; else φ(x) = x.
+        squared: φ(x) holds x ⊗ x, formed in VMEM; else φ is the map's or φ(x) = x.
         exact_local: a and b are arrays of their own; else they are x and y.
         degree: of the weights inside a block, a power of two.
         scale: of the weights inside a block.
         bias: what the denominator starts from.
-        alone: one block is all there is, so that φ has no part in it.
+        series: (c0, c1, c2), where φ is squared and ⟨φ(x), φ(y)⟩ = c0 + c1 s + c2 s² with s = ⟨x, y⟩; (): it is s².
+        map: makes the features of x in the kernels; None: x is features.
+        features: that the map makes.
+        products: rows of its matrix.
+        alone: one block is all there is, so that nothing is summed.
         vmem_limit_bytes: what the compiler may use; None: its default.
     """
 
@@ -47,6 +53,10 @@ class Plan:
     degree: int
     scale: float
     bias: float
+    series: tuple[float, ...] = ()
+    map: ProductMap | None = None
+    features: int = 0
+    products: int = 0
     alone: bool = False
     vmem_limit_bytes: int | None = None
 
@@ -54,11 +64,20 @@ class Plan:
         """Of Σ v φ(y)ᵀ; for plain features `ROWS` rows below hold Σ φ(y), all the same."""
         if self.alone:
             return UNUSED
-        return (head_dim, packed_width(features)) if self.squared else (head_dim + ROWS, features)
+        if not self.squared:
+            return head_dim + ROWS, features
+        return head_dim, packed_width(features) + (features + ROWS if self.series else 0)
 
     def moment_shape(self, features: int) -> tuple[int, int]:
-        """Of Σ y yᵀ, from which the denominator comes if φ(x) = x ⊗ x."""
-        return (features, features) if self.squared and not self.alone else UNUSED
+        """Of Σ y yᵀ, from which the denominator comes if φ is squared; with a series y has a one below."""
+        if self.alone or not self.squared:
+            return UNUSED
+        return (features + ROWS if self.series else features,) * 2
+
+    @property
+    def near_series(self) -> tuple[float, ...]:
+        """The series, where it makes the weights inside a block too."""
+        return () if self.exact_local else self.series
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -122,6 +141,31 @@ def unpack_gradient(x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
     return 2.0 * jnp.concatenate(sums, axis=0)
 
 
+def expand(plan: Plan, x_FxT: jax.Array, weighted: bool) -> jax.Array:
+    """φ(x) of a squared plan: `pack`, with a series x and a one below. Its coefficients are the states' part."""
+    packed_PxT = pack(x_FxT, weighted)
+    return jnp.concatenate([packed_PxT, x_FxT, one(x_FxT)], axis=0) if plan.series else packed_PxT
+
+
+def expand_gradient(plan: Plan, x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
+    """The float32 gradient of x [F, T] from that of `expand(plan, x, weighted=True)` [P, T]."""
+    if not plan.series:
+        return unpack_gradient(x_FxT, gradient_PxT)
+    width, rows = packed_width(x_FxT.shape[0]), x_FxT.shape[0]
+    return unpack_gradient(x_FxT, gradient_PxT[:width]) + gradient_PxT[width : width + rows]
+
+
+def one(x_FxT: jax.Array) -> jax.Array:
+    """A row of ones, filled up with zeros to `ROWS` rows."""
+    row = lax.broadcasted_iota(jnp.int32, (ROWS, x_FxT.shape[1]), 0)
+    return jnp.where(row == 0, 1.0, 0.0).astype(x_FxT.dtype)
+
+
+def with_one(plan: Plan, x_FxT: jax.Array) -> jax.Array:
+    """What the moment is made of and meets."""
+    return jnp.concatenate([x_FxT, one(x_FxT)], axis=0) if plan.series else x_FxT
+
+
 def in_three(x: jax.Array) -> list[jax.Array]:
     """Three bfloat16 arrays whose sum is the float32 array x to 24 bits."""
     parts = []
@@ -131,12 +175,19 @@ def in_three(x: jax.Array) -> list[jax.Array]:
     return parts
 
 
-def moment_operand(moment_FxF: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def moment_operand(plan: Plan, moment_FxF: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The moment as left side of a product that keeps its 24 bits.
 
     A moment rounded to bfloat16 makes denominators negative where keys are concentrated and the query is orthogonal
     to them. Side by side its three parts meet three copies of x in one pass: the contraction has room to spare.
+    The coefficients of a series are multiplied in, half of c1 on either side of the diagonal.
     """
+    if plan.series:
+        constant, linear, square = plan.series
+        row, column = (lax.broadcasted_iota(jnp.int32, moment_FxF.shape, axis) for axis in (0, 1))
+        size = moment_FxF.shape[0] - ROWS
+        apart = jnp.where((row < size) | (column < size), linear / 2, constant)
+        moment_FxF *= jnp.where((row < size) & (column < size), square, apart)
     return moment_FxF if dtype == jnp.float32 else jnp.concatenate(in_three(moment_FxF), axis=1)
 
 
@@ -145,8 +196,16 @@ def moment_times(operand: jax.Array, x_FxT: jax.Array) -> jax.Array:
     return dot(operand, x_FxT if x_FxT.dtype == jnp.float32 else jnp.concatenate([x_FxT] * 3, axis=0), (1, 0))
 
 
-def state_operand(plan: Plan, state: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The float32 state as an operand of the given type; the rows of Σ φ(y) become its three parts."""
+def state_operand(plan: Plan, state: jax.Array, features: int, dtype: jnp.dtype) -> jax.Array:
+    """The float32 state as an operand of the given type, with the coefficients of a series.
+
+    The rows of Σ φ(y) become its three parts.
+    """
+    if plan.series:
+        constant, linear, square = plan.series
+        column = lax.broadcasted_iota(jnp.int32, (1, state.shape[1]), 1)
+        others = jnp.where(column < state.shape[1] - ROWS, linear, constant)
+        state *= jnp.where(column < packed_width(features), square, others)
     if plan.squared:
         return state.astype(dtype)
     values, sums = state[:-ROWS], state[-ROWS:]
@@ -162,6 +221,19 @@ def extended(plan: Plan, x_DxT: jax.Array, row_1xT: jax.Array | float) -> jax.Ar
         return x_DxT
     rows = jnp.broadcast_to(jnp.asarray(row_1xT, jnp.float32), (ROWS, x_DxT.shape[1]))
     return jnp.concatenate([x_DxT, rows.astype(x_DxT.dtype)], axis=0)
+
+
+def weights_and_slope(plan: Plan, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The weights inside a block of inner products s, and their slope / `slope_factor` (None: 1)."""
+    if plan.near_series:
+        constant, linear, square = plan.near_series
+        return constant + s * (linear + square * s), linear + (2.0 * square) * s
+    return power_and_slope(s if plan.scale == 1.0 else plan.scale * s, plan.degree)
+
+
+def slope_factor(plan: Plan) -> float:
+    """What `weights_and_slope` leaves out of the slope."""
+    return 1.0 if plan.near_series else plan.degree * plan.scale
 
 
 def power_and_slope(s: jax.Array, degree: int) -> tuple[jax.Array, jax.Array | None]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,28 @@ from jax import lax
 FeatureMap = Callable[[Any, jax.Array], jax.Array]
 """(parameters, [B, T, heads, E]) → [B, T, heads, F], each token on its own. A plain function: arrays, random
 projections too, go through the parameters (a pytree of floating-point arrays), never through its closure."""
+
+
+@runtime_checkable
+class ProductMap(Protocol):
+    """A feature map φ(x) = f(W x, x) that kernels can compute block by block on chip; the others run on XLA.
+
+    It is a `FeatureMap` too, and hashable: the kernels are compiled for it. They form W x themselves, as precisely as
+    the features' type deserves, apply f in float32 and round its result; backward they do so again and differentiate.
+    """
+
+    learns: bool
+    """Whether W has a gradient. Without, the gradient of the parameters is zero and costs nothing."""
+
+    def matrix(self, parameters: Any) -> jax.Array | None:
+        """W, [R, E] float32, differentiable in the parameters; None where these settings have no such form."""
+
+    def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
+        """f, float32: [R, T] and [E, T] → [M, T], tokens last and each on its own; E may be padded with zeros.
+
+        `queries` says whether the tokens are queries or keys. It must lower in a Pallas kernel and be differentiable:
+        elementwise operations, sums and maxima over rows, slices of multiples of 8 rows.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
