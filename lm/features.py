@@ -69,7 +69,8 @@ class RandomFeatures:
         wx = root * jnp.einsum('btne,re->btnr', x_32, parameters.projection_RxE)
         half = self.scale / 2 * jnp.sum(jnp.square(x_32), -1, keepdims=True)
         features = self.features(wx, half, parameters, isinstance(parameters, Queries) and self.rescale)
-        return features.astype(x_BxTxNxE.dtype)
+        # Sums of signed weights may come near zero, where the rounding of features would be all that is left.
+        return features if self.signed else features.astype(x_BxTxNxE.dtype)
 
     def features(self, wx: jax.Array, half: jax.Array, parameters: Any, rescale: bool, axis: int = -1) -> jax.Array:
         """[..., R] W x and [..., 1] |x|²/2 → [..., M]; `rescale` where a common factor of a token is free.

@@ -20,6 +20,7 @@ from lm.step import Step
 
 GOLDEN = pathlib.Path(__file__).parent / 'data' / 'golden_losses.json'
 
+
 def losses(attention) -> list[float]:
     """The losses of 20 steps on a text with long-range structure: each window repeats its first half."""
     model = ModelConfig(vocab_size=64, n_layers=2, d_model=32, n_heads=2, head_dim=16, attention=attention)
