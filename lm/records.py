@@ -82,8 +82,12 @@ class Run:
         return max((r['step'] for r in [*self.train, *self.evals]), default=0)
 
     def is_finished(self) -> bool:
-        """Whether the checkpoint of the last step, which follows the last evaluation, is complete on disk."""
-        return self.total_steps > 0 and Snapshot(self.directory.checkpoints, self.total_steps).is_committed()
+        """Whether the last step was evaluated and its checkpoint is complete on disk.
+
+        A run that is stopped during its last evaluation has the checkpoint alone; `lm train` then makes up for it.
+        """
+        evaluated = bool(self.evals) and self.evals[-1]['step'] == self.total_steps
+        return evaluated and Snapshot(self.directory.checkpoints, self.total_steps).is_committed()
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -6,7 +6,7 @@
     ROOT/points/NAME.json    how a point failed
     ROOT/sweep.json          the table of results
 
-A point is finished when the checkpoint of its last step is complete: it is not run again. An interrupted one continues
+A point is finished when its last step is evaluated and saved: it is not run again. An interrupted one continues
 exactly. One that diverged or does not fit its data (43, 44, 2) stays failed until --retry_failed; other failures are
 tried again. Whatever becomes of a sweep, its points end with it: they save and exit when it dies.
 """

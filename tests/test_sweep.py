@@ -185,6 +185,14 @@ def test_a_failing_point_does_not_stop_the_rest_and_nothing_is_repeated(sweep, r
     assert main(['inspect', str(root)]) == 0
     assert 'failed (44)' in capsys.readouterr().out
 
+    # Stopped during its last evaluation, a run is saved but not finished.
+    metrics = root / 'vocab_size-400' / 'metrics.jsonl'
+    *rest, last = metrics.read_text().splitlines(keepends=True)
+    assert json.loads(last)['kind'] == 'eval'
+    metrics.write_text(''.join(rest))
+    assert tiny.lm(*command, '--index', '1').returncode == 0
+    assert tiny.losses(root / 'vocab_size-400', 'eval') == tiny.losses(reference_run[0], 'eval')
+
     # The directories now hold runs of this sweep: another one is refused.
     assert main([*command, '--gin_param', 'optimizer.b1 = 0.5']) == 44
     assert 'optimizer.b1' in capsys.readouterr().err
