@@ -14,6 +14,9 @@ from lm.errors import LmError
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 DASHES = ('-', (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1.2, 1.2)), (0, (7, 2)), (0, (4, 1, 1, 1, 1, 1)), (0, (2, 2)))
 MARKERS = ('o', 's', '^', 'D', 'v', 'p', 'h')
+BANDS = 6
+"""More curves than these are drawn without the range of their seeds, which would hide them."""
+
 WIDTH = 3.4
 """Inches: a column of a two-column page."""
 DOT_LABEL, LEGEND_LABEL = 26, 48
@@ -121,7 +124,7 @@ def draw_lines(
     for curve in curves:
         marker = {'marker': curve.marker, 'markeredgecolor': 'white', 'markeredgewidth': 0.4} if markers else {}
         axes.plot(curve.x, curve.y, linestyle='-' if markers else curve.line, color=curve.colour, **marker)
-        if curve.low is not None:
+        if curve.low is not None and len(curves) <= BANDS:
             axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.2, linewidth=0)
     axes.set(xlabel=x_label, ylabel=y_label, xscale=x_scale, yscale=y_scale)
     if y_limits:

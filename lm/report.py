@@ -187,7 +187,7 @@ class Report:
             self._lines(
                 f'loss{suffix}',
                 [curve for s in self.series if (curve := loss_curve(s, context, end))],
-                f'Training loss (smoothed){where}; bands: extremes over seeds.',
+                f'Training loss (smoothed){where}; bands (of up to 6 curves): extremes over seeds.',
                 'training tokens',
                 'loss (nats per token)',
                 x_scale='log',
