@@ -12,10 +12,10 @@ venv=${VENV:-.venv}
 if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv"
 fi
-extras=test
+extras='test'
 case " $* " in
   *' -m gpu '*)
-    extras=test,gpu
+    extras='test,gpu'
     export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu} XLA_PYTHON_CLIENT_PREALLOCATE=false WORKERS=${WORKERS:-1}
     ;;
 esac
