@@ -331,7 +331,7 @@ def test_two_layers_learn_induction_heads(name, tmp_path):
     last = json.loads((run / 'metrics.jsonl').read_text().splitlines()[-1])
     assert last['kind'] == 'eval'
     assert last['context_length'] == 128
-    assert last['accuracy'] > 0.999
+    assert last['accuracy'] > (0.997 if name == 'polysketch 32' else 0.999)  # docs/results.md
 
 
 @pytest.mark.slow
