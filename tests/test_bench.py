@@ -11,6 +11,7 @@ import pytest
 
 from lm.attention import HeadDims
 from lm.bench import attention, candidates, data, kernels, step, timing
+from lm.bench.formulations import FORMULATIONS
 from lm.cli import main
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
@@ -80,17 +81,18 @@ def test_attention(tmp_path, capsys):
 
 
 @pytest.mark.parametrize('given', [False, True])
-def test_what_is_compared_computes_the_same(given):
-    """Outputs and gradients of ours and of the plain formulation."""
-    found = candidates.candidates(['polysketch', 'plain'], [], SKETCH, formulations={'plain': 'polysketch'})
+@pytest.mark.parametrize('formulation', FORMULATIONS)
+def test_what_is_compared_computes_the_same(formulation, given):
+    """Outputs and gradients of ours and of another formulation."""
+    found = candidates.candidates(['polysketch', formulation], [], SKETCH, formulations={formulation: 'polysketch'})
     dims, results = HeadDims(2, 2, 8), []
     for candidate in found:
         layer = attention.build(candidate, dims, given)
         arrays = attention._inputs(64, layer, dims, jnp.float32)
         program = attention._program(layer.function, 'forward+backward', (2, 32))
         results.append(jax.jit(program)(layer.weights, *arrays))
-    for ours, plain in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(ours, plain, rtol=2e-3, atol=2e-4)
+    for ours, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(ours, other, rtol=2e-3, atol=2e-4)
 
 
 def test_mechanisms_by_file_and_by_scope():

@@ -1,8 +1,8 @@
 """`lm bench attention`: one layer of each mechanism, from queries, keys and values to its output and all gradients.
 
 The number of tokens of a call is the same at every context length (the batch makes up for it), as in PolySketchFormer's
-Figure 1; all candidates take turns in random order, so that ratios hold on a busy machine too. `plain` is polysketch
-with the formulas of the paper's §3 as they read (`lm.ops.linear_attention.reference.plain_blocks`): the yardstick.
+Figure 1; all candidates take turns in random order, so that ratios hold on a busy machine too. `plain` and `scan` are
+polysketch computed in other ways (`lm.bench.formulations`): `plain`, the formulas of the paper, is the yardstick.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from lm.attention.polysketch import Polysketch, PolysketchAttention
 from lm.attention.softmax import Softmax
 from lm.bench import results, timing
 from lm.bench.candidates import Candidate, of_arguments
+from lm.bench.formulations import FORMULATIONS
 from lm.errors import ConfigError
 from lm.ops.linear_attention import linear_attention
-from lm.ops.linear_attention.reference import plain_blocks
 
 PASSES = ('forward', 'forward+backward')
-BASELINES = ('softmax', 'plain')
+BASELINES = ('softmax', *FORMULATIONS)
 """Ratios are of these, where they are among the candidates."""
 CPU_CONTEXTS, CONTEXTS = (512, 1024, 2048, 4096), (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 
@@ -81,7 +81,8 @@ class Layer:
 def run(arguments: Any) -> int:
     """The command."""
     results.check_writable(arguments.json, arguments.out)
-    found = of_arguments(arguments, default=('softmax', 'polysketch'), formulations={'plain': 'polysketch'})
+    formulations = dict.fromkeys(FORMULATIONS, 'polysketch')
+    found = of_arguments(arguments, default=('softmax', 'polysketch'), formulations=formulations)
     is_cpu = jax.default_backend() == 'cpu'
     contexts = sorted(set(arguments.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
     tokens = arguments.tokens or (4096 if is_cpu else 2**17)
@@ -128,7 +129,7 @@ def measure(
 
     Args:
         tokens: of a call; a longer context is one sequence.
-        given: leave out the sketches and normalizations of polysketch and plain.
+        given: leave out the sketches and normalizations of polysketch.
     """
     for candidate in found:
         check(candidate, contexts, given)
@@ -161,7 +162,8 @@ def check(candidate: Candidate, contexts: Sequence[int], given: bool) -> None:
         raise ConfigError(f'--mechanisms {candidate.name}: has layers of {names}; name one of them (lm bench step can)')
     (attention,) = pattern
     if given and not isinstance(attention, Polysketch | Softmax):
-        raise ConfigError(f'--features_given: {candidate.name} is not polysketch, plain or softmax; leave it out')
+        names = ', '.join(['polysketch', *FORMULATIONS])
+        raise ConfigError(f'--features_given: {candidate.name} is not {names} or softmax; leave it out')
     if not candidate.formulation:
         return
     if not attention.local:
@@ -181,7 +183,7 @@ def build(candidate: Candidate, dims: HeadDims, given: bool = False) -> Layer:
     weights = (parameters, buffers)
     if not isinstance(attention, Polysketch):
         return Layer(lambda weights, *qkv: nnx.merge(graph, *weights)(*qkv), weights)
-    attend = _plain if candidate.formulation else _ours
+    attend = FORMULATIONS.get(candidate.formulation, _ours)
     if given:
         return Layer(lambda _, *arrays: attend(layer, arrays), ({}, {}), lambda *qkv: _arrays(layer, qkv))
 
@@ -201,11 +203,6 @@ def _ours(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
     q, k, v, q_local, k_local = arrays
     near = {'q_local_BxLxHxC': q_local, 'k_local_BxLxKxC': k_local}
     return linear_attention(q, k, v, **near, **layer._options())
-
-
-def _plain(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
-    config = layer.config
-    return plain_blocks(*arrays, degree=config.degree, block=min(config.block, arrays[0].shape[1]), bias=config.bias)
 
 
 def _inputs(n: int, layer: Layer, dims: HeadDims, dtype: Any) -> tuple[jax.Array, ...]:

@@ -48,7 +48,8 @@ def _measuring(parser: argparse.ArgumentParser) -> None:
         '--mechanisms',
         type=_list(str),
         metavar='NAMES',
-        help='with commas: registered mechanisms (also scope/name), set by --gin_param, or gin files of them',
+        help='with commas: registered mechanisms (also scope/name), set by --gin_param, or gin files of them; '
+        'attention also has plain and scan, polysketch computed in other ways',
     )
     parser.add_argument('--contexts', type=_list(_count), metavar='LENGTHS', help='tokens a sequence, with commas')
     parser.add_argument('--repeats', type=_count, default=5, metavar='N', help='a figure is a median of N; default: 5')
