@@ -30,6 +30,7 @@ OURS = (
     'induction_heads_finish',
     'associative_recall_start',
     'associative_recall_finish',
+    'selective_copying_small',
 )  # of this project, of no paper
 SWEEPS = sorted(CONFIGS.glob('sweeps/*.gin'))
 HARDWARE = re.compile(r'^Hardware: (v\d\w*-\d+ \(lm check: .+\)|2 CPU cores, .+)$', re.M)
