@@ -323,7 +323,8 @@ def test_two_layers_learn_induction_heads(name, tmp_path):
     """Context 32 first, then 128 from those weights: the commands in configs/tasks/induction_heads_start.gin."""
     start, run = str(tmp_path / 'start'), tmp_path / 'run'
     learner = tiny.params(LEARNERS[name])
-    stages = [('start', start, {}), ('finish', str(run), {'train.init_from': start})]
+    finish = {'train.init_from': start} | ({'train.steps': 1400} if name == 'polysketch 32' else {})
+    stages = [('start', start, {}), ('finish', str(run), finish)]
     for stage, directory, bindings in stages:
         flags = ['--gin_file', f'configs/tasks/induction_heads_{stage}.gin', *learner, *tiny.params(bindings)]
         done = tiny.lm('train', '--run_dir', directory, *flags, timeout=7200)
@@ -331,7 +332,7 @@ def test_two_layers_learn_induction_heads(name, tmp_path):
     last = json.loads((run / 'metrics.jsonl').read_text().splitlines()[-1])
     assert last['kind'] == 'eval'
     assert last['context_length'] == 128
-    assert last['accuracy'] > (0.997 if name == 'polysketch 32' else 0.999)  # docs/results.md
+    assert last['accuracy'] > 0.999
 
 
 @pytest.mark.slow
