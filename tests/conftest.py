@@ -29,3 +29,10 @@ def reference_run(tiny_flags, tmp_path_factory):
     done = tiny.lm('train', '--run_dir', str(run), *tiny_flags)
     assert done.returncode == 0, done.stderr
     return run, done.stdout
+
+
+@pytest.fixture
+def no_races(capfd):
+    """Fails a test in which the interpreter of TPU kernels, which only prints them, has found a race."""
+    yield
+    assert 'RACE DETECTED' not in ''.join(capfd.readouterr())

@@ -14,10 +14,7 @@ SQUARE, PLAIN = (0.0, 0.0, 1.0), (0.0, 1.0)
 NAMES = ('o', 'dq', 'dk', 'dv', 'dq_local', 'dk_local')
 
 
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    yield
-    assert 'RACE DETECTED' not in ''.join(capfd.readouterr())
+pytestmark = pytest.mark.usefixtures('no_races')
 
 
 def interpreted():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
+from test_pallas_tpu import example
 
 from lm.attention.base import HeadDims
 from lm.attention.llops import Llops, Sketch
@@ -23,20 +24,7 @@ SERIES = (1.0, 1.0, 0.5)
 LOCAL = {'local': PolynomialKernel(4), 'block': 128}
 
 
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    yield
-    assert 'RACE DETECTED' not in ''.join(capfd.readouterr())
-
-
-def example(length, *, batch=1, heads=1, kv_heads=None, features=16, head_dim=16, local=16, dtype=jnp.float32, seed=0):
-    """q, k, v, q_local, k_local and a gradient of the output."""
-    rng = np.random.default_rng(seed)
-    kv_heads = kv_heads or heads
-    shapes = [(heads, features), (kv_heads, features), (kv_heads, head_dim), (heads, local), (kv_heads, local)]
-    scales = [features**-0.25] * 2 + [1.0] + [local**-0.25] * 2
-    arrays = [s * rng.standard_normal((batch, length, *shape)) for s, shape in zip(scales, shapes, strict=True)]
-    return [jnp.asarray(a, dtype) for a in (*arrays, rng.standard_normal((batch, length, heads, head_dim)))]
+pytestmark = pytest.mark.usefixtures('no_races')
 
 
 def definition(options, features, q, k, v, parameters, q_local=None, k_local=None):

@@ -10,11 +10,7 @@ from lm.errors import ConfigError
 from lm.ops import sketch_networks as op
 from lm.ops.sketch_networks import pallas_tpu, pallas_tpu_kernels, reference, xla
 
-
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    yield
-    assert 'RACE DETECTED' not in ''.join(capfd.readouterr())
+pytestmark = pytest.mark.usefixtures('no_races')
 
 
 def interpreted():

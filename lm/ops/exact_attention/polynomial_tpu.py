@@ -26,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from lm.ops import platform
 from lm.ops.exact_attention.pallas_tpu import LANES, _is_zero, block_size
 from lm.ops.exact_attention.xla import RESIDUAL_NAME
+from lm.ops.powers import power_and_slope
 
 ROWS = 16
 """Rows of a bfloat16 register: what feature axes are padded to."""
@@ -318,21 +319,6 @@ def _backward_kernel(plan: Plan, start: int, stop: int, adds: bool, pairs, q, k,
     def _():
         dk[0] = dk_CxK[...].astype(dk.dtype)
         dv[0] = dv_DxK[...].astype(dv.dtype)
-
-
-def power_and_slope(s: jax.Array, degree: int) -> tuple[jax.Array, jax.Array]:
-    """s ** degree and s ** (degree - 1) by repeated squaring, degree at least 2."""
-    slope = None
-    exponent, square = degree - 1, s
-    while exponent:
-        if exponent & 1:
-            slope = square if slope is None else slope * square
-        exponent >>= 1
-        if exponent:
-            square = square * square
-    if degree & (degree - 1) == 0:
-        return square * square, slope
-    return slope * s, slope
 
 
 def _root(total: jax.Array, degree: int) -> jax.Array:

@@ -20,13 +20,13 @@ from lm.ops.linear_attention.pallas_gpu_features import (
     masked,
     matrix,
     multiply,
-    power_and_slope,
     product,
     spare,
     walk,
     write,
 )
 from lm.ops.linear_attention.pallas_gpu_plan import TILE, Plan
+from lm.ops.powers import power_and_slope
 
 
 def query_gradients(plan: Plan, x, xt, a, b, v, g, e, moment=None, state=None) -> list[jax.Array]:

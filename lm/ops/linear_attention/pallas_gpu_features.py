@@ -151,15 +151,6 @@ def products(x_TxG: jax.Array, rows, index: int) -> jax.Array:
     return jnp.concatenate(parts, axis=1)
 
 
-def power_and_slope(s: jax.Array, degree: int) -> tuple[jax.Array, jax.Array | None]:
-    """s ** degree for degree a power of two, and s ** (degree - 1), which is None where it is 1."""
-    slope = None
-    while degree > 1:
-        slope = s if slope is None else slope * s
-        s, degree = s * s, degree // 2
-    return s, slope
-
-
 def masked(weights: jax.Array, shift: jax.Array, keys: int) -> jax.Array:
     """Zero where a key comes after its query.
 

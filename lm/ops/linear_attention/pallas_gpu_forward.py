@@ -17,7 +17,6 @@ from lm.ops.linear_attention.pallas_gpu_features import (
     masked,
     matrix,
     multiply,
-    power_and_slope,
     product,
     products,
     spare,
@@ -26,6 +25,7 @@ from lm.ops.linear_attention.pallas_gpu_features import (
     zeros,
 )
 from lm.ops.linear_attention.pallas_gpu_plan import GROUP, SLICE, SQUARE, TILE, Plan, squares
+from lm.ops.powers import power_and_slope
 
 DEPTH = 4
 """Tiles of a block that `block_sums` holds at a time."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lm.ops.linear_attention.types import ProductMap
+from lm.ops.powers import power_and_slope
 
 SUBLANES = 8
 """Rows of a vector register, and so the grain of the symmetric packing."""
@@ -234,15 +235,6 @@ def weights_and_slope(plan: Plan, s: jax.Array) -> tuple[jax.Array, jax.Array | 
 def slope_factor(plan: Plan) -> float:
     """What `weights_and_slope` leaves out of the slope."""
     return 1.0 if plan.near_series else plan.degree * plan.scale
-
-
-def power_and_slope(s: jax.Array, degree: int) -> tuple[jax.Array, jax.Array | None]:
-    """s ** degree for degree a power of two, and s ** (degree - 1), which is None where it is 1."""
-    slope = None
-    while degree > 1:
-        slope = s if slope is None else slope * s
-        s, degree = s * s, degree // 2
-    return s, slope
 
 
 def causal(weights_KxQ: jax.Array) -> jax.Array:
