@@ -14,13 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from lm.attention.polysketch import PolysketchAttention
-from lm.ops.linear_attention import SQUARE
+from lm.ops.linear_attention import xla
 from lm.ops.linear_attention.block import Keys, Queries, Shape, fold, grouped, numerators, token_minor, ungrouped
 from lm.ops.linear_attention.reference import plain_blocks
-from lm.ops.linear_attention.types import Options, PolynomialKernel
-
-TILE = 256
-"""As in `lm.ops.linear_attention.xla` on CPUs."""
+from lm.ops.linear_attention.types import Options
 
 
 def plain(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
@@ -31,12 +28,11 @@ def plain(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
 
 def scan(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
     """[B, L, H, D]. Differentiated by JAX, which keeps the sums of all blocks."""
-    config, (q_BxLxHxE, k_BxLxHxE, v_BxLxHxD, q_local_BxLxHxC, k_local_BxLxHxC) = layer.config, arrays
+    q_BxLxHxE, k_BxLxHxE, v_BxLxHxD, q_local_BxLxHxC, k_local_BxLxHxC = arrays
     batch, length, heads, _ = v_BxLxHxD.shape
-    block = min(config.block, length)
+    block = min(layer.config.block, length)
     blocks = length // block
-    options = Options(SQUARE, local=PolynomialKernel(config.degree), block=block, bias=config.bias)
-    shape = Shape(options, TILE, True, v_BxLxHxD.dtype)
+    shape = Shape(Options(**layer._options()), xla.TILE['cpu'], True, v_BxLxHxD.dtype)
 
     def cut(x):
         return x.reshape(batch * blocks, block, *x.shape[2:])

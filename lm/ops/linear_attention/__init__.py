@@ -23,12 +23,19 @@ import jax
 from lm.errors import ConfigError
 from lm.ops import platform
 from lm.ops.linear_attention import pallas_gpu, pallas_tpu, reference, xla
-from lm.ops.linear_attention.types import ExpKernel, FeatureMap, LocalKernel, Options, PolynomialKernel, State
+from lm.ops.linear_attention.types import (
+    PLAIN,
+    SQUARE,
+    ExpKernel,
+    FeatureMap,
+    LocalKernel,
+    Options,
+    PolynomialKernel,
+    State,
+)
 
 IMPLEMENTATIONS = {'reference': reference, 'xla': xla, 'pallas_tpu': pallas_tpu, 'pallas_gpu': pallas_gpu}
 PREFERRED = {'tpu': 'pallas_tpu'}
-PLAIN = (0.0, 1.0)
-SQUARE = (0.0, 0.0, 1.0)
 
 
 def linear_attention(

@@ -18,12 +18,11 @@ from jax.ad_checkpoint import checkpoint_name
 from lm.ops import platform
 from lm.ops.exact_attention import RESIDUAL_NAME
 from lm.ops.linear_attention.pallas_gpu_plan import GROUP, TILE, Plan, squares
-from lm.ops.linear_attention.types import Options, PolynomialKernel, State
+from lm.ops.linear_attention.types import SQUARE, Options, PolynomialKernel, State
 
 LOCAL_BLOCK, FREE_BLOCK = 1024, 256
 DEGREES = (2, 4, 8)
 SIZES = (32, 64)
-SQUARED = (0.0, 0.0, 1.0)
 HOPPER = re.compile(r'\bG?H(20|100|200|800)\b')
 JAX_VERSION = (0, 12)
 
@@ -63,8 +62,8 @@ def unsupported(
         return 'takes no state in and gives none out'
     if options.feature_map is not None:
         return 'takes features, not a feature map'
-    if tuple(options.powers) != SQUARED:
-        return f'takes powers {SQUARED}, not {tuple(options.powers)}'
+    if tuple(options.powers) != SQUARE:
+        return f'takes powers {SQUARE}, not {tuple(options.powers)}'
     if options.bias < 0:
         return f'takes no negative bias, {options.bias}'
     arrays = [q, k, v]

@@ -23,14 +23,13 @@ from lm.ops.linear_attention.pallas_tpu_backward import backward
 from lm.ops.linear_attention.pallas_tpu_features import ROWS, Plan
 from lm.ops.linear_attention.pallas_tpu_forward import forward
 from lm.ops.linear_attention.pallas_tpu_maps import operand
-from lm.ops.linear_attention.types import Options, PolynomialKernel, ProductMap, State
+from lm.ops.linear_attention.types import PLAIN, SQUARE, Options, PolynomialKernel, ProductMap, State
 
 LANES = 128
 LOCAL_BLOCK = 1024
 WIDE = 1024
 """Features of a map beyond which more than two heads a grid step gain nothing and take long to compile."""
 DEGREES = (1, 2, 4, 8, 16)
-SQUARED, PLAIN = (0.0, 0.0, 1.0), (0.0, 1.0)
 
 
 def linear_attention(
@@ -240,7 +239,7 @@ def plan_for(
         scale=scale,
         bias=options.bias,
         # In a single block of exact weights the features have no part.
-        series=options.powers if squared and options.powers != SQUARED and (local is None or compared) else (),
+        series=options.powers if squared and options.powers != SQUARE and (local is None or compared) else (),
         map=options.feature_map,
         features=made,
         products=products,

@@ -12,6 +12,12 @@ FeatureMap = Callable[[Any, jax.Array], jax.Array]
 """(parameters, [B, T, heads, E]) → [B, T, heads, F], each token on its own. A plain function: arrays, random
 projections too, go through the parameters (a pytree of floating-point arrays), never through its closure."""
 
+PLAIN = (0.0, 1.0)
+"""Powers: features as they are."""
+
+SQUARE = (0.0, 0.0, 1.0)
+"""Powers: x ⊗ x."""
+
 
 @runtime_checkable
 class ProductMap(Protocol):
@@ -78,7 +84,7 @@ class State(NamedTuple):
 class Options:
     """The static arguments of a call. Meanings: `lm.ops.linear_attention.linear_attention`."""
 
-    powers: tuple[float, ...] = (0.0, 1.0)
+    powers: tuple[float, ...] = PLAIN
     feature_map: FeatureMap | None = None
     local: LocalKernel | None = None
     window: int | None = None
