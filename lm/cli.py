@@ -136,7 +136,7 @@ def inspect_flags(parser: argparse.ArgumentParser) -> None:
 
 def from_files(arguments: argparse.Namespace, params: Sequence[str], base: str | None = None) -> Any:
     """--gin_file and --gin_param, on top of `base`."""
-    from lm.config import load
+    from lm.experiment import load
 
     return load(arguments.gin_file, params, allow_imports=arguments.allow_gin_imports, base=base)
 
@@ -161,7 +161,7 @@ def from_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
 
 def run_config(run_dir: str) -> str | None:
     """The path of the run's config.gin, if there is one."""
-    from lm.run_dir import RunDir
+    from lm.runs.run_dir import RunDir
 
     path = RunDir(run_dir).config
     return str(path) if path.exists() else None
@@ -169,7 +169,7 @@ def run_config(run_dir: str) -> str | None:
 
 def check_run_dir(path: str) -> None:
     """Raises ConfigError unless the last part of `path` is a good name for a run and no part is `..`."""
-    from lm.run_dir import check_name, check_path
+    from lm.runs.run_dir import check_name, check_path
 
     check_path(path)
     check_name(path.rstrip('/').rpartition('/')[2])
@@ -203,7 +203,7 @@ VERBS = {
     'prepare': Verb(
         help='turn text into a token store',
         example='lm prepare --gin_file data/quickstart.gin',
-        main='lm.data.prepare:main',
+        main='lm.data.prepare.stages:main',
         flags=(prepare_flags, gin_flags),
         bindings={'strict': 'prepare.strict', 'processes': 'prepare.processes'},
     ),
@@ -217,7 +217,7 @@ VERBS = {
     'evaluate': Verb(
         help='measure the perplexity of a run on a split',
         example='lm evaluate --run_dir runs/tiny --split validation --window sliding:256',
-        main='lm.evaluate:main',
+        main='lm.evaluation.command:main',
         flags=(run_flags, evaluate_flags, gin_flags, distributed_flags),
         configure=from_run,
         bindings={
@@ -237,21 +237,21 @@ VERBS = {
     'check': Verb(
         help='show what a run needs before it is paid for: memory, exchanges, hours; compiles for TPUs without one',
         example='lm check --gin_file configs/models/small.gin --gin_file configs/recipes/paper.gin --topology v5e:4x8',
-        main='lm.check:main',
+        main='lm.check.compiled_step:main',
         flags=(check_flags, gin_flags),
     ),
     'sweep': Verb(
         help='train every point of a grid of configurations, or those that are not finished yet',
         example='lm sweep --run_dir runs/sweep --gin_file configs/experiments/quickstart.gin '
         '--sweep_file configs/sweeps/quickstart.gin --dry_run',
-        main='lm.sweep:main',
+        main='lm.sweep.command:main',
         flags=(sweep_flags, gin_flags, distributed_flags),
         configure=None,
     ),
     'report': Verb(
         help='turn runs into tables and pictures',
         example="lm report runs/sweep 'runs/tiny*' --out report",
-        main='lm.report:main',
+        main='lm.report.command:main',
         flags=(report_flags,),
         configure=None,
     ),
@@ -265,7 +265,7 @@ VERBS = {
     'inspect': Verb(
         help='show what a run, a sweep or a token store holds',
         example='lm inspect runs/tiny --verify',
-        main='lm.inspection:main',
+        main='lm.inspect.command:main',
         flags=(inspect_flags,),
         configure=None,
     ),

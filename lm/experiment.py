@@ -1,15 +1,29 @@
-"""One experiment: every section that a configuration can set. A verb of the command line takes one of these."""
+"""One experiment: every section that a configuration can set, and the weights of a run that was made with one.
+
+experiment = load(['configs/models/small.gin'], ['train.steps = 1000'])
+run = load_run(experiment, 'runs/small')
+"""
 
 import dataclasses
+from collections.abc import Sequence
 
-from lm.checkpoint import CheckpointConfig
+import jax
+from jax.sharding import Mesh
+
+from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.config import load as gin
 from lm.data.dataset import DataConfig
-from lm.data.prepare import PrepareConfig
-from lm.evaluate import EvaluateConfig
-from lm.mesh import MeshConfig
+from lm.data.prepare.stages import PrepareConfig
+from lm.data.store import TokenStore
+from lm.errors import MismatchError
+from lm.evaluation.perplexity import EvaluateConfig
 from lm.model import ModelConfig
-from lm.optimizer import OptimizerConfig
-from lm.train import TrainConfig
+from lm.runs.run_dir import RunDir
+from lm.tasks import TaskStore
+from lm.training.config import TrainConfig
+from lm.training.mesh import MeshConfig, make_mesh, place
+from lm.training.optimizer import OptimizerConfig
+from lm.training.step import State, Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,3 +38,47 @@ class Experiment:
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+
+
+def load(
+    gin_files: Sequence[str] = (),
+    gin_params: Sequence[str] = (),
+    *,
+    allow_imports: bool = False,
+    base: str | None = None,
+) -> Experiment:
+    """The experiment that gin files and then gin parameters describe; arguments as in `lm.config.load.load`."""
+    return gin.load(gin_files, gin_params, allow_imports=allow_imports, base=base, root=Experiment)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRun:
+    """What a checkpoint of a run needs to be used: its functions, weights (params and buffers), data and devices."""
+
+    directory: RunDir
+    store: TokenStore | TaskStore
+    mesh: Mesh
+    step: Step
+    weights: State
+    at: int
+
+
+def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> LoadedRun:
+    """The weights of the run in `run_dir` at `step` (None: the newest), laid out on all devices.
+
+    Raises MismatchError where the checkpoint does not fit the model or was trained with another tokenizer.
+    """
+    store = experiment.data.open(experiment.train.context_length)
+    mesh = make_mesh(experiment.mesh)
+    directory = RunDir(run_dir)
+    with jax.set_mesh(mesh):
+        functions = Step(experiment.model, experiment.optimizer, experiment.train.steps)
+        abstract = jax.eval_shape(lambda: functions.init(0))
+    abstract = place({name: abstract[name] for name in ('params', 'buffers')}, mesh)
+    # Other data may be scored, but only tokens of the same kind.
+    tokenizer = {name: value for name, value in store.fingerprints.items() if name == 'tokenizer'}
+    with Checkpointer(directory.checkpoints, experiment.checkpoint, tokenizer) as saved:
+        restored = saved.restore(abstract, step=step)
+    if restored is None:
+        raise MismatchError(f'--run_dir {run_dir}: holds no checkpoint; train it first with lm train')
+    return LoadedRun(directory, store, mesh, functions, restored[0], restored[1])

@@ -9,7 +9,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,9 @@ from flax import nnx
 
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
+from lm.experiment import Experiment, load_run
 from lm.model import Transformer
-
-if TYPE_CHECKING:
-    from lm.experiment import Experiment
+from lm.training.mesh import initialize_distributed
 
 CHUNK = 16
 """Tokens per dispatch: enough to hide the host's work, few enough to stream."""
@@ -120,15 +119,16 @@ def state_bytes(model: Transformer, max_length: int) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def main(experiment: 'Experiment', arguments: Any) -> int:
+def main(experiment: Experiment, arguments: Any) -> int:
     """The `lm generate` command."""
-    from lm.evaluate import load_run
-
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     if arguments.max_tokens < 1:
         raise ConfigError(f'--max_tokens {arguments.max_tokens}: must be at least 1')
     texts = _prompts(arguments)
-    run = load_run(experiment, arguments)
+    initialize_distributed(
+        experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
+    )
+    run = load_run(experiment, arguments.run_dir, arguments.step)
     tokenizer = run.store.tokenizer()
     # Every document of the training data follows an end-of-document token, and so does a prompt.
     prompts = [np.concatenate([[tokenizer.eod_id], tokenizer.encode(text)]) for text in texts]

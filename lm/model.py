@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lm.attention import Attention, HeadDims
 from lm.attention.softmax import Softmax
-from lm.configurable import configurable, field
+from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.ops.cross_entropy import cross_entropy
 from lm.ops.exact_attention import RESIDUAL_NAME

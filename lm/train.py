@@ -8,83 +8,30 @@ step, so that an interrupted run leaves the files of an uninterrupted one.
 """
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from lm.checkpoint import Checkpointer
-from lm.configurable import configurable, field
+from lm.checkpoint.checkpointer import Checkpointer
 from lm.data.batches import Batches, Windows
 from lm.data.store import TokenStore
 from lm.errors import ConfigError, Diverged, MismatchError, Preempted
-from lm.evaluate import make_evaluator
-from lm.mesh import batch_sharding, initialize_distributed, make_mesh, place, replicated
-from lm.metrics import Chronometer, Progress, duration, peak_flops, si
-from lm.preemption import Preemption
-from lm.profiler import Profiler
-from lm.run_dir import RunDir
-from lm.step import State, Step, count_parameters
+from lm.evaluation.evaluator import make_evaluator
+from lm.experiment import Experiment
+from lm.hardware import peak_flops
+from lm.runs.run_dir import RunDir
 from lm.tasks import TaskStore
-
-if TYPE_CHECKING:
-    from lm.experiment import Experiment
-
-
-@configurable('train')
-class TrainConfig:
-    """How long, on how much at a time, and what is written down on the way."""
-
-    steps: int = field(125_000, minimum=1)
-    tokens_per_step: int = field(2**20, minimum=1, help='tokens predicted per optimizer step, over all devices')
-    context_length: int = field(1024, minimum=1)
-    microbatches: int = field(1, minimum=1, help='gradient accumulation: parts that a batch is processed in')
-    seed: int = field(0, minimum=0)
-    log_every: int = field(10, minimum=1)
-    eval_every: int | None = field(1000, minimum=1, help='None: only at the end')
-    max_nonfinite_steps: int = field(10, minimum=1, help='stop (exit code 43) after so many in a row')
-    skip_batches: tuple[tuple[int, int], ...] = field((), help='half-open ranges of batches never to train on')
-    init_from: str | None = field(None, help='run directory whose parameters this run starts from')
-    profile: tuple[int, int] | None = field(None, help='first and last step of a profiler trace, in RUN_DIR/profile')
-    tensorboard: bool = field(True, help="write TensorBoard summaries when the 'tensorboard' extra is installed")
-
-    def __post_init__(self):
-        if self.tokens_per_step % self.context_length:
-            raise ConfigError(
-                f'train.tokens_per_step = {self.tokens_per_step}: '
-                f'must be a multiple of train.context_length = {self.context_length}'
-            )
-        if self.batch_size % self.microbatches:
-            raise ConfigError(
-                f'train.microbatches = {self.microbatches}: must divide the {self.batch_size} windows of a step'
-            )
-
-    @property
-    def batch_size(self) -> int:
-        """Windows in a global batch."""
-        return self.tokens_per_step // self.context_length
+from lm.text import duration, si
+from lm.training.config import MAY_CHANGE_ON_RESUME, TrainConfig
+from lm.training.mesh import batch_sharding, initialize_distributed, make_mesh, place, replicated
+from lm.training.preemption import Preemption
+from lm.training.profiler import Profiler
+from lm.training.progress import Chronometer, Progress
+from lm.training.step import State, Step, count_parameters
 
 
-MAY_CHANGE_ON_RESUME = (
-    'train.log_every',
-    'train.eval_every',
-    'train.max_nonfinite_steps',
-    'train.profile',
-    'train.skip_batches',
-    'train.tensorboard',
-    'data.path',
-    'checkpoint.',
-    'evaluate.',
-    'mesh.',
-    'model.remat',
-    'model.unroll',
-    'prepare.',
-    'tokenizer.',
-)
-"""Bindings that do not change what is learned: a run may be resumed with other values of these."""
-
-
-def main(experiment: 'Experiment', arguments: Any) -> int:
+def main(experiment: Experiment, arguments: Any) -> int:
     """The `lm train` command."""
     initialize_distributed(
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
@@ -93,8 +40,8 @@ def main(experiment: 'Experiment', arguments: Any) -> int:
     return 0
 
 
-def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
-    """Trains, or continues the run that lies in `run_dir`. Returns the final state (see `lm.step`).
+def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
+    """Trains, or continues the run that lies in `run_dir`. Returns the final state (see `lm.training.step`).
 
     Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
     """
@@ -108,7 +55,7 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
         batches = make_batches(experiment, store, mesh)
         task = experiment.data.task
         step = Step(experiment.model, experiment.optimizer, config.steps, scored=task and task.scored)
-        evaluator = make_evaluator(experiment, step, mesh, store)
+        evaluator = make_evaluator(experiment.evaluate, experiment.data, config.context_length, step, mesh, store)
         leader = jax.process_index() == 0
         parameters = sum(count_parameters(experiment.model).values())
         if leader:
@@ -231,7 +178,7 @@ def train(experiment: 'Experiment', run_dir: str) -> dict[str, Any]:
     return state
 
 
-def open_store(experiment: 'Experiment') -> TokenStore | TaskStore:
+def open_store(experiment: Experiment) -> TokenStore | TaskStore:
     """The token store, or the examples of a task, if their tokens fit the model."""
     store = experiment.data.open(experiment.train.context_length)
     pieces = store.vocab_size
@@ -265,7 +212,7 @@ def check_divides(config: TrainConfig, devices: int) -> None:
         )
 
 
-def make_batches(experiment: 'Experiment', store: TokenStore | TaskStore, mesh: jax.sharding.Mesh) -> Batches:
+def make_batches(experiment: Experiment, store: TokenStore | TaskStore, mesh: jax.sharding.Mesh) -> Batches:
     """The batches of the run, if they can be split over the devices."""
     config = experiment.train
     check_divides(config, mesh.size)
@@ -274,7 +221,7 @@ def make_batches(experiment: 'Experiment', store: TokenStore | TaskStore, mesh: 
     return Batches(store, split, windows, config.microbatches, batch_sharding(mesh, axis=1))
 
 
-def parameters_from(run_dir: str, experiment: 'Experiment', abstract: dict, initial: dict) -> dict:
+def parameters_from(run_dir: str, experiment: Experiment, abstract: dict, initial: dict) -> dict:
     """`initial` with every parameter that the newest checkpoint of another run has under the same name."""
     with Checkpointer(RunDir(run_dir).checkpoints, experiment.checkpoint, {}) as other:
         restored = other.restore({'params': abstract}, partial=True)
@@ -287,9 +234,7 @@ def parameters_from(run_dir: str, experiment: 'Experiment', abstract: dict, init
     return merge(initial, restored[0]['params'])
 
 
-def print_plan(
-    experiment: 'Experiment', store: TokenStore | TaskStore, mesh: jax.sharding.Mesh, parameters: int
-) -> None:
+def print_plan(experiment: Experiment, store: TokenStore | TaskStore, mesh: jax.sharding.Mesh, parameters: int) -> None:
     """What is about to happen, before anything is spent on it."""
     config, model = experiment.train, experiment.model
     total = config.steps * config.tokens_per_step

@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 from lm.errors import ConfigError
-from lm.points import Point, make_points
+from lm.sweep.points import Point, make_points
 
 
 def evaluate(run: pathlib.Path, point: Point, flags: list[str]) -> dict | None:

@@ -19,16 +19,16 @@ from flax import nnx
 
 from lm import cli
 from lm.attention.llops import Llops, Sketch
+from lm.attention.maps.fit import errors, fit, samples
 from lm.errors import LmError
-from lm.evaluate import load_run
-from lm.fit import errors, fit, samples
+from lm.experiment import load_run
 
 
 def measure(config: Llops, arguments: argparse.Namespace) -> list[dict]:
     """One row a layer: relative errors of the random and of the fitted sketch on unseen samples."""
     flags = cli.parse(['generate', '--run_dir', arguments.run])
     experiment = cli.from_run(flags, [])
-    run = load_run(experiment, flags)
+    run = load_run(experiment, arguments.run)
     length, split = experiment.train.context_length, experiment.data.eval_split
     n = min(arguments.windows, (run.store.tokens(split) - 1) // length)
     tokens = jnp.asarray(run.store.read_many(split, np.arange(n) * length, length), jnp.int32)

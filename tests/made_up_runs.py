@@ -5,12 +5,12 @@ import math
 import pathlib
 
 from lm.attention import Attention
-from lm.config import dump
+from lm.config.text import dump
 from lm.data.dataset import DataConfig
 from lm.experiment import Experiment
 from lm.model import ModelConfig
 from lm.tasks import Task
-from lm.train import TrainConfig
+from lm.training.config import TrainConfig
 
 
 def write_run(

@@ -13,13 +13,13 @@ import sys
 import pytest
 import tiny
 
-from lm import paper
-from lm.config import load
+from lm.experiment import load
 from lm.model import ModelConfig
-from lm.points import Point, make_points
-from lm.records import Run
-from lm.run_dir import bindings
-from lm.step import count_parameters
+from lm.report import paper
+from lm.runs.records import Run
+from lm.runs.run_dir import bindings
+from lm.sweep.points import Point, make_points
+from lm.training.step import count_parameters
 
 CONFIGS = tiny.ROOT / 'configs'
 EXPERIMENTS = sorted([*CONFIGS.glob('experiments/*.gin'), *CONFIGS.glob('tasks/*.gin')])

@@ -15,8 +15,8 @@ import pytest
 from mechanisms_list import MECHANISMS
 
 from lm.model import ModelConfig
-from lm.optimizer import OptimizerConfig
-from lm.step import Step
+from lm.training.optimizer import OptimizerConfig
+from lm.training.step import Step
 
 GOLDEN = pathlib.Path(__file__).parent / 'data' / 'golden_losses.json'
 

@@ -12,7 +12,7 @@ from lm.attention.polynomial import Polynomial
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig
-from lm.step import count_parameters
+from lm.training.step import count_parameters
 
 SIZES = {
     'small': dict(n_layers=12, d_model=768, n_heads=12),

@@ -133,8 +133,9 @@ for name in ('tensorflow', 'tensorflow_datasets', 'clu', 'gin'):
 from lm.data.dataset import DataConfig
 from lm.experiment import Experiment
 from lm.model import ModelConfig
-from lm.optimizer import OptimizerConfig
-from lm.train import TrainConfig, train
+from lm.training.optimizer import OptimizerConfig
+from lm.training.config import TrainConfig
+from lm.train import train
 state = train(Experiment(
     model=ModelConfig(vocab_size=400, n_layers=1, d_model=16, n_heads=1, head_dim=16),
     data=DataConfig(path={str(tokens)!r}),

@@ -112,7 +112,7 @@ def losses(run_dir: pathlib.Path, kind: str = 'train') -> dict[int, float]:
 
 def checksums(run_dir: pathlib.Path, step: int) -> dict[str, int]:
     """Array name → checksum of a checkpoint, read back whole: parameters, optimizer state, counters."""
-    from lm.checkpoint import Checkpointer
+    from lm.checkpoint.checkpointer import Checkpointer
 
     with Checkpointer(run_dir / 'checkpoints') as saved:
         saved.verify(step)

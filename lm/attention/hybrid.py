@@ -21,11 +21,11 @@ from flax import nnx
 
 from lm.attention.base import Attention, HeadDims
 from lm.attention.linear import LinearModule, linear_flops_per_token
+from lm.attention.maps.monomials import APPROXIMATIONS, Monomials, n_terms
 from lm.attention.softmax import exact_flops_per_token
-from lm.configurable import configurable, field
+from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.ops.linear_attention import ExpKernel
-from lm.series import APPROXIMATIONS, Monomials, n_terms
 
 
 @configurable('hybrid')

@@ -2,7 +2,7 @@
 
     φ(x) = Σ_r Π_j x Θ_{j,r}        j = 1…p factors, r = 1…t ranks (t = 1 in the paper), Θ_{j,r} of shape [D, M]
 
-with separate Θ for queries and keys, approximates (q·k)^p. `lm.fit` fits them to samples of queries and keys.
+with separate Θ for queries and keys, approximates (q·k)^p. `lm.attention.maps.fit` fits them to samples of either.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from flax import nnx
 
 from lm.attention.base import Attention, HeadDims
 from lm.attention.linear import LinearModule, linear_flops_per_token
-from lm.configurable import configurable, field
+from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 
 

@@ -8,12 +8,12 @@ from flax import nnx
 
 from lm.attention.base import Attention, HeadDims
 from lm.attention.linear import LinearModule, linear_flops_per_token
-from lm.buffer import Buffer
-from lm.configurable import configurable, field
+from lm.attention.maps.projections import PROJECTIONS
+from lm.attention.maps.random_features import FEATURES, SOFTMAX_FEATURES, Keys, Queries, RandomFeatures
+from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
-from lm.features import FEATURES, SOFTMAX_FEATURES, Keys, Queries, RandomFeatures
 from lm.ops.linear_attention.decode import DecodeState
-from lm.projections import PROJECTIONS
+from lm.parameters import Buffer
 
 
 @configurable('performer')

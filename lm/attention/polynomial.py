@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention import cache
 from lm.attention.base import Attention, AttentionModule, HeadDims
 from lm.attention.softmax import exact_flops_per_token
-from lm.configurable import configurable, field
-from lm.ops.exact_attention import polynomial_attention
+from lm.config.configurable import configurable, field
+from lm.ops.exact_attention import cache, polynomial_attention
 
 
 @configurable('polynomial')

@@ -8,10 +8,10 @@ from flax import nnx
 
 from lm.attention.base import Attention, HeadDims
 from lm.attention.linear import linear_flops_per_token
+from lm.attention.maps.sketches import SKETCHES
 from lm.attention.polynomial import PolynomialAttention
-from lm.configurable import configurable, field
+from lm.config.configurable import configurable, field
 from lm.ops.linear_attention import IMPLEMENTATIONS, SQUARE, PolynomialKernel, decode, linear_attention
-from lm.sketches import SKETCHES
 
 
 def power_of_two(value: int) -> str | None:

@@ -5,10 +5,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lm.attention import cache
 from lm.attention.base import Attention, AttentionModule, HeadDims
-from lm.configurable import configurable, field
-from lm.ops.exact_attention import softmax_attention
+from lm.config.configurable import configurable, field
+from lm.ops.exact_attention import cache, softmax_attention
 
 
 @configurable('softmax')

@@ -13,7 +13,7 @@ from flax import nnx
 
 from lm.attention.base import Attention, HeadDims
 from lm.attention.linear import LinearModule, linear_flops_per_token
-from lm.configurable import configurable, field
+from lm.config.configurable import configurable, field
 
 SERIES = (1.0, 1.0, 0.5)
 

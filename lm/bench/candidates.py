@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm.attention import Attention
-from lm.config import read, resolve, sections_of
-from lm.config_checks import Statement, check_used, did_you_mean, used_bindings
-from lm.config_text import Reference, listed
-from lm.configurable import REGISTRY
+from lm.config.checks import Statement, check_used, did_you_mean, used_bindings
+from lm.config.configurable import REGISTRY
+from lm.config.load import read, resolve, sections_of
+from lm.config.text import Reference, listed
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 

@@ -23,14 +23,15 @@ import sentencepiece
 from rich.console import Console
 
 from lm.bench import results, timing
-from lm.config import PROJECT
-from lm.data import prepare, store
-from lm.data import shards as work
+from lm.config.load import PROJECT
+from lm.data import store
 from lm.data.batches import Batches, Windows
-from lm.data.sources import Jsonl
+from lm.data.prepare import shards as work
+from lm.data.prepare import stages as prepare
+from lm.data.sources.base import Jsonl
 from lm.data.tokenizer import Tokenizer, TokenizerConfig
 from lm.errors import ConfigError
-from lm.mesh import MeshConfig, batch_sharding, make_mesh
+from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
 
 MEGABYTES = 4.0
 VOCAB_SIZES = (32_000, 16_000, 8_000, 4_000, 2_000, 1_000, 400)

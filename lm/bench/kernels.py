@@ -224,7 +224,7 @@ def _linear(block: int | None, sketch_size: int = 0, features: int = 0, powers: 
     import jax
 
     from lm.ops import linear_attention as op
-    from lm.ops.linear_attention import pallas_tpu
+    from lm.ops.linear_attention.tpu import attention as pallas_tpu
 
     size = sketch_size or features
     local = None if block is None else op.PolynomialKernel(4)
@@ -246,8 +246,8 @@ def _performer(performer: int):
     """The same for Performer, whose feature map the kernels compute; its projection has no gradient."""
     import jax
 
+    from lm.attention.maps.random_features import Keys, Queries
     from lm.attention.performer import Performer
-    from lm.features import Keys, Queries
 
     feature_map = Performer(n_features=performer).feature_map(HEAD_DIM)
     projection = jax.ShapeDtypeStruct((performer, HEAD_DIM), 'float32')
@@ -267,7 +267,7 @@ def _llops(llops: int):
 
 def _mapped(feature_map, x, *parameters, bias: float):
     from lm.ops import linear_attention as op
-    from lm.ops.linear_attention import pallas_tpu
+    from lm.ops.linear_attention.tpu import attention as pallas_tpu
 
     v = _bfloat16(1, LENGTH, HEADS, HEAD_DIM)
 
@@ -287,7 +287,7 @@ def _networks(networks: int):
     import jax
 
     from lm.ops import sketch_networks as op
-    from lm.ops.sketch_networks import pallas_tpu
+    from lm.ops.sketch_networks.tpu import networks as pallas_tpu
 
     r, hidden = networks, 8 * networks
     sizes = ((HEAD_DIM, hidden), (hidden, r), (r, hidden), (hidden, r))
@@ -308,7 +308,7 @@ def _networks(networks: int):
 def _splash():
     """The same for causal softmax attention; a grid step takes one block of queries and one of keys."""
     from lm.ops import exact_attention as op
-    from lm.ops.exact_attention.pallas_tpu import block_size, key_block_size
+    from lm.ops.exact_attention.splash import block_size, key_block_size
 
     wide = _bfloat16(1, LENGTH, HEADS, HEAD_DIM)
     block = block_size(LENGTH)
@@ -322,7 +322,7 @@ def _splash():
 def _polynomial(degree: int):
     """The same for causal polynomial attention; a grid step takes one block of queries and one of keys."""
     from lm.ops import exact_attention as op
-    from lm.ops.exact_attention.pallas_tpu import block_size
+    from lm.ops.exact_attention.splash import block_size
 
     blocks = LENGTH // block_size(LENGTH)
     tokens = LENGTH / (blocks * (blocks + 1) // 2)

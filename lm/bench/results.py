@@ -108,9 +108,9 @@ def draw_contexts(
         path: of the picture without suffix.
         points: mechanism → (context length, value); what ran out of memory has no point.
         label: of the values, with their unit.
-        options: of `lm.figures.draw_lines`.
+        options: of `lm.plots.draw_lines`.
     """
-    from lm import figures
+    from lm import plots as figures
 
     curves = []
     for style, (name, found) in enumerate(points.items()):

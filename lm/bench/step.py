@@ -14,10 +14,10 @@ from lm.bench import results, timing
 from lm.bench.candidates import Candidate, of_arguments
 from lm.errors import ConfigError
 from lm.experiment import Experiment
-from lm.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh, place
-from lm.metrics import peak_flops
-from lm.step import Step, count_parameters
+from lm.hardware import peak_flops
 from lm.train import check_divides, lower
+from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh, place
+from lm.training.step import Step, count_parameters
 
 CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
 CPU_CONTEXTS = (512, 1024, 2048)

@@ -1,6 +1,6 @@
 """What a run learns from: prepared tokens, or the examples of a synthetic task."""
 
-from lm.configurable import configurable, field
+from lm.config.configurable import configurable, field
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.tasks import Task, TaskStore

@@ -6,6 +6,8 @@ cycle until the value falls inside the domain, which takes fewer than four walks
 
 import numpy as np
 
+from lm.tasks.draws import mix
+
 ROUNDS = 6
 
 
@@ -34,11 +36,3 @@ class Permutation:
         for key in self.keys:
             left, right = right, left ^ (mix(right ^ key) & self.mask)
         return (left << shift) | right
-
-
-def mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele et al. 2014): every input bit changes every output bit."""
-    with np.errstate(over='ignore'):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

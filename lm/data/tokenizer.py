@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import sentencepiece
 
-from lm.configurable import configurable, field
+from lm.config.configurable import configurable, field
 from lm.errors import ConfigError, MismatchError
 
 SPACE = '▁'

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm.configurable import configurable, field
+from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
-from lm.tasks.base import Draws, Task
+from lm.tasks.base import Task
+from lm.tasks.draws import Draws
 
 FILLER = 0
 

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from lm.configurable import field
-from lm.data.permutation import mix
+from lm.config.configurable import field
 from lm.errors import ConfigError
+from lm.tasks.draws import Draws
 
 SPLITS = ('train', 'validation', 'test')
 
@@ -34,7 +34,7 @@ class Task:
     whole_answers = True
     """What accuracy counts: examples whose answers are all right (True) or single answers (False)."""
 
-    def generate(self, draws: 'Draws', length: int) -> np.ndarray:
+    def generate(self, draws: Draws, length: int) -> np.ndarray:
         """Token ids [N, length] of the examples whose random numbers `draws` holds; length = context length + 1."""
         raise NotImplementedError
 
@@ -98,35 +98,3 @@ class TaskStore:
     def tokenizer(self) -> Any:
         """Raises ConfigError: tasks are not text."""
         raise ConfigError(f'data.task = {self.path}: this run was trained on a task, so there is no text to write')
-
-
-class Draws:
-    """Random numbers of N examples: pure functions of (seed, split, index) and of the calls made before.
-
-    Each example has a SplitMix64 generator of its own (Steele et al. 2014), so its numbers depend on no other example.
-    """
-
-    def __init__(self, seed: int, split: str, index_N: np.ndarray):
-        key = np.random.SeedSequence([seed, *split.encode()]).generate_state(1, np.uint64)
-        self.n = len(index_N)
-        self._state_N = mix(key + mix(index_N.astype(np.uint64)))
-        self._drawn = 0
-
-    def uniform(self, count: int) -> np.ndarray:
-        """[N, count] numbers in [0, 1)."""
-        counter = np.arange(self._drawn + 1, self._drawn + count + 1, dtype=np.uint64)
-        self._drawn += count
-        bits = mix(self._state_N[:, None] + counter * np.uint64(0x9E3779B97F4A7C15))
-        return (bits >> np.uint64(11)) * 2.0**-53
-
-    def integers(self, high: int, count: int) -> np.ndarray:
-        """[N, count] integers in {0, …, high-1}."""
-        return (self.uniform(count) * high).astype(np.int64)
-
-    def distinct(self, high: int, count: int, weights: np.ndarray | None = None) -> np.ndarray:
-        """[N, count] different integers in {0, …, high-1} in the order drawn, with probabilities ∝ `weights` [high].
-
-        The smallest of exponential variables with these rates are a draw without replacement.
-        """
-        waiting = -np.log1p(-self.uniform(high)) / (1.0 if weights is None else weights)
-        return np.argsort(waiting, axis=1)[:, :count]

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm.configurable import configurable, field
-from lm.tasks.base import Draws, Task
+from lm.config.configurable import configurable, field
+from lm.tasks.base import Task
+from lm.tasks.draws import Draws
 
 NOISE = 0
 

@@ -8,7 +8,8 @@ import jax
 
 from lm.errors import ConfigError
 from lm.ops import platform
-from lm.ops.exact_attention import cudnn, pallas_tpu, polynomial_tpu, reference, xla
+from lm.ops.exact_attention import cudnn, polynomial_tpu, reference, xla
+from lm.ops.exact_attention import splash as pallas_tpu
 
 SOFTMAX = {'reference': reference, 'xla': xla, 'splash': pallas_tpu, 'cudnn': cudnn}
 POLYNOMIAL = {'reference': reference, 'xla': xla, 'pallas_tpu': polynomial_tpu}

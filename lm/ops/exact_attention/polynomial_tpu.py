@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops import platform
-from lm.ops.exact_attention.pallas_tpu import LANES, _is_zero, block_size
+from lm.ops.exact_attention.splash import LANES, _is_zero, block_size
 from lm.ops.exact_attention.xla import RESIDUAL_NAME
 from lm.ops.powers import power_and_slope
 

@@ -22,7 +22,9 @@ import jax
 
 from lm.errors import ConfigError
 from lm.ops import platform
-from lm.ops.linear_attention import pallas_gpu, pallas_tpu, reference, xla
+from lm.ops.linear_attention import reference, xla
+from lm.ops.linear_attention.gpu import attention as pallas_gpu
+from lm.ops.linear_attention.tpu import attention as pallas_tpu
 from lm.ops.linear_attention.types import (
     PLAIN,
     SQUARE,

@@ -10,7 +10,8 @@ numbers a vector and node, many times the vector itself, so no implementation ke
 import jax
 
 from lm.ops import platform
-from lm.ops.sketch_networks import pallas_tpu, reference, xla
+from lm.ops.sketch_networks import reference, xla
+from lm.ops.sketch_networks.tpu import networks as pallas_tpu
 from lm.ops.sketch_networks.types import Network, Nodes
 
 IMPLEMENTATIONS = {'reference': reference, 'xla': xla, 'pallas_tpu': pallas_tpu}

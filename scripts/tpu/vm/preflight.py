@@ -108,7 +108,7 @@ def check_devices(processes: int, devices: int) -> str:
     import jax
 
     from lm.errors import LmError
-    from lm.mesh import MeshConfig, initialize_distributed
+    from lm.training.mesh import MeshConfig, initialize_distributed
 
     try:
         initialize_distributed(MeshConfig(processes=processes))

@@ -1,0 +1,172 @@
+"""Sketches ψ of polynomial kernels: ⟨ψ(x), ψ(y)⟩ ≈ ⟨x, y⟩^P with r numbers a vector, P a power of two.
+
+All are binary trees over P copies of the vector (PolySketchFormer, Algorithms 1 and 2; draft, Figure 3): a node maps
+its two children to r numbers each and multiplies them entry by entry. Squaring ⟨ψ(x), ψ(y)⟩, as ψ ⊗ ψ does, gives
+weights that approximate ⟨x, y⟩^2P and are never negative (Theorem 2.4).
+
+One sketch may serve all heads of a layer, or each key head and the queries that read it have their own: N sketches,
+each for G heads. M is the size of a vector, r that of a sketch.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lm.attention.maps.projections import hadamard_matrix
+from lm.ops import sketch_networks as networks
+from lm.ops.chunks import map_together
+from lm.ops.dots import dense
+from lm.parameters import Buffer
+
+WIDTH = 8
+"""Hidden units of the learned maps, in multiples of r (App. D)."""
+
+
+class Sketch(nnx.Module):
+    """Base: the tree. A kind of sketch says what its leaves are and how a node joins its children.
+
+    The nodes of the level above the leaves come first, the root last: P - 1 of them.
+    """
+
+    def __init__(self, n: int, size: int, r: int, power: int, rngs: nnx.Rngs):
+        """n sketches of `power` copies of vectors of `size` numbers."""
+        self.power = power
+        self.r = r
+
+    def leaves(self, x_BxLxNxGxM: jax.Array) -> list[jax.Array]:
+        """What stands at the leaves of the tree."""
+        return [x_BxLxNxGxM] * self.power
+
+    def join(self, node: int, left: jax.Array, right: jax.Array) -> jax.Array:
+        """[B, L, N, G, r] of a node from its children's."""
+        raise NotImplementedError
+
+    def __call__(self, x_BxLxNxGxM: jax.Array) -> jax.Array:
+        """ψ(x), [B, L, N, G, r] in the dtype of x; x itself for P = 1."""
+        if self.power == 1:
+            return x_BxLxNxGxM
+        level, node = self.leaves(x_BxLxNxGxM), 0
+        while len(level) > 1:
+            pairs = list(zip(level[::2], level[1::2], strict=True))
+            level = [self.join(node + i, *pair) for i, pair in enumerate(pairs)]
+            node += len(pairs)
+        return level[0]
+
+    def of_each(self, *xs_BxLxNxGxM: jax.Array) -> tuple[jax.Array, ...]:
+        """ψ of the vectors of each array, computed together; long sequences some tokens at a time."""
+        if self.power == 1:
+            return xs_BxLxNxGxM
+        graph, state = nnx.split(self)
+        return map_together(lambda state, x_BxLxNxGxM: nnx.merge(graph, state)(x_BxLxNxGxM), state, xs_BxLxNxGxM)
+
+    @classmethod
+    def flops(cls, size: int, r: int, power: int) -> float:
+        """Floating-point operations of ψ of one vector."""
+        return sum(2 * cls.map_flops(m, r) for m in _node_inputs(size, r, power))
+
+    @classmethod
+    def map_flops(cls, size: int, r: int) -> float:
+        """Of one of a node's two maps."""
+        return 2.0 * size * r
+
+
+class Gaussian(Sketch):
+    """√(1/r) [(M₁ G₁) ∗ (M₂ G₂)] with Gaussian G₁, G₂ (Algorithm 1). The published code divides both matrices by √r,
+    which makes these weights r² times smaller than the exact ones beside them; Algorithm 1 does not."""
+
+    def __init__(self, n: int, size: int, r: int, power: int, rngs: nnx.Rngs):
+        super().__init__(n, size, r, power, rngs)
+        sizes = _node_inputs(size, r, power)
+        # Rounded to bfloat16, so that the sketch is the same in either precision.
+        draws = (jax.random.normal(rngs.projections(), (2, n, m, r), jnp.bfloat16) for m in sizes)
+        self.maps = nnx.List([Buffer(draw.astype(jnp.float32)) for draw in draws])
+
+    def join(self, node: int, left: jax.Array, right: jax.Array) -> jax.Array:
+        return _product(self.maps[node][...], left, right)
+
+
+class Srht(Sketch):
+    """TensorSRHT nodes over SRHT leaves (draft, Definitions 2.3 and 2.4).
+
+    The matrices √(1/r) D H P are kept dense: at these sizes one matrix product is faster than the transform. Vectors
+    whose size is not a power of two count as padded with zeros.
+    """
+
+    def __init__(self, n: int, size: int, r: int, power: int, rngs: nnx.Rngs):
+        super().__init__(n, size, r, power, rngs)
+        n_nodes = max(power - 1, 0)
+        n_leaves = power if power > 1 else 0
+        self.base = nnx.List([Buffer(_subsampled(rngs.projections(), (n,), size, r)) for _ in range(n_leaves)])
+        self.maps = nnx.List([Buffer(_subsampled(rngs.projections(), (2, n), r, r)) for _ in range(n_nodes)])
+
+    def leaves(self, x_BxLxNxGxM: jax.Array) -> list[jax.Array]:
+        return [(dense(x_BxLxNxGxM, base[...]) * self.r**-0.5).astype(x_BxLxNxGxM.dtype) for base in self.base]
+
+    def join(self, node: int, left: jax.Array, right: jax.Array) -> jax.Array:
+        return _product(self.maps[node][...], left, right)
+
+    @classmethod
+    def flops(cls, size: int, r: int, power: int) -> float:
+        if power == 1:
+            return 0.0
+        return power * cls.map_flops(size, r) + 2 * (power - 1) * cls.map_flops(r, r)
+
+
+class Learned(Sketch):
+    """√r tanh(√(1/r) [f₁(M₁) ∗ f₂(M₂)]) with a small network for each f (Algorithm 2, App. D)."""
+
+    def __init__(self, n: int, size: int, r: int, power: int, rngs: nnx.Rngs):
+        super().__init__(n, size, r, power, rngs)
+        sizes = _node_inputs(size, r, power)
+        self.maps = nnx.List([nnx.List([Network(n, m, r, rngs) for _ in range(2)]) for m in sizes])
+
+    def __call__(self, x_BxLxNxGxM: jax.Array) -> jax.Array:
+        return self.of_each(x_BxLxNxGxM)[0]
+
+    def of_each(self, *xs_BxLxNxGxM: jax.Array) -> tuple[jax.Array, ...]:
+        if self.power == 1:
+            return xs_BxLxNxGxM
+        nodes = tuple(tuple(network.parameters() for network in pair) for pair in self.maps)
+        return networks.sketch_networks(nodes, *xs_BxLxNxGxM)
+
+    @classmethod
+    def map_flops(cls, size: int, r: int) -> float:
+        return 2.0 * WIDTH * r * (size + 3 * r)
+
+
+class Network(nnx.Module):
+    """LayerNorm, M → 8r, gelu, → r, LayerNorm, → 8r, gelu, → r, without biases (App. D)."""
+
+    def __init__(self, n: int, size: int, r: int, rngs: nnx.Rngs):
+        init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
+        shapes = ((size, WIDTH * r), (WIDTH * r, r), (r, WIDTH * r), (WIDTH * r, r))
+        self.kernels = nnx.List([nnx.Param(init(rngs.params(), (n, *shape))) for shape in shapes])
+        self.scales = nnx.List([nnx.Param(jnp.ones((n, 1, m))) for m in (size, r)])
+        self.biases = nnx.List([nnx.Param(jnp.zeros((n, 1, m))) for m in (size, r)])
+
+    def parameters(self) -> networks.Network:
+        return networks.Network(*(tuple(p[...] for p in ps) for ps in (self.kernels, self.scales, self.biases)))
+
+
+SKETCHES: dict[str, type[Sketch]] = {'learned': Learned, 'gaussian': Gaussian, 'srht': Srht}
+
+
+def _node_inputs(size: int, r: int, power: int) -> list[int]:
+    """The size of the children of each node."""
+    return [size] * (power // 2) + [r] * max(power // 2 - 1, 0)
+
+
+def _product(maps_2xNxMxR: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+    product = dense(left, maps_2xNxMxR[0]) * dense(right, maps_2xNxMxR[1])
+    return (product * maps_2xNxMxR.shape[-1] ** -0.5).astype(left.dtype)
+
+
+def _subsampled(key: jax.Array, lead: tuple[int, ...], size: int, r: int) -> jax.Array:
+    """[*lead, size, r]: D H P, random signs times r random columns of the unnormalised Walsh-Hadamard matrix."""
+    side = 1 << (size - 1).bit_length()
+    sign_key, column_key = jax.random.split(key)
+    signs = jax.random.rademacher(sign_key, (*lead, size, 1), jnp.float32)
+    columns = jax.random.randint(column_key, (*lead, r), 0, side)
+    matrix = jnp.asarray(np.sqrt(side) * hadamard_matrix(side)[:, :size])
+    return signs * jnp.swapaxes(matrix[columns], -1, -2)

@@ -1,0 +1,400 @@
+"""Checkpoints: asynchronous, atomic, checksummed, and never silently wrong. The only file that knows Orbax.
+
+Orbax writes; `lm.checkpoint.snapshot` describes what lies on disk and reads it. Two habits of Orbax are dealt with: it
+returns flipped bits of array data silently, and its manager counts a failed asynchronous save as done.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging as absl_logging
+from etils import epath
+from jax.experimental import multihost_utils
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
+
+from lm.checkpoint.snapshot import COMMITTED, Damaged, Snapshot, flatten, is_remote, make_record, one_line, some
+from lm.config.configurable import configurable, field
+from lm.errors import LmError, MismatchError
+
+TEMPORARY = '.orbax-checkpoint-tmp'
+
+log = logging.getLogger(__name__)
+
+
+@configurable('checkpoint')
+class CheckpointConfig:
+    """When checkpoints are written and which of them stay."""
+
+    save_every_steps: int | None = field(1000, minimum=1, help='None: only by time, on preemption and at the end')
+    save_every_minutes: float | None = field(15.0, above=0, help='after so long without a checkpoint, one is written')
+    keep_last: int = field(2, minimum=1, help='newest checkpoints that stay; one alone leaves nothing to fall back to')
+    keep_every: int | None = field(None, minimum=1, help='checkpoints at multiples of this stay for ever')
+    keep_best: int = field(0, minimum=0, help='checkpoints with the lowest evaluation loss that stay')
+    on_failed_save: str = field('stop', choices=('stop', 'continue'), help="'continue': warn and train on")
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's manager without its own polling for preemption, which would disturb the count that
+    `lm.training.preemption` keeps with the same service (the service accepts one sequence of numbers)."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
+class Checkpointer:
+    """Saves and restores the state of one run. In runs of several processes all of them call every method together.
+
+    Reading changes nothing on disk; unfinished leftovers are removed, and damaged or abandoned steps renamed, before
+    the first save. Use it as a context manager: leaving it waits for the last save.
+
+    Args:
+        directory: local path or gs:// address.
+        config: when to save and what to keep.
+        fingerprints: name → value of what a checkpoint depends on (data, tokenizer, …); compared by name on restore.
+    """
+
+    def __init__(
+        self,
+        directory: epath.PathLike,
+        config: CheckpointConfig | None = None,
+        fingerprints: Mapping[str, str] | None = None,
+    ):
+        self.directory = epath.Path(directory)
+        if '://' not in str(self.directory):
+            self.directory = self.directory.expanduser().absolute()
+        self.config = config or CheckpointConfig()
+        self.fingerprints = dict(fingerprints or {})
+        self._lazy_manager: _Manager | None = None
+        self._pending: int | None = None
+        self._restored: int | None = None
+        self._ours: set[int] = set()
+        self._damaged: set[int] = set()
+        self._losses: dict[int, float] = {}
+        self._clock = _Clock(self.config.save_every_minutes)
+
+    # Saving
+
+    def should_save(self, step: int, loss: float | None = None) -> bool:
+        """Whether a checkpoint is due after `step`: by number, by time, or because `loss`, that of an evaluation,
+        is among the best. Ask once a step, in all processes."""
+        every = (self.config.save_every_steps, self.config.keep_every)
+        due = any(n is not None and step % n == 0 for n in every)
+        due |= loss is not None and self.is_among_best(loss)
+        due |= self._clock.is_due(step)
+        return due
+
+    def maybe_save(
+        self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None, metadata: dict | None = None
+    ) -> bool:
+        """Saves if `should_save` says so; True if it did. `metrics['loss']` is the loss of an evaluation."""
+        self.check_for_errors()
+        due = self.should_save(step, (metrics or {}).get('loss'))
+        return due and self.save(step, state, metrics=metrics, metadata=metadata)
+
+    def is_among_best(self, loss: float) -> bool:
+        """Whether a checkpoint with this evaluation loss would be one of the `keep_best`."""
+        if not self.config.keep_best:
+            return False
+        self._manager()  # which reads the losses of the steps that are there
+        answer = math.isfinite(loss) and sum(other < loss for other in self._losses.values()) < self.config.keep_best
+        return bool(multihost_utils.broadcast_one_to_all(np.int32(answer))) if jax.process_count() > 1 else answer
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: dict | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Starts to write `state`, a pytree of arrays, and returns when they have left the devices: the caller may
+        donate them at once. The step counts only once everything is on disk.
+
+        Args:
+            metrics: of an evaluation; `loss` counts for checkpoint.keep_best.
+            metadata: a small JSON object that `restore` returns.
+            force: write even a step that this object has saved or restored already.
+
+        Returns:
+            False when the step was there already.
+
+        Raises:
+            LmError: this save or the one before it failed, and checkpoint.on_failed_save is 'stop'.
+        """
+        self._finish()
+        arrays = {name: jax.numpy.asarray(x) for name, x in flatten(state).items()}
+        try:
+            manager = self._manager()
+            if step in manager.all_steps():
+                if step in self._ours and not force:
+                    return False
+                manager.delete(step)
+            record = make_record(step, arrays, self.fingerprints, metrics or {}, metadata or {})
+            items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), metadata=ocp.args.JsonSave(record))
+            if metrics and math.isfinite(metrics.get('loss', math.nan)):
+                self._losses[step] = float(metrics['loss'])
+            self._ours.add(step)
+            self._pending = step
+            manager.save(step, args=items, force=True)
+        except Exception as error:
+            self._pending = None
+            self._failed(step, error)
+            return False
+        finally:
+            self._clock.reset(step)
+        return True
+
+    def check_for_errors(self) -> None:
+        """Raises LmError if a save failed in the background (or warns: checkpoint.on_failed_save). Cheap."""
+        if self._pending is not None and not self._manager().is_saving_in_progress():
+            self._finish()
+
+    def wait(self) -> None:
+        """Blocks until the running save, if any, is complete on disk; raises LmError if it failed."""
+        self._finish()
+
+    def close(self) -> None:
+        """Waits like `wait`, then frees everything. A process must not end before this has returned."""
+        try:
+            self._finish()
+        finally:
+            if self._lazy_manager is not None:
+                self._lazy_manager.close()
+                self._lazy_manager = None
+
+    def __enter__(self) -> 'Checkpointer':
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            self.close()
+        except Exception as second:
+            if error is None:
+                raise
+            log.warning('%s', second)  # the first error is the one to report
+
+    # Restoring
+
+    def restore(
+        self, abstract_state: Any, step: int | None = None, *, partial: bool = False
+    ) -> tuple[Any, int, dict] | None:
+        """The newest sound checkpoint, or exactly `step`.
+
+        Args:
+            abstract_state: arrays or jax.ShapeDtypeStructs with the shardings that the result shall have, on any
+                number of devices. Its top-level keys may be a subset of those saved.
+            partial: leave out of the result what the checkpoint lacks, and ignore what it has besides (nested dicts
+                only); shapes and dtypes must still agree.
+
+        Returns:
+            (state, step, the metadata given to `save`), or None when there is no checkpoint at all.
+
+        Raises:
+            MismatchError: the checkpoint belongs to something else (fingerprints, names, shapes, dtypes); or there
+                are checkpoints and none is sound; or `step` is missing or damaged.
+        """
+        self._finish()
+        known = self._agreed_steps()
+        if step is not None and step not in known:
+            raise MismatchError(
+                f'checkpoint step {step}: not in {self.directory}, which has {some(known)}; choose one of these'
+            )
+        for candidate in [step] if step is not None else reversed(known):
+            try:
+                snapshot = Snapshot(self.directory, candidate)
+                state, record = snapshot.restore(abstract_state, self.fingerprints, partial)
+            except Damaged as damage:
+                if step is not None:
+                    raise MismatchError(f'checkpoint step {step} is damaged: {damage}; choose another step') from None
+                log.warning('checkpoint step %d is damaged, trying the one before: %s', candidate, damage)
+                self._damaged.add(candidate)
+            else:
+                self._restored = candidate
+                self._ours.add(candidate)
+                return state, candidate, record['metadata']
+        if known:
+            raise MismatchError(
+                f'{self.directory}: no checkpoint is sound (tried {some(known)}); '
+                'restore a copy of the directory, or start again in a new run directory'
+            )
+        return None
+
+    def verify(self, step: int) -> None:
+        """Reads everything of one step, one array at a time, and raises MismatchError if anything is damaged."""
+        try:
+            snapshot = Snapshot(self.directory, step)
+            record = snapshot.record()
+            for name, leaf in record['leaves'].items():
+                snapshot.read({name: jax.ShapeDtypeStruct(leaf['shape'], jax.numpy.dtype(leaf['dtype']))}, record)
+        except Damaged as damage:
+            raise MismatchError(f'checkpoint step {step} is damaged: {damage}; choose another step') from None
+
+    def all_steps(self) -> list[int]:
+        """Steps that are complete on disk, ascending; they may still turn out to be damaged."""
+        return [s for s in self._steps_on_disk() if Snapshot(self.directory, s).is_committed()]
+
+    def latest_step(self) -> int | None:
+        """The newest of `all_steps`."""
+        return max(self.all_steps(), default=None)
+
+    def read_record(self, step: int) -> dict:
+        """The JSON record of a step (see `lm.checkpoint.snapshot`); raises MismatchError if it is damaged."""
+        try:
+            return Snapshot(self.directory, step).record()
+        except Damaged as damage:
+            raise MismatchError(f'checkpoint step {step} is damaged: {damage}; choose another step') from None
+
+    # Internals of saving
+
+    def _manager(self) -> _Manager:
+        if self._lazy_manager is None:
+            absl_logging.get_absl_logger().addFilter(_not_from_orbax)
+            self._tidy()
+            policies = [LatestN(self.config.keep_last), _Best(self.config.keep_best, self._losses)]
+            if self.config.keep_every:
+                policies.append(EveryNSteps(self.config.keep_every))
+            self._lazy_manager = _Manager(
+                self.directory,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=AnyPreservationPolicy(policies),
+                    lightweight_initialize=True,  # a damaged file of an old step must not stop a new one
+                    save_root_metadata=False,
+                ),
+            )
+            for step in self._lazy_manager.all_steps() if self.config.keep_best else ():
+                try:
+                    loss = self.read_record(step)['metrics'].get('loss')
+                except MismatchError:
+                    continue
+                if isinstance(loss, float):
+                    self._losses[step] = loss
+        return self._lazy_manager
+
+    def _tidy(self) -> None:
+        """Process 0 removes unfinished saves, and moves aside steps that are damaged or newer than what was restored:
+        else they would block saves of the same number, or be taken for the newest after a restart."""
+        if jax.process_index() == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for path in list(self.directory.iterdir()):
+                unmarked = is_remote(path) and path.name.isdigit() and not (path / COMMITTED).exists()
+                if TEMPORARY in path.name or unmarked:
+                    path.rmtree()
+            for step in self._steps_on_disk():
+                if step in self._damaged:
+                    self._set_aside(step, 'damaged')
+                elif self._restored is not None and step > self._restored:
+                    self._set_aside(step, 'abandoned')
+        self._damaged.clear()
+        _barrier('tidy')
+
+    def _set_aside(self, step: int, why: str) -> None:
+        path = self.directory / str(step)
+        if is_remote(path):  # object stores cannot rename a folder
+            path.rmtree()
+            log.warning('%s checkpoint %s deleted', why, path)
+            return
+        target = self.directory / f'{step}.{why}'
+        if target.exists():
+            target.rmtree()
+        path.rename(target)
+        log.warning('%s checkpoint moved to %s', why, target)
+
+    def _finish(self) -> None:
+        if self._pending is None:
+            return
+        step, self._pending = self._pending, None
+        try:
+            self._manager().wait_until_finished()
+        except Exception as error:
+            self._failed(step, error)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self._losses.pop(step, None)
+        self._ours.discard(step)
+        self._clock.reset(step)
+        if self._lazy_manager is not None:
+            self._lazy_manager.reload()  # it counts the failed step, and has forgotten those that it was to replace
+        if jax.process_index() == 0 and self.directory.exists():
+            for path in list(self.directory.iterdir()):
+                if path.name.startswith(f'{step}{TEMPORARY}'):
+                    path.rmtree(missing_ok=True)
+        message = (
+            f'checkpoint step {step} could not be written to {self.directory} ({one_line(error)}); '
+            f'the newest complete one is {self.latest_step()}; make room or repair the storage, then run it again'
+        )
+        if self.config.on_failed_save == 'stop':
+            raise LmError(message) from error
+        log.warning('%s', message)
+
+    # Internals of restoring
+
+    def _steps_on_disk(self) -> list[int]:
+        if not self.directory.exists():
+            return []
+        return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit() and str(int(p.name)) == p.name)
+
+    def _agreed_steps(self) -> list[int]:
+        """What process 0 sees; unfinished leftovers count only where a rename, not a marker, completes a step."""
+        steps = self.all_steps() if is_remote(self.directory) else self._steps_on_disk()
+        if jax.process_count() == 1:
+            return steps
+        count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
+        steps = multihost_utils.broadcast_one_to_all(np.resize(np.array(steps or [0], np.int32), count))
+        return steps.tolist()
+
+
+class _Best:
+    """Orbax preservation policy: the `n` steps of lowest loss stay. `losses` is shared with the checkpointer."""
+
+    def __init__(self, n: int, losses: dict[int, float]):
+        self.n, self.losses = n, losses
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        steps = [info.step for info in checkpoints]
+        best = sorted((s for s in steps if s in self.losses), key=lambda s: (self.losses[s], s))[: self.n]
+        return [s in best for s in steps]
+
+
+class _Clock:
+    """Decides when `minutes` have passed since the last save. Of several processes, process 0 looks at its clock and
+    tells the others, at steps that all of them know: after each answer, half-way to the expected deadline."""
+
+    def __init__(self, minutes: float | None):
+        self.seconds = None if minutes is None else minutes * 60
+        self.start, self.first_step, self.next_look = time.monotonic(), None, 0
+
+    def reset(self, step: int) -> None:
+        self.start, self.first_step, self.next_look = time.monotonic(), step, step + 1
+
+    def is_due(self, step: int) -> bool:
+        if self.seconds is None:
+            return False
+        if self.first_step is None:
+            self.first_step = step - 1
+        elapsed = time.monotonic() - self.start
+        due = elapsed >= self.seconds
+        if jax.process_count() == 1 or step < self.next_look:
+            return due and jax.process_count() == 1
+        steps = max(1, step - self.first_step)
+        remaining = steps * (self.seconds - elapsed) / max(elapsed, 1e-9)
+        answer = np.array([due, max(1, min(remaining / 2, steps))], np.int32)
+        due, wait = multihost_utils.broadcast_one_to_all(answer)
+        self.next_look = step + int(wait)
+        return bool(due)
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    """Drops the tracebacks that each of Orbax's threads logs for one failed write: `_failed` says it in a line."""
+    return not (record.levelno >= logging.ERROR and 'orbax' in record.pathname)
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f'lm.checkpoint.{name}')

@@ -1,0 +1,231 @@
+"""One saved step on disk: what is in it, whether it belongs to this run, and whether it is sound.
+
+    <step>/commit_success.txt     written last
+    <step>/metadata/metadata      a JSON record: dtype, shape and checksum of each array, fingerprints of what the run
+                                  depends on, metrics, and the SHA-256 of the record itself
+    <step>/state/                 the arrays under flat names ('params.blocks.qkv'): zarr in TensorStore's OCDBT
+
+Orbax writes this layout. It is read with TensorStore directly: Orbax's own restore synchronises the processes, which
+hangs when one of them alone meets a bad file, casts dtypes silently, and buries the name of the bad file.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+from etils import epath
+from jax.experimental import multihost_utils
+
+from lm.checkpoint.checksum import checksums
+from lm.errors import MismatchError
+
+FORMAT = 1
+COMMITTED = 'commit_success.txt'
+PARALLEL_ARRAYS = 8
+"""Arrays read at a time: bounds the host memory that a restore takes on top of the devices'."""
+
+
+class Damaged(Exception):
+    """What is wrong with one step, naming the file or the array."""
+
+
+class Snapshot:
+    """The step `step` of the checkpoints in `directory`, absolute or an address such as gs://…"""
+
+    def __init__(self, directory: epath.Path, step: int):
+        self.step = step
+        self.path = directory / str(step)
+
+    def is_committed(self) -> bool:
+        return (self.path / COMMITTED).exists()
+
+    def record(self) -> dict:
+        """The JSON record: format, step, leaves, fingerprints, metrics, metadata. Raises Damaged."""
+        if not self.is_committed():
+            raise Damaged(f'{self.path / COMMITTED} is missing: the save was never completed')
+        path = self.path / 'metadata' / 'metadata'
+        try:
+            record = json.loads(path.read_text())
+            digest = record.pop('sha256')
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise Damaged(f'{path} cannot be read ({one_line(error)})') from None
+        if digest != _sha256(record) or record['step'] != self.step:
+            raise Damaged(f'{path} does not match its SHA-256 or the step')
+        if record['format'] != FORMAT:
+            raise MismatchError(
+                f'{path}: checkpoint format {record["format"]}, this version reads {FORMAT}; use the version of the run'
+            )
+        return record
+
+    def restore(self, abstract_state: Any, fingerprints: Mapping[str, str], partial: bool = False) -> tuple[Any, dict]:
+        """(state like `abstract_state`, record). All processes together, with one outcome for all.
+
+        Args:
+            partial: leave out what the step lacks, and ignore what it has besides (nested dicts only).
+
+        Raises:
+            Damaged: the step cannot be read, or a checksum is wrong.
+            MismatchError: it is in order but belongs to something else.
+        """
+        with _Agreement(self.step):
+            record = self.record()
+            if partial:
+                abstract_state = _intersect(abstract_state, record['leaves'])
+            abstract = flatten(abstract_state)
+            self._compare(record, abstract, fingerprints, partial)
+        arrays = self.read(abstract, record)
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in abstract]), record
+
+    def read(self, abstract: Mapping[str, Any], record: dict) -> dict[str, jax.Array]:
+        """The named arrays with the shardings of `abstract` (default: the first local device), checksums verified."""
+        context = ts.Context({'cache_pool': {'total_bytes_limit': 0}})
+
+        def read_one(name: str) -> jax.Array:
+            try:
+                return self._read_array(name, abstract[name], context)
+            except Exception as error:
+                raise Damaged(f'{name} in {self.path / "state"} cannot be read ({one_line(error)})') from None
+
+        with _Agreement(self.step), ThreadPoolExecutor(PARALLEL_ARRAYS) as pool:
+            arrays = dict(zip(abstract, pool.map(read_one, abstract), strict=True))
+        wrong = [name for name, c in checksums(arrays).items() if c != record['leaves'][name]['checksum']]
+        if wrong:
+            raise Damaged(f'{self.path / "state"}: the checksum of {some(wrong)} does not match')
+        return arrays
+
+    def _read_array(self, name: str, target: Any, context: ts.Context) -> jax.Array:
+        folder = str(self.path / 'state') + '/'
+        base = folder if is_remote(self.path) else {'driver': 'file', 'path': folder}
+        spec = {
+            'driver': 'zarr',
+            'kvstore': {'driver': 'ocdbt', 'base': base, 'path': name + '/'},
+            'fill_missing_data_reads': False,
+        }
+        store = ts.open(spec, open=True, context=context).result()
+        if store.shape != tuple(target.shape) or store.dtype.numpy_dtype != target.dtype:
+            raise ValueError(f'it is {store.dtype.name}{list(store.shape)}')
+        sharding = getattr(target, 'sharding', None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        indices = sharding.addressable_devices_indices_map(store.shape)
+        keys = {device: str(index) for device, index in indices.items()}
+        reads = {keys[device]: index for device, index in indices.items()}  # replicas are read once
+        reads = {key: store[index].read() for key, index in reads.items()}
+        shards = [jax.device_put(reads[keys[device]].result(), device) for device in indices]
+        return jax.make_array_from_single_device_arrays(store.shape, sharding, shards)
+
+    def _compare(self, record: dict, abstract: Mapping, fingerprints: Mapping[str, str], partial: bool) -> None:
+        """Raises MismatchError unless fingerprints, names, shapes and dtypes are those of this run."""
+        for name, value in fingerprints.items():
+            saved = record['fingerprints'].get(name)
+            if saved != value:
+                raise MismatchError(
+                    f'checkpoint {self.path}: {name} is {saved}, of this run {value}; '
+                    f'use the {name} of that run, or a new run directory'
+                )
+        leaves = record['leaves']
+        parts = {name.partition('.')[0] for name in abstract}
+        missing = [name for name in abstract if name not in leaves]
+        extra = [name for name in leaves if name.partition('.')[0] in parts and name not in abstract]
+        if (missing or extra) and not partial:
+            raise MismatchError(
+                f'checkpoint {self.path} '
+                + (f'lacks {missing[0]}, which this run has' if missing else f'has {extra[0]}, which this run lacks')
+                + '; use the model and optimizer of that run, or a new run directory'
+            )
+        for name, leaf in abstract.items():
+            saved = f'{leaves[name]["dtype"]}{leaves[name]["shape"]}'
+            wanted = f'{jax.numpy.dtype(leaf.dtype).name}{list(leaf.shape)}'
+            if saved != wanted:
+                raise MismatchError(
+                    f'checkpoint {self.path}: {name} is {saved}, of this run {wanted}; '
+                    'use the model and optimizer of that run, or a new run directory'
+                )
+
+
+def make_record(
+    step: int,
+    arrays: Mapping[str, jax.Array],
+    fingerprints: Mapping[str, str],
+    metrics: Mapping[str, float],
+    metadata: Mapping[str, Any],
+) -> dict:
+    """The record of a step about to be saved. Metrics that are not finite become strings: JSON has no such numbers."""
+    sums = checksums(arrays)
+    record = {
+        'format': FORMAT,
+        'step': step,
+        'leaves': {
+            name: {'dtype': x.dtype.name, 'shape': list(x.shape), 'checksum': sums[name]} for name, x in arrays.items()
+        },
+        'fingerprints': dict(fingerprints),
+        'metrics': {k: float(v) if math.isfinite(v) else str(v) for k, v in metrics.items()},
+        'metadata': dict(metadata),
+    }
+    record = json.loads(json.dumps(record, allow_nan=False))
+    return record | {'sha256': _sha256(record)}
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Dotted name → leaf, in the order of jax.tree.leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    named = {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}
+    if len(named) != len(leaves):
+        raise ValueError('two leaves of the state have the same name')
+    return named
+
+
+def _intersect(tree: Any, names: Mapping[str, Any], prefix: str = '') -> Any:
+    """The nested dict without the leaves that are not in `names`, and without dicts that are empty then."""
+    kept = {}
+    for key, value in tree.items():
+        name = f'{prefix}{key}'
+        if isinstance(value, dict):
+            value = _intersect(value, names, name + '.')
+            if value:
+                kept[key] = value
+        elif name in names:
+            kept[key] = value
+    return kept
+
+
+class _Agreement:
+    """A block that fails either in all processes or in none."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if jax.process_count() == 1:
+            return
+        mine = 0 if error is None else 1 if isinstance(error, Damaged) else 2
+        worst = int(np.max(multihost_utils.process_allgather(np.int32(mine))))
+        if worst > mine:
+            kind = Damaged if worst == 1 else MismatchError
+            raise kind(f'checkpoint step {self.step}: see the message of another process')
+
+
+def is_remote(path: epath.Path) -> bool:
+    return '://' in str(path)
+
+
+def some(items: list) -> str:
+    """The last few items for a message."""
+    return ('… ' if len(items) > 4 else '') + ', '.join(map(str, items[-4:])) if items else 'none'
+
+
+def one_line(error: BaseException) -> str:
+    """The kind and text of an exception; of a long chain of causes, the first and the last."""
+    text = ' '.join(str(error).split())
+    return f'{type(error).__name__}: ' + (text if len(text) <= 400 else f'{text[:180]} … {text[-200:]}')
+
+
+def _sha256(record: dict) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,156 @@
+"""Typed, frozen configuration dataclasses and the registry of those that a gin file can name.
+
+    @configurable('polynomial')
+    class Polynomial(Attention):
+        degree: int = field(4, minimum=2, even=True)
+
+makes `Polynomial` a frozen, keyword-only dataclass whose values are checked at construction, and lets a gin file
+write `polynomial.degree = 8` and `model.attention = @polynomial()`. Nothing here knows gin: `lm.config.load` does.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from lm.errors import ConfigError
+
+REGISTRY: dict[str, type] = {}
+"""Gin name → dataclass. Filled by `configurable` when the module that holds the class is imported."""
+
+
+def field(
+    default: Any = dataclasses.MISSING,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    even: bool = False,
+    choices: tuple | None = None,
+    check: Callable[[Any], str | None] | None = None,
+    help: str = '',
+) -> Any:
+    """A dataclass field with the range of its values.
+
+    Args:
+        default: the default; without one the field is required.
+        minimum, maximum: inclusive bounds.
+        above, below: exclusive bounds.
+        even: the value must be divisible by 2.
+        choices: the permitted values.
+        check: returns None for a good value, else what is wrong ("must be …").
+        help: one line for people.
+    """
+    rules = dict(minimum=minimum, maximum=maximum, above=above, below=below, even=even, choices=choices, check=check)
+    return dataclasses.field(default=default, metadata={'rules': rules, 'help': help})
+
+
+def configurable(name: str) -> Callable[[type], type]:
+    """Class decorator: a frozen keyword-only dataclass, checked at construction, known to gin files as `name`."""
+
+    def decorate(cls: type) -> type:
+        refine = cls.__dict__.get('__post_init__')
+
+        def check(self) -> None:
+            check_fields(self)
+            if refine:
+                refine(self)
+
+        cls.__post_init__ = check
+        cls.gin_name = name
+        cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        known = REGISTRY.setdefault(name, cls)
+        if known is not cls and known.__qualname__ != cls.__qualname__:
+            raise ValueError(f'two configurables are named {name!r}: {known} and {cls}')
+        REGISTRY[name] = cls
+        return cls
+
+    return decorate
+
+
+def check_fields(config: Any) -> None:
+    """Raises ConfigError for the first field whose type or range is wrong; lists become tuples, ints become floats."""
+    annotations = typing.get_type_hints(type(config))
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        label = f'{config.gin_name}.{spec.name}'
+        try:
+            converted = convert(value, annotations[spec.name])
+        except TypeError:
+            raise ConfigError(
+                f'{label} = {value!r}: must be {describe(annotations[spec.name])}, not {type(value).__name__}'
+                + (f' (write {int(value)})' if isinstance(value, float) and value == value // 1 else '')
+            ) from None
+        if converted is not value:
+            object.__setattr__(config, spec.name, converted)
+        _check_range(label, converted, spec.metadata.get('rules', {}))
+
+
+def convert(value: Any, annotation: Any) -> Any:
+    """`value` as `annotation` demands, or TypeError. Only lossless conversions: int → float, list → tuple."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        for option in arguments:
+            try:
+                return convert(value, option)
+            except TypeError:
+                pass
+        raise TypeError
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            arguments = (arguments[0],) * len(value)
+        if len(arguments) != len(value):
+            raise TypeError
+        return tuple(convert(v, a) for v, a in zip(value, arguments, strict=True))
+    if annotation is None or annotation is type(None):
+        if value is None:
+            return None
+        raise TypeError
+    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, annotation) or (isinstance(value, bool) and annotation is int):
+        raise TypeError
+    return value
+
+
+def describe(annotation: Any) -> str:
+    """The type in a user's words: `int | None` → 'an int or None'."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return ' or '.join(describe(a) for a in arguments)
+    if origin is tuple:
+        return 'a list, each item ' + describe(arguments[0])
+    if annotation is type(None):
+        return 'None'
+    name = getattr(annotation, '__name__', str(annotation))
+    if annotation in (int, float, str, bool):
+        return ('an ' if name == 'int' else 'a ') + {'str': 'string', 'bool': 'bool (True or False)'}.get(name, name)
+    options = [key for key, cls in REGISTRY.items() if isinstance(cls, type) and issubclass(cls, annotation)]
+    return f'one of {", ".join("@" + o + "()" for o in sorted(options))}' if options else name
+
+
+def _check_range(label: str, value: Any, rules: dict[str, Any]) -> None:
+    if value is None:
+        return
+    problems = (
+        (rules.get('minimum') is not None and not value >= rules['minimum'], f'at least {rules.get("minimum")}'),
+        (rules.get('maximum') is not None and not value <= rules['maximum'], f'at most {rules.get("maximum")}'),
+        (rules.get('above') is not None and not value > rules['above'], f'above {rules.get("above")}'),
+        (rules.get('below') is not None and not value < rules['below'], f'below {rules.get("below")}'),
+        (bool(rules.get('even')) and value % 2 != 0, 'even'),
+        (
+            rules.get('choices') is not None and value not in rules['choices'],
+            'one of ' + ', '.join(map(str, rules.get('choices') or ())),
+        ),
+    )
+    for broken, remedy in problems:
+        if broken:
+            raise ConfigError(f'{label} = {value!r}: must be {remedy}')
+    if rules.get('check') and (remedy := rules['check'](value)):
+        raise ConfigError(f'{label} = {value!r}: {remedy}')

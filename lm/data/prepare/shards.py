@@ -1,0 +1,231 @@
+"""The work of `lm prepare`'s processes: the documents of a shard → an intermediate file of tokens.
+
+Nothing here imports jax. Each result appears whole or not at all, so a killed preparation goes on where it was.
+"""
+
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from lm.data.prepare.cleaning import CLEANINGS
+from lm.data.sources.base import Document, Shard, Source
+from lm.data.tokenizer import Tokenizer, TokenizerConfig, sentences, train
+from lm.errors import MismatchError
+
+BATCH_BYTES = 1_000_000
+"""Documents tokenised together."""
+SAMPLE_READ = 4
+"""Text read for the tokenizer's sample, as a multiple of the sample: it comes from all over the split."""
+
+_IS_SPACE = np.isin(np.arange(256), [9, 10, 11, 12, 13, 28, 29, 30, 31, 32])
+_WIDE_SPACES = re.compile('[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]')
+
+_progress: Any = None
+_tokenizers: dict[pathlib.Path, Tokenizer] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What all shards of a preparation have in common."""
+
+    source: Source
+    cleaning: str
+    max_document_bytes: int
+    folder: pathlib.Path
+    """Of the intermediate files; tokenizer.model lies in it."""
+    strict: bool
+
+    @property
+    def model(self) -> pathlib.Path:
+        return self.folder / 'tokenizer.model'
+
+    def result(self, shard: Shard, index: int) -> 'Result':
+        return Result(self.folder / shard.split / f'{index:06d}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The intermediate files of a shard: NAME.tokens, NAME.lengths and, written last, NAME.json with the counts."""
+
+    base: pathlib.Path
+
+    def counts(self) -> dict[str, Any] | None:
+        """documents, bytes, words, tokens, bad records; None if the shard is not finished."""
+        try:
+            counts = json.loads(self.base.with_suffix('.json').read_text())
+            sizes = {suffix: self.base.with_suffix(suffix).stat().st_size for suffix in ('.tokens', '.lengths')}
+        except (OSError, ValueError):
+            return None
+        return counts if sizes == counts['sizes'] else None
+
+    def tokens(self, dtype: np.dtype) -> np.ndarray:
+        return np.fromfile(self.base.with_suffix('.tokens'), dtype)
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document [documents]."""
+        return np.fromfile(self.base.with_suffix('.lengths'), np.int64)
+
+    def write(self, tokens: list[np.ndarray], lengths: list[np.ndarray], counts: dict[str, Any]) -> None:
+        self.base.parent.mkdir(parents=True, exist_ok=True)
+        sizes = {
+            '.tokens': write_whole(self.base.with_suffix('.tokens'), tokens),
+            '.lengths': write_whole(self.base.with_suffix('.lengths'), lengths),
+        }
+        write_whole(self.base.with_suffix('.json'), [json.dumps(counts | {'sizes': sizes}).encode()])
+
+
+def initialize(progress: Any) -> None:
+    """Runs first in each worker: `progress` is a shared array of bytes read and tokens made."""
+    global _progress
+    _progress = progress
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
+    parent = multiprocessing.parent_process()
+
+    def leave_with_parent() -> None:  # a worker whose parent was killed would wait for work for ever
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    if parent:
+        threading.Thread(target=leave_with_parent, daemon=True).start()
+
+
+def tokenize(job: Job, shard: Shard, index: int) -> None:
+    """Writes the intermediate files of a shard, if they are not there yet."""
+    result = job.result(shard, index)
+    if result.counts():
+        return
+    tokenizer = _tokenizers.get(job.model) or Tokenizer.load(job.model)
+    _tokenizers[job.model] = tokenizer
+    tokens, lengths = [], []
+    counts = {'documents': 0, 'bytes': 0, 'words': 0, 'tokens': 0, 'bad': []}
+    for texts, bad in _batches(job, shard):
+        counts['bad'] += bad
+        if not texts:
+            continue
+        batch_tokens, batch_lengths = tokenizer.encode_documents(texts)
+        tokens.append(batch_tokens)
+        lengths.append(batch_lengths)
+        encoded = [text.encode() for text in texts]
+        size = sum(map(len, encoded))
+        counts['documents'] += len(texts)
+        counts['bytes'] += size
+        counts['words'] += sum(map(count_words, texts, encoded))
+        counts['tokens'] += len(batch_tokens)
+        if _progress is not None:
+            with _progress.get_lock():
+                _progress[0] += size
+                _progress[1] += len(batch_tokens)
+    result.write(tokens, lengths, counts)
+
+
+def train_tokenizer(job: Job, config: TokenizerConfig, shards: list[Shard]) -> None:
+    """Trains the tokenizer on a sample of the shards and writes its model."""
+    write_whole(job.model, [train(config, _sample(job, config.sample_bytes, shards))])
+
+
+def documents(job: Job, shard: Shard) -> Iterator[Document]:
+    """The cleaned documents of a shard; bad ones carry the reason. Raises MismatchError for those if strict."""
+    clean = CLEANINGS[job.cleaning]
+    for document in job.source.read(shard, job.max_document_bytes):
+        if document.error is None:
+            text = clean(document.text)
+            document = dataclasses.replace(document, text=text, error=_fault(text))
+        if document.error and job.strict:
+            raise MismatchError(
+                f'split {shard.split!r}, document {document.id}: {document.error}; mend it, or run without --strict to '
+                'skip such documents and list them'
+            )
+        yield document
+
+
+def count_words(text: str, encoded: bytes) -> int:
+    """len(text.split()) of a text that is not empty, five times as fast; `encoded` is its UTF-8."""
+    if not text.isascii() and _WIDE_SPACES.search(text):
+        return len(text.split())
+    is_space = _IS_SPACE[np.frombuffer(encoded, np.uint8)]
+    return int(np.count_nonzero(is_space[:-1] & ~is_space[1:])) + int(not is_space[0])
+
+
+def _fault(text: str) -> str | None:
+    if not text:
+        return 'empty'
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can express
+        return 'invalid UTF-8'
+    return None
+
+
+def _batches(job: Job, shard: Shard) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
+    texts, bad, size = [], [], 0
+    for document in documents(job, shard):
+        if document.error:
+            bad.append({'split': shard.split, 'document': document.id, 'reason': document.error})
+            continue
+        texts.append(document.text)
+        size += len(document.text)
+        if size >= BATCH_BYTES:
+            yield texts, bad
+            texts, bad, size = [], [], 0
+    if texts or bad:
+        yield texts, bad
+
+
+def _sample(job: Job, limit: int, shards: list[Shard]) -> Iterator[str]:
+    """Text of at most `limit` bytes from all over the shards.
+
+    Shards spread evenly over the split are read, about SAMPLE_READ times the limit, and evenly spread pieces of their
+    documents are taken, so that neither a few long books nor the beginning of the split prevail.
+    """
+    total = sum(shard.bytes for shard in shards)
+    count = min(len(shards), max(1, -(-len(shards) * SAMPLE_READ * limit // max(1, total))))
+    chosen = [shards[i * len(shards) // count] for i in range(count)]
+    share = min(1.0, limit / max(1, sum(shard.bytes for shard in chosen)))
+    due, taken = 0.0, 0
+    for shard in chosen:
+        for document in documents(job, shard):
+            if document.error:
+                continue
+            for piece in sentences(document.text):
+                due += share
+                if due < 1:
+                    continue
+                due -= 1
+                taken += len(piece.encode())
+                if taken > limit:
+                    return
+                yield piece
+
+
+def write_whole(path: pathlib.Path, parts: list[Any]) -> int:
+    """Writes a file that appears whole or not at all; returns its size in bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f'.{path.name}.{os.getpid()}')
+    try:
+        with temporary.open('wb') as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return size
+
+
+def fingerprint(value: Any) -> str:
+    """SHA-256 of plain data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,220 @@
+"""Prepared datasets of TensorFlow Datasets, read without TensorFlow from ArrayRecord and from TFRecord files."""
+
+import functools
+import importlib.util
+import itertools
+import os
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from lm.config.configurable import configurable, field
+from lm.data.sources.base import Document, Part, Shard, Source, group, open_path, shard_bytes
+from lm.errors import ConfigError, MismatchError
+
+_TEXT_FEATURES = {'pg19': 'book_text'}
+_BATCH = 256
+"""Records read at a time; long ones, such as books, are read one by one."""
+
+
+@configurable('tfds')
+class Tfds(Source):
+    """A dataset of TensorFlow Datasets: pg19, wiki40b/en, c4/en or any other with a text feature.
+
+    Read from the newest version under data_dir. A dataset that is not there is downloaded and prepared, if the extra
+    lm-tpu[tfds] is installed.
+    """
+
+    name: str = field(help="the dataset, such as 'pg19', 'wiki40b/en' or 'c4/en'")
+    data_dir: str | None = field(None, help='TFDS data_dir; None: $TFDS_DATA_DIR or ~/tensorflow_datasets')
+    text_feature: str | None = field(
+        None, help="the feature that holds the text; None: book_text for pg19, else 'text'"
+    )
+    version: str | None = field(None, help='the version of the dataset; None: the newest under data_dir')
+
+    def identity(self) -> dict[str, Any]:
+        return {'kind': 'tfds', 'name': self.name, 'version': self._folder().name, 'text_feature': self._feature()}
+
+    def fetch(self, log) -> None:
+        if self._versions():
+            return
+        missing = [module for module in ('tensorflow', 'apache_beam') if importlib.util.find_spec(module) is None]
+        if missing:
+            raise ConfigError(
+                f'tfds.name = {self.name!r}: not prepared under {self._data_dir()} and {" and ".join(missing)} not '
+                "installed; set tfds.data_dir to where it lies, or pip install 'lm-tpu[tfds]' and run this again to "
+                'download it'
+            )
+        import tensorflow_datasets as tfds
+        import tensorflow_datasets.text  # registers wiki40b and c4
+
+        log(f'{self.name} is not under {self._data_dir()}: TFDS downloads and prepares it there')
+        name = f'{self.name}:{self.version}' if self.version else self.name
+        try:
+            builder = tfds.builder(name, data_dir=str(self._data_dir()), file_format='array_record')
+            builder.download_and_prepare()
+        except Exception as error:
+            reason = ' '.join(str(error).split())[:300]
+            raise ConfigError(
+                f'tfds.name = {name!r}: TFDS could not prepare it ({reason}); see data/README.md'
+            ) from error
+
+    def splits(self) -> tuple[str, ...]:
+        return tuple(_info(str(self._folder())).splits)
+
+    def shards(self, split: str) -> list[Shard]:
+        folder = self._folder()
+        info = _info(str(folder))
+        if info.file_format.value == 'array_record' and '://' in str(folder):
+            raise ConfigError(
+                f'tfds.data_dir = {self.data_dir!r}: ArrayRecord files are read from disks only; copy them or mount '
+                'the bucket with gcsfuse'
+            )
+        features = info.features
+        if features is not None and self._feature() not in features:
+            raise ConfigError(
+                f'tfds.text_feature = {self._feature()!r}: {self.name} has {", ".join(features)}; choose one of them'
+            )
+        split_info, parts = info.splits[split], []
+        records, unit = sum(split_info.shard_lengths), shard_bytes(split_info.num_bytes)
+        for path, length in zip(split_info.filepaths, split_info.shard_lengths, strict=True):
+            size = split_info.num_bytes * length // max(1, records)
+            pieces = max(1, -(-size // unit))
+            cuts = [length * i // pieces for i in range(pieces + 1)]
+            parts += [
+                Part(str(path).rsplit('/', 1)[-1], a, b, size * (b - a) // length)
+                for a, b in itertools.pairwise(cuts)
+                if a < b
+            ]
+        return group(split, parts)
+
+    def read(self, shard: Shard, max_bytes: int) -> Iterator[Document]:
+        from tensorflow_datasets.proto import tf_example_pb2
+
+        feature, folder = self._feature(), self._folder()
+        for part in shard.parts:
+            for i, record in enumerate(_records(folder / part.file, part), part.start):
+                identifier = f'{part.file}#{i}'
+                if len(record) > 2 * max_bytes:
+                    yield Document(identifier, error=f'longer than {max_bytes} bytes')
+                    continue
+                try:
+                    value = tf_example_pb2.Example.FromString(record).features.feature[feature].bytes_list.value[0]
+                except Exception as error:
+                    raise _damaged(folder / part.file, i, error) from None
+                try:
+                    if len(value) > max_bytes:
+                        yield Document(identifier, error=f'longer than {max_bytes} bytes')
+                    else:
+                        yield Document(identifier, value.decode('utf-8'))
+                except UnicodeDecodeError:
+                    yield Document(identifier, error='invalid UTF-8')
+
+    def _feature(self) -> str:
+        return self.text_feature or _TEXT_FEATURES.get(self.name.split('/')[0], 'text')
+
+    def _data_dir(self) -> Any:
+        return open_path(self.data_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets')
+
+    def _versions(self) -> list[Any]:
+        """The prepared versions, oldest first."""
+        folder = self._data_dir() / self.name
+        if self.version:
+            found = [folder / self.version]
+        else:
+            found = (
+                [path for path in folder.glob('*') if path.name.replace('.', '').isdigit()] if folder.exists() else []
+            )
+        return sorted(
+            (path for path in found if (path / 'dataset_info.json').exists()),
+            key=lambda path: [int(number) if number.isdigit() else 0 for number in path.name.split('.')],
+        )
+
+    def _folder(self) -> Any:
+        versions = self._versions()
+        if not versions:
+            raise ConfigError(
+                f'tfds.name = {self.name!r}, version {self.version or "any"}: not prepared under {self._data_dir()}; '
+                'set tfds.data_dir to where it lies'
+            )
+        return versions[-1]
+
+
+@functools.lru_cache(8)
+def _info(folder: str) -> Any:
+    import tensorflow_datasets as tfds
+
+    try:
+        info = tfds.builder_from_directory(folder).info
+    except Exception as error:
+        raise MismatchError(f'{folder}: not a readable TFDS dataset ({" ".join(str(error).split())[:200]})') from None
+    if not info.splits:
+        raise MismatchError(f'{folder}: the dataset has no splits; prepare it again')
+    if info.file_format is None or info.file_format.value not in ('array_record', 'tfrecord'):
+        raise ConfigError(f'{folder}: file format {info.file_format}; prepare it as array_record or tfrecord')
+    return info
+
+
+def _records(path: Any, part: Part) -> Iterator[bytes]:
+    if '.array_record' in path.name:
+        return _array_records(path, part)
+    return _tf_records(path, part)
+
+
+def _array_records(path: Any, part: Part) -> Iterator[bytes]:
+    try:
+        from array_record.python.array_record_module import ArrayRecordReader
+    except ImportError:
+        raise ConfigError(
+            f'{path}: reading it needs array_record, which exists for Linux only; prepare the dataset as tfrecord'
+        ) from None
+    position = part.start
+    try:
+        reader = ArrayRecordReader(str(path))
+        large = part.bytes > 100_000 * (part.stop - part.start)
+        while position < part.stop:
+            stop = min(part.stop, position + (1 if large else _BATCH))
+            yield from reader.read(position, stop)
+            position = stop
+        reader.close()
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise _damaged(path, position, error) from None
+
+
+def _tf_records(path: Any, part: Part) -> Iterator[bytes]:
+    """TFRecord framing: length, masked crc32c of the length, data, masked crc32c of the data, little-endian."""
+    try:
+        from google_crc32c import value as crc32c
+    except ImportError:  # comes with the extra [tfds]; without it only the framing is checked
+        crc32c = None
+    with path.open('rb') as file:
+        for i in range(part.stop):
+            head = file.read(12)
+            if len(head) < 12 or struct.unpack('<I', head[8:])[0] != _masked(_crc32c(head[:8])):
+                raise _damaged(path, i, 'the length of a record is wrong')
+            length = struct.unpack('<Q', head[:8])[0]
+            if i < part.start:
+                file.seek(length + 4, 1)
+                continue
+            record, check = file.read(length), file.read(4)
+            if len(check) < 4 or (crc32c and struct.unpack('<I', check)[0] != _masked(crc32c(record))):
+                raise _damaged(path, i, 'the checksum of a record is wrong')
+            yield record
+
+
+def _damaged(path: Any, record: int, error: Exception | str) -> MismatchError:
+    return MismatchError(f'{path}: damaged at record {record} ({" ".join(str(error).split())[:150]}); fetch it again')
+
+
+def _masked(crc: int) -> int:
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _crc32c(content: bytes) -> int:
+    """Castagnoli's CRC, bit by bit: for the 8 bytes of a length."""
+    crc = 0xFFFFFFFF
+    for byte in content:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ 0x82F63B78 * (crc & 1)
+    return crc ^ 0xFFFFFFFF

@@ -1,0 +1,75 @@
+"""`lm evaluate`."""
+
+import hashlib
+import json
+from typing import Any
+
+import jax
+
+from lm.config.text import dump
+from lm.evaluation.evaluator import make_evaluator
+from lm.experiment import Experiment, load_run
+from lm.runs.run_dir import config_differences
+from lm.text import perplexity
+from lm.training.mesh import initialize_distributed
+
+
+def main(experiment: Experiment, arguments: Any) -> int:
+    """`lm evaluate`: scores a split with the weights of a run, prints a table and writes evaluations/*.json."""
+    initialize_distributed(
+        experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
+    )
+    run = load_run(experiment, arguments.run_dir, arguments.step)
+    evaluator = make_evaluator(
+        experiment.evaluate, experiment.data, experiment.train.context_length, run.step, run.mesh, run.store
+    )
+    result = evaluator(run.weights, run.at)
+    if jax.process_index() == 0:
+        # A model that is run otherwise than it was trained, or other data, has a file of its own.
+        differences = config_differences(run.directory.config.read_text(), dump(experiment))
+        changes = {name: new for name, _, new in differences if not name.startswith(('evaluate.', 'mesh.'))}
+        result['overrides'] = changes
+        parts = [f'step-{run.at}', result['split'], str(result['context_length'])]
+        parts += [experiment.evaluate.window.replace(':', '-')]
+        parts += [hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:8]] if changes else []
+        path = run.directory.evaluations / ('_'.join(parts) + '.json')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + '\n')
+        if arguments.json:
+            print(json.dumps(result, indent=2))
+        elif experiment.data.task:
+            print(f'{result["split"]} at step {result["step"]}: {evaluator.describe(result)}\nwritten to {path}')
+        else:
+            print_table(result, str(path))
+    return 0
+
+
+def print_table(result: dict, path: str) -> None:
+    """The result for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f'{result["split"]} at step {result["step"]}', show_header=False, title_justify='left')
+    rows = {
+        'perplexity per token': f'{result["perplexity"]:.4f}',
+        'perplexity per word': f'{result["word_perplexity"]:.4f}',
+        'bits per byte': f'{result["bits_per_byte"]:.5f}',
+        'nats in total': f'{result["sum_nats"]:.3f}',
+        'tokens scored': f'{result["tokens"]:,}',
+        'words / bytes / documents': f'{result["words"]:,} / {result["bytes"]:,} / {result["documents"]:,}',
+        'context / window': f'{result["context_length"]} / {result["window"]}',
+        'tokenizer': result['tokenizer_sha256'][:16],
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    by_position = Table(title='loss by position in the context', title_justify='left')
+    for heading in ('positions', 'loss', 'perplexity'):
+        by_position.add_column(heading, justify='right')
+    for bucket in result['loss_by_position']:
+        by_position.add_row(
+            f'{bucket["start"]}–{bucket["end"] - 1}', f'{bucket["loss"]:.4f}', f'{perplexity(bucket["loss"]):.2f}'
+        )
+    console = Console()
+    console.print(table)
+    console.print(by_position)
+    console.print(f'written to {path}', soft_wrap=True)

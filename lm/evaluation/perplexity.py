@@ -1,0 +1,169 @@
+"""Perplexity of a split: every token counted once, padding never, sums in float64 on the host.
+
+The stream of a split is its documents with their end-of-document tokens; one more end-of-document token stands before
+the first token, so that every token of the split is predicted. Results do not depend on batch size, devices or hosts.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from lm.config.configurable import configurable, field
+from lm.data.store import TokenStore
+from lm.errors import ConfigError
+from lm.text import perplexity
+from lm.training.mesh import batch_sharding, replicated
+from lm.training.step import Step
+
+
+def _check_window(window: str) -> str | None:
+    if window == 'disjoint':
+        return None
+    kind, _, stride = window.partition(':')
+    if kind == 'sliding' and stride.isdigit() and int(stride) > 0:
+        return None
+    return "must be 'disjoint' or 'sliding:STRIDE', such as 'sliding:512'"
+
+
+@configurable('evaluate')
+class EvaluateConfig:
+    """Which tokens are scored and with how much context."""
+
+    split: str | None = field(None, help='None: data.eval_split')
+    context_length: int | None = field(None, minimum=1, help='None: train.context_length')
+    window: str = field('disjoint', check=_check_window, help="'disjoint' or 'sliding:STRIDE'")
+    batch_size: int = field(8, minimum=1, help='windows at a time, rounded up to a multiple of the devices')
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationWindows:
+    """Windows over the n tokens of a split. Window i starts at i·stride; after the first, only its last `stride`
+    targets are scored, so that each token is scored once, with at least context_length - stride tokens before it."""
+
+    n_tokens: int
+    context_length: int
+    stride: int
+
+    @classmethod
+    def create(cls, n_tokens: int, context_length: int, window: str) -> 'EvaluationWindows':
+        """Raises ConfigError when the context is longer than the split or the stride longer than the context."""
+        if context_length > n_tokens:
+            raise ConfigError(
+                f'evaluate.context_length = {context_length}: the split has only {n_tokens} tokens; shorten the context'
+            )
+        stride = context_length if window == 'disjoint' else int(window.partition(':')[2])
+        if stride > context_length:
+            raise ConfigError(f"evaluate.window = '{window}': the stride must be at most the context, {context_length}")
+        return cls(n_tokens, context_length, stride)
+
+    def __len__(self) -> int:
+        return 1 + max(0, math.ceil((self.n_tokens - self.context_length) / self.stride))
+
+    def batch(self, store: TokenStore, split: str, eod: int, first: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Windows first, …, first+size-1: (token ids [size, L+1], bool [size, L] of the targets that are scored)."""
+        L, n = self.context_length, self.n_tokens
+        tokens = np.full((size, L + 1), eod, np.int32)
+        scored = np.zeros((size, L), bool)
+        starts = [i * self.stride for i in range(first, min(first + size, len(self)))]
+        inner = [row for row, start in enumerate(starts) if start > 0 and start + L <= n]
+        if inner:
+            tokens[inner] = store.read_many(split, np.array([starts[row] - 1 for row in inner]), L + 1)
+        for row, start in enumerate(starts):
+            if row not in inner:  # the first window, which an end-of-document token opens, and the last, which is short
+                text = store.read(split, max(start - 1, 0), min(start + L, n))
+                offset = 1 if start == 0 else 0
+                tokens[row, offset : offset + len(text)] = text
+            scored[row, L - self.stride if start else 0 : min(L, n - start)] = True
+        return tokens, scored
+
+
+class Evaluator:
+    """Scores splits with the weights of a model; compiled once, used at every evaluation of a training run."""
+
+    def __init__(
+        self, step: Step, mesh: Mesh, store: TokenStore, config: EvaluateConfig, split: str, context_length: int
+    ):
+        self.store, self.split, self.config, self.mesh = store, split, config, mesh
+        self.windows = EvaluationWindows.create(store.tokens(split), context_length, config.window)
+        devices = mesh.size
+        self.batch_size = math.ceil(config.batch_size / devices) * devices
+        self._sharding = batch_sharding(mesh)
+
+        def nats(weights, tokens_BxL):
+            return step.nats(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:])
+
+        self._nats = jax.jit(nats, out_shardings=replicated(mesh))
+
+    def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
+        """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` said so."""
+        L = self.windows.context_length
+        nats, tokens = np.zeros(L, np.float64), np.zeros(L, np.int64)
+        for nats_BxL, scored_BxL in self._scores(weights):
+            nats += np.where(scored_BxL, nats_BxL.astype(np.float64), 0.0).sum(axis=0)
+            tokens += scored_BxL.sum(axis=0)
+            if should_stop():
+                return None
+        return summarize(nats, tokens, self.store, self.split) | {
+            'split': self.split,
+            'context_length': L,
+            'window': self.config.window,
+            'step': step,
+        }
+
+    def describe(self, result: dict) -> str:
+        """The result in one line."""
+        return (
+            f'loss {result["loss"]:.4f}  perplexity {result["perplexity"]:.3f}'
+            f'  per word {result["word_perplexity"]:.3f}  bits per byte {result["bits_per_byte"]:.4f}'
+        )
+
+    def _scores(self, weights) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(nats [B, L], scored [B, L]) of each batch, fetched one batch late so that the devices never wait."""
+        eod = self.store.tokenizer().eod_id
+        pending = None
+        with jax.set_mesh(self.mesh):
+            for first in range(0, len(self.windows), self.batch_size):
+                tokens, scored = self.windows.batch(self.store, self.split, eod, first, self.batch_size)
+                array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
+                nats = self._nats(weights, array)
+                if pending:
+                    yield np.asarray(pending[0]), pending[1]
+                pending = nats, scored
+        yield np.asarray(pending[0]), pending[1]
+
+
+def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split: str) -> dict:
+    """The reported figures from sums over each position of the context.
+
+    Word-level perplexity divides by the words of the text (PG-19's published counts on its full splits), bits per byte
+    by its bytes: both can be compared across tokenizers, perplexity per token cannot.
+    """
+    n_bytes, n_words = store.bytes(split), store.words(split)
+    sum_nats, n_tokens = float(nats_L.sum()), int(tokens_L.sum())
+    positions = []
+    start = 0
+    while start < len(nats_L):
+        end = min(max(1, 2 * start), len(nats_L))
+        count = int(tokens_L[start:end].sum())
+        if count:
+            loss = float(nats_L[start:end].sum()) / count
+            positions.append({'start': start, 'end': end, 'tokens': count, 'loss': loss})
+        start = end
+    return {
+        'sum_nats': sum_nats,
+        'tokens': n_tokens,
+        'bytes': n_bytes,
+        'words': n_words,
+        'documents': store.documents(split),
+        'loss': sum_nats / n_tokens,
+        'perplexity': perplexity(sum_nats / n_tokens),
+        'word_perplexity': perplexity(sum_nats / n_words),
+        'bits_per_byte': sum_nats / math.log(2) / n_bytes,
+        'loss_by_position': positions,
+        'tokenizer_sha256': store.info['tokenizer']['sha256'],
+    }

@@ -1,0 +1,134 @@
+"""The forward kernel of causal linear attention on TPUs.
+
+N heads of all sequences, T tokens of a block, F features x of queries and y of keys, C size of what the exact kernel
+compares, D head size, P rows of the packed expansion. Arrays in HBM are [N, rows, tokens]. The grid walks over groups
+of heads and, for each, over the blocks in order, with the sums over earlier keys in VMEM.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from lm.ops.linear_attention.tpu.features import (
+    Plan,
+    causal,
+    dot,
+    expand,
+    extended,
+    moment_operand,
+    moment_times,
+    state_operand,
+    tiles,
+    weights_and_slope,
+    with_one,
+)
+from lm.ops.linear_attention.tpu.maps import features
+
+
+def forward(plan: Plan, save: bool, x, y, v, maps, *local) -> list[jax.Array]:
+    """Outputs [N, D, L] and inverse denominators [N, 1, L]; with `save` also the sums before each block.
+
+    Args:
+        plan: L is a multiple of its block, N of its heads.
+        save: also return the state's and the moment's operands before each block, [N, L / block, rows, columns].
+        x: [N, F, L], or with plan.map its inputs [N, E, L].
+        y: as x.
+        v: [N, D, L].
+        maps: the map's operands for x and for y, [R, C] each, where plan.map.
+        local: a, b, each [N, C, L], where plan.exact_local.
+    """
+    n, head_dim, length = v.shape
+    features = plan.features or x.shape[1]
+    state, moment = plan.state_shape(features, head_dim), plan.moment_shape(features)
+    steps = length // plan.block
+    inputs = (x, y, v, *local)
+    outputs = [jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct((n, 1, length), jnp.float32)]
+    tokens = [pl.BlockSpec((plan.heads, a.shape[1], plan.block), lambda i, j: (i, 0, j)) for a in (*inputs, *outputs)]
+    whole = [pl.BlockSpec(w.shape, lambda i, j: (0, 0)) for w in maps]
+    sums = []
+    if save and not plan.alone:
+        wide = moment[1] if v.dtype == jnp.float32 else 3 * moment[1]
+        shapes = [state, (moment[0], wide)] if plan.squared else [state]
+        outputs += [jax.ShapeDtypeStruct((n, steps, *shape), v.dtype) for shape in shapes]
+        sums = [pl.BlockSpec((plan.heads, 1, *shape), lambda i, j: (i, j, 0, 0)) for shape in shapes]
+    return pl.pallas_call(
+        functools.partial(_kernel, plan, save and not plan.alone),
+        name='linear_attention_forward',
+        grid=(n // plan.heads, steps),
+        in_specs=whole + tokens[: len(inputs)],
+        out_specs=tokens[len(inputs) :] + sums,
+        out_shape=outputs,
+        scratch_shapes=[pltpu.VMEM((plan.heads, *shape), jnp.float32) for shape in (state, moment)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
+        ),
+        cost_estimate=_cost(plan, inputs, outputs),
+    )(*maps, *inputs)
+
+
+def _cost(plan: Plan, inputs, outputs) -> pl.CostEstimate:
+    n, head_dim, length = inputs[2].shape
+    features = plan.features or inputs[0].shape[1]
+    compared = inputs[-1].shape[1] if plan.exact_local else features
+    rows, columns = plan.state_shape(features, head_dim)
+    before = 0 if plan.alone else 4 * rows * columns + (8 * features**2 if plan.squared else 0)
+    inside = (compared + head_dim) * (plan.block + plan.forward_tile) + 4 * plan.products * inputs[0].shape[1]
+    return pl.CostEstimate(
+        flops=n * length * (before + inside),
+        transcendentals=0,
+        bytes_accessed=sum(a.size * a.dtype.itemsize for a in (*inputs, *outputs)),
+    )
+
+
+def _kernel(plan: Plan, save: bool, *refs):
+    maps, (x, y, v, *refs) = (refs[:2], refs[2:]) if plan.map else ((), refs)
+    a, b = refs[:2] if plan.exact_local else (x, y)
+    o, inverse, *saved, state, moment = refs[2:] if plan.exact_local else refs
+
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        state[...] = jnp.zeros_like(state)
+        moment[...] = jnp.zeros_like(moment)
+
+    # The order of the stages is the one that the compiler schedules best; most of them do not depend on each other.
+    for head in range(plan.heads):
+        x_FxT, y_FxT, v_DxT = x[head], y[head], v[head]
+        a_CxT, b_CxT = a.at[head], b.at[head]
+        if plan.map:
+            x_FxT = features(plan, maps[0][...], x_FxT, True, v.dtype)
+            y_FxT = features(plan, maps[1][...], y_FxT, False, v.dtype)
+            a_CxT, b_CxT = (a_CxT, b_CxT) if plan.exact_local else (x_FxT, y_FxT)
+        if plan.alone:
+            num_DxT, den_1xT = jnp.zeros(v_DxT.shape, jnp.float32), jnp.zeros((1, plan.block), jnp.float32)
+        elif plan.squared:
+            state_DxP = state_operand(plan, state[head], x_FxT.shape[0], v.dtype)
+            moment_FxE = moment_operand(plan, moment[head], v.dtype)
+            x1_FxT, y1_FxT = with_one(plan, x_FxT), with_one(plan, y_FxT)
+            den_1xT = jnp.sum(moment_times(moment_FxE, x1_FxT) * x1_FxT.astype(jnp.float32), axis=0, keepdims=True)
+            den_1xT = den_1xT if plan.series else jnp.maximum(den_1xT, 0.0)
+            moment[head] += dot(y1_FxT, y1_FxT, (1, 1))
+            num_DxT = dot(state_DxP, expand(plan, x_FxT, weighted=True), (1, 0))
+            state[head] += dot(v_DxT, expand(plan, y_FxT, weighted=False), (1, 1))
+        else:
+            state_DxP = state_operand(plan, state[head], x_FxT.shape[0], v.dtype)
+            num_DxT = dot(state_DxP, x_FxT, (1, 0))
+            den_1xT = jnp.sum(num_DxT[v_DxT.shape[0] :], axis=0, keepdims=True)
+            num_DxT = num_DxT[: v_DxT.shape[0]]
+            state[head] += dot(extended(plan, v_DxT, 1.0), y_FxT, (1, 1))
+        if save:
+            saved[0][head, 0] = state_DxP
+            if plan.squared:
+                saved[1][head, 0] = moment_FxE
+        for queries, keys in tiles(plan, plan.forward_tile):
+            s_KxQ = dot(b_CxT[:, keys], a_CxT[:, queries], (0, 0))
+            w_KxQ, _ = weights_and_slope(plan, s_KxQ)
+            w_KxQ = causal(w_KxQ)
+            total_1xQ = plan.bias + den_1xT[:, queries] + jnp.sum(w_KxQ, axis=0, keepdims=True)
+            # Padding after the last token has no keys and, with bias 0, no denominator either.
+            inverse_1xQ = jnp.where(total_1xQ == 0.0, 0.0, 1.0 / total_1xQ)
+            num_DxQ = num_DxT[:, queries] + dot(v[head, :, keys], w_KxQ.astype(v.dtype), (1, 0))
+            inverse[head, :, queries] = inverse_1xQ
+            o[head, :, queries] = (num_DxQ * inverse_1xQ).astype(o.dtype)

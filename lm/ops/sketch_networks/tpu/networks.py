@@ -1,0 +1,145 @@
+"""The learned sketch on TPUs: one fused Pallas kernel a node and direction, whose hidden layers never reach HBM.
+
+Static cycles per token and head are measured by `lm.bench.kernels`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from lm.ops import platform
+from lm.ops.exact_attention import RESIDUAL_NAME
+from lm.ops.sketch_networks.tpu.kernels import CUBIC, ONES, Plan, backward, forward
+from lm.ops.sketch_networks.types import Network, Nodes, climb
+
+LANES = 128
+BLOCK, TILE = 1024, 512
+"""Tokens of a grid step, and of the part of it whose hidden layers exist at a time in the backward kernel, at most:
+long enough for the matrix units to have the products of one network while the other's hidden units are computed."""
+ROWS = 16
+"""Rows of a bfloat16 register: sizes must be multiples of it."""
+
+
+def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Arguments as in `lm.ops.sketch_networks`; calls that `unsupported` refuses are wrong here."""
+    by_device = platform.per_device(_sketch, split=(False, True))
+    return tuple(by_device(nodes, x_BxLxNxGxM) for x_BxLxNxGxM in xs_BxLxNxGxM)
+
+
+def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:
+    """Why the kernels cannot compute this call, or None."""
+    if platform.target_platform() != 'tpu':
+        return 'needs a TPU'
+    x, r = xs[0], nodes[0][0].kernels[-1].shape[-1]
+    for name, size in (('vectors', x.shape[-1]), ('sketches', r)):
+        if size % ROWS:
+            return f'takes {name} whose size is a multiple of {ROWS}, not {size}'
+    if x.shape[1] < LANES:
+        return f'takes {LANES} tokens or more, not {x.shape[1]}'
+    dtypes = {x.dtype for x in xs}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
+        return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
+    if x.shape[0] % platform.batch_shards():
+        return f'cannot split a batch of {x.shape[0]} over {platform.batch_shards()} devices'
+    hidden = nodes[0][0].kernels[0].shape[-1]
+    if vmem_estimate(LANES, max(x.shape[-1], r), hidden, r, x.dtype.itemsize) > 0.8 * platform.vmem()[0]:
+        return f'would not fit its VMEM with sketches of {r} and {hidden} hidden units'
+    return None
+
+
+def plan_for(length: int, heads: int, size: int, hidden: int, r: int, itemsize: int) -> Plan:
+    """How sequences of `length` vectors of `size` numbers are computed, `heads` heads a sketch."""
+    available, limit = platform.vmem()
+    steps = -(-length // BLOCK)
+    block = -(-length // (steps * LANES)) * LANES
+    sizes = [tile for tile in range(TILE, 0, -LANES) if block % tile == 0]
+    fitting = [tile for tile in sizes if vmem_estimate(tile, size, hidden, r, itemsize) <= 0.8 * available]
+    tile = (fitting or sizes[-1:])[0]
+    # The forward kernel gains from longer tiles, but for v4, which loads and stores less at a time.
+    forward_tile = block if limit else sizes[0]
+    return Plan(block, tile, forward_tile, heads, 2 if steps % 2 == 0 else 1, limit)
+
+
+def vmem_estimate(tile: int, size: int, hidden: int, r: int, itemsize: int) -> int:
+    """Bytes of VMEM that the backward kernel, the larger one, takes: about what the compiler reports."""
+    weights = 2 * hidden * (size + 3 * r + 2 * ONES)
+    return (4 * itemsize + 8) * weights + 24 * itemsize * hidden * tile
+
+
+def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
+    batch, length, n, heads, size = x_BxLxNxGxM.shape
+    r = nodes[0][0].kernels[-1].shape[-1]
+    hidden = nodes[0][0].kernels[0].shape[-1]
+    plan = plan_for(length, heads, size, hidden, r, x_BxLxNxGxM.dtype.itemsize)
+    # Zero tokens after the last: their sketches are cut off, and their gradients are 0.
+    x_BxNxGxMxL = jnp.pad(x_BxLxNxGxM.transpose(0, 2, 3, 4, 1), ((0, 0),) * 4 + ((0, -length % plan.block),))
+    leaf_BxHxMxL = x_BxNxGxMxL.reshape(batch, n * heads, size, -1)
+
+    def join(first: Network, second: Network, left: jax.Array, right: jax.Array) -> jax.Array:
+        inputs = (left,) if left is right else (left, right)
+        return node(plan, inputs, _fold(first, second))
+
+    psi_BxHxRxL = climb(nodes, leaf_BxHxMxL, join)[..., :length]
+    return psi_BxHxRxL.reshape(batch, n, heads, r, length).transpose(0, 4, 1, 2, 3)
+
+
+def _fold(first: Network, second: Network) -> tuple[jax.Array, ...]:
+    """The four maps of both networks and the biases of the first and third, as the kernels want them, in float32.
+
+    Layer normalization's scale and bias become part of the map after it, gelu's constants of the maps around it.
+    """
+    maps, biases = [], []
+    for i in range(2):
+        wide = [0.5 * CUBIC * network.kernels[2 * i] for network in (first, second)]
+        scales, shifts = ([values[i] for values in pair] for pair in zip(first[1:], second[1:], strict=True))
+        maps.append(jnp.stack([(k * s.swapaxes(1, 2)).swapaxes(1, 2) for k, s in zip(wide, scales, strict=True)], 1))
+        biases.append(jnp.stack([jnp.sum(k * b.swapaxes(1, 2), 1) for k, b in zip(wide, shifts, strict=True)], 1))
+        narrow = [network.kernels[2 * i + 1].swapaxes(1, 2) / CUBIC for network in (first, second)]
+        maps.append(jnp.stack(narrow, 1))
+    return (*maps, *biases)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def node(plan: Plan, inputs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> jax.Array:
+    """ψ [B, H, r, L] of one node.
+
+    Args:
+        plan: how it is computed.
+        inputs: its children [B, H, M, L], one array where they are the same.
+        weights: of `_fold`.
+    """
+    return forward(plan, inputs, _maps(weights, inputs[0].dtype))
+
+
+def _node_forward(plan, inputs, weights):
+    # Saved by name, so that a `jax.checkpoint` policy can spare the backward pass a second forward one.
+    psi = checkpoint_name(forward(plan, inputs, _maps(weights, inputs[0].dtype)), RESIDUAL_NAME)
+    return psi, (inputs, weights)
+
+
+def _node_backward(plan, residuals, dpsi):
+    inputs, weights = residuals
+    count = len(inputs)
+    gradients = backward(plan, inputs, _maps(weights, inputs[0].dtype), dpsi)
+    dw1, dv1, dw2, dv2 = (g.sum(axis=1) for g in gradients[count:])
+    turned = [dw.swapaxes(2, 3) for dw in (dw1, dw2)]
+    (dw1, dc1), (dw2, dc2) = ((dw[..., :-ONES], dw[..., -ONES]) for dw in turned)
+    return tuple(gradients[:count]), (dw1, dv1, dw2, dv2, dc1, dc2)
+
+
+node.defvjp(_node_forward, _node_backward)
+
+
+def _maps(weights: tuple[jax.Array, ...], dtype) -> list[jax.Array]:
+    """The kernels' maps: each bias becomes two columns, so that in bfloat16 it keeps twice the digits."""
+    w1, v1, w2, v2, c1, c2 = weights
+
+    def with_bias(w, c):
+        high = c.astype(dtype)
+        low = (c - high.astype(jnp.float32)).astype(dtype)
+        columns = jnp.stack([high, low] + [jnp.zeros_like(high)] * (ONES - 2), axis=-1)
+        return jnp.concatenate([w.astype(dtype), columns], axis=-1)
+
+    return [with_bias(w1, c1), v1.astype(dtype), with_bias(w2, c2), v2.astype(dtype)]

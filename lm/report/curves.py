@@ -1,0 +1,145 @@
+"""Runs that belong together, and the curves of a report that they make."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lm.plots import Curve
+from lm.report import paper
+from lm.runs.records import Run
+
+BINS = 80
+"""Points of a smoothed loss curve."""
+SHOWN_FROM = 0.05
+"""Share of the training that loss curves leave out at the start, where nothing can be compared."""
+FIRST_POSITION = 8
+"""The loss of earlier ones, which is several times higher, would flatten the rest of the picture."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Runs that differ in seed and context length alone."""
+
+    label: str
+    style: int
+    runs: tuple[Run, ...]
+
+    def at(self, context: int) -> list[Run]:
+        return [run for run in self.runs if run.value('train.context_length') == context]
+
+
+def make_series(runs: Sequence[Run]) -> list[Series]:
+    """Groups runs that differ in seed and context length alone, in the paper's order, others behind. Labels say
+    the attention, and what else differs between series of the same attention."""
+    names = [(paper.label_of(run) or run.attention).replace(' (using FlashAttention)', '') for run in runs]
+    described = []
+    for run, name in zip(runs, names, strict=True):
+        peers = [other.config for other, n in zip(runs, names, strict=True) if n == name]
+        differing = [
+            key
+            for key, value in run.config.items()
+            if _counts(key) and any(key in peer and peer[key] != value for peer in peers)
+        ]
+        parts = [f'{key.rpartition(".")[2].replace("_", " ")} {_brief(run.config[key])}' for key in differing]
+        described.append(', '.join([name, *parts]))
+    groups: dict[str, list[Run]] = {}
+    for run, label in zip(runs, described, strict=True):
+        groups.setdefault(label, []).append(run)
+    order = [paper.SOFTMAX, *(row for rows in paper.PG19.groups.values() for row in rows)]
+    rank = {label: order.index(row) for run, label in zip(runs, described, strict=True) if (row := paper.row_of(run))}
+    sorted_groups = sorted(groups.items(), key=lambda item: rank.get(item[0], len(order)))
+    return [Series(label, i, tuple(members)) for i, (label, members) in enumerate(sorted_groups)]
+
+
+def is_under_way(run: Run) -> bool:
+    """Whether a run has come far enough to be drawn."""
+    return len(run.train) > 1 and run.step >= SHOWN_FROM * run.total_steps
+
+
+def loss_curve(series: Series, context: int, end: int) -> Curve | None:
+    """Training loss against tokens, up to `end`: means over bins of equal width on a logarithmic axis."""
+    runs = [run for run in series.at(context) if len(run.train) > 1]
+    if not runs:
+        return None
+    edges = np.geomspace(max(end * SHOWN_FROM, 1), end * (1 + 1e-9), BINS + 1)
+    middle = np.sqrt(edges[1:] * edges[:-1])
+    found = []
+    for run in runs:
+        tokens, loss = (np.array([r[k] for r in run.train], np.float64) for k in ('tokens', 'loss'))
+        finite = np.isfinite(loss)
+        count, _ = np.histogram(tokens[finite], edges)
+        total, _ = np.histogram(tokens[finite], edges, weights=loss[finite])
+        known = count > 0
+        if not known.any():
+            continue
+        smooth = np.interp(np.log(middle), np.log(middle[known]), total[known] / count[known], left=np.nan)
+        smooth[middle > tokens[-1] * (1 + (edges[1] / edges[0] - 1))] = np.nan
+        found.append(smooth)
+    return _aggregate(series, middle, found) if found else None
+
+
+def position_curve(series: Series, context: int, measure: Callable[[Run], dict[str, Any]]) -> Curve | None:
+    """Loss by position in the evaluations that `measure` chooses, the buckets at their geometric middles."""
+    found = [measure(run).get('loss_by_position') for run in series.at(context)]
+    found = [[b for b in buckets if b['start'] >= first_position(context)] for buckets in found if buckets]
+    if not found:
+        return None
+    x = np.array([np.sqrt((b['start'] + 1) * b['end']) for b in found[0]])
+    same = [buckets for buckets in found if len(buckets) == len(x)]
+    return _aggregate(series, x, [np.array([b['loss'] for b in buckets]) for buckets in same])
+
+
+def first_position(context: int) -> int:
+    """The first position in the pictures: FIRST_POSITION, or less in contexts that are hardly longer."""
+    return min(FIRST_POSITION, context // 8)
+
+
+def accuracy_curve(series: Series, context: int) -> Curve | None:
+    """Accuracy in percent against steps."""
+    found = [[(r['step'], 100 * r['accuracy']) for r in run.evals if 'accuracy' in r] for run in series.at(context)]
+    found = [records for records in found if records]
+    if not found:
+        return None
+    x = np.unique([step for records in found for step, _ in records])
+    return _aggregate(series, x, [np.interp(x, *zip(*records, strict=True), right=np.nan) for records in found])
+
+
+def _aggregate(series: Series, x: np.ndarray, ys: list[np.ndarray]) -> Curve | None:
+    """The mean over runs with the band of their extremes."""
+    y = np.array(ys)
+    known = np.isfinite(y).any(axis=0)
+    x, y = x[known], y[:, known]
+    if not len(x):
+        return None
+    if len(y) == 1:
+        return Curve(series.label, series.style, x, y[0])
+    return Curve(series.label, series.style, x, np.nanmean(y, 0), np.nanmin(y, 0), np.nanmax(y, 0))
+
+
+def context_curve(series: Series, values: Iterable[tuple[int, float | None]]) -> Curve:
+    """Pairs of context length and measure, as means with the band of their extremes."""
+    groups: dict[int, list[float]] = {}
+    for context, value in values:
+        if value is not None:
+            groups.setdefault(context, []).append(value)
+    x = np.array(sorted(groups))
+    y = [groups[context] for context in x]
+    mean, low, high = (np.array([f(v) for v in y]) for f in (statistics.fmean, min, max))
+    repeated = any(len(v) > 1 for v in y)
+    return Curve(series.label, series.style, x, mean, low if repeated else None, high if repeated else None)
+
+
+def _counts(binding: str) -> bool:
+    """Whether a difference in this binding makes another series."""
+    from lm.training.config import MAY_CHANGE_ON_RESUME
+
+    ignored = {'train.seed', 'train.context_length', 'train.microbatches', 'model.attention', *MAY_CHANGE_ON_RESUME}
+    section = binding.rpartition('/')[2].partition('.')[0] + '.'
+    return binding == 'data.path' or not (binding in ignored or section in ignored)
+
+
+def _brief(value: str) -> str:
+    return value.strip("'").rstrip('/').rpartition('/')[2]

@@ -1,0 +1,145 @@
+"""metrics.jsonl: one JSON object a logged step, in the order of the steps, each step once even after a restart.
+
+JSON has no numbers for what is not finite: they are written as the strings 'NaN', 'Infinity' and '-Infinity'.
+"""
+
+import contextlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+REMOTE_SECONDS = 60.0
+"""Object stores cannot append: there the whole file is written again after so long, and on flush and close."""
+
+log = logging.getLogger(__name__)
+
+
+class MetricsFile:
+    """Appends records to `path`. A context manager. All processes make and use it alike, process 0 alone writes.
+
+    Args:
+        path: the file; created if absent.
+        resume_at: lines of later steps are removed first, as is a last line that was cut off by a crash.
+        tensorboard: folder for TensorBoard summaries through clu; None, or without the packages, none are written.
+    """
+
+    def __init__(self, path: epath.PathLike, resume_at: int = 0, tensorboard: epath.PathLike | None = None):
+        self.path = epath.Path(path)
+        self._leader = jax.process_index() == 0
+        self._remote = '://' in str(self.path)
+        self._file = None
+        self._lines: list[str] = []
+        self._unwritten = False
+        self._last_write = time.monotonic()
+        self._evaluated: set[int] = set()
+        self._summaries = _summary_writer(tensorboard) if tensorboard is not None and self._leader else None
+        if self._leader:
+            lines = self._keep(resume_at)
+            if self._remote:
+                self._lines = lines
+            else:
+                self._file = open(self.path, 'a', encoding='utf-8')  # noqa: SIM115 (closed by close)
+        if jax.process_count() > 1:
+            known = int(multihost_utils.broadcast_one_to_all(np.int32(resume_at in self._evaluated)))
+            self._evaluated = {resume_at} if known else set()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Adds one line. `kind` and `step` are required; numpy and jax scalars become numbers."""
+        if record['kind'] == 'eval':
+            self._evaluated.add(record['step'])
+        if not self._leader:
+            return
+        line = json.dumps(_plain(record), allow_nan=False) + '\n'
+        if self._remote:
+            self._lines.append(line)
+            self._unwritten = True
+            if time.monotonic() - self._last_write > REMOTE_SECONDS:
+                self.flush()
+        else:
+            self._file.write(line)
+            self._file.flush()
+        if self._summaries:
+            numbers = {name: float(v) for name, v in record.items() if _is_number(v) and name != 'step'}
+            self._summaries.write_scalars(record['step'], {f'{record["kind"]}/{k}': v for k, v in numbers.items()})
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the file has a record of kind eval for `step`, which is `resume_at` or later."""
+        return step in self._evaluated
+
+    def flush(self) -> None:
+        """On an object store, writes what is there only in memory. Call it before a checkpoint is saved."""
+        if self._unwritten:
+            self.path.write_text(''.join(self._lines))
+            self._unwritten = False
+            self._last_write = time.monotonic()
+
+    def close(self) -> None:
+        self.flush()
+        if self._file:
+            self._file.close()
+        if self._summaries:
+            self._summaries.close()
+
+    def __enter__(self) -> 'MetricsFile':
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _keep(self, resume_at: int) -> list[str]:
+        """The lines that stay; the file is replaced if any go."""
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        kept = []
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                step, evaluation = record['step'], record['kind'] == 'eval'
+            except (ValueError, KeyError, TypeError):
+                if number < len(lines):
+                    log.warning('%s: line %d is not a record and is removed', self.path, number)
+                continue
+            if step <= resume_at and line.endswith('\n'):
+                kept.append(line)
+                if evaluation:
+                    self._evaluated.add(step)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if kept != lines:
+            write_atomically(self.path, ''.join(kept))
+        return kept
+
+
+def _summary_writer(folder: epath.PathLike) -> Any:
+    """clu's TensorBoard writer, or None where the packages are missing (clu declares neither)."""
+    if any(importlib.util.find_spec(name) is None for name in ('clu', 'tensorflow', 'tensorboard')):
+        log.info('no TensorBoard summaries: install the extra [tensorboard]')
+        return None
+    from clu import metric_writers
+
+    return metric_writers.SummaryWriter(os.fspath(folder))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON can hold it."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return 'NaN' if math.isnan(value) else 'Infinity' if value > 0 else '-Infinity'
+    return value

@@ -1,0 +1,210 @@
+"""What lies in run directories, read for people: `lm inspect`, `lm sweep` and `lm report` stand on this.
+
+Reading changes nothing, needs no device, and takes a run that is being written for what it is at that moment.
+"""
+
+import ast
+import dataclasses
+import functools
+import glob
+import json
+import math
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from etils import epath
+
+from lm.errors import ConfigError
+from lm.runs.run_dir import RunDir, bindings
+from lm.checkpoint.snapshot import Snapshot
+
+NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run directory.
+
+    Attributes:
+        directory: where it lies.
+        config: binding → gin text of its value, from config.gin.
+        info: run.json.
+        train, evals: the records of metrics.jsonl, by kind, in the order of the steps.
+        evaluations: the files that `lm evaluate` wrote.
+    """
+
+    directory: RunDir
+    config: dict[str, str]
+    info: dict[str, Any]
+    train: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: epath.PathLike) -> 'Run':
+        """Raises ConfigError when `path` is no run directory."""
+        directory = RunDir(path)
+        if not is_run(directory.path):
+            raise ConfigError(f'{path}: holds no config.gin, so it is not a run of lm train')
+        records = read_jsonl(directory.path / 'metrics.jsonl')
+        found = sorted(directory.evaluations.glob('*.json')) if directory.evaluations.exists() else []
+        return cls(
+            directory=directory,
+            config=bindings(directory.config.read_text()),
+            info=read_json(directory.info) or {},
+            train=[r for r in records if r['kind'] == 'train'],
+            evals=[r for r in records if r['kind'] == 'eval'],
+            evaluations=[r for r in map(read_json, found) if r],
+        )
+
+    @property
+    def name(self) -> str:
+        return self.directory.path.name
+
+    def value(self, binding: str, default: Any = None) -> Any:
+        """The value of a binding of config.gin as Python; gin's references stay text."""
+        text = self.config.get(binding)
+        if text is None:
+            return default
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            return text
+
+    @property
+    def total_steps(self) -> int:
+        return self.value('train.steps', 0)
+
+    @property
+    def step(self) -> int:
+        """The newest step that was logged."""
+        return max((r['step'] for r in [*self.train, *self.evals]), default=0)
+
+    def is_finished(self) -> bool:
+        """Whether the last step was evaluated and its checkpoint is complete on disk.
+
+        A run that is stopped during its last evaluation has the checkpoint alone; `lm train` then makes up for it.
+        """
+        evaluated = bool(self.evals) and self.evals[-1]['step'] == self.total_steps
+        return evaluated and Snapshot(self.directory.checkpoints, self.total_steps).is_committed()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The median over the run; the first figure, which contains warming up, counts only if it is alone."""
+        rates = [r['tokens_per_second'] for r in self.train if r.get('tokens_per_second')]
+        return statistics.median(rates[1:] or rates) if rates else None
+
+    @property
+    def last_evaluation(self) -> dict[str, Any] | None:
+        """The periodic evaluation of the newest step."""
+        return self.evals[-1] if self.evals else None
+
+    def mechanisms(self) -> list[str]:
+        """The attention of the layers, as scope/name, in the order of the pattern."""
+        text = self.config.get('model.attention', '')
+        return [part.strip(' @()[]') for part in text.split(',') if part.strip(' ,[]')]
+
+    @functools.cached_property
+    def attention(self) -> str:
+        """The attention of the model in short: 'polynomial (degree 8)'; what is the mechanism's default is left out."""
+        return ' + '.join(self._describe(name) for name in self.mechanisms()) or '?'
+
+    def _describe(self, reference: str) -> str:
+        name = reference.rpartition('/')[2]
+        changed = []
+        for field, default in _defaults(name).items():
+            text = self.config.get(f'{reference}.{field}')
+            if text is not None and text != default:
+                changed.append(field if text == 'True' else f'{field} {text.strip(chr(39))}')
+        return f'{name} ({", ".join(changed)})' if changed else name
+
+
+def is_run(path: epath.Path) -> bool:
+    """Whether `path` is a run directory."""
+    return (path / 'config.gin').exists()
+
+
+def find_runs(patterns: Iterable[str]) -> list[Run]:
+    """The runs that the patterns name, each once, in their order: run directories, folders of them such as the root
+    of a sweep, and globs of either. Raises ConfigError for a pattern without a run."""
+    found: dict[str, Run] = {}
+    for pattern in patterns:
+        paths = _expand(pattern)
+        inside = [p for path in paths if not is_run(path) and path.is_dir() for p in sorted(path.iterdir())]
+        runs = [p for p in [*paths, *inside] if is_run(p)]
+        if not runs:
+            raise ConfigError(f'{pattern}: no run is there; name run directories, sweeps or globs of them')
+        found |= {str(path): Run.read(path) for path in runs if str(path) not in found}
+    return list(found.values())
+
+
+def _expand(pattern: str) -> list[epath.Path]:
+    if not any(character in pattern for character in '*?['):
+        return [epath.Path(pattern).expanduser()]
+    if '://' in pattern:
+        scheme, _, rest = pattern.partition('://')
+        bucket, _, inner = rest.partition('/')
+        return sorted(epath.Path(f'{scheme}://{bucket}').glob(inner))
+    return [epath.Path(path) for path in sorted(glob.glob(epath.Path(pattern).expanduser().as_posix()))]
+
+
+def read_json(path: epath.Path) -> Any:
+    """The contents of a JSON file; None where it is missing or unreadable."""
+    try:
+        return _finite(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def read_jsonl(path: epath.Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl. A last line that is being written is left out."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+            records.append(_finite(record | {'step': int(record['step']), 'kind': record['kind']}))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return records
+
+
+def to_json(value: Any) -> str:
+    """JSON text, in which what is not finite is written as in metrics.jsonl."""
+    names = {math.inf: 'Infinity', -math.inf: '-Infinity'}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(v) for v in value]
+        return names.get(value, 'NaN') if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(value), indent=2)
+
+
+def _finite(value: Any) -> Any:
+    """Numbers for the names that `lm.runs.metrics_file` writes for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+@functools.cache
+def _defaults(name: str) -> dict[str, str]:
+    """Field → gin text of its default, of a registered mechanism."""
+    import lm.attention  # noqa: F401 (fills the registry)
+    from lm.config.text import format_value
+    from lm.config.configurable import REGISTRY
+
+    if name not in REGISTRY:
+        return {}
+    defaults = {}
+    for f in dataclasses.fields(REGISTRY[name]):
+        try:
+            defaults[f.name] = format_value(f.default)
+        except ConfigError:  # no default, or a configurable
+            defaults[f.name] = ''
+    return defaults

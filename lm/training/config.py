@@ -1,0 +1,57 @@
+"""What a gin file says of a training."""
+
+from lm.config.configurable import configurable, field
+from lm.errors import ConfigError
+
+
+@configurable('train')
+class TrainConfig:
+    """How long, on how much at a time, and what is written down on the way."""
+
+    steps: int = field(125_000, minimum=1)
+    tokens_per_step: int = field(2**20, minimum=1, help='tokens predicted per optimizer step, over all devices')
+    context_length: int = field(1024, minimum=1)
+    microbatches: int = field(1, minimum=1, help='gradient accumulation: parts that a batch is processed in')
+    seed: int = field(0, minimum=0)
+    log_every: int = field(10, minimum=1)
+    eval_every: int | None = field(1000, minimum=1, help='None: only at the end')
+    max_nonfinite_steps: int = field(10, minimum=1, help='stop (exit code 43) after so many in a row')
+    skip_batches: tuple[tuple[int, int], ...] = field((), help='half-open ranges of batches never to train on')
+    init_from: str | None = field(None, help='run directory whose parameters this run starts from')
+    profile: tuple[int, int] | None = field(None, help='first and last step of a profiler trace, in RUN_DIR/profile')
+    tensorboard: bool = field(True, help="write TensorBoard summaries when the 'tensorboard' extra is installed")
+
+    def __post_init__(self):
+        if self.tokens_per_step % self.context_length:
+            raise ConfigError(
+                f'train.tokens_per_step = {self.tokens_per_step}: '
+                f'must be a multiple of train.context_length = {self.context_length}'
+            )
+        if self.batch_size % self.microbatches:
+            raise ConfigError(
+                f'train.microbatches = {self.microbatches}: must divide the {self.batch_size} windows of a step'
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Windows in a global batch."""
+        return self.tokens_per_step // self.context_length
+
+
+MAY_CHANGE_ON_RESUME = (
+    'train.log_every',
+    'train.eval_every',
+    'train.max_nonfinite_steps',
+    'train.profile',
+    'train.skip_batches',
+    'train.tensorboard',
+    'data.path',
+    'checkpoint.',
+    'evaluate.',
+    'mesh.',
+    'model.remat',
+    'model.unroll',
+    'prepare.',
+    'tokenizer.',
+)
+"""Bindings that do not change what is learned: a run may be resumed with other values of these."""

@@ -1,0 +1,100 @@
+"""Devices: how many processes there are, the mesh that they form, and where each array lies on it.
+
+Axes: `data` replicates the parameters, `fsdp` shards them and the optimizer state; the batch is split over both.
+"""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lm.config.configurable import configurable, field
+from lm.errors import ConfigError
+
+BATCH_AXES = ('data', 'fsdp')
+MIN_SHARDED_SIZE = 2**14
+"""Arrays with fewer elements are replicated: their all-gather would cost more latency than their memory is worth."""
+
+
+@configurable('mesh')
+class MeshConfig:
+    """How the devices are used."""
+
+    fsdp: int = field(1, minimum=1, help='devices that share one copy of parameters and optimizer state')
+    processes: int | None = field(None, minimum=1, help='refuse to start with any other number of processes')
+
+
+def initialize_distributed(
+    config: MeshConfig,
+    coordinator_address: str | None = None,
+    process_count: int | None = None,
+    process_id: int | None = None,
+) -> None:
+    """Joins the processes of the job. On Cloud TPU everything is detected; elsewhere all three arguments are needed.
+
+    Raises ConfigError when the number of processes is not `mesh.processes`: a worker that trains alone is the
+    commonest way to lose a day on a pod.
+    """
+    given = [coordinator_address, process_count, process_id]
+    if any(value is not None for value in given):
+        if any(value is None for value in given):
+            raise ConfigError('--coordinator_address, --process_count and --process_id: give all three or none')
+        if jax.config.jax_platforms == 'cpu':
+            jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+        jax.distributed.initialize(coordinator_address, process_count, process_id)
+    elif _on_cloud_tpu():
+        jax.distributed.initialize()
+    if config.processes is not None and jax.process_count() != config.processes:
+        raise ConfigError(
+            f'mesh.processes = {config.processes}: but {jax.process_count()} process(es) joined; '
+            'start the same command on every worker of the pod, or correct the number'
+        )
+
+
+def _on_cloud_tpu() -> bool:
+    """Whether jax.distributed would detect the workers of a TPU by itself; it has no public way to ask."""
+    from jax._src.clusters import cloud_tpu_cluster
+
+    if (jax.config.jax_platforms or 'tpu').split(',')[0] not in ('tpu', ''):
+        return False
+    clusters = [getattr(cloud_tpu_cluster, name, None) for name in ('GceTpuCluster', 'GkeTpuCluster')]
+    return any(cluster is not None and cluster.is_env_present() for cluster in clusters)
+
+
+def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
+    """The mesh (data, fsdp) over all devices."""
+    devices = jax.devices() if devices is None else devices
+    if len(devices) % config.fsdp:
+        raise ConfigError(f'mesh.fsdp = {config.fsdp}: must divide the number of devices, {len(devices)}')
+    shape = (len(devices) // config.fsdp, config.fsdp)
+    if config.fsdp == 1:
+        grid = np.asarray(devices).reshape(shape)
+    else:
+        from jax.experimental import mesh_utils
+
+        # A pod's torus rarely has an axis of exactly fsdp chips.
+        grid = mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
+    return Mesh(grid, BATCH_AXES)
+
+
+def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
+    """Splits array axis `axis` over all devices."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def place(abstract, mesh: Mesh):
+    """The abstract arrays of a training state with their shardings: the largest axis that `fsdp` divides, else none."""
+
+    def with_sharding(leaf) -> jax.ShapeDtypeStruct:
+        size = mesh.shape['fsdp']
+        axes = [i for i, n in enumerate(leaf.shape) if n % size == 0]
+        sharding = replicated(mesh)
+        if size > 1 and axes and leaf.size >= MIN_SHARDED_SIZE:
+            axis = max(axes, key=lambda i: leaf.shape[i])
+            sharding = NamedSharding(mesh, PartitionSpec(*[None] * axis, 'fsdp'))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(with_sharding, abstract)

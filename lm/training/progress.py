@@ -1,0 +1,81 @@
+"""What a run tells people: the plan before it starts, one line of progress, and the utilisation of the hardware."""
+
+import sys
+import time
+
+from lm.text import duration, perplexity, si
+
+
+class Chronometer:
+    """Training time and speed. The seconds of earlier sessions of the run are carried along in its checkpoints."""
+
+    def __init__(self, step: int, total_steps: int, tokens_per_step: int, seconds: float = 0.0):
+        self.total_steps, self.tokens_per_step = total_steps, tokens_per_step
+        self._before = seconds
+        self._start = self._last_time = time.perf_counter()
+        self._last_step = step
+        self._paused = 0.0
+        self._rate: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run without evaluation, over all its sessions."""
+        return self._before + time.perf_counter() - self._start - self._paused
+
+    def pause(self):
+        """A context during which time does not count as training (evaluation)."""
+        return _Pause(self)
+
+    def tick(self, step: int) -> tuple[float, float]:
+        """(tokens per second since the last tick, seconds left), at the end of `step`."""
+        now = time.perf_counter()
+        elapsed, steps = now - self._last_time, step - self._last_step
+        self._last_time, self._last_step = now, step
+        if steps > 0 and elapsed > 0:
+            rate = steps / elapsed
+            # A moving average keeps the time left calm.
+            self._rate = rate if self._rate is None else 0.8 * self._rate + 0.2 * rate
+            return rate * self.tokens_per_step, (self.total_steps - step) / self._rate
+        return 0.0, 0.0
+
+
+class _Pause:
+    def __init__(self, chronometer: Chronometer):
+        self.chronometer = chronometer
+
+    def __enter__(self):
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_):
+        lost = time.perf_counter() - self.start
+        self.chronometer._paused += lost
+        self.chronometer._last_time += lost
+
+
+class Progress:
+    """One line a logged step: rewritten in place on a terminal, a line of its own elsewhere."""
+
+    def __init__(self, total_steps: int, enabled: bool = True):
+        self.width = len(str(total_steps))
+        self.total_steps, self.enabled = total_steps, enabled
+        self.terminal = sys.stdout.isatty()
+
+    def step(self, record: dict, seconds_left: float) -> None:
+        mfu = f'  mfu {100 * record["mfu"]:.1f}%' if record['mfu'] is not None else ''
+        self._show(
+            f'step {record["step"]:>{self.width}}/{self.total_steps}'
+            f'  loss {record["loss"]:.4f}  ppl {perplexity(record["loss"]):.2f}  lr {record["learning_rate"]:.2e}'
+            f'  grad {record["grad_norm"]:.3f}  {si(record["tokens_per_second"])} tok/s{mfu}'
+            f'  left {duration(seconds_left)}'
+            + (f'  skipped {record["skipped_steps"]}' if record['skipped_steps'] else ''),
+            '\r' if self.terminal else '\n',
+        )
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._show(text, '\n')
+
+    def _show(self, text: str, end: str) -> None:
+        if self.enabled:
+            # \x1b[K clears what is left of a longer line before.
+            print(('\r\x1b[K' if self.terminal else '') + text, end='' if end == '\r' else end, flush=True)

@@ -1,0 +1,146 @@
+"""The training state and the step that advances it: pure functions, shared by training, checking and benchmarks.
+
+A state is a dict of arrays:
+    params      nested dict, float32
+    buffers     nested dict of non-trainable arrays (random projections)
+    optimizer   the optax state
+    step        int32, batches consumed
+    skipped     int32, updates skipped because loss or gradient were not finite
+    in_a_row    int32, of these, how many since the last good one
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from lm import model as model_lib
+from lm.training.optimizer import OptimizerConfig
+
+State = dict[str, Any]
+
+
+class Step:
+    """The functions of one configuration: `init(seed)` makes a state, `train(state, batch)` advances it.
+
+    `scored` says which targets count in the loss: tokens [B, L + 1] → bool [B, L]; None: all do.
+    """
+
+    def __init__(
+        self,
+        model: model_lib.ModelConfig,
+        optimizer: OptimizerConfig,
+        steps: int,
+        scored: Callable[[jax.Array], jax.Array] | None = None,
+    ):
+        self.model, self.scored = model, scored
+        self.schedule = optimizer.schedule(steps)
+        self.transform = optimizer.build(steps)
+        self.graph, _, _ = split(nnx.eval_shape(lambda: model_lib.build(model, 0)))
+
+    def init(self, seed: int) -> State:
+        """The state before the first step, a function of the seed alone; jit it with the shardings of the mesh."""
+        _, params, buffers = split(model_lib.build(self.model, seed))
+        zero = jnp.zeros((), jnp.int32)
+        return {
+            'params': params,
+            'buffers': buffers,
+            'optimizer': self.transform.init(params),
+            'step': zero,
+            'skipped': zero,
+            'in_a_row': zero,
+        }
+
+    def train(self, state: State, batch_AxBxL: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        """One optimizer step on a batch of A microbatches of windows of L = context_length + 1 tokens.
+
+        An update whose loss or gradient is not finite never reaches the parameters or the optimizer: the state keeps
+        its values, `skipped` and `in_a_row` grow, and the next batch gets its chance.
+
+        Returns:
+            the new state, and float32 scalars loss (nats per token), grad_norm, learning_rate, skipped, in_a_row.
+        """
+        loss, gradients = self._gradients(state['params'], state['buffers'], batch_AxBxL)
+        norm = optax.global_norm(gradients)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        updates, optimizer = self.transform.update(gradients, state['optimizer'], state['params'])
+        proposal = {'params': optax.apply_updates(state['params'], updates), 'optimizer': optimizer}
+        kept = {name: state[name] for name in proposal}
+        bad = 1 - finite.astype(jnp.int32)
+        new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), proposal, kept) | {
+            'buffers': state['buffers'],
+            'step': state['step'] + 1,
+            'skipped': state['skipped'] + bad,
+            'in_a_row': (state['in_a_row'] + 1) * bad,
+        }
+        metrics = {
+            'loss': loss,
+            'grad_norm': norm,
+            'learning_rate': self.schedule(state['step'] - state['skipped']),
+            'skipped': new['skipped'],
+            'in_a_row': new['in_a_row'],
+        }
+        return new, metrics
+
+    def redraws(self, steps_done: int) -> tuple[int, ...]:
+        """Which mechanisms of the pattern draw new random projections before the next step (`redraw_every`)."""
+        periods = [getattr(attention, 'redraw_every', None) for attention in self.model.pattern]
+        return tuple(i for i, every in enumerate(periods) if every and steps_done and steps_done % every == 0)
+
+    def redraw(self, weights: State, which: tuple[int, ...], seed: int, steps_done: jax.Array) -> Any:
+        """The buffers with the projections of the mechanisms `which` replaced: a function of (seed, steps_done)."""
+        model = nnx.merge(self.graph, weights['params'], weights['buffers'])
+        model.redraw(which, jax.random.fold_in(jax.random.key(seed), steps_done))
+        return split(model)[2]
+
+    def nats(self, weights: State, tokens_BxL: jax.Array, targets_BxL: jax.Array) -> jax.Array:
+        """Negative log-likelihood of each target, [B, L] float32; `weights` holds params and buffers."""
+        model = nnx.merge(self.graph, weights['params'], weights['buffers'])
+        return model.nats(tokens_BxL, targets_BxL)
+
+    def _gradients(self, params, buffers, batch_AxBxL):
+        def loss(params, batch_BxL):
+            batch_BxL = batch_BxL.astype(jnp.int32)
+            weights = {'params': params, 'buffers': buffers}
+            nats_BxL = self.nats(weights, batch_BxL[:, :-1], batch_BxL[:, 1:])
+            return nats_BxL.mean() if self.scored is None else nats_BxL.mean(where=self.scored(batch_BxL))
+
+        grad = jax.value_and_grad(loss)
+        if batch_AxBxL.shape[0] == 1:
+            return grad(params, batch_AxBxL[0])
+
+        def accumulate(total, batch_BxL):
+            return jax.tree.map(jnp.add, total, grad(params, batch_BxL)), None
+
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        total, _ = jax.lax.scan(accumulate, zero, batch_AxBxL)
+        return jax.tree.map(lambda x: x / batch_AxBxL.shape[0], total)
+
+
+def split(model: model_lib.Transformer) -> tuple[Any, dict, dict]:
+    """(graph definition, parameters, buffers) of a model, the arrays as nested dicts."""
+    graph, params, buffers = nnx.split(model, nnx.Param, ...)
+    return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
+
+
+def count_parameters(model: model_lib.ModelConfig) -> dict[str, int]:
+    """Trainable parameters by part of the model: embedding, attention, glu, norms, mechanism (its own)."""
+    _, params, _ = split(nnx.eval_shape(lambda: model_lib.build(model, 0)))
+    counts = dict.fromkeys(('embedding', 'attention', 'mechanism', 'glu', 'norms'), 0)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        counts[part_of([str(key.key) for key in path])] += leaf.size
+    return counts
+
+
+def part_of(keys: list[str]) -> str:
+    """The part of the model that a parameter belongs to, from the names on the path to it."""
+    if 'attention' in keys:
+        return 'mechanism'
+    words = {'norms': ['norm'], 'attention': ['qkv', 'attention_out'], 'glu': ['glu'], 'embedding': ['embedding']}
+    for part, known in words.items():
+        if any(word in key for word in known for key in keys):
+            return part
+    raise ValueError(f'{keys}: belongs to no part')

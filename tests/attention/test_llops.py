@@ -1,0 +1,225 @@
+"""LLoPS against Definition 3.3, its special cases, and the fit of its sketches to a kernel."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import mechanisms
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from lm.attention import HeadDims
+from lm.attention.llops import Llops, Sketch, based_factors, based_size
+from lm.attention.maps.fit import fit
+from lm.attention.taylor import Taylor
+from lm.errors import ConfigError
+
+DIMS = HeadDims(n_heads=2, n_kv_heads=1, head_dim=8)
+CONFIGS = [
+    Llops(n_features=24),
+    Llops(n_features=24, degree=2, rank=3, layer_norm=False),
+    Llops(n_features=40, degree=2, nonnegative=False, affine=True, bias=300.0),
+    Llops(n_features=24, degree=3, nonnegative=False, renormalize=False),
+]
+
+
+def numpy_features(config, factors, x):
+    """Theorem 3.2, eq. 15: Σ_r Π_j x Θ_{j,r}, squared where no weight may be negative."""
+    if config.affine:
+        x = np.concatenate([x, np.ones((*x.shape[:-1], 1))], -1)
+    features = np.einsum('...d,prdm->pr...m', x, factors).prod(0).sum(0)
+    return features**2 if config.nonnegative else features
+
+
+def layer_norm(x, arrays, name):
+    x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    return x * arrays[f'{name}/scale'] + arrays[f'{name}/bias']
+
+
+def reference(config, arrays, q, k, v):
+    if config.layer_norm:
+        q, k = layer_norm(q, arrays, 'q_norm'), layer_norm(k, arrays, 'k_norm')
+    phi_q, phi_k = (numpy_features(config, arrays[f'{x}_factors'], z) for x, z in (('q', q), ('k', k)))
+    return mechanisms.mix(mechanisms.scores(phi_q, phi_k), v, config.bias, config.renormalize)
+
+
+@pytest.mark.parametrize('config', CONFIGS, ids=str)
+def test_agrees_with_the_formula(config):
+    module = mechanisms.build(config, DIMS)
+    inputs = mechanisms.draw(dims=DIMS, shift=0.3)
+    mechanisms.check_values(module, reference, inputs, half_tolerance=2e-2)
+    mechanisms.check_gradients(module, reference, inputs)
+
+
+@pytest.mark.parametrize('config', [CONFIGS[0], CONFIGS[2]], ids=str)
+def test_steps_equal_the_whole(config):
+    mechanisms.check_steps(mechanisms.build(config, DIMS), mechanisms.draw(dims=DIMS, shift=0.3))
+
+
+@pytest.mark.parametrize('config', [CONFIGS[0], CONFIGS[2]], ids=str)
+def test_no_leak(config):
+    mechanisms.check_no_leak(mechanisms.build(config, DIMS), mechanisms.draw(dims=DIMS))
+
+
+@pytest.mark.parametrize('length', [1, 300])
+def test_lengths(length):
+    dims = HeadDims(1, 1, 4)
+    module = mechanisms.build(CONFIGS[1], dims)
+    mechanisms.check_values(module, reference, mechanisms.draw(1, length, dims))
+
+
+def test_weights_are_not_negative():
+    """§3.2: squares of the products."""
+    module = mechanisms.build(Llops(n_features=16), HeadDims(4, 2, 16))
+    q, k, _ = mechanisms.draw(1, 16)
+    weights = np.asarray(module(q, k, jnp.broadcast_to(jnp.eye(16)[None, :, None], (1, 16, 2, 16))))
+    assert weights.min() >= 0
+    assert weights.sum(-1).max() <= 1 + 1e-5
+
+
+@pytest.mark.parametrize(('degree', 'rank'), [(3, 1), (2, 3)])
+def test_random_sketches_are_unbiased(degree, rank):
+    """The mean of many approaches (q·k)^p; their error falls like the root of the features."""
+    q, k = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    exact = np.asarray(q @ k.T, np.float64) ** degree
+    errors = []
+    for n_features in (16, 256):
+        config = Llops(degree=degree, rank=rank, n_features=n_features, nonnegative=False)
+        sketch = Sketch(config.nonnegative, config.affine)
+
+        def estimate(key, config=config, sketch=sketch):
+            factors = config.init_factors(key, 8)
+            return sketch(factors[0], q) @ sketch(factors[1], k).T
+
+        found = np.asarray(jax.lax.map(estimate, jax.random.split(jax.random.key(2), 1500), batch_size=300), np.float64)
+        assert np.abs((found.mean(0) - exact) / (found.std(0) / 1500**0.5)).max() < 4.5
+        errors.append(np.sqrt(((found - exact) ** 2).mean()))
+    assert 3 < errors[0] / errors[1] < 5.5
+
+
+def test_flatten_is_an_element_wise_power():
+    """§3.3: equal Θ_j make φ(x) = (Θ x)^p."""
+    config = Llops(degree=3, nonnegative=False, init='flatten', n_features=10)
+    factors, _ = config.init_factors(jax.random.key(0), 8)
+    x = np.random.default_rng(0).normal(size=(4, 8))
+    np.testing.assert_allclose(
+        Sketch(False, False)(factors, jnp.float32(x)), (x @ np.asarray(factors[0, 0], np.float64)) ** 3, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize(('n_features', 'rank'), [(153, 1), (156, 2)])
+def test_the_based_start_is_based(n_features, rank):
+    """§3.3: with BASED's W the outputs are those of Taylor attention; features to spare change nothing, but learn."""
+    dims = HeadDims(4, 2, 32)
+    inputs = mechanisms.draw(dims=dims)
+    taylor = Taylor(per_head=False).build(dims, nnx.Rngs(0))
+    config = Llops(
+        degree=2, nonnegative=False, affine=True, init='based', bias=0.0, layer_norm=False,
+        n_features=n_features, rank=rank,
+    )  # fmt: skip
+    module = config.build(dims, nnx.Rngs(1))
+    spare = jax.random.normal(jax.random.key(0), module.q_factors.shape)
+    for name, weight in (('q', taylor.q_weight[...][0]), ('k', taylor.k_weight[...][0])):
+        getattr(module, f'{name}_factors')[...] = based_factors(config, weight, spare, queries=name == 'q')
+    expected = taylor(*inputs)
+    np.testing.assert_allclose(module(*inputs), expected, atol=2e-5 * float(jnp.abs(expected).max()))
+    gradients = nnx.grad(lambda m: (m(*inputs) ** 2).sum())(module)
+    assert float(jnp.abs(gradients.q_factors[...]).max(axis=(0, 2)).min()) > 0
+
+
+def test_based_sizes():
+    assert based_size(16 * 17 // 2, affine=False) == 16
+    assert based_size(16 * 17 // 2 + 17, affine=True) == 16
+    assert based_size(256, affine=True) == 21
+    factors = Llops(degree=2, nonnegative=False, init='based', n_features=10).init_factors(jax.random.key(0), 8)
+    assert factors[0].shape == (2, 1, 8, 10)
+    # Without the lower powers: s²/2.
+    q, k = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    w_q, w_k = (jax.random.normal(jax.random.key(i), (8, 4)) for i in (2, 3))
+    config = Llops(degree=2, nonnegative=False, init='based', n_features=10)
+    phi = [Sketch(False, False)(based_factors(config, w, factors[0], queries=True), x) for w, x in ((w_q, q), (w_k, k))]
+    np.testing.assert_allclose(phi[0] @ phi[1].T, ((q @ w_q) @ (k @ w_k).T / 2) ** 2 / 2, rtol=1e-4, atol=1e-5)
+
+
+def structured(n=512, d=32):
+    """Layer-normalized queries and keys whose directions fade, as those of trained models do."""
+    rng = np.random.default_rng(0)
+    directions = rng.normal(size=(d, d)) * (0.6 ** np.arange(d))[:, None]
+    x = rng.normal(size=(2, n, d)) @ directions + 0.3 * rng.normal(size=d)
+    x -= x.mean(-1, keepdims=True)
+    return jnp.asarray(x / x.std(-1, keepdims=True), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ('config', 'share'),
+    [
+        (Llops(degree=2, nonnegative=False, n_features=64), 0.1),
+        (Llops(degree=3, nonnegative=False, n_features=64), 0.15),
+        (Llops(degree=4, n_features=64), 0.2),
+    ],
+    ids=str,
+)
+def test_fitted_sketches_beat_random_ones(config, share):
+    """Table 3 on made-up vectors: the relative error falls to a small share of the random sketch's."""
+    result = fit(config, *structured(), steps=300, learning_rate=2e-2, batch_size=128)
+    assert result.after['relative'] < share * result.before['relative']
+    assert result.q_factors.shape == (config.n_factors, 1, 32, 64)
+    again = fit(config, *structured(), steps=3, factors=(result.q_factors, result.k_factors))
+    assert again.before == pytest.approx(result.after, rel=1e-3)
+
+
+def test_fit_of_another_kernel():
+    """1 + s + s²/2 of weak scores: an affine sketch holds it better than one of squares alone."""
+    q, k = (x / 6 for x in structured())
+    kernel = lambda s: 1 + s + s**2 / 2  # noqa: E731
+    errors = [
+        fit(Llops(degree=2, nonnegative=False, n_features=48, affine=affine), q, k, kernel=kernel, steps=200).after
+        for affine in (True, False)
+    ]
+    assert errors[0]['relative'] < 0.3 * errors[1]['relative']
+    with pytest.raises(ConfigError, match=r'loss = .mse.'):
+        fit(Llops(), q, k, loss='mse')
+    with pytest.raises(ConfigError, match=r'samples of shapes'):
+        fit(Llops(), q, k[:, :5])
+
+
+def test_parameters_and_cost():
+    dims = HeadDims(12, 12, 64)
+    module = Llops().build(dims, nnx.Rngs(0))
+    assert module.q_factors.shape == module.k_factors.shape == (2, 1, 64, 256)
+    assert Llops(affine=True, nonnegative=False, rank=2).build(dims, nnx.Rngs(0)).q_factors.shape == (4, 2, 65, 256)
+    assert Llops().flops_per_token(dims, 8192) == Llops().flops_per_token(dims, 65536)
+    products = 2 * 2 * 64 * 256 * 24
+    assert Llops().flops_per_token(dims, 8192) == products + 2 * 256 * (64 * 24 + 12) + 12 * (256 + 64) * 128
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        ({'degree': 3}, 'llops.degree = 3: must be even'),
+        ({'init': 'based'}, "llops.init = 'based': "),
+        ({'bias': 0.0}, 'llops.bias = 0.0: must be above 0'),
+        ({'init': 'zeros'}, "llops.init = 'zeros': must be one of"),
+    ],
+)
+def test_wrong_values_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Llops(**arguments)
+
+
+def test_fit_to_the_queries_and_keys_of_a_trained_run(reference_run, tmp_path):
+    script = tiny.ROOT / 'scripts' / 'fit_llops.py'
+    flags = ['--degree', '2', '--n_features', '96', '--samples', '512', '--steps', '1000']
+    command = [sys.executable, str(script), str(reference_run[0]), *flags, '--json', str(tmp_path / 'rows.json')]
+    done = subprocess.run(command, env=tiny.environment(), cwd=tiny.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / 'rows.json').read_text())
+    assert [row['layer'] for row in rows] == [0, 1]
+    # Eq. 6 on samples that the fit has not seen.
+    assert all(row['fitted_frobenius'] < 0.1 * row['random_frobenius'] for row in rows), done.stdout
+    assert f'{rows[0]["fitted_frobenius"]:.4f}' in done.stdout

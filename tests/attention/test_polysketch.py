@@ -1,0 +1,199 @@
+"""Polysketch against float64 formulas of the paper, its theorems in numbers, decoding, and parameter counts."""
+
+import jax
+import jax.numpy as jnp
+import mechanisms
+import numpy as np
+import pytest
+from flax import nnx
+from mechanisms import DIMS
+
+from lm.attention.maps.sketches import SKETCHES
+from lm.attention.polynomial import Polynomial
+from lm.attention.polysketch import Polysketch
+from lm.errors import ConfigError
+from lm.model import ModelConfig, Transformer
+from lm.ops.chunks import map_chunks
+
+
+def norm(x, scale, bias):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale + bias
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def network(values, name, x, n):
+    for i in range(2):
+        x = norm(x, values[f'{name}/scales/{i}'][n], values[f'{name}/biases/{i}'][n])
+        x = gelu(x @ values[f'{name}/kernels/{2 * i}'][n]) @ values[f'{name}/kernels/{2 * i + 1}'][n]
+    return x
+
+
+def sketch(config, values, x, n):
+    """ψ of vectors x by the recursion of Algorithms 1 and 2 for degree 4: one node."""
+    r = config.sketch_size
+    if config.degree == 2:
+        return x
+    assert config.degree == 4
+    if config.sketch == 'learned':
+        first, second = (network(values, f'sketch/maps/0/{i}', x, n) for i in range(2))
+        return np.sqrt(r) * np.tanh(np.sqrt(1 / r) * first * second)
+    left = right = x
+    if config.sketch == 'srht':
+        left, right = (np.sqrt(1 / r) * x @ values[f'sketch/base/{i}'][n] for i in range(2))
+    first, second = values['sketch/maps/0'][:, n]
+    return np.sqrt(1 / r) * (left @ first) * (right @ second)
+
+
+def reference(config, values, q, k, v):
+    q = norm(q, values['q_norm/scale'], values['q_norm/bias'])
+    k = norm(k, values['k_norm/scale'], values['k_norm/bias'])
+    heads, kv_heads = q.shape[2], k.shape[2]
+    own = [h if config.per_head else 0 for h in range(kv_heads)]
+    psi_q = np.stack([sketch(config, values, q[:, :, h], own[h * kv_heads // heads]) for h in range(heads)], 2)
+    psi_k = np.stack([sketch(config, values, k[:, :, h], own[h]) for h in range(kv_heads)], 2)
+    weights = mechanisms.scores(psi_q, psi_k) ** 2
+    if config.local:
+        block = np.arange(q.shape[1]) // config.block
+        weights = np.where(block[:, None] == block, mechanisms.scores(q, k) ** config.degree, weights)
+    return mechanisms.mix(weights, v, bias=config.bias)
+
+
+CONFIGS = [
+    Polysketch(sketch='learned', sketch_size=8, block=16),
+    Polysketch(sketch='gaussian', sketch_size=8, local=False),
+    Polysketch(sketch='srht', sketch_size=8, block=16, per_head=True, bias=2.0),
+    Polysketch(degree=2, block=16),
+]
+
+
+@pytest.mark.parametrize('config', CONFIGS, ids=lambda c: f'{c.sketch}-{c.degree}-{c.local}')
+def test_formula(config):
+    module = mechanisms.build(config)
+    mechanisms.check_values(module, reference, mechanisms.draw())
+
+
+def test_gradients():
+    mechanisms.check_gradients(mechanisms.build(CONFIGS[0]), reference, mechanisms.draw(batch=1))
+
+
+def test_decoding_equals_the_parallel_form():
+    shapes = mechanisms.check_steps(mechanisms.build(CONFIGS[0]), mechanisms.draw())
+    assert shapes.recent.v == (2, 16, DIMS.n_kv_heads, DIMS.head_dim)
+
+
+def test_no_leak():
+    mechanisms.check_no_leak(mechanisms.build(CONFIGS[0]), mechanisms.draw())
+
+
+def test_one_block_is_polynomial_attention():
+    q, k, v = mechanisms.draw()
+    polysketch, polynomial = mechanisms.build(Polysketch(block=64)), Polynomial(degree=4).build(DIMS, nnx.Rngs(0))
+    polynomial.q_norm, polynomial.k_norm = polysketch.q_norm, polysketch.k_norm
+    np.testing.assert_allclose(polysketch(q, k, v), polynomial(q, k, v), rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_change_nothing():
+    x = jax.random.normal(jax.random.key(0), (2, 45, 1, 3, 16))
+    graph, state = nnx.split(SKETCHES['learned'](1, 16, 8, 2, nnx.Rngs(0)))
+
+    def loss(state, x, chunk):
+        return jnp.sin(map_chunks(lambda s, x: nnx.merge(graph, s)(x), state, x, chunk)).sum()
+
+    got, expected = (jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(state, x, chunk) for chunk in (16, 45))
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
+
+
+def kernels(name, size, r, power, x, y, draws):
+    """⟨ψ(x), ψ(y)⟩ of many independent sketches, [draws, X, Y]."""
+
+    def one(key):
+        sketch = SKETCHES[name](1, size, r, power, nnx.Rngs(params=key, projections=key))
+        return jnp.einsum('xr,yr->xy', *(sketch(a[None, :, None, None])[0, :, 0, 0] for a in (x, y)))
+
+    return np.asarray(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), draws)), np.float64)
+
+
+@pytest.mark.parametrize('name', ['gaussian', 'srht'])
+def test_theorems_of_random_sketches(name):
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(12, 16)).astype(np.float32) for _ in range(2))
+    exact = (np.asarray(x, np.float64) @ y.T) ** 2
+    size = np.linalg.norm(x, axis=1)[:, None] ** 2 * np.linalg.norm(y, axis=1) ** 2
+
+    # Unbiased: the mean of many sketches converges to the kernel of degree P.
+    many = kernels(name, 16, 32, 2, x, y, 2000)
+    assert np.linalg.norm(many.mean(0) - exact) < 0.03 * np.linalg.norm(size)
+
+    # Theorem 1.1: the error of the squares, relative to Σ ‖x‖^2p ‖y‖^2p, falls like 1/√r; no weight is negative.
+    errors = []
+    for r in (16, 64, 256):
+        weights = kernels(name, 16, r, 2, x, y, 200) ** 2
+        assert (weights >= 0).all()
+        errors.append(np.sqrt(np.mean((weights - exact**2) ** 2)) / np.sqrt(np.mean(size**4)))
+    assert errors[0] > errors[1] > errors[2]
+    assert 2.5 < errors[0] / errors[2] < 12  # √16 = 4; the square's own term falls faster.
+    assert errors[2] < 0.15
+
+
+def test_higher_powers_are_unbiased():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, 8)).astype(np.float32) / np.sqrt(8)
+    many = kernels('gaussian', 8, 32, 4, x, x, 20_000)
+    exact = (np.asarray(x, np.float64) @ x.T) ** 4
+    assert np.linalg.norm(many.mean(0) - exact) < 0.1 * np.linalg.norm(exact)
+
+
+def test_projections_are_never_trained():
+    module = Polysketch(sketch='gaussian').build(DIMS, nnx.Rngs(0))
+    names = [str(path) for path, _ in nnx.state(module, nnx.Param).flat_state()]
+    assert names
+    assert all('norm' in name for name in names)
+
+
+def count(attention, **shape):
+    model = nnx.eval_shape(lambda: Transformer(ModelConfig(attention=attention, **shape), nnx.Rngs(0)))
+    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+SMALL, MEDIUM, LARGE = dict(), dict(d_model=1024, n_heads=16), dict(d_model=1280, n_heads=20)
+
+
+@pytest.mark.parametrize(
+    ('shape', 'layers', 'sketch', 'r', 'millions'),
+    [
+        (SMALL, 12, 'learned', 64, 113),
+        (SMALL, 12, 'learned', 32, 111),
+        (SMALL, 13, 'learned', 64, 120),
+        (SMALL, 13, 'learned', 32, 118),
+        (SMALL, 13, 'gaussian', 32, 117),
+        (MEDIUM, 24, 'learned', 64, 341),
+        (MEDIUM, 24, 'learned', 32, 337),
+        (MEDIUM, 26, 'learned', 64, 367),
+        (MEDIUM, 26, 'learned', 32, 362),
+        (LARGE, 39, 'learned', 64, 817),
+        (LARGE, 39, 'learned', 32, 811),
+    ],
+)
+def test_parameter_counts_of_appendix_h(shape, layers, sketch, r, millions):
+    found = count(Polysketch(sketch=sketch, sketch_size=r), n_layers=layers, **shape)
+    assert found == pytest.approx(millions * 1e6, rel=0.01)
+
+
+def test_flops():
+    config = Polysketch(sketch_size=32)
+    exact = Polynomial().flops_per_token(DIMS, 1024)
+    assert config.flops_per_token(DIMS, 1024) == pytest.approx(exact, rel=0.01)
+    assert config.flops_per_token(DIMS, 8192) == config.flops_per_token(DIMS, 32_768)
+    networks = 2 * (8 * 16 * 32 + 24 * 32**2) * 2
+    without = Polysketch(sketch_size=32, sketch='gaussian').flops_per_token(DIMS, 8192) - 2 * 2 * 16 * 32 * 6
+    assert config.flops_per_token(DIMS, 8192) - without == pytest.approx(networks * 6)
+
+
+@pytest.mark.parametrize('degree', [3, 6, 32])
+def test_degree_is_a_power_of_two(degree):
+    with pytest.raises(ConfigError, match='degree'):
+        Polysketch(degree=degree)

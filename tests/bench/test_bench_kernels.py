@@ -1,0 +1,116 @@
+"""Static cycles and temporaries of the TPU kernels: the goals, and a gate against growth. Compiling needs libtpu."""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+
+import pytest
+
+from lm.bench import kernels
+from lm.errors import ConfigError
+
+RECORD = pathlib.Path(__file__).parents[1] / 'data' / 'kernels.json'
+"""Made by `python -m lm.bench.kernels --topology v5e,v6e --json tests/data/kernels.json`."""
+
+GOALS = {
+    ('polysketch r=32 block=256', 'v5e'): 10.5,
+    ('polysketch r=32 block=1024', 'v5e'): 13.0,
+    ('polysketch r=64 block=256', 'v5e'): 27.0,
+    ('polysketch r=64 block=1024', 'v5e'): 27.0,
+    ('polysketch r=32 block=256', 'v6e'): 7.5,
+    ('polysketch r=32 block=1024', 'v6e'): 8.7,
+    ('polysketch r=64 block=256', 'v6e'): 18.0,
+    ('polysketch r=64 block=1024', 'v6e'): 18.0,
+}
+"""Cycles per token and head, forward plus backward."""
+
+NETWORKS_GOAL = 7.5
+"""Cycles per token and head of the sketch networks of queries and keys, forward, r = 32 on v5e; backward at most 3×."""
+
+GROWTH = 1.05
+TEMPORARIES_MIB = 600
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
+
+
+def recorded() -> list[kernels.Row]:
+    return [kernels.Row(**row) for row in json.loads(RECORD.read_text())]
+
+
+def grown(rows, limits) -> list[str]:
+    """What is more than `GROWTH` above the record."""
+    key = lambda row: (row.case, row.generation, row.kernel)  # noqa: E731
+    limits = {key(row): row for row in limits if row.case != 'splash'}
+    found = {key(row): row for row in rows}
+    complaints = [f'{k}: not measured' for k in limits if k not in found]
+    for k, limit in limits.items():
+        for name, slack in (('cycles', 0.0), ('temporaries_mib', 1.0)):
+            was, now = getattr(limit, name), getattr(found.get(k, limit), name)
+            if now > GROWTH * was + slack:
+                complaints.append(f'{k}: {name} was {was} and is {now}')
+    return complaints
+
+
+def test_record_meets_the_goals():
+    rows = recorded()
+    sums = kernels.total(rows)
+    assert {key: sums[key] for key, goal in GOALS.items() if sums[key] > goal} == {}
+    networks = {r.kernel: r.cycles for r in rows if (r.case, r.generation) == ('sketch networks r=32', 'v5e')}
+    assert networks['forward'] <= NETWORKS_GOAL
+    assert networks['backward'] <= 3 * NETWORKS_GOAL
+    learned = [row for row in rows if 'sketch' in row.case and row.generation == 'v5e']
+    assert learned
+    assert all(row.temporaries_mib <= TEMPORARIES_MIB for row in learned)
+    assert sums['splash', 'v5e'] > 15 * sums['polysketch r=32 block=1024', 'v5e']
+
+
+def test_gate_complains_of_growth():
+    rows = recorded()
+    assert grown(rows, rows) == []
+    slower = [dataclasses.replace(row, cycles=1.06 * row.cycles) for row in rows]
+    larger = [dataclasses.replace(row, temporaries_mib=1.06 * row.temporaries_mib + 1.1) for row in rows]
+    ours = sum(row.case != 'splash' for row in rows)
+    assert len(grown(slower, rows)) == len(grown(larger, rows)) == len(grown([], rows)) == ours
+
+
+def test_schedules_are_read_from_the_dump(tmp_path):
+    lines = ['', 'MATMUL, VALU, VSTORE:SPILL', '4 4 1', '== UTILIZATION:', '4 0 0', '0 2 1', '2 2 0', '0 0 0']
+    prefix = '17-jvp_some_kernel_.1-0'
+    (tmp_path / f'{prefix}2-final_hlo-static-per-bundle-utilization.txt').write_text('\n'.join(lines))
+    (tmp_path / f'{prefix}4-final_bundles.txt').write_text(
+        '  0  : > { }\n  0x1 PF: > { }\n  0x2  : > { }\n0x3 LB: > { }\n'
+    )
+    whole = kernels.read_schedule(str(tmp_path), 'some_kernel')
+    assert (whole.bundles, whole.use('MATMUL'), whole.count('VSTORE:SPILL')) == (4, 6 / 16, 1)
+    longest = kernels.read_schedule(str(tmp_path), 'some_kernel', longest=True)
+    assert (longest.bundles, longest.use('VALU')) == (2, 0.5)
+    with pytest.raises(ConfigError, match='other'):
+        kernels.read_schedule(str(tmp_path), 'other')
+
+
+@pytest.mark.parametrize('topology', ['v9', 'cpu:2x2'])
+def test_unknown_generation(topology):
+    with pytest.raises(ConfigError, match='v5e'):
+        kernels.kernels(topology)
+
+
+def test_unknown_case():
+    with pytest.raises(ConfigError, match='r=33'):
+        kernels.kernels('v5e', ['r=33'])
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize('generation', ['v5e', 'v6e'])
+def test_nothing_has_grown(generation):
+    limits = [row for row in recorded() if row.generation == generation and row.case != 'splash']
+    rows = kernels.kernels(generation, dict.fromkeys(row.case for row in limits))
+    assert grown(rows, limits) == []
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize('generation', ['v4', 'v5p', 'v7x'])
+def test_compiles_for_every_generation(generation):
+    cases = [case for case in kernels.CASES if case not in ('splash', 'polynomial p=4')]
+    assert len(kernels.kernels(generation, cases)) == 2 * len(cases)

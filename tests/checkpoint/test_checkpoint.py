@@ -1,0 +1,562 @@
+"""Checkpoints: nothing wrong is ever loaded silently, nothing saved is lost, and what should stay stays."""
+
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.checksum import checksums
+from lm.checkpoint.snapshot import flatten
+from lm.errors import ConfigError, LmError, MismatchError
+
+ROOT = Path(__file__).parents[2]
+FINGERPRINTS = {'data': 'd1', 'tokenizer': 't1'}
+EVERYTHING = CheckpointConfig(save_every_steps=1, save_every_minutes=None, keep_last=100)
+
+
+def make_state(step: int) -> dict:
+    """A small training state, a function of `step`: several dtypes, an empty part, a real optimizer state."""
+    params = {
+        'dense': jax.random.normal(jax.random.key(step), (64, 48)),
+        'layers': [jnp.full((8, 6), step, jnp.bfloat16), jnp.arange(10) % 3 == step % 3],
+    }
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)).init(params)
+    return {'params': params, 'buffers': {}, 'optimizer': optimizer, 'step': jnp.int32(step)}
+
+
+def same(a, b) -> bool:
+    """The same bits, dtypes and structure."""
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def save_steps(directory, steps, config=EVERYTHING, **kwargs) -> None:
+    with Checkpointer(directory, config, FINGERPRINTS) as checkpointer:
+        for step in steps:
+            assert checkpointer.save(step, make_state(step), **kwargs)
+
+
+def restore(directory, state=None, step=None, fingerprints=FINGERPRINTS):
+    return Checkpointer(directory, EVERYTHING, fingerprints).restore(make_state(0) if state is None else state, step)
+
+
+@pytest.fixture(scope='module')
+def two_steps(tmp_path_factory) -> Path:
+    """A directory with steps 10 and 20; tests copy it."""
+    directory = tmp_path_factory.mktemp('checkpoints')
+    save_steps(directory, (10, 20))
+    return directory
+
+
+@pytest.fixture
+def copied(two_steps, tmp_path) -> Path:
+    return Path(shutil.copytree(two_steps, tmp_path / 'checkpoints'))
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob('*') if path.is_file())
+
+
+# What is saved comes back
+
+
+def test_round_trip(two_steps):
+    state, step, metadata = restore(two_steps)
+    assert (step, metadata) == (20, {})
+    assert same(state, make_state(20))
+    state, step, _ = restore(two_steps, step=10)
+    assert step == 10
+    assert same(state, make_state(10))
+
+
+def test_an_empty_directory_holds_nothing(tmp_path):
+    assert restore(tmp_path) is None
+    assert restore(tmp_path / 'absent') is None
+    assert not (tmp_path / 'absent').exists()
+    assert Checkpointer(tmp_path).latest_step() is None
+
+
+def test_metadata_and_part_of_the_state(tmp_path):
+    save_steps(tmp_path, [3], metadata={'seconds': 1.5, 'note': [1, None]}, metrics={'loss': float('nan')})
+    weights = {name: make_state(0)[name] for name in ('params', 'buffers')}
+    state, step, metadata = restore(tmp_path, weights)
+    assert (step, metadata) == (3, {'seconds': 1.5, 'note': [1, None]})
+    assert same(state['params'], make_state(3)['params'])
+    assert Checkpointer(tmp_path).read_record(3)['metrics'] == {'loss': 'nan'}
+    Checkpointer(tmp_path).verify(3)
+
+
+def test_partial_restore_takes_what_is_there(two_steps):
+    part = {
+        'params': {'dense': make_state(0)['params']['dense'], 'new': {'x': jnp.zeros(3)}},
+        'none': {'y': jnp.ones(2)},
+    }
+    with pytest.raises(MismatchError, match=r'lacks none\.y'):
+        restore(two_steps, part)
+    state, step, _ = Checkpointer(two_steps).restore(part, partial=True)
+    assert step == 20
+    assert same(state, {'params': {'dense': make_state(20)['params']['dense']}})
+    part['params']['dense'] = part['params']['dense'][:3]
+    with pytest.raises(MismatchError, match=r'params\.dense is'):
+        Checkpointer(two_steps).restore(part, partial=True)
+
+
+def test_a_directory_of_odd_name(tmp_path):
+    directory = tmp_path / 'a b%20ü#?'
+    save_steps(directory, [1])
+    assert restore(directory)[1] == 1
+
+
+@pytest.mark.smoke
+def test_donated_state_is_saved_as_it_was(tmp_path):
+    # save returns while the files are being written; the training step reuses the buffers at once.
+    advance = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jnp.zeros((512, 1024))
+    with Checkpointer(tmp_path, EVERYTHING) as checkpointer:
+        for step in range(6):
+            checkpointer.save(step, {'x': x})
+            for _ in range(5):
+                x = advance(x)
+    for step in range(6):
+        state, _, _ = restore(tmp_path, {'x': x}, step, {})
+        assert same(state, {'x': jnp.full_like(x, 5 * step)})
+
+
+def test_restores_onto_other_device_counts(tmp_path):
+    def place(leaf, count):
+        mesh = Mesh(np.array(jax.devices()[:count]), ('fsdp',))
+        spec = PartitionSpec('fsdp') if leaf.ndim == 2 else PartitionSpec()
+        return NamedSharding(mesh, spec)
+
+    state = make_state(1)
+    expected = checksums(flatten(state))
+    sharded = jax.device_put(state, jax.tree.map(lambda x: place(x, 8), state))
+    assert checksums(flatten(sharded)) == expected
+    with Checkpointer(tmp_path, EVERYTHING) as checkpointer:
+        checkpointer.save(1, sharded)
+    for count in (8, 4, 2, 1):
+        abstract = jax.tree.map(
+            lambda x, count=count: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x, count)), state
+        )
+        restored, _, _ = restore(tmp_path, abstract, fingerprints={})
+        assert len(restored['params']['dense'].sharding.device_set) == count
+        assert checksums(flatten(restored)) == expected
+        assert same(restored, state)
+
+
+# What is damaged is never loaded
+
+
+def flip_bits(directory: Path, count: int, caplog) -> None:
+    """Flips `count` single bits, one at a time, spread over all files of step 20."""
+    rng = random.Random(count)
+    targets = files(directory / '20')
+    harmful = 0
+    for i in range(count):
+        path = targets[i % len(targets)]
+        intact = path.read_bytes()
+        position = rng.randrange(8 * len(intact))
+        damaged = bytearray(intact)
+        damaged[position // 8] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        caplog.clear()
+        state, step, _ = restore(directory)
+        assert same(state, make_state(step)), f'bit {position} of {path}: silently wrong'
+        if step != 20:
+            harmful += 1
+            [warning] = [r.getMessage() for r in caplog.records]
+            assert 'step 20 is damaged' in warning
+            assert str(path) in warning or any(name in warning for name in flatten(make_state(0)))
+        path.write_bytes(intact)
+    assert harmful > count / 10
+
+
+@pytest.mark.smoke
+def test_flipped_bits(copied, caplog):
+    flip_bits(copied, 40, caplog)
+
+
+@pytest.mark.slow
+def test_many_flipped_bits(copied, caplog):
+    flip_bits(copied, 200, caplog)
+
+
+def test_every_bit_of_a_value_counts():
+    x = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
+    [intact] = checksums({'x': jnp.asarray(x)}).values()
+    seen = {intact}
+    for bit in range(32):
+        damaged = x.copy()
+        damaged.view(np.uint32)[3, 2] ^= np.uint32(1 << bit)
+        seen.update(checksums({'x': jnp.asarray(damaged)}).values())
+    assert len(seen) == 33
+    # two flipped signs, two exchanged values: a plain weighted sum of the bits would miss the first
+    signs, exchanged = x.copy(), x.copy()
+    signs[0, 0], signs[6, 4] = -signs[0, 0], -signs[6, 4]
+    exchanged[0, 0], exchanged[0, 1] = x[0, 1], x[0, 0]
+    assert intact not in checksums({'a': jnp.asarray(signs), 'b': jnp.asarray(exchanged)}).values()
+
+
+@pytest.mark.parametrize('how', ['truncated', 'deleted', 'empty'])
+def test_bad_files(copied, how, caplog):
+    needed = 0
+    for path in files(copied / '20'):
+        intact = path.read_bytes()
+        if how == 'deleted':
+            path.unlink()
+        else:
+            path.write_bytes(intact[: len(intact) // 2] if how == 'truncated' else b'')
+        state, step, _ = restore(copied)
+        assert same(state, make_state(step))
+        needed += step == 10
+        path.write_bytes(intact)
+    assert needed >= 3
+    assert restore(copied)[1] == 20
+
+
+def test_missing_commit_marker(copied, caplog):
+    (copied / '20' / 'commit_success.txt').unlink()
+    assert restore(copied)[1] == 10
+    assert 'commit_success.txt is missing' in caplog.text
+
+
+def test_never_starts_from_scratch_when_all_are_damaged(copied):
+    for step in (10, 20):
+        (copied / str(step) / 'state' / 'manifest.ocdbt').unlink()
+    with pytest.raises(MismatchError, match=r'no checkpoint is sound \(tried 10, 20\)'):
+        restore(copied)
+    assert sorted(p.name for p in copied.iterdir()) == ['10', '20']
+
+
+def test_an_explicit_step_does_not_fall_back(copied):
+    (copied / '20' / 'state' / 'manifest.ocdbt').unlink()
+    with pytest.raises(MismatchError, match=r'step 20 is damaged: optimizer.* in .*/20/state'):
+        restore(copied, step=20)
+    with pytest.raises(MismatchError, match='step 20 is damaged'):
+        Checkpointer(copied).verify(20)
+    with pytest.raises(MismatchError, match=r'step 15: not in .*, which has 10, 20'):
+        restore(copied, step=15)
+    Checkpointer(copied).verify(10)
+
+
+def test_a_damaged_step_does_not_block_the_next_save(copied, caplog):
+    (copied / '20' / 'state' / 'manifest.ocdbt').unlink()
+    (copied / '30.orbax-checkpoint-tmp').mkdir()
+    with Checkpointer(copied, EVERYTHING, FINGERPRINTS) as checkpointer:
+        assert checkpointer.restore(make_state(0))[1] == 10
+        assert (copied / '20').exists(), 'reading must not change the directory'
+        assert checkpointer.save(20, make_state(20))
+    assert sorted(p.name for p in copied.iterdir()) == ['10', '20', '20.damaged']
+    assert '20.damaged' in caplog.text
+    assert restore(copied)[1] == 20
+
+
+def test_continuing_from_an_older_step_abandons_the_newer(copied):
+    with Checkpointer(copied, EVERYTHING, FINGERPRINTS) as checkpointer:
+        checkpointer.restore(make_state(0), step=10)
+        checkpointer.save(15, make_state(15))
+    assert restore(copied)[1] == 15
+    assert (copied / '20.abandoned').exists()
+
+
+def test_what_belongs_to_another_run_is_refused(two_steps):
+    with pytest.raises(MismatchError, match='tokenizer is t1, of this run t2'):
+        restore(two_steps, fingerprints=FINGERPRINTS | {'tokenizer': 't2'})
+    with pytest.raises(MismatchError, match='template is None, of this run x'):
+        restore(two_steps, fingerprints={'template': 'x'})
+
+    def changed(change):
+        state = make_state(0)
+        change(state['params'])
+        return state
+
+    def message(change):
+        with pytest.raises(MismatchError) as error:
+            restore(two_steps, changed(change))
+        return str(error.value)
+
+    dtype = message(lambda params: params.update(dense=params['dense'].astype(jnp.bfloat16)))
+    assert 'params.dense is float32[64, 48], of this run bfloat16[64, 48]' in dtype
+    shape = message(lambda params: params.update(dense=params['dense'][:32]))
+    assert 'params.dense is float32[64, 48], of this run float32[32, 48]' in shape
+    assert 'lacks params.new' in message(lambda params: params.update(new=params['dense']))
+    assert 'has params.dense, which this run lacks' in message(lambda params: params.pop('dense'))
+
+
+# Which steps are saved and stay
+
+
+def test_policy_of_keeping(tmp_path):
+    config = CheckpointConfig(save_every_steps=10, save_every_minutes=None, keep_last=2, keep_every=40, keep_best=1)
+    losses = {25: 3.0, 50: 2.0, 75: 4.0, 100: float('nan')}
+    for first in (0, 60):  # a restart in between remembers the best
+        with Checkpointer(tmp_path, config) as checkpointer:
+            for step in range(first + 1, first + 61):
+                metrics = {'loss': losses[step]} if step in losses else None
+                saved = checkpointer.maybe_save(step, {'x': jnp.int32(step)}, metrics=metrics)
+                assert saved == (step % 10 == 0 or step in (25, 50))
+            checkpointer.wait()
+    assert Checkpointer(tmp_path).all_steps() == [40, 50, 80, 110, 120]
+
+
+def test_time_based_saves_are_temporary(tmp_path):
+    config = CheckpointConfig(save_every_steps=5, save_every_minutes=0.1 / 60, keep_last=1, keep_every=5)
+    saved = []
+    with Checkpointer(tmp_path, config) as checkpointer:
+        for step in range(1, 13):
+            time.sleep(0.06)
+            if checkpointer.maybe_save(step, {'x': jnp.int32(step)}):
+                saved.append(step)
+    assert {5, 10} < set(saved) < set(range(1, 13))
+    assert Checkpointer(tmp_path).all_steps() == sorted({5, 10, saved[-1]})
+
+
+def test_the_same_step_is_saved_once(tmp_path):
+    with Checkpointer(tmp_path, EVERYTHING) as checkpointer:
+        assert checkpointer.save(1, {'x': jnp.int32(1)})
+        assert not checkpointer.save(1, {'x': jnp.int32(2)})
+    assert restore(tmp_path, {'x': jnp.int32(0)}, fingerprints={})[0]['x'] == 1
+    with Checkpointer(
+        tmp_path, EVERYTHING
+    ) as checkpointer:  # another run, from the start: what it saves is not dropped
+        assert checkpointer.save(1, {'x': jnp.int32(3)})
+        assert not checkpointer.save(1, {'x': jnp.int32(4)})
+        assert checkpointer.save(1, {'x': jnp.int32(5)}, force=True)
+    assert restore(tmp_path, {'x': jnp.int32(0)}, fingerprints={})[0]['x'] == 5
+
+
+def test_saving_does_not_poll_for_preemption(tmp_path, monkeypatch):
+    # The service accepts one growing sequence of numbers, that of lm.training.preemption: a step would spoil it.
+    calls = []
+    monkeypatch.setattr(multihost_utils, 'reached_preemption_sync_point', calls.append)
+    save_steps(tmp_path, [1, 2])
+    assert calls == []
+
+
+def test_values_are_checked():
+    with pytest.raises(ConfigError, match=r'checkpoint\.keep_last'):
+        CheckpointConfig(keep_last=0)
+    with pytest.raises(ConfigError, match=r'checkpoint\.on_failed_save'):
+        CheckpointConfig(on_failed_save='ignore')
+
+
+# Processes that fail
+
+PREAMBLE = """
+import sys, signal, resource, jax, jax.numpy as jnp, numpy as np, logging
+from lm.checkpoint.checkpointer import *
+directory = sys.argv[1]
+"""
+
+
+def start(code: str, *arguments, devices: int = 1) -> subprocess.Popen:
+    environment = os.environ | {
+        'PYTHONPATH': str(ROOT),
+        'JAX_PLATFORMS': 'cpu',
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+    }
+    command = [sys.executable, '-c', PREAMBLE + code, *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+def finish(process: subprocess.Popen, quiet: bool = False) -> str:
+    try:
+        out, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors[-3000:]
+    assert not (quiet and 'Traceback' in errors), errors[-3000:]
+    return ''.join(line for line in out.splitlines(keepends=True) if not line.startswith('[Gloo]'))
+
+
+FULL_DISK = """
+config = CheckpointConfig(save_every_steps=1, save_every_minutes=None, keep_last=1, on_failed_save=sys.argv[2])
+state = lambda step: {'x': jax.random.normal(jax.random.key(step), (512, 1024))}
+with Checkpointer(directory, config) as checkpointer:
+    checkpointer.save(1, state(1))
+    checkpointer.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
+    try:
+        for step in range(2, 5):
+            print('saving', step, checkpointer.maybe_save(step, state(step)), flush=True)
+            try:
+                checkpointer.wait()
+            finally:
+                print('steps', checkpointer.all_steps(), flush=True)
+    except LmError as error:
+        assert type(error) is LmError
+        print('error:', error)
+    restored, step, _ = checkpointer.restore(state(0))
+    print('restored', step, bool((restored['x'] == state(1)['x']).all()))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print('saving', 9, checkpointer.maybe_save(9, state(9)))
+print('steps', checkpointer.all_steps())
+import os
+print('files', sorted(os.listdir(directory)))
+"""
+
+
+def test_a_full_disk_is_an_error_at_the_next_step(tmp_path):
+    processes = [start(FULL_DISK, tmp_path / option, option) for option in ('stop', 'continue')]
+    stop, go_on = (finish(process, quiet=True) for process in processes)
+    assert stop.count('saving') == 2
+    assert 'error: checkpoint step 2 could not be written' in stop
+    assert 'the newest complete one is 1' in stop
+    assert go_on.count('saving') == 4
+    for out in (stop, go_on):
+        assert 'restored 1 True' in out
+        assert out.endswith("steps [9]\nfiles ['9']\n")
+
+
+def test_leaving_because_of_an_error_reports_that_error(tmp_path):
+    class Interruption(Exception):
+        pass
+
+    checkpointer = Checkpointer(tmp_path, EVERYTHING)
+    checkpointer._finish = lambda: (_ for _ in ()).throw(LmError('second'))
+    with pytest.raises(Interruption), checkpointer:
+        raise Interruption
+    with pytest.raises(LmError, match='second'), checkpointer:
+        pass
+
+
+KILLED = """
+advance = jax.jit(lambda x: x * 3 + 1, donate_argnums=0)
+x = jnp.arange(2**16, dtype=jnp.uint32)
+with Checkpointer(directory, CheckpointConfig()) as checkpointer:
+    found = checkpointer.restore({'x': x})
+    first = 0
+    if found:
+        state, first, _ = found
+        for _ in range(first):
+            x = advance(x)
+        assert (np.asarray(state['x']) == np.asarray(x)).all()
+        x = state['x']
+    print('restored', first, flush=True)
+    for step in range(first + 1, 10**9):
+        x = advance(x)
+        checkpointer.save(step, {'x': x})
+        if step % 5 == 0:
+            checkpointer.wait()
+            print('complete', step, flush=True)
+"""
+
+
+def kill_repeatedly(directory: Path, count: int) -> None:
+    """SIGKILL at random moments of a loop that saves all the time: every restart must find what was complete."""
+    rng, complete = random.Random(count), 0
+    for turn in range(count):
+        process = start(KILLED, directory)
+        line = process.stdout.readline()
+        assert line.startswith('restored'), line + process.stderr.read()[-3000:]
+        assert int(line.split()[1]) >= complete
+        if turn == 0:  # however slow the machine is, there is something to lose
+            complete = int(process.stdout.readline().split()[1])
+        time.sleep(rng.uniform(0.0, 0.6))
+        process.send_signal(signal.SIGKILL)
+        out, _ = process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        complete = max([complete] + [int(line.split()[1]) for line in out.splitlines() if line.startswith('complete')])
+    unfinished = [path for path in directory.iterdir() if 'tmp' in path.name]
+    assert len(unfinished) <= 1
+
+
+def test_killed_while_saving(tmp_path):
+    kill_repeatedly(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_killed_28_times_while_saving(tmp_path):
+    kill_repeatedly(tmp_path, 28)
+
+
+def test_the_final_save_survives_the_end_of_the_process(tmp_path):
+    out = finish(start("with Checkpointer(directory) as c: c.save(7, {'x': jnp.ones((512, 1024))})", tmp_path))
+    assert out == ''
+    assert Checkpointer(tmp_path).all_steps() == [7]
+    Checkpointer(tmp_path).verify(7)
+
+
+TWO_PROCESSES = """
+import glob, time, pathlib
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+me = int(sys.argv[3])
+jax.distributed.initialize(f'localhost:{sys.argv[2]}', 2, me)
+from jax.experimental import multihost_utils
+mesh = Mesh(np.array(jax.devices()), ('fsdp',))
+shardings = {'x': NamedSharding(mesh, P('fsdp')), 'y': NamedSharding(mesh, P())}
+make = jax.jit(lambda n: {'x': jax.random.normal(jax.random.key(n), (64, 1024)), 'y': n}, out_shardings=shardings)
+same = jax.jit(lambda a, b: (a['x'] == b['x']).all() & (a['y'] == b['y']), out_shardings=NamedSharding(mesh, P()))
+config = CheckpointConfig(save_every_steps=None, save_every_minutes=0.3 / 60, keep_last=3)
+saved = []
+with Checkpointer(directory, config) as checkpointer:
+    assert checkpointer.restore(make(0)) is None
+    for step in range(1, 31):
+        time.sleep(0.04 + 0.04 * me)  # the clocks of the processes disagree
+        if checkpointer.maybe_save(step, make(step)):
+            saved.append(step)
+    checkpointer.save(31, make(31))
+saved.append(31)
+print('saved', saved)
+if me == 0:
+    # the part of process 1 alone becomes unreadable
+    data = max(pathlib.Path(directory, '31').glob('state/ocdbt.process_1/d/*'), key=lambda p: p.stat().st_size)
+    data.write_bytes(data.read_bytes()[:1000])
+multihost_utils.sync_global_devices('damaged')
+with Checkpointer(directory, config) as checkpointer:
+    state, step, _ = checkpointer.restore(make(0))
+    print('restored', step, bool(same(state, make(step))))
+    checkpointer.save(31, make(31))
+print('steps', checkpointer.all_steps())
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(('localhost', 0))
+        return s.getsockname()[1]
+
+
+def test_two_processes(tmp_path):
+    port = free_port()
+    processes = [start(TWO_PROCESSES, tmp_path, port, i) for i in range(2)]
+    outs = [finish(p) for p in processes]
+    assert outs[0] == outs[1]
+    saved = eval(outs[0].splitlines()[0].partition(' ')[2])
+    assert 3 <= len(saved) <= 10
+    assert f'restored {saved[-2]} True' in outs[0]
+    assert f'steps [{saved[-3]}, {saved[-2]}, 31]' in outs[0] or f'steps {saved[-2:]}' in outs[0]
+    # and one process with other devices reads it
+    abstract = {'x': jax.ShapeDtypeStruct((64, 1024), jnp.float32), 'y': jax.ShapeDtypeStruct((), jnp.int32)}
+    state, step, _ = restore(tmp_path, abstract, fingerprints={})
+    assert step == 31
+    assert same(state['x'], jax.random.normal(jax.random.key(31), (64, 1024)))
+
+
+def test_reading_is_quiet(copied, caplog, capfd):
+    """A damaged step costs one line, not a screen of tracebacks."""
+    (copied / '20' / 'state' / 'manifest.ocdbt').write_bytes(b'')
+    with caplog.at_level(logging.WARNING):
+        restore(copied)
+    assert len(caplog.records) == 1
+    assert 'Traceback' not in capfd.readouterr().err

@@ -1,0 +1,341 @@
+"""Gin in, frozen dataclasses out: what is refused, what composes, and that a dump loads as it was."""
+
+import dataclasses
+import math
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm.cli import VERBS, parse
+from lm.config.configurable import REGISTRY, configurable, field
+from lm.config.load import load
+from lm.config.text import dump
+from lm.errors import ConfigError
+
+PROJECT = pathlib.Path(__file__).resolve().parents[2]
+SHIPPED = sorted([*PROJECT.glob('configs/**/*.gin'), *PROJECT.glob('data/*.gin')])
+SHIPPED = [path for path in SHIPPED if path.parent.name != 'sweeps']  # lists of values: test_sweep.py
+
+
+class Shape:
+    """Base of the nested configurables below."""
+
+
+@configurable('test_disc')
+class Disc(Shape):
+    radius: float = field(1.0, above=0)
+    label: str | None = field(None)
+
+
+@configurable('test_pair')
+class Pair(Shape):
+    first: Shape = field(Disc())
+    others: tuple[Shape, ...] = field(())
+
+
+@configurable('test_needy')
+class Needy(Shape):
+    name: str = field(help='what it is called')
+
+
+@configurable('test_shapes')
+class Shapes:
+    shape: Shape | tuple[Shape, ...] | None = field(Disc())
+    spare: Shape | None = field(None)
+
+
+@configurable('test_values')
+class Values:
+    steps: int = field(10, minimum=1)
+    rate: float = field(0.5)
+    flag: bool = field(False)
+    name: str = field('x')
+    maybe: int | None = field(None)
+    ranges: tuple[tuple[int, int], ...] = field(())
+    words: tuple[str, ...] = field(('a', 'b'))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Root:
+    shapes: Shapes = dataclasses.field(default_factory=Shapes)
+    values: Values = dataclasses.field(default_factory=Values)
+
+
+def resolve(*params: str, files: tuple = (), **options) -> Root:
+    return load([str(f) for f in files], params, root=Root, **options)
+
+
+def refused(*params: str, files: tuple = (), **options) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(*params, files=files, **options)
+    message = str(caught.value)
+    assert '\n' not in message
+    return message
+
+
+# ---------------------------------------------------------------------------------------------------------- dump, load
+
+shapes = st.deferred(lambda: discs | pairs)
+discs = st.builds(
+    Disc, radius=st.floats(min_value=0, exclude_min=True, allow_nan=False), label=st.none() | st.text(max_size=8)
+)
+pairs = st.builds(Pair, first=shapes, others=st.lists(shapes, max_size=3).map(tuple))
+shape_sections = st.builds(
+    Shapes, shape=shapes | st.none() | st.lists(shapes, max_size=4).map(tuple), spare=shapes | st.none()
+)
+small = st.integers(-(2**40), 2**40)
+value_sections = st.builds(
+    Values,
+    steps=st.integers(1, 2**63),
+    rate=st.floats(allow_nan=False),
+    flag=st.booleans(),
+    name=st.text(st.characters(), max_size=20),
+    maybe=st.none() | small,
+    ranges=st.lists(st.tuples(small, small), max_size=3).map(tuple),
+    words=st.lists(st.text(max_size=5), max_size=4).map(tuple),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.builds(Root, shapes=shape_sections, values=value_sections))
+def test_load_of_dump_is_the_same(root):
+    text = dump(root)
+    lines = [line for line in text.splitlines() if line and not line.startswith('#')]
+    loaded = load([], lines, root=Root)
+    assert loaded == root
+    assert dump(loaded) == text
+
+
+def test_dump_is_sorted_complete_and_scopes_only_what_differs(tmp_path):
+    root = Root(shapes=Shapes(shape=(Disc(radius=2.0), Disc(), Disc(radius=2.0)), spare=Pair()))
+    text = dump(root)
+    assert 'test_shapes.shape = [@a/test_disc(), @b/test_disc(), @a/test_disc()]' in text
+    assert 'test_pair.first = @b/test_disc()' in text
+    assert '# a/test_disc\na/test_disc.label = None\na/test_disc.radius = 2.0\n' in text
+    assert 'test_shapes.shape = @test_disc()' in dump(Root())
+    assert 'test_values.rate = 1e999' in dump(Root(values=Values(rate=math.inf)))
+    (tmp_path / 'config.gin').write_text(text)
+    assert resolve(files=(tmp_path / 'config.gin',)) == root
+
+
+def test_dump_refuses_what_gin_cannot_hold():
+    with pytest.raises(ConfigError, match=r'test_values\.rate = nan'):
+        dump(Root(values=Values(rate=math.nan)))
+
+
+def test_experiment_survives():
+    experiment = load(
+        [],
+        [
+            'model.attention = [@a/softmax(), @polynomial(), @b/softmax()]',
+            'a/softmax.window = 16',
+            'polynomial.degree = 2',
+            'prepare.source = @text_files()',
+            "text_files.path = 'it\\'s'",
+        ],
+    )
+    assert experiment.model.attention[0].window == 16
+    assert load([], [line for line in dump(experiment).splitlines() if '=' in line]) == experiment
+
+
+def test_neither_dump_nor_the_package_imports_gin():
+    code = "import sys, lm.experiment, lm.config.text, lm.config.load; sys.exit('gin' in sys.modules)"
+    assert subprocess.run([sys.executable, '-c', code], cwd=PROJECT, timeout=120).returncode == 0
+
+
+# --------------------------------------------------------------------------------------------------------- composition
+
+
+def test_last_of_files_and_parameters_wins(tmp_path):
+    (tmp_path / 'a.gin').write_text('test_values.steps = 1\ntest_values.rate = 1')
+    (tmp_path / 'b.gin').write_text("include 'a.gin'\ntest_values.steps = 2")
+    files = (tmp_path / 'a.gin', tmp_path / 'b.gin')
+    assert resolve(files=files).values == Values(steps=2, rate=1.0)
+    assert resolve('test_values.steps = 3', 'test_values.steps = 4', files=files).values.steps == 4
+
+
+def test_includes_are_found_beside_the_file_then_here_then_in_the_project(tmp_path, monkeypatch):
+    for folder in ('deep', 'here'):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / 'x.gin').write_text(f"test_values.name = '{folder}'")
+    (tmp_path / 'deep' / 'top.gin').write_text("include 'x.gin'")
+    (tmp_path / 'top.gin').write_text("include 'x.gin'")
+    monkeypatch.chdir(tmp_path / 'here')
+    assert resolve(files=(tmp_path / 'deep' / 'top.gin',)).values.name == 'deep'
+    assert resolve(files=(tmp_path / 'top.gin',)).values.name == 'here'
+    (tmp_path / 'top.gin').write_text("include 'configs/models/tiny.gin'")
+    assert load([str(tmp_path / 'top.gin')]).model.n_layers == 4
+
+
+def test_macros_scopes_blocks_and_required():
+    root = resolve(
+        'N = 3', 'S = @a/test_disc()', 'test_values.steps = %N', 'test_values.maybe = %N',
+        'test_shapes.shape = [%S, @b/c/test_disc()]', 'a/test_disc.radius = 2', 'b/test_disc.radius = 4',
+        'test_disc.label = "all"', 'test_shapes:\n  spare = @test_pair()\n', 'test_values.name = %gin.REQUIRED',
+        'test_values.name = "given"',
+    )  # fmt: skip
+    assert root.values.steps == root.values.maybe == 3
+    assert root.shapes.shape == (Disc(radius=2.0, label='all'), Disc(radius=4.0, label='all'))
+    assert root.shapes.spare == Pair()
+    assert 'test_values.name: must be set' in refused('test_values.name = %gin.REQUIRED')
+
+
+def test_state_does_not_leak_from_one_load_to_the_next():
+    refused('test_values.steps = 7', 'test_values.steps = "x"')
+    resolve('test_values.steps = 7', 'test_shapes.shape = @test_disc()', 'test_disc.radius = 9')
+    assert resolve() == Root()
+    import gin
+
+    assert gin.config_str().strip() == ''
+    assert not gin.config_is_locked()
+
+
+def test_each_section_is_constructed_once(monkeypatch):
+    built = []
+    monkeypatch.setattr(Values, '__post_init__', lambda self, old=Values.__post_init__: (built.append(1), old(self)))
+    resolve('test_values.steps = 3')
+    assert len(built) == 1
+
+
+def test_overriding_a_run_drops_what_it_said_about_the_replaced_only(tmp_path):
+    base = tmp_path / 'config.gin'
+    base.write_text(dump(Root(shapes=Shapes(shape=Pair(first=Disc(radius=3.0))))))
+    assert (
+        resolve('test_shapes.shape = @test_needy()', "test_needy.name = 'n'", base=str(base)).shapes.shape.name == 'n'
+    )
+    assert resolve('test_disc.radius = 5', base=str(base)).shapes.shape.first.radius == 5.0
+    message = refused('test_shapes.shape = None', 'test_disc.radius = 5', base=str(base))
+    assert 'test_disc.radius' in message
+    assert '--gin_param' in message
+    base.write_text(base.read_text() + 'a/test_disc.radius = 1\n')
+    assert 'a/test_disc.radius' in refused(base=str(base)), 'the run itself must be sound'
+
+
+def test_a_configurable_of_an_imported_module_can_be_named(tmp_path, monkeypatch):
+    (tmp_path / 'lm_test_mine.py').write_text(
+        'from lm.config.configurable import REGISTRY, configurable, field\n'
+        "from test_config import Shape\n@configurable('test_mine')\nclass Mine(Shape):\n  size: int = field(1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(PROJECT / 'tests'))
+    monkeypatch.setitem(sys.modules, 'test_config', sys.modules[__name__])
+    gin = tmp_path / 'x.gin'
+    gin.write_text('import lm_test_mine\ntest_shapes.shape = @test_mine()\ntest_mine.size = 2')
+    assert resolve(files=(gin,), allow_imports=True).shapes.shape.size == 2
+    gin.write_text(
+        'from __gin__ import dynamic_registration\nimport lm_test_mine as mine\ntest_shapes.shape = @mine.Mine()'
+    )
+    assert resolve(files=(gin,), allow_imports=True).shapes.shape.size == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(
+    ('params', 'expected'),
+    [
+        (['tset_values.steps = 3'], 'nothing is called tset_values; did you mean test_values.steps?'),
+        (['test_values.stesp = 3'], "no parameter 'stesp'; did you mean test_values.steps?"),
+        (['steps = 3'], 'nothing uses steps, did you mean test_values.steps?'),
+        (['STEPS = 3', 'test_values.maybe = %STEPS', 'STESP = 4'], 'nothing uses STESP, did you mean STEPS?'),
+        (['STEPS = 3', 'test_values.steps = %STESP'], 'the macro %STESP has no value; did you mean %STEPS?'),
+        (['trian/test_values.steps = 3'], 'trian/test_values.steps, did you mean test_values.steps?'),
+        (['test_needy.name = "x"'], 'not selected: set test_shapes.shape = @test_needy()'),
+        (['test_shapes.shape = @test_dics()'], 'nothing is called @test_dics; did you mean @test_disc()?'),
+        (['test_shapes.shape = @test_disc'], 'write @test_disc()'),
+        (['test_shapes.shape = @a/test_disc()', 'b/test_disc.radius = 2'], 'did you mean a/test_disc.radius?'),
+        (
+            ['test_shapes.shape = @a/test_disc()', 'a/test_disc.radius = 2', 'test_disc.radius = 3'],
+            '@a/test_disc() sets it in its own scope',
+        ),
+        (['test_shapes.shape = @test_needy()'], 'test_needy.name: has no value'),
+        (['test_shapes.shape = @test_values()'], 'test_shapes.shape = Values('),
+        (['test_shapes.shape = @test_shapes()'], 'contains itself'),
+        (['A = %B', 'B = %A', 'test_values.steps = %A'], 'contains itself'),
+        (['test_values.steps = 1e5'], 'test_values.steps = 100000.0: must be an int, not float (write 100000)'),
+        (['test_values.steps = 1.5'], 'must be an int, not float'),
+        (['test_values.steps = True'], 'must be an int, not bool'),
+        (['test_values.steps = 0'], 'must be at least 1'),
+        (['test_values.flag = 1'], 'must be a bool'),
+        (['test_values.name = 3'], 'must be a string'),
+        (['test_values.words = "ab"'], 'must be a list'),
+        (['test_values.name = ab'], 'strings in quotes'),
+        (['test_values.steps = 2 * 3'], 'no arithmetic'),
+        (['test_values.steps = 0x' + 'f' * 9000], 'test_values.steps = an integer of 36000 bits'),
+        (['test_values.steps = ' + '[' * 4000], '--gin_param: '),
+        (['test_values.steps'], 'cannot read'),
+        (['gin.macro.value = 3'], 'nothing is called gin.macro'),
+        (['test_values.name = "\\'], 'cannot read'),
+    ],
+)
+def test_mistakes_are_named_with_a_remedy(params, expected):
+    assert expected in refused(*params)
+
+
+def test_all_unused_bindings_are_listed_with_their_places(tmp_path):
+    (tmp_path / 'x.gin').write_text('X = 1\n\nY = 2\ntest_values.steps = 3\n')
+    message = refused('Z = 1', files=(tmp_path / 'x.gin',))
+    assert all(place in message for place in ('x.gin:1)', 'x.gin:3)', 'Z, ', '(--gin_param)'))
+    assert 'steps' not in message
+
+
+def test_errors_say_where(tmp_path):
+    path = tmp_path / 'x.gin'
+    path.write_text('# a comment\ntest_values.steps = 1\ntest_values.steps = 2\n')
+    assert f'{path}:3: test_values.steps is already set on line 2' in refused(files=(path,))
+    path.write_text('test_values.rate = 1\ntest_values.steps = 1e3\n')
+    assert f'({path}:2)' in refused(files=(path,))
+    path.write_text('test_values.rate = 1\n\ntest_values.steps = many\n')
+    assert f"{path}:3: cannot read 'test_values.steps = many'" in refused(files=(path,))
+    path.write_text("include 'x.gin'\n")
+    assert 'includes itself' in refused(files=(path,))
+    assert 'did you mean' in refused(files=(tmp_path / 'xx.gin',))
+    path.write_bytes(b'\xff\xfe')
+    assert 'UTF-8' in refused(files=(path,))
+    assert 'no such file' in refused(files=(tmp_path,))
+    assert 'no such file' in refused(files=('configs/\0.gin',))
+    assert 'without ..' in refused("include 'gs://bucket/../secret.gin'")
+
+
+# ------------------------------------------------------------------------------------------------------- shipped files
+
+
+def header(path: pathlib.Path) -> str:
+    lines = path.read_text().splitlines()
+    end = next((i for i, line in enumerate(lines) if not line.startswith('#')), len(lines))
+    return '\n'.join(line.removeprefix('#').strip() for line in lines[:end])
+
+
+@pytest.mark.parametrize('path', SHIPPED, ids=lambda p: str(p.relative_to(PROJECT)))
+def test_shipped_file_resolves(path, monkeypatch):
+    """Alone, or with the files that its header names in a line `# with: a.gin b.gin`."""
+    monkeypatch.chdir(PROJECT)
+    companions = [name for line in header(path).splitlines() if line.startswith('with: ') for name in line.split()[1:]]
+    experiment = load([*companions, str(path)])
+    assert load([], [line for line in dump(experiment).splitlines() if line and line[0] != '#']) == experiment
+
+
+@pytest.mark.parametrize('path', SHIPPED, ids=lambda p: str(p.relative_to(PROJECT)))
+def test_commands_in_headers_are_right(path, monkeypatch):
+    import shlex
+
+    monkeypatch.chdir(PROJECT)
+    text = header(path).replace('\\\n', ' ')
+    commands = [line for line in text.splitlines() if line.startswith('lm ')]
+    assert commands, f'{path}: the header shows no command'
+    for command in commands:
+        arguments = parse(shlex.split(command)[1:])
+        if VERBS[arguments.verb].configure and (not hasattr(arguments, 'run_dir') or arguments.verb == 'train'):
+            VERBS[arguments.verb].configure(arguments, arguments.gin_param)
+
+
+def test_bindings_of_the_default_mechanism_need_no_selection():
+    experiment = load([], ['softmax.window = 7', 'tokenizer.vocab_size = 999'])
+    assert experiment.model.attention == REGISTRY['softmax'](window=7)
+    assert experiment.prepare.tokenizer.vocab_size == 999
+    with pytest.raises(ConfigError, match=r'because @softmax\(\) is not selected'):
+        load([], ['softmax.window = 7', 'model.attention = @polynomial()'])

@@ -1,0 +1,283 @@
+import dataclasses
+import fcntl
+import hashlib
+import io
+import json
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+from corpora import CORPORA, needs_corpora, words, write_real_tfds, write_text
+from rich.console import Console
+
+from lm.data.dataset import DataConfig
+from lm.data.prepare import stages as prepare_module
+from lm.data.prepare.shards import Job, _sample
+from lm.data.prepare.stages import PrepareConfig, main, prepare
+from lm.data.sources.base import Jsonl, TextFiles
+from lm.data.sources.tfds import Tfds
+from lm.data.store import TokenStore
+from lm.data.tokenizer import Tokenizer, TokenizerConfig, train
+from lm.errors import ConfigError, LmError, MismatchError
+
+SMALL = TokenizerConfig(vocab_size=500)
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def quiet():
+    return Console(file=io.StringIO(), width=100)
+
+
+def run(source, path, **options):
+    options = {'tokenizer': SMALL, 'processes': 1} | options
+    return prepare(PrepareConfig(source=source, **options), str(path), quiet())
+
+
+def digests(folder):
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob('*') if p.is_file()
+    }
+
+
+@pytest.fixture(scope='module')
+def corpus(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp('text'), files=8, n=60_000)
+
+
+@pytest.fixture(scope='module')
+def reference(corpus, tmp_path_factory):
+    """A store made in one go by one process."""
+    path = tmp_path_factory.mktemp('store') / 'reference'
+    run(TextFiles(path=str(corpus)), path)
+    return path
+
+
+@pytest.mark.smoke
+def test_the_store_holds_the_text(corpus, reference):
+    store = TokenStore.open(str(reference))
+    tokenizer, files = store.tokenizer(), sorted((corpus / 'train').iterdir())
+    tokens, ends = store.read('train', 0, store.tokens('train')), store.document_ends('train')
+    documents = np.split(tokens, ends)[:-1]
+    assert [tokenizer.decode(d[:-1]) for d in documents] == [file.read_text() for file in files]
+    assert all(d[-1] == tokenizer.eod_id and tokenizer.eod_id not in d[:-1] for d in documents)
+    text = ''.join(file.read_text() for file in files)
+    assert (store.documents('train'), store.bytes('train')) == (8, len(text.encode()))
+    assert store.words('train') == sum(len(file.read_text().split()) for file in files)
+    assert store.splits == ('train', 'validation', 'test')
+    for split in store.splits:
+        store.verify(split)
+    assert not (reference / 'unfinished').exists()
+    assert (reference / 'bad_records.jsonl').read_text() == ''
+
+
+def test_the_number_of_processes_changes_no_byte(corpus, reference, tmp_path):
+    run(TextFiles(path=str(corpus)), tmp_path / 'other', processes=2)
+    assert digests(tmp_path / 'other') == digests(reference)
+
+
+def test_killed_at_any_time_it_goes_on_and_changes_no_byte(corpus, reference, tmp_path):
+    """SIGKILL while the tokenizer is trained, while shards are tokenised (twice) and while the arrays are written."""
+    path = tmp_path / 'killed'
+    work = path / 'unfinished'
+    code = (
+        'from lm.data.prepare.stages import *; from lm.data.sources.base import TextFiles\n'
+        'from lm.data.tokenizer import *\n'
+        f'config = PrepareConfig(source=TextFiles(path={str(corpus)!r}), tokenizer={SMALL!r}, processes=2)\n'
+        f'prepare(config, {str(path)!r})\n'
+    )
+    moments = [
+        lambda: (work / 'settings.json').exists(),
+        lambda: (work / 'tokenizer.model').exists(),
+        lambda: len(list((work / 'train').glob('*.json'))) >= 2,
+        lambda: list((path / 'validation').glob('*/zarr.json')),
+        lambda: (path / 'test').exists(),
+    ]
+    for moment in moments:
+        process = subprocess.Popen([sys.executable, '-c', code], cwd=ROOT, stdout=subprocess.DEVNULL)
+        while not moment() and process.poll() is None:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (path / 'dataset.json').exists(), 'it was killed too late'
+        with pytest.raises(MismatchError, match='no finished token store'):
+            TokenStore.open(str(path))
+    output = subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True)
+    assert 'shards were finished before' in output
+    assert 'training the tokenizer' not in output
+    assert digests(path) == digests(reference)
+
+
+def test_a_url_is_a_path_too(corpus, reference, tmp_path):
+    run(TextFiles(path=str(corpus)), f'file://{tmp_path}/store')
+    assert digests(tmp_path / 'store') == digests(reference)
+    assert TokenStore.open(f'file://{tmp_path}/store/').fingerprint == TokenStore.open(str(reference)).fingerprint
+
+
+def test_a_finished_store_is_left_alone(corpus, reference):
+    before = digests(reference)
+    console = quiet()
+    config = PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL)
+    prepare(config, str(reference), console)
+    assert 'already prepared: nothing to do' in console.file.getvalue()
+    for change, named in (
+        ({'tokenizer': TokenizerConfig(vocab_size=501)}, 'tokenizer.vocab_size = 500, not 501'),
+        ({'cleaning': 'wiki40b_strip'}, "prepare.cleaning = 'none', not 'wiki40b_strip'"),
+        ({'splits': ('train',)}, 'prepare.splits = '),
+        ({'source': TextFiles(path=str(corpus / 'train'))}, 'text_files.path = '),
+        ({'source': Jsonl(path=str(corpus / 'train' / '0.txt'))}, "prepare.source = 'text_files', not 'jsonl'"),
+    ):
+        with pytest.raises(ConfigError, match=f'{named}.*choose another data.path or delete it'):
+            prepare(dataclasses.replace(config, **change), str(reference), console)
+    assert digests(reference) == before
+
+
+def test_an_unfinished_store_is_not_mixed(tmp_path, monkeypatch):
+    corpus = write_text(tmp_path / 'text', files=2)
+    source = TextFiles(path=str(corpus))
+
+    def fails(*_):
+        raise LmError('stopped')
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, 'assemble', fails)
+        with pytest.raises(LmError, match='stopped'):
+            run(source, tmp_path / 'store')
+    with pytest.raises(ConfigError, match=r'is unfinished and was begun with prepare.cleaning'):
+        run(source, tmp_path / 'store', cleaning='wiki40b_strip')
+    (corpus / 'train' / 'new.txt').write_text('new')
+    with pytest.raises(ConfigError, match='from other files'):
+        run(source, tmp_path / 'store')
+    (corpus / 'train' / 'new.txt').unlink()
+    assert run(source, tmp_path / 'store')['splits']['train']['documents'] == 2
+
+
+def test_a_mistake_leaves_nothing_behind(tmp_path):
+    source = TextFiles(path=str(write_text(tmp_path / 'text', files=1)))
+    for options, message in (
+        ({'tokenizer': TokenizerConfig(vocab_size=1_000_000)}, 'tokenizer.vocab_size = 1000000: the text is too small'),
+        ({'splits': ('train', 'dev')}, "prepare.splits: 'dev' is not in the source, which has train, validation, test"),
+        ({'tokenizer': TokenizerConfig(model_path='/absent')}, "tokenizer.model_path = '/absent'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(source, tmp_path / 'store', **options)
+        assert not (tmp_path / 'store').exists()
+    assert run(source, tmp_path / 'store')['splits']['train']['documents'] == 1
+    with pytest.raises(ConfigError, match=r'prepare.source = None: choose a source'):
+        run(None, tmp_path / 'other')
+    with pytest.raises(ConfigError, match=r"data.path = ''"):
+        run(source, '')
+
+
+def test_bad_records_are_counted_and_named_or_stop(tmp_path):
+    good = [words(200, seed=i) for i in range(30)]
+    lines = [json.dumps({'text': text}).encode() for text in good]
+    lines[3:3] = [
+        b'{"text": "caf\xe9"}',
+        b'{"text": ""}',
+        b'{"text": "\\ud800"}',
+        b'{"text": "' + b'x' * 50_000 + b'"}',
+    ]
+    for split in ('train', 'validation'):
+        (tmp_path / f'{split}.jsonl').write_bytes(b'\n'.join(lines if split == 'train' else lines[:2]))
+    source = Jsonl(path=str(tmp_path))
+    info = run(source, tmp_path / 'store', max_document_bytes=40_000)
+    assert info['splits']['train']['bad_records'] == 4
+    assert info['splits']['train']['documents'] == 30
+    bad = [json.loads(line) for line in (tmp_path / 'store' / 'bad_records.jsonl').read_text().splitlines()]
+    assert [r['reason'] for r in bad] == ['invalid UTF-8', 'empty', 'invalid UTF-8', 'longer than 40000 bytes']
+    assert all(r['split'] == 'train' and 'train.jsonl@' in r['document'] for r in bad)
+    with pytest.raises(MismatchError, match=r"split 'train', document .*train.jsonl@\d+: invalid UTF-8; mend it"):
+        run(source, tmp_path / 'strict', max_document_bytes=40_000, strict=True)
+    with pytest.raises(MismatchError, match='without 4 bad records'):
+        run(source, tmp_path / 'store', max_document_bytes=40_000, strict=True)
+
+
+def test_a_split_without_documents(tmp_path):
+    write_text(tmp_path / 'text', files=1)
+    (tmp_path / 'text' / 'test' / '0.txt').write_text('')
+    with pytest.raises(MismatchError, match="split 'test': no usable documents"):
+        run(TextFiles(path=str(tmp_path / 'text')), tmp_path / 'store')
+
+
+def test_an_existing_tokenizer(tmp_path):
+    corpus = write_text(tmp_path / 'text', files=1)
+    model = train(TokenizerConfig(vocab_size=400), [words(3000, seed=9)])
+    (tmp_path / 'own.model').write_bytes(model)
+    info = run(
+        TextFiles(path=str(corpus)),
+        tmp_path / 'store',
+        tokenizer=TokenizerConfig(model_path=str(tmp_path / 'own.model')),
+    )
+    assert info['tokenizer'] == {
+        'sha256': hashlib.sha256(model).hexdigest(),
+        'vocab_size': 400,
+        'eod_id': 1,
+        'lossless': True,
+    }
+    assert TokenStore.open(str(tmp_path / 'store')).tokenizer().vocab_size == 400
+
+
+def test_the_sample_is_bounded_and_from_all_over(tmp_path):
+    source = TextFiles(path=str(write_text(tmp_path, files=20, n=30_000)))
+    job = Job(source, 'none', 10**8, tmp_path, False)
+    shards = source.shards('train')
+    total = sum(shard.bytes for shard in shards)
+    sample = list(_sample(job, 300_000, shards))
+    assert 200_000 < len(''.join(sample)) <= 300_000
+    texts = [path.read_text() for path in sorted((tmp_path / 'train').iterdir())]
+    assert sum(any(piece in text for piece in sample) for text in texts) > 5
+    assert len(''.join(_sample(job, total, shards))) == total
+    assert sample == list(_sample(job, 300_000, shards))
+
+
+def test_two_at_once_and_a_full_disk_are_one_line(tmp_path):
+    corpus = write_text(tmp_path / 'text', files=2, n=60_000)
+    path = tmp_path / 'store'
+    experiment = types.SimpleNamespace(
+        prepare=PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL), data=DataConfig(path=str(path))
+    )
+    (path / 'unfinished').mkdir(parents=True)
+    with (path / 'unfinished' / 'lock').open('w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(LmError, match='another `lm prepare` works on it'):
+            main(experiment, types.SimpleNamespace(strict=False, processes=1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # for the workers too
+    try:
+        with pytest.raises(LmError, match=r'File too large.*run the same command again') as error:
+            main(experiment, types.SimpleNamespace(strict=False, processes=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert '\n' not in str(error.value)
+    assert main(experiment, types.SimpleNamespace(strict=False, processes=1)) == 0
+
+
+@needs_corpora
+@pytest.mark.smoke
+def test_real_text_through_tfds_and_through_files(tmp_path):
+    """Wikipedia with its markers is the same whichever way it comes; web text as TFDS has it."""
+    write_real_tfds(tmp_path / 'tfds')
+    tokenizer = TokenizerConfig(vocab_size=2000)
+    stores = []
+    for kind, source in (
+        ('tfds', Tfds(name='wiki40b/en', data_dir=str(tmp_path / 'tfds'))),
+        ('files', Jsonl(path=str(CORPORA / 'wiki40b_en'))),
+    ):
+        run(source, tmp_path / kind / 'store', cleaning='wiki40b_strip', tokenizer=tokenizer)
+        stores.append(TokenStore.open(str(tmp_path / kind / 'store')))
+    for split in stores[0].splits:  # TFDS has shuffled the documents
+        assert stores[0].bytes(split) == stores[1].bytes(split)
+        assert stores[0].words(split) == stores[1].words(split)
+        assert stores[0].bytes(split) / stores[0].tokens(split) > 2.5
+    text = stores[0].tokenizer().decode(stores[0].read('test', 0, stores[0].tokens('test')))
+    assert '_START_' not in text
+    info = run(Tfds(name='c4/en', data_dir=str(tmp_path / 'tfds')), tmp_path / 'c4', tokenizer=tokenizer)
+    assert list(info['splits']) == ['train', 'validation']
+    assert info['splits']['train']['documents'] == 856
+    assert Tokenizer.load(tmp_path / 'c4' / 'tokenizer.model').sha256 == info['tokenizer']['sha256']

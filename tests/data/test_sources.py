@@ -1,0 +1,244 @@
+import gzip
+import json
+import pickle
+import struct
+
+import pytest
+from corpora import CORPORA, needs_corpora, words, write_real_tfds, write_text, write_tfds
+
+from lm.data.prepare.cleaning import CLEANINGS
+from lm.data.sources import base as sources_module
+from lm.data.sources import tfds as tfds_module
+from lm.data.sources.base import Jsonl, PythonSources, TextFiles
+from lm.data.sources.tfds import Tfds
+from lm.errors import ConfigError, MismatchError
+
+
+def documents(source, split, max_bytes=10**8):
+    found = [d for shard in source.shards(split) for d in source.read(shard, max_bytes)]
+    assert len({d.id for d in found}) == len(found)
+    return found
+
+
+def texts(source, split, **options):
+    return [d.text for d in documents(source, split, **options) if not d.error]
+
+
+def test_text_files_in_the_layout_of_pg19(tmp_path):
+    write_text(tmp_path, files=3)
+    (tmp_path / 'metadata.csv').write_text('0,"A title, with a comma",1900,link\n')
+    source = TextFiles(path=str(tmp_path))
+    assert source.splits() == ('train', 'validation', 'test')
+    assert texts(source, 'train') == [(tmp_path / 'train' / f'{i}.txt').read_text() for i in range(3)]
+    assert len(texts(source, 'test')) == 1
+    assert source.identity()['layout'] == 'pg19'
+
+
+def test_a_flat_folder_is_split_by_hash(tmp_path):
+    for i in range(40):
+        (tmp_path / f'{i}.txt').write_text(f'document {i}\r\n')
+    (tmp_path / 'notes.md').write_text('not text')
+    source = TextFiles(path=str(tmp_path), validation_fraction=0.1)
+    train, validation = texts(source, 'train'), texts(source, 'validation')
+    assert (len(train), len(validation)) == (36, 4)
+    assert sorted(train + validation) == sorted(f'document {i}\r\n' for i in range(40))
+    assert validation != train[:4]
+    assert validation == texts(TextFiles(path=str(tmp_path), validation_fraction=0.1), 'validation')
+
+
+def test_a_single_file_is_cut_at_a_line(tmp_path):
+    text = words(5000, seed=3)
+    (tmp_path / 'input.txt').write_text(text)
+    train, validation = (texts(TextFiles(path=str(tmp_path)), split)[0] for split in ('train', 'validation'))
+    assert train + validation == text
+    assert train.endswith('\n')
+    assert 0.03 < len(validation) / len(text) < 0.05
+
+
+def test_bad_text_files_are_named(tmp_path):
+    write_text(tmp_path, files=1)
+    (tmp_path / 'train' / 'latin.txt').write_bytes('café'.encode('latin-1'))
+    (tmp_path / 'train' / 'long.txt').write_text('x' * 200_000)
+    errors = {d.id: d.error for d in documents(TextFiles(path=str(tmp_path)), 'train', max_bytes=100_000) if d.error}
+    assert errors == {'train/latin.txt': 'invalid UTF-8', 'train/long.txt': 'longer than 100000 bytes'}
+
+
+def test_jsonl_by_split_and_by_share(tmp_path):
+    lines = [json.dumps({'text': words(30, seed=i), 'url': 'x'}) + '\n' for i in range(300)]
+    expected = [json.loads(line)['text'] for line in lines]
+    (tmp_path / 'train.jsonl').write_text(''.join(lines))
+    with gzip.open(tmp_path / 'validation.jsonl.gz', 'wt') as file:
+        file.writelines(lines[:7])
+    for path in (tmp_path, tmp_path / '{split}.jsonl*'):
+        source = Jsonl(path=str(path))
+        assert source.splits() == ('train', 'validation')
+        assert texts(source, 'train') == expected
+        assert texts(source, 'validation') == expected[:7]
+    source = Jsonl(path=str(tmp_path / 'train.jsonl'), validation_fraction=0.2)
+    train, validation = texts(source, 'train'), texts(source, 'validation')
+    assert 40 < len(validation) < 80
+    assert sorted(train + validation) == sorted(expected)
+
+
+def test_jsonl_does_not_depend_on_the_cuts(tmp_path, monkeypatch):
+    lines = [json.dumps({'text': words(1 + i % 40, seed=i)}) for i in range(200)]
+    (tmp_path / 'train.jsonl').write_text('\n'.join(lines))  # no newline at the end
+    source = Jsonl(path=str(tmp_path))
+    whole = documents(source, 'train')
+    assert len(whole) == 200
+    for size in (1, 2, 97, 4096):
+        monkeypatch.setattr(sources_module, 'shard_bytes', lambda total, size=size: size)
+        assert len(source.shards('train')) > 5
+        assert documents(source, 'train') == whole
+
+
+def test_bad_lines_are_named(tmp_path):
+    good = json.dumps({'text': 'good'}).encode() + b'\n'
+    bad = {
+        b'{"text": "caf\xe9"}\n': 'invalid UTF-8',
+        b'{"text": \n': 'invalid JSON',
+        b'[1]\n': "no text in field 'text'",
+        b'{"text": 3}\n': "no text in field 'text'",
+        b'{"text": "' + b'x' * 5000 + b'"}\n': 'longer than 1000 bytes',
+    }
+    content = b''.join(good + line + b'\n' for line in bad)
+    for name in ('train.jsonl', 'train.jsonl.gz'):
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith('.gz') else content)
+        found = documents(Jsonl(path=str(tmp_path / name.replace('train', '{split}'))), 'train', max_bytes=1000)
+        assert [d.error for d in found if d.error] == list(bad.values())
+        assert [d.text for d in found if not d.error] == ['good'] * len(bad)
+        at = [int(d.id.split('@')[1]) for d in found]
+        assert all(content[a : a + 1] in b'{[' for a in at)
+
+
+def test_a_truncated_gzip_stops(tmp_path):
+    content = gzip.compress(''.join(json.dumps({'text': words(50, seed=i)}) + '\n' for i in range(99)).encode())
+    (tmp_path / 'train.jsonl.gz').write_bytes(content[:-2000])
+    with pytest.raises(MismatchError, match=r'train.jsonl.gz: damaged behind byte \d+'):
+        documents(Jsonl(path=str(tmp_path)), 'train')
+
+
+def test_python_sources_are_there_and_reproducible():
+    source = pickle.loads(pickle.dumps(PythonSources()))
+    train, validation = documents(source, 'train'), documents(source, 'validation')
+    assert sum(len(d.text) for d in train) > 5_000_000
+    assert len(validation) > 10
+    assert not [d for d in train + validation if d.error or 'site-packages' in d.id or not d.text]
+    assert {'json/decoder.py', 'ast.py'} <= {d.id for d in train + validation}
+
+
+@pytest.mark.parametrize(
+    ('source', 'message'),
+    [
+        (TextFiles(path='/nowhere'), "text_files.path = '/nowhere': no such folder"),
+        (Jsonl(path='/nowhere/*.jsonl'), r"jsonl.path = '/nowhere/\*.jsonl': no such files"),
+        (Tfds(name='pg19', data_dir='/nowhere'), "tfds.name = 'pg19'.*not prepared under /nowhere"),
+    ],
+)
+def test_missing_data(source, message):
+    with pytest.raises(ConfigError, match=message):
+        source.splits()
+
+
+def test_data_that_is_not_there_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(tfds_module.importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'lm-tpu\[tfds\]' and run this again"):
+        Tfds(name='wiki40b/en', data_dir='/nowhere').fetch(print)
+
+
+TEXTS = [words(20 + i, seed=i) for i in range(30)] + ['é ▁ 😀', b'caf\xe9', '']
+
+
+@pytest.fixture(scope='module')
+def data_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('tfds')
+    write_tfds(folder, {'train': TEXTS, 'test': TEXTS[:3]}, version='1.0.0')
+    write_tfds(folder, {'train': TEXTS[:5]}, version='0.9.10')
+    return folder
+
+
+def test_tfds_array_record(data_dir, monkeypatch):
+    source = Tfds(name='tiny', data_dir=str(data_dir))
+    assert source.splits() == ('train', 'test')
+    assert source.identity() == {'kind': 'tfds', 'name': 'tiny', 'version': '1.0.0', 'text_feature': 'text'}
+    found = documents(source, 'train')
+    assert sorted(d.text for d in found if not d.error) == sorted(t for t in TEXTS if isinstance(t, str))
+    assert [d.error for d in found if d.error] == ['invalid UTF-8']
+    monkeypatch.setattr(tfds_module, 'shard_bytes', lambda total: 500)
+    monkeypatch.setattr(sources_module, 'shard_bytes', lambda total: 500)
+    assert len(source.shards('train')) > 5
+    assert documents(source, 'train') == found
+    assert len(documents(Tfds(name='tiny', data_dir=str(data_dir), version='0.9.10'), 'train')) == 5
+    with pytest.raises(ConfigError, match=r"tfds.text_feature = 'body': tiny has .*text"):
+        Tfds(name='tiny', data_dir=str(data_dir), text_feature='body').shards('train')
+    with pytest.raises(ConfigError, match=r'version 3.0.0: not prepared'):
+        Tfds(name='tiny', data_dir=str(data_dir), version='3.0.0').splits()
+
+
+def as_tf_records(folder):
+    """Turns a prepared data set of ArrayRecord files into one of TFRecord files."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    for path in folder.glob('*.array_record*'):
+        reader = ArrayRecordReader(str(path))
+        framed = b''
+        for record in reader.read(0, reader.num_records()):
+            head = struct.pack('<Q', len(record))
+            for part in (head, record):
+                framed += part + struct.pack('<I', tfds_module._masked(tfds_module._crc32c(part)))
+        reader.close()
+        (folder / path.name.replace('array_record', 'tfrecord')).write_bytes(framed)
+        path.unlink()
+    info = folder / 'dataset_info.json'
+    info.write_text(info.read_text().replace('array_record', 'tfrecord'))
+
+
+def test_tfds_tf_record(data_dir, tmp_path, monkeypatch):
+    write_tfds(tmp_path, {'train': TEXTS, 'test': TEXTS[:3]})
+    expected = documents(Tfds(name='tiny', data_dir=str(tmp_path)), 'train')
+    as_tf_records(tmp_path / 'tiny' / '1.0.0')
+    tfds_module._info.cache_clear()
+    source = Tfds(name='tiny', data_dir=str(tmp_path))
+    monkeypatch.setattr(tfds_module, 'shard_bytes', lambda total: 500)
+    found = documents(source, 'train')
+    assert [(d.text, d.error) for d in found] == [(d.text, d.error) for d in expected]
+    file = next((tmp_path / 'tiny' / '1.0.0').glob('*train.tfrecord*'))
+    content = file.read_bytes()
+    file.write_bytes(content[:-100])
+    with pytest.raises(MismatchError, match=r'damaged at record \d+'):
+        documents(source, 'train')
+    file.write_bytes(b'\x01' + content[1:])
+    with pytest.raises(MismatchError, match='damaged at record 0'):
+        documents(source, 'train')
+    assert tfds_module._crc32c(b'123456789') == 0xE3069283
+
+
+def test_tfds_damaged_array_record(data_dir, tmp_path):
+    write_tfds(tmp_path, {'train': TEXTS})
+    file = next((tmp_path / 'tiny' / '1.0.0').glob('*train.array_record*'))
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(MismatchError, match='damaged at record 0'):
+        documents(Tfds(name='tiny', data_dir=str(tmp_path)), 'train')
+
+
+@needs_corpora
+def test_the_real_tfds_data_sets(tmp_path):
+    write_real_tfds(tmp_path)
+    for name, splits, records in (('pg19', 3, 8), ('wiki40b/en', 3, 82), ('c4/en', 2, 856)):
+        source = Tfds(name=name, data_dir=str(tmp_path))
+        assert len(source.splits()) == splits
+        found = documents(source, 'train')
+        assert (len(found), [d.error for d in found if d.error]) == (records, [])
+    by_hand = texts(Jsonl(path=str(CORPORA / 'wiki40b_en')), 'train')
+    assert sorted(texts(Tfds(name='wiki40b/en', data_dir=str(tmp_path)), 'train')) == sorted(by_hand)
+    stripped = [CLEANINGS['wiki40b_strip'](text) for text in by_hand]
+    assert not [text for text in stripped if '_START_' in text or '_NEWLINE_' in text]
+    assert [CLEANINGS['wiki40b_keep'](text) for text in by_hand] == by_hand
+
+
+def test_wiki40b_markers():
+    article = (
+        '\n_START_ARTICLE_\nTitle\n_START_SECTION_\nHead\n_START_PARAGRAPH_\nOne._NEWLINE_Two.\n_START_PARAGRAPH_\nX'
+    )
+    assert CLEANINGS['wiki40b_strip'](article) == 'Title\nHead\nOne.\nTwo.\nX'
+    assert CLEANINGS['none'](article) == article

@@ -1,0 +1,178 @@
+import json
+import random
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from corpora import words
+
+from lm.data import store as store_module
+from lm.data.dataset import DataConfig
+from lm.data.store import TokenStore, split_digest, write_array, write_file, write_info
+from lm.data.tokenizer import Tokenizer, TokenizerConfig, train
+from lm.errors import ConfigError, MismatchError
+
+MODEL = train(TokenizerConfig(vocab_size=400), [words(5000, seed=2)])
+
+
+def write_store(path, tokens, ends, splits=('train', 'validation'), **info):
+    import hashlib
+
+    digest = split_digest(hashlib.sha256(tokens.tobytes()), ends)
+    for split in splits:
+        write_array(path, split, 'tokens', np.array_split(tokens, 7), len(tokens), tokens.dtype.name)
+        write_array(path, split, 'document_ends', [ends], len(ends), 'int64')
+    counts = {'documents': len(ends), 'bytes': 10, 'words': 5, 'tokens': len(tokens), 'sha256': digest}
+    tokenizer = Tokenizer(MODEL)
+    write_file(path, 'tokenizer.model', MODEL)
+    write_info(
+        path,
+        {
+            'source': {'kind': 'tfds', 'name': 'pg19'},
+            'dtype': tokens.dtype.name,
+            'splits': {split: dict(counts) for split in splits},
+            'tokenizer': {'sha256': tokenizer.sha256, 'eod_id': 1},
+        }
+        | info,
+    )
+
+
+@pytest.fixture(scope='module')
+def tokens():
+    made = np.random.default_rng(0).integers(0, 400, 100_000).astype(np.uint16)
+    made[20_000:60_000] = 0  # chunks of zeros are data too
+    return made
+
+
+@pytest.fixture(scope='module')
+def original(tmp_path_factory, tokens):
+    path = tmp_path_factory.mktemp('store') / 'original'
+    write_store(str(path), tokens, np.array([10, 5000, 100_000]))
+    return path
+
+
+@pytest.fixture
+def copy(tmp_path, original):
+    return shutil.copytree(original, tmp_path / 'copy')
+
+
+@pytest.mark.smoke
+def test_reads_what_was_written(original, tokens):
+    store = TokenStore.open(str(original))
+    assert store.splits == ('train', 'validation')
+    assert store.tokens('train') == 100_000
+    np.testing.assert_array_equal(store.document_ends('train'), [10, 5000, 100_000])
+    starts = np.random.default_rng(1).integers(0, 100_000 - 999, 50)
+    windows = store.read_many('train', starts, 999)
+    assert windows.dtype == np.uint16
+    np.testing.assert_array_equal(windows, np.stack([tokens[s : s + 999] for s in starts]))
+    np.testing.assert_array_equal(store.read('validation', 99_990, 100_000), tokens[-10:])
+    assert store.read('train', 5, 5).shape == (0,)
+    store.verify('train')
+    assert store.tokenizer().decode(store.tokenizer().encode('the end')) == 'the end'
+
+
+def test_many_files_and_wide_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, 'SHARD', 2**15)
+    tokens = np.random.default_rng(0).integers(0, 2**31, 100_000).astype(np.uint32)
+    write_store(str(tmp_path), tokens, np.array([100_000]))
+    assert len(list((tmp_path / 'train' / 'tokens' / 'c').iterdir())) == 4
+    np.testing.assert_array_equal(TokenStore.open(str(tmp_path)).read('train', 1, 99_999), tokens[1:-1])
+
+
+def test_fingerprint_depends_on_the_data_alone(tmp_path, original, tokens):
+    ends = np.array([10, 5000, 100_000])
+    write_store(str(tmp_path / 'same'), tokens, ends, source={'kind': 'text_files', 'path': 'elsewhere'})
+    write_store(str(tmp_path / 'other'), tokens, ends - [0, 1, 0])
+    fingerprints = [TokenStore.open(str(p)).fingerprint for p in (original, tmp_path / 'same', tmp_path / 'other')]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+def test_no_flipped_bit_is_read_silently(copy, tokens):
+    """Of every file of the store; a harmless flip (in padding) must leave what is read as it was."""
+    draw = random.Random(0)
+    refused = 0
+    for path in sorted(p for p in copy.rglob('*') if p.is_file() and 'validation' not in p.parts):
+        content = path.read_bytes()
+        for _ in range(15):
+            damaged = bytearray(content)
+            damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            path.write_bytes(damaged)
+            try:
+                store = TokenStore.open(str(copy))
+                store.tokenizer()
+                np.testing.assert_array_equal(store.read('train', 0, 100_000), tokens)
+                np.testing.assert_array_equal(store.document_ends('train'), [10, 5000, 100_000])
+            except MismatchError:
+                refused += 1
+        path.write_bytes(content)
+    assert refused > 50
+
+
+def test_damage_is_named(copy):
+    file = copy / 'train' / 'tokens' / 'c' / '0'
+    content = bytearray(file.read_bytes())
+    content[50_000] ^= 4
+    file.write_bytes(content)
+    store = TokenStore.open(str(copy))
+    with pytest.raises(MismatchError, match=r"split 'train', array 'tokens': DATA_LOSS.*tokens/c/0.* prepare it again"):
+        store.read('train', 0, 100_000)
+    assert len(store.read('train', 90_000, 100_000)) == 10_000
+    file.unlink()
+    with pytest.raises(MismatchError, match=r"split 'train', array 'tokens': .*missing"):
+        TokenStore.open(str(copy)).read('train', 0, 10)
+    (copy / 'train' / 'tokens' / 'zarr.json').unlink()
+    with pytest.raises(MismatchError, match=r"split 'train', array 'tokens'"):
+        TokenStore.open(str(copy)).read('train', 0, 10)
+
+
+def test_other_arrays_than_described(copy, tokens):
+    write_array(str(copy), 'train', 'tokens', [tokens[:-1]], len(tokens) - 1, 'uint16')
+    with pytest.raises(MismatchError, match=r'is not what dataset.json says'):
+        TokenStore.open(str(copy)).read('train', 0, 10)
+    write_array(str(copy), 'train', 'tokens', [tokens[::-1]], len(tokens), 'uint16')
+    with pytest.raises(MismatchError, match=r"split 'train' is not what dataset.json describes"):
+        TokenStore.open(str(copy)).verify('train')
+
+
+def test_missing_edited_and_foreign_parts(copy, tmp_path):
+    with pytest.raises(ConfigError, match=r'data.path'):
+        TokenStore.open(DataConfig().path)
+    with pytest.raises(MismatchError, match=r'no finished token store is there; run `lm prepare` first'):
+        TokenStore.open(str(tmp_path / 'nothing'))
+    with pytest.raises(ConfigError, match=r"data.path = 'ftp://x/y': .*use a folder"):
+        TokenStore.open('ftp://x/y')
+    with pytest.raises(ConfigError, match=r"split 'test': .* has train, validation"):
+        TokenStore.open(str(copy)).tokens('test')
+    with pytest.raises(IndexError):
+        TokenStore.open(str(copy)).read('train', 99_999, 100_001)
+    other = train(TokenizerConfig(vocab_size=401), [words(5000, seed=2)])
+    (copy / 'tokenizer.model').write_bytes(other)
+    with pytest.raises(MismatchError, match=r'tokenizer.model is not the one'):
+        TokenStore.open(str(copy)).tokenizer()
+    info = json.loads((copy / 'dataset.json').read_text())
+    info['splits']['train']['words'] += 1
+    (copy / 'dataset.json').write_text(json.dumps(info))
+    with pytest.raises(MismatchError, match=r'dataset.json is damaged or was edited'):
+        TokenStore.open(str(copy))
+
+
+def test_published_word_counts_of_pg19(tmp_path, tokens):
+    def words_of(documents, split, **info):
+        path = str(tmp_path / f'{documents}-{split}-{len(info)}')
+        write_store(path, tokens[:1000], np.arange(1, documents + 1), (split,), **info)
+        return TokenStore.open(path).words(split)
+
+    assert words_of(50, 'validation') == 3_007_061
+    assert words_of(100, 'test') == 6_966_499
+    assert words_of(100, 'test', source={'kind': 'text_files', 'layout': 'pg19'}) == 6_966_499
+    assert words_of(99, 'test') == 5
+    assert words_of(50, 'validation', source={'kind': 'tfds', 'name': 'c4/en'}) == 5
+
+
+def test_preparing_and_reading_import_no_heavy_library():
+    heavy = ['jax', 'tensorflow', 'tensorflow_datasets', 'clu', 'gin']
+    code = f'import sys, lm.data.store, lm.data.prepare.stages; print([m for m in {heavy} if m in sys.modules])'
+    assert subprocess.check_output([sys.executable, '-c', code], text=True).strip() == '[]'

@@ -1,0 +1,159 @@
+"""Perplexity: every token once, equal to a plain numpy computation, whatever the batch size and the devices."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from lm.data.store import TokenStore
+from lm.errors import ConfigError
+from lm.evaluation.perplexity import EvaluationWindows
+
+FIGURES = ('sum_nats', 'perplexity', 'word_perplexity', 'bits_per_byte')
+
+
+def evaluate(run, *flags, devices=1) -> dict:
+    done = tiny.lm('evaluate', '--run_dir', str(run), '--json', *flags, devices=devices)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize('n', [1, 5, 31, 32, 33, 100, 257])
+@pytest.mark.parametrize('window', ['disjoint', 'sliding:1', 'sliding:7', 'sliding:32'])
+def test_each_token_is_scored_once_with_the_context_it_was_promised(n, window):
+    text = np.arange(1, n + 1)
+
+    class Store:
+        def read(self, split, start, stop):
+            return text[start:stop]
+
+        def read_many(self, split, starts, length):
+            return np.stack([text[s : s + length] for s in starts])
+
+    if n < 32:
+        with pytest.raises(ConfigError, match=f'context_length = 32: the split has only {n} tokens'):
+            EvaluationWindows.create(n, 32, window)
+        return
+    windows = EvaluationWindows.create(n, 32, window)
+    seen = []
+    for first in range(0, len(windows), 3):
+        tokens, scored = windows.batch(Store(), 'test', 0, first, 3)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        seen += targets[scored].tolist()
+        # Token i is i and follows token i-1; an end-of-document token (0) stands before the first.
+        assert (inputs[scored] == targets[scored] - 1).all()
+        rows, columns = np.nonzero(scored)
+        context = columns + 1
+        assert (context >= np.minimum(targets[rows, columns], 32 - windows.stride + 1)).all()
+    assert seen == text.tolist()
+
+
+@pytest.fixture(scope='module')
+def base(reference_run):
+    return evaluate(reference_run[0])
+
+
+@pytest.mark.parametrize(
+    ('flags', 'devices'),
+    [(['--batch_size', '1'], 1), (['--batch_size', '4'], 2), (['--batch_size', '16'], 4)],
+    ids=['batch 1', 'batch 4, 2 devices', 'batch 16, 4 devices'],
+)
+def test_batch_size_and_devices_do_not_matter(reference_run, base, flags, devices):
+    other = evaluate(reference_run[0], *flags, devices=devices)
+    for name in FIGURES:
+        assert other[name] == pytest.approx(base[name], rel=1e-6)
+    assert other['tokens'] == base['tokens']
+
+
+def test_agrees_with_numpy_on_the_logits_of_the_model(reference_run, base, tokens):
+    from lm.checkpoint.checkpointer import Checkpointer
+    from lm.experiment import load as config
+    from lm.runs.run_dir import RunDir
+    from lm.training.step import Step
+
+    run, _ = reference_run
+    experiment = config.load([str(run / 'config.gin')], [])
+    step = Step(experiment.model, experiment.optimizer, experiment.train.steps)
+    abstract = jax.eval_shape(lambda: step.init(0))
+    with Checkpointer(RunDir(run).checkpoints, experiment.checkpoint, {}) as saved:
+        state, _, _ = saved.restore({name: abstract[name] for name in ('params', 'buffers')})
+    model = nnx.merge(step.graph, state['params'], state['buffers'])
+    logits_of = jax.jit(lambda window: model(window))
+    store = TokenStore.open(str(tokens))
+    n, L = store.tokens('validation'), 32
+    stream = np.concatenate([[store.tokenizer().eod_id], store.read('validation', 0, n)])
+    nats = 0.0
+    for start in range(0, n, L):
+        window = stream[start : start + L + 1]
+        logits = np.asarray(logits_of(jnp.asarray(window[None, :-1])), np.float64)[0]
+        nats += sum(np.log(np.exp(row).sum()) - row[target] for row, target in zip(logits, window[1:], strict=True))
+    text = (tokens.parent / 'text' / 'validation' / 'shlex.txt').read_bytes()
+    assert base['tokens'] == n
+    assert base['bytes'] == len(text)
+    assert base['words'] == len(text.decode().split())
+    assert base['sum_nats'] == pytest.approx(nats, rel=1e-6)
+    assert base['perplexity'] == pytest.approx(math.exp(nats / n), rel=1e-6)
+    assert base['word_perplexity'] == pytest.approx(math.exp(nats / base['words']), rel=1e-6)
+    assert base['bits_per_byte'] == pytest.approx(nats / math.log(2) / len(text), rel=1e-6)
+
+
+def test_sliding_windows_see_more_and_positions_add_up(reference_run, base):
+    sliding = evaluate(reference_run[0], '--window', 'sliding:8')
+    assert sliding['tokens'] == base['tokens']
+    assert sliding['perplexity'] != base['perplexity']
+    assert sliding['perplexity'] == pytest.approx(base['perplexity'], rel=0.02)
+    for result in (sliding, base):
+        total = sum(b['loss'] * b['tokens'] for b in result['loss_by_position'])
+        assert total == pytest.approx(result['sum_nats'], rel=1e-9)
+        assert result['loss_by_position'][-1]['end'] == 32
+
+
+def test_the_periodic_evaluation_is_the_same_computation(reference_run, base):
+    assert tiny.losses(reference_run[0], 'eval')[40] == pytest.approx(base['loss'], rel=1e-6)
+    earlier = evaluate(reference_run[0], '--step', '30')
+    assert earlier['step'] == 30
+    assert earlier['loss'] != base['loss']
+    assert (reference_run[0] / 'evaluations' / 'step-30_validation_32_disjoint.json').exists()
+
+
+def test_a_table_for_people(reference_run):
+    done = tiny.lm('evaluate', '--run_dir', str(reference_run[0]), '--split', 'test', '--context_length', '64')
+    assert done.returncode == 0, done.stderr
+    for words in ('perplexity per word', 'bits per byte', 'test at step 40', '32–63', 'written to'):
+        assert words in done.stdout
+
+
+def test_a_context_longer_than_the_split_is_refused(reference_run):
+    before = sorted(reference_run[0].rglob('*'))
+    done = tiny.lm('evaluate', '--run_dir', str(reference_run[0]), '--context_length', '1000000')
+    assert done.returncode == 2
+    assert 'evaluate.context_length = 1000000: the split has only' in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert sorted(reference_run[0].rglob('*')) == before
+
+
+def test_a_softmax_run_is_evaluated_under_hybrid_attention(reference_run, base):
+    """Exact over a window as long as the context it is softmax; the file of the run's own evaluation stays."""
+    hybrid = ['--gin_param', 'model.attention = @hybrid()', '--gin_param']
+    exact = evaluate(reference_run[0], *hybrid, 'hybrid.window = 32')
+    assert exact['loss'] == pytest.approx(base['loss'], rel=1e-5)
+    assert exact['overrides']['model.attention'] == '@hybrid()'
+    close = evaluate(reference_run[0], *hybrid, 'hybrid.window = 4')
+    assert close['loss'] != exact['loss']
+    assert close['loss'] == pytest.approx(base['loss'], rel=0.02)
+    own = json.loads((reference_run[0] / 'evaluations' / 'step-40_validation_32_disjoint.json').read_text())
+    assert own['loss'] == base['loss']
+    assert len(list((reference_run[0] / 'evaluations').glob('step-40_validation_32_disjoint*.json'))) == 3
+
+
+def test_a_softmax_run_starts_a_performer(reference_run, tiny_flags, tmp_path):
+    bindings = {'train.init_from': str(reference_run[0]), 'model.attention': '@performer()', 'performer.n_features': 64}
+    done = tiny.lm('train', '--run_dir', str(tmp_path / 'run'), *tiny_flags, *tiny.params(bindings))
+    assert done.returncode == 0, done.stderr
+    ours, theirs = tiny.losses(tmp_path / 'run'), tiny.losses(reference_run[0])
+    assert ours[1] < theirs[1] - 1  # it starts from what softmax has learned

@@ -1,0 +1,339 @@
+"""Exact attention against float64 numpy formulas: outputs, gradients, masks, memory."""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lm.errors import ConfigError
+from lm.ops import exact_attention, platform
+from lm.ops.exact_attention import splash as pallas_tpu
+
+SIZE = 16
+
+
+def draw(batch, length, heads, kv_heads, keys=None, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    keys = length if keys is None else keys
+    shapes = [(batch, length, heads, SIZE), (batch, keys, kv_heads, SIZE), (batch, keys, kv_heads, SIZE)]
+    return [jnp.asarray(rng.normal(size=s), dtype) for s in shapes]
+
+
+def mask(length, keys, causal=True, window=None):
+    i, j = np.arange(length)[:, None], np.arange(keys)
+    seen = np.ones((length, keys), bool)
+    if causal:
+        seen &= j <= i
+    if window:
+        seen &= i - j < window
+    return seen
+
+
+def numpy_attention(q, k, v, seen, kernel):
+    """Outputs, and the gradients for the cotangent cos(index), all in float64, head by head from the formulas.
+
+    kernel(s) returns the unnormalised weights, their derivative and the bias of the denominator.
+    """
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    o, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
+    do = np.cos(np.arange(q.size)).reshape(q.shape)
+    group = q.shape[2] // k.shape[2]
+    for b in range(q.shape[0]):
+        for h in range(q.shape[2]):
+            g = h // group
+            w, slope, bias = kernel(q[b, :, h] @ k[b, :, g].T)
+            w, slope = w * seen, slope * seen
+            total = bias + w.sum(1, keepdims=True)
+            o[b, :, h] = w @ v[b, :, g] / total
+            # d/dw_ij of o_i = Σ w_ij v_j / total_i is (v_j - o_i) / total_i.
+            dw = (do[b, :, h] @ v[b, :, g].T - (do[b, :, h] * o[b, :, h]).sum(1, keepdims=True)) / total
+            dq[b, :, h] += (dw * slope) @ k[b, :, g]
+            dk[b, :, g] += (dw * slope).T @ q[b, :, h]
+            dv[b, :, g] += (w / total).T @ do[b, :, h]
+    return o, dq, dk, dv
+
+
+def exponential(scale):
+    def kernel(s):
+        w = np.exp(s * scale)
+        return w, w * scale, 0.0
+
+    return kernel
+
+
+def power(degree, bias, scale):
+    def kernel(s):
+        return (s * scale) ** degree, degree * scale * (s * scale) ** (degree - 1), bias
+
+    return kernel
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def values_and_gradients(attention, q, k, v):
+    o, pull = jax.vjp(attention, q, k, v)
+    return o, *pull(jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape).astype(o.dtype))
+
+
+def assert_close(got, expected, tolerance):
+    for name, g, e in zip(('o', 'dq', 'dk', 'dv'), got, expected, strict=True):
+        g = np.asarray(g, np.float64)
+        assert np.isfinite(g).all()
+        error = np.abs(g - e).max() / max(np.abs(e).max(), 0.1)  # One visible key: its gradient is zero.
+        assert error <= tolerance, f'{name}: {error:.2e}'
+
+
+@pytest.mark.parametrize('implementation', ['xla', 'reference'])
+@pytest.mark.parametrize(
+    ('length', 'heads', 'kv_heads', 'block', 'window'),
+    [
+        (1, 2, 2, None, None),
+        (7, 2, 1, None, 3),
+        (64, 2, 2, 16, None),
+        (64, 4, 2, 16, 1),
+        (100, 4, 2, 32, None),
+        (100, 1, 1, 24, 40),
+        (129, 3, 1, 64, None),
+        (129, 2, 2, 17, 17),
+        (129, 2, 2, None, 500),
+    ],
+)
+def test_softmax_agrees_with_float64(length, heads, kv_heads, block, window, implementation):
+    q, k, v = draw(2, length, heads, kv_heads)
+    attention = functools.partial(
+        exact_attention.softmax_attention, window=window, block=block, implementation=implementation
+    )
+    expected = numpy_attention(q, k, v, mask(length, length, window=window), exponential(SIZE**-0.5))
+    assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
+
+
+@pytest.mark.parametrize('implementation', ['xla', 'reference'])
+@pytest.mark.parametrize(
+    ('length', 'heads', 'kv_heads', 'block', 'degree', 'bias', 'scale'),
+    [
+        (1, 2, 2, None, 4, 1.0, 1.0),
+        (7, 2, 1, None, 2, 0.5, 1.0),
+        (64, 2, 2, 16, 4, 1.0, 1.0),
+        (100, 4, 2, 32, 8, 1.0, 1.0),
+        (100, 1, 1, 24, 6, 3.0, 0.25),
+        (129, 3, 1, 64, 4, 1.0, 0.1),
+        (129, 2, 2, 17, 2, 1.0, 1.0),
+    ],
+)
+def test_polynomial_agrees_with_float64(length, heads, kv_heads, block, degree, bias, scale, implementation):
+    q, k, v = draw(2, length, heads, kv_heads)
+    attention = functools.partial(
+        exact_attention.polynomial_attention,
+        degree=degree,
+        bias=bias,
+        scale=scale,
+        block=block,
+        implementation=implementation,
+    )
+    expected = numpy_attention(q, k, v, mask(length, length), power(degree, bias, scale))
+    assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
+
+
+@pytest.mark.parametrize('length', [7, 129])
+def test_bfloat16_stays_close_to_float64(length):
+    q, k, v = draw(1, length, 4, 2, dtype=jnp.bfloat16)
+    softmax = functools.partial(exact_attention.softmax_attention, block=32)
+    polynomial = functools.partial(exact_attention.polynomial_attention, degree=4, block=32)
+    for attention, kernel in ((softmax, exponential(SIZE**-0.5)), (polynomial, power(4, 1.0, 1.0))):
+        got = values_and_gradients(attention, q, k, v)
+        assert all(g.dtype == jnp.bfloat16 for g in got)
+        assert_close(got, numpy_attention(q, k, v, mask(length, length), kernel), 2e-2)
+
+
+@pytest.mark.parametrize('keys', [40, 100])
+def test_without_the_causal_mask_all_keys_count(keys):
+    q, k, v = draw(1, 70, 2, 1, keys=keys)
+    softmax = functools.partial(exact_attention.softmax_attention, causal=False, block=24)
+    polynomial = functools.partial(exact_attention.polynomial_attention, degree=4, causal=False, block=24)
+    for attention, kernel in ((softmax, exponential(SIZE**-0.5)), (polynomial, power(4, 1.0, 1.0))):
+        expected = numpy_attention(q, k, v, np.ones((70, keys)), kernel)
+        assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
+
+
+@pytest.mark.parametrize('window', [None, 20])
+def test_queries_behind_a_cache_see_what_they_see_in_the_whole(window):
+    q, k, v = draw(1, 90, 2, 1)
+    whole = exact_attention.softmax_attention(q, k, v, window=window)
+    later = jax.jit(
+        lambda offset, start: exact_attention.softmax_attention(
+            q[:, 50:60], k, v, window=window, q_offset=offset, k_start=start, block=16
+        )
+    )
+    np.testing.assert_allclose(later(50, 0), whole[:, 50:60], atol=1e-6)
+    # Hiding the first keys equals their absence.
+    absent = exact_attention.softmax_attention(q[:, 13:], k[:, 13:], v[:, 13:], window=window)
+    np.testing.assert_allclose(later(50, 13), absent[:, 37:47], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    'attention',
+    [
+        functools.partial(exact_attention.softmax_attention, block=16),
+        functools.partial(exact_attention.softmax_attention, block=16, window=9),
+        functools.partial(exact_attention.polynomial_attention, degree=4, block=16),
+    ],
+)
+def test_the_future_changes_nothing_not_one_bit(attention):
+    q, k, v = draw(1, 61, 2, 1)
+    changed = [x.at[:, 37:].multiply(-3.0) for x in (q, k, v)]
+    before, after = attention(q, k, v), attention(*changed)
+    np.testing.assert_array_equal(before[:, :37], after[:, :37])
+    assert np.abs(before[:, 37:] - after[:, 37:]).min(axis=(0, 2, 3)).max() > 0
+
+
+def test_a_window_forgets_older_keys():
+    q, k, v = draw(1, 61, 1, 1)
+    attention = functools.partial(exact_attention.softmax_attention, window=10, block=16)
+    before = attention(q, k, v)
+    after = attention(q, k.at[:, 20].add(5.0), v.at[:, 20].add(5.0))
+    changed = np.abs(before - after).max(axis=(0, 2, 3)) > 0
+    np.testing.assert_array_equal(np.flatnonzero(changed), np.arange(20, 30))
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = draw(1, 64, 1, 1)
+    for grad in jax.grad(lambda q, k: exact_attention.softmax_attention(q, k, v, block=16).sum(), (0, 1))(1e4 * q, k):
+        assert np.isfinite(grad).all()
+    # Layer-normalized vectors of size 64 have ⟨q, k⟩ ≤ 64: the largest weight of degree 8 is 2.8e14.
+    ones = jnp.full((1, 2048, 1, 64), 1.0)
+    o = exact_attention.polynomial_attention(ones, ones, ones, degree=8)
+    np.testing.assert_allclose(o, 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['softmax', 'polynomial'])
+def test_peak_memory_grows_linearly(name):
+    options = {'degree': 4} if name == 'polynomial' else {}
+    attention = functools.partial(getattr(exact_attention, f'{name}_attention'), **options)
+
+    def temporaries(length):
+        x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
+        gradients = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v).sum(), (0, 1, 2)))
+        return gradients.lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    at_8k, at_16k, at_32k = (temporaries(n) for n in (8192, 16384, 32768))
+    assert at_16k / at_8k < 2.1
+    assert at_32k / at_16k < 2.1
+    assert at_32k < 32768 * 64 * 4 * 16  # A few arrays of the size of q; all weights would be 4.3 GB.
+
+
+def test_blocks_above_the_diagonal_cost_nothing():
+    """The last key block's values are NaN; a block that were computed and multiplied by zero would spread them."""
+    q, k, v = draw(1, 64, 1, 1)
+    v = v.at[:, 48:].set(jnp.nan)
+    for o in (
+        exact_attention.softmax_attention(q, k, v, block=16),
+        exact_attention.polynomial_attention(q, k, v, degree=2, block=16),
+    ):
+        assert np.isfinite(o[:, :48]).all()
+        assert np.isnan(o[:, 48:]).all()
+
+
+def test_errors_name_the_field():
+    q, k, v = draw(1, 8, 3, 2)
+    with pytest.raises(ConfigError, match='n_kv_heads = 2: must divide n_heads = 3'):
+        exact_attention.softmax_attention(q, k, v)
+    q, k, v = draw(1, 8, 2, 2)
+    with pytest.raises(ConfigError, match='degree = 3'):
+        exact_attention.polynomial_attention(q, k, v, degree=3)
+    with pytest.raises(ConfigError, match=r"implementation = 'cudnn'.* needs an NVIDIA GPU"):
+        exact_attention.softmax_attention(q, k, v, implementation='cudnn')
+    with pytest.raises(ConfigError, match='has only cudnn, reference, splash, xla'):
+        exact_attention.softmax_attention(q, k, v, implementation='flash')
+
+
+@pytest.mark.parametrize(
+    ('target', 'dtype', 'options', 'reason'),
+    [
+        ('gpu', jnp.float32, {}, 'cudnn computes in bfloat16 or float16, not float32'),
+        ('gpu', jnp.bfloat16, {'q_offset': 3}, 'cudnn takes as many queries as keys'),
+        ('tpu', jnp.bfloat16, {'causal': False}, 'splash takes the causal mask only'),
+        ('tpu', jnp.bfloat16, {'block': 24}, 'splash takes blocks that are multiples of 128, not 24'),
+    ],
+)
+def test_unsupported_calls_fall_back_and_say_so_once(target, dtype, options, reason, monkeypatch):
+    messages = []
+    monkeypatch.setattr(platform, 'target_platform', lambda: target)
+    monkeypatch.setattr(platform.logging, 'warning', messages.append)
+    platform._say_once.cache_clear()
+    q, k, v = draw(1, 8, 2, 2, dtype=dtype)
+    for _ in range(2):
+        o = exact_attention.softmax_attention(q, k, v, **options)
+    assert messages == [f'softmax attention: {reason}; using the slower xla path']
+    expected = exact_attention.softmax_attention(q, k, v, implementation='reference', **options)
+    np.testing.assert_allclose(o.astype(jnp.float32), expected.astype(jnp.float32), atol=3e-2)
+
+
+def test_accelerators_get_their_kernels(monkeypatch):
+    q, k, v = draw(1, 8, 2, 2, dtype=jnp.bfloat16)
+    for target, name in (('gpu', 'cudnn'), ('tpu', 'splash'), ('cpu', 'xla')):
+        monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
+        chosen = platform.choose('', exact_attention.SOFTMAX, exact_attention.PREFERRED, None, q, k, v)
+        assert chosen is exact_attention.SOFTMAX[name]
+
+
+def test_the_mesh_in_context_decides_and_the_result_is_the_same():
+    devices = jax.devices()[:4]
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 2), ('data', 'fsdp'))
+    q, k, v = draw(4, 40, 2, 1)
+    attention = functools.partial(exact_attention.softmax_attention, block=16)
+    alone = values_and_gradients(attention, q, k, v)
+    with jax.set_mesh(mesh):
+        assert platform.target_platform() == 'cpu'
+        assert platform.batch_shards() == 4
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(('data', 'fsdp')))
+        together = values_and_gradients(attention, *(jax.device_put(x, rows) for x in (q, k, v)))
+    for a, b in zip(alone, together, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('length', 'kv_heads', 'window'), [(300, 2, None), (2048, 4, None), (2048, 1, 700), (8192, 4, None)]
+)
+def test_splash_compiles_for_a_tpu(length, kv_heads, window, monkeypatch):
+    """Ahead of time, forward and backward, on a mesh of four chips, from a machine without any."""
+    if importlib.util.find_spec('libtpu') is None:
+        pytest.skip('libtpu is not installed')
+    for name, value in {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost'}.items():
+        monkeypatch.setenv(name, value)
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x2')
+    mesh = topologies.make_mesh(topology, (4,), ('data',))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+    q, k = (jax.ShapeDtypeStruct((8, length, h, 64), jnp.bfloat16, sharding=rows) for h in (4, kv_heads))
+
+    def gradients(q, k, v):
+        attention = functools.partial(exact_attention.softmax_attention, window=window)
+        return jax.grad(lambda *x: attention(*x).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+
+    with jax.set_mesh(mesh):
+        assert platform.target_platform() == 'tpu'
+        compiled = jax.jit(gradients).trace(q, k, k).lower(lowering_platforms=('tpu',)).compile()
+    assert 'splash' in compiled.as_text()
+
+
+@pytest.mark.parametrize(
+    ('length', 'kv_heads', 'block', 'window'), [(100, 2, None, None), (300, 1, 128, None), (1100, 2, 128, 150)]
+)
+def test_splash_agrees_with_float64(length, kv_heads, block, window):
+    """The TPU kernels, interpreted: padding, scale, shared key heads, both kinds of backward kernel."""
+    q, k, v = draw(1, length, 2, kv_heads)
+    attention = functools.partial(pallas_tpu.softmax_attention, scale=0.3, window=window, block=block, interpret=True)
+    expected = numpy_attention(q, k, v, mask(length, length, window=window), exponential(0.3))
+    assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
+
+
+def test_splash_blocks_divide_the_padded_length():
+    for length in (1, 100, 128, 300, 1024, 1025, 2048, 3000, 32768):
+        block = pallas_tpu.block_size(length)
+        assert block % 128 == 0
+        assert block <= 1024
+        assert -(-length // block) * block - length < block

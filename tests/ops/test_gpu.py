@@ -1,0 +1,86 @@
+"""What needs an NVIDIA GPU: `scripts/test.sh -m gpu`. Each path that is only taken there, against the formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_pallas_gpu import CASES, FULL, SQUARE, attend
+from test_pallas_tpu import by_definition, errors, example
+
+from lm.ops import exact_attention
+from lm.ops.linear_attention import linear_attention
+from lm.ops.linear_attention.gpu import attention as pallas_gpu
+from lm.ops.linear_attention.types import Options, PolynomialKernel
+
+pytestmark = pytest.mark.gpu
+
+LONG = {
+    f'block {block}, r = {features}': (
+        {'local': PolynomialKernel(4), 'block': block},
+        {'length': 2500, 'heads': 2, 'features': features, **FULL},
+    )
+    for block in (256, 512, 1024)
+    for features in (32, 64)
+}
+KERNELS = CASES | LONG | {'long, without local': ({}, {'length': 2500, 'features': 32, **FULL})}
+
+
+@pytest.mark.parametrize('case', KERNELS)
+def test_kernels_of_polysketch(case):
+    settings, sizes = KERNELS[case]
+    options = Options(powers=SQUARE, **settings)
+    *inputs, do = example(**sizes, dtype=jnp.bfloat16)
+    if reason := pallas_gpu.unsupported(*inputs[:3], None, None, *inputs[3:], None, options=options):
+        pytest.skip(reason)
+
+    def outputs_and_gradients(*inputs, do):
+        o, vjp = jax.vjp(attend(options), *inputs)
+        return [o, *vjp(do)]
+
+    found = errors(jax.jit(outputs_and_gradients)(*inputs, do=do), by_definition(options, *inputs, do))
+    assert all(error <= 2e-2 for error in found.values()), found
+
+
+EXACT = {
+    'softmax': (exact_attention.softmax_attention, {}),
+    'softmax in a window': (exact_attention.softmax_attention, {'window': 100}),
+    'polynomial': (exact_attention.polynomial_attention, {'degree': 4}),
+}
+
+
+@pytest.mark.parametrize('length', [1024, 1003])
+@pytest.mark.parametrize('case', EXACT)
+def test_exact_attention(case, length):
+    """The platform's own choice (cuDNN for softmax) against the reference in float32."""
+    function, options = EXACT[case]
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, do = (jax.random.normal(key, (2, length, n, 64)) for key, n in zip(keys, (4, 2, 2, 4), strict=True))
+    q, k = q / 8**0.5, k / 8**0.5
+
+    def run(dtype, **choice):
+        o, vjp = jax.vjp(lambda *a: function(*a, **options, **choice), *(x.astype(dtype) for x in (q, k, v)))
+        return o, *vjp(do.astype(dtype))
+
+    with jax.default_matmul_precision('highest'):
+        want = run(jnp.float32, implementation='reference')
+    for got, right in zip(run(jnp.bfloat16), want, strict=True):
+        error = np.linalg.norm(np.asarray(got, np.float64) - right) / np.linalg.norm(right)
+        assert error <= 2e-2
+
+
+def test_linear_attention_in_float32():
+    """The platform's choice against the formulas: products are not rounded to TensorFloat-32 where it matters."""
+    options = Options(powers=SQUARE, local=PolynomialKernel(4), block=256)
+    *inputs, do = example(1000, heads=2, features=32, head_dim=64, local=64)
+
+    def function(q, k, v, q_local, k_local):
+        near = {'local': options.local, 'block': options.block, 'q_local_BxLxHxC': q_local, 'k_local_BxLxKxC': k_local}
+        return linear_attention(q, k, v, powers=SQUARE, **near)
+
+    def outputs_and_gradients(*inputs, do):
+        o, vjp = jax.vjp(function, *inputs)
+        return [o, *vjp(do)]
+
+    with jax.default_matmul_precision('highest'):
+        found = errors(jax.jit(outputs_and_gradients)(*inputs, do=do), by_definition(options, *inputs, do))
+    assert all(error <= 1e-5 for error in found.values()), found

@@ -1,0 +1,197 @@
+"""The TPU kernels of linear attention, interpreted on the CPU: uninitialised memory is NaN and races are detected."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from lm.ops.linear_attention.tpu import attention as pallas_tpu
+from lm.ops.linear_attention.tpu.forward import forward
+from lm.ops.linear_attention.types import ExpKernel, Options, PolynomialKernel
+
+SQUARE, PLAIN = (0.0, 0.0, 1.0), (0.0, 1.0)
+NAMES = ('o', 'dq', 'dk', 'dv', 'dq_local', 'dk_local')
+
+
+pytestmark = pytest.mark.usefixtures('no_races')
+
+
+def interpreted():
+    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True))
+
+
+def example(length, *, batch=1, heads=1, kv_heads=None, features=16, head_dim=16, local=16, dtype=jnp.float32, seed=0):
+    """q, k, v, q_local, k_local and a gradient of the output; features are positive where they are not squared."""
+    rng = np.random.default_rng(seed)
+    kv_heads = kv_heads or heads
+    shapes = [(heads, features), (kv_heads, features), (kv_heads, head_dim), (heads, local), (kv_heads, local)]
+    scales = [features**-0.25] * 2 + [1.0] + [local**-0.25] * 2
+    arrays = [s * rng.standard_normal((batch, length, *shape)) for s, shape in zip(scales, shapes, strict=True)]
+    do = rng.standard_normal((batch, length, heads, head_dim))
+    return [jnp.asarray(a, dtype) for a in (*arrays, do)]
+
+
+def by_definition(options, q, k, v, q_local, k_local, do):
+    """Outputs and gradients in float64, all weights at once, with the gradients written out."""
+    groups = q.shape[2] // k.shape[2]
+    q, k, v, q_local, k_local, do = (
+        np.asarray(a, np.float64).transpose(0, 2, 1, 3) for a in (q, k, v, q_local, k_local, do)
+    )
+    k, v, k_local = (np.repeat(a, groups, axis=1) for a in (k, v, k_local))
+    n = q.shape[2]
+    i, j = np.arange(n)[:, None], np.arange(n)
+    near = np.zeros((n, n), bool) if options.local is None else i // options.block == j // options.block
+    degree = len(options.powers) - 1
+    far_degree, near_degree = degree, degree if options.local is None else options.local.degree
+    scale = 1.0 if options.local is None else options.local.scale
+    s, t = q @ k.swapaxes(2, 3), scale * (q_local @ k_local.swapaxes(2, 3))
+    w = np.where(near, t**near_degree, s**far_degree) * (j <= i)
+    den = options.bias + w.sum(-1, keepdims=True)
+    o = w @ v / den
+    g, e = do / den, -(do * o).sum(-1, keepdims=True) / den
+    dw = (g @ v.swapaxes(2, 3) + e) * (j <= i)
+    ds = np.where(near, 0.0, far_degree * s ** (far_degree - 1)) * dw
+    dt = np.where(near, near_degree * t ** (near_degree - 1), 0.0) * dw * scale
+    dk, dv, dk_local = ds.swapaxes(2, 3) @ q, w.swapaxes(2, 3) @ g, dt.swapaxes(2, 3) @ q_local
+    batch, heads, _, _ = dk.shape
+    dk, dv, dk_local = (a.reshape(batch, heads // groups, groups, n, -1).sum(2) for a in (dk, dv, dk_local))
+    return [a.transpose(0, 2, 1, 3) for a in (o, ds @ k, dk, dv, dt @ k_local, dk_local)]
+
+
+def by_kernels(options, q, k, v, q_local, k_local, do):
+    def function(q, k, v, q_local, k_local):
+        none = (None, None)
+        return pallas_tpu.linear_attention(q, k, v, *none, q_local, k_local, None, options=options, with_state=False)[0]
+
+    def outputs_and_gradients(*inputs, do):
+        o, vjp = jax.vjp(function, *inputs)
+        return [o, *vjp(do)]
+
+    with interpreted():
+        return quick(outputs_and_gradients)(q, k, v, q_local, k_local, do=do)
+
+
+def quick(function):
+    """Jitted without optimisation: compiling is what takes the time here."""
+    return jax.jit(function, compiler_options={'xla_backend_optimization_level': 0})
+
+
+def errors(got, want):
+    """Relative errors by name, of those that are not exactly 0."""
+    result = {}
+    for name, a, b in zip(NAMES, got, want, strict=True):
+        a, scale = np.asarray(a, np.float64), np.linalg.norm(b)
+        result[name] = np.linalg.norm(a - b) / scale if scale else np.abs(a).max()
+    return result
+
+
+LOCAL = {'local': PolynomialKernel(4), 'block': 128}
+CASES = {
+    'local': (SQUARE, LOCAL, {'length': 300, 'heads': 2}),
+    'without local': (SQUARE, {}, {'length': 300}),
+    'degree 2': (SQUARE, LOCAL | {'local': PolynomialKernel(2)}, {'length': 200}),
+    'degree 8, scaled': (SQUARE, LOCAL | {'local': PolynomialKernel(8, scale=0.75)}, {'length': 200}),
+    'one short block': (SQUARE, {'local': PolynomialKernel(4), 'block': 1000}, {'length': 77}),
+    'one short block without local': (SQUARE, {}, {'length': 50}),
+    'tiles': (SQUARE, {'local': PolynomialKernel(4), 'block': 512}, {'length': 700}),
+    'grouped queries': (SQUARE, LOCAL, {'length': 200, 'batch': 2, 'heads': 4, 'kv_heads': 2}),
+    'odd sizes': (SQUARE, LOCAL, {'length': 131, 'features': 12, 'head_dim': 10, 'local': 9}),
+    'r = 32': (SQUARE, LOCAL, {'length': 257, 'features': 32, 'head_dim': 64, 'local': 64}),
+    'no bias': (SQUARE, {'bias': 0.0}, {'length': 150}),
+    'plain features': (PLAIN, {}, {'length': 300, 'features': 40}),
+    'plain features, local': (PLAIN, LOCAL, {'length': 200, 'features': 40, 'heads': 3}),
+}
+
+
+ROUNDED = ('local', 'r = 32', 'without local', 'plain features, local')
+
+
+EXAMPLES = [(name, 'float32') for name in CASES] + [(name, 'bfloat16') for name in ROUNDED]
+
+
+@pytest.mark.parametrize('case', EXAMPLES, ids=[', '.join(example) for example in EXAMPLES])
+def test_outputs_and_gradients(case):
+    name, dtype = case
+    powers, settings, sizes = CASES[name]
+    options = Options(powers=powers, **settings)
+    arrays = example(**sizes, dtype=dtype)
+    if powers == PLAIN:
+        arrays[:2] = [jnp.abs(a) for a in arrays[:2]]
+    found = errors(by_kernels(options, *arrays), by_definition(options, *arrays))
+    limit = 1e-5 if dtype == 'float32' else 2e-2
+    assert all(error <= limit for error in found.values()), found
+
+
+def test_denominators_of_concentrated_keys_stay_positive():
+    """Rounding the keys' second moment to bfloat16 makes many of these negative."""
+    rng = np.random.default_rng(0)
+    features, length = 16, 512
+    direction = rng.standard_normal(features)
+    direction /= np.linalg.norm(direction)
+    y = 4.0 * direction + 0.01 * rng.standard_normal((length, features))
+    x = rng.standard_normal((length, features))
+    x -= np.outer(x @ direction, direction)
+    x, y = (jnp.asarray(a[None, :, None], jnp.bfloat16) for a in (x, y))
+    v = jnp.ones((1, length, 1, 16), jnp.bfloat16)
+    x64, y64 = (np.asarray(a[0, :, 0], np.float64) for a in (x, y))
+    rounded = np.asarray(jnp.asarray(y64[:384].T @ y64[:384], jnp.bfloat16), np.float64)
+    assert (np.einsum('ti,ij,tj->t', x64[384:], rounded, x64[384:]) < 0).any()
+
+    plan = pallas_tpu.plan_for(
+        Options(powers=SQUARE, bias=1e-3, block=128, local=PolynomialKernel(2)), length, 1, 16, 16, 16, 2
+    )
+    turned = [a[0].transpose(1, 2, 0) for a in (x, y, v, x, y)]
+    with interpreted():
+        inverse = quick(lambda *a: forward(plan, False, *a[:3], (), *a[3:])[1])(*turned)
+    den = 1 / np.asarray(inverse, np.float64)[0, 0]
+    want = 1e-3 + np.tril((x64 @ y64.T) ** 2).sum(1)
+    assert den.min() > 0
+    np.testing.assert_allclose(den, want, rtol=2e-2)
+
+
+def test_batch_split_over_a_mesh():
+    options = Options(powers=SQUARE, **LOCAL)
+    arrays = example(130, batch=4)
+    want = by_definition(options, *arrays)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'fsdp'))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(('data', 'fsdp')))
+
+    def loss(*inputs):
+        *inputs, do = inputs
+        o, _ = pallas_tpu.linear_attention(
+            *inputs[:3], None, None, *inputs[3:], None, options=options, with_state=False
+        )
+        return jnp.sum(o * do), o
+
+    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+        split = [jax.device_put(a, rows) for a in arrays]
+        grads, o = quick(jax.grad(loss, argnums=range(5), has_aux=True))(*split)
+    assert o.sharding.is_equivalent_to(rows, o.ndim)
+    found = errors([o, *grads], want)
+    assert all(error <= 1e-5 for error in found.values()), found
+
+
+REFUSED = {
+    'window': {'local': PolynomialKernel(4), 'window': 64},
+    'degree': {'local': PolynomialKernel(6)},
+    'polynomial': {'local': ExpKernel()},
+    'multiples of 128': {'local': PolynomialKernel(4), 'block': 96},
+    'powers': {'powers': (1.0, -1.0, 0.5)},
+    'normalised': {'normalize': False},
+}
+
+
+@pytest.mark.parametrize('reason', REFUSED)
+def test_unsupported_calls_say_why(reason, monkeypatch):
+    monkeypatch.setattr(pallas_tpu.platform, 'target_platform', lambda: 'tpu')
+    q, k, v, q_local, k_local, _ = example(300)
+    inputs = (q, k, v, None, None, q_local, k_local, None)
+    assert pallas_tpu.unsupported(*inputs, options=Options(powers=SQUARE, **LOCAL)) is None
+    options = Options(**{'powers': SQUARE} | REFUSED[reason])
+    assert reason in pallas_tpu.unsupported(*inputs, options=options)
+
+
+def test_unsupported_elsewhere():
+    q, k, v, q_local, k_local, _ = example(16)
+    assert 'TPU' in pallas_tpu.unsupported(q, k, v, None, None, q_local, k_local, None, options=Options(powers=SQUARE))

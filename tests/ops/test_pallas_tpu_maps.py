@@ -1,0 +1,276 @@
+"""Series and feature maps in the TPU kernels of linear attention, interpreted on the CPU as in test_pallas_tpu.py."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.pallas import tpu as pltpu
+from test_pallas_tpu import example
+
+from lm.attention.base import HeadDims
+from lm.attention.llops import Llops, Sketch
+from lm.attention.maps.random_features import FEATURES, SOFTMAX_FEATURES, Keys, Positive, Queries
+from lm.attention.performer import Performer
+from lm.attention.taylor import Taylor
+from lm.ops.linear_attention.tpu import attention as pallas_tpu
+from lm.ops.linear_attention.types import Options, PolynomialKernel
+
+SERIES = (1.0, 1.0, 0.5)
+LOCAL = {'local': PolynomialKernel(4), 'block': 128}
+
+
+pytestmark = pytest.mark.usefixtures('no_races')
+
+
+def definition(options, features, q, k, v, parameters, q_local=None, k_local=None):
+    """The formula in the arrays' own precision; `features` are (φ of queries, φ of keys), given parameters and x."""
+    x, y = (f(p, a) for f, p, a in zip(features, parameters, (q, k), strict=True))
+    groups = x.shape[2] // y.shape[2]
+    s = jnp.einsum('blhf,bmhf->bhlm', x, jnp.repeat(y, groups, 2))
+    w = sum(c * s**n for n, c in enumerate(options.powers) if c)
+    i, j = np.arange(q.shape[1])[:, None], np.arange(q.shape[1])
+    if options.local is not None:
+        t = jnp.einsum('blhc,bmhc->bhlm', q_local, jnp.repeat(k_local, groups, 2))
+        w = jnp.where(i // options.block == j // options.block, t**options.local.degree, w)
+    w = jnp.where(j <= i, w, 0.0)
+    o = jnp.einsum('bhlm,bmhd->bhld', w, jnp.repeat(v, groups, 2)) / (options.bias + w.sum(-1, keepdims=True))
+    return o.swapaxes(1, 2)
+
+
+def by_definition(options, features, arrays, parameters=(None, None)):
+    """Outputs and gradients in float64."""
+    with jax.enable_x64(True):
+        q, k, v, q_local, k_local, do = (jnp.asarray(np.asarray(a, np.float64)) for a in arrays)
+        local = () if options.local is None else (q_local, k_local)
+        parameters = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), parameters)
+        function = jax.jit(functools.partial(definition, options, features))
+        o, vjp = jax.vjp(function, q, k, v, parameters, *local)
+        return jax.tree.map(np.asarray, (o, *vjp(do)))
+
+
+def by_kernels(options, arrays, parameters=(None, None)):
+    *inputs, do = arrays
+    local = () if options.local is None else tuple(inputs[3:])
+
+    def function(q, k, v, parameters, *local):
+        call = (q, k, v, *parameters, *(local or (None, None)), None)
+        return pallas_tpu.linear_attention(*call, options=options, with_state=False)[0]
+
+    def outputs_and_gradients(do, *inputs):
+        o, vjp = jax.vjp(function, *inputs)
+        return (o, *vjp(do))
+
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)):
+        return quick(outputs_and_gradients)(do, *inputs[:3], parameters, *local)
+
+
+def quick(function):
+    """Jitted without optimisation: compiling is what takes the time here."""
+    return jax.jit(function, compiler_options={'xla_backend_optimization_level': 0})
+
+
+def errors(got, want):
+    """Relative errors of outputs and gradients, in order."""
+    result = []
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, scale = np.asarray(a, np.float64), np.linalg.norm(b)
+        result.append(np.linalg.norm(a - b) / scale if scale else np.abs(a).max())
+    return result
+
+
+def plain(parameters, x):
+    return x
+
+
+SERIES_CASES = {
+    'Taylor': (SERIES, {'bias': 0.0}, {'length': 300, 'heads': 2}, 'float32'),
+    'Taylor, rounded': (SERIES, {'bias': 0.0}, {'length': 300, 'heads': 2}, 'bfloat16'),
+    'Taylor, odd sizes': (SERIES, {'bias': 0.0}, {'length': 131, 'features': 12, 'head_dim': 10}, 'float32'),
+    'one block': (SERIES, {}, {'length': 50}, 'float32'),
+    'local': (SERIES, LOCAL, {'length': 200}, 'float32'),
+    'one block, local': (SERIES, LOCAL, {'length': 100}, 'float32'),
+    'no linear part': ((0.25, 0.0, 2.0), {}, {'length': 300, 'features': 24}, 'float32'),
+    'grouped': (SERIES, {}, {'length': 280, 'batch': 2, 'heads': 4, 'kv_heads': 2}, 'float32'),
+}
+
+
+@pytest.mark.parametrize('case', SERIES_CASES)
+def test_series(case):
+    powers, settings, sizes, dtype = SERIES_CASES[case]
+    options = Options(powers=powers, **settings)
+    arrays = example(**sizes, dtype=dtype)
+    found = errors(by_kernels(options, arrays), by_definition(options, (plain, plain), arrays))
+    limit = 1e-5 if dtype == 'float32' else 2e-2
+    assert max(found) <= limit, found
+
+
+def performer64(scale, epsilon, queries, projection, x):
+    """FAVOR+ as its formula reads; a query's largest exponent is a constant."""
+    exponent = scale**0.5 * jnp.einsum('re,blhe->blhr', projection, x) - scale / 2 * (x**2).sum(-1, keepdims=True)
+    if queries:
+        exponent = exponent - jax.lax.stop_gradient(exponent.max(-1, keepdims=True))
+    return (jnp.exp(exponent) + epsilon) / projection.shape[0] ** 0.5
+
+
+def llops64(factors, x):
+    products = jnp.einsum('blhe,jrem->jblhrm', x, factors)
+    return jnp.prod(products, axis=0).sum(-2) ** 2
+
+
+def performer(n_features=64, head_dim=16, seed=1):
+    """A feature map, its parameters for queries and for keys, and the same in float64."""
+    projection = jnp.asarray(np.random.default_rng(seed).standard_normal((n_features, head_dim)), jnp.float32)
+    feature_map = Positive(scale=head_dim**-0.5, epsilon=1e-6)
+    exact = [
+        lambda p, x, queries=queries: performer64(head_dim**-0.5, 1e-6, queries, p[0], x) for queries in (True, False)
+    ]
+    return feature_map, (Queries(projection), Keys(projection)), exact
+
+
+def llops(n_features=32, head_dim=16, rank=1, seed=1):
+    config = Llops(n_features=n_features, rank=rank)
+    rng = np.random.default_rng(seed)
+    scale = (n_features * rank) ** (-0.5 / config.degree)
+    factors = [jnp.asarray(scale * rng.standard_normal((2, rank, head_dim, n_features)), jnp.float32) for _ in range(2)]
+    feature_map = Sketch(True, False, rank=rank, n_features=n_features)
+    return feature_map, tuple(factors), [llops64, llops64]
+
+
+MAP_CASES = {
+    'Performer': (performer(), {'bias': 0.0}, {'length': 300, 'heads': 2}, 'float32'),
+    'Performer, rounded': (performer(), {'bias': 0.0}, {'length': 300, 'heads': 2}, 'bfloat16'),
+    'Performer, one block': (performer(), {'bias': 0.0}, {'length': 60}, 'float32'),
+    'Performer, odd sizes': (performer(head_dim=10), {'bias': 0.0}, {'length': 131, 'head_dim': 10}, 'float32'),
+    'LLoPS': (llops(), {}, {'length': 300, 'heads': 2}, 'float32'),
+    'LLoPS, rounded': (llops(), {}, {'length': 300, 'heads': 2}, 'bfloat16'),
+    'LLoPS of rank 2, grouped': (llops(rank=2), {}, {'length': 280, 'batch': 2, 'heads': 2, 'kv_heads': 1}, 'float32'),
+    'LLoPS, local': (llops(), LOCAL, {'length': 200}, 'float32'),
+    'LLoPS, one block, local': (llops(), LOCAL, {'length': 70}, 'float32'),
+}
+
+
+@pytest.mark.parametrize('case', MAP_CASES)
+def test_feature_maps(case):
+    (feature_map, parameters, exact), settings, sizes, dtype = MAP_CASES[case]
+    head_dim = sizes.get('head_dim', 16)
+    arrays = example(**{'features': head_dim} | sizes, dtype=dtype)
+    if dtype == 'bfloat16' and feature_map.learns:  # its layer gives it normalised vectors, which are not rounded
+        arrays[:2] = example(**{'features': head_dim} | sizes)[:2]
+        feature_map = dataclasses.replace(feature_map, dtype=jnp.dtype(dtype))
+    options = Options(feature_map=feature_map, **settings)
+    assert pallas_tpu.unsupported(*arrays[:3], *parameters, *arrays[3:5], None, options=options) in (
+        None,
+        'needs a TPU',
+    )
+    got, want = by_kernels(options, arrays, parameters), by_definition(options, exact, arrays, parameters)
+    if not feature_map.learns:
+        assert not any(np.asarray(d).any() for d in jax.tree.leaves(got[4]))
+        want = (*want[:4], jax.tree.map(np.zeros_like, want[4]), *want[5:])
+    limit = 1e-5 if dtype == 'float32' else 2e-2
+    found = errors(got, want)
+    assert max(found) <= limit, found
+
+
+def test_batch_split_over_a_mesh():
+    """The gradients of the parameters are summed over the devices."""
+    feature_map, parameters, exact = llops()
+    options = Options(feature_map=feature_map)
+    arrays = example(130, batch=4)
+    want = by_definition(options, exact, arrays, parameters)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'fsdp'))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(('data', 'fsdp')))
+
+    def loss(q, k, v, parameters, do):
+        call = (q, k, v, *parameters, None, None, None)
+        o, _ = pallas_tpu.linear_attention(*call, options=options, with_state=False)
+        return jnp.sum(o * do), o
+
+    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+        q, k, v, _, _, do = (jax.device_put(a, rows) for a in arrays)
+        grads, o = quick(jax.grad(loss, argnums=range(4), has_aux=True))(q, k, v, parameters, do)
+    assert o.sharding.is_equivalent_to(rows, o.ndim)
+    found = errors([o, *grads], want)
+    assert max(found) <= 1e-5, found
+
+
+@pytest.mark.parametrize('queries', [True, False], ids=['queries', 'keys'])
+@pytest.mark.parametrize('name', [name for name, kind in FEATURES.items() if not kind.has_phases])
+def test_random_features_by_token(name, queries):
+    """The form that the kernels compute is the feature map."""
+    rng = np.random.default_rng(0)
+    feature_map = FEATURES[name](scale=0.25, epsilon=1e-3, kernel_epsilon=1e-3, rescale=name in SOFTMAX_FEATURES)
+    projection, x_TxE = (jnp.asarray(rng.standard_normal((n, 16)), jnp.float32) for n in (24, 10))
+    parameters = (Queries if queries else Keys)(projection)
+    want = feature_map(parameters, x_TxE[None, :, None])[0, :, 0]
+    got = feature_map.of_products(feature_map.matrix(parameters) @ x_TxE.T, x_TxE.T, queries)
+    np.testing.assert_allclose(got.T, want, rtol=1e-4, atol=1e-6)
+
+
+def refusals():
+    performer_map, performer_parameters, _ = performer()
+    llops_map, llops_parameters, _ = llops()
+    wide = performer(4096)[:2]
+    return {
+        'lambda': (lambda parameters, x: x, (None, None), {}),
+        'powers': (llops_map, llops_parameters, {'powers': (0.0, 0.0, 1.0)}),
+        'affine=True': (dataclasses.replace(llops_map, affine=True), llops_parameters, {}),
+        'multiples of 16': (*performer(40)[:2], {}),
+        'VMEM': (*wide, {}),
+        'normalised': (performer_map, performer_parameters, {'normalize': False}),
+    }
+
+
+@pytest.mark.parametrize('reason', refusals())
+def test_unsupported_maps_say_why(reason, monkeypatch):
+    monkeypatch.setattr(pallas_tpu.platform, 'target_platform', lambda: 'tpu')
+    monkeypatch.setattr(pallas_tpu.platform, 'vmem', lambda: (16 * 2**20, None))
+    feature_map, parameters, settings = refusals()[reason]
+    q, k, v, *_ = example(300)
+    inputs = (q, k, v, *parameters, None, None, None)
+    assert reason in pallas_tpu.unsupported(*inputs, options=Options(feature_map=feature_map, **settings))
+
+
+LAYERS = {
+    'performer': Performer(),
+    'performer relu': Performer(features='relu', n_features=256),
+    'llops': Llops(),
+    'taylor': Taylor(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('layer', LAYERS)
+@pytest.mark.parametrize('generation', ['v5e:2x2', 'v4:2x2x1'])
+def test_layers_run_in_the_kernels(layer, generation, monkeypatch):
+    """Forward and backward, ahead of time, on a mesh of four chips: chosen by the platform, without features in HBM."""
+    if importlib.util.find_spec('libtpu') is None:
+        pytest.skip('libtpu is not installed')
+    for name, value in {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost'}.items():
+        monkeypatch.setenv(name, value)
+    from jax.experimental import topologies
+
+    module = LAYERS[layer].build(HeadDims(4, 2, 64), nnx.Rngs(0))
+    definition, state = nnx.split(module)
+    chips = {'chip_config_name': 'megacore'} if generation.startswith('v4') else {}
+    topology = topologies.get_topology_desc(platform='tpu', topology_name=generation, **chips)
+    mesh = topologies.make_mesh(topology, (4,), ('data',))
+    rows, all_of_it = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (['data'], []))
+    q, k = (jax.ShapeDtypeStruct((4, 4096, h, 64), jnp.bfloat16, sharding=rows) for h in (4, 2))
+    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=all_of_it), state)
+
+    def gradients(state, q, k, v):
+        return jax.grad(lambda state, *x: nnx.merge(definition, state)(*x).astype(jnp.float32).sum(), range(4))(
+            state, q, k, v
+        )
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(gradients).trace(state, q, k, k).lower(lowering_platforms=('tpu',)).compile()
+    text = compiled.as_text()
+    assert all(f'linear_attention_{kernel}' in text for kernel in ('forward', 'backward'))
+    features = 4096 * 4 * getattr(LAYERS[layer], 'n_features', 1024) * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * features

@@ -1,0 +1,155 @@
+"""The TPU kernels of the learned sketch, interpreted on the CPU: uninitialised memory is NaN and races are detected."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from lm.errors import ConfigError
+from lm.ops import sketch_networks as op
+from lm.ops.sketch_networks import reference, xla
+from lm.ops.sketch_networks.tpu import kernels as pallas_tpu_kernels
+from lm.ops.sketch_networks.tpu import networks as pallas_tpu
+
+pytestmark = pytest.mark.usefixtures('no_races')
+
+
+def interpreted():
+    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True))
+
+
+def example(length, *, batch=1, sketches=1, heads=(1,), size=16, r=16, hidden=None, power=2, dtype=jnp.float32):
+    """Nodes, arrays of vectors and gradients of their sketches; layer normalizations far from their initial values."""
+    rng = np.random.default_rng(0)
+    hidden = hidden or 2 * r
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    def network(m):
+        shapes = ((m, hidden), (hidden, r), (r, hidden), (hidden, r))
+        kernels = tuple(draw(sketches, *shape) * shape[0] ** -0.5 for shape in shapes)
+        scales = tuple(1.0 + 0.3 * draw(sketches, 1, n) for n in (m, r))
+        return op.Network(kernels, scales, tuple(0.3 * draw(sketches, 1, n) for n in (m, r)))
+
+    sizes = [size] * (power // 2) + [r] * (power // 2 - 1)
+    nodes = tuple((network(m), network(m)) for m in sizes)
+    xs = tuple((0.5 + draw(batch, length, sketches, h, size)).astype(dtype) for h in heads)
+    return nodes, xs, tuple(draw(batch, length, sketches, h, r).astype(dtype) for h in heads)
+
+
+def outputs_and_gradients(function, nodes, xs, dpsis):
+    def both(nodes, xs, dpsis):
+        psis, vjp = jax.vjp(function, nodes, xs)
+        return psis, vjp(dpsis)
+
+    # Compiling is what takes the time here.
+    return jax.jit(both, compiler_options={'xla_backend_optimization_level': 0})(nodes, xs, dpsis)
+
+
+def by_definition(nodes, xs, dpsis):
+    """In float64, from the same rounded inputs."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (nodes, xs, dpsis))
+        return jax.tree.map(np.asarray, outputs_and_gradients(reference.sketch_networks, *wide))
+
+
+def by_kernels(nodes, xs, dpsis):
+    with interpreted():
+        return outputs_and_gradients(pallas_tpu.sketch_networks, nodes, xs, dpsis)
+
+
+def errors(got, want) -> dict[str, float]:
+    """Relative errors by name."""
+    got, want = (jax.tree_util.tree_leaves_with_path(tree) for tree in (got, want))
+    return {
+        jax.tree_util.keystr(path): np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
+        for (path, a), (_, b) in zip(got, want, strict=True)
+    }
+
+
+CASES = {
+    'one block': {'length': 256},
+    'odd length': {'length': 301, 'heads': (2, 1)},
+    'short': {'length': 131, 'batch': 2},
+    'several blocks': {'length': 1300},
+    'two parts': {'length': 2001, 'batch': 2},
+    'a sketch a head': {'length': 200, 'sketches': 2, 'heads': (2, 1), 'batch': 2},
+    'degree 8': {'length': 140, 'power': 4, 'size': 32},
+    'r = 32': {'length': 257, 'size': 64, 'r': 32, 'hidden': 256, 'heads': (2, 2)},
+}
+ROUNDED = ('odd length', 'a sketch a head', 'r = 32')
+EXAMPLES = [(name, 'float32') for name in CASES] + [(name, 'bfloat16') for name in ROUNDED]
+
+
+@pytest.mark.parametrize('case', EXAMPLES, ids=[', '.join(example) for example in EXAMPLES])
+def test_outputs_and_gradients(case):
+    name, dtype = case
+    arrays = example(**CASES[name], dtype=dtype)
+    found = errors(by_kernels(*arrays), by_definition(*arrays))
+    limit = 1e-5 if dtype == 'float32' else 2e-2
+    assert {key: error for key, error in found.items() if not error <= limit} == {}
+
+
+@pytest.mark.parametrize(('power', 'dtype'), [(2, 'float32'), (4, 'float32'), (2, 'bfloat16')])
+def test_xla_path(power, dtype):
+    arrays = example(45, batch=2, sketches=2, heads=(3, 1), size=12, r=8, power=power, dtype=dtype)
+    found = errors(outputs_and_gradients(xla.sketch_networks, *arrays), by_definition(*arrays))
+    limit = 1e-5 if dtype == 'float32' else 3e-2
+    assert {key: error for key, error in found.items() if not error <= limit} == {}
+
+
+def test_batch_split_over_a_mesh():
+    nodes, xs, dpsis = example(130, batch=4, heads=(2, 1))
+    want = by_definition(nodes, xs, dpsis)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'fsdp'))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(('data', 'fsdp')))
+    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+        xs, dpsis = jax.device_put((xs, dpsis), rows)
+        got = outputs_and_gradients(pallas_tpu.sketch_networks, nodes, xs, dpsis)
+    assert all(psi.sharding.is_equivalent_to(rows, psi.ndim) for psi in got[0])
+    assert max(errors(got, want).values()) <= 1e-5
+
+
+def test_policies_can_save_the_sketches(capfd):
+    nodes, xs, _ = example(128)
+    for names, saved in (((pallas_tpu.RESIDUAL_NAME,), True), ((), False)):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        sketch = jax.checkpoint(lambda x: jnp.sin(pallas_tpu.sketch_networks(nodes, (x,))[0]), policy=policy)
+        jax.ad_checkpoint.print_saved_residuals(sketch, xs[0])
+        assert (f"f32[1,1,16,128] named '{pallas_tpu.RESIDUAL_NAME}'" in capfd.readouterr().out) == saved
+
+
+REFUSED = {
+    'vectors whose size': {'size': 20},
+    'sketches whose size': {'r': 8},
+    'tokens or more': {'length': 100},
+    'bfloat16 or all float32': {'dtype': jnp.float16},
+    'VMEM': {'r': 128, 'hidden': 4096},
+}
+
+
+@pytest.mark.parametrize('reason', REFUSED)
+def test_unsupported_calls_say_why(reason, monkeypatch):
+    monkeypatch.setattr(pallas_tpu.platform, 'target_platform', lambda: 'tpu')
+    assert pallas_tpu.unsupported(*example(300)[:2]) is None
+    assert reason in pallas_tpu.unsupported(*example(**{'length': 300} | REFUSED[reason])[:2])
+
+
+def test_implementations_by_name():
+    nodes, xs, _ = example(16)
+    np.testing.assert_allclose(
+        op.sketch_networks(nodes, *xs)[0], op.sketch_networks(nodes, *xs, implementation='reference')[0], atol=1e-5
+    )
+    with pytest.raises(ConfigError, match='needs a TPU'):
+        op.sketch_networks(nodes, *xs, implementation='pallas_tpu')
+    with pytest.raises(ConfigError, match='only pallas_tpu'):
+        op.sketch_networks(nodes, *xs, implementation='gpu')
+
+
+def test_gelu_is_the_definition():
+    x = np.linspace(-8, 8, 1001)
+    z = pallas_tpu_kernels.CUBIC * x / 2
+    ours = z * (1 + np.tanh(z * (pallas_tpu_kernels.LINEAR + z * z))) / pallas_tpu_kernels.CUBIC
+    np.testing.assert_allclose(ours, jax.nn.gelu(jnp.asarray(x, jnp.float32)), atol=2e-6)

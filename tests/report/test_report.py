@@ -1,0 +1,286 @@
+"""`lm report`: tables hold what the runs measured, pictures show it, and the paper's numbers are the paper's."""
+
+import csv
+import itertools
+import json
+import math
+import pathlib
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import tiny
+from made_up_runs import evaluate, write_run
+
+from lm import plots as figures
+from lm.attention.performer import Performer
+from lm.attention.polynomial import Polynomial
+from lm.attention.polysketch import Polysketch
+from lm.attention.softmax import Softmax
+from lm.cli import main
+from lm.report.command import Report, paper
+from lm.report.curves import BINS, loss_curve, make_series
+from lm.runs.records import Run, find_runs
+from lm.tasks.selective_copying import SelectiveCopying
+
+
+def table(path: pathlib.Path) -> list[dict[str, str]]:
+    with open(path, newline='') as file:
+        return list(csv.DictReader(file))
+
+
+def png_size(path: pathlib.Path) -> tuple[int, int]:
+    header = path.read_bytes()[:24]
+    assert header[:8] == b'\x89PNG\r\n\x1a\n'
+    return int.from_bytes(header[16:20]), int.from_bytes(header[20:24])
+
+
+def test_a_real_run(reference_run, tmp_path, capsys):
+    # Without what other tests evaluated: a file of `lm evaluate` counts more than the periodic evaluation.
+    run = shutil.copytree(reference_run[0], tmp_path / 'run', ignore=shutil.ignore_patterns('evaluations'))
+    assert main(['report', str(run), '--out', str(tmp_path / 'out')]) == 0
+    printed = capsys.readouterr().out
+    (row,) = table(tmp_path / 'out' / 'runs.csv')
+    assert float(row['loss']) == tiny.losses(run, 'eval')[40]
+    assert float(row['train_loss']) == tiny.losses(run)[40]
+    assert int(row['parameters']) == json.loads((run / 'run.json').read_text())['parameters']
+    assert f'{math.exp(float(row["loss"])):.3f}' in printed
+    text = (tmp_path / 'out' / 'report.md').read_text()
+    assert str(run) in text
+    pictures = re.findall(r'\]\((.+\.png)\)', text)
+    assert pictures == ['loss.png', 'position.png', 'perplexity_runs.png', 'speed_runs.png']
+    for name in pictures:
+        width, height = png_size(tmp_path / 'out' / name)
+        assert width == round(figures.WIDTH * 300)
+        assert 200 < height < 1500
+        assert (tmp_path / 'out' / name).with_suffix('.pdf').read_bytes()[:4] == b'%PDF'
+    assert not (tmp_path / 'out' / 'paper.csv').exists(), 'a context of 32 is not in the paper'
+
+
+def test_seeds_and_contexts_are_one_series(tmp_path):
+    for name, attention, quality in (('s', Softmax(), 0.0), ('p', Polysketch(), 0.05)):
+        for context in (512, 2048):
+            for seed in (0, 1):
+                write_run(tmp_path / f'{name}{context}-{seed}', attention, context=context, seed=seed, quality=quality)
+    runs = find_runs([str(tmp_path)])
+    first, second = make_series(runs)
+    assert (first.label, len(first.runs)) == ('Softmax', 4)
+    assert (second.label, len(second.runs)) == ('Polysketch (learned + local, r = 32)', 4)
+    assert [run.value('train.seed') for run in first.at(512)] == [0, 1]
+
+    assert main(['report', str(tmp_path / '*'), '--out', str(tmp_path / 'out')]) == 0
+    shown = {path.stem for path in (tmp_path / 'out').glob('*.png')}
+    assert shown == {'loss_512', 'loss_2048', 'position_512', 'position_2048', 'perplexity_context', 'speed_context'}
+    points = [row for row in table(tmp_path / 'out' / 'curves.csv') if row['picture'] == 'perplexity_context']
+    assert [(p['series'], float(p['x'])) for p in points] == [
+        (label, context) for label in ('Softmax', second.label) for context in (512, 2048)
+    ]
+    measured = [run.last_evaluation['perplexity'] for run in first.at(512)]
+    assert float(points[0]['y']) == pytest.approx(np.mean(measured))
+
+
+def test_what_else_differs_makes_another_series(tmp_path):
+    write_run(tmp_path / 'a', Softmax(), steps=100)
+    write_run(tmp_path / 'b', Softmax(), steps=200)
+    write_run(tmp_path / 'c', Softmax(window=64), steps=100)
+    write_run(tmp_path / 'd', Performer(block=128), steps=100)
+    write_run(tmp_path / 'e', Performer(block=256), steps=100, data='other/wiki40b')
+    assert [s.label for s in make_series(find_runs([str(tmp_path)]))] == [
+        'Softmax, steps 100',
+        'Softmax, steps 200',
+        'Performer (2048 features), path pg19, block 128',
+        'Performer (2048 features), path wiki40b, block 256',
+        'softmax (window 64)',
+    ]
+
+
+def test_the_loss_curve_is_the_mean_of_what_was_logged(tmp_path):
+    write_run(tmp_path / 'a', Softmax(), noise=0.0)
+    write_run(tmp_path / 'b', Softmax(), noise=0.0, seed=1)
+    lines = (tmp_path / 'b' / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    (tmp_path / 'b' / 'metrics.jsonl').write_text(''.join(lines[: len(lines) // 2]))  # is still training
+    run = Run.read(tmp_path / 'a')
+    (series,) = make_series(find_runs([str(tmp_path)]))
+    end = run.train[-1]['tokens']
+    curve = loss_curve(series, 1024, end)
+    assert len(curve.x) <= BINS
+    expected = np.interp(curve.x, [r['tokens'] for r in run.train], [r['loss'] for r in run.train])
+    np.testing.assert_allclose(curve.y, expected, atol=0.01)
+    assert loss_curve(series, 512, end) is None
+
+
+def test_the_newest_evaluation_at_the_runs_own_context_counts(tmp_path):
+    run = write_run(tmp_path / 'a', Softmax())
+    evaluate(run, split='test', perplexity=11.0, step=2000)
+    evaluate(run, split='test', perplexity=12.0, step=1000)
+    evaluate(run, split='test', perplexity=13.0, step=2000, window='sliding:8')
+    evaluate(run, split='test', perplexity=14.0, step=2000, context_length=64)
+    report = Report(find_runs([str(run)]), tmp_path, split='test')
+    assert report.rows[0]['perplexity'] == 11.0
+    assert report.measurement(report.runs[0], 64)['perplexity'] == 14.0
+    assert Report(find_runs([str(run)]), tmp_path).rows[0]['split'] == 'validation'
+    report.write()
+    assert 'perplexity_evaluated.png' in report.written
+
+
+def test_accuracy_of_tasks(tmp_path):
+    write_run(tmp_path / 'a', Softmax(), accuracy=True, data=SelectiveCopying())
+    assert main(['report', str(tmp_path / 'a'), '--out', str(tmp_path / 'out')]) == 0
+    assert {p.stem for p in (tmp_path / 'out').glob('*.png')} == {'loss', 'accuracy', 'accuracy_runs', 'speed_runs'}
+    curve = [float(r['y']) for r in table(tmp_path / 'out' / 'curves.csv') if r['picture'] == 'accuracy']
+    assert curve == [100 * r['accuracy'] for r in Run.read(tmp_path / 'a').evals]
+    assert not (tmp_path / 'out' / 'paper.csv').exists()
+
+
+def test_runs_that_have_hardly_begun_and_diverged(tmp_path):
+    new = write_run(tmp_path / 'new', Softmax())
+    (new / 'metrics.jsonl').unlink()
+    (new / 'run.json').unlink()
+    one = write_run(tmp_path / 'one', Polynomial())
+    (one / 'metrics.jsonl').write_text((one / 'metrics.jsonl').read_text().splitlines(keepends=True)[0])
+    bad = write_run(tmp_path / 'bad', Performer())
+    text = re.sub(r'"loss": [\d.]+', '"loss": "NaN"', (bad / 'metrics.jsonl').read_text())
+    (bad / 'metrics.jsonl').write_text(text)
+    assert main(['report', str(tmp_path), '--out', str(tmp_path / 'out')]) == 0
+    rows = {row['run']: row for row in table(tmp_path / 'out' / 'runs.csv')}
+    assert rows['new']['perplexity'] == rows['one']['perplexity'] == ''
+    assert rows['bad']['loss'] == 'nan'
+    assert 'for want of steps: new, one' in (tmp_path / 'out' / 'report.md').read_text()
+
+
+def test_long_labels_are_wrapped_and_stay_inside_the_picture(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(figures, '_save', lambda figure, path: kept.append(figure))
+    x = np.linspace(1, 2, 5)
+    label = 'Polysketch (learned + local, r = 32), peak learning rate 0.003, steps 125000'
+    curves = [figures.Curve(f'{label}{i}', i, x, x + i) for i in range(8)]
+    figures.draw_lines('x', curves, 'x', 'y')
+    figures.draw_dots('x', curves, 'x')
+    for figure in kept:
+        figure.draw_without_rendering()
+        whole, box = figure.bbox, figure.get_tightbbox().transformed(figure.dpi_scale_trans)
+        assert box.x0 >= whole.x0 - 1
+        assert box.x1 <= whole.x1 + 1
+        assert figure.axes[0].get_window_extent().width > whole.width / 3
+
+
+def test_beside_the_paper(tmp_path):
+    for context in (512, 1024):
+        write_run(tmp_path / f'a{context}', Polysketch(sketch='gaussian', sketch_size=64, local=False), context=context)
+        write_run(tmp_path / f'b{context}', Polynomial(degree=8), context=context)
+    out = tmp_path / 'out'
+    assert main(['report', str(tmp_path), '--out', str(out), '--no_pictures']) == 0
+    listed = table(out / 'paper.csv')
+    assert list(dict.fromkeys(r['table'] for r in listed)) == ['pg19', 'speed']
+    assert list(dict.fromkeys(r['row'] for r in listed))[:3] == [
+        'Softmax (using FlashAttention)', 'Polynomial (deg=2)', 'Polynomial (deg=4)',
+    ]  # fmt: skip
+    rows = {(r['table'], r['row'], int(r['column'])): r for r in listed}
+    ours = rows['pg19', 'Polysketch (random, r = 64)', 1024]
+    assert float(ours['paper']) == 13.35
+    assert float(ours['ours']) == Run.read(tmp_path / 'a1024').last_evaluation['perplexity']
+    assert ours['runs'] == 'a1024'
+    speed = rows['speed', 'Polysketch (random, r = 64)', 1024]
+    assert float(speed['ours']) == pytest.approx(1e6 / 0.2 / 2**20)
+    assert rows['pg19', 'Polynomial (deg=8)', 32768]['paper'] == ''
+    assert '13.35 / ' in (out / 'report.md').read_text()
+    assert not list(out.glob('*.png'))
+    assert main(['report', str(tmp_path), '--out', str(out), '--no_pictures', '--paper', 'wiki40b']) == 0
+    assert 'Table 3' in (out / 'report.md').read_text()
+    assert main(['report', str(tmp_path), '--out', str(out), '--no_pictures', '--paper', 'none']) == 0
+    assert 'Table' not in (out / 'report.md').read_text()
+
+
+def test_tasks_beside_the_paper(tmp_path):
+    write_run(tmp_path / 'a', Polysketch(), context=4096, accuracy=True, data=SelectiveCopying())
+    assert main(['report', str(tmp_path), '--out', str(tmp_path / 'out'), '--no_pictures']) == 0
+    (row,) = [r for r in table(tmp_path / 'out' / 'paper.csv') if r['runs']]
+    assert (row['row'], float(row['paper'])) == ('Polysketch (learned + local)', 99.16)
+    assert float(row['ours']) == 100 * Run.read(tmp_path / 'a').last_evaluation['accuracy']
+
+
+def test_weights_under_another_attention_are_not_the_run(tmp_path):
+    run = write_run(tmp_path / 'a', Softmax())
+    evaluate(run, split='validation', perplexity=11.0)
+    evaluate(run, split='validation', perplexity=12.0, overrides={'model.attention': '@hybrid()'})
+    evaluate(run, split='validation', perplexity=13.0, overrides={'softmax.window': '64'})
+    report = Report(find_runs([str(run)]), tmp_path)
+    assert report.rows[0]['perplexity'] == 11.0
+    evaluate(run, split='validation', perplexity=14.0, overrides={'data.path': "'gs://bucket/pg19'"})
+    assert Report(find_runs([str(run)]), tmp_path).rows[0]['perplexity'] == 14.0
+
+
+def test_the_papers_tables():
+    for held in (paper.PG19, paper.WIKI40B, paper.SPEED):
+        assert [len(rows) for rows in held.groups.values()] == [4, 9]
+        assert list(held.groups.values())[1].keys() == list(paper.PG19.groups.values())[1].keys()
+    for held in paper.TABLES.values():
+        assert all(len(values) == len(held.columns) for rows in held.groups.values() for values in rows.values())
+    kernels = paper.PG19.groups['Kernel based methods, 13 layers']
+    assert min(kernels, key=lambda label: kernels[label][-1]) == 'Polysketch (learned + local, r = 64)'
+
+
+SUMS = {  # of all numbers of a table, added up from the papers' text
+    'pg19': 1074.99, 'wiki40b': 1301.08, 'speed': 241.15, 'c4': 858.34, 'c4_speed': 48.28, 'copying': 971.83,
+    'induction': 531.0, 'recall': 557.5, 'draft_wiki40b': 233.6, 'draft_pg19': 211.8, 'draft_speed': 82.54,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('key', paper.TABLES)
+def test_numbers_add_up(key):
+    rows = [row for rows in paper.TABLES[key].groups.values() for row in rows.values()]
+    assert sum(v for row in rows for v in row if v is not None) == pytest.approx(SUMS[key], abs=0.005)
+
+
+PAPERS = tiny.ROOT.parent / 'shared' / 'papers'
+
+
+@pytest.mark.skipif(not PAPERS.is_dir(), reason='the text of the papers is not here')
+def test_numbers_stand_in_the_papers():
+    text = (PAPERS / 'polysketchformer.txt').read_text()
+    for held in (paper.PG19, paper.WIKI40B):
+        for label, values in [item for rows in held.groups.values() for item in rows.items()]:
+            numbers = ' '.join('OOM' if v is None else f'{v:.2f}' for v in values)
+            assert f'{label} {numbers}\n' in text.replace('(p=', '(deg=')
+    groups = {'Small': (30, 125), 'Medium': (30, 125), 'Large': (None, 125)}
+    for (heading, rows), (size, steps) in zip(paper.TABLES['c4'].groups.items(), groups.items(), strict=True):
+        assert size in heading
+        for k, values in zip(steps, zip(*rows.values(), strict=True), strict=True):
+            if k:
+                start = re.search(rf'GPT-2 {size} style.*, {k}k training steps\n', text).end()
+                printed = text[start:].splitlines()[: len(rows)]
+                numbers = [float(re.search(r' (\d\d\.\d\d) ', line)[1]) for line in printed]
+                assert numbers == list(values)
+                labels = [line[: line.index(f' {v:.2f} ')] for line, v in zip(printed, values, strict=True)]
+                assert [label.replace('(learned)', '(learned, r = 64)') for label in labels] == list(rows)
+
+
+def test_colours_differ_and_labels_of_curves_do_not_overlap(tmp_path, monkeypatch):
+    styles = [figures.Curve('', i, np.array([]), np.array([])) for i in range(21)]
+    assert len({(c.colour, str(c.line)) for c in styles}) == 21
+    kept = []
+    monkeypatch.setattr(figures, '_save', lambda figure, path: kept.append(figure))
+    x = np.linspace(1, 2, 5)
+    figures.draw_lines('x', [figures.Curve(f'c{i}', i, x, x + i * 1e-4) for i in range(6)], 'x', 'y')
+    (axes,) = kept[0].axes
+    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
+    assert len(boxes) == 6
+    assert all(low.y1 <= high.y0 + 1 for low, high in itertools.pairwise(boxes))
+    assert all(box.x0 >= axes.get_window_extent().x1 for box in boxes), 'a label covers data'
+
+
+def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
+    for path in ('nowhere', str(tmp_path), 'x*'):
+        assert main(['report', path, '--out', str(tmp_path / 'out')]) == 2
+        assert capsys.readouterr().err.count('\n') == 1
+    assert not (tmp_path / 'out').exists()
+    run = write_run(tmp_path / 'run', Softmax(), steps=50)
+    (tmp_path / 'file').write_text('')
+    assert main(['report', str(run), '--out', str(tmp_path / 'file')]) == 2
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    capsys.readouterr()
+    assert main(['report', str(run), '--out', str(tmp_path / 'out')]) == 1
+    assert "pip install 'lm-tpu[report]'" in capsys.readouterr().err
+    assert main(['report', str(run), '--out', str(tmp_path / 'out'), '--no_pictures']) == 0

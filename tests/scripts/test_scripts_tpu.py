@@ -1,0 +1,406 @@
+"""scripts/tpu: what they would run (golden files), that gcloud takes it, what the supervisor does when a pod goes.
+
+After an intended change write the golden files anew: LM_UPDATE_GOLDEN=1 pytest tests/test_scripts_tpu.py
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from fake_cloud import ROOT, FakeCloud
+
+SCRIPTS = ROOT / 'scripts' / 'tpu'
+GOLDEN = pathlib.Path(__file__).parents[1] / 'data' / 'tpu_dry_run'
+DATA = """data.path = 'gs://b/it''s a "path"'"""
+TRAIN = ('lm', 'train', '--gin_file', 'configs/models/small.gin', '--gin_param', DATA)
+SETTINGS = {
+    'PROJECT': 'my-project',
+    'ZONE': 'us-central2-b',
+    'TPU_NAME': 'lm',
+    'ACCELERATOR_TYPE': 'v4-32',
+    'RUN_DIR': 'gs://my-bucket/runs/small',
+    'DATA_PATH': 'gs://my-bucket/tokens/pg19',
+}
+RESERVED = {
+    'ACCELERATOR_TYPE': 'v6e-16',
+    'PROVISIONING': 'reserved',
+    'RESERVATION': 'our-chips',
+    'NETWORK': 'net',
+    'SUBNETWORK': 'sub',
+    'SERVICE_ACCOUNT': 'lm@my-project.iam.gserviceaccount.com',
+    'INTERNAL_IPS': '1',
+}
+DRY_RUNS = {
+    'create': (['create.sh', '--wait'], {'VALID_UNTIL_DURATION': '6h'}),
+    'create_reserved': (['create.sh'], RESERVED),
+    'create_on_demand': (['create.sh'], {'PROVISIONING': 'on-demand', 'AUTOCHECKPOINT': '0'}),
+    'setup': (['setup.sh'], {}),
+    'run': (['run.sh', *TRAIN], {'LOG_URL': 'gs://my-bucket/logs'}),
+    'run_stop': (['run.sh', '--stop'], {'INTERNAL_IPS': '1'}),
+    'status': (['status.sh'], {'TUNNEL_THROUGH_IAP': '1'}),
+    'logs': (['logs.sh', '-n', '200', '--worker', '3', '--follow'], {}),
+    'logs_fetch': (['logs.sh', '--fetch', 'logs of today'], {}),
+    'preflight': (['preflight.sh', '--fix'], {}),
+    'supervise': (['supervise.sh', *TRAIN], {}),
+    'sweep': (['sweep.sh', '2', 'lm', 'sweep', '--sweep_file', 'my sweep.gin', '--run_dir', 'gs://b/s'], {}),
+    'delete': (['delete.sh'], {}),
+    'prepare_data': (['prepare_data.sh', 'lm', 'prepare', *TRAIN[2:]], {}),
+    'xpk': (['examples/xpk.sh', *TRAIN], {'XPK_CLUSTER': 'c', 'XPK_IMAGE': 'eu-docker.pkg.dev/p/r/lm'}),
+}
+
+
+def dry_run(arguments: list[str], settings: dict[str, str], folder: pathlib.Path) -> str:
+    """What the script prints with DRY_RUN=1, with the names of this machine and of the last commit taken out."""
+    (folder / 'settings.env').write_text('\n'.join(f'{k}={v!r}' for k, v in SETTINGS.items()))
+    (folder / 'bin').mkdir(exist_ok=True)
+    trap = folder / 'bin' / 'gcloud'
+    trap.write_text('#!/bin/sh\necho gcloud was called\nexit 1\n')
+    trap.chmod(0o755)
+    environment = {
+        'LM_TPU_SETTINGS': str(folder / 'settings.env'),
+        'DRY_RUN': '1',
+        'PATH': f'{folder / "bin"}:{os.environ["PATH"]}',
+    }
+    done = subprocess.run(
+        [str(SCRIPTS / arguments[0]), *arguments[1:]],
+        env=os.environ | environment | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stdout
+    return re.sub(r'\b[0-9a-f]{40}\b', 'COMMIT', done.stdout.replace(str(ROOT), 'ROOT'))
+
+
+@pytest.mark.parametrize('name', DRY_RUNS)
+def test_dry_run_prints_the_golden_commands(name, tmp_path):
+    arguments, settings = DRY_RUNS[name]
+    found = dry_run(arguments, settings, tmp_path)
+    file = GOLDEN / f'{name}.txt'
+    if os.environ.get('LM_UPDATE_GOLDEN'):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(found)
+    assert found == file.read_text()
+    assert 'gcloud was called' not in found
+    assert not list(tmp_path.glob('logs of today'))
+
+
+def test_every_script_has_a_golden_file_and_help():
+    scripts = {p.name for p in SCRIPTS.glob('*.sh')} - {'common.sh'}
+    assert scripts == {arguments[0] for arguments, _ in DRY_RUNS.values()} - {'examples/xpk.sh'}
+    for script in sorted(scripts):
+        done = subprocess.run([str(SCRIPTS / script), '-h'], capture_output=True, text=True, env={'PATH': os.defpath})
+        assert done.returncode == 0, done.stderr
+        assert f'scripts/tpu/{script}' in done.stdout
+
+
+def test_the_commands_of_the_documentation(tmp_path):
+    blocks = re.findall(r'```bash\n(.*?)```', (ROOT / 'docs' / 'tpu.md').read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith('scripts/tpu/')]
+    assert len(lines) >= 10
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        assert dry_run([words[0].removeprefix('scripts/tpu/'), *words[1:]], {}, tmp_path)
+
+
+def golden_commands() -> dict[str, str]:
+    """One gcloud command line of the golden files for each set of flags, with the name of its file."""
+    found = {}
+    for file in sorted(GOLDEN.glob('*.txt')):
+        for line in file.read_text().splitlines():
+            if line.startswith('gcloud '):
+                words = shlex.split(line)
+                key = ' '.join(w.partition('=')[0] for w in words if w.startswith('--')) + ' '.join(words[1:5])
+                found.setdefault(key, f'{file.name}: {line}')
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which('gcloud') is None, reason='no gcloud on this machine')
+def test_gcloud_itself_accepts_every_command(tmp_path):
+    environment = os.environ | {'CLOUDSDK_CONFIG': str(tmp_path), 'CLOUDSDK_CORE_DISABLE_PROMPTS': '1'}
+
+    def lint(command: str) -> dict:
+        # Its own parser, nothing else: nobody is logged in, and nothing is sent.
+        done = subprocess.run(
+            ['gcloud', 'meta', 'lint-gcloud-commands', f'--command-string={command}'],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return json.loads(done.stdout)[0]
+
+    commands = [line.partition(': ')[2] for line in golden_commands().values()]
+    assert len(commands) >= 12
+    if lint('gcloud alpha compute tpus queued-resources list --zone=a')['success'] is not True:
+        pytest.skip('gcloud has no alpha commands here')
+    assert lint('gcloud compute tpus queued-resources delete a --zone=z --no-such-flag')['success'] is False
+    for command in commands:
+        # The linter splits badly at quotes; the value of --command is any text.
+        plain = re.sub(r"--command=('(?:[^']|'\\'')*'|\S+)", '--command=true', command)
+        answer = lint(plain)
+        assert answer['success'] is True, (command, answer['error_message'])
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({'PROVISIONING': 'spott'}, 'PROVISIONING=spott: use spot, reserved or on-demand'),
+        ({'ACCELERATOR_TYPE': 'v5e-16'}, 'gcloud calls it v5litepod-16'),
+        ({'ACCELERATOR_TYPE': 'v9-16'}, 'unknown kind'),
+        ({'RUN_NAME': 'a b'}, 'RUN_NAME=a b: use letters'),
+        ({'ZONE': ''}, 'ZONE is not set'),
+        ({'RESERVATION': 'chips'}, 'needs PROVISIONING=reserved'),
+    ],
+)
+def test_wrong_settings_are_one_line(settings, message, tmp_path):
+    done = FakeCloud(tmp_path / 'cloud').run('create.sh', **settings)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / 'cloud' / 'gcloud.calls').exists()
+
+
+def test_a_misspelt_setting_is_refused(tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud')
+    cloud.settings['ACCELERATOR_TIPE'] = 'v4-8'
+    done = cloud.run('create.sh')
+    assert done.returncode == 2
+    assert 'ACCELERATOR_TIPE is not a setting' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ('kind', 'processes', 'devices', 'runtime'),
+    [
+        ('v2-8', 1, 8, 'tpu-ubuntu2204-base'),
+        ('v3-32', 4, 32, 'tpu-ubuntu2204-base'),
+        ('v4-8', 1, 4, 'tpu-ubuntu2204-base'),
+        ('v5litepod-8', 1, 8, 'v2-alpha-tpuv5-lite'),
+        ('v5litepod-16', 4, 16, 'v2-alpha-tpuv5-lite'),
+        ('v5p-128', 16, 64, 'v2-alpha-tpuv5'),
+        ('v6e-256', 64, 256, 'v2-alpha-tpuv6e'),
+    ],
+)
+def test_processes_and_devices_of_an_accelerator(kind, processes, devices, runtime, tmp_path):
+    printed = dry_run(['preflight.sh'], {'ACCELERATOR_TYPE': kind}, tmp_path)
+    assert f'--processes {processes} --devices {devices} ' in printed
+    assert f'--runtime-version={runtime} ' in dry_run(['create.sh'], {'ACCELERATOR_TYPE': kind}, tmp_path)
+
+
+def test_no_secret_in_any_script():
+    for file in [*SCRIPTS.rglob('*.sh'), SCRIPTS / 'Dockerfile', SCRIPTS / 'settings.env.example']:
+        assert not re.search(r'(?i)token=|api_key|password|access-token|print-access-token', file.read_text()), file
+
+
+def test_arguments_survive_the_way_to_the_workers(tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', workers=2)
+    nasty = ["a.b = 'x y'", 'quote " and \' and `date` and $HOME', '*', '', 'back\\slash', '&& false', 'ü\n2nd line']
+    assert cloud.run('create.sh', '--wait').returncode == 0
+    assert cloud.run('setup.sh').returncode == 0
+    done = cloud.run('run.sh', 'lm', 'evaluate', *nasty)
+    assert done.returncode == 0, done.stderr
+    assert 'pod-w-0: started' in done.stdout
+    assert 'pod-w-1: started' in done.stdout
+    wait_for(lambda: cloud.run('status.sh').stdout.count('EXIT 0') == 2)
+    for worker in range(2):
+        assert cloud.lm_calls(worker=worker) == [['evaluate', *nasty, '--gin_param', 'mesh.processes = 2']]
+    assert 'step 1 of 2' in cloud.run('logs.sh').stdout
+
+
+def test_starting_twice_is_starting_once_and_stop_is_42(tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', workers=1)
+    cloud.run('create.sh', '--wait')
+    cloud.run('setup.sh')
+    patient = ['bash', '-c', 'trap "exit 42" TERM; echo begun; while :; do sleep 0.05; done']
+    assert 'started' in cloud.run('run.sh', *patient).stdout
+    wait_for(lambda: 'RUNNING -  begun' in cloud.run('status.sh').stdout)
+    assert 'already running' in cloud.run('run.sh', *patient).stdout
+    other = cloud.run('run.sh', 'lm', 'train')
+    assert other.returncode == 2
+    assert 'another command' in other.stderr
+    assert 'asked to stop' in cloud.run('run.sh', '--stop').stdout
+    wait_for(lambda: 'EXIT 42' in cloud.run('status.sh').stdout)
+    assert cloud.run('delete.sh').returncode == 0
+    assert cloud.pods() == []
+
+
+def wait_for(condition, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, 'did not happen'
+        time.sleep(0.1)
+
+
+def test_three_preemptions_then_success_are_four_attempts_of_one_run(tmp_path):
+    # Saved and ended; machines gone without a word; machines that do not answer.
+    cloud = FakeCloud(tmp_path / 'cloud', scenario='42 preempt unreachable 0')
+    done = cloud.run('supervise.sh', *TRAIN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = [*TRAIN[1:], '--run_dir', 'gs://my-bucket/runs/small', '--gin_param', 'mesh.processes = 2']
+    for worker in range(2):
+        assert cloud.lm_calls(worker=worker) == [expected] * 4
+    assert 'done after 4 attempt(s)' in done.stdout
+    # 42 on a pod that is still there is continued there; the other two need a new one.
+    assert len(cloud.gcloud_calls('queued-resources', 'create')) == 3
+    assert all('--autocheckpoint-enabled' in call for call in cloud.gcloud_calls('queued-resources', 'create'))
+    assert cloud.pods() == []
+
+
+@pytest.mark.parametrize('scenario', ['43', '2', '1/43', '44/1'])
+def test_what_must_not_be_repeated_is_not(scenario, tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', scenario=scenario)
+    done = cloud.run('supervise.sh', *TRAIN)
+    code = max(int(c) for c in scenario.split('/'))
+    assert done.returncode == code, done.stdout + done.stderr
+    assert len(cloud.lm_calls()) == 1
+    assert f'exit code {code} is never repeated' in done.stdout
+    assert 'step 1 of 2' in done.stdout, 'the end of the log is shown before the pod goes'
+    assert cloud.pods() == []
+
+
+def test_other_failures_are_repeated_a_few_times_only(tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', scenario='1 42 1 1 139 0', workers=1)
+    done = cloud.run('supervise.sh', *TRAIN, DELETE_WHEN_DONE='success')
+    assert done.returncode == 139, done.stdout + done.stderr
+    assert len(cloud.lm_calls()) == 5
+    assert cloud.pods() == ['pod']
+    assert 'costs money' in done.stdout
+
+
+def test_a_supervisor_joins_the_job_that_runs_already(tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', scenario='0 43', workers=1)
+    cloud.run('create.sh', '--wait')
+    cloud.run('setup.sh')
+    cloud.run('run.sh', *TRAIN, FAKE_SECONDS='3')
+    done = cloud.run('supervise.sh', *TRAIN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert 'already running' in done.stdout
+    assert len(cloud.lm_calls()) == 1
+
+
+def test_attempts_are_bounded(tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', scenario='42 42 42 0', workers=1)
+    done = cloud.run('supervise.sh', *TRAIN, MAX_ATTEMPTS='3')
+    assert done.returncode == 42
+    assert len(cloud.lm_calls()) == 3
+
+
+def test_sweep_has_a_pod_for_each_point(tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', workers=1)
+    (tmp_path / 'cloud' / 'pod-2.scenario').write_text('43')
+    logs = str(tmp_path / 'logs')
+    done = cloud.run('sweep.sh', '3', 'lm', 'sweep', '--sweep_file', 'a b.gin', SWEEP_LOG_DIR=logs, PARALLEL='2')
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [['0', '0'], ['1', '0'], ['2', '43']]
+    for i in range(3):
+        (call,) = cloud.lm_calls(pod=f'pod-{i}')
+        assert call == ['sweep', '--sweep_file', 'a b.gin', '--index', str(i), '--gin_param', 'mesh.processes = 1']
+    assert cloud.pods() == []
+
+
+@pytest.mark.parametrize('code', [0, 44])
+def test_prepare_data_ends_with_the_code_and_deletes_the_machine(code, tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', scenario=str(code))
+    done = cloud.run('prepare_data.sh', 'lm', 'prepare', '--gin_param', "data.path = 'gs://b/x'")
+    assert done.returncode == code, done.stdout + done.stderr
+    assert cloud.lm_calls(pod='pod-prepare') == [['prepare', '--gin_param', "data.path = 'gs://b/x'"]]
+    (create,) = cloud.gcloud_calls('instances', 'create')
+    assert '--instance-termination-action=DELETE' in create
+    assert cloud.pods() == []
+
+
+def test_uncommitted_changes_are_refused(tmp_path):
+    clone = tmp_path / 'clone'
+    clone.mkdir()
+    shutil.copytree(SCRIPTS, clone / 'scripts' / 'tpu')
+    git = ['git', '-c', 'user.name=a', '-c', 'user.email=a@b', '-C', str(clone)]
+    for command in (['init', '-q'], ['add', '.'], ['commit', '-qm', 'a']):
+        subprocess.run([*git, *command], check=True)
+    (clone / 'scripts' / 'tpu' / 'run.sh').write_text('changed')
+    (tmp_path / 'settings.env').write_text('\n'.join(f'{k}={v}' for k, v in SETTINGS.items()))
+    done = subprocess.run(
+        [str(clone / 'scripts' / 'tpu' / 'setup.sh')],
+        env=os.environ | {'LM_TPU_SETTINGS': str(tmp_path / 'settings.env')},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert 'uncommitted changes would stay behind' in done.stderr
+
+
+@pytest.fixture
+def preflight():
+    spec = importlib.util.spec_from_file_location('preflight', SCRIPTS / 'vm' / 'preflight.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_preflight_names_what_is_wrong(preflight, tmp_path, monkeypatch):
+    with pytest.raises(preflight.Problem, match='GB free, MIN_FREE_GB is 1e\\+09; remove'):
+        preflight.check_disk(1e9)
+    assert 'GB free' in preflight.check_disk(0)
+    assert 'writable' in preflight.check_writable(str(tmp_path / 'runs'))
+    assert list((tmp_path / 'runs').iterdir()) == []
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(preflight.Problem, match='bucket: cannot write to'):
+        preflight.check_writable(str(tmp_path / 'file'))
+
+    monkeypatch.setattr(preflight, 'LOCK', tmp_path / 'libtpu_lockfile')
+    assert preflight.check_lock(fix=False) == 'no lock'
+    preflight.LOCK.write_text('')
+    with pytest.raises(preflight.Problem, match='no process uses the TPU; remove it with'):
+        preflight.check_lock(fix=False)
+    assert preflight.check_lock(fix=True) == 'stale lock removed'
+    assert not preflight.LOCK.exists()
+
+
+def test_preflight_sees_a_process_that_has_the_tpu_open(preflight, tmp_path):
+    device = tmp_path / 'accel0'
+    device.write_text('')
+    with subprocess.Popen(['sleep', '30'], stdin=device.open()) as sleeper:
+        assert preflight.holders((str(device),)) == [sleeper.pid]
+        sleeper.kill()
+
+
+def test_preflight_of_a_store_with_another_tokenizer_is_44(tokens, tmp_path):
+    def run(data: pathlib.Path, devices: int = 1) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(SCRIPTS / 'vm' / 'preflight.py'), '--processes', '1', '--devices', str(devices)]
+        return subprocess.run(
+            [*command, '--min_free_gb', '0', '--writable', str(tmp_path), '--data', str(data)],
+            env=os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', 'LIBTPU_LOCKFILE': str(tmp_path / 'lock')},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    fine = run(tokens)
+    assert fine.returncode == 0, fine.stdout + fine.stderr
+    assert ' ok: ' in fine.stdout
+    copy = tmp_path / 'copy'
+    shutil.copytree(tokens, copy)
+    (copy / 'tokenizer.model').write_bytes((copy / 'tokenizer.model').read_bytes() + b' ')
+    wrong = run(copy, devices=4)
+    assert wrong.returncode == 44
+    assert 'FAIL data: ' in wrong.stdout
+    assert 'FAIL devices: 1 instead of DEVICES=4' in wrong.stdout
+
+
+def test_shellcheck_is_clean():
+    program = shutil.which('shellcheck') or shutil.which('shellcheck', path=str(pathlib.Path(sys.executable).parent))
+    if program is None:
+        pytest.skip('shellcheck is not installed: pip install -e .[test]')
+    files = sorted(str(p) for p in (ROOT / 'scripts').rglob('*.sh'))
+    done = subprocess.run([program, '-x', '-P', 'SCRIPTDIR', *files], capture_output=True, text=True, cwd=SCRIPTS)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,293 @@
+"""`lm sweep`: what the points are, mistakes are found before anything is written, no run is repeated."""
+
+import json
+import pathlib
+import re
+import signal
+import time
+
+import pytest
+import tiny
+from corpora import CORPORA, needs_corpora
+
+from lm.cli import main
+from lm.errors import ConfigError
+from lm.runs.run_dir import check_name
+from lm.sweep.points import LONGEST_NAME, make_points
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """Points of a sweep file with this text, on top of a base file and parameters."""
+
+    def make(text: str, *params: str, base: str = ''):
+        (tmp_path / 'base.gin').write_text(base)
+        (tmp_path / 'sweep.gin').write_text(text)
+        return make_points([str(tmp_path / 'base.gin')], [str(tmp_path / 'sweep.gin')], params)
+
+    return make
+
+
+def test_a_grid_varies_its_first_axis_slowest(plan):
+    points = plan('model.n_layers = [12, 13]\ntrain.seed = [0, 1, 2]\ntrain.steps = 50', base='train.steps = 9')
+    assert [p.name for p in points] == [f'n_layers-{n}_seed-{s}' for n in (12, 13) for s in (0, 1, 2)]
+    assert [(p.experiment.model.n_layers, p.experiment.train.seed) for p in points] == [
+        (n, s) for n in (12, 13) for s in (0, 1, 2)
+    ]
+    assert {p.experiment.train.steps for p in points} == {50}
+    assert [p.index for p in points] == list(range(6))
+    assert points[3].settings == {'model.n_layers': '13', 'train.seed': '0'}
+
+
+def test_groups_vary_together(plan):
+    points = plan(
+        'zip/model.n_layers = [12, 13]\nzip/model.attention = [@softmax(), @polynomial()]\n'
+        'zip_b/train.context_length = [512, 1024]\nzip_b/train.microbatches = [1, 2]\n'
+    )
+    assert [p.name for p in points] == [
+        f'n_layers-{n}_{a}_context_length-{c}_microbatches-{m}'
+        for n, a in ((12, 'softmax'), (13, 'polynomial'))
+        for c, m in ((512, 1), (1024, 2))
+    ]
+
+
+def test_an_axis_of_a_mechanism_concerns_only_the_points_that_select_it(plan):
+    points = plan(
+        'model.attention = [@softmax(), @polynomial()]\npolynomial.degree = [2, 4, 8]\nsoftmax.window = [16]',
+        base='DEGREE = 1.0\npolynomial.bias = %DEGREE\n',
+    )
+    assert [p.name for p in points] == ['softmax_window-16', *(f'polynomial_degree-{d}' for d in (2, 4, 8))]
+    assert points[0].experiment.model.attention.window == 16
+    assert [p.experiment.model.attention.degree for p in points[1:]] == [2, 4, 8]
+    assert 'polynomial.degree' not in points[0].settings
+
+
+def test_lists_scopes_and_macros_as_values(plan):
+    points = plan(
+        'LENGTH = [64, 128]\nmodel.attention = [@softmax(), [@a/softmax(), @b/softmax()]]\na/softmax.window = [8, 16]',
+        base='train.context_length = %LENGTH\nevaluate.context_length = %LENGTH\n',
+    )
+    assert [(p.experiment.evaluate.context_length, len(p.experiment.model.pattern)) for p in points] == [
+        (length, n) for length in (64, 128) for n in (1, 2, 2)
+    ]
+    assert points[2].name == 'LENGTH-64_a-softmax-b-softmax_window-16'
+    assert [a.window for a in points[2].experiment.model.attention] == [16, None]
+
+
+def test_names_keep_the_rules_and_are_stable_and_different(plan):
+    values = "['a/b', 'c/b', '..', 'x y', 'X Y', 'é', '" + 'w' * 200 + "', '" + 'w' * 201 + "']"
+    text = f'data.path = {values}\noptimizer.peak_learning_rate = [1e-3, 1e-5, 1e20]\n'
+    names = [p.name for p in plan(text)]
+    assert len({name.lower() for name in names}) == len(names) == 24
+    assert all(check_name(name) and len(name) <= LONGEST_NAME for name in names)
+    assert names == [p.name for p in plan(text)]
+    more = [p.name for p in plan(text.replace('1e20]', '1e20, 1.0]'))]
+    assert set(names) < set(more), 'a further value leaves the other names as they are'
+
+
+@pytest.mark.parametrize(
+    ('text', 'expected'),
+    [
+        ('polynomial.degre = [2, 4]\nmodel.attention = [@polynomial()]', 'did you mean polynomial.degree?'),
+        ('modle.n_layers = [2, 4]', 'did you mean model.n_layers?'),
+        ('model.attention = [@softmax(), @polinomial()]', 'did you mean @polynomial()?'),
+        ('polynomial.degree = [2, 4]', '@polynomial() is not selected'),
+        ('polynomial.degree = [2, 3]\nmodel.attention = [@softmax(), @polynomial()]', 'must be even'),
+        ('train.steps = [100, 1e5]', 'must be an int'),
+        ('train.steps = []', 'needs a value'),
+        ('train.steps = 3', 'nothing to sweep'),
+        ('zip/train.steps = [1, 2]\nzip/train.seed = [1, 2, 3]', 'equally long'),
+        ('zip/train.steps = 7\ntrain.seed = [1, 2]', 'must be a list'),
+        ('zip/train.steps = [7, 8]\ntrain.steps = [1, 2]', 'set twice'),
+        ('STEPS = [1, 2]\n', 'STEPS'),
+        ('train.seed = [1, 2]\ntrain.tokens_per_step = [1024, 1000]', 'tokens_per_step = 1000'),
+    ],
+)
+def test_mistakes_in_any_point_are_refused_before_anything_is_written(text, expected, tmp_path, capsys):
+    (tmp_path / 'sweep.gin').write_text(text)
+    root = tmp_path / 'root'
+    assert main(['sweep', '--run_dir', str(root), '--sweep_file', str(tmp_path / 'sweep.gin')]) == 2
+    printed = capsys.readouterr()
+    assert expected in printed.err
+    assert printed.err.count('\n') == 1
+    assert not root.exists()
+
+
+def test_a_parameter_must_not_override_an_axis(plan):
+    with pytest.raises(ConfigError, match='is an axis of the sweep'):
+        plan('train.seed = [1, 2]', 'train.seed = 3')
+    assert {p.experiment.train.steps for p in plan('train.seed = [1, 2]', 'train.steps = 3')} == {3}
+
+
+def test_dry_run_and_count_write_nothing(tmp_path, capsys):
+    (tmp_path / 's.gin').write_text('train.seed = [0, 1]')
+    command = ['sweep', '--run_dir', str(tmp_path / 'root'), '--sweep_file', str(tmp_path / 's.gin')]
+    assert main([*command, '--dry_run']) == 0
+    assert re.findall(r'seed-\d  \[\w+\]', capsys.readouterr().out) == ['seed-0  [waiting]', 'seed-1  [waiting]']
+    assert main([*command, '--count']) == 0
+    assert capsys.readouterr().out == '2\n'
+    assert main([*command, '--index', '2']) == 2
+    assert main([*command, '--jobs', '0']) == 2
+    assert main(['sweep', '--sweep_file', str(tmp_path / 's.gin')]) == 2
+    assert main(['sweep', '--run_dir', str(tmp_path / 'root')]) == 2
+    assert not (tmp_path / 'root').exists()
+
+
+def test_the_shipped_sweeps_resolve():
+    for path in (tiny.ROOT / 'configs' / 'sweeps').glob('*.gin'):
+        base = re.search(r'--gin_file (\S+)', path.read_text())[1]
+        assert make_points([base], [str(path)])
+
+
+@pytest.fixture
+def sweep(tokens, tmp_path):
+    """The flags of `lm sweep` with a sweep file of this text, on top of the tiny experiment."""
+
+    def flags(text: str, store: pathlib.Path = tokens) -> list[str]:
+        values = tiny.MODEL | {'data.path': str(store)}
+        (tmp_path / 'base.gin').write_text(''.join(f'{name} = {value!r}\n' for name, value in values.items()))
+        (tmp_path / 'sweep.gin').write_text(text)
+        files = ['--gin_file', str(tmp_path / 'base.gin'), '--sweep_file', str(tmp_path / 'sweep.gin')]
+        return ['sweep', '--run_dir', str(tmp_path / 'root'), *files]
+
+    return flags
+
+
+def results(root: pathlib.Path) -> dict[str, dict]:
+    return {row['point']: row for row in json.loads((root / 'sweep.json').read_text())['points']}
+
+
+def test_a_failing_point_does_not_stop_the_rest_and_nothing_is_repeated(sweep, reference_run, tmp_path, capsys):
+    root = tmp_path / 'root'
+    # The tokenizer has 400 pieces: a model of 100 cannot be trained.
+    command = sweep('model.vocab_size = [100, 400]\n')
+    done = tiny.lm(*command, '--jobs', '2')
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert '1 of 2 points did not succeed: vocab_size-100' in done.stderr.splitlines()[-1]
+    assert 'set model.vocab_size = 400' in done.stdout
+    rows = results(root)
+    assert (rows['vocab_size-100']['status'], rows['vocab_size-100']['exit_code']) == ('failed', 44)
+    assert 'set model.vocab_size = 400' in rows['vocab_size-100']['error']
+    good = rows['vocab_size-400']
+    assert (good['status'], good['step'], good['steps']) == ('done', 40, 40)
+    assert good['loss'] == tiny.losses(reference_run[0], 'eval')[40]
+    assert good['tokens_per_second'] > 0
+    assert tiny.losses(root / 'vocab_size-400') == tiny.losses(reference_run[0])
+
+    before = (root / 'vocab_size-400' / 'metrics.jsonl').stat().st_mtime_ns
+    assert main(command) == 1
+    again = capsys.readouterr()
+    assert '--retry_failed' in again.out
+    assert 'started' not in again.out
+    assert main([*command, '--index', '1']) == 0
+    assert 'is finished already' in capsys.readouterr().out
+    assert (root / 'vocab_size-400' / 'metrics.jsonl').stat().st_mtime_ns == before
+    assert main(['inspect', str(root)]) == 0
+    assert 'failed (44)' in capsys.readouterr().out
+
+    # Stopped during its last evaluation, a run is saved but not finished.
+    metrics = root / 'vocab_size-400' / 'metrics.jsonl'
+    *rest, last = metrics.read_text().splitlines(keepends=True)
+    assert json.loads(last)['kind'] == 'eval'
+    metrics.write_text(''.join(rest))
+    assert tiny.lm(*command, '--index', '1').returncode == 0
+    assert tiny.losses(root / 'vocab_size-400', 'eval') == tiny.losses(reference_run[0], 'eval')
+
+    # The directories now hold runs of this sweep: another one is refused.
+    assert main([*command, '--gin_param', 'optimizer.b1 = 0.5']) == 44
+    assert 'optimizer.b1' in capsys.readouterr().err
+
+
+def test_one_point_in_this_process_fails_like_lm_train(sweep, tmp_path, capsys):
+    assert main([*sweep('model.vocab_size = [100, 400]\n'), '--index', '0']) == 44
+    assert 'set model.vocab_size = 400' in capsys.readouterr().err
+    rows = results(tmp_path / 'root')
+    assert [rows[name]['status'] for name in ('vocab_size-100', 'vocab_size-400')] == ['failed', 'waiting']
+
+
+@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_sweep_continues(how, sweep, reference_run, tmp_path):
+    """Told to stop, it saves and exits with 42; killed, its point saves all the same."""
+    root = tmp_path / 'root'
+    command = sweep('train.seed = [0]\n')
+    process = tiny.start(*command)
+    tiny.wait_for_step(root / 'seed-0', 3, process)
+    code, output = tiny.stop(process, how)
+    if how == signal.SIGTERM:
+        assert code == 42, output
+        assert results(root)['seed-0']['status'] == 'interrupted'
+    done = tiny.lm(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert results(root)['seed-0']['status'] == 'done'
+    assert tiny.losses(root / 'seed-0') == tiny.losses(reference_run[0])
+    assert tiny.checksums(root / 'seed-0', 40) == tiny.checksums(reference_run[0], 40)
+    assert 'resumed from step' in (root / 'points' / 'seed-0.log').read_text()
+
+
+@pytest.mark.slow
+@needs_corpora
+def test_two_by_two_by_two_on_real_text_killed_half_way(sweep, tmp_path):
+    """2 mechanisms × 2 sketch sizes × 2 seeds and a learning rate that diverges; SIGKILL in the middle of a point."""
+    bindings = {
+        'prepare.source': '@text_files()',
+        'text_files.path': str(CORPORA / 'pg19'),
+        'prepare.tokenizer': '@tokenizer()',
+        'tokenizer.vocab_size': 400,
+        'tokenizer.sample_bytes': 500_000,
+        'data.path': str(tmp_path / 'pg19'),
+    }
+    prepared = tiny.lm('prepare', *tiny.params(bindings), '--processes', '2', timeout=1200)
+    assert prepared.returncode == 0, prepared.stderr
+    text = """
+model.attention = [@random/polysketch(), @learned/polysketch()]
+random/polysketch.sketch = 'gaussian'
+learned/polysketch.sketch = 'learned'
+polysketch.sketch_size = [4, 8]
+polysketch.block = 16
+zip/train.seed = [0, 1, 2]
+zip/optimizer.peak_learning_rate = [3e-3, 3e-3, 1e30]
+train.max_nonfinite_steps = 3
+train.steps = 400
+train.eval_every = None
+evaluate.split = 'validation'
+"""
+    root, command = tmp_path / 'root', sweep(text, tmp_path / 'pg19')
+
+    def begun() -> list[str]:
+        """Unfinished points that have done some steps and have many left."""
+        found = []
+        for name, row in results(root).items() if (root / 'sweep.json').exists() else ():
+            metrics = root / name / 'metrics.jsonl'
+            if row['status'] in ('waiting', 'interrupted') and metrics.exists():
+                found += [name] * (20 < len(metrics.read_text().splitlines()) < 300)
+        return found
+
+    process = tiny.start(*command, '--jobs', '2')
+    end = time.monotonic() + 1800
+    while not (begun() and sum(row['status'] == 'done' for row in results(root).values()) >= 3):
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.02)
+    tiny.stop(process, signal.SIGKILL)
+    rows = results(root)
+    finished = [name for name, row in rows.items() if row['status'] == 'done']
+    stamps = [(root / name / 'metrics.jsonl').stat().st_mtime_ns for name in finished]
+    again = tiny.lm(*command, '--jobs', '2', timeout=1800)
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert not any(f'{name}: started' in again.stdout for name in finished)
+    assert stamps == [(root / name / 'metrics.jsonl').stat().st_mtime_ns for name in finished]
+    rows = results(root)
+    assert sorted((r['status'], r['exit_code']) for r in rows.values()) == [('done', 0)] * 8 + [('failed', 43)] * 4
+    assert all('not finite' in row['error'] for row in rows.values() if row['status'] == 'failed')
+
+    resumed = [name for name, row in rows.items() if json.loads((root / name / 'run.json').read_text())['resumed']]
+    resumed = [name for name in resumed if rows[name]['status'] == 'done']
+    assert resumed
+    for name in resumed:
+        elsewhere = [part.replace(str(root), str(tmp_path / 'whole')) for part in command]
+        done = tiny.lm(*elsewhere, '--index', str(rows[name]['index']))
+        assert done.returncode == 0, done.stderr
+        assert tiny.losses(root / name) == tiny.losses(tmp_path / 'whole' / name)
+        assert tiny.checksums(root / name, 400) == tiny.checksums(tmp_path / 'whole' / name, 400)
+    assert main(['report', str(root), '--out', str(tmp_path / 'report')]) == 0
+    assert list((tmp_path / 'report').glob('*.png'))

@@ -1,0 +1,123 @@
+"""The training step: skipped updates, gradient accumulation, sharding, and the paper's schedule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lm.attention.softmax import Softmax
+from lm.errors import ConfigError
+from lm.model import ModelConfig
+from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
+from lm.training.optimizer import OptimizerConfig
+from lm.training.step import Step
+
+MODEL = ModelConfig(vocab_size=64, n_layers=2, d_model=64, n_heads=4, head_dim=16, attention=Softmax())
+
+
+def make(**optimizer) -> Step:
+    return Step(MODEL, OptimizerConfig(**({'peak_learning_rate': 1e-2, 'warmup_steps': 2} | optimizer)), steps=10)
+
+
+def batch(microbatches=1, rows=8, seed=0):
+    return jnp.asarray(
+        np.random.default_rng(seed).integers(0, 64, (microbatches, rows // microbatches, 33)), jnp.uint16
+    )
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def test_a_non_finite_step_changes_nothing_but_the_counters():
+    step = make()
+    good, _ = jax.jit(step.train)(jax.jit(step.init)(0), batch())
+    nan = Step(MODEL, OptimizerConfig(warmup_steps=2), 10)
+    nan.nats = lambda *arguments: step.nats(*arguments) * jnp.nan
+    bad, figures = jax.jit(nan.train)(good, batch(seed=1))
+    for part in ('params', 'optimizer', 'buffers'):
+        assert bits(bad[part]) == bits(good[part])
+    assert (int(bad['step']), int(bad['skipped']), int(bad['in_a_row'])) == (2, 1, 1)
+    assert not np.isfinite(figures['loss'])
+    worse, _ = jax.jit(nan.train)(bad, batch(seed=1))
+    assert (int(worse['skipped']), int(worse['in_a_row'])) == (2, 2)
+    better, figures = jax.jit(step.train)(worse, batch(seed=2))
+    assert (int(better['step']), int(better['skipped']), int(better['in_a_row'])) == (4, 2, 0)
+    assert np.isfinite(figures['loss'])
+    # The next good update is the one that would have been made without the bad steps between.
+    expected, _ = jax.jit(step.train)(good, batch(seed=2))
+    assert bits(better['params']) == bits(expected['params'])
+
+
+def test_an_infinite_gradient_is_skipped_although_the_loss_is_finite():
+    step = make()
+    state = jax.jit(step.init)(0)
+    plain = step.nats
+    # The gradient of sqrt is infinite at zero.
+    step.nats = lambda weights, *rest: (
+        plain(weights, *rest) + jnp.sqrt(jnp.sum(weights['params']['final_norm']['bias'] ** 2))
+    )
+    new, figures = jax.jit(step.train)(state, batch())
+    assert np.isfinite(figures['loss'])
+    assert int(new['skipped']) == 1
+    assert bits(new['params']) == bits(state['params'])
+
+
+@pytest.mark.parametrize('microbatches', [2, 4])
+def test_gradient_accumulation_is_the_same_step(microbatches):
+    step = make()
+    whole, a = jax.jit(step.train)(jax.jit(step.init)(0), batch())
+    parts, b = jax.jit(step.train)(jax.jit(step.init)(0), batch().reshape(microbatches, 8 // microbatches, 33))
+    np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-5)
+    np.testing.assert_allclose(a['grad_norm'], b['grad_norm'], rtol=1e-4)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), whole['params'], parts['params'])
+
+
+@pytest.fixture(scope='module')
+def single():
+    """The losses of three steps on one device."""
+    step, losses = make(), []
+    state, train = jax.jit(step.init)(0), jax.jit(step.train)
+    for seed in range(3):
+        state, figures = train(state, batch(seed=seed))
+        losses.append(float(figures['loss']))
+    return losses
+
+
+@pytest.mark.parametrize(('devices', 'fsdp'), [(8, 1), (8, 4)])
+def test_any_mesh_takes_the_same_steps(single, devices, fsdp):
+    mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:devices])
+    with jax.set_mesh(mesh):
+        step = make()
+        abstract = place(jax.eval_shape(lambda: step.init(0)), mesh)
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        state = jax.jit(lambda: step.init(0), out_shardings=shardings)()
+        if fsdp > 1:
+            largest = max(jax.tree.leaves(state['params']), key=lambda x: x.size)
+            assert largest.addressable_shards[0].data.size == largest.size // fsdp
+        train = jax.jit(step.train, out_shardings=(shardings, None))
+        for seed in range(3):
+            rows = jax.device_put(batch(seed=seed), batch_sharding(mesh, axis=1))
+            state, figures = train(state, rows)
+            assert float(figures['loss']) == pytest.approx(single[seed], abs=1e-5)
+
+
+def test_the_schedule_of_the_paper():
+    schedule = OptimizerConfig().schedule(125_000)
+    assert float(schedule(0)) == pytest.approx(7e-4 / 10_000, rel=1e-3)
+    assert float(schedule(9_999)) == pytest.approx(7e-4)
+    assert float(schedule(10_000)) == pytest.approx(7e-4)
+    assert float(schedule(10_000 + 115_000 // 2)) == pytest.approx(3.5e-4)
+    assert float(schedule(125_000)) == 0
+    with pytest.raises(ConfigError, match=r'optimizer.warmup_steps = 10000: must be below train.steps = 100'):
+        OptimizerConfig().schedule(100)
+
+
+def test_weight_decay_spares_norms_and_embeddings():
+    params = jax.eval_shape(lambda: make().init(0))['params']
+    from lm.training.optimizer import _decayed
+
+    decayed = {jax.tree_util.keystr(path) for path, on in jax.tree_util.tree_leaves_with_path(_decayed(params)) if on}
+    assert decayed
+    assert all(name.endswith("['kernel']") for name in decayed)
+    assert len(decayed) == 4  # qkv, attention_out, glu_in, glu_out, each stacked over the layers
