@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from lm import __version__
 from lm.bench.command import bench_flags
+from lm.config.flags import distributed_flags, gin_flags
 from lm.errors import ConfigError, LmError, Preempted
 
 EXIT_CODES = """exit codes:
@@ -24,27 +25,6 @@ EXIT_CODES = """exit codes:
 
 
 # --------------------------------------------------------------------------------------------------------------- flags
-
-
-def gin_flags(parser: argparse.ArgumentParser) -> None:
-    """What every verb with a configuration takes."""
-    group = parser.add_argument_group('configuration')
-    group.add_argument('--gin_file', action='append', default=[], metavar='FILE', help='a gin file; later ones win')
-    group.add_argument(
-        '--gin_param', action='append', default=[], metavar="'X.Y = 1'", help='one binding; wins over files'
-    )
-    group.add_argument(
-        '--allow_gin_imports', action='store_true', help='let gin files import modules: they then run code'
-    )
-
-
-def distributed_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        'several processes', 'all three or none; Cloud TPU pods are detected without them'
-    )
-    group.add_argument('--coordinator_address', metavar='HOST:PORT', help='where process 0 listens')
-    group.add_argument('--process_count', type=int, metavar='N')
-    group.add_argument('--process_id', type=int, metavar='I', help='from 0')
 
 
 def prepare_flags(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from lm.tasks import TaskStore
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import State, Step
+from lm.training.step import State, TrainStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class LoadedRun:
     directory: RunDir
     store: TokenStore | TaskStore
     mesh: Mesh
-    step: Step
+    step: TrainStep
     weights: State
     at: int
 
@@ -72,7 +72,7 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
     mesh = make_mesh(experiment.mesh)
     directory = RunDir(run_dir)
     with jax.set_mesh(mesh):
-        functions = Step(experiment.model, experiment.optimizer, experiment.train.steps)
+        functions = TrainStep(experiment.model, experiment.optimizer, experiment.train.steps)
         abstract = jax.eval_shape(lambda: functions.init(0))
     abstract = place({name: abstract[name] for name in ('params', 'buffers')}, mesh)
     # Other data may be scored, but only tokens of the same kind.

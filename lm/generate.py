@@ -89,7 +89,7 @@ def generate(
     def prefill(weights, key):
         model = nnx.merge(graph, weights)
         state = model.init_state(len(prompts), total)
-        state, logits = model.step(state, forced_BxL[:, :common], jnp.int32(0))
+        state, logits = model.decode_step(state, forced_BxL[:, :common], jnp.int32(0))
         return state, choose(logits[:, -1], common, key)
 
     def advance(weights, state, token_B, position, key):
@@ -97,7 +97,7 @@ def generate(
 
         def one(carry, position):
             state, token_B = carry
-            state, logits = model.step(state, token_B[:, None], position)
+            state, logits = model.decode_step(state, token_B[:, None], position)
             token_B = choose(logits[:, 0], position + 1, key)
             return (state, token_B), token_B
 

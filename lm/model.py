@@ -115,9 +115,11 @@ class Block(nnx.Module):
         q_BxLxHxC, k_BxLxKxC, v_BxLxKxC = self.project(x_BxLxD, rotation)
         return self._rest(x_BxLxD, self.attention(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC))
 
-    def step(self, state: Any, x_BxTxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+    def decode_step(
+        self, state: Any, x_BxTxD: jax.Array, rotation: tuple[jax.Array, jax.Array]
+    ) -> tuple[Any, jax.Array]:
         """Like `__call__` for T tokens that follow those in `state`."""
-        state, y_BxTxHxC = self.attention.step(state, *self.project(x_BxTxD, rotation))
+        state, y_BxTxHxC = self.attention.decode_step(state, *self.project(x_BxTxD, rotation))
         return state, self._rest(x_BxTxD, y_BxTxHxC)
 
     def project(self, x_BxLxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
@@ -178,10 +180,10 @@ class Transformer(nnx.Module):
             x_BxLxD = block(x_BxLxD, rotation)
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
-        """Logits, [B, L, V] float32. Training uses `nats`, which never holds them whole."""
+        """Logits, [B, L, V] float32. Training uses `token_losses`, which never holds them whole."""
         return self._logits(self.hidden(tokens_BxL))
 
-    def nats(self, tokens_BxL: jax.Array, targets_BxL: jax.Array) -> jax.Array:
+    def token_losses(self, tokens_BxL: jax.Array, targets_BxL: jax.Array) -> jax.Array:
         """Negative log-likelihood of each target, [B, L] float32, in nats."""
         return cross_entropy(self.hidden(tokens_BxL), self.embedding.embedding[...], None, targets_BxL)
 
@@ -195,7 +197,7 @@ class Transformer(nnx.Module):
 
         return [stacked(blocks) for blocks in self.blocks]
 
-    def step(self, state: list[Any], tokens_BxT: jax.Array, position: jax.Array) -> tuple[list[Any], jax.Array]:
+    def decode_step(self, state: list[Any], tokens_BxT: jax.Array, position: jax.Array) -> tuple[list[Any], jax.Array]:
         """Appends T tokens, the first of which stands at `position`; returns the state and their logits [B, T, V]."""
         x_BxTxD, rotation = self._embed(tokens_BxT, position + jnp.arange(tokens_BxT.shape[1]))
         graphs, params = zip(*(nnx.split(blocks) for blocks in self.blocks), strict=True)
@@ -203,7 +205,7 @@ class Transformer(nnx.Module):
         def layers(x_BxTxD, params_and_state):
             new = []
             for graph, param, old in zip(graphs, *params_and_state, strict=True):
-                layer_state, x_BxTxD = nnx.merge(graph, param).step(old, x_BxTxD, rotation)
+                layer_state, x_BxTxD = nnx.merge(graph, param).decode_step(old, x_BxTxD, rotation)
                 new.append(layer_state)
             return x_BxTxD, new
 

@@ -27,8 +27,8 @@ from lm.training.config import MAY_CHANGE_ON_RESUME, TrainConfig
 from lm.training.mesh import batch_sharding, initialize_distributed, make_mesh, place, replicated
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
-from lm.training.progress import Chronometer, Progress
-from lm.training.step import State, Step, count_parameters
+from lm.training.progress import Progress, Throughput
+from lm.training.step import State, TrainStep, count_parameters
 
 
 def main(experiment: Experiment, arguments: Any) -> int:
@@ -54,7 +54,7 @@ def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
         stack.enter_context(jax.set_mesh(mesh))
         batches = make_batches(experiment, store, mesh)
         task = experiment.data.task
-        step = Step(experiment.model, experiment.optimizer, config.steps, scored=task and task.scored)
+        step = TrainStep(experiment.model, experiment.optimizer, config.steps, scored=task and task.scored)
         evaluator = make_evaluator(experiment.evaluate, experiment.data, config.context_length, step, mesh, store)
         leader = jax.process_index() == 0
         parameters = sum(count_parameters(experiment.model).values())
@@ -85,7 +85,7 @@ def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
 
         compiled = lower(step, abstract, batches.shape, batches.dtype, mesh).compile()
         redraw = jax.jit(step.redraw, static_argnums=1, out_shardings=shardings['buffers'])
-        chronometer = Chronometer(start, config.steps, config.tokens_per_step, saved.get('seconds', 0.0))
+        throughput = Throughput(start, config.steps, config.tokens_per_step, saved.get('seconds', 0.0))
         flops = experiment.model.flops_per_token(config.context_length)
         peak = peak_flops(jax.devices()[0].device_kind)
 
@@ -100,7 +100,7 @@ def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
                 )
             if n % config.log_every and n != config.steps:
                 return
-            rate, left = chronometer.tick(n)
+            rate, left = throughput.tick(n)
             record = {
                 'kind': 'train',
                 'step': n,
@@ -110,7 +110,7 @@ def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
                 'tokens': n * config.tokens_per_step,
                 'tokens_per_second': rate,
                 'mfu': flops * rate / (peak * mesh.size) if peak else None,
-                'seconds': chronometer.seconds,
+                'seconds': throughput.seconds,
                 'skipped_steps': figures['skipped'],
             }
             metrics.write(record)
@@ -118,19 +118,19 @@ def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
 
         def evaluate(n: int) -> float | None:
             """The loss of the evaluation split after step n; None when the process was told to stop meanwhile."""
-            with chronometer.pause():
+            with throughput.pause():
                 weights = {name: state[name] for name in ('params', 'buffers')}
                 result = evaluator(weights, n, should_stop=lambda: preemption.requested(n))
             if result is None:
                 return None
-            metrics.write({'kind': 'eval', **result, 'seconds': chronometer.seconds})
+            metrics.write({'kind': 'eval', **result, 'seconds': throughput.seconds})
             progress.note(f'evaluation at step {n}: {evaluator.split} {evaluator.describe(result)}')
             return result['loss']
 
         def save(n: int, loss: float | None = None) -> None:
             metrics.flush()
             evaluation = {} if loss is None else {'loss': loss}
-            checkpointer.save(n, state, metadata={'seconds': chronometer.seconds}, metrics=evaluation)
+            checkpointer.save(n, state, metadata={'seconds': throughput.seconds}, metrics=evaluation)
 
         def stop(n: int) -> None:
             save(n)
@@ -172,7 +172,7 @@ def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
             log(*pending)
         checkpointer.wait()
         progress.note(
-            f'done: {config.steps} steps in {duration(chronometer.seconds)}, '
+            f'done: {config.steps} steps in {duration(throughput.seconds)}, '
             f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {run_dir}'
         )
     return state
@@ -193,7 +193,7 @@ def open_store(experiment: Experiment) -> TokenStore | TaskStore:
 
 
 def lower(
-    step: Step, abstract: State, shape: tuple[int, ...], dtype: Any, mesh: jax.sharding.Mesh
+    step: TrainStep, abstract: State, shape: tuple[int, ...], dtype: Any, mesh: jax.sharding.Mesh
 ) -> jax.stages.Lowered:
     """The training step as it runs: the state is updated in place, the batch [A, B, L] is split over all devices."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)

@@ -101,7 +101,7 @@ def check_steps(module, inputs, tolerance=1e-5):
     """Token by token, all at once and in pieces: the outputs of the whole, and a state that does not grow."""
     batch, length = inputs[0].shape[:2]
     graph, variables = nnx.split(module)
-    step = jax.jit(lambda state, *x: nnx.merge(graph, variables).step(state, *x))
+    step = jax.jit(lambda state, *x: nnx.merge(graph, variables).decode_step(state, *x))
     whole = module(*inputs)
     atol = tolerance * float(jnp.abs(whole).max())
     for parts in ([1] * length, [length], [length - 25, 1, 1, 13, 10]):

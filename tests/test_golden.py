@@ -16,7 +16,7 @@ from mechanisms_list import MECHANISMS
 
 from lm.model import ModelConfig
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import Step
+from lm.training.step import TrainStep
 
 GOLDEN = pathlib.Path(__file__).parent / 'data' / 'golden_losses.json'
 
@@ -24,7 +24,7 @@ GOLDEN = pathlib.Path(__file__).parent / 'data' / 'golden_losses.json'
 def losses(attention) -> list[float]:
     """The losses of 20 steps on a text with long-range structure: each window repeats its first half."""
     model = ModelConfig(vocab_size=64, n_layers=2, d_model=32, n_heads=2, head_dim=16, attention=attention)
-    step = Step(model, OptimizerConfig(peak_learning_rate=1e-2, warmup_steps=4), steps=20)
+    step = TrainStep(model, OptimizerConfig(peak_learning_rate=1e-2, warmup_steps=4), steps=20)
     state = jax.jit(step.init)(0)
     train = jax.jit(step.train)
     rng = np.random.default_rng(0)

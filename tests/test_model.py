@@ -63,7 +63,7 @@ def test_decoding_equals_the_parallel_form(attention):
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 97, (2, 20)))
     expected = nnx.jit(lambda model: model(tokens))(model)
     graph, arrays = nnx.split(model)
-    step = jax.jit(lambda arrays, *arguments: nnx.merge(graph, arrays).step(*arguments))
+    step = jax.jit(lambda arrays, *arguments: nnx.merge(graph, arrays).decode_step(*arguments))
     state, prefill = step(arrays, model.init_state(2, 20), tokens[:, :9], jnp.int32(0))
     logits = [prefill]
     for t in range(9, 20):
@@ -75,7 +75,7 @@ def test_decoding_equals_the_parallel_form(attention):
 def test_nats_are_the_log_softmax_of_the_logits():
     model = tiny(Softmax())
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 97, (2, 17)))
-    nats = model.nats(tokens[:, :-1], tokens[:, 1:])
+    nats = model.token_losses(tokens[:, :-1], tokens[:, 1:])
     logits = np.asarray(model(tokens[:, :-1]), np.float64)
     expected = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.asarray(tokens)[:, 1:, None], -1)[..., 0]
     np.testing.assert_allclose(nats, expected, rtol=1e-5)
@@ -87,7 +87,7 @@ def test_remat_and_unrolling_change_nothing_that_is_learned(change):
 
     def gradients(model):
         graph, params, rest = nnx.split(model, nnx.Param, ...)
-        loss = lambda p: nnx.merge(graph, p, rest).nats(tokens[:, :-1], tokens[:, 1:]).mean()  # noqa: E731
+        loss = lambda p: nnx.merge(graph, p, rest).token_losses(tokens[:, :-1], tokens[:, 1:]).mean()  # noqa: E731
         return jax.jit(jax.grad(loss))(params)
 
     plain, changed = gradients(tiny(Softmax())), gradients(tiny(Softmax(), **change))
@@ -97,7 +97,9 @@ def test_remat_and_unrolling_change_nothing_that_is_learned(change):
 
 def test_bfloat16_stays_close_to_float32():
     tokens = jnp.asarray(np.random.default_rng(5).integers(0, 97, (2, 33)))
-    full, half = (tiny(Softmax(), dtype=dtype).nats(tokens[:, :-1], tokens[:, 1:]) for dtype in ('float32', 'bfloat16'))
+    full, half = (
+        tiny(Softmax(), dtype=dtype).token_losses(tokens[:, :-1], tokens[:, 1:]) for dtype in ('float32', 'bfloat16')
+    )
     assert half.dtype == jnp.float32
     np.testing.assert_allclose(half, full, rtol=0.05, atol=0.05)
 

@@ -55,7 +55,7 @@ class AttentionModule(nnx.Module):
         """The decoding state of an empty sequence: a pytree of arrays. Linear mechanisms ignore `max_length`."""
         raise NotImplementedError
 
-    def step(
+    def decode_step(
         self, state: Any, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array
     ) -> tuple[Any, jax.Array]:
         """Appends T tokens (one when decoding, a whole prompt when prefilling) and returns (state, [B, T, H, D]).

@@ -39,10 +39,10 @@ class LinearModule(AttentionModule):
         q_Bx1xHxD, k_Bx1xKxD, v_Bx1xKxD = (jnp.zeros((batch, 1, n, self.dims.head_dim), dtype) for n in heads)
         return decode.init_state(**self.arguments(q_Bx1xHxD, k_Bx1xKxD, self._columns(v_Bx1xKxD)))
 
-    def step(
+    def decode_step(
         self, state: decode.DecodeState, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array
     ) -> tuple[decode.DecodeState, jax.Array]:
-        state, o_BxTxHxC = decode.step(state, **self.arguments(q_BxTxHxD, k_BxTxKxD, self._columns(v_BxTxKxD)))
+        state, o_BxTxHxC = decode.decode_step(state, **self.arguments(q_BxTxHxD, k_BxTxKxD, self._columns(v_BxTxKxD)))
         return state, self._divided(o_BxTxHxC, v_BxTxKxD.dtype)
 
     def _columns(self, v_BxLxKxD):

@@ -52,7 +52,7 @@ class PolynomialAttention(AttentionModule):
         """A cache of `max_length` normalized keys and values."""
         return cache.empty(self.dims, batch, max_length, dtype)
 
-    def step(
+    def decode_step(
         self, state: cache.Cache, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array
     ) -> tuple[cache.Cache, jax.Array]:
         q_BxTxHxD, k_BxTxKxD = self.normalize(q_BxTxHxD, k_BxTxKxD)

@@ -96,7 +96,7 @@ class PolysketchAttention(PolynomialAttention):
         qkv = [jax.ShapeDtypeStruct((batch, 1, n, self.dims.head_dim), dtype) for n in heads]
         return decode.init_state(**jax.eval_shape(self._arguments, *qkv), **self._options(), max_length=max_length)
 
-    def step(
+    def decode_step(
         self, state: decode.DecodeState, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array
     ) -> tuple[decode.DecodeState, jax.Array]:
-        return decode.step(state, **self._arguments(q_BxTxHxD, k_BxTxKxD, v_BxTxKxD), **self._options())
+        return decode.decode_step(state, **self._arguments(q_BxTxHxD, k_BxTxKxD, v_BxTxKxD), **self._options())

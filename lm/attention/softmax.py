@@ -38,7 +38,7 @@ class SoftmaxAttention(AttentionModule):
         """A cache of `max_length` tokens, or of the window where that is shorter."""
         return cache.empty(self.dims, batch, min(max_length, self.config.window or max_length), dtype)
 
-    def step(
+    def decode_step(
         self, state: cache.Cache, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array
     ) -> tuple[cache.Cache, jax.Array]:
         store = cache.append if self.config.window is None else cache.slide

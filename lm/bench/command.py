@@ -5,6 +5,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from lm.config.flags import distributed_flags, gin_flags
+
 EXAMPLES = {
     'attention': (
         'one layer of each mechanism at several context lengths: latency and memory',
@@ -57,8 +59,6 @@ def _measuring(parser: argparse.ArgumentParser) -> None:
 
 
 def _attention(parser: argparse.ArgumentParser) -> None:
-    from lm.cli import gin_flags
-
     _measuring(parser)
     parser.add_argument('--tokens', type=_count, metavar='N', help='tokens a call: the rows of a batch make up for it')
     parser.add_argument('--heads', type=_count, metavar='N', help='default: 12, and 4 on a CPU')
@@ -78,8 +78,6 @@ def _attention(parser: argparse.ArgumentParser) -> None:
 
 
 def _step(parser: argparse.ArgumentParser) -> None:
-    from lm.cli import distributed_flags, gin_flags
-
     _measuring(parser)
     parser.add_argument(
         '--tokens_per_step', type=_count, metavar='N', help='over all devices; the same at all contexts'

@@ -17,7 +17,7 @@ from lm.experiment import Experiment
 from lm.hardware import peak_flops
 from lm.train import check_divides, lower
 from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh, place
-from lm.training.step import Step, count_parameters
+from lm.training.step import TrainStep, count_parameters
 
 CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
 CPU_CONTEXTS = (512, 1024, 2048)
@@ -72,7 +72,7 @@ class Program:
         self.experiment, self._state, self._steps, self.loss = experiment, state, steps, None
         config, model = experiment.train, experiment.model
         self.mesh = make_mesh(experiment.mesh)
-        step = Step(model, experiment.optimizer, config.steps)
+        step = TrainStep(model, experiment.optimizer, config.steps)
         abstract = place(jax.eval_shape(lambda: step.init(config.seed)), self.mesh)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         shape = (config.microbatches, config.batch_size // config.microbatches, config.context_length + 1)

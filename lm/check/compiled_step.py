@@ -24,7 +24,7 @@ from lm.hardware import Topology, parse
 from lm.runs.records import to_json
 from lm.train import check_divides, lower
 from lm.training.mesh import make_mesh, place
-from lm.training.step import Step, count_parameters
+from lm.training.step import TrainStep, count_parameters
 
 GIB = 2**30
 
@@ -183,7 +183,7 @@ def changed(experiment: Experiment, bindings: Mapping[str, Any]) -> Experiment:
 def _compile(experiment: Experiment, mesh: jax.sharding.Mesh, topology: Topology) -> tuple[Any, float]:
     """(the compiled step, 0), or (None, the GiB that it would need)."""
     config, task = experiment.train, experiment.data.task
-    step = Step(experiment.model, experiment.optimizer, config.steps, scored=task and task.scored)
+    step = TrainStep(experiment.model, experiment.optimizer, config.steps, scored=task and task.scored)
     abstract = place(jax.eval_shape(lambda: step.init(config.seed)), mesh)
     rows = config.batch_size // config.microbatches
     shape = (config.microbatches, rows, config.context_length + 1)

@@ -14,7 +14,7 @@ from lm.errors import ConfigError
 from lm.tasks.base import Task
 from lm.text import perplexity
 from lm.training.mesh import batch_sharding, replicated
-from lm.training.step import Step
+from lm.training.step import TrainStep
 
 
 class TaskEvaluator:
@@ -24,7 +24,7 @@ class TaskEvaluator:
     """
 
     def __init__(
-        self, step: Step, mesh: Mesh, task: Task, split: str, context_length: int, window: str, batch_size: int
+        self, step: TrainStep, mesh: Mesh, task: Task, split: str, context_length: int, window: str, batch_size: int
     ):
         """Raises ConfigError for sliding windows, which examples do not have, and what `Task.examples` refuses."""
         if window != 'disjoint':

@@ -7,14 +7,14 @@ from lm.data.store import TokenStore
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.perplexity import EvaluateConfig, Evaluator
 from lm.tasks import TaskStore
-from lm.training.step import Step
+from lm.training.step import TrainStep
 
 
 def make_evaluator(
     config: EvaluateConfig,
     data: DataConfig,
     context_length: int,
-    step: Step,
+    step: TrainStep,
     mesh: Mesh,
     store: TokenStore | TaskStore,
 ) -> Evaluator | TaskEvaluator:

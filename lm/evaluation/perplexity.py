@@ -18,7 +18,7 @@ from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.text import perplexity
 from lm.training.mesh import batch_sharding, replicated
-from lm.training.step import Step
+from lm.training.step import TrainStep
 
 
 def _check_window(window: str) -> str | None:
@@ -86,7 +86,7 @@ class Evaluator:
     """Scores splits with the weights of a model; compiled once, used at every evaluation of a training run."""
 
     def __init__(
-        self, step: Step, mesh: Mesh, store: TokenStore, config: EvaluateConfig, split: str, context_length: int
+        self, step: TrainStep, mesh: Mesh, store: TokenStore, config: EvaluateConfig, split: str, context_length: int
     ):
         self.store, self.split, self.config, self.mesh = store, split, config, mesh
         self.windows = EvaluationWindows.create(store.tokens(split), context_length, config.window)
@@ -94,10 +94,10 @@ class Evaluator:
         self.batch_size = math.ceil(config.batch_size / devices) * devices
         self._sharding = batch_sharding(mesh)
 
-        def nats(weights, tokens_BxL):
-            return step.nats(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:])
+        def token_losses(weights, tokens_BxL):
+            return step.token_losses(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:])
 
-        self._nats = jax.jit(nats, out_shardings=replicated(mesh))
+        self._nats = jax.jit(token_losses, out_shardings=replicated(mesh))
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
         """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` said so."""

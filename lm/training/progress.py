@@ -6,7 +6,7 @@ import time
 from lm.text import duration, perplexity, si
 
 
-class Chronometer:
+class Throughput:
     """Training time and speed. The seconds of earlier sessions of the run are carried along in its checkpoints."""
 
     def __init__(self, step: int, total_steps: int, tokens_per_step: int, seconds: float = 0.0):
@@ -40,16 +40,16 @@ class Chronometer:
 
 
 class _Pause:
-    def __init__(self, chronometer: Chronometer):
-        self.chronometer = chronometer
+    def __init__(self, throughput: Throughput):
+        self.throughput = throughput
 
     def __enter__(self):
         self.start = time.perf_counter()
 
     def __exit__(self, *_):
         lost = time.perf_counter() - self.start
-        self.chronometer._paused += lost
-        self.chronometer._last_time += lost
+        self.throughput._paused += lost
+        self.throughput._last_time += lost
 
 
 class Progress:

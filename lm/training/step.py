@@ -23,7 +23,7 @@ from lm.training.optimizer import OptimizerConfig
 State = dict[str, Any]
 
 
-class Step:
+class TrainStep:
     """The functions of one configuration: `init(seed)` makes a state, `train(state, batch)` advances it.
 
     `scored` says which targets count in the loss: tokens [B, L + 1] → bool [B, L]; None: all do.
@@ -96,16 +96,16 @@ class Step:
         model.redraw(which, jax.random.fold_in(jax.random.key(seed), steps_done))
         return split(model)[2]
 
-    def nats(self, weights: State, tokens_BxL: jax.Array, targets_BxL: jax.Array) -> jax.Array:
+    def token_losses(self, weights: State, tokens_BxL: jax.Array, targets_BxL: jax.Array) -> jax.Array:
         """Negative log-likelihood of each target, [B, L] float32; `weights` holds params and buffers."""
         model = nnx.merge(self.graph, weights['params'], weights['buffers'])
-        return model.nats(tokens_BxL, targets_BxL)
+        return model.token_losses(tokens_BxL, targets_BxL)
 
     def _gradients(self, params, buffers, batch_AxBxL):
         def loss(params, batch_BxL):
             batch_BxL = batch_BxL.astype(jnp.int32)
             weights = {'params': params, 'buffers': buffers}
-            nats_BxL = self.nats(weights, batch_BxL[:, :-1], batch_BxL[:, 1:])
+            nats_BxL = self.token_losses(weights, batch_BxL[:, :-1], batch_BxL[:, 1:])
             return nats_BxL.mean() if self.scored is None else nats_BxL.mean(where=self.scored(batch_BxL))
 
         grad = jax.value_and_grad(loss)

@@ -85,7 +85,7 @@ def test_no_weight_is_negative_and_they_sum_to_at_most_one(config):
 def test_steps_equal_the_whole(config, parts):
     module, (q, k, v) = build(config), draw()
     graph, variables = nnx.split(module)
-    step = jax.jit(lambda state, *x: nnx.merge(graph, variables).step(state, *x))
+    step = jax.jit(lambda state, *x: nnx.merge(graph, variables).decode_step(state, *x))
     state = module.init_state(2, 64, jnp.float32)
     shapes = jax.tree.map(jnp.shape, state)
     outputs, at = [], 0

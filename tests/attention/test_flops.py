@@ -32,7 +32,7 @@ from lm.compiled.program import Program
 from lm.config.configurable import REGISTRY
 from lm.model import ModelConfig
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import Step
+from lm.training.step import TrainStep
 
 DIMS = HeadDims(n_heads=4, n_kv_heads=4, head_dim=64)
 LENGTH, ONE_BLOCK = 2048, 128
@@ -186,7 +186,7 @@ def test_linear_mechanisms_cost_the_same_per_token_at_any_length(config):
 
 def test_model():
     model = ModelConfig(vocab_size=512, n_layers=2, d_model=128, n_heads=4, n_kv_heads=2, head_dim=32, dtype='float32')
-    step = Step(model, OptimizerConfig(warmup_steps=1), 10)
+    step = TrainStep(model, OptimizerConfig(warmup_steps=1), 10)
     state = jax.eval_shape(lambda: step.init(0))
     batch = jax.ShapeDtypeStruct((1, 2, ONE_BLOCK + 1), jnp.uint16)
     found = counted(compile_(step.train, state, batch)) / (2 * ONE_BLOCK)
@@ -202,7 +202,7 @@ def test_remat_changes_the_program_and_not_the_formula():
     assert len({model.flops_per_token(64) for model in models}) == 1
     counts = []
     for model in models:
-        step = Step(model, OptimizerConfig(warmup_steps=1), 10)
+        step = TrainStep(model, OptimizerConfig(warmup_steps=1), 10)
         state = jax.eval_shape(lambda step=step: step.init(0))
         counts.append(counted(compile_(step.train, state, jax.ShapeDtypeStruct((1, 1, 65), jnp.uint16))))
     assert 1.15 < counts[1] / counts[0] < 1.4

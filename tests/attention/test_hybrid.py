@@ -94,7 +94,7 @@ def test_large_scores_stay_finite(score):
     assert all(np.isfinite(g).all() for g in gradients)
     # Equal scores: where all keys are recent, their values' mean.
     np.testing.assert_allclose(module(q, k, v)[:, 5, 0], v[:, :6, 0].mean(1), atol=1e-4)
-    step = module.step(module.init_state(2, 9, jnp.float32), q[:, :1], k[:, :1], v[:, :1])[1]
+    step = module.decode_step(module.init_state(2, 9, jnp.float32), q[:, :1], k[:, :1], v[:, :1])[1]
     np.testing.assert_allclose(step, jnp.repeat(v[:, :1], 2, axis=2), atol=1e-5)
 
 

@@ -99,7 +99,7 @@ def test_based_is_a_pattern_of_layers():
     state, outputs = model.init_state(1, 24), []
     for part in (10, 1, 13):
         at = sum(o.shape[1] for o in outputs)
-        state, logits = model.step(state, tokens[:, at : at + part], jnp.int32(at))
+        state, logits = model.decode_step(state, tokens[:, at : at + part], jnp.int32(at))
         outputs.append(logits)
     np.testing.assert_allclose(jnp.concatenate(outputs, 1), before, atol=2e-5 * float(jnp.abs(before).max()))
 

@@ -215,7 +215,7 @@ def test_a_step_that_does_not_fit_is_tried_with_remat(monkeypatch):
 
     monkeypatch.setattr(timing, 'compile_if_fits', compile_if_fits)
     monkeypatch.setattr(step, 'lower', lambda step, *_: step.model.remat)
-    monkeypatch.setattr(step.Step, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
+    monkeypatch.setattr(step.TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
     found = candidates.candidates(['softmax'], [], SMALL_MODEL)
     rows = step.measure(found, [16, 32], 512, 512, steps=1, repeats=1)
     assert tried == ['none', 'full', 'none', 'full']
@@ -227,7 +227,7 @@ def test_a_step_that_does_not_fit_is_tried_with_remat(monkeypatch):
 def test_a_step_that_fails_takes_no_state_with_it(monkeypatch):
     monkeypatch.setattr(timing, 'compile_if_fits', lambda _: (pretend_step, {}))
     monkeypatch.setattr(step, 'lower', lambda *_: None)
-    monkeypatch.setattr(step.Step, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
+    monkeypatch.setattr(step.TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
     (candidate,) = candidates.candidates(['softmax'], [], SMALL_MODEL)
     state = {}
     program = step.Program(step.at_context(candidate.experiment, 16, 128, 128), state, 2)

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm import cli
 from lm.attention.softmax import Softmax
-from lm.check import compiled_step as check
 from lm.check import advice
+from lm.check import compiled_step as check
 from lm.compiled.program import Array, Program, group_size
 from lm.compiled.roofline import roofline
 from lm.compiled.traffic import hbm_bytes

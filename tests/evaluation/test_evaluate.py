@@ -74,11 +74,11 @@ def test_agrees_with_numpy_on_the_logits_of_the_model(reference_run, base, token
     from lm.checkpoint.checkpointer import Checkpointer
     from lm.experiment import load as config
     from lm.runs.run_dir import RunDir
-    from lm.training.step import Step
+    from lm.training.step import TrainStep
 
     run, _ = reference_run
     experiment = config.load([str(run / 'config.gin')], [])
-    step = Step(experiment.model, experiment.optimizer, experiment.train.steps)
+    step = TrainStep(experiment.model, experiment.optimizer, experiment.train.steps)
     abstract = jax.eval_shape(lambda: step.init(0))
     with Checkpointer(RunDir(run).checkpoints, experiment.checkpoint, {}) as saved:
         state, _, _ = saved.restore({name: abstract[name] for name in ('params', 'buffers')})

@@ -23,7 +23,7 @@ from lm.tasks.induction_heads import InductionHeads
 from lm.tasks.selective_copying import SelectiveCopying
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import Step
+from lm.training.step import TrainStep
 
 TASKS = [InductionHeads(), SelectiveCopying(), AssociativeRecall(vocab_size=64, n_pairs=8)]
 BY_NAME = {'argvalues': TASKS, 'ids': lambda task: task.gin_name}
@@ -139,9 +139,9 @@ def test_answers_are_what_is_scored(task):
         assert scored[:, -expected:].all()
 
 
-def make_step(task) -> Step:
+def make_step(task) -> TrainStep:
     model = ModelConfig(vocab_size=64, n_layers=2, d_model=32, n_heads=2, head_dim=16, attention=Softmax())
-    return Step(model, OptimizerConfig(warmup_steps=1), 10, scored=task.scored)
+    return TrainStep(model, OptimizerConfig(warmup_steps=1), 10, scored=task.scored)
 
 
 def test_the_loss_is_the_mean_over_the_answers():
@@ -149,7 +149,7 @@ def test_the_loss_is_the_mean_over_the_answers():
     step = make_step(task)
     state = jax.jit(step.init)(0)
     tokens = task.examples('train', range(8), 64)
-    nats = np.asarray(step.nats(state, jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])))
+    nats = np.asarray(step.token_losses(state, jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])))
     train = jax.jit(step.train)
     _, whole = train(state, jnp.asarray(tokens[None]))
     assert float(whole['loss']) == pytest.approx(nats[np.asarray(task.scored(tokens))].mean(), rel=1e-5)
@@ -166,7 +166,7 @@ def test_accuracy_agrees_with_the_logits_of_the_model(whole_answers):
     task = AssociativeRecall(vocab_size=6, n_pairs=2, eval_examples=37)
     object.__setattr__(task, 'whole_answers', whole_answers)
     model = ModelConfig(vocab_size=6, n_layers=1, d_model=32, n_heads=2, head_dim=16, attention=Softmax())
-    step = Step(model, OptimizerConfig(warmup_steps=1), 10, scored=task.scored)
+    step = TrainStep(model, OptimizerConfig(warmup_steps=1), 10, scored=task.scored)
     state = jax.jit(step.init)(1)
     state['params'] = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape), state['params'])
     mesh = make_mesh(MeshConfig())

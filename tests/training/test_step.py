@@ -10,13 +10,13 @@ from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import Step
+from lm.training.step import TrainStep
 
 MODEL = ModelConfig(vocab_size=64, n_layers=2, d_model=64, n_heads=4, head_dim=16, attention=Softmax())
 
 
-def make(**optimizer) -> Step:
-    return Step(MODEL, OptimizerConfig(**({'peak_learning_rate': 1e-2, 'warmup_steps': 2} | optimizer)), steps=10)
+def make(**optimizer) -> TrainStep:
+    return TrainStep(MODEL, OptimizerConfig(**({'peak_learning_rate': 1e-2, 'warmup_steps': 2} | optimizer)), steps=10)
 
 
 def batch(microbatches=1, rows=8, seed=0):
@@ -32,8 +32,8 @@ def bits(tree):
 def test_a_non_finite_step_changes_nothing_but_the_counters():
     step = make()
     good, _ = jax.jit(step.train)(jax.jit(step.init)(0), batch())
-    nan = Step(MODEL, OptimizerConfig(warmup_steps=2), 10)
-    nan.nats = lambda *arguments: step.nats(*arguments) * jnp.nan
+    nan = TrainStep(MODEL, OptimizerConfig(warmup_steps=2), 10)
+    nan.token_losses = lambda *arguments: step.token_losses(*arguments) * jnp.nan
     bad, figures = jax.jit(nan.train)(good, batch(seed=1))
     for part in ('params', 'optimizer', 'buffers'):
         assert bits(bad[part]) == bits(good[part])

@@ -4,9 +4,10 @@
 
     __call__     linear_attention(**self._arguments(q, k, v))
     init_state   decode.init_state(**self._arguments(*one token of zeros))
-    step         decode.step(state, **self._arguments(q, k, v))
+    decode_step  decode.decode_step(state, **self._arguments(q, k, v))
 
-Outputs of `step` equal those of `linear_attention` on the whole sequence, however its tokens are spread over calls.
+Outputs of `decode_step` equal those of `linear_attention` on the whole sequence, however its tokens are spread over
+calls.
 """
 
 from typing import Any, NamedTuple
@@ -70,7 +71,7 @@ def init_state(
     return DecodeState(sums, recent, jnp.zeros((), jnp.int32))
 
 
-def step(
+def decode_step(
     state: DecodeState,
     q_BxLxHxE: jax.Array,
     k_BxLxKxE: jax.Array,
@@ -163,9 +164,4 @@ def _options(
     return Options(tuple(powers), **{name: rest.get(name) for name in names}, bias=bias, normalize=normalize)
 
 
-def size_in_bytes(state: DecodeState) -> int:
-    """Of all arrays of the state."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-
-
-__all__ = ['DecodeState', 'init_state', 'size_in_bytes', 'step']
+__all__ = ['DecodeState', 'decode_step', 'init_state']
