@@ -1,6 +1,6 @@
 """`lm train`: a run, from top to bottom.
 
-    set_up: plan → restore or initialise → compile → open the files
+    set_up: plan → restore or initialise → compile → write config.gin and run.json, open metrics.jsonl
     Trainer.run: (batch → step → log → evaluate → save)* → close
 
 Steps are dispatched ahead of the host: the metrics of step n are fetched after step n + 1 has been dispatched. Resuming
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.data.batches import Batches
-from lm.errors import Diverged, MismatchError, Preempted
+from lm.errors import Diverged, LmError, MismatchError, Preempted
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator
@@ -57,7 +57,7 @@ def train(experiment: Experiment, run_dir: str) -> State:
 
 def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack) -> 'Trainer':
     """Everything that a run needs, ready for its next step. What is open is closed by `stack`."""
-    # Everything that can be wrong is found before anything is written.
+    # Everything that can be wrong is found before anything is written: only so does the corrected command still work.
     config, model, data = experiment.train, experiment.model, experiment.data
     preemption = stack.enter_context(Preemption())
     store = open_store(data, config, model)
@@ -80,7 +80,6 @@ def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack) ->
     # Restore this run, else start from another one's parameters, else from the seed.
     abstract = abstract_state(functions, mesh)
     restored = checkpointer.restore(abstract)
-    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, MAY_CHANGE_ON_RESUME)
     if restored:
         state, start, saved = restored
     else:
@@ -88,14 +87,15 @@ def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack) ->
         if config.init_from:
             others = parameters_from(config.init_from, experiment.checkpoint, abstract['params'])
             state['params'] = merged(state['params'], others)
+    advance = lower_step(functions, abstract, config, batches.dtype, mesh).compile()
+    redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
+
+    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, MAY_CHANGE_ON_RESUME)
     progress = Progress(config.steps, enabled=is_leader)
     metrics_file = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
     profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))
     if restored:
         progress.note(f'resumed from step {start} of {run_dir}')
-
-    advance = lower_step(functions, abstract, config, batches.dtype, mesh).compile()
-    redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
     peak = peak_flops(jax.devices()[0].device_kind)
     return Trainer(
         config=config,
@@ -148,6 +148,9 @@ class Trainer:
     peak_flops: float | None
     pending: tuple[int, dict[str, jax.Array]] | None = None
     """The newest step and its metrics, while they are still on the devices."""
+    bad_steps: int = 0
+    """How many steps in a row, up to the newest that was logged, were not finite."""
+    is_save_due: bool = False
 
     def run(self) -> State:
         """Trains to the last step. Returns the final state; raises Preempted (saved) or Diverged."""
@@ -165,14 +168,17 @@ class Trainer:
             self.checkpointer.check_for_errors()
             self.log_pending()
             self.pending = step, metrics
-            is_saving, is_evaluating = self.checkpointer.should_save(step), self.is_evaluation_due(step)
-            if is_saving or is_evaluating:
+            self.is_save_due |= self.checkpointer.should_save(step)
+            is_evaluating = self.is_evaluation_due(step)
+            if self.is_save_due or is_evaluating:
                 # What a checkpoint covers is on disk before the checkpoint is.
                 self.log_pending()
             loss = self.evaluate(step) if is_evaluating else None
-            if is_saving or step == config.steps or (is_evaluating and self.checkpointer.is_among_best(loss)):
+            is_wanted = self.is_save_due or (is_evaluating and self.checkpointer.is_among_best(loss))
+            # While steps are not finite nothing new is learned, and a save would push a good checkpoint out.
+            if step == config.steps or (is_wanted and not self.bad_steps):
                 self.save(step, loss)
-        self.checkpointer.wait()
+        self.complete_save(config.steps)
         self.progress.note(
             f'done: {config.steps} steps in {duration(self.throughput.seconds)}, '
             f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.run_dir}'
@@ -185,12 +191,9 @@ class Trainer:
             return
         (step, metrics), self.pending, config = self.pending, None, self.config
         metrics = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        if metrics['in_a_row'] >= config.max_nonfinite_steps:
-            raise Diverged(
-                f'loss or gradient was not finite for {metrics["in_a_row"]} steps in a row, up to step {step}; '
-                f'the newest checkpoint is step {self.checkpointer.latest_step()}: lower '
-                'optimizer.peak_learning_rate, or leave the batches out with train.skip_batches'
-            )
+        self.bad_steps = metrics['in_a_row']
+        if self.bad_steps >= config.max_nonfinite_steps:
+            raise Diverged(self.describe_divergence(step, self.functions.name_of(metrics['first_bad'])))
         if step % config.log_every and step != config.steps:
             return
         tokens_per_second, seconds_left = self.throughput.tick(step)
@@ -208,6 +211,20 @@ class Trainer:
         }
         self.metrics_file.write(record)
         self.progress.step(record, seconds_left)
+
+    def describe_divergence(self, step: int, what: str) -> str:
+        """What went wrong up to `step`, and what can be done about it in this directory and in a new one."""
+        first, last = self.batches.windows.batch(step - self.bad_steps), self.batches.windows.batch(step - 1)
+        others = [(a, b) for a, b in self.config.skip_batches if a < first or b > last + 1]
+        self.checkpointer.wait()
+        newest = self.checkpointer.latest_step()
+        return (
+            f'loss, gradient or update was not finite for {self.bad_steps} steps in a row, up to step {step}, there '
+            f'first: {what}; {"no step is saved" if newest is None else f"the newest checkpoint is step {newest}"}: '
+            f"run it again with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave "
+            'these batches out, or start a new --run_dir with a lower optimizer.peak_learning_rate'
+            + ('' if newest is None else f" and train.init_from = '{self.run_dir}'")
+        )
 
     def is_evaluation_due(self, step: int) -> bool:
         every = self.config.eval_every
@@ -229,12 +246,29 @@ class Trainer:
         evaluation = {} if loss is None else {'loss': loss}
         metadata = {'seconds': self.throughput.seconds}
         self.checkpointer.save(step, self.state, metadata=metadata, metrics=evaluation)
+        self.is_save_due = False
+
+    def complete_save(self, step: int) -> None:
+        """Waits until the save of `step` is complete. Raises LmError if it failed, whatever checkpoint.on_failed_save
+        says: who is told that a run has ended may take its machine away."""
+        self.checkpointer.wait()
+        if step not in self.checkpointer.all_steps():
+            raise LmError(
+                f'step {step} could not be saved, the newest complete checkpoint is {self.checkpointer.latest_step()}; '
+                'make room or repair the storage, then run the same command again'
+            )
 
     def stop(self, step: int) -> NoReturn:
-        """Saves and ends the session."""
-        self.save(step)
-        self.checkpointer.wait()
-        raise Preempted(f'stopped at step {step} of {self.config.steps}, which is saved: run the same command again')
+        """Saves and ends the session. Steps that were not finite are not saved but repeated."""
+        saved = step
+        if self.bad_steps:
+            self.checkpointer.wait()
+            saved = self.checkpointer.latest_step() or 0
+        else:
+            self.save(step)
+            self.complete_save(step)
+        what = 'which is saved' if saved == step else f'which was not finite; the next session goes on from {saved}'
+        raise Preempted(f'stopped at step {step} of {self.config.steps}, {what}: run the same command again')
 
 
 def parameters_from(run_dir: str, config: CheckpointConfig, abstract: dict) -> dict:
