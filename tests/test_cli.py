@@ -187,7 +187,7 @@ def test_exit_codes(error, code, message, calls, monkeypatch, capsys):
     def fail(experiment, arguments):
         raise error
 
-    monkeypatch.setattr('lm.data.prepare.stages.main', fail)
+    monkeypatch.setattr('lm.data.prepare.command.main', fail)
     assert main(['prepare']) == code
     assert capsys.readouterr().err == message
     assert main(['prepare', '--debug']) == code
@@ -195,7 +195,7 @@ def test_exit_codes(error, code, message, calls, monkeypatch, capsys):
 
 
 def test_exit_code_of_the_verb_is_passed_on(calls, monkeypatch):
-    monkeypatch.setattr('lm.data.prepare.stages.main', lambda experiment, arguments: 3)
+    monkeypatch.setattr('lm.data.prepare.command.main', lambda experiment, arguments: 3)
     assert main(['prepare']) == 3
 
 

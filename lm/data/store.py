@@ -13,7 +13,6 @@ token.
 import hashlib
 import json
 import os
-import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ import tensorstore as ts
 
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, LmError, MismatchError
+from lm.files import check_scheme, is_remote, local_path
 
 CHUNK = 2**14
 """Elements read and checksummed together."""
@@ -272,8 +272,12 @@ def split_digest(tokens: 'hashlib._Hash', ends: np.ndarray) -> str:
 
 
 def open_kvstore(path: str) -> ts.KvStore:
-    """TensorStore's view of a folder or a bucket."""
-    spec = path.rstrip('/') + '/' if '://' in path else {'driver': 'file', 'path': os.path.abspath(path) + '/'}
+    """TensorStore's view of a folder or a bucket. Raises ConfigError for an address of another kind."""
+    check_scheme(path, 'data.path')
+    if is_remote(path):
+        spec = path.rstrip('/') + '/'
+    else:
+        spec = {'driver': 'file', 'path': os.path.abspath(local_path(path, 'data.path')) + '/'}
     try:
         return ts.KvStore.open(spec).result()
     except ValueError as error:
@@ -290,14 +294,6 @@ def read_file(kvstore: ts.KvStore, name: str) -> bytes | None:
 def write_file(path: str, name: str, content: bytes) -> None:
     """Writes one file of the store; it appears whole or not at all."""
     open_kvstore(path).write(name, content).result()
-
-
-def is_remote(path: str) -> bool:
-    return '://' in path and not path.startswith('file://')
-
-
-def local_folder(path: str) -> pathlib.Path:
-    return pathlib.Path(path.removeprefix('file://'))
 
 
 def _spec(kvstore: ts.KvStore, split: str, name: str) -> dict[str, Any]:

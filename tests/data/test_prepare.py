@@ -18,9 +18,12 @@ from rich.console import Console
 
 from lm.data.dataset import DataConfig
 from lm.data.prepare import stages as prepare_module
-from lm.data.prepare.shards import Job, _sample
-from lm.data.prepare.stages import PrepareConfig, main, prepare
-from lm.data.sources.base import Jsonl, TextFiles
+from lm.data.prepare.command import main
+from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.shards import Preparation, _sample
+from lm.data.prepare.stages import prepare
+from lm.data.sources.jsonl import Jsonl
+from lm.data.sources.text_files import TextFiles
 from lm.data.sources.tfds import Tfds
 from lm.data.store import TokenStore
 from lm.data.tokenizer import Tokenizer, TokenizerConfig, train
@@ -86,7 +89,7 @@ def test_killed_at_any_time_it_goes_on_and_changes_no_byte(corpus, reference, tm
     path = tmp_path / 'killed'
     work = path / 'unfinished'
     code = (
-        'from lm.data.prepare.stages import *; from lm.data.sources.base import TextFiles\n'
+        'from lm.data.prepare.stages import *; from lm.data.sources.text_files import TextFiles\n'
         'from lm.data.tokenizer import *\n'
         f'config = PrepareConfig(source=TextFiles(path={str(corpus)!r}), tokenizer={SMALL!r}, processes=2)\n'
         f'prepare(config, {str(path)!r})\n'
@@ -225,7 +228,7 @@ def test_an_existing_tokenizer(tmp_path):
 
 def test_the_sample_is_bounded_and_from_all_over(tmp_path):
     source = TextFiles(path=str(write_text(tmp_path, files=20, n=30_000)))
-    job = Job(source, 'none', 10**8, tmp_path, False)
+    job = Preparation(source, 'none', 10**8, tmp_path, False)
     shards = source.shards('train')
     total = sum(shard.bytes for shard in shards)
     sample = list(_sample(job, 300_000, shards))
@@ -240,22 +243,23 @@ def test_two_at_once_and_a_full_disk_are_one_line(tmp_path):
     corpus = write_text(tmp_path / 'text', files=2, n=60_000)
     path = tmp_path / 'store'
     experiment = types.SimpleNamespace(
-        prepare=PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL), data=DataConfig(path=str(path))
+        prepare=PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL, processes=1),
+        data=DataConfig(path=str(path)),
     )
     (path / 'unfinished').mkdir(parents=True)
     with (path / 'unfinished' / 'lock').open('w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(LmError, match='another `lm prepare` works on it'):
-            main(experiment, types.SimpleNamespace(strict=False, processes=1))
+            main(experiment, None)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # for the workers too
     try:
         with pytest.raises(LmError, match=r'File too large.*run the same command again') as error:
-            main(experiment, types.SimpleNamespace(strict=False, processes=1))
+            main(experiment, None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert '\n' not in str(error.value)
-    assert main(experiment, types.SimpleNamespace(strict=False, processes=1)) == 0
+    assert main(experiment, None) == 0
 
 
 @needs_corpora

@@ -1,15 +1,20 @@
 import gzip
 import json
+import pathlib
 import pickle
 import struct
 
 import pytest
 from corpora import CORPORA, needs_corpora, words, write_real_tfds, write_text, write_tfds
 
+from lm.config.configurable import REGISTRY
 from lm.data.prepare.cleaning import CLEANINGS
-from lm.data.sources import base as sources_module
+from lm.data.prepare.config import PrepareConfig
+from lm.data.sources import base, patterns
 from lm.data.sources import tfds as tfds_module
-from lm.data.sources.base import Jsonl, PythonSources, TextFiles
+from lm.data.sources.jsonl import Jsonl
+from lm.data.sources.python_sources import PythonSources
+from lm.data.sources.text_files import TextFiles
 from lm.data.sources.tfds import Tfds
 from lm.errors import ConfigError, MismatchError
 
@@ -87,7 +92,8 @@ def test_jsonl_does_not_depend_on_the_cuts(tmp_path, monkeypatch):
     whole = documents(source, 'train')
     assert len(whole) == 200
     for size in (1, 2, 97, 4096):
-        monkeypatch.setattr(sources_module, 'shard_bytes', lambda total, size=size: size)
+        for module in (base, patterns):
+            monkeypatch.setattr(module, 'shard_bytes', lambda total, size=size: size)
         assert len(source.shards('train')) > 5
         assert documents(source, 'train') == whole
 
@@ -165,7 +171,7 @@ def test_tfds_array_record(data_dir, monkeypatch):
     assert sorted(d.text for d in found if not d.error) == sorted(t for t in TEXTS if isinstance(t, str))
     assert [d.error for d in found if d.error] == ['invalid UTF-8']
     monkeypatch.setattr(tfds_module, 'shard_bytes', lambda total: 500)
-    monkeypatch.setattr(sources_module, 'shard_bytes', lambda total: 500)
+    monkeypatch.setattr(base, 'shard_bytes', lambda total: 500)
     assert len(source.shards('train')) > 5
     assert documents(source, 'train') == found
     assert len(documents(Tfds(name='tiny', data_dir=str(data_dir), version='0.9.10'), 'train')) == 5
@@ -242,3 +248,12 @@ def test_wiki40b_markers():
     )
     assert CLEANINGS['wiki40b_strip'](article) == 'Title\nHead\nOne.\nTwo.\nX'
     assert CLEANINGS['none'](article) == article
+
+
+def test_each_file_of_the_room_is_found():
+    """A source that is not named anywhere else can be named in gin, and stands in the lists of error messages."""
+    files = {path.stem for path in pathlib.Path(base.__file__).parent.glob('*.py')} - {'__init__'}
+    made = {cls.__module__.rpartition('.')[2] for cls in REGISTRY.values() if issubclass(cls, base.Source)}
+    assert files - made == {'base', 'folder', 'patterns'}
+    with pytest.raises(ConfigError, match=r'one of @jsonl\(\), .*@python_sources\(\), @text_files\(\), @tfds\(\)'):
+        PrepareConfig(source='jsonl')

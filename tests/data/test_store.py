@@ -174,5 +174,5 @@ def test_published_word_counts_of_pg19(tmp_path, tokens):
 
 def test_preparing_and_reading_import_no_heavy_library():
     heavy = ['jax', 'tensorflow', 'tensorflow_datasets', 'clu', 'gin']
-    code = f'import sys, lm.data.store, lm.data.prepare.stages; print([m for m in {heavy} if m in sys.modules])'
+    code = f'import sys, lm.data.store, lm.data.prepare.command; print([m for m in {heavy} if m in sys.modules])'
     assert subprocess.check_output([sys.executable, '-c', code], text=True).strip() == '[]'

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from lm.config.configurable import configurable, field
-from lm.data.sources.base import Document, Part, Shard, Source, group, open_path, shard_bytes
+from lm.data.sources.base import Document, Part, Shard, Source, decode, group, shard_bytes, too_long
 from lm.errors import ConfigError, MismatchError
+from lm.files import is_remote, open_path
 
 _TEXT_FEATURES = {'pg19': 'book_text'}
 _BATCH = 256
@@ -65,7 +66,7 @@ class Tfds(Source):
     def shards(self, split: str) -> list[Shard]:
         folder = self._folder()
         info = _info(str(folder))
-        if info.file_format.value == 'array_record' and '://' in str(folder):
+        if info.file_format.value == 'array_record' and is_remote(folder):
             raise ConfigError(
                 f'tfds.data_dir = {self.data_dir!r}: ArrayRecord files are read from disks only; copy them or mount '
                 'the bucket with gcsfuse'
@@ -96,25 +97,19 @@ class Tfds(Source):
             for i, record in enumerate(_records(folder / part.file, part), part.start):
                 identifier = f'{part.file}#{i}'
                 if len(record) > 2 * max_bytes:
-                    yield Document(identifier, error=f'longer than {max_bytes} bytes')
+                    yield too_long(identifier, max_bytes)
                     continue
                 try:
                     value = tf_example_pb2.Example.FromString(record).features.feature[feature].bytes_list.value[0]
                 except Exception as error:
                     raise _damaged(folder / part.file, i, error) from None
-                try:
-                    if len(value) > max_bytes:
-                        yield Document(identifier, error=f'longer than {max_bytes} bytes')
-                    else:
-                        yield Document(identifier, value.decode('utf-8'))
-                except UnicodeDecodeError:
-                    yield Document(identifier, error='invalid UTF-8')
+                yield decode(identifier, value, max_bytes)
 
     def _feature(self) -> str:
         return self.text_feature or _TEXT_FEATURES.get(self.name.split('/')[0], 'text')
 
     def _data_dir(self) -> Any:
-        return open_path(self.data_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets')
+        return open_path(self.data_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets', 'tfds.data_dir')
 
     def _versions(self) -> list[Any]:
         """The prepared versions, oldest first."""
