@@ -42,10 +42,12 @@ setup(
         'gpu': ['jax[cuda13]>=0.10'],
         'tfds': tfds_builders,
         'tensorboard': tensorboard,
+        'parquet': ['pyarrow>=16'],
         'report': ['matplotlib>=3.8'],
         'test': [
             'hypothesis>=6.100',
             'matplotlib>=3.8',
+            'pyarrow>=16',
             'pytest>=8',
             'pytest-timeout>=2.3',
             'pytest-xdist>=3.5',
