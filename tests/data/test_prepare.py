@@ -201,6 +201,23 @@ def test_bad_records_are_counted_and_named_or_stop(tmp_path):
         run(source, tmp_path / 'store', max_document_bytes=40_000, strict=True)
 
 
+def test_published_word_counts_are_recorded(tmp_path):
+    """Of a folder with PG-19's books as its authors distribute them, without its metadata.csv."""
+    corpus = write_text(tmp_path / 'text', files=2)
+    (corpus / 'validation' / '0.txt').unlink()
+    for i in range(50):
+        (corpus / 'validation' / f'{1022 + 911 * i}.txt').write_text(words(20, seed=i))
+    info = run(TextFiles(path=str(corpus)), tmp_path / 'store')
+    assert {name: split.get('published_words') for name, split in info['splits'].items()} == {
+        'train': None,
+        'validation': 3_007_061,
+        'test': None,
+    }
+    assert info['splits']['validation']['words'] == 50 * 21
+    store = TokenStore.open(str(tmp_path / 'store'))
+    assert (store.words('validation'), store.words('test')) == (3_007_061, 3001)
+
+
 def test_a_split_without_documents(tmp_path):
     write_text(tmp_path / 'text', files=1)
     (tmp_path / 'text' / 'test' / '0.txt').write_text('')

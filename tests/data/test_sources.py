@@ -39,6 +39,32 @@ def test_text_files_in_the_layout_of_pg19(tmp_path):
     assert source.identity()['layout'] == 'pg19'
 
 
+def folder_of(tmp_path, numbers, split='validation'):
+    folder = tmp_path / f'{len(list(tmp_path.iterdir()))}' / split
+    folder.mkdir(parents=True)
+    for number in numbers:
+        (folder / f'{number}.txt').write_text('a book')
+    return TextFiles(path=str(folder.parent))
+
+
+def test_pg19_is_known_by_the_names_and_the_number_of_its_books(tmp_path):
+    books = [10_762 + 977 * i for i in range(50)]
+    assert folder_of(tmp_path, books).published_words('validation', 50) == 3_007_061
+    assert folder_of(tmp_path, [*books, *(b + 1 for b in books)], 'test').published_words('test', 100) == 6_966_499
+    assert folder_of(tmp_path, books[:-1]).published_words('validation', 49) is None
+    assert folder_of(tmp_path, books).published_words('validation', 49) is None  # one of them is a bad record
+    assert folder_of(tmp_path, range(50)).published_words('validation', 50) is None
+    assert folder_of(tmp_path, range(10_000, 10_050)).published_words('validation', 50) is None
+    assert folder_of(tmp_path, [f'{b}-0' for b in books]).published_words('validation', 50) is None
+    assert folder_of(tmp_path, books, 'train').published_words('train', 50) is None
+    described = folder_of(tmp_path, range(50))
+    (tmp_path / described.path / 'metadata.csv').write_text('')
+    assert described.published_words('validation', 50) == 3_007_061
+    assert Tfds(name='pg19').published_words('test', 100) == 6_966_499
+    assert Tfds(name='c4/en').published_words('test', 100) is None
+    assert Jsonl(path='x').published_words('test', 100) is None
+
+
 def test_a_flat_folder_is_split_by_hash(tmp_path):
     for i in range(40):
         (tmp_path / f'{i}.txt').write_text(f'document {i}\r\n')

@@ -17,7 +17,7 @@ from lm.errors import ConfigError, MismatchError
 MODEL = train(TokenizerConfig(vocab_size=400), [words(5000, seed=2)])
 
 
-def write_store(path, tokens, ends, splits=('train', 'validation'), **info):
+def write_store(path, tokens, ends, splits=('train', 'validation'), published=None, **info):
     import hashlib
 
     digest = split_digest(hashlib.sha256(tokens.tobytes()), ends)
@@ -32,7 +32,9 @@ def write_store(path, tokens, ends, splits=('train', 'validation'), **info):
         {
             'source': {'kind': 'tfds', 'name': 'pg19'},
             'dtype': tokens.dtype.name,
-            'splits': {split: dict(counts) for split in splits},
+            'splits': {
+                split: counts | ({'published_words': published[split]} if published else {}) for split in splits
+            },
             'tokenizer': {'sha256': tokenizer.sha256, 'eod_id': 1},
         }
         | info,
@@ -159,7 +161,12 @@ def test_missing_edited_and_foreign_parts(copy, tmp_path):
         TokenStore.open(str(copy))
 
 
-def test_published_word_counts_of_pg19(tmp_path, tokens):
+def test_words_are_those_that_were_published(tmp_path, tokens):
+    write_store(str(tmp_path), tokens[:1000], np.array([1000]), ('test',), published={'test': 77})
+    assert TokenStore.open(str(tmp_path)).words('test') == 77
+
+
+def test_published_word_counts_of_pg19_in_stores_that_do_not_record_them(tmp_path, tokens):
     def words_of(documents, split, **info):
         path = str(tmp_path / f'{documents}-{split}-{len(info)}')
         write_store(path, tokens[:1000], np.arange(1, documents + 1), (split,), **info)

@@ -199,6 +199,9 @@ def assemble(
             blocks = _digested((result.tokens(tokenizer.dtype) for result in results), digest, meter)
             store.write_array(path, name, 'tokens', blocks, split['tokens'], tokenizer.dtype.name)
         store.write_array(path, name, 'document_ends', [ends], len(ends), 'int64')
+        published = config.source.published_words(name, split['documents'])
+        if published is not None:
+            split['published_words'] = published
         splits[name] = split | {'sha256': store.split_digest(digest, ends)}
     store.write_file(path, 'tokenizer.model', tokenizer.model)
     store.write_file(path, 'bad_records.jsonl', ''.join(json.dumps(record) + '\n' for record in bad).encode())

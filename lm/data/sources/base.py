@@ -62,6 +62,13 @@ class Source(abc.ABC):
         """What dataset.json says about the source; two preparations with equal identities read the same text."""
         return {'kind': self.gin_name} | dataclasses.asdict(self)
 
+    def published_words(self, split: str, documents: int) -> int | None:
+        """The words that the authors of the data count in a split of so many documents; None: nobody publishes any.
+
+        Where there is such a number it stands in dataset.json, and perplexity by word is normalised by it.
+        """
+        return None
+
     @abc.abstractmethod
     def splits(self) -> tuple[str, ...]:
         """The names of the splits. Raises ConfigError if there is no data."""

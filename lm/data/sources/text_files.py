@@ -3,6 +3,7 @@
 from typing import Any
 
 from lm.config.configurable import configurable, field
+from lm.data import pg19
 from lm.data.sources.base import SPLITS
 from lm.data.sources.folder import Folder, find
 from lm.errors import ConfigError
@@ -22,6 +23,11 @@ class TextFiles(Folder):
 
     def identity(self) -> dict[str, Any]:
         return super().identity() | ({'layout': 'pg19'} if (self.folder() / 'metadata.csv').exists() else {})
+
+    def published_words(self, split: str, documents: int) -> int | None:
+        names = [path.name for path in self.files(split)[0]]
+        is_pg19 = 'layout' in self.identity() or (len(names) == documents and pg19.are_books(names))
+        return pg19.published_words(split, documents) if is_pg19 else None
 
     def splits(self) -> tuple[str, ...]:
         folder = self.folder()

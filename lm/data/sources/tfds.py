@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lm.config.configurable import configurable, field
+from lm.data import pg19
 from lm.data.sources.base import Document, Part, Shard, Source, decode, group, shard_bytes, too_long
 from lm.errors import ConfigError, MismatchError
 from lm.files import is_remote, open_path
@@ -35,6 +36,9 @@ class Tfds(Source):
 
     def identity(self) -> dict[str, Any]:
         return {'kind': 'tfds', 'name': self.name, 'version': self._folder().name, 'text_feature': self._feature()}
+
+    def published_words(self, split: str, documents: int) -> int | None:
+        return pg19.published_words(split, documents) if self.name == 'pg19' else None
 
     def fetch(self, log) -> None:
         if self._versions():
