@@ -27,6 +27,7 @@ setup(
         'etils[epath]>=1.15',
         'flax>=0.12.8',
         'gin-config>=0.5.0',
+        'google-crc32c>=1.6',
         'importlib_resources>=6',
         'jax>=0.10.2',
         'numpy>=2.0',

@@ -2,6 +2,7 @@ import gzip
 import json
 import pathlib
 import pickle
+import random
 import struct
 
 import pytest
@@ -217,7 +218,7 @@ def as_tf_records(folder):
         for record in reader.read(0, reader.num_records()):
             head = struct.pack('<Q', len(record))
             for part in (head, record):
-                framed += part + struct.pack('<I', tfds_module._masked(tfds_module._crc32c(part)))
+                framed += part + tfds_module.masked_crc(part)
         reader.close()
         (folder / path.name.replace('array_record', 'tfrecord')).write_bytes(framed)
         path.unlink()
@@ -242,7 +243,17 @@ def test_tfds_tf_record(data_dir, tmp_path, monkeypatch):
     file.write_bytes(b'\x01' + content[1:])
     with pytest.raises(MismatchError, match='damaged at record 0'):
         documents(source, 'train')
-    assert tfds_module._crc32c(b'123456789') == 0xE3069283
+    for seed in range(200):  # no flipped bit is read, wherever it lies
+        damaged, draw = bytearray(content), random.Random(seed)
+        damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        file.write_bytes(damaged)
+        with pytest.raises(MismatchError, match=r'damaged at record \d+'):
+            documents(source, 'train')
+
+
+def test_checksum_of_tf_records():
+    """The check value of crc32c is 0xE3069283; rotated right by 15 bits and 0xA282EAD8 added."""
+    assert tfds_module.masked_crc(b'123456789') == struct.pack('<I', 0xC78AB0E5)
 
 
 def test_tfds_damaged_array_record(data_dir, tmp_path):

@@ -8,6 +8,8 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+import google_crc32c
+
 from lm.config.configurable import configurable, field
 from lm.data import pg19
 from lm.data.sources.base import Document, Part, Shard, Source, decode, group, shard_bytes, too_long
@@ -182,38 +184,26 @@ def _array_records(path: Any, part: Part) -> Iterator[bytes]:
 
 def _tf_records(path: Any, part: Part) -> Iterator[bytes]:
     """TFRecord framing: length, masked crc32c of the length, data, masked crc32c of the data, little-endian."""
-    try:
-        from google_crc32c import value as crc32c
-    except ImportError:  # comes with the extra [tfds]; without it only the framing is checked
-        crc32c = None
     with path.open('rb') as file:
         for i in range(part.stop):
             head = file.read(12)
-            if len(head) < 12 or struct.unpack('<I', head[8:])[0] != _masked(_crc32c(head[:8])):
+            if head[8:] != masked_crc(head[:8]):
                 raise _damaged(path, i, 'the length of a record is wrong')
             length = struct.unpack('<Q', head[:8])[0]
             if i < part.start:
                 file.seek(length + 4, 1)
                 continue
-            record, check = file.read(length), file.read(4)
-            if len(check) < 4 or (crc32c and struct.unpack('<I', check)[0] != _masked(crc32c(record))):
+            record = file.read(length)
+            if file.read(4) != masked_crc(record):
                 raise _damaged(path, i, 'the checksum of a record is wrong')
             yield record
 
 
+def masked_crc(content: bytes) -> bytes:
+    """The checksum [4 bytes] of TFRecord files: crc32c, rotated by 15 bits, a constant added."""
+    crc = google_crc32c.value(content)
+    return struct.pack('<I', ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
 def _damaged(path: Any, record: int, error: Exception | str) -> MismatchError:
     return MismatchError(f'{path}: damaged at record {record} ({" ".join(str(error).split())[:150]}); fetch it again')
-
-
-def _masked(crc: int) -> int:
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _crc32c(content: bytes) -> int:
-    """Castagnoli's CRC, bit by bit: for the 8 bytes of a length."""
-    crc = 0xFFFFFFFF
-    for byte in content:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ 0x82F63B78 * (crc & 1)
-    return crc ^ 0xFFFFFFFF
