@@ -279,6 +279,34 @@ def test_two_at_once_and_a_full_disk_are_one_line(tmp_path):
     assert main(experiment, None) == 0
 
 
+@pytest.mark.parametrize(
+    ('name', 'content', 'message'),
+    [
+        ('', 'a file', r'store(/unfinished)?: Not a directory; something of another kind is needed there'),
+        ('unfinished', 'a file', r'store/unfinished: File exists; something of another kind'),
+        ('dataset.json', None, r'store: FAILED_PRECONDITION: .*dataset.json.*; run it again when mended'),
+        ('unfinished/settings.json', None, r'settings.json: Is a directory; something of another kind'),
+        ('unfinished/settings.json', '{"sour', r'settings.json: damaged; delete the folder .*unfinished'),
+    ],
+)
+def test_what_stands_in_the_way_is_one_line(tmp_path, name, content, message):
+    corpus, path = write_text(tmp_path / 'text', files=1), tmp_path / 'store' / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True) if content is None else path.write_text(content)
+    config = PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL, processes=1)
+    experiment = types.SimpleNamespace(prepare=config, data=DataConfig(path=str(tmp_path / 'store')))
+    with pytest.raises(LmError, match=message) as error:
+        main(experiment, None)
+    assert '\n' not in str(error.value)
+    assert error.value.exit_code in (2, 44)
+
+
+def test_no_usable_text_is_one_line(tmp_path):
+    (tmp_path / 'train.jsonl').write_bytes(b'caf\xe9\n\n{}\n')
+    with pytest.raises(MismatchError, match='no usable text to train the tokenizer on'):
+        run(Jsonl(path=str(tmp_path)), tmp_path / 'store')
+
+
 @needs_corpora
 @pytest.mark.smoke
 def test_real_text_through_tfds_and_through_files(tmp_path):

@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 import pathlib
 import pickle
 import random
@@ -149,6 +150,35 @@ def test_a_truncated_gzip_stops(tmp_path):
     (tmp_path / 'train.jsonl.gz').write_bytes(content[:-2000])
     with pytest.raises(MismatchError, match=r'train.jsonl.gz: damaged behind byte \d+'):
         documents(Jsonl(path=str(tmp_path)), 'train')
+
+
+def test_an_empty_gzip_stops(tmp_path):
+    (tmp_path / 'train.jsonl.gz').write_bytes(b'')
+    with pytest.raises(MismatchError, match=r'train.jsonl.gz: empty, .*fetch it again'):
+        Jsonl(path=str(tmp_path)).shards('train')
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    """A folder is passed over; what would hang, or has vanished with its disk, is refused."""
+    write_text(tmp_path, files=2)
+    (tmp_path / 'train' / 'folder.txt').mkdir()
+    (tmp_path / 'train.jsonl').mkdir()
+    source = TextFiles(path=str(tmp_path))
+    assert len(texts(source, 'train')) == 2
+    with pytest.raises(ConfigError, match='no such files'):
+        Jsonl(path=str(tmp_path)).splits()
+    os.mkfifo(tmp_path / 'train' / 'pipe.txt')
+    (tmp_path / 'test' / 'link.txt').symlink_to('nowhere')
+    for split, name in (('train', 'pipe'), ('test', 'link')):
+        with pytest.raises(MismatchError, match=rf'{name}.txt: a broken link or no regular file; mend it'):
+            source.shards(split)
+    with pytest.raises(MismatchError, match='/dev/zero: a broken link or no regular file'):
+        Jsonl(path='/dev/zero').splits()
+
+
+def test_patterns_that_are_none(tmp_path):
+    with pytest.raises(ConfigError, match=r"jsonl.path = '.*/\*\*x': Invalid pattern.*; write another pattern"):
+        Jsonl(path=f'{tmp_path}/**x').splits()
 
 
 def test_python_sources_are_there_and_reproducible():

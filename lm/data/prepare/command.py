@@ -1,6 +1,7 @@
 """The `lm prepare` command."""
 
 import concurrent.futures
+import re
 from typing import Any
 
 from lm.data.prepare.stages import prepare
@@ -24,14 +25,18 @@ def main(experiment: Any, _: Any) -> int:
     except ImportError as error:  # of what reads gs:// and s3://
         raise ConfigError(f'{" ".join(str(error).split())[:300]}: install it and run the same command again') from None
     except OSError as error:
-        place = f'{error.filename}: ' if error.filename else ''
-        raise LmError(
-            f'{place}{error.strerror or error}; mend that and run the same command again: finished shards are kept'
-        ) from None
+        what = f'{error.filename}: {error.strerror}' if error.filename else error.strerror or error
+        if isinstance(error, FileExistsError | IsADirectoryError | NotADirectoryError):
+            raise ConfigError(
+                f'{what}; something of another kind is needed there: move it away, or name another data.path or source'
+            ) from None
+        raise LmError(f'{what}; mend that and run the same command again: finished shards are kept') from None
     except KeyboardInterrupt:
         raise Preempted('stopped; the same command goes on from here') from None
     except ValueError as error:
-        if 'RESOURCE_EXHAUSTED' in str(error) or 'PERMISSION_DENIED' in str(error) or 'No space left' in str(error):
-            raise LmError(f'{experiment.data.path}: {str(error).split(" [")[0]}; run it again when mended') from None
-        raise
+        reason, _, detail = str(error).partition(' [')
+        if not re.match('[A-Z_]{5,}: ', reason):  # a status of TensorStore
+            raise
+        kind = ConfigError if 'directory' in f'{reason}{detail}' else LmError
+        raise kind(f'{experiment.data.path}: {reason}; run it again when mended') from None
     return 0

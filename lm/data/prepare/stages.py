@@ -302,7 +302,11 @@ def _alone(folder: pathlib.Path) -> Iterator[None]:
 def _remember(folder: pathlib.Path, settings: dict[str, Any], path: str) -> None:
     file = folder / 'settings.json'
     if file.exists():
-        _compare(json.loads(file.read_text()), settings, f'{path} is unfinished and was begun')
+        try:
+            begun = json.loads(file.read_bytes())
+        except ValueError:
+            raise MismatchError(f'{file}: damaged; delete the folder {folder} and run the same command again') from None
+        _compare(begun, settings, f'{path} is unfinished and was begun')
     else:
         write_atomically(file, json.dumps(settings, indent=2))
 

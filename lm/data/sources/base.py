@@ -10,8 +10,11 @@ Adding a source means adding one file to this room, which finds it by itself: a 
 import abc
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+import pathlib
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from lm.errors import MismatchError
 
 SPLITS = ('train', 'validation', 'test')
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 1_000_000, 64_000_000
@@ -112,6 +115,18 @@ def group(split: str, parts: list[Part], held_out: float | None = None) -> list[
 def shard_bytes(total: int) -> int:
     """A good size of a shard: about 256 of them, of 1 to 64 MB."""
     return min(MAX_SHARD_BYTES, max(MIN_SHARD_BYTES, total // 256))
+
+
+def regular(paths: Iterable[Any]) -> list[Any]:
+    """Files in the order of their names, without folders.
+
+    Raises MismatchError for what cannot be read like a file: a broken link, a pipe, a device. Buckets have none.
+    """
+    found = sorted(path for path in paths if not path.is_dir())
+    for path in found:
+        if isinstance(path, pathlib.Path) and not path.is_file():
+            raise MismatchError(f'{path}: a broken link or no regular file; mend it or move it away')
+    return found
 
 
 def file_size(path: Any) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lm.config.configurable import field
-from lm.data.sources.base import Document, Part, Shard, Source, decode, file_size, group, hash_of, too_long
+from lm.data.sources.base import Document, Part, Shard, Source, decode, file_size, group, hash_of, regular, too_long
 from lm.errors import ConfigError, MismatchError
 
 
@@ -66,7 +66,9 @@ class Folder(Source):
 
 def find(folder: Any, suffix: str) -> list[Any]:
     """The files of a folder, of the folders in it too unless it is a bucket, by name."""
-    return sorted(folder.glob(f'**/*{suffix}' if isinstance(folder, pathlib.Path) else f'*{suffix}'))
+    if isinstance(folder, pathlib.Path):
+        return regular(folder.glob(f'**/*{suffix}'))
+    return sorted(folder.glob(f'*{suffix}'))
 
 
 def _by_hash(parts: list[Part], fraction: float, split: str) -> list[Part]:

@@ -24,7 +24,10 @@ class Jsonl(FilePatterns):
 
     def parts(self, path: Any, unit: int) -> list[Part]:
         size = file_size(path)
-        if path.name.endswith('.gz'):  # can only be read from its beginning; text is about three times as long
+        if path.name.endswith('.gz'):
+            if not size:
+                raise MismatchError(f'{path}: empty, without even the head of a gzip file; fetch it again')
+            # Can only be read from its beginning; text is about three times as long.
             return [Part(str(path), 0, -1, 3 * size)]
         return [Part(str(path), a, b, b - a) for a, b in itertools.pairwise([*range(0, size, unit), size])]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lm.config.configurable import field
-from lm.data.sources.base import SPLITS, Document, Part, Shard, Source, file_size, group, hash_of, shard_bytes
+from lm.data.sources.base import SPLITS, Document, Part, Shard, Source, file_size, group, hash_of, regular, shard_bytes
 from lm.errors import ConfigError
 from lm.files import open_path
 
@@ -72,11 +72,15 @@ class FilePatterns(Source):
         path = self._open(split)
         if path.is_dir() and '{split}' not in self.path:
             patterns = [f'{split}{rest}{suffix}' for rest in ('', '-*', '.*') for suffix in self.suffixes]
-            return sorted({file for pattern in patterns for file in path.glob(pattern)})
-        if '*' in str(path) or '?' in str(path):
-            folder, pattern = _fixed_folder(path)
-            return sorted(file for file in folder.glob(pattern) if not file.is_dir()) if folder.exists() else []
-        return [path] if path.exists() else []
+            return regular({file for pattern in patterns for file in path.glob(pattern)})
+        if '*' not in str(path) and '?' not in str(path):
+            return regular([path] if path.exists() else [])
+        folder, pattern = _fixed_folder(path)
+        try:
+            return regular(folder.glob(pattern) if folder.exists() else [])
+        except (ValueError, NotImplementedError) as error:
+            reason = ' '.join(str(error).split())[:150]
+            raise ConfigError(f'{self.gin_name}.path = {self.path!r}: {reason}; write another pattern') from None
 
 
 def _fixed_folder(path: Any) -> tuple[Any, str]:
