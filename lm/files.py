@@ -118,4 +118,5 @@ def lock(path: os.PathLike | str) -> BinaryIO:
 
 
 def _label(path: os.PathLike | str, name: str) -> str:
-    return f'{name} {os.fspath(path)!r}' if name.startswith('--') else f'{name} = {os.fspath(path)!r}'
+    shown = repr(os.fspath(path)[:150])
+    return f'{name} {shown}' if name.startswith('--') else f'{name} = {shown}'

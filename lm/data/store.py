@@ -216,7 +216,7 @@ def read_info(path: str) -> dict[str, Any] | None:
         info = json.loads(raw)
         if info['checksum'] != _checksum(info):
             raise ValueError
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise MismatchError(
             f'{path}: dataset.json is damaged or was edited; restore it or prepare the data again'
         ) from None

@@ -144,8 +144,11 @@ def test_missing_edited_and_foreign_parts(copy, tmp_path):
         TokenStore.open(DataConfig().path)
     with pytest.raises(MismatchError, match=r'no finished token store is there; run `lm prepare` first'):
         TokenStore.open(str(tmp_path / 'nothing'))
-    with pytest.raises(ConfigError, match=r"data.path = 'ftp://x/y': .*use a folder"):
-        TokenStore.open('ftp://x/y')
+    for path in ('http://x/y', 'https://x/y', 'ftp://x/y'):
+        with pytest.raises(ConfigError, match=rf"data.path = '{path}': .*:// is not supported; use a folder"):
+            TokenStore.open(path)
+    with pytest.raises(ConfigError, match=r"data.path = '~nosuchuser': no such user"):
+        TokenStore.open('~nosuchuser')
     with pytest.raises(ConfigError, match=r"split 'test': .* has train, validation"):
         TokenStore.open(str(copy)).tokens('test')
     with pytest.raises(IndexError):
@@ -156,9 +159,10 @@ def test_missing_edited_and_foreign_parts(copy, tmp_path):
         TokenStore.open(str(copy)).tokenizer()
     info = json.loads((copy / 'dataset.json').read_text())
     info['splits']['train']['words'] += 1
-    (copy / 'dataset.json').write_text(json.dumps(info))
-    with pytest.raises(MismatchError, match=r'dataset.json is damaged or was edited'):
-        TokenStore.open(str(copy))
+    for content in (json.dumps(info).encode(), b'', b'\xff\x00', b'[]', b'[' * 100_000):
+        (copy / 'dataset.json').write_bytes(content)
+        with pytest.raises(MismatchError, match=r'dataset.json is damaged or was edited'):
+            TokenStore.open(str(copy))
 
 
 def test_words_are_those_that_were_published(tmp_path, tokens):

@@ -304,7 +304,7 @@ def _remember(folder: pathlib.Path, settings: dict[str, Any], path: str) -> None
     if file.exists():
         try:
             begun = json.loads(file.read_bytes())
-        except ValueError:
+        except (ValueError, RecursionError):
             raise MismatchError(f'{file}: damaged; delete the folder {folder} and run the same command again') from None
         _compare(begun, settings, f'{path} is unfinished and was begun')
     else:
