@@ -3,6 +3,7 @@ import fcntl
 import hashlib
 import io
 import json
+import multiprocessing
 import pathlib
 import resource
 import signal
@@ -276,6 +277,7 @@ def test_two_at_once_and_a_full_disk_are_one_line(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert '\n' not in str(error.value)
+    assert not multiprocessing.active_children()
     assert main(experiment, None) == 0
 
 
