@@ -210,6 +210,8 @@ def test_exit_code_of_the_verb_is_passed_on(calls, monkeypatch):
         (['train', '--run', 'x'], '--run_dir'),
         (['evaluate', '--run_dir', 'x', '--step', 'ten'], '--step'),
         (['prepare', 'stray'], "unknown argument 'stray'"),
+        (['prepare', '--gin_file', 'http://x/y.gin'], "--gin_file 'http://x/y.gin': http:// is not supported"),
+        (['train', '--run_dir', 'http://x/y'], "--run_dir 'http://x/y': http:// is not supported"),
     ],
 )
 def test_wrong_usage_is_one_line(argv, expected, calls, capsys):
