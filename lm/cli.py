@@ -183,7 +183,7 @@ VERBS = {
     'prepare': Verb(
         help='turn text into a token store',
         example='lm prepare --gin_file data/quickstart.gin',
-        main='lm.data.prepare.stages:main',
+        main='lm.data.prepare.command:main',
         flags=(prepare_flags, gin_flags),
         bindings={'strict': 'prepare.strict', 'processes': 'prepare.processes'},
     ),

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.config import load as gin
 from lm.data.dataset import DataConfig
-from lm.data.prepare.stages import PrepareConfig
+from lm.data.prepare.config import PrepareConfig
 from lm.data.store import TokenStore
 from lm.errors import MismatchError
 from lm.evaluation.config import EvaluateConfig

@@ -187,7 +187,7 @@ def test_exit_codes(error, code, message, calls, monkeypatch, capsys):
     def fail(experiment, arguments):
         raise error
 
-    monkeypatch.setattr('lm.data.prepare.stages.main', fail)
+    monkeypatch.setattr('lm.data.prepare.command.main', fail)
     assert main(['prepare']) == code
     assert capsys.readouterr().err == message
     assert main(['prepare', '--debug']) == code
@@ -195,7 +195,7 @@ def test_exit_codes(error, code, message, calls, monkeypatch, capsys):
 
 
 def test_exit_code_of_the_verb_is_passed_on(calls, monkeypatch):
-    monkeypatch.setattr('lm.data.prepare.stages.main', lambda experiment, arguments: 3)
+    monkeypatch.setattr('lm.data.prepare.command.main', lambda experiment, arguments: 3)
     assert main(['prepare']) == 3
 
 
@@ -210,6 +210,8 @@ def test_exit_code_of_the_verb_is_passed_on(calls, monkeypatch):
         (['train', '--run', 'x'], '--run_dir'),
         (['evaluate', '--run_dir', 'x', '--step', 'ten'], '--step'),
         (['prepare', 'stray'], "unknown argument 'stray'"),
+        (['prepare', '--gin_file', 'http://x/y.gin'], "--gin_file 'http://x/y.gin': http:// is not supported"),
+        (['train', '--run_dir', 'http://x/y'], "--run_dir 'http://x/y': http:// is not supported"),
     ],
 )
 def test_wrong_usage_is_one_line(argv, expected, calls, capsys):

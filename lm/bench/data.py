@@ -27,8 +27,9 @@ from lm.config.load import PROJECT
 from lm.data import store
 from lm.data.batches import Batches, Windows
 from lm.data.prepare import shards as work
-from lm.data.prepare import stages as prepare
-from lm.data.sources.base import Jsonl
+from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.stages import assemble
+from lm.data.sources.jsonl import Jsonl
 from lm.data.tokenizer import Tokenizer, TokenizerConfig
 from lm.errors import ConfigError
 from lm.training.mesh import MeshConfig, batch_sharding, data_shards, make_mesh
@@ -156,13 +157,13 @@ def measure_prepare(
     folder.mkdir(parents=True)
     with (folder / 'train.jsonl').open('w', encoding='utf-8') as file:
         file.writelines(json.dumps({'text': document}) + '\n' for document in documents)
-    job = work.Job(Jsonl(path=str(folder)), 'none', 10**9, folder / 'unfinished', strict=True)
+    job = work.Preparation(Jsonl(path=str(folder)), 'none', 10**9, folder / 'unfinished', strict=True)
     shards = job.source.shards('train')
     _train(job, shards, vocab_size)
     tokenizer = Tokenizer.load(job.model)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(job.model))
     lines = [line for document in documents for line in document.splitlines(keepends=True)]
-    config = prepare.PrepareConfig(source=job.source, splits=('train',), tokenizer=_TOKENIZER)
+    config = PrepareConfig(source=job.source, splits=('train',), tokenizer=_TOKENIZER)
     settings = {'source': job.source.identity()}
     console = Console(quiet=True)
 
@@ -170,7 +171,7 @@ def measure_prepare(
         for i, shard in enumerate(shards):
             job.result(shard, i).base.with_suffix('.json').unlink(missing_ok=True)
             work.tokenize(job, shard, i)
-        prepare.assemble(config, str(folder / 'tokens'), job, {'train': shards}, settings, console)
+        assemble(config, str(folder / 'tokens'), job, {'train': shards}, settings, console)
 
     calls: dict[str, Callable[[], Any]] = {
         'SentencePiece, documents': lambda: processor.encode(documents, num_threads=1) and None,
@@ -200,7 +201,7 @@ def measure_prepare(
 _TOKENIZER = TokenizerConfig(sample_bytes=SAMPLE_BYTES)
 
 
-def _train(job: work.Job, shards: list, vocab_size: int | None) -> None:
+def _train(job: work.Preparation, shards: list, vocab_size: int | None) -> None:
     """Trains a tokenizer as `lm prepare` does, with as many pieces as the text is enough for."""
     for n in (vocab_size,) if vocab_size else VOCAB_SIZES:
         try:
@@ -210,7 +211,7 @@ def _train(job: work.Job, shards: list, vocab_size: int | None) -> None:
     raise last
 
 
-def job_tokens(job: work.Job, shards: list) -> int:
+def job_tokens(job: work.Preparation, shards: list) -> int:
     """Tokens of the shards that were made."""
     return sum(job.result(shard, i).counts()['tokens'] for i, shard in enumerate(shards))
 

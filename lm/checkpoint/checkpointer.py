@@ -18,9 +18,10 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
-from lm.checkpoint.snapshot import COMMITTED, Damaged, Snapshot, flatten, is_remote, make_record, one_line, some
+from lm.checkpoint.snapshot import COMMITTED, Damaged, Snapshot, flatten, make_record, one_line, some
 from lm.config.configurable import configurable, field
 from lm.errors import LmError, MismatchError
+from lm.files import is_remote
 
 TEMPORARY = '.orbax-checkpoint-tmp'
 
@@ -65,9 +66,8 @@ class Checkpointer:
         config: CheckpointConfig | None = None,
         fingerprints: Mapping[str, str] | None = None,
     ):
-        self.directory = epath.Path(directory)
-        if '://' not in str(self.directory):
-            self.directory = self.directory.expanduser().absolute()
+        path = epath.Path(directory)
+        self.directory = path if is_remote(path) else path.expanduser().absolute()
         self.config = config or CheckpointConfig()
         self.fingerprints = dict(fingerprints or {})
         self._lazy_manager: _Manager | None = None

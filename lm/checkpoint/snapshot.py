@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 
 from lm.checkpoint.checksum import checksums
 from lm.errors import MismatchError
+from lm.files import is_remote
 
 FORMAT = 1
 COMMITTED = 'commit_success.txt'
@@ -210,10 +211,6 @@ class _Agreement:
         if worst > mine:
             kind = Damaged if worst == 1 else MismatchError
             raise kind(f'checkpoint step {self.step}: see the message of another process')
-
-
-def is_remote(path: epath.Path) -> bool:
-    return '://' in str(path)
 
 
 def some(items: list) -> str:

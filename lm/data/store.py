@@ -13,25 +13,22 @@ token.
 import hashlib
 import json
 import os
-import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
+from lm.data import pg19
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, LmError, MismatchError
+from lm.files import check_scheme, is_remote, local_path
 
 CHUNK = 2**14
 """Elements read and checksummed together."""
 SHARD = 2**26
 """Elements in a file: 128 MB of uint16."""
 INDEX_CACHE_BYTES = 2**26
-
-PG19_WORDS = {'validation': (50, 3_007_061), 'test': (100, 6_966_499)}
-"""Documents of PG-19's full splits and the words that its authors count in them (Rae et al. 2020, table 4), by which
-word-level perplexities are normalised."""
 
 
 class TokenStore:
@@ -93,12 +90,14 @@ class TokenStore:
         return self._split(split)['bytes']
 
     def words(self, split: str) -> int:
-        """Words by which perplexity is normalised: PG-19's published counts on its full splits, else those between
-        white space."""
-        found = self._split(split)
-        documents, published = PG19_WORDS.get(split, (None, 0))
-        is_pg19 = self.info['source'].get('name') == 'pg19' or self.info['source'].get('layout') == 'pg19'
-        return published if is_pg19 and found['documents'] == documents else found['words']
+        """Words by which perplexity is normalised: those that the data's authors publish, else those between white
+        space."""
+        found, source = self._split(split), self.info['source']
+        published = found.get('published_words')
+        # Stores that were prepared before this was recorded only say what the source was.
+        if published is None and 'pg19' in (source.get('name'), source.get('layout')):
+            published = pg19.published_words(split, found['documents'])
+        return found['words'] if published is None else published
 
     def read(self, split: str, start: int, stop: int) -> np.ndarray:
         """Token ids [stop - start], uint16 or uint32. Raises MismatchError where the data is damaged or missing."""
@@ -217,7 +216,7 @@ def read_info(path: str) -> dict[str, Any] | None:
         info = json.loads(raw)
         if info['checksum'] != _checksum(info):
             raise ValueError
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise MismatchError(
             f'{path}: dataset.json is damaged or was edited; restore it or prepare the data again'
         ) from None
@@ -272,8 +271,12 @@ def split_digest(tokens: 'hashlib._Hash', ends: np.ndarray) -> str:
 
 
 def open_kvstore(path: str) -> ts.KvStore:
-    """TensorStore's view of a folder or a bucket."""
-    spec = path.rstrip('/') + '/' if '://' in path else {'driver': 'file', 'path': os.path.abspath(path) + '/'}
+    """TensorStore's view of a folder or a bucket. Raises ConfigError for an address of another kind."""
+    check_scheme(path, 'data.path')
+    if is_remote(path):
+        spec = path.rstrip('/') + '/'
+    else:
+        spec = {'driver': 'file', 'path': os.path.abspath(local_path(path, 'data.path')) + '/'}
     try:
         return ts.KvStore.open(spec).result()
     except ValueError as error:
@@ -290,14 +293,6 @@ def read_file(kvstore: ts.KvStore, name: str) -> bytes | None:
 def write_file(path: str, name: str, content: bytes) -> None:
     """Writes one file of the store; it appears whole or not at all."""
     open_kvstore(path).write(name, content).result()
-
-
-def is_remote(path: str) -> bool:
-    return '://' in path and not path.startswith('file://')
-
-
-def local_folder(path: str) -> pathlib.Path:
-    return pathlib.Path(path.removeprefix('file://'))
 
 
 def _spec(kvstore: ts.KvStore, split: str, name: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import sentencepiece
 
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError, MismatchError
+from lm.files import open_path
 
 SPACE = '▁'
 """SentencePiece's own symbol for a space, U+2581."""
@@ -83,7 +84,7 @@ class Tokenizer:
     def load(cls, path: str | pathlib.Path) -> 'Tokenizer':
         """Reads a model file. Raises ConfigError if there is none."""
         try:
-            return cls(pathlib.Path(path).read_bytes())
+            return cls(open_path(path, 'tokenizer.model_path').read_bytes())
         except OSError as error:
             raise ConfigError(
                 f'tokenizer.model_path = {str(path)!r}: {error.strerror}; name a SentencePiece model'
@@ -142,6 +143,7 @@ def train(config: TokenizerConfig, texts: Iterable[str]) -> bytes:
 
     Raises:
         ConfigError: `vocab_size` does not fit to the texts.
+        MismatchError: there is no text.
     """
     if config.model_path is not None:
         return Tokenizer.load(config.model_path).model
@@ -178,6 +180,10 @@ def train(config: TokenizerConfig, texts: Iterable[str]) -> bytes:
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
+        if 'sentences_.empty()' in str(error):
+            raise MismatchError(
+                'no usable text to train the tokenizer on; look at the source, --strict stops at the first bad record'
+            ) from None
         raise ConfigError(_training_error(config, str(error))) from None
     return output.getvalue()
 

@@ -3,7 +3,6 @@
 JSON has no numbers for what is not finite: they are written as the strings 'NaN', 'Infinity' and '-Infinity'.
 """
 
-import contextlib
 import importlib.util
 import json
 import logging
@@ -18,7 +17,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from lm.files import write_atomically
+from lm.files import is_remote, write_atomically
 
 REMOTE_SECONDS = 60.0
 """Object stores cannot append: there the whole file is written again after so long, and on flush and close."""
@@ -38,7 +37,7 @@ class MetricsFile:
     def __init__(self, path: epath.PathLike, resume_at: int = 0, tensorboard: epath.PathLike | None = None):
         self.path = epath.Path(path)
         self._leader = jax.process_index() == 0
-        self._remote = '://' in str(self.path)
+        self._remote = is_remote(self.path)
         self._file = None
         self._lines: list[str] = []
         self._unwritten = False

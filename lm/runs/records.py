@@ -15,9 +15,10 @@ from typing import Any
 
 from etils import epath
 
-from lm.errors import ConfigError
-from lm.runs.run_dir import RunDir, bindings
 from lm.checkpoint.snapshot import Snapshot
+from lm.errors import ConfigError
+from lm.files import is_remote
+from lm.runs.run_dir import RunDir, bindings
 
 NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
@@ -142,7 +143,7 @@ def find_runs(patterns: Iterable[str]) -> list[Run]:
 def _expand(pattern: str) -> list[epath.Path]:
     if not any(character in pattern for character in '*?['):
         return [epath.Path(pattern).expanduser()]
-    if '://' in pattern:
+    if is_remote(pattern):
         scheme, _, rest = pattern.partition('://')
         bucket, _, inner = rest.partition('/')
         return sorted(epath.Path(f'{scheme}://{bucket}').glob(inner))
@@ -196,8 +197,8 @@ def _finite(value: Any) -> Any:
 def _defaults(name: str) -> dict[str, str]:
     """Field → gin text of its default, of a registered mechanism."""
     import lm.attention  # noqa: F401 (fills the registry)
-    from lm.config.text import format_value
     from lm.config.configurable import REGISTRY
+    from lm.config.text import format_value
 
     if name not in REGISTRY:
         return {}

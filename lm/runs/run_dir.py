@@ -28,8 +28,8 @@ from jax.experimental import multihost_utils
 import lm
 from lm.config.text import dump
 from lm.errors import ConfigError, MismatchError
+from lm.files import check_scheme, is_remote, write_atomically
 from lm.runs.metrics_file import MetricsFile
-from lm.files import write_atomically
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
 
@@ -45,7 +45,7 @@ class RunDir:
     def __init__(self, path: epath.PathLike):
         check_path(path)
         self.path = epath.Path(path)
-        if '://' not in str(self.path):
+        if not is_remote(self.path):
             self.path = self.path.expanduser().absolute()
         self.config = self.path / 'config.gin'
         self.info = self.path / 'run.json'
@@ -144,6 +144,7 @@ def check_path(path: epath.PathLike) -> None:
     text = os.fspath(path)
     if not text.strip():
         raise ConfigError(f'--run_dir {text!r}: name a directory')
+    check_scheme(text, '--run_dir')
     parts = re.split(r'[/\\]', text)
     if '..' in parts:
         raise ConfigError(f"--run_dir {text!r}: must not contain '..'; write the path without it")

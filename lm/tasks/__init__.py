@@ -1,6 +1,11 @@
 """Synthetic tasks, one file each. Importing this package registers all of them."""
 
-from lm.tasks import associative_recall, induction_heads, selective_copying
+import importlib
+import pkgutil
+
 from lm.tasks.base import Task, TaskStore
 
-__all__ = ['Task', 'TaskStore', 'associative_recall', 'induction_heads', 'selective_copying']
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f'{__name__}.{_module.name}')
+
+__all__ = ['Task', 'TaskStore']

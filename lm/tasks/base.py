@@ -5,9 +5,10 @@
 
 An example is a sequence of tokens that the model reads from left to right; only the answers count, in the loss and in
 the accuracy. N examples of L + 1 tokens, L = train.context_length. Adding a task means adding one file with the
-configuration, and its name to `lm/tasks/__init__.py`.
+configuration to this room, which finds it by itself.
 """
 
+import abc
 import dataclasses
 import hashlib
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ SPLITS = ('train', 'validation', 'test')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(abc.ABC):
     """Base of the tasks (frozen dataclasses made by `@configurable`)."""
 
     train_examples: int = field(65_536, minimum=1, help='they come again every epoch')
@@ -34,17 +35,17 @@ class Task:
     whole_answers = True
     """What accuracy counts: examples whose answers are all right (True) or single answers (False)."""
 
+    @abc.abstractmethod
     def generate(self, draws: Draws, length: int) -> np.ndarray:
         """Token ids [N, length] of the examples whose random numbers `draws` holds; length = context length + 1."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def scored(self, tokens_BxN: jax.Array) -> jax.Array:
         """Bool [B, N - 1]: whether the token after each position is an answer."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def shortest_context(self) -> int:
         """The least context length that holds an example."""
-        raise NotImplementedError
 
     def examples(self, split: str, index_N: Sequence[int] | np.ndarray, context_length: int) -> np.ndarray:
         """Examples `index_N` of a split, [N, context_length + 1] int32.

@@ -3,6 +3,7 @@ import fcntl
 import hashlib
 import io
 import json
+import multiprocessing
 import pathlib
 import resource
 import signal
@@ -18,9 +19,12 @@ from rich.console import Console
 
 from lm.data.dataset import DataConfig
 from lm.data.prepare import stages as prepare_module
-from lm.data.prepare.shards import Job, _sample
-from lm.data.prepare.stages import PrepareConfig, main, prepare
-from lm.data.sources.base import Jsonl, TextFiles
+from lm.data.prepare.command import main
+from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.shards import Preparation, _sample
+from lm.data.prepare.stages import prepare
+from lm.data.sources.jsonl import Jsonl
+from lm.data.sources.text_files import TextFiles
 from lm.data.sources.tfds import Tfds
 from lm.data.store import TokenStore
 from lm.data.tokenizer import Tokenizer, TokenizerConfig, train
@@ -86,7 +90,7 @@ def test_killed_at_any_time_it_goes_on_and_changes_no_byte(corpus, reference, tm
     path = tmp_path / 'killed'
     work = path / 'unfinished'
     code = (
-        'from lm.data.prepare.stages import *; from lm.data.sources.base import TextFiles\n'
+        'from lm.data.prepare.stages import *; from lm.data.sources.text_files import TextFiles\n'
         'from lm.data.tokenizer import *\n'
         f'config = PrepareConfig(source=TextFiles(path={str(corpus)!r}), tokenizer={SMALL!r}, processes=2)\n'
         f'prepare(config, {str(path)!r})\n'
@@ -198,6 +202,23 @@ def test_bad_records_are_counted_and_named_or_stop(tmp_path):
         run(source, tmp_path / 'store', max_document_bytes=40_000, strict=True)
 
 
+def test_published_word_counts_are_recorded(tmp_path):
+    """Of a folder with PG-19's books as its authors distribute them, without its metadata.csv."""
+    corpus = write_text(tmp_path / 'text', files=2)
+    (corpus / 'validation' / '0.txt').unlink()
+    for i in range(50):
+        (corpus / 'validation' / f'{1022 + 911 * i}.txt').write_text(words(20, seed=i))
+    info = run(TextFiles(path=str(corpus)), tmp_path / 'store')
+    assert {name: split.get('published_words') for name, split in info['splits'].items()} == {
+        'train': None,
+        'validation': 3_007_061,
+        'test': None,
+    }
+    assert info['splits']['validation']['words'] == 50 * 21
+    store = TokenStore.open(str(tmp_path / 'store'))
+    assert (store.words('validation'), store.words('test')) == (3_007_061, 3001)
+
+
 def test_a_split_without_documents(tmp_path):
     write_text(tmp_path / 'text', files=1)
     (tmp_path / 'text' / 'test' / '0.txt').write_text('')
@@ -225,7 +246,7 @@ def test_an_existing_tokenizer(tmp_path):
 
 def test_the_sample_is_bounded_and_from_all_over(tmp_path):
     source = TextFiles(path=str(write_text(tmp_path, files=20, n=30_000)))
-    job = Job(source, 'none', 10**8, tmp_path, False)
+    job = Preparation(source, 'none', 10**8, tmp_path, False)
     shards = source.shards('train')
     total = sum(shard.bytes for shard in shards)
     sample = list(_sample(job, 300_000, shards))
@@ -240,22 +261,52 @@ def test_two_at_once_and_a_full_disk_are_one_line(tmp_path):
     corpus = write_text(tmp_path / 'text', files=2, n=60_000)
     path = tmp_path / 'store'
     experiment = types.SimpleNamespace(
-        prepare=PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL), data=DataConfig(path=str(path))
+        prepare=PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL, processes=1),
+        data=DataConfig(path=str(path)),
     )
     (path / 'unfinished').mkdir(parents=True)
     with (path / 'unfinished' / 'lock').open('w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(LmError, match='another `lm prepare` works on it'):
-            main(experiment, types.SimpleNamespace(strict=False, processes=1))
+            main(experiment, None)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # for the workers too
     try:
         with pytest.raises(LmError, match=r'File too large.*run the same command again') as error:
-            main(experiment, types.SimpleNamespace(strict=False, processes=1))
+            main(experiment, None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert '\n' not in str(error.value)
-    assert main(experiment, types.SimpleNamespace(strict=False, processes=1)) == 0
+    assert not multiprocessing.active_children()
+    assert main(experiment, None) == 0
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'message'),
+    [
+        ('', 'a file', r'store(/unfinished)?: Not a directory; something of another kind is needed there'),
+        ('unfinished', 'a file', r'store/unfinished: File exists; something of another kind'),
+        ('dataset.json', None, r'store: FAILED_PRECONDITION: .*dataset.json.*; run it again when mended'),
+        ('unfinished/settings.json', None, r'settings.json: Is a directory; something of another kind'),
+        ('unfinished/settings.json', '{"sour', r'settings.json: damaged; delete the folder .*unfinished'),
+    ],
+)
+def test_what_stands_in_the_way_is_one_line(tmp_path, name, content, message):
+    corpus, path = write_text(tmp_path / 'text', files=1), tmp_path / 'store' / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True) if content is None else path.write_text(content)
+    config = PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL, processes=1)
+    experiment = types.SimpleNamespace(prepare=config, data=DataConfig(path=str(tmp_path / 'store')))
+    with pytest.raises(LmError, match=message) as error:
+        main(experiment, None)
+    assert '\n' not in str(error.value)
+    assert error.value.exit_code in (2, 44)
+
+
+def test_no_usable_text_is_one_line(tmp_path):
+    (tmp_path / 'train.jsonl').write_bytes(b'caf\xe9\n\n{}\n')
+    with pytest.raises(MismatchError, match='no usable text to train the tokenizer on'):
+        run(Jsonl(path=str(tmp_path)), tmp_path / 'store')
 
 
 @needs_corpora

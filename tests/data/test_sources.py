@@ -1,15 +1,22 @@
 import gzip
 import json
+import os
+import pathlib
 import pickle
+import random
 import struct
 
 import pytest
 from corpora import CORPORA, needs_corpora, words, write_real_tfds, write_text, write_tfds
 
+from lm.config.configurable import REGISTRY
 from lm.data.prepare.cleaning import CLEANINGS
-from lm.data.sources import base as sources_module
+from lm.data.prepare.config import PrepareConfig
+from lm.data.sources import base, patterns
 from lm.data.sources import tfds as tfds_module
-from lm.data.sources.base import Jsonl, PythonSources, TextFiles
+from lm.data.sources.jsonl import Jsonl
+from lm.data.sources.python_sources import PythonSources
+from lm.data.sources.text_files import TextFiles
 from lm.data.sources.tfds import Tfds
 from lm.errors import ConfigError, MismatchError
 
@@ -32,6 +39,32 @@ def test_text_files_in_the_layout_of_pg19(tmp_path):
     assert texts(source, 'train') == [(tmp_path / 'train' / f'{i}.txt').read_text() for i in range(3)]
     assert len(texts(source, 'test')) == 1
     assert source.identity()['layout'] == 'pg19'
+
+
+def folder_of(tmp_path, numbers, split='validation'):
+    folder = tmp_path / f'{len(list(tmp_path.iterdir()))}' / split
+    folder.mkdir(parents=True)
+    for number in numbers:
+        (folder / f'{number}.txt').write_text('a book')
+    return TextFiles(path=str(folder.parent))
+
+
+def test_pg19_is_known_by_the_names_and_the_number_of_its_books(tmp_path):
+    books = [10_762 + 977 * i for i in range(50)]
+    assert folder_of(tmp_path, books).published_words('validation', 50) == 3_007_061
+    assert folder_of(tmp_path, [*books, *(b + 1 for b in books)], 'test').published_words('test', 100) == 6_966_499
+    assert folder_of(tmp_path, books[:-1]).published_words('validation', 49) is None
+    assert folder_of(tmp_path, books).published_words('validation', 49) is None  # one of them is a bad record
+    assert folder_of(tmp_path, range(50)).published_words('validation', 50) is None
+    assert folder_of(tmp_path, range(10_000, 10_050)).published_words('validation', 50) is None
+    assert folder_of(tmp_path, [f'{b}-0' for b in books]).published_words('validation', 50) is None
+    assert folder_of(tmp_path, books, 'train').published_words('train', 50) is None
+    described = folder_of(tmp_path, range(50))
+    (tmp_path / described.path / 'metadata.csv').write_text('')
+    assert described.published_words('validation', 50) == 3_007_061
+    assert Tfds(name='pg19').published_words('test', 100) == 6_966_499
+    assert Tfds(name='c4/en').published_words('test', 100) is None
+    assert Jsonl(path='x').published_words('test', 100) is None
 
 
 def test_a_flat_folder_is_split_by_hash(tmp_path):
@@ -87,7 +120,8 @@ def test_jsonl_does_not_depend_on_the_cuts(tmp_path, monkeypatch):
     whole = documents(source, 'train')
     assert len(whole) == 200
     for size in (1, 2, 97, 4096):
-        monkeypatch.setattr(sources_module, 'shard_bytes', lambda total, size=size: size)
+        for module in (base, patterns):
+            monkeypatch.setattr(module, 'shard_bytes', lambda total, size=size: size)
         assert len(source.shards('train')) > 5
         assert documents(source, 'train') == whole
 
@@ -116,6 +150,35 @@ def test_a_truncated_gzip_stops(tmp_path):
     (tmp_path / 'train.jsonl.gz').write_bytes(content[:-2000])
     with pytest.raises(MismatchError, match=r'train.jsonl.gz: damaged behind byte \d+'):
         documents(Jsonl(path=str(tmp_path)), 'train')
+
+
+def test_an_empty_gzip_stops(tmp_path):
+    (tmp_path / 'train.jsonl.gz').write_bytes(b'')
+    with pytest.raises(MismatchError, match=r'train.jsonl.gz: empty, .*fetch it again'):
+        Jsonl(path=str(tmp_path)).shards('train')
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    """A folder is passed over; what would hang, or has vanished with its disk, is refused."""
+    write_text(tmp_path, files=2)
+    (tmp_path / 'train' / 'folder.txt').mkdir()
+    (tmp_path / 'train.jsonl').mkdir()
+    source = TextFiles(path=str(tmp_path))
+    assert len(texts(source, 'train')) == 2
+    with pytest.raises(ConfigError, match='no such files'):
+        Jsonl(path=str(tmp_path)).splits()
+    os.mkfifo(tmp_path / 'train' / 'pipe.txt')
+    (tmp_path / 'test' / 'link.txt').symlink_to('nowhere')
+    for split, name in (('train', 'pipe'), ('test', 'link')):
+        with pytest.raises(MismatchError, match=rf'{name}.txt: a broken link or no regular file; mend it'):
+            source.shards(split)
+    with pytest.raises(MismatchError, match='/dev/zero: a broken link or no regular file'):
+        Jsonl(path='/dev/zero').splits()
+
+
+def test_patterns_that_are_none(tmp_path):
+    with pytest.raises(ConfigError, match=r"jsonl.path = '.*/\*\*x': Invalid pattern.*; write another pattern"):
+        Jsonl(path=f'{tmp_path}/**x').splits()
 
 
 def test_python_sources_are_there_and_reproducible():
@@ -165,7 +228,7 @@ def test_tfds_array_record(data_dir, monkeypatch):
     assert sorted(d.text for d in found if not d.error) == sorted(t for t in TEXTS if isinstance(t, str))
     assert [d.error for d in found if d.error] == ['invalid UTF-8']
     monkeypatch.setattr(tfds_module, 'shard_bytes', lambda total: 500)
-    monkeypatch.setattr(sources_module, 'shard_bytes', lambda total: 500)
+    monkeypatch.setattr(base, 'shard_bytes', lambda total: 500)
     assert len(source.shards('train')) > 5
     assert documents(source, 'train') == found
     assert len(documents(Tfds(name='tiny', data_dir=str(data_dir), version='0.9.10'), 'train')) == 5
@@ -185,7 +248,7 @@ def as_tf_records(folder):
         for record in reader.read(0, reader.num_records()):
             head = struct.pack('<Q', len(record))
             for part in (head, record):
-                framed += part + struct.pack('<I', tfds_module._masked(tfds_module._crc32c(part)))
+                framed += part + tfds_module.masked_crc(part)
         reader.close()
         (folder / path.name.replace('array_record', 'tfrecord')).write_bytes(framed)
         path.unlink()
@@ -210,7 +273,17 @@ def test_tfds_tf_record(data_dir, tmp_path, monkeypatch):
     file.write_bytes(b'\x01' + content[1:])
     with pytest.raises(MismatchError, match='damaged at record 0'):
         documents(source, 'train')
-    assert tfds_module._crc32c(b'123456789') == 0xE3069283
+    for seed in range(200):  # no flipped bit is read, wherever it lies
+        damaged, draw = bytearray(content), random.Random(seed)
+        damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        file.write_bytes(damaged)
+        with pytest.raises(MismatchError, match=r'damaged at record \d+'):
+            documents(source, 'train')
+
+
+def test_checksum_of_tf_records():
+    """The check value of crc32c is 0xE3069283; rotated right by 15 bits and 0xA282EAD8 added."""
+    assert tfds_module.masked_crc(b'123456789') == struct.pack('<I', 0xC78AB0E5)
 
 
 def test_tfds_damaged_array_record(data_dir, tmp_path):
@@ -242,3 +315,12 @@ def test_wiki40b_markers():
     )
     assert CLEANINGS['wiki40b_strip'](article) == 'Title\nHead\nOne.\nTwo.\nX'
     assert CLEANINGS['none'](article) == article
+
+
+def test_each_file_of_the_room_is_found():
+    """A source that is not named anywhere else can be named in gin, and stands in the lists of error messages."""
+    files = {path.stem for path in pathlib.Path(base.__file__).parent.glob('*.py')} - {'__init__'}
+    made = {cls.__module__.rpartition('.')[2] for cls in REGISTRY.values() if issubclass(cls, base.Source)}
+    assert files - made == {'base', 'folder', 'patterns'}
+    with pytest.raises(ConfigError, match=r'one of @jsonl\(\), .*@python_sources\(\), @text_files\(\), @tfds\(\)'):
+        PrepareConfig(source='jsonl')

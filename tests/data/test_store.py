@@ -17,7 +17,7 @@ from lm.errors import ConfigError, MismatchError
 MODEL = train(TokenizerConfig(vocab_size=400), [words(5000, seed=2)])
 
 
-def write_store(path, tokens, ends, splits=('train', 'validation'), **info):
+def write_store(path, tokens, ends, splits=('train', 'validation'), published=None, **info):
     import hashlib
 
     digest = split_digest(hashlib.sha256(tokens.tobytes()), ends)
@@ -32,7 +32,9 @@ def write_store(path, tokens, ends, splits=('train', 'validation'), **info):
         {
             'source': {'kind': 'tfds', 'name': 'pg19'},
             'dtype': tokens.dtype.name,
-            'splits': {split: dict(counts) for split in splits},
+            'splits': {
+                split: counts | ({'published_words': published[split]} if published else {}) for split in splits
+            },
             'tokenizer': {'sha256': tokenizer.sha256, 'eod_id': 1},
         }
         | info,
@@ -142,8 +144,11 @@ def test_missing_edited_and_foreign_parts(copy, tmp_path):
         TokenStore.open(DataConfig().path)
     with pytest.raises(MismatchError, match=r'no finished token store is there; run `lm prepare` first'):
         TokenStore.open(str(tmp_path / 'nothing'))
-    with pytest.raises(ConfigError, match=r"data.path = 'ftp://x/y': .*use a folder"):
-        TokenStore.open('ftp://x/y')
+    for path in ('http://x/y', 'https://x/y', 'ftp://x/y'):
+        with pytest.raises(ConfigError, match=rf"data.path = '{path}': .*:// is not supported; use a folder"):
+            TokenStore.open(path)
+    with pytest.raises(ConfigError, match=r"data.path = '~nosuchuser': no such user"):
+        TokenStore.open('~nosuchuser')
     with pytest.raises(ConfigError, match=r"split 'test': .* has train, validation"):
         TokenStore.open(str(copy)).tokens('test')
     with pytest.raises(IndexError):
@@ -154,12 +159,18 @@ def test_missing_edited_and_foreign_parts(copy, tmp_path):
         TokenStore.open(str(copy)).tokenizer()
     info = json.loads((copy / 'dataset.json').read_text())
     info['splits']['train']['words'] += 1
-    (copy / 'dataset.json').write_text(json.dumps(info))
-    with pytest.raises(MismatchError, match=r'dataset.json is damaged or was edited'):
-        TokenStore.open(str(copy))
+    for content in (json.dumps(info).encode(), b'', b'\xff\x00', b'[]', b'[' * 100_000):
+        (copy / 'dataset.json').write_bytes(content)
+        with pytest.raises(MismatchError, match=r'dataset.json is damaged or was edited'):
+            TokenStore.open(str(copy))
 
 
-def test_published_word_counts_of_pg19(tmp_path, tokens):
+def test_words_are_those_that_were_published(tmp_path, tokens):
+    write_store(str(tmp_path), tokens[:1000], np.array([1000]), ('test',), published={'test': 77})
+    assert TokenStore.open(str(tmp_path)).words('test') == 77
+
+
+def test_published_word_counts_of_pg19_in_stores_that_do_not_record_them(tmp_path, tokens):
     def words_of(documents, split, **info):
         path = str(tmp_path / f'{documents}-{split}-{len(info)}')
         write_store(path, tokens[:1000], np.arange(1, documents + 1), (split,), **info)
@@ -174,5 +185,5 @@ def test_published_word_counts_of_pg19(tmp_path, tokens):
 
 def test_preparing_and_reading_import_no_heavy_library():
     heavy = ['jax', 'tensorflow', 'tensorflow_datasets', 'clu', 'gin']
-    code = f'import sys, lm.data.store, lm.data.prepare.stages; print([m for m in {heavy} if m in sys.modules])'
+    code = f'import sys, lm.data.store, lm.data.prepare.command; print([m for m in {heavy} if m in sys.modules])'
     assert subprocess.check_output([sys.executable, '-c', code], text=True).strip() == '[]'

@@ -102,3 +102,9 @@ def test_an_existing_model(tmp_path):
 @given(texts.filter(bool) | st.text(alphabet='a \x85\xa0\u1680\u2003\u2028\u3000\x1c\x1f\v\f\u200bé', min_size=1))
 def test_count_words_is_split(text):
     assert count_words(text, text.encode()) == len(text.split())
+
+
+def test_where_a_model_cannot_be():
+    for path, message in (('http://x/y', 'http:// is not supported'), ('~nosuchuser/x', 'no such user')):
+        with pytest.raises(ConfigError, match=f"tokenizer.model_path = '{path}': {message}"):
+            Tokenizer.load(path)

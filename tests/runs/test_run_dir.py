@@ -9,8 +9,8 @@ import types
 import numpy as np
 import pytest
 
-from lm.runs import metrics_file
 from lm.errors import ConfigError, MismatchError
+from lm.runs import metrics_file
 from lm.runs.run_dir import RunDir, check_name, check_path, config_differences, git_commit
 
 OLD = """# A complete configuration
@@ -102,7 +102,7 @@ def test_a_damaged_run_json_does_not_stop_a_run(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    'path', ['../x', 'a/../b', '/tmp/..', 'gs://bucket/../x', 'a\\..\\b', '', ' ', 'a\nb', 'x' * 300]
+    'path', ['../x', 'a/../b', '/tmp/..', 'gs://bucket/../x', 'a\\..\\b', '', ' ', 'a\nb', 'x' * 300, 'http://x/y']
 )
 def test_hostile_paths_are_refused(path):
     with pytest.raises(ConfigError, match='--run_dir'):

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import tiny
 
+import lm.tasks
 from lm.attention.softmax import Softmax
+from lm.config.configurable import REGISTRY
+from lm.config.text import dump
 from lm.data.dataset import DataConfig
 from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator
-from lm.experiment import load as config
+from lm.experiment import load
 from lm.model import ModelConfig
-from lm.tasks import TaskStore
+from lm.tasks import Task, TaskStore
 from lm.tasks.associative_recall import AssociativeRecall
 from lm.tasks.draws import Draws
 from lm.tasks.induction_heads import InductionHeads
@@ -218,7 +221,7 @@ def test_the_fingerprint_is_that_of_the_examples():
 @pytest.mark.parametrize('name', ['induction_heads', 'selective_copying', 'associative_recall'])
 def test_the_shipped_configurations_are_the_papers(name):
     for mechanism in ('softmax', 'polynomial'):
-        experiment = config.load([f'configs/tasks/{name}.gin', f'configs/attention/{mechanism}.gin'])
+        experiment = load([f'configs/tasks/{name}.gin', f'configs/attention/{mechanism}.gin'])
         model, train = experiment.model, experiment.train
         assert (model.n_layers, model.n_heads, model.head_dim, model.d_model) == (2, 8, 16, 128)
         assert train.batch_size == 64
@@ -227,11 +230,11 @@ def test_the_shipped_configurations_are_the_papers(name):
         assert task.vocab_size == model.vocab_size
         assert task.train_examples == 65_536
         assert task.examples('train', range(2), train.context_length).shape == (2, train.context_length + 1)
-        assert config.load([], config_lines(experiment)) == experiment
+        assert load([], config_lines(experiment)) == experiment
 
 
 def config_lines(experiment) -> list[str]:
-    return [line for line in config.dump(experiment).splitlines() if line and not line.startswith('#')]
+    return [line for line in dump(experiment).splitlines() if line and not line.startswith('#')]
 
 
 # ---------------------------------------------------------------------------------------------------------- whole runs
@@ -350,3 +353,14 @@ def test_associative_recall_separates_the_mechanisms(tmp_path):
     assert accuracy['softmax'] > 0.999
     assert accuracy['llops'] > 0.999
     assert accuracy['taylor'] < 0.998
+
+
+def test_each_file_of_the_room_is_found():
+    """A task that is not named anywhere else can be named in gin, and stands in the lists of error messages."""
+    files = {path.stem for path in pathlib.Path(lm.tasks.__file__).parent.glob('*.py')}
+    made = {cls.__module__.rpartition('.')[2] for cls in REGISTRY.values() if issubclass(cls, Task)}
+    assert files - made == {'__init__', 'base', 'draws'}
+    with pytest.raises(
+        ConfigError, match=r'one of @associative_recall\(\), @induction_heads\(\), @selective_copying\(\)'
+    ):
+        DataConfig(task='induction_heads')

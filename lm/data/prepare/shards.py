@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 
 from lm.data.prepare.cleaning import CLEANINGS
-from lm.data.sources.base import Document, Shard, Source
+from lm.data.sources import Source
+from lm.data.sources.base import Document, Shard
 from lm.data.tokenizer import Tokenizer, TokenizerConfig, sentences, train
 from lm.errors import MismatchError
+from lm.files import write_atomically
 
 BATCH_BYTES = 1_000_000
 """Documents tokenised together."""
@@ -36,7 +38,7 @@ _tokenizers: dict[pathlib.Path, Tokenizer] = {}
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class Preparation:
     """What all shards of a preparation have in common."""
 
     source: Source
@@ -79,10 +81,10 @@ class Result:
     def write(self, tokens: list[np.ndarray], lengths: list[np.ndarray], counts: dict[str, Any]) -> None:
         self.base.parent.mkdir(parents=True, exist_ok=True)
         sizes = {
-            '.tokens': write_whole(self.base.with_suffix('.tokens'), tokens),
-            '.lengths': write_whole(self.base.with_suffix('.lengths'), lengths),
+            '.tokens': write_atomically(self.base.with_suffix('.tokens'), tokens),
+            '.lengths': write_atomically(self.base.with_suffix('.lengths'), lengths),
         }
-        write_whole(self.base.with_suffix('.json'), [json.dumps(counts | {'sizes': sizes}).encode()])
+        write_atomically(self.base.with_suffix('.json'), json.dumps(counts | {'sizes': sizes}))
 
 
 def initialize(progress: Any) -> None:
@@ -100,7 +102,7 @@ def initialize(progress: Any) -> None:
         threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
-def tokenize(job: Job, shard: Shard, index: int) -> None:
+def tokenize(job: Preparation, shard: Shard, index: int) -> None:
     """Writes the intermediate files of a shard, if they are not there yet."""
     result = job.result(shard, index)
     if result.counts():
@@ -129,12 +131,13 @@ def tokenize(job: Job, shard: Shard, index: int) -> None:
     result.write(tokens, lengths, counts)
 
 
-def train_tokenizer(job: Job, config: TokenizerConfig, shards: list[Shard]) -> None:
+def train_tokenizer(job: Preparation, config: TokenizerConfig, shards: list[Shard]) -> None:
     """Trains the tokenizer on a sample of the shards and writes its model."""
-    write_whole(job.model, [train(config, _sample(job, config.sample_bytes, shards))])
+    job.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(job.model, train(config, _sample(job, config.sample_bytes, shards)))
 
 
-def documents(job: Job, shard: Shard) -> Iterator[Document]:
+def documents(job: Preparation, shard: Shard) -> Iterator[Document]:
     """The cleaned documents of a shard; bad ones carry the reason. Raises MismatchError for those if strict."""
     clean = CLEANINGS[job.cleaning]
     for document in job.source.read(shard, job.max_document_bytes):
@@ -167,7 +170,7 @@ def _fault(text: str) -> str | None:
     return None
 
 
-def _batches(job: Job, shard: Shard) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
+def _batches(job: Preparation, shard: Shard) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
     texts, bad, size = [], [], 0
     for document in documents(job, shard):
         if document.error:
@@ -182,7 +185,7 @@ def _batches(job: Job, shard: Shard) -> Iterator[tuple[list[str], list[dict[str,
         yield texts, bad
 
 
-def _sample(job: Job, limit: int, shards: list[Shard]) -> Iterator[str]:
+def _sample(job: Preparation, limit: int, shards: list[Shard]) -> Iterator[str]:
     """Text of at most `limit` bytes from all over the shards.
 
     Shards spread evenly over the split are read, about SAMPLE_READ times the limit, and evenly spread pieces of their
@@ -206,24 +209,6 @@ def _sample(job: Job, limit: int, shards: list[Shard]) -> Iterator[str]:
                 if taken > limit:
                     return
                 yield piece
-
-
-def write_whole(path: pathlib.Path, parts: list[Any]) -> int:
-    """Writes a file that appears whole or not at all; returns its size in bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f'.{path.name}.{os.getpid()}')
-    try:
-        with temporary.open('wb') as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return size
 
 
 def fingerprint(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""`lm prepare`: text → token store (lm.data.store).
+"""The stages of a preparation: text → token store (lm.data.store).
 
 1. A tokenizer is trained on a sample of the training split.
 2. Processes tokenise shards of the source into intermediate files.
@@ -10,8 +10,8 @@ of processes or on interruptions, to the last byte.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -29,69 +29,16 @@ from rich.console import Console
 from rich.table import Table
 
 import lm
-import lm.data.sources.tfds
-from lm.config.configurable import configurable, field
 from lm.data import store
 from lm.data.prepare import shards as work
-from lm.data.prepare.cleaning import CLEANINGS
+from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.meter import Meter
-from lm.data.sources.base import Shard, Source
-from lm.data.tokenizer import Tokenizer, TokenizerConfig
-from lm.errors import ConfigError, LmError, MismatchError, Preempted
+from lm.data.sources.base import Shard
+from lm.data.tokenizer import Tokenizer
+from lm.errors import ConfigError, LmError, MismatchError
+from lm.files import LockedError, is_remote, local_path, lock, write_atomically
 
 FORMAT = 1
-
-
-@configurable('prepare')
-class PrepareConfig:
-    """How `lm prepare` makes the token store `data.path`."""
-
-    source: Source | None = field(None, help='where the documents come from: @tfds(), @text_files(), @jsonl() …')
-    splits: tuple[str, ...] | None = field(None, help='the splits to prepare; None: all that the source has')
-    cleaning: str = field('none', choices=tuple(CLEANINGS), help='what is done to the text before it is tokenised')
-    tokenizer: TokenizerConfig = field(TokenizerConfig(), help='@tokenizer()')
-    max_document_bytes: int = field(100_000_000, minimum=1, help='longer documents are bad records')
-    strict: bool = field(False, help='stop at the first bad record instead of listing it in bad_records.jsonl')
-    processes: int | None = field(None, minimum=1, help='worker processes; None: one a CPU core')
-
-
-def main(experiment: Any, arguments: Any) -> int:
-    """Prepares `experiment.data.path` as `experiment.prepare` says.
-
-    Args:
-        experiment: has `prepare` (PrepareConfig) and `data` (DataConfig).
-        arguments: may have `strict` (bool) and `processes` (int or None), which go before the configuration's.
-
-    Raises:
-        ConfigError: something is wrong or missing in the configuration, or the store exists with another one.
-        MismatchError: the source is damaged, or has bad records and `strict` is set.
-    """
-    config: PrepareConfig = experiment.prepare
-    changes = {'strict': config.strict or bool(getattr(arguments, 'strict', False))}
-    if getattr(arguments, 'processes', None) is not None:
-        changes['processes'] = arguments.processes
-    config = dataclasses.replace(config, **changes)
-    try:
-        prepare(config, experiment.data.path)
-    except concurrent.futures.process.BrokenProcessPool:
-        raise LmError(
-            'a worker process was killed, most likely for want of memory; run the same command again (finished shards '
-            'are kept), with fewer --processes'
-        ) from None
-    except ImportError as error:  # of what reads gs:// and s3://
-        raise ConfigError(f'{" ".join(str(error).split())[:300]}: install it and run the same command again') from None
-    except OSError as error:
-        place = f'{error.filename}: ' if error.filename else ''
-        raise LmError(
-            f'{place}{error.strerror or error}; mend that and run the same command again: finished shards are kept'
-        ) from None
-    except KeyboardInterrupt:
-        raise Preempted('stopped; the same command goes on from here') from None
-    except ValueError as error:
-        if 'RESOURCE_EXHAUSTED' in str(error) or 'PERMISSION_DENIED' in str(error) or 'No space left' in str(error):
-            raise LmError(f'{experiment.data.path}: {str(error).split(" [")[0]}; run it again when mended') from None
-        raise
-    return 0
 
 
 def prepare(config: PrepareConfig, path: str, console: Console | None = None) -> dict[str, Any]:
@@ -116,13 +63,13 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
     config.source.fetch(lambda line: console.print(line, highlight=False))
     settings = _settings(config)
     folder = _folder(path)
-    with _lock(folder):
+    with _alone(folder):
         try:
             info = _prepare(config, path, folder, settings, console)
         finally:
             if info or not (folder / 'tokenizer.model').exists():  # done, or nothing done that is worth keeping
                 shutil.rmtree(folder)
-                if not info and not store.is_remote(path) and not any(folder.parent.iterdir()):
+                if not info and not is_remote(path) and not any(folder.parent.iterdir()):
                     folder.parent.rmdir()
     console.print(_table(info))
     bad = sum(split['bad_records'] for split in info['splits'].values())
@@ -139,7 +86,7 @@ def _prepare(
     shards = {name: config.source.shards(name) for name in names}
     listing = work.fingerprint([dataclasses.astuple(shard) for name in names for shard in shards[name]])
     _remember(folder, settings | {'listing': listing}, path)
-    job = work.Job(config.source, config.cleaning, config.max_document_bytes, folder, config.strict)
+    job = work.Preparation(config.source, config.cleaning, config.max_document_bytes, folder, config.strict)
     todo = [(shard, i) for name in names for i, shard in enumerate(shards[name])]
     total = sum(shard.bytes for shard, _ in todo)
     processes = max(1, min(config.processes or os.cpu_count() or 1, len(todo)))
@@ -148,10 +95,7 @@ def _prepare(
         f'{processes} processes',
         highlight=False,
     )
-    context = multiprocessing.get_context('spawn')
-    progress = context.Array('q', 2)
-    pool = concurrent.futures.ProcessPoolExecutor(processes, context, work.initialize, (progress,))
-    try:
+    with _workers(processes) as (pool, progress):
         _train(config, job, shards, pool, console)
         finished = [bool(job.result(shard, i).counts()) for shard, i in todo]
         done = sum(shard.bytes for (shard, _), is_done in zip(todo, finished, strict=True) if is_done)
@@ -172,12 +116,12 @@ def _prepare(
                 f'{progress[1] / seconds / 1e6:.2f} M tokens/s',
                 highlight=False,
             )
-    finally:
-        _stop(pool)
     return assemble(config, path, job, shards, settings, console)
 
 
-def _train(config: PrepareConfig, job: work.Job, shards: dict[str, list[Shard]], pool: Any, console: Console) -> None:
+def _train(
+    config: PrepareConfig, job: work.Preparation, shards: dict[str, list[Shard]], pool: Any, console: Console
+) -> None:
     if job.model.exists():
         return
     name = 'train' if 'train' in shards else next(iter(shards))
@@ -209,20 +153,30 @@ def _wait(futures: list[concurrent.futures.Future]) -> Iterator[None]:
         yield
 
 
-def _stop(pool: concurrent.futures.ProcessPoolExecutor) -> None:
-    """Ends the workers at once: what they have not finished will be done again."""
-    workers = list((pool._processes or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    for worker in workers:
-        worker.terminate()
-    for worker in workers:
-        worker.join()
+@contextlib.contextmanager
+def _workers(processes: int) -> Iterator[tuple[concurrent.futures.ProcessPoolExecutor, Any]]:
+    """The worker processes and their array of bytes read and tokens made.
+
+    Leaving ends the workers at once: what they have not finished will be done again.
+    """
+    context, others = multiprocessing.get_context('spawn'), multiprocessing.active_children()
+    progress = context.Array('q', 2)
+    pool = concurrent.futures.ProcessPoolExecutor(processes, context, work.initialize, (progress,))
+    try:
+        yield pool, progress
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        own = [child for child in multiprocessing.active_children() if child not in others]
+        for worker in own:
+            worker.terminate()
+        for worker in own:
+            worker.join()
 
 
 def assemble(
     config: PrepareConfig,
     path: str,
-    job: work.Job,
+    job: work.Preparation,
     shards: dict[str, list[Shard]],
     settings: dict[str, Any],
     console: Console,
@@ -245,6 +199,9 @@ def assemble(
             blocks = _digested((result.tokens(tokenizer.dtype) for result in results), digest, meter)
             store.write_array(path, name, 'tokens', blocks, split['tokens'], tokenizer.dtype.name)
         store.write_array(path, name, 'document_ends', [ends], len(ends), 'int64')
+        published = config.source.published_words(name, split['documents'])
+        if published is not None:
+            split['published_words'] = published
         splits[name] = split | {'sha256': store.split_digest(digest, ends)}
     store.write_file(path, 'tokenizer.model', tokenizer.model)
     store.write_file(path, 'bad_records.jsonl', ''.join(json.dumps(record) + '\n' for record in bad).encode())
@@ -326,37 +283,32 @@ def _check_strict(config: PrepareConfig, path: str, info: dict[str, Any]) -> Non
 
 def _folder(path: str) -> pathlib.Path:
     """Where the intermediate files go: into the store's own folder, or for a bucket below the current one."""
-    if not store.is_remote(path):
-        return store.local_folder(path) / 'unfinished'
+    if not is_remote(path):
+        return local_path(path, 'data.path') / 'unfinished'
     return pathlib.Path('data') / f'unfinished-{hashlib.sha256(path.encode()).hexdigest()[:12]}'
 
 
-class _lock:
-    """Holds off a second preparation of the same store; the lock goes with the process, however it ends."""
-
-    def __init__(self, folder: pathlib.Path):
-        self.folder = folder
-
-    def __enter__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = (self.folder / 'lock').open('w')
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LmError(
-                f'{self.folder.parent}: another `lm prepare` works on it; wait for its end or stop it'
-            ) from None
-
-    def __exit__(self, *_) -> None:
-        self.file.close()
+@contextlib.contextmanager
+def _alone(folder: pathlib.Path) -> Iterator[None]:
+    """Holds off a second preparation of the same store."""
+    try:
+        file = lock(folder / 'lock')
+    except LockedError:
+        raise LmError(f'{folder.parent}: another `lm prepare` works on it; wait for its end or stop it') from None
+    with file:
+        yield
 
 
 def _remember(folder: pathlib.Path, settings: dict[str, Any], path: str) -> None:
     file = folder / 'settings.json'
     if file.exists():
-        _compare(json.loads(file.read_text()), settings, f'{path} is unfinished and was begun')
+        try:
+            begun = json.loads(file.read_bytes())
+        except (ValueError, RecursionError):
+            raise MismatchError(f'{file}: damaged; delete the folder {folder} and run the same command again') from None
+        _compare(begun, settings, f'{path} is unfinished and was begun')
     else:
-        work.write_whole(file, [json.dumps(settings, indent=2).encode()])
+        write_atomically(file, json.dumps(settings, indent=2))
 
 
 def _table(info: dict[str, Any]) -> Table:

@@ -8,9 +8,13 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+import google_crc32c
+
 from lm.config.configurable import configurable, field
-from lm.data.sources.base import Document, Part, Shard, Source, group, open_path, shard_bytes
+from lm.data import pg19
+from lm.data.sources.base import Document, Part, Shard, Source, decode, group, shard_bytes, too_long
 from lm.errors import ConfigError, MismatchError
+from lm.files import is_remote, open_path
 
 _TEXT_FEATURES = {'pg19': 'book_text'}
 _BATCH = 256
@@ -34,6 +38,9 @@ class Tfds(Source):
 
     def identity(self) -> dict[str, Any]:
         return {'kind': 'tfds', 'name': self.name, 'version': self._folder().name, 'text_feature': self._feature()}
+
+    def published_words(self, split: str, documents: int) -> int | None:
+        return pg19.published_words(split, documents) if self.name == 'pg19' else None
 
     def fetch(self, log) -> None:
         if self._versions():
@@ -65,7 +72,7 @@ class Tfds(Source):
     def shards(self, split: str) -> list[Shard]:
         folder = self._folder()
         info = _info(str(folder))
-        if info.file_format.value == 'array_record' and '://' in str(folder):
+        if info.file_format.value == 'array_record' and is_remote(folder):
             raise ConfigError(
                 f'tfds.data_dir = {self.data_dir!r}: ArrayRecord files are read from disks only; copy them or mount '
                 'the bucket with gcsfuse'
@@ -96,25 +103,19 @@ class Tfds(Source):
             for i, record in enumerate(_records(folder / part.file, part), part.start):
                 identifier = f'{part.file}#{i}'
                 if len(record) > 2 * max_bytes:
-                    yield Document(identifier, error=f'longer than {max_bytes} bytes')
+                    yield too_long(identifier, max_bytes)
                     continue
                 try:
                     value = tf_example_pb2.Example.FromString(record).features.feature[feature].bytes_list.value[0]
                 except Exception as error:
                     raise _damaged(folder / part.file, i, error) from None
-                try:
-                    if len(value) > max_bytes:
-                        yield Document(identifier, error=f'longer than {max_bytes} bytes')
-                    else:
-                        yield Document(identifier, value.decode('utf-8'))
-                except UnicodeDecodeError:
-                    yield Document(identifier, error='invalid UTF-8')
+                yield decode(identifier, value, max_bytes)
 
     def _feature(self) -> str:
         return self.text_feature or _TEXT_FEATURES.get(self.name.split('/')[0], 'text')
 
     def _data_dir(self) -> Any:
-        return open_path(self.data_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets')
+        return open_path(self.data_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets', 'tfds.data_dir')
 
     def _versions(self) -> list[Any]:
         """The prepared versions, oldest first."""
@@ -183,38 +184,26 @@ def _array_records(path: Any, part: Part) -> Iterator[bytes]:
 
 def _tf_records(path: Any, part: Part) -> Iterator[bytes]:
     """TFRecord framing: length, masked crc32c of the length, data, masked crc32c of the data, little-endian."""
-    try:
-        from google_crc32c import value as crc32c
-    except ImportError:  # comes with the extra [tfds]; without it only the framing is checked
-        crc32c = None
     with path.open('rb') as file:
         for i in range(part.stop):
             head = file.read(12)
-            if len(head) < 12 or struct.unpack('<I', head[8:])[0] != _masked(_crc32c(head[:8])):
+            if head[8:] != masked_crc(head[:8]):
                 raise _damaged(path, i, 'the length of a record is wrong')
             length = struct.unpack('<Q', head[:8])[0]
             if i < part.start:
                 file.seek(length + 4, 1)
                 continue
-            record, check = file.read(length), file.read(4)
-            if len(check) < 4 or (crc32c and struct.unpack('<I', check)[0] != _masked(crc32c(record))):
+            record = file.read(length)
+            if file.read(4) != masked_crc(record):
                 raise _damaged(path, i, 'the checksum of a record is wrong')
             yield record
 
 
+def masked_crc(content: bytes) -> bytes:
+    """The checksum [4 bytes] of TFRecord files: crc32c, rotated by 15 bits, a constant added."""
+    crc = google_crc32c.value(content)
+    return struct.pack('<I', ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
 def _damaged(path: Any, record: int, error: Exception | str) -> MismatchError:
     return MismatchError(f'{path}: damaged at record {record} ({" ".join(str(error).split())[:150]}); fetch it again')
-
-
-def _masked(crc: int) -> int:
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _crc32c(content: bytes) -> int:
-    """Castagnoli's CRC, bit by bit: for the 8 bytes of a length."""
-    crc = 0xFFFFFFFF
-    for byte in content:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ 0x82F63B78 * (crc & 1)
-    return crc ^ 0xFFFFFFFF

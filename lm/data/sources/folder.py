@@ -1,0 +1,88 @@
+"""One document a file: what the sources of whole files share."""
+
+import abc
+import dataclasses
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from lm.config.configurable import field
+from lm.data.sources.base import Document, Part, Shard, Source, decode, file_size, group, hash_of, regular, too_long
+from lm.errors import ConfigError, MismatchError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Folder(Source):
+    """Base of the sources that read a folder of files, one document each.
+
+    A share of the files, by a hash of their names, is held out for validation; of a single file its end.
+    """
+
+    validation_fraction: float = field(0.05, above=0, below=1, help='of the files')
+
+    @abc.abstractmethod
+    def folder(self) -> Any:
+        """The folder, a path. Raises ConfigError if there is none."""
+
+    @abc.abstractmethod
+    def files(self, split: str) -> tuple[list[Any], bool]:
+        """The files with the documents of `split`, and whether they hold train and validation alike."""
+
+    def splits(self) -> tuple[str, ...]:
+        return 'train', 'validation'
+
+    def shards(self, split: str) -> list[Shard]:
+        folder = self.folder()
+        files, shared = self.files(split)
+        parts = []
+        for path in files:
+            size = file_size(path)
+            parts.append(Part(path.relative_to(folder).as_posix(), 0, size, size))
+        if not parts:
+            raise ConfigError(f'no .txt or .py files under {str(folder)!r}; name the folder that holds them')
+        if shared and len(parts) == 1:
+            parts = [_end_of_file(folder, parts[0], self.validation_fraction, split)]
+        elif shared:
+            parts = _by_hash(parts, self.validation_fraction, split)
+        return group(split, parts)
+
+    def read(self, shard: Shard, max_bytes: int) -> Iterator[Document]:
+        folder = self.folder()
+        for part in shard.parts:
+            if part.stop - part.start > max_bytes:
+                yield too_long(part.file, max_bytes)
+                continue
+            try:
+                with (folder / part.file).open('rb') as file:
+                    file.seek(part.start)
+                    content = file.read(part.stop - part.start)
+            except OSError as error:
+                raise MismatchError(
+                    f'{folder / part.file}: {error.strerror or error}; the source changed or cannot be read'
+                ) from None
+            yield decode(part.file, content, max_bytes)
+
+
+def find(folder: Any, suffix: str) -> list[Any]:
+    """The files of a folder, of the folders in it too unless it is a bucket, by name."""
+    if isinstance(folder, pathlib.Path):
+        return regular(folder.glob(f'**/*{suffix}'))
+    return sorted(folder.glob(f'*{suffix}'))
+
+
+def _by_hash(parts: list[Part], fraction: float, split: str) -> list[Part]:
+    count = max(1, round(fraction * len(parts)))
+    held_out = {part.file for part in sorted(parts, key=lambda part: hash_of(part.file))[:count]}
+    return [part for part in parts if (part.file in held_out) == (split == 'validation')]
+
+
+def _end_of_file(folder: Any, part: Part, fraction: float, split: str) -> Part:
+    """The file up to the line break before its last `fraction`, or what comes behind that."""
+    cut = part.stop - max(1, math.ceil(fraction * part.stop))
+    with (folder / part.file).open('rb') as file:
+        file.seek(cut)
+        cut += len(file.readline())
+    cut = cut if cut < part.stop else part.stop
+    start, stop = (0, cut) if split == 'train' else (cut, part.stop)
+    return Part(part.file, start, stop, stop - start)

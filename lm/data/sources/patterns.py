@@ -1,0 +1,91 @@
+"""Files of many documents each: what the sources of such files share, which is all but reading one of them."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lm.config.configurable import field
+from lm.data.sources.base import SPLITS, Document, Part, Shard, Source, file_size, group, hash_of, regular, shard_bytes
+from lm.errors import ConfigError
+from lm.files import open_path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FilePatterns(Source):
+    """Base of the sources that read files of many documents.
+
+    `path` is a folder with files {split}SUFFIX, {split}-…SUFFIX or {split}.…SUFFIX; or a pattern that says where the
+    split's name stands, such as 'c4/en/c4-{split}.*.json.gz'; or one file or a pattern without {split}, of whose
+    documents a share, chosen by a hash of their places, is held out for validation.
+    """
+
+    path: str = field(help="a file, a folder of files by split, or a pattern with * and possibly '{split}'")
+    validation_fraction: float = field(0.05, above=0, below=1, help='of files that belong to no split')
+
+    suffixes = ('',)
+    """How the files in a folder end."""
+
+    def parts(self, path: Any, unit: int) -> list[Part]:
+        """A file in pieces of about `unit` bytes of text where it can be cut; here it stays whole."""
+        return [Part(str(path), 0, -1, file_size(path))]
+
+    @abc.abstractmethod
+    def read_part(self, part: Part, max_bytes: int, wanted: Callable[[str], bool]) -> Iterator[Document]:
+        """The documents of a part in order whose ids `wanted` accepts.
+
+        An id is FILE@PLACE and does not depend on how the file is cut.
+        """
+
+    def splits(self) -> tuple[str, ...]:
+        found = tuple(s for s in SPLITS if self._files(s))
+        if found and self._by_split():
+            return found
+        if not self._files('train'):
+            raise ConfigError(
+                f'{self.gin_name}.path = {self.path!r}: no such files; name a file, a folder of '
+                f'{{split}}{self.suffixes[0]} or a pattern'
+            )
+        return 'train', 'validation'
+
+    def shards(self, split: str) -> list[Shard]:
+        files = self._files(split)
+        unit = shard_bytes(sum(map(file_size, files)))
+        parts = [part for path in files for part in self.parts(path, unit)]
+        return group(split, parts, None if self._by_split() else self.validation_fraction)
+
+    def read(self, shard: Shard, max_bytes: int) -> Iterator[Document]:
+        def wanted(identifier: str) -> bool:
+            held_out = shard.held_out is not None and hash_of(identifier.rsplit('/', 1)[-1]) < shard.held_out
+            return shard.held_out is None or held_out == (shard.split == 'validation')
+
+        for part in shard.parts:
+            yield from self.read_part(part, max_bytes, wanted)
+
+    def _open(self, split: str) -> Any:
+        return open_path(self.path.replace('{split}', split), f'{self.gin_name}.path')
+
+    def _by_split(self) -> bool:
+        return '{split}' in self.path or self._open('').is_dir()
+
+    def _files(self, split: str) -> list[Any]:
+        path = self._open(split)
+        if path.is_dir() and '{split}' not in self.path:
+            patterns = [f'{split}{rest}{suffix}' for rest in ('', '-*', '.*') for suffix in self.suffixes]
+            return regular({file for pattern in patterns for file in path.glob(pattern)})
+        if '*' not in str(path) and '?' not in str(path):
+            return regular([path] if path.exists() else [])
+        folder, pattern = _fixed_folder(path)
+        try:
+            return regular(folder.glob(pattern) if folder.exists() else [])
+        except (ValueError, NotImplementedError) as error:
+            reason = ' '.join(str(error).split())[:150]
+            raise ConfigError(f'{self.gin_name}.path = {self.path!r}: {reason}; write another pattern') from None
+
+
+def _fixed_folder(path: Any) -> tuple[Any, str]:
+    """The part of a pattern before its first wildcard, and the rest."""
+    fixed = path
+    while any(sign in str(fixed) for sign in '*?['):
+        fixed = fixed.parent
+    return fixed, str(path.relative_to(fixed))

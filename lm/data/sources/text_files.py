@@ -1,0 +1,44 @@
+"""Folders of text files."""
+
+from typing import Any
+
+from lm.config.configurable import configurable, field
+from lm.data import pg19
+from lm.data.sources.base import SPLITS
+from lm.data.sources.folder import Folder, find
+from lm.errors import ConfigError
+from lm.files import open_path
+
+
+@configurable('text_files')
+class TextFiles(Folder):
+    """A folder of .txt files, one document each.
+
+    Folders train/, validation/ and test/ in it are the splits: PG-19's own layout (its metadata.csv is not needed).
+    Otherwise a share of the files, by a hash of their names, is held out for validation; of a single file its end.
+    """
+
+    path: str = field(help='a folder of .txt files, or one that holds train/ validation/ test/')
+    validation_fraction: float = field(0.05, above=0, below=1, help='of a folder without folders for the splits')
+
+    def identity(self) -> dict[str, Any]:
+        return super().identity() | ({'layout': 'pg19'} if (self.folder() / 'metadata.csv').exists() else {})
+
+    def published_words(self, split: str, documents: int) -> int | None:
+        names = [path.name for path in self.files(split)[0]]
+        is_pg19 = 'layout' in self.identity() or (len(names) == documents and pg19.are_books(names))
+        return pg19.published_words(split, documents) if is_pg19 else None
+
+    def splits(self) -> tuple[str, ...]:
+        folder = self.folder()
+        return tuple(s for s in SPLITS if (folder / s).is_dir()) or super().splits()
+
+    def folder(self) -> Any:
+        folder = open_path(self.path, 'text_files.path')
+        if not folder.is_dir():
+            raise ConfigError(f'text_files.path = {self.path!r}: no such folder; name a folder of .txt files')
+        return folder
+
+    def files(self, split: str) -> tuple[list[Any], bool]:
+        own = self.folder() / split
+        return (find(own, '.txt'), False) if own.is_dir() else (find(self.folder(), '.txt'), True)

@@ -1,0 +1,109 @@
+import io
+import json
+import sys
+
+import pytest
+from corpora import words
+from rich.console import Console
+
+from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.stages import prepare
+from lm.data.sources.jsonl import Jsonl
+from lm.data.sources.parquet import Parquet
+from lm.data.tokenizer import TokenizerConfig
+from lm.errors import ConfigError, MismatchError
+
+pyarrow = pytest.importorskip('pyarrow')
+TEXTS = [words(1 + i % 40, seed=i) for i in range(200)]
+
+
+def write(path, texts=TEXTS, kind='string', rows=30, **options):
+    """A file of row groups, with another column and one of a confusing name in front."""
+    import pyarrow.parquet
+
+    columns = {'meta': [{'text': 'no'}] * len(texts), 'text': pyarrow.array(texts, kind)}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=rows, **options)
+    return str(path)
+
+
+def documents(source, split, max_bytes=10**8):
+    found = [d for shard in source.shards(split) for d in source.read(shard, max_bytes)]
+    assert len({d.id for d in found}) == len(found)
+    return found
+
+
+def texts(source, split):
+    return [d.text for d in documents(source, split)]
+
+
+@pytest.mark.parametrize('kind', ['string', 'large_string', 'binary'])
+def test_rows_come_in_order_by_split(tmp_path, kind):
+    content = [text.encode() for text in TEXTS] if kind == 'binary' else TEXTS
+    write(tmp_path / 'train-00000-of-00002.parquet', content[:150], kind)
+    write(tmp_path / 'train-00001-of-00002.parquet', content[150:], kind)
+    write(tmp_path / 'validation.parquet', content[:7], kind, compression='zstd')
+    for path in (tmp_path, tmp_path / '{split}*.parquet'):
+        source = Parquet(path=str(path))
+        assert source.splits() == ('train', 'validation')
+        assert texts(source, 'train') == TEXTS
+        assert texts(source, 'validation') == TEXTS[:7]
+
+
+def test_row_groups_are_the_parts(tmp_path):
+    source = Parquet(path=write(tmp_path / 'x.parquet'))
+    parts = [part for shard in source.shards('train') for part in shard.parts]
+    assert [(part.start, part.stop) for part in parts] == [(i, i + 1) for i in range(7)]
+    assert 0.8 < sum(part.bytes for part in parts) / sum(len(text) + 4 for text in TEXTS) < 1.2
+
+
+def test_a_share_is_held_out(tmp_path):
+    source = Parquet(path=write(tmp_path / 'x.parquet'), validation_fraction=0.2)
+    train, validation = texts(source, 'train'), texts(source, 'validation')
+    assert 25 < len(validation) < 55
+    assert sorted(train + validation) == sorted(TEXTS)
+
+
+def test_bad_rows_are_named(tmp_path):
+    source = Parquet(path=write(tmp_path / 'train.parquet', [b'good', b'caf\xe9', None, b'x' * 2000], 'binary'))
+    assert [(d.text, d.error) for d in documents(source, 'train', 1000) + documents(source, 'validation', 1000)] == [
+        ('good', None),
+        ('', 'invalid UTF-8'),
+        ('', "no text in field 'text'"),
+        ('', 'longer than 1000 bytes'),
+    ]
+
+
+def test_wrong_columns_and_files_are_one_line(tmp_path, monkeypatch):
+    path = write(tmp_path / 'x.parquet', write_page_checksum=True, compression='none')
+    for column in ('body', 'meta'):
+        with pytest.raises(ConfigError, match=rf"parquet.text_field = '{column}': .* has meta .*, text \(string\)"):
+            Parquet(path=path, text_field=column).shards('train')
+    with pytest.raises(ConfigError, match=r'no such files; name a file, a folder of {split}.parquet or a pattern'):
+        Parquet(path=str(tmp_path / 'nothing')).splits()
+    content = (tmp_path / 'x.parquet').read_bytes()
+    source = Parquet(path=path)
+    shards = source.shards('train')
+    place = content.index(TEXTS[39][-30:].encode())
+    (tmp_path / 'x.parquet').write_bytes(content[:place] + b'!' + content[place + 1 :])
+    with pytest.raises(MismatchError, match=r'x.parquet: not a readable Parquet file \(.*\); fetch the file again$'):
+        list(source.read(shards[0], 10**8))
+    for broken in (b'', content[:-20], b'text, not Parquet' * 9):
+        (tmp_path / 'x.parquet').write_bytes(broken)
+        with pytest.raises(MismatchError, match=r'x.parquet: not a readable Parquet file'):
+            source.shards('train')
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, 'pyarrow', None)
+        with pytest.raises(ConfigError, match=r"needs pyarrow; pip install 'lm-tpu\[parquet\]'"):
+            source.shards('train')
+
+
+def test_a_store_from_parquet_is_that_from_json_lines(tmp_path):
+    for split, own in {'train': TEXTS, 'validation': TEXTS[:9]}.items():
+        write(tmp_path / f'{split}.parquet', own)
+        (tmp_path / f'{split}.jsonl').write_text(''.join(json.dumps({'text': text}) + '\n' for text in own))
+    prints = set()
+    for source in (Parquet(path=str(tmp_path)), Jsonl(path=str(tmp_path))):
+        config = PrepareConfig(source=source, tokenizer=TokenizerConfig(vocab_size=400), processes=2)
+        info = prepare(config, str(tmp_path / source.gin_name), Console(file=io.StringIO()))
+        prints.add(info['fingerprint'])
+    assert len(prints) == 1
