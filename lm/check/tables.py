@@ -1,6 +1,6 @@
 """What `lm check` prints for people."""
 
-from lm.check.compiled_step import Check, Plan
+from lm.check.compiled_step import Budget, Check
 from lm.experiment import Experiment
 from lm.hardware import parse
 from lm.text import duration, si
@@ -8,24 +8,25 @@ from lm.text import duration, si
 WIDTH = 24
 
 
-def print_plan(plan: Plan, experiment: Experiment) -> None:
+def print_budget(budget: Budget, experiment: Experiment) -> None:
     """The configuration, in the words of `lm train`."""
     model, config = experiment.model, experiment.train
     mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
-    row('parameters', f'{plan.parameters_total:,} ({model.n_layers} layers of width {model.d_model}, {mechanisms})')
-    for part, count in plan.parameters.items():
+    row('parameters', f'{budget.parameters_total:,} ({model.n_layers} layers of width {model.d_model}, {mechanisms})')
+    for part, count in budget.parameters.items():
         if count:
             row(f'  {part}', f'{count:,}')
     microbatches = f'{config.microbatches} microbatch{"es" if config.microbatches > 1 else ""}'
     row(
         'tokens per step',
-        f'{plan.tokens_per_step:,} ({plan.windows_per_step:,} windows of {plan.tokens_per_window:,}, {microbatches})',
+        f'{budget.tokens_per_step:,} ({budget.windows_per_step:,} windows of {budget.tokens_per_window:,}, '
+        f'{microbatches})',
     )
-    row('tokens in total', f'{plan.tokens_total:,} ({plan.steps:,} steps)')
-    row('FLOPs per token', f'{si(plan.flops_per_token)}, forward and backward; {plan.flops_total:.3g} for the run')
+    row('tokens in total', f'{budget.tokens_total:,} ({budget.steps:,} steps)')
+    row('FLOPs per token', f'{si(budget.flops_per_token)}, forward and backward; {budget.flops_total:.3g} for the run')
 
 
-def print_check(check: Check, plan: Plan) -> None:
+def print_check(check: Check, budget: Budget) -> None:
     """One topology."""
     topology = parse(check.topology)
     chip, unit = topology.chip, 'chip' if check.devices == check.chips else 'core'
@@ -44,12 +45,12 @@ def print_check(check: Check, plan: Plan) -> None:
         row('  outputs', f'{memory.outputs_gib:.2f} GiB, {memory.aliased_gib:.2f} of it in place of the arguments')
         row('  temporaries', f'{memory.temporaries_gib:.2f} GiB: gradients, activations')
     if check.advice is not None:
-        print_advice(check, plan)
+        print_advice(check, budget)
     if check.roofline is None or not check.fits:
         return
     bound, speed = check.roofline, check.speed
     n = check.devices // check.chips
-    model_share = plan.flops_per_token * plan.tokens_per_step / check.devices / (bound.hardware_teraflops * 1e12)
+    model_share = budget.flops_per_token * budget.tokens_per_step / check.devices / (bound.hardware_teraflops * 1e12)
     row('time per step', f'at least {milliseconds(speed.seconds_per_step)}, bound by {bound.bound_by}')
     row(
         '  compute',
@@ -81,7 +82,7 @@ def print_check(check: Check, plan: Plan) -> None:
     row('note', 'a roofline of data-sheet peaks, not a measurement: a real step takes longer (docs/check.md)')
 
 
-def print_advice(check: Check, plan: Plan) -> None:
+def print_advice(check: Check, budget: Budget) -> None:
     """What was tried, and, if anything fits, the numbers with it."""
     advice = check.advice
     for i, tried in enumerate(advice.tried):
@@ -93,7 +94,7 @@ def print_advice(check: Check, plan: Plan) -> None:
     row('advice', 'add, tried and verified by compiling:')
     for binding in advice.check.bindings:
         row('', f'--gin_param "{binding}"')
-    print_check(advice.check, plan)
+    print_check(advice.check, budget)
 
 
 def row(name: str, value: str) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm import cli
 from lm.attention.softmax import Softmax
-from lm.check import advice
+from lm.check import advice, command
 from lm.check import compiled_step as check
 from lm.compiled.program import Array, Program, group_size
 from lm.compiled.roofline import roofline
@@ -324,10 +324,10 @@ def test_advice_is_the_first_that_fits(needs, expected, on_cpus, monkeypatch):
     if expected is None:
         assert found.check is None
         assert found.nearest.needed_gib == 20.5
-        assert 'larger topology' in check.failure(dataclasses.replace(failed, advice=found))
+        assert 'larger topology' in command.failure(dataclasses.replace(failed, advice=found))
         return
     assert found.check.bindings == expected
-    assert expected[0] in check.failure(dataclasses.replace(failed, advice=found))
+    assert expected[0] in command.failure(dataclasses.replace(failed, advice=found))
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
@@ -360,7 +360,7 @@ def test_the_step_of_training_on_simulated_devices(on_cpus):
     model_teraflops = SMALL.model.flops_per_token(128) * 1024 / 4 / 1e12
     assert found.fits
     assert 1.0 < found.roofline.hardware_teraflops / model_teraflops < 1.3
-    parameters, embedding = check.plan(SMALL).parameters_total, 256 * 64
+    parameters, embedding = check.budget(SMALL).parameters_total, 256 * 64
     assert found.memory.arguments_gib == pytest.approx(3 * 4 * parameters / 2**30, rel=0.01)
     assert found.memory.aliased_gib == pytest.approx(found.memory.outputs_gib, rel=0.01)
     gradients = sum(e.gigabytes_sent_per_device for e in found.roofline.exchanges)
@@ -408,7 +408,7 @@ def check_tables_print(found, capsys):
             'speed': check.Speed(**found['speed']),
         }
     )
-    print_check(built, check.plan(SMALL))
+    print_check(built, check.budget(SMALL))
     printed = capsys.readouterr().out
     for words in (
         '4 chips',
@@ -424,7 +424,7 @@ def check_tables_print(found, capsys):
 
 def test_a_step_that_does_not_fit_ends_with_the_remedy(on_cpus, monkeypatch, capsys):
     needs = lambda e: 30 / e.train.microbatches  # noqa: E731
-    monkeypatch.setattr(check, 'check', pretend(needs))
+    monkeypatch.setattr(command, 'check', pretend(needs))
     monkeypatch.setattr(advice, 'check', pretend(needs))
     flags = tiny.params(tiny.MODEL)
     assert cli.main(['check', '--topology', 'v5e:2x2', *flags]) == 2
