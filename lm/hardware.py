@@ -89,8 +89,8 @@ ALIASES = {'v5litepod': 'v5e', 'tpu7x': 'v7x', 'v6litepod': 'v6e'}
 SHAPES = {
     2: ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16'),
     3: (
-        '2x2x1', '2x2x2', '2x2x4', '2x4x4', '4x4x4', '4x4x8', '4x8x8', '8x8x8', '8x8x16', '8x16x16', '16x16x16',
-        '16x16x24',
+        '2x2x1', '2x2x2', '2x2x4', '2x4x4', '4x4x4', '4x4x8', '4x4x12', '4x8x8', '8x8x8', '8x8x16', '8x16x16',
+        '16x16x16', '16x16x24',
     ),
 }  # fmt: skip
 """The slices that are offered, by the axes of the network."""
@@ -173,7 +173,8 @@ def parse(name: str) -> Topology:
         chips = int(found[3]) / chip.cores
         shapes = [shape for shape in SHAPES[chip.axes] if math.prod(map(int, shape.split('x'))) == chips]
     if not shapes:
-        raise ConfigError(f'--topology {name}: no such slice; {offered(chip)}')
+        counted = f' (the number counts cores, {chip.cores} a chip)' if found[3] and chip.cores > 1 else ''
+        raise ConfigError(f'--topology {name}: no such slice{counted}; {offered(chip)}')
     return Topology(chip, tuple(map(int, shapes[0].split('x'))))
 
 

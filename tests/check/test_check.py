@@ -45,6 +45,7 @@ def on_cpus(monkeypatch):
 @pytest.mark.parametrize(
     ('name', 'expected'),
     [
+        ('v4-384', 'v4:4x4x12'),
         ('v5e:4x8', 'v5e:4x8'),
         ('v5e-32', 'v5e:4x8'),
         ('v5litepod-32', 'v5e:4x8'),
@@ -71,6 +72,7 @@ def test_names_of_topologies(name, expected):
         ('v5e:2x2x1', '2x2'),
         ('v4:4x4', '2x4x4'),
         ('v5e-31', '4x8'),
+        ('v4-3', r'no such slice \(the number counts cores, 2 a chip\); v4 has 2x2x1'),
         ('v4-12', '2x2x1'),
         ('v5e:', 'v5e:4x8'),
         ('', 'v5e:4x8'),
