@@ -169,6 +169,7 @@ class Verb:
         flags: functions that add arguments to the parser.
         configure: makes the experiment from (arguments, gin parameters); None: the verb gets None.
         bindings: flag → the gin parameter that it sets.
+        exit_codes: those that only this verb has.
     """
 
     help: str
@@ -177,6 +178,7 @@ class Verb:
     flags: tuple[Callable[[argparse.ArgumentParser], None], ...] = (gin_flags,)
     configure: Callable[[argparse.Namespace, Sequence[str]], Any] | None = from_files
     bindings: dict[str, str] = dataclasses.field(default_factory=dict)
+    exit_codes: str = ''
 
 
 VERBS = {
@@ -227,6 +229,7 @@ VERBS = {
         main='lm.sweep.command:main',
         flags=(sweep_flags, gin_flags, distributed_flags),
         configure=None,
+        exit_codes='\n  1  some points did not succeed: the table says which and why',
     ),
     'report': Verb(
         help='turn runs into tables and pictures',
@@ -279,7 +282,7 @@ def make_parser() -> argparse.ArgumentParser:
             name,
             help=verb.help,
             description=f'{verb.help[0].upper()}{verb.help[1:]}.',
-            epilog=f'example:\n  {verb.example}\n\n{EXIT_CODES}',
+            epilog=f'example:\n  {verb.example}\n\n{EXIT_CODES}{verb.exit_codes}',
             formatter_class=raw,
             allow_abbrev=False,
         )

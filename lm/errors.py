@@ -8,6 +8,8 @@
 | 44   | data, tokenizer or checkpoint do not match or are damaged           | no            |
 """
 
+import signal
+
 
 class LmError(Exception):
     """Base of the errors that the `lm` command prints as one line, without a traceback."""
@@ -37,3 +39,9 @@ class MismatchError(LmError):
     """Data, tokenizer or checkpoint are damaged, missing or belong to something else."""
 
     exit_code = 44
+
+
+FINAL = (ConfigError.exit_code, Diverged.exit_code, MismatchError.exit_code)
+"""Exit codes that the same command would give again."""
+INTERRUPTED = (Preempted.exit_code, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT)
+"""Exit codes of a process that was told to stop; negative ones as `subprocess` gives them."""
