@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lm.errors import LmError
+from lm.text import short
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 DASHES = ('-', (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1.2, 1.2)), (0, (7, 2)), (0, (4, 1, 1, 1, 1, 1)), (0, (2, 2)))
@@ -169,16 +170,6 @@ def draw_dots(path: Any, rows: Sequence[Curve], x_label: str) -> None:
     axes.margins(x=0.08)
     _few(axes.xaxis)
     _save(figure, path)
-
-
-def short(value: float) -> str:
-    """512 → '512', 32768 → '32k', 1.5e9 → '1.5B'."""
-    if value >= 1024 and value % 1024 == 0 and value < 2**20:
-        return f'{value // 1024:.0f}k'
-    for limit, suffix in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
-        if value >= limit:
-            return f'{value / limit:g}{suffix}'
-    return f'{value:g}'
 
 
 def _figure(legend_rows: int, height: float = 2.15) -> tuple[Any, Any]:

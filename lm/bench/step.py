@@ -15,6 +15,7 @@ from lm.bench.candidates import Candidate, of_arguments
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import peak_flops
+from lm.text import digits
 from lm.train import check_divides, lower
 from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh, place
 from lm.training.step import TrainStep, count_parameters
@@ -235,7 +236,7 @@ COLUMNS = {
 
 
 def _speed(row: Row) -> str:
-    return 'OOM' if row.out_of_memory else f'{row.steps_per_second:.3g}'
+    return 'OOM' if row.out_of_memory else digits(row.steps_per_second)
 
 
 def draw(rows: Sequence[Row], out: str) -> list[str]:

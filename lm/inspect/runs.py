@@ -2,6 +2,7 @@
 
 import datetime
 import math
+import time
 from typing import Any
 
 from etils import epath
@@ -13,6 +14,9 @@ from lm.experiment import load
 from lm.runs.records import Run
 from lm.training.step import count_parameters, part_of
 
+DELETION_SECONDS = 1.0
+"""After so long a step that looked damaged is read again: it counts as damaged if it is still there."""
+
 
 def inspect_run(path: epath.PathLike, verify: bool = False) -> dict[str, Any]:
     """What the run in `path` was told, how far it is, and its checkpoints.
@@ -21,14 +25,8 @@ def inspect_run(path: epath.PathLike, verify: bool = False) -> dict[str, Any]:
         verify: read every checkpoint whole and compare checksums.
     """
     run = Run.read(path)
-    checkpoints = []
-    for step in saved_steps(run.directory.checkpoints):
-        try:
-            found = inspect_checkpoint(run, step, verify)
-        except FileNotFoundError:
-            continue  # a run that goes on deletes old checkpoints
-        if (run.directory.checkpoints / str(step)).exists():
-            checkpoints.append(found)
+    steps, others = saved_steps(run.directory.checkpoints)
+    checkpoints = [found for step in steps if (found := inspect_checkpoint(run, step, verify))]
     return {
         'kind': 'run',
         'path': str(run.directory.path),
@@ -41,7 +39,7 @@ def inspect_run(path: epath.PathLike, verify: bool = False) -> dict[str, Any]:
         'evaluations': len(run.evaluations),
         'parameters': parameters(run),
         'checkpoints': checkpoints,
-        'set_aside': set_aside(run.directory.checkpoints),
+        'set_aside': others,
         'fingerprints': {name: run.info.get(name) for name in ('data', 'tokenizer')},
         'configuration': run.config,
         'attention': run.attention,
@@ -50,22 +48,31 @@ def inspect_run(path: epath.PathLike, verify: bool = False) -> dict[str, Any]:
     }
 
 
-def saved_steps(directory: epath.Path) -> list[int]:
-    """The steps in a folder of checkpoints, damaged ones too."""
-    if not directory.exists():
-        return []
-    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())
+def saved_steps(directory: epath.Path) -> tuple[list[int], list[str]]:
+    """What lies in a folder of checkpoints.
+
+    Returns:
+        steps: those whose save was completed, damaged ones too.
+        others: damaged and abandoned steps that were renamed, and saves and deletions that go on or were cut off.
+    """
+    names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+    steps = sorted(int(name) for name in names if name.isdigit() and Snapshot(directory, int(name)).is_committed())
+    return steps, [name for name in names if not name.isdigit() or int(name) not in steps]
 
 
-def set_aside(directory: epath.Path) -> list[str]:
-    """What is no step: damaged and abandoned steps that were renamed, and saves that are going on or were cut off."""
-    if not directory.exists():
-        return []
-    return sorted(p.name for p in directory.iterdir() if not p.name.isdigit())
+def inspect_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any] | None:
+    """Step, size, time, health, and the loss of its evaluation; None: a run that goes on has deleted it meanwhile."""
+    try:
+        found = _read_checkpoint(run, step, verify)
+        if not found['sound']:  # a step that is being deleted looks damaged
+            time.sleep(DELETION_SECONDS)
+            found = _read_checkpoint(run, step, verify)
+    except FileNotFoundError:
+        return None
+    return found if Snapshot(run.directory.checkpoints, step).is_committed() else None
 
 
-def inspect_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any]:
-    """Step, size, time, health, and the loss of its evaluation."""
+def _read_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any]:
     path = run.directory.checkpoints / str(step)
     snapshot = Snapshot(run.directory.checkpoints, step)
     health, sound, record = 'complete', True, {}
@@ -101,7 +108,7 @@ def size_of(path: epath.Path) -> int:
 
 def parameters(run: Run) -> dict[str, int]:
     """Trainable parameters by part: from the newest checkpoint, or, before there is one, from the configuration."""
-    for step in reversed(saved_steps(run.directory.checkpoints)):
+    for step in reversed(saved_steps(run.directory.checkpoints)[0]):
         try:
             leaves = Snapshot(run.directory.checkpoints, step).record()['leaves']
         except (Damaged, LmError):

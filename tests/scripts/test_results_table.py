@@ -34,7 +34,8 @@ def test_the_table_averages_over_the_seeds_and_admits_gaps(tmp_path):
         settings = {'train.seed': str(seed), 'model.attention': attention}
         if status != 'done':
             measured, loss = dict.fromkeys(measured), None
-        return {'settings': settings, 'status': status, 'loss': loss, **measured}
+        place = {'point': f'{attention}-{seed}', 'step': 0, 'steps': 1}
+        return place | {'settings': settings, 'status': status, 'loss': loss, **measured}
 
     points = [point('@worse()', 0, 3.0), point('@better()', 0, 1.0), point('@better()', 1, 2.0)]
     points += [point('@worse()', 1, 0.0, 'waiting'), point('@none()', 0, 0.0, 'failed')]
