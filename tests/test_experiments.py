@@ -185,6 +185,7 @@ def test_the_sweeps_fill_the_papers_table(key):
     for point in made:
         own = [c for c in paper.cells_of(as_run(point), draft=key.startswith('draft')) if c.table == key]
         assert own or key == 'recall', point.name
+        assert [paper.differences(as_run(point), cell) for cell in own] == [[]] * len(own), point.name
         cells += own
     wanted = [
         paper.Cell(key, group, row, column)

@@ -99,10 +99,23 @@ class Run:
         return evaluated and Snapshot(self.directory.checkpoints, self.total_steps).is_committed()
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """The median over the run; the first figure, which contains warming up, counts only if it is alone."""
+    def speeds(self) -> list[float]:
+        """Tokens a second of the logged intervals, but the first, which contains warming up, if there are others."""
         rates = [r['tokens_per_second'] for r in self.train if r.get('tokens_per_second')]
-        return statistics.median(rates[1:] or rates) if rates else None
+        return rates[1:] or rates
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The median over the run."""
+        return statistics.median(self.speeds) if self.speeds else None
+
+    @property
+    def speed_range(self) -> tuple[float, float] | None:
+        """The quartiles of the tokens a second, over at least four intervals."""
+        if len(self.speeds) < 4:
+            return None
+        low, _, high = statistics.quantiles(self.speeds, n=4, method='inclusive')
+        return low, high
 
     @property
     def last_evaluation(self) -> dict[str, Any] | None:
