@@ -55,6 +55,11 @@ def make_series(runs: Sequence[Run]) -> list[Series]:
     return [Series(label, i, tuple(members)) for i, (label, members) in enumerate(sorted_groups)]
 
 
+def words_of(binding: str) -> str:
+    """'optimizer.peak_learning_rate' → 'peak learning rate', 'model.n_layers' → 'layers'."""
+    return binding.rpartition('.')[2].removeprefix('n_').replace('_', ' ')
+
+
 def differing_bindings(runs: Sequence[Run]) -> list[str]:
     """Bindings of which the runs that have them have several values, and which make another series."""
     names = dict.fromkeys(name for run in runs for name in run.config if _counts(name))

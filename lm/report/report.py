@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.report import paper
-from lm.report.curves import differing_bindings
+from lm.report.curves import differing_bindings, words_of
 from lm.report.measures import Measures, microseconds_per_token, status_of
 from lm.report.pictures import Pictures
 from lm.runs.records import Run
@@ -99,7 +99,7 @@ class Report:
             'run': ('run', str),
             'status': ('status', str),
             'attention': ('attention', str),
-            **{name: (name.rpartition('.')[2].removeprefix('n_').replace('_', ' '), str) for name in self.swept},
+            **{name: (words_of(name), str) for name in self.swept},
             'layers': ('layers', str),
             'parameters': ('parameters', lambda v: f'{v / 1e6:.3g}M'),
             'context': ('context', short),

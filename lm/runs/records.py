@@ -16,9 +16,9 @@ from typing import Any
 
 from etils import epath
 
+from lm.checkpoint.snapshot import Snapshot
 from lm.errors import ConfigError
 from lm.runs.run_dir import RunDir, bindings
-from lm.checkpoint.snapshot import Snapshot
 
 OWN_BINDINGS = {'model.attention', 'train.steps', 'train.context_length'}
 """Of every config.gin that `lm train` writes."""
@@ -53,7 +53,7 @@ class Run:
         if not is_run(directory.path):
             raise ConfigError(f'{path}: holds no config.gin, so it is not a run of lm train')
         config = bindings(directory.config.read_bytes().decode(errors='replace'))
-        if not OWN_BINDINGS <= config.keys():
+        if not config.keys() >= OWN_BINDINGS:
             raise ConfigError(f'{path}: its config.gin is not one of lm train; name a run directory')
         records = read_jsonl(directory.path / 'metrics.jsonl')
         found = sorted(directory.evaluations.glob('*.json')) if directory.evaluations.exists() else []
@@ -238,8 +238,8 @@ def _finite(value: Any) -> Any:
 def _defaults(name: str) -> dict[str, str]:
     """Field → gin text of its default, of a registered mechanism."""
     import lm.attention  # noqa: F401 (fills the registry)
-    from lm.config.text import format_value
     from lm.config.configurable import REGISTRY
+    from lm.config.text import format_value
 
     if name not in REGISTRY:
         return {}

@@ -28,8 +28,8 @@ from jax.experimental import multihost_utils
 import lm
 from lm.config.text import dump
 from lm.errors import ConfigError, MismatchError
-from lm.runs.metrics_file import MetricsFile
 from lm.files import write_atomically
+from lm.runs.metrics_file import MetricsFile
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
 

@@ -319,8 +319,8 @@ def test_figures_say_their_unit_split_and_spread(tmp_path, capsys, monkeypatch):
     assert '| validation | ' in first
     low, high = np.quantile(Run.read(tmp_path / 'a1024').speeds, [0.25, 0.75])
     assert f'({low:,.0f}–{high:,.0f})' in first
-    assert labels['perplexity_context'].get_ylabel() == 'validation perplexity per token'
-    assert labels['position_512'].get_ylabel() == 'validation loss (nats per token)'
+    assert labels['perplexity_context'].get_ylabel().replace('\n', ' ') == 'validation perplexity per token'
+    assert labels['position_512'].get_ylabel().replace('\n', ' ') == 'validation loss (nats per token)'
     points = [r for r in table(tmp_path / 'out' / 'curves.csv') if r['picture'] == 'speed_context']
     assert [float(r['low']) < float(r['y']) < float(r['high']) for r in points] == [True, True]
     assert float(points[1]['low']) == pytest.approx(1e6 / high)
