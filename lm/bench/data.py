@@ -31,7 +31,7 @@ from lm.data.prepare import stages as prepare
 from lm.data.sources.base import Jsonl
 from lm.data.tokenizer import Tokenizer, TokenizerConfig
 from lm.errors import ConfigError
-from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
+from lm.training.mesh import MeshConfig, batch_sharding, data_shards, make_mesh
 
 MEGABYTES = 4.0
 VOCAB_SIZES = (32_000, 16_000, 8_000, 4_000, 2_000, 1_000, 400)
@@ -44,7 +44,7 @@ BATCHES = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class DataRow:
     """One way of making tokens or batches.
 
     Attributes:
@@ -151,7 +151,7 @@ def cut(text: str, size: int) -> list[str]:
 
 def measure_prepare(
     documents: list[str], folder: pathlib.Path, vocab_size: int | None, repeats: int
-) -> tuple[list[Row], dict[str, Any]]:
+) -> tuple[list[DataRow], dict[str, Any]]:
     """The rates of SentencePiece and of `lm prepare`, and what they were measured on."""
     folder.mkdir(parents=True)
     with (folder / 'train.jsonl').open('w', encoding='utf-8') as file:
@@ -181,7 +181,7 @@ def measure_prepare(
     size, tokens = sum(len(d.encode()) for d in documents), job_tokens(job, shards)
     best = min(found.cpu_seconds for name, found in times.items() if name != 'lm prepare')
     rows = [
-        Row(
+        DataRow(
             name=name,
             seconds=found.seconds,
             cpu_seconds=found.cpu_seconds,
@@ -240,15 +240,14 @@ def write_store(path: str, tokens: int, vocab_size: int = 32_000) -> None:
     store.write_info(path, info)
 
 
-def measure_batches(path: str, split: str, context: int, tokens_per_step: int, repeats: int) -> Row:
+def measure_batches(path: str, split: str, context: int, tokens_per_step: int, repeats: int) -> DataRow:
     """The rate at which `Batches.prefetch` delivers batches on the devices of this host."""
     opened = store.TokenStore.open(path)
     mesh = make_mesh(MeshConfig())
-    windows = tokens_per_step // context // mesh.size * mesh.size
+    shards = data_shards(mesh)
+    windows = tokens_per_step // context // shards * shards
     if not windows:
-        raise ConfigError(
-            f'--tokens_per_step {tokens_per_step}: {mesh.size} devices need at least {mesh.size * context}'
-        )
+        raise ConfigError(f'--tokens_per_step {tokens_per_step}: {shards} devices need at least {shards * context}')
     chosen = Windows(opened.tokens(split), context, windows, seed=0)
     batches = Batches(opened, split, chosen, 1, batch_sharding(mesh, axis=1))
     position = 0
@@ -262,7 +261,7 @@ def measure_batches(path: str, split: str, context: int, tokens_per_step: int, r
 
     found = timing.in_turns({'batches': read}, repeats)['batches']
     tokens = BATCHES * windows * context
-    return Row(
+    return DataRow(
         name='batches',
         seconds=found.seconds,
         cpu_seconds=found.cpu_seconds,

@@ -4,26 +4,21 @@ from lm.check.compiled_step import Budget, Check
 from lm.experiment import Experiment
 from lm.hardware import parse
 from lm.text import duration, si
+from lm.training.progress import plan_rows, print_row
 
 WIDTH = 24
 
 
 def print_budget(budget: Budget, experiment: Experiment) -> None:
     """The configuration, in the words of `lm train`."""
-    model, config = experiment.model, experiment.train
-    mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
-    row('parameters', f'{budget.parameters_total:,} ({model.n_layers} layers of width {model.d_model}, {mechanisms})')
+    rows = plan_rows(experiment.model, experiment.train, budget.parameters_total)
+    row('parameters', rows.pop('parameters'))
     for part, count in budget.parameters.items():
         if count:
             row(f'  {part}', f'{count:,}')
-    microbatches = f'{config.microbatches} microbatch{"es" if config.microbatches > 1 else ""}'
-    row(
-        'tokens per step',
-        f'{budget.tokens_per_step:,} ({budget.windows_per_step:,} windows of {budget.tokens_per_window:,}, '
-        f'{microbatches})',
-    )
-    row('tokens in total', f'{budget.tokens_total:,} ({budget.steps:,} steps)')
-    row('FLOPs per token', f'{si(budget.flops_per_token)}, forward and backward; {budget.flops_total:.3g} for the run')
+    rows['FLOPs per token'] += f', forward and backward; {budget.flops_total:.3g} for the run'
+    for name, value in rows.items():
+        row(name, value)
 
 
 def print_check(check: Check, budget: Budget) -> None:
@@ -98,7 +93,7 @@ def print_advice(check: Check, budget: Budget) -> None:
 
 
 def row(name: str, value: str) -> None:
-    print(f'{name:<{WIDTH}}{value}', flush=True)
+    print_row(name, value, WIDTH)
 
 
 def milliseconds(seconds: float) -> str:
