@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterable
 
 from lm.errors import ConfigError
+from lm.hardware import LIBTPU_ENVIRONMENT
 
 TOPOLOGIES = {'v4': 'v4:2x2x1', 'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'v7x': 'tpu7x:2x2x1'}
 LENGTH, HEADS, HEAD_DIM = 32768, 12, 64
@@ -89,13 +90,7 @@ def kernels(topology: str, cases: Iterable[str] | None = None) -> list[Row]:
         flags = (
             f'--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*(final|util).*'
         )
-        environment = os.environ | {
-            'JAX_PLATFORMS': 'cpu',
-            'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-            'TPU_SKIP_MDS_QUERY': '1',
-            'TPU_WORKER_HOSTNAMES': 'localhost',
-            'LIBTPU_INIT_ARGS': flags,
-        }
+        environment = os.environ | LIBTPU_ENVIRONMENT | {'JAX_PLATFORMS': 'cpu', 'LIBTPU_INIT_ARGS': flags}
         command = [sys.executable, '-m', 'lm.bench.kernels', '--worker', dump, '--topology', generation, *cases]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]

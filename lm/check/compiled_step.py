@@ -1,5 +1,5 @@
 """`lm check`: what a run will need, before it is paid for: parameters, arithmetic, and the training step compiled for a
-TPU slice that is not there: its memory, its exchanges between chips, and the least time that it can take.
+TPU slice that is not there: its memory, its collectives, and the least time that it can take.
 
 The step is the one that `lm train` runs: same function, shardings, donated state, batch and kernels; only the devices
 are described ones. Compiling takes a minute or two for a large model on a laptop.
@@ -20,7 +20,7 @@ from lm.attention.softmax import Softmax
 from lm.compiled.roofline import Roofline, roofline
 from lm.errors import ConfigError
 from lm.experiment import Experiment
-from lm.hardware import Topology, parse
+from lm.hardware import Topology, describe_devices, parse
 from lm.runs.records import to_json
 from lm.train import check_divides, lower
 from lm.training.mesh import make_mesh, place
@@ -142,7 +142,7 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     topology = parse(topology) if isinstance(topology, str) else topology
     bindings = dict(bindings or {})
     experiment = changed(experiment, bindings)
-    mesh = make_mesh(experiment.mesh, topology.devices)
+    mesh = make_mesh(experiment.mesh, describe_devices(topology))
     check_divides(experiment.train, mesh.size)
     start = time.perf_counter()
     with jax.set_mesh(mesh):

@@ -4,7 +4,7 @@ Buffers count as they are laid out, padding of the tiles included; those in on-c
 second read of the same operand by one instruction.
 """
 
-from lm.compiled.program import Instruction, Program
+from lm.compiled.program import HloProgram, Instruction
 
 FREE = {
     'parameter', 'constant', 'get-tuple-element', 'tuple', 'bitcast', 'while', 'conditional', 'call', 'after-all',
@@ -18,7 +18,7 @@ CUTS = ('dynamic-slice', 'slice', 'gather')
 Names = dict[str, Instruction]
 
 
-def hbm_bytes(program: Program) -> float:
+def hbm_bytes(program: HloProgram) -> float:
     """Read and written per run of the program on one device."""
     total = 0.0
     for computation, times in program.times.items():
@@ -27,7 +27,7 @@ def hbm_bytes(program: Program) -> float:
     return total
 
 
-def traffic(instruction: Instruction, names: Names, program: Program) -> float:
+def traffic(instruction: Instruction, names: Names, program: HloProgram) -> float:
     """Bytes of one run of `instruction`; `names` are the instructions of its computation."""
     opcode, arrays = instruction.opcode, instruction.arrays
     if opcode in FREE or opcode.endswith(('-done', '-update')):

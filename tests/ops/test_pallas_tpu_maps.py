@@ -17,6 +17,7 @@ from lm.attention.llops import Llops, Sketch
 from lm.attention.maps.random_features import FEATURES, SOFTMAX_FEATURES, Keys, Positive, Queries
 from lm.attention.performer import Performer
 from lm.attention.taylor import Taylor
+from lm.hardware import LIBTPU_ENVIRONMENT
 from lm.ops.linear_attention.tpu import attention as pallas_tpu
 from lm.ops.linear_attention.types import Options, PolynomialKernel
 
@@ -250,7 +251,7 @@ def test_layers_run_in_the_kernels(layer, generation, monkeypatch):
     """Forward and backward, ahead of time, on a mesh of four chips: chosen by the platform, without features in HBM."""
     if importlib.util.find_spec('libtpu') is None:
         pytest.skip('libtpu is not installed')
-    for name, value in {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost'}.items():
+    for name, value in LIBTPU_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     from jax.experimental import topologies
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from lm.hardware import LIBTPU_ENVIRONMENT
 from lm.ops import exact_attention, platform
 from lm.ops.exact_attention import polynomial_tpu
 from lm.ops.powers import power_and_slope
@@ -219,7 +220,7 @@ def test_compiles_for_a_tpu_in_linear_memory(generation, length, kv_heads, monke
     """Ahead of time, forward and backward, on a mesh of four chips, from a machine without any."""
     if importlib.util.find_spec('libtpu') is None:
         pytest.skip('libtpu is not installed')
-    for name, value in {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost'}.items():
+    for name, value in LIBTPU_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     from jax.experimental import topologies
 
