@@ -50,7 +50,7 @@ class PolynomialAttention(AttentionModule):
 
     def init_state(self, batch: int, max_length: int, dtype: Any) -> cache.Cache:
         """A cache of `max_length` normalized keys and values."""
-        return cache.empty(self.dims, batch, max_length, dtype)
+        return cache.empty(batch, max_length, self.dims.n_kv_heads, self.dims.head_dim, dtype)
 
     def decode_step(
         self, state: cache.Cache, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array

@@ -117,7 +117,7 @@ def test_denominators_of_concentrated_keys_stay_positive():
     options = Options(powers=SQUARE, bias=1e-3, block=64, local=PolynomialKernel(2))
     plan = pallas_gpu.plan_for(options, before + length, exact_local=True)
     x, y_in = x[:, before:], y[:, before:]
-    moment = pallas_gpu.three_parts(jnp.asarray(y64[:before].T @ y64[:before], jnp.float32)[None, None])
+    moment = pallas_gpu.moment_operand(jnp.asarray(y64[:before].T @ y64[:before], jnp.float32)[None, None])
     state = jnp.zeros((1, 1, 6, 128, 64), jnp.bfloat16)
     v = jnp.ones((1, length, 64), jnp.bfloat16)
     with interpreted():
@@ -141,7 +141,7 @@ REFUSED = {
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(pallas_gpu.platform, 'target_platform', lambda: 'gpu')
-    monkeypatch.setattr(pallas_gpu, '_device_kind', lambda: 'NVIDIA H200')
+    monkeypatch.setattr(pallas_gpu.platform, 'device_kind', lambda: 'NVIDIA H200')
     monkeypatch.setattr(pallas_gpu, 'JAX_VERSION', (0, 1))
 
 
@@ -166,7 +166,7 @@ def test_unsupported_elsewhere(monkeypatch):
     monkeypatch.setattr(pallas_gpu.platform, 'target_platform', lambda: 'gpu')
     kinds = {'NVIDIA H200': True, 'NVIDIA GH200 480GB': True, 'NVIDIA A100-SXM4-80GB': False, 'NVIDIA B200': False}
     for kind, works in kinds.items():
-        monkeypatch.setattr(pallas_gpu, '_device_kind', lambda kind=kind: kind)
+        monkeypatch.setattr(pallas_gpu.platform, 'device_kind', lambda kind=kind: kind)
         assert ('needs a GPU' not in str(refusal(Options(powers=SQUARE)))) == works
 
 

@@ -15,7 +15,6 @@ SOFTMAX = {'reference': reference, 'xla': xla, 'splash': pallas_tpu, 'cudnn': cu
 POLYNOMIAL = {'reference': reference, 'xla': xla, 'pallas_tpu': polynomial_tpu}
 PREFERRED = {'tpu': 'splash', 'gpu': 'cudnn'}
 PREFERRED_POLYNOMIAL = {'tpu': 'pallas_tpu'}
-RESIDUAL_NAME = xla.RESIDUAL_NAME
 
 
 def softmax_attention(
@@ -100,7 +99,6 @@ __all__ = [
     'POLYNOMIAL',
     'PREFERRED',
     'PREFERRED_POLYNOMIAL',
-    'RESIDUAL_NAME',
     'SOFTMAX',
     'polynomial_attention',
     'softmax_attention',

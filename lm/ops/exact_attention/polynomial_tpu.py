@@ -19,19 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops import platform
-from lm.ops.exact_attention.splash import LANES, _is_zero, block_size
-from lm.ops.exact_attention.xla import RESIDUAL_NAME
+from lm.ops.exact_attention.masks import is_whole
+from lm.ops.exact_attention.splash import block_size
 from lm.ops.powers import power_and_slope
+from lm.ops.residuals import saved
+from lm.ops.tpu import LANES, SUBLANES, by_head, by_token, dot, padded_rows
 
-ROWS = 16
-"""Rows of a bfloat16 register: what feature axes are padded to."""
-
-SUBLANES = 8
 MAX_BLOCK = 1024
 MAX_PAIRS = 2**17
 """Pairs of blocks whose table (4 bytes each) fits the scalar memory."""
@@ -73,20 +70,13 @@ def polynomial_attention(
     """Arguments as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
     length, heads, size = q_BxLxHxD.shape[1:]
     group = heads // k_BxLxKxD.shape[2]
-    plan = plan_for(degree, bias, scale, length, _rows(size) * q_BxLxHxD.dtype.itemsize, group, block)
+    plan = plan_for(degree, bias, scale, length, padded_rows(size) * q_BxLxHxD.dtype.itemsize, group, block)
     padded = -(-length // plan.block) * plan.block
 
-    def by_token(a_BxLxHxD):
-        # Keys after the last token are in every query's future; queries after it have no gradient.
-        batch, _, heads, size = a_BxLxHxD.shape
-        a_BxHxDxL = a_BxLxHxD.transpose(0, 2, 3, 1)
-        a_BxHxDxL = jnp.pad(a_BxHxDxL, ((0, 0), (0, 0), (0, _rows(size) - size), (0, padded - length)))
-        return a_BxHxDxL.reshape(batch * heads, _rows(size), padded)
-
     def function(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
-        o_NxDxL = attend(plan, *map(by_token, (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)))
-        o_BxHxDxL = o_NxDxL.reshape(q_BxLxHxD.shape[0], heads, -1, padded)[:, :, : v_BxLxKxD.shape[-1], :length]
-        return o_BxHxDxL.transpose(0, 3, 1, 2)
+        # Keys after the last token are in every query's future; queries after it have no gradient.
+        arrays = (by_token(a, padded, a.shape[2]) for a in (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD))
+        return by_head(attend(plan, *arrays), q_BxLxHxD, v_BxLxKxD.shape[-1])
 
     return platform.per_device(function, split=(True, True, True))(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
 
@@ -97,7 +87,7 @@ def unsupported(q, k, v, *, degree, causal=True, q_offset=0, k_start=0, block=No
         return 'needs a TPU'
     if not causal:
         return 'takes the causal mask only'
-    if q.shape[1] != k.shape[1] or not _is_zero(q_offset) or not _is_zero(k_start):
+    if not is_whole(q, k, q_offset, k_start):
         return 'takes as many queries as keys'
     if block is not None and (block % LANES or block > MAX_BLOCK):
         return f'takes blocks that are multiples of {LANES} up to {MAX_BLOCK}, not {block}'
@@ -108,16 +98,12 @@ def unsupported(q, k, v, *, degree, causal=True, q_offset=0, k_start=0, block=No
     blocks = -(-q.shape[1] // (block or block_size(q.shape[1])))
     if blocks * (blocks + 1) // 2 > MAX_PAIRS:
         return f'takes fewer than {blocks} blocks of tokens'
-    if q.shape[0] % platform.batch_shards():
-        return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
-    return None
+    return platform.uneven_batch(q.shape[0])
 
 
 def plan_for(degree: int, bias: float, scale: float, length: int, width: int, group: int, block: int | None) -> Plan:
     """How `length` tokens with heads of `width` bytes are computed; the block does not change the result."""
-    device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
-    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
-    small = kind in ('TPU v2', 'TPU v3', 'TPU v4')  # 16 MiB of VMEM; later chips have at least 64.
+    small = platform.vmem()[0] < 32 * MIB
     block = min(block or block_size(length), 512 if small and width > 256 else MAX_BLOCK)
     # Static cycles on v5e and v6e: long tiles pay, and so does less waste above the diagonal.
     long, short = (next(side for side in (most, 256, LANES) if block % side == 0) for most in (512, 256))
@@ -143,8 +129,7 @@ def attend(plan: Plan, q_NxDxL: jax.Array, k_MxDxL: jax.Array, v_MxDxL: jax.Arra
 
 
 def _attend_forward(plan, q, k, v):
-    # Saved by name, so that a `jax.checkpoint` policy can spare the backward pass a second forward one.
-    o, total = (checkpoint_name(a, RESIDUAL_NAME) for a in forward(plan, q, k, v))
+    o, total = map(saved, forward(plan, q, k, v))
     return o, (q, k, v, o, total)
 
 
@@ -253,12 +238,12 @@ def _forward_kernel(plan: Plan, pairs, q, k, v, o, total, acc_DxQ, sums_8xQ):
         sums_8xQ[...] = jnp.zeros_like(sums_8xQ)
 
     def add(queries: slice, keys: slice, masked: bool):
-        s_KxQ = _dot(k[0, :, keys], q[0, :, queries], (0, 0))
+        s_KxQ = dot(k[0, :, keys], q[0, :, queries], (0, 0))
         w_KxQ, _ = power_and_slope(s_KxQ if plan.scale == 1.0 else plan.scale * s_KxQ, plan.degree)
         if masked:
             w_KxQ = _causal(w_KxQ)
         sums_8xQ[:, queries] += w_KxQ.reshape(-1, SUBLANES, w_KxQ.shape[1]).sum(0)
-        acc_DxQ[:, queries] += _dot(v[0, :, keys], w_KxQ.astype(v.dtype), (1, 0))
+        acc_DxQ[:, queries] += dot(v[0, :, keys], w_KxQ.astype(v.dtype), (1, 0))
 
     @pl.when(j < i)
     def _():
@@ -293,16 +278,16 @@ def _backward_kernel(plan: Plan, start: int, stop: int, adds: bool, pairs, q, k,
     def add(queries: slice, keys: slice, masked: bool):
         q_CxQ, do_DxQ, c_1xQ = q[0, :, queries], do[0, :, queries], c[0, :, queries]
         k_CxK = k[0, :, keys]
-        s_KxQ = _dot(k_CxK, q_CxQ, (0, 0)) * c_1xQ
-        dw_KxQ = _dot(v[0, :, keys], do_DxQ, (0, 0)) - row[0, :, queries]
+        s_KxQ = dot(k_CxK, q_CxQ, (0, 0)) * c_1xQ
+        dw_KxQ = dot(v[0, :, keys], do_DxQ, (0, 0)) - row[0, :, queries]
         w_KxQ, slope_KxQ = power_and_slope(s_KxQ, plan.degree)
         ds_KxQ = slope_KxQ * dw_KxQ * (plan.degree * c_1xQ)
         if masked:
             w_KxQ, ds_KxQ = _causal(w_KxQ), _causal(ds_KxQ)
         w_KxQ, ds_KxQ = w_KxQ.astype(do.dtype), ds_KxQ.astype(q.dtype)
-        dq_IxCxQ[mine, :, queries] += _dot(k_CxK, ds_KxQ, (1, 0))
-        dk_CxK[:, keys] += _dot(q_CxQ, ds_KxQ, (1, 1))
-        dv_DxK[:, keys] += _dot(do_DxQ, w_KxQ, (1, 1))
+        dq_IxCxQ[mine, :, queries] += dot(k_CxK, ds_KxQ, (1, 0))
+        dk_CxK[:, keys] += dot(q_CxQ, ds_KxQ, (1, 1))
+        dv_DxK[:, keys] += dot(do_DxQ, w_KxQ, (1, 1))
 
     @pl.when(j < i)
     def _():
@@ -335,13 +320,6 @@ def _causal(weights_KxQ: jax.Array) -> jax.Array:
     key = lax.broadcasted_iota(jnp.int32, weights_KxQ.shape, 0)
     query = lax.broadcasted_iota(jnp.int32, weights_KxQ.shape, 1)
     return jnp.where(key <= query + before, weights_KxQ, 0.0)
-
-
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """a · b over one axis of each, accumulated in float32; float32 operands are not rounded."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    axes = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _cut(block: int, tile: int) -> list[slice]:
@@ -379,7 +357,3 @@ def _cost(plan: Plan, q, v, pairs, products: tuple[int, int], arrays: int) -> pl
     width = products[0] * compared + products[1] * v.shape[1]
     block = plan.block * max(compared, v.shape[1]) * q.dtype.itemsize
     return pl.CostEstimate(flops=2 * weights * width, transcendentals=0, bytes_accessed=n * len(pairs) * arrays * block)
-
-
-def _rows(size: int) -> int:
-    return -(-size // ROWS) * ROWS

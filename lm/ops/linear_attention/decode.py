@@ -18,7 +18,7 @@ from jax import lax
 
 from lm.ops.linear_attention import block as one_block
 from lm.ops.linear_attention import xla
-from lm.ops.linear_attention.types import Options, State
+from lm.ops.linear_attention.types import LOCAL_BLOCK, Options, State
 
 
 class Recent(NamedTuple):
@@ -65,7 +65,7 @@ def init_state(
     sums = xla.empty_state(options, batch, heads, features, v_BxLxKxD.shape[-1])
     recent = None
     if local is not None:
-        kept = window or min(block or xla.LOCAL_BLOCK, max_length or xla.LOCAL_BLOCK * 2**20)
+        kept = window or min(block or LOCAL_BLOCK, max_length or LOCAL_BLOCK * 2**20)
         keys = Recent(k_BxLxKxE, v_BxLxKxD, k_local_BxLxKxC)
         recent = jax.tree.map(lambda x: jnp.zeros((batch, kept, *x.shape[2:]), x.dtype), keys)
     return DecodeState(sums, recent, jnp.zeros((), jnp.int32))

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm.ops.linear_attention.types import Options, State
-
-LOCAL_BLOCK = 1024
+from lm.ops.linear_attention.types import LOCAL_BLOCK, Options, State
 
 
 def linear_attention(

@@ -19,10 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from lm.ops import platform
-from lm.ops.exact_attention import RESIDUAL_NAME
 from lm.ops.linear_attention.block import (
     Bounds,
     Keys,
@@ -38,10 +36,8 @@ from lm.ops.linear_attention.block import (
     token_minor,
     ungrouped,
 )
-from lm.ops.linear_attention.types import Options, State
-
-LOCAL_BLOCK = 1024
-"""Of exact weights; the paper's."""
+from lm.ops.linear_attention.types import LOCAL_BLOCK, Options, State
+from lm.ops.residuals import saved
 
 BLOCK = {'cpu': 256}
 """Where the result does not depend on it."""
@@ -257,7 +253,7 @@ def _attend_forward(plan, queries, keys, parameters, initial_state, bounds):
     o, inverse, sums = _forward(plan, queries, keys, parameters, initial_state, bounds)
     kept = (None, None)
     if plan.options.normalize:
-        kept = (checkpoint_name(o, RESIDUAL_NAME), checkpoint_name(inverse, RESIDUAL_NAME))
+        kept = (saved(o), saved(inverse))
         o = kept[0]
     final = None if plan.options.causal else sums
     return (o, join(sums) if plan.after else None), (queries, keys, parameters, initial_state, bounds, final, *kept)

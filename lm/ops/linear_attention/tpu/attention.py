@@ -15,18 +15,16 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from lm.ops import platform
-from lm.ops.exact_attention import RESIDUAL_NAME
 from lm.ops.linear_attention.tpu.backward import backward
-from lm.ops.linear_attention.tpu.features import ROWS, Plan
+from lm.ops.linear_attention.tpu.features import Plan
 from lm.ops.linear_attention.tpu.forward import forward
 from lm.ops.linear_attention.tpu.maps import operand
-from lm.ops.linear_attention.types import PLAIN, SQUARE, Options, PolynomialKernel, ProductMap, State
+from lm.ops.linear_attention.types import LOCAL_BLOCK, PLAIN, SQUARE, Options, PolynomialKernel, ProductMap, State
+from lm.ops.residuals import saved
+from lm.ops.tpu import LANES, ROWS, by_head, by_token, padded_rows
 
-LANES = 128
-LOCAL_BLOCK = 1024
 WIDE = 1024
 """Features of a map beyond which more than two heads a grid step gain nothing and take long to compile."""
 DEGREES = (1, 2, 4, 8, 16)
@@ -83,8 +81,8 @@ def unsupported(
     dtypes |= {a.dtype for a in (q, k) if options.feature_map is None or a.dtype != jnp.float32}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
         return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
-    if q.shape[0] % platform.batch_shards():
-        return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
+    if reason := platform.uneven_batch(q.shape[0]):
+        return reason
     sizes = _sizes(q, v, None if options.local is None else q_local)
     made = made_by(options.feature_map, q, q_parameters)
     plan = plan_for(options, q.shape[1], 1, *sizes, *made)
@@ -122,12 +120,8 @@ def _quadratic(powers: tuple[float, ...]) -> bool:
 
 def _sizes(q, v, q_local) -> tuple[int, int, int, int]:
     """Rows of x, of v and of what the exact kernel compares (0 without), as padded; bytes a number."""
-    compared = 0 if q_local is None else _rows(q_local.shape[-1])
-    return _rows(q.shape[-1]), _rows(v.shape[-1]), compared, v.dtype.itemsize
-
-
-def _rows(size: int) -> int:
-    return -(-size // ROWS) * ROWS
+    compared = 0 if q_local is None else padded_rows(q_local.shape[-1])
+    return padded_rows(q.shape[-1]), padded_rows(v.shape[-1]), compared, v.dtype.itemsize
 
 
 def _by_head(options: Options, parameters, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local) -> jax.Array:
@@ -140,23 +134,14 @@ def _by_head(options: Options, parameters, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *loc
     plan = plan_for(options, length, batch * heads, *sizes, *made)
     padded = -(-length // plan.block) * plan.block
 
-    def by_token(a_BxLxHxF):
-        # Zero tokens after the last are exact whatever their features: no earlier query sees them, and the gradients
-        # of their own outputs are 0. So are zero features.
-        a_BxHxFxL = a_BxLxHxF.transpose(0, 2, 3, 1)
-        a_BxHxFxL = jnp.repeat(a_BxHxFxL, heads // a_BxLxHxF.shape[2], axis=1)
-        rows = a_BxLxHxF.shape[3]
-        a_BxHxFxL = jnp.pad(a_BxHxFxL, ((0, 0), (0, 0), (0, _rows(rows) - rows), (0, padded - length)))
-        return a_BxHxFxL.reshape(batch * heads, _rows(rows), padded)
-
     maps = ()
     if parameters is not None:
         matrices = (options.feature_map.matrix(each).astype(jnp.float32) for each in parameters)
         maps = tuple(jnp.pad(w, ((0, 0), (0, sizes[0] - w.shape[1]))) for w in matrices)
-    x, y, v, *local = map(by_token, (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local))
-    o_NxDxL = attend(plan, x, y, v, maps, *local)
-    o_BxHxDxL = o_NxDxL.reshape(batch, heads, -1, padded)[:, :, : v_BxLxKxD.shape[-1], :length]
-    return o_BxHxDxL.transpose(0, 3, 1, 2)
+    # Zero tokens after the last are exact whatever their features: no earlier query sees them, and the gradients of
+    # their own outputs are 0. So are zero features.
+    x, y, v, *local = (by_token(a, padded, heads) for a in (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local))
+    return by_head(attend(plan, x, y, v, maps, *local), q_BxLxHxE, v_BxLxKxD.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -175,8 +160,7 @@ def _operands(maps, x, y, v):
 
 def _attend_forward(plan, x, y, v, maps, *local):
     operands = _operands(maps, x, y, v)
-    # Saved by name, so that a `jax.checkpoint` policy can spare the backward pass a second forward one.
-    o, inverse, *sums = (checkpoint_name(a, RESIDUAL_NAME) for a in forward(plan, True, x, y, v, operands, *local))
+    o, inverse, *sums = map(saved, forward(plan, True, x, y, v, operands, *local))
     return o, ((x, y, v, *local), operands, maps, o, inverse, sums)
 
 

@@ -13,10 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.linear_attention.tpu.features import (
-    ROWS,
     Plan,
     causal,
-    dot,
     expand,
     expand_gradient,
     extended,
@@ -29,6 +27,7 @@ from lm.ops.linear_attention.tpu.features import (
     with_one,
 )
 from lm.ops.linear_attention.tpu.maps import features_and_gradient
+from lm.ops.tpu import ROWS, dot
 
 
 def backward(plan: Plan, maps, inputs, o, do, inverse, sums) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -1,7 +1,7 @@
 """What the TPU kernels of linear attention are made of: products, packed features, weights inside a block.
 
-Everything lies feature by token ([F, T], tokens on the 128 lanes), because sketches of 32 or 64 features and heads of
-64 would leave half of the lanes idle; a feature of x ⊗ x is then a row times eight rows, without moving a lane.
+Everything lies feature by token ([F, T]): a feature of x ⊗ x is then a row times eight rows, without moving a lane. The
+grain of its symmetric packing is `SUBLANES`.
 """
 
 import dataclasses
@@ -10,16 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lm.ops.dots import in_three
 from lm.ops.linear_attention.types import ProductMap
 from lm.ops.powers import power_and_slope
+from lm.ops.tpu import LANES, ROWS, SUBLANES, dot
 
-SUBLANES = 8
-"""Rows of a vector register, and so the grain of the symmetric packing."""
-
-ROWS = 16
-"""Rows of a bfloat16 register: what feature axes are padded to."""
-
-UNUSED = (SUBLANES, 128)
+UNUSED = (SUBLANES, LANES)
 """The smallest scratch array, where a plan has no use for one."""
 
 
@@ -79,13 +75,6 @@ class Plan:
     def near_series(self) -> tuple[float, ...]:
         """The series, where it makes the weights inside a block too."""
         return () if self.exact_local else self.series
-
-
-def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """a · b over one axis of each, accumulated in float32; float32 operands are not rounded."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    axes = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
 def packed_width(rows: int) -> int:
@@ -167,20 +156,10 @@ def with_one(plan: Plan, x_FxT: jax.Array) -> jax.Array:
     return jnp.concatenate([x_FxT, one(x_FxT)], axis=0) if plan.series else x_FxT
 
 
-def in_three(x: jax.Array) -> list[jax.Array]:
-    """Three bfloat16 arrays whose sum is the float32 array x to 24 bits."""
-    parts = []
-    for _ in range(3):
-        parts.append(x.astype(jnp.bfloat16))
-        x = x - parts[-1].astype(jnp.float32)
-    return parts
-
-
 def moment_operand(plan: Plan, moment_FxF: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The moment as left side of a product that keeps its 24 bits.
 
-    A moment rounded to bfloat16 makes denominators negative where keys are concentrated and the query is orthogonal
-    to them. Side by side its three parts meet three copies of x in one pass: the contraction has room to spare.
+    Side by side its three parts meet three copies of x in one pass: the contraction has room to spare.
     The coefficients of a series are multiplied in, half of c1 on either side of the diagonal.
     """
     if plan.series:

@@ -15,7 +15,6 @@ from jax.experimental.pallas import tpu as pltpu
 from lm.ops.linear_attention.tpu.features import (
     Plan,
     causal,
-    dot,
     expand,
     extended,
     moment_operand,
@@ -26,6 +25,7 @@ from lm.ops.linear_attention.tpu.features import (
     with_one,
 )
 from lm.ops.linear_attention.tpu.maps import features
+from lm.ops.tpu import dot
 
 
 def forward(plan: Plan, save: bool, x, y, v, maps, *local) -> list[jax.Array]:

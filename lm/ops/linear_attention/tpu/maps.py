@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.ops.linear_attention.tpu.features import Plan, dot
+from lm.ops.linear_attention.tpu.features import Plan
+from lm.ops.tpu import dot
 
 
 def operand(matrix_RxE: jax.Array, x_dtype: jnp.dtype, dtype: jnp.dtype) -> jax.Array:

@@ -19,11 +19,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.linear_attention.tpu.features import dot
 from lm.ops.sketch_networks.types import EPSILON
+from lm.ops.tpu import ROWS, dot
 
-ONES = 16
-"""Rows of ones below the input of a map: one would do, but a bfloat16 register has 16 rows."""
+ONES = ROWS
+"""Rows of ones below the input of a map: one would do, but for the grain of a bfloat16 register."""
 
 CUBIC = (4.0 * 0.044715 * 2.0 * math.sqrt(2.0 / math.pi)) ** (1 / 3)
 LINEAR = 2.0 * math.sqrt(2.0 / math.pi) / CUBIC

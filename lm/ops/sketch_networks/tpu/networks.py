@@ -7,19 +7,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from lm.ops import platform
-from lm.ops.exact_attention import RESIDUAL_NAME
+from lm.ops.residuals import saved
 from lm.ops.sketch_networks.tpu.kernels import CUBIC, ONES, Plan, backward, forward
 from lm.ops.sketch_networks.types import Network, Nodes, climb
+from lm.ops.tpu import LANES, ROWS
 
-LANES = 128
 BLOCK, TILE = 1024, 512
 """Tokens of a grid step, and of the part of it whose hidden layers exist at a time in the backward kernel, at most:
 long enough for the matrix units to have the products of one network while the other's hidden units are computed."""
-ROWS = 16
-"""Rows of a bfloat16 register: sizes must be multiples of it."""
 
 
 def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -41,8 +38,8 @@ def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:
     dtypes = {x.dtype for x in xs}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
         return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
-    if x.shape[0] % platform.batch_shards():
-        return f'cannot split a batch of {x.shape[0]} over {platform.batch_shards()} devices'
+    if reason := platform.uneven_batch(x.shape[0]):
+        return reason
     hidden = nodes[0][0].kernels[0].shape[-1]
     if vmem_estimate(LANES, max(x.shape[-1], r), hidden, r, x.dtype.itemsize) > 0.8 * platform.vmem()[0]:
         return f'would not fit its VMEM with sketches of {r} and {hidden} hidden units'
@@ -114,8 +111,7 @@ def node(plan: Plan, inputs: tuple[jax.Array, ...], weights: tuple[jax.Array, ..
 
 
 def _node_forward(plan, inputs, weights):
-    # Saved by name, so that a `jax.checkpoint` policy can spare the backward pass a second forward one.
-    psi = checkpoint_name(forward(plan, inputs, _maps(weights, inputs[0].dtype)), RESIDUAL_NAME)
+    psi = saved(forward(plan, inputs, _maps(weights, inputs[0].dtype)))
     return psi, (inputs, weights)
 
 
