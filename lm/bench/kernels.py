@@ -288,7 +288,7 @@ def _networks(networks: int):
     sizes = ((HEAD_DIM, hidden), (hidden, r), (r, hidden), (hidden, r))
     kernels = tuple(jax.ShapeDtypeStruct((1, *size), 'float32') for size in sizes)
     norms = tuple(jax.ShapeDtypeStruct((1, 1, size), 'float32') for size in (HEAD_DIM, r))
-    nodes = ((op.Network(kernels, norms, norms),) * 2,)
+    nodes = ((op.NetworkWeights(kernels, norms, norms),) * 2,)
     wide, narrow = (_bfloat16(1, LENGTH, 1, HEADS, n) for n in (HEAD_DIM, r))
 
     def function(nodes, q, k):

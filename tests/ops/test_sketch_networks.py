@@ -32,7 +32,7 @@ def example(length, *, batch=1, sketches=1, heads=(1,), size=16, r=16, hidden=No
         shapes = ((m, hidden), (hidden, r), (r, hidden), (hidden, r))
         kernels = tuple(draw(sketches, *shape) * shape[0] ** -0.5 for shape in shapes)
         scales = tuple(1.0 + 0.3 * draw(sketches, 1, n) for n in (m, r))
-        return op.Network(kernels, scales, tuple(0.3 * draw(sketches, 1, n) for n in (m, r)))
+        return op.NetworkWeights(kernels, scales, tuple(0.3 * draw(sketches, 1, n) for n in (m, r)))
 
     sizes = [size] * (power // 2) + [r] * (power // 2 - 1)
     nodes = tuple((network(m), network(m)) for m in sizes)

@@ -36,7 +36,7 @@ MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PolynomialPlan:
     """What the kernels compute, and how they cut it into steps.
 
     Attributes:
@@ -101,14 +101,16 @@ def unsupported(q, k, v, *, degree, causal=True, q_offset=0, k_start=0, block=No
     return platform.uneven_batch(q.shape[0])
 
 
-def plan_for(degree: int, bias: float, scale: float, length: int, width: int, group: int, block: int | None) -> Plan:
+def plan_for(
+    degree: int, bias: float, scale: float, length: int, width: int, group: int, block: int | None
+) -> PolynomialPlan:
     """How `length` tokens with heads of `width` bytes are computed; the block does not change the result."""
     small = platform.vmem()[0] < 32 * MIB
     block = min(block or block_size(length), 512 if small and width > 256 else MAX_BLOCK)
     # Static cycles on v5e and v6e: long tiles pay, and so does less waste above the diagonal.
     long, short = (next(side for side in (most, 256, LANES) if block % side == 0) for most in (512, 256))
     gradient = (4 if small else 16) * MIB
-    return Plan(
+    return PolynomialPlan(
         degree=degree,
         bias=bias,
         scale=scale,
@@ -123,7 +125,7 @@ def plan_for(degree: int, bias: float, scale: float, length: int, width: int, gr
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(plan: Plan, q_NxDxL: jax.Array, k_MxDxL: jax.Array, v_MxDxL: jax.Array) -> jax.Array:
+def attend(plan: PolynomialPlan, q_NxDxL: jax.Array, k_MxDxL: jax.Array, v_MxDxL: jax.Array) -> jax.Array:
     """The kernels on arrays that lie feature by token: N = M · plan.group, D multiples of 16, L of plan.block."""
     return forward(plan, q_NxDxL, k_MxDxL, v_MxDxL)[0]
 
@@ -140,7 +142,7 @@ def _attend_backward(plan, residuals, do):
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def forward(plan: Plan, q_NxDxL, k_MxDxL, v_MxDxL) -> tuple[jax.Array, jax.Array]:
+def forward(plan: PolynomialPlan, q_NxDxL, k_MxDxL, v_MxDxL) -> tuple[jax.Array, jax.Array]:
     """Outputs [N, D, L] and denominators [N, 1, L] in float32."""
     n, _, length = q_NxDxL.shape
     size, block = v_MxDxL.shape[1], plan.block
@@ -168,7 +170,7 @@ def forward(plan: Plan, q_NxDxL, k_MxDxL, v_MxDxL) -> tuple[jax.Array, jax.Array
     )(_table(pairs), q_NxDxL, k_MxDxL, v_MxDxL)
 
 
-def backward(plan: Plan, q_NxDxL, k_MxDxL, v_MxDxL, o_NxDxL, total_Nx1xL, do_NxDxL) -> tuple[jax.Array, ...]:
+def backward(plan: PolynomialPlan, q_NxDxL, k_MxDxL, v_MxDxL, o_NxDxL, total_Nx1xL, do_NxDxL) -> tuple[jax.Array, ...]:
     """The gradients of q, k and v from what `forward` took and gave and the gradient of its output.
 
     One kernel computes all three: five products a pair of blocks, where kernels apart would need seven. The gradient of
@@ -192,7 +194,7 @@ def backward(plan: Plan, q_NxDxL, k_MxDxL, v_MxDxL, o_NxDxL, total_Nx1xL, do_NxD
     return jnp.concatenate(dqs, axis=2), *(a.astype(k_MxDxL.dtype) for a in shared)
 
 
-def _sweep(plan: Plan, start: int, stop: int, arrays, sums) -> list[jax.Array]:
+def _sweep(plan: PolynomialPlan, start: int, stop: int, arrays, sums) -> list[jax.Array]:
     """The gradient of the query blocks start … stop - 1, and what they add to those of keys and values in `sums`."""
     q, _, v = arrays[:3]
     n, compared, length = q.shape
@@ -229,7 +231,7 @@ def _sweep(plan: Plan, start: int, stop: int, arrays, sums) -> list[jax.Array]:
     )(_table(pairs), *arrays, *sums)
 
 
-def _forward_kernel(plan: Plan, pairs, q, k, v, o, total, acc_DxQ, sums_8xQ):
+def _forward_kernel(plan: PolynomialPlan, pairs, q, k, v, o, total, acc_DxQ, sums_8xQ):
     i, j = _pair(pairs, pl.program_id(1))
 
     @pl.when(j == 0)
@@ -260,7 +262,7 @@ def _forward_kernel(plan: Plan, pairs, q, k, v, o, total, acc_DxQ, sums_8xQ):
         total[0] = total_1xQ
 
 
-def _backward_kernel(plan: Plan, start: int, stop: int, adds: bool, pairs, q, k, v, do, row, c, *refs):
+def _backward_kernel(plan: PolynomialPlan, start: int, stop: int, adds: bool, pairs, q, k, v, do, row, c, *refs):
     dk_before, dv_before = refs[:2] if adds else (None, None)
     dq, dk, dv, dq_IxCxQ, dk_CxK, dv_DxK = refs[2:] if adds else refs
     i, j = _pair(pairs, pl.program_id(1))
@@ -335,7 +337,7 @@ def _pair(table, t):
     return table[t] >> 16, table[t] & 0xFFFF
 
 
-def _specs(plan: Plan):
+def _specs(plan: PolynomialPlan):
     """Block specs of arrays by query head, and by key head, which `plan.group` query heads share."""
 
     def queries(a):
@@ -351,7 +353,7 @@ def _specs(plan: Plan):
     return queries, keys
 
 
-def _cost(plan: Plan, q, v, pairs, products: tuple[int, int], arrays: int) -> pl.CostEstimate:
+def _cost(plan: PolynomialPlan, q, v, pairs, products: tuple[int, int], arrays: int) -> pl.CostEstimate:
     n, compared, _ = q.shape
     weights = n * len(pairs) * plan.block**2
     width = products[0] * compared + products[1] * v.shape[1]

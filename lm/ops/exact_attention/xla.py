@@ -26,7 +26,7 @@ MASKED = -1e30  # Finite, so that a row without visible keys so far gives no NaN
 
 
 @dataclasses.dataclass(frozen=True)
-class Softmax:
+class SoftmaxWeights:
     """Weights exp(scale s) / Σ exp(scale s), with a running maximum."""
 
     scale: float
@@ -54,7 +54,7 @@ class Softmax:
 
 
 @dataclasses.dataclass(frozen=True)
-class Polynomial:
+class PolynomialWeights:
     """Weights (scale s)^degree / (bias + Σ (scale s)^degree); float32 needs no running maximum at usual degrees."""
 
     degree: int
@@ -126,14 +126,14 @@ def softmax_attention(
     q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, *, scale, window=None, causal=True, q_offset=0, k_start=0, block=None
 ):
     """Arguments as in `lm.ops.exact_attention.softmax_attention`."""
-    return _blocked(Softmax(scale), q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, causal, window, q_offset, k_start, block)
+    return _blocked(SoftmaxWeights(scale), q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, causal, window, q_offset, k_start, block)
 
 
 def polynomial_attention(
     q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, *, degree, bias=1.0, scale=1.0, causal=True, q_offset=0, k_start=0, block=None
 ):
     """Arguments as in `lm.ops.exact_attention.polynomial_attention`."""
-    kernel = Polynomial(degree, bias, scale)
+    kernel = PolynomialWeights(degree, bias, scale)
     return _blocked(kernel, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, causal, None, q_offset, k_start, block)
 
 

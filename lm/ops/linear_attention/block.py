@@ -17,14 +17,14 @@ from lm.ops.linear_attention import expansion
 from lm.ops.linear_attention.types import Options, State
 
 
-class Queries(NamedTuple):
+class BlockQueries(NamedTuple):
     """Inputs of the feature map [B, K, E, G, T], and what the exact kernel compares [B, K, C, G, T]."""
 
     q: jax.Array | None
     q_local: jax.Array | None
 
 
-class Keys(NamedTuple):
+class BlockKeys(NamedTuple):
     """Inputs of the feature map [B, K, E, S], values [B, K, D, S], what the exact kernel compares [B, K, C, S]."""
 
     k: jax.Array | None
@@ -104,7 +104,13 @@ def ungrouped(x_BxKxFxGxT: jax.Array) -> jax.Array:
 
 
 def numerators(
-    shape: Shape, queries: Queries, keys: Keys, parameters: Any, sums: Sums | None, bounds: Bounds | None, start: Any
+    shape: Shape,
+    queries: BlockQueries,
+    keys: BlockKeys,
+    parameters: Any,
+    sums: Sums | None,
+    bounds: Bounds | None,
+    start: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Σ_j w_ij v_j and bias + Σ_j w_ij for the queries of a block, [B, K, D, G, T] and [B, K, G, T] float32.
 
@@ -134,7 +140,7 @@ def numerators(
 
 
 def one_row(
-    shape: Shape, queries: Queries, keys: Keys, parameters: Any, sums: Sums, bounds: Bounds, at: jax.Array
+    shape: Shape, queries: BlockQueries, keys: BlockKeys, parameters: Any, sums: Sums, bounds: Bounds, at: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """As `numerators` for the query of token `at` of a block, of whose keys those up to `at` have been filled in."""
     x = shape.features(parameters[0], queries.q)
@@ -196,7 +202,7 @@ def _tile(shape, rows, row_T, x, y, q, k, v, sums, bounds, start):
     return num_BxKxDxGxT, den_BxKxGxT
 
 
-def fold(shape: Shape, keys: Keys, parameters: Any, bounds: Bounds | None, start: Any) -> Sums:
+def fold(shape: Shape, keys: BlockKeys, parameters: Any, bounds: Bounds | None, start: Any) -> Sums:
     """The sums over these keys, of index `start` and on, except those outside of the bounds."""
     y, one = shape.features(parameters, keys.k), None
     if bounds is not None:

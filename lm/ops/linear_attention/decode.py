@@ -137,8 +137,8 @@ def _one_token(options: Options, state: DecodeState, queries: tuple, keys: Recen
     heads, features = keys.v.shape[2], xla.n_features(options, parameters[1], keys.k)
     num_BxKxDxGx1, den_BxKxGx1 = one_block.one_row(
         shape,
-        one_block.Queries(*(one_block.grouped(x, heads) for x in queries)),
-        one_block.Keys(*map(one_block.token_minor, recent)),
+        one_block.BlockQueries(*(one_block.grouped(x, heads) for x in queries)),
+        one_block.BlockKeys(*map(one_block.token_minor, recent)),
         parameters,
         one_block.split(options, state.sums, features),
         one_block.Bounds(jnp.int32(0), jnp.int32(block), _older(state, block)),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.dots import in_three
-from lm.ops.linear_attention.gpu.plan import GROUP, TILE, Plan, squares
+from lm.ops.linear_attention.gpu.plan import GROUP, TILE, GpuPlan, squares
 from lm.ops.linear_attention.types import LOCAL_BLOCK, SQUARE, Options, PolynomialKernel, State
 from lm.ops.residuals import saved
 
@@ -107,23 +107,23 @@ def _by_head(options: Options, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local) -> jax.A
     return o_BxHxLxD.swapaxes(1, 2)
 
 
-def plan_for(options: Options, length: int, exact_local: bool) -> Plan:
+def plan_for(options: Options, length: int, exact_local: bool) -> GpuPlan:
     """How `length` tokens are computed; `exact_local`: the exact kernel has arrays of its own."""
     local = options.local
     wanted = _block(options)
-    return Plan(
+    return GpuPlan(
         block=min(wanted, -(-length // TILE) * TILE) if length <= wanted else wanted,
         exact_local=exact_local,
         degree=2 if local is None else local.degree,
         scale=1.0 if local is None else local.scale,
         bias=options.bias,
-        alone=length <= wanted,
+        single_block=length <= wanted,
         interpreted=platform.target_platform() != 'gpu',
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(plan: Plan, x: jax.Array, y: jax.Array, v: jax.Array, *local: jax.Array) -> jax.Array:
+def attend(plan: GpuPlan, x: jax.Array, y: jax.Array, v: jax.Array, *local: jax.Array) -> jax.Array:
     """The kernels on heads apart: x, y [N, L, R], v [N, L, 64], local a, b [N, L, C] → [N, L, 64].
 
     R and C are 32 or 64, L a multiple of plan.block.
@@ -139,12 +139,12 @@ def _attend_forward(plan, *inputs):
 # Compiled as one function, which all layers share: lowering the kernels takes seconds.
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(plan, x, y, v, *local):
-    """Outputs, inverse denominators and, unless plan.alone, the moment's and the state's operands."""
+    """Outputs, inverse denominators and, unless plan.single_block, the moment's and the state's operands."""
     # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
     from lm.ops.linear_attention.gpu.forward import block_sums, outputs
 
     moment_state = ()
-    if not plan.alone:
+    if not plan.single_block:
         sums = block_sums(plan, y, y.swapaxes(1, 2), v)
         moment_state = moment_operand(earlier(moments(plan, y, y))), as_operand(earlier(sums))
     return *outputs(plan, x, x.swapaxes(1, 2), *(local or (x, y)), v, *moment_state), *moment_state
@@ -162,7 +162,7 @@ def _attend_backward(plan, residuals, do):
     g = (do * inverse[..., None]).astype(v.dtype)
     xt, yt = x.swapaxes(1, 2), y.swapaxes(1, 2)
     later_moment_state = ()
-    if not plan.alone:
+    if not plan.single_block:
         moment_state = moment_state[0], mirrored(moment_state[1])
         ex = (x.astype(jnp.float32) * e[..., None]).astype(x.dtype)
         sums = block_sums(plan, x, xt, g)
@@ -175,7 +175,7 @@ def _attend_backward(plan, residuals, do):
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def moments(plan: Plan, x_NxLxR: jax.Array, y_NxLxR: jax.Array) -> jax.Array:
+def moments(plan: GpuPlan, x_NxLxR: jax.Array, y_NxLxR: jax.Array) -> jax.Array:
     """Σ x yᵀ over the tokens of each block, float32 [N, L / block, R, R]."""
     n, length, size = x_NxLxR.shape
     shape = (n, length // plan.block, plan.block, size)

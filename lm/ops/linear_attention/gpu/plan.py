@@ -16,7 +16,7 @@ SLICE = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class GpuPlan:
     """One call of the kernels.
 
     Attributes:
@@ -26,7 +26,7 @@ class Plan:
         degree: of the weights inside a block, a power of two.
         scale: of the weights inside a block.
         bias: what the denominator starts from.
-        alone: one block is all there is, so that x ⊗ x has no part in it.
+        single_block: one block is all there is, so that x ⊗ x has no part in it.
         interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
     """
 
@@ -35,7 +35,7 @@ class Plan:
     degree: int
     scale: float
     bias: float
-    alone: bool
+    single_block: bool
     interpreted: bool
 
     @property

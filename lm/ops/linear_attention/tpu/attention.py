@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.linear_attention.tpu.backward import backward
-from lm.ops.linear_attention.tpu.features import Plan
+from lm.ops.linear_attention.tpu.features import TpuPlan
 from lm.ops.linear_attention.tpu.forward import forward
 from lm.ops.linear_attention.tpu.maps import operand
 from lm.ops.linear_attention.types import LOCAL_BLOCK, PLAIN, SQUARE, Options, PolynomialKernel, ProductMap, State
@@ -145,11 +145,11 @@ def _by_head(options: Options, parameters, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *loc
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(plan: Plan, x, y, v: jax.Array, maps: tuple[jax.Array, ...], *local: jax.Array) -> jax.Array:
+def attend(plan: TpuPlan, x, y, v: jax.Array, maps: tuple[jax.Array, ...], *local: jax.Array) -> jax.Array:
     """The kernels on arrays that lie feature by token: x, y [N, F, L], v [N, D, L], local a, b [N, C, L] → [N, D, L].
 
-    F, C and D are multiples of 16, L of plan.block, N of plan.heads. With plan.map x and y are what it is given, and
-    `maps` its matrices for either, [R, F] float32.
+    F, C and D are multiples of 16, L of plan.block, N of plan.heads. With plan.feature_map x and y are what it is
+    given, and `maps` its matrices for either, [R, F] float32.
     """
     return forward(plan, False, x, y, v, _operands(maps, x, y, v), *local)[0]
 
@@ -183,8 +183,8 @@ def plan_for(
     compared: int,
     itemsize: int,
     made: int = 0,
-    products: int = 0,
-) -> Plan:
+    projection_rows: int = 0,
+) -> TpuPlan:
     """How `n` heads of `length` tokens are computed.
 
     Args:
@@ -196,7 +196,7 @@ def plan_for(
         compared: rows of the exact kernel's own arrays, padded; 0 without.
         itemsize: bytes of a number of v.
         made: features that the feature map makes of x; 0 without one.
-        products: rows of its matrix.
+        projection_rows: rows of its matrix.
     """
     squared = _quadratic(options.powers)
     local = options.local
@@ -212,7 +212,7 @@ def plan_for(
     # Static cycles on v5e and v6e: the backward kernel gains more from skipping what lies above the diagonal.
     tile, forward_tile = (next(s for s in sizes if block % s == 0) for sizes in ((256, LANES), (512, 256, LANES)))
     available, limit = platform.vmem()
-    plan = Plan(
+    plan = TpuPlan(
         block=block,
         tile=tile,
         forward_tile=forward_tile,
@@ -224,10 +224,10 @@ def plan_for(
         bias=options.bias,
         # In a single block of exact weights the features have no part.
         series=options.powers if squared and options.powers != SQUARE and (local is None or compared) else (),
-        map=options.feature_map,
+        feature_map=options.feature_map,
         features=made,
-        products=products,
-        alone=length <= block,
+        projection_rows=projection_rows,
+        single_block=length <= block,
         vmem_limit_bytes=limit,
     )
     for heads in (4, 3, 2) if made <= WIDE else (2,):
@@ -237,7 +237,7 @@ def plan_for(
     return plan
 
 
-def vmem_estimate(plan: Plan, features: int, head_dim: int, compared: int, itemsize: int) -> int:
+def vmem_estimate(plan: TpuPlan, features: int, head_dim: int, compared: int, itemsize: int) -> int:
     """Bytes of VMEM that the backward kernel, the larger one, takes: about what the compiler reports."""
     rows_of_x, features = features, plan.features or features
     state = math.prod(plan.state_shape(features, head_dim))
@@ -247,9 +247,9 @@ def vmem_estimate(plan: Plan, features: int, head_dim: int, compared: int, items
     expansion = 2 * plan.state_shape(features, head_dim)[1] * plan.block
     weights = 8 * plan.block * plan.tile
     maps = 0
-    if plan.map is not None:
+    if plan.feature_map is not None:
         # Features, their gradients, products; W in two buffers for queries and keys, and its gradients likewise.
         # Products of float32 numbers are of bfloat16 parts, which take as much again.
-        maps = (itemsize // 2) * ((6 + 2 * itemsize) * features + 8 * plan.products) * plan.block
-        maps += (4 * itemsize + 16 * plan.map.learns) * plan.products * max(2 * rows_of_x, LANES)
+        maps = (itemsize // 2) * ((6 + 2 * itemsize) * features + 8 * plan.projection_rows) * plan.block
+        maps += (4 * itemsize + 16 * plan.feature_map.learns) * plan.projection_rows * max(2 * rows_of_x, LANES)
     return plan.heads * (blocks + sums) + expansion + weights + maps

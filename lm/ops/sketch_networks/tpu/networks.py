@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.residuals import saved
-from lm.ops.sketch_networks.tpu.kernels import CUBIC, ONES, Plan, backward, forward
-from lm.ops.sketch_networks.types import Network, Nodes, climb
+from lm.ops.sketch_networks.tpu.kernels import CUBIC, ONES, NodePlan, backward, forward
+from lm.ops.sketch_networks.types import NetworkWeights, Nodes, climb
 from lm.ops.tpu import LANES, ROWS
 
 BLOCK, TILE = 1024, 512
@@ -46,7 +46,7 @@ def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:
     return None
 
 
-def plan_for(length: int, heads: int, size: int, hidden: int, r: int, itemsize: int) -> Plan:
+def plan_for(length: int, heads: int, size: int, hidden: int, r: int, itemsize: int) -> NodePlan:
     """How sequences of `length` vectors of `size` numbers are computed, `heads` heads a sketch."""
     available, limit = platform.vmem()
     steps = -(-length // BLOCK)
@@ -56,7 +56,7 @@ def plan_for(length: int, heads: int, size: int, hidden: int, r: int, itemsize: 
     tile = (fitting or sizes[-1:])[0]
     # The forward kernel gains from longer tiles, but for v4, which loads and stores less at a time.
     forward_tile = block if limit else sizes[0]
-    return Plan(block, tile, forward_tile, heads, 2 if steps % 2 == 0 else 1, limit)
+    return NodePlan(block, tile, forward_tile, heads, 2 if steps % 2 == 0 else 1, limit)
 
 
 def vmem_estimate(tile: int, size: int, hidden: int, r: int, itemsize: int) -> int:
@@ -74,7 +74,7 @@ def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
     x_BxNxGxMxL = jnp.pad(x_BxLxNxGxM.transpose(0, 2, 3, 4, 1), ((0, 0),) * 4 + ((0, -length % plan.block),))
     leaf_BxHxMxL = x_BxNxGxMxL.reshape(batch, n * heads, size, -1)
 
-    def join(first: Network, second: Network, left: jax.Array, right: jax.Array) -> jax.Array:
+    def join(first: NetworkWeights, second: NetworkWeights, left: jax.Array, right: jax.Array) -> jax.Array:
         inputs = (left,) if left is right else (left, right)
         return node(plan, inputs, _fold(first, second))
 
@@ -82,7 +82,7 @@ def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
     return psi_BxHxRxL.reshape(batch, n, heads, r, length).transpose(0, 4, 1, 2, 3)
 
 
-def _fold(first: Network, second: Network) -> tuple[jax.Array, ...]:
+def _fold(first: NetworkWeights, second: NetworkWeights) -> tuple[jax.Array, ...]:
     """The four maps of both networks and the biases of the first and third, as the kernels want them, in float32.
 
     Layer normalization's scale and bias become part of the map after it, gelu's constants of the maps around it.
@@ -99,7 +99,7 @@ def _fold(first: Network, second: Network) -> tuple[jax.Array, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def node(plan: Plan, inputs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> jax.Array:
+def node(plan: NodePlan, inputs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> jax.Array:
     """ψ [B, H, r, L] of one node.
 
     Args:
