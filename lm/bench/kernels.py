@@ -267,11 +267,11 @@ def _mapped(feature_map, x, *parameters, bias: float):
     v = _bfloat16(1, LENGTH, HEADS, HEAD_DIM)
 
     def function(q, k, v, *parameters):
-        options = {'feature_map': feature_map, 'bias': bias, 'implementation': 'pallas_tpu'}
+        options = {'feature_map': feature_map, 'denominator_bias': bias, 'implementation': 'pallas_tpu'}
         return op.linear_attention(q, k, v, q_parameters=parameters[0], k_parameters=parameters[1], **options)
 
     made = pallas_tpu.made_by(feature_map, x, parameters[0])
-    options = op.Options(feature_map=feature_map, bias=bias)
+    options = op.Options(feature_map=feature_map, denominator_bias=bias)
     plan = pallas_tpu.plan_for(options, LENGTH, HEADS, HEAD_DIM, HEAD_DIM, 0, 2, *made)
     steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in ('forward', 'backward')}
     return function, [x, x, v, *parameters, v], steps

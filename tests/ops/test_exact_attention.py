@@ -128,7 +128,7 @@ def test_polynomial_agrees_with_float64(length, heads, kv_heads, block, degree, 
     attention = functools.partial(
         exact_attention.polynomial_attention,
         degree=degree,
-        bias=bias,
+        denominator_bias=bias,
         scale=scale,
         block=block,
         implementation=implementation,

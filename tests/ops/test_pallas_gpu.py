@@ -63,7 +63,7 @@ CASES = {
         {'local': PolynomialKernel(8, scale=0.75), 'block': 512},
         {'length': 270, 'features': 32, **FULL},
     ),
-    'one block without local, no bias': ({'bias': 0.0}, {'length': 50, 'features': 32, **FULL}),
+    'one block without local, no bias': ({'denominator_bias': 0.0}, {'length': 50, 'features': 32, **FULL}),
 }
 
 
@@ -114,7 +114,7 @@ def test_denominators_of_concentrated_keys_stay_positive():
     assert (np.einsum('ti,ij,tj->t', x64[before:], rounded, x64[before:]) < 0).any()
 
     # The last tile alone, as a block of its own: its sums are those over all that was before.
-    options = Options(powers=SQUARE, bias=1e-3, block=64, local=PolynomialKernel(2))
+    options = Options(powers=SQUARE, denominator_bias=1e-3, block=64, local=PolynomialKernel(2))
     plan = pallas_gpu.plan_for(options, before + length, exact_local=True)
     x, y_in = x[:, before:], y[:, before:]
     moment = pallas_gpu.moment_operand(jnp.asarray(y64[:before].T @ y64[:before], jnp.float32)[None, None])

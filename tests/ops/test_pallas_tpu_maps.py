@@ -39,7 +39,9 @@ def definition(options, features, q, k, v, parameters, q_local=None, k_local=Non
         t = jnp.einsum('blhc,bmhc->bhlm', q_local, jnp.repeat(k_local, groups, 2))
         w = jnp.where(i // options.block == j // options.block, t**options.local.degree, w)
     w = jnp.where(j <= i, w, 0.0)
-    o = jnp.einsum('bhlm,bmhd->bhld', w, jnp.repeat(v, groups, 2)) / (options.bias + w.sum(-1, keepdims=True))
+    o = jnp.einsum('bhlm,bmhd->bhld', w, jnp.repeat(v, groups, 2)) / (
+        options.denominator_bias + w.sum(-1, keepdims=True)
+    )
     return o.swapaxes(1, 2)
 
 
@@ -89,9 +91,14 @@ def plain(parameters, x):
 
 
 SERIES_CASES = {
-    'Taylor': (SERIES, {'bias': 0.0}, {'length': 300, 'heads': 2}, 'float32'),
-    'Taylor, rounded': (SERIES, {'bias': 0.0}, {'length': 300, 'heads': 2}, 'bfloat16'),
-    'Taylor, odd sizes': (SERIES, {'bias': 0.0}, {'length': 131, 'features': 12, 'head_dim': 10}, 'float32'),
+    'Taylor': (SERIES, {'denominator_bias': 0.0}, {'length': 300, 'heads': 2}, 'float32'),
+    'Taylor, rounded': (SERIES, {'denominator_bias': 0.0}, {'length': 300, 'heads': 2}, 'bfloat16'),
+    'Taylor, odd sizes': (
+        SERIES,
+        {'denominator_bias': 0.0},
+        {'length': 131, 'features': 12, 'head_dim': 10},
+        'float32',
+    ),
     'one block': (SERIES, {}, {'length': 50}, 'float32'),
     'local': (SERIES, LOCAL, {'length': 200}, 'float32'),
     'one block, local': (SERIES, LOCAL, {'length': 100}, 'float32'),
@@ -143,10 +150,15 @@ def llops(n_features=32, head_dim=16, rank=1, seed=1):
 
 
 MAP_CASES = {
-    'Performer': (performer(), {'bias': 0.0}, {'length': 300, 'heads': 2}, 'float32'),
-    'Performer, rounded': (performer(), {'bias': 0.0}, {'length': 300, 'heads': 2}, 'bfloat16'),
-    'Performer, one block': (performer(), {'bias': 0.0}, {'length': 60}, 'float32'),
-    'Performer, odd sizes': (performer(head_dim=10), {'bias': 0.0}, {'length': 131, 'head_dim': 10}, 'float32'),
+    'Performer': (performer(), {'denominator_bias': 0.0}, {'length': 300, 'heads': 2}, 'float32'),
+    'Performer, rounded': (performer(), {'denominator_bias': 0.0}, {'length': 300, 'heads': 2}, 'bfloat16'),
+    'Performer, one block': (performer(), {'denominator_bias': 0.0}, {'length': 60}, 'float32'),
+    'Performer, odd sizes': (
+        performer(head_dim=10),
+        {'denominator_bias': 0.0},
+        {'length': 131, 'head_dim': 10},
+        'float32',
+    ),
     'LLoPS': (llops(), {}, {'length': 300, 'heads': 2}, 'float32'),
     'LLoPS, rounded': (llops(), {}, {'length': 300, 'heads': 2}, 'bfloat16'),
     'LLoPS of rank 2, grouped': (llops(rank=2), {}, {'length': 280, 'batch': 2, 'heads': 2, 'kv_heads': 1}, 'float32'),

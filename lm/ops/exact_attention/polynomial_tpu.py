@@ -41,7 +41,7 @@ class PolynomialPlan:
 
     Attributes:
         degree: even.
-        bias: what the denominator starts from.
+        denominator_bias: what the denominator starts from.
         scale: of the scores.
         block: tokens a block, of queries and of keys.
         tile: keys at a time inside a block.
@@ -53,7 +53,7 @@ class PolynomialPlan:
     """
 
     degree: int
-    bias: float
+    denominator_bias: float
     scale: float
     block: int
     tile: int
@@ -65,12 +65,12 @@ class PolynomialPlan:
 
 
 def polynomial_attention(
-    q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, degree, bias=1.0, scale=1.0, block=None, **rest
+    q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, degree, denominator_bias=1.0, scale=1.0, block=None, **rest
 ) -> jax.Array:
     """Arguments as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
     length, heads, size = q_BxLxHxD.shape[1:]
     group = heads // k_BxLxKxD.shape[2]
-    plan = plan_for(degree, bias, scale, length, padded_rows(size) * q_BxLxHxD.dtype.itemsize, group, block)
+    plan = plan_for(degree, denominator_bias, scale, length, padded_rows(size) * q_BxLxHxD.dtype.itemsize, group, block)
     padded = -(-length // plan.block) * plan.block
 
     def function(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
@@ -102,7 +102,7 @@ def unsupported(q, k, v, *, degree, causal=True, q_offset=0, k_start=0, block=No
 
 
 def plan_for(
-    degree: int, bias: float, scale: float, length: int, width: int, group: int, block: int | None
+    degree: int, denominator_bias: float, scale: float, length: int, width: int, group: int, block: int | None
 ) -> PolynomialPlan:
     """How `length` tokens with heads of `width` bytes are computed; the block does not change the result."""
     small = platform.vmem()[0] < 32 * MIB
@@ -112,7 +112,7 @@ def plan_for(
     gradient = (4 if small else 16) * MIB
     return PolynomialPlan(
         degree=degree,
-        bias=bias,
+        denominator_bias=denominator_bias,
         scale=scale,
         block=block,
         tile=short if small else block,
@@ -256,8 +256,8 @@ def _forward_kernel(plan: PolynomialPlan, pairs, q, k, v, o, total, acc_DxQ, sum
     def _():
         for queries in _cut(plan.block, plan.forward_diagonal):
             add(queries, slice(0, queries.stop), masked=True)
-        total_1xQ = plan.bias + jnp.sum(sums_8xQ[...], axis=0, keepdims=True)
-        # Padding after the last token sees zero scores and, with bias 0, has no denominator.
+        total_1xQ = plan.denominator_bias + jnp.sum(sums_8xQ[...], axis=0, keepdims=True)
+        # Padding after the last token sees zero scores and, with denominator_bias 0, has no denominator.
         o[0] = (acc_DxQ[...] * jnp.where(total_1xQ == 0.0, 0.0, 1.0 / total_1xQ)).astype(o.dtype)
         total[0] = total_1xQ
 

@@ -55,14 +55,17 @@ class SoftmaxWeights:
 
 @dataclasses.dataclass(frozen=True)
 class PolynomialWeights:
-    """Weights (scale s)^degree / (bias + Σ (scale s)^degree); float32 needs no running maximum at usual degrees."""
+    """Weights (scale s)^degree / (denominator_bias + Σ (scale s)^degree).
+
+    float32 needs no running maximum at usual degrees.
+    """
 
     degree: int
-    bias: float
+    denominator_bias: float
     scale: float
 
     def start(self, rows: tuple[int, ...]) -> Any:
-        return jnp.full(rows, self.bias, jnp.float32)
+        return jnp.full(rows, self.denominator_bias, jnp.float32)
 
     def accumulate(self, acc, total, s, visible, v):
         w = jnp.where(visible, lax.integer_pow(s * self.scale, self.degree), 0.0)
@@ -130,10 +133,20 @@ def softmax_attention(
 
 
 def polynomial_attention(
-    q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, *, degree, bias=1.0, scale=1.0, causal=True, q_offset=0, k_start=0, block=None
+    q_BxLxHxD,
+    k_BxMxKxD,
+    v_BxMxKxD,
+    *,
+    degree,
+    denominator_bias=1.0,
+    scale=1.0,
+    causal=True,
+    q_offset=0,
+    k_start=0,
+    block=None,
 ):
     """Arguments as in `lm.ops.exact_attention.polynomial_attention`."""
-    kernel = PolynomialWeights(degree, bias, scale)
+    kernel = PolynomialWeights(degree, denominator_bias, scale)
     return _blocked(kernel, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, causal, None, q_offset, k_start, block)
 
 

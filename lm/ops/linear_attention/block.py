@@ -112,7 +112,9 @@ def numerators(
     bounds: Bounds | None,
     start: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Σ_j w_ij v_j and bias + Σ_j w_ij for the queries of a block, [B, K, D, G, T] and [B, K, G, T] float32.
+    """Σ_j w_ij v_j and denominator_bias + Σ_j w_ij for the queries of a block.
+
+    [B, K, D, G, T] and [B, K, G, T] float32.
 
     Args:
         shape: what to do.
@@ -172,7 +174,7 @@ def _tile(shape, rows, row_T, x, y, q, k, v, sums, bounds, start):
             m_BxKxGxT = lax.stop_gradient(s_BxKxSxGxT.max(2))
             # Bias and approximate part are multiplied by exp(-m), which must not overflow; where there is neither,
             # only the largest exponent itself keeps its weight from underflow.
-            has_older_T = start + row_T >= bounds.older if not options.bias else jnp.ones_like(row_T, bool)
+            has_older_T = start + row_T >= bounds.older if not options.denominator_bias else jnp.ones_like(row_T, bool)
             m_BxKxGxT = jnp.maximum(m_BxKxGxT, jnp.where(has_older_T, 0.0, -jnp.inf))
             shrink = jnp.where(has_older_T, jnp.exp(-jnp.maximum(m_BxKxGxT, 0.0)), 0.0)
             exact_BxKxSxGxT = jnp.exp(s_BxKxSxGxT - m_BxKxGxT[:, :, None])
@@ -186,7 +188,7 @@ def _tile(shape, rows, row_T, x, y, q, k, v, sums, bounds, start):
         w_BxKxSxGxT = jnp.where(visible, options.approximate(s_BxKxSxGxT), 0.0)
         parts.append((w_BxKxSxGxT if shrink is None else w_BxKxSxGxT * shrink[:, :, None], v[..., : rows.stop]))
     num_BxKxDxGxT = jnp.float32(0.0)
-    den_BxKxGxT = jnp.full(v.shape[:2] + (q if x is None else x).shape[3:], options.bias, jnp.float32)
+    den_BxKxGxT = jnp.full(v.shape[:2] + (q if x is None else x).shape[3:], options.denominator_bias, jnp.float32)
     den_BxKxGxT = den_BxKxGxT if shrink is None else den_BxKxGxT * shrink
     for w_BxKxSxGxT, values in parts:
         num_BxKxDxGxT += dot('bkds,bksgt->bkdgt', values, w_BxKxSxGxT.astype(v.dtype))

@@ -158,10 +158,15 @@ def _older(state: DecodeState, block: int) -> jax.Array:
 
 
 def _options(
-    *, powers: tuple[float, ...] = (0.0, 1.0), bias: float = 1.0, normalize: bool = True, **rest: Any
+    *, powers: tuple[float, ...] = (0.0, 1.0), denominator_bias: float = 1.0, normalize: bool = True, **rest: Any
 ) -> Options:
     names = ('feature_map', 'local', 'window', 'block')
-    return Options(tuple(powers), **{name: rest.get(name) for name in names}, bias=bias, normalize=normalize)
+    return Options(
+        tuple(powers),
+        **{name: rest.get(name) for name in names},
+        denominator_bias=denominator_bias,
+        normalize=normalize,
+    )
 
 
 __all__ = ['DecodeState', 'decode_step', 'init_state']

@@ -93,7 +93,7 @@ class Options:
     local: LocalKernel | None = None
     window: int | None = None
     block: int | None = None
-    bias: float = 1.0
+    denominator_bias: float = 1.0
     normalize: bool = True
     causal: bool = True
 

@@ -64,8 +64,8 @@ def unsupported(
         return 'takes features, not a feature map'
     if tuple(options.powers) != SQUARE:
         return f'takes powers {SQUARE}, not {tuple(options.powers)}'
-    if options.bias < 0:
-        return f'takes no negative bias, {options.bias}'
+    if options.denominator_bias < 0:
+        return f'takes no negative denominator_bias, {options.denominator_bias}'
     arrays = [q, k, v]
     if options.local is not None:
         if options.window is not None:
@@ -116,7 +116,7 @@ def plan_for(options: Options, length: int, exact_local: bool) -> GpuPlan:
         exact_local=exact_local,
         degree=2 if local is None else local.degree,
         scale=1.0 if local is None else local.scale,
-        bias=options.bias,
+        denominator_bias=options.denominator_bias,
         single_block=length <= wanted,
         interpreted=platform.target_platform() != 'gpu',
     )

@@ -149,7 +149,7 @@ def _outputs(plan: GpuPlan, a, b, v, *refs):
             multiply(num_TxD, w_TxK.astype(jnp.bfloat16), v_smem, register)
             return den_T + jnp.sum(w_TxK, axis=1)
 
-        den_T = zeros(TILE) + plan.bias
+        den_T = zeros(TILE) + plan.denominator_bias
         if not plan.single_block:
             den_T += pl.run_scoped(before, *pallas_gpu_squares.scratch(far[0].shape[2]))
         plgpu.barrier_wait(a_ready)
@@ -157,7 +157,7 @@ def _outputs(plan: GpuPlan, a, b, v, *refs):
         return num_TxD[...], den_T
 
     num_TxD, den_T = pl.run_scoped(compute, plgpu.ACC((TILE, TILE), jnp.float32))
-    # Padding after the last token has no keys and, with bias 0, no denominator either.
+    # Padding after the last token has no keys and, with denominator_bias 0, no denominator either.
     inverse_T = jnp.where(den_T == 0.0, 0.0, 1.0 / den_T)
     write(num_TxD * by_row(inverse_T, TILE), o.at[head, tokens])
     write(inverse_T, inverse.at[head, tokens], plgpu.SMEM((TILE,), jnp.float32))

@@ -25,7 +25,7 @@ class GpuPlan:
         exact_local: a and b are arrays of their own; else they are x and y.
         degree: of the weights inside a block, a power of two.
         scale: of the weights inside a block.
-        bias: what the denominator starts from.
+        denominator_bias: what the denominator starts from.
         single_block: one block is all there is, so that x ⊗ x has no part in it.
         interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
     """
@@ -34,7 +34,7 @@ class GpuPlan:
     exact_local: bool
     degree: int
     scale: float
-    bias: float
+    denominator_bias: float
     single_block: bool
     interpreted: bool
 

@@ -66,8 +66,8 @@ def unsupported(
         return reason
     if options.powers != PLAIN and not _quadratic(options.powers):
         return f'takes powers {PLAIN} or (c0, c1, c2) ≥ 0 with c2 above 0, not {options.powers}'
-    if options.bias < 0:
-        return f'takes no negative bias, {options.bias}'
+    if options.denominator_bias < 0:
+        return f'takes no negative denominator_bias, {options.denominator_bias}'
     if options.local is not None:
         if options.window is not None:
             return 'takes exact blocks, not a window'
@@ -221,7 +221,7 @@ def plan_for(
         exact_local=compared > 0,
         degree=degree,
         scale=scale,
-        bias=options.bias,
+        denominator_bias=options.denominator_bias,
         # In a single block of exact weights the features have no part.
         series=options.powers if squared and options.powers != SQUARE and (local is None or compared) else (),
         feature_map=options.feature_map,

@@ -32,7 +32,7 @@ class TpuPlan:
         exact_local: a and b are arrays of their own; else they are x and y.
         degree: of the weights inside a block, a power of two.
         scale: of the weights inside a block.
-        bias: what the denominator starts from.
+        denominator_bias: what the denominator starts from.
         series: (c0, c1, c2), where φ is squared and ⟨φ(x), φ(y)⟩ = c0 + c1 s + c2 s² with s = ⟨x, y⟩; (): it is s².
         feature_map: makes the features of x in the kernels; None: x is features.
         features: that the map makes.
@@ -49,7 +49,7 @@ class TpuPlan:
     exact_local: bool
     degree: int
     scale: float
-    bias: float
+    denominator_bias: float
     series: tuple[float, ...] = ()
     feature_map: ProductMap | None = None
     features: int = 0

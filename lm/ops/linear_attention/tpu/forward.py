@@ -126,8 +126,8 @@ def _kernel(plan: TpuPlan, save: bool, *refs):
             s_KxQ = dot(b_CxT[:, keys], a_CxT[:, queries], (0, 0))
             w_KxQ, _ = weights_and_slope(plan, s_KxQ)
             w_KxQ = causal(w_KxQ)
-            total_1xQ = plan.bias + den_1xT[:, queries] + jnp.sum(w_KxQ, axis=0, keepdims=True)
-            # Padding after the last token has no keys and, with bias 0, no denominator either.
+            total_1xQ = plan.denominator_bias + den_1xT[:, queries] + jnp.sum(w_KxQ, axis=0, keepdims=True)
+            # Padding after the last token has no keys and, with denominator_bias 0, no denominator either.
             inverse_1xQ = jnp.where(total_1xQ == 0.0, 0.0, 1.0 / total_1xQ)
             num_DxQ = num_DxT[:, queries] + dot(v[head, :, keys], w_KxQ.astype(v.dtype), (1, 0))
             inverse[head, :, queries] = inverse_1xQ
