@@ -83,7 +83,9 @@ def vmem() -> tuple[int, int | None]:
     Half of what later chips have at least; of the 16 MiB of v4 and before all, which is the compiler's default.
     """
     chip = chip_of(device_kind())
-    return (16 * 2**20, None) if chip is not None and chip.vmem_mib == 16 else (32 * 2**20, 32 * 2**20)
+    if chip is not None and chip.vmem_mib < 64:
+        return chip.vmem_mib * 2**20, None
+    return 32 * 2**20, 32 * 2**20
 
 
 def choose(

@@ -10,6 +10,7 @@ Outputs of `decode_step` equal those of `linear_attention` on the whole sequence
 calls.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -157,16 +158,10 @@ def _older(state: DecodeState, block: int) -> jax.Array:
     return jnp.where(state.position < block, block, 0)
 
 
-def _options(
-    *, powers: tuple[float, ...] = (0.0, 1.0), denominator_bias: float = 1.0, normalize: bool = True, **rest: Any
-) -> Options:
-    names = ('feature_map', 'local', 'window', 'block')
-    return Options(
-        tuple(powers),
-        **{name: rest.get(name) for name in names},
-        denominator_bias=denominator_bias,
-        normalize=normalize,
-    )
+def _options(**arguments: Any) -> Options:
+    """Of a call of `linear_attention`; decoding is causal."""
+    names = {field.name for field in dataclasses.fields(Options)} - {'causal'}
+    return Options(**{name: arguments[name] for name in names & arguments.keys()})
 
 
 __all__ = ['DecodeState', 'decode_step', 'init_state']
