@@ -217,7 +217,7 @@ VERBS = {
         configure=from_run,
     ),
     'check': Verb(
-        help='show what a run needs before it is paid for: memory, exchanges, hours; compiles for TPUs without one',
+        help='show what a run needs before it is paid for: memory, collectives, hours; compiles for TPUs without one',
         example='lm check --gin_file configs/models/small.gin --gin_file configs/recipes/paper.gin --topology v5e:4x8',
         main='lm.check.command:main',
         flags=(check_flags, gin_flags),

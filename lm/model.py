@@ -20,8 +20,8 @@ from lm.attention.softmax import Softmax
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.ops.cross_entropy import cross_entropy
-from lm.ops.exact_attention import RESIDUAL_NAME
 from lm.ops.platform import target_platform
+from lm.ops.residuals import RESIDUAL_NAME
 
 REMAT = {
     'none': jax.checkpoint_policies.everything_saveable,

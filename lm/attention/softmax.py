@@ -38,7 +38,8 @@ class SoftmaxAttention(AttentionModule):
 
     def init_state(self, batch: int, max_length: int, dtype: Any) -> cache.Cache:
         """A cache of `max_length` tokens, or of the window where that is shorter."""
-        return cache.empty(self.dims, batch, min(max_length, self.config.window or max_length), dtype)
+        length = min(max_length, self.config.window or max_length)
+        return cache.empty(batch, length, self.dims.n_kv_heads, self.dims.head_dim, dtype)
 
     def decode_step(
         self, state: cache.Cache, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array

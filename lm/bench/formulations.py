@@ -23,7 +23,9 @@ from lm.ops.linear_attention.types import Options
 def plain(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
     """[B, L, H, D]"""
     config = layer.config
-    return plain_blocks(*arrays, degree=config.degree, block=min(config.block, arrays[0].shape[1]), bias=config.bias)
+    return plain_blocks(
+        *arrays, degree=config.degree, block=min(config.block, arrays[0].shape[1]), denominator_bias=config.bias
+    )
 
 
 def scan(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterable
 
 from lm.errors import ConfigError
+from lm.hardware import LIBTPU_ENVIRONMENT
 
 TOPOLOGIES = {'v4': 'v4:2x2x1', 'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'v7x': 'tpu7x:2x2x1'}
 LENGTH, HEADS, HEAD_DIM = 32768, 12, 64
@@ -89,13 +90,7 @@ def kernels(topology: str, cases: Iterable[str] | None = None) -> list[Row]:
         flags = (
             f'--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*(final|util).*'
         )
-        environment = os.environ | {
-            'JAX_PLATFORMS': 'cpu',
-            'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-            'TPU_SKIP_MDS_QUERY': '1',
-            'TPU_WORKER_HOSTNAMES': 'localhost',
-            'LIBTPU_INIT_ARGS': flags,
-        }
+        environment = os.environ | LIBTPU_ENVIRONMENT | {'JAX_PLATFORMS': 'cpu', 'LIBTPU_INIT_ARGS': flags}
         command = [sys.executable, '-m', 'lm.bench.kernels', '--worker', dump, '--topology', generation, *cases]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
@@ -272,11 +267,11 @@ def _mapped(feature_map, x, *parameters, bias: float):
     v = _bfloat16(1, LENGTH, HEADS, HEAD_DIM)
 
     def function(q, k, v, *parameters):
-        options = {'feature_map': feature_map, 'bias': bias, 'implementation': 'pallas_tpu'}
+        options = {'feature_map': feature_map, 'denominator_bias': bias, 'implementation': 'pallas_tpu'}
         return op.linear_attention(q, k, v, q_parameters=parameters[0], k_parameters=parameters[1], **options)
 
     made = pallas_tpu.made_by(feature_map, x, parameters[0])
-    options = op.Options(feature_map=feature_map, bias=bias)
+    options = op.Options(feature_map=feature_map, denominator_bias=bias)
     plan = pallas_tpu.plan_for(options, LENGTH, HEADS, HEAD_DIM, HEAD_DIM, 0, 2, *made)
     steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in ('forward', 'backward')}
     return function, [x, x, v, *parameters, v], steps
@@ -293,7 +288,7 @@ def _networks(networks: int):
     sizes = ((HEAD_DIM, hidden), (hidden, r), (r, hidden), (hidden, r))
     kernels = tuple(jax.ShapeDtypeStruct((1, *size), 'float32') for size in sizes)
     norms = tuple(jax.ShapeDtypeStruct((1, 1, size), 'float32') for size in (HEAD_DIM, r))
-    nodes = ((op.Network(kernels, norms, norms),) * 2,)
+    nodes = ((op.NetworkWeights(kernels, norms, norms),) * 2,)
     wide, narrow = (_bfloat16(1, LENGTH, 1, HEADS, n) for n in (HEAD_DIM, r))
 
     def function(nodes, q, k):

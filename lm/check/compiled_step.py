@@ -1,5 +1,5 @@
-"""The training step compiled for a TPU slice that is not there: its memory, its exchanges between chips, and the least
-time that it can take; and what follows from the configuration alone.
+"""The training step compiled for a TPU slice that is not there: its memory, its collectives, and the least time that it
+can take; and what follows from the configuration alone.
 
 The step is the one that `lm train` runs: same function, shardings, donated state, batch and kernels; only the devices
 are described ones. Compiling takes a minute or two for a large model on a laptop.
@@ -17,7 +17,7 @@ import jax
 from lm.compiled.roofline import Roofline, roofline
 from lm.errors import ConfigError
 from lm.experiment import Experiment
-from lm.hardware import Topology, parse
+from lm.hardware import Topology, describe_devices, parse
 from lm.training.mesh import data_shards, make_mesh
 from lm.training.program import abstract_state, lower_step
 from lm.training.step import TrainStep, count_parameters
@@ -135,7 +135,7 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     topology = parse(topology) if isinstance(topology, str) else topology
     bindings = dict(bindings or {})
     experiment = changed(experiment, bindings)
-    mesh = make_mesh(experiment.mesh, topology.devices)
+    mesh = make_mesh(experiment.mesh, describe_devices(topology))
     experiment.train.check_divides(data_shards(mesh))
     start = time.perf_counter()
     with jax.set_mesh(mesh):

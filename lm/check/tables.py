@@ -58,10 +58,10 @@ def print_check(check: Check, budget: Budget) -> None:
             f'{milliseconds(bound.hbm_seconds)}: {bound.hbm_gigabytes:.3g} GB a {unit} at '
             f'{chip.hbm_bytes / n / 1e9:.0f} GB/s',
         )
-        sent = sum(e.gigabytes_sent_per_device for e in bound.exchanges)
+        sent = sum(e.gigabytes_sent_per_device for e in bound.collectives)
         links = f'{sent:.3g} GB sent a {unit} at {topology.ici_bytes / n / 1e9:.0f} GB/s'
-        row('  ICI', f'{milliseconds(bound.ici_seconds)}: {links}' if sent else 'nothing is exchanged')
-    for e in bound.exchanges:
+        row('  ICI', f'{milliseconds(bound.ici_seconds)}: {links}' if sent else 'no collectives')
+    for e in bound.collectives:
         row(f'    {e.kind}', f'{e.times_per_step:,} × a step, {e.gigabytes_sent_per_device:.3g} GB sent a {unit}')
     row(
         'speed',
