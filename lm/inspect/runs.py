@@ -1,7 +1,6 @@
 """What a run directory holds."""
 
 import datetime
-import math
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ from lm.checkpoint.snapshot import Damaged, Snapshot
 from lm.errors import LmError
 from lm.experiment import load
 from lm.runs.records import Run
-from lm.training.step import count_parameters, part_of
+from lm.training.step import count_parameters
 
 DELETION_SECONDS = 1.0
 """After so long a step that looked damaged is read again: it counts as damaged if it is still there."""
@@ -107,15 +106,5 @@ def size_of(path: epath.Path) -> int:
 
 
 def parameters(run: Run) -> dict[str, int]:
-    """Trainable parameters by part: from the newest checkpoint, or, before there is one, from the configuration."""
-    for step in reversed(saved_steps(run.directory.checkpoints)[0]):
-        try:
-            leaves = Snapshot(run.directory.checkpoints, step).record()['leaves']
-        except (Damaged, LmError):
-            continue
-        counts = dict.fromkeys(('embedding', 'attention', 'mechanism', 'glu', 'norms'), 0)
-        for name, leaf in leaves.items():
-            if name.startswith('params.'):
-                counts[part_of(name.split('.')[1:])] += math.prod(leaf['shape'])
-        return counts
+    """Trainable parameters by part of the model."""
     return count_parameters(load([str(run.directory.config)]).model)
