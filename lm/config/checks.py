@@ -1,4 +1,4 @@
-"""The statements of a configuration, and whether each of them has an effect. Gin is not needed."""
+"""The statements of a configuration, and whether each of them has an effect."""
 
 import dataclasses
 import difflib
@@ -27,15 +27,6 @@ class Statement:
     def key(self) -> str:
         path = f'{self.scope}/{self.selector}' if self.scope else self.selector
         return f'{path}.{self.parameter}' if self.parameter else path
-
-    def text(self, module: str) -> str:
-        """As gin reads it, the names of configurables qualified with `module`."""
-        scope = f'{self.scope}/' if self.scope else ''
-        name = f'{module}{self.selector}.{self.parameter}' if self.parameter else self.selector
-        try:
-            return f'{scope}{name} = {format_value(self.value, module)}'
-        except ConfigError as error:
-            raise ConfigError(f'{self.where}: {self.key} = {error}') from None
 
 
 def in_effect(bindings: dict[str, Statement], scope: str, name: str) -> dict[str, Statement]:

@@ -5,7 +5,7 @@
         degree: int = field(4, minimum=2, even=True)
 
 makes `Polynomial` a frozen, keyword-only dataclass whose values are checked at construction, and lets a gin file
-write `polynomial.degree = 8` and `model.attention = @polynomial()`. Nothing here knows gin: `lm.config.load` does.
+write `polynomial.degree = 8` and `model.attention = @polynomial()`. Nothing here knows gin: `lm.config.read` does.
 """
 
 import dataclasses

@@ -5,6 +5,8 @@ import math
 import pathlib
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +14,10 @@ from hypothesis import strategies as st
 
 from lm.cli import VERBS, parse
 from lm.config.configurable import REGISTRY, configurable, field
-from lm.config.load import load
+from lm.config.load import load as load_into
 from lm.config.text import dump
 from lm.errors import ConfigError
+from lm.experiment import load
 
 PROJECT = pathlib.Path(__file__).resolve().parents[2]
 SHIPPED = sorted([*PROJECT.glob('configs/**/*.gin'), *PROJECT.glob('data/*.gin')])
@@ -66,7 +69,7 @@ class Root:
 
 
 def resolve(*params: str, files: tuple = (), **options) -> Root:
-    return load([str(f) for f in files], params, root=Root, **options)
+    return load_into([str(f) for f in files], params, root=Root, **options)
 
 
 def refused(*params: str, files: tuple = (), **options) -> str:
@@ -105,7 +108,7 @@ value_sections = st.builds(
 def test_load_of_dump_is_the_same(root):
     text = dump(root)
     lines = [line for line in text.splitlines() if line and not line.startswith('#')]
-    loaded = load([], lines, root=Root)
+    loaded = load_into([], lines, root=Root)
     assert loaded == root
     assert dump(loaded) == text
 
@@ -192,6 +195,38 @@ def test_state_does_not_leak_from_one_load_to_the_next():
 
     assert gin.config_str().strip() == ''
     assert not gin.config_is_locked()
+
+
+def test_several_threads_may_load_at_once(request):
+    together = threading.Barrier(8)
+    interval = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(interval))
+    sys.setswitchinterval(1e-6)
+
+    def many(i: int) -> list[Root]:
+        together.wait(timeout=60)
+        size = f'a/test_disc.radius = {i + 1}'
+        return [resolve('test_shapes.shape = [@a/test_disc(), @test_pair()]', size, f'N = {i + 1}',
+                        'test_values.steps = %N') for _ in range(20)]  # fmt: skip
+
+    with ThreadPoolExecutor(8) as pool:
+        for i, roots in enumerate(pool.map(many, range(8))):
+            expected = Root(shapes=Shapes(shape=(Disc(radius=i + 1.0), Pair())), values=Values(steps=i + 1))
+            assert roots == [expected] * 20
+
+
+def test_a_configurable_is_built_in_the_scope_of_what_names_it():
+    root = resolve(
+        'test_shapes.shape = @a/b/test_pair()', 'a/b/test_pair.first = @test_disc()', 'a/test_disc.radius = 2',
+        'a/b/test_pair.others = [@c/test_disc(), %M]', 'c/test_disc.label = "c"', 'x/M = @test_disc()',
+        'M = %x/M', 'x/test_disc.radius = 5',
+    )  # fmt: skip
+    assert root.shapes.shape == Pair(first=Disc(radius=2.0), others=(Disc(label='c'), Disc(radius=5.0)))
+
+
+def test_what_is_nested_deeper_than_python_goes_is_an_error():
+    chain = [f'M{i} = %M{i + 1}' for i in range(2000)]
+    assert 'nested too deeply' in refused(*chain, 'M2000 = 3', 'test_values.steps = %M0')
 
 
 def test_each_section_is_constructed_once(monkeypatch):
