@@ -23,7 +23,7 @@ from lm.hardware import peak_flops
 from lm.runs.run_dir import RunDir
 from lm.tasks import TaskStore
 from lm.text import duration, si
-from lm.training.config import MAY_CHANGE_ON_RESUME, TrainConfig
+from lm.training.config import TrainConfig
 from lm.training.mesh import batch_sharding, initialize_distributed, make_mesh, place, replicated
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
@@ -62,14 +62,14 @@ def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
             print_plan(experiment, store, mesh, parameters)
 
         run = RunDir(run_dir)
-        run.check_unchanged(experiment, MAY_CHANGE_ON_RESUME)
+        run.check_unchanged(experiment)
         checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints))
 
         # Restore this run, else start from another one's parameters, else from the seed.
         abstract = place(jax.eval_shape(lambda: step.init(config.seed)), mesh)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         restored = checkpointer.restore(abstract)
-        run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, MAY_CHANGE_ON_RESUME)
+        run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints})
         if restored:
             state, start, saved = restored
         else:

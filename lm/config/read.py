@@ -12,6 +12,7 @@ from typing import Any
 
 from lm.config.checks import Statement, did_you_mean, parameters_of
 from lm.config.configurable import REGISTRY
+from lm.config.names import names_today, renewed
 from lm.config.text import Macro, Reference, format_value, listed, replace_nodes
 from lm.errors import ConfigError
 
@@ -83,7 +84,7 @@ class _Reader:
     def _add(self, parsed: Iterable[Any], path: Any) -> None:
         from gin import config_parser as grammar
 
-        lines: dict[str, int] = {}
+        lines: dict[str, tuple[int, str]] = {}
         for item in parsed:
             where = f'{path}:{item.location.line_num}' if path else '--gin_param'
             if isinstance(item, grammar.ImportStatement):
@@ -97,12 +98,17 @@ class _Reader:
                     )
                 self._collect(included, f'{where}: include ')
             elif isinstance(item, grammar.BindingStatement):
-                statement = self._statement(item, where)
-                if path and statement.key in lines:
-                    line = lines[statement.key]
-                    raise ConfigError(f'{where}: {statement.key} is already set on line {line}; delete one of them')
-                lines[statement.key] = item.location.line_num
-                self.statements.append(statement)
+                written = f'{item.selector}.{item.arg_name}' if item.arg_name else item.selector
+                for statement in self._statements(item, where):
+                    line, other = lines.setdefault(statement.key, (item.location.line_num, written))
+                    if path and other != written:
+                        raise ConfigError(
+                            f'{where}: {written} and, on line {line}, {other} are two names of {statement.key}; '
+                            'delete one of them'
+                        )
+                    if path and line != item.location.line_num:
+                        raise ConfigError(f'{where}: {statement.key} is already set on line {line}; delete one of them')
+                    self.statements.append(statement)
 
     def _import(self, item: Any, where: str) -> None:
         if not self.allow_imports:
@@ -124,8 +130,8 @@ class _Reader:
             ) from None
         self._modules[item.bound_name()] = module
 
-    def _statement(self, item: Any, where: str) -> Statement:
-        """The statement with all names checked."""
+    def _statements(self, item: Any, where: str) -> list[Statement]:
+        """The statement with all names checked; one of earlier versions as what it means today."""
 
         def resolve(node: Any) -> Any:
             if not isinstance(node, Reference):
@@ -136,19 +142,24 @@ class _Reader:
             return Reference(node.scope, name)
 
         value = replace_nodes(item.value, resolve)
-        name = self._resolve(item.selector, where, '', f'.{item.arg_name}') if item.arg_name else item.selector
-        known = parameters_of(name) if item.arg_name else ['']
-        if item.arg_name not in known:
-            hint = did_you_mean(f'{name}.{item.arg_name}', [f'{name}.{p}' for p in known])
-            raise ConfigError(
-                f'{where}: {name} has no parameter {item.arg_name!r}{hint or "; it has " + listed(known, 20)}'
-            )
-        statement = Statement(item.scope, name, item.arg_name, value, where, self._is_base)
+        found = [Statement(item.scope, item.selector, '', value, where, self._is_base)]
+        if item.arg_name:
+            name = self._resolve(item.selector, where, '', f'.{item.arg_name}')
+            known, today = parameters_of(name), names_today(name, item.arg_name)
+            if not today:
+                hint = did_you_mean(f'{name}.{item.arg_name}', [f'{name}.{p}' for p in known])
+                raise ConfigError(
+                    f'{where}: {name} has no parameter {item.arg_name!r}{hint or "; it has " + listed(known, 20)}'
+                )
+            # Of several that one name became, those that are selected use it.
+            optional = self._is_base or len(today) > 1
+            values = [value if (n, p) == (name, item.arg_name) else renewed(value, n, p) for n, p in today]
+            found = [Statement(item.scope, n, p, v, where, optional) for (n, p), v in zip(today, values, strict=True)]
         try:
             format_value(value)
         except ConfigError as error:
-            raise ConfigError(f'{where}: {statement.key} = {error}') from None
-        return statement
+            raise ConfigError(f'{where}: {found[0].key} = {error}') from None
+        return found
 
     def _resolve(self, selector: str, where: str, before: str, after: str) -> str:
         """The registered name that `selector` means: itself, or `module.Class` of an imported module."""
