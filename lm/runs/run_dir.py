@@ -64,7 +64,7 @@ class RunDir:
             True when the directory held a run already.
 
         Raises:
-            MismatchError: a binding differs that `lm.config.names.may_change` does not allow: this would be a different run.
+            MismatchError: a binding differs that may not (`lm.config.names.may_change`): this would be another run.
             ConfigError: `path` is a file.
         """
         text = experiment if isinstance(experiment, str) else dump(experiment)

@@ -16,9 +16,7 @@ class TrainConfig:
     log_every: int = field(10, minimum=1, resume=True)
     eval_every: int | None = field(1000, minimum=1, resume=True, help='None: only at the end')
     max_nonfinite_steps: int = field(10, minimum=1, resume=True, help='stop (exit code 43) after so many in a row')
-    skip_batches: tuple[tuple[int, int], ...] = field(
-        (), resume=True, help='half-open ranges of batches never to train on'
-    )
+    skip_batches: tuple[tuple[int, int], ...] = field((), resume=True, help='half-open ranges of batches to leave out')
     init_from: str | None = field(None, help='run directory whose parameters this run starts from')
     profile: tuple[int, int] | None = field(
         None, resume=True, help='first and last step of a profiler trace, in RUN_DIR/profile'

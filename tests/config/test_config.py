@@ -280,7 +280,7 @@ def test_a_configurable_of_an_imported_module_can_be_named(tmp_path, monkeypatch
     assert resolve(files=(gin,), allow_imports=True).shapes.shape.size == 1
 
 
-# ------------------------------------------------------------------------------------------------------ earlier versions
+# ---------------------------------------------------------------------------------------------------- earlier versions
 
 
 def test_names_of_earlier_versions_set_the_fields_of_today(tmp_path):
