@@ -101,6 +101,14 @@ def test_where_schedules_end():
     assert float(Cosine(final_fraction=0.5).build(1.0, 16)(4)) == pytest.approx(0.5 + 0.25 * (1 + np.sqrt(0.5)))
 
 
+def test_the_state_has_the_form_of_earlier_checkpoints():
+    """A checkpoint of before rules were choices restores: its arrays are known by these paths."""
+    step = TrainStep(MODEL, OptimizerConfig(warmup_steps=1), 10)
+    state = jax.eval_shape(lambda: step.init(0))['optimizer']
+    paths = {jax.tree_util.keystr(path).partition("['")[0] for path, _ in jax.tree_util.tree_leaves_with_path(state)}
+    assert paths == {'[1].count', '[1].mu', '[1].nu', '[3].count'}
+
+
 OLD = """
 optimizer.b1 = 0.9
 optimizer.b2 = 0.99
