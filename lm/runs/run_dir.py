@@ -29,8 +29,8 @@ import lm
 from lm.config.names import may_change, up_to_date
 from lm.config.text import dump
 from lm.errors import ConfigError, MismatchError
-from lm.runs.metrics_file import MetricsFile
 from lm.files import write_atomically
+from lm.runs.metrics_file import MetricsFile
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
 

@@ -4,6 +4,12 @@ from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 
 
+def _check_traced(steps: tuple[int, int]) -> str | None:
+    return (
+        None if 1 <= steps[0] <= steps[1] else 'must be the first and the last step, such as (10, 12), counted from 1'
+    )
+
+
 @configurable('train')
 class TrainConfig:
     """How long, on how much at a time, and what is written down on the way."""
@@ -19,11 +25,9 @@ class TrainConfig:
     skip_batches: tuple[tuple[int, int], ...] = field((), resume=True, help='half-open ranges of batches to leave out')
     init_from: str | None = field(None, help='run directory whose parameters this run starts from')
     profile: tuple[int, int] | None = field(
-        None, resume=True, help='first and last step of a profiler trace, in RUN_DIR/profile'
+        None, resume=True, check=_check_traced, help='first and last step of a profiler trace, in RUN_DIR/profile'
     )
-    tensorboard: bool = field(
-        True, resume=True, help="write TensorBoard summaries when the 'tensorboard' extra is installed"
-    )
+    tensorboard: bool = field(True, resume=True, help="write summaries when the 'tensorboard' extra is installed")
 
     def __post_init__(self):
         if self.tokens_per_step % self.context_length:
@@ -40,3 +44,18 @@ class TrainConfig:
     def batch_size(self) -> int:
         """Windows in a global batch."""
         return self.tokens_per_step // self.context_length
+
+    @property
+    def batch_shape(self) -> tuple[int, int, int]:
+        """Of the tokens of a step: microbatches, windows of a microbatch, context_length + 1."""
+        return self.microbatches, self.batch_size // self.microbatches, self.context_length + 1
+
+    def check_divides(self, devices: int) -> None:
+        """Raises ConfigError unless the windows of a microbatch can be split over the devices."""
+        rows = self.batch_size // self.microbatches
+        if rows % devices:
+            raise ConfigError(
+                f'train.tokens_per_step = {self.tokens_per_step}: a microbatch has {rows} windows of '
+                f'{self.context_length} tokens, which {devices} devices cannot share equally; '
+                'change tokens_per_step, context_length or microbatches'
+            )

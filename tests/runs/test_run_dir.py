@@ -11,8 +11,8 @@ import pytest
 
 import lm.experiment  # noqa: F401 (fills the registry)
 from lm.config.configurable import configurable, field
-from lm.runs import metrics_file
 from lm.errors import ConfigError, MismatchError
+from lm.runs import metrics_file
 from lm.runs.run_dir import RunDir, check_name, check_path, config_differences, git_commit
 
 OLD = """# A complete configuration
