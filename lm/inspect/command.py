@@ -7,6 +7,7 @@ import jax
 from etils import epath
 from rich.console import Console
 
+import lm.experiment  # noqa: F401 (fills the registry, which knows the names of bindings)
 from lm.errors import ConfigError, MismatchError
 from lm.inspect.runs import inspect_run
 from lm.inspect.stores import inspect_store

@@ -10,7 +10,6 @@ from lm.runs import sweep_file
 from lm.runs.records import Run, is_run
 from lm.runs.run_dir import RunDir
 from lm.sweep.points import Point
-from lm.training.config import MAY_CHANGE_ON_RESUME
 
 
 class Sweep:
@@ -27,7 +26,7 @@ class Sweep:
     def check(self) -> None:
         """Raises MismatchError if a directory holds a run of another configuration than the point of its name."""
         for point in self.points:
-            RunDir(self.root / point.name).check_unchanged(point.config, MAY_CHANGE_ON_RESUME)
+            RunDir(self.root / point.name).check_unchanged(point.config)
 
     def is_finished(self, point: Point) -> bool:
         path = self.root / point.name

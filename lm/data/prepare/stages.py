@@ -43,7 +43,7 @@ from lm.text import si
 FORMAT = 1
 
 
-@configurable('prepare')
+@configurable('prepare', resume=True)
 class PrepareConfig:
     """How `lm prepare` makes the token store `data.path`."""
 
