@@ -18,6 +18,7 @@ from etils import epath
 
 from lm.checkpoint.snapshot import Snapshot
 from lm.errors import ConfigError
+from lm.files import is_remote
 from lm.runs.run_dir import RunDir, bindings
 
 OWN_BINDINGS = {'model.attention', 'train.steps', 'train.context_length'}
@@ -175,7 +176,7 @@ def _read_if_own(path: epath.Path, named: bool) -> Run | None:
 def _expand(pattern: str) -> list[epath.Path]:
     if not any(character in pattern for character in '*?['):
         return [epath.Path(pattern).expanduser()]
-    if '://' in pattern:
+    if is_remote(pattern):
         scheme, _, rest = pattern.partition('://')
         bucket, _, inner = rest.partition('/')
         return sorted(epath.Path(f'{scheme}://{bucket}').glob(inner))
