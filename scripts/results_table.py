@@ -29,9 +29,7 @@ def table(points: list[dict]) -> str:
         cells = [name, f'{len(done)} of {len(members)}']
         for column, style in columns.items():
             values = [p[column] for p in done if isinstance(p[column], int | float)]
-            spread = (
-                f' ± {statistics.stdev(values):{style}}' if len(values) > 1 and column != 'tokens_per_second' else ''
-            )
+            spread = f' ± {statistics.stdev(values):{style}}' if len(values) > 1 else ''
             cells.append(f'{statistics.mean(values):{style}}{spread}' if values else 'not measured')
         losses = [p['loss'] for p in done if isinstance(p['loss'], int | float)]
         rows.append((statistics.mean(losses) if losses else float('inf'), cells))

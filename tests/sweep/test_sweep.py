@@ -133,6 +133,11 @@ def test_dry_run_and_count_write_nothing(tmp_path, capsys):
     assert not (tmp_path / 'root').exists()
 
 
+def test_the_help_says_what_1_means(capsys):
+    assert main(['sweep', '--help']) == 0
+    assert '1 also means that points did not succeed' in capsys.readouterr().out
+
+
 def test_the_shipped_sweeps_resolve():
     for path in (tiny.ROOT / 'configs' / 'sweeps').glob('*.gin'):
         base = re.search(r'--gin_file (\S+)', path.read_text())[1]
