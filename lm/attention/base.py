@@ -27,8 +27,6 @@ class Attention:
 
     kernels_declare_cost: ClassVar[bool] = True
     """Whether the compiler knows the FLOPs of its TPU kernels; where not, `lm check` takes `flops_per_token`."""
-    is_baseline: ClassVar[bool] = False
-    """Whether benchmarks say how much faster the others are than this one."""
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'AttentionModule':
         """The module of one layer. Parameters are drawn from `rngs.params()`, buffers from `rngs.projections()`."""

@@ -15,7 +15,6 @@ class Softmax(Attention):
     """Weights exp(scale ⟨q_i, k_j⟩) / Σ_j' exp(scale ⟨q_i, k_j'⟩) (PolySketchFormer §2.1)."""
 
     kernels_declare_cost = False  # JAX's splash attention
-    is_baseline = True
 
     scale: float | None = field(None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
     window: int | None = field(None, minimum=1, help='tokens that a query sees, itself included; None sees all')

@@ -17,17 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lm import __version__
-from lm.attention import Attention
-from lm.config.configurable import REGISTRY
 from lm.errors import ConfigError
 
 WIDTH = 200
 """Columns that a table may have; a narrower terminal breaks its lines, but nothing is cut off."""
-
-
-def baseline() -> str:
-    """The mechanism that the others are compared with."""
-    return next(name for name, cls in REGISTRY.items() if issubclass(cls, Attention) and cls.is_baseline)
 
 
 def machine() -> dict[str, Any]:

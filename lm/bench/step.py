@@ -214,11 +214,11 @@ def _row(name: str, program: TimedStep, times: timing.Times | None, steps: int) 
 
 def compared(rows: Sequence[StepRow]) -> list[StepRow]:
     """The rows by context, with their speed over softmax where that was measured."""
-    baseline, result = results.baseline(), []
-    speeds = {row.context: row.steps_per_second for row in rows if row.mechanism == baseline}
+    softmax = {row.context: row.steps_per_second for row in rows if row.mechanism == 'softmax'}
+    result = []
     for row in sorted(rows, key=lambda row: row.context):
-        base = speeds.get(row.context)
-        ratio = row.steps_per_second / base if base and row.steps_per_second and row.mechanism != baseline else None
+        base = softmax.get(row.context)
+        ratio = row.steps_per_second / base if base and row.steps_per_second and row.mechanism != 'softmax' else None
         result.append(dataclasses.replace(row, speed_over_softmax=ratio))
     return result
 
