@@ -1,15 +1,15 @@
-"""TPU topologies without TPUs: chips and their figures, names of slices, and the devices that libtpu describes.
+"""Chips and their figures; slices of TPU pods by name, and their devices as libtpu describes them without a TPU.
 
 Peak bfloat16 FLOP/s, HBM bandwidth and interconnect are Google's, of the pages docs.cloud.google.com/tpu/docs/{v4,v5e,
 v5p,v6e,tpu7x}; there "bidirectional ICI bandwidth per chip" is the sum over the links and both directions: half of it,
 divided by the links (4 on v5e and v6e, 6 on the others), is one direction of one link. For v4, whose page gives none: 6
 links of 50 GB/s (Jouppi et al. 2023, "TPU v4", table 4). The HBM that a program may use is what the compiler names when
 it refuses one (libtpu 0.0.51): a little less than the chip's 32, 16, 96, 32 and 2 × 96 GiB. Which axes of a slice are
-closed to a ring: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2.
+closed to a ring: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. GPUs: the data
+sheets, without sparsity.
 """
 
 import dataclasses
-import functools
 import importlib.util
 import math
 import os
@@ -21,79 +21,88 @@ from lm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One generation.
+    """One generation of TPUs, or one GPU.
 
     Attributes:
         name: as in 'v5e:4x8'.
-        flops: peak bfloat16 FLOP/s of a chip.
+        kinds: how JAX's `device_kind` begins.
+        flops: peak bfloat16 FLOP/s of a chip, without sparsity.
+        devices: JAX devices of a chip. The two cores of v4 and v5p are one device ("megacore"), those of v2, v3 and v7x
+            are two.
+        vmem_mib: on-chip memory of a TPU's core, at least, MiB.
         hbm_gib: HBM that a program may use on one device, GiB.
         hbm_bytes: HBM bandwidth of a chip, bytes/s.
         link_bytes: one direction of one link to a neighbour, bytes/s.
-        axes: of the network: 2 or 3.
-        devices: JAX devices of a chip. The two cores of v4 and v5p are one device ("megacore"), those of v7x are two.
+        axes: of the network: 2 or 3; 0 where libtpu describes no slices.
         cores: what the number in an accelerator type such as v4-64 counts on each chip.
         libtpu: its name there.
         options: that libtpu needs.
     """
 
     name: str
+    kinds: tuple[str, ...]
     flops: float
-    hbm_gib: float
-    hbm_bytes: float
-    link_bytes: float
-    axes: int
     devices: int = 1
+    vmem_mib: int = 64
+    hbm_gib: float = 0.0
+    hbm_bytes: float = 0.0
+    link_bytes: float = 0.0
+    axes: int = 0
     cores: int = 1
     libtpu: str = ''
     options: tuple[tuple[str, str], ...] = ()
 
 
-PEAK_FLOPS = {
-    # Dense bfloat16 FLOP/s of one JAX device, from the vendors' data sheets. A v2/v3/v7x device is one core.
-    'TPU v2': 22.5e12,
-    'TPU v3': 61.5e12,
-    'TPU v4': 275e12,
-    'TPU v5 lite': 197e12,
-    'TPU v5e': 197e12,
-    'TPU v5': 459e12,
-    'TPU v5p': 459e12,
-    'TPU v6 lite': 918e12,
-    'TPU v6e': 918e12,
-    'TPU7x': 1153.5e12,
-    'NVIDIA A100': 312e12,
-    'NVIDIA H100': 989e12,
-    'NVIDIA H200': 989e12,
-    'NVIDIA B200': 2250e12,
-}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Peak bfloat16 FLOP/s of a device; None where no data sheet gives one (CPUs)."""
-    matches = [name for name in PEAK_FLOPS if device_kind.startswith(name)]
-    return PEAK_FLOPS[max(matches, key=len)] if matches else None
-
-
 MEGACORE = (('chip_config_name', 'megacore'),)
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip('v4', 275e12, 30.75, 1200e9, 50e9, axes=3, cores=2, options=MEGACORE),
-        Chip('v5e', 197e12, 15.75, 819e9, 50e9, axes=2),
-        Chip('v5p', 459e12, 95.73, 2765e9, 100e9, axes=3, cores=2, options=MEGACORE),
-        Chip('v6e', 918e12, 31.24, 1638e9, 100e9, axes=2),
-        Chip('v7x', 2307e12, 94.74, 7380e9, 100e9, axes=3, devices=2, cores=2, libtpu='tpu7x'),
-    )
-}
+CHIPS = (
+    Chip('v2', ('TPU v2',), 45e12, devices=2, vmem_mib=16),
+    Chip('v3', ('TPU v3',), 123e12, devices=2, vmem_mib=16),
+    Chip('v4', ('TPU v4',), 275e12, 1, 16, 30.75, 1200e9, 50e9, axes=3, cores=2, options=MEGACORE),
+    Chip('v5e', ('TPU v5 lite', 'TPU v5e'), 197e12, 1, 64, 15.75, 819e9, 50e9, axes=2),
+    Chip('v5p', ('TPU v5', 'TPU v5p'), 459e12, 1, 64, 95.73, 2765e9, 100e9, axes=3, cores=2, options=MEGACORE),
+    Chip('v6e', ('TPU v6 lite', 'TPU v6e'), 918e12, 1, 64, 31.24, 1638e9, 100e9, axes=2),
+    Chip('v7x', ('TPU7x',), 2307e12, 2, 64, 94.74, 7380e9, 100e9, axes=3, cores=2, libtpu='tpu7x'),
+    Chip('A100', ('NVIDIA A100',), 312e12),
+    Chip('H100', ('NVIDIA H100',), 989e12),
+    Chip('H200', ('NVIDIA H200',), 989e12),
+    Chip('B200', ('NVIDIA B200',), 2250e12),
+)
+GENERATIONS = {chip.name: chip for chip in CHIPS if chip.axes}
+"""The generations whose slices libtpu describes."""
 ALIASES = {'v5litepod': 'v5e', 'tpu7x': 'v7x', 'v6litepod': 'v6e'}
 
 SHAPES = {
     2: ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16'),
     3: (
-        '2x2x1', '2x2x2', '2x2x4', '2x4x4', '4x4x4', '4x4x8', '4x8x8', '8x8x8', '8x8x16', '8x16x16', '16x16x16',
-        '16x16x24',
+        '2x2x1', '2x2x2', '2x2x4', '2x4x4', '4x4x4', '4x4x8', '4x4x12', '4x8x8', '8x8x8', '8x8x16', '8x16x16',
+        '16x16x16', '16x16x24',
     ),
 }  # fmt: skip
 """The slices that are offered, by the axes of the network."""
+
+
+LIBTPU_ENVIRONMENT = {
+    'TPU_SKIP_MDS_QUERY': '1',
+    'TPU_WORKER_HOSTNAMES': 'localhost',
+    'TPU_WORKER_ID': '0',
+    'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+}
+"""What libtpu needs to describe chips that are not there. It is read when libtpu is loaded, which is when the first
+slice is described; without, libtpu asks the network which machine this is, and refuses to start beside another process
+that uses it."""
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip that a device belongs to, by JAX's name of its kind; None for one that is in no table (CPUs)."""
+    kinds = {kind: chip for chip in CHIPS for kind in chip.kinds if device_kind.startswith(kind)}
+    return kinds[max(kinds, key=len)] if kinds else None
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak bfloat16 FLOP/s of a device; None where no data sheet gives one (CPUs)."""
+    chip = chip_of(device_kind)
+    return chip and chip.flops / chip.devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,33 +135,27 @@ class Topology:
         links = sum((2 if ring else 1) for n, ring in zip(self.shape, rings, strict=True) if n > 1)
         return links * self.chip.link_bytes
 
-    @functools.cached_property
-    def devices(self) -> list[Any]:
-        """What libtpu describes: devices to compile for, not to run on.
 
-        Raises ConfigError when libtpu is missing or does not know the slice.
-        """
-        if importlib.util.find_spec('libtpu') is None:
-            raise ConfigError(
-                f"--topology {self.name}: compiling for TPUs needs libtpu; pip install -e '.[tpu]' (no TPU is needed)"
-            )
-        # Read when libtpu is loaded, which is when the first topology is described. Without them it asks the network
-        # which machine this is, and refuses to start beside another process that uses it.
-        for name, value in {
-            'TPU_SKIP_MDS_QUERY': '1',
-            'TPU_WORKER_HOSTNAMES': 'localhost',
-            'TPU_WORKER_ID': '0',
-            'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
-            'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-        }.items():
-            os.environ.setdefault(name, value)
-        from jax.experimental import topologies
+def describe_devices(topology: Topology) -> list[Any]:
+    """Devices to compile for, not to run on, as libtpu describes them.
 
-        name = f'{self.chip.libtpu or self.chip.name}:{"x".join(map(str, self.shape))}'
-        try:
-            return list(topologies.get_topology_desc(name, platform='tpu', **dict(self.chip.options)).devices)
-        except Exception as error:  # libtpu raises several kinds
-            raise ConfigError(f'--topology {self.name}: {str(error).splitlines()[0]}; {offered(self.chip)}') from None
+    Sets `LIBTPU_ENVIRONMENT` in this process, but for what is set already, and loads libtpu.
+
+    Raises ConfigError when libtpu is missing or does not know the slice.
+    """
+    if importlib.util.find_spec('libtpu') is None:
+        raise ConfigError(
+            f"--topology {topology.name}: compiling for TPUs needs libtpu; pip install -e '.[tpu]' (no TPU is needed)"
+        )
+    os.environ.update(LIBTPU_ENVIRONMENT | os.environ)
+    from jax.experimental import topologies
+
+    chip = topology.chip
+    name = topology.name.replace(chip.name, chip.libtpu or chip.name)
+    try:
+        return list(topologies.get_topology_desc(name, platform='tpu', **dict(chip.options)).devices)
+    except Exception as error:  # libtpu raises several kinds
+        raise ConfigError(f'--topology {topology.name}: {str(error).splitlines()[0]}; {offered(chip)}') from None
 
 
 def parse(name: str) -> Topology:
@@ -162,18 +165,20 @@ def parse(name: str) -> Topology:
     """
     found = re.fullmatch(r'(\w+?)(?:[:=]([\dx]+)|-(\d+))', name.strip().lower())
     kind = ALIASES.get(found[1], found[1]) if found else ''
-    if kind not in CHIPS:
+    if kind not in GENERATIONS:
         raise ConfigError(
-            f'--topology {name}: write GENERATION:SHAPE, such as v5e:4x8 or v4:2x4x4; there are {", ".join(CHIPS)}'
+            f'--topology {name}: write GENERATION:SHAPE, such as v5e:4x8 or v4:2x4x4; there are '
+            f'{", ".join(GENERATIONS)}'
         )
-    chip = CHIPS[kind]
+    chip = GENERATIONS[kind]
     if found[2]:
         shapes = [shape for shape in SHAPES[chip.axes] if shape == found[2]]
     else:
         chips = int(found[3]) / chip.cores
         shapes = [shape for shape in SHAPES[chip.axes] if math.prod(map(int, shape.split('x'))) == chips]
     if not shapes:
-        raise ConfigError(f'--topology {name}: no such slice; {offered(chip)}')
+        counted = f' (the number counts cores, {chip.cores} a chip)' if found[3] and chip.cores > 1 else ''
+        raise ConfigError(f'--topology {name}: no such slice{counted}; {offered(chip)}')
     return Topology(chip, tuple(map(int, shapes[0].split('x'))))
 
 

@@ -20,8 +20,8 @@ from lm.attention.softmax import Softmax
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.ops.cross_entropy import cross_entropy
-from lm.ops.exact_attention import RESIDUAL_NAME
 from lm.ops.platform import target_platform
+from lm.ops.residuals import RESIDUAL_NAME
 
 REMAT = {
     'none': jax.checkpoint_policies.everything_saveable,
@@ -45,8 +45,8 @@ class ModelConfig:
     hidden_dim: int | None = field(None, minimum=1, help='GLU width; None: 8·d_model/3 rounded down to a multiple of 8')
     attention: Attention | tuple[Attention, ...] = field(Softmax(), help='one mechanism, or a list cycled over layers')
     dtype: str = field('auto', choices=('auto', 'float32', 'bfloat16'), help='auto: bfloat16, but float32 on CPU')
-    remat: str = field('none', choices=tuple(REMAT))
-    unroll: int = field(1, minimum=1, help='layers compiled per scan iteration; n_layers: no loop')
+    remat: str = field('none', choices=tuple(REMAT), resume=True)
+    unroll: int = field(1, minimum=1, resume=True, help='layers compiled per scan iteration; n_layers: no loop')
 
     def __post_init__(self):
         if self.n_heads % self.dims.n_kv_heads:

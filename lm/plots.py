@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lm.errors import LmError
+from lm.text import short
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 DASHES = ('-', (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1.2, 1.2)), (0, (7, 2)), (0, (4, 1, 1, 1, 1, 1)), (0, (2, 2)))
@@ -17,10 +18,16 @@ MARKERS = ('o', 's', '^', 'D', 'v', 'p', 'h')
 BANDS = 6
 """More curves than these are drawn without the range of their seeds, which would hide them."""
 
+NEAR, RING, RINGS = 2.5, 3.0, 4
+"""Points (1/72 inch): markers closer than this would hide each other; how much wider each further ring is, and how many
+grow."""
+LEVELS = (0.0, 0.16, -0.16, 0.32, -0.32)
+"""Heights within a row of dots."""
+
 WIDTH = 3.4
 """Inches: a column of a two-column page."""
-DOT_LABEL, LEGEND_LABEL = 26, 48
-"""Characters of a label in a line, where there is one beside dots and where there is one below curves."""
+DOT_LABEL, LEGEND_LABEL, AXIS_LABEL = 26, 48, 28
+"""Characters of a label in a line: beside dots, below curves, along the vertical axis."""
 STYLE = {
     'font.family': 'sans-serif',
     'font.size': 7.5,
@@ -53,6 +60,7 @@ class Curve:
         style: which colour, line style and marker; the same in all pictures of a report.
         x, y: points [n].
         low, high: the band around them [n], such as the extremes over seeds; None: no band.
+        tokens: behind each point [n]; None: not counted.
     """
 
     label: str
@@ -61,6 +69,7 @@ class Curve:
     y: np.ndarray
     low: np.ndarray | None = None
     high: np.ndarray | None = None
+    tokens: np.ndarray | None = None
 
     @property
     def colour(self) -> str:
@@ -110,6 +119,7 @@ def draw_lines(
     ticks: Sequence[float] | None = None,
     y_limits: tuple[float, float] | None = None,
     right: tuple[str, Callable] | None = None,
+    title: str = '',
 ) -> None:
     """Writes path.png and path.pdf.
 
@@ -118,17 +128,21 @@ def draw_lines(
         markers: few points, each of which was measured, rather than a curve.
         ticks: those of the horizontal axis, printed as 512, 1k, 2k, …
         right: label of a second vertical axis, and the function from the first to it, its own inverse.
+        title: a line above the axes, such as where the figures were measured.
     """
     direct = len(curves) <= 6 and max(len(c.label) for c in curves) <= 14 and right is None
     figure, axes = _figure(0 if direct else _legend_rows(curves))
     for curve in curves:
-        marker = {'marker': curve.marker, 'markeredgecolor': 'white', 'markeredgewidth': 0.4} if markers else {}
-        axes.plot(curve.x, curve.y, linestyle='-' if markers else curve.line, color=curve.colour, **marker)
+        axes.plot(curve.x, curve.y, linestyle='-' if markers else curve.line, color=curve.colour)
         if curve.low is not None and len(curves) <= BANDS:
             axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.2, linewidth=0)
-    axes.set(xlabel=x_label, ylabel=y_label, xscale=x_scale, yscale=y_scale)
+    axes.set(xlabel=x_label, ylabel=textwrap.fill(y_label, AXIS_LABEL), xscale=x_scale, yscale=y_scale)
+    if title:
+        axes.set_title(title, fontsize=7, loc='left')
     if y_limits:
         axes.set_ylim(*y_limits)
+    if markers:
+        _mark(axes, curves)
     if ticks is not None:
         axes.set_xticks(list(ticks), [short(tick) for tick in ticks])
         axes.minorticks_off()
@@ -152,13 +166,42 @@ def draw_lines(
     _save(figure, path)
 
 
+def _mark(axes: Any, curves: Sequence[Curve]) -> None:
+    """Markers at the points. One that would hide another is a ring around it, wider for each below."""
+    placed: list[np.ndarray] = []
+    for curve in curves:
+        points = axes.transData.transform(np.column_stack([curve.x, curve.y])) * 72 / axes.figure.dpi
+        for x, y, point in zip(curve.x, curve.y, points, strict=True):
+            below = sum(np.hypot(*(point - other)) < NEAR for other in placed)
+            look = {'markeredgecolor': 'white', 'markeredgewidth': 0.4}
+            if below:
+                look = {'markerfacecolor': 'none', 'markeredgecolor': curve.colour, 'markeredgewidth': 0.9}
+                look |= {'markersize': RING * min(below, RINGS) + STYLE['lines.markersize']}
+            axes.plot([x], [y], linestyle='none', marker=curve.marker, color=curve.colour, clip_on=False, **look)
+            placed.append(point)
+
+
+def _stacked(x: np.ndarray, span: float) -> np.ndarray:
+    """Heights [n] at which dots at x [n] do not hide each other, within a third of a row; `span`: of the axis."""
+    heights = np.zeros(len(x))
+    for i in range(len(x)):
+        taken = {heights[j] for j in range(i) if abs(x[j] - x[i]) <= 0.02 * span}
+        heights[i] = next((height for height in LEVELS if height not in taken), 0.0)
+    return heights
+
+
 @_in_style
 def draw_dots(path: Any, rows: Sequence[Curve], x_label: str) -> None:
-    """One row a curve: its x as dots, and a bar at their mean. Writes path.png and path.pdf."""
+    """One row a curve: its x as dots, one above the other where they would coincide, with a thin line from low to high,
+    and a bar at their mean. Writes path.png and path.pdf."""
     labels = [_wrapped(row.label, DOT_LABEL) for row in rows]
     figure, axes = _figure(0, height=0.55 + sum(0.06 + 0.13 * (label.count('\n') + 1) for label in labels))
+    everything = np.concatenate([row.x for row in rows])
     for i, row in enumerate(rows):
-        axes.plot(row.x, [i] * len(row.x), 'o', color=row.colour, markersize=4, alpha=0.75, markeredgewidth=0)
+        heights = i - _stacked(row.x, np.ptp(everything))
+        axes.plot(row.x, heights, 'o', color=row.colour, markersize=4, alpha=0.75, markeredgewidth=0)
+        if row.low is not None:
+            axes.hlines(heights, row.low, row.high, color=row.colour, linewidth=0.8)
         if len(row.x) > 1:
             axes.plot([row.x.mean()], [i], '|', color=row.colour, markersize=11, markeredgewidth=1.4)
     axes.set(xlabel=x_label)
@@ -169,16 +212,6 @@ def draw_dots(path: Any, rows: Sequence[Curve], x_label: str) -> None:
     axes.margins(x=0.08)
     _few(axes.xaxis)
     _save(figure, path)
-
-
-def short(value: float) -> str:
-    """512 → '512', 32768 → '32k', 1.5e9 → '1.5B'."""
-    if value >= 1024 and value % 1024 == 0 and value < 2**20:
-        return f'{value // 1024:.0f}k'
-    for limit, suffix in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
-        if value >= limit:
-            return f'{value / limit:g}{suffix}'
-    return f'{value:g}'
 
 
 def _figure(legend_rows: int, height: float = 2.15) -> tuple[Any, Any]:

@@ -1,6 +1,9 @@
-"""Numbers as people read them."""
+"""Numbers and tables as people read them."""
 
 import math
+from collections.abc import Sequence
+
+SUFFIXES = ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k'))
 
 
 def perplexity(nats: float) -> float:
@@ -9,11 +12,45 @@ def perplexity(nats: float) -> float:
 
 
 def si(value: float) -> str:
-    """1234567 → '1.23M'."""
-    for limit, suffix in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
-        if abs(value) >= limit:
-            return f'{value / limit:.3g}{suffix}'
-    return f'{value:.3g}'
+    """1234567 → '1.23M', with three digits; for what is too large for 'T', '1,234T'."""
+    if not math.isfinite(value):
+        return f'{value:g}'
+    value = float(f'{value:.3g}')
+    limit, suffix = next((pair for pair in SUFFIXES if abs(value) >= pair[0]), (1, ''))
+    return f'{value / limit:,.0f}{suffix}' if abs(value) >= 1000 * limit else f'{value / limit:.3g}{suffix}'
+
+
+def short(value: float) -> str:
+    """Exactly, for axes and headings: 512 → '512', 32768 → '32k', 1.5e9 → '1.5B'."""
+    if value >= 1024 and value % 1024 == 0 and value < 2**20:
+        return f'{value // 1024:.0f}k'
+    limit, suffix = next((pair for pair in SUFFIXES if value >= pair[0]), (1, ''))
+    return f'{value / limit:g}{suffix}'
+
+
+def digits(value: float) -> str:
+    """Three digits or all before the point, never a power of ten: 0.0123, 1.23, 870, 1,150."""
+    if not math.isfinite(value) or value == 0:
+        return f'{value:g}'
+    exponent = math.floor(math.log10(abs(float(f'{value:.2e}'))))
+    return f'{value:,.{max(0, 2 - exponent)}f}'
+
+
+def markdown_table(rows: Sequence[Sequence[str]], headings: Sequence[str], left: int = 1) -> str:
+    """A table in Markdown.
+
+    Args:
+        rows: cells; a bar in one is escaped, a line break becomes a space.
+        headings: of the columns.
+        left: columns that are aligned to the left, from the first; the others hold numbers.
+    """
+    rule = ['---' if i < left else '---:' for i in range(len(headings))]
+    lines = [_cells(headings), f'| {" | ".join(rule)} |', *map(_cells, rows)]
+    return '\n'.join(lines)
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return '| ' + ' | '.join(' '.join(cell.replace('|', r'\|').split()) for cell in cells) + ' |'
 
 
 def duration(seconds: float) -> str:

@@ -27,7 +27,7 @@ from lm.hardware import peak_flops
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
 from lm.text import duration, si
-from lm.training.config import MAY_CHANGE_ON_RESUME, TrainConfig
+from lm.training.config import TrainConfig
 from lm.training.inputs import make_batches, open_store
 from lm.training.mesh import initialize_distributed, make_mesh
 from lm.training.preemption import Preemption
@@ -74,7 +74,7 @@ def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack) ->
         for name, value in (rows | {'devices': describe_devices(mesh, model.compute_dtype)}).items():
             print_row(name, value)
     run = RunDir(run_dir)
-    run.check_unchanged(experiment, MAY_CHANGE_ON_RESUME)
+    run.check_unchanged(experiment)
     checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints))
 
     # Restore this run, else start from another one's parameters, else from the seed.
@@ -90,7 +90,7 @@ def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack) ->
     advance = lower_step(functions, abstract, config, batches.dtype, mesh).compile()
     redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
 
-    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, MAY_CHANGE_ON_RESUME)
+    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints})
     progress = Progress(config.steps, enabled=is_leader)
     metrics_file = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
     profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))

@@ -16,6 +16,7 @@ import sys
 
 from lm.errors import ConfigError
 from lm.sweep.points import Point, make_points
+from lm.text import markdown_table
 
 
 def evaluate(run: pathlib.Path, point: Point, flags: list[str]) -> dict | None:
@@ -39,13 +40,14 @@ def evaluate(run: pathlib.Path, point: Point, flags: list[str]) -> dict | None:
 def table(points: list[Point], results: list[dict | None]) -> str:
     """A Markdown row a point: what it sets, and what was measured."""
     keys = list(dict.fromkeys(key for point in points for key in point.settings))
-    rows = [[*keys, 'perplexity', 'bits per byte'], [*['---'] * len(keys), '---:', '---:']]
+    rows = []
     for point, result in zip(points, results, strict=True):
-        measured = (
-            ['failed', ''] if result is None else [f'{result["perplexity"]:.3f}', f'{result["bits_per_byte"]:.4f}']
-        )
+        measured = ['failed', '–']
+        if result is not None:
+            measured = [f'{result["perplexity"]:.3f}', f'{result["bits_per_byte"]:.4f}']
         rows.append([*(point.settings.get(key, '') for key in keys), *measured])
-    return '\n'.join(f'| {" | ".join(row)} |' for row in rows)
+    splits = sorted({result['split'] for result in results if result})
+    return markdown_table(rows, [*keys, f'{", ".join(splits)} perplexity'.strip(), 'bits per byte'], left=len(keys))
 
 
 def main() -> int:

@@ -22,6 +22,7 @@ from lm.attention.llops import Llops, Sketch
 from lm.attention.maps.fit import errors, fit, samples
 from lm.errors import LmError
 from lm.experiment import load_run
+from lm.text import markdown_table
 
 
 def measure(config: Llops, arguments: argparse.Namespace) -> list[dict]:
@@ -56,18 +57,15 @@ def measure(config: Llops, arguments: argparse.Namespace) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     kinds = ('relative', 'frobenius')
-    lines = [
-        '| layer | ' + ' | '.join(f'{kind}: random | fitted | fitted / random' for kind in kinds) + ' |',
-        '| --- |' + ' ---: | ---: | ---: |' * len(kinds),
-    ]
+    headings = ['layer', *(f'{kind}: {which}' for kind in kinds for which in ('random', 'fitted', 'fitted / random'))]
     mean = {'layer': 'mean'} | {key: float(np.mean([row[key] for row in rows])) for key in rows[0] if key != 'layer'}
+    cells = []
     for row in [*rows, mean]:
-        cells = []
+        cells.append([str(row['layer'])])
         for kind in kinds:
             random, fitted = row[f'random_{kind}'], row[f'fitted_{kind}']
-            cells += [f'{random:.4f}', f'{fitted:.4f}', f'{fitted / random:.3f}']
-        lines.append(f'| {row["layer"]} | ' + ' | '.join(cells) + ' |')
-    return '\n'.join(lines)
+            cells[-1] += [f'{random:.4f}', f'{fitted:.4f}', f'{fitted / random:.3f}']
+    return markdown_table(cells, headings)
 
 
 def main() -> int:

@@ -5,10 +5,13 @@ One Markdown row for each point but its seed, best first: mean and standard devi
 """
 
 import collections
-import json
 import pathlib
 import statistics
 import sys
+
+from lm.errors import LmError
+from lm.runs.sweep_file import read_rows
+from lm.text import markdown_table
 
 COLUMNS = {'perplexity': '.2f', 'bits_per_byte': '.4f', 'accuracy': '.4f', 'tokens_per_second': ',.0f'}
 
@@ -26,19 +29,12 @@ def table(points: list[dict]) -> str:
         cells = [name, f'{len(done)} of {len(members)}']
         for column, style in columns.items():
             values = [p[column] for p in done if isinstance(p[column], int | float)]
-            spread = (
-                f' ± {statistics.stdev(values):{style}}' if len(values) > 1 and column != 'tokens_per_second' else ''
-            )
+            spread = f' ± {statistics.stdev(values):{style}}' if len(values) > 1 else ''
             cells.append(f'{statistics.mean(values):{style}}{spread}' if values else 'not measured')
         losses = [p['loss'] for p in done if isinstance(p['loss'], int | float)]
         rows.append((statistics.mean(losses) if losses else float('inf'), cells))
-    heading = ['mechanism', 'seeds', *(name.replace('_', ' ') for name in columns)]
-    lines = [
-        heading,
-        ['---', *['---:'] * (len(heading) - 1)],
-        *(cells for _, cells in sorted(rows, key=lambda r: r[0])),
-    ]
-    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+    headings = ['mechanism', 'seeds', *(name.replace('_', ' ') for name in columns)]
+    return markdown_table([cells for _, cells in sorted(rows, key=lambda row: row[0])], headings)
 
 
 if __name__ == '__main__':
@@ -47,4 +43,7 @@ if __name__ == '__main__':
     found = pathlib.Path(sys.argv[1]) / 'sweep.json'
     if not found.is_file():
         sys.exit(f'{found}: no such file; name the folder of a sweep')
-    print(table(json.loads(found.read_text())['points']))
+    try:
+        print(table(read_rows(found.parent)))
+    except LmError as error:
+        sys.exit(str(error))

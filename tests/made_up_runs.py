@@ -25,21 +25,27 @@ def write_run(
     accuracy: bool = False,
     noise: float = 0.02,
     data: str | Task = 'data/pg19',
+    log_every: int = 10,
+    model: dict[str, int] | None = None,
+    tokens_per_step: int = 2**20,
+    devices: tuple[int, str] = (32, 'TPU v5 lite'),
 ) -> pathlib.Path:
     """Writes config.gin, run.json and metrics.jsonl of a finished run.
 
     Args:
         quality: nats by which the loss is worse.
         slowness: microseconds a token that each 1,024 tokens of context add to 0.2.
+        model: fields of the model that are not the default.
+        devices: their number and kind.
     """
     experiment = Experiment(
-        model=ModelConfig(attention=attention),
+        model=ModelConfig(attention=attention, **(model or {})),
         data=DataConfig(task=data) if isinstance(data, Task) else DataConfig(path=data),
-        train=TrainConfig(steps=steps, context_length=context, seed=seed, tokens_per_step=2**20),
+        train=TrainConfig(steps=steps, context_length=context, seed=seed, tokens_per_step=tokens_per_step),
     )
     folder.mkdir(parents=True)
     (folder / 'config.gin').write_text(dump(experiment))
-    info = {'parameters': 110_000_000, 'device_kind': 'TPU v5 lite', 'device_count': 32, 'data': 'd' * 64}
+    info = {'parameters': 110_000_000, 'device_kind': devices[1], 'device_count': devices[0], 'data': 'd' * 64}
     info |= {'tokenizer': 't' * 64, 'started': '2026-01-01T00:00:00+00:00', 'resumed': [], 'git_commit': 'c' * 40}
     (folder / 'run.json').write_text(json.dumps(info))
     rate = 1e6 / (0.2 + slowness * context / 1024)
@@ -48,17 +54,24 @@ def write_run(
     def loss(n: int) -> float:
         return 2.3 + 7 * n**-0.35 + quality + 0.5 / math.log2(context)
 
-    for n in [1, *range(10, steps + 1, 10)]:
+    for n in [1, *range(log_every, steps + 1, log_every)]:
         wobble = noise * math.sin(12.9898 * (n + 1000 * seed)) * (1 + 30 / n)
         line = {'kind': 'train', 'step': n, 'loss': loss(n) + wobble, 'learning_rate': 7e-4, 'grad_norm': 0.5}
-        line |= {'tokens': n * 2**20, 'tokens_per_second': rate / (10 if n == 1 else 1), 'mfu': 0.4}
-        lines.append(line | {'seconds': n * 2**20 / rate, 'skipped_steps': 0})
+        line |= {
+            'tokens': n * tokens_per_step,
+            'tokens_per_second': rate / (10 if n == 1 else 1 + 0.02 * math.sin(n)),
+            'mfu': 0.4,
+        }
+        lines.append(line | {'seconds': n * tokens_per_step / rate, 'skipped_steps': 0})
         if n % 250 == 0 or n == steps:
             value = loss(n) + 0.01 * math.sin(seed * 7.0)
             record = {'kind': 'eval', 'step': n, 'loss': value, 'perplexity': math.exp(value), 'split': 'validation'}
             record |= {'context_length': context, 'seconds': 1.0}
             if accuracy:
-                record |= {'accuracy': 1 / (1 + math.exp((steps * 0.6 - n) / 100 + quality * 5)), 'task': 'copying'}
+                record |= {
+                    'accuracy': 1 / (1 + math.exp(min(50, (steps * 0.6 - n) / 100 + quality * 5))),
+                    'task': 'copying',
+                }
             else:
                 positions = [(0, 1), *((2**i, min(2 ** (i + 1), context)) for i in range((context - 1).bit_length()))]
                 record |= {

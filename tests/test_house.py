@@ -18,8 +18,8 @@ from lm.config.configurable import REGISTRY
 ROOT = pathlib.Path(lm.__file__).parent
 
 FLOORS = (
-    ('lm', 'errors'),
-    ('files', 'hardware', 'text', 'plots', 'parameters'),
+    ('lm', 'errors', 'text'),
+    ('files', 'hardware', 'plots', 'parameters'),
     ('config', 'compiled'),
     ('ops',),
     ('attention', 'tasks', 'checkpoint'),

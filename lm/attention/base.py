@@ -7,7 +7,7 @@ Adding a mechanism means adding one file with both. Nothing else names it.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -24,6 +24,9 @@ class HeadDims:
 
 class Attention:
     """Base of the attention configurations (frozen dataclasses made by `@configurable`)."""
+
+    kernels_declare_cost: ClassVar[bool] = True
+    """Whether the compiler knows the FLOPs of its TPU kernels; where not, `lm check` takes `flops_per_token`."""
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'AttentionModule':
         """The module of one layer. Parameters are drawn from `rngs.params()`, buffers from `rngs.projections()`."""

@@ -81,7 +81,7 @@ class HybridAttention(LinearModule):
             window=config.window,
             q_local_BxLxHxC=q_BxLxHxD,
             k_local_BxLxKxC=k_BxLxKxD,
-            bias=0.0,
+            denominator_bias=0.0,
         )
         if config.direct:
             return result | dict(powers=tuple(config.coefficients.tolist()))

@@ -148,7 +148,7 @@ class LlopsAttention(LinearModule):
             feature_map=dataclasses.replace(self.sketch, dtype=v_BxLxKxD.dtype),
             q_parameters=self.q_factors[...],
             k_parameters=self.k_factors[...],
-            bias=config.bias,
+            denominator_bias=config.bias,
             normalize=config.renormalize and not self.signed,
         )
 

@@ -98,7 +98,7 @@ class PerformerAttention(LinearModule):
             q_parameters=Queries(*buffers),
             k_parameters=Keys(*buffers),
             block=self.config.block,
-            bias=0.0,
+            denominator_bias=0.0,
             normalize=self.config.renormalize and not self.signed,
             causal=self.config.causal,
         )

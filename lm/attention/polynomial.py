@@ -46,11 +46,13 @@ class PolynomialAttention(AttentionModule):
 
     def __call__(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         q_BxLxHxD, k_BxLxKxD = self.normalize(q_BxLxHxD, k_BxLxKxD)
-        return polynomial_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, degree=self.config.degree, bias=self.config.bias)
+        return polynomial_attention(
+            q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, degree=self.config.degree, denominator_bias=self.config.bias
+        )
 
     def init_state(self, batch: int, max_length: int, dtype: Any) -> cache.Cache:
         """A cache of `max_length` normalized keys and values."""
-        return cache.empty(self.dims, batch, max_length, dtype)
+        return cache.empty(batch, max_length, self.dims.n_kv_heads, self.dims.head_dim, dtype)
 
     def decode_step(
         self, state: cache.Cache, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array
@@ -62,7 +64,7 @@ class PolynomialAttention(AttentionModule):
             seen.k_BxMxKxD,
             seen.v_BxMxKxD,
             degree=self.config.degree,
-            bias=self.config.bias,
+            denominator_bias=self.config.bias,
             q_offset=seen.q_offset,
             k_start=seen.k_start,
             implementation='xla',

@@ -79,7 +79,7 @@ class PolysketchAttention(PolynomialAttention):
         )
 
     def _options(self) -> dict[str, Any]:
-        options = dict(powers=SQUARE, bias=self.config.bias)
+        options = dict(powers=SQUARE, denominator_bias=self.config.bias)
         if self.config.local:
             options |= dict(local=PolynomialKernel(self.config.degree), block=self.config.block)
         return options

@@ -14,6 +14,8 @@ from lm.ops.exact_attention import cache, softmax_attention
 class Softmax(Attention):
     """Weights exp(scale ⟨q_i, k_j⟩) / Σ_j' exp(scale ⟨q_i, k_j'⟩) (PolySketchFormer §2.1)."""
 
+    kernels_declare_cost = False  # JAX's splash attention
+
     scale: float | None = field(None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
     window: int | None = field(None, minimum=1, help='tokens that a query sees, itself included; None sees all')
 
@@ -36,7 +38,8 @@ class SoftmaxAttention(AttentionModule):
 
     def init_state(self, batch: int, max_length: int, dtype: Any) -> cache.Cache:
         """A cache of `max_length` tokens, or of the window where that is shorter."""
-        return cache.empty(self.dims, batch, min(max_length, self.config.window or max_length), dtype)
+        length = min(max_length, self.config.window or max_length)
+        return cache.empty(batch, length, self.dims.n_kv_heads, self.dims.head_dim, dtype)
 
     def decode_step(
         self, state: cache.Cache, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array

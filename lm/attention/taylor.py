@@ -55,7 +55,7 @@ class TaylorAttention(LinearModule):
             k_BxLxKxE=compress(k_BxLxKxD, self.k_weight),
             v_BxLxKxD=v_BxLxKxD,
             powers=SERIES,
-            bias=0.0,
+            denominator_bias=0.0,
         )
 
 

@@ -23,7 +23,7 @@ import sentencepiece
 from rich.console import Console
 
 from lm.bench import results, timing
-from lm.config.load import PROJECT
+from lm.config.read import PROJECT
 from lm.data import store
 from lm.data.batches import Batches, Windows
 from lm.data.prepare import shards as work
@@ -45,7 +45,7 @@ BATCHES = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class DataRow:
     """One way of making tokens or batches.
 
     Attributes:
@@ -152,7 +152,7 @@ def cut(text: str, size: int) -> list[str]:
 
 def measure_prepare(
     documents: list[str], folder: pathlib.Path, vocab_size: int | None, repeats: int
-) -> tuple[list[Row], dict[str, Any]]:
+) -> tuple[list[DataRow], dict[str, Any]]:
     """The rates of SentencePiece and of `lm prepare`, and what they were measured on."""
     folder.mkdir(parents=True)
     with (folder / 'train.jsonl').open('w', encoding='utf-8') as file:
@@ -182,7 +182,7 @@ def measure_prepare(
     size, tokens = sum(len(d.encode()) for d in documents), job_tokens(job, shards)
     best = min(found.cpu_seconds for name, found in times.items() if name != 'lm prepare')
     rows = [
-        Row(
+        DataRow(
             name=name,
             seconds=found.seconds,
             cpu_seconds=found.cpu_seconds,
@@ -241,7 +241,7 @@ def write_store(path: str, tokens: int, vocab_size: int = 32_000) -> None:
     store.write_info(path, info)
 
 
-def measure_batches(path: str, split: str, context: int, tokens_per_step: int, repeats: int) -> Row:
+def measure_batches(path: str, split: str, context: int, tokens_per_step: int, repeats: int) -> DataRow:
     """The rate at which `Batches.prefetch` delivers batches on the devices of this host."""
     opened = store.TokenStore.open(path)
     mesh = make_mesh(MeshConfig())
@@ -262,7 +262,7 @@ def measure_batches(path: str, split: str, context: int, tokens_per_step: int, r
 
     found = timing.in_turns({'batches': read}, repeats)['batches']
     tokens = BATCHES * windows * context
-    return Row(
+    return DataRow(
         name='batches',
         seconds=found.seconds,
         cpu_seconds=found.cpu_seconds,

@@ -15,7 +15,16 @@ from jax import lax
 
 from lm.attention.polysketch import PolysketchAttention
 from lm.ops.linear_attention import xla
-from lm.ops.linear_attention.block import Keys, Queries, Shape, fold, grouped, numerators, token_minor, ungrouped
+from lm.ops.linear_attention.block import (
+    BlockKeys,
+    BlockQueries,
+    Shape,
+    fold,
+    grouped,
+    numerators,
+    token_minor,
+    ungrouped,
+)
 from lm.ops.linear_attention.reference import plain_blocks
 from lm.ops.linear_attention.types import Options
 
@@ -23,7 +32,9 @@ from lm.ops.linear_attention.types import Options
 def plain(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
     """[B, L, H, D]"""
     config = layer.config
-    return plain_blocks(*arrays, degree=config.degree, block=min(config.block, arrays[0].shape[1]), bias=config.bias)
+    return plain_blocks(
+        *arrays, degree=config.degree, block=min(config.block, arrays[0].shape[1]), denominator_bias=config.bias
+    )
 
 
 def scan(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
@@ -41,8 +52,8 @@ def scan(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
         each = sums.reshape(batch, blocks, *sums.shape[1:])
         return (lax.associative_scan(jnp.add, each, axis=1) - each).reshape(sums.shape)
 
-    queries = Queries(*(grouped(cut(x), heads) for x in (q_BxLxHxE, q_local_BxLxHxC)))
-    keys = Keys(*(token_minor(cut(x)) for x in (k_BxLxHxE, v_BxLxHxD, k_local_BxLxHxC)))
+    queries = BlockQueries(*(grouped(cut(x), heads) for x in (q_BxLxHxE, q_local_BxLxHxC)))
+    keys = BlockKeys(*(token_minor(cut(x)) for x in (k_BxLxHxE, v_BxLxHxD, k_local_BxLxHxC)))
     sums = jax.tree.map(earlier, fold(shape, keys, None, None, 0))
     num, den = numerators(shape, queries, keys, (None, None), sums, None, 0)
     return ungrouped(num / den[:, :, None]).reshape(v_BxLxHxD.shape).astype(v_BxLxHxD.dtype)

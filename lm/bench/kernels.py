@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterable
 
 from lm.errors import ConfigError
+from lm.hardware import LIBTPU_ENVIRONMENT
 
 TOPOLOGIES = {'v4': 'v4:2x2x1', 'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'v7x': 'tpu7x:2x2x1'}
 LENGTH, HEADS, HEAD_DIM = 32768, 12, 64
@@ -89,13 +90,7 @@ def kernels(topology: str, cases: Iterable[str] | None = None) -> list[Row]:
         flags = (
             f'--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*(final|util).*'
         )
-        environment = os.environ | {
-            'JAX_PLATFORMS': 'cpu',
-            'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-            'TPU_SKIP_MDS_QUERY': '1',
-            'TPU_WORKER_HOSTNAMES': 'localhost',
-            'LIBTPU_INIT_ARGS': flags,
-        }
+        environment = os.environ | LIBTPU_ENVIRONMENT | {'JAX_PLATFORMS': 'cpu', 'LIBTPU_INIT_ARGS': flags}
         command = [sys.executable, '-m', 'lm.bench.kernels', '--worker', dump, '--topology', generation, *cases]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
@@ -272,11 +267,11 @@ def _mapped(feature_map, x, *parameters, bias: float):
     v = _bfloat16(1, LENGTH, HEADS, HEAD_DIM)
 
     def function(q, k, v, *parameters):
-        options = {'feature_map': feature_map, 'bias': bias, 'implementation': 'pallas_tpu'}
+        options = {'feature_map': feature_map, 'denominator_bias': bias, 'implementation': 'pallas_tpu'}
         return op.linear_attention(q, k, v, q_parameters=parameters[0], k_parameters=parameters[1], **options)
 
     made = pallas_tpu.made_by(feature_map, x, parameters[0])
-    options = op.Options(feature_map=feature_map, bias=bias)
+    options = op.Options(feature_map=feature_map, denominator_bias=bias)
     plan = pallas_tpu.plan_for(options, LENGTH, HEADS, HEAD_DIM, HEAD_DIM, 0, 2, *made)
     steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in ('forward', 'backward')}
     return function, [x, x, v, *parameters, v], steps
@@ -293,7 +288,7 @@ def _networks(networks: int):
     sizes = ((HEAD_DIM, hidden), (hidden, r), (r, hidden), (hidden, r))
     kernels = tuple(jax.ShapeDtypeStruct((1, *size), 'float32') for size in sizes)
     norms = tuple(jax.ShapeDtypeStruct((1, 1, size), 'float32') for size in (HEAD_DIM, r))
-    nodes = ((op.Network(kernels, norms, norms),) * 2,)
+    nodes = ((op.NetworkWeights(kernels, norms, norms),) * 2,)
     wide, narrow = (_bfloat16(1, LENGTH, 1, HEADS, n) for n in (HEAD_DIM, r))
 
     def function(nodes, q, k):
@@ -339,7 +334,7 @@ def _bfloat16(*shape: int):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class KernelSchedule:
     """Bundles, and for each unit how often it is used and how many of it there are."""
 
     bundles: int
@@ -356,7 +351,7 @@ class Schedule:
         return 0.0
 
 
-def read_schedule(dump: str, name: str, longest: bool = False) -> Schedule:
+def read_schedule(dump: str, name: str, longest: bool = False) -> KernelSchedule:
     """The final schedule of the kernel whose name holds `name`.
 
     Args:
@@ -375,7 +370,7 @@ def read_schedule(dump: str, name: str, longest: bool = False) -> Schedule:
         low, high = max(itertools.pairwise(ends), key=lambda pair: pair[1] - pair[0])
         used = used[low:high]
     units = {unit: (int(n), c) for unit, n, c in zip(names, used.sum(0), capacities, strict=True)}
-    return Schedule(len(used), units)
+    return KernelSchedule(len(used), units)
 
 
 def _dumped(dump: str, name: str, part: str) -> str:

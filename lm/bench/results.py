@@ -100,7 +100,7 @@ def check_writable(json_path: str | None, out: str | None) -> None:
 
 
 def draw_contexts(
-    path: pathlib.Path, points: dict[str, list[tuple[int, float]]], label: str, **options: Any
+    path: pathlib.Path, points: dict[str, list[tuple[int, float]]], label: str, dtype: str = '', **options: Any
 ) -> list[str]:
     """A curve a mechanism against the context length, both axes logarithmic; the names of the files.
 
@@ -108,6 +108,7 @@ def draw_contexts(
         path: of the picture without suffix.
         points: mechanism → (context length, value); what ran out of memory has no point.
         label: of the values, with their unit.
+        dtype: in which they were computed; it stands above the axes, behind the devices.
         options: of `lm.plots.draw_lines`.
     """
     from lm import plots as figures
@@ -121,5 +122,6 @@ def draw_contexts(
         return []
     ticks = sorted({n for found in points.values() for n, _ in found})
     scales = dict(x_scale='log', y_scale='log', markers=True, ticks=ticks)
-    figures.draw_lines(path, curves, 'context length (tokens)', label, **scales, **options)
+    title = ', '.join(filter(None, (f'{jax.device_count()} × {jax.devices()[0].device_kind}', dtype)))
+    figures.draw_lines(path, curves, 'context length (tokens)', label, title=title, **scales, **options)
     return [f'{path}.png', f'{path}.pdf']

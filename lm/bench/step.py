@@ -15,6 +15,7 @@ from lm.data.tokenizer import token_dtype
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import peak_flops
+from lm.text import digits
 from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh
 from lm.training.program import abstract_state, init_state, lower_step
 from lm.training.step import TrainStep, count_parameters
@@ -28,7 +29,7 @@ FALLBACK = 'full'
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class StepRow:
     """One configuration at one context length.
 
     Attributes:
@@ -36,7 +37,8 @@ class Row:
         microbatches: parts that a step is computed in.
         remat: `model.remat`: what is configured, or `FALLBACK` where that did not fit.
         out_of_memory: then there are no figures.
-        steps_per_second: the median.
+        steps_per_second: the median over the repeats.
+        slowest, fastest: steps a second of the repeats.
         mfu: of all devices; None where no data sheet gives their peak.
         temporary_mib, peak_mib: on one device.
         loss: of the first step on random tokens: about the logarithm of the vocabulary.
@@ -51,6 +53,8 @@ class Row:
     parameters: int
     out_of_memory: bool = True
     steps_per_second: float | None = None
+    slowest: float | None = None
+    fastest: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
     temporary_mib: float | None = None
@@ -59,7 +63,7 @@ class Row:
     speed_over_softmax: float | None = None
 
 
-class Program:
+class TimedStep:
     """The compiled step of one configuration at one context length; `state` is shared with those at the others."""
 
     def __init__(self, experiment: Experiment, state: dict[str, Any], steps: int):
@@ -121,7 +125,7 @@ def run(arguments: Any) -> int:
     for group in [found] if is_cpu else [[candidate] for candidate in found]:
         rows += measure(group, contexts, tokens, limit, steps, arguments.repeats)
     rows = compared(rows)
-    printer.table([dataclasses.asdict(row) | {'speed': _speed(row)} for row in rows], COLUMNS)
+    printer.table([dataclasses.asdict(row) | _printed(row) for row in rows], COLUMNS)
     settings = {
         'tokens_per_step': tokens,
         'steps': steps,
@@ -131,14 +135,14 @@ def run(arguments: Any) -> int:
         'mechanisms': {c.name: [str(a) for a in c.experiment.model.pattern] for c in found},
     }
     results.write_json(arguments.json, 'step', machine, settings, rows)
-    for name in draw(rows, arguments.out) if arguments.out else ():
+    for name in draw(rows, arguments.out, jnp.dtype(model.compute_dtype).name) if arguments.out else ():
         printer.line(f'wrote {name}')
     return 0
 
 
 def measure(
     found: Sequence[Candidate], contexts: Sequence[int], tokens: int, limit: int, steps: int, repeats: int
-) -> list[Row]:
+) -> list[StepRow]:
     """Compiles the step of each candidate at each context, and times them in turns.
 
     Args:
@@ -152,12 +156,12 @@ def measure(
         for context in contexts
     }
     states: dict[str, dict[str, Any]] = {candidate.name: {} for candidate in found}
-    programs: dict[tuple[str, int], Program] = {}
+    programs: dict[tuple[str, int], TimedStep] = {}
     for (name, context), experiment in experiments.items():
-        program = Program(experiment, states[name], steps)
+        program = TimedStep(experiment, states[name], steps)
         if program.compiled is None and experiment.model.remat != FALLBACK:
             model = dataclasses.replace(experiment.model, remat=FALLBACK)
-            program = Program(dataclasses.replace(experiment, model=model), states[name], steps)
+            program = TimedStep(dataclasses.replace(experiment, model=model), states[name], steps)
         programs[name, context] = program
     calls: dict[tuple[str, int], Callable] = {k: p for k, p in programs.items() if p.compiled is not None}
     times = timing.in_turns(calls, repeats)
@@ -180,9 +184,9 @@ def at_context(experiment: Experiment, context: int, tokens: int, limit: int) ->
     return dataclasses.replace(experiment, train=train)
 
 
-def _row(name: str, program: Program, times: timing.Times | None, steps: int) -> Row:
+def _row(name: str, program: TimedStep, times: timing.Times | None, steps: int) -> StepRow:
     config, model = program.experiment.train, program.experiment.model
-    row = Row(
+    row = StepRow(
         mechanism=name,
         context=config.context_length,
         windows=config.batch_size,
@@ -200,13 +204,15 @@ def _row(name: str, program: Program, times: timing.Times | None, steps: int) ->
         row,
         out_of_memory=False,
         steps_per_second=rate,
+        slowest=steps / times.greatest,
+        fastest=steps / times.least,
         tokens_per_second=rate * config.tokens_per_step,
         mfu=flops * rate / (peak * program.mesh.size) if peak else None,
         loss=float(program.loss),
     )
 
 
-def compared(rows: Sequence[Row]) -> list[Row]:
+def compared(rows: Sequence[StepRow]) -> list[StepRow]:
     """The rows by context, with their speed over softmax where that was measured."""
     softmax = {row.context: row.steps_per_second for row in rows if row.mechanism == 'softmax'}
     result = []
@@ -224,6 +230,7 @@ COLUMNS = {
     'microbatches': ('microb.', '{:,}'.format),
     'remat': ('remat', str),
     'speed': ('steps/s', str),
+    'range': ('slowest–fastest', str),
     'tokens_per_second': ('tokens/s', '{:,.0f}'.format),
     'mfu': ('MFU', '{:.1%}'.format),
     'temporary_mib': ('temp. MiB', '{:,.0f}'.format),
@@ -232,11 +239,13 @@ COLUMNS = {
 }
 
 
-def _speed(row: Row) -> str:
-    return 'OOM' if row.out_of_memory else f'{row.steps_per_second:.3g}'
+def _printed(row: StepRow) -> dict[str, str | None]:
+    if row.out_of_memory:
+        return {'speed': 'OOM', 'range': None}
+    return {'speed': digits(row.steps_per_second), 'range': f'{digits(row.slowest)}–{digits(row.fastest)}'}
 
 
-def draw(rows: Sequence[Row], out: str) -> list[str]:
+def draw(rows: Sequence[StepRow], out: str, dtype: str) -> list[str]:
     """Steps a second against context length, as PolySketchFormer's Figure 4, and its Figure 1, time per token."""
     steps: dict[str, list[tuple[int, float]]] = {}
     times: dict[str, list[tuple[int, float]]] = {}
@@ -246,5 +255,9 @@ def draw(rows: Sequence[Row], out: str) -> list[str]:
         if not row.out_of_memory:
             steps[row.mechanism].append((row.context, row.steps_per_second))
             times[row.mechanism].append((row.context, 1e6 / row.tokens_per_second))
-    written = results.draw_contexts(pathlib.Path(out, 'step_speed'), steps, 'training steps per second')
-    return written + results.draw_contexts(pathlib.Path(out, 'step_latency'), times, 'training time per token (µs)')
+    pictures = {'step_speed': (steps, 'training steps per second'), 'step_latency': (times, 'time per token (µs)')}
+    return [
+        file
+        for name, (points, label) in pictures.items()
+        for file in results.draw_contexts(pathlib.Path(out, name), points, label, dtype)
+    ]

@@ -35,12 +35,14 @@ class Times:
         least: the shortest.
         cpu_seconds: median of a call, on all cores of this process together; of an accelerator the host's part.
         repeats: how many were timed.
+        greatest: the longest.
     """
 
     seconds: float
     least: float
     cpu_seconds: float
     repeats: int
+    greatest: float
 
 
 def in_turns(calls: Mapping[Key, Callable[[], Any]], repeats: int, seed: int = 0) -> dict[Key, Times | None]:
@@ -88,7 +90,7 @@ def in_turns(calls: Mapping[Key, Callable[[], Any]], repeats: int, seed: int = 0
 
 def _times(found: list[tuple[float, float]]) -> Times:
     seconds, cpu = zip(*found, strict=True)
-    return Times(statistics.median(seconds), min(seconds), statistics.median(cpu), len(found))
+    return Times(statistics.median(seconds), min(seconds), statistics.median(cpu), len(found), max(seconds))
 
 
 def compile_if_fits(lowered: jax.stages.Lowered) -> tuple[Any, dict[str, float]]:

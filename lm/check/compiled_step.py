@@ -1,5 +1,5 @@
-"""`lm check`: what a run will need, before it is paid for: parameters, arithmetic, and the training step compiled for a
-TPU slice that is not there: its memory, its exchanges between chips, and the least time that it can take.
+"""The training step compiled for a TPU slice that is not there: its memory, its collectives, and the least time that it
+can take; and what follows from the configuration alone.
 
 The step is the one that `lm train` runs: same function, shardings, donated state, batch and kernels; only the devices
 are described ones. Compiling takes a minute or two for a large model on a laptop.
@@ -8,19 +8,16 @@ are described ones. Compiling takes a minute or two for a large model on a lapto
 import dataclasses
 import math
 import re
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from lm.attention.softmax import Softmax
 from lm.compiled.roofline import Roofline, roofline
 from lm.errors import ConfigError
 from lm.experiment import Experiment
-from lm.hardware import Topology, parse
-from lm.runs.records import to_json
+from lm.hardware import Topology, describe_devices, parse
 from lm.training.mesh import data_shards, make_mesh
 from lm.training.program import abstract_state, lower_step
 from lm.training.step import TrainStep, count_parameters
@@ -29,7 +26,7 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Budget:
     """What follows from the configuration alone.
 
     Attributes:
@@ -104,16 +101,13 @@ class Check:
     advice: Any = None
 
 
-# --------------------------------------------------------------------------------------------------------------- check
-
-
-def plan(experiment: Experiment) -> Plan:
+def budget(experiment: Experiment) -> Budget:
     """What needs no compilation."""
     model, config = experiment.model, experiment.train
     parts = count_parameters(model)
     total = config.steps * config.tokens_per_step
     flops = model.flops_per_token(config.context_length)
-    return Plan(
+    return Budget(
         parameters=parts,
         parameters_total=sum(parts.values()),
         windows_per_step=config.batch_size,
@@ -141,7 +135,7 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     topology = parse(topology) if isinstance(topology, str) else topology
     bindings = dict(bindings or {})
     experiment = changed(experiment, bindings)
-    mesh = make_mesh(experiment.mesh, topology.devices)
+    mesh = make_mesh(experiment.mesh, describe_devices(topology))
     experiment.train.check_divides(data_shards(mesh))
     start = time.perf_counter()
     with jax.set_mesh(mesh):
@@ -157,9 +151,9 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     if compiled is None:
         return Check(**found, fits=False, memory=Memory(limit, needed), roofline=None, speed=None)
     memory = _memory(compiled, limit)
-    softmax = [a for a in experiment.model.pattern if isinstance(a, Softmax)]
+    undeclared = [a for a in experiment.model.pattern if not a.kernels_declare_cost]
     dims, length = experiment.model.dims, experiment.train.context_length
-    forward = sum(a.flops_per_token(dims, length) for a in softmax) / max(1, len(softmax))
+    forward = sum(a.flops_per_token(dims, length) for a in undeclared) / max(1, len(undeclared))
     least = experiment.model.flops_per_token(length) * experiment.train.tokens_per_step / mesh.size
     try:
         text = compiled.as_text()
@@ -226,54 +220,3 @@ def _speed(experiment: Experiment, bound: Roofline, topology: Topology) -> Speed
         run_hours=hours,
         run_chip_hours=hours * topology.chips,
     )
-
-
-# ------------------------------------------------------------------------------------------------------------- command
-
-
-def main(experiment: Experiment, arguments: Any) -> int:
-    """The `lm check` command. Raises ConfigError, after everything was printed, if the step does not fit."""
-    from lm.check.advice import advise
-    from lm.check.tables import print_check, print_plan
-
-    # Nothing is run; an accelerator of this machine may be busy.
-    jax.config.update('jax_platforms', 'cpu')
-    topologies = [parse(name) for name in arguments.topology]
-    show = print_nothing if arguments.json else None
-    planned = plan(experiment)
-    (show or print_plan)(planned, experiment)
-    checks = []
-    for topology in topologies:
-        note(f'compiling the training step for {topology.name} …')
-        found = check(experiment, topology)
-        if not found.fits and arguments.advice:
-            found = dataclasses.replace(found, advice=advise(experiment, topology, found, note))
-        (show or print_check)(found, planned)
-        checks.append(found)
-    if arguments.json:
-        print(to_json({'plan': dataclasses.asdict(planned), 'checks': [dataclasses.asdict(c) for c in checks]}))
-    if failed := [c for c in checks if not c.fits]:
-        raise ConfigError(failure(failed[0]))
-    return 0
-
-
-def failure(found: Check) -> str:
-    """One line: what is missing, and what to do about it."""
-    memory = found.memory
-    line = (
-        f'{found.topology}: a step needs {memory.needed_gib:.2f} GiB of HBM, and a program may use {memory.limit_gib}'
-    )
-    if found.advice is None:
-        return f'{line}; try train.microbatches, model.remat, mesh.fsdp or a larger topology'
-    if found.advice.check is None:
-        return f'{line}; no change of microbatches, remat and fsdp makes it fit: take a larger topology'
-    return f'{line}; add ' + ' '.join(f'--gin_param "{binding}"' for binding in found.advice.check.bindings)
-
-
-def note(text: str) -> None:
-    """Progress, for people who watch."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def print_nothing(*_: Any) -> None:
-    """In place of the tables, with --json."""

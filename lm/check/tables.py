@@ -1,6 +1,6 @@
 """What `lm check` prints for people."""
 
-from lm.check.compiled_step import Check, Plan
+from lm.check.compiled_step import Budget, Check
 from lm.experiment import Experiment
 from lm.hardware import parse
 from lm.text import duration, si
@@ -9,19 +9,19 @@ from lm.training.progress import plan_rows, print_row
 WIDTH = 24
 
 
-def print_plan(plan: Plan, experiment: Experiment) -> None:
+def print_budget(budget: Budget, experiment: Experiment) -> None:
     """The configuration, in the words of `lm train`."""
-    rows = plan_rows(experiment.model, experiment.train, plan.parameters_total)
+    rows = plan_rows(experiment.model, experiment.train, budget.parameters_total)
     row('parameters', rows.pop('parameters'))
-    for part, count in plan.parameters.items():
+    for part, count in budget.parameters.items():
         if count:
             row(f'  {part}', f'{count:,}')
-    rows['FLOPs per token'] += f', forward and backward; {plan.flops_total:.3g} for the run'
+    rows['FLOPs per token'] += f', forward and backward; {budget.flops_total:.3g} for the run'
     for name, value in rows.items():
         row(name, value)
 
 
-def print_check(check: Check, plan: Plan) -> None:
+def print_check(check: Check, budget: Budget) -> None:
     """One topology."""
     topology = parse(check.topology)
     chip, unit = topology.chip, 'chip' if check.devices == check.chips else 'core'
@@ -40,12 +40,12 @@ def print_check(check: Check, plan: Plan) -> None:
         row('  outputs', f'{memory.outputs_gib:.2f} GiB, {memory.aliased_gib:.2f} of it in place of the arguments')
         row('  temporaries', f'{memory.temporaries_gib:.2f} GiB: gradients, activations')
     if check.advice is not None:
-        print_advice(check, plan)
+        print_advice(check, budget)
     if check.roofline is None or not check.fits:
         return
     bound, speed = check.roofline, check.speed
     n = check.devices // check.chips
-    model_share = plan.flops_per_token * plan.tokens_per_step / check.devices / (bound.hardware_teraflops * 1e12)
+    model_share = budget.flops_per_token * budget.tokens_per_step / check.devices / (bound.hardware_teraflops * 1e12)
     row('time per step', f'at least {milliseconds(speed.seconds_per_step)}, bound by {bound.bound_by}')
     row(
         '  compute',
@@ -58,10 +58,10 @@ def print_check(check: Check, plan: Plan) -> None:
             f'{milliseconds(bound.hbm_seconds)}: {bound.hbm_gigabytes:.3g} GB a {unit} at '
             f'{chip.hbm_bytes / n / 1e9:.0f} GB/s',
         )
-        sent = sum(e.gigabytes_sent_per_device for e in bound.exchanges)
+        sent = sum(e.gigabytes_sent_per_device for e in bound.collectives)
         links = f'{sent:.3g} GB sent a {unit} at {topology.ici_bytes / n / 1e9:.0f} GB/s'
-        row('  ICI', f'{milliseconds(bound.ici_seconds)}: {links}' if sent else 'nothing is exchanged')
-    for e in bound.exchanges:
+        row('  ICI', f'{milliseconds(bound.ici_seconds)}: {links}' if sent else 'no collectives')
+    for e in bound.collectives:
         row(f'    {e.kind}', f'{e.times_per_step:,} × a step, {e.gigabytes_sent_per_device:.3g} GB sent a {unit}')
     row(
         'speed',
@@ -77,7 +77,7 @@ def print_check(check: Check, plan: Plan) -> None:
     row('note', 'a roofline of data-sheet peaks, not a measurement: a real step takes longer (docs/check.md)')
 
 
-def print_advice(check: Check, plan: Plan) -> None:
+def print_advice(check: Check, budget: Budget) -> None:
     """What was tried, and, if anything fits, the numbers with it."""
     advice = check.advice
     for i, tried in enumerate(advice.tried):
@@ -89,7 +89,7 @@ def print_advice(check: Check, plan: Plan) -> None:
     row('advice', 'add, tried and verified by compiling:')
     for binding in advice.check.bindings:
         row('', f'--gin_param "{binding}"')
-    print_check(advice.check, plan)
+    print_check(advice.check, budget)
 
 
 def row(name: str, value: str) -> None:

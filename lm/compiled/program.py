@@ -79,7 +79,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One exchange between the chips, as often as it runs.
+    """One communication between the chips, as often as it runs.
 
     Attributes:
         kind: one of `COLLECTIVES`.
@@ -96,7 +96,7 @@ class Collective:
     sent: float
 
 
-class Program:
+class HloProgram:
     """A compiled module. `text` is what `Compiled.as_text()` returns."""
 
     def __init__(self, text: str):
@@ -131,7 +131,7 @@ class Program:
     # ---------------------------------------------------------------------------------------------------- collectives
 
     def collectives(self) -> list[Collective]:
-        """All exchanges of one run of the program; the parts of one that is split into a chain count once."""
+        """All collectives of one run of the program; the parts of one that is split into a chain count once."""
         result, seen = [], set()
         for computation, times in self.times.items():
             for instruction, owner in self._within(computation):

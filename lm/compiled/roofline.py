@@ -8,7 +8,7 @@ latency, waiting for the input.
 import dataclasses
 import math
 
-from lm.compiled.program import Instruction, Program
+from lm.compiled.program import HloProgram, Instruction
 from lm.compiled.traffic import hbm_bytes
 from lm.hardware import Topology
 
@@ -18,7 +18,7 @@ backward kernel is called dkv too and makes one more."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class CollectiveTotals:
     """Collectives of one kind in one step, as often as they run."""
 
     kind: str
@@ -33,7 +33,7 @@ class Roofline:
     Attributes:
         hardware_teraflops: of all matrix products, recomputed ones and masked-out halves of blocks too.
         hbm_gigabytes: moved between HBM and the core.
-        exchanges: collectives by kind.
+        collectives: by kind, the one that sends most first.
         compute_seconds, hbm_seconds, ici_seconds: each alone, at the peak of the data sheet.
         bound_by: 'compute', 'HBM' or 'ICI', the largest of the three.
         notes: what could not be counted.
@@ -41,7 +41,7 @@ class Roofline:
 
     hardware_teraflops: float
     hbm_gigabytes: float
-    exchanges: tuple[Exchange, ...]
+    collectives: tuple[CollectiveTotals, ...]
     compute_seconds: float
     hbm_seconds: float
     ici_seconds: float
@@ -62,7 +62,7 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_fl
         softmax_flops: forward FLOPs per token of one layer of softmax attention, for its undeclared kernels.
         least_flops: of the model's formula, per device: taken where not all can be counted.
     """
-    program, chip = Program(text), topology.chip
+    program, chip = HloProgram(text), topology.chip
     flops, moved, unknown = program.flops(), hbm_bytes(program), set()
     for name, (times, kernel) in program.kernels().items():
         product = next((n for start, n in SPLASH_PRODUCTS.items() if name.startswith(start)), None)
@@ -73,13 +73,13 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_fl
     loops = len(program.unknown_loops)
     if loops or unknown or not text:
         flops = max(flops, least_flops)
-    exchanges: dict[str, Exchange] = {}
+    collectives: dict[str, CollectiveTotals] = {}
     for c in program.collectives():
-        old = exchanges.get(c.kind, Exchange(c.kind, 0, 0.0))
-        exchanges[c.kind] = Exchange(
+        old = collectives.get(c.kind, CollectiveTotals(c.kind, 0, 0.0))
+        collectives[c.kind] = CollectiveTotals(
             c.kind, old.times_per_step + c.times, old.gigabytes_sent_per_device + c.times * c.sent / 1e9
         )
-    sent = sum(e.gigabytes_sent_per_device for e in exchanges.values()) * 1e9
+    sent = sum(e.gigabytes_sent_per_device for e in collectives.values()) * 1e9
     seconds = {
         'compute': flops / (chip.flops / chip.devices),
         'HBM': moved / (chip.hbm_bytes / chip.devices),
@@ -97,7 +97,7 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_fl
     return Roofline(
         hardware_teraflops=flops / 1e12,
         hbm_gigabytes=moved / 1e9,
-        exchanges=tuple(sorted(exchanges.values(), key=lambda e: -e.gigabytes_sent_per_device)),
+        collectives=tuple(sorted(collectives.values(), key=lambda e: -e.gigabytes_sent_per_device)),
         compute_seconds=seconds['compute'],
         hbm_seconds=seconds['HBM'],
         ici_seconds=seconds['ICI'],

@@ -1,4 +1,4 @@
-"""Products of arrays with float32 accumulation."""
+"""Products of arrays with float32 accumulation, and float32 arrays as operands of bfloat16 products."""
 
 import jax
 import jax.numpy as jnp
@@ -25,3 +25,16 @@ def dense(x_BxLxNxGxM: jax.Array, kernel_NxMxR: jax.Array) -> jax.Array:
         y_TxR = dot('tm,mr->tr', x_BxLxNxGxM.reshape(-1, kernel_NxMxR.shape[1]), kernel_NxMxR[0])
         return y_TxR.reshape(*x_BxLxNxGxM.shape[:-1], -1)
     return dot('blngm,nmr->blngr', x_BxLxNxGxM, kernel_NxMxR)
+
+
+def in_three(x: jax.Array) -> list[jax.Array]:
+    """Three bfloat16 arrays whose sum is the float32 array x to 24 bits.
+
+    A moment Σ y yᵀ rounded to bfloat16 makes denominators negative where keys are concentrated and the query is
+    orthogonal to them.
+    """
+    parts = []
+    for _ in range(3):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x - parts[-1].astype(jnp.float32)
+    return parts

@@ -5,15 +5,21 @@ when a step is compiled on a laptop for a TPU topology. Without a mesh the platf
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import jax
 from absl import logging
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from lm.errors import ConfigError
+from lm.hardware import chip_of
+
+DATA_AXES = ('data', 'fsdp')
+"""The axes of a mesh over which the batch is split. `data` replicates the parameters, `fsdp` shards them and the
+optimizer state. Other axes, where a mesh has any, split something else."""
 
 
 def target_platform() -> str:
@@ -23,21 +29,33 @@ def target_platform() -> str:
     return 'gpu' if platform in ('cuda', 'rocm') else platform
 
 
+def device_kind() -> str:
+    """JAX's name of the devices for which the computation that is being traced will run."""
+    device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
+    return device.device_kind if device is not None else jax.devices()[0].device_kind
+
+
+def data_shards(mesh: Mesh) -> int:
+    """Into how many parts `mesh` splits the batch: the devices along its data axes."""
+    return math.prod(mesh.shape.get(name, 1) for name in DATA_AXES)
+
+
 def batch_axes() -> tuple[str, ...]:
-    """The axes of the mesh in context over which the batch is split: all that shard_map has not taken already."""
+    """The data axes of the mesh in context, but those that shard_map has taken already or that have one device."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return ()
-    return tuple(name for name in mesh.axis_names if name not in mesh.manual_axes and mesh.shape[name] > 1)
+    return tuple(name for name in DATA_AXES if mesh.shape.get(name, 1) > 1 and name not in mesh.manual_axes)
 
 
 def batch_shards() -> int:
-    """The number of devices that share the batch under the mesh in context; 1 without a mesh."""
+    """Into how many parts the mesh in context splits the batch; 1 without a mesh."""
     shape = jax.sharding.get_abstract_mesh().shape
-    result = 1
-    for name in batch_axes():
-        result *= shape[name]
-    return result
+    return math.prod(shape[name] for name in batch_axes())
+
+
+def uneven_batch(batch: int) -> str | None:
+    """Why `per_device` cannot split a batch of so many rows, or None."""
+    shards = batch_shards()
+    return f'cannot split a batch of {batch} over {shards} devices' if batch % shards else None
 
 
 def per_device(function: Callable, split: tuple[bool, ...]) -> Callable:
@@ -62,11 +80,12 @@ def per_device(function: Callable, split: tuple[bool, ...]) -> Callable:
 def vmem() -> tuple[int, int | None]:
     """Bytes of on-chip memory that a TPU kernel may use, and the limit to ask the compiler for (None: its default).
 
-    v4 has 16 MiB in all, later chips at least 64.
+    Half of what later chips have at least; of the 16 MiB of v4 and before all, which is the compiler's default.
     """
-    device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
-    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
-    return (16 * 2**20, None) if kind in ('TPU v2', 'TPU v3', 'TPU v4') else (32 * 2**20, 32 * 2**20)
+    chip = chip_of(device_kind())
+    if chip is not None and chip.vmem_mib < 64:
+        return chip.vmem_mib * 2**20, None
+    return 32 * 2**20, 32 * 2**20
 
 
 def choose(

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+import lm.experiment  # noqa: F401 (fills the registry, which knows the names of bindings)
+from lm.config.names import may_change
 from lm.plots import Curve
 from lm.report import paper
 from lm.runs.records import Run
@@ -17,6 +19,8 @@ SHOWN_FROM = 0.05
 """Share of the training that loss curves leave out at the start, where nothing can be compared."""
 FIRST_POSITION = 8
 """The loss of earlier ones, which is several times higher, would flatten the rest of the picture."""
+FEWEST_TOKENS = 100
+"""Tokens behind the loss at a position that is drawn: with fewer, chance moves it by more than a quarter of a nat."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +41,12 @@ def make_series(runs: Sequence[Run]) -> list[Series]:
     names = [(paper.label_of(run) or run.attention).replace(' (using FlashAttention)', '') for run in runs]
     described = []
     for run, name in zip(runs, names, strict=True):
-        peers = [other.config for other, n in zip(runs, names, strict=True) if n == name]
-        differing = [
-            key
-            for key, value in run.config.items()
-            if _counts(key) and any(key in peer and peer[key] != value for peer in peers)
+        differing = differing_bindings([other for other, n in zip(runs, names, strict=True) if n == name])
+        differing = [key for key in differing if key in run.config]
+        parts = [
+            f'{key.rpartition(".")[2].removeprefix("n_").replace("_", " ")} {_brief(run.config[key])}'
+            for key in differing
         ]
-        parts = [f'{key.rpartition(".")[2].replace("_", " ")} {_brief(run.config[key])}' for key in differing]
         described.append(', '.join([name, *parts]))
     groups: dict[str, list[Run]] = {}
     for run, label in zip(runs, described, strict=True):
@@ -52,6 +55,17 @@ def make_series(runs: Sequence[Run]) -> list[Series]:
     rank = {label: order.index(row) for run, label in zip(runs, described, strict=True) if (row := paper.row_of(run))}
     sorted_groups = sorted(groups.items(), key=lambda item: rank.get(item[0], len(order)))
     return [Series(label, i, tuple(members)) for i, (label, members) in enumerate(sorted_groups)]
+
+
+def words_of(binding: str) -> str:
+    """'optimizer.peak_learning_rate' → 'peak learning rate', 'model.n_layers' → 'layers'."""
+    return binding.rpartition('.')[2].removeprefix('n_').replace('_', ' ')
+
+
+def differing_bindings(runs: Sequence[Run]) -> list[str]:
+    """Bindings of which the runs that have them have several values, and which make another series."""
+    names = dict.fromkeys(name for run in runs for name in run.config if _counts(name))
+    return [name for name in names if len({run.config[name] for run in runs if name in run.config}) > 1]
 
 
 def is_under_way(run: Run) -> bool:
@@ -84,12 +98,19 @@ def loss_curve(series: Series, context: int, end: int) -> Curve | None:
 def position_curve(series: Series, context: int, measure: Callable[[Run], dict[str, Any]]) -> Curve | None:
     """Loss by position in the evaluations that `measure` chooses, the buckets at their geometric middles."""
     found = [measure(run).get('loss_by_position') for run in series.at(context)]
-    found = [[b for b in buckets if b['start'] >= first_position(context)] for buckets in found if buckets]
-    if not found:
+    found = [
+        [b for b in buckets if b['start'] >= first_position(context) and b['tokens'] >= FEWEST_TOKENS]
+        for buckets in found
+        if buckets
+    ]
+    if not any(found):
         return None
-    x = np.array([np.sqrt((b['start'] + 1) * b['end']) for b in found[0]])
+    longest = max(found, key=len)
+    x = np.array([np.sqrt((b['start'] + 1) * b['end']) for b in longest])
     same = [buckets for buckets in found if len(buckets) == len(x)]
-    return _aggregate(series, x, [np.array([b['loss'] for b in buckets]) for buckets in same])
+    curve = _aggregate(series, x, [np.array([b['loss'] for b in buckets]) for buckets in same])
+    tokens = np.sum([[b['tokens'] for b in buckets] for buckets in same], axis=0)
+    return dataclasses.replace(curve, tokens=tokens) if curve and len(curve.x) == len(x) else curve
 
 
 def first_position(context: int) -> int:
@@ -134,11 +155,8 @@ def context_curve(series: Series, values: Iterable[tuple[int, float | None]]) ->
 
 def _counts(binding: str) -> bool:
     """Whether a difference in this binding makes another series."""
-    from lm.training.config import MAY_CHANGE_ON_RESUME
-
-    ignored = {'train.seed', 'train.context_length', 'train.microbatches', 'model.attention', *MAY_CHANGE_ON_RESUME}
-    section = binding.rpartition('/')[2].partition('.')[0] + '.'
-    return binding == 'data.path' or not (binding in ignored or section in ignored)
+    ignored = {'train.seed', 'train.context_length', 'train.microbatches', 'model.attention'}
+    return binding == 'data.path' or not (binding in ignored or may_change(binding))
 
 
 def _brief(value: str) -> str:

@@ -7,6 +7,9 @@ import dataclasses
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 SOFTMAX = 'Softmax (using FlashAttention)'
+SMALL = {'model.d_model': 768, 'train.tokens_per_step': 2**20}
+STEPS = {'train.steps': 125_000}
+SYNTHETIC = {'model.d_model': 128, 'model.n_heads': 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +24,7 @@ class PaperTable:
         columns: their values, such as context lengths.
         groups: heading → the rows below it, in the paper's order; each row has a value a column, None: there is none.
         absent: what the paper prints where there is none.
+        settings: binding → value, of all its runs; layers stand in the headings and rows.
     """
 
     title: str
@@ -30,13 +34,21 @@ class PaperTable:
     columns: tuple[int, ...]
     groups: dict[str, dict[str, tuple[float | None, ...]]]
     absent: str
+    settings: dict[str, int]
 
     def value(self, group: str, row: str, column: int) -> float | None:
         return self.groups[group][row][self.columns.index(column)]
 
 
 def _table(
-    title: str, unit: str, measure: str, columns: tuple[int, ...], text: str, axis: str = 'context', absent: str = 'OOM'
+    title: str,
+    unit: str,
+    measure: str,
+    columns: tuple[int, ...],
+    text: str,
+    axis: str = 'context',
+    absent: str = 'OOM',
+    settings: dict[str, int] | None = None,
 ) -> PaperTable:
     groups: dict[str, dict[str, tuple[float | None, ...]]] = {}
     for line in text.strip().splitlines():
@@ -45,7 +57,7 @@ def _table(
             rows = groups.setdefault(label, {})
         else:
             rows[label] = tuple(None if value == absent else float(value) for value in values.split())
-    return PaperTable(title, unit, measure, axis, columns, groups, absent)
+    return PaperTable(title, unit, measure, axis, columns, groups, absent, settings or {})
 
 
 PG19 = _table(
@@ -70,6 +82,7 @@ Polysketch (learned + local, r = 32) | 13.37 12.58 12.09 11.75 11.55 11.46 11.47
 Polysketch (learned + local, r = 64) | 13.37 12.58 12.03 11.69 11.44 11.38 11.34
 Performer (2048 features)            | 14.30 13.68 13.56 13.50 13.49 13.73 14.17
 """,
+    settings=SMALL | STEPS,
 )
 
 WIKI40B = _table(
@@ -94,6 +107,7 @@ Polysketch (learned + local, r = 32) | 15.63 14.86 14.46 14.28 14.24 14.23 14.32
 Polysketch (learned + local, r = 64) | 15.63 14.86 14.43 14.26 14.18 14.24 14.29
 Performer (2048 features)            | 16.75 16.18 16.14 16.37 16.64 17.16 18.40
 """,
+    settings=SMALL | STEPS,
 )
 
 SPEED = _table(
@@ -118,6 +132,7 @@ Polysketch (learned + local, r = 32) | 5.35 4.40 2.27 2.27 2.20 2.19 1.98
 Polysketch (learned + local, r = 64) | 5.35 4.40 1.31 1.31 1.30 1.26 1.12
 Performer (2048 features)            | 2.21 1.58 1.39 1.36 1.33 1.32 1.18
 """,
+    settings=SMALL,
 )
 
 C4 = _table(
@@ -161,6 +176,7 @@ Polysketch (learned + local, 39 layers, r = 32) | – 12.74
 """,
     axis='steps',
     absent='–',
+    settings={'train.tokens_per_step': 2**19},
 )
 
 C4_SPEED = _table(
@@ -194,6 +210,7 @@ Polysketch (learned, 26 layers, r = 32)         | 1.52
 Polysketch (learned + local, r = 32)            | 1.59
 Polysketch (learned + local, 26 layers, r = 32) | 1.46
 """,
+    settings={'train.tokens_per_step': 2**19},
 )
 
 COPYING = _table(
@@ -210,6 +227,7 @@ Polysketch (learned + local)                                 | 99.16 92.75 0
 Polysketch (learned + local, different learning rate schedule) | - 99.44 87.16
 """,
     absent='-',
+    settings=SYNTHETIC | {'train.steps': 400_000},
 )
 
 INDUCTION = _table(
@@ -225,6 +243,7 @@ Polynomial (degree=8) | 99.95 6.25
 Polysketch (r = 16)   | 99.95 6.25
 Polysketch (r = 32)   | 99.95 6.25
 """,
+    settings=SYNTHETIC | {'train.steps': 400_000},
 )
 
 RECALL = _table(
@@ -257,6 +276,7 @@ Polynomial | 16.6 16.2 15.6 15.4 - -
 Polysketch | 18.2 17.6 17.2 17.6 18.2 17.7
 """,
     absent='-',
+    settings={'model.d_model': 768} | STEPS,
 )
 
 DRAFT_PG19 = _table(
@@ -271,6 +291,7 @@ Polynomial | 15.6 14.9 14.6 13.1 - -
 Polysketch | 16.5 17.6 16.2 14.8 15.4 15.8
 """,
     absent='-',
+    settings={'model.d_model': 768} | STEPS,
 )
 
 DRAFT_SPEED = _table(
@@ -286,6 +307,7 @@ Polysketch     | 3.7 3.4 3.3 3.1 2 1.1
 Performer      | 2.3 2.4 1.8 1.2 0.7 0.35
 FlashAttention | 5.8 5.3 4.7 3.5 1.4 0.44
 """,
+    settings={'model.d_model': 768},
 )
 
 TABLES = {

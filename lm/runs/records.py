@@ -4,6 +4,7 @@ Reading changes nothing, needs no device, and takes a run that is being written 
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -20,6 +21,10 @@ from lm.errors import ConfigError
 from lm.files import is_remote
 from lm.runs.run_dir import RunDir, bindings
 
+OWN_BINDINGS = {'model.attention', 'train.steps', 'train.context_length'}
+"""Of every config.gin that `lm train` writes."""
+NEEDED = {'train': ('loss', 'grad_norm', 'tokens', 'seconds'), 'eval': ('loss',)}
+"""Kind of a record → its numbers that readers count on, besides the step."""
 NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
 
@@ -48,15 +53,19 @@ class Run:
         directory = RunDir(path)
         if not is_run(directory.path):
             raise ConfigError(f'{path}: holds no config.gin, so it is not a run of lm train')
+        config = bindings(directory.config.read_bytes().decode(errors='replace'))
+        if not config.keys() >= OWN_BINDINGS:
+            raise ConfigError(f'{path}: its config.gin is not one of lm train; name a run directory')
         records = read_jsonl(directory.path / 'metrics.jsonl')
         found = sorted(directory.evaluations.glob('*.json')) if directory.evaluations.exists() else []
+        info = read_json(directory.info)
         return cls(
             directory=directory,
-            config=bindings(directory.config.read_text()),
-            info=read_json(directory.info) or {},
+            config=config,
+            info=info if isinstance(info, dict) else {},
             train=[r for r in records if r['kind'] == 'train'],
             evals=[r for r in records if r['kind'] == 'eval'],
-            evaluations=[r for r in map(read_json, found) if r],
+            evaluations=[r for r in map(read_json, found) if isinstance(r, dict) and _is_whole(r | {'kind': 'eval'})],
         )
 
     @property
@@ -91,10 +100,23 @@ class Run:
         return evaluated and Snapshot(self.directory.checkpoints, self.total_steps).is_committed()
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """The median over the run; the first figure, which contains warming up, counts only if it is alone."""
+    def speeds(self) -> list[float]:
+        """Tokens a second of the logged intervals, but the first, which contains warming up, if there are others."""
         rates = [r['tokens_per_second'] for r in self.train if r.get('tokens_per_second')]
-        return statistics.median(rates[1:] or rates) if rates else None
+        return rates[1:] or rates
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The median over the run."""
+        return statistics.median(self.speeds) if self.speeds else None
+
+    @property
+    def speed_range(self) -> tuple[float, float] | None:
+        """The quartiles of the tokens a second, over at least four intervals."""
+        if len(self.speeds) < 4:
+            return None
+        low, _, high = statistics.quantiles(self.speeds, n=4, method='inclusive')
+        return low, high
 
     @property
     def last_evaluation(self) -> dict[str, Any] | None:
@@ -133,11 +155,22 @@ def find_runs(patterns: Iterable[str]) -> list[Run]:
     for pattern in patterns:
         paths = _expand(pattern)
         inside = [p for path in paths if not is_run(path) and path.is_dir() for p in sorted(path.iterdir())]
-        runs = [p for p in [*paths, *inside] if is_run(p)]
+        named = paths if len(paths) == 1 else ()
+        runs = [run for p in [*paths, *inside] if is_run(p) and (run := _read_if_own(p, p in named))]
         if not runs:
             raise ConfigError(f'{pattern}: no run is there; name run directories, sweeps or globs of them')
-        found |= {str(path): Run.read(path) for path in runs if str(path) not in found}
+        found |= {str(run.directory.path): run for run in runs if str(run.directory.path) not in found}
     return list(found.values())
+
+
+def _read_if_own(path: epath.Path, named: bool) -> Run | None:
+    """The run, or None for another program's folder that was not named itself."""
+    try:
+        return Run.read(path)
+    except ConfigError:
+        if named:
+            raise
+        return None
 
 
 def _expand(pattern: str) -> list[epath.Path]:
@@ -159,15 +192,24 @@ def read_json(path: epath.Path) -> Any:
 
 
 def read_jsonl(path: epath.Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl. A last line that is being written is left out."""
+    """The whole records of metrics.jsonl. What is being written, or was cut off, is left out."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-            records.append(_finite(record | {'step': int(record['step']), 'kind': record['kind']}))
-        except (ValueError, KeyError, TypeError):
-            continue
+    for line in path.read_bytes().decode(errors='replace').splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            record = _finite(json.loads(line))
+            if isinstance(record, dict) and _is_whole(record):
+                records.append(record)
     return records
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    """Whether a record has the numbers that its readers count on."""
+    needed = NEEDED.get(record.get('kind'), ()) if isinstance(record.get('kind'), str) else ()
+    return isinstance(record.get('step'), int) and bool(needed) and all(_is_number(record.get(k)) for k in needed)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def to_json(value: Any) -> str:

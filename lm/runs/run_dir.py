@@ -16,7 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 import lm
+from lm.config.names import may_change, up_to_date
 from lm.config.text import dump
 from lm.errors import ConfigError, MismatchError
 from lm.files import check_scheme, is_remote, write_atomically
@@ -52,28 +53,27 @@ class RunDir:
         self.checkpoints = self.path / 'checkpoints'
         self.evaluations = self.path / 'evaluations'
 
-    def create_or_resume(self, experiment: Any, info: Mapping[str, Any], may_change: Iterable[str] = ()) -> bool:
+    def create_or_resume(self, experiment: Any, info: Mapping[str, Any]) -> bool:
         """Writes config.gin and run.json; process 0 works and all processes share its outcome.
 
         Args:
             experiment: an `lm.experiment.Experiment`, or its gin text.
             info: what run.json holds besides the machine (parameters, fingerprints, …).
-            may_change: bindings that may differ from those of the run; 'checkpoint.' allows the whole section.
 
         Returns:
             True when the directory held a run already.
 
         Raises:
-            MismatchError: another binding differs: this would be a different run.
+            MismatchError: a binding differs that may not (`lm.config.names.may_change`): this would be another run.
             ConfigError: `path` is a file.
         """
         text = experiment if isinstance(experiment, str) else dump(experiment)
-        return _on_leader(lambda: self._create_or_resume(text, info, tuple(may_change)))
+        return _on_leader(lambda: self._create_or_resume(text, info))
 
-    def check_unchanged(self, experiment: Any, may_change: Iterable[str] = ()) -> None:
+    def check_unchanged(self, experiment: Any) -> None:
         """What `create_or_resume` refuses, without writing anything."""
         text = experiment if isinstance(experiment, str) else dump(experiment)
-        _on_leader(lambda: self._check(text, tuple(may_change)))
+        _on_leader(lambda: self._check(text))
 
     def metrics(self, resume_at: int = 0, tensorboard: bool = False) -> MetricsFile:
         """Opens metrics.jsonl, without the lines of steps after `resume_at`; with `tensorboard`, summaries are written
@@ -81,8 +81,8 @@ class RunDir:
         folder = self.path / 'tensorboard' if tensorboard else None
         return MetricsFile(self.path / 'metrics.jsonl', resume_at, folder)
 
-    def _create_or_resume(self, text: str, info: Mapping[str, Any], may_change: tuple[str, ...]) -> bool:
-        resumed = self._check(text, may_change)
+    def _create_or_resume(self, text: str, info: Mapping[str, Any]) -> bool:
+        resumed = self._check(text)
         self.path.mkdir(parents=True, exist_ok=True)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
         times = {'started': now, 'resumed': []}
@@ -96,23 +96,22 @@ class RunDir:
         write_atomically(self.info, json.dumps({**times, **describe_machine(), **info}, indent=2) + '\n')
         return resumed
 
-    def _check(self, text: str, may_change: tuple[str, ...]) -> bool:
+    def _check(self, text: str) -> bool:
         """Whether there is a run already; raises if `text` would make it another one."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f'--run_dir {self.path}: is a file; name a directory')
         resumed = self.config.exists()
         if resumed:
-            self._check_unchanged(self.config.read_text(), text, may_change)
+            self._check_unchanged(self.config.read_text(), text)
         return resumed
 
-    def _check_unchanged(self, old: str, new: str, may_change: tuple[str, ...]) -> None:
+    def _check_unchanged(self, old: str, new: str) -> None:
         refused = []
         for name, before, after in config_differences(old, new):
-            allowed = any(name == entry or (entry.endswith('.') and _section(name) == entry) for entry in may_change)
             if before is None or after is None:
                 # a field that another version of the program added or removed, or that of a mechanism not used before
                 log.warning('%s: %s was %s, now %s', self.config, name, before or 'absent', after or 'absent')
-            elif not allowed:
+            elif not may_change(name):
                 refused.append(f'{name} was {before}, now {after}')
         if refused:
             more = f' (and {len(refused) - 1} more)' if len(refused) > 1 else ''
@@ -123,7 +122,8 @@ class RunDir:
 
 
 def config_differences(old: str, new: str) -> list[tuple[str, str | None, str | None]]:
-    """(binding, old value, new value) for each that differs between two dumped configurations; None: absent."""
+    """(binding, old value, new value) for each that differs between two dumped configurations, those of
+    another version in the names of today; None: absent."""
     before, after = bindings(old), bindings(new)
     names = sorted(before.keys() | after.keys(), key=lambda name: (name not in before, name))
     return [(name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]
@@ -186,7 +186,8 @@ def git_commit() -> str | None:
 
 
 def bindings(text: str) -> dict[str, str]:
-    """Binding → value of dumped gin text. Comments and blank lines are skipped, wrapped values joined."""
+    """Binding → value of dumped gin text, in the names of today. Comments and blank lines are skipped, wrapped values
+    joined."""
     found: dict[str, str] = {}
     name = None
     for line in text.splitlines():
@@ -196,12 +197,7 @@ def bindings(text: str) -> dict[str, str]:
             found[name] = match[2].strip()
         elif name and line.strip() and not line.lstrip().startswith('#'):
             found[name] = f'{found[name]} {line.strip()}'.strip()
-    return found
-
-
-def _section(name: str) -> str:
-    """'a/model.depth' → 'model.'"""
-    return name.rpartition('/')[2].partition('.')[0] + '.'
+    return up_to_date(found)
 
 
 def _on_leader(work: Callable[[], bool]) -> bool:

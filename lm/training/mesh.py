@@ -15,15 +15,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
+from lm.ops.platform import DATA_AXES
 
-BATCH_AXES = ('data', 'fsdp')
 TPU_VARIABLES = ('TPU_WORKER_ID', 'TPU_WORKER_HOSTNAMES')
 """Set on every worker of a slice."""
 MIN_SHARDED_SIZE = 2**14
 """Arrays with fewer elements are replicated: their all-gather would cost more latency than their memory is worth."""
 
 
-@configurable('mesh')
+@configurable('mesh', resume=True)
 class MeshConfig:
     """How the devices are used."""
 
@@ -97,12 +97,12 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
 
         # A pod's torus rarely has an axis of exactly fsdp chips.
         grid = mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
-    return Mesh(grid, BATCH_AXES)
+    return Mesh(grid, DATA_AXES)
 
 
 def data_shards(mesh: Mesh) -> int:
     """Into how many parts the windows of a batch are split."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return math.prod(mesh.shape[axis] for axis in DATA_AXES)
 
 
 def shared_rows(rows: int, mesh: Mesh) -> int:
@@ -112,7 +112,7 @@ def shared_rows(rows: int, mesh: Mesh) -> int:
 
 def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
     """Splits array axis `axis` over all devices."""
-    return NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES))
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, DATA_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -28,7 +28,7 @@ from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.attention.taylor import Taylor
-from lm.compiled.program import Program
+from lm.compiled.program import HloProgram
 from lm.config.configurable import REGISTRY
 from lm.model import ModelConfig
 from lm.training.optimizer import OptimizerConfig
@@ -82,7 +82,7 @@ def attention_program(config: Attention, length: int, backward: bool = False):
 
 
 def counted(compiled) -> float:
-    program = Program(compiled.as_text())
+    program = HloProgram(compiled.as_text())
     assert program.unknown_loops == []
     return program.flops()
 
@@ -114,7 +114,7 @@ def test_a_loop_of_unknown_length_is_reported():
     compiled = compile_(
         lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: x @ x, x), x, jax.ShapeDtypeStruct((), jnp.int32)
     )
-    program = Program(compiled.as_text())
+    program = HloProgram(compiled.as_text())
     assert len(program.unknown_loops) == 1
     assert program.flops() == 2 * 32**3
 

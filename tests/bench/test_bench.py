@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lm import plots
 from lm.attention import HeadDims
-from lm.bench import attention, candidates, data, kernels, step, timing
+from lm.bench import attention, candidates, data, kernels, results, step, timing
 from lm.bench.formulations import FORMULATIONS
 from lm.cli import main
 from lm.data.store import TokenStore
@@ -85,13 +86,13 @@ def test_attention(tmp_path, capsys):
 def test_what_is_compared_computes_the_same(formulation, given):
     """Outputs and gradients of ours and of another formulation."""
     found = candidates.candidates(['polysketch', formulation], [], SKETCH, formulations={formulation: 'polysketch'})
-    dims, results = HeadDims(2, 2, 8), []
+    dims, computed = HeadDims(2, 2, 8), []
     for candidate in found:
         layer = attention.build(candidate, dims, given)
         arrays = attention._inputs(64, layer, dims, jnp.float32)
         program = attention._program(layer.function, 'forward+backward', (2, 32))
-        results.append(jax.jit(program)(layer.weights, *arrays))
-    for ours, other in zip(*map(jax.tree.leaves, results), strict=True):
+        computed.append(jax.jit(program)(layer.weights, *arrays))
+    for ours, other in zip(*map(jax.tree.leaves, computed), strict=True):
         np.testing.assert_allclose(ours, other, rtol=2e-3, atol=2e-4)
 
 
@@ -193,12 +194,25 @@ def test_step(tmp_path, capsys):
         # 8 devices, 64 tokens each.
         assert (row['windows'], row['microbatches'], row['remat']) == (32, 2, 'none')
         assert math.isclose(row['tokens_per_second'], 512 * row['steps_per_second'])
+        assert row['slowest'] <= row['steps_per_second'] <= row['fastest']
         assert abs(row['loss'] - math.log(50)) < 0.7
         assert row['mfu'] is None
         assert (row['speed_over_softmax'] is None) == (row['mechanism'] == 'softmax')
     for name in ('step_speed', 'step_latency'):
         assert min(picture_size(tmp_path / f'{name}.png')) > 500
         assert (tmp_path / f'{name}.pdf').stat().st_size > 1000
+
+
+def test_pictures_name_the_devices_and_the_dtype(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(plots, '_save', lambda figure, path: kept.append(figure.axes[0].get_title(loc='left')))
+    results.draw_contexts(tmp_path / 'x', {'a': [(16, 1.0), (32, 2.0)]}, 'time', 'bfloat16')
+    assert kept == [f'{jax.device_count()} × {jax.devices()[0].device_kind}, bfloat16']
+
+
+def test_speeds_are_printed_without_powers_of_ten():
+    row = step.StepRow('softmax', 512, 8, 1, 'none', 1, False, 1150.4, 869.6, 1200.0)
+    assert step._printed(row) == {'speed': '1,150', 'range': '870–1,200'}
 
 
 def pretend_step(state, batch):
@@ -214,7 +228,7 @@ def test_a_step_that_does_not_fit_is_tried_with_remat(monkeypatch):
         return (pretend_step if len(tried) == 2 else None), {'peak_mib': 9.0}
 
     monkeypatch.setattr(timing, 'compile_if_fits', compile_if_fits)
-    monkeypatch.setattr(step, 'lower', lambda step, *_: step.model.remat)
+    monkeypatch.setattr(step, 'lower_step', lambda step, *_: step.model.remat)
     monkeypatch.setattr(step.TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
     found = candidates.candidates(['softmax'], [], SMALL_MODEL)
     rows = step.measure(found, [16, 32], 512, 512, steps=1, repeats=1)
@@ -226,11 +240,11 @@ def test_a_step_that_does_not_fit_is_tried_with_remat(monkeypatch):
 
 def test_a_step_that_fails_takes_no_state_with_it(monkeypatch):
     monkeypatch.setattr(timing, 'compile_if_fits', lambda _: (pretend_step, {}))
-    monkeypatch.setattr(step, 'lower', lambda *_: None)
+    monkeypatch.setattr(step, 'lower_step', lambda *_: None)
     monkeypatch.setattr(step.TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
     (candidate,) = candidates.candidates(['softmax'], [], SMALL_MODEL)
     state = {}
-    program = step.Program(step.at_context(candidate.experiment, 16, 128, 128), state, 2)
+    program = step.TimedStep(step.at_context(candidate.experiment, 16, 128, 128), state, 2)
     program()
     assert int(state['state']['step']) == 2
     program.compiled = lambda *_: refusal('RESOURCE_EXHAUSTED')()

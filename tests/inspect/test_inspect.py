@@ -6,7 +6,9 @@ import shutil
 import pytest
 import tiny
 
+from lm.checkpoint.checkpointer import Checkpointer
 from lm.cli import main
+from lm.inspect import runs
 from lm.runs.records import Run, find_runs
 
 
@@ -79,6 +81,65 @@ def test_a_damaged_record_is_found_without_verify(run, capsys):
     assert code == 44
     assert [c['sound'] for c in found['checkpoints']] == [False, True]
     assert found['set_aside'] == ['20.damaged']
+
+
+def test_what_comes_and_goes_during_the_inspection_is_not_damage(run, capsys, monkeypatch):
+    """A run that goes on deletes old checkpoints and writes new ones."""
+    verify = Checkpointer.verify
+
+    def while_30_is_deleted(self, step):
+        if step == 30:
+            shutil.rmtree(run / 'checkpoints' / '30' / 'state', ignore_errors=True)  # deleting takes a while
+        verify(self, step)
+
+    monkeypatch.setattr(Checkpointer, 'verify', while_30_is_deleted)
+    monkeypatch.setattr(runs.time, 'sleep', lambda seconds: shutil.rmtree(run / 'checkpoints' / '30'))
+    (run / 'checkpoints' / '50' / 'state').mkdir(parents=True)  # not yet complete
+    code, found, _ = inspect(capsys, str(run), '--verify')
+    assert code == 0
+    assert [(c['step'], c['health']) for c in found['checkpoints']] == [(40, 'verified')]
+    assert found['set_aside'] == ['50']
+
+
+def test_half_written_and_foreign_records_are_left_out(run, tmp_path, capsys):
+    before = Run.read(run)
+    with open(run / 'metrics.jsonl', 'ab') as file:
+        file.write(b'[1]\n{"kind": "train", "step": 41}\n{"kind": "train", "step": "x", "loss": 1}\n{"kind": 3}\n')
+        file.write(b'{"kind": "eval", "step": 41, "loss": null}\n"\xff\xfe"\n{"kind": "train", "step": 42, "lo')
+    (run / 'evaluations').mkdir(exist_ok=True)
+    for i, text in enumerate(('', '[]', '{"loss": 3', '{"loss": 3}', '3')):
+        (run / 'evaluations' / f'{i}.json').write_text(text)
+    (run / 'run.json').write_text('[]')
+    found = Run.read(run)
+    assert (found.train, found.evals) == (before.train, before.evals)
+    assert len(found.evaluations) == len(before.evaluations)
+    assert main(['inspect', str(run)]) == 0
+    assert main(['report', str(run), '--out', str(tmp_path / 'out'), '--no_pictures']) == 0
+
+    foreign = run.parent / 'foreign'
+    foreign.mkdir()
+    (foreign / 'config.gin').write_bytes(b'\xfftrainer.epochs = 3\n')
+    capsys.readouterr()
+    for command in (['inspect', str(foreign)], ['report', str(foreign), '--out', str(tmp_path / 'out')]):
+        assert main(command) == 2
+        assert 'not one of lm train' in capsys.readouterr().err
+    assert [r.name for r in find_runs([str(run.parent)])] == ['run']
+
+
+def test_a_damaged_table_of_a_sweep(tmp_path, capsys):
+    for text in ('', '[]', '{"points": [{}]}', '{"points": 3}'):
+        (tmp_path / 'sweep.json').write_text(text)
+        code, _, error = inspect(capsys, str(tmp_path))
+        assert code == 44
+        assert error.count('\n') == 1
+        assert 'run the same lm sweep again' in error
+
+
+def test_an_unfinished_token_store(tmp_path, capsys):
+    (tmp_path / 'unfinished').mkdir()
+    code, _, error = inspect(capsys, str(tmp_path))
+    assert code == 2
+    assert 'is an unfinished token store; run the same lm prepare again' in error
 
 
 def test_a_run_that_is_being_written(run):

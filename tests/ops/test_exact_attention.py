@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lm.errors import ConfigError
+from lm.hardware import LIBTPU_ENVIRONMENT
 from lm.ops import exact_attention, platform
 from lm.ops.exact_attention import splash as pallas_tpu
 
@@ -127,7 +128,7 @@ def test_polynomial_agrees_with_float64(length, heads, kv_heads, block, degree, 
     attention = functools.partial(
         exact_attention.polynomial_attention,
         degree=degree,
-        bias=bias,
+        denominator_bias=bias,
         scale=scale,
         block=block,
         implementation=implementation,
@@ -301,7 +302,7 @@ def test_splash_compiles_for_a_tpu(length, kv_heads, window, monkeypatch):
     """Ahead of time, forward and backward, on a mesh of four chips, from a machine without any."""
     if importlib.util.find_spec('libtpu') is None:
         pytest.skip('libtpu is not installed')
-    for name, value in {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost'}.items():
+    for name, value in LIBTPU_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     from jax.experimental import topologies
 

@@ -41,7 +41,7 @@ def kernel(local, s):
     return s**local.degree, local.scale * local.degree * s ** (local.degree - 1)
 
 
-def numpy_attention(x, y, v, q, k, *, powers, local=None, window=None, block=1024, bias=1.0, causal=True):
+def numpy_attention(x, y, v, q, k, *, powers, local=None, window=None, block=1024, denominator_bias=1.0, causal=True):
     """Outputs, and the gradients of Σ cos(index) · o, head by head from the formulas."""
     x, y, v, q, k = arrays = [np.asarray(a, np.float64) for a in (x, y, v, q, k)]
     dx, dy, dv, dq, dk = (np.zeros_like(a) for a in arrays)
@@ -58,7 +58,7 @@ def numpy_attention(x, y, v, q, k, *, powers, local=None, window=None, block=102
         w, slope = polynomial(s) * far, polynomial.deriv()(s) * far
         exact, exact_slope = kernel(local, q[b, :, h] @ k[b, :, g].T) if local else (w, w)
         w, exact_slope = w + exact * near, exact_slope * near
-        total = bias + w.sum(1, keepdims=True)
+        total = denominator_bias + w.sum(1, keepdims=True)
         o[b, :, h] = w @ v[b, :, g] / total
         # d/dw_ij of o_i = Σ w_ij v_j / total_i is (v_j - o_i) / total_i.
         dw = (do[b, :, h] @ v[b, :, g].T - (do[b, :, h] * o[b, :, h]).sum(1, keepdims=True)) / total
@@ -105,10 +105,10 @@ def check(arrays, tolerance, **options):
         (100, dict(powers=SQUARE, block=32)),
         (100, dict(powers=SQUARE, local=PolynomialKernel(4), block=32)),
         (256, dict(powers=SQUARE, local=PolynomialKernel(2, 0.5), block=64)),
-        (300, dict(powers=PLAIN, block=128, bias=200.0)),
-        (45, dict(powers=(0.7, 0.0, 0.5, 0.2), block=16, bias=80.0)),
+        (300, dict(powers=PLAIN, block=128, denominator_bias=200.0)),
+        (45, dict(powers=(0.7, 0.0, 0.5, 0.2), block=16, denominator_bias=80.0)),
         (45, dict(powers=TAYLOR, local=ExpKernel(0.5), block=16)),
-        (45, dict(powers=TAYLOR, local=ExpKernel(0.5), window=7, block=16, bias=0.0)),
+        (45, dict(powers=TAYLOR, local=ExpKernel(0.5), window=7, block=16, denominator_bias=0.0)),
         (45, dict(powers=TAYLOR, local=PolynomialKernel(2), window=21, block=16)),
         (45, dict(powers=SQUARE, causal=False, block=16)),
     ],
@@ -197,8 +197,8 @@ def test_state_carries_over():
     [
         dict(powers=SQUARE),
         dict(powers=SQUARE, local=PolynomialKernel(4), block=8),
-        dict(powers=TAYLOR, local=ExpKernel(0.5), block=8, bias=0.0),
-        dict(powers=TAYLOR, local=ExpKernel(0.5), window=7, bias=0.0),
+        dict(powers=TAYLOR, local=ExpKernel(0.5), block=8, denominator_bias=0.0),
+        dict(powers=TAYLOR, local=ExpKernel(0.5), window=7, denominator_bias=0.0),
     ],
     ids=str,
 )
@@ -225,7 +225,7 @@ def test_decoding_equals_the_parallel_form(options):
 def test_very_negative_scores_do_not_vanish():
     x, y, v, q, k = draw(40)
     q, k = 30 * jnp.abs(q), -30 * jnp.abs(k)
-    options = dict(powers=TAYLOR, local=ExpKernel(), bias=0.0, q_local_BxLxHxC=q, k_local_BxLxKxC=k)
+    options = dict(powers=TAYLOR, local=ExpKernel(), denominator_bias=0.0, q_local_BxLxHxC=q, k_local_BxLxKxC=k)
     o = linear_attention(x, y, v, window=64, **options)
     assert jnp.isfinite(o).all()
     np.testing.assert_allclose(o[:, 0, 0], v[:, 0, 0], rtol=1e-5)

@@ -63,7 +63,7 @@ CASES = {
         {'local': PolynomialKernel(8, scale=0.75), 'block': 512},
         {'length': 270, 'features': 32, **FULL},
     ),
-    'one block without local, no bias': ({'bias': 0.0}, {'length': 50, 'features': 32, **FULL}),
+    'one block without local, no bias': ({'denominator_bias': 0.0}, {'length': 50, 'features': 32, **FULL}),
 }
 
 
@@ -114,10 +114,10 @@ def test_denominators_of_concentrated_keys_stay_positive():
     assert (np.einsum('ti,ij,tj->t', x64[before:], rounded, x64[before:]) < 0).any()
 
     # The last tile alone, as a block of its own: its sums are those over all that was before.
-    options = Options(powers=SQUARE, bias=1e-3, block=64, local=PolynomialKernel(2))
+    options = Options(powers=SQUARE, denominator_bias=1e-3, block=64, local=PolynomialKernel(2))
     plan = pallas_gpu.plan_for(options, before + length, exact_local=True)
     x, y_in = x[:, before:], y[:, before:]
-    moment = pallas_gpu.three_parts(jnp.asarray(y64[:before].T @ y64[:before], jnp.float32)[None, None])
+    moment = pallas_gpu.moment_operand(jnp.asarray(y64[:before].T @ y64[:before], jnp.float32)[None, None])
     state = jnp.zeros((1, 1, 6, 128, 64), jnp.bfloat16)
     v = jnp.ones((1, length, 64), jnp.bfloat16)
     with interpreted():
@@ -141,7 +141,7 @@ REFUSED = {
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(pallas_gpu.platform, 'target_platform', lambda: 'gpu')
-    monkeypatch.setattr(pallas_gpu, '_device_kind', lambda: 'NVIDIA H200')
+    monkeypatch.setattr(pallas_gpu.platform, 'device_kind', lambda: 'NVIDIA H200')
     monkeypatch.setattr(pallas_gpu, 'JAX_VERSION', (0, 1))
 
 
@@ -166,7 +166,7 @@ def test_unsupported_elsewhere(monkeypatch):
     monkeypatch.setattr(pallas_gpu.platform, 'target_platform', lambda: 'gpu')
     kinds = {'NVIDIA H200': True, 'NVIDIA GH200 480GB': True, 'NVIDIA A100-SXM4-80GB': False, 'NVIDIA B200': False}
     for kind, works in kinds.items():
-        monkeypatch.setattr(pallas_gpu, '_device_kind', lambda kind=kind: kind)
+        monkeypatch.setattr(pallas_gpu.platform, 'device_kind', lambda kind=kind: kind)
         assert ('needs a GPU' not in str(refusal(Options(powers=SQUARE)))) == works
 
 

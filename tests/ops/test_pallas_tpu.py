@@ -47,7 +47,7 @@ def by_definition(options, q, k, v, q_local, k_local, do):
     scale = 1.0 if options.local is None else options.local.scale
     s, t = q @ k.swapaxes(2, 3), scale * (q_local @ k_local.swapaxes(2, 3))
     w = np.where(near, t**near_degree, s**far_degree) * (j <= i)
-    den = options.bias + w.sum(-1, keepdims=True)
+    den = options.denominator_bias + w.sum(-1, keepdims=True)
     o = w @ v / den
     g, e = do / den, -(do * o).sum(-1, keepdims=True) / den
     dw = (g @ v.swapaxes(2, 3) + e) * (j <= i)
@@ -98,7 +98,7 @@ CASES = {
     'grouped queries': (SQUARE, LOCAL, {'length': 200, 'batch': 2, 'heads': 4, 'kv_heads': 2}),
     'odd sizes': (SQUARE, LOCAL, {'length': 131, 'features': 12, 'head_dim': 10, 'local': 9}),
     'r = 32': (SQUARE, LOCAL, {'length': 257, 'features': 32, 'head_dim': 64, 'local': 64}),
-    'no bias': (SQUARE, {'bias': 0.0}, {'length': 150}),
+    'no bias': (SQUARE, {'denominator_bias': 0.0}, {'length': 150}),
     'plain features': (PLAIN, {}, {'length': 300, 'features': 40}),
     'plain features, local': (PLAIN, LOCAL, {'length': 200, 'features': 40, 'heads': 3}),
 }
@@ -139,7 +139,7 @@ def test_denominators_of_concentrated_keys_stay_positive():
     assert (np.einsum('ti,ij,tj->t', x64[384:], rounded, x64[384:]) < 0).any()
 
     plan = pallas_tpu.plan_for(
-        Options(powers=SQUARE, bias=1e-3, block=128, local=PolynomialKernel(2)), length, 1, 16, 16, 16, 2
+        Options(powers=SQUARE, denominator_bias=1e-3, block=128, local=PolynomialKernel(2)), length, 1, 16, 16, 16, 2
     )
     turned = [a[0].transpose(1, 2, 0) for a in (x, y, v, x, y)]
     with interpreted():

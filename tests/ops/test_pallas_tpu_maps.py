@@ -17,6 +17,7 @@ from lm.attention.llops import Llops, Sketch
 from lm.attention.maps.random_features import FEATURES, SOFTMAX_FEATURES, Keys, Positive, Queries
 from lm.attention.performer import Performer
 from lm.attention.taylor import Taylor
+from lm.hardware import LIBTPU_ENVIRONMENT
 from lm.ops.linear_attention.tpu import attention as pallas_tpu
 from lm.ops.linear_attention.types import Options, PolynomialKernel
 
@@ -38,7 +39,9 @@ def definition(options, features, q, k, v, parameters, q_local=None, k_local=Non
         t = jnp.einsum('blhc,bmhc->bhlm', q_local, jnp.repeat(k_local, groups, 2))
         w = jnp.where(i // options.block == j // options.block, t**options.local.degree, w)
     w = jnp.where(j <= i, w, 0.0)
-    o = jnp.einsum('bhlm,bmhd->bhld', w, jnp.repeat(v, groups, 2)) / (options.bias + w.sum(-1, keepdims=True))
+    o = jnp.einsum('bhlm,bmhd->bhld', w, jnp.repeat(v, groups, 2)) / (
+        options.denominator_bias + w.sum(-1, keepdims=True)
+    )
     return o.swapaxes(1, 2)
 
 
@@ -88,9 +91,14 @@ def plain(parameters, x):
 
 
 SERIES_CASES = {
-    'Taylor': (SERIES, {'bias': 0.0}, {'length': 300, 'heads': 2}, 'float32'),
-    'Taylor, rounded': (SERIES, {'bias': 0.0}, {'length': 300, 'heads': 2}, 'bfloat16'),
-    'Taylor, odd sizes': (SERIES, {'bias': 0.0}, {'length': 131, 'features': 12, 'head_dim': 10}, 'float32'),
+    'Taylor': (SERIES, {'denominator_bias': 0.0}, {'length': 300, 'heads': 2}, 'float32'),
+    'Taylor, rounded': (SERIES, {'denominator_bias': 0.0}, {'length': 300, 'heads': 2}, 'bfloat16'),
+    'Taylor, odd sizes': (
+        SERIES,
+        {'denominator_bias': 0.0},
+        {'length': 131, 'features': 12, 'head_dim': 10},
+        'float32',
+    ),
     'one block': (SERIES, {}, {'length': 50}, 'float32'),
     'local': (SERIES, LOCAL, {'length': 200}, 'float32'),
     'one block, local': (SERIES, LOCAL, {'length': 100}, 'float32'),
@@ -142,10 +150,15 @@ def llops(n_features=32, head_dim=16, rank=1, seed=1):
 
 
 MAP_CASES = {
-    'Performer': (performer(), {'bias': 0.0}, {'length': 300, 'heads': 2}, 'float32'),
-    'Performer, rounded': (performer(), {'bias': 0.0}, {'length': 300, 'heads': 2}, 'bfloat16'),
-    'Performer, one block': (performer(), {'bias': 0.0}, {'length': 60}, 'float32'),
-    'Performer, odd sizes': (performer(head_dim=10), {'bias': 0.0}, {'length': 131, 'head_dim': 10}, 'float32'),
+    'Performer': (performer(), {'denominator_bias': 0.0}, {'length': 300, 'heads': 2}, 'float32'),
+    'Performer, rounded': (performer(), {'denominator_bias': 0.0}, {'length': 300, 'heads': 2}, 'bfloat16'),
+    'Performer, one block': (performer(), {'denominator_bias': 0.0}, {'length': 60}, 'float32'),
+    'Performer, odd sizes': (
+        performer(head_dim=10),
+        {'denominator_bias': 0.0},
+        {'length': 131, 'head_dim': 10},
+        'float32',
+    ),
     'LLoPS': (llops(), {}, {'length': 300, 'heads': 2}, 'float32'),
     'LLoPS, rounded': (llops(), {}, {'length': 300, 'heads': 2}, 'bfloat16'),
     'LLoPS of rank 2, grouped': (llops(rank=2), {}, {'length': 280, 'batch': 2, 'heads': 2, 'kv_heads': 1}, 'float32'),
@@ -250,7 +263,7 @@ def test_layers_run_in_the_kernels(layer, generation, monkeypatch):
     """Forward and backward, ahead of time, on a mesh of four chips: chosen by the platform, without features in HBM."""
     if importlib.util.find_spec('libtpu') is None:
         pytest.skip('libtpu is not installed')
-    for name, value in {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost'}.items():
+    for name, value in LIBTPU_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     from jax.experimental import topologies
 

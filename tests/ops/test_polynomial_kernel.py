@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from lm.hardware import LIBTPU_ENVIRONMENT
 from lm.ops import exact_attention, platform
 from lm.ops.exact_attention import polynomial_tpu
 from lm.ops.powers import power_and_slope
@@ -75,10 +76,10 @@ def errors(got, want):
 CASES = {
     'degree 2': ({'degree': 2, 'block': 128}, {'length': 200}),
     'degree 4, odd length': ({'degree': 4, 'block': 128}, {'length': 301, 'heads': 2, 'size': 64}),
-    'degree 6, scaled': ({'degree': 6, 'block': 128, 'bias': 3.0, 'scale': 0.25}, {'length': 150}),
+    'degree 6, scaled': ({'degree': 6, 'block': 128, 'denominator_bias': 3.0, 'scale': 0.25}, {'length': 150}),
     'degree 8': ({'degree': 8, 'block': 128}, {'length': 257, 'size': 64}),
     'degree 16': ({'degree': 16, 'block': 128}, {'length': 140, 'size': 64}),
-    'no bias': ({'degree': 4, 'block': 128, 'bias': 0.0}, {'length': 150}),
+    'no bias': ({'degree': 4, 'block': 128, 'denominator_bias': 0.0}, {'length': 150}),
     'one short block': ({'degree': 4}, {'length': 77}),
     'grouped queries': ({'degree': 4, 'block': 128}, {'length': 150, 'heads': 4, 'kv_heads': 2}),
     'odd head sizes': ({'degree': 4, 'block': 128}, {'length': 131, 'size': 10, 'value_size': 20}),
@@ -96,7 +97,7 @@ def test_outputs_and_gradients(case):
     arrays = example(**sizes, dtype=dtype)
     got = by_kernels(*arrays, **options)
     assert all(a.dtype == dtype for a in got)
-    want = by_definition(options['degree'], options.get('bias', 1.0), options.get('scale', 1.0), *arrays)
+    want = by_definition(options['degree'], options.get('denominator_bias', 1.0), options.get('scale', 1.0), *arrays)
     found = errors(got, want)
     limit = 1e-5 if dtype == 'float32' else 2e-2
     assert all(error <= limit for error in found.values()), found
@@ -219,7 +220,7 @@ def test_compiles_for_a_tpu_in_linear_memory(generation, length, kv_heads, monke
     """Ahead of time, forward and backward, on a mesh of four chips, from a machine without any."""
     if importlib.util.find_spec('libtpu') is None:
         pytest.skip('libtpu is not installed')
-    for name, value in {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost'}.items():
+    for name, value in LIBTPU_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     from jax.experimental import topologies
 

@@ -8,6 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lm.errors import ConfigError
 from lm.ops import sketch_networks as op
+from lm.ops.residuals import RESIDUAL_NAME
 from lm.ops.sketch_networks import reference, xla
 from lm.ops.sketch_networks.tpu import kernels as pallas_tpu_kernels
 from lm.ops.sketch_networks.tpu import networks as pallas_tpu
@@ -31,7 +32,7 @@ def example(length, *, batch=1, sketches=1, heads=(1,), size=16, r=16, hidden=No
         shapes = ((m, hidden), (hidden, r), (r, hidden), (hidden, r))
         kernels = tuple(draw(sketches, *shape) * shape[0] ** -0.5 for shape in shapes)
         scales = tuple(1.0 + 0.3 * draw(sketches, 1, n) for n in (m, r))
-        return op.Network(kernels, scales, tuple(0.3 * draw(sketches, 1, n) for n in (m, r)))
+        return op.NetworkWeights(kernels, scales, tuple(0.3 * draw(sketches, 1, n) for n in (m, r)))
 
     sizes = [size] * (power // 2) + [r] * (power // 2 - 1)
     nodes = tuple((network(m), network(m)) for m in sizes)
@@ -114,11 +115,11 @@ def test_batch_split_over_a_mesh():
 
 def test_policies_can_save_the_sketches(capfd):
     nodes, xs, _ = example(128)
-    for names, saved in (((pallas_tpu.RESIDUAL_NAME,), True), ((), False)):
+    for names, saved in (((RESIDUAL_NAME,), True), ((), False)):
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         sketch = jax.checkpoint(lambda x: jnp.sin(pallas_tpu.sketch_networks(nodes, (x,))[0]), policy=policy)
         jax.ad_checkpoint.print_saved_residuals(sketch, xs[0])
-        assert (f"f32[1,1,16,128] named '{pallas_tpu.RESIDUAL_NAME}'" in capfd.readouterr().out) == saved
+        assert (f"f32[1,1,16,128] named '{RESIDUAL_NAME}'" in capfd.readouterr().out) == saved
 
 
 REFUSED = {

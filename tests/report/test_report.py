@@ -20,8 +20,9 @@ from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.cli import main
-from lm.report.command import Report, paper
-from lm.report.curves import BINS, loss_curve, make_series
+from lm.report import paper
+from lm.report.curves import BINS, FEWEST_TOKENS, loss_curve, make_series
+from lm.report.report import Report
 from lm.runs.records import Run, find_runs
 from lm.tasks.selective_copying import SelectiveCopying
 
@@ -119,7 +120,7 @@ def test_the_newest_evaluation_at_the_runs_own_context_counts(tmp_path):
     evaluate(run, split='test', perplexity=14.0, step=2000, context_length=64)
     report = Report(find_runs([str(run)]), tmp_path, split='test')
     assert report.rows[0]['perplexity'] == 11.0
-    assert report.measurement(report.runs[0], 64)['perplexity'] == 14.0
+    assert report.measures.newest(report.runs[0], 64)['perplexity'] == 14.0
     assert Report(find_runs([str(run)]), tmp_path).rows[0]['split'] == 'validation'
     report.write()
     assert 'perplexity_evaluated.png' in report.written
@@ -166,14 +167,19 @@ def test_long_labels_are_wrapped_and_stay_inside_the_picture(tmp_path, monkeypat
         assert figure.axes[0].get_window_extent().width > whole.width / 3
 
 
-def test_beside_the_paper(tmp_path):
+KERNEL, PAPERS_RUN = {'n_layers': 13}, {'steps': 125_000, 'log_every': 1000}
+
+
+def test_beside_the_paper(tmp_path, capsys):
+    random = Polysketch(sketch='gaussian', sketch_size=64, local=False)
     for context in (512, 1024):
-        write_run(tmp_path / f'a{context}', Polysketch(sketch='gaussian', sketch_size=64, local=False), context=context)
-        write_run(tmp_path / f'b{context}', Polynomial(degree=8), context=context)
+        write_run(tmp_path / f'a{context}', random, context=context, model=KERNEL, **PAPERS_RUN)
+        write_run(tmp_path / f'b{context}', Polynomial(degree=8), context=context, **PAPERS_RUN)
     out = tmp_path / 'out'
     assert main(['report', str(tmp_path), '--out', str(out), '--no_pictures']) == 0
     listed = table(out / 'paper.csv')
     assert list(dict.fromkeys(r['table'] for r in listed)) == ['pg19', 'speed']
+    assert {r['differs'] for r in listed} == {''}
     assert list(dict.fromkeys(r['row'] for r in listed))[:3] == [
         'Softmax (using FlashAttention)', 'Polynomial (deg=2)', 'Polynomial (deg=4)',
     ]  # fmt: skip
@@ -183,22 +189,174 @@ def test_beside_the_paper(tmp_path):
     assert float(ours['ours']) == Run.read(tmp_path / 'a1024').last_evaluation['perplexity']
     assert ours['runs'] == 'a1024'
     speed = rows['speed', 'Polysketch (random, r = 64)', 1024]
-    assert float(speed['ours']) == pytest.approx(1e6 / 0.2 / 2**20)
+    assert float(speed['ours']) == pytest.approx(1e6 / 0.2 / 2**20, rel=0.01)
     assert rows['pg19', 'Polynomial (deg=8)', 32768]['paper'] == ''
-    assert '13.35 / ' in (out / 'report.md').read_text()
+    text = (out / 'report.md').read_text()
+    assert '13.35 / ' in text
+    assert 'Ours on 32 × TPU v5 lite.' in text
+    assert 'Apart' not in text
     assert not list(out.glob('*.png'))
+    capsys.readouterr()
     assert main(['report', str(tmp_path), '--out', str(out), '--no_pictures', '--paper', 'wiki40b']) == 0
-    assert 'Table 3' in (out / 'report.md').read_text()
+    missing = 'No run repeats a cell of Table 3: Wiki-40B; 4 stand apart'
+    assert missing in capsys.readouterr().out
+    text = (out / 'report.md').read_text()
+    assert missing in text
+    assert "data 'data/pg19' (paper: wiki40b)" in text
     assert main(['report', str(tmp_path), '--out', str(out), '--no_pictures', '--paper', 'none']) == 0
     assert 'Table' not in (out / 'report.md').read_text()
+    capsys.readouterr()
+    shutil.rmtree(tmp_path / 'a512')
+    odd = write_run(tmp_path / 'odd', Softmax(window=8), context=256)
+    assert main(['report', str(odd), '--out', str(out), '--no_pictures', '--paper', 'pg19']) == 0
+    assert 'No run repeats a cell of Table 2: PG-19.' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('changes', 'differs'),
+    [
+        ({'model': {'n_layers': 1}}, 'layers 1 (paper: 12)'),
+        ({'model': {'d_model': 64, 'n_heads': 1}}, 'width 64 (paper: 768)'),
+        ({'tokens_per_step': 2**17}, 'tokens a step 131,072 (paper: 1,048,576)'),
+        ({'steps': 400, 'log_every': 10}, 'steps 400 (paper: 125,000)'),
+    ],
+)
+def test_what_is_not_the_papers_run_stands_apart(changes, differs, tmp_path):
+    write_run(tmp_path / 'ours', Softmax(), **PAPERS_RUN)
+    write_run(tmp_path / 'other', Softmax(), **PAPERS_RUN | changes)
+    rows = paper.compare(find_runs([str(tmp_path)]), {'perplexity': lambda run: 20.0, 'accuracy': lambda run: None})
+    repeated = [(r['table'], r['runs']) for r in rows if r['runs'] and not r['differs']]
+    apart = [r for r in rows if r['differs'] and r['table'] == 'pg19']
+    assert ('pg19', 'ours') in repeated
+    assert ('pg19', 'other') not in repeated
+    assert [(r['runs'], r['differs'], r['paper'], r['ours']) for r in apart] == [('other', differs, 12.75, 20.0)]
+    text = '\n'.join(paper.markdown(rows))
+    assert f'| other | 32 × TPU v5 lite | {differs} | Softmax (using FlashAttention) | 1k | 12.75 | 20.00 |' in text
+
+
+def test_a_toy_on_a_cpu_is_not_the_papers_speed(tmp_path):
+    write_run(tmp_path / 'toy', Softmax(), steps=4, log_every=1, model={'n_layers': 1}, devices=(1, 'cpu'))
+    rows = paper.compare(find_runs([str(tmp_path)]), {})
+    assert [(r['table'], r['devices'], r['differs']) for r in rows] == [
+        ('speed', '1 × cpu', 'layers 1 (paper: 12); 4 logged intervals (at least 10)')
+    ]
+    for name, devices in (('a', (32, 'TPU v4')), ('b', (32, 'TPU v4')), ('c', (8, 'NVIDIA H100'))):
+        write_run(tmp_path / 'more' / name, Softmax(), seed=ord(name), devices=devices)
+    speeds = paper.compare(find_runs([str(tmp_path / 'more')]), {'perplexity': lambda run: None})
+    found = [(r['runs'], r['devices'], r['differs']) for r in speeds if r['table'] == 'speed' and r['runs']]
+    assert found == [('a b', '32 × TPU v4', ''), ('c', '8 × NVIDIA H100', 'other devices than most runs')]
+
+
+def test_speeds_of_different_devices_are_series_of_their_own(tmp_path):
+    for name, devices in (('a', (32, 'TPU v4')), ('b', (32, 'TPU v4')), ('c', (1, 'cpu'))):
+        run = write_run(tmp_path / name, Softmax(), seed=ord(name), steps=100, devices=devices)
+        for context in (64, 128):
+            evaluate(run, context_length=context, perplexity=10.0 + ord(name))
+    assert main(['report', str(tmp_path / '?'), '--out', str(tmp_path / 'out')]) == 0
+    points = table(tmp_path / 'out' / 'curves.csv')
+    series = [r['series'] for r in points if r['picture'] == 'speed_runs']
+    assert series == ['Softmax, 32 × TPU v4', 'Softmax, 32 × TPU v4', 'Softmax, 1 × cpu']
+    seeds = [r for r in points if r['picture'] == 'perplexity_evaluated']
+    assert [(r['series'], float(r['x'])) for r in seeds] == [('Softmax', 64), ('Softmax', 128)]
+    assert float(seeds[0]['y']) == 10 + ord('b')
+
+
+def test_a_run_that_still_trains_stands_apart(tmp_path):
+    run = write_run(tmp_path / 'a', Softmax(), **PAPERS_RUN)
+    lines = (run / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    (run / 'metrics.jsonl').write_text(''.join(lines[: len(lines) // 2]))
+    rows = paper.compare([Run.read(run)], {'perplexity': lambda run: 20.0})
+    assert [r['differs'] for r in rows if r['table'] == 'pg19'] == ['at step 62,000 of 125,000']
 
 
 def test_tasks_beside_the_paper(tmp_path):
-    write_run(tmp_path / 'a', Polysketch(), context=4096, accuracy=True, data=SelectiveCopying())
+    shape = {'n_layers': 2, 'd_model': 128, 'n_heads': 8, 'head_dim': 16}
+    run = {'context': 4096, 'accuracy': True, 'data': SelectiveCopying(), 'log_every': 1000}
+    write_run(tmp_path / 'a', Polysketch(), steps=400_000, model=shape, **run)
     assert main(['report', str(tmp_path), '--out', str(tmp_path / 'out'), '--no_pictures']) == 0
     (row,) = [r for r in table(tmp_path / 'out' / 'paper.csv') if r['runs']]
     assert (row['row'], float(row['paper'])) == ('Polysketch (learned + local)', 99.16)
     assert float(row['ours']) == 100 * Run.read(tmp_path / 'a').last_evaluation['accuracy']
+
+
+def test_a_sweep_shows_how_its_points_ended(tmp_path, capsys):
+    root = tmp_path / 'sweep'
+    for i, rate in enumerate((1e-3, 1e-2)):
+        run = write_run(root / f'rate-{rate}', Softmax(), steps=100)
+        config = (run / 'config.gin').read_text()
+        (run / 'config.gin').write_text(re.sub(r'(peak_learning_rate = ).*', rf'\g<1>{rate}', config))
+        if i:
+            text = re.sub(r'"(loss|perplexity)": [\d.]+', r'"\1": "NaN"', (run / 'metrics.jsonl').read_text())
+            (run / 'metrics.jsonl').write_text(text)
+    (root / 'points').mkdir()
+    (root / 'points' / 'rate-0.01.json').write_text('{"exit_code": 43, "error": "not finite"}')
+    refused = {'point': 'rate--1', 'status': 'failed', 'step': 0, 'steps': 100, 'exit_code': 2, 'error': 'above 0'}
+    (root / 'sweep.json').write_text(json.dumps({'points': [refused]}))
+    out = tmp_path / 'out'
+    assert main(['report', str(root), '--out', str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert 'No run directory: rate--1, failed (2): above 0' in printed
+    heading, _, *lines = printed.splitlines()
+    assert '| status | attention | peak learning rate |' in heading
+    assert [line.split(' | ')[1:4] for line in lines[:2]] == [
+        ['done', 'softmax', '0.001'],
+        ['diverged (43)', 'softmax', '0.01'],
+    ]
+    rows = {r['run']: r for r in table(out / 'runs.csv')}
+    assert rows['rate-0.01']['status'] == 'diverged (43)'
+    drawn = [r for r in table(out / 'curves.csv') if r['picture'] == 'perplexity_runs']
+    assert [r['series'] for r in drawn] == ['Softmax, peak learning rate 0.001']
+
+
+def test_figures_say_their_unit_split_and_spread(tmp_path, capsys, monkeypatch):
+    labels = {}
+    monkeypatch.setattr(figures, '_save', lambda figure, path: labels.update({path.name: figure.axes[0]}))
+    for context in (512, 1024):
+        write_run(tmp_path / f'a{context}', Softmax(), context=context)
+    assert main(['report', str(tmp_path), '--out', str(tmp_path / 'out')]) == 0
+    heading, _, first = capsys.readouterr().out.splitlines()[:3]
+    assert '| split | perplexity per token | per word | bits/byte |' in heading
+    assert '| validation | ' in first
+    low, high = np.quantile(Run.read(tmp_path / 'a1024').speeds, [0.25, 0.75])
+    assert f'({low:,.0f}–{high:,.0f})' in first
+    assert labels['perplexity_context'].get_ylabel().replace('\n', ' ') == 'validation perplexity per token'
+    assert labels['position_512'].get_ylabel().replace('\n', ' ') == 'validation loss (nats per token)'
+    points = [r for r in table(tmp_path / 'out' / 'curves.csv') if r['picture'] == 'speed_context']
+    assert [float(r['low']) < float(r['y']) < float(r['high']) for r in points] == [True, True]
+    assert float(points[1]['low']) == pytest.approx(1e6 / high)
+
+
+def test_positions_with_few_tokens_are_left_out(tmp_path):
+    run = write_run(tmp_path / 'a', Softmax())
+    text = (run / 'metrics.jsonl').read_text()
+    (run / 'metrics.jsonl').write_text(text.replace('"end": 128, "tokens": 64000', '"end": 128, "tokens": 99'))
+    assert main(['report', str(run), '--out', str(tmp_path / 'out')]) == 0
+    found = [r for r in table(tmp_path / 'out' / 'curves.csv') if r['picture'] == 'position']
+    assert [float(r['tokens']) for r in found] == [1000 * 2**i for i in (3, 4, 5, 7, 8, 9)]
+    assert f'fewer than {FEWEST_TOKENS} tokens are left out' in (tmp_path / 'out' / 'report.md').read_text()
+
+
+def test_points_that_coincide_are_told_apart(monkeypatch):
+    kept = []
+    monkeypatch.setattr(figures, '_save', lambda figure, path: kept.append(figure.axes[0]))
+    x = np.array([1.0, 2.0])
+    ys = ([1.0, 2.0], [1.0, 2.5], [1.0, 3.0])
+    figures.draw_lines(
+        'x', [figures.Curve(f'c{i}', i, x, np.array(y)) for i, y in enumerate(ys)], 'x', 'y', markers=True
+    )
+    at_one = [line for line in kept[0].lines if list(line.get_xdata()) == [1.0]]
+    assert [line.get_markerfacecolor() == 'none' for line in at_one] == [False, True, True]
+    sizes = [line.get_markersize() for line in at_one]
+    assert sizes == sorted(set(sizes))
+    at_two = [line for line in kept[0].lines if list(line.get_xdata()) == [2.0]]
+    assert all(line.get_markerfacecolor() != 'none' for line in at_two)
+
+    dots = figures.Curve('d', 0, np.array([5.0, 5.0, 5.001, 9.0]), np.zeros(4))
+    figures.draw_dots('x', [dots], 'x')
+    heights = list(kept[1].lines[0].get_ydata())
+    assert len(set(heights[:3])) == 3
+    assert heights[3] == 0
+    assert max(map(abs, heights)) < 0.5
 
 
 def test_weights_under_another_attention_are_not_the_run(tmp_path):

@@ -30,11 +30,17 @@ def test_the_mechanisms_have_equal_parameters_tokens_and_seeds():
 
 def test_the_table_averages_over_the_seeds_and_admits_gaps(tmp_path):
     def point(attention, seed, loss, status='done'):
-        measured = {'perplexity': 10 * loss, 'bits_per_byte': loss, 'accuracy': None, 'tokens_per_second': 1234.0}
+        measured = {
+            'perplexity': 10 * loss,
+            'bits_per_byte': loss,
+            'accuracy': None,
+            'tokens_per_second': 1224.0 + 20 * seed,
+        }
         settings = {'train.seed': str(seed), 'model.attention': attention}
         if status != 'done':
             measured, loss = dict.fromkeys(measured), None
-        return {'settings': settings, 'status': status, 'loss': loss, **measured}
+        place = {'point': f'{attention}-{seed}', 'step': 0, 'steps': 1}
+        return place | {'settings': settings, 'status': status, 'loss': loss, **measured}
 
     points = [point('@worse()', 0, 3.0), point('@better()', 0, 1.0), point('@better()', 1, 2.0)]
     points += [point('@worse()', 1, 0.0, 'waiting'), point('@none()', 0, 0.0, 'failed')]
@@ -44,8 +50,8 @@ def test_the_table_averages_over_the_seeds_and_admits_gaps(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[2:] == [
-        '| @better() | 2 of 2 | 15.00 ± 7.07 | 1.5000 ± 0.7071 | 1,234 |',
-        '| @worse() | 1 of 2 | 30.00 | 3.0000 | 1,234 |',
+        '| @better() | 2 of 2 | 15.00 ± 7.07 | 1.5000 ± 0.7071 | 1,234 ± 14 |',
+        '| @worse() | 1 of 2 | 30.00 | 3.0000 | 1,224 |',
         '| @none() | 0 of 1 | not measured | not measured | not measured |',
     ]
 

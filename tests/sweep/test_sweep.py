@@ -133,6 +133,11 @@ def test_dry_run_and_count_write_nothing(tmp_path, capsys):
     assert not (tmp_path / 'root').exists()
 
 
+def test_the_help_says_what_1_means(capsys):
+    assert main(['sweep', '--help']) == 0
+    assert '1 also means that points did not succeed' in capsys.readouterr().out
+
+
 def test_the_shipped_sweeps_resolve():
     for path in (tiny.ROOT / 'configs' / 'sweeps').glob('*.gin'):
         base = re.search(r'--gin_file (\S+)', path.read_text())[1]
@@ -194,8 +199,8 @@ def test_a_failing_point_does_not_stop_the_rest_and_nothing_is_repeated(sweep, r
     assert tiny.losses(root / 'vocab_size-400', 'eval') == tiny.losses(reference_run[0], 'eval')
 
     # The directories now hold runs of this sweep: another one is refused.
-    assert main([*command, '--gin_param', 'optimizer.b1 = 0.5']) == 44
-    assert 'optimizer.b1' in capsys.readouterr().err
+    assert main([*command, '--gin_param', 'adamw.b1 = 0.5']) == 44
+    assert 'adamw.b1 was 0.95, now 0.5' in capsys.readouterr().err
 
 
 def test_one_point_in_this_process_fails_like_lm_train(sweep, tmp_path, capsys):

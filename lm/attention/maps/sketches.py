@@ -145,8 +145,8 @@ class Network(nnx.Module):
         self.scales = nnx.List([nnx.Param(jnp.ones((n, 1, m))) for m in (size, r)])
         self.biases = nnx.List([nnx.Param(jnp.zeros((n, 1, m))) for m in (size, r)])
 
-    def parameters(self) -> networks.Network:
-        return networks.Network(*(tuple(p[...] for p in ps) for ps in (self.kernels, self.scales, self.biases)))
+    def parameters(self) -> networks.NetworkWeights:
+        return networks.NetworkWeights(*(tuple(p[...] for p in ps) for ps in (self.kernels, self.scales, self.biases)))
 
 
 SKETCHES: dict[str, type[Sketch]] = {'learned': Learned, 'gaussian': Gaussian, 'srht': Srht}

@@ -6,7 +6,7 @@ from lm.data.sources import Source
 from lm.data.tokenizer import TokenizerConfig
 
 
-@configurable('prepare')
+@configurable('prepare', resume=True)
 class PrepareConfig:
     """How `lm prepare` makes the token store `data.path`."""
 

@@ -37,6 +37,7 @@ from lm.data.sources.base import Shard
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import LockedError, is_remote, local_path, lock, write_atomically
+from lm.text import si
 
 FORMAT = 1
 
@@ -91,7 +92,7 @@ def _prepare(
     total = sum(shard.bytes for shard, _ in todo)
     processes = max(1, min(config.processes or os.cpu_count() or 1, len(todo)))
     console.print(
-        f'{settings["source"]["kind"]}: {", ".join(names)}, about {total / 1e6:,.0f} MB in {len(todo)} shards, '
+        f'{settings["source"]["kind"]}: {", ".join(names)}, about {si(total)}B in {len(todo)} shards, '
         f'{processes} processes',
         highlight=False,
     )
@@ -128,7 +129,7 @@ def _train(
     size = min(config.tokenizer.sample_bytes, sum(shard.bytes for shard in shards[name]))
     if config.tokenizer.model_path is None:
         kind = f'{config.tokenizer.model_type}, {config.tokenizer.vocab_size:,} pieces'
-        console.print(f'training the tokenizer ({kind}) on {size / 1e6:,.0f} MB of {name}', highlight=False)
+        console.print(f'training the tokenizer ({kind}) on {si(size)}B of {name}', highlight=False)
     start = printed = time.monotonic()
     for _ in _wait([pool.submit(work.train_tokenizer, job, config.tokenizer, shards[name])]):
         if time.monotonic() - printed > 10:

@@ -15,7 +15,6 @@ SOFTMAX = {'reference': reference, 'xla': xla, 'splash': pallas_tpu, 'cudnn': cu
 POLYNOMIAL = {'reference': reference, 'xla': xla, 'pallas_tpu': polynomial_tpu}
 PREFERRED = {'tpu': 'splash', 'gpu': 'cudnn'}
 PREFERRED_POLYNOMIAL = {'tpu': 'pallas_tpu'}
-RESIDUAL_NAME = xla.RESIDUAL_NAME
 
 
 def softmax_attention(
@@ -66,7 +65,7 @@ def polynomial_attention(
     v_BxMxKxD: jax.Array,
     *,
     degree: int,
-    bias: float = 1.0,
+    denominator_bias: float = 1.0,
     scale: float = 1.0,
     causal: bool = True,
     q_offset: jax.Array | int = 0,
@@ -74,15 +73,15 @@ def polynomial_attention(
     block: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Polynomial attention: weights (scale ⟨q_i, k_j⟩)^p / (bias + Σ_j' (scale ⟨q_i, k_j'⟩)^p), p even.
+    """Polynomial attention: weights (scale ⟨q_i, k_j⟩)^p / (denominator_bias + Σ_j' (scale ⟨q_i, k_j'⟩)^p), p even.
 
     PolySketchFormer §2.1, where q and k have been through layer normalization. Other arguments and errors as in
-    `softmax_attention`; degree is p, bias keeps the denominator from zero.
+    `softmax_attention`; degree is p, denominator_bias keeps the denominator from zero.
     """
     _check_heads(q_BxLxHxD, k_BxMxKxD)
     if degree < 2 or degree % 2:
         raise ConfigError(f'degree = {degree}: must be even and at least 2, so that no weight is negative')
-    options = {'degree': degree, 'bias': bias, 'scale': scale, 'block': block}
+    options = {'degree': degree, 'denominator_bias': denominator_bias, 'scale': scale, 'block': block}
     options |= {'causal': causal, 'q_offset': q_offset, 'k_start': k_start}
     arrays = (q_BxLxHxD, k_BxMxKxD, v_BxMxKxD)
     chosen = platform.choose(
@@ -100,7 +99,6 @@ __all__ = [
     'POLYNOMIAL',
     'PREFERRED',
     'PREFERRED_POLYNOMIAL',
-    'RESIDUAL_NAME',
     'SOFTMAX',
     'polynomial_attention',
     'softmax_attention',

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from lm.ops import platform
+from lm.ops.exact_attention.masks import is_whole
 
 
 def softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, scale, window=None, causal=True, **rest) -> jax.Array:
@@ -31,14 +32,8 @@ def unsupported(q, k, v, *, window=None, causal=True, q_offset=0, k_start=0, blo
         return f'computes in bfloat16 or float16, not {q.dtype}'
     if q.shape[-1] % 8 or q.shape[-1] > 128 or q.shape[-1] != v.shape[-1]:
         return f'takes head sizes that are multiples of 8 up to 128, not {q.shape[-1]}'
-    if q.shape[1] != k.shape[1] or not _is_zero(q_offset) or not _is_zero(k_start):
+    if not is_whole(q, k, q_offset, k_start):
         return 'takes as many queries as keys'
     if window is not None and not causal:
         return 'takes a window only with the causal mask'
-    if q.shape[0] % platform.batch_shards():
-        return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
-    return None
-
-
-def _is_zero(number) -> bool:
-    return isinstance(number, int) and number == 0
+    return platform.uneven_batch(q.shape[0])

@@ -19,19 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops import platform
-from lm.ops.exact_attention.splash import LANES, _is_zero, block_size
-from lm.ops.exact_attention.xla import RESIDUAL_NAME
+from lm.ops.exact_attention.masks import is_whole
+from lm.ops.exact_attention.splash import block_size
 from lm.ops.powers import power_and_slope
+from lm.ops.residuals import saved
+from lm.ops.tpu import LANES, SUBLANES, by_head, by_token, dot, padded_rows
 
-ROWS = 16
-"""Rows of a bfloat16 register: what feature axes are padded to."""
-
-SUBLANES = 8
 MAX_BLOCK = 1024
 MAX_PAIRS = 2**17
 """Pairs of blocks whose table (4 bytes each) fits the scalar memory."""
@@ -39,12 +36,12 @@ MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PolynomialPlan:
     """What the kernels compute, and how they cut it into steps.
 
     Attributes:
         degree: even.
-        bias: what the denominator starts from.
+        denominator_bias: what the denominator starts from.
         scale: of the scores.
         block: tokens a block, of queries and of keys.
         tile: keys at a time inside a block.
@@ -56,7 +53,7 @@ class Plan:
     """
 
     degree: int
-    bias: float
+    denominator_bias: float
     scale: float
     block: int
     tile: int
@@ -68,25 +65,18 @@ class Plan:
 
 
 def polynomial_attention(
-    q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, degree, bias=1.0, scale=1.0, block=None, **rest
+    q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, degree, denominator_bias=1.0, scale=1.0, block=None, **rest
 ) -> jax.Array:
     """Arguments as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
     length, heads, size = q_BxLxHxD.shape[1:]
     group = heads // k_BxLxKxD.shape[2]
-    plan = plan_for(degree, bias, scale, length, _rows(size) * q_BxLxHxD.dtype.itemsize, group, block)
+    plan = plan_for(degree, denominator_bias, scale, length, padded_rows(size) * q_BxLxHxD.dtype.itemsize, group, block)
     padded = -(-length // plan.block) * plan.block
 
-    def by_token(a_BxLxHxD):
-        # Keys after the last token are in every query's future; queries after it have no gradient.
-        batch, _, heads, size = a_BxLxHxD.shape
-        a_BxHxDxL = a_BxLxHxD.transpose(0, 2, 3, 1)
-        a_BxHxDxL = jnp.pad(a_BxHxDxL, ((0, 0), (0, 0), (0, _rows(size) - size), (0, padded - length)))
-        return a_BxHxDxL.reshape(batch * heads, _rows(size), padded)
-
     def function(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
-        o_NxDxL = attend(plan, *map(by_token, (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)))
-        o_BxHxDxL = o_NxDxL.reshape(q_BxLxHxD.shape[0], heads, -1, padded)[:, :, : v_BxLxKxD.shape[-1], :length]
-        return o_BxHxDxL.transpose(0, 3, 1, 2)
+        # Keys after the last token are in every query's future; queries after it have no gradient.
+        arrays = (by_token(a, padded, a.shape[2]) for a in (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD))
+        return by_head(attend(plan, *arrays), q_BxLxHxD, v_BxLxKxD.shape[-1])
 
     return platform.per_device(function, split=(True, True, True))(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
 
@@ -97,7 +87,7 @@ def unsupported(q, k, v, *, degree, causal=True, q_offset=0, k_start=0, block=No
         return 'needs a TPU'
     if not causal:
         return 'takes the causal mask only'
-    if q.shape[1] != k.shape[1] or not _is_zero(q_offset) or not _is_zero(k_start):
+    if not is_whole(q, k, q_offset, k_start):
         return 'takes as many queries as keys'
     if block is not None and (block % LANES or block > MAX_BLOCK):
         return f'takes blocks that are multiples of {LANES} up to {MAX_BLOCK}, not {block}'
@@ -108,23 +98,21 @@ def unsupported(q, k, v, *, degree, causal=True, q_offset=0, k_start=0, block=No
     blocks = -(-q.shape[1] // (block or block_size(q.shape[1])))
     if blocks * (blocks + 1) // 2 > MAX_PAIRS:
         return f'takes fewer than {blocks} blocks of tokens'
-    if q.shape[0] % platform.batch_shards():
-        return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
-    return None
+    return platform.uneven_batch(q.shape[0])
 
 
-def plan_for(degree: int, bias: float, scale: float, length: int, width: int, group: int, block: int | None) -> Plan:
+def plan_for(
+    degree: int, denominator_bias: float, scale: float, length: int, width: int, group: int, block: int | None
+) -> PolynomialPlan:
     """How `length` tokens with heads of `width` bytes are computed; the block does not change the result."""
-    device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
-    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
-    small = kind in ('TPU v2', 'TPU v3', 'TPU v4')  # 16 MiB of VMEM; later chips have at least 64.
+    small = platform.vmem()[0] < 32 * MIB
     block = min(block or block_size(length), 512 if small and width > 256 else MAX_BLOCK)
     # Static cycles on v5e and v6e: long tiles pay, and so does less waste above the diagonal.
     long, short = (next(side for side in (most, 256, LANES) if block % side == 0) for most in (512, 256))
     gradient = (4 if small else 16) * MIB
-    return Plan(
+    return PolynomialPlan(
         degree=degree,
-        bias=bias,
+        denominator_bias=denominator_bias,
         scale=scale,
         block=block,
         tile=short if small else block,
@@ -137,14 +125,13 @@ def plan_for(degree: int, bias: float, scale: float, length: int, width: int, gr
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(plan: Plan, q_NxDxL: jax.Array, k_MxDxL: jax.Array, v_MxDxL: jax.Array) -> jax.Array:
+def attend(plan: PolynomialPlan, q_NxDxL: jax.Array, k_MxDxL: jax.Array, v_MxDxL: jax.Array) -> jax.Array:
     """The kernels on arrays that lie feature by token: N = M · plan.group, D multiples of 16, L of plan.block."""
     return forward(plan, q_NxDxL, k_MxDxL, v_MxDxL)[0]
 
 
 def _attend_forward(plan, q, k, v):
-    # Saved by name, so that a `jax.checkpoint` policy can spare the backward pass a second forward one.
-    o, total = (checkpoint_name(a, RESIDUAL_NAME) for a in forward(plan, q, k, v))
+    o, total = map(saved, forward(plan, q, k, v))
     return o, (q, k, v, o, total)
 
 
@@ -155,7 +142,7 @@ def _attend_backward(plan, residuals, do):
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def forward(plan: Plan, q_NxDxL, k_MxDxL, v_MxDxL) -> tuple[jax.Array, jax.Array]:
+def forward(plan: PolynomialPlan, q_NxDxL, k_MxDxL, v_MxDxL) -> tuple[jax.Array, jax.Array]:
     """Outputs [N, D, L] and denominators [N, 1, L] in float32."""
     n, _, length = q_NxDxL.shape
     size, block = v_MxDxL.shape[1], plan.block
@@ -183,7 +170,7 @@ def forward(plan: Plan, q_NxDxL, k_MxDxL, v_MxDxL) -> tuple[jax.Array, jax.Array
     )(_table(pairs), q_NxDxL, k_MxDxL, v_MxDxL)
 
 
-def backward(plan: Plan, q_NxDxL, k_MxDxL, v_MxDxL, o_NxDxL, total_Nx1xL, do_NxDxL) -> tuple[jax.Array, ...]:
+def backward(plan: PolynomialPlan, q_NxDxL, k_MxDxL, v_MxDxL, o_NxDxL, total_Nx1xL, do_NxDxL) -> tuple[jax.Array, ...]:
     """The gradients of q, k and v from what `forward` took and gave and the gradient of its output.
 
     One kernel computes all three: five products a pair of blocks, where kernels apart would need seven. The gradient of
@@ -207,7 +194,7 @@ def backward(plan: Plan, q_NxDxL, k_MxDxL, v_MxDxL, o_NxDxL, total_Nx1xL, do_NxD
     return jnp.concatenate(dqs, axis=2), *(a.astype(k_MxDxL.dtype) for a in shared)
 
 
-def _sweep(plan: Plan, start: int, stop: int, arrays, sums) -> list[jax.Array]:
+def _sweep(plan: PolynomialPlan, start: int, stop: int, arrays, sums) -> list[jax.Array]:
     """The gradient of the query blocks start … stop - 1, and what they add to those of keys and values in `sums`."""
     q, _, v = arrays[:3]
     n, compared, length = q.shape
@@ -244,7 +231,7 @@ def _sweep(plan: Plan, start: int, stop: int, arrays, sums) -> list[jax.Array]:
     )(_table(pairs), *arrays, *sums)
 
 
-def _forward_kernel(plan: Plan, pairs, q, k, v, o, total, acc_DxQ, sums_8xQ):
+def _forward_kernel(plan: PolynomialPlan, pairs, q, k, v, o, total, acc_DxQ, sums_8xQ):
     i, j = _pair(pairs, pl.program_id(1))
 
     @pl.when(j == 0)
@@ -253,12 +240,12 @@ def _forward_kernel(plan: Plan, pairs, q, k, v, o, total, acc_DxQ, sums_8xQ):
         sums_8xQ[...] = jnp.zeros_like(sums_8xQ)
 
     def add(queries: slice, keys: slice, masked: bool):
-        s_KxQ = _dot(k[0, :, keys], q[0, :, queries], (0, 0))
+        s_KxQ = dot(k[0, :, keys], q[0, :, queries], (0, 0))
         w_KxQ, _ = power_and_slope(s_KxQ if plan.scale == 1.0 else plan.scale * s_KxQ, plan.degree)
         if masked:
             w_KxQ = _causal(w_KxQ)
         sums_8xQ[:, queries] += w_KxQ.reshape(-1, SUBLANES, w_KxQ.shape[1]).sum(0)
-        acc_DxQ[:, queries] += _dot(v[0, :, keys], w_KxQ.astype(v.dtype), (1, 0))
+        acc_DxQ[:, queries] += dot(v[0, :, keys], w_KxQ.astype(v.dtype), (1, 0))
 
     @pl.when(j < i)
     def _():
@@ -269,13 +256,13 @@ def _forward_kernel(plan: Plan, pairs, q, k, v, o, total, acc_DxQ, sums_8xQ):
     def _():
         for queries in _cut(plan.block, plan.forward_diagonal):
             add(queries, slice(0, queries.stop), masked=True)
-        total_1xQ = plan.bias + jnp.sum(sums_8xQ[...], axis=0, keepdims=True)
-        # Padding after the last token sees zero scores and, with bias 0, has no denominator.
+        total_1xQ = plan.denominator_bias + jnp.sum(sums_8xQ[...], axis=0, keepdims=True)
+        # Padding after the last token sees zero scores and, with denominator_bias 0, has no denominator.
         o[0] = (acc_DxQ[...] * jnp.where(total_1xQ == 0.0, 0.0, 1.0 / total_1xQ)).astype(o.dtype)
         total[0] = total_1xQ
 
 
-def _backward_kernel(plan: Plan, start: int, stop: int, adds: bool, pairs, q, k, v, do, row, c, *refs):
+def _backward_kernel(plan: PolynomialPlan, start: int, stop: int, adds: bool, pairs, q, k, v, do, row, c, *refs):
     dk_before, dv_before = refs[:2] if adds else (None, None)
     dq, dk, dv, dq_IxCxQ, dk_CxK, dv_DxK = refs[2:] if adds else refs
     i, j = _pair(pairs, pl.program_id(1))
@@ -293,16 +280,16 @@ def _backward_kernel(plan: Plan, start: int, stop: int, adds: bool, pairs, q, k,
     def add(queries: slice, keys: slice, masked: bool):
         q_CxQ, do_DxQ, c_1xQ = q[0, :, queries], do[0, :, queries], c[0, :, queries]
         k_CxK = k[0, :, keys]
-        s_KxQ = _dot(k_CxK, q_CxQ, (0, 0)) * c_1xQ
-        dw_KxQ = _dot(v[0, :, keys], do_DxQ, (0, 0)) - row[0, :, queries]
+        s_KxQ = dot(k_CxK, q_CxQ, (0, 0)) * c_1xQ
+        dw_KxQ = dot(v[0, :, keys], do_DxQ, (0, 0)) - row[0, :, queries]
         w_KxQ, slope_KxQ = power_and_slope(s_KxQ, plan.degree)
         ds_KxQ = slope_KxQ * dw_KxQ * (plan.degree * c_1xQ)
         if masked:
             w_KxQ, ds_KxQ = _causal(w_KxQ), _causal(ds_KxQ)
         w_KxQ, ds_KxQ = w_KxQ.astype(do.dtype), ds_KxQ.astype(q.dtype)
-        dq_IxCxQ[mine, :, queries] += _dot(k_CxK, ds_KxQ, (1, 0))
-        dk_CxK[:, keys] += _dot(q_CxQ, ds_KxQ, (1, 1))
-        dv_DxK[:, keys] += _dot(do_DxQ, w_KxQ, (1, 1))
+        dq_IxCxQ[mine, :, queries] += dot(k_CxK, ds_KxQ, (1, 0))
+        dk_CxK[:, keys] += dot(q_CxQ, ds_KxQ, (1, 1))
+        dv_DxK[:, keys] += dot(do_DxQ, w_KxQ, (1, 1))
 
     @pl.when(j < i)
     def _():
@@ -337,13 +324,6 @@ def _causal(weights_KxQ: jax.Array) -> jax.Array:
     return jnp.where(key <= query + before, weights_KxQ, 0.0)
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """a · b over one axis of each, accumulated in float32; float32 operands are not rounded."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    axes = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _cut(block: int, tile: int) -> list[slice]:
     return [slice(at, at + tile) for at in range(0, block, tile)]
 
@@ -357,7 +337,7 @@ def _pair(table, t):
     return table[t] >> 16, table[t] & 0xFFFF
 
 
-def _specs(plan: Plan):
+def _specs(plan: PolynomialPlan):
     """Block specs of arrays by query head, and by key head, which `plan.group` query heads share."""
 
     def queries(a):
@@ -373,13 +353,9 @@ def _specs(plan: Plan):
     return queries, keys
 
 
-def _cost(plan: Plan, q, v, pairs, products: tuple[int, int], arrays: int) -> pl.CostEstimate:
+def _cost(plan: PolynomialPlan, q, v, pairs, products: tuple[int, int], arrays: int) -> pl.CostEstimate:
     n, compared, _ = q.shape
     weights = n * len(pairs) * plan.block**2
     width = products[0] * compared + products[1] * v.shape[1]
     block = plan.block * max(compared, v.shape[1]) * q.dtype.itemsize
     return pl.CostEstimate(flops=2 * weights * width, transcendentals=0, bytes_accessed=n * len(pairs) * arrays * block)
-
-
-def _rows(size: int) -> int:
-    return -(-size // ROWS) * ROWS

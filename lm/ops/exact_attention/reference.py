@@ -29,18 +29,18 @@ def polynomial_attention(
     v_BxMxKxD: jax.Array,
     *,
     degree: int,
-    bias: float = 1.0,
+    denominator_bias: float = 1.0,
     scale: float = 1.0,
     causal: bool = True,
     q_offset: jax.Array | int = 0,
     k_start: jax.Array | int = 0,
     block: int | None = None,
 ) -> jax.Array:
-    """Weights (scale ⟨q_i, k_j⟩)^p / (bias + Σ_j' (scale ⟨q_i, k_j'⟩)^p): PolySketchFormer §2.1."""
+    """Weights (scale ⟨q_i, k_j⟩)^p / (denominator_bias + Σ_j' (scale ⟨q_i, k_j'⟩)^p): PolySketchFormer §2.1."""
     scores_BxKxGxLxM = _scores(q_BxLxHxD, k_BxMxKxD) * scale
     visible_LxM = _visible(q_BxLxHxD, k_BxMxKxD, None, causal, q_offset, k_start)
     weights_BxKxGxLxM = jnp.where(visible_LxM, scores_BxKxGxLxM**degree, 0.0)
-    weights_BxKxGxLxM /= bias + weights_BxKxGxLxM.sum(-1, keepdims=True)
+    weights_BxKxGxLxM /= denominator_bias + weights_BxKxGxLxM.sum(-1, keepdims=True)
     return _mix(weights_BxKxGxLxM, q_BxLxHxD, v_BxMxKxD)
 
 

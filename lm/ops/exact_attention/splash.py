@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from lm.ops import platform
-from lm.ops.exact_attention import xla
+from lm.ops.exact_attention.masks import is_whole
+from lm.ops.residuals import RESIDUAL_NAME
+from lm.ops.tpu import LANES
 
-LANES = 128
 FUSED_BACKWARD_BLOCKS = 4
 """The fused backward kernel writes one partial dq a block of keys: quadratic memory, so for few blocks only."""
 
@@ -42,13 +43,11 @@ def unsupported(q, k, v, *, window=None, causal=True, q_offset=0, k_start=0, blo
         return 'needs a TPU'
     if not causal:
         return 'takes the causal mask only'
-    if q.shape[1] != k.shape[1] or not _is_zero(q_offset) or not _is_zero(k_start):
+    if not is_whole(q, k, q_offset, k_start):
         return 'takes as many queries as keys'
     if block is not None and block % LANES:
         return f'takes blocks that are multiples of {LANES}, not {block}'
-    if q.shape[0] % platform.batch_shards():
-        return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
-    return None
+    return platform.uneven_batch(q.shape[0])
 
 
 def block_size(length: int) -> int:
@@ -88,7 +87,7 @@ def _kernel(heads: int, length: int, window: int | None, block: int, interpret: 
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=1,
-        residual_checkpoint_name=xla.RESIDUAL_NAME,
+        residual_checkpoint_name=RESIDUAL_NAME,
         interpret=interpret,
     )
 
@@ -111,7 +110,3 @@ def _remembering(mask: type) -> type:
             return seen[key]
 
     return Remembering
-
-
-def _is_zero(number) -> bool:
-    return isinstance(number, int) and number == 0

@@ -15,20 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from lm.ops import blocks as along
 from lm.ops import platform
 from lm.ops.blocks import even_block, loop, put, take
-
-RESIDUAL_NAME = 'attention_residuals'
-"""`jax.checkpoint` policies that save this name do not run the attention again in the backward pass."""
+from lm.ops.dots import dot
+from lm.ops.residuals import saved
 
 MASKED = -1e30  # Finite, so that a row without visible keys so far gives no NaN; the first real score erases it.
 
 
 @dataclasses.dataclass(frozen=True)
-class Softmax:
+class SoftmaxWeights:
     """Weights exp(scale s) / Σ exp(scale s), with a running maximum."""
 
     scale: float
@@ -42,7 +40,7 @@ class Softmax:
         raised = jnp.maximum(maximum, s.max(-1))
         w = jnp.exp(s - raised[..., None])
         shrink = jnp.exp(maximum - raised)
-        acc = acc * shrink[..., None] + _dot('bkglm,bkmd->bkgld', w.astype(v.dtype), v)
+        acc = acc * shrink[..., None] + dot('bkglm,bkmd->bkgld', w.astype(v.dtype), v)
         return acc, (raised, total * shrink + w.sum(-1))
 
     def finish(self, acc, stats):
@@ -56,19 +54,22 @@ class Softmax:
 
 
 @dataclasses.dataclass(frozen=True)
-class Polynomial:
-    """Weights (scale s)^degree / (bias + Σ (scale s)^degree); float32 needs no running maximum at usual degrees."""
+class PolynomialWeights:
+    """Weights (scale s)^degree / (denominator_bias + Σ (scale s)^degree).
+
+    float32 needs no running maximum at usual degrees.
+    """
 
     degree: int
-    bias: float
+    denominator_bias: float
     scale: float
 
     def start(self, rows: tuple[int, ...]) -> Any:
-        return jnp.full(rows, self.bias, jnp.float32)
+        return jnp.full(rows, self.denominator_bias, jnp.float32)
 
     def accumulate(self, acc, total, s, visible, v):
         w = jnp.where(visible, lax.integer_pow(s * self.scale, self.degree), 0.0)
-        return acc + _dot('bkglm,bkmd->bkgld', w.astype(v.dtype), v), total + w.sum(-1)
+        return acc + dot('bkglm,bkmd->bkgld', w.astype(v.dtype), v), total + w.sum(-1)
 
     def finish(self, acc, total):
         return acc / total[..., None], total
@@ -128,14 +129,24 @@ def softmax_attention(
     q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, *, scale, window=None, causal=True, q_offset=0, k_start=0, block=None
 ):
     """Arguments as in `lm.ops.exact_attention.softmax_attention`."""
-    return _blocked(Softmax(scale), q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, causal, window, q_offset, k_start, block)
+    return _blocked(SoftmaxWeights(scale), q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, causal, window, q_offset, k_start, block)
 
 
 def polynomial_attention(
-    q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, *, degree, bias=1.0, scale=1.0, causal=True, q_offset=0, k_start=0, block=None
+    q_BxLxHxD,
+    k_BxMxKxD,
+    v_BxMxKxD,
+    *,
+    degree,
+    denominator_bias=1.0,
+    scale=1.0,
+    causal=True,
+    q_offset=0,
+    k_start=0,
+    block=None,
 ):
     """Arguments as in `lm.ops.exact_attention.polynomial_attention`."""
-    kernel = Polynomial(degree, bias, scale)
+    kernel = PolynomialWeights(degree, denominator_bias, scale)
     return _blocked(kernel, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, causal, None, q_offset, k_start, block)
 
 
@@ -156,10 +167,6 @@ def block_sizes(rows: int, queries: int, keys: int, block: int | None = None) ->
     # A few queries against a long cache: longer blocks of keys keep the matrices large.
     block_k = even_block(keys, target if block else target * min(8, max(1, target // block_q)))
     return block_q, block_k
-
-
-def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)
 
 
 def _blocked(kernel, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, causal, window, q_offset, k_start, block):
@@ -191,7 +198,7 @@ def _forward(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, bounds):
         def key_block(j, carry):
             k = take(k_BxKxMxD, blocks.key_start(j), blocks.block_k, 2)
             v = take(v_BxKxMxD, blocks.key_start(j), blocks.block_k, 2)
-            s = _dot('bkgld,bkmd->bkglm', q, k)
+            s = dot('bkgld,bkmd->bkglm', q, k)
             return kernel.accumulate(*carry, s, blocks.visible(i, j, bounds), v)
 
         carry = (jnp.zeros((*rows, size), jnp.float32), kernel.start(rows))
@@ -207,14 +214,14 @@ def _forward(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, bounds):
 
 def _attend_forward(kernel, blocks, q, k, v, bounds):
     o, normaliser = _forward(kernel, blocks, q, k, v, bounds)
-    o, normaliser = checkpoint_name(o, RESIDUAL_NAME), checkpoint_name(normaliser, RESIDUAL_NAME)
+    o, normaliser = saved(o), saved(normaliser)
     return o, (q, k, v, o, normaliser, bounds)
 
 
 def _attend_backward(kernel, blocks, residuals, do_BxKxGxLxD):
     q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, o_BxKxGxLxD, normaliser_BxKxGxL, bounds = residuals
     # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the normaliser's part of the gradient, one number a row.
-    row_BxKxGxL = _dot('bkgld,bkgld->bkgl', do_BxKxGxLxD, o_BxKxGxLxD)
+    row_BxKxGxL = dot('bkgld,bkgld->bkgl', do_BxKxGxLxD, o_BxKxGxLxD)
 
     def query_block(i, gradients):
         dq, dk, dv = gradients
@@ -228,14 +235,14 @@ def _attend_backward(kernel, blocks, residuals, do_BxKxGxLxD):
             at = blocks.key_start(j)
             k, v = take(k_BxKxMxD, at, blocks.block_k, 2), take(v_BxKxMxD, at, blocks.block_k, 2)
             visible = blocks.visible(i, j, bounds)
-            w, slope = kernel.weights(_dot('bkgld,bkmd->bkglm', q, k), visible, normaliser)
-            ds = slope * (_dot('bkgld,bkmd->bkglm', do, v) - row[..., None])
-            dq_block += _dot('bkglm,bkmd->bkgld', ds.astype(k.dtype), k)
+            w, slope = kernel.weights(dot('bkgld,bkmd->bkglm', q, k), visible, normaliser)
+            ds = slope * (dot('bkgld,bkmd->bkglm', do, v) - row[..., None])
+            dq_block += dot('bkglm,bkmd->bkgld', ds.astype(k.dtype), k)
             if blocks.queries % blocks.block_q:
                 fresh = along.fresh(i, blocks.block_q, blocks.queries)[:, None]
                 w, ds = jnp.where(fresh, w, 0.0), jnp.where(fresh, ds, 0.0)
-            dk_block = _dot('bkglm,bkgld->bkmd', ds.astype(q.dtype), q) + take(dk, at, blocks.block_k, 2)
-            dv_block = _dot('bkglm,bkgld->bkmd', w.astype(do.dtype), do) + take(dv, at, blocks.block_k, 2)
+            dk_block = dot('bkglm,bkgld->bkmd', ds.astype(q.dtype), q) + take(dk, at, blocks.block_k, 2)
+            dv_block = dot('bkglm,bkgld->bkmd', w.astype(do.dtype), do) + take(dv, at, blocks.block_k, 2)
             return dq_block, put(dk, dk_block, at, 2), put(dv, dv_block, at, 2)
 
         carry = (jnp.zeros(q.shape, jnp.float32), dk, dv)

@@ -1,7 +1,7 @@
 """Linear attention: causal kernel attention in time and memory linear in the length.
 
     weight of key j for query i     w_ij = Σ_n powers[n] ⟨x_i, y_j⟩^n     x, y features of queries and keys
-    output                          o_i  = Σ_{j ≤ i} w_ij v_j / (bias + Σ_{j ≤ i} w_ij)
+    output                          o_i  = Σ_{j ≤ i} w_ij v_j / (denominator_bias + Σ_{j ≤ i} w_ij)
 
 by block lower triangular multiplication (PolySketchFormer §3.1; draft Theorem 3.1): sums over the keys of earlier
 blocks, direct products inside a block. The powers of the features are formed block by block and never exist whole:
@@ -54,7 +54,7 @@ def linear_attention(
     k_local_BxLxKxC: jax.Array | None = None,
     window: int | None = None,
     block: int | None = None,
-    bias: float = 1.0,
+    denominator_bias: float = 1.0,
     normalize: bool = True,
     causal: bool = True,
     initial_state: State | None = None,
@@ -78,7 +78,7 @@ def linear_attention(
         window: the exact kernel's reach in keys; None: the query's block.
         block: tokens a block. It is part of the definition where `local` is set and `window` is not (default 1024,
             the paper's); elsewhere the result does not depend on it, and None picks what is fast.
-        bias: added to the denominator.
+        denominator_bias: added to the denominator.
         normalize: whether to divide by the denominator.
         causal: whether keys after a query are hidden; `local` needs it.
         initial_state: sums over keys before the first, as an earlier call returned them.
@@ -92,7 +92,7 @@ def linear_attention(
     Raises:
         ConfigError: options that do not fit together, or an unknown implementation.
     """
-    options = Options(tuple(powers), feature_map, local, window, block, bias, normalize, causal)
+    options = Options(tuple(powers), feature_map, local, window, block, denominator_bias, normalize, causal)
     _check(options, q_BxLxHxE, k_BxLxKxE, q_local_BxLxHxC, k_local_BxLxKxC)
     arrays = (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, q_parameters, k_parameters)
     arrays += (q_local_BxLxHxC, k_local_BxLxKxC, initial_state)

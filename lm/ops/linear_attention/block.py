@@ -17,14 +17,14 @@ from lm.ops.linear_attention import expansion
 from lm.ops.linear_attention.types import Options, State
 
 
-class Queries(NamedTuple):
+class BlockQueries(NamedTuple):
     """Inputs of the feature map [B, K, E, G, T], and what the exact kernel compares [B, K, C, G, T]."""
 
     q: jax.Array | None
     q_local: jax.Array | None
 
 
-class Keys(NamedTuple):
+class BlockKeys(NamedTuple):
     """Inputs of the feature map [B, K, E, S], values [B, K, D, S], what the exact kernel compares [B, K, C, S]."""
 
     k: jax.Array | None
@@ -104,9 +104,17 @@ def ungrouped(x_BxKxFxGxT: jax.Array) -> jax.Array:
 
 
 def numerators(
-    shape: Shape, queries: Queries, keys: Keys, parameters: Any, sums: Sums | None, bounds: Bounds | None, start: Any
+    shape: Shape,
+    queries: BlockQueries,
+    keys: BlockKeys,
+    parameters: Any,
+    sums: Sums | None,
+    bounds: Bounds | None,
+    start: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Σ_j w_ij v_j and bias + Σ_j w_ij for the queries of a block, [B, K, D, G, T] and [B, K, G, T] float32.
+    """Σ_j w_ij v_j and denominator_bias + Σ_j w_ij for the queries of a block.
+
+    [B, K, D, G, T] and [B, K, G, T] float32.
 
     Args:
         shape: what to do.
@@ -134,7 +142,7 @@ def numerators(
 
 
 def one_row(
-    shape: Shape, queries: Queries, keys: Keys, parameters: Any, sums: Sums, bounds: Bounds, at: jax.Array
+    shape: Shape, queries: BlockQueries, keys: BlockKeys, parameters: Any, sums: Sums, bounds: Bounds, at: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """As `numerators` for the query of token `at` of a block, of whose keys those up to `at` have been filled in."""
     x = shape.features(parameters[0], queries.q)
@@ -166,7 +174,7 @@ def _tile(shape, rows, row_T, x, y, q, k, v, sums, bounds, start):
             m_BxKxGxT = lax.stop_gradient(s_BxKxSxGxT.max(2))
             # Bias and approximate part are multiplied by exp(-m), which must not overflow; where there is neither,
             # only the largest exponent itself keeps its weight from underflow.
-            has_older_T = start + row_T >= bounds.older if not options.bias else jnp.ones_like(row_T, bool)
+            has_older_T = start + row_T >= bounds.older if not options.denominator_bias else jnp.ones_like(row_T, bool)
             m_BxKxGxT = jnp.maximum(m_BxKxGxT, jnp.where(has_older_T, 0.0, -jnp.inf))
             shrink = jnp.where(has_older_T, jnp.exp(-jnp.maximum(m_BxKxGxT, 0.0)), 0.0)
             exact_BxKxSxGxT = jnp.exp(s_BxKxSxGxT - m_BxKxGxT[:, :, None])
@@ -180,7 +188,7 @@ def _tile(shape, rows, row_T, x, y, q, k, v, sums, bounds, start):
         w_BxKxSxGxT = jnp.where(visible, options.approximate(s_BxKxSxGxT), 0.0)
         parts.append((w_BxKxSxGxT if shrink is None else w_BxKxSxGxT * shrink[:, :, None], v[..., : rows.stop]))
     num_BxKxDxGxT = jnp.float32(0.0)
-    den_BxKxGxT = jnp.full(v.shape[:2] + (q if x is None else x).shape[3:], options.bias, jnp.float32)
+    den_BxKxGxT = jnp.full(v.shape[:2] + (q if x is None else x).shape[3:], options.denominator_bias, jnp.float32)
     den_BxKxGxT = den_BxKxGxT if shrink is None else den_BxKxGxT * shrink
     for w_BxKxSxGxT, values in parts:
         num_BxKxDxGxT += dot('bkds,bksgt->bkdgt', values, w_BxKxSxGxT.astype(v.dtype))
@@ -196,7 +204,7 @@ def _tile(shape, rows, row_T, x, y, q, k, v, sums, bounds, start):
     return num_BxKxDxGxT, den_BxKxGxT
 
 
-def fold(shape: Shape, keys: Keys, parameters: Any, bounds: Bounds | None, start: Any) -> Sums:
+def fold(shape: Shape, keys: BlockKeys, parameters: Any, bounds: Bounds | None, start: Any) -> Sums:
     """The sums over these keys, of index `start` and on, except those outside of the bounds."""
     y, one = shape.features(parameters, keys.k), None
     if bounds is not None:

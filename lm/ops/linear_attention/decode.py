@@ -10,6 +10,7 @@ Outputs of `decode_step` equal those of `linear_attention` on the whole sequence
 calls.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax import lax
 
 from lm.ops.linear_attention import block as one_block
 from lm.ops.linear_attention import xla
-from lm.ops.linear_attention.types import Options, State
+from lm.ops.linear_attention.types import LOCAL_BLOCK, Options, State
 
 
 class Recent(NamedTuple):
@@ -65,7 +66,7 @@ def init_state(
     sums = xla.empty_state(options, batch, heads, features, v_BxLxKxD.shape[-1])
     recent = None
     if local is not None:
-        kept = window or min(block or xla.LOCAL_BLOCK, max_length or xla.LOCAL_BLOCK * 2**20)
+        kept = window or min(block or LOCAL_BLOCK, max_length or LOCAL_BLOCK * 2**20)
         keys = Recent(k_BxLxKxE, v_BxLxKxD, k_local_BxLxKxC)
         recent = jax.tree.map(lambda x: jnp.zeros((batch, kept, *x.shape[2:]), x.dtype), keys)
     return DecodeState(sums, recent, jnp.zeros((), jnp.int32))
@@ -137,8 +138,8 @@ def _one_token(options: Options, state: DecodeState, queries: tuple, keys: Recen
     heads, features = keys.v.shape[2], xla.n_features(options, parameters[1], keys.k)
     num_BxKxDxGx1, den_BxKxGx1 = one_block.one_row(
         shape,
-        one_block.Queries(*(one_block.grouped(x, heads) for x in queries)),
-        one_block.Keys(*map(one_block.token_minor, recent)),
+        one_block.BlockQueries(*(one_block.grouped(x, heads) for x in queries)),
+        one_block.BlockKeys(*map(one_block.token_minor, recent)),
         parameters,
         one_block.split(options, state.sums, features),
         one_block.Bounds(jnp.int32(0), jnp.int32(block), _older(state, block)),
@@ -157,11 +158,10 @@ def _older(state: DecodeState, block: int) -> jax.Array:
     return jnp.where(state.position < block, block, 0)
 
 
-def _options(
-    *, powers: tuple[float, ...] = (0.0, 1.0), bias: float = 1.0, normalize: bool = True, **rest: Any
-) -> Options:
-    names = ('feature_map', 'local', 'window', 'block')
-    return Options(tuple(powers), **{name: rest.get(name) for name in names}, bias=bias, normalize=normalize)
+def _options(**arguments: Any) -> Options:
+    """Of a call of `linear_attention`; decoding is causal."""
+    names = {field.name for field in dataclasses.fields(Options)} - {'causal'}
+    return Options(**{name: arguments[name] for name in names & arguments.keys()})
 
 
 __all__ = ['DecodeState', 'decode_step', 'init_state']

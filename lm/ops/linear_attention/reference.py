@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm.ops.linear_attention.types import Options, State
-
-LOCAL_BLOCK = 1024
+from lm.ops.linear_attention.types import LOCAL_BLOCK, Options, State
 
 
 def linear_attention(
@@ -44,7 +42,9 @@ def linear_attention(
             s_BxHxLxM = jnp.where(nearby_LxM, s_BxHxLxM * options.local.scale, -jnp.inf)
             # Where nothing is older than the window, only the largest exponent itself keeps its weight from underflow.
             has_older_Lx1 = (
-                (older_LxM & ~nearby_LxM).any(-1, keepdims=True) | bool(options.bias) | (initial_state is not None)
+                (older_LxM & ~nearby_LxM).any(-1, keepdims=True)
+                | bool(options.denominator_bias)
+                | (initial_state is not None)
             )
             m_BxHxLx1 = jnp.maximum(s_BxHxLxM.max(-1, keepdims=True), jnp.where(has_older_Lx1, 0.0, -jnp.inf))
             shrink_BxHxLx1 = jnp.where(has_older_Lx1, jnp.exp(-m_BxHxLx1), 0.0)
@@ -61,7 +61,7 @@ def linear_attention(
         sums_BxHxR = jnp.repeat(flatten_totals(options, initial_state), groups, axis=1)
         total_BxHxLx1 += shrink_BxHxLx1 * jnp.einsum('blhr,bhr->bhl', expand(options, x_BxLxHxF), sums_BxHxR)[..., None]
     if options.normalize:
-        o_BxHxLxD /= options.bias * shrink_BxHxLx1 + total_BxHxLx1
+        o_BxHxLxD /= options.denominator_bias * shrink_BxHxLx1 + total_BxHxLx1
     state = None
     if with_state:
         state = summarize(options, y_BxLxKxF, v_BxLxKxD)
@@ -124,7 +124,7 @@ def plain_blocks(
     *,
     degree: int,
     block: int,
-    bias: float = 1.0,
+    denominator_bias: float = 1.0,
 ) -> jax.Array:
     """PolySketchFormer §3 as its formulas read, in linear time: the yardstick of the fast implementations.
 
@@ -142,5 +142,5 @@ def plain_blocks(
     earlier = jnp.cumsum(sums, axis=2) - sums
     weights = jnp.tril(jnp.einsum('bhntc,bhnsc->bhnts', q, k) ** degree)
     total = weights @ v1 + jnp.einsum('bhnti,bhntj,bhnijd->bhntd', x, x, earlier)
-    o = total[..., :-1] / (bias + total[..., -1:])
+    o = total[..., :-1] / (denominator_bias + total[..., -1:])
     return o.transpose(0, 2, 3, 1, 4).reshape(v_BxLxHxD.shape)

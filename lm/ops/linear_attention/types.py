@@ -19,6 +19,10 @@ SQUARE = (0.0, 0.0, 1.0)
 """Powers: x ⊗ x."""
 
 
+LOCAL_BLOCK = 1024
+"""Tokens a block of exact weights; the paper's."""
+
+
 @runtime_checkable
 class ProductMap(Protocol):
     """A feature map φ(x) = f(W x, x) that kernels can compute block by block on chip; the others run on XLA.
@@ -89,7 +93,7 @@ class Options:
     local: LocalKernel | None = None
     window: int | None = None
     block: int | None = None
-    bias: float = 1.0
+    denominator_bias: float = 1.0
     normalize: bool = True
     causal: bool = True
 

@@ -19,14 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from lm.ops import platform
-from lm.ops.exact_attention import RESIDUAL_NAME
 from lm.ops.linear_attention.block import (
+    BlockKeys,
+    BlockQueries,
     Bounds,
-    Keys,
-    Queries,
     Shape,
     Sums,
     fold,
@@ -38,10 +36,8 @@ from lm.ops.linear_attention.block import (
     token_minor,
     ungrouped,
 )
-from lm.ops.linear_attention.types import Options, State
-
-LOCAL_BLOCK = 1024
-"""Of exact weights; the paper's."""
+from lm.ops.linear_attention.types import LOCAL_BLOCK, Options, State
+from lm.ops.residuals import saved
 
 BLOCK = {'cpu': 256}
 """Where the result does not depend on it."""
@@ -50,7 +46,7 @@ TILE = {'cpu': 256}
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """The static side of a call."""
 
     options: Options
@@ -170,7 +166,7 @@ def attend(
     (batch, length), target = queries[0].shape[:2], platform.target_platform()
     exact_blocks = options.local is not None and options.window is None
     block = options.block or (LOCAL_BLOCK if exact_blocks else BLOCK.get(target, 512))
-    plan = Plan(
+    plan = BlockPlan(
         options,
         length,
         min(block, length),
@@ -191,7 +187,7 @@ def attend(
 def add_keys(options: Options, parameters: Any, keys: tuple, state: State, bounds: Bounds | None = None) -> State:
     """The state with these keys (k, v, …) folded in, except those outside of the bounds."""
     shape = Shape(options, 0, False, keys[1].dtype)
-    part = join(fold(shape, Keys(token_minor(keys[0]), token_minor(keys[1]), None), parameters, bounds, 0))
+    part = join(fold(shape, BlockKeys(token_minor(keys[0]), token_minor(keys[1]), None), parameters, bounds, 0))
     return jax.tree.map(jnp.add, state, part)
 
 
@@ -216,8 +212,8 @@ def _attend(plan, queries, keys, parameters, initial_state, bounds):
 def _arranged(plan, queries, keys, initial_state):
     """Tokens last; only what is needed."""
     shape = plan.shape
-    queries = Queries(*(grouped(x, plan.heads) for x in queries))
-    keys = Keys(*(token_minor(x) for x in keys))
+    queries = BlockQueries(*(grouped(x, plan.heads) for x in queries))
+    keys = BlockKeys(*(token_minor(x) for x in keys))
     if not (shape.reads or shape.compares):
         queries = queries._replace(q=None)
     if not (plan.folds or shape.compares):
@@ -257,7 +253,7 @@ def _attend_forward(plan, queries, keys, parameters, initial_state, bounds):
     o, inverse, sums = _forward(plan, queries, keys, parameters, initial_state, bounds)
     kept = (None, None)
     if plan.options.normalize:
-        kept = (checkpoint_name(o, RESIDUAL_NAME), checkpoint_name(inverse, RESIDUAL_NAME))
+        kept = (saved(o), saved(inverse))
         o = kept[0]
     final = None if plan.options.causal else sums
     return (o, join(sums) if plan.after else None), (queries, keys, parameters, initial_state, bounds, final, *kept)
@@ -272,11 +268,11 @@ def _attend_backward(plan, residuals, cotangents):
     cotangent = _output_cotangents(plan, do, o, inverse)
 
     # Those that a query meets directly get their gradient on the way forwards, those that are folded backwards.
-    direct = Keys(keys.k if shape.compares else None, keys.v if causal else None, keys.k_local)
+    direct = BlockKeys(keys.k if shape.compares else None, keys.v if causal else None, keys.k_local)
     wide = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
 
     def with_all(part, start, size):
-        return Keys(*(a if b is None else b for a, b in zip(_part(keys, start, size), part, strict=True)))
+        return BlockKeys(*(a if b is None else b for a, b in zip(_part(keys, start, size), part, strict=True)))
 
     def forwards(start, size, carry):
         dqueries, dkeys, dparameters, sums = carry
@@ -303,7 +299,7 @@ def _attend_backward(plan, residuals, cotangents):
         if plan.folds:
 
             def call(k, v, parameters):
-                return fold(shape, Keys(k, v, None), parameters, bounds, start)
+                return fold(shape, BlockKeys(k, v, None), parameters, bounds, start)
 
             part = _part(keys, start, size)
             dk, dv, dpart = jax.vjp(call, part.k, part.v, parameters[1])[1](dsums)
@@ -317,7 +313,7 @@ def _attend_backward(plan, residuals, cotangents):
     carry = (jax.tree.map(jnp.zeros_like, queries), wide(direct), wide(parameters), sums if causal else final)
     dqueries, dkeys, (dq_parameters, dk_parameters), _ = plan.walk(forwards, carry)
     # What is met only where it is folded has no gradient so far.
-    dkeys = Keys(*(wide(a) if b is None else b for a, b in zip(keys, dkeys, strict=True)))
+    dkeys = BlockKeys(*(wide(a) if b is None else b for a, b in zip(keys, dkeys, strict=True)))
     dsums = plan.no_keys(batch) if dstate is None else split(plan.options, dstate, plan.features)
     if not causal:
         dsums = plan.walk(lambda start, size, total: _sum(total, read_gradient(start, size)), dsums)

@@ -12,7 +12,7 @@ import jax
 from lm.ops import platform
 from lm.ops.sketch_networks import reference, xla
 from lm.ops.sketch_networks.tpu import networks as pallas_tpu
-from lm.ops.sketch_networks.types import Network, Nodes
+from lm.ops.sketch_networks.types import NetworkWeights, Nodes
 
 IMPLEMENTATIONS = {'reference': reference, 'xla': xla, 'pallas_tpu': pallas_tpu}
 PREFERRED = {'tpu': 'pallas_tpu'}
@@ -34,4 +34,4 @@ def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str 
     return chosen.sketch_networks(nodes, xs_BxLxNxGxM)
 
 
-__all__ = ['IMPLEMENTATIONS', 'PREFERRED', 'Network', 'Nodes', 'sketch_networks']
+__all__ = ['IMPLEMENTATIONS', 'PREFERRED', 'NetworkWeights', 'Nodes', 'sketch_networks']

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lm.ops.sketch_networks.types import EPSILON, Network, Nodes, climb
+from lm.ops.sketch_networks.types import EPSILON, NetworkWeights, Nodes, climb
 
 
 def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -15,12 +15,12 @@ def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:
     return None
 
 
-def _join(first: Network, second: Network, left: jax.Array, right: jax.Array) -> jax.Array:
+def _join(first: NetworkWeights, second: NetworkWeights, left: jax.Array, right: jax.Array) -> jax.Array:
     r = first.kernels[-1].shape[-1]
     return r**0.5 * jnp.tanh(r**-0.5 * _network(first, left) * _network(second, right))
 
 
-def _network(network: Network, x_BxLxNxGxM: jax.Array) -> jax.Array:
+def _network(network: NetworkWeights, x_BxLxNxGxM: jax.Array) -> jax.Array:
     for i in range(2):
         centred = x_BxLxNxGxM - x_BxLxNxGxM.mean(-1, keepdims=True)
         standard = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON)

@@ -9,7 +9,7 @@ EPSILON = 1e-5
 """Of the layer normalizations."""
 
 
-class Network(NamedTuple):
+class NetworkWeights(NamedTuple):
     """The parameters of one small network, for each of N sketches: LayerNorm, M → E, gelu, → r, twice.
 
     Attributes:
@@ -23,11 +23,13 @@ class Network(NamedTuple):
     biases: tuple[jax.Array, jax.Array]
 
 
-Nodes = tuple[tuple[Network, Network], ...]
+Nodes = tuple[tuple[NetworkWeights, NetworkWeights], ...]
 """The two networks of each node of the tree: those above the leaves first, the root last."""
 
 
-def climb(nodes: Nodes, leaf: jax.Array, join: Callable[[Network, Network, jax.Array, jax.Array], jax.Array]):
+def climb(
+    nodes: Nodes, leaf: jax.Array, join: Callable[[NetworkWeights, NetworkWeights, jax.Array, jax.Array], jax.Array]
+):
     """The root of the binary tree whose leaves are all `leaf`; `join` makes a node of its networks and two children."""
     level, remaining = [leaf] * (len(nodes) + 1), iter(nodes)
     while len(level) > 1:

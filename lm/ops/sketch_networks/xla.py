@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from lm.ops.chunks import map_together
 from lm.ops.dots import dense
-from lm.ops.sketch_networks.types import EPSILON, Network, Nodes, climb
+from lm.ops.sketch_networks.types import EPSILON, NetworkWeights, Nodes, climb
 
 
 def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -17,14 +17,14 @@ def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:
     return None
 
 
-def _join(first: Network, second: Network, left: jax.Array, right: jax.Array) -> jax.Array:
+def _join(first: NetworkWeights, second: NetworkWeights, left: jax.Array, right: jax.Array) -> jax.Array:
     r = first.kernels[-1].shape[-1]
     product = _network(first, left) * _network(second, right)
     # Bounded by √r, so that weights stay in range while the networks learn.
     return (r**0.5 * jnp.tanh(r**-0.5 * product)).astype(left.dtype)
 
 
-def _network(network: Network, x_BxLxNxGxM: jax.Array) -> jax.Array:
+def _network(network: NetworkWeights, x_BxLxNxGxM: jax.Array) -> jax.Array:
     """[B, L, N, G, r] float32."""
     x, dtype = x_BxLxNxGxM, x_BxLxNxGxM.dtype
     for i in range(2):

@@ -13,14 +13,14 @@ import re
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from lm.ops import platform
-from lm.ops.exact_attention import RESIDUAL_NAME
-from lm.ops.linear_attention.gpu.plan import GROUP, TILE, Plan, squares
-from lm.ops.linear_attention.types import SQUARE, Options, PolynomialKernel, State
+from lm.ops.dots import in_three
+from lm.ops.linear_attention.gpu.plan import GROUP, TILE, GpuPlan, squares
+from lm.ops.linear_attention.types import LOCAL_BLOCK, SQUARE, Options, PolynomialKernel, State
+from lm.ops.residuals import saved
 
-LOCAL_BLOCK, FREE_BLOCK = 1024, 256
+FREE_BLOCK = 256
 DEGREES = (2, 4, 8)
 SIZES = (32, 64)
 HOPPER = re.compile(r'\bG?H(20|100|200|800)\b')
@@ -52,7 +52,7 @@ def unsupported(
     q, k, v, q_parameters, k_parameters, q_local, k_local, initial_state, *, options, with_state=False
 ) -> str | None:
     """Why the kernels cannot compute this call, or None."""
-    if platform.target_platform() != 'gpu' or not HOPPER.search(_device_kind()):
+    if platform.target_platform() != 'gpu' or not HOPPER.search(platform.device_kind()):
         return 'needs a GPU of compute capability 9 (H100, H200)'
     if jax.__version_info__ < JAX_VERSION:
         return f'needs JAX {".".join(map(str, JAX_VERSION))}, not {jax.__version__}'
@@ -64,8 +64,8 @@ def unsupported(
         return 'takes features, not a feature map'
     if tuple(options.powers) != SQUARE:
         return f'takes powers {SQUARE}, not {tuple(options.powers)}'
-    if options.bias < 0:
-        return f'takes no negative bias, {options.bias}'
+    if options.denominator_bias < 0:
+        return f'takes no negative denominator_bias, {options.denominator_bias}'
     arrays = [q, k, v]
     if options.local is not None:
         if options.window is not None:
@@ -79,19 +79,12 @@ def unsupported(
         return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}'
     if (widest := max(a.shape[-1] for a in arrays)) > TILE:
         return f'takes features and heads of up to {TILE}, not {widest}'
-    if q.shape[0] % platform.batch_shards():
-        return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
-    return None
+    return platform.uneven_batch(q.shape[0])
 
 
 def _block(options: Options) -> int:
     # Without an exact kernel the block does not matter to the result; shorter ones compute less and save more sums.
     return options.block or (FREE_BLOCK if options.local is None else LOCAL_BLOCK)
-
-
-def _device_kind() -> str:
-    device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
-    return device.device_kind if device is not None else jax.devices()[0].device_kind
 
 
 def _by_head(options: Options, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local) -> jax.Array:
@@ -101,36 +94,36 @@ def _by_head(options: Options, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local) -> jax.A
     plan = plan_for(options, length, exact_local=bool(local))
     padded = -(-length // plan.block) * plan.block
 
-    def by_token(a_BxLxHxF, sizes):
+    def heads_apart(a_BxLxHxF, sizes):
         # Zero tokens after the last are exact: their weights are 0. So are zero features.
         size = next(s for s in sizes if s >= a_BxLxHxF.shape[3])
         a_BxLxHxF = jnp.pad(a_BxLxHxF, ((0, 0), (0, padded - length), (0, 0), (0, size - a_BxLxHxF.shape[3])))
         a_BxHxLxF = jnp.repeat(a_BxLxHxF.swapaxes(1, 2), heads // a_BxLxHxF.shape[2], axis=1)
         return a_BxHxLxF.reshape(batch * heads, padded, size)
 
-    x_y = [by_token(a, SIZES) for a in (q_BxLxHxE, k_BxLxKxE)]
-    o_NxLxD = attend(plan, *x_y, by_token(v_BxLxKxD, (TILE,)), *(by_token(a, SIZES) for a in local))
+    x_y = [heads_apart(a, SIZES) for a in (q_BxLxHxE, k_BxLxKxE)]
+    o_NxLxD = attend(plan, *x_y, heads_apart(v_BxLxKxD, (TILE,)), *(heads_apart(a, SIZES) for a in local))
     o_BxHxLxD = o_NxLxD.reshape(batch, heads, padded, TILE)[:, :, :length, : v_BxLxKxD.shape[-1]]
     return o_BxHxLxD.swapaxes(1, 2)
 
 
-def plan_for(options: Options, length: int, exact_local: bool) -> Plan:
+def plan_for(options: Options, length: int, exact_local: bool) -> GpuPlan:
     """How `length` tokens are computed; `exact_local`: the exact kernel has arrays of its own."""
     local = options.local
     wanted = _block(options)
-    return Plan(
+    return GpuPlan(
         block=min(wanted, -(-length // TILE) * TILE) if length <= wanted else wanted,
         exact_local=exact_local,
         degree=2 if local is None else local.degree,
         scale=1.0 if local is None else local.scale,
-        bias=options.bias,
-        alone=length <= wanted,
+        denominator_bias=options.denominator_bias,
+        single_block=length <= wanted,
         interpreted=platform.target_platform() != 'gpu',
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(plan: Plan, x: jax.Array, y: jax.Array, v: jax.Array, *local: jax.Array) -> jax.Array:
+def attend(plan: GpuPlan, x: jax.Array, y: jax.Array, v: jax.Array, *local: jax.Array) -> jax.Array:
     """The kernels on heads apart: x, y [N, L, R], v [N, L, 64], local a, b [N, L, C] → [N, L, 64].
 
     R and C are 32 or 64, L a multiple of plan.block.
@@ -139,22 +132,21 @@ def attend(plan: Plan, x: jax.Array, y: jax.Array, v: jax.Array, *local: jax.Arr
 
 
 def _attend_forward(plan, *inputs):
-    # Saved by name, so that a `jax.checkpoint` policy can spare the backward pass a second forward one.
-    o, *sums = (checkpoint_name(a, RESIDUAL_NAME) for a in _forward(plan, *inputs))
+    o, *sums = map(saved, _forward(plan, *inputs))
     return o, (inputs, o, *sums)
 
 
 # Compiled as one function, which all layers share: lowering the kernels takes seconds.
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(plan, x, y, v, *local):
-    """Outputs, inverse denominators and, unless plan.alone, the moment's and the state's operands."""
+    """Outputs, inverse denominators and, unless plan.single_block, the moment's and the state's operands."""
     # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
     from lm.ops.linear_attention.gpu.forward import block_sums, outputs
 
     moment_state = ()
-    if not plan.alone:
+    if not plan.single_block:
         sums = block_sums(plan, y, y.swapaxes(1, 2), v)
-        moment_state = three_parts(earlier(moments(plan, y, y))), as_operand(earlier(sums))
+        moment_state = moment_operand(earlier(moments(plan, y, y))), as_operand(earlier(sums))
     return *outputs(plan, x, x.swapaxes(1, 2), *(local or (x, y)), v, *moment_state), *moment_state
 
 
@@ -170,11 +162,11 @@ def _attend_backward(plan, residuals, do):
     g = (do * inverse[..., None]).astype(v.dtype)
     xt, yt = x.swapaxes(1, 2), y.swapaxes(1, 2)
     later_moment_state = ()
-    if not plan.alone:
+    if not plan.single_block:
         moment_state = moment_state[0], mirrored(moment_state[1])
         ex = (x.astype(jnp.float32) * e[..., None]).astype(x.dtype)
         sums = block_sums(plan, x, xt, g)
-        later_moment_state = three_parts(later(moments(plan, ex, x))), mirrored(as_operand(later(sums)))
+        later_moment_state = moment_operand(later(moments(plan, ex, x))), mirrored(as_operand(later(sums)))
     dx, *da = query_gradients(plan, x, xt, a, b, v, g, e, *moment_state)
     dv, dy, *db = key_gradients(plan, y, yt, a, b, v, g, e, *later_moment_state)
     return dx, dy, dv, *da, *db
@@ -183,7 +175,7 @@ def _attend_backward(plan, residuals, do):
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def moments(plan: Plan, x_NxLxR: jax.Array, y_NxLxR: jax.Array) -> jax.Array:
+def moments(plan: GpuPlan, x_NxLxR: jax.Array, y_NxLxR: jax.Array) -> jax.Array:
     """Σ x yᵀ over the tokens of each block, float32 [N, L / block, R, R]."""
     n, length, size = x_NxLxR.shape
     shape = (n, length // plan.block, plan.block, size)
@@ -201,17 +193,9 @@ def later(sums: jax.Array) -> jax.Array:
     return jnp.flip(earlier(jnp.flip(sums, axis=1)), axis=1)
 
 
-def three_parts(moment_NxBxRxR: jax.Array) -> jax.Array:
-    """bfloat16 [N, B, 3R, R], three numbers whose sum is a float32 one to 24 bits.
-
-    A moment rounded to bfloat16 makes denominators negative where keys are concentrated and the query is orthogonal
-    to them.
-    """
-    parts = []
-    for _ in range(3):
-        parts.append(moment_NxBxRxR.astype(jnp.bfloat16))
-        moment_NxBxRxR = moment_NxBxRxR - parts[-1].astype(jnp.float32)
-    return jnp.concatenate(parts, axis=2)
+def moment_operand(moment_NxBxRxR: jax.Array) -> jax.Array:
+    """The parts below each other, bfloat16 [N, B, 3R, R]."""
+    return jnp.concatenate(in_three(moment_NxBxRxR), axis=2)
 
 
 def as_operand(state_NxBxMxDxS: jax.Array) -> jax.Array:

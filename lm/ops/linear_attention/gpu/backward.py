@@ -25,11 +25,11 @@ from lm.ops.linear_attention.gpu.features import (
     walk,
     write,
 )
-from lm.ops.linear_attention.gpu.plan import TILE, Plan
+from lm.ops.linear_attention.gpu.plan import TILE, GpuPlan
 from lm.ops.powers import power_and_slope
 
 
-def query_gradients(plan: Plan, x, xt, a, b, v, g, e, moment=None, state=None) -> list[jax.Array]:
+def query_gradients(plan: GpuPlan, x, xt, a, b, v, g, e, moment=None, state=None) -> list[jax.Array]:
     """The gradients of x and, where plan.exact_local, of a.
 
     Args:
@@ -44,11 +44,11 @@ def query_gradients(plan: Plan, x, xt, a, b, v, g, e, moment=None, state=None) -
         moment: as in the forward pass.
         state: as in the forward pass, with the mirror images of the squares.
     """
-    far = () if plan.alone else (x, xt, moment, state)
+    far = () if plan.single_block else (x, xt, moment, state)
     return _call(plan, _query_gradients, 'query', (a, b, v, g, e), far, [x, a] if plan.exact_local else [x])
 
 
-def key_gradients(plan: Plan, y, yt, a, b, v, g, e, moment=None, state=None) -> list[jax.Array]:
+def key_gradients(plan: GpuPlan, y, yt, a, b, v, g, e, moment=None, state=None) -> list[jax.Array]:
     """The gradients of v, of y and, where plan.exact_local, of b.
 
     Args:
@@ -63,12 +63,12 @@ def key_gradients(plan: Plan, y, yt, a, b, v, g, e, moment=None, state=None) -> 
         moment: Σ e x xᵀ after each block, as three bfloat16 parts.
         state: Σ (x ⊗ x) gᵀ after each block, bfloat16, with the mirror images of the squares.
     """
-    far = () if plan.alone else (y, yt, moment, state)
+    far = () if plan.single_block else (y, yt, moment, state)
     # The kernel's own tile comes first, the ones that it walks over after it.
     return _call(plan, _key_gradients, 'key', (b, a, v, g, e), far, [v, y, b] if plan.exact_local else [v, y])
 
 
-def _call(plan: Plan, kernel, name: str, near, far, results) -> list[jax.Array]:
+def _call(plan: GpuPlan, kernel, name: str, near, far, results) -> list[jax.Array]:
     n, length, size = near[0].shape
 
     def body(*refs):
@@ -88,9 +88,9 @@ def _call(plan: Plan, kernel, name: str, near, far, results) -> list[jax.Array]:
     )(*near, *far)
 
 
-def _query_gradients(plan: Plan, a, b, v, g, e, *refs):
+def _query_gradients(plan: GpuPlan, a, b, v, g, e, *refs):
     *refs, register, (a_smem, g_smem, ready), (e_smem, e_ready) = refs
-    far, results = ([], refs) if plan.alone else (refs[:4], refs[4:])
+    far, results = ([], refs) if plan.single_block else (refs[:4], refs[4:])
     tile, head = lax.axis_index('tile'), lax.axis_index('head')
     inside, block = lax.rem(tile, plan.tiles), lax.div(tile, plan.tiles)
     tokens = pl.ds(tile * TILE, TILE)
@@ -123,14 +123,14 @@ def _query_gradients(plan: Plan, a, b, v, g, e, *refs):
     if plan.exact_local:
         write(dx, results[1].at[head, tokens])
         dx = 0.0
-    if not plan.alone:
+    if not plan.single_block:
         dx = dx + pl.run_scoped(before, *pallas_gpu_squares.scratch(far[0].shape[2]))
     write(dx, results[0].at[head, tokens])
 
 
-def _key_gradients(plan: Plan, b, a, v, g, e, *refs):
+def _key_gradients(plan: GpuPlan, b, a, v, g, e, *refs):
     *refs, register, (b_smem, v_smem, ready), _ = refs
-    far, results = ([], refs) if plan.alone else (refs[:4], refs[4:])
+    far, results = ([], refs) if plan.single_block else (refs[:4], refs[4:])
     tile, head = lax.axis_index('tile'), lax.axis_index('head')
     inside, block = lax.rem(tile, plan.tiles), lax.div(tile, plan.tiles)
     tokens = pl.ds(tile * TILE, TILE)
@@ -164,7 +164,7 @@ def _key_gradients(plan: Plan, b, a, v, g, e, *refs):
         if plan.exact_local:
             write(dy, results[2].at[head, tokens])
             dy = 0.0
-        if not plan.alone:
+        if not plan.single_block:
             dy = dy + pl.run_scoped(after, *pallas_gpu_squares.scratch(far[0].shape[2]))
         return dv_TxD[...], dy
 

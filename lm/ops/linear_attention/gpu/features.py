@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE, Plan
+from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE, GpuPlan
 
 WALKED = 3
 """Tiles of a block in shared memory: two to come, and one in use."""
@@ -22,7 +22,7 @@ def matrix(*shape: int) -> plgpu.SMEM:
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def spare(plan: Plan) -> list[plgpu.SMEM]:
+def spare(plan: GpuPlan) -> list[plgpu.SMEM]:
     """Scratch of `multiply`."""
     return [matrix(TILE, SLICE)] if plan.interpreted else []
 

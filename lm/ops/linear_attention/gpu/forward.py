@@ -24,14 +24,14 @@ from lm.ops.linear_attention.gpu.features import (
     write,
     zeros,
 )
-from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, SQUARE, TILE, Plan, squares
+from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, SQUARE, TILE, GpuPlan, squares
 from lm.ops.powers import power_and_slope
 
 DEPTH = 4
 """Tiles of a block that `block_sums` holds at a time."""
 
 
-def block_sums(plan: Plan, x_NxLxR, xt_NxRxL, v_NxLxD) -> jax.Array:
+def block_sums(plan: GpuPlan, x_NxLxR, xt_NxRxL, v_NxLxD) -> jax.Array:
     """Σ v (x ⊗ x)ᵀ over the tokens of each block: float32 [N, L / block, M, D, S], one thread block a square."""
     n, length, features = x_NxLxR.shape
     shape = (n, length // plan.block, len(squares(features)), TILE, SQUARE)
@@ -98,7 +98,7 @@ def _groups(index: jax.Array, features: int) -> tuple[jax.Array, jax.Array]:
     return row, column
 
 
-def outputs(plan: Plan, x, xt, a, b, v, moment=None, state=None) -> tuple[jax.Array, jax.Array]:
+def outputs(plan: GpuPlan, x, xt, a, b, v, moment=None, state=None) -> tuple[jax.Array, jax.Array]:
     """Outputs [N, L, D] and inverse denominators [N, L], one thread block a tile of queries.
 
     Args:
@@ -108,8 +108,8 @@ def outputs(plan: Plan, x, xt, a, b, v, moment=None, state=None) -> tuple[jax.Ar
         a: [N, L, C], queries of the weights inside a block.
         b: [N, L, C], keys of them.
         v: [N, L, D].
-        moment: [N, L / block, 3R, R]: Σ y yᵀ before each block, as three bfloat16 parts; unless plan.alone.
-        state: [N, L / block, 2M, S / 2, D]: Σ (y ⊗ y) vᵀ before each block, bfloat16; unless plan.alone.
+        moment: [N, L / block, 3R, R]: Σ y yᵀ before each block, as three bfloat16 parts; unless plan.single_block.
+        state: [N, L / block, 2M, S / 2, D]: Σ (y ⊗ y) vᵀ before each block, bfloat16; unless plan.single_block.
     """
     n, length, _ = a.shape
 
@@ -122,10 +122,10 @@ def outputs(plan: Plan, x, xt, a, b, v, moment=None, state=None) -> tuple[jax.Ar
         grid=(length // TILE, n),
         grid_names=('tile', 'head'),
         scratch_types=[spare(plan), matrix(TILE, a.shape[2]), plgpu.Barrier()],
-    )(a, b, v, *(() if plan.alone else (x, xt, moment, state)))
+    )(a, b, v, *(() if plan.single_block else (x, xt, moment, state)))
 
 
-def _outputs(plan: Plan, a, b, v, *refs):
+def _outputs(plan: GpuPlan, a, b, v, *refs):
     *far, o, inverse, register, a_smem, a_ready = refs
     tile, head = lax.axis_index('tile'), lax.axis_index('head')
     inside, block = lax.rem(tile, plan.tiles), lax.div(tile, plan.tiles)
@@ -149,15 +149,15 @@ def _outputs(plan: Plan, a, b, v, *refs):
             multiply(num_TxD, w_TxK.astype(jnp.bfloat16), v_smem, register)
             return den_T + jnp.sum(w_TxK, axis=1)
 
-        den_T = zeros(TILE) + plan.bias
-        if not plan.alone:
+        den_T = zeros(TILE) + plan.denominator_bias
+        if not plan.single_block:
             den_T += pl.run_scoped(before, *pallas_gpu_squares.scratch(far[0].shape[2]))
         plgpu.barrier_wait(a_ready)
         den_T = walk((b.at[head], v.at[head]), block * plan.block, 0, inside + 1, keys, den_T)
         return num_TxD[...], den_T
 
     num_TxD, den_T = pl.run_scoped(compute, plgpu.ACC((TILE, TILE), jnp.float32))
-    # Padding after the last token has no keys and, with bias 0, no denominator either.
+    # Padding after the last token has no keys and, with denominator_bias 0, no denominator either.
     inverse_T = jnp.where(den_T == 0.0, 0.0, 1.0 / den_T)
     write(num_TxD * by_row(inverse_T, TILE), o.at[head, tokens])
     write(inverse_T, inverse.at[head, tokens], plgpu.SMEM((TILE,), jnp.float32))

@@ -16,7 +16,7 @@ SLICE = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class GpuPlan:
     """One call of the kernels.
 
     Attributes:
@@ -25,8 +25,8 @@ class Plan:
         exact_local: a and b are arrays of their own; else they are x and y.
         degree: of the weights inside a block, a power of two.
         scale: of the weights inside a block.
-        bias: what the denominator starts from.
-        alone: one block is all there is, so that x ⊗ x has no part in it.
+        denominator_bias: what the denominator starts from.
+        single_block: one block is all there is, so that x ⊗ x has no part in it.
         interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
     """
 
@@ -34,8 +34,8 @@ class Plan:
     exact_local: bool
     degree: int
     scale: float
-    bias: float
-    alone: bool
+    denominator_bias: float
+    single_block: bool
     interpreted: bool
 
     @property

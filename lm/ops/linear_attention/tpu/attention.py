@@ -15,18 +15,16 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from lm.ops import platform
-from lm.ops.exact_attention import RESIDUAL_NAME
 from lm.ops.linear_attention.tpu.backward import backward
-from lm.ops.linear_attention.tpu.features import ROWS, Plan
+from lm.ops.linear_attention.tpu.features import TpuPlan
 from lm.ops.linear_attention.tpu.forward import forward
 from lm.ops.linear_attention.tpu.maps import operand
-from lm.ops.linear_attention.types import PLAIN, SQUARE, Options, PolynomialKernel, ProductMap, State
+from lm.ops.linear_attention.types import LOCAL_BLOCK, PLAIN, SQUARE, Options, PolynomialKernel, ProductMap, State
+from lm.ops.residuals import saved
+from lm.ops.tpu import LANES, ROWS, by_head, by_token, padded_rows
 
-LANES = 128
-LOCAL_BLOCK = 1024
 WIDE = 1024
 """Features of a map beyond which more than two heads a grid step gain nothing and take long to compile."""
 DEGREES = (1, 2, 4, 8, 16)
@@ -68,8 +66,8 @@ def unsupported(
         return reason
     if options.powers != PLAIN and not _quadratic(options.powers):
         return f'takes powers {PLAIN} or (c0, c1, c2) ≥ 0 with c2 above 0, not {options.powers}'
-    if options.bias < 0:
-        return f'takes no negative bias, {options.bias}'
+    if options.denominator_bias < 0:
+        return f'takes no negative denominator_bias, {options.denominator_bias}'
     if options.local is not None:
         if options.window is not None:
             return 'takes exact blocks, not a window'
@@ -83,8 +81,8 @@ def unsupported(
     dtypes |= {a.dtype for a in (q, k) if options.feature_map is None or a.dtype != jnp.float32}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
         return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
-    if q.shape[0] % platform.batch_shards():
-        return f'cannot split a batch of {q.shape[0]} over {platform.batch_shards()} devices'
+    if reason := platform.uneven_batch(q.shape[0]):
+        return reason
     sizes = _sizes(q, v, None if options.local is None else q_local)
     made = made_by(options.feature_map, q, q_parameters)
     plan = plan_for(options, q.shape[1], 1, *sizes, *made)
@@ -122,12 +120,8 @@ def _quadratic(powers: tuple[float, ...]) -> bool:
 
 def _sizes(q, v, q_local) -> tuple[int, int, int, int]:
     """Rows of x, of v and of what the exact kernel compares (0 without), as padded; bytes a number."""
-    compared = 0 if q_local is None else _rows(q_local.shape[-1])
-    return _rows(q.shape[-1]), _rows(v.shape[-1]), compared, v.dtype.itemsize
-
-
-def _rows(size: int) -> int:
-    return -(-size // ROWS) * ROWS
+    compared = 0 if q_local is None else padded_rows(q_local.shape[-1])
+    return padded_rows(q.shape[-1]), padded_rows(v.shape[-1]), compared, v.dtype.itemsize
 
 
 def _by_head(options: Options, parameters, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local) -> jax.Array:
@@ -140,31 +134,22 @@ def _by_head(options: Options, parameters, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *loc
     plan = plan_for(options, length, batch * heads, *sizes, *made)
     padded = -(-length // plan.block) * plan.block
 
-    def by_token(a_BxLxHxF):
-        # Zero tokens after the last are exact whatever their features: no earlier query sees them, and the gradients
-        # of their own outputs are 0. So are zero features.
-        a_BxHxFxL = a_BxLxHxF.transpose(0, 2, 3, 1)
-        a_BxHxFxL = jnp.repeat(a_BxHxFxL, heads // a_BxLxHxF.shape[2], axis=1)
-        rows = a_BxLxHxF.shape[3]
-        a_BxHxFxL = jnp.pad(a_BxHxFxL, ((0, 0), (0, 0), (0, _rows(rows) - rows), (0, padded - length)))
-        return a_BxHxFxL.reshape(batch * heads, _rows(rows), padded)
-
     maps = ()
     if parameters is not None:
         matrices = (options.feature_map.matrix(each).astype(jnp.float32) for each in parameters)
         maps = tuple(jnp.pad(w, ((0, 0), (0, sizes[0] - w.shape[1]))) for w in matrices)
-    x, y, v, *local = map(by_token, (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local))
-    o_NxDxL = attend(plan, x, y, v, maps, *local)
-    o_BxHxDxL = o_NxDxL.reshape(batch, heads, -1, padded)[:, :, : v_BxLxKxD.shape[-1], :length]
-    return o_BxHxDxL.transpose(0, 3, 1, 2)
+    # Zero tokens after the last are exact whatever their features: no earlier query sees them, and the gradients of
+    # their own outputs are 0. So are zero features.
+    x, y, v, *local = (by_token(a, padded, heads) for a in (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local))
+    return by_head(attend(plan, x, y, v, maps, *local), q_BxLxHxE, v_BxLxKxD.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(plan: Plan, x, y, v: jax.Array, maps: tuple[jax.Array, ...], *local: jax.Array) -> jax.Array:
+def attend(plan: TpuPlan, x, y, v: jax.Array, maps: tuple[jax.Array, ...], *local: jax.Array) -> jax.Array:
     """The kernels on arrays that lie feature by token: x, y [N, F, L], v [N, D, L], local a, b [N, C, L] → [N, D, L].
 
-    F, C and D are multiples of 16, L of plan.block, N of plan.heads. With plan.map x and y are what it is given, and
-    `maps` its matrices for either, [R, F] float32.
+    F, C and D are multiples of 16, L of plan.block, N of plan.heads. With plan.feature_map x and y are what it is
+    given, and `maps` its matrices for either, [R, F] float32.
     """
     return forward(plan, False, x, y, v, _operands(maps, x, y, v), *local)[0]
 
@@ -175,8 +160,7 @@ def _operands(maps, x, y, v):
 
 def _attend_forward(plan, x, y, v, maps, *local):
     operands = _operands(maps, x, y, v)
-    # Saved by name, so that a `jax.checkpoint` policy can spare the backward pass a second forward one.
-    o, inverse, *sums = (checkpoint_name(a, RESIDUAL_NAME) for a in forward(plan, True, x, y, v, operands, *local))
+    o, inverse, *sums = map(saved, forward(plan, True, x, y, v, operands, *local))
     return o, ((x, y, v, *local), operands, maps, o, inverse, sums)
 
 
@@ -199,8 +183,8 @@ def plan_for(
     compared: int,
     itemsize: int,
     made: int = 0,
-    products: int = 0,
-) -> Plan:
+    projection_rows: int = 0,
+) -> TpuPlan:
     """How `n` heads of `length` tokens are computed.
 
     Args:
@@ -212,7 +196,7 @@ def plan_for(
         compared: rows of the exact kernel's own arrays, padded; 0 without.
         itemsize: bytes of a number of v.
         made: features that the feature map makes of x; 0 without one.
-        products: rows of its matrix.
+        projection_rows: rows of its matrix.
     """
     squared = _quadratic(options.powers)
     local = options.local
@@ -228,7 +212,7 @@ def plan_for(
     # Static cycles on v5e and v6e: the backward kernel gains more from skipping what lies above the diagonal.
     tile, forward_tile = (next(s for s in sizes if block % s == 0) for sizes in ((256, LANES), (512, 256, LANES)))
     available, limit = platform.vmem()
-    plan = Plan(
+    plan = TpuPlan(
         block=block,
         tile=tile,
         forward_tile=forward_tile,
@@ -237,13 +221,13 @@ def plan_for(
         exact_local=compared > 0,
         degree=degree,
         scale=scale,
-        bias=options.bias,
+        denominator_bias=options.denominator_bias,
         # In a single block of exact weights the features have no part.
         series=options.powers if squared and options.powers != SQUARE and (local is None or compared) else (),
-        map=options.feature_map,
+        feature_map=options.feature_map,
         features=made,
-        products=products,
-        alone=length <= block,
+        projection_rows=projection_rows,
+        single_block=length <= block,
         vmem_limit_bytes=limit,
     )
     for heads in (4, 3, 2) if made <= WIDE else (2,):
@@ -253,7 +237,7 @@ def plan_for(
     return plan
 
 
-def vmem_estimate(plan: Plan, features: int, head_dim: int, compared: int, itemsize: int) -> int:
+def vmem_estimate(plan: TpuPlan, features: int, head_dim: int, compared: int, itemsize: int) -> int:
     """Bytes of VMEM that the backward kernel, the larger one, takes: about what the compiler reports."""
     rows_of_x, features = features, plan.features or features
     state = math.prod(plan.state_shape(features, head_dim))
@@ -263,9 +247,9 @@ def vmem_estimate(plan: Plan, features: int, head_dim: int, compared: int, items
     expansion = 2 * plan.state_shape(features, head_dim)[1] * plan.block
     weights = 8 * plan.block * plan.tile
     maps = 0
-    if plan.map is not None:
+    if plan.feature_map is not None:
         # Features, their gradients, products; W in two buffers for queries and keys, and its gradients likewise.
         # Products of float32 numbers are of bfloat16 parts, which take as much again.
-        maps = (itemsize // 2) * ((6 + 2 * itemsize) * features + 8 * plan.products) * plan.block
-        maps += (4 * itemsize + 16 * plan.map.learns) * plan.products * max(2 * rows_of_x, LANES)
+        maps = (itemsize // 2) * ((6 + 2 * itemsize) * features + 8 * plan.projection_rows) * plan.block
+        maps += (4 * itemsize + 16 * plan.feature_map.learns) * plan.projection_rows * max(2 * rows_of_x, LANES)
     return plan.heads * (blocks + sums) + expansion + weights + maps

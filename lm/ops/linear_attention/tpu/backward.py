@@ -13,10 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.linear_attention.tpu.features import (
-    ROWS,
-    Plan,
+    TpuPlan,
     causal,
-    dot,
     expand,
     expand_gradient,
     extended,
@@ -29,9 +27,10 @@ from lm.ops.linear_attention.tpu.features import (
     with_one,
 )
 from lm.ops.linear_attention.tpu.maps import features_and_gradient
+from lm.ops.tpu import ROWS, dot
 
 
-def backward(plan: Plan, maps, inputs, o, do, inverse, sums) -> tuple[list[jax.Array], list[jax.Array]]:
+def backward(plan: TpuPlan, maps, inputs, o, do, inverse, sums) -> tuple[list[jax.Array], list[jax.Array]]:
     """The gradients of the inputs (x, y, v and, where plan.exact_local, a and b), and of the map's matrices.
 
     The latter, [N / heads, R, E] float32, are to be summed; there are none unless the map learns.
@@ -51,8 +50,8 @@ def backward(plan: Plan, maps, inputs, o, do, inverse, sums) -> tuple[list[jax.A
     steps = length // plan.block
     outputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs]
     learned = []
-    if plan.map is not None and plan.map.learns:
-        shape = (n // plan.heads, plan.products, inputs[0].shape[1])
+    if plan.feature_map is not None and plan.feature_map.learns:
+        shape = (n // plan.heads, plan.projection_rows, inputs[0].shape[1])
         learned = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
 
     def tokens(a):
@@ -81,14 +80,18 @@ def backward(plan: Plan, maps, inputs, o, do, inverse, sums) -> tuple[list[jax.A
     return gradients[: len(outputs)], gradients[len(outputs) :]
 
 
-def _cost(plan: Plan, inputs, arrays) -> pl.CostEstimate:
+def _cost(plan: TpuPlan, inputs, arrays) -> pl.CostEstimate:
     n, head_dim, length = inputs[2].shape
     features = plan.features or inputs[0].shape[1]
     compared = inputs[-1].shape[1] if plan.exact_local else features
     rows, columns = plan.state_shape(features, head_dim)
-    before = 0 if plan.alone else 8 * rows * columns + (14 * features**2 if plan.squared else 0)
+    before = 0 if plan.single_block else 8 * rows * columns + (14 * features**2 if plan.squared else 0)
     inside = (3 * compared + 2 * head_dim) * (plan.block + plan.tile)
-    inside += (12 if plan.map is not None and plan.map.learns else 8) * plan.products * inputs[0].shape[1]
+    inside += (
+        (12 if plan.feature_map is not None and plan.feature_map.learns else 8)
+        * plan.projection_rows
+        * inputs[0].shape[1]
+    )
     return pl.CostEstimate(
         flops=n * length * (before + inside),
         transcendentals=0,
@@ -96,11 +99,11 @@ def _cost(plan: Plan, inputs, arrays) -> pl.CostEstimate:
     )
 
 
-def _kernel(plan: Plan, *refs):
-    maps, (x, y, v, *refs) = (refs[:2], refs[2:]) if plan.map else ((), refs)
+def _kernel(plan: TpuPlan, *refs):
+    maps, (x, y, v, *refs) = (refs[:2], refs[2:]) if plan.feature_map else ((), refs)
     a, b = refs[:2] if plan.exact_local else (x, y)
     o, do, inverse, *refs = refs[2:] if plan.exact_local else refs
-    count = 0 if plan.alone else 2 if plan.squared else 1
+    count = 0 if plan.single_block else 2 if plan.squared else 1
     sums, refs = refs[:count], refs[count:]
     dx, dy, dv, *outputs, state, moment = refs
     da_db, dmaps = (outputs[:2], outputs[2:]) if plan.exact_local else ((), outputs)
@@ -121,13 +124,13 @@ def _kernel(plan: Plan, *refs):
         g_DxT = (do_DxT * inverse[head]).astype(dtype)
 
         a_CxT, b_CxT, pulls = a[head], b[head], ()
-        if plan.map:
+        if plan.feature_map:
             x_FxT, pull_x = features_and_gradient(plan, maps[0][...], x_FxT, True, dtype)
             y_FxT, pull_y = features_and_gradient(plan, maps[1][...], y_FxT, False, dtype)
             a_CxT, b_CxT = (a_CxT, b_CxT) if plan.exact_local else (x_FxT, y_FxT)
             pulls = (pull_x, pull_y)
 
-        if plan.alone:
+        if plan.single_block:
             gradients = _inside(plan, x_FxT, y_FxT, v_DxT, g_DxT, e_1xT)
             _put(head, (dx, dy, dv), _through_maps(pulls, gradients, dmaps))
             continue
@@ -176,7 +179,7 @@ def _put(head: int, refs, values) -> None:
         ref[head] = value.astype(ref.dtype)
 
 
-def _inside(plan: Plan, a_CxT, b_CxT, v_DxT, g_DxT, e_1xT) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _inside(plan: TpuPlan, a_CxT, b_CxT, v_DxT, g_DxT, e_1xT) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of a, b and v through the weights inside the block."""
     cut = tiles(plan, plan.tile)
     das, dbs, dvs = [], [0.0] * len(cut), [0.0] * len(cut)

@@ -1,7 +1,7 @@
 """What the TPU kernels of linear attention are made of: products, packed features, weights inside a block.
 
-Everything lies feature by token ([F, T], tokens on the 128 lanes), because sketches of 32 or 64 features and heads of
-64 would leave half of the lanes idle; a feature of x ⊗ x is then a row times eight rows, without moving a lane.
+Everything lies feature by token ([F, T]): a feature of x ⊗ x is then a row times eight rows, without moving a lane. The
+grain of its symmetric packing is `SUBLANES`.
 """
 
 import dataclasses
@@ -10,21 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lm.ops.dots import in_three
 from lm.ops.linear_attention.types import ProductMap
 from lm.ops.powers import power_and_slope
+from lm.ops.tpu import LANES, ROWS, SUBLANES, dot
 
-SUBLANES = 8
-"""Rows of a vector register, and so the grain of the symmetric packing."""
-
-ROWS = 16
-"""Rows of a bfloat16 register: what feature axes are padded to."""
-
-UNUSED = (SUBLANES, 128)
+UNUSED = (SUBLANES, LANES)
 """The smallest scratch array, where a plan has no use for one."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TpuPlan:
     """What the kernels compute, and how they cut it into steps.
 
     Attributes:
@@ -36,12 +32,12 @@ class Plan:
         exact_local: a and b are arrays of their own; else they are x and y.
         degree: of the weights inside a block, a power of two.
         scale: of the weights inside a block.
-        bias: what the denominator starts from.
+        denominator_bias: what the denominator starts from.
         series: (c0, c1, c2), where φ is squared and ⟨φ(x), φ(y)⟩ = c0 + c1 s + c2 s² with s = ⟨x, y⟩; (): it is s².
-        map: makes the features of x in the kernels; None: x is features.
+        feature_map: makes the features of x in the kernels; None: x is features.
         features: that the map makes.
-        products: rows of its matrix.
-        alone: one block is all there is, so that nothing is summed.
+        projection_rows: rows of its matrix.
+        single_block: one block is all there is, so that nothing is summed.
         vmem_limit_bytes: what the compiler may use; None: its default.
     """
 
@@ -53,17 +49,17 @@ class Plan:
     exact_local: bool
     degree: int
     scale: float
-    bias: float
+    denominator_bias: float
     series: tuple[float, ...] = ()
-    map: ProductMap | None = None
+    feature_map: ProductMap | None = None
     features: int = 0
-    products: int = 0
-    alone: bool = False
+    projection_rows: int = 0
+    single_block: bool = False
     vmem_limit_bytes: int | None = None
 
     def state_shape(self, features: int, head_dim: int) -> tuple[int, int]:
         """Of Σ v φ(y)ᵀ; for plain features `ROWS` rows below hold Σ φ(y), all the same."""
-        if self.alone:
+        if self.single_block:
             return UNUSED
         if not self.squared:
             return head_dim + ROWS, features
@@ -71,7 +67,7 @@ class Plan:
 
     def moment_shape(self, features: int) -> tuple[int, int]:
         """Of Σ y yᵀ, from which the denominator comes if φ is squared; with a series y has a one below."""
-        if self.alone or not self.squared:
+        if self.single_block or not self.squared:
             return UNUSED
         return (features + ROWS if self.series else features,) * 2
 
@@ -79,13 +75,6 @@ class Plan:
     def near_series(self) -> tuple[float, ...]:
         """The series, where it makes the weights inside a block too."""
         return () if self.exact_local else self.series
-
-
-def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """a · b over one axis of each, accumulated in float32; float32 operands are not rounded."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    axes = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
 def packed_width(rows: int) -> int:
@@ -142,13 +131,13 @@ def unpack_gradient(x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
     return 2.0 * jnp.concatenate(sums, axis=0)
 
 
-def expand(plan: Plan, x_FxT: jax.Array, weighted: bool) -> jax.Array:
+def expand(plan: TpuPlan, x_FxT: jax.Array, weighted: bool) -> jax.Array:
     """φ(x) of a squared plan: `pack`, with a series x and a one below. Its coefficients are the states' part."""
     packed_PxT = pack(x_FxT, weighted)
     return jnp.concatenate([packed_PxT, x_FxT, one(x_FxT)], axis=0) if plan.series else packed_PxT
 
 
-def expand_gradient(plan: Plan, x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
+def expand_gradient(plan: TpuPlan, x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
     """The float32 gradient of x [F, T] from that of `expand(plan, x, weighted=True)` [P, T]."""
     if not plan.series:
         return unpack_gradient(x_FxT, gradient_PxT)
@@ -162,25 +151,15 @@ def one(x_FxT: jax.Array) -> jax.Array:
     return jnp.where(row == 0, 1.0, 0.0).astype(x_FxT.dtype)
 
 
-def with_one(plan: Plan, x_FxT: jax.Array) -> jax.Array:
+def with_one(plan: TpuPlan, x_FxT: jax.Array) -> jax.Array:
     """What the moment is made of and meets."""
     return jnp.concatenate([x_FxT, one(x_FxT)], axis=0) if plan.series else x_FxT
 
 
-def in_three(x: jax.Array) -> list[jax.Array]:
-    """Three bfloat16 arrays whose sum is the float32 array x to 24 bits."""
-    parts = []
-    for _ in range(3):
-        parts.append(x.astype(jnp.bfloat16))
-        x = x - parts[-1].astype(jnp.float32)
-    return parts
-
-
-def moment_operand(plan: Plan, moment_FxF: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def moment_operand(plan: TpuPlan, moment_FxF: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The moment as left side of a product that keeps its 24 bits.
 
-    A moment rounded to bfloat16 makes denominators negative where keys are concentrated and the query is orthogonal
-    to them. Side by side its three parts meet three copies of x in one pass: the contraction has room to spare.
+    Side by side its three parts meet three copies of x in one pass: the contraction has room to spare.
     The coefficients of a series are multiplied in, half of c1 on either side of the diagonal.
     """
     if plan.series:
@@ -197,7 +176,7 @@ def moment_times(operand: jax.Array, x_FxT: jax.Array) -> jax.Array:
     return dot(operand, x_FxT if x_FxT.dtype == jnp.float32 else jnp.concatenate([x_FxT] * 3, axis=0), (1, 0))
 
 
-def state_operand(plan: Plan, state: jax.Array, features: int, dtype: jnp.dtype) -> jax.Array:
+def state_operand(plan: TpuPlan, state: jax.Array, features: int, dtype: jnp.dtype) -> jax.Array:
     """The float32 state as an operand of the given type, with the coefficients of a series.
 
     The rows of Σ φ(y) become its three parts.
@@ -216,7 +195,7 @@ def state_operand(plan: Plan, state: jax.Array, features: int, dtype: jnp.dtype)
     return jnp.concatenate([values, chosen], axis=0).astype(dtype)
 
 
-def extended(plan: Plan, x_DxT: jax.Array, row_1xT: jax.Array | float) -> jax.Array:
+def extended(plan: TpuPlan, x_DxT: jax.Array, row_1xT: jax.Array | float) -> jax.Array:
     """What meets the state: x itself, or for plain features with `ROWS` equal rows below."""
     if plan.squared:
         return x_DxT
@@ -224,7 +203,7 @@ def extended(plan: Plan, x_DxT: jax.Array, row_1xT: jax.Array | float) -> jax.Ar
     return jnp.concatenate([x_DxT, rows.astype(x_DxT.dtype)], axis=0)
 
 
-def weights_and_slope(plan: Plan, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def weights_and_slope(plan: TpuPlan, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """The weights inside a block of inner products s, and their slope / `slope_factor` (None: 1)."""
     if plan.near_series:
         constant, linear, square = plan.near_series
@@ -232,7 +211,7 @@ def weights_and_slope(plan: Plan, s: jax.Array) -> tuple[jax.Array, jax.Array | 
     return power_and_slope(s if plan.scale == 1.0 else plan.scale * s, plan.degree)
 
 
-def slope_factor(plan: Plan) -> float:
+def slope_factor(plan: TpuPlan) -> float:
     """What `weights_and_slope` leaves out of the slope."""
     return 1.0 if plan.near_series else plan.degree * plan.scale
 
@@ -247,6 +226,6 @@ def causal(weights_KxQ: jax.Array) -> jax.Array:
     return jnp.concatenate([weights_KxQ[:before], diagonal_QxQ], axis=0) if before else diagonal_QxQ
 
 
-def tiles(plan: Plan, size: int) -> list[tuple[slice, slice]]:
+def tiles(plan: TpuPlan, size: int) -> list[tuple[slice, slice]]:
     """The tokens of each tile of `size` queries, and the keys of the block that it sees."""
     return [(slice(at, at + size), slice(0, at + size)) for at in range(0, plan.block, size)]

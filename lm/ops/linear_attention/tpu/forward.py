@@ -13,9 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.linear_attention.tpu.features import (
-    Plan,
+    TpuPlan,
     causal,
-    dot,
     expand,
     extended,
     moment_operand,
@@ -26,18 +25,19 @@ from lm.ops.linear_attention.tpu.features import (
     with_one,
 )
 from lm.ops.linear_attention.tpu.maps import features
+from lm.ops.tpu import dot
 
 
-def forward(plan: Plan, save: bool, x, y, v, maps, *local) -> list[jax.Array]:
+def forward(plan: TpuPlan, save: bool, x, y, v, maps, *local) -> list[jax.Array]:
     """Outputs [N, D, L] and inverse denominators [N, 1, L]; with `save` also the sums before each block.
 
     Args:
         plan: L is a multiple of its block, N of its heads.
         save: also return the state's and the moment's operands before each block, [N, L / block, rows, columns].
-        x: [N, F, L], or with plan.map its inputs [N, E, L].
+        x: [N, F, L], or with plan.feature_map its inputs [N, E, L].
         y: as x.
         v: [N, D, L].
-        maps: the map's operands for x and for y, [R, C] each, where plan.map.
+        maps: the map's operands for x and for y, [R, C] each, where plan.feature_map.
         local: a, b, each [N, C, L], where plan.exact_local.
     """
     n, head_dim, length = v.shape
@@ -49,13 +49,13 @@ def forward(plan: Plan, save: bool, x, y, v, maps, *local) -> list[jax.Array]:
     tokens = [pl.BlockSpec((plan.heads, a.shape[1], plan.block), lambda i, j: (i, 0, j)) for a in (*inputs, *outputs)]
     whole = [pl.BlockSpec(w.shape, lambda i, j: (0, 0)) for w in maps]
     sums = []
-    if save and not plan.alone:
+    if save and not plan.single_block:
         wide = moment[1] if v.dtype == jnp.float32 else 3 * moment[1]
         shapes = [state, (moment[0], wide)] if plan.squared else [state]
         outputs += [jax.ShapeDtypeStruct((n, steps, *shape), v.dtype) for shape in shapes]
         sums = [pl.BlockSpec((plan.heads, 1, *shape), lambda i, j: (i, j, 0, 0)) for shape in shapes]
     return pl.pallas_call(
-        functools.partial(_kernel, plan, save and not plan.alone),
+        functools.partial(_kernel, plan, save and not plan.single_block),
         name='linear_attention_forward',
         grid=(n // plan.heads, steps),
         in_specs=whole + tokens[: len(inputs)],
@@ -69,13 +69,13 @@ def forward(plan: Plan, save: bool, x, y, v, maps, *local) -> list[jax.Array]:
     )(*maps, *inputs)
 
 
-def _cost(plan: Plan, inputs, outputs) -> pl.CostEstimate:
+def _cost(plan: TpuPlan, inputs, outputs) -> pl.CostEstimate:
     n, head_dim, length = inputs[2].shape
     features = plan.features or inputs[0].shape[1]
     compared = inputs[-1].shape[1] if plan.exact_local else features
     rows, columns = plan.state_shape(features, head_dim)
-    before = 0 if plan.alone else 4 * rows * columns + (8 * features**2 if plan.squared else 0)
-    inside = (compared + head_dim) * (plan.block + plan.forward_tile) + 4 * plan.products * inputs[0].shape[1]
+    before = 0 if plan.single_block else 4 * rows * columns + (8 * features**2 if plan.squared else 0)
+    inside = (compared + head_dim) * (plan.block + plan.forward_tile) + 4 * plan.projection_rows * inputs[0].shape[1]
     return pl.CostEstimate(
         flops=n * length * (before + inside),
         transcendentals=0,
@@ -83,8 +83,8 @@ def _cost(plan: Plan, inputs, outputs) -> pl.CostEstimate:
     )
 
 
-def _kernel(plan: Plan, save: bool, *refs):
-    maps, (x, y, v, *refs) = (refs[:2], refs[2:]) if plan.map else ((), refs)
+def _kernel(plan: TpuPlan, save: bool, *refs):
+    maps, (x, y, v, *refs) = (refs[:2], refs[2:]) if plan.feature_map else ((), refs)
     a, b = refs[:2] if plan.exact_local else (x, y)
     o, inverse, *saved, state, moment = refs[2:] if plan.exact_local else refs
 
@@ -97,11 +97,11 @@ def _kernel(plan: Plan, save: bool, *refs):
     for head in range(plan.heads):
         x_FxT, y_FxT, v_DxT = x[head], y[head], v[head]
         a_CxT, b_CxT = a.at[head], b.at[head]
-        if plan.map:
+        if plan.feature_map:
             x_FxT = features(plan, maps[0][...], x_FxT, True, v.dtype)
             y_FxT = features(plan, maps[1][...], y_FxT, False, v.dtype)
             a_CxT, b_CxT = (a_CxT, b_CxT) if plan.exact_local else (x_FxT, y_FxT)
-        if plan.alone:
+        if plan.single_block:
             num_DxT, den_1xT = jnp.zeros(v_DxT.shape, jnp.float32), jnp.zeros((1, plan.block), jnp.float32)
         elif plan.squared:
             state_DxP = state_operand(plan, state[head], x_FxT.shape[0], v.dtype)
@@ -126,8 +126,8 @@ def _kernel(plan: Plan, save: bool, *refs):
             s_KxQ = dot(b_CxT[:, keys], a_CxT[:, queries], (0, 0))
             w_KxQ, _ = weights_and_slope(plan, s_KxQ)
             w_KxQ = causal(w_KxQ)
-            total_1xQ = plan.bias + den_1xT[:, queries] + jnp.sum(w_KxQ, axis=0, keepdims=True)
-            # Padding after the last token has no keys and, with bias 0, no denominator either.
+            total_1xQ = plan.denominator_bias + den_1xT[:, queries] + jnp.sum(w_KxQ, axis=0, keepdims=True)
+            # Padding after the last token has no keys and, with denominator_bias 0, no denominator either.
             inverse_1xQ = jnp.where(total_1xQ == 0.0, 0.0, 1.0 / total_1xQ)
             num_DxQ = num_DxT[:, queries] + dot(v[head, :, keys], w_KxQ.astype(v.dtype), (1, 0))
             inverse[head, :, queries] = inverse_1xQ

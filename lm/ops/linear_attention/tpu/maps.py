@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.ops.linear_attention.tpu.features import Plan, dot
+from lm.ops.linear_attention.tpu.features import TpuPlan
+from lm.ops.tpu import dot
 
 
 def operand(matrix_RxE: jax.Array, x_dtype: jnp.dtype, dtype: jnp.dtype) -> jax.Array:
@@ -37,18 +38,18 @@ def products(operand_RxC: jax.Array, x_ExT: jax.Array) -> jax.Array:
     return dot(operand_RxC, jnp.concatenate(parts, axis=0), (1, 0))
 
 
-def features(plan: Plan, operand_RxC: jax.Array, x_ExT: jax.Array, queries: bool, dtype: jnp.dtype) -> jax.Array:
+def features(plan: TpuPlan, operand_RxC: jax.Array, x_ExT: jax.Array, queries: bool, dtype: jnp.dtype) -> jax.Array:
     """φ(x) [M, T]."""
-    return plan.map.of_products(products(operand_RxC, x_ExT), x_ExT.astype(jnp.float32), queries).astype(dtype)
+    return plan.feature_map.of_products(products(operand_RxC, x_ExT), x_ExT.astype(jnp.float32), queries).astype(dtype)
 
 
 def features_and_gradient(
-    plan: Plan, operand_RxC: jax.Array, x_ExT: jax.Array, queries: bool, dtype: jnp.dtype
+    plan: TpuPlan, operand_RxC: jax.Array, x_ExT: jax.Array, queries: bool, dtype: jnp.dtype
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array | None]]]:
     """φ(x), and what makes of its float32 gradient that of x and, where the map learns, that of W [R, E]."""
     wide_ExT = x_ExT.astype(jnp.float32)
     wx_RxT = products(operand_RxC, x_ExT)
-    phi_MxT, pull = jax.vjp(lambda wx, x: plan.map.of_products(wx, x, queries), wx_RxT, wide_ExT)
+    phi_MxT, pull = jax.vjp(lambda wx, x: plan.feature_map.of_products(wx, x, queries), wx_RxT, wide_ExT)
 
     def gradient(dphi_MxT):
         dwx_RxT, dx_ExT = pull(dphi_MxT)
@@ -58,6 +59,6 @@ def features_and_gradient(
         else:
             parts = dot(operand_RxC[:, : 2 * size], dwx_RxT, (0, 0))
             dx_ExT += parts[:size] + parts[size:]
-        return dx_ExT, dot(dwx_RxT, x_ExT.astype(dtype), (1, 1)) if plan.map.learns else None
+        return dx_ExT, dot(dwx_RxT, x_ExT.astype(dtype), (1, 1)) if plan.feature_map.learns else None
 
     return phi_MxT.astype(dtype), gradient

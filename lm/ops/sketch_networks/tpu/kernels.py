@@ -19,11 +19,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.linear_attention.tpu.features import dot
 from lm.ops.sketch_networks.types import EPSILON
+from lm.ops.tpu import ROWS, dot
 
-ONES = 16
-"""Rows of ones below the input of a map: one would do, but a bfloat16 register has 16 rows."""
+ONES = ROWS
+"""Rows of ones below the input of a map: one would do, but for the grain of a bfloat16 register."""
 
 CUBIC = (4.0 * 0.044715 * 2.0 * math.sqrt(2.0 / math.pi)) ** (1 / 3)
 LINEAR = 2.0 * math.sqrt(2.0 / math.pi) / CUBIC
@@ -31,7 +31,7 @@ LINEAR = 2.0 * math.sqrt(2.0 / math.pi) / CUBIC
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class NodePlan:
     """How the kernels are cut into steps.
 
     Attributes:
@@ -51,7 +51,7 @@ class Plan:
     vmem_limit_bytes: int | None = None
 
 
-def forward(plan: Plan, inputs: Sequence[jax.Array], maps: Sequence[jax.Array]) -> jax.Array:
+def forward(plan: NodePlan, inputs: Sequence[jax.Array], maps: Sequence[jax.Array]) -> jax.Array:
     """ψ, [B, N · G, r, L].
 
     Args:
@@ -73,7 +73,9 @@ def forward(plan: Plan, inputs: Sequence[jax.Array], maps: Sequence[jax.Array]) 
     )(*inputs, *maps)
 
 
-def backward(plan: Plan, inputs: Sequence[jax.Array], maps: Sequence[jax.Array], dpsi: jax.Array) -> list[jax.Array]:
+def backward(
+    plan: NodePlan, inputs: Sequence[jax.Array], maps: Sequence[jax.Array], dpsi: jax.Array
+) -> list[jax.Array]:
     """The gradients of the inputs and, in float32 and for each of plan.parts, of the maps.
 
     Returns:
@@ -100,13 +102,13 @@ def backward(plan: Plan, inputs: Sequence[jax.Array], maps: Sequence[jax.Array],
     )(*inputs, dpsi, *read)
 
 
-def _grid(plan: Plan, maps: Sequence[jax.Array], x_BxHxMxL: jax.Array) -> tuple[int, ...]:
+def _grid(plan: NodePlan, maps: Sequence[jax.Array], x_BxHxMxL: jax.Array) -> tuple[int, ...]:
     """Sketches, parts, batch, heads of a sketch, blocks of a part."""
     batch, _, _, length = x_BxHxMxL.shape
     return maps[0].shape[0], plan.parts, batch, plan.heads, length // (plan.block * plan.parts)
 
 
-def _tokens(plan: Plan, a_BxHxFxL) -> pl.BlockSpec:
+def _tokens(plan: NodePlan, a_BxHxFxL) -> pl.BlockSpec:
     steps = a_BxHxFxL.shape[3] // (plan.block * plan.parts)
     shape = (None, None, a_BxHxFxL.shape[2], plan.block)
     return pl.BlockSpec(shape, lambda i, p, b, h, j: (b, i * plan.heads + h, 0, p * steps + j))
@@ -116,7 +118,7 @@ def _whole(a_NxAxBxC) -> pl.BlockSpec:
     return pl.BlockSpec((None, *a_NxAxBxC.shape[1:]), lambda i, p, b, h, j: (i, 0, 0, 0))
 
 
-def _compiler_params(plan: Plan) -> pltpu.CompilerParams:
+def _compiler_params(plan: NodePlan) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(
         dimension_semantics=('parallel', 'parallel', 'arbitrary', 'arbitrary', 'arbitrary'),
         vmem_limit_bytes=plan.vmem_limit_bytes,
@@ -134,7 +136,7 @@ def _cost(passes: int, maps: Sequence[jax.Array], arrays) -> pl.CostEstimate:
     )
 
 
-def _forward_kernel(plan: Plan, n_inputs: int, *refs):
+def _forward_kernel(plan: NodePlan, n_inputs: int, *refs):
     inputs, (w1, v1, w2, v2), psi = refs[:n_inputs], refs[n_inputs:-1], refs[-1]
     r, dtype = psi.shape[0], psi.dtype
     for at in range(0, plan.block, plan.forward_tile):
@@ -146,7 +148,7 @@ def _forward_kernel(plan: Plan, n_inputs: int, *refs):
         psi[:, tokens] = (r**0.5 * jnp.tanh(r**-0.5 * first * second)).astype(dtype)
 
 
-def _backward_kernel(plan: Plan, n_inputs: int, *refs):
+def _backward_kernel(plan: NodePlan, n_inputs: int, *refs):
     inputs, dpsi, refs = refs[:n_inputs], refs[n_inputs], refs[n_inputs + 1 :]
     (w1, v1, w2, v2, *turned), refs = refs[:8], refs[8:]
     dxs, (dw1, dv1, dw2, dv2) = refs[:n_inputs], refs[n_inputs:]

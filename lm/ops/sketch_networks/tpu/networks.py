@@ -7,19 +7,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from lm.ops import platform
-from lm.ops.exact_attention import RESIDUAL_NAME
-from lm.ops.sketch_networks.tpu.kernels import CUBIC, ONES, Plan, backward, forward
-from lm.ops.sketch_networks.types import Network, Nodes, climb
+from lm.ops.residuals import saved
+from lm.ops.sketch_networks.tpu.kernels import CUBIC, ONES, NodePlan, backward, forward
+from lm.ops.sketch_networks.types import NetworkWeights, Nodes, climb
+from lm.ops.tpu import LANES, ROWS
 
-LANES = 128
 BLOCK, TILE = 1024, 512
 """Tokens of a grid step, and of the part of it whose hidden layers exist at a time in the backward kernel, at most:
 long enough for the matrix units to have the products of one network while the other's hidden units are computed."""
-ROWS = 16
-"""Rows of a bfloat16 register: sizes must be multiples of it."""
 
 
 def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -41,15 +38,15 @@ def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:
     dtypes = {x.dtype for x in xs}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
         return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
-    if x.shape[0] % platform.batch_shards():
-        return f'cannot split a batch of {x.shape[0]} over {platform.batch_shards()} devices'
+    if reason := platform.uneven_batch(x.shape[0]):
+        return reason
     hidden = nodes[0][0].kernels[0].shape[-1]
     if vmem_estimate(LANES, max(x.shape[-1], r), hidden, r, x.dtype.itemsize) > 0.8 * platform.vmem()[0]:
         return f'would not fit its VMEM with sketches of {r} and {hidden} hidden units'
     return None
 
 
-def plan_for(length: int, heads: int, size: int, hidden: int, r: int, itemsize: int) -> Plan:
+def plan_for(length: int, heads: int, size: int, hidden: int, r: int, itemsize: int) -> NodePlan:
     """How sequences of `length` vectors of `size` numbers are computed, `heads` heads a sketch."""
     available, limit = platform.vmem()
     steps = -(-length // BLOCK)
@@ -59,7 +56,7 @@ def plan_for(length: int, heads: int, size: int, hidden: int, r: int, itemsize: 
     tile = (fitting or sizes[-1:])[0]
     # The forward kernel gains from longer tiles, but for v4, which loads and stores less at a time.
     forward_tile = block if limit else sizes[0]
-    return Plan(block, tile, forward_tile, heads, 2 if steps % 2 == 0 else 1, limit)
+    return NodePlan(block, tile, forward_tile, heads, 2 if steps % 2 == 0 else 1, limit)
 
 
 def vmem_estimate(tile: int, size: int, hidden: int, r: int, itemsize: int) -> int:
@@ -77,7 +74,7 @@ def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
     x_BxNxGxMxL = jnp.pad(x_BxLxNxGxM.transpose(0, 2, 3, 4, 1), ((0, 0),) * 4 + ((0, -length % plan.block),))
     leaf_BxHxMxL = x_BxNxGxMxL.reshape(batch, n * heads, size, -1)
 
-    def join(first: Network, second: Network, left: jax.Array, right: jax.Array) -> jax.Array:
+    def join(first: NetworkWeights, second: NetworkWeights, left: jax.Array, right: jax.Array) -> jax.Array:
         inputs = (left,) if left is right else (left, right)
         return node(plan, inputs, _fold(first, second))
 
@@ -85,7 +82,7 @@ def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
     return psi_BxHxRxL.reshape(batch, n, heads, r, length).transpose(0, 4, 1, 2, 3)
 
 
-def _fold(first: Network, second: Network) -> tuple[jax.Array, ...]:
+def _fold(first: NetworkWeights, second: NetworkWeights) -> tuple[jax.Array, ...]:
     """The four maps of both networks and the biases of the first and third, as the kernels want them, in float32.
 
     Layer normalization's scale and bias become part of the map after it, gelu's constants of the maps around it.
@@ -102,7 +99,7 @@ def _fold(first: Network, second: Network) -> tuple[jax.Array, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def node(plan: Plan, inputs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> jax.Array:
+def node(plan: NodePlan, inputs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> jax.Array:
     """ψ [B, H, r, L] of one node.
 
     Args:
@@ -114,8 +111,7 @@ def node(plan: Plan, inputs: tuple[jax.Array, ...], weights: tuple[jax.Array, ..
 
 
 def _node_forward(plan, inputs, weights):
-    # Saved by name, so that a `jax.checkpoint` policy can spare the backward pass a second forward one.
-    psi = checkpoint_name(forward(plan, inputs, _maps(weights, inputs[0].dtype)), RESIDUAL_NAME)
+    psi = saved(forward(plan, inputs, _maps(weights, inputs[0].dtype)))
     return psi, (inputs, weights)
 
 

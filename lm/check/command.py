@@ -1,0 +1,61 @@
+"""`lm check`: what a run will need, before it is paid for: parameters, arithmetic, and the training step compiled for a
+TPU slice that is not there."""
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+
+from lm.check.advice import advise
+from lm.check.compiled_step import Check, budget, check
+from lm.check.tables import print_budget, print_check
+from lm.errors import ConfigError
+from lm.experiment import Experiment
+from lm.hardware import parse
+from lm.runs.records import to_json
+
+
+def main(experiment: Experiment, arguments: Any) -> int:
+    """The `lm check` command. Raises ConfigError, after everything was printed, if the step does not fit."""
+    # Nothing is run; an accelerator of this machine may be busy.
+    jax.config.update('jax_platforms', 'cpu')
+    topologies = [parse(name) for name in arguments.topology]
+    show = print_nothing if arguments.json else None
+    planned = budget(experiment)
+    (show or print_budget)(planned, experiment)
+    checks = []
+    for topology in topologies:
+        note(f'compiling the training step for {topology.name} …')
+        found = check(experiment, topology)
+        if not found.fits and arguments.advice:
+            found = dataclasses.replace(found, advice=advise(experiment, topology, found, note))
+        (show or print_check)(found, planned)
+        checks.append(found)
+    if arguments.json:
+        print(to_json({'plan': dataclasses.asdict(planned), 'checks': [dataclasses.asdict(c) for c in checks]}))
+    if failed := [c for c in checks if not c.fits]:
+        raise ConfigError(failure(failed[0]))
+    return 0
+
+
+def failure(found: Check) -> str:
+    """One line: what is missing, and what to do about it."""
+    memory = found.memory
+    line = (
+        f'{found.topology}: a step needs {memory.needed_gib:.2f} GiB of HBM, and a program may use {memory.limit_gib}'
+    )
+    if found.advice is None:
+        return f'{line}; try train.microbatches, model.remat, mesh.fsdp or a larger topology'
+    if found.advice.check is None:
+        return f'{line}; no change of microbatches, remat and fsdp makes it fit: take a larger topology'
+    return f'{line}; add ' + ' '.join(f'--gin_param "{binding}"' for binding in found.advice.check.bindings)
+
+
+def note(text: str) -> None:
+    """Progress, for people who watch."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_nothing(*_: Any) -> None:
+    """In place of the tables, with --json."""

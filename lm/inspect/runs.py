@@ -1,0 +1,110 @@
+"""What a run directory holds."""
+
+import datetime
+import time
+from typing import Any
+
+from etils import epath
+
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.snapshot import Damaged, Snapshot
+from lm.errors import LmError
+from lm.experiment import load
+from lm.runs.records import Run
+from lm.training.step import count_parameters
+
+DELETION_SECONDS = 1.0
+"""After so long a step that looked damaged is read again: it counts as damaged if it is still there."""
+
+
+def inspect_run(path: epath.PathLike, verify: bool = False) -> dict[str, Any]:
+    """What the run in `path` was told, how far it is, and its checkpoints.
+
+    Args:
+        verify: read every checkpoint whole and compare checksums.
+    """
+    run = Run.read(path)
+    steps, others = saved_steps(run.directory.checkpoints)
+    checkpoints = [found for step in steps if (found := inspect_checkpoint(run, step, verify))]
+    return {
+        'kind': 'run',
+        'path': str(run.directory.path),
+        'status': 'finished' if run.is_finished() else 'not finished',
+        'step': run.step,
+        'steps': run.total_steps,
+        'last_train': run.train[-1] if run.train else None,
+        'tokens_per_second': run.tokens_per_second,
+        'last_eval': run.last_evaluation,
+        'evaluations': len(run.evaluations),
+        'parameters': parameters(run),
+        'checkpoints': checkpoints,
+        'set_aside': others,
+        'fingerprints': {name: run.info.get(name) for name in ('data', 'tokenizer')},
+        'configuration': run.config,
+        'attention': run.attention,
+        'info': run.info,
+        'damage': [f'checkpoint step {c["step"]}: {c["health"]}' for c in checkpoints if not c['sound']],
+    }
+
+
+def saved_steps(directory: epath.Path) -> tuple[list[int], list[str]]:
+    """What lies in a folder of checkpoints.
+
+    Returns:
+        steps: those whose save was completed, damaged ones too.
+        others: damaged and abandoned steps that were renamed, and saves and deletions that go on or were cut off.
+    """
+    names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+    steps = sorted(int(name) for name in names if name.isdigit() and Snapshot(directory, int(name)).is_committed())
+    return steps, [name for name in names if not name.isdigit() or int(name) not in steps]
+
+
+def inspect_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any] | None:
+    """Step, size, time, health, and the loss of its evaluation; None: a run that goes on has deleted it meanwhile."""
+    try:
+        found = _read_checkpoint(run, step, verify)
+        if not found['sound']:  # a step that is being deleted looks damaged
+            time.sleep(DELETION_SECONDS)
+            found = _read_checkpoint(run, step, verify)
+    except FileNotFoundError:
+        return None
+    return found if Snapshot(run.directory.checkpoints, step).is_committed() else None
+
+
+def _read_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any]:
+    path = run.directory.checkpoints / str(step)
+    snapshot = Snapshot(run.directory.checkpoints, step)
+    health, sound, record = 'complete', True, {}
+    try:
+        record = snapshot.record()
+        if verify:
+            with Checkpointer(run.directory.checkpoints) as checkpointer:
+                checkpointer.verify(step)
+            health = 'verified'
+    except (Damaged, LmError) as damage:
+        health, sound = ' '.join(str(damage).split()), False
+    committed = path / 'commit_success.txt'
+    saved = committed.stat().mtime if committed.exists() else None
+    return {
+        'step': step,
+        'bytes': size_of(path),
+        'saved': saved and datetime.datetime.fromtimestamp(saved, datetime.UTC).isoformat(timespec='seconds'),
+        'health': health,
+        'sound': sound,
+        'loss': record.get('metrics', {}).get('loss'),
+        'arrays': len(record.get('leaves', ())),
+        'fingerprints': record.get('fingerprints', {}),
+    }
+
+
+def size_of(path: epath.Path) -> int:
+    """Bytes of all files below `path`."""
+    total = 0
+    for entry in path.iterdir():
+        total += size_of(entry) if entry.is_dir() else entry.stat().length
+    return total
+
+
+def parameters(run: Run) -> dict[str, int]:
+    """Trainable parameters by part of the model."""
+    return count_parameters(load([str(run.directory.config)]).model)

@@ -1,0 +1,37 @@
+"""What a token store holds."""
+
+from typing import Any
+
+from lm.data.store import TokenStore
+from lm.errors import MismatchError
+
+
+def inspect_store(path: str, verify: bool = False) -> dict[str, Any]:
+    """What the token store in `path` was made of and how much of it there is."""
+    store = TokenStore.open(path)
+    damage, splits = [], {}
+    for split in store.splits:
+        tokens, n_bytes, words = store.tokens(split), store.bytes(split), store.words(split)
+        splits[split] = {
+            'documents': store.documents(split),
+            'bytes': n_bytes,
+            'words': words,
+            'tokens': tokens,
+            'bytes_per_token': n_bytes / tokens if tokens else None,
+            'sha256': store.info['splits'][split].get('sha256'),
+            'health': 'not verified',
+        }
+        if verify:
+            try:
+                store.verify(split)
+                splits[split]['health'] = 'verified'
+            except MismatchError as error:
+                splits[split]['health'] = 'damaged'
+                damage.append(str(error))
+    if verify:
+        try:
+            store.tokenizer()
+        except MismatchError as error:
+            damage.append(str(error))
+    others = {k: v for k, v in store.info.items() if k not in ('splits', 'checksum')}
+    return {'kind': 'token store', 'path': path, 'splits': splits, **others, 'damage': damage}

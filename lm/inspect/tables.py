@@ -1,0 +1,103 @@
+"""What `lm inspect` prints for people."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lm.runs import sweep_file
+from lm.text import duration, perplexity, si
+
+
+def print_run(found: dict[str, Any], console: Console) -> None:
+    """The run for people."""
+    get, info = found['configuration'].get, found['info']
+    train, evaluation = found['last_train'], found['last_eval']
+    steps = found['steps']
+    rows = {
+        'run': found['path'],
+        'status': f'{found["status"]}, step {found["step"]:,} of {steps:,} ({found["step"] / max(steps, 1):.0%})',
+        'started': ', resumed '.join([str(info.get('started')), *info.get('resumed', [])[-1:]])
+        + (f' ({len(info["resumed"])} times in all)' if len(info.get('resumed', [])) > 1 else ''),
+        'model': f'{get("model.n_layers")} layers of width {get("model.d_model")}, {get("model.n_heads")} heads of '
+        f'{get("model.head_dim")}, {found["attention"]}',
+        'parameters': f'{sum(found["parameters"].values()):,} ('
+        + ', '.join(f'{part} {count:,}' for part, count in found['parameters'].items() if count)
+        + ')',
+        'training': f'{get("train.tokens_per_step")} tokens a step in windows of {get("train.context_length")}, '
+        f'peak learning rate {get("optimizer.peak_learning_rate")}, seed {get("train.seed")}',
+        'data': f'{get("data.path")}, fingerprint {_short(found["fingerprints"]["data"])}',
+        'tokenizer': _short(found['fingerprints']['tokenizer']),
+        'machine': f'{info.get("device_count")} × {info.get("device_kind")}, {info.get("process_count")} process'
+        + ('es' if info.get('process_count') != 1 else ''),
+        'code': f'{info.get("git_commit") or "no git commit"}, lm {info.get("versions", {}).get("lm")}, '
+        f'jax {info.get("versions", {}).get("jax")}',
+        'last step': '–'
+        if train is None
+        else f'{train["step"]:,}: loss {train["loss"]:.4f}, perplexity {perplexity(train["loss"]):.2f}, '
+        f'gradient norm {train["grad_norm"]:.3f}, {si(found["tokens_per_second"] or 0)} tokens/s'
+        + (f', MFU {train["mfu"]:.1%}' if train.get('mfu') else '')
+        + f', {duration(train["seconds"])} of training'
+        + (f', {train["skipped_steps"]} steps skipped' if train.get('skipped_steps') else ''),
+        'last evaluation': '–'
+        if evaluation is None
+        else f'{evaluation["step"]:,}: {evaluation["split"]} '
+        + ', '.join(f'{m.replace("_", " ")} {evaluation[m]:.4f}' for m in sweep_file.MEASURES if m in evaluation),
+        'evaluations': f'{found["evaluations"]} of lm evaluate',
+    }
+    console.print(_pairs(rows))
+    table = _table('step', 'size', 'saved', 'evaluation loss', 'health')
+    for checkpoint in found['checkpoints']:
+        loss = checkpoint['loss']
+        table.add_row(
+            f'{checkpoint["step"]:,}',
+            f'{si(checkpoint["bytes"])}B',
+            checkpoint['saved'] or '–',
+            f'{loss:.4f}' if isinstance(loss, float) else '–',
+            checkpoint['health'],
+        )
+    console.print(table if found['checkpoints'] else 'no checkpoints yet')
+    if found['set_aside']:
+        console.print(f'set aside or unfinished: {", ".join(found["set_aside"])}')
+
+
+def print_store(found: dict[str, Any], console: Console) -> None:
+    """The store for people."""
+
+    def pairs(value: Any) -> str:
+        return ', '.join(f'{k} {v}' for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+    rows = {'token store': found['path']}
+    rows |= {k: pairs(v) for k, v in found.items() if k not in ('kind', 'path', 'splits', 'settings', 'damage')}
+    console.print(_pairs(rows))
+    table = _table('split', 'documents', 'bytes', 'words', 'tokens', 'bytes/token', 'health')
+    for name, split in found['splits'].items():
+        table.add_row(
+            name,
+            *(f'{split[column]:,}' for column in ('documents', 'bytes', 'words', 'tokens')),
+            '–' if split['bytes_per_token'] is None else f'{split["bytes_per_token"]:.3f}',
+            split['health'],
+        )
+    console.print(table)
+
+
+def print_sweep(found: dict[str, Any], console: Console) -> None:
+    """The table with which `lm sweep` ended."""
+    console.print(sweep_file.results_table(found['points']))
+
+
+def _pairs(rows: dict[str, str]) -> str:
+    width = max(map(len, rows))
+    return '\n'.join(f'{name:<{width}}  {value}' for name, value in rows.items())
+
+
+def _table(*headings: str) -> Table:
+    table = Table()
+    for heading in headings:
+        left = heading in ('saved', 'health', 'split')
+        table.add_column(heading, justify='left' if left else 'right')
+    return table
+
+
+def _short(digest: str | None) -> str:
+    return digest[:16] if digest else '–'

@@ -1,0 +1,46 @@
+"""What the TPU kernels of several operations share: the sizes of registers, the layout feature by token, products.
+
+Inside the kernels everything is feature by token ([N, F, L], N = batch · heads, tokens on the 128 lanes): heads of 64
+and sketches of 32 or 64 features would leave half of the lanes idle.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LANES = 128
+
+SUBLANES = 8
+"""Rows of a float32 register."""
+
+ROWS = 16
+"""Rows of a bfloat16 register: what feature axes are padded to."""
+
+
+def padded_rows(size: int) -> int:
+    """Rows of `size` features."""
+    return -(-size // ROWS) * ROWS
+
+
+def by_token(a_BxLxKxF: jax.Array, length: int, heads: int) -> jax.Array:
+    """[B · heads, padded F, length]: each of K heads repeated until there are `heads`, zeros where there is nothing."""
+    batch, tokens, count, rows = a_BxLxKxF.shape
+    a_BxHxFxL = a_BxLxKxF.transpose(0, 2, 3, 1)
+    if heads > count:
+        a_BxHxFxL = jnp.repeat(a_BxHxFxL, heads // count, axis=1)
+    a_BxHxFxL = jnp.pad(a_BxHxFxL, ((0, 0), (0, 0), (0, padded_rows(rows) - rows), (0, length - tokens)))
+    return a_BxHxFxL.reshape(batch * heads, padded_rows(rows), length)
+
+
+def by_head(o_NxFxL: jax.Array, like_BxLxHxE: jax.Array, size: int) -> jax.Array:
+    """[B, L, H, size], the inverse of `by_token`; batch, length and heads are those of `like`."""
+    batch, length, heads, _ = like_BxLxHxE.shape
+    o_BxHxFxL = o_NxFxL.reshape(batch, heads, *o_NxFxL.shape[1:])[:, :, :size, :length]
+    return o_BxHxFxL.transpose(0, 3, 1, 2)
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """a · b over one axis of each, accumulated in float32; float32 operands are not rounded."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    axes = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,71 @@
+"""What counts of the evaluations of a run, and how a run stands."""
+
+import dataclasses
+import math
+from typing import Any
+
+from lm.runs import sweep_file
+from lm.runs.records import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Measures:
+    """Figures of runs.
+
+    Attributes:
+        split: which evaluations count; None: those of training.
+    """
+
+    split: str | None = None
+
+    def newest(self, run: Run, context: int | None = None) -> dict[str, Any]:
+        """The newest evaluation of a run at its own context length or another one, windows disjoint; {} if none.
+
+        A file of `lm evaluate` counts more than the periodic evaluation of the same step, unless it scored the
+        weights under another attention than the run's own.
+        """
+        context = context or run.value('train.context_length')
+        split = self.split or (run.last_evaluation or {}).get('split')
+        found = [
+            r
+            for r in [*run.evals, *run.evaluations]
+            if r.get('split') == split
+            and r.get('context_length') == context
+            and r.get('window') in ('disjoint', None)
+            and not _is_another_model(run, r)
+        ]
+        return max(reversed(found), key=lambda r: r['step'], default={})
+
+    def perplexity(self, run: Run, context: int | None = None) -> float | None:
+        """Per token, of a run on text; answers to a task have an accuracy. None where it is not finite."""
+        measured = self.newest(run, context)
+        return None if 'accuracy' in measured else _finite(measured.get('perplexity'))
+
+    def accuracy(self, run: Run) -> float | None:
+        """In percent."""
+        accuracy = _finite(self.newest(run).get('accuracy'))
+        return None if accuracy is None else 100 * accuracy
+
+
+def status_of(run: Run) -> str:
+    """'done', 'diverged (43)', 'failed (44)', 'not finite' or 'not finished'."""
+    failure = sweep_file.failure_of(run.directory.path.parent, run.name)
+    if run.train and not math.isfinite(run.train[-1]['loss']):
+        return sweep_file.describe_status('failed', failure.get('exit_code')) if failure else 'not finite'
+    if run.is_finished():
+        return 'done'
+    return sweep_file.describe_status('failed', failure.get('exit_code')) if failure else 'not finished'
+
+
+def microseconds_per_token(run: Run) -> float | None:
+    return 1e6 / run.tokens_per_second if run.tokens_per_second else None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _is_another_model(run: Run, record: dict[str, Any]) -> bool:
+    """Whether an evaluation ran the weights with another attention than they were trained with."""
+    own = tuple(f'{name}.' for name in run.mechanisms())
+    return any(name == 'model.attention' or name.startswith(own) for name in record.get('overrides') or ())

@@ -1,0 +1,191 @@
+"""The pictures of a report, and the points that they show."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm import plots
+from lm.plots import Curve
+from lm.report.curves import (
+    FEWEST_TOKENS,
+    Series,
+    accuracy_curve,
+    context_curve,
+    first_position,
+    is_under_way,
+    loss_curve,
+    make_series,
+    position_curve,
+)
+from lm.report.measures import Measures, microseconds_per_token
+from lm.report.paper import devices_of
+from lm.runs.records import Run
+from lm.text import short
+
+SPEED = {'y_scale': 'log', 'right': ('tokens per second', lambda value: 1e6 / np.maximum(value, 1e-12))}
+
+
+class Pictures:
+    """Draws runs into a folder.
+
+    Attributes:
+        drawn: the runs that have come far enough.
+        files: (name, caption) of each picture.
+        points: those of all pictures, a dict each.
+    """
+
+    def __init__(self, runs: Sequence[Run], out: Path, measures: Measures):
+        self.out, self.measures = out, measures
+        self.drawn = [run for run in runs if is_under_way(run)]
+        self.series = make_series(self.drawn)
+        self.contexts = sorted({run.value('train.context_length') for run in self.drawn})
+        splits = sorted({split for run in self.drawn if (split := measures.newest(run).get('split'))})
+        self.split = ' and '.join(splits)
+        self.files: list[tuple[str, str]] = []
+        self.points: list[dict[str, Any]] = []
+
+    def draw(self) -> None:
+        """Draws every picture for which there are data."""
+        for context in self.contexts:
+            suffix, where = (f'_{context}', f', context {context:,}') if len(self.contexts) > 1 else ('', '')
+            end = max(run.train[-1]['tokens'] for s in self.series for run in s.at(context))
+            self._lines(
+                f'loss{suffix}',
+                [curve for s in self.series if (curve := loss_curve(s, context, end))],
+                f'Training loss (smoothed){where}; bands (of up to 6 curves): extremes over seeds.',
+                'training tokens',
+                'training loss (nats per token)',
+                x_scale='log',
+            )
+            self._lines(
+                f'position{suffix}',
+                [curve for s in self.series if (curve := position_curve(s, context, self.measures.newest))],
+                f'Loss by position in the context{where}; positions with fewer than {FEWEST_TOKENS:,} tokens are left '
+                'out, and curves.csv counts those of each point.',
+                'position in the context (tokens)',
+                f'{self.split} loss (nats per token)',
+                x_scale='log',
+                markers=True,
+                ticks=_thinned([2**i for i in range(context.bit_length()) if 2**i >= first_position(context)]),
+            )
+            self._lines(
+                f'accuracy{suffix}',
+                [curve for s in self.series if (curve := accuracy_curve(s, context))],
+                f'Accuracy during training{where}.',
+                'training steps',
+                f'{self.split} accuracy (%)',
+                y_limits=(-3, 103),
+            )
+        self._against_context('perplexity', self.measures.perplexity, f'{self.split} perplexity per token')
+        self._against_context('accuracy', self.measures.accuracy, f'{self.split} accuracy (%)')
+        devices = '; '.join(sorted({devices_of(run) for run in self.drawn}))
+        note = f', measured on {devices}; bands of single runs: quartiles of the logged intervals'
+        self._against_context('speed', microseconds_per_token, 'training time per token (µs)', note, **SPEED)
+        self._other_contexts()
+
+    def _against_context(
+        self, name: str, measure: Callable[[Run], float | None], label: str, note: str = '', **options: Any
+    ) -> None:
+        """A measure against the context length in training; with one length alone, a row of dots a series."""
+        series = _by_devices(self.series) if name == 'speed' else self.series
+        values = [[(run, measure(run)) for run in s.runs] for s in series]
+        title = f'{label[0].upper()}{label[1:]}'
+        if len(self.contexts) > 1:
+            curves = []
+            for s, found in zip(series, values, strict=True):
+                curve = context_curve(s, [(run.value('train.context_length'), value) for run, value in found])
+                if name == 'speed' and curve.low is None:
+                    curve = _with_quartiles(curve, [run for run, value in found if value is not None])
+                curves.append(curve)
+            self._lines(
+                f'{name}_context',
+                [curve for curve in curves if len(curve.x)],
+                f'{title} against context length{note}.',
+                'context length (tokens)',
+                label,
+                x_scale='log',
+                markers=True,
+                ticks=self.contexts,
+                **options,
+            )
+            return
+        rows = []
+        for s, found in zip(series, values, strict=True):
+            members = [(run, value) for run, value in found if value is not None]
+            x = np.array([value for _, value in members])
+            if len(x):
+                row = Curve(s.label, s.style, x, np.zeros(len(x)))
+                rows.append(_with_quartiles(row, [run for run, _ in members]) if name == 'speed' else row)
+        if rows:
+            note = note.replace('bands of single runs', 'thin lines')
+            plots.draw_dots(self.out / f'{name}_runs', rows, label)
+            self._drawn(f'{name}_runs', f'{title}, a dot a run, the bar at their mean{note}.', rows)
+
+    def _other_contexts(self) -> None:
+        """Perplexity of runs that were evaluated at several context lengths, against these."""
+        curves, contexts = [], set()
+        for s in self.series:
+            for trained in self.contexts:
+                runs = s.at(trained)
+                lengths = {r.get('context_length') for run in runs for r in run.evaluations} - {None}
+                pairs = [(n, self.measures.perplexity(run, n)) for run in runs for n in lengths]
+                values = [(n, value) for n, value in pairs if value is not None]
+                if len({n for n, _ in values}) > 1:
+                    label = s.label if len(self.contexts) == 1 else f'{s.label}, trained at {short(trained)}'
+                    curves.append(context_curve(dataclasses.replace(s, label=label, style=len(curves)), values))
+                    contexts |= {n for n, _ in values}
+        self._lines(
+            'perplexity_evaluated',
+            curves,
+            'Perplexity per token against the context length in evaluation.',
+            'context length in evaluation (tokens)',
+            f'{self.split} perplexity per token',
+            x_scale='log',
+            markers=True,
+            ticks=sorted(contexts),
+        )
+
+    def _lines(self, name: str, curves: list[Curve], caption: str, x: str, y: str, **options: Any) -> None:
+        if curves:
+            plots.draw_lines(self.out / name, curves, x, y, **options)
+            self._drawn(name, caption, curves)
+
+    def _drawn(self, name: str, caption: str, curves: Iterable[Curve]) -> None:
+        self.files.append((f'{name}.png', caption))
+        for curve in curves:
+            for i, (x, y) in enumerate(zip(curve.x, curve.y, strict=True)):
+                point = {'picture': name, 'series': curve.label, 'x': float(x), 'y': float(y)}
+                for column in ('low', 'high', 'tokens'):
+                    values = getattr(curve, column)
+                    point[column] = None if values is None else float(values[i])
+                self.points.append(point)
+
+
+def _by_devices(series: Sequence[Series]) -> list[Series]:
+    """The same series, or, where the runs had different devices, one for each kind of them."""
+    if len({devices_of(run) for s in series for run in s.runs}) == 1:
+        return list(series)
+    found = []
+    for s in series:
+        for devices in dict.fromkeys(map(devices_of, s.runs)):
+            runs = tuple(run for run in s.runs if devices_of(run) == devices)
+            found.append(Series(f'{s.label}, {devices}', len(found), runs))
+    return found
+
+
+def _with_quartiles(curve: Curve, runs: Sequence[Run]) -> Curve:
+    """Speeds, a point a run, with the quartiles of the run's own intervals as the band."""
+    if len(runs) != len(curve.x) or not all(run.speed_range for run in runs):
+        return curve
+    by_x = sorted(runs, key=lambda run: run.value('train.context_length'))  # of equal contexts, in the order of x
+    high, low = (np.array([1e6 / run.speed_range[i] for run in by_x]) for i in (0, 1))
+    return dataclasses.replace(curve, low=low, high=high)
+
+
+def _thinned(ticks: list[int]) -> list[int]:
+    """At most eight of the ticks, evenly spaced, the last among them."""
+    stride = -(-len(ticks) // 8)
+    return ticks[::-1][::stride][::-1]

@@ -1,0 +1,165 @@
+"""The tables of a report, and the files that it writes."""
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm.report import paper
+from lm.report.curves import differing_bindings, words_of
+from lm.report.measures import Measures, microseconds_per_token, status_of
+from lm.report.pictures import Pictures
+from lm.runs.records import Run
+from lm.runs.sweep_file import MEASURES, describe_status
+from lm.text import digits, markdown_table, short
+
+HAVE_COLUMNS = ('train.seed', 'train.steps', 'train.context_length', 'model.n_layers')
+"""Bindings with a column of their own, by this or another name."""
+LEFT = ('run', 'status', 'attention')
+"""Columns of words, which come first."""
+
+
+class Report:
+    """The report on `runs` in the folder `out`.
+
+    Args:
+        split: which evaluations count; None: those of training.
+        corpus: pg19 or wiki40b, the text whose tables of the paper are compared with; None: by the data of each run;
+            none: no comparison.
+        absent: rows of sweep.json of points that have no run directory.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        out: Path,
+        split: str | None = None,
+        corpus: str | None = None,
+        absent: Sequence[dict[str, Any]] = (),
+    ):
+        self.runs, self.out, self.corpus, self.absent = list(runs), out, corpus, list(absent)
+        self.measures = Measures(split)
+        self.swept = [name for name in differing_bindings(self.runs) if name not in HAVE_COLUMNS]
+        self.rows = [self.row(run) for run in self.runs]
+        self.comparison = self.paper_rows()
+        self.written: list[str] = []
+
+    def write(self, pictures: bool = True) -> None:
+        """Writes all files."""
+        drawn = Pictures(self.runs, self.out, self.measures)
+        if pictures:
+            drawn.draw()
+            self.written += [name for file, _ in drawn.files for name in (file, file.replace('.png', '.pdf'))]
+        self._csv('runs.csv', self.rows)
+        if drawn.points:
+            self._csv('curves.csv', drawn.points)
+        if self.comparison:
+            self._csv('paper.csv', self.comparison)
+        text = ['# Report', '', self.markdown_table(), '']
+        text += paper.markdown(self.comparison, self.corpus)
+        for name, caption in drawn.files:
+            text += [f'![{caption}]({name})', '', f'*{caption}*', '']
+        if pictures and len(drawn.drawn) < len(self.runs):
+            names = ', '.join(run.name for run in self.runs if run not in drawn.drawn)
+            text += [f'Not in the pictures, for want of steps: {names}.', '']
+        text += ['## Runs', '', *(f'- {self.provenance(run)}' for run in self.runs), '']
+        (self.out / 'report.md').write_text('\n'.join(text), encoding='utf-8')
+        self.written.insert(0, 'report.md')
+
+    def row(self, run: Run) -> dict[str, Any]:
+        """The figures of a run."""
+        measured, rate, bounds = self.measures.newest(run), run.tokens_per_second, run.speed_range
+        return {
+            'run': run.name,
+            'status': status_of(run),
+            'attention': run.attention,
+            'layers': run.value('model.n_layers'),
+            'parameters': run.info.get('parameters'),
+            'context': run.value('train.context_length'),
+            'seed': run.value('train.seed'),
+            **{name: run.config.get(name) for name in self.swept},
+            'step': run.step,
+            'steps': run.total_steps,
+            'tokens': run.step * run.value('train.tokens_per_step', 0),
+            'train_loss': run.train[-1]['loss'] if run.train else None,
+            'split': measured.get('split'),
+            **{name: measured.get(name) for name in MEASURES},
+            'evaluated_at': measured.get('step'),
+            'tokens_per_second': rate,
+            'tokens_per_second_low': bounds and bounds[0],
+            'tokens_per_second_high': bounds and bounds[1],
+            'microseconds_per_token': microseconds_per_token(run),
+            'devices': paper.devices_of(run),
+            'path': str(run.directory.path),
+        }
+
+    def markdown_table(self) -> str:
+        """The runs and their figures, without what none of them has, and below it the points without a run."""
+        columns: dict[str, tuple[str, Callable[[Any], str]]] = {
+            'run': ('run', str),
+            'status': ('status', str),
+            'attention': ('attention', str),
+            **{name: (words_of(name), str) for name in self.swept},
+            'layers': ('layers', str),
+            'parameters': ('parameters', lambda v: f'{v / 1e6:.3g}M'),
+            'context': ('context', short),
+            'progress': ('steps', str),
+            'split': ('split', str),
+            'perplexity': ('perplexity per token', lambda v: f'{v:.3f}'),
+            'word_perplexity': ('per word', lambda v: f'{v:.2f}' if v < 1e5 else f'{v:.2e}'),
+            'bits_per_byte': ('bits/byte', lambda v: f'{v:.4f}'),
+            'accuracy': ('accuracy', lambda v: f'{v:.2%}'),
+            'speed': ('tokens/s', str),
+            'microseconds_per_token': ('µs/token', digits),
+            'devices': ('devices', str),
+        }
+        rows = [row | {'progress': _progress(row), 'speed': _speed(row)} for row in self.rows]
+        shown = {k: v for k, v in columns.items() if any(row[k] is not None for row in rows)}
+        if all(row['status'] == 'done' for row in rows):
+            del shown['status']
+        cells = [['–' if row[k] is None else form(row[k]) for k, (_, form) in shown.items()] for row in rows]
+        left = sum(key in LEFT for key in shown)
+        text = markdown_table(cells, [title for title, _ in shown.values()], left)
+        if 'speed' in shown:
+            text += '\n\nTokens/s: the median of the logged intervals, and their quartiles.'
+        for row in self.absent:
+            status = describe_status(row['status'], row['exit_code'])
+            text += f'\n\nNo run directory: {row["point"]}, {status}' + (f': {row["error"]}' if row['error'] else '')
+        return text
+
+    def paper_rows(self) -> list[dict[str, Any]]:
+        """The papers' cells beside ours: see `lm.report.paper.compare`."""
+        if self.corpus == 'none':
+            return []
+        measures = {'perplexity': self.measures.perplexity, 'accuracy': self.measures.accuracy}
+        return paper.compare(self.runs, measures, self.corpus)
+
+    def provenance(self, run: Run) -> str:
+        """Where the numbers of a run come from."""
+        info = run.info
+        return (
+            f'`{run.name}`: {run.directory.path}; commit {info.get("git_commit") or "unknown"}, '
+            f'{paper.devices_of(run)}, data {str(info.get("data"))[:12]}, '
+            f'tokenizer {str(info.get("tokenizer"))[:12]}, started {info.get("started")}, '
+            f'resumed {len(info.get("resumed", []))} times'
+        )
+
+    def _csv(self, name: str, rows: list[dict[str, Any]]) -> None:
+        with open(self.out / name, 'w', newline='', encoding='utf-8') as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+        self.written.append(name)
+
+
+def _progress(row: dict[str, Any]) -> str:
+    return f'{row["step"]:,}' if row['step'] == row['steps'] else f'{row["step"]:,} of {row["steps"]:,}'
+
+
+def _speed(row: dict[str, Any]) -> str | None:
+    """The median and, where there are enough intervals, the quartiles."""
+    if row['tokens_per_second'] is None:
+        return None
+    text = digits(row['tokens_per_second'])
+    low, high = row['tokens_per_second_low'], row['tokens_per_second_high']
+    return text if low is None else f'{text} ({digits(low)}–{digits(high)})'

@@ -1,0 +1,78 @@
+"""sweep.json, the results of a sweep: a row a point, for `lm sweep`, which writes it, and for whoever reads it.
+
+ROOT/sweep.json          {"kind": "sweep", "points": [row, …]}
+ROOT/points/NAME.json    how a point failed: {"exit_code": 43, "error": "…"}
+"""
+
+from typing import Any
+
+from etils import epath
+from rich.table import Table
+
+from lm.errors import FINAL, Diverged, MismatchError
+from lm.files import write_atomically
+from lm.runs.records import read_json, to_json
+from lm.text import si
+
+NAME, NOTES = 'sweep.json', 'points'
+MEASURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy')
+"""What an evaluation measures, as far as rows hold it."""
+
+
+def is_sweep(root: epath.Path) -> bool:
+    return (root / NAME).exists()
+
+
+def read_rows(root: epath.Path) -> list[dict[str, Any]]:
+    """The rows of a sweep. Raises MismatchError where the file is not what `lm sweep` writes."""
+    found = read_json(root / NAME)
+    rows = found.get('points') if isinstance(found, dict) else None
+    needed = {'point', 'status', 'step', 'steps'}
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and needed <= row.keys() for row in rows):
+        raise MismatchError(f'{root / NAME}: is not a table of lm sweep; run the same lm sweep again, which writes it')
+    optional = ('settings', 'split', *MEASURES, 'tokens_per_second', 'exit_code', 'error')
+    return [dict.fromkeys(optional) | row for row in rows]
+
+
+def write_rows(root: epath.Path, rows: list[dict[str, Any]]) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    write_atomically(root / NAME, to_json({'kind': 'sweep', 'points': rows}) + '\n')
+
+
+def failure_of(root: epath.Path, point: str) -> dict[str, Any]:
+    """How a point failed: exit_code and error; {} where it did not."""
+    found = read_json(root / NOTES / f'{point}.json')
+    return found if isinstance(found, dict) else {}
+
+
+def describe_status(status: str, exit_code: int | None) -> str:
+    """'done', 'diverged (43)', 'failed (44)', …"""
+    if status != 'failed':
+        return status
+    return f'{"diverged" if exit_code == Diverged.exit_code else "failed"} ({exit_code})'
+
+
+def is_final(row: dict[str, Any]) -> bool:
+    """Whether a point failed in a way that the same command would repeat."""
+    return row['status'] == 'failed' and row['exit_code'] in FINAL
+
+
+def results_table(rows: list[dict[str, Any]]) -> Table:
+    """The results for people."""
+    measures = [m for m in ('perplexity', 'accuracy') if any(row[m] is not None for row in rows)] or ['perplexity']
+    split = ', '.join(sorted({row['split'] for row in rows if row['split']}))
+    table = Table()
+    for heading in ('point', 'status', 'steps', *(f'{split} {m}'.strip() for m in measures), 'tokens/s', 'error'):
+        left = heading in ('point', 'status', 'error')
+        table.add_column(heading, justify='left' if left else 'right', overflow='fold')
+    for row in rows:
+        rate = row['tokens_per_second']
+        table.add_row(
+            row['point'],
+            describe_status(row['status'], row['exit_code']),
+            f'{row["step"]:,}/{row["steps"]:,}',
+            *('–' if row[m] is None else f'{row[m]:.3f}' for m in measures),
+            '–' if rate is None else si(rate),
+            row['error'] or '',
+        )
+    return table

@@ -1,0 +1,214 @@
+"""The points of a sweep as processes of `lm train`, a few at a time."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from rich.console import Console
+
+from lm.errors import INTERRUPTED, ConfigError, LmError, Preempted
+from lm.files import LockedError, lock
+from lm.runs import sweep_file
+from lm.sweep.points import Point
+from lm.sweep.sweep import Sweep
+
+POLL_SECONDS = 0.2
+REPORT_SECONDS = 60.0
+
+
+@dataclasses.dataclass
+class RunningPoint:
+    """A running point."""
+
+    point: Point
+    process: subprocess.Popen
+    log: BinaryIO
+    slot: int
+
+
+class Runner:
+    """Runs the points of a sweep as processes, a few at a time."""
+
+    def __init__(self, sweep: Sweep, arguments: Any):
+        if arguments.jobs < 1:
+            raise ConfigError(f'--jobs {arguments.jobs}: must be at least 1')
+        self.sweep = sweep
+        self.slots = list(range(arguments.jobs))
+        self.gpus_per_job = arguments.gpus_per_job
+        if self.gpus_per_job:
+            self._gpus(max(self.slots))  # refuses what is not there
+        self.retry_failed = arguments.retry_failed
+        self.waiting = [p for p in sweep.points if self._is_due(p)]
+        self.running: list[RunningPoint] = []
+        self.signals = 0
+        self.held_up = False
+        self._last_report = time.monotonic()
+
+    def run(self) -> int:
+        """Runs what is due; returns 0 when all points of the sweep are done.
+
+        Raises:
+            Preempted: the sweep, or one of its points, was told to stop.
+            LmError: not all points succeeded.
+        """
+        self.sweep.write_results()
+        with self._signals():
+            while self.running or (self.waiting and not self.signals):
+                if not self.signals:
+                    self._start()
+                for job in [job for job in self.running if job.process.poll() is not None]:
+                    self._end(job)
+                self._report()
+                time.sleep(POLL_SECONDS)
+        rows = self.sweep.write_results()
+        Console(width=None if sys.stdout.isatty() else 160).print(sweep_file.results_table(rows))
+        unfinished = [row for row in rows if row['status'] != 'done']
+        if self.signals:
+            raise Preempted(
+                f'stopped with {len(unfinished)} of {len(rows)} points unfinished, what they did is saved: '
+                'run the same command again'
+            )
+        if unfinished:
+            raise LmError(
+                f'{len(unfinished)} of {len(rows)} points did not succeed: '
+                f'{", ".join(row["point"] for row in unfinished[:4])}{" …" if unfinished[4:] else ""}; '
+                f'see {self.sweep.notes}'
+            )
+        return 0
+
+    def _is_due(self, point: Point) -> bool:
+        result = self.sweep.result(point)
+        if sweep_file.is_final(result) and not self.retry_failed:
+            print(f'{point.name} failed with {result["exit_code"]} before and is left out (see --retry_failed)')
+            return False
+        return result['status'] != 'done'
+
+    def _start(self) -> None:
+        """Starts points while there are slots. Those that another process runs are kept for later."""
+        for point in list(self.waiting):
+            if not self.slots:
+                return
+            if held := self._lock(point):
+                with held:
+                    self.waiting.remove(point)
+                    if self._is_due(point):  # the process that held it may have finished it
+                        self._launch(point, held)
+        if self.waiting and not self.running:
+            if not self.held_up:
+                self._say(f'{self.waiting[0].name}: another process runs it; waiting for that')
+            self.held_up = True
+            time.sleep(1.0)
+
+    def _launch(self, point: Point, held: BinaryIO) -> None:
+        config = self.sweep.prepare(point)
+        slot = self.slots.pop(0)
+        kept = self.sweep.notes / f'{point.name}.log'
+        log = open(kept, 'ab') if self.sweep.is_local else tempfile.TemporaryFile()  # noqa: SIM115 (closed by _end)
+        command = ['train', '--run_dir', str(self.sweep.root / point.name), '--gin_file', config]
+        environment = dict(os.environ)
+        if self.gpus_per_job:
+            environment['CUDA_VISIBLE_DEVICES'] = ','.join(self._gpus(slot))
+        process = subprocess.Popen(
+            [sys.executable, '-m', 'lm.sweep.child', str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            # Ctrl-C reaches the sweep alone, which tells its points to save; if the sweep is killed, the system does.
+            start_new_session=True,
+            # The lock is held for as long as the point runs, even by one that outlives this process for a moment.
+            pass_fds=(held.fileno(),),
+        )
+        self.running.append(RunningPoint(point, process, log, slot))
+        self._say(f'{point.name}: started' + (f', see {log.name}' if self.sweep.is_local else ''))
+
+    def _end(self, job: RunningPoint) -> None:
+        self.running.remove(job)
+        self.slots = sorted([*self.slots, job.slot])
+        code, last = job.process.returncode, _last_line(job.log)
+        job.log.close()
+        if code == 0:
+            row = self.sweep.result(job.point)
+            measured = [f', {m} {row[m]:.3f}' for m in ('perplexity', 'accuracy') if row[m] is not None]
+            self._say(f'{job.point.name}: done{"".join(measured)}')
+        elif code in INTERRUPTED or self.signals:
+            # Of points that nobody stopped: this machine is being taken away, or someone stops one after the other.
+            self._say(f'{job.point.name}: interrupted ({code})')
+            if not self.signals:
+                self._stop()
+        else:
+            error = f'killed by {signal.Signals(-code).name}; {last}' if code < 0 else last
+            self.sweep.record_failure(job.point, code, error)
+            self._say(f'{job.point.name}: failed ({code}): {error}')
+        self.sweep.write_results()
+
+    def _stop(self, *_: Any) -> None:
+        """Tells the points to save and end; at a second call, kills them."""
+        self.signals += 1
+        for job in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                job.process.send_signal(signal.SIGTERM if self.signals == 1 else signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._stop()
+
+    def _lock(self, point: Point) -> BinaryIO | None:
+        """A file that is locked until it and its copy in the point's process are closed; None: somebody has it."""
+        if not self.sweep.is_local:
+            return tempfile.TemporaryFile()
+        try:
+            return lock(self.sweep.notes / f'.{point.name}.lock')
+        except LockedError:
+            return None
+
+    def _gpus(self, slot: int) -> list[str]:
+        listed = os.environ.get('CUDA_VISIBLE_DEVICES')
+        first, after = slot * self.gpus_per_job, (slot + 1) * self.gpus_per_job
+        visible = listed.split(',') if listed else [str(i) for i in range(after)]
+        if len(visible) < after:
+            raise ConfigError(f'--gpus_per_job {self.gpus_per_job}: CUDA_VISIBLE_DEVICES has only {len(visible)} GPUs')
+        return visible[first:after]
+
+    def _report(self) -> None:
+        """A line for each running point once in a while."""
+        if time.monotonic() - self._last_report < REPORT_SECONDS:
+            return
+        self._last_report = time.monotonic()
+        for job in self.running:
+            row = self.sweep.result(job.point)
+            self._say(f'{row["point"]}: step {row["step"]:,} of {row["steps"]:,}')
+
+    def _say(self, text: str) -> None:
+        left = len(self.waiting)
+        print(f'{time.strftime("%H:%M:%S")}  {text}  ({left} waiting)', flush=True)
+
+
+def _last_line(log: BinaryIO) -> str:
+    """The error with which `lm train` ended, else its last line."""
+    log.flush()
+    if isinstance(log.name, int):
+        log.seek(0)
+        content = log.read()
+    else:
+        content = pathlib.Path(log.name).read_bytes()
+    lines = [line.strip() for line in content[-20_000:].decode(errors='replace').replace('\r', '\n').splitlines()]
+    lines = [line for line in lines if line] or ['it printed nothing']
+    errors = [line for line in lines if line.startswith('lm train: error: ')]
+    return (errors or lines)[-1].removeprefix('lm train: error: ')[:500]

@@ -1,0 +1,69 @@
+"""The points of a sweep and the folder in which they lie."""
+
+import json
+from typing import Any
+
+from etils import epath
+
+from lm.files import is_remote, write_atomically
+from lm.runs import sweep_file
+from lm.runs.records import Run, is_run
+from lm.runs.run_dir import RunDir
+from lm.sweep.points import Point
+
+
+class Sweep:
+    """The points and what is known of them in the folder `root`, a local path or an address."""
+
+    def __init__(self, root: epath.PathLike, points: list[Point]):
+        self.root = epath.Path(root)
+        self.is_local = not is_remote(self.root)
+        if self.is_local:
+            self.root = self.root.expanduser().absolute()
+        self.points = points
+        self.notes = self.root / sweep_file.NOTES
+
+    def check(self) -> None:
+        """Raises MismatchError if a directory holds a run of another configuration than the point of its name."""
+        for point in self.points:
+            RunDir(self.root / point.name).check_unchanged(point.config)
+
+    def is_finished(self, point: Point) -> bool:
+        path = self.root / point.name
+        return is_run(path) and Run.read(path).is_finished()
+
+    def result(self, point: Point) -> dict[str, Any]:
+        """The row of a point: status done, failed, interrupted or waiting, and what was measured."""
+        path, failure = self.root / point.name, sweep_file.failure_of(self.root, point.name)
+        row = {'index': point.index, 'point': point.name, 'settings': point.settings, 'run_dir': str(path)}
+        row |= {'status': 'failed' if failure else 'waiting', 'step': 0, 'steps': point.experiment.train.steps}
+        row |= dict.fromkeys(('split', *sweep_file.MEASURES, 'tokens_per_second'))
+        row |= {'exit_code': failure.get('exit_code'), 'error': failure.get('error')}
+        if is_run(path):
+            run = Run.read(path)
+            if run.is_finished():
+                row |= {'status': 'done', 'exit_code': 0, 'error': None}
+            elif not failure:
+                row['status'] = 'interrupted'
+            evaluation = run.last_evaluation or {}
+            row |= {k: evaluation[k] for k in row.keys() & evaluation.keys() - {'step', 'steps'}}
+            row |= {'step': run.step, 'tokens_per_second': run.tokens_per_second}
+        return row
+
+    def write_results(self) -> list[dict[str, Any]]:
+        """Writes sweep.json from what the directories hold, and returns its rows."""
+        rows = [self.result(point) for point in self.points]
+        sweep_file.write_rows(self.root, rows)
+        return rows
+
+    def prepare(self, point: Point) -> str:
+        """Writes the configuration of a point, forgets its last failure, and returns the path of the file."""
+        self.notes.mkdir(parents=True, exist_ok=True)
+        path = self.notes / f'{point.name}.gin'
+        write_atomically(path, point.config)
+        (self.notes / f'{point.name}.json').unlink(missing_ok=True)
+        return str(path)
+
+    def record_failure(self, point: Point, exit_code: int, error: str) -> None:
+        failure = {'exit_code': exit_code, 'error': error}
+        write_atomically(self.notes / f'{point.name}.json', json.dumps(failure) + '\n')

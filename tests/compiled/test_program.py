@@ -1,0 +1,112 @@
+"""What a compiled program does: its buffers, loops and collectives, read from its text."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lm.compiled.program import Array, HloProgram, group_size
+
+
+def test_bytes_of_tiled_buffers():
+    assert Array('bf16', (12, 32, 64), '2,1,0:T(8,128)(2,1)').hbm == 12 * 32 * 128 * 2
+    assert Array('f32', (5, 3), '0,1:T(8,128)').hbm == 128 * 8 * 4
+    assert Array('f32', (5, 3), '1,0:T(8,128)S(1)').hbm == 0
+    assert Array('pred', (7,), '').hbm == Array('pred', (7,), '').size == 7
+    assert Array('s4', (8,), '0').size == 4
+
+
+@pytest.mark.parametrize(
+    ('text', 'size'),
+    [
+        ('replica_groups={{0,1,2,3},{4,5,6,7}}, x', 4),
+        ('replica_groups=[8,2]<=[2,4,2]T(1,0,2), x', 2),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=8] {'axis_1'}, x", 8),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=8] {'axis_0','axis_1'}, x", 16),
+    ],
+)
+def test_sizes_of_groups(text, size):
+    assert group_size(text) == size
+
+
+PROGRAM = """HloModule example, is_scheduled=true
+
+%sliced (p0: f32[10,128], p1: s32[]) -> f32[1,128] {
+  %p0 = f32[10,128]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %cut = f32[1,128]{1,0} dynamic-slice(%p0, %p1, %zero), dynamic_slice_sizes={1,128}
+}
+
+%put (p0: f32[10,128], p1: f32[1,128], p2: s32[]) -> f32[10,128] {
+  %p0 = f32[10,128]{1,0} parameter(0)
+  %p1 = f32[1,128]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %new = f32[10,128]{1,0} dynamic-update-slice(%p0, %p1, %p2, %zero)
+}
+
+%condition (state: (s32[], f32[10,128])) -> pred[] {
+  %state = (s32[], f32[10,128]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %end = s32[] constant(10)
+  ROOT %less = pred[] compare(%i, %end), direction=LT
+}
+
+%body (state: (s32[], f32[10,128])) -> (s32[], f32[10,128]) {
+  %state = (s32[], f32[10,128]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %two = s32[] constant(2)
+  %next = s32[] add(%i, %two)
+  %x = f32[10,128]{1,0} get-tuple-element(%state), index=1
+  %row = f32[1,128]{1,0} fusion(%x, %i), kind=kLoop, calls=%sliced
+  %near = f32[1,128]{1,0:T(1,128)S(1)} copy(%row)
+  %sum = f32[1,128]{1,0:T(1,128)S(1)} all-reduce(%near), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+  %y = f32[10,128]{1,0} fusion(%x, %sum, %i), kind=kLoop, calls=%put
+  ROOT %out = (s32[], f32[10,128]{1,0}) tuple(%next, %y)
+}
+
+ENTRY %main (x: f32[10,128]) -> f32[10,128] {
+  %x = f32[10,128]{1,0} parameter(0)
+  %start = s32[] constant(2)
+  %init = (s32[], f32[10,128]{1,0}) tuple(%start, %x)
+  %loop = (s32[], f32[10,128]{1,0}) while(%init), condition=%condition, body=%body
+  ROOT %result = f32[10,128]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_a_loop_and_its_collectives_count_as_often_as_they_run():
+    program = HloProgram(PROGRAM)
+    assert program.times == {'main': 1, 'body': 4}
+    row = 128 * 4
+    (found,) = program.collectives()
+    assert (found.kind, found.devices, found.times, found.bytes) == ('all-reduce', 4, 4, row)
+    assert found.sent == 2 * 3 / 4 * row
+
+
+def test_an_unknown_end_of_a_loop_is_not_guessed():
+    program = HloProgram(PROGRAM.replace('%end = s32[] constant(10)', '%end = s32[] custom-call()'))
+    assert program.unknown_loops == ['loop']
+    assert program.times['body'] == 1
+
+
+def test_the_parts_of_a_chain_of_collectives_count_once():
+    lines = '\n'.join(
+        f'  %part.{i} = f32[64]{{0}} all-gather(%x), channel_id=7, replica_groups={{{{0,1}}}}, dimensions={{0}}'
+        for i in range(3)
+    )
+    text = f'ENTRY %main (x: f32[32]) -> f32[64] {{\n  %x = f32[32]{{0}} parameter(0)\n{lines}\n}}\n'
+    (found,) = HloProgram(text).collectives()
+    assert (found.kind, found.bytes, found.sent) == ('all-gather', 256, 128)
+
+
+def test_collectives_of_sharded_gradients():
+    mesh = Mesh(jax.devices(), ('data',))
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (('data',), ()))
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=rows)
+    w = jax.ShapeDtypeStruct((32, 16), jnp.float32, sharding=whole)
+    gradient = jax.jit(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))), out_shardings=whole)
+    found = HloProgram(gradient.lower(w, x).compile().as_text()).collectives()
+    assert {c.kind for c in found} == {'all-reduce'}
+    assert sum(c.sent for c in found) == pytest.approx(2 * 7 / 8 * 32 * 16 * 4)

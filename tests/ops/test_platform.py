@@ -1,0 +1,63 @@
+"""Which axes of a mesh split the batch, and what a chip gives its kernels."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from lm.ops import platform
+
+
+def mesh_of(**axes):
+    shape = tuple(axes.values())
+    return jax.sharding.Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), tuple(axes))
+
+
+@pytest.mark.parametrize(
+    ('axes', 'split'),
+    [
+        ({'data': 2, 'fsdp': 4}, ('data', 'fsdp')),
+        ({'data': 8, 'fsdp': 1}, ('data',)),
+        ({'fsdp': 2}, ('fsdp',)),
+        ({'data': 2, 'fsdp': 2, 'sequence': 2}, ('data', 'fsdp')),
+        ({'sequence': 4}, ()),
+    ],
+)
+def test_the_batch_is_split_over_the_data_axes_alone(axes, split):
+    mesh = mesh_of(**axes)
+    shards = int(np.prod([axes[name] for name in split]))
+    assert platform.data_shards(mesh) == shards
+    with jax.set_mesh(mesh):
+        assert platform.batch_axes() == split
+        assert platform.batch_shards() == shards
+        assert platform.uneven_batch(2 * shards) is None
+        assert (platform.uneven_batch(2 * shards + 1) is None) == (shards == 1)
+
+
+def test_axes_that_shard_map_has_taken_split_nothing_more():
+    seen = []
+
+    def inside(x):
+        seen.append((platform.batch_axes(), platform.batch_shards()))
+        return x
+
+    with jax.set_mesh(mesh_of(data=2, fsdp=2)):
+        platform.per_device(inside, split=(True,))(np.ones((4, 3), np.float32))
+    assert seen == [((), 1)]
+
+
+def test_without_a_mesh_nothing_is_split():
+    assert platform.batch_axes() == ()
+    assert platform.batch_shards() == 1
+
+
+@pytest.mark.parametrize(
+    ('kind', 'mebibytes', 'asked'),
+    [('TPU v3', 16, None), ('TPU v4', 16, None), ('TPU v5 lite', 32, 32), ('cpu', 32, 32)],
+)
+def test_vmem_follows_the_kind_of_device(kind, mebibytes, asked, monkeypatch):
+    monkeypatch.setattr(jax, 'devices', lambda: [types.SimpleNamespace(device_kind=kind)])
+    available, limit = platform.vmem()
+    assert available == mebibytes * 2**20
+    assert limit == (asked and asked * 2**20)

@@ -1,0 +1,121 @@
+"""Chips by the names that JAX gives them, and slices of pods by the names that people give them."""
+
+import importlib.util
+
+import pytest
+
+from lm.errors import ConfigError
+from lm.hardware import CHIPS, GENERATIONS, SHAPES, chip_of, describe_devices, parse, peak_flops
+from lm.training.mesh import MeshConfig, make_mesh
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
+
+
+@pytest.mark.parametrize(
+    ('device_kind', 'teraflops', 'vmem_mib'),
+    [
+        ('TPU v2', 22.5, 16),
+        ('TPU v3', 61.5, 16),
+        ('TPU v4', 275, 16),
+        ('TPU v5 lite', 197, 64),
+        ('TPU v5', 459, 64),
+        ('TPU v5p', 459, 64),
+        ('TPU v6 lite', 918, 64),
+        ('TPU7x', 1153.5, 64),
+        ('NVIDIA A100-SXM4-80GB', 312, None),
+        ('NVIDIA H100 80GB HBM3', 989, None),
+        ('NVIDIA H200', 989, None),
+    ],
+)
+def test_peaks_are_those_of_one_device(device_kind, teraflops, vmem_mib):
+    assert peak_flops(device_kind) == teraflops * 1e12
+    assert vmem_mib in (None, chip_of(device_kind).vmem_mib)
+
+
+def test_a_cpu_has_no_peak():
+    assert chip_of('cpu') is None
+    assert peak_flops('cpu') is None
+
+
+def test_no_kind_is_of_two_chips():
+    kinds = [kind for chip in CHIPS for kind in chip.kinds]
+    assert len(kinds) == len(set(kinds))
+    assert [chip_of(kind) for kind in kinds] == [chip for chip in CHIPS for _ in chip.kinds]
+
+
+@pytest.mark.parametrize(
+    ('name', 'expected'),
+    [
+        ('v4-384', 'v4:4x4x12'),
+        ('v5e:4x8', 'v5e:4x8'),
+        ('v5e-32', 'v5e:4x8'),
+        ('v5litepod-32', 'v5e:4x8'),
+        ('V5E:2x2', 'v5e:2x2'),
+        ('v6e:8x8', 'v6e:8x8'),
+        ('v6e-256', 'v6e:16x16'),
+        ('v4:2x4x4', 'v4:2x4x4'),
+        ('v4-64', 'v4:2x4x4'),
+        ('v5p-8', 'v5p:2x2x1'),
+        ('tpu7x:2x2x1', 'v7x:2x2x1'),
+        ('v7x-8', 'v7x:2x2x1'),
+    ],
+)
+def test_names_of_topologies(name, expected):
+    assert parse(name).name == expected
+
+
+@pytest.mark.parametrize(
+    ('name', 'remedy'),
+    [
+        ('v9:2x2', 'v4, v5e, v5p, v6e, v7x'),
+        ('v5e', 'v5e:4x8'),
+        ('v5e:3x5', '4x8'),
+        ('v5e:2x2x1', '2x2'),
+        ('v4:4x4', '2x4x4'),
+        ('v5e-31', '4x8'),
+        ('v4-3', r'no such slice \(the number counts cores, 2 a chip\); v4 has 2x2x1'),
+        ('v4-12', '2x2x1'),
+        ('v5e:', 'v5e:4x8'),
+        ('', 'v5e:4x8'),
+    ],
+)
+def test_topologies_that_do_not_exist(name, remedy):
+    with pytest.raises(ConfigError, match=f'--topology {name}: .*{remedy}') as error:
+        parse(name)
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ('name', 'links'),
+    [
+        ('v5e:1x1', 0),
+        ('v5e:2x2', 2),
+        ('v5e:4x8', 2),
+        ('v5e:8x16', 3),
+        ('v6e:16x16', 4),
+        ('v4:2x2x1', 2),
+        ('v4:2x2x4', 3),
+        ('v5p:4x4x4', 6),
+    ],
+)
+def test_links_of_the_chip_in_the_corner(name, links):
+    topology = parse(name)
+    assert topology.ici_bytes == links * topology.chip.link_bytes
+
+
+@needs_libtpu
+@pytest.mark.parametrize('chip', GENERATIONS.values(), ids=list(GENERATIONS))
+def test_libtpu_knows_every_topology_that_is_offered(chip):
+    for shape in (SHAPES[chip.axes][0], SHAPES[chip.axes][-1]):
+        topology = parse(f'{chip.name}:{shape}')
+        devices = describe_devices(topology)
+        assert len(devices) == topology.chips * chip.devices
+        assert chip_of(devices[0].device_kind) == chip
+
+
+@needs_libtpu
+@pytest.mark.parametrize(('name', 'fsdp'), [('v5e:4x4', 8), ('v5e:4x8', 16), ('v4:2x4x4', 2)])
+def test_fsdp_need_not_be_an_axis_of_the_torus(name, fsdp):
+    topology = parse(name)
+    mesh = make_mesh(MeshConfig(fsdp=fsdp), describe_devices(topology))
+    assert dict(mesh.shape) == {'data': topology.chips // fsdp, 'fsdp': fsdp}
