@@ -25,13 +25,11 @@ def names_today(name: str, parameter: str) -> list[tuple[str, str]]:
     """The (configurable, field) that `name.parameter` means: itself, or those that declare it as their former name."""
     if any(field.name == parameter for field in _fields(name)):
         return [(name, parameter)]
-    # A name without a dot was one of the same configurable.
-    former = {f'{name}.{parameter}'}
     return [
         (owner, field.name)
-        for owner in REGISTRY
+        for owner in tuple(REGISTRY)
         for field in _fields(owner)
-        if field.metadata.get('formerly') in (former | {parameter} if owner == name else former)
+        if _former(owner, field) == f'{name}.{parameter}'
     ]
 
 
@@ -68,6 +66,12 @@ def up_to_date(bindings: dict[str, str]) -> dict[str, str]:
     # What moved to several configurables counts in those that are selected.
     there = {*map(_title, bindings), *re.findall(r'@([\w./]+)\(\)', ' '.join(found.values()))}
     return {key: text for key, text in found.items() if _title(key) in there}
+
+
+def _former(owner: str, field: dataclasses.Field) -> str | None:
+    """The former name in full; one without a dot was of the same configurable."""
+    name = field.metadata.get('formerly')
+    return f'{owner}.{name}' if name and '.' not in name else name
 
 
 def _title(key: str) -> str:

@@ -10,6 +10,7 @@ from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
+from lm.training.rules.adamw import AdamW
 from lm.training.step import TrainStep
 
 MODEL = ModelConfig(vocab_size=64, n_layers=2, d_model=64, n_heads=4, head_dim=16, attention=Softmax())
@@ -67,7 +68,7 @@ def test_an_infinite_gradient_is_skipped_although_the_loss_is_finite():
 
 
 def test_an_update_that_is_not_finite_is_skipped_although_its_gradient_is():
-    step = make(b1=0.999, peak_learning_rate=1e30)
+    step = make(rule=AdamW(b1=0.999), peak_learning_rate=1e30)
     state = jax.jit(step.init)(0)
     adam = state['optimizer'][1]
     mu = adam.mu | {'final_norm': adam.mu['final_norm'] | {'bias': adam.mu['final_norm']['bias'] + 3e38}}
