@@ -74,7 +74,7 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
     with jax.set_mesh(mesh):
         functions = TrainStep(experiment.model, experiment.optimizer, experiment.train.steps)
         abstract = jax.eval_shape(lambda: functions.init(0))
-    abstract = place({name: abstract[name] for name in ('params', 'buffers')}, mesh)
+    abstract = place({name: abstract[name] for name in ('params', 'buffers')}, mesh, functions.declared)
     # Other data may be scored, but only tokens of the same kind.
     tokenizer = {name: value for name, value in store.fingerprints.items() if name == 'tokenizer'}
     with Checkpointer(directory.checkpoints, experiment.checkpoint, tokenizer) as saved:

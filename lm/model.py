@@ -22,6 +22,7 @@ from lm.errors import ConfigError
 from lm.ops.cross_entropy import cross_entropy
 from lm.ops.exact_attention import RESIDUAL_NAME
 from lm.ops.platform import target_platform
+from lm.parameters import declare, layer_norm, stack
 
 REMAT = {
     'none': jax.checkpoint_policies.everything_saveable,
@@ -98,18 +99,21 @@ class Block(nnx.Module):
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
         n_qkv = (dims.n_heads + 2 * dims.n_kv_heads) * dims.head_dim
 
-        def linear(n_in, n_out, init=None):
+        def linear(n_in, n_out, *axes, part, init=None):
+            init = init or nnx.initializers.lecun_normal()
+            says = declare('matrix', *axes, part=part)
             return nnx.Linear(
-                n_in, n_out, use_bias=False, dtype=dtype, kernel_init=init or nnx.initializers.lecun_normal(), rngs=rngs
+                n_in, n_out, use_bias=False, dtype=dtype, kernel_init=init, kernel_metadata=says, rngs=rngs
             )
 
-        self.attention_norm = nnx.LayerNorm(config.d_model, epsilon=1e-5, dtype=dtype, rngs=rngs)
-        self.qkv = linear(config.d_model, n_qkv)
+        self.attention_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
+        self.qkv = linear(config.d_model, n_qkv, 'embed', 'heads', part='attention')
         self.attention = attention.build(dims, rngs)
-        self.attention_out = linear(dims.n_heads * dims.head_dim, config.d_model, residual_init)
-        self.glu_norm = nnx.LayerNorm(config.d_model, epsilon=1e-5, dtype=dtype, rngs=rngs)
-        self.glu_in = linear(config.d_model, 2 * config.glu_dim)
-        self.glu_out = linear(config.glu_dim, config.d_model, residual_init)
+        n_heads = dims.n_heads * dims.head_dim
+        self.attention_out = linear(n_heads, config.d_model, 'heads', 'embed', part='attention', init=residual_init)
+        self.glu_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
+        self.glu_in = linear(config.d_model, 2 * config.glu_dim, 'embed', 'mlp', part='glu')
+        self.glu_out = linear(config.glu_dim, config.d_model, 'mlp', 'embed', part='glu', init=residual_init)
 
     def __call__(self, x_BxLxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
         q_BxLxHxC, k_BxLxKxC, v_BxLxKxC = self.project(x_BxLxD, rotation)
@@ -148,11 +152,12 @@ class Transformer(nnx.Module):
             config.d_model,
             dtype=config.compute_dtype,
             embedding_init=nnx.initializers.normal(config.d_model**-0.5),
+            embedding_metadata=declare('embedding', 'vocabulary', 'embed', part='embedding'),
             rngs=rngs,
         )
         repeats = config.n_layers // len(config.pattern)
         self.blocks = nnx.List([_stack(config, attention, repeats, rngs) for attention in config.pattern])
-        self.final_norm = nnx.LayerNorm(config.d_model, epsilon=1e-5, dtype=config.compute_dtype, rngs=rngs)
+        self.final_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=config.compute_dtype)
 
     def hidden(self, tokens_BxL: jax.Array) -> jax.Array:
         """The normalised output of the last layer, [B, L, D]."""
@@ -247,7 +252,9 @@ def _stack(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rn
     def build(rngs):
         return Block(config, attention, rngs)
 
-    return build(rngs)
+    blocks = build(rngs)
+    stack(blocks)
+    return blocks
 
 
 def sinusoids(positions_L: jax.Array, width: int) -> jax.Array:

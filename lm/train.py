@@ -66,7 +66,7 @@ def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
         checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints))
 
         # Restore this run, else start from another one's parameters, else from the seed.
-        abstract = place(jax.eval_shape(lambda: step.init(config.seed)), mesh)
+        abstract = place(jax.eval_shape(lambda: step.init(config.seed)), mesh, step.declared)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         restored = checkpointer.restore(abstract)
         run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, MAY_CHANGE_ON_RESUME)

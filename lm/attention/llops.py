@@ -17,6 +17,7 @@ from lm.attention.base import Attention, HeadDims
 from lm.attention.linear import LinearModule, linear_flops_per_token
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
+from lm.parameters import declare, layer_norm
 
 
 @configurable('llops')
@@ -129,9 +130,10 @@ class LlopsAttention(LinearModule):
         self.signed = config.renormalize and not config.nonnegative
         self.bias, self.epsilon = config.bias, config.stabilizer
         q_factors, k_factors = config.init_factors(rngs.params(), dims.head_dim)
-        self.q_factors, self.k_factors = nnx.Param(q_factors), nnx.Param(k_factors)
+        says = declare('matrix', 'factor', 'rank', 'head', 'features', decayed=False)
+        self.q_factors, self.k_factors = nnx.Param(q_factors, **says), nnx.Param(k_factors, **says)
         self.q_norm, self.k_norm = (
-            nnx.LayerNorm(dims.head_dim, epsilon=1e-5, dtype=jnp.float32, use_fast_variance=False, rngs=rngs)
+            layer_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32, use_fast_variance=False)
             if config.layer_norm
             else None
             for _ in range(2)

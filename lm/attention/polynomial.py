@@ -10,6 +10,7 @@ from lm.attention.base import Attention, AttentionModule, HeadDims
 from lm.attention.softmax import exact_flops_per_token
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import cache, polynomial_attention
+from lm.parameters import layer_norm
 
 
 @configurable('polynomial')
@@ -36,8 +37,7 @@ class PolynomialAttention(AttentionModule):
         self.config = config
         self.dims = dims
         self.q_norm, self.k_norm = (
-            nnx.LayerNorm(dims.head_dim, epsilon=1e-5, dtype=jnp.float32, use_fast_variance=False, rngs=rngs)
-            for _ in range(2)
+            layer_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32, use_fast_variance=False) for _ in range(2)
         )
 
     def normalize(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -14,6 +14,7 @@ from flax import nnx
 from lm.attention.base import Attention, HeadDims
 from lm.attention.linear import LinearModule, linear_flops_per_token
 from lm.config.configurable import configurable, field
+from lm.parameters import declare
 
 SERIES = (1.0, 1.0, 0.5)
 
@@ -44,8 +45,9 @@ class TaylorAttention(LinearModule):
             self.q_weight = self.k_weight = None
             return
         init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
+        says = declare('matrix', 'heads', 'head', 'features', decayed=False)
         self.q_weight, self.k_weight = (
-            nnx.Param(init(rngs.params(), (heads if config.per_head else 1, dims.head_dim, config.feature_dim)))
+            nnx.Param(init(rngs.params(), (heads if config.per_head else 1, dims.head_dim, config.feature_dim)), **says)
             for heads in (dims.n_heads, dims.n_kv_heads)
         )
 

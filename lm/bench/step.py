@@ -73,7 +73,7 @@ class Program:
         config, model = experiment.train, experiment.model
         self.mesh = make_mesh(experiment.mesh)
         step = TrainStep(model, experiment.optimizer, config.steps)
-        abstract = place(jax.eval_shape(lambda: step.init(config.seed)), self.mesh)
+        abstract = place(jax.eval_shape(lambda: step.init(config.seed)), self.mesh, step.declared)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         shape = (config.microbatches, config.batch_size // config.microbatches, config.context_length + 1)
         dtype = np.dtype(np.uint16 if model.vocab_size <= 2**16 else np.uint32)

@@ -184,7 +184,7 @@ def _compile(experiment: Experiment, mesh: jax.sharding.Mesh, topology: Topology
     """(the compiled step, 0), or (None, the GiB that it would need)."""
     config, task = experiment.train, experiment.data.task
     step = TrainStep(experiment.model, experiment.optimizer, config.steps, scored=task and task.scored)
-    abstract = place(jax.eval_shape(lambda: step.init(config.seed)), mesh)
+    abstract = place(jax.eval_shape(lambda: step.init(config.seed)), mesh, step.declared)
     rows = config.batch_size // config.microbatches
     shape = (config.microbatches, rows, config.context_length + 1)
     text = np.uint16 if experiment.model.vocab_size <= 2**16 else np.uint32

@@ -1,7 +1,6 @@
 """`lm inspect`: what a run directory, a sweep or a token store holds, without touching a device or changing a byte."""
 
 import datetime
-import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from lm.data.store import TokenStore
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.runs.records import Run, is_run, read_json, to_json
 from lm.text import duration, perplexity, si
-from lm.training.step import count_parameters, part_of
+from lm.training.step import count_parameters
 
 MEASURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy')
 
@@ -137,17 +136,7 @@ def size_of(path: epath.Path) -> int:
 
 
 def parameters(run: Run) -> dict[str, int]:
-    """Trainable parameters by part: from the newest checkpoint, or, before there is one, from the configuration."""
-    for step in reversed(saved_steps(run.directory.checkpoints)):
-        try:
-            leaves = Snapshot(run.directory.checkpoints, step).record()['leaves']
-        except (Damaged, LmError):
-            continue
-        counts = dict.fromkeys(('embedding', 'attention', 'mechanism', 'glu', 'norms'), 0)
-        for name, leaf in leaves.items():
-            if name.startswith('params.'):
-                counts[part_of(name.split('.')[1:])] += math.prod(leaf['shape'])
-        return counts
+    """Trainable parameters by part of the model."""
     from lm.experiment import load
 
     return count_parameters(load([str(run.directory.config)]).model)

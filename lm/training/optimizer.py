@@ -40,18 +40,14 @@ class OptimizerConfig:
         )
         return optax.join_schedules([warmup, decay], [self.warmup_steps]) if self.warmup_steps else decay
 
-    def build(self, steps: int) -> optax.GradientTransformation:
-        """The update rule for `steps` updates; its state is a pytree like the parameters'."""
+    def build(self, steps: int, decayed: dict) -> optax.GradientTransformation:
+        """The update rule for `steps` updates; its state is a pytree like the parameters'.
+
+        `decayed`, like the parameters too, says which of them are decayed (`lm.parameters.declarations`).
+        """
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity(),
             optax.scale_by_adam(self.b1, self.b2, self.epsilon),
-            optax.add_decayed_weights(self.weight_decay, mask=_decayed),
+            optax.add_decayed_weights(self.weight_decay, mask=decayed),
             optax.scale_by_learning_rate(self.schedule(steps)),
         )
-
-
-def _decayed(params: dict) -> dict:
-    """True for the matrices: leaves that a matmul multiplies, named `kernel` throughout the project."""
-    import jax
-
-    return jax.tree_util.tree_map_with_path(lambda path, _: 'kernel' in jax.tree_util.keystr(path), params)

@@ -17,7 +17,7 @@ from lm.attention.maps.projections import hadamard_matrix
 from lm.ops import sketch_networks as networks
 from lm.ops.chunks import map_together
 from lm.ops.dots import dense
-from lm.parameters import Buffer
+from lm.parameters import Buffer, declare
 
 WIDTH = 8
 """Hidden units of the learned maps, in multiples of r (App. D)."""
@@ -141,9 +141,10 @@ class Network(nnx.Module):
     def __init__(self, n: int, size: int, r: int, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
         shapes = ((size, WIDTH * r), (WIDTH * r, r), (r, WIDTH * r), (WIDTH * r, r))
-        self.kernels = nnx.List([nnx.Param(init(rngs.params(), (n, *shape))) for shape in shapes])
-        self.scales = nnx.List([nnx.Param(jnp.ones((n, 1, m))) for m in (size, r)])
-        self.biases = nnx.List([nnx.Param(jnp.zeros((n, 1, m))) for m in (size, r)])
+        matrix, gain, bias = (declare(kind, 'sketch', 'in', 'out') for kind in ('matrix', 'gain', 'bias'))
+        self.kernels = nnx.List([nnx.Param(init(rngs.params(), (n, *shape)), **matrix) for shape in shapes])
+        self.scales = nnx.List([nnx.Param(jnp.ones((n, 1, m)), **gain) for m in (size, r)])
+        self.biases = nnx.List([nnx.Param(jnp.zeros((n, 1, m)), **bias) for m in (size, r)])
 
     def parameters(self) -> networks.Network:
         return networks.Network(*(tuple(p[...] for p in ps) for ps in (self.kernels, self.scales, self.biases)))
