@@ -26,24 +26,27 @@ class Declaration:
         kind: 'matrix' (something is multiplied by it and summed), 'gain', 'bias' or 'embedding'.
         axes: the meaning of each axis.
         part: of the model, for reports; 'mechanism' is what an attention mechanism has of its own.
-        decayed: whether weight decay pulls it towards zero.
     """
 
     kind: str
     axes: tuple[str, ...]
     part: str = 'mechanism'
-    decayed: bool = False
+
+    @property
+    def decayed(self) -> bool:
+        """Whether weight decay pulls it towards zero."""
+        return self.kind == 'matrix'
 
 
 class Buffer(nnx.Variable):
     """A non-trainable array (a random projection): saved in checkpoints, never updated by the optimizer."""
 
 
-def declare(kind: str, *axes: str, part: str = 'mechanism', decayed: bool | None = None) -> dict[str, Any]:
-    """The metadata of a parameter; `Declaration` says what the arguments mean. Matrices are decayed."""
+def declare(kind: str, *axes: str, part: str = 'mechanism') -> dict[str, Any]:
+    """The metadata of a parameter; `Declaration` says what the arguments mean."""
     if kind not in KINDS or part not in PARTS:
         raise ValueError(f'{kind!r}, part = {part!r}: must be one of {KINDS} and of {PARTS}')
-    return {'declaration': Declaration(kind, axes, part, kind == 'matrix' if decayed is None else decayed)}
+    return {'declaration': Declaration(kind, axes, part)}
 
 
 def layer_norm(size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism', **options: Any) -> nnx.LayerNorm:

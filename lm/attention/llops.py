@@ -130,7 +130,7 @@ class LlopsAttention(LinearModule):
         self.signed = config.renormalize and not config.nonnegative
         self.bias, self.epsilon = config.bias, config.stabilizer
         q_factors, k_factors = config.init_factors(rngs.params(), dims.head_dim)
-        says = declare('matrix', 'factor', 'rank', 'head', 'features', decayed=False)
+        says = declare('matrix', 'factor', 'rank', 'head', 'features')
         self.q_factors, self.k_factors = nnx.Param(q_factors, **says), nnx.Param(k_factors, **says)
         self.q_norm, self.k_norm = (
             layer_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32, use_fast_variance=False)
