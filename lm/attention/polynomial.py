@@ -1,16 +1,15 @@
 """Polynomial attention: an even power of the scores of layer-normalized queries and keys (PolySketchFormer §2.1)."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import Attention, AttentionModule, HeadDims
-from lm.attention.softmax import exact_flops_per_token
+from lm.attention.base import Attention, HeadDims, KernelCall, KernelCases, NormedModule, exact_flops_per_token
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import cache, polynomial_attention
-from lm.parameters import layer_norm
 
 
 @configurable('polynomial')
@@ -29,20 +28,29 @@ class Polynomial(Attention):
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         return exact_flops_per_token(dims, length)
 
+    @classmethod
+    def kernel_cases(cls) -> KernelCases:
+        return {'polynomial p=4': cls(degree=4).kernel_call}
 
-class PolynomialAttention(AttentionModule):
-    """Two layer normalizations, one for queries and one for keys, each shared by the heads of the layer."""
+    def kernel_call(self, dims: HeadDims, length: int) -> KernelCall:
+        """A grid step takes one block of queries and one of keys."""
+        from lm.ops.exact_attention.splash import block_size
+
+        x = jax.ShapeDtypeStruct((1, length, dims.n_heads, dims.head_dim), jnp.bfloat16)
+        blocks = length // block_size(length)
+        tokens = length / (blocks * (blocks + 1) // 2)
+        steps = {(kernel, f'polynomial_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
+        function = functools.partial(polynomial_attention, degree=self.degree, implementation='pallas_tpu')
+        return KernelCall(function, (x, x, x), steps, skips=True)
+
+
+class PolynomialAttention(NormedModule):
+    """The layer normalizations are all that it has."""
 
     def __init__(self, config: Polynomial, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
         self.dims = dims
-        self.q_norm, self.k_norm = (
-            layer_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32, use_fast_variance=False) for _ in range(2)
-        )
-
-    def normalize(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Statistics in float32, results in the inputs' dtypes."""
-        return self.q_norm(q_BxLxHxD).astype(q_BxLxHxD.dtype), self.k_norm(k_BxLxKxD).astype(k_BxLxKxD.dtype)
+        self.make_norms(dims.head_dim, rngs)
 
     def __call__(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         q_BxLxHxD, k_BxLxKxD = self.normalize(q_BxLxHxD, k_BxLxKxD)
@@ -50,7 +58,7 @@ class PolynomialAttention(AttentionModule):
 
     def init_state(self, batch: int, max_length: int, dtype: Any) -> cache.Cache:
         """A cache of `max_length` normalized keys and values."""
-        return cache.empty(self.dims, batch, max_length, dtype)
+        return cache.empty(batch, max_length, self.dims.n_kv_heads, self.dims.head_dim, dtype)
 
     def decode_step(
         self, state: cache.Cache, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import Attention, HeadDims
-from lm.attention.linear import LinearModule, linear_flops_per_token
+from lm.attention.base import HeadDims, KernelCases
+from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.config.configurable import configurable, field
 from lm.parameters import declare
 
@@ -20,7 +20,7 @@ SERIES = (1.0, 1.0, 0.5)
 
 
 @configurable('taylor')
-class Taylor(Attention):
+class Taylor(LinearAttention):
     """Weights 1 + s + s²/2 with s = ⟨W_q q, W_k k⟩ / sqrt(feature_dim), normalised."""
 
     feature_dim: int | None = field(16, minimum=1, help='size of compressed queries and keys; None: not compressed')
@@ -33,6 +33,10 @@ class Taylor(Attention):
         size = self.feature_dim or dims.head_dim
         compress = 2.0 * dims.head_dim * size * (dims.n_heads + dims.n_kv_heads) if self.feature_dim else 0.0
         return compress + linear_flops_per_token(dims, length, 1 + size + size * (size + 1) // 2, size)
+
+    @classmethod
+    def kernel_cases(cls) -> KernelCases:
+        return {'taylor 16': cls(feature_dim=16).kernel_call}
 
 
 class TaylorAttention(LinearModule):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lm.attention import YARDSTICK
 from lm.bench import results, timing
 from lm.bench.candidates import Candidate, of_arguments
 from lm.errors import ConfigError
@@ -210,11 +211,12 @@ def _row(name: str, program: Program, times: timing.Times | None, steps: int) ->
 
 def compared(rows: Sequence[Row]) -> list[Row]:
     """The rows by context, with their speed over softmax where that was measured."""
-    softmax = {row.context: row.steps_per_second for row in rows if row.mechanism == 'softmax'}
+    yardstick = YARDSTICK.gin_name
+    speeds = {row.context: row.steps_per_second for row in rows if row.mechanism == yardstick}
     result = []
     for row in sorted(rows, key=lambda row: row.context):
-        base = softmax.get(row.context)
-        ratio = row.steps_per_second / base if base and row.steps_per_second and row.mechanism != 'softmax' else None
+        base = speeds.get(row.context)
+        ratio = row.steps_per_second / base if base and row.steps_per_second and row.mechanism != yardstick else None
         result.append(dataclasses.replace(row, speed_over_softmax=ratio))
     return result
 

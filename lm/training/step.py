@@ -90,7 +90,7 @@ class TrainStep:
 
     def redraws(self, steps_done: int) -> tuple[int, ...]:
         """Which mechanisms of the pattern draw new random projections before the next step (`redraw_every`)."""
-        periods = [getattr(attention, 'redraw_every', None) for attention in self.model.pattern]
+        periods = [attention.redraw_every for attention in self.model.pattern]
         return tuple(i for i, every in enumerate(periods) if every and steps_done and steps_done % every == 0)
 
     def redraw(self, weights: State, which: tuple[int, ...], seed: int, steps_done: jax.Array) -> Any:

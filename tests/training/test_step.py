@@ -132,7 +132,9 @@ def test_weight_decay_is_as_declared(attention):
     # Everything with two axes or more, those over layers, heads and sketches aside, is a matrix or the embedding.
     lead = {'layer', 'heads', 'sketch', 'factor', 'rank'}
     wide = jax.tree.map(
-        lambda told, x: sum(n > 1 for a, n in zip(told.axes, x.shape) if a not in lead) > 1, step.declared, params
+        lambda told, x: sum(n > 1 for a, n in zip(told.axes, x.shape, strict=True) if a not in lead) > 1,
+        step.declared,
+        params,
     )
     wide['embedding']['embedding'] = False
     assert wide == moved

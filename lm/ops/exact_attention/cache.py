@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.attention.base import HeadDims
-
 
 class Cache(NamedTuple):
     """Without a window, keys [0, position) are filled. With one, the M last keys stand in the order of time, right
@@ -28,9 +26,9 @@ class Visible(NamedTuple):
     k_start: jax.Array | int
 
 
-def empty(dims: HeadDims, batch: int, length: int, dtype: Any) -> Cache:
+def empty(batch: int, length: int, n_kv_heads: int, head_dim: int, dtype: Any) -> Cache:
     """A cache of `length` tokens: the longest sequence, or the window."""
-    zeros = jnp.zeros((batch, length, dims.n_kv_heads, dims.head_dim), dtype)
+    zeros = jnp.zeros((batch, length, n_kv_heads, head_dim), dtype)
     return Cache(zeros, zeros, jnp.zeros((), jnp.int32))
 
 
