@@ -3,7 +3,9 @@
     configuration   a frozen dataclass, `@configurable('name') class Name(Attention)`; knows its own cost
     module          an `nnx.Module`; one per layer, shared by all heads of the layer
 
-Adding a mechanism means adding one file with both. Nothing else names it.
+Adding a mechanism means adding one file with both; nothing else names it. Command lines, benchmarks and the shared
+tests find it in the registry. Parameters say what they are (`lm.parameters.declare`), so that weight decay and sharding
+know. Mechanisms on the linear engine build on `lm.attention.linear`, feature maps on `lm.attention.maps.products`.
 """
 
 import dataclasses

@@ -63,8 +63,12 @@ class RandomFeatures(ProductFeatures):
         """Sums of signed weights may come near zero, where the rounding of features would be all that is left."""
         return jnp.float32 if self.signed else None
 
+    @property
+    def factor(self) -> float:
+        return math.sqrt(self.scale)
+
     def products(self, parameters: Projection) -> tuple[jax.Array, jax.Array | None]:
-        return math.sqrt(self.scale) * parameters.projection_RxE, parameters.phases_R
+        return parameters
 
     def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
         half_1xT = self.scale / 2 * jnp.sum(jnp.square(x_ExT), 0, keepdims=True)
