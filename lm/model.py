@@ -108,10 +108,10 @@ class Block(nnx.Module):
             )
 
         self.attention_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
-        self.qkv = linear(config.d_model, n_qkv, 'embed', 'heads', part='attention')
+        self.qkv = linear(config.d_model, n_qkv, 'embed', 'all_heads', part='attention')
         self.attention = attention.build(dims, rngs)
         n_heads = dims.n_heads * dims.head_dim
-        self.attention_out = linear(n_heads, config.d_model, 'heads', 'embed', part='attention', init=residual_init)
+        self.attention_out = linear(n_heads, config.d_model, 'all_heads', 'embed', part='attention', init=residual_init)
         self.glu_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
         self.glu_in = linear(config.d_model, 2 * config.glu_dim, 'embed', 'mlp', part='glu')
         self.glu_out = linear(config.glu_dim, config.d_model, 'mlp', 'embed', part='glu', init=residual_init)
