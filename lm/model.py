@@ -7,7 +7,7 @@ B batch, L length, D model width, H query heads, K key/value heads, C head size,
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from lm.attention import Attention, HeadDims
-from lm.attention.softmax import Softmax
+from lm.attention import YARDSTICK, Attention, AttentionModule, HeadDims
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.ops.cross_entropy import cross_entropy
 from lm.ops.platform import target_platform
 from lm.ops.residuals import RESIDUAL_NAME
+from lm.parameters import declare, layer_norm, stack
 
 REMAT = {
     'none': jax.checkpoint_policies.everything_saveable,
@@ -43,7 +43,9 @@ class ModelConfig:
     n_kv_heads: int | None = field(None, minimum=1, help='grouped-query attention; None: as many as n_heads')
     head_dim: int = field(64, minimum=2, even=True)
     hidden_dim: int | None = field(None, minimum=1, help='GLU width; None: 8·d_model/3 rounded down to a multiple of 8')
-    attention: Attention | tuple[Attention, ...] = field(Softmax(), help='one mechanism, or a list cycled over layers')
+    attention: Attention | tuple[Attention, ...] = field(
+        YARDSTICK(), help='one mechanism, or a list cycled over layers'
+    )
     dtype: str = field('auto', choices=('auto', 'float32', 'bfloat16'), help='auto: bfloat16, but float32 on CPU')
     remat: str = field('none', choices=tuple(REMAT), resume=True)
     unroll: int = field(1, minimum=1, resume=True, help='layers compiled per scan iteration; n_layers: no loop')
@@ -98,18 +100,21 @@ class Block(nnx.Module):
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
         n_qkv = (dims.n_heads + 2 * dims.n_kv_heads) * dims.head_dim
 
-        def linear(n_in, n_out, init=None):
+        def linear(n_in, n_out, *axes, part, init=None):
+            init = init or nnx.initializers.lecun_normal()
+            says = declare('matrix', *axes, part=part)
             return nnx.Linear(
-                n_in, n_out, use_bias=False, dtype=dtype, kernel_init=init or nnx.initializers.lecun_normal(), rngs=rngs
+                n_in, n_out, use_bias=False, dtype=dtype, kernel_init=init, kernel_metadata=says, rngs=rngs
             )
 
-        self.attention_norm = nnx.LayerNorm(config.d_model, epsilon=1e-5, dtype=dtype, rngs=rngs)
-        self.qkv = linear(config.d_model, n_qkv)
+        self.attention_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
+        self.qkv = linear(config.d_model, n_qkv, 'embed', 'all_heads', part='attention')
         self.attention = attention.build(dims, rngs)
-        self.attention_out = linear(dims.n_heads * dims.head_dim, config.d_model, residual_init)
-        self.glu_norm = nnx.LayerNorm(config.d_model, epsilon=1e-5, dtype=dtype, rngs=rngs)
-        self.glu_in = linear(config.d_model, 2 * config.glu_dim)
-        self.glu_out = linear(config.glu_dim, config.d_model, residual_init)
+        n_heads = dims.n_heads * dims.head_dim
+        self.attention_out = linear(n_heads, config.d_model, 'all_heads', 'embed', part='attention', init=residual_init)
+        self.glu_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
+        self.glu_in = linear(config.d_model, 2 * config.glu_dim, 'embed', 'mlp', part='glu')
+        self.glu_out = linear(config.glu_dim, config.d_model, 'mlp', 'embed', part='glu', init=residual_init)
 
     def __call__(self, x_BxLxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
         q_BxLxHxC, k_BxLxKxC, v_BxLxKxC = self.project(x_BxLxD, rotation)
@@ -148,20 +153,21 @@ class Transformer(nnx.Module):
             config.d_model,
             dtype=config.compute_dtype,
             embedding_init=nnx.initializers.normal(config.d_model**-0.5),
+            embedding_metadata=declare('embedding', 'vocabulary', 'embed', part='embedding'),
             rngs=rngs,
         )
         repeats = config.n_layers // len(config.pattern)
         self.blocks = nnx.List([_stack(config, attention, repeats, rngs) for attention in config.pattern])
-        self.final_norm = nnx.LayerNorm(config.d_model, epsilon=1e-5, dtype=config.compute_dtype, rngs=rngs)
+        self.final_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=config.compute_dtype)
 
     def hidden(self, tokens_BxL: jax.Array) -> jax.Array:
         """The normalised output of the last layer, [B, L, D]."""
         x_BxLxD, rotation = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
-        graphs, states = zip(*(nnx.split(blocks) for blocks in self.blocks), strict=True)
+        applies, states = zip(*map(_taken_apart, self.blocks), strict=True)
 
         def layers(x_BxLxD, states):
-            for graph, state in zip(graphs, states, strict=True):
-                x_BxLxD = nnx.merge(graph, state)(x_BxLxD, rotation)
+            for apply, state in zip(applies, states, strict=True):
+                x_BxLxD = apply(state, Block.__call__, x_BxLxD, rotation)
             return x_BxLxD, None
 
         if self.config.remat != 'none':
@@ -169,14 +175,14 @@ class Transformer(nnx.Module):
         x_BxLxD, _ = jax.lax.scan(layers, x_BxLxD, states, unroll=self._unroll)
         return self.final_norm(x_BxLxD)
 
-    def attention_inputs(self, tokens_BxL: jax.Array) -> Iterator[tuple[Block, jax.Array, jax.Array]]:
-        """Each layer in turn with the queries [B, L, H, C] and keys [B, L, K, C] that reach its attention."""
+    def attention_inputs(self, tokens_BxL: jax.Array) -> Iterator[tuple[AttentionModule, jax.Array, jax.Array]]:
+        """Each layer's attention in turn with the queries [B, L, H, C] and keys [B, L, K, C] that reach it."""
         x_BxLxD, rotation = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
         for i in range(self.config.n_layers):
             repeat, which = divmod(i, len(self.blocks))
-            graph, state = nnx.split(self.blocks[which])
-            block = nnx.merge(graph, jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], state))
-            yield block, *block.project(x_BxLxD, rotation)[:2]
+            apply, state = _taken_apart(self.blocks[which])
+            block = apply(jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], state), lambda block: block)
+            yield block.attention, *block.project(x_BxLxD, rotation)[:2]
             x_BxLxD = block(x_BxLxD, rotation)
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
@@ -190,22 +196,24 @@ class Transformer(nnx.Module):
     def init_state(self, batch: int, max_length: int) -> list[Any]:
         """The decoding state of empty sequences: for each mechanism of the pattern, its states stacked over layers."""
 
+        def empty(block):
+            return block.attention.init_state(batch, max_length, self.config.compute_dtype)
+
         def stacked(blocks):
-            graph, state = nnx.split(blocks)
-            empty = lambda s: nnx.merge(graph, s).attention.init_state(batch, max_length, self.config.compute_dtype)  # noqa: E731
-            return jax.vmap(empty)(state)
+            apply, state = _taken_apart(blocks)
+            return jax.vmap(lambda state: apply(state, empty))(state)
 
         return [stacked(blocks) for blocks in self.blocks]
 
     def decode_step(self, state: list[Any], tokens_BxT: jax.Array, position: jax.Array) -> tuple[list[Any], jax.Array]:
         """Appends T tokens, the first of which stands at `position`; returns the state and their logits [B, T, V]."""
         x_BxTxD, rotation = self._embed(tokens_BxT, position + jnp.arange(tokens_BxT.shape[1]))
-        graphs, params = zip(*(nnx.split(blocks) for blocks in self.blocks), strict=True)
+        applies, params = zip(*map(_taken_apart, self.blocks), strict=True)
 
         def layers(x_BxTxD, params_and_state):
             new = []
-            for graph, param, old in zip(graphs, *params_and_state, strict=True):
-                layer_state, x_BxTxD = nnx.merge(graph, param).decode_step(old, x_BxTxD, rotation)
+            for apply, param, old in zip(applies, *params_and_state, strict=True):
+                layer_state, x_BxTxD = apply(param, Block.decode_step, old, x_BxTxD, rotation)
                 new.append(layer_state)
             return x_BxTxD, new
 
@@ -214,16 +222,16 @@ class Transformer(nnx.Module):
 
     def redraw(self, which: Sequence[int], key: jax.Array) -> None:
         """Draws new random projections in the layers of the mechanisms `which` of the pattern."""
+
+        def redrawn(block, key):
+            block.attention.redraw(key)
+            return nnx.state(block)
+
         for i in which:
-            graph, state = nnx.split(self.blocks[i])
-
-            def redrawn(state, key, graph=graph):
-                block = nnx.merge(graph, state)
-                block.attention.redraw(key)
-                return nnx.state(block)
-
+            apply, state = _taken_apart(self.blocks[i])
             keys = jax.random.split(jax.random.fold_in(key, i), self.config.n_layers // len(self.blocks))
-            nnx.update(self.blocks[i], jax.vmap(redrawn)(state, keys))
+            new = jax.vmap(lambda state, key, apply=apply: apply(state, redrawn, key))(state, keys)
+            nnx.update(self.blocks[i], new)
 
     @property
     def _unroll(self) -> int:
@@ -247,7 +255,15 @@ def _stack(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rn
     def build(rngs):
         return Block(config, attention, rngs)
 
-    return build(rngs)
+    blocks = build(rngs)
+    stack(blocks)
+    return blocks
+
+
+def _taken_apart(blocks: Block) -> tuple[Callable, Any]:
+    """(apply, state): `apply(layer, f, …)` is f(block, …) of the block with a layer's part of the stacked state."""
+    graph, state = nnx.split(blocks)
+    return lambda layer, function, *arguments: function(nnx.merge(graph, layer), *arguments), state
 
 
 def sinusoids(positions_L: jax.Array, width: int) -> jax.Array:

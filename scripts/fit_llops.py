@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from lm import cli
-from lm.attention.llops import Llops, Sketch
+from lm.attention.llops import Llops
 from lm.attention.maps.fit import errors, fit, samples
 from lm.errors import LmError
 from lm.experiment import load_run
@@ -35,21 +35,16 @@ def measure(config: Llops, arguments: argparse.Namespace) -> list[dict]:
     tokens = jnp.asarray(run.store.read_many(split, np.arange(n) * length, length), jnp.int32)
     model = nnx.merge(run.functions.graph, run.weights['params'], run.weights['buffers'])
     rows = []
-    for layer, (q_NxD, k_NxD) in enumerate(samples(model, tokens, 2 * arguments.samples, arguments.seed)):
+    layers = samples(model.attention_inputs(tokens), 2 * arguments.samples, arguments.seed)
+    sketch, kernel = config.sketch(), config.kernel
+    for layer, (q_NxD, k_NxD) in enumerate(layers):
         half = len(q_NxD) // 2
-        fitted = fit(
-            config, q_NxD[:half], k_NxD[:half], steps=arguments.steps, loss=arguments.loss, seed=arguments.seed
-        )
         random = config.init_factors(jax.random.split(jax.random.key(arguments.seed))[0], q_NxD.shape[1])
+        options = dict(steps=arguments.steps, loss=arguments.loss, seed=arguments.seed)
+        fitted = fit(sketch, kernel, random, q_NxD[:half], k_NxD[:half], **options)
         row = {'layer': layer}
         for name, factors in (('random', random), ('fitted', fitted[:2])):
-            found = errors(
-                Sketch(config.nonnegative, config.affine),
-                lambda s: jax.lax.integer_pow(s, config.degree),
-                factors,
-                q_NxD[half:],
-                k_NxD[half:],
-            )
+            found = errors(sketch, kernel, factors, q_NxD[half:], k_NxD[half:])
             row |= {f'{name}_{kind}': float(value) for kind, value in found.items()}
         rows.append(row)
     return rows

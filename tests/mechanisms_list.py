@@ -1,5 +1,9 @@
-"""Every mechanism in each form that the model must carry, with blocks and windows short enough for length 20."""
+"""Every mechanism in each form that the model must carry, with blocks and windows short enough for length 20.
 
+A mechanism without a form here comes as it is: a new file is tested without an entry.
+"""
+
+from lm.attention import mechanisms
 from lm.attention.hybrid import Hybrid
 from lm.attention.llops import Llops
 from lm.attention.performer import Performer
@@ -8,7 +12,7 @@ from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.attention.taylor import Taylor
 
-MECHANISMS = {
+FORMS = {
     'softmax': Softmax(),
     'softmax window': Softmax(window=5),
     'polynomial 2': Polynomial(degree=2),
@@ -25,3 +29,7 @@ MECHANISMS = {
     'based': (Taylor(feature_dim=4), Softmax(window=5)),
     'hybrid': Hybrid(window=5),
 }
+
+KNOWN = {type(one) for form in FORMS.values() for one in (form if isinstance(form, tuple) else (form,))}
+OTHERS = {name: mechanism() for name, mechanism in mechanisms().items() if mechanism not in KNOWN}
+MECHANISMS = FORMS | OTHERS

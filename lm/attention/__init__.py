@@ -4,8 +4,18 @@ import importlib
 import pkgutil
 
 from lm.attention.base import Attention, AttentionModule, HeadDims
+from lm.config.configurable import REGISTRY
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f'{__name__}.{_module.name}')
 
-__all__ = ['Attention', 'AttentionModule', 'HeadDims']
+
+def mechanisms() -> dict[str, type[Attention]]:
+    """Gin name → configuration of every mechanism."""
+    return {name: cls for name, cls in REGISTRY.items() if issubclass(cls, Attention)}
+
+
+(YARDSTICK,) = (cls for cls in mechanisms().values() if cls.yardstick)
+(FEATURED,) = (cls for cls in mechanisms().values() if cls.featured)
+
+__all__ = ['FEATURED', 'YARDSTICK', 'Attention', 'AttentionModule', 'HeadDims', 'mechanisms']

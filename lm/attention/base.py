@@ -3,14 +3,20 @@
     configuration   a frozen dataclass, `@configurable('name') class Name(Attention)`; knows its own cost
     module          an `nnx.Module`; one per layer, shared by all heads of the layer
 
-Adding a mechanism means adding one file with both. Nothing else names it.
+Adding a mechanism means adding one file with both; nothing else names it. Command lines, benchmarks and the shared
+tests find it in the registry. Parameters say what they are (`lm.parameters.declare`), so that weight decay and sharding
+know. Mechanisms on the linear engine build on `lm.attention.linear`, feature maps on `lm.attention.maps.products`.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+
+from lm.parameters import layer_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +28,38 @@ class HeadDims:
     head_dim: int
 
 
+@dataclasses.dataclass(frozen=True)
+class KernelCall:
+    """A call of an operation whose kernels `lm bench kernels` compiles.
+
+    Attributes:
+        function: of arrays.
+        inputs: its abstract arguments.
+        steps: ('forward' or 'backward', name of the kernel) → tokens times heads that a grid step takes.
+        skips: whether grid steps skip work, so that only the longest run of instructions counts.
+    """
+
+    function: Callable
+    inputs: tuple
+    steps: dict[tuple[str, str], float]
+    skips: bool = False
+
+
+KernelCases = dict[str, Callable[[HeadDims, int], KernelCall]]
+"""Name → what makes of heads and a length the call that `lm bench kernels` compiles under that name."""
+
+
 class Attention:
     """Base of the attention configurations (frozen dataclasses made by `@configurable`)."""
 
+    yardstick: ClassVar[bool] = False
+    """Whether this is what models have by default and what speeds are quoted against; one mechanism is."""
+    featured: ClassVar[bool] = False
+    """Whether benchmarks compare this with the yardstick where nothing is named, and know other ways to compute it."""
     kernels_declare_cost: ClassVar[bool] = True
     """Whether the compiler knows the FLOPs of its TPU kernels; where not, `lm check` takes `flops_per_token`."""
+    redraw_every = None
+    """Training steps after which the module's random projections are drawn anew; None: never."""
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'AttentionModule':
         """The module of one layer. Parameters are drawn from `rngs.params()`, buffers from `rngs.projections()`."""
@@ -36,6 +69,11 @@ class Attention:
         """Forward floating-point operations per token of one layer at context `length` (causal halving where the
         mechanism is quadratic; rematerialisation not counted; the q, k, v, o projections belong to the model)."""
         raise NotImplementedError
+
+    @classmethod
+    def kernel_cases(cls) -> KernelCases:
+        """Its TPU kernels, in the forms worth watching."""
+        return {}
 
 
 class AttentionModule(nnx.Module):
@@ -66,3 +104,30 @@ class AttentionModule(nnx.Module):
         Tokens at one call follow those of the calls before; the outputs equal `__call__` on the whole sequence.
         """
         raise NotImplementedError
+
+    def normalize(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys as the kernel compares them: after the mechanism's own normalization, where it has one."""
+        return q_BxLxHxD, k_BxLxKxD
+
+    def redraw(self, key: jax.Array) -> None:
+        """Replaces its random projections by those drawn from `key` alone; called every `redraw_every` steps."""
+
+
+class NormedModule(AttentionModule):
+    """Two layer normalizations, one for queries and one for keys, each shared by the heads of the layer."""
+
+    def make_norms(self, head_dim: int, rngs: nnx.Rngs) -> None:
+        self.q_norm, self.k_norm = (
+            layer_norm(head_dim, 'head', rngs, dtype=jnp.float32, use_fast_variance=False) for _ in range(2)
+        )
+
+    def normalize(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Statistics in float32, results in the inputs' dtypes."""
+        return self.q_norm(q_BxLxHxD).astype(q_BxLxHxD.dtype), self.k_norm(k_BxLxKxD).astype(k_BxLxKxD.dtype)
+
+
+def exact_flops_per_token(dims: HeadDims, length: int, window: int | None = None) -> float:
+    """Two products of size head_dim (scores, mixture of values) for each key that a query sees on average."""
+    window = min(length, window or length)
+    seen = window - window**2 / (2 * length)
+    return 4.0 * dims.n_heads * dims.head_dim * seen

@@ -19,17 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lm.attention.base import Attention, HeadDims
-from lm.attention.linear import LinearModule, linear_flops_per_token
+from lm.attention.base import HeadDims, KernelCases, exact_flops_per_token
+from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.monomials import APPROXIMATIONS, Monomials, n_terms
-from lm.attention.softmax import exact_flops_per_token
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.ops.linear_attention import ExpKernel
 
 
 @configurable('hybrid')
-class Hybrid(Attention):
+class Hybrid(LinearAttention):
     """Exact softmax nearby, a polynomial of it far away; `softmax` checkpoints run under it."""
 
     window: int = field(200, minimum=1, help='most recent keys, the own included, that are weighed exactly (N)')
@@ -51,6 +50,11 @@ class Hybrid(Attention):
         terms = n_terms(dims.head_dim, self.degree, self.parts)
         older = linear_flops_per_token(dims, length - self.window, terms, dims.head_dim if self.direct else terms)
         return exact + older * (length - self.window) / length
+
+    @classmethod
+    def kernel_cases(cls) -> KernelCases:
+        """None: on TPUs it runs on XLA, for the kernels take no window."""
+        return {}
 
     @property
     def direct(self) -> bool:

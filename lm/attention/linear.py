@@ -4,29 +4,60 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from lm.attention.base import AttentionModule, HeadDims
+from lm.attention.base import Attention, AttentionModule, HeadDims, KernelCall, KernelCases
 from lm.ops.linear_attention import decode, linear_attention
+from lm.ops.linear_attention.types import Options
 
 DEFAULT_BLOCK = 128
 """Tokens a block that `linear_flops_per_token` counts where the operation chooses the block itself."""
+
+
+TOKENS = ('q_BxLxHxE', 'k_BxLxKxE', 'v_BxLxKxD', 'q_local_BxLxHxC', 'k_local_BxLxKxC')
+PARAMETERS = ('q_parameters', 'k_parameters')
+"""The arrays among the arguments of the operation; all others are static."""
+
+
+class LinearAttention(Attention):
+    """A configuration whose module is a `LinearModule`."""
+
+    @classmethod
+    def kernel_cases(cls) -> KernelCases:
+        return {cls.gin_name: cls().kernel_call}
+
+    def kernel_call(self, dims: HeadDims, length: int) -> KernelCall:
+        """The operation alone, on what `arguments` makes of queries, keys and values in bfloat16."""
+        options = {}
+
+        def arrays(*qkv):
+            arguments = self.build(dims, nnx.Rngs(0)).arguments(*qkv)
+            given = {name: arguments.pop(name) for name in (*TOKENS, *PARAMETERS) if name in arguments}
+            options.update(arguments)
+            return given
+
+        heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
+        qkv = (jax.ShapeDtypeStruct((1, length, n, dims.head_dim), jnp.bfloat16) for n in heads)
+        return operation_call(jax.eval_shape(arrays, *qkv), options)
 
 
 class LinearModule(AttentionModule):
     """A mechanism that is one call of `lm.ops.linear_attention`, whose arguments `arguments` makes.
 
     Where weights may be negative their sum may come near zero. Such mechanisms set `signed` and let the call give
-    sums, not means: a denominator S (`bias` included) within `epsilon` of 0 is then replaced by S + 2 epsilon. It rides
-    along as one more column of the values, in float32 (Choromanski et al. 2020, Algorithm 1: C = [V 1]).
+    sums, not means: a denominator S (`denominator_bias` included) within `epsilon` of 0 is then replaced by
+    S + 2 epsilon. It rides along as one more column of the values, in float32 (Choromanski et al. 2020, Algorithm 1:
+    C = [V 1]).
     """
 
     dims: HeadDims
     signed = False
-    bias = 0.0
+    denominator_bias = 0.0
     epsilon = 0.0
 
     def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
-        """Of the call. With `signed` they hold normalize = False."""
+        """Of the call: arrays (`TOKENS`, `PARAMETERS`) and options, `implementation` among them where one is asked for;
+        decoding has only one. With `signed` they hold normalize = False."""
         raise NotImplementedError
 
     def __call__(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
@@ -34,10 +65,11 @@ class LinearModule(AttentionModule):
         return self._divided(o_BxLxHxC, v_BxLxKxD.dtype)
 
     def init_state(self, batch: int, max_length: int, dtype: Any) -> decode.DecodeState:
-        """The sums over no keys, float32; their size does not depend on `max_length`."""
+        """The sums over no keys, float32, of one size for any length; and room for keys that are compared exactly."""
         heads = (self.dims.n_heads, self.dims.n_kv_heads, self.dims.n_kv_heads)
         q_Bx1xHxD, k_Bx1xKxD, v_Bx1xKxD = (jnp.zeros((batch, 1, n, self.dims.head_dim), dtype) for n in heads)
-        return decode.init_state(**self.arguments(q_Bx1xHxD, k_Bx1xKxD, self._columns(v_Bx1xKxD)))
+        arguments = self.arguments(q_Bx1xHxD, k_Bx1xKxD, self._columns(v_Bx1xKxD))
+        return decode.init_state(**arguments, max_length=max_length)
 
     def decode_step(
         self, state: decode.DecodeState, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array
@@ -54,7 +86,7 @@ class LinearModule(AttentionModule):
     def _divided(self, o_BxLxHxC, dtype):
         if not self.signed:
             return o_BxLxHxC
-        total = o_BxLxHxC[..., -1:] + self.bias
+        total = o_BxLxHxC[..., -1:] + self.denominator_bias
         return (o_BxLxHxC[..., :-1] / (total + 2 * self.epsilon * (jnp.abs(total) <= self.epsilon))).astype(dtype)
 
 
@@ -77,3 +109,20 @@ def linear_flops_per_token(
     block = min(length, block or DEFAULT_BLOCK)
     inside = dims.n_heads * (compared + dims.head_dim) * block
     return inside if length == block else inside + sums
+
+
+def operation_call(inputs: dict[str, Any], options: dict[str, Any]) -> KernelCall:
+    """The kernels of one call of the operation, of abstract arrays by the names of its arguments."""
+    from lm.ops.linear_attention.tpu import attention as kernels
+
+    options = {name: value for name, value in options.items() if name != 'implementation'}
+
+    def function(*arrays):
+        return linear_attention(**dict(zip(inputs, arrays, strict=True)), **options, implementation='pallas_tpu')
+
+    q, v, local = (inputs.get(name) for name in ('q_BxLxHxE', 'v_BxLxKxD', 'q_local_BxLxHxC'))
+    sizes = (q.shape[-1], v.shape[-1], 0 if local is None else local.shape[-1], v.dtype.itemsize)
+    made = kernels.made_by(options.get('feature_map'), q, inputs.get('q_parameters'))
+    plan = kernels.plan_for(Options(**options), q.shape[1], q.shape[2], *sizes, *made)
+    steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in ('forward', 'backward')}
+    return KernelCall(function, tuple(inputs.values()), steps)

@@ -13,15 +13,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import Attention, HeadDims
-from lm.attention.linear import LinearModule, linear_flops_per_token
+from lm.attention.base import HeadDims, KernelCall, KernelCases, NormedModule
+from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token, operation_call
+from lm.attention.maps.products import ProductFeatures
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
+from lm.parameters import declare
 
 
 @configurable('llops')
-class Llops(Attention):
-    """Weights ⟨φ_Q(q_i), φ_K(k_j)⟩ / (bias + Σ_j' ⟨φ_Q(q_i), φ_K(k_j')⟩)."""
+class Llops(LinearAttention):
+    """Weights ⟨φ_Q(q_i), φ_K(k_j)⟩ / (b + Σ_j' ⟨φ_Q(q_i), φ_K(k_j')⟩)."""
 
     degree: int = field(4, minimum=1, maximum=16, help='power p of the kernel that the sketch stands for')
     n_features: int = field(256, minimum=1, help='features of each query and key')
@@ -31,7 +33,7 @@ class Llops(Attention):
     init: str = field('random_sketch', choices=('random_sketch', 'flatten', 'based'))
     layer_norm: bool = field(True, help='layer normalization of q and k, as in polynomial attention')
     renormalize: bool = field(True, help='divide by the sum of the weights')
-    bias: float = field(1.0, minimum=0, help='added to the sum of the weights')
+    denominator_bias: float = field(1.0, minimum=0, formerly='bias', help='b: added to the sum of the weights')
     stabilizer: float = field(1e-6, minimum=0, help='where weights can be negative, keeps their sum this far from 0')
 
     def __post_init__(self):
@@ -41,8 +43,8 @@ class Llops(Attention):
             raise ConfigError(
                 "llops.init = 'based': BASED's map has llops.degree = 2 and llops.nonnegative = False; set both"
             )
-        if self.nonnegative and self.renormalize and self.bias == 0:
-            raise ConfigError('llops.bias = 0.0: must be above 0, for all weights of a query may vanish')
+        if self.nonnegative and self.renormalize and self.denominator_bias == 0:
+            raise ConfigError('llops.denominator_bias = 0.0: must be above 0, for all weights of a query may vanish')
 
     @property
     def n_factors(self) -> int:
@@ -56,6 +58,19 @@ class Llops(Attention):
         products = 2.0 * self.n_factors * self.rank * self.n_features * (dims.head_dim + self.affine)
         products *= dims.n_heads + dims.n_kv_heads
         return products + linear_flops_per_token(dims, length, self.n_features, self.n_features)
+
+    @classmethod
+    def kernel_cases(cls) -> KernelCases:
+        """The mechanism, and the operation on as many features that are given."""
+        return {'llops 256, p=4': cls(degree=4, n_features=256).kernel_call, 'features 256': given_features}
+
+    def sketch(self, dtype: Any = None) -> 'LowRankSketch':
+        """φ, with features of `dtype` (None: that of the vectors)."""
+        return LowRankSketch(self.nonnegative, self.affine, self.rank, self.n_features, dtype)
+
+    def kernel(self, s: jax.Array) -> jax.Array:
+        """What sketches stand for: a power of the inner product."""
+        return jax.lax.integer_pow(s, self.degree)
 
     def init_factors(self, key: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
         """(Θ^Q, Θ^K), each [factors, rank, size (+ 1), n_features], for vectors of `size`."""
@@ -78,38 +93,21 @@ class Llops(Attention):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sketch:
+class LowRankSketch(ProductFeatures):
     """φ as a feature map of `lm.ops.linear_attention`; its parameters are Θ, [factors, rank, D (+ 1), M]."""
 
     nonnegative: bool
     affine: bool
+    rank: int
+    n_features: int
     dtype: Any = None
-    """Of the features; None: that of the vectors."""
-    rank: int = 1
-    n_features: int | None = None
-    """Of Θ, for `of_products`; None: kernels compute no such features."""
 
-    learns = True
-
-    def __call__(self, factors: jax.Array, x: jax.Array) -> jax.Array:
-        """[..., D] → [..., M], products of projections in float32."""
-        weight, shift = (factors[:, :, :-1], factors[:, :, -1]) if self.affine else (factors, None)
-        product = None
-        for j in range(weight.shape[0]):
-            y = jnp.einsum('...d,rdm->...rm', x.astype(jnp.float32), weight[j])
-            y = y if shift is None else y + shift[j]
-            product = y if product is None else product * y
-        features = product.sum(-2)
-        return (jnp.square(features) if self.nonnegative else features).astype(self.dtype or x.dtype)
-
-    def matrix(self, factors: jax.Array) -> jax.Array | None:
-        """See `lm.ops.linear_attention.types.ProductMap`; the rows are those of Θ by factor, rank and feature."""
-        if self.affine or self.n_features is None:
-            return None
-        return factors.swapaxes(2, 3).reshape(-1, factors.shape[2])
+    def products(self, factors: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The rows are those of Θ by factor, rank and feature."""
+        weight, shift = (factors[:, :, :-1], factors[:, :, -1].reshape(-1)) if self.affine else (factors, None)
+        return weight.swapaxes(2, 3).reshape(-1, weight.shape[2]), shift
 
     def of_products(self, wx_RxT: jax.Array, x_DxT: jax.Array, queries: bool) -> jax.Array:
-        """See `lm.ops.linear_attention.types.ProductMap`."""
         terms = []
         for term in range(self.rank):
             starts = range(term * self.n_features, wx_RxT.shape[0], self.rank * self.n_features)
@@ -119,36 +117,35 @@ class Sketch:
         return jnp.square(features_MxT) if self.nonnegative else features_MxT
 
 
-class LlopsAttention(LinearModule):
+class LlopsAttention(NormedModule, LinearModule):
     """Θ^Q and Θ^K, shared by the heads of the layer, and the two layer normalizations."""
 
     def __init__(self, config: Llops, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
         self.dims = dims
-        self.sketch = Sketch(config.nonnegative, config.affine, rank=config.rank, n_features=config.n_features)
         self.signed = config.renormalize and not config.nonnegative
-        self.bias, self.epsilon = config.bias, config.stabilizer
+        self.denominator_bias, self.epsilon = config.denominator_bias, config.stabilizer
         q_factors, k_factors = config.init_factors(rngs.params(), dims.head_dim)
-        self.q_factors, self.k_factors = nnx.Param(q_factors), nnx.Param(k_factors)
-        self.q_norm, self.k_norm = (
-            nnx.LayerNorm(dims.head_dim, epsilon=1e-5, dtype=jnp.float32, use_fast_variance=False, rngs=rngs)
-            if config.layer_norm
-            else None
-            for _ in range(2)
-        )
+        says = declare('matrix', 'factor', 'rank', 'head', 'features')
+        self.q_factors, self.k_factors = nnx.Param(q_factors, **says), nnx.Param(k_factors, **says)
+        if config.layer_norm:
+            self.make_norms(dims.head_dim, rngs)
+
+    def normalize(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """In float32: powers of the vectors follow."""
+        return (self.q_norm(q_BxLxHxD), self.k_norm(k_BxLxKxD)) if self.config.layer_norm else (q_BxLxHxD, k_BxLxKxD)
 
     def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
         config = self.config
-        if config.layer_norm:  # not rounded: powers of the vectors follow
-            q_BxLxHxD, k_BxLxKxD = self.q_norm(q_BxLxHxD), self.k_norm(k_BxLxKxD)
+        q_BxLxHxD, k_BxLxKxD = self.normalize(q_BxLxHxD, k_BxLxKxD)
         return dict(
             q_BxLxHxE=q_BxLxHxD,
             k_BxLxKxE=k_BxLxKxD,
             v_BxLxKxD=v_BxLxKxD,
-            feature_map=dataclasses.replace(self.sketch, dtype=v_BxLxKxD.dtype),
+            feature_map=config.sketch(v_BxLxKxD.dtype),
             q_parameters=self.q_factors[...],
             k_parameters=self.k_factors[...],
-            denominator_bias=config.bias,
+            denominator_bias=config.denominator_bias,
             normalize=config.renormalize and not self.signed,
         )
 
@@ -185,3 +182,8 @@ def based_factors(config: Llops, w_DxR: jax.Array, spare: jax.Array, *, queries:
     factors = spare.at[0, 1:, :, :used].set(0.0)
     factors = factors.at[0, 0, :, :used].set(first).at[1, 0, :, :used].set(second)
     return factors.at[0, :, :, used:].set(0.0) if queries else factors
+
+
+def given_features(dims: HeadDims, length: int) -> KernelCall:
+    x, v = (jax.ShapeDtypeStruct((1, length, dims.n_heads, n), jnp.bfloat16) for n in (256, dims.head_dim))
+    return operation_call({'q_BxLxHxE': x, 'k_BxLxKxE': x, 'v_BxLxKxD': v}, {})

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lm.attention.base import Attention, HeadDims
-from lm.attention.linear import LinearModule, linear_flops_per_token
+from lm.attention.base import HeadDims, KernelCases
+from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.projections import PROJECTIONS
-from lm.attention.maps.random_features import FEATURES, SOFTMAX_FEATURES, Keys, Queries, RandomFeatures
+from lm.attention.maps.random_features import FEATURES, SOFTMAX_FEATURES, Projection, RandomFeatures
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.ops.linear_attention.decode import DecodeState
@@ -17,7 +17,7 @@ from lm.parameters import Buffer
 
 
 @configurable('performer')
-class Performer(Attention):
+class Performer(LinearAttention):
     """Weights ⟨φ(q_i), φ(k_j)⟩ / Σ_j' ⟨φ(q_i), φ(k_j')⟩; the defaults are PolySketchFormer's (§4): FAVOR+, 2048
     features, block 1024, one φ for the heads of a layer. The protein models of 2020 are `features = 'relu'`, 256."""
 
@@ -41,6 +41,10 @@ class Performer(Attention):
         return project + linear_flops_per_token(
             dims, length, self.n_features, self.n_features, causal=self.causal, block=self.block
         )
+
+    @classmethod
+    def kernel_cases(cls) -> KernelCases:
+        return {'performer 2048': cls(n_features=2048, block=None).kernel_call}
 
     def feature_map(self, head_dim: int) -> RandomFeatures:
         """φ as a function of (parameters, queries or keys)."""
@@ -75,7 +79,7 @@ class PerformerAttention(LinearModule):
         return projection_RxD, jax.random.uniform(phases_key, (rows,), maxval=2 * math.pi)
 
     def redraw(self, key: jax.Array) -> None:
-        """Replaces the projection by one drawn from `key` alone (§4.2); does nothing unless `redraw_every` is set."""
+        """§4.2; does nothing unless `redraw_every` is set."""
         if self.config.redraw_every is None:
             return
         projection_RxD, phases_R = self._draw(key)
@@ -89,14 +93,14 @@ class PerformerAttention(LinearModule):
         return super().init_state(batch, max_length, dtype)
 
     def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
-        buffers = (self.projection[...], None if self.phases is None else self.phases[...])
+        projection = Projection(self.projection[...], None if self.phases is None else self.phases[...])
         return dict(
             q_BxLxHxE=q_BxLxHxD,
             k_BxLxKxE=k_BxLxKxD,
             v_BxLxKxD=v_BxLxKxD,
             feature_map=self.feature_map,
-            q_parameters=Queries(*buffers),
-            k_parameters=Keys(*buffers),
+            q_parameters=projection,
+            k_parameters=projection,
             block=self.config.block,
             denominator_bias=0.0,
             normalize=self.config.renormalize and not self.signed,

@@ -1,26 +1,26 @@
 """Polynomial attention: an even power of the scores of layer-normalized queries and keys (PolySketchFormer §2.1)."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import Attention, AttentionModule, HeadDims
-from lm.attention.softmax import exact_flops_per_token
+from lm.attention.base import Attention, HeadDims, KernelCall, KernelCases, NormedModule, exact_flops_per_token
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import cache, polynomial_attention
 
 
 @configurable('polynomial')
 class Polynomial(Attention):
-    """Weights ⟨q'_i, k'_j⟩^degree / (bias + Σ_j' ⟨q'_i, k'_j'⟩^degree), where ' is layer normalization."""
+    """Weights ⟨q'_i, k'_j⟩^degree / (b + Σ_j' ⟨q'_i, k'_j'⟩^degree), where ' is layer normalization."""
 
     # Layer-normalized vectors of size 64 have scores up to 64: their 20th power, summed, leaves float32.
     degree: int = field(
         4, minimum=2, maximum=16, even=True, help='power of the scores; quality equals softmax from 4 on'
     )
-    bias: float = field(1.0, above=0, help='keeps the denominator from zero')
+    denominator_bias: float = field(1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'PolynomialAttention':
         return PolynomialAttention(self, dims, rngs)
@@ -28,26 +28,34 @@ class Polynomial(Attention):
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         return exact_flops_per_token(dims, length)
 
+    @classmethod
+    def kernel_cases(cls) -> KernelCases:
+        return {'polynomial p=4': cls(degree=4).kernel_call}
 
-class PolynomialAttention(AttentionModule):
-    """Two layer normalizations, one for queries and one for keys, each shared by the heads of the layer."""
+    def kernel_call(self, dims: HeadDims, length: int) -> KernelCall:
+        """A grid step takes one block of queries and one of keys."""
+        from lm.ops.exact_attention.splash import block_size
+
+        x = jax.ShapeDtypeStruct((1, length, dims.n_heads, dims.head_dim), jnp.bfloat16)
+        blocks = length // block_size(length)
+        tokens = length / (blocks * (blocks + 1) // 2)
+        steps = {(kernel, f'polynomial_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
+        function = functools.partial(polynomial_attention, degree=self.degree, implementation='pallas_tpu')
+        return KernelCall(function, (x, x, x), steps, skips=True)
+
+
+class PolynomialAttention(NormedModule):
+    """The layer normalizations are all that it has."""
 
     def __init__(self, config: Polynomial, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
         self.dims = dims
-        self.q_norm, self.k_norm = (
-            nnx.LayerNorm(dims.head_dim, epsilon=1e-5, dtype=jnp.float32, use_fast_variance=False, rngs=rngs)
-            for _ in range(2)
-        )
-
-    def normalize(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Statistics in float32, results in the inputs' dtypes."""
-        return self.q_norm(q_BxLxHxD).astype(q_BxLxHxD.dtype), self.k_norm(k_BxLxKxD).astype(k_BxLxKxD.dtype)
+        self.make_norms(dims.head_dim, rngs)
 
     def __call__(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         q_BxLxHxD, k_BxLxKxD = self.normalize(q_BxLxHxD, k_BxLxKxD)
         return polynomial_attention(
-            q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, degree=self.config.degree, denominator_bias=self.config.bias
+            q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, degree=self.config.degree, denominator_bias=self.config.denominator_bias
         )
 
     def init_state(self, batch: int, max_length: int, dtype: Any) -> cache.Cache:
@@ -64,7 +72,7 @@ class PolynomialAttention(AttentionModule):
             seen.k_BxMxKxD,
             seen.v_BxMxKxD,
             degree=self.config.degree,
-            denominator_bias=self.config.bias,
+            denominator_bias=self.config.denominator_bias,
             q_offset=seen.q_offset,
             k_start=seen.k_start,
             implementation='xla',

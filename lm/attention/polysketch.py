@@ -1,17 +1,18 @@
 """Polysketch: polynomial attention in linear time, by sketching far weights and computing near ones exactly
 (PolySketchFormer)."""
 
+import functools
 from typing import Any
 
 import jax
 from flax import nnx
 
-from lm.attention.base import Attention, HeadDims
-from lm.attention.linear import linear_flops_per_token
-from lm.attention.maps.sketches import SKETCHES
-from lm.attention.polynomial import PolynomialAttention
+from lm.attention.base import HeadDims, KernelCases, NormedModule
+from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
+from lm.attention.maps.sketches import SKETCHES, networks_call
 from lm.config.configurable import configurable, field
-from lm.ops.linear_attention import IMPLEMENTATIONS, SQUARE, PolynomialKernel, decode, linear_attention
+from lm.ops.exact_attention import polynomial_attention
+from lm.ops.linear_attention import IMPLEMENTATIONS, SQUARE, PolynomialKernel
 
 
 def power_of_two(value: int) -> str | None:
@@ -20,10 +21,12 @@ def power_of_two(value: int) -> str | None:
 
 
 @configurable('polysketch')
-class Polysketch(Attention):
-    """Weights ⟨ψ(q'_i), ψ(k'_j)⟩² / (bias + Σ), where ' is layer normalization and ⟨ψ(x), ψ(y)⟩ ≈ ⟨x, y⟩^(degree/2);
+class Polysketch(LinearAttention):
+    """Weights ⟨ψ(q'_i), ψ(k'_j)⟩² / (b + Σ), where ' is layer normalization and ⟨ψ(x), ψ(y)⟩ ≈ ⟨x, y⟩^(degree/2);
     with `local`, ⟨q'_i, k'_j⟩^degree where i and j are in the same block. A context of one block is then computed
     exactly. The defaults are the paper's; its draft has block 256, `sketch = 'srht'` and `per_head = True`."""
+
+    featured = True
 
     sketch: str = field('learned', choices=tuple(SKETCHES), help='how the polynomial is sketched')
     sketch_size: int = field(32, minimum=1, help='numbers a sketch has (r); the features are their r² products')
@@ -31,7 +34,7 @@ class Polysketch(Attention):
     local: bool = field(True, help='exact weights inside a block')
     block: int = field(1024, minimum=1, help='tokens a block of exact weights; without `local` it has no effect')
     per_head: bool = field(False, help='each key head has its own sketch; False: one for the layer')
-    bias: float = field(1.0, above=0, help='keeps the denominator from zero')
+    denominator_bias: float = field(1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
     implementation: str | None = field(
         None, choices=tuple(IMPLEMENTATIONS), help="how it is computed; None: the platform's best; results agree"
     )
@@ -48,12 +51,22 @@ class Polysketch(Attention):
         sketch = SKETCHES[self.sketch].flops(dims.head_dim, self.sketch_size, self.degree // 2)
         return engine + (dims.n_heads + dims.n_kv_heads) * sketch
 
+    @classmethod
+    def kernel_cases(cls) -> KernelCases:
+        sizes = ((32, 256), (32, 512), (32, 1024), (64, 256), (64, 1024))
+        cases = {f'polysketch r={r} block={block}': cls(sketch_size=r, block=block) for r, block in sizes}
+        cases |= {'polysketch r=32 without local': cls(sketch_size=32, local=False)}
+        networks = {f'sketch networks r={r}': functools.partial(networks_call, r) for r in (32, 64)}
+        return {name: config.kernel_call for name, config in cases.items()} | networks
 
-class PolysketchAttention(PolynomialAttention):
+
+class PolysketchAttention(NormedModule, LinearModule):
     """The layer normalizations of polynomial attention, and the sketch, which queries and keys share."""
 
     def __init__(self, config: Polysketch, dims: HeadDims, rngs: nnx.Rngs):
-        super().__init__(config, dims, rngs)
+        self.config = config
+        self.dims = dims
+        self.make_norms(dims.head_dim, rngs)
         n = dims.n_kv_heads if config.per_head else 1
         self.sketch = SKETCHES[config.sketch](n, dims.head_dim, config.sketch_size, config.degree // 2, rngs)
 
@@ -65,38 +78,30 @@ class PolysketchAttention(PolynomialAttention):
         q, k = self.sketch.of_each(*grouped)
         return q.reshape(batch, length, heads, -1), k.reshape(batch, length, kv_heads, -1)
 
-    def _arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
+    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
         # The sketch sees what the exact kernel sees, so that both weigh a pair alike: the paper considers q and k only
         # after layer normalization (§2.1). (The published code feeds its networks the vectors before it.)
+        config = self.config
         q_BxLxHxD, k_BxLxKxD = self.normalize(q_BxLxHxD, k_BxLxKxD)
         q_BxLxHxR, k_BxLxKxR = self.features(q_BxLxHxD, k_BxLxKxD)
-        return dict(
+        result = dict(
             q_BxLxHxE=q_BxLxHxR,
             k_BxLxKxE=k_BxLxKxR,
             v_BxLxKxD=v_BxLxKxD,
-            q_local_BxLxHxC=q_BxLxHxD,
-            k_local_BxLxKxC=k_BxLxKxD,
+            powers=SQUARE,
+            denominator_bias=config.denominator_bias,
+            implementation=config.implementation,
         )
-
-    def _options(self) -> dict[str, Any]:
-        options = dict(powers=SQUARE, denominator_bias=self.config.bias)
-        if self.config.local:
-            options |= dict(local=PolynomialKernel(self.config.degree), block=self.config.block)
-        return options
+        if config.local:
+            result |= dict(local=PolynomialKernel(config.degree), block=config.block)
+            result |= dict(q_local_BxLxHxC=q_BxLxHxD, k_local_BxLxKxC=k_BxLxKxD)
+        return result
 
     def __call__(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
-        if self.config.local and q_BxLxHxD.shape[1] <= self.config.block:
-            return super().__call__(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)  # one block is exact: no sketch takes part
-        arguments = self._arguments(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
-        return linear_attention(**arguments, **self._options(), implementation=self.config.implementation)
-
-    def init_state(self, batch: int, max_length: int, dtype: Any) -> decode.DecodeState:
-        """The sums over no keys and, with `local`, an empty block (of `max_length` tokens where that is less)."""
-        heads = (self.dims.n_heads, self.dims.n_kv_heads, self.dims.n_kv_heads)
-        qkv = [jax.ShapeDtypeStruct((batch, 1, n, self.dims.head_dim), dtype) for n in heads]
-        return decode.init_state(**jax.eval_shape(self._arguments, *qkv), **self._options(), max_length=max_length)
-
-    def decode_step(
-        self, state: decode.DecodeState, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array
-    ) -> tuple[decode.DecodeState, jax.Array]:
-        return decode.decode_step(state, **self._arguments(q_BxTxHxD, k_BxTxKxD, v_BxTxKxD), **self._options())
+        config = self.config
+        if config.local and q_BxLxHxD.shape[1] <= config.block:  # one block is exact: no sketch takes part
+            q_BxLxHxD, k_BxLxKxD = self.normalize(q_BxLxHxD, k_BxLxKxD)
+            return polynomial_attention(
+                q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, degree=config.degree, denominator_bias=config.denominator_bias
+            )
+        return super().__call__(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)

@@ -1,11 +1,13 @@
 """Softmax attention, over all earlier tokens or a sliding window of them."""
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import Attention, AttentionModule, HeadDims
+from lm.attention.base import Attention, AttentionModule, HeadDims, KernelCall, KernelCases, exact_flops_per_token
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import cache, softmax_attention
 
@@ -14,6 +16,7 @@ from lm.ops.exact_attention import cache, softmax_attention
 class Softmax(Attention):
     """Weights exp(scale ⟨q_i, k_j⟩) / Σ_j' exp(scale ⟨q_i, k_j'⟩) (PolySketchFormer §2.1)."""
 
+    yardstick = True
     kernels_declare_cost = False  # JAX's splash attention
 
     scale: float | None = field(None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
@@ -24,6 +27,10 @@ class Softmax(Attention):
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         return exact_flops_per_token(dims, length, self.window)
+
+    @classmethod
+    def kernel_cases(cls) -> KernelCases:
+        return {'splash': splash_call}
 
 
 class SoftmaxAttention(AttentionModule):
@@ -59,8 +66,14 @@ class SoftmaxAttention(AttentionModule):
         return state, o_BxTxHxD
 
 
-def exact_flops_per_token(dims: HeadDims, length: int, window: int | None = None) -> float:
-    """Two products of size head_dim (scores, mixture of values) for each key that a query sees on average."""
-    window = min(length, window or length)
-    seen = window - window**2 / (2 * length)
-    return 4.0 * dims.n_heads * dims.head_dim * seen
+def splash_call(dims: HeadDims, length: int) -> KernelCall:
+    """JAX's kernels; a grid step takes one block of queries and one of keys."""
+    from lm.ops.exact_attention.splash import block_size, key_block_size
+
+    x = jax.ShapeDtypeStruct((1, length, dims.n_heads, dims.head_dim), jnp.bfloat16)
+    block = block_size(length)
+    key_block = key_block_size(length, block)
+    tokens = length / sum(start // key_block + 1 for start in range(0, length, block))
+    kernels = (('forward', 'splash_mha_fwd'), ('backward', 'splash_mha_dkv'), ('backward', 'splash_mha_dq'))
+    function = functools.partial(softmax_attention, implementation='splash')
+    return KernelCall(function, (x, x, x), dict.fromkeys(kernels, tokens), skips=True)

@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import Attention, HeadDims
-from lm.attention.linear import LinearModule, linear_flops_per_token
+from lm.attention.base import HeadDims, KernelCases
+from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.config.configurable import configurable, field
+from lm.parameters import declare
 
 SERIES = (1.0, 1.0, 0.5)
 
 
 @configurable('taylor')
-class Taylor(Attention):
+class Taylor(LinearAttention):
     """Weights 1 + s + s²/2 with s = ⟨W_q q, W_k k⟩ / sqrt(feature_dim), normalised."""
 
     feature_dim: int | None = field(16, minimum=1, help='size of compressed queries and keys; None: not compressed')
@@ -33,6 +34,10 @@ class Taylor(Attention):
         compress = 2.0 * dims.head_dim * size * (dims.n_heads + dims.n_kv_heads) if self.feature_dim else 0.0
         return compress + linear_flops_per_token(dims, length, 1 + size + size * (size + 1) // 2, size)
 
+    @classmethod
+    def kernel_cases(cls) -> KernelCases:
+        return {'taylor 16': cls(feature_dim=16).kernel_call}
+
 
 class TaylorAttention(LinearModule):
     """W_q and W_k. The products x ⊗ x are packed (their symmetric half) by the operation, block by block."""
@@ -44,8 +49,9 @@ class TaylorAttention(LinearModule):
             self.q_weight = self.k_weight = None
             return
         init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
+        says = declare('matrix', 'heads', 'head', 'features')
         self.q_weight, self.k_weight = (
-            nnx.Param(init(rngs.params(), (heads if config.per_head else 1, dims.head_dim, config.feature_dim)))
+            nnx.Param(init(rngs.params(), (heads if config.per_head else 1, dims.head_dim, config.feature_dim)), **says)
             for heads in (dims.n_heads, dims.n_kv_heads)
         )
 

@@ -2,7 +2,7 @@
 
 The number of tokens of a call is the same at every context length (the batch makes up for it), as in PolySketchFormer's
 Figure 1; all candidates take turns in random order, so that ratios hold on a busy machine too. `plain` and `scan` are
-polysketch computed in other ways (`lm.bench.formulations`): `plain`, the formulas of the paper, is the yardstick.
+polysketch computed in other ways (`lm.bench.formulations`): `plain`, the formulas of the paper, is a yardstick too.
 """
 
 import dataclasses
@@ -16,23 +16,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention import HeadDims
-from lm.attention.polysketch import Polysketch, PolysketchAttention
-from lm.attention.softmax import Softmax
+from lm.attention import YARDSTICK, HeadDims
+from lm.attention.linear import TOKENS, LinearAttention, LinearModule
 from lm.bench import results, timing
 from lm.bench.candidates import Candidate, of_arguments
-from lm.bench.formulations import FORMULATIONS
+from lm.bench.formulations import COMPUTED, FORMULATIONS
 from lm.errors import ConfigError
 from lm.ops.linear_attention import linear_attention
 
 PASSES = ('forward', 'forward+backward')
-BASELINES = ('softmax', *FORMULATIONS)
+BASELINES = (YARDSTICK.gin_name, *FORMULATIONS)
 """Ratios are of these, where they are among the candidates."""
 CPU_CONTEXTS, CONTEXTS = (512, 1024, 2048, 4096), (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class LayerRow:
     """One mechanism at one context length.
 
     Attributes:
@@ -81,8 +80,7 @@ class Layer:
 def run(arguments: Any) -> int:
     """The command."""
     results.check_writable(arguments.json, arguments.out)
-    formulations = dict.fromkeys(FORMULATIONS, 'polysketch')
-    found = of_arguments(arguments, default=('softmax', 'polysketch'), formulations=formulations)
+    found = of_arguments(arguments, formulations=COMPUTED)
     is_cpu = jax.default_backend() == 'cpu'
     contexts = sorted(set(arguments.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
     tokens = arguments.tokens or (4096 if is_cpu else 2**17)
@@ -92,7 +90,7 @@ def run(arguments: Any) -> int:
         raise ConfigError(f'--passes {min(unknown)}: must be of {", ".join(PASSES)}')
     printer, machine = results.Printer(), results.machine() | {'device_count': 1}
     printer.line(results.heading('lm bench attention', machine))
-    what = 'the operation of a layer, sketches given' if arguments.features_given else 'one layer'
+    what = 'the operation of a layer, its arguments given' if arguments.features_given else 'one layer'
     printer.line(f'{what}, {heads} heads of {arguments.head_dim}, {dtype}, at least {tokens:,} tokens a call')
     dims = HeadDims(heads, heads, arguments.head_dim)
     given = arguments.features_given
@@ -124,12 +122,12 @@ def measure(
     dtype: Any,
     repeats: int,
     given: bool = False,
-) -> list[Row]:
+) -> list[LayerRow]:
     """Compiles and times everything; a row each, by pass, context and mechanism.
 
     Args:
         tokens: of a call; a longer context is one sequence.
-        given: leave out the sketches and normalizations of polysketch.
+        given: leave out what linear mechanisms make of queries, keys and values before their operation.
     """
     for candidate in found:
         check(candidate, contexts, given)
@@ -161,48 +159,59 @@ def check(candidate: Candidate, contexts: Sequence[int], given: bool) -> None:
         names = ', '.join(attention.gin_name for attention in pattern)
         raise ConfigError(f'--mechanisms {candidate.name}: has layers of {names}; name one of them (lm bench step can)')
     (attention,) = pattern
-    if given and not isinstance(attention, Polysketch | Softmax):
-        names = ', '.join(['polysketch', *FORMULATIONS])
-        raise ConfigError(f'--features_given: {candidate.name} is not {names} or softmax; leave it out')
+    if given and not (isinstance(attention, LinearAttention) or attention.yardstick):
+        raise ConfigError(
+            f'--features_given: {candidate.name} is neither linear nor {YARDSTICK.gin_name}; leave it out'
+        )
     if not candidate.formulation:
         return
     if not attention.local:
-        raise ConfigError(f'--mechanisms {candidate.name}: needs polysketch.local = True')
+        raise ConfigError(f'--mechanisms {candidate.name}: needs {attention.gin_name}.local = True')
     for context in contexts:
         if context % min(context, attention.block):
             raise ConfigError(
-                f'--contexts {context}: must be a multiple of polysketch.block = {attention.block} for {candidate.name}'
+                f'--contexts {context}: must be a multiple of {attention.gin_name}.block = {attention.block} '
+                f'for {candidate.name}'
             )
 
 
 def build(candidate: Candidate, dims: HeadDims, given: bool = False) -> Layer:
-    """The layer of a candidate, or with `given` its operation alone: polysketch's sketches are then its arrays."""
+    """The layer of a candidate as a model calls it, or with `given` its operation alone, where it is linear."""
     (attention,) = candidate.experiment.model.pattern
     layer = attention.build(dims, nnx.Rngs(0))
     graph, parameters, buffers = nnx.split(layer, nnx.Param, ...)
-    weights = (parameters, buffers)
-    if not isinstance(attention, Polysketch):
-        return Layer(lambda weights, *qkv: nnx.merge(graph, *weights)(*qkv), weights)
-    attend = FORMULATIONS.get(candidate.formulation, _ours)
-    if given:
-        return Layer(lambda _, *arrays: attend(layer, arrays), ({}, {}), lambda *qkv: _arrays(layer, qkv))
+    compute = FORMULATIONS.get(candidate.formulation)
+    if given and isinstance(layer, LinearModule):
+        return _operation(layer, dims, compute or (lambda arguments: linear_attention(**arguments)))
 
     def whole(weights, *qkv):
         layer = nnx.merge(graph, *weights)
-        return attend(layer, _arrays(layer, qkv))
+        return compute(layer.arguments(*qkv)) if compute else layer(*qkv)
 
-    return Layer(whole, weights)
-
-
-def _arrays(layer: PolysketchAttention, qkv: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Sketches of queries and keys, values, and the normalized vectors that the exact weights compare."""
-    return tuple(layer._arguments(*qkv).values())
+    return Layer(whole, (parameters, buffers))
 
 
-def _ours(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
-    q, k, v, q_local, k_local = arrays
-    near = {'q_local_BxLxHxC': q_local, 'k_local_BxLxKxC': k_local}
-    return linear_attention(q, k, v, **near, **layer._options())
+def _operation(layer: LinearModule, dims: HeadDims, compute: Callable) -> Layer:
+    """The call of the operation: what the layer makes of tokens is its arrays."""
+    graph, parameters, buffers = nnx.split(layer, nnx.Param, ...)
+
+    def arguments(layer, dtype):
+        heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
+        return layer.arguments(*(jnp.zeros((1, 1, n, dims.head_dim), dtype) for n in heads))
+
+    made = arguments(layer, jnp.float32)
+    names = [name for name in TOKENS if name in made]
+
+    def tokens(*qkv):
+        given = layer.arguments(*qkv)
+        return tuple(given[name] for name in names)
+
+    def operation(weights, *arrays):
+        given = dict(zip(names, arrays, strict=True))
+        # Of the layer's own arguments only parameters and options stay.
+        return compute(arguments(nnx.merge(graph, *weights), given['v_BxLxKxD'].dtype) | given)
+
+    return Layer(operation, (parameters, buffers), tokens)
 
 
 def _inputs(n: int, layer: Layer, dims: HeadDims, dtype: Any) -> tuple[jax.Array, ...]:
@@ -234,14 +243,14 @@ def _program(function: Callable, step: str, shape: tuple[int, int]) -> Callable:
     return forward if step == 'forward' else backward
 
 
-def _row(key: tuple, sequences: int, times: dict, memory: dict[str, float], names: list[str]) -> Row:
+def _row(key: tuple, sequences: int, times: dict, memory: dict[str, float], names: list[str]) -> LayerRow:
     step, context, name = key
     is_cpu = jax.default_backend() == 'cpu'
     found, n = times.get(key), sequences * context
     if found is None:
-        return Row(name, context, step, sequences, True, **memory)
+        return LayerRow(name, context, step, sequences, True, **memory)
     others = {base: times.get((step, context, base)) for base in BASELINES if base in names and base != name}
-    return Row(
+    return LayerRow(
         mechanism=name,
         context=context,
         passes=step,
@@ -276,14 +285,14 @@ COLUMNS = {
 }
 
 
-def _printed(row: Row) -> dict[str, Any]:
+def _printed(row: LayerRow) -> dict[str, Any]:
     time = 'OOM' if row.out_of_memory else _digits(row.milliseconds)
     ratios = {base: f'{ratio:.2f}×' for base, ratio in row.speed_over.items()}
     ratios |= {base: f'{ratios[base]} ({ratio:.2f}× CPU)' for base, ratio in row.cpu_over.items()}
     return dataclasses.asdict(row) | {'time': time} | ratios
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
+def summary(rows: Sequence[LayerRow]) -> list[str]:
     """How the time per token of each mechanism changes between the shortest and the longest context."""
     lines = []
     for step in dict.fromkeys(row.passes for row in rows):
@@ -300,7 +309,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def draw(rows: Sequence[Row], out: str) -> list[str]:
+def draw(rows: Sequence[LayerRow], out: str) -> list[str]:
     """A picture a pass, as PolySketchFormer's Figure 1."""
     written = []
     for step in dict.fromkeys(row.passes for row in rows):

@@ -10,9 +10,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from lm.attention import Attention
+from lm.attention import FEATURED, YARDSTICK, mechanisms
 from lm.config.checks import Statement, check_used, did_you_mean, used_bindings
-from lm.config.configurable import REGISTRY
 from lm.config.read import read
 from lm.config.resolve import resolve, sections_of
 from lm.config.text import Reference, listed
@@ -36,13 +35,12 @@ def candidates(
     gin_params: Sequence[str],
     *,
     allow_imports: bool = False,
-    default: Sequence[str] = ('softmax', 'polysketch'),
     formulations: dict[str, str] | None = None,
 ) -> list[Candidate]:
     """The configurations of the names, each resolved and checked.
 
     Args:
-        names: see above; None: softmax, and what `model.attention` is set to, or else `default`.
+        names: see above; None: the yardstick, and what `model.attention` is set to, or else the featured mechanism.
         gin_files, gin_params: of all of them.
         formulations: further names, each with the mechanism that it computes.
 
@@ -53,7 +51,7 @@ def candidates(
     params = {s.key: s for s in read((), gin_params, allow_imports=allow_imports)}
     is_default = names is None
     if names is None:
-        names = ['softmax', ''] if 'model.attention' in base | params else list(default)
+        names = [YARDSTICK.gin_name, '' if 'model.attention' in base | params else FEATURED.gin_name]
     if not names:
         raise ConfigError('--mechanisms: name at least one')
     resolved = []
@@ -77,7 +75,7 @@ def candidates(
         used = used_bindings(bindings, calls)
         kept = {key: s for key, s in bindings.items() if key in used or key not in used_somewhere}
         check_used(kept, calls, set(sections_of(Experiment).values()))
-    if is_default:  # softmax itself may be what is configured
+    if is_default:  # the yardstick itself may be what is configured
         resolved = list({entry[0].name: entry for entry in resolved}.values())
     labels = [candidate.name for candidate, *_ in resolved]
     if twice := {label for label in labels if labels.count(label) > 1}:
@@ -92,7 +90,7 @@ def of_arguments(arguments: Any, **options: Any) -> list[Candidate]:
 
 
 def _check_known(mechanism: str, formulations: dict[str, str]) -> None:
-    known = sorted([name for name, cls in REGISTRY.items() if issubclass(cls, Attention)] + list(formulations))
+    known = sorted([*mechanisms(), *formulations])
     if mechanism not in known:
         hint = did_you_mean(mechanism, known) or f'; there are {listed(known, 30)}, and files that end in .gin'
         raise ConfigError(f'--mechanisms {mechanism}: no such mechanism{hint}')

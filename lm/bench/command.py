@@ -72,7 +72,9 @@ def _attention(parser: argparse.ArgumentParser) -> None:
         help='forward, forward+backward; default: both',
     )
     parser.add_argument(
-        '--features_given', action='store_true', help="the attention operation alone, without polysketch's sketches"
+        '--features_given',
+        action='store_true',
+        help='the operation of linear mechanisms alone, without what they make of its arguments, such as sketches',
     )
     gin_flags(parser)
 

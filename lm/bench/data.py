@@ -32,7 +32,8 @@ from lm.data.prepare.stages import assemble
 from lm.data.sources.jsonl import Jsonl
 from lm.data.tokenizer import Tokenizer, TokenizerConfig
 from lm.errors import ConfigError
-from lm.training.mesh import MeshConfig, batch_sharding, data_shards, make_mesh
+from lm.ops.platform import data_shards
+from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
 
 MEGABYTES = 4.0
 VOCAB_SIZES = (32_000, 16_000, 8_000, 4_000, 2_000, 1_000, 400)

@@ -1,19 +1,22 @@
-"""Other ways to compute polysketch's operation, which `lm bench attention` measures ours against.
+"""Other ways to compute the operation of the featured mechanism, which `lm bench attention` measures ours against.
 
-Each is a function of a layer and its arrays: sketches of queries and keys, values, and the normalized vectors that the
-exact weights compare. The block must divide the length.
+Each is a function of the arguments that its layer gives to `lm.ops.linear_attention`: sketches of queries and keys,
+values, the normalized vectors that the exact weights compare, and options. The block must divide the length.
 
 plain  the formulas of PolySketchFormer §3 as they read
 scan   ours, block by block the same, with all blocks at once and an associative scan over their sums
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.attention.polysketch import PolysketchAttention
+from lm.attention import FEATURED
+from lm.attention.linear import TOKENS
 from lm.ops.linear_attention import xla
 from lm.ops.linear_attention.block import (
     BlockKeys,
@@ -29,21 +32,23 @@ from lm.ops.linear_attention.reference import plain_blocks
 from lm.ops.linear_attention.types import Options
 
 
-def plain(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
+def plain(arguments: Mapping[str, Any]) -> jax.Array:
     """[B, L, H, D]"""
-    config = layer.config
+    arrays = [arguments[name] for name in TOKENS]
+    block = min(arguments['block'], arrays[0].shape[1])
     return plain_blocks(
-        *arrays, degree=config.degree, block=min(config.block, arrays[0].shape[1]), denominator_bias=config.bias
+        *arrays, degree=arguments['local'].degree, block=block, denominator_bias=arguments['denominator_bias']
     )
 
 
-def scan(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
+def scan(arguments: Mapping[str, Any]) -> jax.Array:
     """[B, L, H, D]. Differentiated by JAX, which keeps the sums of all blocks."""
-    q_BxLxHxE, k_BxLxHxE, v_BxLxHxD, q_local_BxLxHxC, k_local_BxLxHxC = arrays
+    q_BxLxHxE, k_BxLxHxE, v_BxLxHxD, q_local_BxLxHxC, k_local_BxLxHxC = (arguments[name] for name in TOKENS)
     batch, length, heads, _ = v_BxLxHxD.shape
-    block = min(layer.config.block, length)
+    block = min(arguments['block'], length)
     blocks = length // block
-    shape = Shape(Options(**layer._options()), xla.TILE['cpu'], True, v_BxLxHxD.dtype)
+    options = {spec.name: arguments[spec.name] for spec in dataclasses.fields(Options) if spec.name in arguments}
+    shape = Shape(Options(**options), xla.TILE['cpu'], True, v_BxLxHxD.dtype)
 
     def cut(x):
         return x.reshape(batch * blocks, block, *x.shape[2:])
@@ -59,7 +64,6 @@ def scan(layer: PolysketchAttention, arrays: Sequence[jax.Array]) -> jax.Array:
     return ungrouped(num / den[:, :, None]).reshape(v_BxLxHxD.shape).astype(v_BxLxHxD.dtype)
 
 
-FORMULATIONS: dict[str, Callable[[PolysketchAttention, Sequence[jax.Array]], jax.Array]] = {
-    'plain': plain,
-    'scan': scan,
-}
+FORMULATIONS: dict[str, Callable[[Mapping[str, Any]], jax.Array]] = {'plain': plain, 'scan': scan}
+COMPUTED = dict.fromkeys(FORMULATIONS, FEATURED.gin_name)
+"""Which mechanism each computes."""

@@ -18,37 +18,29 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from lm.errors import ConfigError
 from lm.hardware import LIBTPU_ENVIRONMENT
 
 TOPOLOGIES = {'v4': 'v4:2x2x1', 'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'v7x': 'tpu7x:2x2x1'}
 LENGTH, HEADS, HEAD_DIM = 32768, 12, 64
-CASES = {
-    'polysketch r=32 block=256': {'sketch_size': 32, 'block': 256},
-    'polysketch r=32 block=512': {'sketch_size': 32, 'block': 512},
-    'polysketch r=32 block=1024': {'sketch_size': 32, 'block': 1024},
-    'polysketch r=32 without local': {'sketch_size': 32, 'block': None},
-    'polysketch r=64 block=256': {'sketch_size': 64, 'block': 256},
-    'polysketch r=64 block=1024': {'sketch_size': 64, 'block': 1024},
-    'features 256': {'features': 256, 'block': None},
-    'performer 2048': {'performer': 2048},
-    'llops 256, p=4': {'llops': 256},
-    'taylor 16': {'features': 16, 'powers': (1.0, 1.0, 0.5), 'block': None},
-    'polynomial p=4': {'degree': 4},
-    'sketch networks r=32': {'networks': 32},
-    'sketch networks r=64': {'networks': 64},
-    'splash': {},
-}
+
+
+def cases() -> dict[str, Callable]:
+    """Name → what makes of heads and a length the call to compile: what the mechanisms say of themselves."""
+    from lm.attention import mechanisms
+
+    found = [mechanism.kernel_cases() for mechanism in mechanisms().values()]
+    return {name: case for each in found for name, case in each.items()}
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class KernelRow:
     """One kernel on one generation, for `HEADS` heads of one sequence of `LENGTH` tokens in bfloat16.
 
     Attributes:
-        case: a key of `CASES`.
+        case: of `cases`.
         generation: a key of `TOPOLOGIES`.
         kernel: 'forward' or 'backward'.
         cycles: per token and head.
@@ -70,12 +62,12 @@ class Row:
     temporaries_mib: float
 
 
-def kernels(topology: str, cases: Iterable[str] | None = None) -> list[Row]:
+def kernels(topology: str, names: Iterable[str] | None = None) -> list[KernelRow]:
     """Compiles the kernels for a TPU generation and reads their schedules; takes seconds a case.
 
     Args:
         topology: 'v5e', or a topology such as 'v5e:4x8', of which the generation matters.
-        cases: keys of `CASES`; None: all.
+        names: of `cases`; None: all.
 
     Raises:
         ConfigError: an unknown generation or case, or the compiler is missing or fails.
@@ -83,15 +75,15 @@ def kernels(topology: str, cases: Iterable[str] | None = None) -> list[Row]:
     generation = topology.split(':')[0].replace('tpu7x', 'v7x').replace('v5litepod', 'v5e')
     if generation not in TOPOLOGIES:
         raise ConfigError(f'--topology {topology}: the generation must be one of {", ".join(TOPOLOGIES)}')
-    cases = list(CASES if cases is None else cases)
-    if unknown := [case for case in cases if case not in CASES]:
-        raise ConfigError(f'case {unknown[0]!r}: must be one of {", ".join(CASES)}')
+    names = list(cases() if names is None else names)
+    if unknown := [name for name in names if name not in cases()]:
+        raise ConfigError(f'case {unknown[0]!r}: must be one of {", ".join(cases())}')
     with tempfile.TemporaryDirectory() as dump:
         flags = (
             f'--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*(final|util).*'
         )
         environment = os.environ | LIBTPU_ENVIRONMENT | {'JAX_PLATFORMS': 'cpu', 'LIBTPU_INIT_ARGS': flags}
-        command = [sys.executable, '-m', 'lm.bench.kernels', '--worker', dump, '--topology', generation, *cases]
+        command = [sys.executable, '-m', 'lm.bench.kernels', '--worker', dump, '--topology', generation, *names]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
     errors = [row['error'] for row in rows if 'error' in row]
@@ -99,10 +91,10 @@ def kernels(topology: str, cases: Iterable[str] | None = None) -> list[Row]:
         errors.append((done.stderr.strip().splitlines() or ['no output'])[-1] + ' (the `tpu` extra brings libtpu)')
     if errors:
         raise ConfigError(f'--topology {topology}: cannot compile {"; ".join(errors)}')
-    return [Row(**row) for row in rows]
+    return [KernelRow(**row) for row in rows]
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[KernelRow]) -> str:
     """The rows as text, with the sum of forward and backward, and how many times faster than splash that is."""
     lines = [f'{"":32}{"gen":5}{"kernel":10}{"cycles":>9}{"matrix":>8}{"vector":>8}{"spills":>8}{"VMEM":>8}{"temp":>9}']
     for row in rows:
@@ -118,7 +110,7 @@ def table(rows: list[Row]) -> str:
     return '\n'.join(lines)
 
 
-def total(rows: list[Row]) -> dict[tuple[str, str], float]:
+def total(rows: list[KernelRow]) -> dict[tuple[str, str], float]:
     """(case, generation) → cycles per token and head, forward plus backward."""
     result: dict[tuple[str, str], float] = {}
     for row in rows:
@@ -132,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument('--topology', default='v5e', help='v4, v5e, v5p, v6e, v7x; several with commas')
     parser.add_argument('--json', help='also write the rows to this file')
     parser.add_argument('--worker', help=argparse.SUPPRESS)
-    parser.add_argument('cases', nargs='*', metavar='case', help=f'of {", ".join(CASES)}')
+    parser.add_argument('cases', nargs='*', metavar='case', help=f'of {", ".join(cases())}')
     options = parser.parse_args(arguments)
     if options.worker:
         return _work(options.cases, options.topology, options.worker)
@@ -171,35 +163,35 @@ def _work(cases: list[str], generation: str, dump: str) -> int:
     return 0
 
 
-def measure(case: str, generation: str, dump: str) -> list[Row]:
+def measure(case: str, generation: str, dump: str) -> list[KernelRow]:
     """The rows of one case, in a process whose libtpu dumps to `dump`."""
     import jax
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh
 
+    from lm.attention import HeadDims
+
     devices = topologies.get_topology_desc(platform='tpu', topology_name=TOPOLOGIES[generation]).devices
     shutil.rmtree(dump, ignore_errors=True)
     with jax.set_mesh(Mesh(np.array(devices[:1]), ('data',))):
-        builders = {'networks': _networks, 'degree': _polynomial, 'performer': _performer, 'llops': _llops}
-        build = _splash if case == 'splash' else builders.get(next(iter(CASES[case])), _linear)
-        function, inputs, steps = build(**CASES[case])
+        call = cases()[case](HeadDims(HEADS, HEADS, HEAD_DIM), LENGTH)
 
-        def step(*arrays):
-            o, vjp = jax.vjp(function, *arrays[:-1])
-            return o, vjp(arrays[-1])
+        def step(inputs, gradient):
+            o, vjp = jax.vjp(call.function, *inputs)
+            return o, vjp(gradient)
 
-        compiled = jax.jit(step).lower(*inputs).compile()
+        compiled = jax.jit(step).lower(call.inputs, jax.eval_shape(call.function, *call.inputs)).compile()
     try:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError:  # On v7x the compiler moves copies to SparseCores in words that jaxlib lacks.
         text = ''
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     rows = []
-    for (kernel, name), tokens in steps.items():
-        schedule = read_schedule(dump, name, longest=case == 'splash' or 'degree' in CASES[case])
+    for (kernel, name), tokens in call.steps.items():
+        schedule = read_schedule(dump, name, longest=call.skips)
         rows.append(
-            Row(
+            KernelRow(
                 case=case,
                 generation=generation,
                 kernel=kernel,
@@ -212,125 +204,6 @@ def measure(case: str, generation: str, dump: str) -> list[Row]:
             )
         )
     return rows
-
-
-def _linear(block: int | None, sketch_size: int = 0, features: int = 0, powers: tuple[float, ...] = ()):
-    """A function, abstract inputs and output gradient, and the tokens · heads of a grid step of each kernel."""
-    import jax
-
-    from lm.ops import linear_attention as op
-    from lm.ops.linear_attention.tpu import attention as pallas_tpu
-
-    size = sketch_size or features
-    local = None if block is None else op.PolynomialKernel(4)
-    options = {'powers': powers or (op.SQUARE if sketch_size else op.PLAIN), 'local': local, 'block': block}
-    wide, narrow = (_bfloat16(1, LENGTH, HEADS, n) for n in (HEAD_DIM, size))
-    inputs = [narrow, narrow, wide] + ([] if local is None else [wide, wide])
-
-    def function(q, k, v, q_local=None, k_local=None):
-        with_local = {'q_local_BxLxHxC': q_local, 'k_local_BxLxKxC': k_local}
-        return op.linear_attention(q, k, v, **with_local, **options, implementation='pallas_tpu')
-
-    sizes = (size, HEAD_DIM, 0 if local is None else HEAD_DIM, 2)
-    plan = pallas_tpu.plan_for(op.Options(**options), LENGTH, HEADS, *sizes)
-    steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in ('forward', 'backward')}
-    return function, [*inputs, jax.ShapeDtypeStruct(wide.shape, wide.dtype)], steps
-
-
-def _performer(performer: int):
-    """The same for Performer, whose feature map the kernels compute; its projection has no gradient."""
-    import jax
-
-    from lm.attention.maps.random_features import Keys, Queries
-    from lm.attention.performer import Performer
-
-    feature_map = Performer(n_features=performer).feature_map(HEAD_DIM)
-    projection = jax.ShapeDtypeStruct((performer, HEAD_DIM), 'float32')
-    return _mapped(feature_map, _bfloat16(1, LENGTH, HEADS, HEAD_DIM), Queries(projection), Keys(projection), bias=0.0)
-
-
-def _llops(llops: int):
-    """The same for LLoPS of degree 4: its queries and keys, normalised, are float32."""
-    import jax
-
-    from lm.attention.llops import Sketch
-
-    x = jax.ShapeDtypeStruct((1, LENGTH, HEADS, HEAD_DIM), 'float32')
-    factors = jax.ShapeDtypeStruct((2, 1, HEAD_DIM, llops), 'float32')
-    return _mapped(Sketch(True, False, 'bfloat16', n_features=llops), x, factors, factors, bias=1.0)
-
-
-def _mapped(feature_map, x, *parameters, bias: float):
-    from lm.ops import linear_attention as op
-    from lm.ops.linear_attention.tpu import attention as pallas_tpu
-
-    v = _bfloat16(1, LENGTH, HEADS, HEAD_DIM)
-
-    def function(q, k, v, *parameters):
-        options = {'feature_map': feature_map, 'denominator_bias': bias, 'implementation': 'pallas_tpu'}
-        return op.linear_attention(q, k, v, q_parameters=parameters[0], k_parameters=parameters[1], **options)
-
-    made = pallas_tpu.made_by(feature_map, x, parameters[0])
-    options = op.Options(feature_map=feature_map, denominator_bias=bias)
-    plan = pallas_tpu.plan_for(options, LENGTH, HEADS, HEAD_DIM, HEAD_DIM, 0, 2, *made)
-    steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in ('forward', 'backward')}
-    return function, [x, x, v, *parameters, v], steps
-
-
-def _networks(networks: int):
-    """The same for the networks of learned sketches of `networks` numbers, of queries and keys together."""
-    import jax
-
-    from lm.ops import sketch_networks as op
-    from lm.ops.sketch_networks.tpu import networks as pallas_tpu
-
-    r, hidden = networks, 8 * networks
-    sizes = ((HEAD_DIM, hidden), (hidden, r), (r, hidden), (hidden, r))
-    kernels = tuple(jax.ShapeDtypeStruct((1, *size), 'float32') for size in sizes)
-    norms = tuple(jax.ShapeDtypeStruct((1, 1, size), 'float32') for size in (HEAD_DIM, r))
-    nodes = ((op.NetworkWeights(kernels, norms, norms),) * 2,)
-    wide, narrow = (_bfloat16(1, LENGTH, 1, HEADS, n) for n in (HEAD_DIM, r))
-
-    def function(nodes, q, k):
-        return op.sketch_networks(nodes, q, k, implementation='pallas_tpu')
-
-    plan = pallas_tpu.plan_for(LENGTH, HEADS, HEAD_DIM, hidden, r, 2)
-    tokens = plan.block / 2  # A grid step takes a block of queries or one of keys.
-    steps = {(kernel, f'sketch_networks_{kernel}'): tokens for kernel in ('forward', 'backward')}
-    return function, [nodes, wide, wide, (narrow, narrow)], steps
-
-
-def _splash():
-    """The same for causal softmax attention; a grid step takes one block of queries and one of keys."""
-    from lm.ops import exact_attention as op
-    from lm.ops.exact_attention.splash import block_size, key_block_size
-
-    wide = _bfloat16(1, LENGTH, HEADS, HEAD_DIM)
-    block = block_size(LENGTH)
-    key_block = key_block_size(LENGTH, block)
-    tokens = LENGTH / sum(start // key_block + 1 for start in range(0, LENGTH, block))
-    names = {('forward', 'splash_mha_fwd'): tokens, ('backward', 'splash_mha_dkv'): tokens}
-    names |= {('backward', 'splash_mha_dq'): tokens}
-    return lambda q, k, v: op.softmax_attention(q, k, v, implementation='splash'), [wide] * 4, names
-
-
-def _polynomial(degree: int):
-    """The same for causal polynomial attention; a grid step takes one block of queries and one of keys."""
-    from lm.ops import exact_attention as op
-    from lm.ops.exact_attention.splash import block_size
-
-    blocks = LENGTH // block_size(LENGTH)
-    tokens = LENGTH / (blocks * (blocks + 1) // 2)
-    steps = {(kernel, f'polynomial_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
-    inputs = [_bfloat16(1, LENGTH, HEADS, HEAD_DIM)] * 4
-    return lambda q, k, v: op.polynomial_attention(q, k, v, degree=degree, implementation='pallas_tpu'), inputs, steps
-
-
-def _bfloat16(*shape: int):
-    import jax
-    import jax.numpy as jnp
-
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lm.attention import YARDSTICK
 from lm.bench import results, timing
 from lm.bench.candidates import Candidate, of_arguments
 from lm.data.tokenizer import token_dtype
@@ -214,11 +215,12 @@ def _row(name: str, program: TimedStep, times: timing.Times | None, steps: int) 
 
 def compared(rows: Sequence[StepRow]) -> list[StepRow]:
     """The rows by context, with their speed over softmax where that was measured."""
-    softmax = {row.context: row.steps_per_second for row in rows if row.mechanism == 'softmax'}
+    yardstick = YARDSTICK.gin_name
+    speeds = {row.context: row.steps_per_second for row in rows if row.mechanism == yardstick}
     result = []
     for row in sorted(rows, key=lambda row: row.context):
-        base = softmax.get(row.context)
-        ratio = row.steps_per_second / base if base and row.steps_per_second and row.mechanism != 'softmax' else None
+        base = speeds.get(row.context)
+        ratio = row.steps_per_second / base if base and row.steps_per_second and row.mechanism != yardstick else None
         result.append(dataclasses.replace(row, speed_over_softmax=ratio))
     return result
 

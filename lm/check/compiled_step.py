@@ -18,7 +18,8 @@ from lm.compiled.roofline import Roofline, roofline
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import Topology, describe_devices, parse
-from lm.training.mesh import data_shards, make_mesh
+from lm.ops.platform import data_shards
+from lm.training.mesh import make_mesh
 from lm.training.program import abstract_state, lower_step
 from lm.training.step import TrainStep, count_parameters
 

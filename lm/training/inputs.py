@@ -7,9 +7,10 @@ from lm.data.dataset import DataConfig
 from lm.data.store import TokenStore
 from lm.errors import MismatchError
 from lm.model import ModelConfig
+from lm.ops.platform import data_shards
 from lm.tasks import TaskStore
 from lm.training.config import TrainConfig
-from lm.training.mesh import batch_sharding, data_shards
+from lm.training.mesh import batch_sharding
 
 
 def open_store(data: DataConfig, config: TrainConfig, model: ModelConfig) -> TokenStore | TaskStore:

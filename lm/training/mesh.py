@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
-from lm.ops.platform import DATA_AXES
+from lm.ops.platform import DATA_AXES, data_shards
+from lm.parameters import LAYER
 
 TPU_VARIABLES = ('TPU_WORKER_ID', 'TPU_WORKER_HOSTNAMES')
 """Set on every worker of a slice."""
@@ -100,11 +101,6 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     return Mesh(grid, DATA_AXES)
 
 
-def data_shards(mesh: Mesh) -> int:
-    """Into how many parts the windows of a batch are split."""
-    return math.prod(mesh.shape[axis] for axis in DATA_AXES)
-
-
 def shared_rows(rows: int, mesh: Mesh) -> int:
     """The least number of rows, at least `rows`, that the devices can share equally."""
     return math.ceil(rows / data_shards(mesh)) * data_shards(mesh)
@@ -119,16 +115,25 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def place(abstract, mesh: Mesh):
-    """The abstract arrays of a training state with their shardings: the largest axis that `fsdp` divides, else none."""
+def place(abstract: Any, mesh: Mesh, declared: dict) -> Any:
+    """The abstract arrays of a training state with their shardings.
 
-    def with_sharding(leaf) -> jax.ShapeDtypeStruct:
-        size = mesh.shape['fsdp']
-        axes = [i for i, n in enumerate(leaf.shape) if n % size == 0]
+    The largest axis that `fsdp` divides is sharded, but never that over the layers, which the model's loop takes apart.
+
+    Args:
+        abstract: the state, or a part of it.
+        declared: of each parameter (`lm.parameters.declarations`); what the optimizer keeps of one lies like it.
+    """
+    size = mesh.shape['fsdp']
+    axes_of = {path: told.axes for path, told in jax.tree_util.tree_leaves_with_path(declared)}
+
+    def with_sharding(path, leaf) -> jax.ShapeDtypeStruct:
+        names = next((axes_of[path[i:]] for i in range(len(path)) if path[i:] in axes_of), (None,) * leaf.ndim)
+        axes = [i for i, n in enumerate(leaf.shape) if n % size == 0 and names[i] != LAYER]
         sharding = replicated(mesh)
         if size > 1 and axes and leaf.size >= MIN_SHARDED_SIZE:
             axis = max(axes, key=lambda i: leaf.shape[i])
             sharding = NamedSharding(mesh, PartitionSpec(*[None] * axis, 'fsdp'))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(with_sharding, abstract)
+    return jax.tree_util.tree_map_with_path(with_sharding, abstract)

@@ -38,18 +38,14 @@ class OptimizerConfig:
         )
         return optax.join_schedules([warmup, after], [self.warmup_steps]) if self.warmup_steps else after
 
-    def build(self, steps: int) -> optax.GradientTransformation:
-        """The update for `steps` updates; its state is a pytree like the parameters'."""
+    def build(self, steps: int, decayed: dict) -> optax.GradientTransformation:
+        """The update for `steps` updates; its state is a pytree like the parameters'.
+
+        `decayed`, like the parameters too, says which of them are decayed (`lm.parameters.declarations`).
+        """
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity(),
             self.rule.build(),
-            optax.add_decayed_weights(self.weight_decay, mask=_decayed),
+            optax.add_decayed_weights(self.weight_decay, mask=decayed),
             optax.scale_by_learning_rate(self.learning_rate(steps)),
         )
-
-
-def _decayed(params: dict) -> dict:
-    """True for the matrices: leaves that a matmul multiplies, named `kernel` throughout the project."""
-    import jax
-
-    return jax.tree_util.tree_map_with_path(lambda path, _: 'kernel' in jax.tree_util.keystr(path), params)

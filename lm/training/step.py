@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 
 from lm import model as model_lib
+from lm.parameters import PARTS, declarations
 from lm.training.optimizer import OptimizerConfig
 
 State = dict[str, Any]
@@ -43,8 +44,10 @@ class TrainStep:
     ):
         self.model, self.scored = model, scored
         self.schedule = optimizer.learning_rate(steps)
-        self.transform = optimizer.build(steps)
-        self.graph, _, _ = split(nnx.eval_shape(lambda: model_lib.build(model, 0)))
+        abstract = nnx.eval_shape(lambda: model_lib.build(model, 0))
+        self.graph, _, _ = split(abstract)
+        self.declared = declarations(abstract)
+        self.transform = optimizer.build(steps, jax.tree.map(lambda told: told.decayed, self.declared))
 
     def init(self, seed: int) -> State:
         """The state before the first step, a function of the seed alone; jit it with the shardings of the mesh."""
@@ -100,7 +103,7 @@ class TrainStep:
 
     def redraws(self, steps_done: int) -> tuple[int, ...]:
         """Which mechanisms of the pattern draw new random projections before the next step (`redraw_every`)."""
-        periods = [getattr(attention, 'redraw_every', None) for attention in self.model.pattern]
+        periods = [attention.redraw_every for attention in self.model.pattern]
         return tuple(i for i, every in enumerate(periods) if every and steps_done and steps_done % every == 0)
 
     def redraw(self, weights: State, which: tuple[int, ...], seed: int, steps_done: jax.Array) -> Any:
@@ -154,20 +157,9 @@ def split(model: model_lib.Transformer) -> tuple[Any, dict, dict]:
 
 
 def count_parameters(model: model_lib.ModelConfig) -> dict[str, int]:
-    """Trainable parameters by part of the model: embedding, attention, glu, norms, mechanism (its own)."""
-    _, params, _ = split(nnx.eval_shape(lambda: model_lib.build(model, 0)))
-    counts = dict.fromkeys(('embedding', 'attention', 'mechanism', 'glu', 'norms'), 0)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        counts[part_of([str(key.key) for key in path])] += leaf.size
+    """Trainable parameters by part of the model (`lm.parameters.PARTS`)."""
+    abstract = nnx.eval_shape(lambda: model_lib.build(model, 0))
+    counts = dict.fromkeys(PARTS, 0)
+    for told, leaf in zip(*map(jax.tree.leaves, (declarations(abstract), split(abstract)[1])), strict=True):
+        counts[told.part] += leaf.size
     return counts
-
-
-def part_of(keys: list[str]) -> str:
-    """The part of the model that a parameter belongs to, from the names on the path to it."""
-    if 'attention' in keys:
-        return 'mechanism'
-    words = {'norms': ['norm'], 'attention': ['qkv', 'attention_out'], 'glu': ['glu'], 'embedding': ['embedding']}
-    for part, known in words.items():
-        if any(word in key for word in known for key in keys):
-            return part
-    raise ValueError(f'{keys}: belongs to no part')

@@ -13,7 +13,13 @@ from lm.errors import ConfigError
 
 DIMS = HeadDims(n_heads=4, n_kv_heads=2, head_dim=16)
 LENGTH = 45
-CONFIGS = [Softmax(), Softmax(scale=0.5, window=7), Softmax(window=100), Polynomial(), Polynomial(degree=2, bias=0.1)]
+CONFIGS = [
+    Softmax(),
+    Softmax(scale=0.5, window=7),
+    Softmax(window=100),
+    Polynomial(),
+    Polynomial(degree=2, denominator_bias=0.1),
+]
 
 
 def build(config, dims=DIMS):
@@ -51,7 +57,7 @@ def numpy_weights(module, q, k):
     distance = np.arange(length)[:, None] - np.arange(length)
     if isinstance(config, Polynomial):
         weights = scores**config.degree * (distance >= 0)
-        return weights / (config.bias + weights.sum(-1, keepdims=True))
+        return weights / (config.denominator_bias + weights.sum(-1, keepdims=True))
     scale = config.scale or 1 / np.sqrt(q.shape[-1])
     weights = np.exp(scores * scale) * ((distance >= 0) & (distance < (config.window or length)))
     return weights / weights.sum(-1, keepdims=True)
@@ -132,7 +138,7 @@ def test_flops_per_token():
     [
         (Polynomial, {'degree': 3}, 'polynomial.degree = 3'),
         (Polynomial, {'degree': 0}, 'polynomial.degree = 0'),
-        (Polynomial, {'bias': 0.0}, 'polynomial.bias = 0.0'),
+        (Polynomial, {'denominator_bias': 0.0}, 'polynomial.denominator_bias = 0.0'),
         (Softmax, {'window': 0}, 'softmax.window = 0'),
         (Softmax, {'scale': -1.0}, 'softmax.scale = -1.0'),
     ],

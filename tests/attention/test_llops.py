@@ -13,7 +13,7 @@ import tiny
 from flax import nnx
 
 from lm.attention import HeadDims
-from lm.attention.llops import Llops, Sketch, based_factors, based_size
+from lm.attention.llops import Llops, based_factors, based_size
 from lm.attention.maps.fit import fit
 from lm.attention.taylor import Taylor
 from lm.errors import ConfigError
@@ -22,7 +22,7 @@ DIMS = HeadDims(n_heads=2, n_kv_heads=1, head_dim=8)
 CONFIGS = [
     Llops(n_features=24),
     Llops(n_features=24, degree=2, rank=3, layer_norm=False),
-    Llops(n_features=40, degree=2, nonnegative=False, affine=True, bias=300.0),
+    Llops(n_features=40, degree=2, nonnegative=False, affine=True, denominator_bias=300.0),
     Llops(n_features=24, degree=3, nonnegative=False, renormalize=False),
 ]
 
@@ -45,7 +45,7 @@ def reference(config, arrays, q, k, v):
     if config.layer_norm:
         q, k = layer_norm(q, arrays, 'q_norm'), layer_norm(k, arrays, 'k_norm')
     phi_q, phi_k = (numpy_features(config, arrays[f'{x}_factors'], z) for x, z in (('q', q), ('k', k)))
-    return mechanisms.mix(mechanisms.scores(phi_q, phi_k), v, config.bias, config.renormalize)
+    return mechanisms.mix(mechanisms.scores(phi_q, phi_k), v, config.denominator_bias, config.renormalize)
 
 
 @pytest.mark.parametrize('config', CONFIGS, ids=str)
@@ -90,11 +90,11 @@ def test_random_sketches_are_unbiased(degree, rank):
     errors = []
     for n_features in (16, 256):
         config = Llops(degree=degree, rank=rank, n_features=n_features, nonnegative=False)
-        sketch = Sketch(config.nonnegative, config.affine)
+        sketch = config.sketch()
 
         def estimate(key, config=config, sketch=sketch):
             factors = config.init_factors(key, 8)
-            return sketch(factors[0], q) @ sketch(factors[1], k).T
+            return sketch(factors[0], q, True) @ sketch(factors[1], k, False).T
 
         found = np.asarray(jax.lax.map(estimate, jax.random.split(jax.random.key(2), 1500), batch_size=300), np.float64)
         assert np.abs((found.mean(0) - exact) / (found.std(0) / 1500**0.5)).max() < 4.5
@@ -108,7 +108,7 @@ def test_flatten_is_an_element_wise_power():
     factors, _ = config.init_factors(jax.random.key(0), 8)
     x = np.random.default_rng(0).normal(size=(4, 8))
     np.testing.assert_allclose(
-        Sketch(False, False)(factors, jnp.float32(x)), (x @ np.asarray(factors[0, 0], np.float64)) ** 3, rtol=1e-4
+        config.sketch()(factors, jnp.float32(x), True), (x @ np.asarray(factors[0, 0], np.float64)) ** 3, rtol=1e-4
     )
 
 
@@ -119,7 +119,7 @@ def test_the_based_start_is_based(n_features, rank):
     inputs = mechanisms.draw(dims=dims)
     taylor = Taylor(per_head=False).build(dims, nnx.Rngs(0))
     config = Llops(
-        degree=2, nonnegative=False, affine=True, init='based', bias=0.0, layer_norm=False,
+        degree=2, nonnegative=False, affine=True, init='based', denominator_bias=0.0, layer_norm=False,
         n_features=n_features, rank=rank,
     )  # fmt: skip
     module = config.build(dims, nnx.Rngs(1))
@@ -142,7 +142,9 @@ def test_based_sizes():
     q, k = jax.random.normal(jax.random.key(1), (2, 5, 8))
     w_q, w_k = (jax.random.normal(jax.random.key(i), (8, 4)) for i in (2, 3))
     config = Llops(degree=2, nonnegative=False, init='based', n_features=10)
-    phi = [Sketch(False, False)(based_factors(config, w, factors[0], queries=True), x) for w, x in ((w_q, q), (w_k, k))]
+    phi = [
+        config.sketch()(based_factors(config, w, factors[0], queries=True), x, True) for w, x in ((w_q, q), (w_k, k))
+    ]
     np.testing.assert_allclose(phi[0] @ phi[1].T, ((q @ w_q) @ (k @ w_k).T / 2) ** 2 / 2, rtol=1e-4, atol=1e-5)
 
 
@@ -166,10 +168,11 @@ def structured(n=512, d=32):
 )
 def test_fitted_sketches_beat_random_ones(config, share):
     """Table 3 on made-up vectors: the relative error falls to a small share of the random sketch's."""
-    result = fit(config, *structured(), steps=300, learning_rate=2e-2, batch_size=128)
+    start, made = config.init_factors(jax.random.key(0), 32), (config.sketch(), config.kernel)
+    result = fit(*made, start, *structured(), steps=300, learning_rate=2e-2, batch_size=128)
     assert result.after['relative'] < share * result.before['relative']
-    assert result.q_factors.shape == (config.n_factors, 1, 32, 64)
-    again = fit(config, *structured(), steps=3, factors=(result.q_factors, result.k_factors))
+    assert result.q_parameters.shape == (config.n_factors, 1, 32, 64)
+    again = fit(*made, result[:2], *structured(), steps=3)
     assert again.before == pytest.approx(result.after, rel=1e-3)
 
 
@@ -177,15 +180,16 @@ def test_fit_of_another_kernel():
     """1 + s + s²/2 of weak scores: an affine sketch holds it better than one of squares alone."""
     q, k = (x / 6 for x in structured())
     kernel = lambda s: 1 + s + s**2 / 2  # noqa: E731
-    errors = [
-        fit(Llops(degree=2, nonnegative=False, n_features=48, affine=affine), q, k, kernel=kernel, steps=200).after
-        for affine in (True, False)
-    ]
+    errors = []
+    for affine in (True, False):
+        config = Llops(degree=2, nonnegative=False, n_features=48, affine=affine)
+        start = config.init_factors(jax.random.key(0), q.shape[1])
+        errors.append(fit(config.sketch(), kernel, start, q, k, steps=200).after)
     assert errors[0]['relative'] < 0.3 * errors[1]['relative']
     with pytest.raises(ConfigError, match=r'loss = .mse.'):
-        fit(Llops(), q, k, loss='mse')
+        fit(config.sketch(), kernel, start, q, k, loss='mse')
     with pytest.raises(ConfigError, match=r'samples of shapes'):
-        fit(Llops(), q, k[:, :5])
+        fit(config.sketch(), kernel, start, q, k[:, :5])
 
 
 def test_parameters_and_cost():
@@ -203,7 +207,7 @@ def test_parameters_and_cost():
     [
         ({'degree': 3}, 'llops.degree = 3: must be even'),
         ({'init': 'based'}, "llops.init = 'based': "),
-        ({'bias': 0.0}, 'llops.bias = 0.0: must be above 0'),
+        ({'denominator_bias': 0.0}, 'llops.denominator_bias = 0.0: must be above 0'),
         ({'init': 'zeros'}, "llops.init = 'zeros': must be one of"),
     ],
 )

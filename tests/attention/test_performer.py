@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from lm.attention.maps.projections import PROJECTIONS
-from lm.attention.maps.random_features import FEATURES, GENERALIZED_FEATURES, SOFTMAX_FEATURES, Keys, Queries
+from lm.attention.maps.random_features import FEATURES, GENERALIZED_FEATURES, SOFTMAX_FEATURES, Projection
 from lm.attention.performer import Performer
 from lm.errors import ConfigError
 from lm.model import ModelConfig, Transformer
@@ -65,13 +65,13 @@ def test_features_agree_with_the_formula(name):
     """Values and gradients of φ itself, of queries and of keys."""
     config = dataclasses.replace(SMALL[name], renormalize=name not in ('trigonometric', 'random_phases'))
     module = mechanisms.build(config)
-    buffers = (module.projection[...], None if module.phases is None else module.phases[...])
+    parameters = Projection(module.projection[...], None if module.phases is None else module.phases[...])
     x, arrays = inputs(name)[0], mechanisms.arrays(module)
     wide = np.asarray(x, np.float64)
-    for query, parameters in ((True, Queries(*buffers)), (False, Keys(*buffers))):
+    for query in (True, False):
         exact = lambda x, query=query: numpy_features(config, arrays, x, query)  # noqa: E731
         expected = exact(wide)
-        found, pull = jax.vjp(lambda x, p=parameters: module.feature_map(p, x), x)
+        found, pull = jax.vjp(lambda x, query=query: module.feature_map(parameters, x, query), x)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
         rng = np.random.default_rng(0)
         cotangent, direction = rng.normal(size=expected.shape), 1e-6 * rng.normal(size=x.shape)
@@ -143,7 +143,8 @@ def estimates(name, projection, n_draws, n_features=32):
         rows = n_features // feature_map.per_row
         w = PROJECTIONS[projection](key, rows, 16)
         phases = jax.random.uniform(jax.random.fold_in(key, 1), (rows,), maxval=2 * math.pi)
-        return jnp.einsum('btnm,bsnm->ts', feature_map(Queries(w, phases), q), feature_map(Keys(w, phases), k))
+        phi_q, phi_k = (feature_map(Projection(w, phases), x, x is q) for x in (q, k))
+        return jnp.einsum('btnm,bsnm->ts', phi_q, phi_k)
 
     found = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=500))(jax.random.split(jax.random.key(2), n_draws))
     return np.asarray(found, np.float64) / np.exp(np.einsum('btnd,bsnd->ts', q, k) / 4)
@@ -202,8 +203,8 @@ def test_weights_are_not_negative_where_promised():
         np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
     for name, feature_map in FEATURES.items():
         module = mechanisms.build(SMALL[name])
-        parameters = Keys(module.projection[...], None if module.phases is None else module.phases[...])
-        assert (float(module.feature_map(parameters, q).min()) < 0) == feature_map.signed, name
+        parameters = Projection(module.projection[...], None if module.phases is None else module.phases[...])
+        assert (float(module.feature_map(parameters, q, False).min()) < 0) == feature_map.signed, name
 
 
 def test_redraw():

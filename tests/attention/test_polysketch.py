@@ -59,13 +59,13 @@ def reference(config, values, q, k, v):
     if config.local:
         block = np.arange(q.shape[1]) // config.block
         weights = np.where(block[:, None] == block, mechanisms.scores(q, k) ** config.degree, weights)
-    return mechanisms.mix(weights, v, bias=config.bias)
+    return mechanisms.mix(weights, v, bias=config.denominator_bias)
 
 
 CONFIGS = [
     Polysketch(sketch='learned', sketch_size=8, block=16),
     Polysketch(sketch='gaussian', sketch_size=8, local=False),
-    Polysketch(sketch='srht', sketch_size=8, block=16, per_head=True, bias=2.0),
+    Polysketch(sketch='srht', sketch_size=8, block=16, per_head=True, denominator_bias=2.0),
     Polysketch(degree=2, block=16),
 ]
 

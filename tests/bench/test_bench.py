@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from lm import plots
-from lm.attention import HeadDims
+from lm.attention import HeadDims, mechanisms
+from lm.attention.linear import LinearAttention
 from lm.bench import attention, candidates, data, kernels, results, step, timing
-from lm.bench.formulations import FORMULATIONS
+from lm.bench.formulations import COMPUTED, FORMULATIONS
 from lm.cli import main
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
+from lm.ops.linear_attention import reference
 
 SMALL_LAYER = ['--contexts', '16,64', '--tokens', '64', '--heads', '2', '--head_dim', '8', '--repeats', '2']
 SKETCH = ['polysketch.block = 16', "polysketch.sketch = 'gaussian'", 'polysketch.sketch_size = 4']
@@ -85,7 +87,7 @@ def test_attention(tmp_path, capsys):
 @pytest.mark.parametrize('formulation', FORMULATIONS)
 def test_what_is_compared_computes_the_same(formulation, given):
     """Outputs and gradients of ours and of another formulation."""
-    found = candidates.candidates(['polysketch', formulation], [], SKETCH, formulations={formulation: 'polysketch'})
+    found = candidates.candidates(['polysketch', formulation], [], SKETCH, formulations=COMPUTED)
     dims, computed = HeadDims(2, 2, 8), []
     for candidate in found:
         layer = attention.build(candidate, dims, given)
@@ -94,6 +96,48 @@ def test_what_is_compared_computes_the_same(formulation, given):
         computed.append(jax.jit(program)(layer.weights, *arrays))
     for ours, other in zip(*map(jax.tree.leaves, computed), strict=True):
         np.testing.assert_allclose(ours, other, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize('given', [False, True])
+@pytest.mark.parametrize('name', [n for n, cls in mechanisms().items() if issubclass(cls, LinearAttention)])
+def test_the_operation_is_timed_with_given_features(name, given, monkeypatch):
+    """Every linear mechanism: what is compiled calls the operation once, and gives gradients of all weights."""
+    calls = []
+    counted = lambda *a, **k: calls.append(k) or reference.linear_attention(*a, **k)  # noqa: E731
+    monkeypatch.setattr('lm.ops.linear_attention.xla.linear_attention', counted)
+    (candidate,) = candidates.candidates([name], [], [])
+    layer = attention.build(candidate, HeadDims(2, 2, 8), given)
+    qkv = [jax.ShapeDtypeStruct((1, 2048, 2, 8), jnp.float32)] * 3
+    arrays = jax.eval_shape(layer.arrays, *qkv)
+    assert len(arrays) == 3 if not given else len(arrays) >= 3
+    assert not calls
+    out = jax.eval_shape(lambda *a: jax.vjp(layer.function, layer.weights, *a)[0], *arrays)
+    assert out.shape == (1, 2048, 2, 8)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize('given', [False, True])
+def test_the_implementation_that_is_asked_for_is_timed(given, monkeypatch):
+    calls = []
+    plain = reference.linear_attention
+    monkeypatch.setattr(reference, 'linear_attention', lambda *a, **k: calls.append(k) or plain(*a, **k))
+    for asked, expected in (([], 0), (["polysketch.implementation = 'reference'"], 1)):
+        (candidate,) = candidates.candidates(['polysketch'], [], [*SKETCH, *asked])
+        layer = attention.build(candidate, HeadDims(2, 2, 8), given)
+        arrays = jax.eval_shape(layer.arrays, *[jax.ShapeDtypeStruct((1, 32, 2, 8), jnp.float32)] * 3)
+        jax.eval_shape(layer.function, layer.weights, *arrays)
+        assert len(calls) == expected
+
+
+def test_a_context_of_one_block_is_timed_as_the_layer_computes_it(monkeypatch):
+    """Exactly, without sketches or sums."""
+    calls = []
+    monkeypatch.setattr('lm.attention.linear.linear_attention', lambda **k: calls.append(k) or k['v_BxLxKxD'])
+    (candidate,) = candidates.candidates(['polysketch'], [], SKETCH)
+    layer = attention.build(candidate, HeadDims(2, 2, 8))
+    for length, expected in ((16, 0), (17, 1)):
+        jax.eval_shape(layer.function, layer.weights, *[jnp.zeros((1, length, 2, 8))] * 3)
+        assert len(calls) == expected
 
 
 def test_mechanisms_by_file_and_by_scope():
@@ -119,7 +163,7 @@ def test_mechanisms_by_file_and_by_scope():
         (['--mechanisms', 'configs/attention/based.gin', '--gin_param', 'model.n_layers = 2'], 'lm bench step'),
         (['--mechanisms', 'plain', '--gin_param', 'polysketch.local = False'], 'polysketch.local'),
         (['--mechanisms', 'plain', '--contexts', '30', '--gin_param', 'polysketch.block = 16'], 'multiple'),
-        (['--mechanisms', 'performer', '--features_given'], 'performer'),
+        (['--mechanisms', 'polynomial', '--features_given'], 'polynomial'),
         (['--passes', 'backward'], 'forward+backward'),
         (['--contexts', '0'], '--contexts'),
         (['--json', 'no/such/folder/a.json'], 'folder'),
@@ -313,7 +357,7 @@ def test_data_mistakes(tmp_path, capsys):
 
 def test_kernels(monkeypatch, tmp_path, capsys):
     asked = []
-    row = kernels.Row('splash', 'v5e', 'forward', 12.5, 0.5, 0.5, 0, 1.0, 2.0)
+    row = kernels.KernelRow('splash', 'v5e', 'forward', 12.5, 0.5, 0.5, 0, 1.0, 2.0)
     monkeypatch.setattr(kernels, 'kernels', lambda *arguments: asked.append(arguments) or [row])
     assert main(['bench', 'kernels', '--topology', 'v5e,v6e', '--json', str(tmp_path / 'k.json'), 'splash']) == 0
     assert asked == [('v5e', ['splash']), ('v6e', ['splash'])]

@@ -13,8 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 from test_pallas_tpu import example
 
 from lm.attention.base import HeadDims
-from lm.attention.llops import Llops, Sketch
-from lm.attention.maps.random_features import FEATURES, SOFTMAX_FEATURES, Keys, Positive, Queries
+from lm.attention.llops import Llops
+from lm.attention.maps.random_features import FEATURES, SOFTMAX_FEATURES, Positive, Projection
 from lm.attention.performer import Performer
 from lm.attention.taylor import Taylor
 from lm.hardware import LIBTPU_ENVIRONMENT
@@ -137,7 +137,7 @@ def performer(n_features=64, head_dim=16, seed=1):
     exact = [
         lambda p, x, queries=queries: performer64(head_dim**-0.5, 1e-6, queries, p[0], x) for queries in (True, False)
     ]
-    return feature_map, (Queries(projection), Keys(projection)), exact
+    return feature_map, (Projection(projection),) * 2, exact
 
 
 def llops(n_features=32, head_dim=16, rank=1, seed=1):
@@ -145,7 +145,7 @@ def llops(n_features=32, head_dim=16, rank=1, seed=1):
     rng = np.random.default_rng(seed)
     scale = (n_features * rank) ** (-0.5 / config.degree)
     factors = [jnp.asarray(scale * rng.standard_normal((2, rank, head_dim, n_features)), jnp.float32) for _ in range(2)]
-    feature_map = Sketch(True, False, rank=rank, n_features=n_features)
+    feature_map = config.sketch()
     return feature_map, tuple(factors), [llops64, llops64]
 
 
@@ -218,8 +218,8 @@ def test_random_features_by_token(name, queries):
     rng = np.random.default_rng(0)
     feature_map = FEATURES[name](scale=0.25, epsilon=1e-3, kernel_epsilon=1e-3, rescale=name in SOFTMAX_FEATURES)
     projection, x_TxE = (jnp.asarray(rng.standard_normal((n, 16)), jnp.float32) for n in (24, 10))
-    parameters = (Queries if queries else Keys)(projection)
-    want = feature_map(parameters, x_TxE[None, :, None])[0, :, 0]
+    parameters = Projection(projection)
+    want = feature_map(parameters, x_TxE[None, :, None], queries)[0, :, 0]
     got = feature_map.of_products(feature_map.matrix(parameters) @ x_TxE.T, x_TxE.T, queries)
     np.testing.assert_allclose(got.T, want, rtol=1e-4, atol=1e-6)
 
@@ -229,7 +229,7 @@ def refusals():
     llops_map, llops_parameters, _ = llops()
     wide = performer(4096)[:2]
     return {
-        'lambda': (lambda parameters, x: x, (None, None), {}),
+        'lambda': (lambda parameters, x, queries: x, (None, None), {}),
         'powers': (llops_map, llops_parameters, {'powers': (0.0, 0.0, 1.0)}),
         'affine=True': (dataclasses.replace(llops_map, affine=True), llops_parameters, {}),
         'multiples of 16': (*performer(40)[:2], {}),

@@ -54,7 +54,7 @@ def test_groups_vary_together(plan):
 def test_an_axis_of_a_mechanism_concerns_only_the_points_that_select_it(plan):
     points = plan(
         'model.attention = [@softmax(), @polynomial()]\npolynomial.degree = [2, 4, 8]\nsoftmax.window = [16]',
-        base='DEGREE = 1.0\npolynomial.bias = %DEGREE\n',
+        base='DEGREE = 1.0\npolynomial.denominator_bias = %DEGREE\n',
     )
     assert [p.name for p in points] == ['softmax_window-16', *(f'polynomial_degree-{d}' for d in (2, 4, 8))]
     assert points[0].experiment.model.attention.window == 16

@@ -1,13 +1,19 @@
 """The training step: skipped updates, gradient accumulation, sharding, and the paper's schedule."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
+from mechanisms_list import MECHANISMS
 
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig
+from lm.parameters import declarations
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
 from lm.training.rules.adamw import AdamW
@@ -108,7 +114,7 @@ def test_any_mesh_takes_the_same_steps(single, devices, fsdp):
     mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:devices])
     with jax.set_mesh(mesh):
         step = make()
-        abstract = place(jax.eval_shape(lambda: step.init(0)), mesh)
+        abstract = place(jax.eval_shape(lambda: step.init(0)), mesh, step.declared)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         state = jax.jit(lambda: step.init(0), out_shardings=shardings)()
         if fsdp > 1:
@@ -132,11 +138,41 @@ def test_the_schedule_of_the_paper():
         OptimizerConfig().learning_rate(100)
 
 
-def test_weight_decay_spares_norms_and_embeddings():
-    params = jax.eval_shape(lambda: make().init(0))['params']
-    from lm.training.optimizer import _decayed
+@pytest.mark.parametrize('attention', MECHANISMS.values(), ids=MECHANISMS.keys())
+def test_weight_decay_is_as_declared(attention):
+    """A step without gradients pulls every matrix towards zero, and nothing else."""
+    step = TrainStep(dataclasses.replace(MODEL, attention=attention, n_layers=2), OptimizerConfig(warmup_steps=1), 10)
+    params = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(lambda: step.init(0))['params'])
+    zeros = jax.tree.map(np.zeros_like, params)
+    updates, _ = step.transform.update(zeros, step.transform.init(params), params)
+    moved = jax.tree.map(lambda x: bool(np.any(x)), updates)
+    kinds = jax.tree.map(lambda told: told.kind, step.declared)
+    assert moved == jax.tree.map(lambda kind: kind == 'matrix', kinds)
+    # Everything with two axes or more, those over layers, heads and sketches aside, is a matrix or the embedding.
+    lead = {'layer', 'heads', 'sketch', 'factor', 'rank'}
+    wide = jax.tree.map(
+        lambda told, x: sum(n > 1 for a, n in zip(told.axes, x.shape, strict=True) if a not in lead) > 1,
+        step.declared,
+        params,
+    )
+    wide['embedding']['embedding'] = False
+    assert wide == moved
+    assert kinds['embedding']['embedding'] == 'embedding'
+    assert kinds['blocks'][0]['glu_norm'] == {'scale': 'gain', 'bias': 'bias'}
 
-    decayed = {jax.tree_util.keystr(path) for path, on in jax.tree_util.tree_leaves_with_path(_decayed(params)) if on}
-    assert decayed
-    assert all(name.endswith("['kernel']") for name in decayed)
-    assert len(decayed) == 4  # qkv, attention_out, glu_in, glu_out, each stacked over the layers
+
+@pytest.mark.parametrize('fsdp', [4, 8])
+def test_what_the_optimizer_keeps_lies_like_its_parameter_and_layers_are_not_split(fsdp):
+    mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:8])
+    step = TrainStep(dataclasses.replace(MODEL, n_layers=256, d_model=16), OptimizerConfig(warmup_steps=1), 10)
+    state = place(jax.eval_shape(lambda: step.init(0)), mesh, step.declared)
+    specs = jax.tree.map(lambda x: tuple(x.sharding.spec), state['params'])
+    assert state['params']['blocks'][0]['glu_out']['kernel'].shape == (256, 40, 16)
+    assert specs['blocks'][0]['glu_out']['kernel'] == (None, 'fsdp')
+    moments = optax.tree_utils.tree_get(state['optimizer'], 'mu')
+    assert jax.tree.map(lambda x: tuple(x.sharding.spec), moments) == specs
+
+
+def test_a_parameter_must_say_what_it_is():
+    with pytest.raises(ValueError, match=r'kernel: of shape \(2, 3\)'):
+        declarations(nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0)))

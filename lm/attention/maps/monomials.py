@@ -70,7 +70,7 @@ class Monomials:
     degree: int
     parts: int
 
-    def __call__(self, parameters: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+    def __call__(self, parameters: tuple[jax.Array, ...], x: jax.Array, queries: bool) -> jax.Array:
         """[..., D] → [..., n_terms] in the dtype of x; products are formed in float32."""
         features = None
         for part in jnp.split(x.astype(jnp.float32), self.parts, axis=-1):
@@ -78,7 +78,7 @@ class Monomials:
             if features is not None:
                 terms = (features[..., :, None] * terms[..., None, :]).reshape(*x.shape[:-1], -1)
             features = terms
-        if parameters:
+        if queries:
             features = features * parameters[0]
         return features.astype(x.dtype)
 

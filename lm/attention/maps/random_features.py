@@ -21,26 +21,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lm.attention.maps.products import ProductFeatures
+
 LIMIT = 35.0
 """No exponent is larger: products of a query's and a key's features, summed over millions of keys, stay finite."""
 
 
-class Queries(NamedTuple):
-    """Parameters of a feature map that is given queries."""
-
-    projection_RxE: jax.Array
-    phases_R: jax.Array | None = None
-
-
-class Keys(NamedTuple):
-    """Parameters of a feature map that is given keys."""
+class Projection(NamedTuple):
+    """The parameters of a feature map."""
 
     projection_RxE: jax.Array
     phases_R: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomFeatures:
+class RandomFeatures(ProductFeatures):
     """A feature map of `lm.ops.linear_attention`.
 
     Attributes:
@@ -63,37 +58,32 @@ class RandomFeatures:
     learns = False
     """The projection is a buffer: kernels need not compute its gradient, and give zeros."""
 
-    def __call__(self, parameters: Queries | Keys, x_BxTxNxE: jax.Array) -> jax.Array:
-        # In float32 throughout: exponents, and a product that not every backend has of bfloat16 into float32.
-        x_32, root = x_BxTxNxE.astype(jnp.float32), math.sqrt(self.scale)
-        wx = root * jnp.einsum('btne,re->btnr', x_32, parameters.projection_RxE)
-        half = self.scale / 2 * jnp.sum(jnp.square(x_32), -1, keepdims=True)
-        features = self.features(wx, half, parameters, isinstance(parameters, Queries) and self.rescale)
-        # Sums of signed weights may come near zero, where the rounding of features would be all that is left.
-        return features if self.signed else features.astype(x_BxTxNxE.dtype)
+    @property
+    def dtype(self) -> Any:
+        """Sums of signed weights may come near zero, where the rounding of features would be all that is left."""
+        return jnp.float32 if self.signed else None
 
-    def features(self, wx: jax.Array, half: jax.Array, parameters: Any, rescale: bool, axis: int = -1) -> jax.Array:
-        """[..., R] W x and [..., 1] |x|²/2 → [..., M]; `rescale` where a common factor of a token is free.
+    @property
+    def factor(self) -> float:
+        return math.sqrt(self.scale)
 
-        R and M may be another axis than the last.
-        """
-        raise NotImplementedError
-
-    def matrix(self, parameters: Queries | Keys) -> jax.Array | None:
-        """See `lm.ops.linear_attention.types.ProductMap`."""
-        return None if self.has_phases else math.sqrt(self.scale) * parameters.projection_RxE
+    def products(self, parameters: Projection) -> tuple[jax.Array, jax.Array | None]:
+        return parameters
 
     def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
-        """See `lm.ops.linear_attention.types.ProductMap`."""
         half_1xT = self.scale / 2 * jnp.sum(jnp.square(x_ExT), 0, keepdims=True)
-        return self.features(wx_RxT, half_1xT, None, queries and self.rescale, axis=0)
+        return self.features(wx_RxT, half_1xT, queries and self.rescale)
+
+    def features(self, wx: jax.Array, half: jax.Array, rescale: bool) -> jax.Array:
+        """[R, …] W x and [1, …] |x|²/2 → [M, …]; `rescale` where a common factor of a token is free."""
+        raise NotImplementedError
 
 
 class Positive(RandomFeatures):
     """exp(ω·x - |x|²/2) / √M (FAVOR+, Lemma 1): unbiased and positive."""
 
-    def features(self, wx, half, parameters, rescale, axis=-1):
-        return positive(wx, half, self.epsilon, rescale, axis)
+    def features(self, wx, half, rescale):
+        return positive(wx, half, self.epsilon, rescale)
 
 
 class Hyperbolic(RandomFeatures):
@@ -101,8 +91,8 @@ class Hyperbolic(RandomFeatures):
 
     per_row = 2
 
-    def features(self, wx, half, parameters, rescale, axis=-1):
-        return positive(jnp.concatenate([wx, -wx], axis), half, self.epsilon, rescale, axis)
+    def features(self, wx, half, rescale):
+        return positive(jnp.concatenate([wx, -wx]), half, self.epsilon, rescale)
 
 
 class Trigonometric(RandomFeatures):
@@ -111,9 +101,9 @@ class Trigonometric(RandomFeatures):
     signed = True
     per_row = 2
 
-    def features(self, wx, half, parameters, rescale, axis=-1):
+    def features(self, wx, half, rescale):
         outer = 1.0 if rescale else jnp.exp(jnp.minimum(half, LIMIT))
-        return outer * jnp.concatenate([jnp.sin(wx), jnp.cos(wx)], axis) / math.sqrt(wx.shape[axis])
+        return outer * jnp.concatenate([jnp.sin(wx), jnp.cos(wx)]) / math.sqrt(len(wx))
 
 
 class RandomPhases(RandomFeatures):
@@ -122,9 +112,9 @@ class RandomPhases(RandomFeatures):
     signed = True
     has_phases = True
 
-    def features(self, wx, half, parameters, rescale, axis=-1):
+    def features(self, wx, half, rescale):
         outer = 1.0 if rescale else jnp.exp(jnp.minimum(half, LIMIT))
-        return outer * jnp.cos(wx + parameters.phases_R) * math.sqrt(2 / wx.shape[-1])
+        return outer * jnp.cos(wx) * math.sqrt(2 / len(wx))
 
 
 class Generalized(RandomFeatures):
@@ -132,8 +122,8 @@ class Generalized(RandomFeatures):
 
     function: Callable[[jax.Array], jax.Array]
 
-    def features(self, wx, half, parameters, rescale, axis=-1):
-        return (type(self).function(wx) + self.kernel_epsilon) / math.sqrt(wx.shape[axis])
+    def features(self, wx, half, rescale):
+        return (type(self).function(wx) + self.kernel_epsilon) / math.sqrt(len(wx))
 
 
 def generalized(name: str, function: Callable[[jax.Array], jax.Array], signed: bool) -> type[Generalized]:
@@ -141,16 +131,16 @@ def generalized(name: str, function: Callable[[jax.Array], jax.Array], signed: b
     return type(name.title(), (Generalized,), {'function': staticmethod(function), 'signed': signed})
 
 
-def positive(wx: jax.Array, half: jax.Array, epsilon: float, rescale: bool, axis: int = -1) -> jax.Array:
+def positive(wx: jax.Array, half: jax.Array, epsilon: float, rescale: bool) -> jax.Array:
     """(exp(W x - |x|²/2) + epsilon) / √M; a rescaled token's largest exponent becomes 0, and |x|² divides out with it.
 
     The root of M goes through the exponent: one subtraction a feature does for all.
     """
-    shift = lax.stop_gradient(wx.max(axis, keepdims=True)) if rescale else half
-    exponent = wx - (shift + math.log(wx.shape[axis]) / 2)
+    shift = lax.stop_gradient(wx.max(0, keepdims=True)) if rescale else half
+    exponent = wx - (shift + math.log(len(wx)) / 2)
     # As minimum, whose gradient at ties costs several times as much.
     exponent = exponent if rescale else jnp.where(exponent > LIMIT, LIMIT, exponent)
-    return jnp.exp(exponent) + epsilon / math.sqrt(wx.shape[axis])
+    return jnp.exp(exponent) + epsilon / math.sqrt(len(wx))
 
 
 SOFTMAX_FEATURES: dict[str, type[RandomFeatures]] = {

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lm.attention.base import HeadDims, KernelCall
 from lm.attention.maps.projections import hadamard_matrix
 from lm.ops import sketch_networks as networks
 from lm.ops.chunks import map_together
 from lm.ops.dots import dense
-from lm.parameters import Buffer
+from lm.parameters import Buffer, declare
 
 WIDTH = 8
 """Hidden units of the learned maps, in multiples of r (App. D)."""
@@ -141,9 +142,10 @@ class Network(nnx.Module):
     def __init__(self, n: int, size: int, r: int, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
         shapes = ((size, WIDTH * r), (WIDTH * r, r), (r, WIDTH * r), (WIDTH * r, r))
-        self.kernels = nnx.List([nnx.Param(init(rngs.params(), (n, *shape))) for shape in shapes])
-        self.scales = nnx.List([nnx.Param(jnp.ones((n, 1, m))) for m in (size, r)])
-        self.biases = nnx.List([nnx.Param(jnp.zeros((n, 1, m))) for m in (size, r)])
+        matrix, gain, bias = (declare(kind, 'sketch', 'in', 'out') for kind in ('matrix', 'gain', 'bias'))
+        self.kernels = nnx.List([nnx.Param(init(rngs.params(), (n, *shape)), **matrix) for shape in shapes])
+        self.scales = nnx.List([nnx.Param(jnp.ones((n, 1, m)), **gain) for m in (size, r)])
+        self.biases = nnx.List([nnx.Param(jnp.zeros((n, 1, m)), **bias) for m in (size, r)])
 
     def parameters(self) -> networks.NetworkWeights:
         return networks.NetworkWeights(*(tuple(p[...] for p in ps) for ps in (self.kernels, self.scales, self.biases)))
@@ -170,3 +172,20 @@ def _subsampled(key: jax.Array, lead: tuple[int, ...], size: int, r: int) -> jax
     columns = jax.random.randint(column_key, (*lead, r), 0, side)
     matrix = jnp.asarray(np.sqrt(side) * hadamard_matrix(side)[:, :size])
     return signs * jnp.swapaxes(matrix[columns], -1, -2)
+
+
+def networks_call(r: int, dims: HeadDims, length: int) -> KernelCall:
+    """The kernels of the networks of one learned sketch, r numbers of each query and key together."""
+    from lm.ops.sketch_networks.tpu import networks as kernels
+
+    network = jax.eval_shape(lambda: Network(1, dims.head_dim, r, nnx.Rngs(0)).parameters())
+    heads = (dims.n_heads, dims.n_kv_heads)
+    qk = (jax.ShapeDtypeStruct((1, length, 1, n, dims.head_dim), jnp.bfloat16) for n in heads)
+
+    def function(nodes, q, k):
+        return networks.sketch_networks(nodes, q, k, implementation='pallas_tpu')
+
+    plan = kernels.plan_for(length, dims.n_heads, dims.head_dim, WIDTH * r, r, 2)
+    tokens = plan.block / 2  # a grid step takes a block of queries or one of keys
+    steps = {(kernel, f'sketch_networks_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    return KernelCall(function, (((network, network),), *qk), steps)

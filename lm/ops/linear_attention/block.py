@@ -72,15 +72,15 @@ class Shape:
         return self.options.causal and (self.options.local is None or self.options.window is not None)
 
     def features(self, parameters: Any, x: jax.Array) -> jax.Array:
-        """[B, K, E, …, T] to [B, K, F, …, T]."""
+        """[B, K, E, T] of keys or [B, K, E, G, T] of queries to [B, K, F, …, T]."""
         if self.options.feature_map is None:
             return x.astype(self.dtype)
         if x.ndim == 4:
-            y_BxTxKxF = self.options.features(parameters, x.transpose(0, 3, 1, 2))
+            y_BxTxKxF = self.options.features(parameters, x.transpose(0, 3, 1, 2), False)
             return y_BxTxKxF.astype(self.dtype).transpose(0, 2, 3, 1)
         batch, heads, size, groups, count = x.shape
         x_BxTxHxE = x.transpose(0, 4, 1, 3, 2).reshape(batch, count, heads * groups, size)
-        y_BxTxHxF = self.options.features(parameters, x_BxTxHxE).astype(self.dtype)
+        y_BxTxHxF = self.options.features(parameters, x_BxTxHxE, True).astype(self.dtype)
         return y_BxTxHxF.reshape(batch, count, heads, groups, -1).transpose(0, 2, 4, 3, 1)
 
 

@@ -1,10 +1,10 @@
 """Linear attention some tokens at a time: the state that decoding needs, of constant size.
 
-    def _arguments(self, q, k, v): return dict(q_BxLxHxE=…, k_BxLxKxE=…, v_BxLxKxD=v, powers=…, local=…, …)
+    def arguments(self, q, k, v): return dict(q_BxLxHxE=…, k_BxLxKxE=…, v_BxLxKxD=v, powers=…, local=…, …)
 
-    __call__     linear_attention(**self._arguments(q, k, v))
-    init_state   decode.init_state(**self._arguments(*one token of zeros))
-    decode_step  decode.decode_step(state, **self._arguments(q, k, v))
+    __call__     linear_attention(**self.arguments(q, k, v))
+    init_state   decode.init_state(**self.arguments(*one token of zeros))
+    decode_step  decode.decode_step(state, **self.arguments(q, k, v))
 
 Outputs of `decode_step` equal those of `linear_attention` on the whole sequence, however its tokens are spread over
 calls.

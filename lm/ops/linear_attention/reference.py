@@ -24,8 +24,8 @@ def linear_attention(
     with_state: bool,
 ) -> tuple[jax.Array, State | None]:
     """Arguments as in `lm.ops.linear_attention`. The expansion of its state is not packed."""
-    x_BxLxHxF = options.features(q_parameters, q_BxLxHxE).astype(jnp.float32)
-    y_BxLxKxF = options.features(k_parameters, k_BxLxKxE).astype(jnp.float32)
+    x_BxLxHxF = options.features(q_parameters, q_BxLxHxE, True).astype(jnp.float32)
+    y_BxLxKxF = options.features(k_parameters, k_BxLxKxE, False).astype(jnp.float32)
     v_BxLxKxD, dtype = v_BxLxKxD.astype(jnp.float32), v_BxLxKxD.dtype
     groups = x_BxLxHxF.shape[2] // y_BxLxKxF.shape[2]
     expanded = functools.partial(jnp.repeat, repeats=groups, axis=2)

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-FeatureMap = Callable[[Any, jax.Array], jax.Array]
-"""(parameters, [B, T, heads, E]) → [B, T, heads, F], each token on its own. A plain function: arrays, random
-projections too, go through the parameters (a pytree of floating-point arrays), never through its closure."""
+FeatureMap = Callable[[Any, jax.Array, bool], jax.Array]
+"""(parameters, [B, T, heads, E], queries) → [B, T, heads, F], each token on its own; `queries` says whether the tokens
+are queries or keys. A plain function: arrays, random projections too, go through the parameters (a pytree of
+floating-point arrays), never through its closure."""
 
 PLAIN = (0.0, 1.0)
 """Powers: features as they are."""
@@ -40,8 +41,8 @@ class ProductMap(Protocol):
     def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
         """f, float32: [R, T] and [E, T] → [M, T], tokens last and each on its own; E may be padded with zeros.
 
-        `queries` says whether the tokens are queries or keys. It must lower in a Pallas kernel and be differentiable:
-        elementwise operations, sums and maxima over rows, slices of multiples of 8 rows.
+        It must lower in a Pallas kernel and be differentiable: elementwise operations, sums and maxima over rows,
+        slices of multiples of 8 rows.
         """
 
 
@@ -97,9 +98,9 @@ class Options:
     normalize: bool = True
     causal: bool = True
 
-    def features(self, parameters: Any, x: jax.Array) -> jax.Array:
+    def features(self, parameters: Any, x: jax.Array, queries: bool) -> jax.Array:
         """The features of x, [..., T, heads, E] → [..., T, heads, F]."""
-        return x if self.feature_map is None else self.feature_map(parameters, x)
+        return x if self.feature_map is None else self.feature_map(parameters, x, queries)
 
     def approximate(self, s: jax.Array) -> jax.Array:
         """The weight of a pair whose features have inner product s."""

@@ -195,7 +195,7 @@ def n_features(options: Options, parameters: Any, k_BxLxKxE: jax.Array) -> int:
     """F."""
     batch, _, heads, size = k_BxLxKxE.shape
     one = jax.ShapeDtypeStruct((batch, 1, heads, size), k_BxLxKxE.dtype)
-    return jax.eval_shape(options.features, parameters, one).shape[-1]
+    return jax.eval_shape(lambda parameters, k: options.features(parameters, k, False), parameters, one).shape[-1]
 
 
 def empty_state(options: Options, batch: int, heads: int, features: int, values: int) -> State:

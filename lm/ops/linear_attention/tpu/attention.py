@@ -111,7 +111,8 @@ def made_by(feature_map: ProductMap | None, x, parameters) -> tuple[int, int]:
         return 0, 0
     x = jax.ShapeDtypeStruct((1, 1, 1, x.shape[-1]), x.dtype)
     matrix = jax.eval_shape(feature_map.matrix, parameters)
-    return jax.eval_shape(feature_map, parameters, x).shape[-1], matrix.shape[0]
+    features = jax.eval_shape(lambda parameters, x: feature_map(parameters, x, False), parameters, x)
+    return features.shape[-1], matrix.shape[0]
 
 
 def _quadratic(powers: tuple[float, ...]) -> bool:

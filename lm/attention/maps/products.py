@@ -1,0 +1,45 @@
+"""Feature maps φ(x) = f(W x + b, x), each written once: kernels compute f block by block on chip, XLA calls the map."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class ProductFeatures:
+    """Base: a `lm.ops.linear_attention.types.ProductMap`, of which a subclass writes `products` and `of_products`.
+
+    Subclasses are hashable (frozen dataclasses): operations are compiled for them. R rows of W, E size of the vectors.
+    """
+
+    learns = True
+    """Whether W and b have gradients."""
+    dtype: Any = None
+    """Of the features that a call returns; None: that of the vectors."""
+
+    factor = 1.0
+    """Of W x. XLA applies it to the products: it would prepare a factor of W before its loop, once for each use, and
+    then compute products that it takes for different ones."""
+
+    def products(self, parameters: Any) -> tuple[jax.Array, jax.Array | None]:
+        """W [R, E] and b [R] or None; or those of each of N heads, [N, R, E] and [N, R], which kernels do not take."""
+        raise NotImplementedError
+
+    def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
+        """f, [R, …] and [E, …] → [M, …], float32: see `ProductMap`. Any number of axes may follow the first."""
+        raise NotImplementedError
+
+    def matrix(self, parameters: Any) -> jax.Array | None:
+        """W where kernels can compute the features: one for all heads, and no b."""
+        weight, shift = self.products(parameters)
+        return self.factor * weight if weight.ndim == 2 and shift is None else None
+
+    def __call__(self, parameters: Any, x: jax.Array, queries: bool) -> jax.Array:
+        """[…, N, E] → […, N, M]; products and f in float32."""
+        weight, shift = self.products(parameters)
+        wide = x.astype(jnp.float32)  # not every backend has a product of bfloat16 into float32
+        wx = self.factor * jnp.einsum('nre,...ne->r...n' if weight.ndim == 3 else 're,...ne->r...n', weight, wide)
+        if shift is not None:
+            wx += jnp.moveaxis(shift, -1, 0).reshape(wx.shape[0], *[1] * (wx.ndim - 2), -1)
+        features = self.of_products(wx, jnp.moveaxis(wide, -1, 0), queries)
+        return jnp.moveaxis(features, 0, -1).astype(self.dtype or x.dtype)
