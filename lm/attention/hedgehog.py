@@ -1,0 +1,76 @@
+"""Hedgehog: a learned feature map that mimics softmax attention (Zhang et al. 2024).
+
+    φ(x) = [softmax(W x), softmax(-W x)]
+
+with W of each head its own, which starts at the identity, and softmax over the features. No weight is negative.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from lm.attention.base import HeadDims, KernelCases
+from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
+from lm.attention.maps.products import ProductFeatures
+from lm.config.configurable import configurable, field
+from lm.parameters import declare
+
+
+@configurable('hedgehog')
+class Hedgehog(LinearAttention):
+    """Weights ⟨φ(q_i), φ(k_j)⟩ / Σ_j' ⟨φ(q_i), φ(k_j')⟩, with two features for each number of a head."""
+
+    per_head: bool = field(True, help='W of each head its own; False: one for all, which TPU kernels compute')
+
+    def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'HedgehogAttention':
+        return HedgehogAttention(self, dims)
+
+    def flops_per_token(self, dims: HeadDims, length: int) -> float:
+        products = 2.0 * dims.head_dim**2 * (dims.n_heads + dims.n_kv_heads)
+        return products + linear_flops_per_token(dims, length, 2 * dims.head_dim, 2 * dims.head_dim)
+
+    @classmethod
+    def kernel_cases(cls) -> KernelCases:
+        return {'hedgehog 128': cls(per_head=False).kernel_call}
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoSidedSoftmax(ProductFeatures):
+    """φ; its parameters are W, [R, E] or [N, R, E]."""
+
+    def products(self, weight: jax.Array) -> tuple[jax.Array, None]:
+        return weight, None
+
+    def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
+        parts = [jnp.exp(s - lax.stop_gradient(s.max(0, keepdims=True))) for s in (wx_RxT, -wx_RxT)]
+        return jnp.concatenate([part / part.sum(0, keepdims=True) for part in parts])
+
+
+class HedgehogAttention(LinearModule):
+    """W of queries and of keys."""
+
+    def __init__(self, config: Hedgehog, dims: HeadDims):
+        self.config = config
+        self.dims = dims
+        eye = jnp.eye(dims.head_dim)
+        if config.per_head:
+            says = declare('matrix', 'heads', 'features', 'head')
+            weights = [jnp.tile(eye, (n, 1, 1)) for n in (dims.n_heads, dims.n_kv_heads)]
+        else:
+            says, weights = declare('matrix', 'features', 'head'), [eye, eye]
+        self.q_weight, self.k_weight = (nnx.Param(weight, **says) for weight in weights)
+
+    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
+        return dict(
+            q_BxLxHxE=q_BxLxHxD,
+            k_BxLxKxE=k_BxLxKxD,
+            v_BxLxKxD=v_BxLxKxD,
+            feature_map=TwoSidedSoftmax(),
+            q_parameters=self.q_weight[...],
+            k_parameters=self.k_weight[...],
+            denominator_bias=0.0,
+        )

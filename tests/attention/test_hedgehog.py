@@ -1,0 +1,59 @@
+"""Hedgehog against its formula, with the W of each head and with one for the layer."""
+
+import jax
+import jax.numpy as jnp
+import mechanisms
+import numpy as np
+import pytest
+from flax import nnx
+
+from lm.attention import HeadDims
+from lm.attention.hedgehog import Hedgehog, TwoSidedSoftmax
+from lm.ops.linear_attention.tpu import attention as pallas_tpu
+from lm.ops.linear_attention.types import Options
+
+
+def features(weight, x):
+    """[softmax(W x), softmax(-W x)] as it reads, [B, L, N, 2 D]."""
+    wx = np.stack([x[:, :, n] @ (weight[n] if weight.ndim == 3 else weight).T for n in range(x.shape[2])], 2)
+    both = [np.exp(s - s.max(-1, keepdims=True)) for s in (wx, -wx)]
+    return np.concatenate([s / s.sum(-1, keepdims=True) for s in both], -1)
+
+
+def reference(config, arrays, q, k, v):
+    return mechanisms.mix(mechanisms.scores(features(arrays['q_weight'], q), features(arrays['k_weight'], k)), v)
+
+
+@pytest.mark.parametrize('per_head', [True, False])
+def test_agrees_with_the_formula(per_head):
+    module = mechanisms.build(Hedgehog(per_head=per_head))
+    mechanisms.check_values(module, reference, mechanisms.draw())
+    mechanisms.check_gradients(module, reference, mechanisms.draw())
+
+
+def test_steps_equal_the_whole():
+    mechanisms.check_steps(mechanisms.build(Hedgehog()), mechanisms.draw())
+
+
+def test_no_leak():
+    mechanisms.check_no_leak(mechanisms.build(Hedgehog()), mechanisms.draw())
+
+
+def test_starts_at_the_identity_and_counts_two_features_a_number():
+    dims = HeadDims(4, 2, 16)
+    module = Hedgehog().build(dims, nnx.Rngs(0))
+    assert module.q_weight.shape == (4, 16, 16)
+    np.testing.assert_array_equal(module.k_weight[...][1], np.eye(16))
+    x = jnp.ones((1, 3, 2, 16))
+    assert TwoSidedSoftmax()(module.k_weight[...], x, False).shape == (1, 3, 2, 32)
+
+
+@pytest.mark.parametrize('per_head', [True, False])
+def test_which_form_the_tpu_kernels_take(per_head, monkeypatch):
+    monkeypatch.setattr(pallas_tpu.platform, 'target_platform', lambda: 'tpu')
+    monkeypatch.setattr(pallas_tpu.platform, 'vmem', lambda: (32 * 2**20, None))
+    module = Hedgehog(per_head=per_head).build(HeadDims(2, 2, 64), nnx.Rngs(0))
+    q = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.float32)
+    given = (q, q, q, module.q_weight[...], module.k_weight[...], None, None, None)
+    reason = pallas_tpu.unsupported(*given, options=Options(feature_map=TwoSidedSoftmax(), denominator_bias=0.0))
+    assert (reason is None) == (not per_head)
