@@ -8,6 +8,11 @@
 | 44   | data, tokenizer or checkpoint do not match or are damaged           | no            |
 """
 
+import contextlib
+import os
+import sys
+from typing import NoReturn
+
 
 class LmError(Exception):
     """Base of the errors that the `lm` command prints as one line, without a traceback."""
@@ -37,3 +42,12 @@ class MismatchError(LmError):
     """Data, tokenizer or checkpoint are damaged, missing or belong to something else."""
 
     exit_code = 44
+
+
+def end_process(message: str, code: int = Preempted.exit_code) -> NoReturn:
+    """Ends this process at once, from any thread, with one line on stderr: for what no exception can end, such as a
+    main thread that waits for a process that is gone. Nothing is cleaned up."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        print(f'lm: {message}', file=sys.stderr, flush=True)
+    os._exit(code)

@@ -25,6 +25,7 @@ from lm.tasks import TaskStore
 from lm.text import duration, si
 from lm.training.config import MAY_CHANGE_ON_RESUME, TrainConfig
 from lm.training.mesh import batch_sharding, initialize_distributed, make_mesh, place, replicated
+from lm.training.peers import Peers
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
 from lm.training.progress import Progress, Throughput
@@ -36,7 +37,8 @@ def main(experiment: Experiment, arguments: Any) -> int:
     initialize_distributed(
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
-    train(experiment, arguments.run_dir)
+    with Peers(experiment.mesh.heartbeat_seconds):
+        train(experiment, arguments.run_dir)
     return 0
 
 
