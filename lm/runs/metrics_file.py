@@ -18,6 +18,8 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from lm.files import write_atomically
+
 REMOTE_SECONDS = 60.0
 """Object stores cannot append: there the whole file is written again after so long, and on flush and close."""
 

@@ -144,8 +144,10 @@ def test_a_training_survives_the_death_of_a_process(tiny_flags, tmp_path, victim
         assert code == 42, output
         assert f'process {victim} of 2 is gone' in output
     with job(*command, count=2) as processes:
+        lines = []
         for line in processes[0].stdout:
+            lines.append(line)
             if 'resumed from step' in line:
                 break
         else:
-            pytest.fail('did not resume')
+            pytest.fail(''.join(lines)[-3000:])
