@@ -10,7 +10,8 @@ step, so that an interrupted run leaves the files of an uninterrupted one.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -24,6 +25,7 @@ from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator
 from lm.experiment import Experiment
 from lm.hardware import peak_flops
+from lm.runs.goodput import Goodput, describe, process_start
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
 from lm.text import duration, si
@@ -36,6 +38,10 @@ from lm.training.profiler import Profiler
 from lm.training.program import abstract_state, init_state, lower_step, shardings_of
 from lm.training.progress import Progress, Throughput, plan_rows, print_row
 from lm.training.step import State, TrainStep, count_parameters, weights
+from lm.training.watchdog import Watchdog
+
+GOODPUT_SECONDS = 60.0
+"""How old the ledger in run.json may become between two saves."""
 
 
 def main(experiment: Experiment, arguments: Any) -> int:
@@ -44,20 +50,23 @@ def main(experiment: Experiment, arguments: Any) -> int:
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
     with Peers(experiment.mesh.heartbeat_seconds):
-        train(experiment, arguments.run_dir)
+        train(experiment, arguments.run_dir, process_start())
     return 0
 
 
-def train(experiment: Experiment, run_dir: str) -> State:
+def train(experiment: Experiment, run_dir: str, begun: float | None = None) -> State:
     """Trains, or continues the run that lies in `run_dir`. Returns the final state (see `lm.training.step`).
+
+    Args:
+        begun: since when this session of the run counts, in seconds since the epoch; default: now.
 
     Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
     """
     with contextlib.ExitStack() as stack:
-        return set_up(experiment, run_dir, stack).run()
+        return set_up(experiment, run_dir, stack, begun).run()
 
 
-def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack) -> 'Trainer':
+def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack, begun: float | None = None) -> 'Trainer':
     """Everything that a run needs, ready for its next step. What is open is closed by `stack`."""
     # Everything that can be wrong is found before anything is written.
     config, model, data = experiment.train, experiment.model, experiment.data
@@ -76,32 +85,37 @@ def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack) ->
         for name, value in (rows | {'devices': describe_devices(mesh, model.compute_dtype)}).items():
             print_row(name, value)
     run = RunDir(run_dir)
+    goodput = Goodput(run.read_goodput(), time.time() if begun is None else begun)
     run.check_unchanged(experiment, MAY_CHANGE_ON_RESUME)
     checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints))
 
     # Restore this run, else start from another one's parameters, else from the seed.
     abstract = abstract_state(functions, mesh)
-    restored = checkpointer.restore(abstract)
+    with goodput.spent('restore'):
+        restored = checkpointer.restore(abstract)
     run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, MAY_CHANGE_ON_RESUME)
     if restored:
         state, start, saved = restored
     else:
-        state, start, saved = init_state(functions, abstract, config.seed), 0, {}
-        if config.init_from:
-            others = parameters_from(config.init_from, experiment.checkpoint, abstract['params'])
-            state['params'] = merged(state['params'], others)
+        with goodput.spent('restore'):
+            state, start, saved = init_state(functions, abstract, config.seed), 0, {'step_seconds': 0.0}
+            if config.init_from:
+                others = parameters_from(config.init_from, experiment.checkpoint, abstract['params'])
+                state['params'] = merged(state['params'], others)
+    goodput.resumed(saved.get('step_seconds'))
     progress = Progress(config.steps, enabled=is_leader)
     metrics_file = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
     profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))
     if restored:
         progress.note(f'resumed from step {start} of {run_dir}')
 
-    advance = lower_step(functions, abstract, config, batches.dtype, mesh).compile()
+    with goodput.spent('compile'):
+        advance = lower_step(functions, abstract, config, batches.dtype, mesh).compile()
     redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
     peak = peak_flops(jax.devices()[0].device_kind)
     return Trainer(
         config=config,
-        run_dir=run_dir,
+        run_directory=run,
         functions=functions,
         state=state,
         start=start,
@@ -114,6 +128,8 @@ def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack) ->
         progress=progress,
         preemption=preemption,
         profiler=profiler,
+        watchdog=stack.enter_context(Watchdog(config.hang_minutes)),
+        goodput=goodput,
         throughput=Throughput(start, config.steps, config.tokens_per_step, saved.get('seconds', 0.0)),
         flops_per_token=model.flops_per_token(config.context_length),
         peak_flops=peak and peak * mesh.size,
@@ -132,7 +148,7 @@ class Trainer:
     """
 
     config: TrainConfig
-    run_dir: str
+    run_directory: RunDir
     functions: TrainStep
     state: State
     start: int
@@ -145,18 +161,37 @@ class Trainer:
     progress: Progress
     preemption: Preemption
     profiler: Profiler
+    watchdog: Watchdog
+    goodput: Goodput
     throughput: Throughput
     flops_per_token: float
     peak_flops: float | None
     pending: tuple[int, dict[str, jax.Array]] | None = None
     """The newest step and its metrics, while they are still on the devices."""
+    data_seconds: float = 0.0
+    """What the goodput had charged for waiting for data when it was last logged."""
 
     def run(self) -> State:
         """Trains to the last step. Returns the final state; raises Preempted (saved) or Diverged."""
+        self.record_goodput()
+        with self.goodput.spent('step'):
+            self.run_steps()
+        config = self.config
+        self.progress.note(
+            f'done: {config.steps} steps in {duration(self.throughput.seconds)}, '
+            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.run_directory.path}'
+        )
+        self.progress.note(f'goodput {describe(self.record_goodput())}')
+        return self.state
+
+    def run_steps(self) -> None:
+        """The loop itself."""
         config = self.config
         if self.start and self.is_evaluation_due(self.start) and not self.metrics_file.has_evaluation(self.start):
             self.evaluate(self.start)  # which the session before was stopped in
-        for step, batch in enumerate(self.batches.prefetch(self.start, config.steps), self.start + 1):
+        batches = self.goodput.charging('data', self.batches.prefetch(self.start, config.steps))
+        self.watchdog.step(self.start + 1)
+        for step, batch in enumerate(batches, self.start + 1):
             if self.preemption.requested(step - 1):
                 self.log_pending()
                 self.stop(step - 1)
@@ -167,6 +202,7 @@ class Trainer:
             self.checkpointer.check_for_errors()
             self.log_pending()
             self.pending = step, metrics
+            self.watchdog.step(step + 1)
             is_saving, is_evaluating = self.checkpointer.should_save(step), self.is_evaluation_due(step)
             if is_saving or is_evaluating:
                 # What a checkpoint covers is on disk before the checkpoint is.
@@ -174,12 +210,8 @@ class Trainer:
             loss = self.evaluate(step) if is_evaluating else None
             if is_saving or step == config.steps or (is_evaluating and self.checkpointer.is_among_best(loss)):
                 self.save(step, loss)
-        self.checkpointer.wait()
-        self.progress.note(
-            f'done: {config.steps} steps in {duration(self.throughput.seconds)}, '
-            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.run_dir}'
-        )
-        return self.state
+        with self.pause('checkpoint'):
+            self.checkpointer.wait()
 
     def log_pending(self) -> None:
         """Fetches the metrics of the pending step, writes them, and stops a run that has diverged."""
@@ -207,9 +239,13 @@ class Trainer:
             'mfu': self.flops_per_token * tokens_per_second / self.peak_flops if self.peak_flops else None,
             'seconds': self.throughput.seconds,
             'skipped_steps': metrics['skipped'],
+            'data_wait_seconds': self.goodput.total('data') - self.data_seconds,
         }
+        self.data_seconds = self.goodput.total('data')
         self.metrics_file.write(record)
         self.progress.step(record, seconds_left)
+        if self.goodput.age > GOODPUT_SECONDS:
+            self.record_goodput()
 
     def is_evaluation_due(self, step: int) -> bool:
         every = self.config.eval_every
@@ -217,7 +253,7 @@ class Trainer:
 
     def evaluate(self, step: int) -> float:
         """The loss of the evaluation split after `step`. Stops the run if the process is told to meanwhile."""
-        with self.throughput.pause():
+        with self.throughput.pause(), self.pause('evaluation'):
             result = self.evaluator(weights(self.state), step, lambda: self.preemption.requested(step))
         if result is None:
             self.stop(step)
@@ -229,14 +265,31 @@ class Trainer:
         """Starts to write a checkpoint; `loss` is that of an evaluation after `step`."""
         self.metrics_file.flush()
         evaluation = {} if loss is None else {'loss': loss}
-        metadata = {'seconds': self.throughput.seconds}
-        self.checkpointer.save(step, self.state, metadata=metadata, metrics=evaluation)
+        metadata = {'seconds': self.throughput.seconds, 'step_seconds': self.goodput.total('step')}
+        with self.pause('checkpoint'):
+            self.checkpointer.save(step, self.state, metadata=metadata, metrics=evaluation)
+            self.record_goodput()
 
     def stop(self, step: int) -> NoReturn:
         """Saves and ends the session."""
         self.save(step)
-        self.checkpointer.wait()
+        with self.pause('checkpoint'):
+            self.checkpointer.wait()
+        self.record_goodput()
         raise Preempted(f'stopped at step {step} of {self.config.steps}, which is saved: run the same command again')
+
+    @contextlib.contextmanager
+    def pause(self, account: str) -> Iterator[None]:
+        """What is no part of a step, but of another account of the goodput."""
+        with self.goodput.spent(account), self.watchdog.paused():
+            yield
+
+    def record_goodput(self) -> dict[str, Any]:
+        """Writes the ledger to run.json and returns it."""
+        record = self.goodput.record()
+        if jax.process_index() == 0:
+            self.run_directory.write_goodput(record)
+        return record
 
 
 def parameters_from(run_dir: str, config: CheckpointConfig, abstract: dict) -> dict:

@@ -12,6 +12,7 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import Damaged, Snapshot
 from lm.data.store import TokenStore
 from lm.errors import ConfigError, LmError, MismatchError
+from lm.runs.goodput import describe
 from lm.runs.records import Run, is_run, read_json, to_json
 from lm.text import duration, perplexity, si
 from lm.training.step import count_parameters, part_of
@@ -74,6 +75,7 @@ def inspect_run(path: epath.PathLike, verify: bool = False) -> dict[str, Any]:
         'steps': run.total_steps,
         'last_train': run.train[-1] if run.train else None,
         'tokens_per_second': run.tokens_per_second,
+        'goodput': run.goodput,
         'last_eval': run.last_evaluation,
         'evaluations': len(run.evaluations),
         'parameters': parameters(run),
@@ -220,6 +222,7 @@ def print_run(found: dict[str, Any], console: 'Console') -> None:
         + (f', MFU {train["mfu"]:.1%}' if train.get('mfu') else '')
         + f', {duration(train["seconds"])} of training'
         + (f', {train["skipped_steps"]} steps skipped' if train.get('skipped_steps') else ''),
+        'goodput': describe(found['goodput']) if found['goodput'] else '–',
         'last evaluation': '–'
         if evaluation is None
         else f'{evaluation["step"]:,}: {evaluation["split"]} '

@@ -26,6 +26,7 @@ from lm.report.curves import (
     make_series,
     position_curve,
 )
+from lm.runs.goodput import describe
 from lm.runs.records import Run, find_runs
 
 
@@ -129,6 +130,7 @@ class Report:
             'evaluated_at': measured.get('step'),
             'tokens_per_second': rate,
             'microseconds_per_token': 1e6 / rate if rate else None,
+            'goodput': run.goodput and run.goodput['share'],
             'devices': f'{run.info.get("device_count")} × {run.info.get("device_kind")}',
             'path': str(run.directory.path),
         }
@@ -148,6 +150,7 @@ class Report:
             'accuracy': ('accuracy', lambda v: f'{v:.2%}'),
             'tokens_per_second': ('tokens/s', lambda v: f'{v:,.0f}'),
             'microseconds_per_token': ('µs/token', lambda v: f'{v:.3g}'),
+            'goodput': ('goodput', lambda v: f'{v:.1%}'),
         }
         rows = [row | {'progress': _progress(row)} for row in self.rows]
         shown = {k: v for k, v in columns.items() if any(row[k] is not None for row in rows)}
@@ -176,6 +179,7 @@ class Report:
             f'{info.get("device_count")} × {info.get("device_kind")}, data {str(info.get("data"))[:12]}, '
             f'tokenizer {str(info.get("tokenizer"))[:12]}, started {info.get("started")}, '
             f'resumed {len(info.get("resumed", []))} times'
+            + (f'; goodput {describe(run.goodput)}' if run.goodput else '')
         )
 
     # Pictures

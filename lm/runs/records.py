@@ -16,6 +16,7 @@ from typing import Any
 from etils import epath
 
 from lm.errors import ConfigError
+from lm.runs.goodput import checked
 from lm.runs.run_dir import RunDir, bindings
 from lm.checkpoint.snapshot import Snapshot
 
@@ -94,6 +95,11 @@ class Run:
         """The median over the run; the first figure, which contains warming up, counts only if it is alone."""
         rates = [r['tokens_per_second'] for r in self.train if r.get('tokens_per_second')]
         return statistics.median(rates[1:] or rates) if rates else None
+
+    @property
+    def goodput(self) -> dict[str, Any] | None:
+        """The ledger of its wall clock (`lm.runs.goodput`)."""
+        return checked(self.info.get('goodput'))
 
     @property
     def last_evaluation(self) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ from jax.experimental import multihost_utils
 import lm
 from lm.config.text import dump
 from lm.errors import ConfigError, MismatchError
+from lm.runs.goodput import checked
 from lm.runs.metrics_file import MetricsFile
 from lm.files import write_atomically
 
@@ -75,6 +76,21 @@ class RunDir:
         text = experiment if isinstance(experiment, str) else dump(experiment)
         _on_leader(lambda: self._check(text, tuple(may_change)))
 
+    def read_goodput(self) -> dict[str, Any] | None:
+        """The ledger of the starts before (`lm.runs.goodput`); None for a new run, or one that has none."""
+        try:
+            return checked(json.loads(self.info.read_text()).get('goodput'))
+        except (OSError, ValueError, AttributeError):
+            return None
+
+    def write_goodput(self, record: Mapping[str, Any]) -> None:
+        """Puts the ledger into run.json. It is no reason for a training to stop: a failure is a warning."""
+        try:
+            info = json.loads(self.info.read_text())
+            write_atomically(self.info, json.dumps(info | {'goodput': record}, indent=2) + '\n')
+        except (OSError, ValueError, TypeError) as error:
+            log.warning('%s could not be updated: %s', self.info, error)
+
     def metrics(self, resume_at: int = 0, tensorboard: bool = False) -> MetricsFile:
         """Opens metrics.jsonl, without the lines of steps after `resume_at`; with `tensorboard`, summaries are written
         to tensorboard/ too, if the packages for it are installed."""
@@ -93,7 +109,9 @@ class RunDir:
             except (ValueError, KeyError, TypeError):
                 log.warning('%s could not be read and is written anew', self.info)
         write_atomically(self.config, text)
-        write_atomically(self.info, json.dumps({**times, **describe_machine(), **info}, indent=2) + '\n')
+        goodput = self.read_goodput()
+        ledger = {'goodput': goodput} if goodput else {}
+        write_atomically(self.info, json.dumps({**times, **describe_machine(), **info, **ledger}, indent=2) + '\n')
         return resumed
 
     def _check(self, text: str, may_change: tuple[str, ...]) -> bool:

@@ -16,6 +16,9 @@ class TrainConfig:
     log_every: int = field(10, minimum=1)
     eval_every: int | None = field(1000, minimum=1, help='None: only at the end')
     max_nonfinite_steps: int = field(10, minimum=1, help='stop (exit code 43) after so many in a row')
+    hang_minutes: float | None = field(
+        10.0, above=0, help='a step that takes so long, and 20 times the median step, ends the run with 42; None: never'
+    )
     skip_batches: tuple[tuple[int, int], ...] = field((), help='half-open ranges of batches never to train on')
     init_from: str | None = field(None, help='run directory whose parameters this run starts from')
     profile: tuple[int, int] | None = field(None, help='first and last step of a profiler trace, in RUN_DIR/profile')
@@ -57,6 +60,7 @@ MAY_CHANGE_ON_RESUME = (
     'train.log_every',
     'train.eval_every',
     'train.max_nonfinite_steps',
+    'train.hang_minutes',
     'train.profile',
     'train.skip_batches',
     'train.tensorboard',
