@@ -39,6 +39,9 @@ def train_flags(parser: argparse.ArgumentParser) -> None:
         metavar='DIR',
         help='the run: a new folder, or one to resume; its name names the run',
     )
+    parser.add_argument(
+        '--compile_cache', metavar='DIR', help="where compiled programs stay; 'none': nowhere; default: in the run"
+    )
 
 
 def run_flags(parser: argparse.ArgumentParser) -> None:

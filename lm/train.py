@@ -1,6 +1,6 @@
 """`lm train`: a run, from top to bottom.
 
-    set_up: plan → restore or initialise → compile → open the files
+    set_up: plan → restore or initialise → compile → write config.gin and run.json, open metrics.jsonl
     Trainer.run: (batch → step → log → evaluate → save)* → close
 
 Steps are dispatched ahead of the host: the metrics of step n are fetched after step n + 1 has been dispatched. Resuming
@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.compiled.cache import CompileCache
 from lm.data.batches import Batches
-from lm.errors import Diverged, MismatchError, Preempted
+from lm.errors import Diverged, LmError, MismatchError, Preempted
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator
@@ -35,7 +36,7 @@ from lm.training.mesh import initialize_distributed, make_mesh
 from lm.training.peers import Peers
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
-from lm.training.program import abstract_state, init_state, lower_step, shardings_of
+from lm.training.program import abstract_state, compile_step_aside, init_state, shardings_of
 from lm.training.progress import Progress, Throughput, plan_rows, print_row
 from lm.training.step import State, TrainStep, count_parameters, weights
 from lm.training.watchdog import Watchdog
@@ -50,27 +51,38 @@ def main(experiment: Experiment, arguments: Any) -> int:
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
     with Peers(experiment.mesh.heartbeat_seconds):
-        train(experiment, arguments.run_dir, process_start())
+        train(experiment, arguments.run_dir, arguments.compile_cache, process_start())
     return 0
 
 
-def train(experiment: Experiment, run_dir: str, begun: float | None = None) -> State:
+def train(experiment: Experiment, run_dir: str, compile_cache: str | None = None, begun: float | None = None) -> State:
     """Trains, or continues the run that lies in `run_dir`. Returns the final state (see `lm.training.step`).
 
     Args:
+        compile_cache: folder in which compiled programs are kept; 'none': nowhere; default: in the run directory.
         begun: since when this session of the run counts, in seconds since the epoch; default: now.
 
     Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
     """
     with contextlib.ExitStack() as stack:
-        return set_up(experiment, run_dir, stack, begun).run()
+        return set_up(experiment, run_dir, stack, compile_cache, begun).run()
 
 
-def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack, begun: float | None = None) -> 'Trainer':
+def set_up(
+    experiment: Experiment,
+    run_dir: str,
+    stack: contextlib.ExitStack,
+    compile_cache: str | None = None,
+    begun: float | None = None,
+) -> 'Trainer':
     """Everything that a run needs, ready for its next step. What is open is closed by `stack`."""
-    # Everything that can be wrong is found before anything is written.
+    # Everything that can be wrong is found before anything is written: only so does the corrected command still work.
     config, model, data = experiment.train, experiment.model, experiment.data
+    run = RunDir(run_dir)
+    goodput = Goodput(run.read_goodput(), time.time() if begun is None else begun)
     preemption = stack.enter_context(Preemption())
+    folder = None if compile_cache == 'none' else compile_cache or run.path / 'compiled'
+    programs = stack.enter_context(CompileCache(folder))
     store = open_store(data, config, model)
     mesh = make_mesh(experiment.mesh)
     stack.enter_context(jax.set_mesh(mesh))
@@ -84,37 +96,37 @@ def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack, be
         rows = plan_rows(model, config, parameters, f'{epochs:.3g} epochs of {store.path}')
         for name, value in (rows | {'devices': describe_devices(mesh, model.compute_dtype)}).items():
             print_row(name, value)
-    run = RunDir(run_dir)
-    goodput = Goodput(run.read_goodput(), time.time() if begun is None else begun)
     run.check_unchanged(experiment, MAY_CHANGE_ON_RESUME)
     checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints))
 
     # Restore this run, else start from another one's parameters, else from the seed.
     abstract = abstract_state(functions, mesh)
+    advancing = compile_step_aside(functions, abstract, config, batches.dtype, mesh)
     with goodput.spent('restore'):
         restored = checkpointer.restore(abstract)
-    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, MAY_CHANGE_ON_RESUME)
-    if restored:
-        state, start, saved = restored
-    else:
-        with goodput.spent('restore'):
+        if restored:
+            state, start, saved = restored
+        else:
             state, start, saved = init_state(functions, abstract, config.seed), 0, {'step_seconds': 0.0}
             if config.init_from:
                 others = parameters_from(config.init_from, experiment.checkpoint, abstract['params'])
                 state['params'] = merged(state['params'], others)
     goodput.resumed(saved.get('step_seconds'))
+    with goodput.spent('compile'):
+        advance = advancing.result()
+    redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
+
+    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, MAY_CHANGE_ON_RESUME)
+    programs.publish()
     progress = Progress(config.steps, enabled=is_leader)
     metrics_file = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
     profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))
     if restored:
         progress.note(f'resumed from step {start} of {run_dir}')
-
-    with goodput.spent('compile'):
-        advance = lower_step(functions, abstract, config, batches.dtype, mesh).compile()
-    redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
     peak = peak_flops(jax.devices()[0].device_kind)
     return Trainer(
         config=config,
+        run_dir=run_dir,
         run_directory=run,
         functions=functions,
         state=state,
@@ -130,6 +142,7 @@ def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack, be
         profiler=profiler,
         watchdog=stack.enter_context(Watchdog(config.hang_minutes)),
         goodput=goodput,
+        programs=programs,
         throughput=Throughput(start, config.steps, config.tokens_per_step, saved.get('seconds', 0.0)),
         flops_per_token=model.flops_per_token(config.context_length),
         peak_flops=peak and peak * mesh.size,
@@ -148,6 +161,7 @@ class Trainer:
     """
 
     config: TrainConfig
+    run_dir: str
     run_directory: RunDir
     functions: TrainStep
     state: State
@@ -163,6 +177,7 @@ class Trainer:
     profiler: Profiler
     watchdog: Watchdog
     goodput: Goodput
+    programs: CompileCache
     throughput: Throughput
     flops_per_token: float
     peak_flops: float | None
@@ -170,22 +185,25 @@ class Trainer:
     """The newest step and its metrics, while they are still on the devices."""
     data_seconds: float = 0.0
     """What the goodput had charged for waiting for data when it was last logged."""
+    bad_steps: int = 0
+    """How many steps in a row, up to the newest that was logged, were not finite."""
+    is_save_due: bool = False
 
     def run(self) -> State:
         """Trains to the last step. Returns the final state; raises Preempted (saved) or Diverged."""
+        config = self.config
         self.record_goodput()
         with self.goodput.spent('step'):
             self.run_steps()
-        config = self.config
         self.progress.note(
             f'done: {config.steps} steps in {duration(self.throughput.seconds)}, '
-            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.run_directory.path}'
+            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.run_dir}'
         )
         self.progress.note(f'goodput {describe(self.record_goodput())}')
         return self.state
 
     def run_steps(self) -> None:
-        """The loop itself."""
+        """The steps from `start` to the last one, with what is due between them."""
         config = self.config
         if self.start and self.is_evaluation_due(self.start) and not self.metrics_file.has_evaluation(self.start):
             self.evaluate(self.start)  # which the session before was stopped in
@@ -203,15 +221,17 @@ class Trainer:
             self.log_pending()
             self.pending = step, metrics
             self.watchdog.step(step + 1)
-            is_saving, is_evaluating = self.checkpointer.should_save(step), self.is_evaluation_due(step)
-            if is_saving or is_evaluating:
+            self.is_save_due |= self.checkpointer.should_save(step)
+            is_evaluating = self.is_evaluation_due(step)
+            if self.is_save_due or is_evaluating:
                 # What a checkpoint covers is on disk before the checkpoint is.
                 self.log_pending()
             loss = self.evaluate(step) if is_evaluating else None
-            if is_saving or step == config.steps or (is_evaluating and self.checkpointer.is_among_best(loss)):
+            is_wanted = self.is_save_due or (is_evaluating and self.checkpointer.is_among_best(loss))
+            # While steps are not finite nothing new is learned, and a save would push a good checkpoint out.
+            if step == config.steps or (is_wanted and not self.bad_steps):
                 self.save(step, loss)
-        with self.pause('checkpoint'):
-            self.checkpointer.wait()
+        self.complete_save(config.steps)
 
     def log_pending(self) -> None:
         """Fetches the metrics of the pending step, writes them, and stops a run that has diverged."""
@@ -219,12 +239,9 @@ class Trainer:
             return
         (step, metrics), self.pending, config = self.pending, None, self.config
         metrics = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        if metrics['in_a_row'] >= config.max_nonfinite_steps:
-            raise Diverged(
-                f'loss or gradient was not finite for {metrics["in_a_row"]} steps in a row, up to step {step}; '
-                f'the newest checkpoint is step {self.checkpointer.latest_step()}: lower '
-                'optimizer.peak_learning_rate, or leave the batches out with train.skip_batches'
-            )
+        self.bad_steps = metrics['in_a_row']
+        if self.bad_steps >= config.max_nonfinite_steps:
+            raise Diverged(self.describe_divergence(step, self.functions.name_of(metrics['first_bad'])))
         if step % config.log_every and step != config.steps:
             return
         tokens_per_second, seconds_left = self.throughput.tick(step)
@@ -246,6 +263,20 @@ class Trainer:
         self.progress.step(record, seconds_left)
         if self.goodput.age > GOODPUT_SECONDS:
             self.record_goodput()
+
+    def describe_divergence(self, step: int, what: str) -> str:
+        """What went wrong up to `step`, and what can be done about it in this directory and in a new one."""
+        first, last = self.batches.windows.batch(step - self.bad_steps), self.batches.windows.batch(step - 1)
+        others = [(a, b) for a, b in self.config.skip_batches if a < first or b > last + 1]
+        self.checkpointer.wait()
+        newest = self.checkpointer.latest_step()
+        return (
+            f'loss, gradient or update was not finite for {self.bad_steps} steps in a row, up to step {step}, there '
+            f'first: {what}; {"no step is saved" if newest is None else f"the newest checkpoint is step {newest}"}: '
+            f"run it again with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave "
+            'these batches out, or start a new --run_dir with a lower optimizer.peak_learning_rate'
+            + ('' if newest is None else f" and train.init_from = '{self.run_dir}'")
+        )
 
     def is_evaluation_due(self, step: int) -> bool:
         every = self.config.eval_every
@@ -269,14 +300,32 @@ class Trainer:
         with self.pause('checkpoint'):
             self.checkpointer.save(step, self.state, metadata=metadata, metrics=evaluation)
             self.record_goodput()
+            self.programs.publish()
+        self.is_save_due = False
 
-    def stop(self, step: int) -> NoReturn:
-        """Saves and ends the session."""
-        self.save(step)
+    def complete_save(self, step: int) -> None:
+        """Waits until the save of `step` is complete. Raises LmError if it failed, whatever checkpoint.on_failed_save
+        says: who is told that a run has ended may take its machine away."""
         with self.pause('checkpoint'):
             self.checkpointer.wait()
+        if step not in self.checkpointer.all_steps():
+            raise LmError(
+                f'step {step} could not be saved, the newest complete checkpoint is {self.checkpointer.latest_step()}; '
+                'make room or repair the storage, then run the same command again'
+            )
+
+    def stop(self, step: int) -> NoReturn:
+        """Saves and ends the session. Steps that were not finite are not saved but repeated."""
+        saved = step
+        if self.bad_steps:
+            self.checkpointer.wait()
+            saved = self.checkpointer.latest_step() or 0
+        else:
+            self.save(step)
+            self.complete_save(step)
+        what = 'which is saved' if saved == step else f'which was not finite; the next session goes on from {saved}'
         self.record_goodput()
-        raise Preempted(f'stopped at step {step} of {self.config.steps}, which is saved: run the same command again')
+        raise Preempted(f'stopped at step {step} of {self.config.steps}, {what}: run the same command again')
 
     @contextlib.contextmanager
     def pause(self, account: str) -> Iterator[None]:

@@ -41,13 +41,17 @@ class Windows:
         self.skip = sorted(skip)
         self._epoch: tuple[int, Permutation] | None = None
 
-    def starts(self, step: int) -> np.ndarray:
-        """Start offsets [batch_size] of the windows of step `step` (from 0)."""
+    def batch(self, step: int) -> int:
+        """The number of the batch that step `step` sees, both from 0: those to skip count, but no step sees them."""
         batch = step
         for first, end in self.skip:
             if batch >= first:
                 batch += max(0, end - first)
-        example = batch * self.batch_size + np.arange(self.batch_size)
+        return batch
+
+    def starts(self, step: int) -> np.ndarray:
+        """Start offsets [batch_size] of the windows of step `step` (from 0)."""
+        example = self.batch(step) * self.batch_size + np.arange(self.batch_size)
         epochs, index = np.divmod(example, self.count)
         window = np.empty_like(index)
         for epoch in np.unique(epochs):

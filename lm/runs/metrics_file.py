@@ -3,7 +3,6 @@
 JSON has no numbers for what is not finite: they are written as the strings 'NaN', 'Infinity' and '-Infinity'.
 """
 
-import contextlib
 import importlib.util
 import json
 import logging

@@ -15,10 +15,10 @@ from typing import Any
 
 from etils import epath
 
+from lm.checkpoint.snapshot import Snapshot
 from lm.errors import ConfigError
 from lm.runs.goodput import checked
 from lm.runs.run_dir import RunDir, bindings
-from lm.checkpoint.snapshot import Snapshot
 
 NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
@@ -202,8 +202,8 @@ def _finite(value: Any) -> Any:
 def _defaults(name: str) -> dict[str, str]:
     """Field → gin text of its default, of a registered mechanism."""
     import lm.attention  # noqa: F401 (fills the registry)
-    from lm.config.text import format_value
     from lm.config.configurable import REGISTRY
+    from lm.config.text import format_value
 
     if name not in REGISTRY:
         return {}

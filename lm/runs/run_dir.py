@@ -28,9 +28,9 @@ from jax.experimental import multihost_utils
 import lm
 from lm.config.text import dump
 from lm.errors import ConfigError, MismatchError
+from lm.files import write_atomically
 from lm.runs.goodput import checked
 from lm.runs.metrics_file import MetricsFile
-from lm.files import write_atomically
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
 

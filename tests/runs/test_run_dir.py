@@ -9,8 +9,8 @@ import types
 import numpy as np
 import pytest
 
-from lm.runs import metrics_file
 from lm.errors import ConfigError, MismatchError
+from lm.runs import metrics_file
 from lm.runs.run_dir import RunDir, check_name, check_path, config_differences, git_commit
 
 OLD = """# A complete configuration

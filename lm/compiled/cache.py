@@ -1,0 +1,146 @@
+"""Compiled programs that outlive the process: a restart of the same run compiles nothing again.
+
+JAX's persistent compilation cache works in a private folder of this machine. It is filled from `folder` before the
+first program is compiled, and what is new goes back there by `publish`. So nothing is written to a run directory before
+the run is known to be sound, buckets need no support by JAX, and a file that is cut off or damaged is found out: its
+name holds its SHA-256, which JAX does not check.
+
+A program in the cache is code: whoever may write to `folder` may run code here.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from etils import epath
+from jax.experimental.compilation_cache import compilation_cache
+
+SUFFIX = '-cache'
+"""How JAX's names of programs end."""
+LEAST_SECONDS = 0.1
+"""Programs that compile faster are not worth a file."""
+MOST_PROGRAMS = 64
+"""In a folder; the oldest go first, such as those of another configuration."""
+
+log = logging.getLogger(__name__)
+
+
+class CompileCache:
+    """A context manager inside which compiled programs are kept in `folder`, local or a bucket's. All processes of a
+    job use it alike: each reads, process 0 alone writes.
+
+    Where a person has set up JAX's cache (JAX_COMPILATION_CACHE_DIR), that one is used and this one does nothing.
+
+    Args:
+        folder: made when the first program is published; None: nothing is kept.
+    """
+
+    def __init__(self, folder: epath.PathLike | None):
+        is_used = folder is not None and jax.config.jax_compilation_cache_dir is None
+        self.folder = epath.Path(folder) / _machine() if is_used else None
+        self._private: Path | None = None
+        self._known: set[str] = set()
+        self._damaged: list[epath.Path] = []
+
+    def __enter__(self) -> 'CompileCache':
+        if self.folder is not None:
+            try:
+                self._private = _private_folder(str(self.folder))
+                self._fetch()
+            except OSError as error:
+                log.warning('no cache of compiled programs: %s', error)
+                self.folder = None
+        if self.folder is not None:
+            self._least = jax.config.jax_persistent_cache_min_compile_time_secs
+            jax.config.update('jax_persistent_cache_min_compile_time_secs', LEAST_SECONDS)
+            self._use(str(self._private))
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.folder is not None:
+            self._use(None)
+            jax.config.update('jax_persistent_cache_min_compile_time_secs', self._least)
+        if self._private is not None:
+            shutil.rmtree(self._private, ignore_errors=True)
+
+    def publish(self) -> None:
+        """Copies what is new to the folder. A failure, such as a full disk, is a warning: it costs time alone."""
+        if self.folder is None or jax.process_index():
+            return
+        try:
+            self._publish()
+        except OSError as error:
+            log.warning('%s: the compiled programs could not be kept (%s)', self.folder, error)
+
+    def _publish(self) -> None:
+        while self._damaged:
+            self._damaged.pop().unlink(missing_ok=True)
+        new = [path for path in self._private.iterdir() if path.name not in self._known]
+        if not new:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in new:
+            data = path.read_bytes()
+            target = self.folder / f'{path.name}.{_digest(data)}'
+            # The checksum in the name makes a half-written file harmless.
+            target.write_bytes(data)
+            self._known.add(path.name)
+        files = sorted(_programs(self.folder), key=lambda path: path.stat().mtime)
+        for path in files[:-MOST_PROGRAMS]:
+            path.unlink(missing_ok=True)
+
+    def _fetch(self) -> None:
+        for path in _programs(self.folder):
+            name, _, digest = path.name.rpartition('.')
+            data = path.read_bytes()
+            if _digest(data) != digest:
+                log.warning('%s is damaged and not used: its program is compiled again', path)
+                self._damaged.append(path)
+                continue
+            (self._private / name).write_bytes(data)
+            self._known.add(name)
+
+    @staticmethod
+    def _use(path: str | None) -> None:
+        jax.config.update('jax_compilation_cache_dir', path)
+        compilation_cache.reset_cache()  # it has settled on a folder with the first program
+
+
+def _programs(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.name.rpartition('.')[0].endswith(SUFFIX):
+            yield path
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _private_folder(name: str) -> Path:
+    """A new folder that only this user reads; that of a process which was killed before it goes."""
+    digest = hashlib.sha256(f'{name}\0{jax.process_index()}'.encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f'lm-compiled-{os.getuid()}-{digest}'
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        path = Path(tempfile.mkdtemp(prefix='lm-compiled-'))
+    return path
+
+
+def _machine() -> str:
+    """Programs for a CPU use its own instructions: another kind of processor gets a folder of its own."""
+    if jax.default_backend() != 'cpu':
+        return jax.default_backend()
+    with contextlib.suppress(OSError):
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+        features = [line for line in lines if line.startswith(('flags', 'Features', 'model name'))][:2]
+        return f'cpu-{hashlib.sha256("".join(features).encode()).hexdigest()[:16]}'
+    return f'cpu-{platform.machine()}'
