@@ -51,7 +51,7 @@ def main(experiment: Experiment, arguments: Any) -> int:
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
     with Peers(experiment.mesh.heartbeat_seconds):
-        train(experiment, arguments.run_dir, arguments.compile_cache, process_start())
+        train(experiment, arguments.run_dir, getattr(arguments, 'compile_cache', None), process_start())
     return 0
 
 

@@ -66,14 +66,19 @@ DAMAGES = {
 def test_the_second_process_compiles_nothing_unless_the_file_is_damaged(tmp_path):
     hits, expected, _ = compute(tmp_path)
     assert hits == 0
-    [path] = programs(tmp_path)
-    assert compute(tmp_path)[:2] == (1, expected)
+    kept = len(programs(tmp_path))
+    assert kept
+    found, result, _ = compute(tmp_path)
+    assert found >= kept
+    assert result == expected
     for name, damage in DAMAGES.items():
-        damage(path)
+        for path in programs(tmp_path):
+            damage(path)
         hits, result, messages = compute(tmp_path)
         assert (hits, result) == (0, expected), name
         assert 'is damaged and not used' in messages
-        assert compute(tmp_path)[:2] == (1, expected), name  # it was written anew
+        hits, result, messages = compute(tmp_path)  # it was written anew
+        assert (hits > 0, result, messages) == (True, expected, ''), name
 
 
 def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path):
@@ -99,10 +104,10 @@ def test_a_run_keeps_its_programs_and_goes_on_without_them(tiny_flags, reference
 
     # Whole again, they make a start that compiles nothing, and changes nothing.
     shutil.rmtree(run / 'checkpoints' / '40')
-    before = programs(run / 'compiled')
+    before = len(programs(run / 'compiled'))
     done = tiny.lm('train', '--run_dir', str(run), *tiny_flags)
     assert done.returncode == 0, done.stderr
-    assert programs(run / 'compiled') == before
+    assert len(programs(run / 'compiled')) == before
     assert tiny.checksums(run, 40) == tiny.checksums(reference_run[0], 40)
     assert json.loads((run / 'run.json').read_text())['goodput']['starts'] == 3
 
