@@ -4,11 +4,21 @@ To add a verb, add an entry to VERBS. Its `main(experiment, arguments)` is impor
 `lm --help` answers at once, and returns an exit code or None.
 """
 
+import os
+import sys
+
+from lm.errors import ConfigError, LmError, Preempted, end_early_on_sigterm
+
+if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
+    # As the program, not as a module of another one or of its workers; before anything that takes its time.
+    end_early_on_sigterm()
+
+# isort: split
+
 import argparse
 import dataclasses
 import difflib
 import importlib
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -16,7 +26,6 @@ from typing import Any, NoReturn
 from lm import __version__
 from lm.bench.command import bench_flags
 from lm.config.flags import distributed_flags, gin_flags
-from lm.errors import ConfigError, LmError, Preempted
 
 EXIT_CODES = """exit codes:
   0  done                      43  diverged: change something before running it again

@@ -10,7 +10,9 @@
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 from typing import NoReturn
 
 
@@ -51,3 +53,29 @@ def end_process(message: str, code: int = Preempted.exit_code) -> NoReturn:
         sys.stdout.flush()
         print(f'lm: {message}', file=sys.stderr, flush=True)
     os._exit(code)
+
+
+def end_early_on_sigterm() -> None:
+    """Makes SIGTERM end the process with 42 and one line, until `lm.training.preemption` or another handler is there.
+
+    A thread does it: Python's own handlers wait until the main thread comes back from what it does in C, such as
+    waiting for the other processes of a job. A signal that already has a handler, or is ignored, keeps it.
+    """
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    first = threading.Lock()
+
+    def end(*_) -> None:
+        if first.acquire(blocking=False):
+            end_process('told to stop (SIGTERM) before there was anything to save: run the same command again')
+
+    def listen(pipe: int) -> None:
+        while number := os.read(pipe, 1):
+            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is end:
+                end()
+
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, end)
+    threading.Thread(target=listen, args=(reading,), name='sigterm', daemon=True).start()
