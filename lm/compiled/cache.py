@@ -24,8 +24,12 @@ from jax.experimental.compilation_cache import compilation_cache
 
 SUFFIX = '-cache'
 """How JAX's names of programs end."""
-LEAST_SECONDS = 0.1
-"""Programs that compile faster are not worth a file."""
+SETTINGS = {
+    # Programs that compile faster are not worth a file.
+    'jax_persistent_cache_min_compile_time_secs': 0.1,
+    # Its path would become part of the names, and no program be found from another folder.
+    'jax_persistent_cache_enable_xla_caches': 'none',
+}
 MOST_PROGRAMS = 64
 """In a folder; the oldest go first, such as those of another configuration."""
 
@@ -58,15 +62,17 @@ class CompileCache:
                 log.warning('no cache of compiled programs: %s', error)
                 self.folder = None
         if self.folder is not None:
-            self._least = jax.config.jax_persistent_cache_min_compile_time_secs
-            jax.config.update('jax_persistent_cache_min_compile_time_secs', LEAST_SECONDS)
+            self._before = {name: getattr(jax.config, name) for name in SETTINGS}
+            for name, value in SETTINGS.items():
+                jax.config.update(name, value)
             self._use(str(self._private))
         return self
 
     def __exit__(self, *_) -> None:
         if self.folder is not None:
             self._use(None)
-            jax.config.update('jax_persistent_cache_min_compile_time_secs', self._least)
+            for name, value in self._before.items():
+                jax.config.update(name, value)
         if self._private is not None:
             shutil.rmtree(self._private, ignore_errors=True)
 
