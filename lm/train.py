@@ -62,6 +62,7 @@ def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
             print_plan(experiment, store, mesh, parameters)
 
         run = RunDir(run_dir)
+        lock = stack.enter_context(run.lock())
         run.check_unchanged(experiment, MAY_CHANGE_ON_RESUME)
         checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints))
 
@@ -128,6 +129,7 @@ def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
             return result['loss']
 
         def save(n: int, loss: float | None = None) -> None:
+            lock.check()
             metrics.flush()
             evaluation = {} if loss is None else {'loss': loss}
             checkpointer.save(n, state, metadata={'seconds': throughput.seconds}, metrics=evaluation)

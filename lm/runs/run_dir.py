@@ -3,6 +3,7 @@
 config.gin      the resolved configuration, complete and re-runnable
 run.json        versions, git commit, command, devices, parameter count, fingerprints, when it started and resumed
 metrics.jsonl   one JSON object a logged step (`lm.runs.metrics_file`)
+lock.json       while a training is at work: who it is (`lm.runs.lock`)
 checkpoints/  evaluations/  tensorboard/
 """
 
@@ -16,20 +17,20 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
 import lm
 from lm.config.text import dump
 from lm.errors import ConfigError, MismatchError
-from lm.runs.metrics_file import MetricsFile
 from lm.files import write_atomically
+from lm.runs.leader import on_leader
+from lm.runs.lock import RunLock
+from lm.runs.metrics_file import MetricsFile
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
 
@@ -68,12 +69,16 @@ class RunDir:
             ConfigError: `path` is a file.
         """
         text = experiment if isinstance(experiment, str) else dump(experiment)
-        return _on_leader(lambda: self._create_or_resume(text, info, tuple(may_change)))
+        return on_leader(lambda: self._create_or_resume(text, info, tuple(may_change)))
 
     def check_unchanged(self, experiment: Any, may_change: Iterable[str] = ()) -> None:
         """What `create_or_resume` refuses, without writing anything."""
         text = experiment if isinstance(experiment, str) else dump(experiment)
-        _on_leader(lambda: self._check(text, tuple(may_change)))
+        on_leader(lambda: self._check(text, tuple(may_change)))
+
+    def lock(self) -> RunLock:
+        """The context in which this job alone writes the directory; enter it before the first write."""
+        return RunLock(self.path)
 
     def metrics(self, resume_at: int = 0, tensorboard: bool = False) -> MetricsFile:
         """Opens metrics.jsonl, without the lines of steps after `resume_at`; with `tensorboard`, summaries are written
@@ -201,21 +206,3 @@ def bindings(text: str) -> dict[str, str]:
 def _section(name: str) -> str:
     """'a/model.depth' → 'model.'"""
     return name.rpartition('/')[2].partition('.')[0] + '.'
-
-
-def _on_leader(work: Callable[[], bool]) -> bool:
-    """The result of `work` in process 0; where it fails, all processes fail."""
-    if jax.process_count() == 1:
-        return work()
-    outcome, error = 2, None
-    if jax.process_index() == 0:
-        try:
-            outcome = int(work())
-        except Exception as problem:
-            error = problem
-    outcome = int(multihost_utils.broadcast_one_to_all(np.int32(outcome)))
-    if error:
-        raise error
-    if outcome == 2:
-        raise MismatchError('process 0 refused the run directory: see its message')
-    return bool(outcome)
