@@ -39,6 +39,12 @@ def train_flags(parser: argparse.ArgumentParser) -> None:
         metavar='DIR',
         help='the run: a new folder, or one to resume; its name names the run',
     )
+    parser.add_argument(
+        '--rewind_to',
+        type=int,
+        metavar='STEP',
+        help='go on from this checkpoint, with a lower rate or without some batches; later ones are moved aside',
+    )
 
 
 def run_flags(parser: argparse.ArgumentParser) -> None:

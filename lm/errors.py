@@ -8,6 +8,10 @@
 | 44   | data, tokenizer or checkpoint do not match or are damaged           | no            |
 """
 
+import contextlib
+import os
+from collections.abc import Iterator
+
 
 class LmError(Exception):
     """Base of the errors that the `lm` command prints as one line, without a traceback."""
@@ -37,3 +41,15 @@ class MismatchError(LmError):
     """Data, tokenizer or checkpoint are damaged, missing or belong to something else."""
 
     exit_code = 44
+
+
+@contextlib.contextmanager
+def writing(path: os.PathLike | str) -> Iterator[None]:
+    """A block that writes `path`: what the operating system refuses (a full disk, a read-only one) is an LmError."""
+    try:
+        yield
+    except OSError as error:
+        raise LmError(
+            f'{os.fspath(path)} cannot be written ({error.strerror or error}); '
+            'make room or allow it, then run the same command again'
+        ) from error

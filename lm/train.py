@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from lm.checkpoint.checkpointer import Checkpointer
+from lm.config.text import dump
 from lm.data.batches import Batches, Windows
 from lm.data.store import TokenStore
 from lm.errors import ConfigError, Diverged, MismatchError, Preempted
@@ -23,7 +24,7 @@ from lm.hardware import peak_flops
 from lm.runs.run_dir import RunDir
 from lm.tasks import TaskStore
 from lm.text import duration, si
-from lm.training.config import MAY_CHANGE_ON_RESUME, TrainConfig
+from lm.training.config import MAY_CHANGE_ON_RESUME, MAY_CHANGE_ON_REWIND, TrainConfig
 from lm.training.mesh import batch_sharding, initialize_distributed, make_mesh, place, replicated
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
@@ -36,12 +37,13 @@ def main(experiment: Experiment, arguments: Any) -> int:
     initialize_distributed(
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
-    train(experiment, arguments.run_dir)
+    train(experiment, arguments.run_dir, arguments.rewind_to)
     return 0
 
 
-def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
-    """Trains, or continues the run that lies in `run_dir`. Returns the final state (see `lm.training.step`).
+def train(experiment: Experiment, run_dir: str, rewind_to: int | None = None) -> dict[str, Any]:
+    """Trains, or continues the run that lies in `run_dir`, from step `rewind_to` if that is given. Returns the final
+    state (see `lm.training.step`).
 
     Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
     """
@@ -63,14 +65,25 @@ def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
 
         run = RunDir(run_dir)
         lock = stack.enter_context(run.lock())
-        run.check_unchanged(experiment, MAY_CHANGE_ON_RESUME)
-        checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints))
+        if rewind_to is not None and run.is_rewound(rewind_to, experiment):
+            rewind_to = None
+        rewinding = rewind_to is not None
+        may_change = MAY_CHANGE_ON_RESUME + (MAY_CHANGE_ON_REWIND if rewinding else ())
+        run.check_unchanged(experiment, may_change)
+        checkpointer = stack.enter_context(
+            Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints, run.record_saved)
+        )
 
         # Restore this run, else start from another one's parameters, else from the seed.
         abstract = place(jax.eval_shape(lambda: step.init(config.seed)), mesh)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        restored = checkpointer.restore(abstract)
-        run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, MAY_CHANGE_ON_RESUME)
+        restored = checkpointer.restore(abstract, rewind_to)
+        if restored:
+            batches.windows.resume(restored[1], restored[2].get('skipped_batches'))
+        if rewinding:
+            checkpointer.rewind(rewind_to)
+        facts = {'parameters': parameters, **store.fingerprints}
+        run.create_or_resume(experiment, facts, may_change, restored[1] if restored else 0, rewinding)
         if restored:
             state, start, saved = restored
         else:
@@ -132,7 +145,12 @@ def train(experiment: Experiment, run_dir: str) -> dict[str, Any]:
             lock.check()
             metrics.flush()
             evaluation = {} if loss is None else {'loss': loss}
-            checkpointer.save(n, state, metadata={'seconds': throughput.seconds}, metrics=evaluation)
+            metadata = {
+                'seconds': throughput.seconds,
+                'config': dump(experiment),
+                'skipped_batches': batches.windows.skipped_before(n),
+            }
+            checkpointer.save(n, state, metadata=metadata, metrics=evaluation)
 
         def stop(n: int) -> None:
             save(n)

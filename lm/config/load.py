@@ -20,6 +20,7 @@ from lm.config.checks import Statement, check_macros, check_used, did_you_mean, 
 from lm.config.configurable import REGISTRY
 from lm.config.text import Macro, Reference, format_value, listed, replace_nodes
 from lm.errors import ConfigError
+from lm.files import is_remote
 
 PROJECT = pathlib.Path(__file__).resolve().parents[2]
 """The checkout: `configs/…` and `data/…` are found here from any working directory."""
@@ -243,10 +244,10 @@ def _parse(text: str, label: str) -> list[Any]:
 
 def _find_file(name: str, includer: Any = None, where: str = '') -> Any:
     """The path of a gin file: beside the file that includes it, in the working directory, or in the project."""
-    if '://' in name or ('://' in str(includer) and not os.path.isabs(name)):
+    if is_remote(name) or (is_remote(str(includer)) and not os.path.isabs(name)):
         from etils import epath
 
-        path = epath.Path(name) if '://' in name else includer.parent / name
+        path = epath.Path(name) if is_remote(name) else includer.parent / name
         if '..' in str(path).split('/'):
             raise ConfigError(f'{where}{name!r}: write the address without ..')
         try:
@@ -266,7 +267,7 @@ def _find_file(name: str, includer: Any = None, where: str = '') -> Any:
 
 
 def _is_inside(path: Any, folder: Any) -> bool:
-    if '://' in f'{path}{folder}':
+    if is_remote(f'{path}') or is_remote(f'{folder}'):
         return str(path).startswith(f'{str(folder).rstrip("/")}/')
     return path.resolve().is_relative_to(folder.resolve())
 

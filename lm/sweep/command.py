@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from etils import epath
 
 from lm.errors import ConfigError, LmError, Preempted
-from lm.files import write_atomically
+from lm.files import is_remote, write_atomically
 from lm.runs.records import Run, is_run, read_json, to_json
 from lm.runs.run_dir import RunDir, check_path
 from lm.sweep.points import Point, make_points
@@ -72,9 +72,9 @@ class Sweep:
 
     def __init__(self, root: epath.PathLike, points: list[Point]):
         self.root = epath.Path(root)
-        if '://' not in str(self.root):
+        if not is_remote(self.root):
             self.root = self.root.expanduser().absolute()
-        self.is_local = '://' not in str(self.root)
+        self.is_local = not is_remote(self.root)
         self.points = points
         self.notes = self.root / 'points'
 

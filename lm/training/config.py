@@ -55,3 +55,6 @@ MAY_CHANGE_ON_RESUME = (
     'tokenizer.',
 )
 """Bindings that do not change what is learned: a run may be resumed with other values of these."""
+
+MAY_CHANGE_ON_REWIND = ('optimizer.',)
+"""What may besides, where a run goes back to a checkpoint: a lower rate, another clipping."""
