@@ -16,14 +16,15 @@ from lm.data.dataset import DataConfig
 from lm.data.prepare.stages import PrepareConfig
 from lm.data.store import TokenStore
 from lm.errors import MismatchError
-from lm.evaluation.perplexity import EvaluateConfig
+from lm.evaluation.config import EvaluateConfig
 from lm.model import ModelConfig
 from lm.runs.run_dir import RunDir
 from lm.tasks import TaskStore
 from lm.training.config import TrainConfig
-from lm.training.mesh import MeshConfig, make_mesh, place
+from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import State, TrainStep
+from lm.training.program import abstract_state
+from lm.training.step import State, TrainStep, weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,14 +54,15 @@ def load(
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
-    """What a checkpoint of a run needs to be used: its functions, weights (params and buffers), data and devices."""
+    """What a checkpoint of a run needs to be used: its functions, weights (params and buffers), data and devices, and
+    the `step` after which it was saved."""
 
     directory: RunDir
     store: TokenStore | TaskStore
     mesh: Mesh
-    step: TrainStep
+    functions: TrainStep
     weights: State
-    at: int
+    step: int
 
 
 def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> LoadedRun:
@@ -73,8 +75,7 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
     directory = RunDir(run_dir)
     with jax.set_mesh(mesh):
         functions = TrainStep(experiment.model, experiment.optimizer, experiment.train.steps)
-        abstract = jax.eval_shape(lambda: functions.init(0))
-    abstract = place({name: abstract[name] for name in ('params', 'buffers')}, mesh)
+        abstract = weights(abstract_state(functions, mesh))
     # Other data may be scored, but only tokens of the same kind.
     tokenizer = {name: value for name, value in store.fingerprints.items() if name == 'tokenizer'}
     with Checkpointer(directory.checkpoints, experiment.checkpoint, tokenizer) as saved:

@@ -133,7 +133,7 @@ def main(experiment: Experiment, arguments: Any) -> int:
     # Every document of the training data follows an end-of-document token, and so does a prompt.
     prompts = [np.concatenate([[tokenizer.eod_id], tokenizer.encode(text)]) for text in texts]
     with jax.set_mesh(run.mesh):
-        model = nnx.merge(run.step.graph, run.weights['params'], run.weights['buffers'])
+        model = nnx.merge(run.functions.graph, run.weights['params'], run.weights['buffers'])
         _write(model, tokenizer, prompts, arguments.max_tokens, sampling, arguments.seed)
     return 0
 

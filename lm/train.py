@@ -1,35 +1,42 @@
-"""`lm train`: the loop, from top to bottom.
+"""`lm train`: a run, from top to bottom.
 
-    plan → restore or initialise → compile → (batch → step → log → evaluate → save)* → final evaluation → close
+    set_up: plan → restore or initialise → compile → open the files
+    Trainer.run: (batch → step → log → evaluate → save)* → close
 
-Steps are dispatched ahead of the host: the figures of step n are fetched after step n + 1 has been dispatched. Resuming
+Steps are dispatched ahead of the host: the metrics of step n are fetched after step n + 1 has been dispatched. Resuming
 is exact: the state holds everything, the data are a function of the step, and metrics.jsonl is cut back to the restored
 step, so that an interrupted run leaves the files of an uninterrupted one.
 """
 
 import contextlib
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.config.text import dump
-from lm.data.batches import Batches, Windows
-from lm.data.store import TokenStore
-from lm.errors import ConfigError, Diverged, MismatchError, Preempted
+from lm.data.batches import Batches
+from lm.errors import Diverged, MismatchError, Preempted
+from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
+from lm.evaluation.perplexity import Evaluator
 from lm.experiment import Experiment
 from lm.hardware import peak_flops
+from lm.runs.lock import RunLock
+from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
-from lm.tasks import TaskStore
 from lm.text import duration, si
 from lm.training.config import MAY_CHANGE_ON_RESUME, MAY_CHANGE_ON_REWIND, TrainConfig
-from lm.training.mesh import batch_sharding, initialize_distributed, make_mesh, place, replicated
+from lm.training.inputs import make_batches, open_store
+from lm.training.mesh import initialize_distributed, make_mesh
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
-from lm.training.progress import Progress, Throughput
-from lm.training.step import State, TrainStep, count_parameters
+from lm.training.program import abstract_state, init_state, lower_step, shardings_of
+from lm.training.progress import Progress, Throughput, plan_rows, print_row
+from lm.training.step import State, TrainStep, count_parameters, weights
 
 
 def main(experiment: Experiment, arguments: Any) -> int:
@@ -41,234 +48,243 @@ def main(experiment: Experiment, arguments: Any) -> int:
     return 0
 
 
-def train(experiment: Experiment, run_dir: str, rewind_to: int | None = None) -> dict[str, Any]:
-    """Trains, or continues the run that lies in `run_dir`, from step `rewind_to` if that is given. Returns the final
-    state (see `lm.training.step`).
+def train(experiment: Experiment, run_dir: str, rewind_to: int | None = None) -> State:
+    """Trains, or continues the run that lies in `run_dir`, from the checkpoint of step `rewind_to` if that is given.
+    Returns the final state (see `lm.training.step`).
 
     Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
     """
     with contextlib.ExitStack() as stack:
-        # Everything that can be wrong is found before anything is written.
-        config = experiment.train
-        preemption = stack.enter_context(Preemption())
-        store = open_store(experiment)
-        mesh = make_mesh(experiment.mesh)
-        stack.enter_context(jax.set_mesh(mesh))
-        batches = make_batches(experiment, store, mesh)
-        task = experiment.data.task
-        step = TrainStep(experiment.model, experiment.optimizer, config.steps, scored=task and task.scored)
-        evaluator = make_evaluator(experiment.evaluate, experiment.data, config.context_length, step, mesh, store)
-        leader = jax.process_index() == 0
-        parameters = sum(count_parameters(experiment.model).values())
-        if leader:
-            print_plan(experiment, store, mesh, parameters)
+        return set_up(experiment, run_dir, stack, rewind_to).run()
 
-        run = RunDir(run_dir)
-        lock = stack.enter_context(run.lock())
-        if rewind_to is not None and run.is_rewound(rewind_to, experiment):
-            rewind_to = None
-        rewinding = rewind_to is not None
-        may_change = MAY_CHANGE_ON_RESUME + (MAY_CHANGE_ON_REWIND if rewinding else ())
-        run.check_unchanged(experiment, may_change)
-        checkpointer = stack.enter_context(
-            Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints, run.record_saved)
-        )
 
-        # Restore this run, else start from another one's parameters, else from the seed.
-        abstract = place(jax.eval_shape(lambda: step.init(config.seed)), mesh)
-        shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        restored = checkpointer.restore(abstract, rewind_to)
-        if restored:
-            batches.windows.resume(restored[1], restored[2].get('skipped_batches'))
-        if rewinding:
-            checkpointer.rewind(rewind_to)
-        facts = {'parameters': parameters, **store.fingerprints}
-        run.create_or_resume(experiment, facts, may_change, restored[1] if restored else 0, rewinding)
-        if restored:
-            state, start, saved = restored
-        else:
-            state = jax.jit(lambda: step.init(config.seed), out_shardings=shardings)()
-            start, saved = 0, {}
-            if config.init_from:
-                state['params'] = parameters_from(config.init_from, experiment, abstract['params'], state['params'])
-        metrics = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
-        progress = Progress(config.steps, enabled=leader)
-        profiler = stack.enter_context(Profiler(config.profile if leader else None, run.path / 'profile'))
-        if restored:
-            progress.note(f'resumed from step {start} of {run_dir}')
+def set_up(
+    experiment: Experiment, run_dir: str, stack: contextlib.ExitStack, rewind_to: int | None = None
+) -> 'Trainer':
+    """Everything that a run needs, ready for its next step. What is open is closed by `stack`."""
+    # Everything that can be wrong is found before anything is written.
+    config, model, data = experiment.train, experiment.model, experiment.data
+    preemption = stack.enter_context(Preemption())
+    store = open_store(data, config, model)
+    mesh = make_mesh(experiment.mesh)
+    stack.enter_context(jax.set_mesh(mesh))
+    batches = make_batches(data, config, store, mesh)
+    functions = TrainStep(model, experiment.optimizer, config.steps, scored=data.task and data.task.scored)
+    evaluator = make_evaluator(experiment.evaluate, data, config.context_length, functions, mesh, store)
+    parameters = sum(count_parameters(model).values())
+    is_leader = jax.process_index() == 0
+    if is_leader:
+        epochs = config.steps * config.tokens_per_step / store.tokens(data.train_split)
+        rows = plan_rows(model, config, parameters, f'{epochs:.3g} epochs of {store.path}')
+        for name, value in (rows | {'devices': describe_devices(mesh, model.compute_dtype)}).items():
+            print_row(name, value)
+    run = RunDir(run_dir)
+    lock = stack.enter_context(run.lock())
+    if rewind_to is not None and run.is_rewound(rewind_to, experiment):
+        rewind_to = None
+    rewinds = rewind_to is not None
+    may_change = MAY_CHANGE_ON_RESUME + (MAY_CHANGE_ON_REWIND if rewinds else ())
+    run.check_unchanged(experiment, may_change)
+    checkpointer = stack.enter_context(
+        Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints, run.record_saved)
+    )
 
-        compiled = lower(step, abstract, batches.shape, batches.dtype, mesh).compile()
-        redraw = jax.jit(step.redraw, static_argnums=1, out_shardings=shardings['buffers'])
-        throughput = Throughput(start, config.steps, config.tokens_per_step, saved.get('seconds', 0.0))
-        flops = experiment.model.flops_per_token(config.context_length)
-        peak = peak_flops(jax.devices()[0].device_kind)
+    # Restore this run, else start from another one's parameters, else from the seed.
+    abstract = abstract_state(functions, mesh)
+    restored = checkpointer.restore(abstract, rewind_to)
+    if restored:
+        state, start, saved = restored
+        batches.windows.resume(start, saved.get('skipped_batches'))
+    else:
+        state, start, saved = None, 0, {}
+    if rewinds:
+        checkpointer.rewind(start)
+    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, may_change, start, rewinds)
+    if state is None:
+        state = init_state(functions, abstract, config.seed)
+        if config.init_from:
+            others = parameters_from(config.init_from, experiment.checkpoint, abstract['params'])
+            state['params'] = merged(state['params'], others)
+    progress = Progress(config.steps, enabled=is_leader)
+    metrics_file = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
+    profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))
+    if restored:
+        progress.note(f'resumed from step {start} of {run_dir}')
 
-        def log(n: int, figures: dict[str, jax.Array]) -> None:
-            """Fetches the figures of step n (counted from 1), writes them, and stops a run that has diverged."""
-            figures = {name: value.item() for name, value in jax.device_get(figures).items()}
-            if figures['in_a_row'] >= config.max_nonfinite_steps:
-                raise Diverged(
-                    f'loss or gradient was not finite for {figures["in_a_row"]} steps in a row, up to step {n}; '
-                    f'the newest checkpoint is step {checkpointer.latest_step()}: lower optimizer.peak_learning_rate, '
-                    'or leave the batches out with train.skip_batches'
-                )
-            if n % config.log_every and n != config.steps:
-                return
-            rate, left = throughput.tick(n)
-            record = {
-                'kind': 'train',
-                'step': n,
-                'loss': figures['loss'],
-                'learning_rate': figures['learning_rate'],
-                'grad_norm': figures['grad_norm'],
-                'tokens': n * config.tokens_per_step,
-                'tokens_per_second': rate,
-                'mfu': flops * rate / (peak * mesh.size) if peak else None,
-                'seconds': throughput.seconds,
-                'skipped_steps': figures['skipped'],
-            }
-            metrics.write(record)
-            progress.step(record, left)
+    advance = lower_step(functions, abstract, config, batches.dtype, mesh).compile()
+    redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
+    peak = peak_flops(jax.devices()[0].device_kind)
+    return Trainer(
+        config=config,
+        text=dump(experiment),
+        run_dir=run_dir,
+        lock=lock,
+        functions=functions,
+        state=state,
+        start=start,
+        batches=batches,
+        advance=advance,
+        redraw=redraw,
+        evaluator=evaluator,
+        checkpointer=checkpointer,
+        metrics_file=metrics_file,
+        progress=progress,
+        preemption=preemption,
+        profiler=profiler,
+        throughput=Throughput(start, config.steps, config.tokens_per_step, saved.get('seconds', 0.0)),
+        flops_per_token=model.flops_per_token(config.context_length),
+        peak_flops=peak and peak * mesh.size,
+    )
 
-        def evaluate(n: int) -> float | None:
-            """The loss of the evaluation split after step n; None when the process was told to stop meanwhile."""
-            with throughput.pause():
-                weights = {name: state[name] for name in ('params', 'buffers')}
-                result = evaluator(weights, n, should_stop=lambda: preemption.requested(n))
-            if result is None:
-                return None
-            metrics.write({'kind': 'eval', **result, 'seconds': throughput.seconds})
-            progress.note(f'evaluation at step {n}: {evaluator.split} {evaluator.describe(result)}')
-            return result['loss']
 
-        def save(n: int, loss: float | None = None) -> None:
-            lock.check()
-            metrics.flush()
-            evaluation = {} if loss is None else {'loss': loss}
-            metadata = {
-                'seconds': throughput.seconds,
-                'config': dump(experiment),
-                'skipped_batches': batches.windows.skipped_before(n),
-            }
-            checkpointer.save(n, state, metadata=metadata, metrics=evaluation)
+@dataclasses.dataclass
+class Trainer:
+    """One session of a run: from step `start`, of a restored or new state, to the last one.
 
-        def stop(n: int) -> None:
-            save(n)
-            checkpointer.wait()
-            raise Preempted(f'stopped at step {n} of {config.steps}, which is saved: run the same command again')
+    Attributes:
+        text: the whole configuration as gin text, which checkpoints keep.
+        state: after the newest step that was dispatched (see `lm.training.step`).
+        advance: (state, batch) → (state, metrics): the compiled step, which takes the memory of the old state.
+        redraw: (weights, which mechanisms, seed, steps done) → new buffers.
+        peak_flops: of all devices together; None where no data sheet gives it.
+    """
 
-        def evaluation_due(n: int) -> bool:
-            return n == config.steps or (config.eval_every is not None and n % config.eval_every == 0)
+    config: TrainConfig
+    text: str
+    run_dir: str
+    lock: RunLock
+    functions: TrainStep
+    state: State
+    start: int
+    batches: Batches
+    advance: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
+    redraw: Callable[..., State]
+    evaluator: Evaluator | TaskEvaluator
+    checkpointer: Checkpointer
+    metrics_file: MetricsFile
+    progress: Progress
+    preemption: Preemption
+    profiler: Profiler
+    throughput: Throughput
+    flops_per_token: float
+    peak_flops: float | None
+    pending: tuple[int, dict[str, jax.Array]] | None = None
+    """The newest step and its metrics, while they are still on the devices."""
 
-        if start and evaluation_due(start) and not metrics.has_evaluation(start) and evaluate(start) is None:
-            stop(start)
-
-        pending = None
-        for n, batch in enumerate(batches.prefetch(start, config.steps), start + 1):
-            if preemption.requested(n - 1):
-                if pending:
-                    log(*pending)
-                stop(n - 1)
-            profiler.at(n)
-            if which := step.redraws(n - 1):
-                weights = {name: state[name] for name in ('params', 'buffers')}
-                state['buffers'] = redraw(weights, which, config.seed, n - 1)
-            state, figures = compiled(state, batch)
-            checkpointer.check_for_errors()
-            if pending:
-                log(*pending)
-            pending = n, figures
-            saving, evaluating = checkpointer.should_save(n), evaluation_due(n)
-            if saving or evaluating:
+    def run(self) -> State:
+        """Trains to the last step. Returns the final state; raises Preempted (saved) or Diverged."""
+        config = self.config
+        if self.start and self.is_evaluation_due(self.start) and not self.metrics_file.has_evaluation(self.start):
+            self.evaluate(self.start)  # which the session before was stopped in
+        for step, batch in enumerate(self.batches.prefetch(self.start, config.steps), self.start + 1):
+            if self.preemption.requested(step - 1):
+                self.log_pending()
+                self.stop(step - 1)
+            self.profiler.at(step)
+            if which := self.functions.redraws(step - 1):
+                self.state['buffers'] = self.redraw(weights(self.state), which, config.seed, step - 1)
+            self.state, metrics = self.advance(self.state, batch)
+            self.checkpointer.check_for_errors()
+            self.log_pending()
+            self.pending = step, metrics
+            is_saving, is_evaluating = self.checkpointer.should_save(step), self.is_evaluation_due(step)
+            if is_saving or is_evaluating:
                 # What a checkpoint covers is on disk before the checkpoint is.
-                log(*pending)
-                pending = None
-            loss = evaluate(n) if evaluating else None
-            if evaluating and loss is None:
-                stop(n)
-            if saving or n == config.steps or (evaluating and checkpointer.is_among_best(loss)):
-                save(n, loss)
-        if pending:
-            log(*pending)
-        checkpointer.wait()
-        progress.note(
-            f'done: {config.steps} steps in {duration(throughput.seconds)}, '
-            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {run_dir}'
+                self.log_pending()
+            loss = self.evaluate(step) if is_evaluating else None
+            if is_saving or step == config.steps or (is_evaluating and self.checkpointer.is_among_best(loss)):
+                self.save(step, loss)
+        self.checkpointer.wait()
+        self.progress.note(
+            f'done: {config.steps} steps in {duration(self.throughput.seconds)}, '
+            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.run_dir}'
         )
-    return state
+        return self.state
+
+    def log_pending(self) -> None:
+        """Fetches the metrics of the pending step, writes them, and stops a run that has diverged."""
+        if self.pending is None:
+            return
+        (step, metrics), self.pending, config = self.pending, None, self.config
+        metrics = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        if metrics['in_a_row'] >= config.max_nonfinite_steps:
+            raise Diverged(
+                f'loss or gradient was not finite for {metrics["in_a_row"]} steps in a row, up to step {step}; '
+                f'the newest checkpoint is step {self.checkpointer.latest_step()}: lower '
+                'optimizer.peak_learning_rate, or leave the batches out with train.skip_batches'
+            )
+        if step % config.log_every and step != config.steps:
+            return
+        tokens_per_second, seconds_left = self.throughput.tick(step)
+        record = {
+            'kind': 'train',
+            'step': step,
+            'loss': metrics['loss'],
+            'learning_rate': metrics['learning_rate'],
+            'grad_norm': metrics['grad_norm'],
+            'tokens': step * config.tokens_per_step,
+            'tokens_per_second': tokens_per_second,
+            'mfu': self.flops_per_token * tokens_per_second / self.peak_flops if self.peak_flops else None,
+            'seconds': self.throughput.seconds,
+            'skipped_steps': metrics['skipped'],
+        }
+        self.metrics_file.write(record)
+        self.progress.step(record, seconds_left)
+
+    def is_evaluation_due(self, step: int) -> bool:
+        every = self.config.eval_every
+        return step == self.config.steps or (every is not None and step % every == 0)
+
+    def evaluate(self, step: int) -> float:
+        """The loss of the evaluation split after `step`. Stops the run if the process is told to meanwhile."""
+        with self.throughput.pause():
+            result = self.evaluator(weights(self.state), step, lambda: self.preemption.requested(step))
+        if result is None:
+            self.stop(step)
+        self.metrics_file.write({'kind': 'eval', **result, 'seconds': self.throughput.seconds})
+        self.progress.note(f'evaluation at step {step}: {self.evaluator.split} {self.evaluator.describe(result)}')
+        return result['loss']
+
+    def save(self, step: int, loss: float | None = None) -> None:
+        """Starts to write a checkpoint; `loss` is that of an evaluation after `step`."""
+        self.lock.check()
+        self.metrics_file.flush()
+        evaluation = {} if loss is None else {'loss': loss}
+        metadata = {
+            'seconds': self.throughput.seconds,
+            'config': self.text,
+            'skipped_batches': self.batches.windows.skipped_before(step),
+        }
+        self.checkpointer.save(step, self.state, metadata=metadata, metrics=evaluation)
+
+    def stop(self, step: int) -> NoReturn:
+        """Saves and ends the session."""
+        self.save(step)
+        self.checkpointer.wait()
+        raise Preempted(f'stopped at step {step} of {self.config.steps}, which is saved: run the same command again')
 
 
-def open_store(experiment: Experiment) -> TokenStore | TaskStore:
-    """The token store, or the examples of a task, if their tokens fit the model."""
-    store = experiment.data.open(experiment.train.context_length)
-    pieces = store.vocab_size
-    if pieces > experiment.model.vocab_size:
-        what = f'the tokenizer of {store.path} has {pieces} pieces'
-        if experiment.data.task:
-            what = f'{store.path} has {pieces} tokens'
-        raise MismatchError(
-            f'model.vocab_size = {experiment.model.vocab_size}: {what}; set model.vocab_size = {pieces}'
-        )
-    return store
-
-
-def lower(
-    step: TrainStep, abstract: State, shape: tuple[int, ...], dtype: Any, mesh: jax.sharding.Mesh
-) -> jax.stages.Lowered:
-    """The training step as it runs: the state is updated in place, the batch [A, B, L] is split over all devices."""
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    batch = jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh, axis=1))
-    return jax.jit(step.train, donate_argnums=0, out_shardings=(shardings, replicated(mesh))).lower(abstract, batch)
-
-
-def check_divides(config: TrainConfig, devices: int) -> None:
-    """Raises ConfigError unless the windows of a microbatch can be split over the devices."""
-    rows = config.batch_size // config.microbatches
-    if rows % devices:
-        raise ConfigError(
-            f'train.tokens_per_step = {config.tokens_per_step}: a microbatch has {rows} windows of '
-            f'{config.context_length} tokens, which {devices} devices cannot share equally; '
-            'change tokens_per_step, context_length or microbatches'
-        )
-
-
-def make_batches(experiment: Experiment, store: TokenStore | TaskStore, mesh: jax.sharding.Mesh) -> Batches:
-    """The batches of the run, if they can be split over the devices."""
-    config = experiment.train
-    check_divides(config, mesh.size)
-    split = experiment.data.train_split
-    windows = Windows(store.tokens(split), config.context_length, config.batch_size, config.seed, config.skip_batches)
-    return Batches(store, split, windows, config.microbatches, batch_sharding(mesh, axis=1))
-
-
-def parameters_from(run_dir: str, experiment: Experiment, abstract: dict, initial: dict) -> dict:
-    """`initial` with every parameter that the newest checkpoint of another run has under the same name."""
-    with Checkpointer(RunDir(run_dir).checkpoints, experiment.checkpoint, {}) as other:
+def parameters_from(run_dir: str, config: CheckpointConfig, abstract: dict) -> dict:
+    """What the newest checkpoint of another run has of the parameters `abstract`, by name."""
+    with Checkpointer(RunDir(run_dir).checkpoints, config, {}) as other:
         restored = other.restore({'params': abstract}, partial=True)
     if restored is None:
         raise MismatchError(f'train.init_from = {run_dir!r}: holds no checkpoint; name a run directory')
-
-    def merge(old, new):
-        return {k: merge(v, new[k]) if k in new else v for k, v in old.items()} if isinstance(old, dict) else new
-
-    return merge(initial, restored[0]['params'])
+    return restored[0]['params']
 
 
-def print_plan(experiment: Experiment, store: TokenStore | TaskStore, mesh: jax.sharding.Mesh, parameters: int) -> None:
-    """What is about to happen, before anything is spent on it."""
-    config, model = experiment.train, experiment.model
-    total = config.steps * config.tokens_per_step
-    epochs = total / store.tokens(experiment.data.train_split)
-    kind = jax.devices()[0].device_kind
-    mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
-    print(
-        f'parameters       {parameters:,} ({model.n_layers} layers of width {model.d_model}, {mechanisms})\n'
-        f'tokens per step  {config.tokens_per_step:,} ({config.batch_size} windows of {config.context_length}, '
-        f'{config.microbatches} microbatch{"es" if config.microbatches > 1 else ""})\n'
-        f'tokens in total  {total:,} ({config.steps:,} steps, {epochs:.3g} epochs of {store.path})\n'
-        f'FLOPs per token  {si(model.flops_per_token(config.context_length))}\n'
-        f'devices          {mesh.size} × {kind} (data {mesh.shape["data"]}, fsdp {mesh.shape["fsdp"]}), '
-        f'{jax.process_count()} process{"es" if jax.process_count() > 1 else ""}, '
-        f'{jnp.dtype(model.compute_dtype).name} compute',
-        flush=True,
+def merged(old: dict, new: dict) -> dict:
+    """The nested dict `old` with the leaves that `new` has in their places."""
+    return {
+        name: (merged(value, new[name]) if isinstance(value, dict) else new[name]) if name in new else value
+        for name, value in old.items()
+    }
+
+
+def describe_devices(mesh: jax.sharding.Mesh, compute_dtype: Any) -> str:
+    """The devices of a mesh and how they are used."""
+    processes = jax.process_count()
+    return (
+        f'{mesh.size} × {jax.devices()[0].device_kind} (data {mesh.shape["data"]}, fsdp {mesh.shape["fsdp"]}), '
+        f'{processes} process{"es" if processes > 1 else ""}, {jnp.dtype(compute_dtype).name} compute'
     )

@@ -32,7 +32,7 @@ def measure(config: Llops, arguments: argparse.Namespace) -> list[dict]:
     length, split = experiment.train.context_length, experiment.data.eval_split
     n = min(arguments.windows, (run.store.tokens(split) - 1) // length)
     tokens = jnp.asarray(run.store.read_many(split, np.arange(n) * length, length), jnp.int32)
-    model = nnx.merge(run.step.graph, run.weights['params'], run.weights['buffers'])
+    model = nnx.merge(run.functions.graph, run.weights['params'], run.weights['buffers'])
     rows = []
     for layer, (q_NxD, k_NxD) in enumerate(samples(model, tokens, 2 * arguments.samples, arguments.seed)):
         half = len(q_NxD) // 2

@@ -31,8 +31,8 @@ def losses(attention) -> list[float]:
     result = []
     for _ in range(20):
         half = rng.integers(0, 64, (1, 8, 33))
-        state, figures = train(state, jnp.asarray(np.concatenate([half, half[:, :, :32]], axis=2)))
-        result.append(float(figures['loss']))
+        state, metrics = train(state, jnp.asarray(np.concatenate([half, half[:, :, :32]], axis=2)))
+        result.append(float(metrics['loss']))
     return result
 
 

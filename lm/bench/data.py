@@ -31,7 +31,7 @@ from lm.data.prepare import stages as prepare
 from lm.data.sources.base import Jsonl
 from lm.data.tokenizer import Tokenizer, TokenizerConfig
 from lm.errors import ConfigError
-from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
+from lm.training.mesh import MeshConfig, batch_sharding, data_shards, make_mesh
 
 MEGABYTES = 4.0
 VOCAB_SIZES = (32_000, 16_000, 8_000, 4_000, 2_000, 1_000, 400)
@@ -244,11 +244,10 @@ def measure_batches(path: str, split: str, context: int, tokens_per_step: int, r
     """The rate at which `Batches.prefetch` delivers batches on the devices of this host."""
     opened = store.TokenStore.open(path)
     mesh = make_mesh(MeshConfig())
-    windows = tokens_per_step // context // mesh.size * mesh.size
+    shards = data_shards(mesh)
+    windows = tokens_per_step // context // shards * shards
     if not windows:
-        raise ConfigError(
-            f'--tokens_per_step {tokens_per_step}: {mesh.size} devices need at least {mesh.size * context}'
-        )
+        raise ConfigError(f'--tokens_per_step {tokens_per_step}: {shards} devices need at least {shards * context}')
     chosen = Windows(opened.tokens(split), context, windows, seed=0)
     batches = Batches(opened, split, chosen, 1, batch_sharding(mesh, axis=1))
     position = 0

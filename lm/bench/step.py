@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from lm.bench import results, timing
 from lm.bench.candidates import Candidate, of_arguments
+from lm.data.tokenizer import token_dtype
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import peak_flops
-from lm.train import check_divides, lower
-from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh, place
+from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh
+from lm.training.program import abstract_state, init_state, lower_step
 from lm.training.step import TrainStep, count_parameters
 
 CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
@@ -72,16 +72,14 @@ class Program:
         self.experiment, self._state, self._steps, self.loss = experiment, state, steps, None
         config, model = experiment.train, experiment.model
         self.mesh = make_mesh(experiment.mesh)
-        step = TrainStep(model, experiment.optimizer, config.steps)
-        abstract = place(jax.eval_shape(lambda: step.init(config.seed)), self.mesh)
-        shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        shape = (config.microbatches, config.batch_size // config.microbatches, config.context_length + 1)
-        dtype = np.dtype(np.uint16 if model.vocab_size <= 2**16 else np.uint32)
+        functions = TrainStep(model, experiment.optimizer, config.steps)
+        abstract, dtype = abstract_state(functions, self.mesh), token_dtype(model.vocab_size)
         with jax.set_mesh(self.mesh):
-            self.compiled, self.memory = timing.compile_if_fits(lower(step, abstract, shape, dtype, self.mesh))
-            self._init = jax.jit(lambda: step.init(config.seed), out_shardings=shardings)
+            lowered = lower_step(functions, abstract, config, dtype, self.mesh)
+            self.compiled, self.memory = timing.compile_if_fits(lowered)
+            self._init = lambda: init_state(functions, abstract, config.seed)
             self._draw = jax.jit(
-                lambda: jax.random.randint(jax.random.key(1), shape, 0, model.vocab_size).astype(dtype),
+                lambda: jax.random.randint(jax.random.key(1), config.batch_shape, 0, model.vocab_size).astype(dtype),
                 out_shardings=batch_sharding(self.mesh, axis=1),
             )
         self._batch = None
@@ -93,10 +91,10 @@ class Program:
             state = self._init() if state is None else state
             self._batch = self._draw() if self._batch is None else self._batch
         for _ in range(self._steps):
-            state, figures = self.compiled(state, self._batch)
-            self.loss = figures['loss'] if self.loss is None else self.loss
+            state, metrics = self.compiled(state, self._batch)
+            self.loss = metrics['loss'] if self.loss is None else self.loss
         self._state['state'] = state
-        return figures['loss']
+        return metrics['loss']
 
 
 def run(arguments: Any) -> int:
@@ -178,7 +176,7 @@ def at_context(experiment: Experiment, context: int, tokens: int, limit: int) ->
     train = dataclasses.replace(
         experiment.train, context_length=context, tokens_per_step=tokens, microbatches=rows // together
     )
-    check_divides(train, jax.device_count())
+    train.check_divides(jax.device_count())
     return dataclasses.replace(experiment, train=train)
 
 

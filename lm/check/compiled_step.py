@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from lm.attention.softmax import Softmax
 from lm.compiled.roofline import Roofline, roofline
@@ -22,8 +21,8 @@ from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import Topology, parse
 from lm.runs.records import to_json
-from lm.train import check_divides, lower
-from lm.training.mesh import make_mesh, place
+from lm.training.mesh import data_shards, make_mesh
+from lm.training.program import abstract_state, lower_step
 from lm.training.step import TrainStep, count_parameters
 
 GIB = 2**30
@@ -143,7 +142,7 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     bindings = dict(bindings or {})
     experiment = changed(experiment, bindings)
     mesh = make_mesh(experiment.mesh, topology.devices)
-    check_divides(experiment.train, mesh.size)
+    experiment.train.check_divides(data_shards(mesh))
     start = time.perf_counter()
     with jax.set_mesh(mesh):
         compiled, needed = _compile(experiment, mesh, topology)
@@ -183,14 +182,10 @@ def changed(experiment: Experiment, bindings: Mapping[str, Any]) -> Experiment:
 def _compile(experiment: Experiment, mesh: jax.sharding.Mesh, topology: Topology) -> tuple[Any, float]:
     """(the compiled step, 0), or (None, the GiB that it would need)."""
     config, task = experiment.train, experiment.data.task
-    step = TrainStep(experiment.model, experiment.optimizer, config.steps, scored=task and task.scored)
-    abstract = place(jax.eval_shape(lambda: step.init(config.seed)), mesh)
-    rows = config.batch_size // config.microbatches
-    shape = (config.microbatches, rows, config.context_length + 1)
-    text = np.uint16 if experiment.model.vocab_size <= 2**16 else np.uint32
-    dtype = np.dtype(np.int32 if task else text)
+    functions = TrainStep(experiment.model, experiment.optimizer, config.steps, scored=task and task.scored)
+    dtype = experiment.data.dtype(experiment.model.vocab_size)
     try:
-        return lower(step, abstract, shape, dtype, mesh).compile(), 0.0
+        return lower_step(functions, abstract_state(functions, mesh), config, dtype, mesh).compile(), 0.0
     except jax.errors.JaxRuntimeError as error:
         needed = out_of_memory(str(error))
         if needed is None:

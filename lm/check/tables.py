@@ -4,25 +4,21 @@ from lm.check.compiled_step import Check, Plan
 from lm.experiment import Experiment
 from lm.hardware import parse
 from lm.text import duration, si
+from lm.training.progress import plan_rows, print_row
 
 WIDTH = 24
 
 
 def print_plan(plan: Plan, experiment: Experiment) -> None:
     """The configuration, in the words of `lm train`."""
-    model, config = experiment.model, experiment.train
-    mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
-    row('parameters', f'{plan.parameters_total:,} ({model.n_layers} layers of width {model.d_model}, {mechanisms})')
+    rows = plan_rows(experiment.model, experiment.train, plan.parameters_total)
+    row('parameters', rows.pop('parameters'))
     for part, count in plan.parameters.items():
         if count:
             row(f'  {part}', f'{count:,}')
-    microbatches = f'{config.microbatches} microbatch{"es" if config.microbatches > 1 else ""}'
-    row(
-        'tokens per step',
-        f'{plan.tokens_per_step:,} ({plan.windows_per_step:,} windows of {plan.tokens_per_window:,}, {microbatches})',
-    )
-    row('tokens in total', f'{plan.tokens_total:,} ({plan.steps:,} steps)')
-    row('FLOPs per token', f'{si(plan.flops_per_token)}, forward and backward; {plan.flops_total:.3g} for the run')
+    rows['FLOPs per token'] += f', forward and backward; {plan.flops_total:.3g} for the run'
+    for name, value in rows.items():
+        row(name, value)
 
 
 def print_check(check: Check, plan: Plan) -> None:
@@ -97,7 +93,7 @@ def print_advice(check: Check, plan: Plan) -> None:
 
 
 def row(name: str, value: str) -> None:
-    print(f'{name:<{WIDTH}}{value}', flush=True)
+    print_row(name, value, WIDTH)
 
 
 def milliseconds(seconds: float) -> str:

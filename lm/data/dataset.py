@@ -1,7 +1,10 @@
 """What a run learns from: prepared tokens, or the examples of a synthetic task."""
 
+import numpy as np
+
 from lm.config.configurable import configurable, field
 from lm.data.store import TokenStore
+from lm.data.tokenizer import token_dtype
 from lm.errors import ConfigError
 from lm.tasks import Task, TaskStore
 
@@ -14,6 +17,10 @@ class DataConfig:
     train_split: str = field('train', help='the split to train on')
     eval_split: str = field('validation', help='the split of the periodic evaluation')
     task: Task | None = field(None, help='a synthetic task in place of a token store')
+
+    def dtype(self, vocab_size: int) -> np.dtype:
+        """Of the tokens of a batch, known without opening anything."""
+        return np.dtype(np.int32) if self.task else token_dtype(vocab_size)
 
     def open(self, context_length: int) -> TokenStore | TaskStore:
         """What `path` or `task` names; `context_length` is that of the examples of a task. Raises ConfigError."""

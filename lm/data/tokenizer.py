@@ -46,6 +46,11 @@ class TokenizerConfig:
     model_path: str | None = field(None, help='use this SentencePiece model; vocab_size is then taken from it')
 
 
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type that holds the ids of a vocabulary: uint16 or uint32."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
 class Tokenizer:
     """Text ↔ token ids."""
 
@@ -69,7 +74,7 @@ class Tokenizer:
         if self.eod_id < 0:
             raise ConfigError('tokenizer.model_path: the model has no end-of-sentence token; train it with eos_id ≥ 0')
         self.sha256 = hashlib.sha256(model).hexdigest()
-        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+        self.dtype = token_dtype(self.vocab_size)
         space = [self._processor.piece_to_id(f'<0x{byte:02X}>') for byte in SPACE.encode()]
         self._space = np.array(space, np.int32)
         self.lossless: bool = self._processor.decode(self._processor.encode(_PROBE)) == _PROBE

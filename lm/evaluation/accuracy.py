@@ -1,6 +1,5 @@
 """Accuracy on a task: the share of its evaluation examples, or of their answers, that the model gets right."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax.sharding import Mesh
 from lm.errors import ConfigError
 from lm.tasks.base import Task
 from lm.text import perplexity
-from lm.training.mesh import batch_sharding, replicated
+from lm.training.mesh import batch_sharding, replicated, shared_rows
 from lm.training.step import TrainStep
 
 
@@ -24,18 +23,25 @@ class TaskEvaluator:
     """
 
     def __init__(
-        self, step: TrainStep, mesh: Mesh, task: Task, split: str, context_length: int, window: str, batch_size: int
+        self,
+        functions: TrainStep,
+        mesh: Mesh,
+        task: Task,
+        split: str,
+        context_length: int,
+        window: str,
+        batch_size: int,
     ):
         """Raises ConfigError for sliding windows, which examples do not have, and what `Task.examples` refuses."""
         if window != 'disjoint':
             raise ConfigError(f"evaluate.window = '{window}': examples of a task are scored whole; set 'disjoint'")
         task.examples(split, [0], context_length)
         self.task, self.split, self.mesh, self.context_length = task, split, mesh, context_length
-        self.batch_size = math.ceil(batch_size / mesh.size) * mesh.size
+        self.batch_size = shared_rows(batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
         def score(weights, tokens_BxN):
-            model = nnx.merge(step.graph, weights['params'], weights['buffers'])
+            model = nnx.merge(functions.graph, weights['params'], weights['buffers'])
             logits_BxLxV, targets_BxL = model(tokens_BxN[:, :-1]), tokens_BxN[:, 1:]
             scored_BxL = task.scored(tokens_BxN)
             nats_BxL = -jnp.take_along_axis(jax.nn.log_softmax(logits_BxLxV), targets_BxL[..., None], axis=-1)[..., 0]

@@ -9,6 +9,7 @@ import jax
 from lm.config.text import dump
 from lm.evaluation.evaluator import make_evaluator
 from lm.experiment import Experiment, load_run
+from lm.files import write_atomically
 from lm.runs.run_dir import config_differences
 from lm.text import perplexity
 from lm.training.mesh import initialize_distributed
@@ -21,20 +22,20 @@ def main(experiment: Experiment, arguments: Any) -> int:
     )
     run = load_run(experiment, arguments.run_dir, arguments.step)
     evaluator = make_evaluator(
-        experiment.evaluate, experiment.data, experiment.train.context_length, run.step, run.mesh, run.store
+        experiment.evaluate, experiment.data, experiment.train.context_length, run.functions, run.mesh, run.store
     )
-    result = evaluator(run.weights, run.at)
+    result = evaluator(run.weights, run.step)
     if jax.process_index() == 0:
         # A model that is run otherwise than it was trained, or other data, has a file of its own.
         differences = config_differences(run.directory.config.read_text(), dump(experiment))
         changes = {name: new for name, _, new in differences if not name.startswith(('evaluate.', 'mesh.'))}
         result['overrides'] = changes
-        parts = [f'step-{run.at}', result['split'], str(result['context_length'])]
+        parts = [f'step-{run.step}', result['split'], str(result['context_length'])]
         parts += [experiment.evaluate.window.replace(':', '-')]
         parts += [hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:8]] if changes else []
         path = run.directory.evaluations / ('_'.join(parts) + '.json')
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + '\n')
+        write_atomically(path, json.dumps(result, indent=2) + '\n')
         if arguments.json:
             print(json.dumps(result, indent=2))
         elif experiment.data.task:

@@ -5,7 +5,8 @@ from jax.sharding import Mesh
 from lm.data.dataset import DataConfig
 from lm.data.store import TokenStore
 from lm.evaluation.accuracy import TaskEvaluator
-from lm.evaluation.perplexity import EvaluateConfig, Evaluator
+from lm.evaluation.config import EvaluateConfig
+from lm.evaluation.perplexity import Evaluator
 from lm.tasks import TaskStore
 from lm.training.step import TrainStep
 
@@ -14,7 +15,7 @@ def make_evaluator(
     config: EvaluateConfig,
     data: DataConfig,
     context_length: int,
-    step: TrainStep,
+    functions: TrainStep,
     mesh: Mesh,
     store: TokenStore | TaskStore,
 ) -> Evaluator | TaskEvaluator:
@@ -22,5 +23,5 @@ def make_evaluator(
     split = config.split or data.eval_split
     context_length = config.context_length or context_length
     if data.task:
-        return TaskEvaluator(step, mesh, data.task, split, context_length, config.window, config.batch_size)
-    return Evaluator(step, mesh, store, config, split, context_length)
+        return TaskEvaluator(functions, mesh, data.task, split, context_length, config.window, config.batch_size)
+    return Evaluator(functions, mesh, store, config, split, context_length)

@@ -13,31 +13,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lm.config.configurable import configurable, field
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
+from lm.evaluation.config import EvaluateConfig
 from lm.text import perplexity
-from lm.training.mesh import batch_sharding, replicated
+from lm.training.mesh import batch_sharding, replicated, shared_rows
 from lm.training.step import TrainStep
-
-
-def _check_window(window: str) -> str | None:
-    if window == 'disjoint':
-        return None
-    kind, _, stride = window.partition(':')
-    if kind == 'sliding' and stride.isdigit() and int(stride) > 0:
-        return None
-    return "must be 'disjoint' or 'sliding:STRIDE', such as 'sliding:512'"
-
-
-@configurable('evaluate')
-class EvaluateConfig:
-    """Which tokens are scored and with how much context."""
-
-    split: str | None = field(None, help='None: data.eval_split')
-    context_length: int | None = field(None, minimum=1, help='None: train.context_length')
-    window: str = field('disjoint', check=_check_window, help="'disjoint' or 'sliding:STRIDE'")
-    batch_size: int = field(8, minimum=1, help='windows at a time, rounded up to a multiple of the devices')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +67,21 @@ class Evaluator:
     """Scores splits with the weights of a model; compiled once, used at every evaluation of a training run."""
 
     def __init__(
-        self, step: TrainStep, mesh: Mesh, store: TokenStore, config: EvaluateConfig, split: str, context_length: int
+        self,
+        functions: TrainStep,
+        mesh: Mesh,
+        store: TokenStore,
+        config: EvaluateConfig,
+        split: str,
+        context_length: int,
     ):
         self.store, self.split, self.config, self.mesh = store, split, config, mesh
         self.windows = EvaluationWindows.create(store.tokens(split), context_length, config.window)
-        devices = mesh.size
-        self.batch_size = math.ceil(config.batch_size / devices) * devices
+        self.batch_size = shared_rows(config.batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
         def token_losses(weights, tokens_BxL):
-            return step.token_losses(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:])
+            return functions.token_losses(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:])
 
         self._nats = jax.jit(token_losses, out_shardings=replicated(mesh))
 

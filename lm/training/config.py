@@ -37,6 +37,21 @@ class TrainConfig:
         """Windows in a global batch."""
         return self.tokens_per_step // self.context_length
 
+    @property
+    def batch_shape(self) -> tuple[int, int, int]:
+        """Of the tokens of a step: microbatches, windows of a microbatch, context_length + 1."""
+        return self.microbatches, self.batch_size // self.microbatches, self.context_length + 1
+
+    def check_divides(self, devices: int) -> None:
+        """Raises ConfigError unless the windows of a microbatch can be split over the devices."""
+        rows = self.batch_size // self.microbatches
+        if rows % devices:
+            raise ConfigError(
+                f'train.tokens_per_step = {self.tokens_per_step}: a microbatch has {rows} windows of '
+                f'{self.context_length} tokens, which {devices} devices cannot share equally; '
+                'change tokens_per_step, context_length or microbatches'
+            )
+
 
 MAY_CHANGE_ON_RESUME = (
     'train.log_every',

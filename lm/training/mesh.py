@@ -3,6 +3,12 @@
 Axes: `data` replicates the parameters, `fsdp` shards them and the optimizer state; the batch is split over both.
 """
 
+import importlib
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -11,6 +17,8 @@ from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 
 BATCH_AXES = ('data', 'fsdp')
+TPU_VARIABLES = ('TPU_WORKER_ID', 'TPU_WORKER_HOSTNAMES')
+"""Set on every worker of a slice."""
 MIN_SHARDED_SIZE = 2**14
 """Arrays with fewer elements are replicated: their all-gather would cost more latency than their memory is worth."""
 
@@ -51,13 +59,29 @@ def initialize_distributed(
 
 
 def _on_cloud_tpu() -> bool:
-    """Whether jax.distributed would detect the workers of a TPU by itself; it has no public way to ask."""
-    from jax._src.clusters import cloud_tpu_cluster
+    """Whether jax.distributed would detect the workers of a TPU by itself.
 
+    JAX has no public way to ask. Where the private one is not as it was, the variables decide that Cloud TPU documents
+    for the workers of a slice.
+    """
     if (jax.config.jax_platforms or 'tpu').split(',')[0] not in ('tpu', ''):
         return False
-    clusters = [getattr(cloud_tpu_cluster, name, None) for name in ('GceTpuCluster', 'GkeTpuCluster')]
-    return any(cluster is not None and cluster.is_env_present() for cluster in clusters)
+    clusters = list(_tpu_clusters())
+    if clusters:
+        return any(cluster.is_env_present() for cluster in clusters)
+    return all(os.environ.get(name) for name in TPU_VARIABLES)
+
+
+def _tpu_clusters() -> Iterator[Any]:
+    """What in JAX detects the workers of a slice, as far as it is there."""
+    try:
+        module = importlib.import_module('jax._src.clusters.cloud_tpu_cluster')
+    except ImportError:
+        return
+    for name in ('GceTpuCluster', 'GkeTpuCluster'):
+        cluster = getattr(module, name, None)
+        if hasattr(cluster, 'is_env_present'):
+            yield cluster
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
@@ -74,6 +98,16 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
         # A pod's torus rarely has an axis of exactly fsdp chips.
         grid = mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
     return Mesh(grid, BATCH_AXES)
+
+
+def data_shards(mesh: Mesh) -> int:
+    """Into how many parts the windows of a batch are split."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def shared_rows(rows: int, mesh: Mesh) -> int:
+    """The least number of rows, at least `rows`, that the devices can share equally."""
+    return math.ceil(rows / data_shards(mesh)) * data_shards(mesh)
 
 
 def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:

@@ -1,4 +1,4 @@
-"""The optional profiler window of a training run (`train.profile`)."""
+"""The optional trace of some steps of a training run (`train.profile`)."""
 
 import os
 
@@ -6,19 +6,19 @@ import jax
 
 
 class Profiler:
-    """A trace of jax.profiler in `folder` over the steps window[0], …, window[1], or what a run does of them: one that
-    resumes inside the window traces the rest, one that ends inside it keeps what it has. A context manager."""
+    """A trace of jax.profiler in `folder` over `traced_steps` (first, last), or what a run does of them: one that
+    resumes between them traces the rest, one that ends between them keeps what it has. A context manager."""
 
-    def __init__(self, window: tuple[int, int] | None, folder: os.PathLike):
-        self.window, self.folder, self.running = window, folder, False
+    def __init__(self, traced_steps: tuple[int, int] | None, folder: os.PathLike):
+        self.traced_steps, self.folder, self.running = traced_steps, folder, False
 
     def at(self, step: int) -> None:
         """Call it before each step is dispatched."""
-        inside = self.window is not None and self.window[0] <= step <= self.window[1]
-        if inside and not self.running:
+        traced = self.traced_steps is not None and self.traced_steps[0] <= step <= self.traced_steps[1]
+        if traced and not self.running:
             jax.profiler.start_trace(os.fspath(self.folder))
             self.running = True
-        elif self.running and not inside:
+        elif self.running and not traced:
             self.__exit__()
 
     def __enter__(self) -> 'Profiler':

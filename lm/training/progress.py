@@ -3,7 +3,28 @@
 import sys
 import time
 
+from lm.model import ModelConfig
 from lm.text import duration, perplexity, si
+from lm.training.config import TrainConfig
+
+
+def plan_rows(model: ModelConfig, config: TrainConfig, parameters: int, epochs: str = '') -> dict[str, str]:
+    """What a configuration is about to do, by name; `epochs` says how often it will see which data."""
+    mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
+    microbatches = f'{config.microbatches} microbatch{"es" if config.microbatches > 1 else ""}'
+    windows = f'{config.batch_size:,} windows of {config.context_length:,}'
+    total = f'{config.steps * config.tokens_per_step:,} ({config.steps:,} steps{epochs and f", {epochs}"})'
+    return {
+        'parameters': f'{parameters:,} ({model.n_layers} layers of width {model.d_model}, {mechanisms})',
+        'tokens per step': f'{config.tokens_per_step:,} ({windows}, {microbatches})',
+        'tokens in total': total,
+        'FLOPs per token': si(model.flops_per_token(config.context_length)),
+    }
+
+
+def print_row(name: str, value: str, width: int = 17) -> None:
+    """One line of a plan: the value stands in column `width`."""
+    print(f'{name:<{width}}{value}', flush=True)
 
 
 class Throughput:

@@ -23,6 +23,11 @@ from lm.training.optimizer import OptimizerConfig
 State = dict[str, Any]
 
 
+def weights(state: State) -> State:
+    """What a model computes with, of a training state: params and buffers."""
+    return {name: state[name] for name in ('params', 'buffers')}
+
+
 class TrainStep:
     """The functions of one configuration: `init(seed)` makes a state, `train(state, batch)` advances it.
 

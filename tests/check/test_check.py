@@ -22,8 +22,8 @@ from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import CHIPS, SHAPES, Topology, parse, peak_flops
 from lm.model import REMAT, ModelConfig
-from lm.train import make_batches
 from lm.training.config import TrainConfig
+from lm.training.inputs import make_batches
 from lm.training.mesh import MeshConfig, make_mesh
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
@@ -338,7 +338,7 @@ def test_a_batch_that_does_not_divide_is_the_error_of_training(on_cpus):
     with pytest.raises(ConfigError) as of_check:
         check.check(experiment, 'v5e:2x2')
     with pytest.raises(ConfigError) as of_training:
-        make_batches(experiment, None, make_mesh(MeshConfig(), jax.devices()[:4]))
+        make_batches(experiment.data, experiment.train, None, make_mesh(MeshConfig(), jax.devices()[:4]))
     assert str(of_check.value) == str(of_training.value)
 
 

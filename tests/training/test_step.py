@@ -34,16 +34,16 @@ def test_a_non_finite_step_changes_nothing_but_the_counters():
     good, _ = jax.jit(step.train)(jax.jit(step.init)(0), batch())
     nan = TrainStep(MODEL, OptimizerConfig(warmup_steps=2), 10)
     nan.token_losses = lambda *arguments: step.token_losses(*arguments) * jnp.nan
-    bad, figures = jax.jit(nan.train)(good, batch(seed=1))
+    bad, metrics = jax.jit(nan.train)(good, batch(seed=1))
     for part in ('params', 'optimizer', 'buffers'):
         assert bits(bad[part]) == bits(good[part])
     assert (int(bad['step']), int(bad['skipped']), int(bad['in_a_row'])) == (2, 1, 1)
-    assert not np.isfinite(figures['loss'])
+    assert not np.isfinite(metrics['loss'])
     worse, _ = jax.jit(nan.train)(bad, batch(seed=1))
     assert (int(worse['skipped']), int(worse['in_a_row'])) == (2, 2)
-    better, figures = jax.jit(step.train)(worse, batch(seed=2))
+    better, metrics = jax.jit(step.train)(worse, batch(seed=2))
     assert (int(better['step']), int(better['skipped']), int(better['in_a_row'])) == (4, 2, 0)
-    assert np.isfinite(figures['loss'])
+    assert np.isfinite(metrics['loss'])
     # The next good update is the one that would have been made without the bad steps between.
     expected, _ = jax.jit(step.train)(good, batch(seed=2))
     assert bits(better['params']) == bits(expected['params'])
@@ -52,13 +52,13 @@ def test_a_non_finite_step_changes_nothing_but_the_counters():
 def test_an_infinite_gradient_is_skipped_although_the_loss_is_finite():
     step = make()
     state = jax.jit(step.init)(0)
-    plain = step.nats
+    plain = step.token_losses
     # The gradient of sqrt is infinite at zero.
-    step.nats = lambda weights, *rest: (
+    step.token_losses = lambda weights, *rest: (
         plain(weights, *rest) + jnp.sqrt(jnp.sum(weights['params']['final_norm']['bias'] ** 2))
     )
-    new, figures = jax.jit(step.train)(state, batch())
-    assert np.isfinite(figures['loss'])
+    new, metrics = jax.jit(step.train)(state, batch())
+    assert np.isfinite(metrics['loss'])
     assert int(new['skipped']) == 1
     assert bits(new['params']) == bits(state['params'])
 
@@ -79,8 +79,8 @@ def single():
     step, losses = make(), []
     state, train = jax.jit(step.init)(0), jax.jit(step.train)
     for seed in range(3):
-        state, figures = train(state, batch(seed=seed))
-        losses.append(float(figures['loss']))
+        state, metrics = train(state, batch(seed=seed))
+        losses.append(float(metrics['loss']))
     return losses
 
 
@@ -98,8 +98,8 @@ def test_any_mesh_takes_the_same_steps(single, devices, fsdp):
         train = jax.jit(step.train, out_shardings=(shardings, None))
         for seed in range(3):
             rows = jax.device_put(batch(seed=seed), batch_sharding(mesh, axis=1))
-            state, figures = train(state, rows)
-            assert float(figures['loss']) == pytest.approx(single[seed], abs=1e-5)
+            state, metrics = train(state, rows)
+            assert float(metrics['loss']) == pytest.approx(single[seed], abs=1e-5)
 
 
 def test_the_schedule_of_the_paper():

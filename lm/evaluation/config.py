@@ -1,0 +1,22 @@
+"""What a gin file says of evaluations."""
+
+from lm.config.configurable import configurable, field
+
+
+def _check_window(window: str) -> str | None:
+    if window == 'disjoint':
+        return None
+    kind, _, stride = window.partition(':')
+    if kind == 'sliding' and stride.isdigit() and int(stride) > 0:
+        return None
+    return "must be 'disjoint' or 'sliding:STRIDE', such as 'sliding:512'"
+
+
+@configurable('evaluate')
+class EvaluateConfig:
+    """Which tokens are scored and with how much context."""
+
+    split: str | None = field(None, help='None: data.eval_split')
+    context_length: int | None = field(None, minimum=1, help='None: train.context_length')
+    window: str = field('disjoint', check=_check_window, help="'disjoint' or 'sliding:STRIDE'")
+    batch_size: int = field(8, minimum=1, help='windows at a time, rounded up to a multiple of the devices')

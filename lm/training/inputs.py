@@ -1,0 +1,33 @@
+"""From the data that a configuration names to the batches of a run."""
+
+from jax.sharding import Mesh
+
+from lm.data.batches import Batches, Windows
+from lm.data.dataset import DataConfig
+from lm.data.store import TokenStore
+from lm.errors import MismatchError
+from lm.model import ModelConfig
+from lm.tasks import TaskStore
+from lm.training.config import TrainConfig
+from lm.training.mesh import batch_sharding, data_shards
+
+
+def open_store(data: DataConfig, config: TrainConfig, model: ModelConfig) -> TokenStore | TaskStore:
+    """The token store, or the examples of a task. Raises MismatchError if its tokens do not fit the model."""
+    store = data.open(config.context_length)
+    pieces = store.vocab_size
+    if pieces > model.vocab_size:
+        what = (
+            f'{store.path} has {pieces} tokens' if data.task else f'the tokenizer of {store.path} has {pieces} pieces'
+        )
+        raise MismatchError(f'model.vocab_size = {model.vocab_size}: {what}; set model.vocab_size = {pieces}')
+    return store
+
+
+def make_batches(data: DataConfig, config: TrainConfig, store: TokenStore | TaskStore, mesh: Mesh) -> Batches:
+    """The batches of the run. Raises ConfigError if they cannot be split over the devices."""
+    config.check_divides(data_shards(mesh))
+    windows = Windows(
+        store.tokens(data.train_split), config.context_length, config.batch_size, config.seed, config.skip_batches
+    )
+    return Batches(store, data.train_split, windows, config.microbatches, batch_sharding(mesh, axis=1))
