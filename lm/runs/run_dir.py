@@ -120,7 +120,7 @@ class RunDir:
     def _create_or_resume(
         self, text: str, info: Mapping[str, Any], may_change: tuple[str, ...], first_step: int, rewound: bool
     ) -> bool:
-        found = self._check(text, may_change)
+        found = self._check(text, may_change, rewound)
         for note in found.notes:
             log.warning('%s', note)
         if found.resumed and not first_step and found.logged:
@@ -134,7 +134,7 @@ class RunDir:
             write_atomically(self.info, to_text(next_info(found.info, first_step, info, rewind)))
         return found.resumed
 
-    def _check(self, text: str, may_change: tuple[str, ...]) -> '_Found':
+    def _check(self, text: str, may_change: tuple[str, ...], rewound: bool = False) -> '_Found':
         """What is there; raises if `text` would make it another run."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f'--run_dir {self.path}: is a file; name a directory')
@@ -154,7 +154,7 @@ class RunDir:
             notes.append(f'{self.config} could not be read and is written anew')
         logged = max((record['step'] for _, record in read_lines(self.path / 'metrics.jsonl') if record), default=0)
         if held:
-            self._check_progress(info, steps, logged, config, notes)
+            self._check_progress(info, steps, logged, config, notes, rewound)
         # A config.gin without bindings says nothing: then the checkpoint alone tells.
         known = [(self.config, before)] if (before := bindings(config)) else []
         known += self._configuration_of_checkpoint(steps, info)
@@ -179,7 +179,7 @@ class RunDir:
                 raise MismatchError(f'{path}: must be a {wanted}; move it away, then run it again')
 
     def _check_progress(
-        self, info: Mapping[str, Any], steps: list[int], logged: int, config: str, notes: list[str]
+        self, info: Mapping[str, Any], steps: list[int], logged: int, config: str, notes: list[str], rewound: bool
     ) -> None:
         """Raises MismatchError where the run is known to have been saved and no checkpoint is there."""
         saved = info.get('saved_step')
@@ -194,7 +194,8 @@ class RunDir:
                 f'--run_dir {self.path}: the run was saved at step {saved}, but {self.checkpoints} holds no '
                 'checkpoint; mount or restore that folder, or start again in a new --run_dir'
             )
-        notes.append(f'{self.checkpoints}: step {saved} was saved but is not there; going on from step {steps[-1]}')
+        if not rewound:
+            notes.append(f'{self.checkpoints}: step {saved} was saved but is gone; going on from step {steps[-1]}')
 
     def _configuration_of_checkpoint(
         self, steps: list[int], info: Mapping[str, Any]

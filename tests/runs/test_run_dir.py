@@ -256,7 +256,7 @@ def test_a_newest_checkpoint_that_is_gone_is_named(tmp_path, caplog):
     run.record_saved(20)
     write_record(run, 10, OLD)
     run.create_or_resume(OLD, {}, first_step=10)
-    assert 'step 20 was saved but is not there; going on from step 10' in caplog.text
+    assert 'step 20 was saved but is gone; going on from step 10' in caplog.text
 
 
 @pytest.mark.parametrize(
