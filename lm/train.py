@@ -1,6 +1,6 @@
 """`lm train`: a run, from top to bottom.
 
-    set_up: plan → restore or initialise → compile → open the files
+    set_up: plan → restore or initialise → compile → write config.gin and run.json, open metrics.jsonl
     Trainer.run: (batch → step → log → evaluate → save)* → close
 
 Steps are dispatched ahead of the host: the metrics of step n are fetched after step n + 1 has been dispatched. Resuming
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.config.text import dump
 from lm.data.batches import Batches
-from lm.errors import Diverged, MismatchError, Preempted
+from lm.errors import Diverged, LmError, MismatchError, Preempted
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator
@@ -62,7 +62,7 @@ def set_up(
     experiment: Experiment, run_dir: str, stack: contextlib.ExitStack, rewind_to: int | None = None
 ) -> 'Trainer':
     """Everything that a run needs, ready for its next step. What is open is closed by `stack`."""
-    # Everything that can be wrong is found before anything is written.
+    # Everything that can be wrong is found before anything is written: only so does the corrected command still work.
     config, model, data = experiment.train, experiment.model, experiment.data
     preemption = stack.enter_context(Preemption())
     store = open_store(data, config, model)
@@ -96,23 +96,21 @@ def set_up(
         state, start, saved = restored
         batches.windows.resume(start, saved.get('skipped_batches'))
     else:
-        state, start, saved = None, 0, {}
-    if rewinds:
-        checkpointer.rewind(start)
-    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, may_change, start, rewinds)
-    if state is None:
-        state = init_state(functions, abstract, config.seed)
+        state, start, saved = init_state(functions, abstract, config.seed), 0, {}
         if config.init_from:
             others = parameters_from(config.init_from, experiment.checkpoint, abstract['params'])
             state['params'] = merged(state['params'], others)
+    advance = lower_step(functions, abstract, config, batches.dtype, mesh).compile()
+    redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
+
+    if rewinds:
+        checkpointer.rewind(start)
+    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, may_change, start, rewinds)
     progress = Progress(config.steps, enabled=is_leader)
     metrics_file = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
     profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))
     if restored:
         progress.note(f'resumed from step {start} of {run_dir}')
-
-    advance = lower_step(functions, abstract, config, batches.dtype, mesh).compile()
-    redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
     peak = peak_flops(jax.devices()[0].device_kind)
     return Trainer(
         config=config,
@@ -170,6 +168,9 @@ class Trainer:
     peak_flops: float | None
     pending: tuple[int, dict[str, jax.Array]] | None = None
     """The newest step and its metrics, while they are still on the devices."""
+    bad_steps: int = 0
+    """How many steps in a row, up to the newest that was logged, were not finite."""
+    is_save_due: bool = False
 
     def run(self) -> State:
         """Trains to the last step. Returns the final state; raises Preempted (saved) or Diverged."""
@@ -187,14 +188,17 @@ class Trainer:
             self.checkpointer.check_for_errors()
             self.log_pending()
             self.pending = step, metrics
-            is_saving, is_evaluating = self.checkpointer.should_save(step), self.is_evaluation_due(step)
-            if is_saving or is_evaluating:
+            self.is_save_due |= self.checkpointer.should_save(step)
+            is_evaluating = self.is_evaluation_due(step)
+            if self.is_save_due or is_evaluating:
                 # What a checkpoint covers is on disk before the checkpoint is.
                 self.log_pending()
             loss = self.evaluate(step) if is_evaluating else None
-            if is_saving or step == config.steps or (is_evaluating and self.checkpointer.is_among_best(loss)):
+            is_wanted = self.is_save_due or (is_evaluating and self.checkpointer.is_among_best(loss))
+            # While steps are not finite nothing new is learned, and a save would push a good checkpoint out.
+            if step == config.steps or (is_wanted and not self.bad_steps):
                 self.save(step, loss)
-        self.checkpointer.wait()
+        self.complete_save(config.steps)
         self.progress.note(
             f'done: {config.steps} steps in {duration(self.throughput.seconds)}, '
             f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.run_dir}'
@@ -207,12 +211,9 @@ class Trainer:
             return
         (step, metrics), self.pending, config = self.pending, None, self.config
         metrics = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        if metrics['in_a_row'] >= config.max_nonfinite_steps:
-            raise Diverged(
-                f'loss or gradient was not finite for {metrics["in_a_row"]} steps in a row, up to step {step}; '
-                f'the newest checkpoint is step {self.checkpointer.latest_step()}: lower '
-                'optimizer.peak_learning_rate, or leave the batches out with train.skip_batches'
-            )
+        self.bad_steps = metrics['in_a_row']
+        if self.bad_steps >= config.max_nonfinite_steps:
+            raise Diverged(self.describe_divergence(step, self.functions.name_of(metrics['first_bad'])))
         if step % config.log_every and step != config.steps:
             return
         tokens_per_second, seconds_left = self.throughput.tick(step)
@@ -230,6 +231,20 @@ class Trainer:
         }
         self.metrics_file.write(record)
         self.progress.step(record, seconds_left)
+
+    def describe_divergence(self, step: int, what: str) -> str:
+        """What went wrong up to `step`, and what can be done about it in this directory and in a new one."""
+        first, last = self.batches.windows.batch(step - self.bad_steps), self.batches.windows.batch(step - 1)
+        others = [(a, b) for a, b in self.config.skip_batches if a < first or b > last + 1]
+        self.checkpointer.wait()
+        newest = self.checkpointer.latest_step()
+        return (
+            f'loss, gradient or update was not finite for {self.bad_steps} steps in a row, up to step {step}, there '
+            f'first: {what}; {"no step is saved" if newest is None else f"the newest checkpoint is step {newest}"}: '
+            f"run it again with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave "
+            'these batches out, or with a lower optimizer.peak_learning_rate '
+            + ('in a new --run_dir' if newest is None else f'and --rewind_to {newest}')
+        )
 
     def is_evaluation_due(self, step: int) -> bool:
         every = self.config.eval_every
@@ -256,12 +271,29 @@ class Trainer:
             'skipped_batches': self.batches.windows.skipped_before(step),
         }
         self.checkpointer.save(step, self.state, metadata=metadata, metrics=evaluation)
+        self.is_save_due = False
+
+    def complete_save(self, step: int) -> None:
+        """Waits until the save of `step` is complete. Raises LmError if it failed, whatever checkpoint.on_failed_save
+        says: who is told that a run has ended may take its machine away."""
+        self.checkpointer.wait()
+        if step not in self.checkpointer.all_steps():
+            raise LmError(
+                f'step {step} could not be saved, the newest complete checkpoint is {self.checkpointer.latest_step()}; '
+                'make room or repair the storage, then run the same command again'
+            )
 
     def stop(self, step: int) -> NoReturn:
-        """Saves and ends the session."""
-        self.save(step)
-        self.checkpointer.wait()
-        raise Preempted(f'stopped at step {step} of {self.config.steps}, which is saved: run the same command again')
+        """Saves and ends the session. Steps that were not finite are not saved but repeated."""
+        saved = step
+        if self.bad_steps:
+            self.checkpointer.wait()
+            saved = self.checkpointer.latest_step() or 0
+        else:
+            self.save(step)
+            self.complete_save(step)
+        what = 'which is saved' if saved == step else f'which was not finite; the next session goes on from {saved}'
+        raise Preempted(f'stopped at step {step} of {self.config.steps}, {what}: run the same command again')
 
 
 def parameters_from(run_dir: str, config: CheckpointConfig, abstract: dict) -> dict:

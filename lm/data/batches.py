@@ -42,7 +42,7 @@ class Windows:
         self._epoch: tuple[int, Permutation] | None = None
 
     def batch(self, step: int) -> int:
-        """The batch that step `step` (from 0) sees: that of the same number, moved on by those left out before."""
+        """The number of the batch that step `step` sees, both from 0: those to skip count, but no step sees them."""
         batch = step
         for first, end in self.skip:
             if batch >= first:

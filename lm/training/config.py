@@ -4,6 +4,12 @@ from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 
 
+def _check_traced(steps: tuple[int, int]) -> str | None:
+    return (
+        None if 1 <= steps[0] <= steps[1] else 'must be the first and the last step, such as (10, 12), counted from 1'
+    )
+
+
 @configurable('train')
 class TrainConfig:
     """How long, on how much at a time, and what is written down on the way."""
@@ -18,7 +24,9 @@ class TrainConfig:
     max_nonfinite_steps: int = field(10, minimum=1, help='stop (exit code 43) after so many in a row')
     skip_batches: tuple[tuple[int, int], ...] = field((), help='half-open ranges of batches never to train on')
     init_from: str | None = field(None, help='run directory whose parameters this run starts from')
-    profile: tuple[int, int] | None = field(None, help='first and last step of a profiler trace, in RUN_DIR/profile')
+    profile: tuple[int, int] | None = field(
+        None, check=_check_traced, help='first and last step of a profiler trace, in RUN_DIR/profile'
+    )
     tensorboard: bool = field(True, help="write TensorBoard summaries when the 'tensorboard' extra is installed")
 
     def __post_init__(self):

@@ -1,12 +1,14 @@
-"""Being told to stop: SIGTERM asks for a checkpoint instead of killing the process.
+"""Being told to stop: SIGTERM and Ctrl-C ask for a checkpoint instead of killing the process.
 
 One process: a Python signal handler sets a flag. Several: the handler that jax.distributed installs passes the notice
 to all processes, which agree on one poll at which all of them stop.
 """
 
 import logging
+import os
 import signal
 import threading
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -16,28 +18,28 @@ log = logging.getLogger(__name__)
 
 class Preemption:
     """Context manager inside which SIGTERM does nothing but make `requested` answer True, at any moment: while a
-    program compiles, during evaluation, and again when a second SIGTERM follows. Enter it after
-    jax.distributed.initialize, in the main thread; SIGINT stays Python's."""
+    program compiles, during evaluation, and again when a second SIGTERM follows. The first SIGINT (Ctrl-C) does the
+    same; the second is Python's: KeyboardInterrupt. Enter it after jax.distributed.initialize, in the main thread."""
 
     def __init__(self):
         self._polls = 0
-        self._flag = False
+        self._flag: signal.Signals | None = None
         self._stop = False
-        self._installed = False
-        self._previous = None
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> 'Preemption':
-        # Python's handler would replace that of jax.distributed, which alone can tell the other processes.
-        if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._notice)
-            self._installed = True
+        if threading.current_thread() is threading.main_thread():
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+            # Python's handler would replace that of jax.distributed, which alone can tell the other processes.
+            if jax.process_count() == 1:
+                self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._notice)
         return self
 
     def __exit__(self, *_) -> None:
-        if self._installed:
+        while self._previous:
+            number, previous = self._previous.popitem()
             # None: a handler that was not installed from Python, and cannot be put back from here
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
-            self._installed = False
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def requested(self, step: int | None = None) -> bool:
         """Whether to save and stop now. Poll it in every loop that can last: before each training step, after each
@@ -53,10 +55,19 @@ class Preemption:
                 # A count of polls, not of steps: the agreement needs a number that grows at every call.
                 self._stop = multihost_utils.reached_preemption_sync_point(self._polls)
             else:
-                self._stop = self._flag
+                self._stop = self._flag is not None
             if self._stop and jax.process_index() == 0:
-                log.warning('told to stop (SIGTERM)%s: saving', '' if step is None else f' at step {step}')
+                name = (self._flag or signal.SIGTERM).name
+                log.warning('told to stop (%s)%s: saving', name, '' if step is None else f' at step {step}')
         return self._stop
 
-    def _notice(self, signum, frame) -> None:
-        self._flag = True
+    def _notice(self, signum: int, frame: Any) -> None:
+        self._flag = signal.Signals(signum)
+
+    def _interrupt(self, signum: int, frame: Any) -> None:
+        """The first Ctrl-C."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b'\nstopping after this step, which is saved; Ctrl-C again stops at once\n')
+        self._notice(signum, frame)
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # jax.distributed tells the others

@@ -5,7 +5,7 @@ A state is a dict of arrays:
     buffers     nested dict of non-trainable arrays (random projections)
     optimizer   the optax state
     step        int32, batches consumed
-    skipped     int32, updates skipped because loss or gradient were not finite
+    skipped     int32, updates skipped because loss, gradient or the update itself were not finite
     in_a_row    int32, of these, how many since the last good one
 """
 
@@ -62,17 +62,19 @@ class TrainStep:
     def train(self, state: State, batch_AxBxL: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         """One optimizer step on a batch of A microbatches of windows of L = context_length + 1 tokens.
 
-        An update whose loss or gradient is not finite never reaches the parameters or the optimizer: the state keeps
-        its values, `skipped` and `in_a_row` grow, and the next batch gets its chance.
+        An update is made only if loss, gradient, new parameters and new optimizer state are all finite. Else the state
+        keeps its values, `skipped` and `in_a_row` grow, and the next batch gets its chance.
 
         Returns:
-            the new state, and float32 scalars loss (nats per token), grad_norm, learning_rate, skipped, in_a_row.
+            the new state, and scalars: loss (nats per token), grad_norm, learning_rate, skipped, in_a_row, and
+            first_bad, which is what `name_of` knows the first array by that is not finite (-1: all are).
         """
         loss, gradients = self._gradients(state['params'], state['buffers'], batch_AxBxL)
         norm = optax.global_norm(gradients)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, optimizer = self.transform.update(gradients, state['optimizer'], state['params'])
         proposal = {'params': optax.apply_updates(state['params'], updates), 'optimizer': optimizer}
+        finite_N = jnp.stack([jnp.isfinite(x).all() for x in _checked(loss, gradients, norm, proposal).values()])
+        finite = finite_N.all()
         kept = {name: state[name] for name in proposal}
         bad = 1 - finite.astype(jnp.int32)
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), proposal, kept) | {
@@ -87,8 +89,14 @@ class TrainStep:
             'learning_rate': self.schedule(state['step'] - state['skipped']),
             'skipped': new['skipped'],
             'in_a_row': new['in_a_row'],
+            'first_bad': jnp.where(finite, -1, jnp.argmin(finite_N)),
         }
         return new, metrics
+
+    def name_of(self, first_bad: int) -> str:
+        """What the metric `first_bad` points at: 'loss', 'gradient of …', 'parameter …' or 'optimizer …'."""
+        state = jax.eval_shape(lambda: self.init(0))
+        return list(_checked(state['step'], state['params'], state['step'], state))[first_bad]
 
     def redraws(self, steps_done: int) -> tuple[int, ...]:
         """Which mechanisms of the pattern draw new random projections before the next step (`redraw_every`)."""
@@ -123,6 +131,20 @@ class TrainStep:
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
         total, _ = jax.lax.scan(accumulate, zero, batch_AxBxL)
         return jax.tree.map(lambda x: x / batch_AxBxL.shape[0], total)
+
+
+def _checked(loss: jax.Array, gradients: Any, norm: jax.Array, proposal: State) -> dict[str, jax.Array]:
+    """Name → array of what must be finite in a step, causes before their effects."""
+
+    def named(label: str, tree: Any) -> dict[str, jax.Array]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {f'{label} {jax.tree_util.keystr(path, simple=True, separator="/")}': leaf for path, leaf in leaves}
+
+    return (
+        {'loss': loss, **named('gradient of', gradients), 'gradient norm': norm}
+        | named('parameter', proposal['params'])
+        | named('optimizer', proposal['optimizer'])
+    )
 
 
 def split(model: model_lib.Transformer) -> tuple[Any, dict, dict]:

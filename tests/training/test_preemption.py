@@ -56,6 +56,19 @@ def test_a_signal_sets_the_flag_and_a_second_one_is_harmless(caplog):
         assert not fresh.requested()
 
 
+@pytest.mark.smoke
+def test_the_first_interrupt_asks_and_the_second_is_pythons(caplog, capfd):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Preemption() as preemption:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert preemption.requested(3)
+        assert 'again stops at once' in capfd.readouterr().err
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+    assert signal.getsignal(signal.SIGINT) == before
+    assert [r.getMessage() for r in caplog.records] == ['told to stop (SIGINT) at step 3: saving']
+
+
 COMPILING = """
 import jax, jax.numpy as jnp, time
 from lm.training.preemption import Preemption
@@ -128,15 +141,16 @@ print('stopped', run())
 """
 
 
-def test_two_processes_stop_at_the_same_poll(tmp_path):
+@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT])
+def test_two_processes_stop_at_the_same_poll(tmp_path, how):
     with socket.socket() as s:
         s.bind(('localhost', 0))
         port = s.getsockname()[1]
     processes = [start(TWO_PROCESSES, port, i, tmp_path) for i in range(2)]
     wait_for(processes[0], 'evaluating')
     wait_for(processes[1], 'ready')
-    for _ in range(2):
-        processes[1].send_signal(signal.SIGTERM)  # to one of them only, twice
+    for number in (how, signal.SIGTERM):
+        processes[1].send_signal(number)  # to one of them only, twice
         time.sleep(0.05)
     outs = [finish(process) for process in processes]
     stopped = [next(line for line in out.splitlines() if line.startswith('stopped')) for out in outs]

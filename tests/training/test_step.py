@@ -39,11 +39,13 @@ def test_a_non_finite_step_changes_nothing_but_the_counters():
         assert bits(bad[part]) == bits(good[part])
     assert (int(bad['step']), int(bad['skipped']), int(bad['in_a_row'])) == (2, 1, 1)
     assert not np.isfinite(metrics['loss'])
+    assert step.name_of(int(metrics['first_bad'])) == 'loss'
     worse, _ = jax.jit(nan.train)(bad, batch(seed=1))
     assert (int(worse['skipped']), int(worse['in_a_row'])) == (2, 2)
     better, metrics = jax.jit(step.train)(worse, batch(seed=2))
     assert (int(better['step']), int(better['skipped']), int(better['in_a_row'])) == (4, 2, 0)
     assert np.isfinite(metrics['loss'])
+    assert int(metrics['first_bad']) == -1
     # The next good update is the one that would have been made without the bad steps between.
     expected, _ = jax.jit(step.train)(good, batch(seed=2))
     assert bits(better['params']) == bits(expected['params'])
@@ -60,7 +62,23 @@ def test_an_infinite_gradient_is_skipped_although_the_loss_is_finite():
     new, metrics = jax.jit(step.train)(state, batch())
     assert np.isfinite(metrics['loss'])
     assert int(new['skipped']) == 1
+    assert step.name_of(int(metrics['first_bad'])) == 'gradient of final_norm/bias'
     assert bits(new['params']) == bits(state['params'])
+
+
+def test_an_update_that_is_not_finite_is_skipped_although_its_gradient_is():
+    step = make(b1=0.999, peak_learning_rate=1e30)
+    state = jax.jit(step.init)(0)
+    adam = state['optimizer'][1]
+    mu = adam.mu | {'final_norm': adam.mu['final_norm'] | {'bias': adam.mu['final_norm']['bias'] + 3e38}}
+    state['optimizer'] = (state['optimizer'][0], adam._replace(mu=mu), *state['optimizer'][2:])
+    new, metrics = jax.jit(step.train)(state, batch())
+    assert np.isfinite(metrics['loss'])
+    assert np.isfinite(metrics['grad_norm'])
+    assert (int(new['skipped']), int(new['in_a_row'])) == (1, 1)
+    for part in ('params', 'optimizer'):
+        assert bits(new[part]) == bits(state[part])
+    assert step.name_of(int(metrics['first_bad'])) == 'parameter final_norm/bias'
 
 
 @pytest.mark.parametrize('microbatches', [2, 4])

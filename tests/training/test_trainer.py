@@ -1,0 +1,122 @@
+"""What a run keeps when its steps are not finite, when a save fails, and when a setting was wrong at first."""
+
+import os
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tiny
+
+from lm import cli
+from lm.data.batches import Windows
+from lm.data.store import TokenStore
+from lm.training.step import TrainStep
+
+STEPS = 16
+
+
+@pytest.fixture
+def flags(tokens):
+    """A run of 16 steps on one window of 32 tokens for each device, saved after each step."""
+    changes = {'train.steps': STEPS, 'train.eval_every': None, 'checkpoint.save_every_steps': 1}
+    return tiny.params(tiny.MODEL | changes | {'data.path': str(tokens), 'train.max_nonfinite_steps': 3})
+
+
+def train(run, flags, **bindings) -> int:
+    names = {name.replace('__', '.'): value for name, value in bindings.items()}
+    return cli.main(['train', '--run_dir', str(run), *flags, *tiny.params(names)])
+
+
+def saved(run) -> list[int]:
+    return sorted(int(path.name) for path in (run / 'checkpoints').iterdir() if path.name.isdigit())
+
+
+@pytest.fixture
+def poisoned(monkeypatch, tokens):
+    """A function that makes the losses of the named batches of that run not finite."""
+
+    def poison(*batches: int) -> None:
+        store, plain = TokenStore.open(str(tokens)), TrainStep.token_losses
+        starts = [Windows(store.tokens('train'), 32, 8, seed=0).starts(batch)[0] for batch in batches]
+        bad_NxL = jnp.asarray(store.read_many('train', starts, 33)[:, :-1].astype(np.int32))
+
+        def token_losses(self, weights, tokens_BxL, targets_BxL):
+            is_bad = (tokens_BxL[:, None] == bad_NxL[None]).all(-1).any() if tokens_BxL.shape[1] == 32 else False
+            return plain(self, weights, tokens_BxL, targets_BxL) * jnp.where(is_bad, jnp.nan, 1.0)
+
+        monkeypatch.setattr(TrainStep, 'token_losses', token_losses)
+
+    return poison
+
+
+def test_divergence_keeps_the_good_checkpoints_and_its_remedy_works_in_the_same_directory(
+    flags, poisoned, tmp_path, capsys
+):
+    poisoned(9, 10, 11)
+    assert train(tmp_path / 'run', flags) == 43
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert 'not finite for 3 steps in a row, up to step 12, there first: loss' in message
+    assert 'the newest checkpoint is step 9' in message
+    assert saved(tmp_path / 'run') == [8, 9]
+    remedy = message.partition("--gin_param '")[2].partition("'")[0]
+    assert remedy == 'train.skip_batches = [(9, 12)]'
+    assert cli.main(['train', '--run_dir', str(tmp_path / 'run'), *flags, '--gin_param', remedy]) == 0
+    assert saved(tmp_path / 'run') == [STEPS - 1, STEPS]
+
+
+def test_a_remedy_names_batches_and_keeps_what_was_left_out_before(flags, poisoned, tmp_path, capsys):
+    poisoned(9, 12, 13)
+    assert train(tmp_path / 'run', flags, train__skip_batches=[(2, 3), (10, 12)]) == 43
+    assert "'train.skip_batches = [(2, 3), (9, 14)]'" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_save_that_was_due_while_steps_were_not_finite_follows_the_next_good_one(flags, poisoned, tmp_path):
+    poisoned(4, 5)
+    assert train(tmp_path / 'run', flags, checkpoint__save_every_steps=6, checkpoint__keep_last=9) == 0
+    assert saved(tmp_path / 'run') == [7, 12, STEPS]
+
+
+@pytest.mark.parametrize('policy', ['stop', 'continue'])
+def test_a_last_save_that_fails_is_never_called_done(flags, tmp_path, monkeypatch, capsys, policy):
+    plain = ocp.CheckpointManager.save
+
+    def save(self, step, *arguments, **options):
+        if step == STEPS:
+            raise OSError(28, 'No space left on device')
+        return plain(self, step, *arguments, **options)
+
+    monkeypatch.setattr(ocp.CheckpointManager, 'save', save)
+    assert train(tmp_path / 'run', flags, checkpoint__on_failed_save=policy) == 1
+    out, error = capsys.readouterr()
+    assert f'step {STEPS} could not be' in error.splitlines()[-1]
+    assert 'done' not in out
+    monkeypatch.undo()
+    assert train(tmp_path / 'run', flags, checkpoint__on_failed_save=policy) == 0
+
+
+@pytest.mark.parametrize(
+    ('name', 'value', 'code'), [('train__profile', (5, 3), 2), ('train__init_from', '/nowhere/at/all', 44)]
+)
+def test_a_wrong_setting_leaves_the_directory_as_it_was(flags, tmp_path, capsys, name, value, code):
+    assert train(tmp_path / 'run', flags, **{name: value}) == code
+    assert f'{name.replace("__", ".")} = {value!r}' in capsys.readouterr().err
+    assert not (tmp_path / 'run').exists()
+    assert train(tmp_path / 'run', flags) == 0
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(flags, tmp_path, monkeypatch, capsys):
+    plain = TrainStep.redraws
+
+    def redraws(self, steps_done):
+        if steps_done == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(self, steps_done)
+
+    monkeypatch.setattr(TrainStep, 'redraws', redraws)
+    assert train(tmp_path / 'run', flags, checkpoint__save_every_steps=None) == 42
+    assert 'stopped at step 6 of 16, which is saved' in capsys.readouterr().err.splitlines()[-1]
+    assert saved(tmp_path / 'run') == [6]
+    monkeypatch.undo()
+    assert train(tmp_path / 'run', flags, checkpoint__save_every_steps=None) == 0
