@@ -16,7 +16,7 @@ if [ ! -x .venv/bin/python ]; then
   "$python" -m venv .venv
 fi
 echo "== installing"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -e .
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -c scripts/constraints.txt -e .
 lm=.venv/bin/lm
 gin=(--gin_file configs/experiments/quickstart.gin)
 echo "== lm prepare: the standard library of this interpreter as tokens"

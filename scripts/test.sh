@@ -5,6 +5,7 @@
 #   scripts/test.sh -m slow         the long tests (kill loops, learning tasks, TPU compilation)
 #   scripts/test.sh -m gpu          the tests that need an NVIDIA GPU
 #   PYTHON=python3.12 scripts/test.sh -m smoke
+#   GPU_COMPILER=1 PYTHON=python3.12 scripts/test.sh tests/ops/test_pallas_gpu.py    GPU kernels, interpreted and compiled
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -19,7 +20,15 @@ case " $* " in
     export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu} XLA_PYTHON_CLIENT_PREALLOCATE=false WORKERS=${WORKERS:-1}
     ;;
 esac
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$extras]"
+# libtpu compiles for TPUs that are not there, and JAX's CUDA plugin with ptxas for GPUs; both exist for Linux alone.
+compilers=()
+if [ "$(uname -sm)" = 'Linux x86_64' ]; then compilers=(libtpu==0.0.52); fi
+pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
+pip install -c scripts/constraints.txt -e ".[$extras]" "${compilers[@]}"
+if [ -n "${GPU_COMPILER:-}" ]; then
+  jax=$("$venv/bin/python" -c 'import jax; print(jax.__version__)')
+  pip install --no-deps "jax-cuda13-plugin==$jax" "jax-cuda13-pjrt==$jax"
+fi
 "$venv/bin/ruff" check lm tests setup.py
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
 workers=${WORKERS:-$("$venv/bin/python" -c 'import os; print(min(8, len(os.sched_getaffinity(0))))')}

@@ -1,13 +1,22 @@
 """Every test sees 8 simulated CPU devices; the environment is set before jax is first imported."""
 
 import os
+import pathlib
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
     os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
 
+import jax
 import pytest
 import tiny
+
+# The `lm` commands that tests start share one cache of compiled programs; this process, which has read its environment
+# already, compiles for itself.
+assert jax.__version__
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(pathlib.Path(tiny.ROOT, '.pytest_cache', 'xla')))
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
 
 
 @pytest.fixture(scope='session')

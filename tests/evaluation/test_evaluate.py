@@ -10,6 +10,7 @@ import pytest
 import tiny
 from flax import nnx
 
+from lm import cli
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.evaluation.perplexity import EvaluationWindows
@@ -126,6 +127,19 @@ def test_a_table_for_people(reference_run):
     assert done.returncode == 0, done.stderr
     for words in ('perplexity per word', 'bits per byte', 'test at step 40', '32–63', 'written to'):
         assert words in done.stdout
+
+
+def test_a_full_disk_leaves_no_half_written_file(reference_run, base, monkeypatch, capsys):
+    folder = reference_run[0] / 'evaluations'
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+
+    def fsync(_):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr('os.fsync', fsync)
+    assert cli.main(['evaluate', '--run_dir', str(reference_run[0])]) == 1
+    assert 'No space left' in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_context_longer_than_the_split_is_refused(reference_run):

@@ -35,7 +35,7 @@ if [ ! -x "$uv" ]; then
   retry .lm-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 fi
 if [ ! -x lm/.venv/bin/python ]; then retry "$uv" venv --quiet --python "$python" lm/.venv; fi
-retry "$uv" pip install --quiet --python lm/.venv/bin/python -e "lm[$extras]"
+retry "$uv" pip install --quiet --python lm/.venv/bin/python -c lm/scripts/constraints.txt -e "lm[$extras]"
 lm/.venv/bin/lm --help >/dev/null
 echo "$commit $extras $python" >"$ready"
 echo "$(hostname): lm $commit is ready"
