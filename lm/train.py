@@ -29,7 +29,7 @@ from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
 from lm.text import duration, si
-from lm.training.config import MAY_CHANGE_ON_RESUME, MAY_CHANGE_ON_REWIND, TrainConfig
+from lm.training.config import TrainConfig
 from lm.training.inputs import make_batches, open_store
 from lm.training.mesh import initialize_distributed, make_mesh
 from lm.training.preemption import Preemption
@@ -83,8 +83,7 @@ def set_up(
     if rewind_to is not None and run.is_rewound(rewind_to, experiment):
         rewind_to = None
     rewinds = rewind_to is not None
-    may_change = MAY_CHANGE_ON_RESUME + (MAY_CHANGE_ON_REWIND if rewinds else ())
-    run.check_unchanged(experiment, may_change)
+    run.check_unchanged(experiment, rewinds)
     checkpointer = stack.enter_context(
         Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints, run.record_saved)
     )
@@ -105,7 +104,7 @@ def set_up(
 
     if rewinds:
         checkpointer.rewind(start)
-    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, may_change, start, rewinds)
+    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, start, rewinds)
     progress = Progress(config.steps, enabled=is_leader)
     metrics_file = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
     profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))

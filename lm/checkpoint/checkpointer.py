@@ -28,7 +28,7 @@ TEMPORARY = '.orbax-checkpoint-tmp'
 log = logging.getLogger(__name__)
 
 
-@configurable('checkpoint')
+@configurable('checkpoint', resume=True)
 class CheckpointConfig:
     """When checkpoints are written and which of them stay."""
 

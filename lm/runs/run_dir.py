@@ -11,13 +11,14 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from etils import epath
 
 from lm.checkpoint.snapshot import Damaged, Snapshot, steps_in
+from lm.config.names import may_change, up_to_date
 from lm.config.text import dump
 from lm.errors import ConfigError, MismatchError, writing
 from lm.files import check_scheme, is_remote, write_atomically
@@ -52,7 +53,6 @@ class RunDir:
         self,
         experiment: Any,
         info: Mapping[str, Any],
-        may_change: Iterable[str] = (),
         first_step: int = 0,
         rewound: bool = False,
     ) -> bool:
@@ -61,7 +61,6 @@ class RunDir:
         Args:
             experiment: an `lm.experiment.Experiment`, or its gin text.
             info: what run.json holds besides the machine (parameters, fingerprints, …).
-            may_change: bindings that may differ from those of the run; 'checkpoint.' allows the whole section.
             first_step: step of the checkpoint that the run goes on from.
             rewound: it goes back to `first_step`, which run.json then says.
 
@@ -73,20 +72,21 @@ class RunDir:
             LmError: the directory cannot be written to.
         """
         text = experiment if isinstance(experiment, str) else dump(experiment)
-        return on_leader(lambda: self._create_or_resume(text, info, tuple(may_change), first_step, rewound))
+        return on_leader(lambda: self._create_or_resume(text, info, first_step, rewound))
 
-    def check_unchanged(self, experiment: Any, may_change: Iterable[str] = ()) -> None:
+    def check_unchanged(self, experiment: Any, rewound: bool = False) -> None:
         """Refuses to continue as another run, or from less than there was, without writing anything.
 
         Compared with config.gin and, since that may have been edited or lost, with the newest checkpoint's record.
 
         Raises:
-            MismatchError: a binding differs that must not, the run was saved but its checkpoints are gone, or a file
+            MismatchError: a binding differs that may not (`lm.config.names.may_change`; where the run is rewound, the
+                optimizer's may too), the run was saved but its checkpoints are gone, or a file
                 of the run cannot be read.
             ConfigError: `path` is a file, or holds files that are not of a run.
         """
         text = experiment if isinstance(experiment, str) else dump(experiment)
-        on_leader(lambda: self._check(text, tuple(may_change)).resumed)
+        on_leader(lambda: self._check(text, rewound).resumed)
 
     def is_rewound(self, step: int, experiment: Any) -> bool:
         """Whether the newest rewind was to `step` with this very configuration: the same command, repeated after a
@@ -117,10 +117,8 @@ class RunDir:
         folder = self.path / 'tensorboard' if tensorboard else None
         return MetricsFile(self.path / 'metrics.jsonl', resume_at, folder)
 
-    def _create_or_resume(
-        self, text: str, info: Mapping[str, Any], may_change: tuple[str, ...], first_step: int, rewound: bool
-    ) -> bool:
-        found = self._check(text, may_change, rewound)
+    def _create_or_resume(self, text: str, info: Mapping[str, Any], first_step: int, rewound: bool) -> bool:
+        found = self._check(text, rewound)
         for note in found.notes:
             log.warning('%s', note)
         if found.resumed and not first_step and found.logged:
@@ -134,7 +132,7 @@ class RunDir:
             write_atomically(self.info, to_text(next_info(found.info, first_step, info, rewind)))
         return found.resumed
 
-    def _check(self, text: str, may_change: tuple[str, ...], rewound: bool = False) -> '_Found':
+    def _check(self, text: str, rewound: bool) -> '_Found':
         """What is there; raises if `text` would make it another run."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f'--run_dir {self.path}: is a file; name a directory')
@@ -159,7 +157,7 @@ class RunDir:
         known = [(self.config, before)] if (before := bindings(config)) else []
         known += self._configuration_of_checkpoint(steps, info)
         for source, before in known:
-            self._compare(source, before, bindings(text), may_change, notes)
+            self._compare(source, before, bindings(text), notes, rewound)
         return _Found(bool(held), info, logged, list(dict.fromkeys(notes)))
 
     def _check_kinds(self) -> None:
@@ -221,12 +219,12 @@ class RunDir:
         source: epath.Path,
         old: Mapping[str, str],
         new: Mapping[str, str],
-        may_change: tuple[str, ...],
         notes: list[str],
+        rewound: bool,
     ) -> None:
         refused = []
         for name, before, after in _differences(old, new):
-            allowed = any(name == entry or (entry.endswith('.') and _section(name) == entry) for entry in may_change)
+            allowed = may_change(name) or (rewound and _section(name) == 'optimizer')
             if before is None or after is None:
                 # a field that another version of the program added or removed, or that of a mechanism not used before
                 notes.append(f'{self.path}: {name} was {before or "absent"}, now {after or "absent"}')
@@ -253,7 +251,8 @@ class _Found:
 
 
 def config_differences(old: str, new: str) -> list[tuple[str, str | None, str | None]]:
-    """(binding, old value, new value) for each that differs between two dumped configurations; None: absent."""
+    """(binding, old value, new value) for each that differs between two dumped configurations, those of another
+    version in the names of today; None: absent."""
     return _differences(bindings(old), bindings(new))
 
 
@@ -286,7 +285,8 @@ def check_path(path: epath.PathLike) -> None:
 
 
 def bindings(text: str) -> dict[str, str]:
-    """Binding → value of dumped gin text. Comments and blank lines are skipped, wrapped values joined."""
+    """Binding → value of dumped gin text, in the names of today. Comments and blank lines are skipped, wrapped values
+    joined."""
     found: dict[str, str] = {}
     name = None
     for line in text.splitlines():
@@ -296,7 +296,7 @@ def bindings(text: str) -> dict[str, str]:
             found[name] = match[2].strip()
         elif name and line.strip() and not line.lstrip().startswith('#'):
             found[name] = f'{found[name]} {line.strip()}'.strip()
-    return found
+    return up_to_date(found)
 
 
 def read_text(path: epath.Path) -> str:
@@ -308,5 +308,5 @@ def read_text(path: epath.Path) -> str:
 
 
 def _section(name: str) -> str:
-    """'a/model.depth' → 'model.'"""
-    return name.rpartition('/')[2].partition('.')[0] + '.'
+    """'a/model.depth' → 'model'"""
+    return name.rpartition('/')[2].partition('.')[0]

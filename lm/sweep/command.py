@@ -80,10 +80,8 @@ class Sweep:
 
     def check(self) -> None:
         """Raises MismatchError if a directory holds a run of another configuration than the point of its name."""
-        from lm.training.config import MAY_CHANGE_ON_RESUME
-
         for point in self.points:
-            RunDir(self.root / point.name).check_unchanged(point.config, MAY_CHANGE_ON_RESUME)
+            RunDir(self.root / point.name).check_unchanged(point.config)
 
     def is_finished(self, point: Point) -> bool:
         path = self.root / point.name

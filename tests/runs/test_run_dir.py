@@ -11,7 +11,9 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
+import lm.experiment  # noqa: F401 (fills the registry)
 from lm.checkpoint.snapshot import COMMITTED, make_record
+from lm.config.configurable import configurable, field
 from lm.errors import ConfigError, MismatchError
 from lm.runs import info as run_info
 from lm.runs import metrics_file
@@ -32,7 +34,7 @@ model.attention = [@a/polynomial(),
 a/polynomial.degree = 4
 checkpoint.keep_last = 2
 train.log_every = 10
-train.name = 'x = y'
+train.init_from = 'x = y'
 """
 
 
@@ -69,7 +71,7 @@ def test_create_and_resume(tmp_path):
     assert first | {'parameters': 7, 'tokenizer': 'abc', 'saved_step': None, 'rewinds': []} == first
 
     new = OLD.replace('keep_last = 2', 'keep_last = 5').replace('log_every = 10', 'log_every = 1')
-    assert run.create_or_resume(new, {'parameters': 7}, ['checkpoint.', 'train.log_every'])
+    assert run.create_or_resume(new, {'parameters': 7})
     assert run.config.read_text() == new
     second = json.loads(run.info.read_text())
     assert second['started'] == first['started']
@@ -84,7 +86,7 @@ def test_create_and_resume(tmp_path):
     ('before', 'after', 'message'),
     [
         ('degree = 4', 'degree = 8', r'a/polynomial\.degree was 4, now 8; give the old value, or a new --run_dir'),
-        ('log_every = 10', 'log_every = 1', r'train\.log_every was 10, now 1'),
+        ("init_from = 'x = y'", 'init_from = None', r"train\.init_from was 'x = y', now None"),
         ('depth = 12', 'depth = 13', r'model\.depth was 12, now 13'),
     ],
 )
@@ -93,8 +95,7 @@ def test_another_configuration_is_refused(tmp_path, before, after, message):
     run.create_or_resume(OLD, {})
     held = {path.name: path.read_bytes() for path in run.path.iterdir()}
     with pytest.raises(MismatchError, match=message):
-        # neither of them allows what is changed: 'train.log' is no section
-        run.create_or_resume(OLD.replace(before, after), {}, ['checkpoint.', 'train.log'])
+        run.create_or_resume(OLD.replace(before, after), {})
     assert held == {path.name: path.read_bytes() for path in run.path.iterdir()}
 
 
@@ -103,6 +104,49 @@ def test_bindings_of_another_version_are_noted(tmp_path, caplog):
     run.create_or_resume(OLD, {})
     run.create_or_resume(OLD + 'model.new = 1\n', {})
     assert 'model.new was absent, now 1' in caplog.text
+
+
+class Tool:
+    """Base of the configurables below."""
+
+
+@configurable('test_hammer')
+class Hammer(Tool):
+    mass: float = field(1.0, formerly='test_bench.mass')
+    length: int = field(3, formerly='size', resume=True)
+
+
+@configurable('test_saw')
+class Saw(Tool):
+    mass: float = field(2.0, formerly='test_bench.mass')
+
+
+@configurable('test_bench')
+class Bench:
+    tool: Tool = field(Hammer(), formerly='kind')
+    spare: Tool = field(Saw())
+    width: int = field(7)
+
+
+def test_names_of_another_version_are_those_of_today():
+    old = "test_bench.kind = 'test_hammer'\ntest_bench.mass = 4.0\ntest_hammer.size = 5\ntest_bench.spare = None\n"
+    new = 'test_bench.tool = @test_hammer()\ntest_hammer.mass = 4.0\ntest_hammer.length = 5\n'
+    new += 'test_bench.width = 7\ntest_bench.spare = None\n'
+    assert config_differences(old, new) == []
+    assert config_differences(old, new.replace('5', '6')) == [('test_hammer.length', '5', '6')]
+    assert config_differences(old, new.replace('4.0', '2.5')) == [('test_hammer.mass', '4.0', '2.5')]
+    # a field that is younger than the run had its default
+    assert config_differences(old, new.replace('7', '8')) == [('test_bench.width', '7', '8')]
+
+
+def test_a_run_of_another_version_resumes(tmp_path, caplog):
+    old = "test_bench.kind = 'test_hammer'\ntest_bench.mass = 4.0\ntest_hammer.size = 5\ntest_bench.spare = None\n"
+    now = 'test_bench.tool = @test_hammer()\ntest_hammer.mass = 4.0\ntest_hammer.length = 6\ntest_bench.spare = None\n'
+    (tmp_path / 'config.gin').write_text('# A complete configuration\n' + old)
+    with pytest.raises(MismatchError, match=r'test_hammer\.mass was 4\.0, now 5\.0'):
+        RunDir(tmp_path).create_or_resume(now.replace('4.0', '5.0'), {})
+    assert RunDir(tmp_path).create_or_resume(now, {}), 'the length may change'
+    assert 'absent' not in caplog.text
 
 
 def test_a_damaged_run_json_does_not_stop_a_run(tmp_path, caplog):
@@ -165,7 +209,10 @@ def contents(run: RunDir) -> dict:
 def refuse(run: RunDir, error: type, match: str, text: str = OLD, **options) -> None:
     """Both ways refuse, and nothing is written."""
     before = contents(run)
-    for call in (lambda: run.check_unchanged(text), lambda: run.create_or_resume(text, {}, **options)):
+    for call in (
+        lambda: run.check_unchanged(text, options.get('rewound', False)),
+        lambda: run.create_or_resume(text, {}, **options),
+    ):
         with pytest.raises(error, match=match):
             call()
     assert contents(run) == before
@@ -200,25 +247,29 @@ def test_what_may_change_may_differ_from_the_checkpoint_too(tmp_path):
     write_record(run, 10, OLD)
     new = OLD.replace('keep_last = 2', 'keep_last = 5')
     for _ in range(2):
-        assert run.create_or_resume(new, {}, ['checkpoint.'], first_step=10)
+        assert run.create_or_resume(new, {}, first_step=10)
 
 
 def test_a_rewind_is_recorded_and_what_it_changed_stays_changed(tmp_path):
     run = RunDir(tmp_path)
-    run.create_or_resume(OLD, {})
-    write_record(run, 10, OLD)
+    old = OLD + 'optimizer.clip_norm = 1.0\n'
+    run.create_or_resume(old, {})
+    write_record(run, 10, old)
     with run.metrics() as metrics:
         metrics.write(record(25))
-    new = OLD.replace('degree = 4', 'degree = 8')
+    new = old.replace('clip_norm = 1.0', 'clip_norm = 0.5')
+    refuse(run, MismatchError, 'clip_norm was 1.0, now 0.5', new)
     assert not run.is_rewound(10, new)
-    run.create_or_resume(new, {}, ['polynomial.'], first_step=10, rewound=True)
+    other = new.replace('degree = 4', 'degree = 8')
+    refuse(run, MismatchError, 'degree was 4, now 8', other, first_step=10, rewound=True)
+    run.create_or_resume(new, {}, first_step=10, rewound=True)
     (rewind,) = json.loads(run.info.read_text())['rewinds']
-    assert rewind == {'when': ANY, 'to': 10, 'from': 25, 'changed': [['a/polynomial.degree', '4', '8']]}
+    assert rewind == {'when': ANY, 'to': 10, 'from': 25, 'changed': [['optimizer.clip_norm', '1.0', '0.5']]}
     assert run.is_rewound(10, new)
-    assert not run.is_rewound(10, OLD)
+    assert not run.is_rewound(10, old)
     assert not run.is_rewound(5, new)
     assert run.create_or_resume(new, {}, first_step=10), 'preempted before its next checkpoint'
-    refuse(run, MismatchError, 'degree was 8, now 4')
+    refuse(run, MismatchError, 'clip_norm was 0.5, now 1.0', old)
 
 
 @pytest.mark.parametrize('how', ['saved', 'older version', 'no run.json'])
