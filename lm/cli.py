@@ -6,12 +6,16 @@ exit code or None.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import importlib
+import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from lm import __version__
@@ -116,6 +120,7 @@ class Verb:
         flags: functions that add arguments to the parser.
         configure: makes the experiment from (arguments, gin parameters); None: the verb gets None.
         bindings: flag → the gin parameter that it sets.
+        resumes: SIGTERM ends it with the code of what may be run again, at any moment.
     """
 
     help: str
@@ -124,6 +129,7 @@ class Verb:
     flags: tuple[Callable[[argparse.ArgumentParser], None], ...] = (gin_flags,)
     configure: Callable[[argparse.Namespace, Sequence[str]], Any] | None = from_files
     bindings: dict[str, str] = dataclasses.field(default_factory=dict)
+    resumes: bool = False
 
 
 VERBS = {
@@ -140,6 +146,7 @@ VERBS = {
         main='lm.train:main',
         flags=(train_flags, gin_flags, distributed_flags),
         configure=from_new_or_old_run,
+        resumes=True,
     ),
     'evaluate': Verb(
         help='measure the perplexity of a run on a split',
@@ -266,6 +273,25 @@ def run(arguments: argparse.Namespace) -> int:
     return getattr(importlib.import_module(module), function)(experiment, arguments) or 0
 
 
+@contextlib.contextmanager
+def _preemptible(label: str) -> Iterator[None]:
+    """SIGTERM means 42 from the first import on; the training replaces this handler while it has something to save."""
+
+    def stop(signum: int, frame: Any) -> NoReturn:
+        # An exception would be swallowed by whatever library is being imported.
+        os.write(2, f'{label}: told to stop (SIGTERM): run the same command again\n'.encode())
+        os._exit(Preempted.exit_code)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     try:
@@ -274,7 +300,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code or 0
     label = f'lm {arguments.verb}'
     try:
-        return run(arguments)
+        with _preemptible(label) if VERBS[arguments.verb].resumes else contextlib.nullcontext():
+            return run(arguments)
     except KeyboardInterrupt:
         print(f'{label}: interrupted', file=sys.stderr)
         return 130
