@@ -1,44 +1,43 @@
 """The `lm` command.
 
-To add a verb, add an entry to VERBS. Its `main(experiment, arguments)` is imported only when the verb runs, so that
-`lm --help` answers at once, and returns an exit code or None.
+To add a verb, add an entry to VERBS. Its flags stand in its room, or here where it is a single file. Its
+`main(experiment, arguments)` is imported only when the verb runs, so that `lm --help` answers at once, and returns an
+exit code or None.
 """
 
 import os
+import signal
 import sys
 
-from lm.errors import ConfigError, LmError, Preempted, end_early_on_sigterm
+from lm.errors import EXIT_CODES, ConfigError, LmError, Preempted, end_on_sigterm
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
     # As the program, not as a module of another one or of its workers; before anything that takes its time.
-    end_early_on_sigterm()
+    end_on_sigterm('lm')
 
 # isort: split
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import importlib
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from lm import __version__
 from lm.bench.command import bench_flags
+from lm.check.flags import check_flags
 from lm.config.flags import distributed_flags, gin_flags
-
-EXIT_CODES = """exit codes:
-  0  done                      43  diverged: change something before running it again
-  2  wrong command or gin      44  data, tokenizer or checkpoint do not match or are damaged
-  42 preempted and saved: run the same command again"""
-
+from lm.data.prepare.flags import prepare_flags
+from lm.evaluation.flags import evaluate_flags
+from lm.inspect.flags import inspect_flags
+from lm.report.flags import report_flags
+from lm.sweep.flags import sweep_flags
 
 # --------------------------------------------------------------------------------------------------------------- flags
-
-
-def prepare_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--strict', action='store_true', default=None, help='stop at the first bad record')
-    parser.add_argument('--processes', type=int, metavar='N', help='worker processes; default: one a CPU core')
 
 
 def train_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,19 +50,17 @@ def train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--compile_cache', metavar='DIR', help="where compiled programs stay; 'none': nowhere; default: in the run"
     )
+    parser.add_argument(
+        '--rewind_to',
+        type=int,
+        metavar='STEP',
+        help='go on from this checkpoint, with a lower rate or without some batches; later ones are moved aside',
+    )
 
 
 def run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--run_dir', required=True, metavar='DIR', help='a run of lm train')
     parser.add_argument('--step', type=int, metavar='N', help='the checkpoint of this step; default: the newest')
-
-
-def evaluate_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--split', help='which split; default: data.eval_split')
-    parser.add_argument('--context_length', type=int, metavar='N', help='default: as in training')
-    parser.add_argument('--window', help="'disjoint' or 'sliding:STRIDE'")
-    parser.add_argument('--batch_size', type=int, metavar='N', help='windows at a time')
-    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
 
 
 def generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -74,53 +71,6 @@ def generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--top_k', type=int, metavar='K', help='only the K most probable tokens')
     parser.add_argument('--top_p', type=float, metavar='P', help='only the most probable tokens that make up P')
     parser.add_argument('--seed', type=int, default=0, help='default: 0')
-
-
-def sweep_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--run_dir', metavar='ROOT', help='the folder that gets a run directory for each point')
-    parser.add_argument(
-        '--sweep_file',
-        action='append',
-        default=[],
-        metavar='FILE',
-        help='a gin file whose lists are the axes of a grid; those of one scope zip/, zip_a/, … vary together',
-    )
-    parser.add_argument('--dry_run', action='store_true', help='print the list of runs and stop')
-    parser.add_argument('--count', action='store_true', help='print the number of points and stop')
-    parser.add_argument('--jobs', type=int, default=1, metavar='N', help='points at a time; default: 1')
-    parser.add_argument('--gpus_per_job', type=int, metavar='K', help='share the GPUs out, K to a point')
-    parser.add_argument('--index', type=int, metavar='I', help='run only point I, from 0, in this process')
-    parser.add_argument('--retry_failed', action='store_true', help='run points again that diverged or were refused')
-
-
-def report_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('paths', nargs='+', metavar='PATH', help='run directories, sweeps, or globs of them')
-    parser.add_argument('--out', required=True, metavar='DIR', help='a folder for the tables and pictures')
-    parser.add_argument('--split', help='which evaluations count; default: those of training')
-    parser.add_argument(
-        '--paper', choices=('pg19', 'wiki40b', 'none'), help="the paper's table to compare with; default: by the data"
-    )
-    parser.add_argument('--no_pictures', dest='pictures', action='store_false', help='tables only')
-
-
-def check_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        '--topology',
-        action='append',
-        default=[],
-        metavar='NAME',
-        help="compile for this TPU slice: 'v5e:4x8', 'v4:2x4x4', 'v6e-64', …; may be repeated; needs libtpu, no TPU",
-    )
-    parser.add_argument(
-        '--no_advice', dest='advice', action='store_false', help='try no changes when a step does not fit'
-    )
-    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
-
-
-def inspect_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('path', metavar='PATH', help='a run directory, a sweep or a token store')
-    parser.add_argument('--verify', action='store_true', help='read everything and compare checksums')
-    parser.add_argument('--json', action='store_true', help='print JSON instead of tables')
 
 
 # ------------------------------------------------------------------------------------------------------ configurations
@@ -181,6 +131,7 @@ class Verb:
         flags: functions that add arguments to the parser.
         configure: makes the experiment from (arguments, gin parameters); None: the verb gets None.
         bindings: flag → the gin parameter that it sets.
+        resumes: SIGTERM ends it with the code of what may be run again, at any moment.
     """
 
     help: str
@@ -189,6 +140,7 @@ class Verb:
     flags: tuple[Callable[[argparse.ArgumentParser], None], ...] = (gin_flags,)
     configure: Callable[[argparse.Namespace, Sequence[str]], Any] | None = from_files
     bindings: dict[str, str] = dataclasses.field(default_factory=dict)
+    resumes: bool = False
 
 
 VERBS = {
@@ -205,6 +157,7 @@ VERBS = {
         main='lm.train:main',
         flags=(train_flags, gin_flags, distributed_flags),
         configure=from_new_or_old_run,
+        resumes=True,
     ),
     'evaluate': Verb(
         help='measure the perplexity of a run on a split',
@@ -271,7 +224,7 @@ class _Parser(argparse.ArgumentParser):
     """Its errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f'{self.prog}: error: {message}; see {self.prog} --help\n')
+        self.exit(ConfigError.exit_code, f'{self.prog}: error: {message}; see {self.prog} --help\n')
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -331,6 +284,24 @@ def run(arguments: argparse.Namespace) -> int:
     return getattr(importlib.import_module(module), function)(experiment, arguments) or 0
 
 
+@contextlib.contextmanager
+def _sigterm(verb: Verb, label: str) -> Iterator[None]:
+    """SIGTERM means 42 for a verb that resumes, from the first import on; the training replaces this handler while it
+    has something to save. Other verbs end by the signal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.getsignal(signal.SIGTERM)
+    if verb.resumes:
+        end_on_sigterm(label)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     try:
@@ -339,7 +310,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code or 0
     label = f'lm {arguments.verb}'
     try:
-        return run(arguments)
+        with _sigterm(VERBS[arguments.verb], label):
+            return run(arguments)
     except KeyboardInterrupt:
         print(f'{label}: interrupted', file=sys.stderr)
         return 130
@@ -353,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = '' if expected or arguments.debug else ' (run it again with --debug for the traceback)'
         kind = '' if isinstance(error, Preempted) else 'error: '
         print(f'{label}: {kind}{message}{remedy}', file=sys.stderr)
-        return error.exit_code if expected else 1
+        return error.exit_code if expected else LmError.exit_code
 
 
 if __name__ == '__main__':

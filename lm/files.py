@@ -1,24 +1,121 @@
-"""Files, local ones and those in buckets."""
+"""Files, local ones and those in buckets: what an address is, writing whole files, locks between processes."""
 
 import contextlib
+import fcntl
+import importlib.util
 import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any, BinaryIO
 
 from etils import epath
 
+from lm.errors import ConfigError, LmError
 
-def write_atomically(path: epath.Path, text: str) -> None:
-    """Writes a small file: a reader, or a crash, finds the old text or the new. Object stores do so by themselves."""
-    if '://' in str(path):
-        path.write_text(text)
-        return
+PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
+"""Scheme of a bucket's address → the package that epath reads it with, where tensorflow is not installed."""
+
+
+class LockedError(LmError):
+    """Another process holds the lock."""
+
+
+def is_remote(path: os.PathLike | str) -> bool:
+    """Whether `path` is an address such as gs://bucket/folder; file:// is a local path."""
+    text = os.fspath(path)
+    return '://' in text and not text.startswith('file://')
+
+
+def check_scheme(path: os.PathLike | str, name: str) -> None:
+    """Raises ConfigError for an address that is neither file:// nor of a bucket; `name` is the field or flag."""
+    scheme, separator, _ = os.fspath(path).partition('://')
+    if separator and scheme not in (*PACKAGES, 'file'):
+        raise ConfigError(f'{_label(path, name)}: {scheme}:// is not supported; use a folder, gs://… or s3://…')
+
+
+def local_path(path: os.PathLike | str, name: str = 'path') -> pathlib.Path:
+    """The path of a local file or folder, without file:// and with ~ expanded.
+
+    Raises ConfigError for a ~user that there is not; `name` is the field or flag that said `path`.
+    """
+    try:
+        return pathlib.Path(os.fspath(path).removeprefix('file://')).expanduser()
+    except RuntimeError:
+        raise ConfigError(f'{_label(path, name)}: no such user; write the path out') from None
+
+
+def open_path(path: os.PathLike | str, name: str = 'path') -> Any:
+    """A pathlib path, or what epath has for a bucket, which has no `**` patterns.
+
+    Raises ConfigError for an address of another kind, a bucket whose package is missing and a ~user that there is not.
+    """
+    check_scheme(path, name)
+    if not is_remote(path):
+        return local_path(path, name)
+    scheme = os.fspath(path).partition('://')[0]
+    package = PACKAGES[scheme]
+    if not any(importlib.util.find_spec(module) for module in (package, 'tensorflow')):
+        raise ConfigError(f'{_label(path, name)}: {scheme}:// needs a package that is not here; pip install {package}')
+    return epath.Path(path)
+
+
+def write_atomically(path: os.PathLike | str, content: str | bytes | Iterable[Any]) -> int:
+    """Writes a file: a reader, or a crash, finds the old content or the new. Object stores do so by themselves.
+
+    Args:
+        path: its folder exists.
+        content: text (as UTF-8), bytes, or parts that hold bytes, such as arrays.
+
+    Returns:
+        The size in bytes.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    parts = [content] if isinstance(content, bytes) else content
+    if is_remote(path):
+        return epath.Path(path).write_bytes(b''.join(bytes(part) for part in parts))
+    path = pathlib.Path(path)
     temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
     try:
-        with open(temporary, 'w', encoding='utf-8') as file:
-            file.write(text)
+        with open(temporary, 'wb') as file:
+            for part in parts:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
+            size = file.tell()
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+    return size
+
+
+def lock(path: os.PathLike | str) -> BinaryIO:
+    """Locks the local file `path`, made with its folder where there is none, against other processes.
+
+    Returns:
+        The open file. The lock is held until it, and copies of it that child processes inherit, are closed: it is a
+        context manager, and goes with the process, however that ends.
+
+    Raises:
+        LockedError: another process has it.
+    """
+    path = pathlib.Path(path)
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, 'ab')  # noqa: SIM115 (closed by the caller)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+            file.close()  # deleted by the one that had it: another process may lock a new file of this name
+        except BlockingIOError:
+            file.close()
+            raise LockedError(f'{path}: another process holds this lock; wait for its end or stop it') from None
+        except BaseException:
+            file.close()
+            raise
+
+
+def _label(path: os.PathLike | str, name: str) -> str:
+    return f'{name} {os.fspath(path)!r}' if name.startswith('--') else f'{name} = {os.fspath(path)!r}'

@@ -45,8 +45,8 @@ class ModelConfig:
     hidden_dim: int | None = field(None, minimum=1, help='GLU width; None: 8·d_model/3 rounded down to a multiple of 8')
     attention: Attention | tuple[Attention, ...] = field(Softmax(), help='one mechanism, or a list cycled over layers')
     dtype: str = field('auto', choices=('auto', 'float32', 'bfloat16'), help='auto: bfloat16, but float32 on CPU')
-    remat: str = field('none', choices=tuple(REMAT))
-    unroll: int = field(1, minimum=1, help='layers compiled per scan iteration; n_layers: no loop')
+    remat: str = field('none', choices=tuple(REMAT), resume=True)
+    unroll: int = field(1, minimum=1, resume=True, help='layers compiled per scan iteration; n_layers: no loop')
 
     def __post_init__(self):
         if self.n_heads % self.dims.n_kv_heads:

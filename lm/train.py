@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.compiled.cache import CompileCache
+from lm.config.text import dump
 from lm.data.batches import Batches
 from lm.errors import Diverged, LmError, MismatchError, Preempted
 from lm.evaluation.accuracy import TaskEvaluator
@@ -27,10 +28,11 @@ from lm.evaluation.perplexity import Evaluator
 from lm.experiment import Experiment
 from lm.hardware import peak_flops
 from lm.runs.goodput import Goodput, describe, process_start
+from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
 from lm.text import duration, si
-from lm.training.config import MAY_CHANGE_ON_RESUME, TrainConfig
+from lm.training.config import TrainConfig
 from lm.training.inputs import make_batches, open_store
 from lm.training.mesh import initialize_distributed, make_mesh
 from lm.training.peers import Peers
@@ -51,38 +53,46 @@ def main(experiment: Experiment, arguments: Any) -> int:
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
     with Peers(experiment.mesh.heartbeat_seconds):
-        train(experiment, arguments.run_dir, getattr(arguments, 'compile_cache', None), process_start())
+        flags = {name: getattr(arguments, name, None) for name in ('rewind_to', 'compile_cache')}
+        train(experiment, arguments.run_dir, **flags, begun=process_start())
     return 0
 
 
-def train(experiment: Experiment, run_dir: str, compile_cache: str | None = None, begun: float | None = None) -> State:
+def train(
+    experiment: Experiment,
+    run_dir: str,
+    rewind_to: int | None = None,
+    compile_cache: str | None = None,
+    begun: float | None = None,
+) -> State:
     """Trains, or continues the run that lies in `run_dir`. Returns the final state (see `lm.training.step`).
 
     Args:
+        rewind_to: the step whose checkpoint it goes on from; default: the newest.
         compile_cache: folder in which compiled programs are kept; 'none': nowhere; default: in the run directory.
         begun: since when this session of the run counts, in seconds since the epoch; default: now.
 
     Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
     """
     with contextlib.ExitStack() as stack:
-        return set_up(experiment, run_dir, stack, compile_cache, begun).run()
+        goodput = Goodput(RunDir(run_dir).read_goodput(), time.time() if begun is None else begun)
+        folder = None if compile_cache == 'none' else compile_cache or RunDir(run_dir).path / 'compiled'
+        programs = stack.enter_context(CompileCache(folder))
+        return set_up(experiment, run_dir, stack, goodput, programs, rewind_to).run()
 
 
 def set_up(
     experiment: Experiment,
     run_dir: str,
     stack: contextlib.ExitStack,
-    compile_cache: str | None = None,
-    begun: float | None = None,
+    goodput: Goodput,
+    programs: CompileCache,
+    rewind_to: int | None = None,
 ) -> 'Trainer':
     """Everything that a run needs, ready for its next step. What is open is closed by `stack`."""
     # Everything that can be wrong is found before anything is written: only so does the corrected command still work.
     config, model, data = experiment.train, experiment.model, experiment.data
-    run = RunDir(run_dir)
-    goodput = Goodput(run.read_goodput(), time.time() if begun is None else begun)
     preemption = stack.enter_context(Preemption())
-    folder = None if compile_cache == 'none' else compile_cache or run.path / 'compiled'
-    programs = stack.enter_context(CompileCache(folder))
     store = open_store(data, config, model)
     mesh = make_mesh(experiment.mesh)
     stack.enter_context(jax.set_mesh(mesh))
@@ -96,16 +106,24 @@ def set_up(
         rows = plan_rows(model, config, parameters, f'{epochs:.3g} epochs of {store.path}')
         for name, value in (rows | {'devices': describe_devices(mesh, model.compute_dtype)}).items():
             print_row(name, value)
-    run.check_unchanged(experiment, MAY_CHANGE_ON_RESUME)
-    checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints))
+    run = RunDir(run_dir)
+    lock = stack.enter_context(run.lock())
+    if rewind_to is not None and run.is_rewound(rewind_to, experiment):
+        rewind_to = None
+    rewinds = rewind_to is not None
+    run.check_unchanged(experiment, rewinds)
+    checkpointer = stack.enter_context(
+        Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints, run.record_saved)
+    )
 
     # Restore this run, else start from another one's parameters, else from the seed.
     abstract = abstract_state(functions, mesh)
     advancing = compile_step_aside(functions, abstract, config, batches.dtype, mesh)
     with goodput.spent('restore'):
-        restored = checkpointer.restore(abstract)
+        restored = checkpointer.restore(abstract, rewind_to)
         if restored:
             state, start, saved = restored
+            batches.windows.resume(start, saved.get('skipped_batches'))
         else:
             state, start, saved = init_state(functions, abstract, config.seed), 0, {'step_seconds': 0.0}
             if config.init_from:
@@ -116,7 +134,9 @@ def set_up(
         advance = advancing.result()
     redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
 
-    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, MAY_CHANGE_ON_RESUME)
+    if rewinds:
+        checkpointer.rewind(start)
+    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, start, rewinds)
     programs.publish()
     progress = Progress(config.steps, enabled=is_leader)
     metrics_file = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
@@ -126,8 +146,10 @@ def set_up(
     peak = peak_flops(jax.devices()[0].device_kind)
     return Trainer(
         config=config,
+        text=dump(experiment),
         run_dir=run_dir,
         run_directory=run,
+        lock=lock,
         functions=functions,
         state=state,
         start=start,
@@ -154,6 +176,7 @@ class Trainer:
     """One session of a run: from step `start`, of a restored or new state, to the last one.
 
     Attributes:
+        text: the whole configuration as gin text, which checkpoints keep.
         state: after the newest step that was dispatched (see `lm.training.step`).
         advance: (state, batch) → (state, metrics): the compiled step, which takes the memory of the old state.
         redraw: (weights, which mechanisms, seed, steps done) → new buffers.
@@ -161,8 +184,10 @@ class Trainer:
     """
 
     config: TrainConfig
+    text: str
     run_dir: str
     run_directory: RunDir
+    lock: RunLock
     functions: TrainStep
     state: State
     start: int
@@ -274,8 +299,8 @@ class Trainer:
             f'loss, gradient or update was not finite for {self.bad_steps} steps in a row, up to step {step}, there '
             f'first: {what}; {"no step is saved" if newest is None else f"the newest checkpoint is step {newest}"}: '
             f"run it again with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave "
-            'these batches out, or start a new --run_dir with a lower optimizer.peak_learning_rate'
-            + ('' if newest is None else f" and train.init_from = '{self.run_dir}'")
+            'these batches out, or with a lower optimizer.peak_learning_rate '
+            + ('in a new --run_dir' if newest is None else f'and --rewind_to {newest}')
         )
 
     def is_evaluation_due(self, step: int) -> bool:
@@ -294,9 +319,15 @@ class Trainer:
 
     def save(self, step: int, loss: float | None = None) -> None:
         """Starts to write a checkpoint; `loss` is that of an evaluation after `step`."""
+        self.lock.check()
         self.metrics_file.flush()
         evaluation = {} if loss is None else {'loss': loss}
-        metadata = {'seconds': self.throughput.seconds, 'step_seconds': self.goodput.total('step')}
+        metadata = {
+            'seconds': self.throughput.seconds,
+            'step_seconds': self.goodput.total('step'),
+            'config': self.text,
+            'skipped_batches': self.batches.windows.skipped_before(step),
+        }
         with self.pause('checkpoint'):
             self.checkpointer.save(step, self.state, metadata=metadata, metrics=evaluation)
             self.record_goodput()

@@ -194,6 +194,16 @@ def test_exit_codes(error, code, message, calls, monkeypatch, capsys):
     assert ('Traceback' in capsys.readouterr().err) == (code != 130)
 
 
+@pytest.mark.parametrize('argv', [['--help'], ['train', '--help']])
+def test_help_explains_every_exit_code(argv, capsys):
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.LmError)]
+    for kind in kinds:
+        assert f'\n  {kind.exit_code:<3}{kind.meaning}\n' in shown
+    assert len({kind.exit_code for kind in kinds}) == len(kinds) >= 5
+
+
 def test_exit_code_of_the_verb_is_passed_on(calls, monkeypatch):
     monkeypatch.setattr('lm.data.prepare.stages.main', lambda experiment, arguments: 3)
     assert main(['prepare']) == 3

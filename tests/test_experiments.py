@@ -19,6 +19,8 @@ from lm.report import paper
 from lm.runs.records import Run
 from lm.runs.run_dir import bindings
 from lm.sweep.points import Point, make_points
+from lm.training.rules.adamw import AdamW
+from lm.training.schedules.linear import Linear
 from lm.training.step import count_parameters
 
 CONFIGS = tiny.ROOT / 'configs'
@@ -145,8 +147,8 @@ def test_the_recipes_are_the_papers():
     for name, batch, peak, warmup in (('pg19_kernel', 2**20, 7e-4, 10_000), ('c4_small', 2**19, 3e-4, 12_500)):
         e = load([f'configs/experiments/{name}.gin'])
         assert (e.train.steps, e.train.tokens_per_step, e.optimizer.warmup_steps) == (125_000, batch, warmup)
-        assert (e.optimizer.peak_learning_rate, e.optimizer.b1, e.optimizer.b2) == (peak, 0.95, 0.98)
-        assert e.optimizer.decay == 'linear'
+        assert (e.optimizer.peak_learning_rate, e.optimizer.rule) == (peak, AdamW(b1=0.95, b2=0.98))
+        assert e.optimizer.schedule == Linear(final_fraction=0.0)
     short = load(['configs/experiments/c4_medium_30k.gin'])
     assert (short.train.steps, short.optimizer.warmup_steps, short.train.context_length) == (30_000, 3_000, 8192)
     assert load(['configs/experiments/c4_large.gin']).train.context_length == 2048

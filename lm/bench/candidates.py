@@ -13,7 +13,8 @@ from typing import Any
 from lm.attention import Attention
 from lm.config.checks import Statement, check_used, did_you_mean, used_bindings
 from lm.config.configurable import REGISTRY
-from lm.config.load import read, resolve, sections_of
+from lm.config.read import read
+from lm.config.resolve import resolve, sections_of
 from lm.config.text import Reference, listed
 from lm.errors import ConfigError
 from lm.experiment import Experiment

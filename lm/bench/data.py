@@ -23,7 +23,7 @@ import sentencepiece
 from rich.console import Console
 
 from lm.bench import results, timing
-from lm.config.load import PROJECT
+from lm.config.read import PROJECT
 from lm.data import store
 from lm.data.batches import Batches, Windows
 from lm.data.prepare import shards as work

@@ -339,7 +339,7 @@ def _bfloat16(*shape: int):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class KernelSchedule:
     """Bundles, and for each unit how often it is used and how many of it there are."""
 
     bundles: int
@@ -356,7 +356,7 @@ class Schedule:
         return 0.0
 
 
-def read_schedule(dump: str, name: str, longest: bool = False) -> Schedule:
+def read_schedule(dump: str, name: str, longest: bool = False) -> KernelSchedule:
     """The final schedule of the kernel whose name holds `name`.
 
     Args:
@@ -375,7 +375,7 @@ def read_schedule(dump: str, name: str, longest: bool = False) -> Schedule:
         low, high = max(itertools.pairwise(ends), key=lambda pair: pair[1] - pair[0])
         used = used[low:high]
     units = {unit: (int(n), c) for unit, n, c in zip(names, used.sum(0), capacities, strict=True)}
-    return Schedule(len(used), units)
+    return KernelSchedule(len(used), units)
 
 
 def _dumped(dump: str, name: str, part: str) -> str:

@@ -13,8 +13,8 @@ from lm.training.step import count_parameters
 
 MAX_FSDP = 64
 """Devices that share one copy of the state at most; beyond it a share is small beside everything else."""
-BYTES_A_PARAMETER = 12
-"""Of the state: the parameter and Adam's two moments, float32."""
+BYTES_A_PARAMETER = 4
+"""Of a parameter itself; the rule of the optimizer says what it keeps for it."""
 LARGE_STATE = 1 / 3
 """Share of the HBM; gradients and their sum over microbatches take up to as much again."""
 
@@ -79,7 +79,8 @@ def candidates(experiment: Experiment, topology: Topology) -> Iterator[dict[str,
     levels = list(REMAT)[list(REMAT).index(model.remat) :]
     devices = topology.chips * topology.chip.devices
     shared = max(mesh.fsdp, max(n for n in range(1, min(devices, MAX_FSDP) + 1) if devices % n == 0))
-    state_gib = BYTES_A_PARAMETER * sum(count_parameters(model).values()) / mesh.fsdp / 2**30
+    each = BYTES_A_PARAMETER + experiment.optimizer.rule.state_bytes()
+    state_gib = each * sum(count_parameters(model).values()) / mesh.fsdp / 2**30
     sharing = [shared] if state_gib > LARGE_STATE * topology.chip.hbm_gib else [mesh.fsdp, shared]
     for fsdp in dict.fromkeys(sharing):
         for remat in levels:

@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 
 from lm.checkpoint.checksum import checksums
 from lm.errors import MismatchError
+from lm.files import is_remote
 
 FORMAT = 1
 COMMITTED = 'commit_success.txt'
@@ -170,6 +171,13 @@ def make_record(
     return record | {'sha256': _sha256(record)}
 
 
+def steps_in(directory: epath.Path) -> list[int]:
+    """The steps that have a folder in `directory`, complete or not, ascending."""
+    if not directory.exists():
+        return []
+    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and str(int(p.name)) == p.name)
+
+
 def flatten(tree: Any) -> dict[str, Any]:
     """Dotted name → leaf, in the order of jax.tree.leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -210,10 +218,6 @@ class _Agreement:
         if worst > mine:
             kind = Damaged if worst == 1 else MismatchError
             raise kind(f'checkpoint step {self.step}: see the message of another process')
-
-
-def is_remote(path: epath.Path) -> bool:
-    return '://' in str(path)
 
 
 def some(items: list) -> str:

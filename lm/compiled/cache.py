@@ -56,7 +56,7 @@ class CompileCache:
     def __enter__(self) -> 'CompileCache':
         if self.folder is not None:
             try:
-                self._private = _private_folder(str(self.folder))
+                self._private = _private_folder()
                 self._fetch()
             except OSError as error:
                 log.warning('no cache of compiled programs: %s', error)
@@ -129,16 +129,17 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def _private_folder(name: str) -> Path:
-    """A new folder that only this user reads; that of a process which was killed before it goes."""
-    digest = hashlib.sha256(f'{name}\0{jax.process_index()}'.encode()).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f'lm-compiled-{os.getuid()}-{digest}'
-    shutil.rmtree(path, ignore_errors=True)
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        path = Path(tempfile.mkdtemp(prefix='lm-compiled-'))
-    return path
+def _private_folder() -> Path:
+    """A new folder that only this user reads. Those of processes that were killed go."""
+    for path in Path(tempfile.gettempdir()).glob('lm-compiled-*-*'):
+        with contextlib.suppress(OSError, ValueError):
+            if (
+                path.is_dir()
+                and path.stat().st_uid == os.getuid()
+                and not Path('/proc', path.name.split('-')[2]).exists()
+            ):
+                shutil.rmtree(path, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f'lm-compiled-{os.getpid()}-'))
 
 
 def _machine() -> str:

@@ -1,41 +1,32 @@
-"""The statements of a configuration, and whether each of them has an effect. Gin is not needed."""
+"""The statements of a configuration, and whether each of them has an effect."""
 
 import dataclasses
 import difflib
-import types
 import typing
 from collections.abc import Iterable
 from typing import Any
 
-from lm.config.configurable import REGISTRY
+from lm.config.configurable import REGISTRY, classes_in
 from lm.config.text import Macro, Reference, format_value, listed, replace_nodes
 from lm.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """`scope/selector.parameter = value`, found at `where`; a macro `scope/selector = value` has no parameter."""
+    """`scope/selector.parameter = value`, found at `where`; a macro `scope/selector = value` has no parameter.
+    What an `optional` one says of nested configurables (mechanisms, sources, rules) need not have an effect."""
 
     scope: str
     selector: str
     parameter: str
     value: Any
     where: str
-    in_base: bool
+    optional: bool
 
     @property
     def key(self) -> str:
         path = f'{self.scope}/{self.selector}' if self.scope else self.selector
         return f'{path}.{self.parameter}' if self.parameter else path
-
-    def text(self, module: str) -> str:
-        """As gin reads it, the names of configurables qualified with `module`."""
-        scope = f'{self.scope}/' if self.scope else ''
-        name = f'{module}{self.selector}.{self.parameter}' if self.parameter else self.selector
-        try:
-            return f'{scope}{name} = {format_value(self.value, module)}'
-        except ConfigError as error:
-            raise ConfigError(f'{self.where}: {self.key} = {error}') from None
 
 
 def in_effect(bindings: dict[str, Statement], scope: str, name: str) -> dict[str, Statement]:
@@ -86,7 +77,7 @@ def check_used(bindings: dict[str, Statement], calls: list[tuple[str, str]], sec
     """Raises ConfigError for the statements without effect, each with what might have been meant."""
     used = used_bindings(bindings, calls)
     unused = [s for key, s in bindings.items() if key not in used]
-    unused = [s for s in unused if not (s.in_base and s.parameter and s.selector not in sections)]
+    unused = [s for s in unused if not (s.optional and s.parameter and s.selector not in sections)]
     if unused:
         names = [f'{s.key}{_explain(s, bindings, used, calls)} ({s.where})' for s in unused]
         raise ConfigError(
@@ -112,18 +103,11 @@ def _explain(statement: Statement, bindings: dict[str, Statement], used: set[str
     reference = format_value(Reference(statement.scope, statement.selector))
     for _, name in calls:
         for parameter, annotation in typing.get_type_hints(REGISTRY[name]).items():
-            bases = [c for c in _classes(annotation) if c.__module__ != 'builtins']
+            bases = [c for c in classes_in(annotation) if c.__module__ != 'builtins']
             if parameter in parameters_of(name) and issubclass(REGISTRY[statement.selector], tuple(bases)):
                 now = f'{name}.{parameter}'
                 return f', because {reference} is not selected: set {now} = {reference} or delete it'
     return f', because {reference} is not selected'
-
-
-def _classes(annotation: Any) -> list[type]:
-    """The classes inside an annotation: `A | tuple[B, ...] | None` → A, B."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return [annotation]
-    return [c for argument in typing.get_args(annotation) for c in _classes(argument)]
 
 
 def parameters_of(name: str) -> list[str]:

@@ -5,7 +5,7 @@
         degree: int = field(4, minimum=2, even=True)
 
 makes `Polynomial` a frozen, keyword-only dataclass whose values are checked at construction, and lets a gin file
-write `polynomial.degree = 8` and `model.attention = @polynomial()`. Nothing here knows gin: `lm.config.load` does.
+write `polynomial.degree = 8` and `model.attention = @polynomial()`. Nothing here knows gin: `lm.config.read` does.
 """
 
 import dataclasses
@@ -31,6 +31,8 @@ def field(
     choices: tuple | None = None,
     check: Callable[[Any], str | None] | None = None,
     help: str = '',
+    resume: bool = False,
+    formerly: str | None = None,
 ) -> Any:
     """A dataclass field with the range of its values.
 
@@ -42,13 +44,19 @@ def field(
         choices: the permitted values.
         check: returns None for a good value, else what is wrong ("must be …").
         help: one line for people.
+        resume: the value does not change what is learned: a run may be resumed with another one.
+        formerly: the name in earlier versions, which gin files may still use: `bias`, or `optimizer.b1` of a field that
+            stood in another configurable. Where the value was the name of a configurable, it becomes a reference.
     """
     rules = dict(minimum=minimum, maximum=maximum, above=above, below=below, even=even, choices=choices, check=check)
-    return dataclasses.field(default=default, metadata={'rules': rules, 'help': help})
+    return dataclasses.field(
+        default=default, metadata={'rules': rules, 'help': help, 'resume': resume, 'formerly': formerly}
+    )
 
 
-def configurable(name: str) -> Callable[[type], type]:
-    """Class decorator: a frozen keyword-only dataclass, checked at construction, known to gin files as `name`."""
+def configurable(name: str, *, resume: bool = False) -> Callable[[type], type]:
+    """Class decorator: a frozen keyword-only dataclass, checked at construction, known to gin files as `name`.
+    `resume`: a run may be resumed with other values of all its fields."""
 
     def decorate(cls: type) -> type:
         refine = cls.__dict__.get('__post_init__')
@@ -60,6 +68,7 @@ def configurable(name: str) -> Callable[[type], type]:
 
         cls.__post_init__ = check
         cls.gin_name = name
+        cls.gin_resume = resume
         cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         known = REGISTRY.setdefault(name, cls)
         if known is not cls and known.__qualname__ != cls.__qualname__:
@@ -117,6 +126,13 @@ def convert(value: Any, annotation: Any) -> Any:
     if not isinstance(value, annotation) or (isinstance(value, bool) and annotation is int):
         raise TypeError
     return value
+
+
+def classes_in(annotation: Any) -> list[type]:
+    """The classes inside an annotation: `A | tuple[B, ...] | None` → A, B and NoneType."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return [annotation]
+    return [c for argument in typing.get_args(annotation) for c in classes_in(argument)]
 
 
 def describe(annotation: Any) -> str:

@@ -39,12 +39,12 @@ def replace_nodes(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def format_value(value: Any, module: str = '') -> str:
-    """`value` as gin writes it. The selectors of references get the prefix `module`."""
+def format_value(value: Any) -> str:
+    """`value` as gin writes it."""
     match value:
         case Reference():
             scope = f'{value.scope}/' if value.scope else ''
-            return f'@{scope}{module}{value.selector}{"()" if value.evaluate else ""}'
+            return f'@{scope}{value.selector}{"()" if value.evaluate else ""}'
         case Macro():
             return f'%{value.name}'
         case None | bool() | bytes():
@@ -62,9 +62,9 @@ def format_value(value: Any, module: str = '') -> str:
         case str():
             return str.__repr__(value)
         case list() | tuple():
-            return f'[{", ".join(format_value(v, module) for v in value)}]'
+            return f'[{", ".join(format_value(v) for v in value)}]'
         case dict():
-            return f'{{{", ".join(f"{format_value(k, module)}: {format_value(v, module)}" for k, v in value.items())}}}'
+            return f'{{{", ".join(f"{format_value(k)}: {format_value(v)}" for k, v in value.items())}}}'
     raise ConfigError(f'{value!r}: a {type(value).__name__} cannot be written to a gin file')
 
 

@@ -13,7 +13,7 @@ from lm.tasks import Task, TaskStore
 class DataConfig:
     """Which prepared tokens, or which synthetic task, to train and evaluate on."""
 
-    path: str = field('', help='the token store that `lm prepare` writes: a folder, gs://… or s3://…')
+    path: str = field('', resume=True, help='the token store that `lm prepare` writes: a folder, gs://… or s3://…')
     train_split: str = field('train', help='the split to train on')
     eval_split: str = field('validation', help='the split of the periodic evaluation')
     task: Task | None = field(None, help='a synthetic task in place of a token store')

@@ -36,7 +36,7 @@ _PROBE = ' a  b\n\n\tc\r\n\x00 ﬀ é Å 😀 </s> <0x41> '
 MAX_SENTENCE_BYTES = 16_384
 
 
-@configurable('tokenizer')
+@configurable('tokenizer', resume=True)
 class TokenizerConfig:
     """The tokenizer that `lm prepare` trains on a sample of the training split, or an existing one."""
 

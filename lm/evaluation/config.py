@@ -12,7 +12,7 @@ def _check_window(window: str) -> str | None:
     return "must be 'disjoint' or 'sliding:STRIDE', such as 'sliding:512'"
 
 
-@configurable('evaluate')
+@configurable('evaluate', resume=True)
 class EvaluateConfig:
     """Which tokens are scored and with how much context."""
 

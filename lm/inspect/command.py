@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
+import lm.experiment  # noqa: F401 (fills the registry, which knows the names of bindings)
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import Damaged, Snapshot
 from lm.data.store import TokenStore

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+import lm.experiment  # noqa: F401 (fills the registry, which knows the names of bindings)
+from lm.config.names import may_change
 from lm.plots import Curve
 from lm.report import paper
 from lm.runs.records import Run
@@ -134,11 +136,8 @@ def context_curve(series: Series, values: Iterable[tuple[int, float | None]]) ->
 
 def _counts(binding: str) -> bool:
     """Whether a difference in this binding makes another series."""
-    from lm.training.config import MAY_CHANGE_ON_RESUME
-
-    ignored = {'train.seed', 'train.context_length', 'train.microbatches', 'model.attention', *MAY_CHANGE_ON_RESUME}
-    section = binding.rpartition('/')[2].partition('.')[0] + '.'
-    return binding == 'data.path' or not (binding in ignored or section in ignored)
+    ignored = {'train.seed', 'train.context_length', 'train.microbatches', 'model.attention'}
+    return binding == 'data.path' or not (binding in ignored or may_change(binding))
 
 
 def _brief(value: str) -> str:

@@ -17,8 +17,11 @@ from etils import epath
 
 from lm.checkpoint.snapshot import Snapshot
 from lm.errors import ConfigError
+from lm.files import is_remote
 from lm.runs.goodput import checked
-from lm.runs.run_dir import RunDir, bindings
+from lm.runs.info import read_info
+from lm.runs.metrics_file import read_lines
+from lm.runs.run_dir import RunDir, bindings, read_text
 
 NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
@@ -30,7 +33,7 @@ class Run:
     Attributes:
         directory: where it lies.
         config: binding → gin text of its value, from config.gin.
-        info: run.json.
+        info: run.json as `lm.runs.info.read_info` gives it.
         train, evals: the records of metrics.jsonl, by kind, in the order of the steps.
         evaluations: the files that `lm evaluate` wrote.
     """
@@ -52,8 +55,8 @@ class Run:
         found = sorted(directory.evaluations.glob('*.json')) if directory.evaluations.exists() else []
         return cls(
             directory=directory,
-            config=bindings(directory.config.read_text()),
-            info=read_json(directory.info) or {},
+            config=bindings(read_text(directory.config)),
+            info=read_info(directory.info),
             train=[r for r in records if r['kind'] == 'train'],
             evals=[r for r in records if r['kind'] == 'eval'],
             evaluations=[r for r in map(read_json, found) if r],
@@ -148,7 +151,7 @@ def find_runs(patterns: Iterable[str]) -> list[Run]:
 def _expand(pattern: str) -> list[epath.Path]:
     if not any(character in pattern for character in '*?['):
         return [epath.Path(pattern).expanduser()]
-    if '://' in pattern:
+    if is_remote(pattern):
         scheme, _, rest = pattern.partition('://')
         bucket, _, inner = rest.partition('/')
         return sorted(epath.Path(f'{scheme}://{bucket}').glob(inner))
@@ -164,15 +167,8 @@ def read_json(path: epath.Path) -> Any:
 
 
 def read_jsonl(path: epath.Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl. A last line that is being written is left out."""
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-            records.append(_finite(record | {'step': int(record['step']), 'kind': record['kind']}))
-        except (ValueError, KeyError, TypeError):
-            continue
-    return records
+    """The records of metrics.jsonl. Lines that are damaged, or are being written, are left out."""
+    return [_finite(record) for _, record in read_lines(path) if record and 'loss' in record]
 
 
 def to_json(value: Any) -> str:

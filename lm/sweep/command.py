@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from etils import epath
 
 from lm.errors import ConfigError, LmError, Preempted
-from lm.files import write_atomically
+from lm.files import is_remote, write_atomically
 from lm.runs.records import Run, is_run, read_json, to_json
 from lm.runs.run_dir import RunDir, check_path
 from lm.sweep.points import Point, make_points
@@ -72,18 +72,16 @@ class Sweep:
 
     def __init__(self, root: epath.PathLike, points: list[Point]):
         self.root = epath.Path(root)
-        if '://' not in str(self.root):
+        if not is_remote(self.root):
             self.root = self.root.expanduser().absolute()
-        self.is_local = '://' not in str(self.root)
+        self.is_local = not is_remote(self.root)
         self.points = points
         self.notes = self.root / 'points'
 
     def check(self) -> None:
         """Raises MismatchError if a directory holds a run of another configuration than the point of its name."""
-        from lm.training.config import MAY_CHANGE_ON_RESUME
-
         for point in self.points:
-            RunDir(self.root / point.name).check_unchanged(point.config, MAY_CHANGE_ON_RESUME)
+            RunDir(self.root / point.name).check_unchanged(point.config)
 
     def is_finished(self, point: Point) -> bool:
         path = self.root / point.name

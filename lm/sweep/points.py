@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm.config.checks import Statement, check_used, used_bindings
-from lm.config.load import read, resolve, sections_of
+from lm.config.read import read
+from lm.config.resolve import resolve, sections_of
 from lm.config.text import Reference, dump, format_value
 from lm.errors import ConfigError
 from lm.runs.run_dir import check_name

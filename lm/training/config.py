@@ -19,18 +19,18 @@ class TrainConfig:
     context_length: int = field(1024, minimum=1)
     microbatches: int = field(1, minimum=1, help='gradient accumulation: parts that a batch is processed in')
     seed: int = field(0, minimum=0)
-    log_every: int = field(10, minimum=1)
-    eval_every: int | None = field(1000, minimum=1, help='None: only at the end')
-    max_nonfinite_steps: int = field(10, minimum=1, help='stop (exit code 43) after so many in a row')
+    log_every: int = field(10, minimum=1, resume=True)
+    eval_every: int | None = field(1000, minimum=1, resume=True, help='None: only at the end')
+    max_nonfinite_steps: int = field(10, minimum=1, resume=True, help='stop (exit code 43) after so many in a row')
     hang_minutes: float | None = field(
-        10.0, above=0, help='a step that takes so long, and 20 times the median step, ends the run with 42; None: never'
+        10.0, above=0, resume=True, help='a step that takes so long, and 20 median steps, ends with 42; None: never'
     )
-    skip_batches: tuple[tuple[int, int], ...] = field((), help='half-open ranges of batches never to train on')
+    skip_batches: tuple[tuple[int, int], ...] = field((), resume=True, help='half-open ranges of batches to leave out')
     init_from: str | None = field(None, help='run directory whose parameters this run starts from')
     profile: tuple[int, int] | None = field(
-        None, check=_check_traced, help='first and last step of a profiler trace, in RUN_DIR/profile'
+        None, resume=True, check=_check_traced, help='first and last step of a profiler trace, in RUN_DIR/profile'
     )
-    tensorboard: bool = field(True, help="write TensorBoard summaries when the 'tensorboard' extra is installed")
+    tensorboard: bool = field(True, resume=True, help="write summaries when the 'tensorboard' extra is installed")
 
     def __post_init__(self):
         if self.tokens_per_step % self.context_length:
@@ -62,23 +62,3 @@ class TrainConfig:
                 f'{self.context_length} tokens, which {devices} devices cannot share equally; '
                 'change tokens_per_step, context_length or microbatches'
             )
-
-
-MAY_CHANGE_ON_RESUME = (
-    'train.log_every',
-    'train.eval_every',
-    'train.max_nonfinite_steps',
-    'train.hang_minutes',
-    'train.profile',
-    'train.skip_batches',
-    'train.tensorboard',
-    'data.path',
-    'checkpoint.',
-    'evaluate.',
-    'mesh.',
-    'model.remat',
-    'model.unroll',
-    'prepare.',
-    'tokenizer.',
-)
-"""Bindings that do not change what is learned: a run may be resumed with other values of these."""

@@ -23,7 +23,7 @@ MIN_SHARDED_SIZE = 2**14
 """Arrays with fewer elements are replicated: their all-gather would cost more latency than their memory is worth."""
 
 
-@configurable('mesh')
+@configurable('mesh', resume=True)
 class MeshConfig:
     """How the devices are used."""
 

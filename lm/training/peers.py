@@ -174,9 +174,10 @@ class Peers:
         """Ends this process: as the one that failed, if one did, else to be repeated."""
         if failed := self._failed():
             end_process(
-                f'process {failed[0]} of {self.count} ended with exit code {failed[1]}: see its message', failed[1]
+                f'lm train: process {failed[0]} of {self.count} ended with exit code {failed[1]}: see its message',
+                failed[1],
             )
-        end_process(f'process {index} of {self.count} {what}: run the same command again on all of them')
+        end_process(f'lm train: process {index} of {self.count} {what}: run the same command again on all of them')
 
 
 class _Connection:

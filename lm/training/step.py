@@ -42,7 +42,7 @@ class TrainStep:
         scored: Callable[[jax.Array], jax.Array] | None = None,
     ):
         self.model, self.scored = model, scored
-        self.schedule = optimizer.schedule(steps)
+        self.schedule = optimizer.learning_rate(steps)
         self.transform = optimizer.build(steps)
         self.graph, _, _ = split(nnx.eval_shape(lambda: model_lib.build(model, 0)))
 

@@ -76,6 +76,6 @@ class Watchdog:
             if late > self.limit() and not self._paused and last == self._last:
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
                 end_process(
-                    f'step {self._number} has not finished for {late / 60:.1f} minutes, train.hang_minutes is '
-                    f'{self.minutes:g}: the stacks of all threads are above; run the same command again'
+                    f'lm train: step {self._number} has not finished for {late / 60:.1f} minutes, train.hang_minutes '
+                    f'is {self.minutes:g}: the stacks of all threads are above; run the same command again'
                 )

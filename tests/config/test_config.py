@@ -5,6 +5,8 @@ import math
 import pathlib
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +14,11 @@ from hypothesis import strategies as st
 
 from lm.cli import VERBS, parse
 from lm.config.configurable import REGISTRY, configurable, field
-from lm.config.load import load
+from lm.config.load import load as load_into
+from lm.config.names import may_change
 from lm.config.text import dump
 from lm.errors import ConfigError
+from lm.experiment import Experiment, load
 
 PROJECT = pathlib.Path(__file__).resolve().parents[2]
 SHIPPED = sorted([*PROJECT.glob('configs/**/*.gin'), *PROJECT.glob('data/*.gin')])
@@ -37,6 +41,18 @@ class Pair(Shape):
     others: tuple[Shape, ...] = field(())
 
 
+@configurable('test_ring')
+class Ring(Shape):
+    inner_radius: float = field(0.5, formerly='hole')
+    colour: str = field('red', formerly='test_shapes.colour')
+    width: float = field(1.0, formerly='test_shapes.width')
+
+
+@configurable('test_frame')
+class Frame(Shape):
+    border: float = field(1.0, formerly='test_shapes.width')
+
+
 @configurable('test_needy')
 class Needy(Shape):
     name: str = field(help='what it is called')
@@ -45,7 +61,7 @@ class Needy(Shape):
 @configurable('test_shapes')
 class Shapes:
     shape: Shape | tuple[Shape, ...] | None = field(Disc())
-    spare: Shape | None = field(None)
+    spare: Shape | None = field(None, formerly='reserve')
 
 
 @configurable('test_values')
@@ -66,7 +82,7 @@ class Root:
 
 
 def resolve(*params: str, files: tuple = (), **options) -> Root:
-    return load([str(f) for f in files], params, root=Root, **options)
+    return load_into([str(f) for f in files], params, root=Root, **options)
 
 
 def refused(*params: str, files: tuple = (), **options) -> str:
@@ -105,7 +121,7 @@ value_sections = st.builds(
 def test_load_of_dump_is_the_same(root):
     text = dump(root)
     lines = [line for line in text.splitlines() if line and not line.startswith('#')]
-    loaded = load([], lines, root=Root)
+    loaded = load_into([], lines, root=Root)
     assert loaded == root
     assert dump(loaded) == text
 
@@ -194,6 +210,38 @@ def test_state_does_not_leak_from_one_load_to_the_next():
     assert not gin.config_is_locked()
 
 
+def test_several_threads_may_load_at_once(request):
+    together = threading.Barrier(8)
+    interval = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(interval))
+    sys.setswitchinterval(1e-6)
+
+    def many(i: int) -> list[Root]:
+        together.wait(timeout=60)
+        size = f'a/test_disc.radius = {i + 1}'
+        return [resolve('test_shapes.shape = [@a/test_disc(), @test_pair()]', size, f'N = {i + 1}',
+                        'test_values.steps = %N') for _ in range(20)]  # fmt: skip
+
+    with ThreadPoolExecutor(8) as pool:
+        for i, roots in enumerate(pool.map(many, range(8))):
+            expected = Root(shapes=Shapes(shape=(Disc(radius=i + 1.0), Pair())), values=Values(steps=i + 1))
+            assert roots == [expected] * 20
+
+
+def test_a_configurable_is_built_in_the_scope_of_what_names_it():
+    root = resolve(
+        'test_shapes.shape = @a/b/test_pair()', 'a/b/test_pair.first = @test_disc()', 'a/test_disc.radius = 2',
+        'a/b/test_pair.others = [@c/test_disc(), %M]', 'c/test_disc.label = "c"', 'x/M = @test_disc()',
+        'M = %x/M', 'x/test_disc.radius = 5',
+    )  # fmt: skip
+    assert root.shapes.shape == Pair(first=Disc(radius=2.0), others=(Disc(label='c'), Disc(radius=5.0)))
+
+
+def test_what_is_nested_deeper_than_python_goes_is_an_error():
+    chain = [f'M{i} = %M{i + 1}' for i in range(2000)]
+    assert 'nested too deeply' in refused(*chain, 'M2000 = 3', 'test_values.steps = %M0')
+
+
 def test_each_section_is_constructed_once(monkeypatch):
     built = []
     monkeypatch.setattr(Values, '__post_init__', lambda self, old=Values.__post_init__: (built.append(1), old(self)))
@@ -230,6 +278,56 @@ def test_a_configurable_of_an_imported_module_can_be_named(tmp_path, monkeypatch
         'from __gin__ import dynamic_registration\nimport lm_test_mine as mine\ntest_shapes.shape = @mine.Mine()'
     )
     assert resolve(files=(gin,), allow_imports=True).shapes.shape.size == 1
+
+
+# ---------------------------------------------------------------------------------------------------- earlier versions
+
+
+def test_names_of_earlier_versions_set_the_fields_of_today(tmp_path):
+    chosen = 'test_shapes.shape = [@test_ring(), @a/test_ring()]'
+    root = resolve(chosen, 'test_ring.hole = 0.25', 'a/test_ring.hole = 0.75', 'test_shapes.colour = "blue"')
+    assert root.shapes.shape == (Ring(inner_radius=0.25, colour='blue'), Ring(inner_radius=0.75, colour='blue'))
+    # the last of several files and parameters wins, whatever name it uses
+    (tmp_path / 'old.gin').write_text(f'{chosen}\na/test_ring.hole = 0.125\ntest_ring.hole = 0.25\n')
+    newer = resolve('test_ring.inner_radius = 4', files=(tmp_path / 'old.gin',)).shapes.shape
+    assert newer == (Ring(inner_radius=4.0), Ring(inner_radius=0.125))
+    assert resolve('test_ring.inner_radius = 4', base=str(tmp_path / 'old.gin')).shapes.shape == newer
+
+
+def test_a_name_that_became_several_sets_those_that_are_selected():
+    assert resolve('test_shapes.shape = @test_ring()', 'test_shapes.width = 3').shapes.shape == Ring(width=3.0)
+    assert resolve('test_shapes.shape = @test_frame()', 'test_shapes.width = 3').shapes.shape == Frame(border=3.0)
+    assert resolve('test_shapes.width = 3') == Root()
+
+
+def test_what_was_the_name_of_a_configurable_becomes_a_reference():
+    assert resolve('test_shapes.reserve = "test_ring"').shapes.spare == Ring()
+    assert resolve('test_shapes.reserve = None').shapes.spare is None
+    message = refused('test_shapes.reserve = "test_rong"')
+    assert "test_shapes.spare = 'test_rong': must be one of @test_disc(), " in message
+
+
+def test_two_names_of_one_field_in_a_file_are_an_error(tmp_path):
+    (tmp_path / 'x.gin').write_text('test_ring.hole = 0.25\n\ntest_ring.inner_radius = 0.5\n')
+    message = refused('test_shapes.shape = @test_ring()', files=(tmp_path / 'x.gin',))
+    assert 'x.gin:3: test_ring.inner_radius and, on line 1, test_ring.hole are two names of' in message
+    # what is unused is an error under its old name too
+    assert 'test_ring.inner_radius, because @test_ring() is not selected' in refused('test_ring.hole = 0.25')
+    assert 'because @test_ring() is not selected' in refused('test_shapes.colour = "blue"')
+
+
+def test_fields_and_sections_say_what_may_change_on_resume():
+    allowed = {f'train.{f}' for f in (
+        'log_every', 'eval_every', 'max_nonfinite_steps', 'profile', 'skip_batches', 'tensorboard',
+    )} | {'data.path', 'model.remat', 'model.unroll'}  # fmt: skip
+    whole = {'checkpoint', 'evaluate', 'mesh', 'prepare', 'tokenizer'}
+    for line in dump(Experiment()).splitlines():
+        name = line.partition(' = ')[0]
+        if name[:1] not in ('', '#'):
+            section = name.partition('.')[0]
+            assert may_change(name) == may_change(f'a/b/{name}') == (name in allowed or section in whole), name
+    assert not may_change('nothing.steps')
+    assert not may_change('train.log')
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes

@@ -194,8 +194,8 @@ def test_a_failing_point_does_not_stop_the_rest_and_nothing_is_repeated(sweep, r
     assert tiny.losses(root / 'vocab_size-400', 'eval') == tiny.losses(reference_run[0], 'eval')
 
     # The directories now hold runs of this sweep: another one is refused.
-    assert main([*command, '--gin_param', 'optimizer.b1 = 0.5']) == 44
-    assert 'optimizer.b1' in capsys.readouterr().err
+    assert main([*command, '--gin_param', 'adamw.b1 = 0.5']) == 44
+    assert 'adamw.b1 was 0.95, now 0.5' in capsys.readouterr().err
 
 
 def test_one_point_in_this_process_fails_like_lm_train(sweep, tmp_path, capsys):
@@ -280,7 +280,7 @@ evaluate.split = 'validation'
     assert sorted((r['status'], r['exit_code']) for r in rows.values()) == [('done', 0)] * 8 + [('failed', 43)] * 4
     assert all('not finite' in row['error'] for row in rows.values() if row['status'] == 'failed')
 
-    resumed = [name for name, row in rows.items() if json.loads((root / name / 'run.json').read_text())['resumed']]
+    resumed = [name for name, row in rows.items() if json.loads((root / name / 'run.json').read_text())['starts'][1:]]
     resumed = [name for name in resumed if rows[name]['status'] == 'done']
     assert resumed
     for name in resumed:

@@ -121,14 +121,14 @@ def test_any_mesh_takes_the_same_steps(single, devices, fsdp):
 
 
 def test_the_schedule_of_the_paper():
-    schedule = OptimizerConfig().schedule(125_000)
+    schedule = OptimizerConfig().learning_rate(125_000)
     assert float(schedule(0)) == pytest.approx(7e-4 / 10_000, rel=1e-3)
     assert float(schedule(9_999)) == pytest.approx(7e-4)
     assert float(schedule(10_000)) == pytest.approx(7e-4)
     assert float(schedule(10_000 + 115_000 // 2)) == pytest.approx(3.5e-4)
     assert float(schedule(125_000)) == 0
     with pytest.raises(ConfigError, match=r'optimizer.warmup_steps = 10000: must be below train.steps = 100'):
-        OptimizerConfig().schedule(100)
+        OptimizerConfig().learning_rate(100)
 
 
 def test_weight_decay_spares_norms_and_embeddings():

@@ -42,7 +42,7 @@ from lm.errors import ConfigError, LmError, MismatchError, Preempted
 FORMAT = 1
 
 
-@configurable('prepare')
+@configurable('prepare', resume=True)
 class PrepareConfig:
     """How `lm prepare` makes the token store `data.path`."""
 

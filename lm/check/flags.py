@@ -1,0 +1,17 @@
+"""The flags of `lm check`. Imports nothing heavy: every `lm --help` reads it."""
+
+import argparse
+
+
+def check_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--topology',
+        action='append',
+        default=[],
+        metavar='NAME',
+        help="compile for this TPU slice: 'v5e:4x8', 'v4:2x4x4', 'v6e-64', …; may be repeated; needs libtpu, no TPU",
+    )
+    parser.add_argument(
+        '--no_advice', dest='advice', action='store_false', help='try no changes when a step does not fit'
+    )
+    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')

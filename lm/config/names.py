@@ -1,0 +1,86 @@
+"""What a binding is called today, and whether a run may be resumed with another value of it: as its field declares."""
+
+import ast
+import contextlib
+import dataclasses
+import re
+import typing
+from typing import Any
+
+from lm.config.configurable import REGISTRY, classes_in
+from lm.config.text import Reference, format_value, replace_nodes
+from lm.errors import ConfigError
+
+
+def may_change(binding: str) -> bool:
+    """Whether a run may be resumed with another value of `scope/section.field`, because it does not change what is
+    learned."""
+    name, _, parameter = binding.rpartition('/')[2].partition('.')
+    if name not in REGISTRY:
+        return False
+    return REGISTRY[name].gin_resume or any(f.name == parameter and f.metadata.get('resume') for f in _fields(name))
+
+
+def names_today(name: str, parameter: str) -> list[tuple[str, str]]:
+    """The (configurable, field) that `name.parameter` means: itself, or those that declare it as their former name."""
+    if any(field.name == parameter for field in _fields(name)):
+        return [(name, parameter)]
+    # A name without a dot was one of the same configurable.
+    former = {f'{name}.{parameter}'}
+    return [
+        (owner, field.name)
+        for owner in REGISTRY
+        for field in _fields(owner)
+        if field.metadata.get('formerly') in (former | {parameter} if owner == name else former)
+    ]
+
+
+def renewed(value: Any, name: str, parameter: str) -> Any:
+    """`value` with references for the strings that name a configurable which the field `name.parameter` takes; strings
+    that the field takes as they are stay."""
+    kinds = classes_in(typing.get_type_hints(REGISTRY[name])[parameter])
+
+    def reference(node: Any) -> Any:
+        takes = isinstance(node, str) and str not in kinds and node in REGISTRY
+        return Reference('', node) if takes and issubclass(REGISTRY[node], tuple(kinds)) else node
+
+    return replace_nodes(value, reference)
+
+
+def up_to_date(bindings: dict[str, str]) -> dict[str, str]:
+    """Binding → gin text of a dumped configuration, in the names of today: as this version would have written it.
+
+    A field that the configuration lacks, because it is younger, has its default. Names that no configurable has stay.
+    """
+    found: dict[str, str] = {}
+    for key, text in bindings.items():
+        scope, slash, name = _title(key).rpartition('/')
+        parameter = key.rpartition('.')[2]
+        for owner, field in (names_today(name, parameter) if name in REGISTRY else []) or [(name, parameter)]:
+            is_same = (owner, field) == (name, parameter)
+            found[f'{scope}{slash}{owner}.{field}'] = text if is_same else _renewed(text, owner, field)
+    for title in dict.fromkeys(map(_title, found)):
+        name = title.rpartition('/')[2]
+        for field in _fields(name) if name in REGISTRY else ():
+            default = replace_nodes(field.default, lambda v: Reference('', v.gin_name) if hasattr(v, 'gin_name') else v)
+            with contextlib.suppress(ConfigError):  # it has no default
+                found.setdefault(f'{title}.{field.name}', format_value(default))
+    # What moved to several configurables counts in those that are selected.
+    there = {*map(_title, bindings), *re.findall(r'@([\w./]+)\(\)', ' '.join(found.values()))}
+    return {key: text for key, text in found.items() if _title(key) in there}
+
+
+def _title(key: str) -> str:
+    """'a/polynomial.degree' → 'a/polynomial'"""
+    return key.rpartition('.')[0]
+
+
+def _renewed(text: str, name: str, parameter: str) -> str:
+    try:
+        return format_value(renewed(ast.literal_eval(text), name, parameter))
+    except (ValueError, SyntaxError):
+        return text  # holds references already
+
+
+def _fields(name: str) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(REGISTRY[name])

@@ -1,0 +1,232 @@
+"""Gin files and parameters → statements whose names are checked. The only file that imports gin, and of it the parser.
+
+Nothing that a file says has run when this is done, unless imports were allowed: a value is a literal, a reference or
+the name of a macro.
+"""
+
+import importlib
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lm.config.checks import Statement, did_you_mean, parameters_of
+from lm.config.configurable import REGISTRY
+from lm.config.names import names_today, renewed
+from lm.config.text import Macro, Reference, format_value, listed, replace_nodes
+from lm.errors import ConfigError
+
+PROJECT = pathlib.Path(__file__).resolve().parents[2]
+"""The checkout: `configs/…` and `data/…` are found here from any working directory."""
+
+
+def read(
+    gin_files: Sequence[str], gin_params: Sequence[str] = (), *, allow_imports: bool = False, base: str | None = None
+) -> list[Statement]:
+    """The statements of `base`, of gin files and of gin parameters, in this order; their names are checked against the
+    configurables that have been imported."""
+    reader = _Reader(allow_imports)
+    if base is not None:
+        reader.read_file(base, is_base=True)
+    for path in gin_files:
+        reader.read_file(path)
+    for param in gin_params:
+        reader.read_param(param)
+    return reader.statements
+
+
+class _Delegate:
+    """Keeps references and macros as names while gin's parser reads a file."""
+
+    def configurable_reference(self, scoped_name: str, evaluate: bool) -> Reference:
+        scope, _, selector = scoped_name.rpartition('/')
+        return Reference(scope, selector, evaluate)
+
+    def macro(self, name: str) -> Macro:
+        return Macro(name)
+
+
+class _Reader:
+    """Collects the statements of files, includes and parameters; refuses what runs code or leaves the project."""
+
+    def __init__(self, allow_imports: bool):
+        self.allow_imports = allow_imports
+        self.statements: list[Statement] = []
+        self._is_base = False
+        self._open: list[str] = []
+        self._roots: list[Any] = []
+        self._modules: dict[str, Any] = {}
+
+    def read_file(self, name: str, is_base: bool = False) -> None:
+        path = _find_file(name)
+        self._is_base = is_base
+        self._roots = [path.parent, pathlib.Path.cwd(), PROJECT / 'configs', PROJECT / 'data']
+        self._collect(path)
+
+    def read_param(self, text: str) -> None:
+        self._is_base = False
+        self._roots = [pathlib.Path.cwd(), PROJECT / 'configs', PROJECT / 'data']
+        self._add(_parse(text, '--gin_param'), None)
+
+    def _collect(self, path: Any, where: str = '') -> None:
+        if str(path) in self._open:
+            raise ConfigError(f'{where}{path}: includes itself')
+        self._open.append(str(path))
+        try:
+            text = path.read_bytes().decode()
+        except UnicodeDecodeError:
+            raise ConfigError(f'{where}{path}: is not text in UTF-8') from None
+        except Exception as error:
+            raise ConfigError(f'{where}{path}: cannot be read: {_first_line(error)}') from None
+        self._add(_parse(text, str(path)), path)
+        self._open.pop()
+
+    def _add(self, parsed: Iterable[Any], path: Any) -> None:
+        from gin import config_parser as grammar
+
+        lines: dict[str, tuple[int, str]] = {}
+        for item in parsed:
+            where = f'{path}:{item.location.line_num}' if path else '--gin_param'
+            if isinstance(item, grammar.ImportStatement):
+                self._import(item, where)
+            elif isinstance(item, grammar.IncludeStatement):
+                included = _find_file(item.filename, path, f'{where}: include ')
+                if not self.allow_imports and not any(_is_inside(included, root) for root in self._roots):
+                    raise ConfigError(
+                        f'{where}: include {item.filename!r} leaves the project and the folder of the file; '
+                        'copy it there or pass --allow_gin_imports'
+                    )
+                self._collect(included, f'{where}: include ')
+            elif isinstance(item, grammar.BindingStatement):
+                written = f'{item.selector}.{item.arg_name}' if item.arg_name else item.selector
+                for statement in self._statements(item, where):
+                    line, other = lines.setdefault(statement.key, (item.location.line_num, written))
+                    if path and other != written:
+                        raise ConfigError(
+                            f'{where}: {written} and, on line {line}, {other} are two names of {statement.key}; '
+                            'delete one of them'
+                        )
+                    if path and line != item.location.line_num:
+                        raise ConfigError(f'{where}: {statement.key} is already set on line {line}; delete one of them')
+                    self.statements.append(statement)
+
+    def _import(self, item: Any, where: str) -> None:
+        if not self.allow_imports:
+            raise ConfigError(
+                f'{where}: {item.format()!r} would run code; delete it, or pass --allow_gin_imports if you trust it'
+            )
+        if item.module == '__gin__.dynamic_registration':
+            return  # `module.Class` is looked up in imported modules anyway
+        package, _, name = item.module.rpartition('.')
+        try:
+            if item.is_from:
+                module = getattr(importlib.import_module(package), name, None) or importlib.import_module(item.module)
+            else:
+                module = importlib.import_module(item.module)
+                module = module if item.alias else importlib.import_module(item.module.partition('.')[0])
+        except Exception as error:
+            raise ConfigError(
+                f'{where}: {item.format()!r} failed: {type(error).__name__}: {_first_line(error)}'
+            ) from None
+        self._modules[item.bound_name()] = module
+
+    def _statements(self, item: Any, where: str) -> list[Statement]:
+        """The statement with all names checked; one of earlier versions as what it means today."""
+
+        def resolve(node: Any) -> Any:
+            if not isinstance(node, Reference):
+                return node
+            name = self._resolve(node.selector, where, '@', '()')
+            if not node.evaluate:
+                raise ConfigError(f'{where}: {format_value(node)} lacks its brackets: write {format_value(node)}()')
+            return Reference(node.scope, name)
+
+        value = replace_nodes(item.value, resolve)
+        found = [Statement(item.scope, item.selector, '', value, where, self._is_base)]
+        if item.arg_name:
+            name = self._resolve(item.selector, where, '', f'.{item.arg_name}')
+            known, today = parameters_of(name), names_today(name, item.arg_name)
+            if not today:
+                hint = did_you_mean(f'{name}.{item.arg_name}', [f'{name}.{p}' for p in known])
+                raise ConfigError(
+                    f'{where}: {name} has no parameter {item.arg_name!r}{hint or "; it has " + listed(known, 20)}'
+                )
+            # Of several that one name became, those that are selected use it.
+            optional = self._is_base or len(today) > 1
+            values = [value if (n, p) == (name, item.arg_name) else renewed(value, n, p) for n, p in today]
+            found = [Statement(item.scope, n, p, v, where, optional) for (n, p), v in zip(today, values, strict=True)]
+        try:
+            format_value(value)
+        except ConfigError as error:
+            raise ConfigError(f'{where}: {found[0].key} = {error}') from None
+        return found
+
+    def _resolve(self, selector: str, where: str, before: str, after: str) -> str:
+        """The registered name that `selector` means: itself, or `module.Class` of an imported module."""
+        name = selector.removeprefix('lm.')
+        if name in REGISTRY:
+            return name
+        first, *attributes = selector.split('.')
+        thing = self._modules.get(first)
+        for attribute in attributes:
+            thing = getattr(thing, attribute, None)
+        if hasattr(thing, 'gin_name'):
+            return thing.gin_name
+        owners = [f'{n}{after}' for n in REGISTRY if after[1:] in parameters_of(n)]
+        hint = did_you_mean(name, REGISTRY, before, after) or did_you_mean(f'{name}{after}', owners)
+        hint = hint or f'; there are {listed(sorted(REGISTRY), 30)}'
+        raise ConfigError(f'{where}: nothing is called {before}{selector}{hint}')
+
+
+def _parse(text: str, label: str) -> list[Any]:
+    """The statements of `text` in gin's grammar; nothing has happened yet when this returns."""
+    from gin.config_parser import ConfigParser
+
+    try:
+        return list(ConfigParser(text, _Delegate()))
+    except RecursionError:
+        raise ConfigError(f'{label}: brackets are nested too deeply') from None
+    except Exception as error:
+        # SyntaxError, or tokenize.TokenError(message, (line, column)).
+        position = error.args[1] if len(error.args) > 1 and isinstance(error.args[1], tuple) else (0,)
+        line = getattr(error, 'lineno', None) or (position[0] if isinstance(position[0], int) else 0)
+        lines = text.splitlines()
+        where = f'{label}:{line}' if line and not label.startswith('--') else label
+        shown = lines[line - 1].strip()[:100] if 0 < line <= len(lines) else text.strip()[:100]
+        raise ConfigError(
+            f'{where}: cannot read {shown!r}: write name.parameter = value, strings in quotes, no arithmetic'
+        ) from None
+
+
+def _find_file(name: str, includer: Any = None, where: str = '') -> Any:
+    """The path of a gin file: beside the file that includes it, in the working directory, or in the project."""
+    if '://' in name or ('://' in str(includer) and not os.path.isabs(name)):
+        from etils import epath
+
+        path = epath.Path(name) if '://' in name else includer.parent / name
+        if '..' in str(path).split('/'):
+            raise ConfigError(f'{where}{name!r}: write the address without ..')
+        try:
+            exists = path.exists()
+        except Exception as error:
+            raise ConfigError(f'{where}{name!r}: cannot be read: {_first_line(error)}') from None
+        if not exists:
+            raise ConfigError(f'{where}{name!r}: no such file')
+        return path
+    candidates = [pathlib.Path(folder, name) for folder in ([includer.parent] if includer else []) + ['', PROJECT]]
+    for path in candidates:
+        if os.path.isfile(path):
+            return path
+    folders = [path.parent for path in candidates if os.path.isdir(path.parent)]
+    siblings = [os.path.join(os.path.dirname(name), p.name) for folder in folders[:1] for p in folder.glob('*.gin')]
+    raise ConfigError(f'{where}{name!r}: no such file{did_you_mean(name, siblings)}')
+
+
+def _is_inside(path: Any, folder: Any) -> bool:
+    if '://' in f'{path}{folder}':
+        return str(path).startswith(f'{str(folder).rstrip("/")}/')
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

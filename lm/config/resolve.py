@@ -1,0 +1,94 @@
+"""Statements → frozen dataclasses, with gin's references, macros and scopes. A pure function of its arguments.
+
+`@a/b/name()` is built in the scope a/b wherever it stands, `@name()` in the scope of what it stands in, and the value
+of the macro `%a/NAME` in the scope a/NAME. Each is evaluated anew in every place that uses it.
+"""
+
+import contextlib
+import dataclasses
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lm.config.checks import Statement, check_macros, in_effect
+from lm.config.configurable import REGISTRY
+from lm.config.text import Macro, Reference, replace_nodes
+from lm.errors import ConfigError
+
+
+def resolve(bindings: dict[str, Statement], root: type) -> tuple[Any, list[tuple[str, str]]]:
+    """`root` filled from `bindings`, and the (scope, name) of everything that was built for it. Whether each binding
+    was used remains to be checked."""
+    check_macros(bindings)
+    sections = sections_of(root)
+    builder = _Builder(bindings | _selected_by_default(bindings, sections.values()))
+    try:
+        return root(**{field: builder.build('', name) for field, name in sections.items()}), builder.calls
+    except RecursionError:
+        raise ConfigError('macros or configurables are nested too deeply') from None
+
+
+def sections_of(root: type) -> dict[str, str]:
+    """Field → gin name of its configurable."""
+    annotations = typing.get_type_hints(root)
+    return {field.name: annotations[field.name].gin_name for field in dataclasses.fields(root)}
+
+
+class _Builder:
+    """Builds configurables, and keeps in `calls` the (scope, name) of each in the order in which they were finished."""
+
+    def __init__(self, bindings: dict[str, Statement]):
+        self.bindings = bindings
+        self.calls: list[tuple[str, str]] = []
+        self._open: list[Any] = []
+
+    def build(self, scope: str, name: str) -> Any:
+        """What `@scope/name()` stands for."""
+        statements = in_effect(self.bindings, scope, name)
+        with self._inside((scope, name)):
+            values = {parameter: self._evaluate(s.value, scope) for parameter, s in statements.items()}
+        self.calls.append((scope, name))
+        for field in dataclasses.fields(REGISTRY[name]):
+            if field.default is field.default_factory and field.name not in values:
+                label = f'{scope}/{name}.{field.name}' if scope else f'{name}.{field.name}'
+                help = field.metadata.get('help') or 'it has no default'
+                raise ConfigError(f"{label}: has no value; set it, --gin_param '{label} = …' ({help})")
+        try:
+            return REGISTRY[name](**values)
+        except ConfigError as error:
+            statement = statements.get(str(error).partition(' ')[0].removeprefix(f'{name}.'))
+            raise ConfigError(f'{error} ({statement.where})' if statement else str(error)) from None
+
+    def _evaluate(self, value: Any, scope: str) -> Any:
+        """`value`, found in `scope`, with what its references and macros stand for."""
+
+        def evaluate(node: Any) -> Any:
+            if isinstance(node, Reference):
+                return self.build(node.scope or scope, node.selector)
+            if isinstance(node, Macro):
+                with self._inside(node):
+                    return self._evaluate(self.bindings[node.name].value, node.name)
+            return node
+
+        return replace_nodes(value, evaluate)
+
+    @contextlib.contextmanager
+    def _inside(self, part: Any) -> Iterator[None]:
+        if part in self._open:
+            raise ConfigError('a macro or configurable contains itself; break the circle')
+        self._open.append(part)
+        yield
+        self._open.pop()
+
+
+def _selected_by_default(bindings: dict[str, Statement], sections: Iterable[str]) -> dict[str, Statement]:
+    """`prepare.tokenizer = @tokenizer()` and the like, where a section's default is a configurable that some binding
+    names and no binding replaces: then `tokenizer.vocab_size = 4096` alone has the effect that it says."""
+    found = {}
+    for section in sections:
+        for field in dataclasses.fields(REGISTRY[section]):
+            name = getattr(field.default, 'gin_name', None)
+            key = f'{section}.{field.name}'
+            if key not in bindings and any(s.selector == name and s.parameter for s in bindings.values()):
+                found[key] = Statement('', section, field.name, Reference('', name), 'default', False)
+    return found

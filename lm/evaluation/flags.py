@@ -1,0 +1,11 @@
+"""The flags of `lm evaluate`. Imports nothing heavy: every `lm --help` reads it."""
+
+import argparse
+
+
+def evaluate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--split', help='which split; default: data.eval_split')
+    parser.add_argument('--context_length', type=int, metavar='N', help='default: as in training')
+    parser.add_argument('--window', help="'disjoint' or 'sliding:STRIDE'")
+    parser.add_argument('--batch_size', type=int, metavar='N', help='windows at a time')
+    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')

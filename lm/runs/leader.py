@@ -1,0 +1,27 @@
+"""What process 0 alone does and all processes of a job share the outcome of."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from lm.errors import MismatchError
+
+
+def on_leader(work: Callable[[], bool]) -> bool:
+    """The result of `work` in process 0; where it fails, all processes fail."""
+    if jax.process_count() == 1:
+        return work()
+    outcome, error = 2, None
+    if jax.process_index() == 0:
+        try:
+            outcome = int(work())
+        except Exception as problem:
+            error = problem
+    outcome = int(multihost_utils.broadcast_one_to_all(np.int32(outcome)))
+    if error:
+        raise error
+    if outcome == 2:
+        raise MismatchError('process 0 refused the run directory: see its message')
+    return bool(outcome)

@@ -1,0 +1,18 @@
+"""AdamW: Adam with decoupled weight decay (Loshchilov & Hutter, 2019); the momenta are the paper's (§4)."""
+
+import optax
+
+from lm.config.configurable import configurable, field
+from lm.training.rules.base import Rule
+
+
+@configurable('adamw')
+class AdamW(Rule):
+    """The running mean of the gradients divided by the root of that of their squares, both corrected for the start."""
+
+    b1: float = field(0.95, minimum=0, below=1, formerly='optimizer.b1')
+    b2: float = field(0.98, minimum=0, below=1, formerly='optimizer.b2')
+    epsilon: float = field(1e-8, above=0, formerly='optimizer.epsilon')
+
+    def build(self) -> optax.GradientTransformation:
+        return optax.scale_by_adam(self.b1, self.b2, self.epsilon)

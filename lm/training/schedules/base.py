@@ -1,0 +1,15 @@
+"""What a schedule is: a configuration that a gin file names, which says how the learning rate goes on after warm-up.
+
+Adding a schedule means adding one file. The peak and the warm-up are the same for all of them and belong to
+`lm.training.optimizer`.
+"""
+
+import optax
+
+
+class Schedule:
+    """Base of the schedules (frozen dataclasses made by `@configurable`)."""
+
+    def build(self, peak: float, steps: int) -> optax.Schedule:
+        """Updates since the end of the warm-up → learning rate, from `peak` on, over `steps` updates."""
+        raise NotImplementedError

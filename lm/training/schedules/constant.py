@@ -1,0 +1,14 @@
+"""The peak to the end."""
+
+import optax
+
+from lm.config.configurable import configurable
+from lm.training.schedules.base import Schedule
+
+
+@configurable('constant')
+class Constant(Schedule):
+    """The peak, at every step."""
+
+    def build(self, peak: float, steps: int) -> optax.Schedule:
+        return optax.constant_schedule(peak)

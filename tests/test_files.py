@@ -1,0 +1,100 @@
+"""Paths, whole writes and locks."""
+
+import importlib.util
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from etils import epath
+
+from lm import files
+from lm.errors import ConfigError
+from lm.files import LockedError, is_remote, local_path, lock, open_path, write_atomically
+
+
+def test_what_is_remote():
+    assert is_remote('gs://bucket/x')
+    assert is_remote(epath.Path('s3://bucket/x'))
+    assert not any(map(is_remote, ('runs/x', '/x', '~/x', 'file:///x', epath.Path('x'))))
+
+
+def test_paths_are_opened_or_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    assert open_path('~/x') == open_path(f'file://{tmp_path}/x') == tmp_path / 'x'
+    for path, message in (
+        ('http://host/x', r"data.path = 'http://host/x': http:// is not supported; use a folder, gs://… or s3://…"),
+        ('nonsense://x', 'nonsense:// is not supported'),
+        ('~nosuchuser/x', "data.path = '~nosuchuser/x': no such user"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_path(path, 'data.path')
+    with pytest.raises(ConfigError, match=r"^--run_dir 'ftp://x': ftp:// is not"):
+        open_path('ftp://x', '--run_dir')
+    with pytest.raises(ConfigError, match=r"^path = '~nosuchuser'"):
+        local_path('~nosuchuser')
+
+
+@pytest.mark.parametrize(('scheme', 'package'), files.PACKAGES.items())
+def test_a_bucket_says_what_to_install(scheme, package, monkeypatch):
+    present: set[str] = set()
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: name if name in present else None)
+    with pytest.raises(ConfigError, match=rf"jsonl.path = '{scheme}://b/x': .*pip install {package}$"):
+        open_path(f'{scheme}://b/x', 'jsonl.path')
+    present.add(package)
+    assert str(open_path(f'{scheme}://b/x')) == f'{scheme}://b/x'
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / 'x'
+    assert write_atomically(path, 'é\n') == 3
+    assert path.read_bytes() == 'é\n'.encode()
+    assert write_atomically(str(path), b'abc') == 3
+    numbers = np.arange(3, dtype=np.int64)
+    assert write_atomically(path, (part for part in (numbers, numbers[:1]))) == 32
+    np.testing.assert_array_equal(np.fromfile(path, np.int64), [0, 1, 2, 0])
+
+    def breaks():
+        yield b'half'
+        raise RuntimeError('stop')
+
+    with pytest.raises(RuntimeError, match='stop'):
+        write_atomically(path, breaks())
+    assert path.stat().st_size == 32
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_buckets_get_the_whole_content_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, 'is_remote', lambda path: True)
+    write_atomically(tmp_path / 'x', [b'ab', np.array([99], np.uint8)])
+    assert (tmp_path / 'x').read_bytes() == b'abc'
+
+
+def test_one_process_at_a_time_holds_a_lock(tmp_path):
+    path = tmp_path / 'folder' / 'lock'
+    hold = f'from lm.files import lock; f = lock({str(path)!r}); print("held", flush=True); input()'
+    other = subprocess.Popen([sys.executable, '-c', hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == 'held\n'
+        with pytest.raises(LockedError, match='folder/lock: another process holds this lock'):
+            lock(path)
+    finally:
+        other.kill()
+        other.communicate()
+    with lock(path), pytest.raises(LockedError):
+        lock(path)
+    lock(path).close()
+
+
+def test_a_lock_on_a_deleted_file_is_none(tmp_path, monkeypatch):
+    """Its owner deletes the file between another's open and flock: that one locks the new file of the name."""
+    path, flock = tmp_path / 'lock', files.fcntl.flock
+
+    def deleted_before(file, how):
+        monkeypatch.setattr(files.fcntl, 'flock', flock)
+        path.unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(files.fcntl, 'flock', deleted_before)
+    with lock(path), pytest.raises(LockedError):
+        lock(path)

@@ -1,0 +1,152 @@
+"""Update rules and schedules: one file each, found by themselves; bindings of earlier versions mean what they meant."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lm.attention.softmax import Softmax
+from lm.check.advice import BYTES_A_PARAMETER
+from lm.config.configurable import REGISTRY, configurable, field
+from lm.config.text import dump
+from lm.errors import ConfigError
+from lm.experiment import Experiment, load
+from lm.model import ModelConfig
+from lm.runs.run_dir import config_differences
+from lm.training.optimizer import OptimizerConfig
+from lm.training.rules import Rule
+from lm.training.rules.adamw import AdamW
+from lm.training.schedules import Schedule
+from lm.training.schedules.constant import Constant
+from lm.training.schedules.cosine import Cosine
+from lm.training.schedules.linear import Linear
+from lm.training.step import TrainStep
+
+MODEL = ModelConfig(vocab_size=64, n_layers=1, d_model=16, n_heads=1, head_dim=16, attention=Softmax())
+
+
+@configurable('test_sign')
+class Sign(Rule):
+    """The sign of a running mean of the gradients: all that a new rule needs."""
+
+    momentum: float = field(0.5, minimum=0, below=1)
+
+    def build(self) -> optax.GradientTransformation:
+        sign = optax.stateless(lambda mean, _: jax.tree.map(jnp.sign, mean))
+        return optax.chain(optax.ema(self.momentum, debias=False), sign)
+
+
+def of(base: type) -> list[type]:
+    """The configurables of a kind that the project ships."""
+    return [cls for name, cls in REGISTRY.items() if issubclass(cls, base) and not name.startswith('test_')]
+
+
+def test_rules_and_schedules_are_found():
+    assert AdamW in of(Rule)
+    assert {Linear, Cosine, Constant} <= set(of(Schedule))
+    with pytest.raises(ConfigError, match=r"optimizer\.rule = 'adamw': must be one of @adamw\(\)"):
+        load([], ["optimizer.rule = 'adamw'"])
+
+
+def test_a_rule_is_one_class():
+    experiment = load([], ['optimizer.rule = @test_sign()', 'test_sign.momentum = 0', 'optimizer.weight_decay = 0',
+                           'optimizer.warmup_steps = 0', 'optimizer.peak_learning_rate = 0.125'])  # fmt: skip
+    assert load([], [line for line in dump(experiment).splitlines() if '=' in line]) == experiment
+    step = TrainStep(MODEL, experiment.optimizer, 10)
+    before = jax.jit(step.init)(0)
+    batch = np.random.default_rng(0).integers(0, 64, (1, 4, 17)).astype(np.uint16)
+    after, metrics = jax.jit(step.train)(before, batch)
+    assert float(metrics['learning_rate']) == 0.125
+    steps = {
+        float(x)
+        for a, b in zip(*(jax.tree.leaves(s['params']['blocks']) for s in (after, before)), strict=True)
+        for x in np.unique(np.round(np.asarray(a - b), 5))
+    }
+    assert steps <= {-0.125, 0.0, 0.125}
+    assert len(steps) > 1
+
+
+def test_rules_say_what_they_keep():
+    assert AdamW().state_bytes() == 8
+    assert Sign().state_bytes() == 4
+    assert jnp.zeros(()).dtype.itemsize == BYTES_A_PARAMETER
+
+
+@pytest.mark.parametrize('rule', of(Rule))
+def test_every_rule_goes_down(rule):
+    """The first direction leads downhill, for a matrix and for a vector; the state has one shape throughout."""
+    params = {'kernel': jnp.ones((8, 4)), 'bias': jnp.full((4,), -1.0)}
+    transform = rule().build()
+    state = transform.init(params)
+    directions, new = transform.update(params, state, params)
+    assert all(float(jnp.sum(d * g)) > 0 for d, g in zip(*map(jax.tree.leaves, (directions, params)), strict=True))
+    assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, state)
+
+
+@pytest.mark.parametrize('schedule', of(Schedule))
+def test_every_schedule_starts_at_the_peak_and_stays_between_it_and_zero(schedule):
+    rate = OptimizerConfig(schedule=schedule(), peak_learning_rate=0.5, warmup_steps=4).learning_rate(20)
+    values = [float(rate(i)) for i in range(21)]
+    np.testing.assert_allclose(values[:5], [0.125, 0.25, 0.375, 0.5, 0.5], rtol=1e-6)
+    assert all(0 <= value <= 0.5 + 1e-6 for value in values)
+
+
+def test_where_schedules_end():
+    ends = {Linear(): 0, Cosine(): 0, Constant(): 0.5}
+    ends |= {Linear(final_fraction=0.1): 0.05, Cosine(final_fraction=0.1): 0.05}
+    for schedule, end in ends.items():
+        assert float(schedule.build(0.5, 16)(16)) == pytest.approx(end, abs=1e-7)
+    assert float(Linear(final_fraction=0.5).build(1.0, 16)(8)) == pytest.approx(0.75)
+    assert float(Cosine(final_fraction=0.5).build(1.0, 16)(4)) == pytest.approx(0.5 + 0.25 * (1 + np.sqrt(0.5)))
+
+
+def test_the_state_has_the_form_of_earlier_checkpoints():
+    """A checkpoint of before rules were choices restores: its arrays are known by these paths."""
+    step = TrainStep(MODEL, OptimizerConfig(warmup_steps=1), 10)
+    state = jax.eval_shape(lambda: step.init(0))['optimizer']
+    paths = {jax.tree_util.keystr(path).partition("['")[0] for path, _ in jax.tree_util.tree_leaves_with_path(state)}
+    assert paths == {'[1].count', '[1].mu', '[1].nu', '[3].count'}
+
+
+OLD = """
+optimizer.b1 = 0.9
+optimizer.b2 = 0.99
+optimizer.clip_norm = 1.0
+optimizer.decay = 'DECAY'
+optimizer.epsilon = 1e-06
+optimizer.final_fraction = 0.25
+optimizer.peak_learning_rate = 0.0007
+optimizer.warmup_steps = 10000
+optimizer.weight_decay = 0.1
+"""
+"""The section as earlier versions wrote it to config.gin."""
+
+
+@pytest.mark.parametrize('schedule', [Linear(final_fraction=0.25), Cosine(final_fraction=0.25), Constant()])
+def test_a_run_of_an_earlier_version_keeps_its_optimizer(schedule, tmp_path):
+    new = dump(Experiment(optimizer=OptimizerConfig(rule=AdamW(b1=0.9, b2=0.99, epsilon=1e-6), schedule=schedule)))
+    own = ('optimizer.', 'adamw.', f'{schedule.gin_name}.', '#')
+    lines = [line for line in new.splitlines() if not line.startswith(own)]
+    old = '\n'.join(lines) + OLD.replace('DECAY', schedule.gin_name)
+    assert config_differences(old, new) == []
+    (tmp_path / 'config.gin').write_text(old)
+    path = str(tmp_path / 'config.gin')
+    for experiment in (load([path]), load([], base=path)):
+        assert dump(experiment) == new
+    changed = dump(load([], ['optimizer.b1 = 0.5'], base=path))
+    assert config_differences(old, changed) == [('adamw.b1', '0.9', '0.5')]
+    if schedule != Cosine(final_fraction=0.25):
+        changed = dump(load([], ["optimizer.decay = 'cosine'"], base=path))
+        assert ('optimizer.schedule', f'@{schedule.gin_name}()', '@cosine()') in config_differences(old, changed)
+
+
+def test_earlier_names_in_a_file_of_a_user():
+    assert load([], ['optimizer.b1 = 0.5']).optimizer == OptimizerConfig(rule=AdamW(b1=0.5))
+    assert load([], ['optimizer.final_fraction = 0.5']).optimizer == OptimizerConfig(
+        schedule=Linear(final_fraction=0.5)
+    )
+    with pytest.raises(ConfigError, match=r"optimizer\.schedule = 'cosin': must be one of @constant\(\), @cosine\(\)"):
+        load([], ["optimizer.decay = 'cosin'"])
+    with pytest.raises(ConfigError, match=r'nothing uses adamw\.b1, because @adamw\(\) is not selected'):
+        load([], ['optimizer.b1 = 0.5', 'optimizer.rule = @test_sign()'])
