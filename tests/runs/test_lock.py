@@ -11,14 +11,14 @@ import time
 
 import pytest
 
-from lm.errors import ConfigError, LmError
-from lm.runs import lock
+from lm.errors import ConfigError, LmError, MismatchError
+from lm.runs import leader, lock
 from lm.runs.lock import RunLock
 
 HOLD = """
 import sys, time
 from etils import epath
-from lm.runs import lock
+from lm.runs import leader, lock
 from lm.errors import ConfigError
 lock.HEARTBEAT = 0.1
 try:
@@ -155,3 +155,21 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / 'file').touch()
     with pytest.raises(LmError, match=r'its lock\.json cannot be written .* choose a directory'):
         RunLock(tmp_path / 'file' / 'run').__enter__()
+
+
+@pytest.mark.parametrize(('error', 'code'), [(ConfigError('no'), 2), (MismatchError('no'), 44), (OSError('no'), 1)])
+def test_where_process_0_fails_all_fail_with_its_exit_code(monkeypatch, error, code):
+    told = []
+    monkeypatch.setattr(leader.jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(leader.multihost_utils, 'broadcast_one_to_all', lambda x: told.append(x) or told[0])
+
+    def fail() -> bool:
+        raise error
+
+    monkeypatch.setattr(leader.jax, 'process_index', lambda: 0)
+    with pytest.raises(type(error)):
+        leader.on_leader(fail)
+    monkeypatch.setattr(leader.jax, 'process_index', lambda: 1)
+    with pytest.raises(LmError, match='see its message') as other:
+        leader.on_leader(lambda: True)
+    assert other.value.exit_code == code
