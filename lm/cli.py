@@ -5,13 +5,26 @@ To add a verb, add an entry to VERBS. Its flags stand in its room, or here where
 exit code or None.
 """
 
+import os
+import signal
+import sys
+
+from lm.errors import EXIT_CODES, ConfigError, LmError, Preempted, end_on_sigterm
+
+if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
+    # As the program, not as a module of another one or of its workers; before anything that takes its time.
+    end_on_sigterm('lm')
+
+# isort: split
+
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import importlib
-import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from lm import __version__
@@ -19,7 +32,6 @@ from lm.bench.command import bench_flags
 from lm.check.flags import check_flags
 from lm.config.flags import distributed_flags, gin_flags
 from lm.data.prepare.flags import prepare_flags
-from lm.errors import EXIT_CODES, ConfigError, LmError, Preempted
 from lm.evaluation.flags import evaluate_flags
 from lm.inspect.flags import inspect_flags
 from lm.report.flags import report_flags
@@ -34,6 +46,15 @@ def train_flags(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar='DIR',
         help='the run: a new folder, or one to resume; its name names the run',
+    )
+    parser.add_argument(
+        '--compile_cache', metavar='DIR', help="where compiled programs stay; 'none': nowhere; default: in the run"
+    )
+    parser.add_argument(
+        '--rewind_to',
+        type=int,
+        metavar='STEP',
+        help='go on from this checkpoint, with a lower rate or without some batches; later ones are moved aside',
     )
 
 
@@ -111,6 +132,7 @@ class Verb:
         configure: makes the experiment from (arguments, gin parameters); None: the verb gets None.
         bindings: flag → the gin parameter that it sets.
         exit_codes: those that only this verb has.
+        resumes: SIGTERM ends it with the code of what may be run again, at any moment.
     """
 
     help: str
@@ -120,6 +142,7 @@ class Verb:
     configure: Callable[[argparse.Namespace, Sequence[str]], Any] | None = from_files
     bindings: dict[str, str] = dataclasses.field(default_factory=dict)
     exit_codes: str = ''
+    resumes: bool = False
 
 
 VERBS = {
@@ -136,6 +159,7 @@ VERBS = {
         main='lm.train:main',
         flags=(train_flags, gin_flags, distributed_flags),
         configure=from_new_or_old_run,
+        resumes=True,
     ),
     'evaluate': Verb(
         help='measure the perplexity of a run on a split',
@@ -263,6 +287,24 @@ def run(arguments: argparse.Namespace) -> int:
     return getattr(importlib.import_module(module), function)(experiment, arguments) or 0
 
 
+@contextlib.contextmanager
+def _sigterm(verb: Verb, label: str) -> Iterator[None]:
+    """SIGTERM means 42 for a verb that resumes, from the first import on; the training replaces this handler while it
+    has something to save. Other verbs end by the signal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.getsignal(signal.SIGTERM)
+    if verb.resumes:
+        end_on_sigterm(label)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     try:
@@ -271,7 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code or 0
     label = f'lm {arguments.verb}'
     try:
-        return run(arguments)
+        with _sigterm(VERBS[arguments.verb], label):
+            return run(arguments)
     except KeyboardInterrupt:
         print(f'{label}: interrupted', file=sys.stderr)
         return 130

@@ -1,6 +1,12 @@
 """Errors for people: one line that names the field, the value and the remedy, and the exit code of the command."""
 
+import contextlib
+import os
 import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import NoReturn
 
 
 class LmError(Exception):
@@ -45,3 +51,48 @@ FINAL = (ConfigError.exit_code, Diverged.exit_code, MismatchError.exit_code)
 """Exit codes that the same command would give again."""
 INTERRUPTED = (Preempted.exit_code, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT)
 """Exit codes of a process that was told to stop; negative ones as `subprocess` gives them."""
+
+
+@contextlib.contextmanager
+def writing(path: os.PathLike | str) -> Iterator[None]:
+    """A block that writes `path`: what the operating system refuses (a full disk, a read-only one) is an LmError."""
+    try:
+        yield
+    except OSError as error:
+        raise LmError(
+            f'{os.fspath(path)} cannot be written ({error.strerror or error}); '
+            'make room or allow it, then run the same command again'
+        ) from error
+
+
+def end_process(message: str, code: int = Preempted.exit_code) -> NoReturn:
+    """Ends this process at once, from any thread, with one line on stderr: for what no exception can end, such as a
+    main thread that waits for a process that is gone. Nothing is cleaned up."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        print(message, file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+def end_on_sigterm(label: str) -> None:
+    """Makes SIGTERM end the process with 42 and one line, until `lm.training.preemption` or another handler is there.
+
+    A thread does it: Python's own handlers wait until the main thread comes back from what it does in C, such as
+    waiting for the other processes of a job. No exception, which whatever library is being imported might swallow.
+    """
+    first = threading.Lock()
+
+    def end(*_) -> None:
+        if first.acquire(blocking=False):
+            end_process(f'{label}: told to stop (SIGTERM): run the same command again')
+
+    def listen(pipe: int) -> None:
+        while number := os.read(pipe, 1):
+            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is end:
+                end()
+
+    reading, writing_end = os.pipe()
+    os.set_blocking(writing_end, False)
+    signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, end)
+    threading.Thread(target=listen, args=(reading,), name='sigterm', daemon=True).start()

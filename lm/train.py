@@ -10,13 +10,16 @@ step, so that an interrupted run leaves the files of an uninterrupted one.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.compiled.cache import CompileCache
+from lm.config.text import dump
 from lm.data.batches import Batches
 from lm.errors import Diverged, LmError, MismatchError, Preempted
 from lm.evaluation.accuracy import TaskEvaluator
@@ -24,17 +27,24 @@ from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator
 from lm.experiment import Experiment
 from lm.hardware import peak_flops
+from lm.runs.goodput import Goodput, describe, process_start
+from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
 from lm.text import duration, si
 from lm.training.config import TrainConfig
 from lm.training.inputs import make_batches, open_store
 from lm.training.mesh import initialize_distributed, make_mesh
+from lm.training.peers import Peers
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
-from lm.training.program import abstract_state, init_state, lower_step, shardings_of
+from lm.training.program import abstract_state, compile_step_aside, init_state, shardings_of
 from lm.training.progress import Progress, Throughput, plan_rows, print_row
 from lm.training.step import State, TrainStep, count_parameters, weights
+from lm.training.watchdog import Watchdog
+
+GOODPUT_SECONDS = 60.0
+"""How old the ledger in run.json may become between two saves."""
 
 
 def main(experiment: Experiment, arguments: Any) -> int:
@@ -42,20 +52,43 @@ def main(experiment: Experiment, arguments: Any) -> int:
     initialize_distributed(
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
-    train(experiment, arguments.run_dir)
+    with Peers(experiment.mesh.heartbeat_seconds):
+        flags = {name: getattr(arguments, name, None) for name in ('rewind_to', 'compile_cache')}
+        train(experiment, arguments.run_dir, **flags, begun=process_start())
     return 0
 
 
-def train(experiment: Experiment, run_dir: str) -> State:
+def train(
+    experiment: Experiment,
+    run_dir: str,
+    rewind_to: int | None = None,
+    compile_cache: str | None = None,
+    begun: float | None = None,
+) -> State:
     """Trains, or continues the run that lies in `run_dir`. Returns the final state (see `lm.training.step`).
+
+    Args:
+        rewind_to: the step whose checkpoint it goes on from; default: the newest.
+        compile_cache: folder in which compiled programs are kept; 'none': nowhere; default: in the run directory.
+        begun: since when this session of the run counts, in seconds since the epoch; default: now.
 
     Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
     """
     with contextlib.ExitStack() as stack:
-        return set_up(experiment, run_dir, stack).run()
+        goodput = Goodput(RunDir(run_dir).read_goodput(), time.time() if begun is None else begun)
+        folder = None if compile_cache == 'none' else compile_cache or RunDir(run_dir).path / 'compiled'
+        programs = stack.enter_context(CompileCache(folder))
+        return set_up(experiment, run_dir, stack, goodput, programs, rewind_to).run()
 
 
-def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack) -> 'Trainer':
+def set_up(
+    experiment: Experiment,
+    run_dir: str,
+    stack: contextlib.ExitStack,
+    goodput: Goodput,
+    programs: CompileCache,
+    rewind_to: int | None = None,
+) -> 'Trainer':
     """Everything that a run needs, ready for its next step. What is open is closed by `stack`."""
     # Everything that can be wrong is found before anything is written: only so does the corrected command still work.
     config, model, data = experiment.train, experiment.model, experiment.data
@@ -74,23 +107,37 @@ def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack) ->
         for name, value in (rows | {'devices': describe_devices(mesh, model.compute_dtype)}).items():
             print_row(name, value)
     run = RunDir(run_dir)
-    run.check_unchanged(experiment)
-    checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints))
+    lock = stack.enter_context(run.lock())
+    if rewind_to is not None and run.is_rewound(rewind_to, experiment):
+        rewind_to = None
+    rewinds = rewind_to is not None
+    run.check_unchanged(experiment, rewinds)
+    checkpointer = stack.enter_context(
+        Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints, run.record_saved)
+    )
 
     # Restore this run, else start from another one's parameters, else from the seed.
     abstract = abstract_state(functions, mesh)
-    restored = checkpointer.restore(abstract)
-    if restored:
-        state, start, saved = restored
-    else:
-        state, start, saved = init_state(functions, abstract, config.seed), 0, {}
-        if config.init_from:
-            others = parameters_from(config.init_from, experiment.checkpoint, abstract['params'])
-            state['params'] = merged(state['params'], others)
-    advance = lower_step(functions, abstract, config, batches.dtype, mesh).compile()
+    advancing = compile_step_aside(functions, abstract, config, batches.dtype, mesh)
+    with goodput.spent('restore'):
+        restored = checkpointer.restore(abstract, rewind_to)
+        if restored:
+            state, start, saved = restored
+            batches.windows.resume(start, saved.get('skipped_batches'))
+        else:
+            state, start, saved = init_state(functions, abstract, config.seed), 0, {'step_seconds': 0.0}
+            if config.init_from:
+                others = parameters_from(config.init_from, experiment.checkpoint, abstract['params'])
+                state['params'] = merged(state['params'], others)
+    goodput.resumed(saved.get('step_seconds'))
+    with goodput.spent('compile'):
+        advance = advancing.result()
     redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
 
-    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints})
+    if rewinds:
+        checkpointer.rewind(start)
+    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, start, rewinds)
+    programs.publish()
     progress = Progress(config.steps, enabled=is_leader)
     metrics_file = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
     profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))
@@ -99,7 +146,10 @@ def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack) ->
     peak = peak_flops(jax.devices()[0].device_kind)
     return Trainer(
         config=config,
+        text=dump(experiment),
         run_dir=run_dir,
+        run_directory=run,
+        lock=lock,
         functions=functions,
         state=state,
         start=start,
@@ -112,6 +162,9 @@ def set_up(experiment: Experiment, run_dir: str, stack: contextlib.ExitStack) ->
         progress=progress,
         preemption=preemption,
         profiler=profiler,
+        watchdog=stack.enter_context(Watchdog(config.hang_minutes)),
+        goodput=goodput,
+        programs=programs,
         throughput=Throughput(start, config.steps, config.tokens_per_step, saved.get('seconds', 0.0)),
         flops_per_token=model.flops_per_token(config.context_length),
         peak_flops=peak and peak * mesh.size,
@@ -123,6 +176,7 @@ class Trainer:
     """One session of a run: from step `start`, of a restored or new state, to the last one.
 
     Attributes:
+        text: the whole configuration as gin text, which checkpoints keep.
         state: after the newest step that was dispatched (see `lm.training.step`).
         advance: (state, batch) → (state, metrics): the compiled step, which takes the memory of the old state.
         redraw: (weights, which mechanisms, seed, steps done) → new buffers.
@@ -130,7 +184,10 @@ class Trainer:
     """
 
     config: TrainConfig
+    text: str
     run_dir: str
+    run_directory: RunDir
+    lock: RunLock
     functions: TrainStep
     state: State
     start: int
@@ -143,11 +200,16 @@ class Trainer:
     progress: Progress
     preemption: Preemption
     profiler: Profiler
+    watchdog: Watchdog
+    goodput: Goodput
+    programs: CompileCache
     throughput: Throughput
     flops_per_token: float
     peak_flops: float | None
     pending: tuple[int, dict[str, jax.Array]] | None = None
     """The newest step and its metrics, while they are still on the devices."""
+    data_seconds: float = 0.0
+    """What the goodput had charged for waiting for data when it was last logged."""
     bad_steps: int = 0
     """How many steps in a row, up to the newest that was logged, were not finite."""
     is_save_due: bool = False
@@ -155,9 +217,24 @@ class Trainer:
     def run(self) -> State:
         """Trains to the last step. Returns the final state; raises Preempted (saved) or Diverged."""
         config = self.config
+        self.record_goodput()
+        with self.goodput.spent('step'):
+            self.run_steps()
+        self.progress.note(
+            f'done: {config.steps} steps in {duration(self.throughput.seconds)}, '
+            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.run_dir}'
+        )
+        self.progress.note(f'goodput {describe(self.record_goodput())}')
+        return self.state
+
+    def run_steps(self) -> None:
+        """The steps from `start` to the last one, with what is due between them."""
+        config = self.config
         if self.start and self.is_evaluation_due(self.start) and not self.metrics_file.has_evaluation(self.start):
             self.evaluate(self.start)  # which the session before was stopped in
-        for step, batch in enumerate(self.batches.prefetch(self.start, config.steps), self.start + 1):
+        batches = self.goodput.charging('data', self.batches.prefetch(self.start, config.steps))
+        self.watchdog.step(self.start + 1)
+        for step, batch in enumerate(batches, self.start + 1):
             if self.preemption.requested(step - 1):
                 self.log_pending()
                 self.stop(step - 1)
@@ -168,6 +245,7 @@ class Trainer:
             self.checkpointer.check_for_errors()
             self.log_pending()
             self.pending = step, metrics
+            self.watchdog.step(step + 1)
             self.is_save_due |= self.checkpointer.should_save(step)
             is_evaluating = self.is_evaluation_due(step)
             if self.is_save_due or is_evaluating:
@@ -179,11 +257,6 @@ class Trainer:
             if step == config.steps or (is_wanted and not self.bad_steps):
                 self.save(step, loss)
         self.complete_save(config.steps)
-        self.progress.note(
-            f'done: {config.steps} steps in {duration(self.throughput.seconds)}, '
-            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.run_dir}'
-        )
-        return self.state
 
     def log_pending(self) -> None:
         """Fetches the metrics of the pending step, writes them, and stops a run that has diverged."""
@@ -208,9 +281,13 @@ class Trainer:
             'mfu': self.flops_per_token * tokens_per_second / self.peak_flops if self.peak_flops else None,
             'seconds': self.throughput.seconds,
             'skipped_steps': metrics['skipped'],
+            'data_wait_seconds': self.goodput.total('data') - self.data_seconds,
         }
+        self.data_seconds = self.goodput.total('data')
         self.metrics_file.write(record)
         self.progress.step(record, seconds_left)
+        if self.goodput.age > GOODPUT_SECONDS:
+            self.record_goodput()
 
     def describe_divergence(self, step: int, what: str) -> str:
         """What went wrong up to `step`, and what can be done about it in this directory and in a new one."""
@@ -222,8 +299,8 @@ class Trainer:
             f'loss, gradient or update was not finite for {self.bad_steps} steps in a row, up to step {step}, there '
             f'first: {what}; {"no step is saved" if newest is None else f"the newest checkpoint is step {newest}"}: '
             f"run it again with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave "
-            'these batches out, or start a new --run_dir with a lower optimizer.peak_learning_rate'
-            + ('' if newest is None else f" and train.init_from = '{self.run_dir}'")
+            'these batches out, or with a lower optimizer.peak_learning_rate '
+            + ('in a new --run_dir' if newest is None else f'and --rewind_to {newest}')
         )
 
     def is_evaluation_due(self, step: int) -> bool:
@@ -232,7 +309,7 @@ class Trainer:
 
     def evaluate(self, step: int) -> float:
         """The loss of the evaluation split after `step`. Stops the run if the process is told to meanwhile."""
-        with self.throughput.pause():
+        with self.throughput.pause(), self.pause('evaluation'):
             result = self.evaluator(weights(self.state), step, lambda: self.preemption.requested(step))
         if result is None:
             self.stop(step)
@@ -242,16 +319,26 @@ class Trainer:
 
     def save(self, step: int, loss: float | None = None) -> None:
         """Starts to write a checkpoint; `loss` is that of an evaluation after `step`."""
+        self.lock.check()
         self.metrics_file.flush()
         evaluation = {} if loss is None else {'loss': loss}
-        metadata = {'seconds': self.throughput.seconds}
-        self.checkpointer.save(step, self.state, metadata=metadata, metrics=evaluation)
+        metadata = {
+            'seconds': self.throughput.seconds,
+            'step_seconds': self.goodput.total('step'),
+            'config': self.text,
+            'skipped_batches': self.batches.windows.skipped_before(step),
+        }
+        with self.pause('checkpoint'):
+            self.checkpointer.save(step, self.state, metadata=metadata, metrics=evaluation)
+            self.record_goodput()
+            self.programs.publish()
         self.is_save_due = False
 
     def complete_save(self, step: int) -> None:
         """Waits until the save of `step` is complete. Raises LmError if it failed, whatever checkpoint.on_failed_save
         says: who is told that a run has ended may take its machine away."""
-        self.checkpointer.wait()
+        with self.pause('checkpoint'):
+            self.checkpointer.wait()
         if step not in self.checkpointer.all_steps():
             raise LmError(
                 f'step {step} could not be saved, the newest complete checkpoint is {self.checkpointer.latest_step()}; '
@@ -268,7 +355,21 @@ class Trainer:
             self.save(step)
             self.complete_save(step)
         what = 'which is saved' if saved == step else f'which was not finite; the next session goes on from {saved}'
+        self.record_goodput()
         raise Preempted(f'stopped at step {step} of {self.config.steps}, {what}: run the same command again')
+
+    @contextlib.contextmanager
+    def pause(self, account: str) -> Iterator[None]:
+        """What is no part of a step, but of another account of the goodput."""
+        with self.goodput.spent(account), self.watchdog.paused():
+            yield
+
+    def record_goodput(self) -> dict[str, Any]:
+        """Writes the ledger to run.json and returns it."""
+        record = self.goodput.record()
+        if jax.process_index() == 0:
+            self.run_directory.write_goodput(record)
+        return record
 
 
 def parameters_from(run_dir: str, config: CheckpointConfig, abstract: dict) -> dict:

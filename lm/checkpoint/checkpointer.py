@@ -7,18 +7,18 @@ returns flipped bits of array data silently, and its manager counts a failed asy
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import logging as absl_logging
 from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
-from lm.checkpoint.snapshot import COMMITTED, Damaged, Snapshot, flatten, make_record, one_line, some
+from lm.checkpoint.quiet import Quiet
+from lm.checkpoint.snapshot import COMMITTED, Damaged, Snapshot, flatten, make_record, one_line, some, steps_in
 from lm.config.configurable import configurable, field
 from lm.errors import LmError, MismatchError
 from lm.files import is_remote
@@ -58,6 +58,7 @@ class Checkpointer:
         directory: local path or gs:// address.
         config: when to save and what to keep.
         fingerprints: name → value of what a checkpoint depends on (data, tokenizer, …); compared by name on restore.
+        on_saved: called with each step that has become complete on disk, in all processes.
     """
 
     def __init__(
@@ -65,11 +66,14 @@ class Checkpointer:
         directory: epath.PathLike,
         config: CheckpointConfig | None = None,
         fingerprints: Mapping[str, str] | None = None,
+        on_saved: Callable[[int], None] | None = None,
     ):
         path = epath.Path(directory)
         self.directory = path if is_remote(path) else path.expanduser().absolute()
         self.config = config or CheckpointConfig()
         self.fingerprints = dict(fingerprints or {})
+        self._on_saved = on_saved
+        self._quiet = Quiet()
         self._lazy_manager: _Manager | None = None
         self._pending: int | None = None
         self._restored: int | None = None
@@ -80,22 +84,11 @@ class Checkpointer:
 
     # Saving
 
-    def should_save(self, step: int, loss: float | None = None) -> bool:
-        """Whether a checkpoint is due after `step`: by number, by time, or because `loss`, that of an evaluation,
-        is among the best. Ask once a step, in all processes."""
+    def should_save(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step`, by number or by time. Ask once a step, in all processes."""
         every = (self.config.save_every_steps, self.config.keep_every)
         due = any(n is not None and step % n == 0 for n in every)
-        due |= loss is not None and self.is_among_best(loss)
-        due |= self._clock.is_due(step)
-        return due
-
-    def maybe_save(
-        self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None, metadata: dict | None = None
-    ) -> bool:
-        """Saves if `should_save` says so; True if it did. `metrics['loss']` is the loss of an evaluation."""
-        self.check_for_errors()
-        due = self.should_save(step, (metrics or {}).get('loss'))
-        return due and self.save(step, state, metrics=metrics, metadata=metadata)
+        return self._clock.is_due(step) or due
 
     def is_among_best(self, loss: float) -> bool:
         """Whether a checkpoint with this evaluation loss would be one of the `keep_best`."""
@@ -168,6 +161,7 @@ class Checkpointer:
             if self._lazy_manager is not None:
                 self._lazy_manager.close()
                 self._lazy_manager = None
+            self._quiet.stop()
 
     def __enter__(self) -> 'Checkpointer':
         return self
@@ -226,6 +220,11 @@ class Checkpointer:
             )
         return None
 
+    def rewind(self, step: int) -> None:
+        """Moves the checkpoints after `step` aside, so that a run that is stopped now goes on from `step`."""
+        self._restored = step
+        self._tidy()
+
     def verify(self, step: int) -> None:
         """Reads everything of one step, one array at a time, and raises MismatchError if anything is damaged."""
         try:
@@ -238,7 +237,7 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """Steps that are complete on disk, ascending; they may still turn out to be damaged."""
-        return [s for s in self._steps_on_disk() if Snapshot(self.directory, s).is_committed()]
+        return [s for s in steps_in(self.directory) if Snapshot(self.directory, s).is_committed()]
 
     def latest_step(self) -> int | None:
         """The newest of `all_steps`."""
@@ -255,7 +254,7 @@ class Checkpointer:
 
     def _manager(self) -> _Manager:
         if self._lazy_manager is None:
-            absl_logging.get_absl_logger().addFilter(_not_from_orbax)
+            self._quiet.start()
             self._tidy()
             policies = [LatestN(self.config.keep_last), _Best(self.config.keep_best, self._losses)]
             if self.config.keep_every:
@@ -286,7 +285,7 @@ class Checkpointer:
                 unmarked = is_remote(path) and path.name.isdigit() and not (path / COMMITTED).exists()
                 if TEMPORARY in path.name or unmarked:
                     path.rmtree()
-            for step in self._steps_on_disk():
+            for step in steps_in(self.directory):
                 if step in self._damaged:
                     self._set_aside(step, 'damaged')
                 elif self._restored is not None and step > self._restored:
@@ -301,7 +300,7 @@ class Checkpointer:
             log.warning('%s checkpoint %s deleted', why, path)
             return
         target = self.directory / f'{step}.{why}'
-        if target.exists():
+        if target.is_dir():
             target.rmtree()
         path.rename(target)
         log.warning('%s checkpoint moved to %s', why, target)
@@ -314,6 +313,9 @@ class Checkpointer:
             self._manager().wait_until_finished()
         except Exception as error:
             self._failed(step, error)
+        else:
+            if self._on_saved:
+                self._on_saved(step)
 
     def _failed(self, step: int, error: Exception) -> None:
         self._losses.pop(step, None)
@@ -335,14 +337,9 @@ class Checkpointer:
 
     # Internals of restoring
 
-    def _steps_on_disk(self) -> list[int]:
-        if not self.directory.exists():
-            return []
-        return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit() and str(int(p.name)) == p.name)
-
     def _agreed_steps(self) -> list[int]:
         """What process 0 sees; unfinished leftovers count only where a rename, not a marker, completes a step."""
-        steps = self.all_steps() if is_remote(self.directory) else self._steps_on_disk()
+        steps = self.all_steps() if is_remote(self.directory) else steps_in(self.directory)
         if jax.process_count() == 1:
             return steps
         count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
@@ -388,11 +385,6 @@ class _Clock:
         due, wait = multihost_utils.broadcast_one_to_all(answer)
         self.next_look = step + int(wait)
         return bool(due)
-
-
-def _not_from_orbax(record: logging.LogRecord) -> bool:
-    """Drops the tracebacks that each of Orbax's threads logs for one failed write: `_failed` says it in a line."""
-    return not (record.levelno >= logging.ERROR and 'orbax' in record.pathname)
 
 
 def _barrier(name: str) -> None:

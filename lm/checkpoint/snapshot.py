@@ -171,6 +171,13 @@ def make_record(
     return record | {'sha256': _sha256(record)}
 
 
+def steps_in(directory: epath.Path) -> list[int]:
+    """The steps that have a folder in `directory`, complete or not, ascending."""
+    if not directory.exists():
+        return []
+    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and str(int(p.name)) == p.name)
+
+
 def flatten(tree: Any) -> dict[str, Any]:
     """Dotted name → leaf, in the order of jax.tree.leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

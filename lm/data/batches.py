@@ -7,7 +7,7 @@ of hosts and devices gives the same global batches; each host reads only the row
 
 import collections
 import concurrent.futures
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ class Windows:
                 'shorten the context or prepare more text'
             )
         self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
-        self.skip = sorted(skip)
+        self.skip = merge_ranges(skip)
         self._epoch: tuple[int, Permutation] | None = None
 
     def batch(self, step: int) -> int:
@@ -46,8 +46,36 @@ class Windows:
         batch = step
         for first, end in self.skip:
             if batch >= first:
-                batch += max(0, end - first)
+                batch += end - first
         return batch
+
+    def skipped_before(self, step: int) -> list[tuple[int, int]]:
+        """The ranges that have been left out once steps 0, …, step-1 are done. A checkpoint keeps them: `resume`."""
+        following = self.batch(step - 1) + 1 if step else 0
+        return [(first, min(end, following)) for first, end in self.skip if first < following]
+
+    def resume(self, step: int, skipped: Iterable[tuple[int, int]] | None) -> None:
+        """Goes on at `step` when `skipped` had been left out before it: those stay left out, the ranges given to this
+        object count from there on, and every other batch is seen once. None: not known, the ranges have been the same
+        from the beginning.
+
+        Raises:
+            ConfigError: a range names a batch that has been seen.
+        """
+        if skipped is None:
+            return
+        skipped = merge_ranges(skipped)
+        following = step + sum(end - first for first, end in skipped)
+        for first, end in self.skip:
+            behind = (first, min(end, following))
+            if first < following and not any(a <= behind[0] and behind[1] <= b for a, b in skipped):
+                raise ConfigError(
+                    f'train.skip_batches: [{first}, {end}] is behind: the run has seen all batches before {following} '
+                    f'but those it left out ({[list(r) for r in skipped] or "none"}); leave out later ones, or go back '
+                    'with --rewind_to'
+                )
+        ahead = [(max(first, following), end) for first, end in self.skip if end > following]
+        self.skip = merge_ranges([*skipped, *ahead])
 
     def starts(self, step: int) -> np.ndarray:
         """Start offsets [batch_size] of the windows of step `step` (from 0)."""
@@ -63,6 +91,25 @@ class Windows:
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = (epoch, Permutation(self.count, self.seed, epoch))
         return self._epoch[1]
+
+
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same batches as half-open ranges that are in order and neither overlap nor touch.
+
+    Raises ConfigError for a range that is negative or empty, such as (5, 3).
+    """
+    merged: list[tuple[int, int]] = []
+    for first, end in sorted(map(tuple, ranges)):
+        if first < 0 or end <= first:
+            raise ConfigError(
+                f'train.skip_batches: [{first}, {end}] names no batches; give pairs [first, end] with '
+                '0 <= first < end, of which end itself is not left out'
+            )
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((first, end))
+    return merged
 
 
 class Batches:

@@ -34,6 +34,7 @@ def inspect_run(path: epath.PathLike, verify: bool = False) -> dict[str, Any]:
         'steps': run.total_steps,
         'last_train': run.train[-1] if run.train else None,
         'tokens_per_second': run.tokens_per_second,
+        'goodput': run.goodput,
         'last_eval': run.last_evaluation,
         'evaluations': len(run.evaluations),
         'parameters': parameters(run),

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lm.runs import sweep_file
+from lm.runs.goodput import describe
 from lm.text import duration, perplexity, si
 
 
@@ -39,6 +40,7 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         + (f', MFU {train["mfu"]:.1%}' if train.get('mfu') else '')
         + f', {duration(train["seconds"])} of training'
         + (f', {train["skipped_steps"]} steps skipped' if train.get('skipped_steps') else ''),
+        'goodput': describe(found['goodput']) if found['goodput'] else '–',
         'last evaluation': '–'
         if evaluation is None
         else f'{evaluation["step"]:,}: {evaluation["split"]} '

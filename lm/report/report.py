@@ -9,6 +9,7 @@ from lm.report import paper
 from lm.report.curves import differing_bindings, words_of
 from lm.report.measures import Measures, microseconds_per_token, status_of
 from lm.report.pictures import Pictures
+from lm.runs.goodput import describe
 from lm.runs.records import Run
 from lm.runs.sweep_file import MEASURES, describe_status
 from lm.text import digits, markdown_table, short
@@ -89,6 +90,7 @@ class Report:
             'tokens_per_second_low': bounds and bounds[0],
             'tokens_per_second_high': bounds and bounds[1],
             'microseconds_per_token': microseconds_per_token(run),
+            'goodput': run.goodput and run.goodput['share'],
             'devices': paper.devices_of(run),
             'path': str(run.directory.path),
         }
@@ -111,6 +113,7 @@ class Report:
             'accuracy': ('accuracy', lambda v: f'{v:.2%}'),
             'speed': ('tokens/s', str),
             'microseconds_per_token': ('µs/token', digits),
+            'goodput': ('goodput', '{:.1%}'.format),
             'devices': ('devices', str),
         }
         rows = [row | {'progress': _progress(row), 'speed': _speed(row)} for row in self.rows]
@@ -142,6 +145,7 @@ class Report:
             f'{paper.devices_of(run)}, data {str(info.get("data"))[:12]}, '
             f'tokenizer {str(info.get("tokenizer"))[:12]}, started {info.get("started")}, '
             f'resumed {len(info.get("resumed", []))} times'
+            + (f'; goodput {describe(run.goodput)}' if run.goodput else '')
         )
 
     def _csv(self, name: str, rows: list[dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from lm.errors import writing
 from lm.files import is_remote, write_atomically
 
 REMOTE_SECONDS = 60.0
@@ -49,7 +50,8 @@ class MetricsFile:
             if self._remote:
                 self._lines = lines
             else:
-                self._file = open(self.path, 'a', encoding='utf-8')  # noqa: SIM115 (closed by close)
+                with writing(self.path):
+                    self._file = open(self.path, 'ab', buffering=0)  # noqa: SIM115 (closed by close)
         if jax.process_count() > 1:
             known = int(multihost_utils.broadcast_one_to_all(np.int32(resume_at in self._evaluated)))
             self._evaluated = {resume_at} if known else set()
@@ -67,8 +69,7 @@ class MetricsFile:
             if time.monotonic() - self._last_write > REMOTE_SECONDS:
                 self.flush()
         else:
-            self._file.write(line)
-            self._file.flush()
+            self._append(line.encode())
         if self._summaries:
             numbers = {name: float(v) for name, v in record.items() if _is_number(v) and name != 'step'}
             self._summaries.write_scalars(record['step'], {f'{record["kind"]}/{k}': v for k, v in numbers.items()})
@@ -80,7 +81,8 @@ class MetricsFile:
     def flush(self) -> None:
         """On an object store, writes what is there only in memory. Call it before a checkpoint is saved."""
         if self._unwritten:
-            self.path.write_text(''.join(self._lines))
+            with writing(self.path):
+                self.path.write_text(''.join(self._lines))
             self._unwritten = False
             self._last_write = time.monotonic()
 
@@ -97,26 +99,61 @@ class MetricsFile:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _keep(self, resume_at: int) -> list[str]:
-        """The lines that stay; the file is replaced if any go."""
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        kept = []
-        for number, line in enumerate(lines, 1):
+    def _append(self, line: bytes) -> None:
+        """The whole line or nothing: a full disk may have taken a part of it."""
+        size = os.fstat(self._file.fileno()).st_size
+        with writing(self.path):
             try:
-                record = json.loads(line)
-                step, evaluation = record['step'], record['kind'] == 'eval'
-            except (ValueError, KeyError, TypeError):
-                if number < len(lines):
-                    log.warning('%s: line %d is not a record and is removed', self.path, number)
-                continue
-            if step <= resume_at and line.endswith('\n'):
+                while line:
+                    line = line[self._file.write(line) :]
+            except OSError:
+                os.truncate(self._file.fileno(), size)
+                raise
+
+    def _keep(self, resume_at: int) -> list[str]:
+        """The lines that stay; the file is replaced if any go, and kept beside it if there were damaged ones."""
+        found = read_lines(self.path)
+        kept: list[bytes] = []
+        damaged: list[int] = []
+        seen: set[tuple[str, int]] = set()
+        for number, (line, record) in enumerate(found, 1):
+            if not line.endswith(b'\n'):
+                break  # the last one, cut off by a crash
+            if record is None or (record['kind'], record['step']) in seen:
+                damaged.append(number)
+            elif record['step'] <= resume_at:
                 kept.append(line)
-                if evaluation:
-                    self._evaluated.add(step)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if kept != lines:
-            write_atomically(self.path, ''.join(kept))
-        return kept
+                seen.add((record['kind'], record['step']))
+                if record['kind'] == 'eval':
+                    self._evaluated.add(record['step'])
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if damaged:
+                copy = self.path.with_name(f'{self.path.name}.damaged')
+                write_atomically(copy, b''.join(line for line, _ in found))
+                more = f' (and {len(damaged) - 1} more)' if damaged[1:] else ''
+                log.warning(
+                    '%s: line %d%s is not a record of a new step and is removed; the whole file is kept as %s',
+                    *(self.path, damaged[0], more, copy.name),
+                )
+            if len(kept) != len(found):
+                write_atomically(self.path, b''.join(kept))
+        return [line.decode() for line in kept]
+
+
+def read_lines(path: epath.Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Each line with its record: an object with a `kind` and a `step`; None where it is something else."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [(line, _parse(line)) for line in lines]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line.decode())
+        valid = isinstance(record['kind'], str) and type(record['step']) is int and record['step'] >= 0
+        return record if valid else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _summary_writer(folder: epath.PathLike) -> Any:

@@ -4,7 +4,6 @@ Reading changes nothing, needs no device, and takes a run that is being written 
 """
 
 import ast
-import contextlib
 import dataclasses
 import functools
 import glob
@@ -19,7 +18,10 @@ from etils import epath
 from lm.checkpoint.snapshot import Snapshot
 from lm.errors import ConfigError
 from lm.files import is_remote
-from lm.runs.run_dir import RunDir, bindings
+from lm.runs.goodput import checked
+from lm.runs.info import read_info
+from lm.runs.metrics_file import read_lines
+from lm.runs.run_dir import RunDir, bindings, read_text
 
 OWN_BINDINGS = {'model.attention', 'train.steps', 'train.context_length'}
 """Of every config.gin that `lm train` writes."""
@@ -35,7 +37,7 @@ class Run:
     Attributes:
         directory: where it lies.
         config: binding → gin text of its value, from config.gin.
-        info: run.json.
+        info: run.json as `lm.runs.info.read_info` gives it.
         train, evals: the records of metrics.jsonl, by kind, in the order of the steps.
         evaluations: the files that `lm evaluate` wrote.
     """
@@ -53,16 +55,15 @@ class Run:
         directory = RunDir(path)
         if not is_run(directory.path):
             raise ConfigError(f'{path}: holds no config.gin, so it is not a run of lm train')
-        config = bindings(directory.config.read_bytes().decode(errors='replace'))
+        config = bindings(read_text(directory.config))
         if not config.keys() >= OWN_BINDINGS:
             raise ConfigError(f'{path}: its config.gin is not one of lm train; name a run directory')
         records = read_jsonl(directory.path / 'metrics.jsonl')
         found = sorted(directory.evaluations.glob('*.json')) if directory.evaluations.exists() else []
-        info = read_json(directory.info)
         return cls(
             directory=directory,
             config=config,
-            info=info if isinstance(info, dict) else {},
+            info=read_info(directory.info),
             train=[r for r in records if r['kind'] == 'train'],
             evals=[r for r in records if r['kind'] == 'eval'],
             evaluations=[r for r in map(read_json, found) if isinstance(r, dict) and _is_whole(r | {'kind': 'eval'})],
@@ -117,6 +118,11 @@ class Run:
             return None
         low, _, high = statistics.quantiles(self.speeds, n=4, method='inclusive')
         return low, high
+
+    @property
+    def goodput(self) -> dict[str, Any] | None:
+        """The ledger of its wall clock (`lm.runs.goodput`)."""
+        return checked(self.info.get('goodput'))
 
     @property
     def last_evaluation(self) -> dict[str, Any] | None:
@@ -193,13 +199,8 @@ def read_json(path: epath.Path) -> Any:
 
 def read_jsonl(path: epath.Path) -> list[dict[str, Any]]:
     """The whole records of metrics.jsonl. What is being written, or was cut off, is left out."""
-    records = []
-    for line in path.read_bytes().decode(errors='replace').splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            record = _finite(json.loads(line))
-            if isinstance(record, dict) and _is_whole(record):
-                records.append(record)
-    return records
+    records = (_finite(record) for _, record in read_lines(path) if record)
+    return [record for record in records if _is_whole(record)]
 
 
 def _is_whole(record: dict[str, Any]) -> bool:

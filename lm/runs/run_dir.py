@@ -1,38 +1,35 @@
 """The directory of a run: what it was told, what it ran on, what it measured.
 
 config.gin      the resolved configuration, complete and re-runnable
-run.json        versions, git commit, command, devices, parameter count, fingerprints, when it started and resumed
+run.json        parameter count, fingerprints, and of each start versions, git commit, command, devices (`lm.runs.info`)
 metrics.jsonl   one JSON object a logged step (`lm.runs.metrics_file`)
+lock.json       while a training is at work: who it is (`lm.runs.lock`)
 checkpoints/  evaluations/  tensorboard/
 """
 
-import datetime
-import importlib.metadata
-import json
+import dataclasses
 import logging
 import os
-import platform
 import re
-import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
-import lm
+from lm.checkpoint.snapshot import Damaged, Snapshot, steps_in
 from lm.config.names import may_change, up_to_date
 from lm.config.text import dump
-from lm.errors import ConfigError, MismatchError
+from lm.errors import ConfigError, MismatchError, writing
 from lm.files import check_scheme, is_remote, write_atomically
-from lm.runs.metrics_file import MetricsFile
+from lm.runs.goodput import checked
+from lm.runs.info import next_info, read_raw, to_text
+from lm.runs.leader import on_leader
+from lm.runs.lock import RunLock
+from lm.runs.metrics_file import MetricsFile, read_lines
 
-PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
+TITLE = '# A complete configuration'
+"""How a config.gin begins that `lm train` has written."""
 
 log = logging.getLogger(__name__)
 
@@ -53,27 +50,79 @@ class RunDir:
         self.checkpoints = self.path / 'checkpoints'
         self.evaluations = self.path / 'evaluations'
 
-    def create_or_resume(self, experiment: Any, info: Mapping[str, Any]) -> bool:
+    def create_or_resume(
+        self,
+        experiment: Any,
+        info: Mapping[str, Any],
+        first_step: int = 0,
+        rewound: bool = False,
+    ) -> bool:
         """Writes config.gin and run.json; process 0 works and all processes share its outcome.
 
         Args:
             experiment: an `lm.experiment.Experiment`, or its gin text.
             info: what run.json holds besides the machine (parameters, fingerprints, …).
+            first_step: step of the checkpoint that the run goes on from.
+            rewound: it goes back to `first_step`, which run.json then says.
 
         Returns:
             True when the directory held a run already.
 
         Raises:
-            MismatchError: a binding differs that may not (`lm.config.names.may_change`): this would be another run.
-            ConfigError: `path` is a file.
+            MismatchError, ConfigError: as `check_unchanged`.
+            LmError: the directory cannot be written to.
         """
         text = experiment if isinstance(experiment, str) else dump(experiment)
-        return _on_leader(lambda: self._create_or_resume(text, info))
+        return on_leader(lambda: self._create_or_resume(text, info, first_step, rewound))
 
-    def check_unchanged(self, experiment: Any) -> None:
-        """What `create_or_resume` refuses, without writing anything."""
+    def check_unchanged(self, experiment: Any, rewound: bool = False) -> None:
+        """Refuses to continue as another run, or from less than there was, without writing anything.
+
+        Compared with config.gin and, since that may have been edited or lost, with the newest checkpoint's record.
+
+        Raises:
+            MismatchError: a binding differs that may not (`lm.config.names.may_change`; where the run is rewound, the
+                optimizer's may too), the run was saved but its checkpoints are gone, or a file
+                of the run cannot be read.
+            ConfigError: `path` is a file, or holds files that are not of a run.
+        """
         text = experiment if isinstance(experiment, str) else dump(experiment)
-        _on_leader(lambda: self._check(text))
+        on_leader(lambda: self._check(text, rewound).resumed)
+
+    def is_rewound(self, step: int, experiment: Any) -> bool:
+        """Whether the newest rewind was to `step` with this very configuration: the same command, repeated after a
+        preemption, then continues instead of throwing away what has been done since."""
+
+        def compare() -> bool:
+            rewinds = read_raw(self.info).get('rewinds') or [{}]
+            text = experiment if isinstance(experiment, str) else dump(experiment)
+            return rewinds[-1].get('to') == step and not config_differences(read_text(self.config), text)
+
+        return on_leader(compare)
+
+    def record_saved(self, step: int) -> None:
+        """Notes in run.json that the checkpoint of `step` is complete. Only warns where that fails."""
+        if jax.process_index() == 0 and (info := read_raw(self.info)):
+            try:
+                write_atomically(self.info, to_text(info | {'saved_step': step}))
+            except OSError as error:
+                log.warning('%s could not be written: %s', self.info, error)
+
+    def read_goodput(self) -> dict[str, Any] | None:
+        """The ledger of the starts before (`lm.runs.goodput`); None for a new run, or one that has none."""
+        return checked(read_raw(self.info).get('goodput'))
+
+    def write_goodput(self, record: Mapping[str, Any]) -> None:
+        """Puts the ledger into run.json. Only warns where that fails."""
+        if jax.process_index() == 0 and (info := read_raw(self.info)):
+            try:
+                write_atomically(self.info, to_text(info | {'goodput': record}))
+            except OSError as error:
+                log.warning('%s could not be written: %s', self.info, error)
+
+    def lock(self) -> RunLock:
+        """The context in which this job alone writes the directory; enter it before the first write."""
+        return RunLock(self.path)
 
     def metrics(self, resume_at: int = 0, tensorboard: bool = False) -> MetricsFile:
         """Opens metrics.jsonl, without the lines of steps after `resume_at`; with `tensorboard`, summaries are written
@@ -81,50 +130,146 @@ class RunDir:
         folder = self.path / 'tensorboard' if tensorboard else None
         return MetricsFile(self.path / 'metrics.jsonl', resume_at, folder)
 
-    def _create_or_resume(self, text: str, info: Mapping[str, Any]) -> bool:
-        resumed = self._check(text)
-        self.path.mkdir(parents=True, exist_ok=True)
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
-        times = {'started': now, 'resumed': []}
-        if resumed and self.info.exists():
-            try:
-                old = json.loads(self.info.read_text())
-                times = {'started': old['started'], 'resumed': [*old['resumed'], now]}
-            except (ValueError, KeyError, TypeError):
-                log.warning('%s could not be read and is written anew', self.info)
-        write_atomically(self.config, text)
-        write_atomically(self.info, json.dumps({**times, **describe_machine(), **info}, indent=2) + '\n')
-        return resumed
+    def _create_or_resume(self, text: str, info: Mapping[str, Any], first_step: int, rewound: bool) -> bool:
+        found = self._check(text, rewound)
+        for note in found.notes:
+            log.warning('%s', note)
+        if found.resumed and not first_step and found.logged:
+            log.warning('%s starts at step 0 again: no checkpoint was written yet', self.path)
+        rewind = None
+        if rewound:
+            rewind = found.logged, config_differences(read_text(self.config), text)
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.config, text)
+            write_atomically(self.info, to_text(next_info(found.info, first_step, info, rewind)))
+        return found.resumed
 
-    def _check(self, text: str) -> bool:
-        """Whether there is a run already; raises if `text` would make it another one."""
+    def _check(self, text: str, rewound: bool) -> '_Found':
+        """What is there; raises if `text` would make it another run."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f'--run_dir {self.path}: is a file; name a directory')
-        resumed = self.config.exists()
-        if resumed:
-            self._check_unchanged(self.config.read_text(), text)
-        return resumed
+        self._check_kinds()
+        steps = [s for s in steps_in(self.checkpoints) if Snapshot(self.checkpoints, s).is_committed()]
+        info = read_raw(self.info)
+        config = read_text(self.config)
+        held = [p for p in (self.config, self.info, self.path / 'metrics.jsonl') if p.exists()]
+        if held and not info and not steps and not config.startswith(TITLE):
+            raise ConfigError(
+                f'--run_dir {self.path}: its {held[0].name} is not of a run of lm train; name another directory'
+            )
+        notes = []
+        if held and not info:
+            notes.append(f'{self.info} could not be read and is written anew')
+        if held and not bindings(config):
+            notes.append(f'{self.config} could not be read and is written anew')
+        logged = max((record['step'] for _, record in read_lines(self.path / 'metrics.jsonl') if record), default=0)
+        if held:
+            self._check_progress(info, steps, logged, config, notes, rewound)
+        # A config.gin without bindings says nothing: then the checkpoint alone tells.
+        known = [(self.config, before)] if (before := bindings(config)) else []
+        known += self._configuration_of_checkpoint(steps, info)
+        for source, before in known:
+            self._compare(source, before, bindings(text), notes, rewound)
+        return _Found(bool(held), info, logged, list(dict.fromkeys(notes)))
 
-    def _check_unchanged(self, old: str, new: str) -> None:
+    def _check_kinds(self) -> None:
+        for path, wanted in (
+            (self.config, 'file'),
+            (self.info, 'file'),
+            (self.path / 'metrics.jsonl', 'file'),
+            (self.checkpoints, 'folder'),
+        ):
+            try:
+                wrong = path.exists() and path.is_dir() != (wanted == 'folder')
+                if not wrong and wanted == 'file' and path.exists() and not is_remote(path):
+                    path.open('rb').close()
+            except OSError as error:
+                raise MismatchError(f'{path} cannot be read ({error.strerror}); allow it, then run it again') from None
+            if wrong:
+                raise MismatchError(f'{path}: must be a {wanted}; move it away, then run it again')
+
+    def _check_progress(
+        self, info: Mapping[str, Any], steps: list[int], logged: int, config: str, notes: list[str], rewound: bool
+    ) -> None:
+        """Raises MismatchError where the run is known to have been saved and no checkpoint is there."""
+        saved = info.get('saved_step')
+        if 'saved_step' not in info:
+            # A run of an older version: each save has waited for the one before.
+            every = bindings(config).get('checkpoint.save_every_steps', '')
+            saved = logged // int(every) * int(every) - int(every) if every.isdigit() and int(every) else None
+        if not saved or saved <= 0 or (steps and steps[-1] >= saved):
+            return
+        if not steps:
+            raise MismatchError(
+                f'--run_dir {self.path}: the run was saved at step {saved}, but {self.checkpoints} holds no '
+                'checkpoint; mount or restore that folder, or start again in a new --run_dir'
+            )
+        if not rewound:
+            notes.append(f'{self.checkpoints}: step {saved} was saved but is gone; going on from step {steps[-1]}')
+
+    def _configuration_of_checkpoint(
+        self, steps: list[int], info: Mapping[str, Any]
+    ) -> list[tuple[epath.Path, dict[str, str]]]:
+        """(path, bindings) of the newest checkpoint whose record can be read, with what rewinds to it have changed;
+        none of an older version, which kept no configuration."""
+        for step in reversed(steps):
+            try:
+                text = Snapshot(self.checkpoints, step).record()['metadata'].get('config')
+            except Damaged:
+                continue
+            if not text:
+                break
+            before = bindings(text)
+            for rewind in info.get('rewinds', []):
+                if rewind['to'] >= step:
+                    before |= {name: new for name, _, new in rewind['changed'] if new is not None}
+            return [(self.checkpoints / str(step), before)]
+        return []
+
+    def _compare(
+        self,
+        source: epath.Path,
+        old: Mapping[str, str],
+        new: Mapping[str, str],
+        notes: list[str],
+        rewound: bool,
+    ) -> None:
         refused = []
-        for name, before, after in config_differences(old, new):
+        for name, before, after in _differences(old, new):
+            allowed = may_change(name) or (rewound and _section(name) == 'optimizer')
             if before is None or after is None:
                 # a field that another version of the program added or removed, or that of a mechanism not used before
-                log.warning('%s: %s was %s, now %s', self.config, name, before or 'absent', after or 'absent')
-            elif not may_change(name):
+                notes.append(f'{self.path}: {name} was {before or "absent"}, now {after or "absent"}')
+            elif not allowed:
                 refused.append(f'{name} was {before}, now {after}')
         if refused:
             more = f' (and {len(refused) - 1} more)' if len(refused) > 1 else ''
+            where = '' if source == self.config else f' (by the record of {source.name} in checkpoints)'
             raise MismatchError(
-                f'--run_dir {self.path} holds a run of another configuration: {refused[0]}{more}; '
+                f'--run_dir {self.path} holds a run of another configuration{where}: {refused[0]}{more}; '
                 'give the old value, or a new --run_dir'
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What lies in a run directory: whether there is a run, run.json, the newest logged step, what people should
+    know."""
+
+    resumed: bool
+    info: dict[str, Any]
+    logged: int
+    notes: list[str]
+
+
 def config_differences(old: str, new: str) -> list[tuple[str, str | None, str | None]]:
-    """(binding, old value, new value) for each that differs between two dumped configurations, those of
-    another version in the names of today; None: absent."""
-    before, after = bindings(old), bindings(new)
+    """(binding, old value, new value) for each that differs between two dumped configurations, those of another
+    version in the names of today; None: absent."""
+    return _differences(bindings(old), bindings(new))
+
+
+def _differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[tuple[str, str | None, str | None]]:
     names = sorted(before.keys() | after.keys(), key=lambda name: (name not in before, name))
     return [(name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]
 
@@ -152,39 +297,6 @@ def check_path(path: epath.PathLike) -> None:
         raise ConfigError(f'--run_dir {text[:150]!r}: must not contain control characters or parts over 255 characters')
 
 
-def describe_machine() -> dict[str, Any]:
-    """Versions, git commit, command and devices, for run.json."""
-    versions = {'lm': lm.__version__, 'python': platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        'command': shlex.join(sys.argv),
-        'versions': versions,
-        'git_commit': git_commit(),
-        'device_kind': jax.devices()[0].device_kind,
-        'device_count': jax.device_count(),
-        'process_count': jax.process_count(),
-    }
-
-
-def git_commit() -> str | None:
-    """The commit of the checkout that holds this package, '-dirty' with local changes; None when there is none."""
-    folder = Path(lm.__file__).parent
-
-    def git(*arguments: str) -> str:
-        command = ['git', '-C', str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        git('ls-files', '--error-unmatch', '__init__.py')  # else it is somebody else's repository around site-packages
-        return git('describe', '--always', '--dirty', '--abbrev=40', '--exclude=*')
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def bindings(text: str) -> dict[str, str]:
     """Binding → value of dumped gin text, in the names of today. Comments and blank lines are skipped, wrapped values
     joined."""
@@ -200,19 +312,14 @@ def bindings(text: str) -> dict[str, str]:
     return up_to_date(found)
 
 
-def _on_leader(work: Callable[[], bool]) -> bool:
-    """The result of `work` in process 0; where it fails, all processes fail."""
-    if jax.process_count() == 1:
-        return work()
-    outcome, error = 2, None
-    if jax.process_index() == 0:
-        try:
-            outcome = int(work())
-        except Exception as problem:
-            error = problem
-    outcome = int(multihost_utils.broadcast_one_to_all(np.int32(outcome)))
-    if error:
-        raise error
-    if outcome == 2:
-        raise MismatchError('process 0 refused the run directory: see its message')
-    return bool(outcome)
+def read_text(path: epath.Path) -> str:
+    """The text of a file; '' where it is missing or not UTF-8."""
+    try:
+        return path.read_bytes().decode()
+    except (OSError, ValueError):
+        return ''
+
+
+def _section(name: str) -> str:
+    """'a/model.depth' → 'model'"""
+    return name.rpartition('/')[2].partition('.')[0]

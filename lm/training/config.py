@@ -22,6 +22,9 @@ class TrainConfig:
     log_every: int = field(10, minimum=1, resume=True)
     eval_every: int | None = field(1000, minimum=1, resume=True, help='None: only at the end')
     max_nonfinite_steps: int = field(10, minimum=1, resume=True, help='stop (exit code 43) after so many in a row')
+    hang_minutes: float | None = field(
+        10.0, above=0, resume=True, help='a step that takes so long, and 20 median steps, ends with 42; None: never'
+    )
     skip_batches: tuple[tuple[int, int], ...] = field((), resume=True, help='half-open ranges of batches to leave out')
     init_from: str | None = field(None, help='run directory whose parameters this run starts from')
     profile: tuple[int, int] | None = field(

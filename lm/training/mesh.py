@@ -30,6 +30,7 @@ class MeshConfig:
 
     fsdp: int = field(1, minimum=1, help='devices that share one copy of parameters and optimizer state')
     processes: int | None = field(None, minimum=1, help='refuse to start with any other number of processes')
+    heartbeat_seconds: float = field(60.0, above=0, help='a process that is silent for so long ends the job with 42')
 
 
 def initialize_distributed(
@@ -43,15 +44,17 @@ def initialize_distributed(
     Raises ConfigError when the number of processes is not `mesh.processes`: a worker that trains alone is the
     commonest way to lose a day on a pod.
     """
+    # `lm.training.peers` acts before JAX does, which aborts.
+    timeout = int(config.heartbeat_seconds) + 30
     given = [coordinator_address, process_count, process_id]
     if any(value is not None for value in given):
         if any(value is None for value in given):
             raise ConfigError('--coordinator_address, --process_count and --process_id: give all three or none')
         if jax.config.jax_platforms == 'cpu':
             jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-        jax.distributed.initialize(coordinator_address, process_count, process_id)
+        jax.distributed.initialize(coordinator_address, process_count, process_id, heartbeat_timeout_seconds=timeout)
     elif _on_cloud_tpu():
-        jax.distributed.initialize()
+        jax.distributed.initialize(heartbeat_timeout_seconds=timeout)
     if config.processes is not None and jax.process_count() != config.processes:
         raise ConfigError(
             f'mesh.processes = {config.processes}: but {jax.process_count()} process(es) joined; '

@@ -1,5 +1,6 @@
 """The training step as a program: what `lm train` runs is what `lm check` and `lm bench step` compile."""
 
+import concurrent.futures
 from typing import Any
 
 import jax
@@ -36,3 +37,18 @@ def lower_step(
     batch = jax.ShapeDtypeStruct(config.batch_shape, dtype, sharding=batch_sharding(mesh, axis=1))
     results = shardings_of(abstract), replicated(mesh)
     return jax.jit(functions.train, donate_argnums=0, out_shardings=results).lower(abstract, batch)
+
+
+def compile_step_aside(
+    functions: TrainStep, abstract: State, config: TrainConfig, dtype: np.dtype, mesh: Mesh
+) -> 'concurrent.futures.Future[jax.stages.Compiled]':
+    """The compiled step (see `lower_step`), made by a thread while this one does something else."""
+
+    def work() -> jax.stages.Compiled:
+        with jax.set_mesh(mesh):
+            return lower_step(functions, abstract, config, dtype, mesh).compile()
+
+    pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='compile')
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future

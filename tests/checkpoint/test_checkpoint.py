@@ -310,8 +310,9 @@ def test_policy_of_keeping(tmp_path):
         with Checkpointer(tmp_path, config) as checkpointer:
             for step in range(first + 1, first + 61):
                 metrics = {'loss': losses[step]} if step in losses else None
-                saved = checkpointer.maybe_save(step, {'x': jnp.int32(step)}, metrics=metrics)
-                assert saved == (step % 10 == 0 or step in (25, 50))
+                due = checkpointer.should_save(step) or (metrics and checkpointer.is_among_best(losses[step]))
+                assert bool(due) == (step % 10 == 0 or step in (25, 50))
+                assert not due or checkpointer.save(step, {'x': jnp.int32(step)}, metrics=metrics)
             checkpointer.wait()
     assert Checkpointer(tmp_path).all_steps() == [40, 50, 80, 110, 120]
 
@@ -322,7 +323,8 @@ def test_time_based_saves_are_temporary(tmp_path):
     with Checkpointer(tmp_path, config) as checkpointer:
         for step in range(1, 13):
             time.sleep(0.06)
-            if checkpointer.maybe_save(step, {'x': jnp.int32(step)}):
+            if checkpointer.should_save(step):
+                checkpointer.save(step, {'x': jnp.int32(step)})
                 saved.append(step)
     assert {5, 10} < set(saved) < set(range(1, 13))
     assert Checkpointer(tmp_path).all_steps() == sorted({5, 10, saved[-1]})
@@ -397,7 +399,7 @@ with Checkpointer(directory, config) as checkpointer:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
     try:
         for step in range(2, 5):
-            print('saving', step, checkpointer.maybe_save(step, state(step)), flush=True)
+            print('saving', step, checkpointer.save(step, state(step)), flush=True)
             try:
                 checkpointer.wait()
             finally:
@@ -408,7 +410,7 @@ with Checkpointer(directory, config) as checkpointer:
     restored, step, _ = checkpointer.restore(state(0))
     print('restored', step, bool((restored['x'] == state(1)['x']).all()))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    print('saving', 9, checkpointer.maybe_save(9, state(9)))
+    print('saving', 9, checkpointer.save(9, state(9)))
 print('steps', checkpointer.all_steps())
 import os
 print('files', sorted(os.listdir(directory)))
@@ -513,7 +515,8 @@ with Checkpointer(directory, config) as checkpointer:
     assert checkpointer.restore(make(0)) is None
     for step in range(1, 31):
         time.sleep(0.04 + 0.04 * me)  # the clocks of the processes disagree
-        if checkpointer.maybe_save(step, make(step)):
+        if checkpointer.should_save(step):
+            checkpointer.save(step, make(step))
             saved.append(step)
     checkpointer.save(31, make(31))
 saved.append(31)

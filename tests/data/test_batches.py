@@ -75,6 +75,61 @@ def test_skipped_batches_are_never_seen_and_the_rest_keep_their_order():
         assert (skipping.starts(step) == plain.starts(batch)).all()
 
 
+RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 8)).map(lambda r: (r[0], sum(r))), max_size=5)
+
+
+def named(ranges) -> set[int]:
+    return {batch for first, end in ranges for batch in range(first, end)}
+
+
+@hypothesis.given(ranges=RANGES)
+@hypothesis.settings(deadline=None, max_examples=100)
+def test_exactly_the_named_batches_are_left_out(ranges):
+    """Overlapping, touching and repeated ranges too."""
+    windows = Windows(10_001, 10, 4, seed=1, skip=tuple(ranges))
+    left = [b for b in range(200) if b not in named(ranges)]
+    assert [windows.batch(step) for step in range(100)] == left[:100]
+
+
+@hypothesis.given(data=st.data(), first=RANGES)
+@hypothesis.settings(deadline=None, max_examples=150)
+def test_ranges_that_change_on_resume_leave_out_exactly_what_is_still_ahead(data, first):
+    """Any number of resumes with other ranges: what is named when its turn comes is left out, the rest is seen once."""
+    expected, seen, ranges, skipped, next_batch = [], [], first, None, 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        windows = Windows(10_001, 10, 4, seed=1, skip=tuple(ranges))
+        try:
+            windows.resume(len(seen), skipped)
+        except ConfigError:
+            behind = {b for b in named(ranges) if b < next_batch}
+            assert behind & set(seen), 'refused, but nothing that was named had been seen'
+            ranges = [r for r in ranges if r[0] >= next_batch]
+            windows = Windows(10_001, 10, 4, seed=1, skip=tuple(ranges))
+            windows.resume(len(seen), skipped)
+        else:
+            assert not named(ranges) & set(seen), 'a range that is behind was taken without a word'
+        steps = data.draw(st.integers(0, 30))
+        expected += [b for b in range(next_batch, 1000) if b not in named(ranges)][:steps]
+        seen += [windows.batch(step) for step in range(len(seen), len(seen) + steps)]
+        assert seen == expected
+        next_batch = seen[-1] + 1 if seen else 0
+        skipped = windows.skipped_before(len(seen))
+        assert named(skipped) == set(range(next_batch)) - set(seen)
+        ranges = data.draw(RANGES)
+
+
+@pytest.mark.parametrize('ranges', [((5, 3),), ((4, 4),), ((-2, 3),), ((1, 2), (-1, -1))])
+def test_ranges_that_name_no_batches_are_refused(ranges):
+    with pytest.raises(ConfigError, match=r'train\.skip_batches: \[.*\] names no batches; give pairs'):
+        Windows(10_001, 10, 4, seed=1, skip=ranges)
+
+
+def test_a_range_that_is_behind_is_refused():
+    windows = Windows(10_001, 10, 4, seed=1, skip=((40, 50),))
+    with pytest.raises(ConfigError, match=r'\[40, 50\] is behind: the run has seen all batches before 100 but'):
+        windows.resume(100, [])
+
+
 def test_context_longer_than_the_split_is_refused():
     with pytest.raises(ConfigError, match=r'train.context_length = 100: the split has only 100 tokens'):
         Windows(100, 100, 1, 0)

@@ -2,18 +2,26 @@
 
 import json
 import math
+import pathlib
 import subprocess
 import sys
 import types
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
 
 import lm.experiment  # noqa: F401 (fills the registry)
+from lm.checkpoint.snapshot import COMMITTED, make_record
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError, MismatchError
+from lm.runs import info as run_info
 from lm.runs import metrics_file
-from lm.runs.run_dir import RunDir, check_name, check_path, config_differences, git_commit
+from lm.runs.info import git_commit, read_info
+from lm.runs.records import read_jsonl
+from lm.runs.run_dir import RunDir, check_name, check_path, config_differences
+
+ROOT = metrics_file.__file__.rsplit('/', 3)[0]
 
 OLD = """# A complete configuration
 
@@ -57,15 +65,20 @@ def test_create_and_resume(tmp_path):
     assert not run.create_or_resume(OLD, {'parameters': 7, 'tokenizer': 'abc'})
     assert run.config.read_text() == OLD
     first = json.loads(run.info.read_text())
-    assert {'lm', 'python', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy'} <= first['versions'].keys()
-    assert first | {'parameters': 7, 'tokenizer': 'abc', 'device_count': 8, 'process_count': 1, 'resumed': []} == first
+    (start,) = first['starts']
+    assert {'lm', 'python', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy'} <= start['versions'].keys()
+    assert start | {'device_count': 8, 'process_count': 1, 'first_step': 0, 'when': first['started']} == start
+    assert first | {'parameters': 7, 'tokenizer': 'abc', 'saved_step': None, 'rewinds': []} == first
 
     new = OLD.replace('keep_last = 2', 'keep_last = 5').replace('log_every = 10', 'log_every = 1')
     assert run.create_or_resume(new, {'parameters': 7})
     assert run.config.read_text() == new
     second = json.loads(run.info.read_text())
     assert second['started'] == first['started']
-    assert len(second['resumed']) == 1
+    assert [set(start) for start in second['starts'][1:]] == [{'when', 'first_step'}], 'what is the same stands once'
+    found = read_info(run.info)
+    assert found['versions'] == start['versions']
+    assert found | {'device_count': 8, 'resumed': [ANY], 'parameters': 7} == found
     assert sorted(p.name for p in run.path.iterdir()) == ['config.gin', 'run.json']
 
 
@@ -129,7 +142,7 @@ def test_names_of_another_version_are_those_of_today():
 def test_a_run_of_another_version_resumes(tmp_path, caplog):
     old = "test_bench.kind = 'test_hammer'\ntest_bench.mass = 4.0\ntest_hammer.size = 5\ntest_bench.spare = None\n"
     now = 'test_bench.tool = @test_hammer()\ntest_hammer.mass = 4.0\ntest_hammer.length = 6\ntest_bench.spare = None\n'
-    (tmp_path / 'config.gin').write_text(old)
+    (tmp_path / 'config.gin').write_text('# A complete configuration\n' + old)
     with pytest.raises(MismatchError, match=r'test_hammer\.mass was 4\.0, now 5\.0'):
         RunDir(tmp_path).create_or_resume(now.replace('4.0', '5.0'), {})
     assert RunDir(tmp_path).create_or_resume(now, {}), 'the length may change'
@@ -141,8 +154,217 @@ def test_a_damaged_run_json_does_not_stop_a_run(tmp_path, caplog):
     run.create_or_resume(OLD, {})
     run.info.write_text('{"started": ')
     assert run.create_or_resume(OLD, {})
-    assert json.loads(run.info.read_text())['resumed'] == []
+    assert read_info(run.info)['resumed'] == []
     assert 'run.json could not be read' in caplog.text
+
+
+def test_starts_add_up(tmp_path, monkeypatch):
+    run = RunDir(tmp_path)
+    machine = {'command': 'lm train', 'versions': {'jax': '1'}, 'git_commit': 'a', 'device_kind': 'TPU v4'}
+    for number, devices in enumerate((8, 8, 16)):
+        monkeypatch.setattr(run_info, 'describe_machine', lambda devices=devices: machine | {'device_count': devices})
+        run.create_or_resume(OLD, {}, first_step=10 * number)
+        write_record(run, 10 * number + 10, OLD)
+    starts = json.loads(run.info.read_text())['starts']
+    assert [{k: v for k, v in start.items() if k != 'when'} for start in starts] == [
+        machine | {'device_count': 8, 'first_step': 0}, {'first_step': 10}, {'device_count': 16, 'first_step': 20},
+    ]  # fmt: skip
+    found = read_info(run.info)
+    assert found | machine | {'device_count': 16, 'saved_step': 20} == found
+    assert len(found['resumed']) == 2
+
+
+def test_the_run_json_of_an_older_version_is_read_and_continued(tmp_path):
+    run = RunDir(tmp_path)
+    run.create_or_resume(OLD, {})
+    old = {'started': 'then', 'resumed': ['later'], 'versions': {'jax': '0.1'}, 'device_kind': 'TPU v3'}
+    run.info.write_text(json.dumps(old))
+    assert read_info(run.info) == old
+    run.create_or_resume(OLD, {})
+    new = json.loads(run.info.read_text())
+    assert new['started'] == 'then'
+    first, second, third = new['starts']
+    assert first == {'when': 'then', 'versions': {'jax': '0.1'}, 'device_kind': 'TPU v3'}
+    assert second == {'when': 'later'}
+    assert third['device_kind'] == 'cpu'
+    assert read_info(run.info)['resumed'][0] == 'later'
+
+
+# What is not trusted
+
+
+def write_record(run: RunDir, step: int, config: str | None) -> None:
+    """A complete checkpoint as far as the run directory looks at it."""
+    folder = run.checkpoints / str(step)
+    (folder / 'metadata').mkdir(parents=True)
+    metadata = {} if config is None else {'config': config}
+    (folder / 'metadata' / 'metadata').write_text(json.dumps(make_record(step, {}, {}, {}, metadata)))
+    (folder / COMMITTED).touch()
+
+
+def contents(run: RunDir) -> dict:
+    return {str(p): p.read_bytes() if p.is_file() else None for p in pathlib.Path(run.path).rglob('*')}
+
+
+def refuse(run: RunDir, error: type, match: str, text: str = OLD, **options) -> None:
+    """Both ways refuse, and nothing is written."""
+    before = contents(run)
+    for call in (
+        lambda: run.check_unchanged(text, options.get('rewound', False)),
+        lambda: run.create_or_resume(text, {}, **options),
+    ):
+        with pytest.raises(error, match=match):
+            call()
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize('config', [OLD.replace('degree = 4', 'degree = 8'), '', None, 'not gin at all', b'\xff\xfe'])
+def test_the_checkpoint_knows_the_configuration_whatever_config_gin_says(tmp_path, config):
+    run = RunDir(tmp_path)
+    run.create_or_resume(OLD, {})
+    write_record(run, 10, OLD)
+    if config is None:
+        run.config.unlink()
+    else:
+        run.config.write_bytes(config if isinstance(config, bytes) else config.encode())
+    changed = OLD.replace('degree = 4', 'degree = 8')
+    refuse(run, MismatchError, r'by the record of 10 in checkpoints\): a/polynomial\.degree was 4, now 8', changed)
+    if config != changed:
+        assert run.create_or_resume(OLD, {}, first_step=10)
+        assert run.config.read_text() == OLD
+
+
+def test_a_checkpoint_of_an_older_version_still_resumes(tmp_path):
+    run = RunDir(tmp_path)
+    run.create_or_resume(OLD, {})
+    write_record(run, 10, None)
+    assert run.create_or_resume(OLD, {}, first_step=10)
+
+
+def test_what_may_change_may_differ_from_the_checkpoint_too(tmp_path):
+    run = RunDir(tmp_path)
+    run.create_or_resume(OLD, {})
+    write_record(run, 10, OLD)
+    new = OLD.replace('keep_last = 2', 'keep_last = 5')
+    for _ in range(2):
+        assert run.create_or_resume(new, {}, first_step=10)
+
+
+def test_a_rewind_is_recorded_and_what_it_changed_stays_changed(tmp_path):
+    run = RunDir(tmp_path)
+    old = OLD + 'optimizer.clip_norm = 1.0\n'
+    run.create_or_resume(old, {})
+    write_record(run, 10, old)
+    with run.metrics() as metrics:
+        metrics.write(record(25))
+    new = old.replace('clip_norm = 1.0', 'clip_norm = 0.5')
+    refuse(run, MismatchError, 'clip_norm was 1.0, now 0.5', new)
+    assert not run.is_rewound(10, new)
+    other = new.replace('degree = 4', 'degree = 8')
+    refuse(run, MismatchError, 'degree was 4, now 8', other, first_step=10, rewound=True)
+    run.create_or_resume(new, {}, first_step=10, rewound=True)
+    (rewind,) = json.loads(run.info.read_text())['rewinds']
+    assert rewind == {'when': ANY, 'to': 10, 'from': 25, 'changed': [['optimizer.clip_norm', '1.0', '0.5']]}
+    assert run.is_rewound(10, new)
+    assert not run.is_rewound(10, old)
+    assert not run.is_rewound(5, new)
+    assert run.create_or_resume(new, {}, first_step=10), 'preempted before its next checkpoint'
+    refuse(run, MismatchError, 'clip_norm was 0.5, now 1.0', old)
+
+
+@pytest.mark.parametrize('how', ['saved', 'older version', 'no run.json'])
+def test_a_run_without_its_checkpoints_is_not_started_again(tmp_path, how):
+    run = RunDir(tmp_path)
+    text = OLD + 'checkpoint.save_every_steps = 10\n'
+    run.create_or_resume(text, {})
+    with run.metrics() as metrics:
+        for step in range(1, 21):
+            metrics.write(record(step))
+    if how == 'saved':
+        run.record_saved(10)
+    elif how == 'older version':
+        run.info.write_text(json.dumps({'started': 'then', 'resumed': []}))
+    else:
+        run.info.unlink()
+    refuse(run, MismatchError, r'was saved at step 10, but .*checkpoints holds no checkpoint; mount or restore', text)
+    write_record(run, 10, text)
+    assert run.create_or_resume(text, {}, first_step=10)
+
+
+def test_a_run_that_was_never_saved_starts_again_and_says_so(tmp_path, caplog):
+    run = RunDir(tmp_path)
+    run.create_or_resume(OLD, {})
+    assert 'starts at step 0' not in caplog.text
+    with run.metrics() as metrics:
+        metrics.write(record(3))
+    run.create_or_resume(OLD, {})
+    assert 'starts at step 0 again: no checkpoint was written yet' in caplog.text
+
+
+def test_a_newest_checkpoint_that_is_gone_is_named(tmp_path, caplog):
+    run = RunDir(tmp_path)
+    run.create_or_resume(OLD, {})
+    run.record_saved(20)
+    write_record(run, 10, OLD)
+    run.create_or_resume(OLD, {}, first_step=10)
+    assert 'step 20 was saved but is gone; going on from step 10' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('name', 'text'),
+    [('config.gin', 'a.b = 3\n'), ('metrics.jsonl', '{"mine": 1}\n'), ('run.json', '{"a": 1}')],
+)
+def test_a_directory_of_somebody_else_is_left_alone(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    refuse(RunDir(tmp_path), ConfigError, f'its {name} is not of a run of lm train; name another directory')
+
+
+@pytest.mark.parametrize('name', ['config.gin', 'run.json', 'metrics.jsonl', 'checkpoints'])
+def test_the_wrong_kind_of_file_is_named(tmp_path, name):
+    run = RunDir(tmp_path)
+    run.create_or_resume(OLD, {})
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir() if name != 'checkpoints' else (tmp_path / name).touch()
+    refuse(run, MismatchError, f'{name}: must be a (file|folder); move it away')
+
+
+@pytest.mark.parametrize('text', ['[]', '{"started": 1, "starts": [3]}', '\udcff', '{"starts": []}', ''])
+def test_a_run_json_of_any_contents_is_written_anew(tmp_path, caplog, text):
+    run = RunDir(tmp_path)
+    run.create_or_resume(OLD, {})
+    run.info.write_bytes(text.encode(errors='surrogateescape'))
+    assert read_info(run.info) == {}
+    assert run.create_or_resume(OLD, {})
+    assert 'run.json could not be read and is written anew' in caplog.text
+    assert read_info(run.info)['resumed'] == []
+
+
+def test_a_full_disk_leaves_whole_lines_and_says_so_in_one(tmp_path):
+    code = """
+import resource, signal, sys
+from lm.runs.run_dir import RunDir
+from lm.errors import LmError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+run = RunDir(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+with run.metrics() as metrics:
+    try:
+        for step in range(1, 100):
+            metrics.write({'kind': 'train', 'step': step, 'loss': 1.0})
+    except LmError as error:
+        print(error)
+try:
+    RunDir(sys.argv[1] + '/new').create_or_resume('# A complete configuration' + 300 * 'x', {})
+except LmError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, '-c', code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == ''
+    first, second = done.stdout.splitlines()
+    assert first.startswith(f'{tmp_path}/metrics.jsonl cannot be written (File too large); make room')
+    assert second.startswith(f'{tmp_path}/new cannot be written (File too large); make room')
+    assert [r['step'] for r in lines(RunDir(tmp_path))] == [1, 2, 3, 4]
+    assert not list((tmp_path / 'new').iterdir())
 
 
 @pytest.mark.parametrize(
@@ -215,6 +437,24 @@ def test_unreadable_lines_are_removed_and_named(tmp_path, caplog):
     RunDir(tmp_path).metrics(resume_at=2).close()
     assert [r['step'] for r in lines(RunDir(tmp_path))] == [1, 2]
     assert 'line 2 is not a record' in caplog.text
+    assert [r['step'] for r in read_jsonl(tmp_path / 'metrics.jsonl')] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    'line',
+    [b'\xff\xfe', b'[]', b'7', b'{"step": "3", "kind": "train"}', b'{"step": 1e999, "kind": "train"}', b'[' * 100_000,
+     b'{"step": true, "kind": "train"}', b'{"step": 2}', b'{"kind": "train", "step": 1, "loss": 9.0}'],
+)  # fmt: skip
+def test_damaged_metrics_are_repaired_and_kept(tmp_path, caplog, line):
+    path = tmp_path / 'metrics.jsonl'
+    good = [json.dumps(record(step)).encode() + b'\n' for step in (1, 2, 3)]
+    path.write_bytes(good[0] + line + b'\n' + good[1] + good[2])
+    assert [r['step'] for r in read_jsonl(path)][-2:] == [2, 3]
+    RunDir(tmp_path).metrics(resume_at=2).close()
+    assert path.read_bytes() == good[0] + good[1]
+    assert (tmp_path / 'metrics.jsonl.damaged').read_bytes() == good[0] + line + b'\n' + good[1] + good[2]
+    assert caplog.text.count('WARNING') == 1
+    assert 'line 2 is not a record of a new step and is removed; the whole file is kept as' in caplog.text
 
 
 def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
@@ -266,6 +506,6 @@ from lm.runs.run_dir import RunDir
 with RunDir({str(tmp_path)!r}).metrics(tensorboard=True) as metrics:
     metrics.write({{'kind': 'train', 'step': 1, 'loss': 1.0}})
 """
-    subprocess.run([sys.executable, '-c', code], check=True, cwd=metrics_file.__file__.rsplit('/', 3)[0])
+    subprocess.run([sys.executable, '-c', code], check=True, cwd=ROOT)
     assert not (tmp_path / 'tensorboard').exists()
     assert len(lines(RunDir(tmp_path))) == 1

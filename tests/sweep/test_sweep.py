@@ -285,7 +285,7 @@ evaluate.split = 'validation'
     assert sorted((r['status'], r['exit_code']) for r in rows.values()) == [('done', 0)] * 8 + [('failed', 43)] * 4
     assert all('not finite' in row['error'] for row in rows.values() if row['status'] == 'failed')
 
-    resumed = [name for name, row in rows.items() if json.loads((root / name / 'run.json').read_text())['resumed']]
+    resumed = [name for name, row in rows.items() if json.loads((root / name / 'run.json').read_text())['starts'][1:]]
     resumed = [name for name in resumed if rows[name]['status'] == 'done']
     assert resumed
     for name in resumed:

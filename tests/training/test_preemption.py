@@ -125,7 +125,8 @@ def run():
         for step in range(10_000):
             if preemption.requested(step):
                 return 'training', step
-            checkpointer.maybe_save(step, state)  # must not disturb the agreement
+            if checkpointer.should_save(step):
+                checkpointer.save(step, state)  # must not disturb the agreement
             if step == 5:
                 print('evaluating' if me == 0 else 'ready')
                 for batch in range(10_000):

@@ -1,0 +1,153 @@
+"""Compiled programs that outlive the process: a restart of the same run compiles nothing again.
+
+JAX's persistent compilation cache works in a private folder of this machine. It is filled from `folder` before the
+first program is compiled, and what is new goes back there by `publish`. So nothing is written to a run directory before
+the run is known to be sound, buckets need no support by JAX, and a file that is cut off or damaged is found out: its
+name holds its SHA-256, which JAX does not check.
+
+A program in the cache is code: whoever may write to `folder` may run code here.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from etils import epath
+from jax.experimental.compilation_cache import compilation_cache
+
+SUFFIX = '-cache'
+"""How JAX's names of programs end."""
+SETTINGS = {
+    # Programs that compile faster are not worth a file.
+    'jax_persistent_cache_min_compile_time_secs': 0.1,
+    # Its path would become part of the names, and no program be found from another folder.
+    'jax_persistent_cache_enable_xla_caches': 'none',
+}
+MOST_PROGRAMS = 64
+"""In a folder; the oldest go first, such as those of another configuration."""
+
+log = logging.getLogger(__name__)
+
+
+class CompileCache:
+    """A context manager inside which compiled programs are kept in `folder`, local or a bucket's. All processes of a
+    job use it alike: each reads, process 0 alone writes.
+
+    Where a person has set up JAX's cache (JAX_COMPILATION_CACHE_DIR), that one is used and this one does nothing.
+
+    Args:
+        folder: made when the first program is published; None: nothing is kept.
+    """
+
+    def __init__(self, folder: epath.PathLike | None):
+        is_used = folder is not None and jax.config.jax_compilation_cache_dir is None
+        self.folder = epath.Path(folder) / _machine() if is_used else None
+        self._private: Path | None = None
+        self._known: set[str] = set()
+        self._damaged: list[epath.Path] = []
+
+    def __enter__(self) -> 'CompileCache':
+        if self.folder is not None:
+            try:
+                self._private = _private_folder()
+                self._fetch()
+            except OSError as error:
+                log.warning('no cache of compiled programs: %s', error)
+                self.folder = None
+        if self.folder is not None:
+            self._before = {name: getattr(jax.config, name) for name in SETTINGS}
+            for name, value in SETTINGS.items():
+                jax.config.update(name, value)
+            self._use(str(self._private))
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.folder is not None:
+            self._use(None)
+            for name, value in self._before.items():
+                jax.config.update(name, value)
+        if self._private is not None:
+            shutil.rmtree(self._private, ignore_errors=True)
+
+    def publish(self) -> None:
+        """Copies what is new to the folder. A failure, such as a full disk, is a warning: it costs time alone."""
+        if self.folder is None or jax.process_index():
+            return
+        try:
+            self._publish()
+        except OSError as error:
+            log.warning('%s: the compiled programs could not be kept (%s)', self.folder, error)
+
+    def _publish(self) -> None:
+        while self._damaged:
+            self._damaged.pop().unlink(missing_ok=True)
+        new = [path for path in self._private.iterdir() if path.name not in self._known]
+        if not new:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in new:
+            data = path.read_bytes()
+            target = self.folder / f'{path.name}.{_digest(data)}'
+            # The checksum in the name makes a half-written file harmless.
+            target.write_bytes(data)
+            self._known.add(path.name)
+        files = sorted(_programs(self.folder), key=lambda path: path.stat().mtime)
+        for path in files[:-MOST_PROGRAMS]:
+            path.unlink(missing_ok=True)
+
+    def _fetch(self) -> None:
+        for path in _programs(self.folder):
+            name, _, digest = path.name.rpartition('.')
+            data = path.read_bytes()
+            if _digest(data) != digest:
+                log.warning('%s is damaged and not used: its program is compiled again', path)
+                self._damaged.append(path)
+                continue
+            (self._private / name).write_bytes(data)
+            self._known.add(name)
+
+    @staticmethod
+    def _use(path: str | None) -> None:
+        jax.config.update('jax_compilation_cache_dir', path)
+        compilation_cache.reset_cache()  # it has settled on a folder with the first program
+
+
+def _programs(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.name.rpartition('.')[0].endswith(SUFFIX):
+            yield path
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _private_folder() -> Path:
+    """A new folder that only this user reads. Those of processes that were killed go."""
+    for path in Path(tempfile.gettempdir()).glob('lm-compiled-*-*'):
+        with contextlib.suppress(OSError, ValueError):
+            if (
+                path.is_dir()
+                and path.stat().st_uid == os.getuid()
+                and not Path('/proc', path.name.split('-')[2]).exists()
+            ):
+                shutil.rmtree(path, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f'lm-compiled-{os.getpid()}-'))
+
+
+def _machine() -> str:
+    """Programs for a CPU use its own instructions: another kind of processor gets a folder of its own."""
+    if jax.default_backend() != 'cpu':
+        return jax.default_backend()
+    with contextlib.suppress(OSError):
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+        features = [line for line in lines if line.startswith(('flags', 'Features', 'model name'))][:2]
+        return f'cpu-{hashlib.sha256("".join(features).encode()).hexdigest()[:16]}'
+    return f'cpu-{platform.machine()}'

@@ -1,0 +1,142 @@
+"""Goodput: which share of the wall clock of a run went into steps that count, and where the rest went.
+
+The ledger is cumulative over all starts of a run. At each moment the time is charged to one account, so that the
+accounts add up to the wall clock since the first start:
+
+    step        steps that the run kept: the productive time       checkpoint   waiting for saves
+    start       imports, devices, opening data                     evaluation
+    restore     reading a checkpoint, or initialising              lost         steps done again after a restart
+    compile     waiting for the compiler                           restart      between the last record of a process
+    data        waiting for batches                                             and the begin of the next
+"""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lm.text import duration
+
+T = TypeVar('T')
+
+ACCOUNTS = ('step', 'start', 'restore', 'compile', 'data', 'checkpoint', 'evaluation', 'lost', 'restart')
+
+
+class Goodput:
+    """The ledger of one process, on top of what the processes before it left behind.
+
+    Args:
+        record: what `record` of the process before returned, from run.json; None for a new run.
+        begun: when this process began (seconds since the epoch).
+    """
+
+    def __init__(self, record: Mapping[str, Any] | None = None, begun: float | None = None):
+        now = time.time()
+        begun = process_start() if begun is None else begun
+        self.seconds = dict.fromkeys(ACCOUNTS, 0.0)
+        self.starts = 1
+        self.started = begun
+        if record:
+            self.seconds |= record['seconds']
+            self.starts = record['starts'] + 1
+            self.started = record['started']
+            # A clock that was set back must not make time negative.
+            self.seconds['restart'] += max(0.0, begun - record['updated'])
+        self.seconds['start'] += max(0.0, now - begun)
+        self._accounts = ['start']
+        self._last = self._recorded = time.monotonic()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last `record`."""
+        return time.monotonic() - self._recorded
+
+    @contextlib.contextmanager
+    def spent(self, account: str) -> Iterator[None]:
+        """Charges what happens inside to `account`."""
+        self._charge()
+        self._accounts.append(account)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._accounts.pop()
+
+    def charging(self, account: str, items: Iterable[T]) -> Iterator[T]:
+        """`items`; waiting for each is charged to `account`."""
+        iterator = iter(items)
+        end = object()
+        while True:
+            with self.spent(account):
+                item = next(iterator, end)
+            if item is end:
+                return
+            yield item
+
+    def total(self, account: str) -> float:
+        """Seconds on an account up to now."""
+        self._charge()
+        return self.seconds[account]
+
+    def resumed(self, step_seconds: float | None) -> None:
+        """The run goes on from a checkpoint that was written after so many seconds of steps: later ones are lost."""
+        if step_seconds is not None:
+            lost = max(0.0, self.seconds['step'] - step_seconds)
+            self.seconds['step'] -= lost
+            self.seconds['lost'] += lost
+
+    def record(self) -> dict[str, Any]:
+        """The ledger at this moment, as JSON holds it."""
+        self._charge()
+        self._recorded = self._last
+        seconds = {account: round(value, 3) for account, value in self.seconds.items()}
+        return {
+            'share': round(share(seconds), 4),
+            'seconds': seconds,
+            'starts': self.starts,
+            'started': round(self.started, 3),
+            'updated': round(time.time(), 3),
+        }
+
+    def _charge(self) -> None:
+        now = time.monotonic()
+        self.seconds[self._accounts[-1]] += now - self._last
+        self._last = now
+
+
+def checked(record: Any) -> dict[str, Any] | None:
+    """A ledger as `Goodput.record` made it; None for anything else that run.json may hold."""
+    try:
+        seconds = {account: float(value) for account, value in record['seconds'].items()}
+        numbers = {name: float(record[name]) for name in ('share', 'started', 'updated')}
+        return numbers | {'seconds': dict.fromkeys(ACCOUNTS, 0.0) | seconds, 'starts': int(record['starts'])}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def share(seconds: Mapping[str, float]) -> float:
+    """The productive share of the wall clock."""
+    total = sum(seconds.values())
+    return seconds['step'] / total if total else 0.0
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """A ledger in a line: '93 % of 2 h 10 min in steps; compile 3 %, evaluation 2 %, …', the largest first."""
+    seconds = record['seconds']
+    total = sum(seconds.values()) or 1.0
+    rest = sorted(((value, account) for account, value in seconds.items() if account != 'step'), reverse=True)
+    places = ', '.join(f'{account} {100 * value / total:.1f}%' for value, account in rest if value / total >= 0.0005)
+    starts = f' ({record["starts"]} starts)' if record['starts'] > 1 else ''
+    return f'{100 * share(seconds):.1f}% of {duration(total)} in steps{starts}' + (f'; {places}' if places else '')
+
+
+def process_start() -> float:
+    """When this process began, in seconds since the epoch; where Linux's /proc is missing, now."""
+    try:
+        # The name of the program, in brackets, may contain anything.
+        ticks = int(Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19])
+        age = float(Path('/proc/uptime').read_text().split()[0]) - ticks / 100
+        return time.time() - max(0.0, age)
+    except (OSError, ValueError, IndexError):
+        return time.time()

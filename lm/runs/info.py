@@ -1,0 +1,126 @@
+"""run.json: when a run started, on what, how far it is saved, and how it was rewound.
+
+    {"started": …, "parameters": …, <fingerprints>, "saved_step": the newest checkpoint that is complete,
+     "starts": [{"when", "first_step", "command", "versions", "git_commit", devices …}, …],
+     "rewinds": [{"when", "to", "from", "changed": [[binding, old, new], …]}, …]}
+
+Of every start but the first, only what differs from the one before is written: a year of restarts stays small.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from etils import epath
+
+import lm
+
+PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
+
+
+def read_info(path: epath.Path) -> dict[str, Any]:
+    """run.json with the newest start's figures (versions, devices, …) on the top level, and `resumed`, when each
+    start but the first was. Those of older versions, without `starts`, have had this form. {} where it is missing or
+    damaged."""
+    info = read_raw(path)
+    starts = info.get('starts')
+    if not starts:
+        return info
+    newest = {key: value for start in starts for key, value in start.items() if key not in ('when', 'first_step')}
+    return {**newest, 'resumed': [start.get('when') for start in starts[1:]], **info}
+
+
+def read_raw(path: epath.Path) -> dict[str, Any]:
+    """run.json as it is; {} where it is missing or damaged."""
+    try:
+        info = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(info, dict) or 'started' not in info:
+        return {}
+    for name in ('starts', 'rewinds'):
+        entries = info.get(name, [])
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            return {}
+    return info
+
+
+def next_info(
+    old: Mapping[str, Any],
+    first_step: int,
+    facts: Mapping[str, Any],
+    rewind: tuple[int, Iterable[tuple[str, str | None, str | None]]] | None = None,
+) -> dict[str, Any]:
+    """What run.json holds once the run has started again.
+
+    Args:
+        old: what it held before; {} for a new run.
+        first_step: step that the run goes on from.
+        facts: parameters, fingerprints, …
+        rewind: (newest step before, what changed in the configuration) where the run was rewound to `first_step`.
+    """
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
+    starts = list(old.get('starts', []))
+    if old and not starts:  # of an older version
+        machine = {key: old[key] for key in describe_machine() if key in old}
+        starts = [{'when': old['started'], **machine}, *({'when': when} for when in old.get('resumed', []))]
+    known = {key: value for start in starts for key, value in start.items()}
+    start = {'when': now, 'first_step': first_step, **describe_machine()}
+    always = ('when', 'first_step')
+    starts.append({key: value for key, value in start.items() if key in always or known.get(key) != value})
+    rewinds = list(old.get('rewinds', []))
+    if rewind:
+        rewinds.append({'when': now, 'to': first_step, 'from': rewind[0], 'changed': [list(c) for c in rewind[1]]})
+    return {
+        'started': old.get('started', now),
+        **facts,
+        'saved_step': first_step or None,
+        'rewinds': rewinds,
+        'starts': starts,
+    }
+
+
+def to_text(info: Mapping[str, Any]) -> str:
+    """As it is written."""
+    return json.dumps(info, indent=2) + '\n'
+
+
+def describe_machine() -> dict[str, Any]:
+    """Versions, git commit, command and devices, for run.json."""
+    versions = {'lm': lm.__version__, 'python': platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        'command': shlex.join(sys.argv),
+        'versions': versions,
+        'git_commit': git_commit(),
+        'device_kind': jax.devices()[0].device_kind,
+        'device_count': jax.device_count(),
+        'process_count': jax.process_count(),
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that holds this package, '-dirty' with local changes; None when there is none."""
+    folder = Path(lm.__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ['git', '-C', str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        git('ls-files', '--error-unmatch', '__init__.py')  # else it is somebody else's repository around site-packages
+        return git('describe', '--always', '--dirty', '--abbrev=40', '--exclude=*')
+    except (OSError, subprocess.SubprocessError):
+        return None

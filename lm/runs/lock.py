@@ -1,0 +1,208 @@
+"""lock.json: one training at a time writes a run directory.
+
+The file names its owner and is renewed while the owner lives. It is written with TensorStore's conditional writes,
+which are atomic on local disks, gs:// and s3:// alike: of two that come at once, one gets it.
+
+Who finds a lock asks whether its owner is dead. On the same host the process table answers at once, as does a reboot
+since. From another host nobody can look: there the lock is watched, and is taken over if it is not renewed for EXPIRES
+seconds; two that read different clocks cannot rob one another, because the watching itself lasts over two renewals.
+"""
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+from etils import epath
+
+from lm.errors import ConfigError, LmError
+from lm.files import is_remote
+from lm.runs.leader import on_leader
+
+NAME = 'lock.json'
+HEARTBEAT = 10.0
+"""Seconds between two renewals."""
+EXPIRES = 60.0
+"""Seconds without a renewal after which the lock of another host counts for nothing."""
+
+log = logging.getLogger(__name__)
+
+
+class RunLock:
+    """A context inside which this job alone writes `directory`; process 0 holds the lock for all its processes.
+
+    Raises ConfigError on entry where another training is alive, before anything is written, and LmError where the
+    lock itself cannot be written. Only the lock is removed at the end, and a directory that was made for it alone.
+    """
+
+    def __init__(self, directory: epath.Path):
+        self.directory = directory
+        folder = f'{directory}/'
+        self._spec = folder if is_remote(directory) else {'driver': 'file', 'path': folder}
+        self._owner = {
+            'host': socket.gethostname(),
+            'pid': os.getpid(),
+            'pid_started': _start_of(os.getpid()),
+            'pid_namespace': _pid_namespace(),
+            'boot': _boot(),
+            'since': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+        }
+        self._generation: bytes | None = None
+        self._lost = False
+        self._over = threading.Event()
+        self._heart = threading.Thread(target=self._renew, name='run-lock', daemon=True)
+
+    def __enter__(self) -> 'RunLock':
+        on_leader(self._take)
+        if self._generation is not None:
+            self._heart.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._generation is None:
+            return
+        self._over.set()
+        self._heart.join()
+        with contextlib.suppress(ValueError):
+            self._store.write(NAME, None, if_equal=self._generation).result()
+        if not is_remote(self.directory):
+            with contextlib.suppress(OSError):
+                os.rmdir(self.directory)  # only if nothing else was written
+
+    def check(self) -> None:
+        """Raises ConfigError if the lock is another's by now: this process was suspended for longer than EXPIRES."""
+        if self._lost:
+            raise ConfigError(
+                f'--run_dir {self.directory}: another training took it over while this process stood still; '
+                'nothing more is written here'
+            )
+
+    def _take(self) -> bool:
+        watched, deadline = None, 0.0
+        try:
+            self._store = ts.KvStore.open(self._spec).result()
+            while True:
+                found = self._store.read(NAME).result()
+                if found.state == 'value':
+                    owner = _parse(found.value)
+                    alive = _is_alive(owner)
+                    renewed = watched is not None and watched != found.stamp.generation
+                    if alive or (alive is None and renewed):
+                        raise ConfigError(
+                            f'--run_dir {self.directory}: {_name(owner)} trains in it; wait for it or end it, or '
+                            'choose another --run_dir'
+                        )
+                    if alive is None and watched is None:
+                        age = time.time() - owner.get('renewed', 0.0)
+                        watched = found.stamp.generation
+                        wait = max(2.5 * HEARTBEAT, EXPIRES - max(0.0, age))
+                        deadline = time.monotonic() + wait
+                        log.warning(
+                            '%s holds the lock of %s: watching it for %.0f s', _name(owner), self.directory, wait
+                        )
+                    if alive is None and time.monotonic() < deadline:
+                        time.sleep(HEARTBEAT / 10)
+                        continue
+                    log.warning('%s ended without giving back %s: taken over', _name(owner), self.directory / NAME)
+                self._generation = self._write(found.stamp.generation) or None
+                if self._generation:
+                    return True
+        except (ValueError, OSError) as error:
+            raise LmError(
+                f'--run_dir {self.directory}: its {NAME} cannot be written ({_one_line(error)}); '
+                'make room, or choose a directory that can be written to'
+            ) from None
+
+    def _write(self, generation: bytes) -> bytes:
+        """The generation of the renewed lock; b'' if it was not `generation` that lay there."""
+        text = json.dumps(self._owner | {'renewed': time.time()}, indent=2) + '\n'
+        return self._store.write(NAME, text.encode(), if_equal=generation).result().generation
+
+    def _renew(self) -> None:
+        warned = False
+        while not self._over.wait(HEARTBEAT):
+            try:
+                generation = self._write(self._generation)
+            except ValueError as error:  # such as a full disk: others on this host still see that we live
+                if not warned:
+                    log.warning(
+                        '%s could not be renewed: %s', self.directory / NAME, ' '.join(str(error).split())[:300]
+                    )
+                warned = True
+                continue
+            if not generation:
+                self._lost = True
+                return
+            self._generation = generation
+
+
+def _one_line(error: Exception) -> str:
+    return ' '.join(str(error).split())[:300]
+
+
+def _name(owner: dict[str, Any]) -> str:
+    if not owner:
+        return 'a training whose lock cannot be read'
+    return f'process {owner["pid"]} on {owner["host"]}, started {owner["since"]},'
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    """The owner, or {} where the file is damaged."""
+    try:
+        owner = json.loads(data)
+        return owner if {'host', 'pid', 'since', 'boot', 'renewed'} <= owner.keys() else {}
+    except (ValueError, AttributeError):
+        return {}
+
+
+def _is_alive(owner: dict[str, Any]) -> bool | None:
+    """Whether the owner lives; None where this process cannot tell."""
+    if owner.get('host') != socket.gethostname():
+        return None
+    if owner['boot'] != _boot():
+        # Another machine may bear the same name: only a lock that is older than this machine's start is dead for sure.
+        age = time.time() - owner['renewed']
+        return False if age > max(2.5 * HEARTBEAT, _seconds_since_boot()) else None
+    if owner.get('pid_namespace') != _pid_namespace():
+        return None
+    try:
+        os.kill(owner['pid'], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return _start_of(owner['pid']) == owner.get('pid_started')
+
+
+def _start_of(pid: int) -> str | None:
+    """When a process started, in ticks since the boot: tells it from a later one of the same number. None: no /proc."""
+    try:
+        state, *rest = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
+    except OSError:
+        return None
+    return None if state in 'ZX' else rest[18]
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink('/proc/self/ns/pid')
+    except OSError:
+        return ''
+
+
+def _boot() -> str:
+    try:
+        return Path('/proc/sys/kernel/random/boot_id').read_text().strip()
+    except OSError:
+        return ''
+
+
+def _seconds_since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, 'CLOCK_BOOTTIME') else 0.0

@@ -1,0 +1,212 @@
+"""The other processes of the job: when one of them is gone, this one ends too, so that a supervisor repeats the job.
+
+JAX finds out on its own, but late, and then aborts (SIGABRT), which no supervisor can tell from a bug. Here each
+process keeps one TCP connection to process 0. The kernel closes it when a process dies, whatever killed it; a host that
+froze or lost its power is found out by its silence. Either way the survivors end with exit code 42.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+import jax
+
+from lm.errors import LmError, end_process
+
+CONNECT_SECONDS = 30.0
+ERROR_SECONDS = 2.0
+"""What an exception waits: a peer's death raises errors in collectives a moment before its connection ends."""
+
+log = logging.getLogger(__name__)
+
+
+class Peers:
+    """Context manager around a training; enter it after jax.distributed.initialize. Nothing, in a single process.
+
+    Leaving it with an exception tells the others the exit code. Errors that all processes raise (a preemption, a
+    divergence) end as they would alone; one that a process has for itself ends the others with the same code.
+
+    Args:
+        silence: seconds without a sign of life after which a process counts as gone.
+    """
+
+    def __init__(self, silence: float):
+        self.silence = silence
+        self.count, self.index = jax.process_count(), jax.process_index()
+        self._ended: dict[int, int] = {}
+        self._ended_at: float | None = None
+        self._connections: dict[int, _Connection] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> 'Peers':
+        if self.count > 1:
+            try:
+                self._connect()
+            except OSError as error:
+                log.warning('process %d cannot watch the others (%s): JAX will, later', self.index, error)
+            self._thread = threading.Thread(target=self._watch, name='peers', daemon=True)
+            self._thread.start()
+            _delay_aborts(True)
+        return self
+
+    def __exit__(self, _, error: BaseException | None, __) -> None:
+        if self._thread is None:
+            return
+        code = 0
+        if error is not None:
+            code = error.exit_code if isinstance(error, LmError) else 1
+            if code == 1:
+                time.sleep(ERROR_SECONDS)
+        self._end(self.index, code)
+        if error is not None:
+            end = time.monotonic() + self.silence
+            while len(self._ended) < self.count and self._connections and time.monotonic() < end:
+                time.sleep(0.02)
+        self._closing = True
+        self._thread.join(timeout=5)
+        if error is not None and len(self._ended) < self.count:
+            # The others are gone, or hang in a collective that waits for this process: JAX must not wait for them.
+            atexit.register(_leave, code)
+        else:
+            _delay_aborts(False)
+
+    def _connect(self) -> None:
+        """Process 0 listens; the others learn where from the key-value store of jax.distributed, and show a secret."""
+        from jax._src.distributed import global_state
+
+        host = global_state.coordinator_address.rpartition(':')[0].strip('[]')
+        end = time.monotonic() + CONNECT_SECONDS
+        if self.index:
+            found = global_state.client.blocking_key_value_get('lm/peers', int(CONNECT_SECONDS * 1000))
+            port, secret = found.split()
+            connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+            connection.sendall(f'{secret} {self.index}\n'.encode())
+            self._connections[0] = _Connection(connection)
+            return
+        secret = secrets.token_hex(16)
+        with _listen(host) as server:
+            global_state.client.key_value_set('lm/peers', f'{server.getsockname()[1]} {secret}')
+            while len(self._connections) < self.count - 1:
+                server.settimeout(max(0.01, end - time.monotonic()))
+                connection, _ = server.accept()
+                connection.settimeout(CONNECT_SECONDS)
+                with contextlib.suppress(OSError, ValueError):
+                    given, index = connection.makefile('r').readline().split()
+                    if secrets.compare_digest(given, secret):
+                        self._connections[int(index)] = _Connection(connection)
+
+    def _watch(self) -> None:
+        selector = selectors.DefaultSelector()
+        for index, connection in self._connections.items():
+            connection.socket.setblocking(False)
+            selector.register(connection.socket, selectors.EVENT_READ, index)
+        interval = min(self.silence / 5, 5.0)
+        beat = 0.0
+        while not self._closing:
+            for key, _ in selector.select(min(interval, 0.2)):
+                if not self._read(key.data):
+                    selector.unregister(key.fileobj)
+                    del self._connections[key.data]
+            now = time.monotonic()
+            if now - beat >= interval:
+                beat = now
+                self._send('beat')
+            for index, connection in self._connections.items():
+                if now - connection.heard > self.silence and not self._expected(index):
+                    self._lost(index, f'has been silent for {self.silence:.0f} s')
+            if self._failed() and self.index not in self._ended and now - self._ended_at > self.silence:
+                self._lost(*self._failed())
+        for connection in self._connections.values():
+            connection.socket.close()
+
+    def _read(self, index: int) -> bool:
+        """Takes in what process `index` sent; False once it has closed the connection in good order."""
+        connection = self._connections[index]
+        try:
+            data = connection.socket.recv(4096)
+        except BlockingIOError:
+            return True
+        except OSError:
+            data = b''
+        connection.heard = time.monotonic()
+        *lines, connection.rest = (connection.rest + data).split(b'\n')
+        for line in lines:
+            if line.startswith(b'end '):
+                self._end(*map(int, line.split()[1:]))
+        if not data and not self._expected(index):
+            self._lost(index, 'is gone')
+        return bool(data)
+
+    def _expected(self, index: int) -> bool:
+        """Whether process `index` may go: it has said so, or this one ends with an error of its own."""
+        return index in self._ended or self._ended.get(self.index, 0) != 0
+
+    def _end(self, index: int, code: int) -> None:
+        """Notes that process `index` ends with `code`, and passes it on."""
+        self._ended[index] = code
+        self._ended_at = self._ended_at or time.monotonic()
+        if index == self.index or self.index == 0:
+            self._send(f'end {index} {code}')
+
+    def _send(self, line: str) -> None:
+        with self._lock:
+            for connection in list(self._connections.values()):
+                with contextlib.suppress(OSError):  # reading finds out what became of it
+                    connection.socket.sendall(line.encode() + b'\n')
+
+    def _failed(self) -> tuple[int, int] | None:
+        """(process, exit code) of one that has said that it ends with an error."""
+        return next(((index, code) for index, code in self._ended.items() if code), None)
+
+    def _lost(self, index: int, what: Any) -> NoReturn:
+        """Ends this process: as the one that failed, if one did, else to be repeated."""
+        if failed := self._failed():
+            end_process(
+                f'lm train: process {failed[0]} of {self.count} ended with exit code {failed[1]}: see its message',
+                failed[1],
+            )
+        end_process(f'lm train: process {index} of {self.count} {what}: run the same command again on all of them')
+
+
+class _Connection:
+    def __init__(self, connected: socket.socket):
+        self.socket, self.heard, self.rest = connected, time.monotonic(), b''
+
+
+def _listen(host: str) -> socket.socket:
+    """A server on a free port; a job on one machine is not seen from outside."""
+    if host in ('localhost', '127.0.0.1', '::1'):
+        return socket.create_server((host if host != 'localhost' else '127.0.0.1', 0))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(('', 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(('', 0))
+
+
+def _delay_aborts(delay: bool) -> None:
+    """Makes SIGABRT wait six seconds (its number is what `sleep` gets) before it kills.
+
+    When process 0 dies, JAX's client aborts within milliseconds, in a thread that no Python code can stop. The C
+    function `sleep` as handler of the signal gives the thread of `Peers` the time to end the process as it should.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p) if delay else None)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,81 @@
+"""A training that hangs ends with all its stacks on stderr and exit code 42, so that a supervisor repeats it."""
+
+import collections
+import contextlib
+import faulthandler
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from lm.errors import end_process
+
+FACTOR = 20
+"""A step may take so many times the median step, however long that is."""
+REMEMBERED = 101
+"""Steps of which the median is taken."""
+
+
+class Watchdog:
+    """Context manager that ends the process when no step has finished for `minutes`, and for FACTOR median steps.
+
+    Tell it of each finished step with `step`, which costs less than a microsecond, and enclose what takes its time for
+    a good reason in `paused`. It begins to watch with the first `step`.
+
+    Args:
+        minutes: the least that counts as a hang; None: nothing does.
+    """
+
+    def __init__(self, minutes: float | None):
+        self.minutes = minutes
+        self._durations: collections.deque[float] = collections.deque(maxlen=REMEMBERED)
+        self._last: float | None = None
+        self._number = 0
+        self._paused = False
+        self._closing = threading.Event()
+
+    def __enter__(self) -> 'Watchdog':
+        if self.minutes is not None:
+            threading.Thread(target=self._watch, name='watchdog', daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._closing.set()
+
+    def step(self, number: int) -> None:
+        """Step `number` begins: the one before has finished."""
+        now = time.monotonic()
+        if self._last is not None:
+            self._durations.append(now - self._last)
+        self._last, self._number = now, number
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is no part of a step. Not to be nested."""
+        self._paused = True
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            if self._last is not None:
+                self._last += time.monotonic() - start
+            self._paused = False
+
+    def limit(self) -> float:
+        """Seconds after which a step counts as hanging."""
+        durations = list(self._durations)
+        return max(60 * self.minutes, FACTOR * statistics.median(durations) if durations else 0.0)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(min(5.0, 6 * self.minutes)):
+            last = self._last
+            if last is None or self._paused:
+                continue
+            late = time.monotonic() - last
+            if late > self.limit() and not self._paused and last == self._last:
+                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                end_process(
+                    f'lm train: step {self._number} has not finished for {late / 60:.1f} minutes, train.hang_minutes '
+                    f'is {self.minutes:g}: the stacks of all threads are above; run the same command again'
+                )

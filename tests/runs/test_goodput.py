@@ -1,0 +1,94 @@
+"""The accounts of the goodput add up to the wall clock, over restarts too."""
+
+import json
+import signal
+import time
+
+import pytest
+import tiny
+
+from lm import cli
+from lm.runs.goodput import Goodput, checked, describe, process_start
+
+
+def goodput(run) -> dict:
+    return json.loads((run / 'run.json').read_text())['goodput']
+
+
+def test_every_moment_is_on_one_account():
+    ledger = Goodput(begun=time.time() - 5)
+    with ledger.spent('step'):
+        time.sleep(0.05)
+        with ledger.spent('evaluation'):
+            time.sleep(0.1)
+        assert list(ledger.charging('data', (time.sleep(0.02) for _ in range(3)))) == [None] * 3
+    record = ledger.record()
+    assert sum(record['seconds'].values()) == pytest.approx(record['updated'] - record['started'], abs=0.02)
+    assert record['seconds']['start'] == pytest.approx(5, abs=0.05)
+    assert record['seconds']['evaluation'] == pytest.approx(0.1, abs=0.05)
+    assert record['seconds']['data'] == pytest.approx(0.06, abs=0.04)
+    assert record['seconds']['step'] >= 0.05
+
+
+def test_lost_steps_and_the_time_between_are_charged():
+    before = {'seconds': {'step': 100.0, 'compile': 10.0}, 'starts': 1, 'started': time.time() - 200}
+    before['updated'] = before['started'] + 110
+    ledger = Goodput(before, begun=time.time() - 10)
+    ledger.resumed(step_seconds=70.0)
+    record = ledger.record()
+    seconds = record['seconds']
+    assert (seconds['step'], seconds['lost'], seconds['compile']) == (70, 30, 10)
+    assert seconds['restart'] == pytest.approx(80, abs=0.1)
+    assert record['starts'] == 2
+    assert record['share'] == pytest.approx(70 / 200, abs=0.01)
+    assert sum(seconds.values()) == pytest.approx(record['updated'] - record['started'], abs=0.05)
+    assert describe(record).startswith('35.0% of 3m2')
+    assert '(2 starts); restart 40.0%, lost 15.0%, ' in describe(record)
+
+
+def test_a_process_knows_when_it_began():
+    assert 0 <= time.time() - process_start() < 24 * 3600
+
+
+def test_a_run_that_is_killed_and_stopped_accounts_for_its_wall_clock(tiny_flags, tmp_path):
+    run = tmp_path / 'run'
+    begun = time.time()
+    process = tiny.start('train', '--run_dir', str(run), *tiny_flags)
+    tiny.wait_for_step(run, 27, process)
+    tiny.stop(process, signal.SIGKILL)
+    time.sleep(1)
+    process = tiny.start('train', '--run_dir', str(run), *tiny_flags, *tiny.params({'train.log_every': 1}))
+    time.sleep(0.5)
+    output, _ = process.communicate(timeout=300)
+    ended = time.time()
+    assert process.returncode == 0, output
+    record = goodput(run)
+    seconds = record['seconds']
+    assert record['starts'] == 2
+    assert abs(record['started'] - begun) < 1
+    assert sum(seconds.values()) == pytest.approx(record['updated'] - record['started'], abs=0.1)
+    assert ended - begun - 2 < sum(seconds.values()) < ended - begun + 0.1
+    assert seconds['restart'] >= 1
+    for account in ('step', 'start', 'restore', 'compile', 'data', 'checkpoint', 'evaluation'):
+        assert seconds[account] > 0, account
+    assert output.splitlines()[-1] == f'goodput {describe(record)}'
+    lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
+    waits = [line['data_wait_seconds'] for line in lines if line['kind'] == 'train']
+    assert all(wait >= 0 for wait in waits)
+    assert sum(waits) <= seconds['data'] + 1
+
+
+def test_inspect_and_report_show_it(reference_run, tmp_path, capsys):
+    run, output = reference_run
+    assert 'goodput ' in output.splitlines()[-1]
+    assert cli.main(['inspect', str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert f'goodput          {describe(goodput(run))}' in shown
+    assert cli.main(['report', str(run), '--out', str(tmp_path), '--no_pictures']) == 0
+    assert f'{goodput(run)["share"]:.1%}' in capsys.readouterr().out
+    assert describe(goodput(run)) in (tmp_path / 'report.md').read_text()
+
+
+@pytest.mark.parametrize('record', [None, {}, 'nothing', {'seconds': 3}, {'seconds': {'step': 'x'}}, [1]])
+def test_what_is_no_ledger_counts_as_none(record):
+    assert checked(record) is None

@@ -1,0 +1,175 @@
+"""The lock of a run directory: one owner at a time, a dead one's is taken over, a living one's never."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lm.errors import ConfigError, LmError, MismatchError
+from lm.runs import leader, lock
+from lm.runs.lock import RunLock
+
+HOLD = """
+import sys, time
+from etils import epath
+from lm.runs import leader, lock
+from lm.errors import ConfigError
+lock.HEARTBEAT = 0.1
+try:
+    with lock.RunLock(epath.Path(sys.argv[1])):
+        print('held', flush=True)
+        time.sleep(float(sys.argv[2]))
+except ConfigError as error:
+    print('refused', error, flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(lock, 'HEARTBEAT', 0.1)
+    monkeypatch.setattr(lock, 'EXPIRES', 0.6)
+
+
+def hold(path, seconds=60):
+    return subprocess.Popen([sys.executable, '-c', HOLD, str(path), str(seconds)], stdout=subprocess.PIPE, text=True)
+
+
+def written(path, **changes) -> None:
+    """A lock as another process would have left it."""
+    with RunLock(path):
+        owner = json.loads((path / lock.NAME).read_text())
+    path.mkdir(exist_ok=True)
+    (path / lock.NAME).write_text(json.dumps(owner | changes))
+
+
+@pytest.mark.smoke
+def test_the_second_is_refused_and_a_dead_ones_lock_is_taken_over(tmp_path):
+    first = hold(tmp_path)
+    assert first.stdout.readline() == 'held\n'
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as refusal, RunLock(tmp_path):
+        pass
+    assert f'process {first.pid} on {os.uname().nodename}, started 2' in str(refusal.value)
+    assert 'choose another --run_dir' in str(refusal.value)
+    assert [p.name for p in tmp_path.iterdir()] == [lock.NAME]
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / lock.NAME).read_text())['pid'] == os.getpid()
+    assert time.monotonic() - began < 2
+    assert not tmp_path.exists(), 'a directory that was made for the lock alone goes with it'
+
+
+def test_a_killed_process_that_nobody_has_waited_for_is_dead(tmp_path):
+    first = hold(tmp_path)
+    assert first.stdout.readline() == 'held\n'
+    first.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    with RunLock(tmp_path):
+        pass
+    first.wait()
+
+
+def test_of_many_that_come_at_once_one_gets_it(tmp_path):
+    processes = [hold(tmp_path, 3) for _ in range(4)]
+    words = [process.communicate()[0].split()[0] for process in processes]
+    assert sorted(words) == ['held', 'refused', 'refused', 'refused']
+
+
+def test_of_many_threads_one_gets_it(tmp_path):
+    """The conditional write itself: all have seen that there is no lock."""
+    (tmp_path / 'file').touch()
+    held, gate, done = [], threading.Barrier(8), threading.Barrier(8)
+
+    def work():
+        mine = RunLock(tmp_path)
+        gate.wait()
+        with contextlib.suppress(ConfigError), mine:
+            held.append(mine)
+            done.wait()
+            return
+        done.wait()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(held) == 1
+
+
+@pytest.mark.parametrize('changes', [{'pid_started': '1'}, {'boot': 'another', 'renewed': 1e9}])
+def test_another_process_of_the_same_number_and_a_reboot(tmp_path, changes):
+    written(tmp_path, **changes)
+    began = time.monotonic()
+    with RunLock(tmp_path):
+        pass
+    assert time.monotonic() - began < 0.2
+
+
+@pytest.mark.parametrize('changes', [{'host': 'elsewhere'}, {'boot': 'another'}, {'pid_namespace': 'pid:[1]'}])
+def test_another_hosts_lock_is_taken_over_once_it_expires(tmp_path, changes, caplog):
+    written(tmp_path, **changes, renewed=time.time())
+    began = time.monotonic()
+    with RunLock(tmp_path):
+        assert 0.5 < time.monotonic() - began < 2
+    assert 'watching it' in caplog.text
+    assert 'taken over' in caplog.text
+
+
+def test_another_hosts_lock_that_is_renewed_is_respected_whatever_the_clocks_say(tmp_path, monkeypatch):
+    with RunLock(tmp_path) as first:
+        monkeypatch.setattr(lock.socket, 'gethostname', lambda: 'elsewhere')
+        real = time.time
+        monkeypatch.setattr(lock.time, 'time', lambda: real() + 3600)  # a clock that is an hour ahead
+        with pytest.raises(ConfigError, match='trains in it'), RunLock(tmp_path):
+            pass
+        first.check()
+
+
+def test_who_was_robbed_while_it_slept_notices(tmp_path):
+    with RunLock(tmp_path) as first:
+        owner = json.loads((tmp_path / lock.NAME).read_text())
+        (tmp_path / lock.NAME).write_text(json.dumps(owner | {'host': 'elsewhere'}))
+        time.sleep(0.5)
+        with pytest.raises(ConfigError, match='took it over'):
+            first.check()
+    assert json.loads((tmp_path / lock.NAME).read_text())['host'] == 'elsewhere', "another's lock was removed"
+
+
+@pytest.mark.parametrize('text', ['', '{"pid": ', '[]', '{}', '\udcff'])
+def test_a_damaged_lock_expires(tmp_path, text):
+    (tmp_path / lock.NAME).write_text(text, errors='surrogateescape')
+    with RunLock(tmp_path):
+        pass
+    assert not tmp_path.exists()
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / 'file').touch()
+    with pytest.raises(LmError, match=r'its lock\.json cannot be written .* choose a directory'):
+        RunLock(tmp_path / 'file' / 'run').__enter__()
+
+
+@pytest.mark.parametrize(('error', 'code'), [(ConfigError('no'), 2), (MismatchError('no'), 44), (OSError('no'), 1)])
+def test_where_process_0_fails_all_fail_with_its_exit_code(monkeypatch, error, code):
+    told = []
+    monkeypatch.setattr(leader.jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(leader.multihost_utils, 'broadcast_one_to_all', lambda x: told.append(x) or told[0])
+
+    def fail() -> bool:
+        raise error
+
+    monkeypatch.setattr(leader.jax, 'process_index', lambda: 0)
+    with pytest.raises(type(error)):
+        leader.on_leader(fail)
+    monkeypatch.setattr(leader.jax, 'process_index', lambda: 1)
+    with pytest.raises(LmError, match='see its message') as other:
+        leader.on_leader(lambda: True)
+    assert other.value.exit_code == code

@@ -1,0 +1,153 @@
+"""A process of a job that dies, freezes or fails ends the others: soon, in one line, with the right exit code."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny
+
+HEARTBEAT = 4.0
+
+JOB = """
+import sys, time
+import jax
+from jax.experimental import multihost_utils
+from lm.errors import Diverged, MismatchError
+from lm.training.mesh import MeshConfig, initialize_distributed
+from lm.training.peers import Peers
+
+address, index, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+initialize_distributed(MeshConfig(heartbeat_seconds=4.0), address, 3, index)
+try:
+    with Peers(4.0):
+        for n in range(100_000):
+            multihost_utils.sync_global_devices('step')
+            if n == 5:
+                print('running', flush=True)
+                if case == 'all diverge':
+                    raise Diverged('all of them')
+                if case == 'all done':
+                    break
+                if case == 'one refuses' and index == 1:
+                    raise MismatchError('mine alone')
+            time.sleep(0.02)
+except (Diverged, MismatchError) as error:
+    print(error, flush=True)
+    sys.exit(error.exit_code)
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        return server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def job(*command: str, count: int):
+    """`count` processes of a command, in which {address} and {index} are those of process 0 and of each."""
+    address = f'localhost:{free_port()}'
+    processes = [
+        subprocess.Popen(
+            [part.replace('{address}', address).replace('{index}', str(index)) for part in command],
+            env=tiny.environment(PYTHONUNBUFFERED='1'),
+            cwd=tiny.ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def small_job(case: str):
+    return job(sys.executable, '-c', JOB, '{address}', '{index}', case, count=3)
+
+
+def wait_until_running(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        assert any('running' in line for line in process.stdout), 'did not start'
+
+
+def ends(processes: list[subprocess.Popen], within: float) -> list[tuple[int, str]]:
+    """(exit code, output) of each process."""
+    end = time.monotonic() + within
+    found = []
+    for process in processes:
+        output, _ = process.communicate(timeout=max(0.1, end - time.monotonic()))
+        found.append((process.returncode, output))
+    return found
+
+
+@pytest.mark.parametrize('victim', [0, 2])
+def test_after_a_sigkill_the_others_end_with_42(victim):
+    with small_job('run') as processes:
+        wait_until_running(processes)
+        processes[victim].kill()
+        others = [p for i, p in enumerate(processes) if i != victim]
+        for code, output in ends(others, within=HEARTBEAT + 5):
+            assert code == 42, output
+            assert 'is gone: run the same command again' in output
+
+
+@pytest.mark.parametrize('victim', [0, 1])
+def test_a_frozen_host_is_found_out_by_its_silence(victim):
+    with small_job('run') as processes:
+        wait_until_running(processes)
+        os.kill(processes[victim].pid, signal.SIGSTOP)
+        others = [p for i, p in enumerate(processes) if i != victim]
+        for code, output in ends(others, within=HEARTBEAT + 5):
+            assert code == 42, output
+            assert 'run the same command again' in output
+
+
+@pytest.mark.parametrize(('case', 'expected'), [('all diverge', 43), ('all done', 0)])
+def test_what_all_processes_do_is_no_death(case, expected):
+    with small_job(case) as processes:
+        wait_until_running(processes)
+        for code, output in ends(processes, within=20):
+            assert code == expected, output
+            assert 'is gone' not in output
+
+
+def test_an_error_of_one_process_is_the_exit_code_of_all():
+    """Repeating the job would not help, and nobody waits for a process that has given up."""
+    with small_job('one refuses') as processes:
+        wait_until_running(processes)
+        found = ends(processes, within=2 * HEARTBEAT + 10)
+    assert [code for code, _ in found] == [44, 44, 44], found
+    assert 'mine alone' in found[1][1]
+    assert 'process 1 of 3 ended with exit code 44' in found[0][1]
+
+
+@pytest.mark.parametrize('victim', [0, 1])
+def test_a_training_survives_the_death_of_a_process(tiny_flags, tmp_path, victim):
+    """The survivor ends with 42; the same command then goes on from the last checkpoint."""
+    flags = [*tiny_flags, *tiny.params({'mesh.heartbeat_seconds': HEARTBEAT, 'train.steps': 4000})]
+    command = [sys.executable, '-m', 'lm.cli', 'train', '--run_dir', str(tmp_path / 'run'), *flags]
+    command += ['--coordinator_address', '{address}', '--process_count', '2', '--process_id', '{index}']
+    with job(*command, count=2) as processes:
+        tiny.wait_for_step(tmp_path / 'run', 45, processes[0])
+        processes[victim].kill()
+        [(code, output)] = ends([processes[1 - victim]], within=HEARTBEAT + 5)
+        assert code == 42, output
+        assert f'process {victim} of 2 is gone' in output
+    with job(*command, count=2) as processes:
+        lines = []
+        for line in processes[0].stdout:
+            lines.append(line)
+            if 'resumed from step' in line:
+                break
+        else:
+            pytest.fail(''.join(lines)[-3000:])

@@ -1,0 +1,84 @@
+"""A training that hangs ends with its stacks and 42; one that is only slow does not."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny
+
+from lm.training.watchdog import FACTOR, Watchdog
+
+HANGING = """
+import sys, threading, time
+from lm import cli
+from lm.data.batches import Batches
+
+read = Batches.__call__
+def blocked(self, step):
+    if step == 30:
+        threading.Event().wait()
+    return read(self, step)
+Batches.__call__ = blocked
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_reader_that_blocks_ends_the_run_with_all_stacks(tiny_flags, tmp_path):
+    run = tmp_path / 'run'
+    flags = [*tiny_flags, *tiny.params({'train.hang_minutes': 0.05})]
+    done = subprocess.run(
+        [sys.executable, '-c', HANGING, 'train', '--run_dir', str(run), *flags],
+        env=tiny.environment(),
+        cwd=tiny.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 42, done.stderr
+    assert 'step 31 has not finished for 0.1 minutes' in done.stderr.splitlines()[-1]
+    assert 'in blocked' in done.stderr
+    assert 'in run_steps' in done.stderr
+    assert list(tiny.losses(run))[-1] >= 29
+    again = tiny.lm('train', '--run_dir', str(run), *flags)
+    assert again.returncode == 0, again.stderr
+    assert 'resumed from step' in again.stdout
+
+
+QUIET = """
+import sys, time
+from lm.training.watchdog import Watchdog
+with Watchdog(minutes=0.01) as watchdog:
+    {body}
+print('survived')
+"""
+
+
+@pytest.mark.parametrize(
+    ('body', 'code'),
+    [
+        ('time.sleep(2)', 0),  # compiling: no step has begun
+        ('watchdog.step(1)\n    with watchdog.paused():\n        time.sleep(2)', 0),
+        ('watchdog.step(1)\n    time.sleep(2)', 42),
+        ('watchdog.step(1)\n    with watchdog.paused():\n        time.sleep(0.1)\n    time.sleep(2)', 42),
+    ],
+)
+def test_only_steps_hang(body, code):
+    done = subprocess.run(
+        [sys.executable, '-c', QUIET.format(body=body)], env=tiny.environment(), capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stderr
+    assert ('survived' in done.stdout) == (code == 0)
+
+
+def test_slow_steps_have_more_time_and_a_step_costs_nothing():
+    watchdog = Watchdog(minutes=1 / 6000)
+    assert watchdog.limit() == pytest.approx(0.01)
+    for n in range(5):
+        watchdog.step(n)
+        time.sleep(0.02)
+    assert FACTOR * 0.02 <= watchdog.limit() < FACTOR * 0.2
+    start = time.perf_counter()
+    for n in range(10_000):
+        watchdog.step(n)
+    assert (time.perf_counter() - start) / 10_000 < 20e-6
