@@ -43,7 +43,8 @@ def lines(run: RunDir) -> list[dict]:
 
 
 def record(step: int, kind: str = 'train', **more) -> dict:
-    return {'kind': kind, 'step': step, 'loss': step / 2, **more}
+    whole = {'loss': step / 2, 'grad_norm': 1.0, 'tokens': 64 * step, 'seconds': 0.5 * step}
+    return {'kind': kind, 'step': step, **whole, **more}
 
 
 def test_differences_of_configurations():
