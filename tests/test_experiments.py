@@ -208,7 +208,7 @@ def test_a_checkpoint_is_evaluated_under_every_point(reference_run, tmp_path):
     done = subprocess.run(command, **options)
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in done.stdout.splitlines()]
-    assert rows[0] == ['model.attention', 'hybrid.window', 'perplexity', 'bits per byte']
+    assert rows[0] == ['model.attention', 'hybrid.window', 'validation perplexity', 'bits per byte']
     softmax, hybrid = [float(row[2]) for row in rows[2:]]
     assert softmax == pytest.approx(math.exp(tiny.losses(run, 'eval')[40]), abs=1e-3)
     assert hybrid != pytest.approx(softmax, abs=1e-3)

@@ -92,8 +92,3 @@ class HybridAttention(LinearModule):
         monomials = Monomials(config.degree, config.parts)
         weights_R = jnp.asarray(monomials.weights(config.coefficients, self.dims.head_dim))
         return result | dict(feature_map=monomials, q_parameters=(weights_R,), k_parameters=())
-
-
-def state_size(head_dim: int, degree: int, parts: int) -> int:
-    """KV sums of a key head (eq. 6.4): vectors of the size of the values, and as many scalars for the denominator."""
-    return n_terms(head_dim, degree, parts)

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from lm.attention import HeadDims
-from lm.attention.hybrid import Hybrid, state_size
-from lm.attention.maps.monomials import APPROXIMATIONS, Monomials
+from lm.attention.hybrid import Hybrid
+from lm.attention.maps.monomials import APPROXIMATIONS, Monomials, n_terms
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig, Transformer
@@ -109,17 +109,19 @@ def test_large_scores_stay_finite(score):
 )  # fmt: skip
 def test_state_sizes_are_the_papers(d, n, p, sums):
     """§4, §5 and the table under eq. 6.4."""
-    assert state_size(d, n, p) == sums
+    assert n_terms(d, n, p) == sums
     if sums <= 2000:
         monomials = Monomials(n, p)
-        assert jax.eval_shape(lambda x: monomials((), x), jax.ShapeDtypeStruct((d,), jnp.float32)).shape == (sums,)
+        assert jax.eval_shape(lambda x: monomials((), x, False), jax.ShapeDtypeStruct((d,), jnp.float32)).shape == (
+            sums,
+        )
         assert monomials.weights(np.ones(n + 1), d).shape == (sums,)
 
 
 def test_sums_are_shared_by_grouped_queries():
     """§5.4: as many sums as key heads."""
     state = Hybrid(parts=2, degree=1).build(HeadDims(8, 2, 16), nnx.Rngs(0)).init_state(3, 10, jnp.float32)
-    assert state.sums.kv_BxKxRxD.shape == (3, 2, state_size(16, 1, 2), 16)
+    assert state.sums.kv_BxKxRxD.shape == (3, 2, n_terms(16, 1, 2), 16)
     assert state.recent.v.shape == (3, 200, 2, 16)
 
 

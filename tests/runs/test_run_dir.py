@@ -494,7 +494,7 @@ def test_tensorboard_goes_through_clu(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(metrics_file, '_summary_writer', lambda folder: writer)
     with RunDir(tmp_path).metrics(tensorboard=True) as metrics:
-        metrics.write(record(4, mfu=None, bad=math.inf, split='validation', n=3))
+        metrics.write({'kind': 'train', 'step': 4, 'loss': 2.0, 'mfu': None, 'bad': math.inf, 'split': 'test', 'n': 3})
     assert written == [(4, {'train/loss': 2.0, 'train/n': 3.0}), 'closed']
 
 
