@@ -214,7 +214,9 @@ def test_a_checkpoint_is_evaluated_under_every_point(reference_run, tmp_path):
     assert hybrid != pytest.approx(softmax, abs=1e-3)
     assert hybrid == pytest.approx(softmax, rel=0.2), 'the scores of a young model are small'
 
-    (run / 'evaluation_sweep' / 'softmax.json').write_text(json.dumps({'perplexity': 1.0, 'bits_per_byte': 2.0}))
+    (run / 'evaluation_sweep' / 'softmax.json').write_text(
+        json.dumps({'perplexity': 1.0, 'bits_per_byte': 2.0, 'split': 'validation'})
+    )
     (run / 'checkpoints').rename(tmp_path / 'gone')
     again = subprocess.run(command, **options)
     assert again.returncode == 0, 'what is measured is not measured again'

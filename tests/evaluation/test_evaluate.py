@@ -73,12 +73,12 @@ def test_batch_size_and_devices_do_not_matter(reference_run, base, flags, device
 
 def test_agrees_with_numpy_on_the_logits_of_the_model(reference_run, base, tokens):
     from lm.checkpoint.checkpointer import Checkpointer
-    from lm.experiment import load as config
+    from lm.experiment import load
     from lm.runs.run_dir import RunDir
     from lm.training.step import TrainStep
 
     run, _ = reference_run
-    experiment = config.load([str(run / 'config.gin')], [])
+    experiment = load([str(run / 'config.gin')], [])
     step = TrainStep(experiment.model, experiment.optimizer, experiment.train.steps)
     abstract = jax.eval_shape(lambda: step.init(0))
     with Checkpointer(RunDir(run).checkpoints, experiment.checkpoint, {}) as saved:
