@@ -87,7 +87,22 @@ class LinearModule(AttentionModule):
         if not self.signed:
             return o_BxLxHxC
         total = o_BxLxHxC[..., -1:] + self.denominator_bias
-        return (o_BxLxHxC[..., :-1] / (total + 2 * self.epsilon * (jnp.abs(total) <= self.epsilon))).astype(dtype)
+        total += 2 * self.epsilon * (jnp.abs(total) <= self.epsilon)
+        return quotient(o_BxLxHxC[..., :-1], total).astype(dtype)
+
+
+@jax.custom_jvp
+def quotient(o: jax.Array, total: jax.Array) -> jax.Array:
+    """o / total. Its derivative in `total` is formed as -(o / total) / total: the total⁻² that JAX would form leaves
+    float32 beyond 1.8e19, which signed weights of high degree reach, and gradients would silently be 0."""
+    return o / total
+
+
+@quotient.defjvp
+def _quotient_jvp(primals, tangents):
+    (o, total), (do, dtotal) = primals, tangents
+    result = o / total
+    return result, (do - result * dtotal) / total
 
 
 def linear_flops_per_token(

@@ -13,6 +13,7 @@ import tiny
 from flax import nnx
 
 from lm.attention import HeadDims
+from lm.attention.linear import quotient
 from lm.attention.llops import Llops, based_factors, based_size
 from lm.attention.maps.fit import fit
 from lm.attention.taylor import Taylor
@@ -227,3 +228,16 @@ def test_fit_to_the_queries_and_keys_of_a_trained_run(reference_run, tmp_path):
     # Eq. 6 on samples that the fit has not seen.
     assert all(row['fitted_frobenius'] < 0.1 * row['random_frobenius'] for row in rows), done.stdout
     assert f'{rows[0]["fitted_frobenius"]:.4f}' in done.stdout
+
+
+def test_gradients_of_large_signed_denominators():
+    """Denominators beyond 1.8e19, whose squares float32 cannot hold: gradients are those of float64 all the same."""
+    dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=32)
+    module = mechanisms.build(Llops(degree=16, nonnegative=False, n_features=64), dims)
+    mechanisms.check_gradients(module, reference, mechanisms.draw(dims=dims), tolerance=1e-3)
+
+
+def test_derivatives_of_a_quotient_stay_finite():
+    o, total = jnp.float32(3e25), jnp.float32(1e25)
+    by_o, by_total = jax.grad(quotient, (0, 1))(o, total)
+    np.testing.assert_allclose([by_o, by_total], [1e-25, -3e-25], rtol=1e-6)

@@ -68,7 +68,7 @@ class RandomFeatures(ProductFeatures):
         return math.sqrt(self.scale)
 
     def products(self, parameters: Projection) -> tuple[jax.Array, jax.Array | None]:
-        return parameters
+        return parameters.projection_RxE, parameters.phases_R if self.has_phases else None
 
     def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
         half_1xT = self.scale / 2 * jnp.sum(jnp.square(x_ExT), 0, keepdims=True)
