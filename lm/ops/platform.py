@@ -5,8 +5,9 @@ when a step is compiled on a laptop for a TPU topology. Without a mesh the platf
 """
 
 import functools
+import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -86,6 +87,27 @@ def vmem() -> tuple[int, int | None]:
     if chip is not None and chip.vmem_mib < 64:
         return chip.vmem_mib * 2**20, None
     return 32 * 2**20, 32 * 2**20
+
+
+class Implementations(Mapping[str, ModuleType]):
+    """Name → the module of an implementation, which is imported when it is first asked for: importing Pallas takes a
+    good part of the time in which a restarted run reaches its first step, and a CPU has no use for it."""
+
+    def __init__(self, package: str, **modules: str):
+        """`modules`: name → module below `package`."""
+        self._modules = {name: f'{package}.{module}' for name, module in modules.items()}
+
+    def __getitem__(self, name: str) -> ModuleType:
+        return importlib.import_module(self._modules[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._modules
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
 
 
 def choose(

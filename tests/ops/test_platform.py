@@ -1,10 +1,13 @@
 """Which axes of a mesh split the batch, and what a chip gives its kernels."""
 
+import subprocess
+import sys
 import types
 
 import jax
 import numpy as np
 import pytest
+import tiny
 
 from lm.ops import platform
 
@@ -61,3 +64,14 @@ def test_vmem_follows_the_kind_of_device(kind, mebibytes, asked, monkeypatch):
     available, limit = platform.vmem()
     assert available == mebibytes * 2**20
     assert limit == (asked and asked * 2**20)
+
+
+def test_implementations_are_imported_when_they_are_asked_for():
+    code = (
+        'import sys, lm.train; from lm.ops.linear_attention import IMPLEMENTATIONS\n'
+        "kernels = 'lm.ops.linear_attention.tpu.attention'\n"
+        "assert 'pallas_tpu' in IMPLEMENTATIONS and kernels not in sys.modules\n"
+        "assert 'jax.experimental.pallas' not in sys.modules\n"
+        "assert IMPLEMENTATIONS['pallas_tpu'] is sys.modules[kernels]\n"
+    )
+    subprocess.run([sys.executable, '-c', code], env=tiny.environment(), cwd=tiny.ROOT, check=True)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lm.hardware import LIBTPU_ENVIRONMENT
 from lm.ops import exact_attention, platform
-from lm.ops.exact_attention import polynomial_tpu
+from lm.ops.exact_attention import polynomial_tpu, xla
 from lm.ops.powers import power_and_slope
 
 NAMES = ('o', 'dq', 'dk', 'dv')
@@ -194,7 +194,7 @@ def test_dtypes_and_sizes_that_are_refused(monkeypatch):
 
 def test_tpus_get_the_kernel(monkeypatch):
     arrays = example(8)[:3]
-    for target, module in (('tpu', polynomial_tpu), ('cpu', exact_attention.xla), ('gpu', exact_attention.xla)):
+    for target, module in (('tpu', polynomial_tpu), ('cpu', xla), ('gpu', xla)):
         monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
         options = ('', exact_attention.POLYNOMIAL, exact_attention.PREFERRED_POLYNOMIAL, None)
         assert platform.choose(*options, *arrays, degree=4) is module

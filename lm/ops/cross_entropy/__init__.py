@@ -3,9 +3,8 @@
 import jax
 
 from lm.ops import platform
-from lm.ops.cross_entropy import reference, xla
 
-IMPLEMENTATIONS = {'reference': reference, 'xla': xla}
+IMPLEMENTATIONS = platform.Implementations(__name__, reference='reference', xla='xla')
 
 
 def cross_entropy(

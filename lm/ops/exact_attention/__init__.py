@@ -8,11 +8,9 @@ import jax
 
 from lm.errors import ConfigError
 from lm.ops import platform
-from lm.ops.exact_attention import cudnn, polynomial_tpu, reference, xla
-from lm.ops.exact_attention import splash as pallas_tpu
 
-SOFTMAX = {'reference': reference, 'xla': xla, 'splash': pallas_tpu, 'cudnn': cudnn}
-POLYNOMIAL = {'reference': reference, 'xla': xla, 'pallas_tpu': polynomial_tpu}
+SOFTMAX = platform.Implementations(__name__, reference='reference', xla='xla', splash='splash', cudnn='cudnn')
+POLYNOMIAL = platform.Implementations(__name__, reference='reference', xla='xla', pallas_tpu='polynomial_tpu')
 PREFERRED = {'tpu': 'splash', 'gpu': 'cudnn'}
 PREFERRED_POLYNOMIAL = {'tpu': 'pallas_tpu'}
 

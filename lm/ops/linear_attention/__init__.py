@@ -22,9 +22,6 @@ import jax
 
 from lm.errors import ConfigError
 from lm.ops import platform
-from lm.ops.linear_attention import reference, xla
-from lm.ops.linear_attention.gpu import attention as pallas_gpu
-from lm.ops.linear_attention.tpu import attention as pallas_tpu
 from lm.ops.linear_attention.types import (
     PLAIN,
     SQUARE,
@@ -36,7 +33,9 @@ from lm.ops.linear_attention.types import (
     State,
 )
 
-IMPLEMENTATIONS = {'reference': reference, 'xla': xla, 'pallas_tpu': pallas_tpu, 'pallas_gpu': pallas_gpu}
+IMPLEMENTATIONS = platform.Implementations(
+    __name__, reference='reference', xla='xla', pallas_tpu='tpu.attention', pallas_gpu='gpu.attention'
+)
 PREFERRED = {'tpu': 'pallas_tpu'}
 
 

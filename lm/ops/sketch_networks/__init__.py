@@ -10,11 +10,9 @@ numbers a vector and node, many times the vector itself, so no implementation ke
 import jax
 
 from lm.ops import platform
-from lm.ops.sketch_networks import reference, xla
-from lm.ops.sketch_networks.tpu import networks as pallas_tpu
 from lm.ops.sketch_networks.types import NetworkWeights, Nodes
 
-IMPLEMENTATIONS = {'reference': reference, 'xla': xla, 'pallas_tpu': pallas_tpu}
+IMPLEMENTATIONS = platform.Implementations(__name__, reference='reference', xla='xla', pallas_tpu='tpu.networks')
 PREFERRED = {'tpu': 'pallas_tpu'}
 
 
