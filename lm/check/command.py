@@ -11,17 +11,20 @@ from lm.check.advice import advise
 from lm.check.compiled_step import Check, budget, check
 from lm.check.tables import print_budget, print_check
 from lm.errors import ConfigError
-from lm.experiment import Experiment
+from lm.experiment import Experiment, validate
 from lm.hardware import parse
 from lm.runs.records import to_json
 
 
 def main(experiment: Experiment, arguments: Any) -> int:
-    """The `lm check` command. Raises ConfigError, after everything was printed, if the step does not fit."""
+    """The `lm check` command. Raises what `validate` raises, and ConfigError, after everything was printed, if the step
+    does not fit."""
     # Nothing is run; an accelerator of this machine may be busy.
     jax.config.update('jax_platforms', 'cpu')
     topologies = [parse(name) for name in arguments.topology]
     show = print_nothing if arguments.json else None
+    for line in validate(experiment):
+        note(f'not checked: {line}')
     planned = budget(experiment)
     (show or print_budget)(planned, experiment)
     checks = []
