@@ -54,9 +54,10 @@ def main(_: Any, arguments: Any) -> int:
         for line in absent:
             print(f'not checked: {line}')
         return 0
+    runner = Runner(sweep, arguments)
     if absent:
         raise AbsentError(absent[0])
-    return Runner(sweep, arguments).run()
+    return runner.run()
 
 
 def validate_points(sweep: Sweep, devices: int | None) -> list[str]:

@@ -188,7 +188,7 @@ def test_a_failing_point_does_not_stop_the_rest_and_nothing_is_repeated(sweep, r
     assert 'is finished already' in capsys.readouterr().out
     assert (root / 'peak_learning_rate-0.003' / 'metrics.jsonl').stat().st_mtime_ns == before
     assert main(['inspect', str(root)]) == 0
-    assert 'failed (43)' in capsys.readouterr().out
+    assert 'diverged (43)' in capsys.readouterr().out
 
     # Stopped during its last evaluation, a run is saved but not finished.
     metrics = root / 'peak_learning_rate-0.003' / 'metrics.jsonl'
