@@ -1,6 +1,7 @@
 """The battery of faults: run by scripts/test_faults.sh, which explains it."""
 
 import argparse
+import logging
 import os
 import pathlib
 import sys
@@ -49,7 +50,6 @@ def fixed_battery(shop: Workshop, names: list[str], say: Callable[[str], None]) 
             BATTERY[name](shop, row)
         rows.append(row)
         say(f'{name}: {row.survived} of {row.tries}, {time.monotonic() - begin:.0f} s')
-    # No bucket can be had here: what differs is tested with a pretended one in tests/runs and tests/checkpoint.
     return rows
 
 
@@ -61,6 +61,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument('--only', type=int, metavar='I')
     parser.add_argument('--folder', type=pathlib.Path)
     options = parser.parse_args(arguments)
+    logging.getLogger('lm').setLevel(logging.ERROR)  # that a step is damaged is no news here
     with tempfile.TemporaryDirectory(prefix='lm_faults.') as temporary:
         folder = options.folder or pathlib.Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

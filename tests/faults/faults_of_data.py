@@ -171,8 +171,8 @@ def hostile(shop: Workshop, tally: Tally) -> None:
 
 
 def imports(shop: Workshop, tally: Tally) -> None:
-    """18. A training from a token store runs where TensorFlow, clu, grain, tfds and gin are not."""
-    missing = ('tensorflow', 'tensorflow_datasets', 'clu', 'grain', 'gin')
+    """18. A training from a token store runs where TensorFlow, clu, grain and tfds are not."""
+    missing = ('tensorflow', 'tensorflow_datasets', 'clu', 'grain')
     run = shop.place('imports')
     with tally.attempt('train'):
         shop.finish(PLAIN, run, launcher=('without', *missing))

@@ -23,7 +23,7 @@ from etils import epath
 from lm.checkpoint.snapshot import Snapshot, steps_in
 
 TIMES = ('tokens_per_second', 'mfu', 'seconds', 'data_wait_seconds')
-HEARTBEAT = 4.0
+HEARTBEAT = 10.0
 LIMIT = 240.0
 """Seconds that a session may take before it counts as hanging."""
 LAUNCHERS = pathlib.Path(__file__).parent / 'launchers.py'
