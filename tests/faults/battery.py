@@ -75,6 +75,8 @@ def main(arguments: list[str]) -> int:
             rows = random_battery(shop, options.seed, numbers, say)
         else:
             rows = fixed_battery(shop, options.names or list(BATTERY), say)
+            if not options.names:
+                rows.append(Tally('the same on a bucket', why_not='no real bucket can be had here'))
     print(table(rows))
     failures = [f'{row.fault}: {failure}' for row in rows for failure in row.failures]
     for failure in failures:

@@ -68,7 +68,6 @@ class Session:
                     JAX_COMPILATION_CACHE_DIR=str(cache),
                     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
                     JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES='-1',
-                    LM_BATTERY='1',
                 ),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
