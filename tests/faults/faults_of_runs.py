@@ -85,12 +85,8 @@ def told_to_stop(shop: Workshop, tally: Tally) -> None:
         shape, words, how, index = case
         run = shop.place('stopped')
         with tally.attempt(f'{how.name} at {words!r}, {shape}'):
-            session = shop.start(shape, run)
-            need(session.wait_for(words) if words else time.sleep(0.4) is None, session.output())
-            session.send(how, index)
-            at = logged(run)
-            code = session.end()
-            need(code == 42 and set(session.codes()) == {42}, f'{session.codes()}:\n{session.output()}')
+            session, at = shop.hit(shape, run, words, how, index)
+            need(set(session.codes()) == {42}, f'{session.codes()}:\n{session.output()}')
             need('Traceback' not in session.output(), session.output())
             newest = (saved(run) or [0])[-1]
             need(at <= newest <= at + 20, f'told at step {at}, saved {newest}')
@@ -110,13 +106,12 @@ def other_devices(shop: Workshop, tally: Tally) -> None:
     reference = shop.reference(PLAIN)
     for devices, until in ((8, 10), (4, 20), (2, 30), (1, None)):
         with tally.attempt(f'{devices} devices'):
-            session = shop.start(Shape(devices=devices), run)  # a checksum over all devices is verified as it is read
+            shape = Shape(devices=devices)  # a checksum over all devices is verified as it is read
             if until:
-                need(session.wait_for(f'step {until + 1}/'), session.output())
-                session.send(signal.SIGTERM)
-                need(session.end() == 42, session.output())
+                session, _ = shop.hit(shape, run, f'step {until + 1}/', signal.SIGTERM)
+                need(session.codes() == [42], session.output())
             else:
-                need(session.end() == 0, session.output())
+                session = shop.finish(shape, run)
             need(f'{devices} × cpu' in session.output() or devices == 1, session.output())
             tally.recovered(session, before)
             before = logged(run)
@@ -209,13 +204,10 @@ def full_disk(shop: Workshop, tally: Tally) -> None:
         need('make room' in session.output() and 'Traceback' not in session.output(), session.output())
 
     def limit(policy: str, size: int) -> None:
-        """From step 15 on no file may be longer than `size` bytes."""
-        run = shop.place('full')
+        """From step 30 on no file may be longer than `size` bytes."""
+        run = shop.copy(PLAIN, 'full')
+        shutil.rmtree(run / 'checkpoints' / '40')
         with tally.attempt(f'files of at most {size} bytes, {policy}'):
-            session = shop.start(PLAIN, run)
-            need(session.wait_for('step 15/'), session.output())
-            session.send(signal.SIGTERM)
-            need(session.end() == 42, session.output())
             newest = saved(run)[-1]
             intact = arrays(run, newest)
             changes = {'checkpoint__on_failed_save': policy}

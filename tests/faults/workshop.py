@@ -187,6 +187,31 @@ class Workshop:
         need(code == 0, f'exit code {code} instead of 0:\n{session.output()}')
         return session
 
+    def hit(
+        self, shape: Shape, run: pathlib.Path, words: str, how: signal.Signals, index: int | None = None
+    ) -> tuple[Session, int]:
+        """A session that gets a signal once it says `words`, or soon; and the newest step that was logged then. Where
+        the run has been quicker than the signal it is repeated."""
+        aside = run.parent / 'before'
+        for _ in range(8):
+            if run.exists():
+                shutil.copytree(run, aside)
+            session = self.start(shape, run)
+            if words:
+                session.wait_for(words)
+            else:
+                time.sleep(0.4)
+            session.send(how, index)
+            newest = logged(run)
+            session.end()
+            if any(session.codes()):
+                shutil.rmtree(aside, ignore_errors=True)
+                return session, newest
+            shutil.rmtree(run)
+            if aside.exists():
+                aside.rename(run)
+        raise Failed(f'8 times quicker than {how.name} at {words!r}')
+
     def lm(self, *arguments: str, devices: int = 1) -> Session:
         """Any `lm` command, to its end."""
         session = Session([[sys.executable, '-m', 'lm.cli', *arguments]], devices, self.cache)
