@@ -35,7 +35,7 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.errors import LmError
 
 PLAIN = Shape()
-OFTEN = Shape(bindings=(('checkpoint.save_every_steps', 3),), steps=60)
+OFTEN = Shape(bindings=(('checkpoint.save_every_steps', 3),), steps=200)
 PAIR = Shape(processes=2, steps=50)
 KILLS = 50
 
@@ -54,7 +54,7 @@ def sigkill(shop: Workshop, tally: Tally) -> None:
                     session = shop.start(OFTEN, run)
                     if not is_last:
                         if draw.random() < 0.7 and session.wait_for('step '):
-                            time.sleep(draw.uniform(0, 1.0))
+                            time.sleep(draw.uniform(0, 2.0))
                         else:
                             time.sleep(draw.uniform(0.3, 2.5))
                         is_over = session.processes[0].poll() is not None
