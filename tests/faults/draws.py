@@ -1,0 +1,301 @@
+"""The random battery: a run shape, faults one after the other, and at the end the same state as without them.
+
+Draw I of a seed is always the same, whatever was drawn before it; moments in time are drawn, but not when what happens.
+"""
+
+import dataclasses
+import pathlib
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+
+from tally import Tally, side_by_side
+from workshop import Failed, Session, Shape, Workshop, damage, files, logged, need, saved
+
+from lm.attention import mechanisms
+
+STEPS = 24
+SHAPE_SHARED_BY = 6
+"""Draws in a row that share a run shape, and with it an undisturbed run and its compiled programs."""
+SMALL = {'performer': {'n_features': 16, 'block': 8, 'redraw_every': 5}, 'polysketch': {'sketch_size': 8, 'block': 8}}
+SMALL |= {'llops': {'n_features': 16}, 'taylor': {'feature_dim': 4}, 'hybrid': {'window': 5}}
+"""Fields of mechanisms that are too large for a tiny model as they come."""
+
+
+def draw_shape(seed: int, number: int) -> Shape:
+    draw = random.Random(f'shape {seed} {number // SHAPE_SHARED_BY}')
+    attention = draw.choice(sorted(mechanisms()))
+    processes, devices = draw.choice([(1, 1), (1, 1), (1, 2), (1, 4), (2, 1), (2, 1), (2, 2)])
+    bindings = {f'{attention}.{name}': value for name, value in SMALL.get(attention, {}).items()}
+    bindings |= {'train.microbatches': draw.choice([1, 2]), 'checkpoint.save_every_steps': draw.choice([2, 3, 5])}
+    if processes * devices > 1:
+        bindings |= {'mesh.fsdp': draw.choice([1, 2]), 'model.vocab_size': 512}  # large enough to be sharded
+    bindings |= {'train.seed': draw.randrange(3), 'train.max_nonfinite_steps': 3}
+    return Shape(attention, devices, processes, tuple(bindings.items()), STEPS)
+
+
+class Draw:
+    """One draw: `run` raises Failed where the product has lost something."""
+
+    def __init__(self, shop: Workshop, seed: int, number: int, tallies: dict[str, Tally]):
+        self.shop, self.number, self.tallies = shop, number, tallies
+        self.shape = draw_shape(seed, number)
+        self.draw = random.Random(f'draw {seed} {number}')
+        self.faults = [self.draw.choice(list(FAULTS)) for _ in range(self.draw.choice([1, 1, 2, 3]))]
+
+    def __str__(self) -> str:
+        return f'{self.number}: {", ".join(self.faults)} ({self.shape})'
+
+    def run(self) -> None:
+        self.shop.reference(self.shape)
+        self.path = self.shop.place(f'draw-{self.number}')
+        previous = None
+        for name in self.faults:
+            self.note_restart(previous, FAULTS[name](self))
+            previous = name
+            if saved(self.path)[-1:] == [STEPS]:
+                break  # the fault came too late
+        before = logged(self.path)
+        session = self.shop.finish(self.shape, self.path)
+        if previous:
+            self.tallies[previous].recovered(session, before)
+        self.shop.same_end(self.shape, self.path)
+        shutil.rmtree(self.path.parent)
+
+    def note_restart(self, fault: str | None, session: Session) -> None:
+        if fault and session.first('step ') is not None:
+            self.tallies[fault].recovered(session, self.before)
+
+    # What faults are made of
+
+    def start(self, *extra: str, **options) -> Session:
+        self.before = logged(self.path)
+        return self.shop.start(self.shape, self.path, *extra, **options)
+
+    def moment(self, session: Session) -> None:
+        """Waits until a moment: any, a named one, or a step."""
+        kind = self.draw.choice(['time', 'devices', 'step', 'step', 'step', 'save', 'evaluation'])
+        later = self.draw.uniform(0.0, 0.15)
+        step = self.draw.randint(1, STEPS - 4)
+        if kind == 'time':
+            time.sleep(self.draw.uniform(0.1, 5.0))
+        elif kind == 'devices':
+            session.wait_for('devices')
+        elif kind == 'step':
+            wait_until(lambda: logged(self.path) >= step, session)
+        elif kind == 'evaluation':
+            wait_until(lambda: logged(self.path) >= STEPS // 2, session)
+        else:
+            wait_until(lambda: any((self.path / 'checkpoints').glob('*.orbax-checkpoint-tmp*')), session)
+            later /= 10
+        time.sleep(later)
+
+    def interrupt(self, how: signal.Signals, index: int | None = None, allowed: tuple[int, ...] = ()) -> Session:
+        """A session that is hit; each process ends with an allowed code, or is done."""
+        session = self.start()
+        self.moment(session)
+        session.send(how, index)
+        if how == signal.SIGSTOP:
+            others = [p for i, p in enumerate(session.processes) if i != index]
+            for process in others:
+                process.wait(60)
+            session.kill()
+        else:
+            session.end()
+        wrong = [code for code in session.codes() if code not in (0, -signal.SIGKILL, *allowed)]
+        need(not wrong, f'{session.codes()} after {how.name}:\n{session.output()}')
+        return session
+
+    def stop(self) -> Session:
+        """A session that is stopped after a few steps, so that there is something to damage."""
+        session = self.start()
+        wait_until(lambda: logged(self.path) >= min(self.before + 8, STEPS - 2), session)
+        session.send(self.draw.choice([signal.SIGTERM, signal.SIGKILL]))
+        session.end()
+        return session
+
+    def refused(self, code: int, words: str, mend: Callable[[], object], **options) -> Session:
+        """A session that is refused with one line, after which what was wrong is mended."""
+        session = self.start(**options)
+        session.end()
+        need(set(session.codes()) <= {code}, f'{session.codes()} instead of {code}:\n{session.output()}')
+        need(words in session.output() and 'Traceback' not in session.output(), session.output())
+        mend()
+        return session
+
+
+def wait_until(condition: Callable[[], bool], session: Session, timeout: float = 120) -> None:
+    end = time.monotonic() + timeout
+    while not condition() and any(p.poll() is None for p in session.processes):
+        if time.monotonic() > end:
+            session.kill()
+            raise Failed(f'nothing happens for {timeout:.0f} s:\n{session.output()}')
+        time.sleep(0.003)
+
+
+def kill(d: Draw) -> Session:
+    return d.interrupt(signal.SIGKILL)
+
+
+def terminate(d: Draw) -> Session:
+    index = d.draw.choice([None, *range(d.shape.processes)])
+    return d.interrupt(signal.SIGTERM, index, (42, -signal.SIGTERM) if d.shape.processes > 1 else (42,))
+
+
+def ctrl_c(d: Draw) -> Session:
+    """While importing a Ctrl-C ends Python with 130, as anywhere else."""
+    return d.interrupt(signal.SIGINT, None, (42, 130, -signal.SIGINT))
+
+
+def lose_host(d: Draw) -> Session:
+    """Killed or frozen; in a job of one process it is a kill."""
+    if d.shape.processes == 1:
+        return kill(d)
+    index = d.draw.randrange(2)
+    session = d.start()
+    wait_until(lambda: logged(d.path) >= d.before + 1, session)
+    session.send(d.draw.choice([signal.SIGKILL, signal.SIGSTOP]), index)
+    process = session.processes[1 - index]
+    process.wait(60)
+    session.kill()
+    need(process.returncode in (0, 42), f'the other ends with {process.returncode}:\n{session.output()}')
+    return session
+
+
+def damaged_checkpoint(d: Draw) -> Session:
+    session = d.stop()
+    steps = saved(d.path)
+    if steps and steps[-1] < STEPS:
+        path = d.draw.choice(files(d.path, steps[-1]))
+        intact = damage(path, d.draw.choice(['flip', 'flip', 'truncate', 'delete', 'empty']), d.draw)
+        again = d.start()
+        code = again.end()
+        if code == 44:  # nothing sound is left: the copy that somebody has kept is put back
+            need(len(steps) == 1 or all(s not in saved(d.path) for s in steps[:-1]), again.output())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(intact)
+        else:
+            need(code == 0, f'{again.codes()} after {path} was damaged:\n{again.output()}')
+        return again
+    return session
+
+
+def damaged_metrics(d: Draw) -> Session:
+    session = d.stop()
+    path = d.path / 'metrics.jsonl'
+    if path.exists() and saved(d.path)[-1:] != [STEPS]:
+        covered = (saved(d.path) or [0])[-1]
+        lines = path.read_bytes().splitlines(keepends=True)
+        # What a checkpoint covers was on disk before it: a crash can damage only what follows.
+        keep = sum(f'"step": {step},'.encode() in line for line in lines for step in range(covered + 1))
+        rest = b''.join(lines[keep:])
+        path.write_bytes(b''.join(lines[:keep]) + rest[: d.draw.randrange(len(rest) + 1)])
+    return session
+
+
+def second_process(d: Draw) -> Session:
+    session = d.start()
+    wait_until(lambda: logged(d.path) >= d.before + 1, session)
+    session.send(signal.SIGSTOP, 0)
+    is_running = session.processes[0].poll() is None
+    alone = dataclasses.replace(d.shape, processes=1, devices=1)
+    second = d.shop.start(alone, d.path, mesh__fsdp=1)
+    try:
+        code = second.end(100)
+    finally:
+        session.send(signal.SIGCONT, 0)
+    need(not is_running or code == 2, f'{second.codes()}:\n{second.output()}')
+    code = session.end()
+    need(code in (0, 42), f'the first ends with {session.codes()}:\n{session.output()}')
+    return session
+
+
+def full_disk(d: Draw) -> Session:
+    size = int(10 ** d.draw.uniform(2.5, 5.5))
+    session = d.start(launcher=('limit', str(size)))
+    code = session.end()
+    need(code in (0, 1, 42) and 'Traceback' not in session.output(), f'{session.codes()}:\n{session.output()}')
+    return session
+
+
+def not_finite(d: Draw) -> Session:
+    first = d.draw.randrange(2, STEPS - 6)
+    d.before = logged(d.path)
+    session = d.start(launcher=('poison', *(str(first + i) for i in range(3))))
+    code = session.end()
+    is_behind = session.resumed_from() and session.resumed_from() > first
+    need(code == 43 or (is_behind and code == 0), f'{session.codes()}:\n{session.output()}')
+    need(not is_behind or code == 0, session.output())
+    return session
+
+
+def damaged_shard(d: Draw) -> Session:
+    session = d.stop()
+    if saved(d.path)[-1:] == [STEPS]:
+        return session
+    store = shutil.copytree(d.shop.tokens, d.path.parent / 'tokens')
+    (path,) = [p for p in (store / 'train' / 'tokens').rglob('*') if p.is_file() and p.name != 'zarr.json']
+    damage(path, d.draw.choice(['flip', 'truncate', 'delete']), d.draw)
+    return d.refused(44, "split 'train'", lambda: shutil.rmtree(store), data__path=str(store))
+
+
+def changed_config(d: Draw) -> Session:
+    session = d.stop()
+    config = d.path / 'config.gin'
+    if not saved(d.path) or saved(d.path)[-1] == STEPS or d.shape.processes > 1:
+        return session
+    text = config.read_text()
+    config.write_text(text.replace('model.n_layers = 2', 'model.n_layers = 3'))
+    return d.refused(44, 'model.n_layers was', lambda: config.write_text(text))
+
+
+def lost_checkpoints(d: Draw) -> Session:
+    session = d.stop()
+    folder, aside = d.path / 'checkpoints', pathlib.Path(f'{d.path}.aside')
+    if not saved(d.path) or saved(d.path)[-1] == STEPS or d.shape.processes > 1:
+        return session
+
+    def put_back() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+
+    folder.rename(aside)
+    return d.refused(44, 'holds no checkpoint', put_back)
+
+
+FAULTS: dict[str, Callable[[Draw], Session]] = {
+    'SIGKILL': kill,
+    'SIGTERM': terminate,
+    'Ctrl-C': ctrl_c,
+    'lost host': lose_host,
+    'damaged checkpoint': damaged_checkpoint,
+    'damaged metrics.jsonl': damaged_metrics,
+    'second process': second_process,
+    'full disk': full_disk,
+    'not finite': not_finite,
+    'damaged shard': damaged_shard,
+    'changed config.gin': changed_config,
+    'lost checkpoints': lost_checkpoints,
+}
+
+
+def random_battery(shop: Workshop, seed: int, numbers: list[int], say: Callable[[str], None]) -> list[Tally]:
+    """A row for each fault; a draw counts for each of its faults."""
+    tallies = {name: Tally(name) for name in FAULTS}
+
+    def one(number: int) -> None:
+        draw = Draw(shop, seed, number, tallies)
+        begin = time.monotonic()
+        result = Tally('draw')
+        with result.attempt(f'--random --seed {seed} --only {number}: {draw}'):
+            draw.run()
+        for name in set(draw.faults):
+            tallies[name].tries += 1
+        if result.failures:
+            tallies[draw.faults[0]].failures += result.failures
+        say(f'{"failed" if result.failures else "ok"} {draw} {time.monotonic() - begin:.0f} s')
+
+    side_by_side(one, numbers)
+    return [tally for tally in tallies.values() if tally.tries]

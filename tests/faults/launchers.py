@@ -1,0 +1,71 @@
+"""`lm` with something wrong inside: python launchers.py NAME ARGUMENT… -- train …
+
+limit BYTES          no file may become longer, as on a full disk
+poison BATCH…        the losses of these batches are not finite
+record FILE          appends 'step checksum' of each batch that is read
+without MODULE…      these modules cannot be imported
+"""
+
+import resource
+import signal
+import sys
+import zlib
+
+
+def limit(size: str) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), resource.RLIM_INFINITY))
+
+
+def without(*names: str) -> None:
+    sys.modules.update(dict.fromkeys(names))
+
+
+def record(path: str) -> None:
+    import numpy as np
+
+    from lm.data.batches import Batches
+
+    plain = Batches.__call__
+
+    def read(self, step):
+        batch = plain(self, step)
+        with open(path, 'a') as file:
+            file.write(f'{step} {zlib.crc32(np.asarray(batch).tobytes())}\n')
+        return batch
+
+    Batches.__call__ = read
+
+
+def poison(*numbers: str) -> None:
+    """A poisoned batch is known by its tokens: the loss is NaN where the first window of one is among the windows."""
+    import jax.numpy as jnp
+
+    from lm.data.batches import Batches
+    from lm.training.step import TrainStep
+
+    prepared, plain = Batches.__init__, TrainStep.token_losses
+    bad = []
+
+    def __init__(self, store, split, windows, *rest):
+        prepared(self, store, split, windows, *rest)
+        starts = [windows.starts(int(batch))[0] for batch in numbers]
+        bad.append(jnp.asarray(store.read_many(split, starts, windows.context_length + 1)[:, :-1].astype('int32')))
+
+    def token_losses(self, weights, tokens_BxL, targets_BxL):
+        losses = plain(self, weights, tokens_BxL, targets_BxL)
+        if tokens_BxL.shape[1] != bad[0].shape[1]:
+            return losses
+        is_bad = (tokens_BxL[:, None] == bad[0][None]).all(-1).any()
+        return losses * jnp.where(is_bad, jnp.nan, 1.0)
+
+    Batches.__init__, TrainStep.token_losses = __init__, token_losses
+
+
+if __name__ == '__main__':
+    cut = sys.argv.index('--')
+    name, *arguments = sys.argv[1:cut]
+    {'limit': limit, 'without': without, 'record': record, 'poison': poison}[name](*arguments)
+    from lm.cli import main
+
+    sys.exit(main(sys.argv[cut + 1 :]))

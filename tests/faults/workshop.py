@@ -1,0 +1,310 @@
+"""What the battery works with: run shapes, sessions of `lm train` in processes of their own, and comparisons.
+
+Two runs are equal when every array of the last checkpoint has the same bytes and every line of metrics.jsonl says the
+same but for times.
+"""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import tiny
+from etils import epath
+
+from lm.checkpoint.snapshot import Snapshot, steps_in
+
+TIMES = ('tokens_per_second', 'mfu', 'seconds', 'data_wait_seconds')
+HEARTBEAT = 10.0
+LIMIT = 240.0
+"""Seconds that a session may take before it counts as hanging."""
+LAUNCHERS = pathlib.Path(__file__).parent / 'launchers.py'
+
+
+class Failed(Exception):
+    """What a run did that it must not do."""
+
+
+def need(truth: object, message: object) -> None:
+    if not truth:
+        raise Failed(str(message)[-1500:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What an undisturbed run is determined by."""
+
+    attention: str = ''
+    devices: int = 1
+    processes: int = 1
+    bindings: tuple[tuple[str, object], ...] = ()
+    steps: int = 40
+
+    def __str__(self) -> str:
+        words = [self.attention or 'default', f'{self.processes}×{self.devices} devices']
+        return ', '.join(words + [f'{name.partition(".")[2]}={value}' for name, value in self.bindings])
+
+
+class Session:
+    """One start of a command, in one process or several; their output is read as it comes."""
+
+    def __init__(self, commands: list[list[str]], devices: int, cache: pathlib.Path):
+        self.begin = time.monotonic()
+        self.lines: list[list[tuple[float, str]]] = [[] for _ in commands]
+        self.processes = [
+            subprocess.Popen(
+                command,
+                env=tiny.environment(
+                    devices,
+                    PYTHONUNBUFFERED='1',
+                    JAX_COMPILATION_CACHE_DIR=str(cache),
+                    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
+                    JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES='-1',
+                ),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors='replace',
+                cwd=tiny.ROOT,
+                start_new_session=True,  # a Ctrl-C of whoever runs the battery is not theirs
+            )
+            for command in commands
+        ]
+        self.readers = [threading.Thread(target=self._read, args=(i,), daemon=True) for i in range(len(commands))]
+        for reader in self.readers:
+            reader.start()
+
+    def _read(self, index: int) -> None:
+        for line in self.processes[index].stdout:
+            self.lines[index].append((time.monotonic(), line))
+
+    def wait_for(self, words: str, timeout: float = LIMIT) -> bool:
+        """Whether a process says `words` before it ends."""
+        end, seen = time.monotonic() + timeout, [0] * len(self.lines)
+        while time.monotonic() < end:
+            is_over = all(p.poll() is not None for p in self.processes)
+            for i, lines in enumerate(self.lines):
+                if any(words in line for _, line in lines[seen[i] :]):
+                    return True
+                seen[i] = max(0, len(lines) - 1)
+            if is_over:
+                return False
+            time.sleep(0.005)
+        raise Failed(f'{words!r} was not said within {timeout:.0f} s:\n{self.output()}')
+
+    def send(self, how: signal.Signals, index: int | None = None) -> None:
+        """To one process, or to all."""
+        for process in self.processes if index is None else [self.processes[index]]:
+            process.send_signal(how)
+
+    def end(self, timeout: float = LIMIT) -> int:
+        """Waits; the exit code of the first process that has another one than 0."""
+        last = time.monotonic() + timeout
+        try:
+            for process in self.processes:
+                process.wait(max(0.1, last - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise Failed(f'hangs for {timeout:.0f} s:\n{self.output()}') from None
+        finally:
+            self.kill()
+        return next((p.returncode for p in self.processes if p.returncode), 0)
+
+    def kill(self) -> None:
+        for process, reader in zip(self.processes, self.readers, strict=True):
+            process.kill()
+            process.wait()
+            reader.join(10)
+
+    def output(self) -> str:
+        return ''.join(line for lines in self.lines for _, line in list(lines))[-4000:]
+
+    def first(self, words: str) -> float | None:
+        """Seconds from the start to the first line of process 0 with `words`."""
+        return next((when - self.begin for when, line in self.lines[0] if line.startswith(words)), None)
+
+    def resumed_from(self) -> int | None:
+        return next((int(line.split()[3]) for _, line in self.lines[0] if line.startswith('resumed from step')), None)
+
+    def codes(self) -> list[int]:
+        return [p.returncode for p in self.processes]
+
+
+class Workshop:
+    """A folder with a token store, compiled programs that all runs share, and an undisturbed run of each shape."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        self.cache = folder / 'programs'
+        self.tokens = tiny.prepare(folder / 'data', 20_000)
+        self._locks: dict[Shape, threading.Lock] = {}
+        self._lock = threading.Lock()
+        self._count, self._session = 0, time.time_ns()
+
+    def place(self, name: str) -> pathlib.Path:
+        """A path where nothing is yet."""
+        with self._lock:
+            self._count += 1
+            return self.folder / f'{self._session}-{self._count}-{name}' / 'run'
+
+    def flags(self, shape: Shape, **changes) -> list[str]:
+        bindings = tiny.MODEL | {
+            'data.path': str(self.tokens),
+            'train.steps': shape.steps,
+            'train.eval_every': shape.steps // 2,
+            'train.tensorboard': False,
+        }
+        if shape.attention:
+            bindings['model.attention'] = f'@{shape.attention}()'
+        if shape.processes > 1:
+            bindings['mesh.heartbeat_seconds'] = HEARTBEAT
+        named = {name.replace('__', '.'): value for name, value in changes.items()}
+        return tiny.params(bindings | dict(shape.bindings) | named)
+
+    def start(self, shape: Shape, run: pathlib.Path, *extra: str, launcher: tuple[str, ...] = (), **changes) -> Session:
+        """`lm train` in a directory, begun in `launchers.py` where `launcher` names one of its functions."""
+        program = [sys.executable, str(LAUNCHERS), *launcher, '--'] if launcher else [sys.executable, '-m', 'lm.cli']
+        command = [*program, 'train', '--run_dir', str(run), *self.flags(shape, **changes), *extra]
+        if shape.processes == 1:
+            return Session([command], shape.devices, self.cache)
+        with socket.create_server(('127.0.0.1', 0)) as server:
+            port = server.getsockname()[1]
+        address = ['--coordinator_address', f'localhost:{port}', '--process_count', str(shape.processes)]
+        commands = [[*command, *address, '--process_id', str(i)] for i in range(shape.processes)]
+        return Session(commands, shape.devices, self.cache)
+
+    def finish(self, shape: Shape, run: pathlib.Path, *extra: str, **options) -> Session:
+        """A session that must reach the last step."""
+        session = self.start(shape, run, *extra, **options)
+        code = session.end()
+        need(code == 0, f'exit code {code} instead of 0:\n{session.output()}')
+        return session
+
+    def hit(
+        self, shape: Shape, run: pathlib.Path, words: str, how: signal.Signals, index: int | None = None
+    ) -> tuple[Session, int]:
+        """A session that gets a signal once it says `words`, or soon; and the newest step that was logged then. Where
+        the run has been quicker than the signal it is repeated."""
+        aside = run.parent / 'before'
+        for _ in range(8):
+            if run.exists():
+                shutil.copytree(run, aside)
+            session = self.start(shape, run)
+            if words:
+                session.wait_for(words)
+            else:
+                time.sleep(0.4)
+            session.send(how, index)
+            newest = logged(run)
+            session.end()
+            if any(session.codes()):
+                shutil.rmtree(aside, ignore_errors=True)
+                return session, newest
+            shutil.rmtree(run)
+            if aside.exists():
+                aside.rename(run)
+        raise Failed(f'8 times quicker than {how.name} at {words!r}')
+
+    def lm(self, *arguments: str, devices: int = 1) -> Session:
+        """Any `lm` command, to its end."""
+        session = Session([[sys.executable, '-m', 'lm.cli', *arguments]], devices, self.cache)
+        session.end()
+        return session
+
+    def reference(self, shape: Shape) -> pathlib.Path:
+        """The undisturbed run of a shape, made when it is first asked for."""
+        with self._lock:
+            lock = self._locks.setdefault(shape, threading.Lock())
+            run = self.folder / f'reference-{list(self._locks).index(shape)}' / 'run'
+        with lock:
+            if not (run.parent / 'done').exists():
+                shutil.rmtree(run, ignore_errors=True)
+                self.finish(shape, run)
+                (run.parent / 'done').touch()
+        return run
+
+    def copy(self, shape: Shape, name: str) -> pathlib.Path:
+        """A copy of the undisturbed run."""
+        return shutil.copytree(self.reference(shape), self.place(name))
+
+    def same_end(self, shape: Shape, run: pathlib.Path) -> None:
+        """Raises Failed unless the run has ended like the undisturbed one."""
+        compare(run, self.reference(shape), shape.steps)
+
+
+def metrics(run: pathlib.Path) -> list[dict]:
+    """The lines of metrics.jsonl, without times."""
+    text = (run / 'metrics.jsonl').read_text()
+    need(text.endswith('\n'), 'metrics.jsonl: the last line has no end')
+    records = [json.loads(line) for line in text.splitlines()]
+    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
+
+
+def arrays(run: pathlib.Path, step: int) -> dict[str, np.ndarray]:
+    """Name → array of everything in a checkpoint; a checksum that does not match raises."""
+    snapshot = Snapshot(epath.Path(run / 'checkpoints'), step)
+    record = snapshot.record()
+    abstract = {n: jax.ShapeDtypeStruct(x['shape'], jax.numpy.dtype(x['dtype'])) for n, x in record['leaves'].items()}
+    return {name: np.asarray(x) for name, x in snapshot.read(abstract, record).items()}
+
+
+def compare(ours: pathlib.Path, theirs: pathlib.Path, step: int) -> None:
+    """Raises Failed for the first difference between two finished runs."""
+    a, b = metrics(ours), metrics(theirs)
+    need([(r['kind'], r['step']) for r in a] == [(r['kind'], r['step']) for r in b], f'{ours}: other lines of metrics')
+    for one, two in zip(a, b, strict=True):
+        need(one == two, f'{ours}: metrics differ:\n{one}\n{two}')
+    need(saved(ours)[-1:] == [step], f'{ours}: checkpoints {saved(ours)} do not end with {step}')
+    compare_arrays(arrays(ours, step), arrays(theirs, step))
+    need(not (ours / 'lock.json').exists(), f'{ours}: the lock is still there')
+
+
+def compare_arrays(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    need(a.keys() == b.keys(), f'other arrays: {a.keys() ^ b.keys()}')
+    for name in a:
+        need(a[name].dtype == b[name].dtype and a[name].tobytes() == b[name].tobytes(), f'{name} differs')
+
+
+def saved(run: pathlib.Path) -> list[int]:
+    """The complete checkpoints."""
+    folder = epath.Path(run / 'checkpoints')
+    return [step for step in steps_in(folder) if Snapshot(folder, step).is_committed()]
+
+
+def logged(run: pathlib.Path) -> int:
+    """The newest step of metrics.jsonl, whose last line may be cut off."""
+    newest = 0
+    path = run / 'metrics.jsonl'
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            newest = max(newest, json.loads(line)['step'])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return newest
+
+
+def files(run: pathlib.Path, step: int) -> list[pathlib.Path]:
+    """The files of a checkpoint."""
+    return sorted(path for path in (run / 'checkpoints' / str(step)).rglob('*') if path.is_file())
+
+
+def damage(path: pathlib.Path, how: str, draw) -> bytes:
+    """Flips a bit of a file, cuts it, empties or deletes it. Returns what it held."""
+    intact = path.read_bytes()
+    if how == 'delete':
+        path.unlink()
+    elif how == 'flip' and intact:
+        position = draw.randrange(8 * len(intact))
+        wrong = bytearray(intact)
+        wrong[position // 8] ^= 1 << position % 8
+        path.write_bytes(wrong)
+    else:
+        path.write_bytes(intact[: draw.randrange(len(intact)) if how == 'truncate' and intact else 0])
+    return intact
