@@ -119,6 +119,9 @@ def set_up(
 
     # Restore this run, else start from another one's parameters, else from the seed.
     abstract = abstract_state(functions, mesh)
+    initial = InitialParameters(config.init_from, store.fingerprints, store.path) if config.init_from else None
+    if initial and checkpointer.latest_step() is None:
+        initial.check(abstract['params'])  # before anything is compiled
     advancing = compile_step_aside(functions, abstract, config, batches.dtype, mesh)
     with goodput.spent('restore'):
         restored = checkpointer.restore(abstract, rewind_to)
@@ -127,9 +130,8 @@ def set_up(
             batches.windows.resume(start, saved.get('skipped_batches'))
         else:
             state, start, saved = init_state(functions, abstract, config.seed), 0, {'step_seconds': 0.0}
-            if config.init_from:
-                source = InitialParameters(config.init_from, store.fingerprints, store.path)
-                state['params'], line = source.take(state['params'], abstract['params'])
+            if initial:
+                state['params'], line = initial.take(state['params'], abstract['params'])
                 if is_leader:
                     print(line, flush=True)
     goodput.resumed(saved.get('step_seconds'))

@@ -18,6 +18,7 @@ import jax
 from etils import epath
 
 from lm.checkpoint.snapshot import Damaged, Snapshot, steps_in
+from lm.config.configurable import REGISTRY
 from lm.config.names import may_change, up_to_date
 from lm.config.text import dump
 from lm.errors import ConfigError, MismatchError, writing
@@ -237,7 +238,7 @@ class RunDir:
     ) -> None:
         refused = []
         for name, before, after in _differences(old, new):
-            allowed = may_change(name) or (rewound and _section(name) == 'optimizer')
+            allowed = may_change(name) or (rewound and _section(name) == 'optimizer') or _is_longer(name, old, new)
             if before is None or after is None:
                 # a field that another version of the program added or removed, or that of a mechanism not used before
                 notes.append(f'{self.path}: {name} was {before or "absent"}, now {after or "absent"}')
@@ -318,6 +319,14 @@ def read_text(path: epath.Path) -> str:
         return path.read_bytes().decode()
     except (OSError, ValueError):
         return ''
+
+
+def _is_longer(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> bool:
+    """Whether `name` are steps that grow, under a schedule that does not depend on them."""
+    schedule = new.get('optimizer.schedule', '')
+    if name != 'train.steps' or old.get('optimizer.schedule') != schedule or int(new[name]) <= int(old[name]):
+        return False
+    return getattr(REGISTRY.get(schedule.strip('@()').rpartition('/')[2]), 'is_open_ended', False)
 
 
 def _section(name: str) -> str:

@@ -135,3 +135,20 @@ def test_a_step_that_does_not_fit_the_memory_is_never_repeated(flags, tmp_path, 
     assert 'needs 54.10 GiB of HBM' in error
     assert 'lm check --topology' in error
     assert not (tmp_path / 'run').exists()
+
+
+def test_a_run_at_a_constant_rate_may_be_made_longer(flags, tmp_path, capsys):
+    constant = {'optimizer__schedule': '@constant()'}
+    assert train(tmp_path / 'run', flags, **constant) == 0
+    assert train(tmp_path / 'run', flags, **constant, train__steps=STEPS - 2) == 44
+    assert f'train.steps was {STEPS}, now {STEPS - 2}' in capsys.readouterr().err
+    assert train(tmp_path / 'run', flags, **constant, train__steps=STEPS + 2) == 0
+    assert train(tmp_path / 'whole', flags, **constant, train__steps=STEPS + 2) == 0
+    assert tiny.losses(tmp_path / 'run') == tiny.losses(tmp_path / 'whole')
+    assert tiny.checksums(tmp_path / 'run', STEPS + 2) == tiny.checksums(tmp_path / 'whole', STEPS + 2)
+
+
+def test_a_run_whose_rate_depends_on_its_end_keeps_it(flags, tmp_path, capsys):
+    assert train(tmp_path / 'run', flags) == 0
+    assert train(tmp_path / 'run', flags, train__steps=STEPS + 2) == 44
+    assert f'train.steps was {STEPS}, now {STEPS + 2}' in capsys.readouterr().err

@@ -10,6 +10,9 @@ import optax
 class Schedule:
     """Base of the schedules (frozen dataclasses made by `@configurable`)."""
 
+    is_open_ended = False
+    """Whether no learning rate depends on how many steps there will be: such a run may be made longer."""
+
     def build(self, peak: float, steps: int) -> optax.Schedule:
         """Updates since the end of the warm-up → learning rate, from `peak` on, over `steps` updates."""
         raise NotImplementedError

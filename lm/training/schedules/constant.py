@@ -10,5 +10,7 @@ from lm.training.schedules.base import Schedule
 class Constant(Schedule):
     """The peak, at every step."""
 
+    is_open_ended = True
+
     def build(self, peak: float, steps: int) -> optax.Schedule:
         return optax.constant_schedule(peak)
