@@ -53,7 +53,7 @@ def sigkill(shop: Workshop, tally: Tally) -> None:
                     before, newest = logged(run), (saved(run) or [0])[-1]
                     session = shop.start(OFTEN, run)
                     if not is_last:
-                        if draw.random() < 0.7 and session.wait_for('step '):
+                        if draw.random() < 0.7 and session.wait_for('  loss '):
                             time.sleep(draw.uniform(0, 2.0))
                         else:
                             time.sleep(draw.uniform(0.3, 2.5))
