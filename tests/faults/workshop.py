@@ -190,8 +190,8 @@ class Workshop:
     def hit(
         self, shape: Shape, run: pathlib.Path, words: str, how: signal.Signals, index: int | None = None
     ) -> tuple[Session, int]:
-        """A session that gets a signal once it says `words` ('': as soon as it listens); and the newest step that was logged then. Where
-        the run has been quicker than the signal it is repeated."""
+        """A session that gets a signal once it says `words` ('': as soon as it listens), and the newest step that was
+        logged then. Where the run has been quicker than the signal it is repeated."""
         aside = run.parent / 'before'
         for _ in range(8):
             if run.exists():
