@@ -318,6 +318,7 @@ class Checkpointer:
                 self._on_saved(step)
 
     def _failed(self, step: int, error: Exception) -> None:
+        self._quiet.failed()
         self._losses.pop(step, None)
         self._ours.discard(step)
         self._clock.reset(step)
