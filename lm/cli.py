@@ -83,6 +83,18 @@ def from_files(arguments: argparse.Namespace, params: Sequence[str], base: str |
     return load(arguments.gin_file, params, allow_imports=arguments.allow_gin_imports, base=base)
 
 
+def from_files_or_sweep(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
+    """--gin_file and --gin_param, or with --sweep_file the point --index of the sweep."""
+    if not arguments.sweep_file:
+        return from_files(arguments, params)
+    from lm.sweep.points import make_points
+
+    points = make_points(arguments.gin_file, arguments.sweep_file, params, allow_imports=arguments.allow_gin_imports)
+    if not 0 <= arguments.index < len(points):
+        raise ConfigError(f'--index {arguments.index}: must be 0 to {len(points) - 1}')
+    return points[arguments.index].experiment
+
+
 def from_new_or_old_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
     """The run's own configuration if it exists and no --gin_file is given; checks the name of the run first."""
     check_run_dir(arguments.run_dir)
@@ -186,6 +198,7 @@ VERBS = {
         example='lm check --gin_file configs/models/small.gin --gin_file configs/recipes/paper.gin --topology v5e:4x8',
         main='lm.check.command:main',
         flags=(check_flags, gin_flags),
+        configure=from_files_or_sweep,
     ),
     'sweep': Verb(
         help='train every point of a grid of configurations, or those that are not finished yet',

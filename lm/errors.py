@@ -44,6 +44,10 @@ class MismatchError(LmError):
     meaning = 'data, tokenizer or checkpoint do not match or are damaged'
 
 
+class AbsentError(MismatchError):
+    """Data or a run that a configuration names are not there. Elsewhere they may be."""
+
+
 _KINDS = (LmError, ConfigError, Preempted, Diverged, MismatchError)
 EXIT_CODES = '\n'.join(['exit codes:', '  0  done', *(f'  {kind.exit_code:<3}{kind.meaning}' for kind in _KINDS)])
 """The table for `--help`. Only what was preempted is safe to run again as it is."""

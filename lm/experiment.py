@@ -15,16 +15,22 @@ from lm.config import load as gin
 from lm.data.dataset import DataConfig
 from lm.data.prepare.config import PrepareConfig
 from lm.data.store import TokenStore
-from lm.errors import MismatchError
+from lm.errors import FINAL, AbsentError, LmError, MismatchError
 from lm.evaluation.config import EvaluateConfig
+from lm.evaluation.evaluator import check_evaluation
 from lm.model import ModelConfig
+from lm.runs.initial import InitialParameters
 from lm.runs.run_dir import RunDir
 from lm.tasks import TaskStore
 from lm.training.config import TrainConfig
+from lm.training.inputs import check_vocabulary, make_windows
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.optimizer import OptimizerConfig
 from lm.training.program import abstract_state
 from lm.training.step import State, TrainStep, weights
+
+PATIENCE_SECONDS = 20.0
+"""How long a bucket may keep `validate` waiting."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,56 @@ def load(
 ) -> Experiment:
     """The experiment that gin files and then gin parameters describe; arguments as in `lm.config.load.load`."""
     return gin.load(gin_files, gin_params, allow_imports=allow_imports, base=base, root=Experiment)
+
+
+def validate(experiment: Experiment, devices: int | None = None, known: dict | None = None) -> list[str]:
+    """Refuses what `lm train` would refuse before its first step, without devices and within a fraction of a second.
+
+    Args:
+        devices: how many there will be, if that is known.
+        known: what earlier calls have opened and built; one dict for many experiments does nothing twice.
+
+    Returns:
+        what could not be checked because it is not there, or out of reach from here, a line each.
+
+    Raises ConfigError or MismatchError.
+    """
+    train, model, data = experiment.train, experiment.model, experiment.data
+    if devices is not None:
+        experiment.mesh.check_divides(devices)
+        train.check_divides(devices)
+    known = {} if known is None else known
+    step, tokens = (model, experiment.optimizer, train.steps), (data, train.context_length if data.task else None)
+    if step not in known:
+        known[step] = TrainStep(*step)
+    if tokens not in known:
+        known[tokens] = _open_or_say(data, train.context_length)
+    store = known[tokens]
+    if isinstance(store, str):
+        return [store]
+    check_vocabulary(store, data, model)
+    make_windows(data, train, store)
+    store.read(data.train_split, 0, 1)
+    check_evaluation(experiment.evaluate, data, train.context_length, store)
+    if train.init_from:
+        params = jax.eval_shape(lambda: known[step].init(0))['params']
+        try:
+            InitialParameters(train.init_from, store.fingerprints, store.path).check(params)
+        except AbsentError as error:
+            return [str(error)]
+    return []
+
+
+def _open_or_say(data: DataConfig, context_length: int) -> TokenStore | TaskStore | str:
+    """What the data section names, or why it cannot be had here."""
+    if data.task is None and not data.path:
+        return "data.path = '': names no token store"
+    try:
+        return data.open(context_length, timeout=PATIENCE_SECONDS)
+    except LmError as error:
+        if error.exit_code in FINAL and not isinstance(error, AbsentError):
+            raise
+        return str(error)
 
 
 @dataclasses.dataclass(frozen=True)

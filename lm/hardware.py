@@ -143,10 +143,7 @@ def describe_devices(topology: Topology) -> list[Any]:
 
     Raises ConfigError when libtpu is missing or does not know the slice.
     """
-    if importlib.util.find_spec('libtpu') is None:
-        raise ConfigError(
-            f"--topology {topology.name}: compiling for TPUs needs libtpu; pip install -e '.[tpu]' (no TPU is needed)"
-        )
+    check_libtpu(topology)
     os.environ.update(LIBTPU_ENVIRONMENT | os.environ)
     from jax.experimental import topologies
 
@@ -156,6 +153,14 @@ def describe_devices(topology: Topology) -> list[Any]:
         return list(topologies.get_topology_desc(name, platform='tpu', **dict(chip.options)).devices)
     except Exception as error:  # libtpu raises several kinds
         raise ConfigError(f'--topology {topology.name}: {str(error).splitlines()[0]}; {offered(chip)}') from None
+
+
+def check_libtpu(topology: Topology) -> None:
+    """Raises ConfigError when libtpu is missing."""
+    if importlib.util.find_spec('libtpu') is None:
+        raise ConfigError(
+            f"--topology {topology.name}: compiling for TPUs needs libtpu; pip install -e '.[tpu]' (no TPU is needed)"
+        )
 
 
 def parse(name: str) -> Topology:

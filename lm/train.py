@@ -17,17 +17,18 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.checkpointer import Checkpointer
 from lm.compiled.cache import CompileCache
 from lm.config.text import dump
 from lm.data.batches import Batches
-from lm.errors import Diverged, LmError, MismatchError, Preempted
+from lm.errors import Diverged, LmError, Preempted
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator
 from lm.experiment import Experiment
 from lm.hardware import peak_flops
 from lm.runs.goodput import Goodput, describe, process_start
+from lm.runs.initial import InitialParameters
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
@@ -127,8 +128,10 @@ def set_up(
         else:
             state, start, saved = init_state(functions, abstract, config.seed), 0, {'step_seconds': 0.0}
             if config.init_from:
-                others = parameters_from(config.init_from, experiment.checkpoint, abstract['params'])
-                state['params'] = merged(state['params'], others)
+                source = InitialParameters(config.init_from, store.fingerprints, store.path)
+                state['params'], line = source.take(state['params'], abstract['params'])
+                if is_leader:
+                    print(line, flush=True)
     goodput.resumed(saved.get('step_seconds'))
     with goodput.spent('compile'):
         advance = advancing.result()
@@ -370,23 +373,6 @@ class Trainer:
         if jax.process_index() == 0:
             self.run_directory.write_goodput(record)
         return record
-
-
-def parameters_from(run_dir: str, config: CheckpointConfig, abstract: dict) -> dict:
-    """What the newest checkpoint of another run has of the parameters `abstract`, by name."""
-    with Checkpointer(RunDir(run_dir).checkpoints, config, {}) as other:
-        restored = other.restore({'params': abstract}, partial=True)
-    if restored is None:
-        raise MismatchError(f'train.init_from = {run_dir!r}: holds no checkpoint; name a run directory')
-    return restored[0]['params']
-
-
-def merged(old: dict, new: dict) -> dict:
-    """The nested dict `old` with the leaves that `new` has in their places."""
-    return {
-        name: (merged(value, new[name]) if isinstance(value, dict) else new[name]) if name in new else value
-        for name, value in old.items()
-    }
 
 
 def describe_devices(mesh: jax.sharding.Mesh, compute_dtype: Any) -> str:

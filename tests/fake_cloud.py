@@ -78,6 +78,7 @@ class FakeCloud:
             'POLL_SECONDS': '0.1',
             'BACKOFF_SECONDS': '0',
             'ALLOW_DIRTY': '1',
+            'CHECK': '0',
         }
         self.environment = {
             'PATH': f'{path / "bin"}:{os.environ["PATH"]}',

@@ -3,6 +3,7 @@ TPU slice that is not there."""
 
 import dataclasses
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,17 +12,20 @@ from lm.check.advice import advise
 from lm.check.compiled_step import Check, budget, check
 from lm.check.tables import print_budget, print_check
 from lm.errors import ConfigError
-from lm.experiment import Experiment
-from lm.hardware import parse
+from lm.experiment import Experiment, validate
+from lm.hardware import Topology, check_libtpu, parse
 from lm.runs.records import to_json
 
 
 def main(experiment: Experiment, arguments: Any) -> int:
-    """The `lm check` command. Raises ConfigError, after everything was printed, if the step does not fit."""
+    """The `lm check` command. Raises what `validate` raises, and ConfigError, after everything was printed, if the step
+    does not fit."""
     # Nothing is run; an accelerator of this machine may be busy.
     jax.config.update('jax_platforms', 'cpu')
-    topologies = [parse(name) for name in arguments.topology]
+    topologies = list(slices(arguments.topology, arguments.if_possible))
     show = print_nothing if arguments.json else None
+    for line in validate(experiment):
+        note(f'not checked: {line}')
     planned = budget(experiment)
     (show or print_budget)(planned, experiment)
     checks = []
@@ -37,6 +41,21 @@ def main(experiment: Experiment, arguments: Any) -> int:
     if failed := [c for c in checks if not c.fits]:
         raise ConfigError(failure(failed[0]))
     return 0
+
+
+def slices(names: Sequence[str], if_possible: bool) -> Iterator[Topology]:
+    """The slices to compile for; `if_possible`: only those that this machine can describe, with a note for others."""
+    for name in names:
+        try:
+            topology = parse(name)
+            if if_possible:
+                check_libtpu(topology)
+        except ConfigError as error:
+            if not if_possible:
+                raise
+            note(f'not compiled: {error}')
+        else:
+            yield topology
 
 
 def failure(found: Check) -> str:

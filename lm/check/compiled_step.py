@@ -6,8 +6,6 @@ are described ones. Compiling takes a minute or two for a large model on a lapto
 """
 
 import dataclasses
-import math
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +18,7 @@ from lm.experiment import Experiment
 from lm.hardware import Topology, describe_devices, parse
 from lm.ops.platform import data_shards
 from lm.training.mesh import make_mesh
-from lm.training.program import abstract_state, lower_step
+from lm.training.program import abstract_state, lower_step, out_of_memory
 from lm.training.step import TrainStep, count_parameters
 
 GIB = 2**30
@@ -187,17 +185,6 @@ def _compile(experiment: Experiment, mesh: jax.sharding.Mesh, topology: Topology
             line = next(iter(str(error).splitlines()), '')
             raise ConfigError(f'--topology {topology.name}: the compiler refuses the training step: {line}') from error
         return None, needed
-
-
-def out_of_memory(message: str) -> float | None:
-    """GiB of HBM that a program needs, from the compiler's refusal of it; None: it was refused for another reason."""
-    if 'RESOURCE_EXHAUSTED' not in message or 'hbm' not in message.lower():
-        return None
-    found = re.search(r'\(([\d.]+)([KMGT]?)\) exceeds|Used ([\d.]+)([KMGT]?) of', message)
-    if not found:
-        return math.inf
-    number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
-    return float(number) * 1024.0 ** ('KMGT'.index(unit) - 2 if unit else -3)
 
 
 def _memory(compiled: Any, limit: float) -> Memory:

@@ -14,4 +14,9 @@ def check_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--no_advice', dest='advice', action='store_false', help='try no changes when a step does not fit'
     )
+    parser.add_argument(
+        '--if_possible', action='store_true', help='compile nothing where libtpu is missing or does not know the slice'
+    )
+    parser.add_argument('--sweep_file', action='append', default=[], metavar='FILE', help='a sweep: check its --index')
+    parser.add_argument('--index', type=int, default=0, metavar='I', help='the point of the sweep, from 0; default: 0')
     parser.add_argument('--json', action='store_true', help='print JSON instead of a table')

@@ -2,44 +2,55 @@
 
 import logging
 import sys
+from typing import Any
 
 from absl import logging as absl_logging
 
+HOOKS = ('excepthook', 'unraisablehook')
+LOGGERS = (absl_logging.get_absl_logger(), logging.getLogger('asyncio'))
+
 
 class Quiet:
-    """From `start` to `stop`, this is not printed: the tracebacks that each of Orbax's threads and tasks logs for one
-    failed write, and those of TensorStore's threads, which report to an event loop that the failure has closed. They
-    report late: after `failed` it stays so to the end of the process."""
+    """From `start` to `stop`, two things are not printed: the tracebacks that Orbax's threads and tasks log for one
+    failed write, and those of TensorStore's threads, which report to an event loop that the failure has closed. These
+    may come long after the failure: once there was one they are left out for good."""
 
     def __init__(self):
         self._filter = _Filter()  # an object of its own: two checkpointers may be at work
-        self._hook = None
-        self._has_failed = False
+        self._before: dict[str, Any] = {}
+        self._ours: dict[str, Any] = {}
 
     def start(self) -> None:
-        for logger in (absl_logging.get_absl_logger(), logging.getLogger('asyncio')):
+        for logger in LOGGERS:
             logger.addFilter(self._filter)
-        previous = sys.excepthook
-
-        def hook(kind, error, traceback) -> None:
-            if not (kind is RuntimeError and str(error) == 'Event loop is closed'):
-                previous(kind, error, traceback)
-
-        self._hook, self._previous = hook, previous
-        sys.excepthook = hook
+        for name in HOOKS:
+            self._before[name] = getattr(sys, name)
+            self._ours[name] = _without_closed_loops(self._before[name])
+            setattr(sys, name, self._ours[name])
 
     def failed(self) -> None:
-        """A write has failed."""
-        self._has_failed = True
+        self._ours.clear()
 
     def stop(self) -> None:
-        if self._has_failed:
+        if not self._ours:
             return
-        for logger in (absl_logging.get_absl_logger(), logging.getLogger('asyncio')):
+        for logger in LOGGERS:
             logger.removeFilter(self._filter)
-        if self._hook is not None and sys.excepthook is self._hook:
-            sys.excepthook = self._previous
-        self._hook = None
+        for name, hook in self._ours.items():
+            if getattr(sys, name) is hook:
+                setattr(sys, name, self._before[name])
+        self._ours.clear()
+
+
+def _without_closed_loops(hook: Any) -> Any:
+    """`hook`, of either kind, but for the errors of threads that find their event loop closed."""
+
+    def quiet(*arguments: Any) -> None:
+        error = arguments[1] if len(arguments) == 3 else arguments[0].exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == 'Event loop is closed'):
+            hook(*arguments)
+
+    return quiet
 
 
 class _Filter(logging.Filter):

@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,8 @@ class CompileCache:
             self._before = {name: getattr(jax.config, name) for name in SETTINGS}
             for name, value in SETTINGS.items():
                 jax.config.update(name, value)
+            # A program that cannot be kept, as on a full disk, costs time alone.
+            warnings.filterwarnings('ignore', 'Error (reading|writing) persistent compilation cache entry')
             self._use(str(self._private))
         return self
 

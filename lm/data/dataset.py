@@ -22,10 +22,13 @@ class DataConfig:
         """Of the tokens of a batch, known without opening anything."""
         return np.dtype(np.int32) if self.task else token_dtype(vocab_size)
 
-    def open(self, context_length: int) -> TokenStore | TaskStore:
-        """What `path` or `task` names; `context_length` is that of the examples of a task. Raises ConfigError."""
+    def open(self, context_length: int, timeout: float | None = None) -> TokenStore | TaskStore:
+        """What `path` or `task` names; `context_length` is that of the examples of a task, `timeout` in seconds.
+
+        Raises ConfigError, and what `TokenStore.open` raises.
+        """
         if self.task is None:
-            return TokenStore.open(self.path)
+            return TokenStore.open(self.path, timeout)
         if self.path:
             raise ConfigError(f'data.path = {self.path!r}: a task needs no token store; delete this or data.task')
         return TaskStore(self.task, context_length)

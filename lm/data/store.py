@@ -21,7 +21,7 @@ import tensorstore as ts
 
 from lm.data import pg19
 from lm.data.tokenizer import Tokenizer
-from lm.errors import ConfigError, LmError, MismatchError
+from lm.errors import AbsentError, ConfigError, LmError, MismatchError
 from lm.files import check_scheme, is_remote, local_path
 
 CHUNK = 2**14
@@ -43,20 +43,22 @@ class TokenStore:
         self._tokenizer: Tokenizer | None = None
 
     @classmethod
-    def open(cls, path: str) -> 'TokenStore':
-        """Opens the store at `path`: a folder, gs://… or s3://….
+    def open(cls, path: str, timeout: float | None = None) -> 'TokenStore':
+        """Opens the store at `path`: a folder, gs://… or s3://…; after `timeout` seconds it counts as out of reach.
 
         Raises:
             ConfigError: `path` is empty.
-            MismatchError: there is no finished store, or its dataset.json is damaged.
+            AbsentError: there is no finished store.
+            MismatchError: its dataset.json is damaged.
+            LmError: it cannot be reached.
         """
         if not path:
             raise ConfigError(
                 "data.path = '': name the token store, for example --gin_param \"data.path = 'data/pg19'\""
             )
-        info = read_info(path)
+        info = read_info(path, timeout)
         if info is None:
-            raise MismatchError(f'data.path = {path!r}: no finished token store is there; run `lm prepare` first')
+            raise AbsentError(f'data.path = {path!r}: no finished token store is there; run `lm prepare` first')
         return cls(path, info)
 
     @property
@@ -204,10 +206,12 @@ class TokenStore:
         return kind(f'{self.path}: split {split!r}, array {name!r}: {text}: {remedy}')
 
 
-def read_info(path: str) -> dict[str, Any] | None:
+def read_info(path: str, timeout: float | None = None) -> dict[str, Any] | None:
     """The contents of dataset.json; None if there is none, so no finished store. Raises MismatchError if damaged."""
     try:
-        raw = read_file(open_kvstore(path), 'dataset.json')
+        raw = read_file(open_kvstore(path), 'dataset.json', timeout)
+    except TimeoutError:
+        raise LmError(f'data.path = {path!r}: no answer within {timeout:g} seconds') from None
     except ValueError as error:
         raise LmError(f'data.path = {path!r}: {str(error).split(" [")[0]}') from None
     if raw is None:
@@ -285,8 +289,8 @@ def open_kvstore(path: str) -> ts.KvStore:
         ) from None
 
 
-def read_file(kvstore: ts.KvStore, name: str) -> bytes | None:
-    result = kvstore.read(name).result()
+def read_file(kvstore: ts.KvStore, name: str, timeout: float | None = None) -> bytes | None:
+    result = kvstore.read(name).result(timeout)
     return result.value if result.state == 'value' else None
 
 

@@ -16,6 +16,13 @@ from lm.training.mesh import batch_sharding, replicated, shared_rows
 from lm.training.step import TrainStep
 
 
+def check_task(task: Task, split: str, context_length: int, window: str) -> None:
+    """Raises ConfigError for sliding windows, which examples do not have, and what `Task.examples` refuses."""
+    if window != 'disjoint':
+        raise ConfigError(f"evaluate.window = '{window}': examples of a task are scored whole; set 'disjoint'")
+    task.examples(split, [0], context_length)
+
+
 class TaskEvaluator:
     """Scores all examples of a split with the weights of a model; compiled once.
 
@@ -32,10 +39,8 @@ class TaskEvaluator:
         window: str,
         batch_size: int,
     ):
-        """Raises ConfigError for sliding windows, which examples do not have, and what `Task.examples` refuses."""
-        if window != 'disjoint':
-            raise ConfigError(f"evaluate.window = '{window}': examples of a task are scored whole; set 'disjoint'")
-        task.examples(split, [0], context_length)
+        """Raises what `check_task` raises."""
+        check_task(task, split, context_length, window)
         self.task, self.split, self.mesh, self.context_length = task, split, mesh, context_length
         self.batch_size = shared_rows(batch_size, mesh)
         self._sharding = batch_sharding(mesh)

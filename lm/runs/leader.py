@@ -14,7 +14,8 @@ FAILED = 1000
 
 def on_leader(work: Callable[[], bool]) -> bool:
     """The result of `work` in process 0; where it fails, all processes fail with the same exit code."""
-    if jax.process_count() == 1:
+    # To ask for the count before the processes have met would keep them from meeting.
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return work()
     outcome, error = 0, None
     if jax.process_index() == 0:

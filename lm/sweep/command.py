@@ -16,7 +16,8 @@ from typing import Any
 import jax
 
 from lm import train
-from lm.errors import INTERRUPTED, ConfigError
+from lm.errors import INTERRUPTED, AbsentError, ConfigError, LmError
+from lm.experiment import validate
 from lm.runs.run_dir import check_path
 from lm.sweep.points import make_points
 from lm.sweep.runner import Runner
@@ -37,17 +38,40 @@ def main(_: Any, arguments: Any) -> int:
         raise ConfigError('--run_dir: name the folder for the runs of the sweep')
     check_path(arguments.run_dir)
     sweep = Sweep(arguments.run_dir, points)
-    sweep.check()
     if arguments.index is not None:
+        sweep.check()
         return run_one(sweep, arguments)
+    # The points are processes of their own, which need the accelerator of this machine.
+    jax.config.update('jax_platforms', 'cpu')
+    sweep.check()
     if arguments.coordinator_address or arguments.process_count is not None or arguments.process_id is not None:
         raise ConfigError('--coordinator_address: runs of several processes need --index, one point for all of them')
     print(f'{len(points)} points in {sweep.root}')
     for point in points:
         print(f'{point.index:>4}  {point.name}  [{sweep.result(point)["status"]}]')
+    absent = validate_points(sweep, arguments.gpus_per_job)
     if arguments.dry_run:
+        for line in absent:
+            print(f'not checked: {line}')
         return 0
-    return Runner(sweep, arguments).run()
+    runner = Runner(sweep, arguments)
+    if absent:
+        raise AbsentError(absent[0])
+    return runner.run()
+
+
+def validate_points(sweep: Sweep, devices: int | None) -> list[str]:
+    """Refuses the sweep if `lm train` would refuse a point that is not finished; returns what is not there."""
+    absent: dict[str, None] = {}
+    known: dict = {}
+    for point in sweep.points:
+        if sweep.is_finished(point):
+            continue
+        try:
+            absent |= dict.fromkeys(validate(point.experiment, devices, known))
+        except LmError as error:
+            raise type(error)(f'{error} (in the point {point.name})') from None
+    return list(absent)
 
 
 def run_one(sweep: Sweep, arguments: Any) -> int:

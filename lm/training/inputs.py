@@ -16,19 +16,29 @@ from lm.training.mesh import batch_sharding
 def open_store(data: DataConfig, config: TrainConfig, model: ModelConfig) -> TokenStore | TaskStore:
     """The token store, or the examples of a task. Raises MismatchError if its tokens do not fit the model."""
     store = data.open(config.context_length)
+    check_vocabulary(store, data, model)
+    return store
+
+
+def check_vocabulary(store: TokenStore | TaskStore, data: DataConfig, model: ModelConfig) -> None:
+    """Raises MismatchError if the tokens of the store do not fit the model."""
     pieces = store.vocab_size
     if pieces > model.vocab_size:
         what = (
             f'{store.path} has {pieces} tokens' if data.task else f'the tokenizer of {store.path} has {pieces} pieces'
         )
         raise MismatchError(f'model.vocab_size = {model.vocab_size}: {what}; set model.vocab_size = {pieces}')
-    return store
 
 
 def make_batches(data: DataConfig, config: TrainConfig, store: TokenStore | TaskStore, mesh: Mesh) -> Batches:
     """The batches of the run. Raises ConfigError if they cannot be split over the devices."""
     config.check_divides(data_shards(mesh))
-    windows = Windows(
+    windows = make_windows(data, config, store)
+    return Batches(store, data.train_split, windows, config.microbatches, batch_sharding(mesh, axis=1))
+
+
+def make_windows(data: DataConfig, config: TrainConfig, store: TokenStore | TaskStore) -> Windows:
+    """Which tokens each step sees. Raises ConfigError for a split that is missing or too short, or wrong ranges."""
+    return Windows(
         store.tokens(data.train_split), config.context_length, config.batch_size, config.seed, config.skip_batches
     )
-    return Batches(store, data.train_split, windows, config.microbatches, batch_sharding(mesh, axis=1))

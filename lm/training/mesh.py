@@ -32,6 +32,11 @@ class MeshConfig:
     processes: int | None = field(None, minimum=1, help='refuse to start with any other number of processes')
     heartbeat_seconds: float = field(60.0, above=0, help='a process that is silent for so long ends the job with 42')
 
+    def check_divides(self, devices: int) -> None:
+        """Raises ConfigError unless so many devices form groups of `fsdp`."""
+        if devices % self.fsdp:
+            raise ConfigError(f'mesh.fsdp = {self.fsdp}: must divide the number of devices, {devices}')
+
 
 def initialize_distributed(
     config: MeshConfig,
@@ -91,8 +96,7 @@ def _tpu_clusters() -> Iterator[Any]:
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     """The mesh (data, fsdp) over all devices."""
     devices = jax.devices() if devices is None else devices
-    if len(devices) % config.fsdp:
-        raise ConfigError(f'mesh.fsdp = {config.fsdp}: must divide the number of devices, {len(devices)}')
+    config.check_divides(len(devices))
     shape = (len(devices) // config.fsdp, config.fsdp)
     if config.fsdp == 1:
         grid = np.asarray(devices).reshape(shape)

@@ -1,12 +1,15 @@
 """The training step as a program: what `lm train` runs is what `lm check` and `lm bench step` compile."""
 
 import concurrent.futures
+import math
+import re
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from lm.errors import ConfigError
 from lm.training.config import TrainConfig
 from lm.training.mesh import batch_sharding, place, replicated
 from lm.training.step import State, TrainStep
@@ -42,13 +45,37 @@ def lower_step(
 def compile_step_aside(
     functions: TrainStep, abstract: State, config: TrainConfig, dtype: np.dtype, mesh: Mesh
 ) -> 'concurrent.futures.Future[jax.stages.Compiled]':
-    """The compiled step (see `lower_step`), made by a thread while this one does something else."""
+    """The compiled step (see `lower_step`), made by a thread while this one does something else.
+
+    Its result raises ConfigError where the step does not fit the memory of the devices: no repetition mends that.
+    """
 
     def work() -> jax.stages.Compiled:
         with jax.set_mesh(mesh):
-            return lower_step(functions, abstract, config, dtype, mesh).compile()
+            lowered = lower_step(functions, abstract, config, dtype, mesh)
+            try:
+                return lowered.compile()
+            except jax.errors.JaxRuntimeError as error:
+                if (needed := out_of_memory(str(error))) is None:
+                    raise
+                raise ConfigError(
+                    f'the training step needs {needed:.2f} GiB of HBM, more than a {jax.devices()[0].device_kind} has: '
+                    'add what lm check --topology SLICE says for the same configuration (train.microbatches, '
+                    'model.remat, mesh.fsdp), or take a larger slice'
+                ) from error
 
     pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='compile')
     future = pool.submit(work)
     pool.shutdown(wait=False)
     return future
+
+
+def out_of_memory(message: str) -> float | None:
+    """GiB of HBM that a program needs, from the compiler's refusal of it; None: it was refused for another reason."""
+    if 'RESOURCE_EXHAUSTED' not in message or 'hbm' not in message.lower():
+        return None
+    found = re.search(r'\(([\d.]+)([KMGT]?)\) exceeds|Used ([\d.]+)([KMGT]?) of', message)
+    if not found:
+        return math.inf
+    number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
+    return float(number) * 1024.0 ** ('KMGT'.index(unit) - 2 if unit else -3)

@@ -12,7 +12,7 @@ SETTINGS='PROJECT ZONE TPU_NAME ACCELERATOR_TYPE RUNTIME_VERSION PROVISIONING RE
 VALID_UNTIL_DURATION NETWORK SUBNETWORK SERVICE_ACCOUNT INTERNAL_IPS TUNNEL_THROUGH_IAP PROCESSES DEVICES RUN_DIR RUN_NAME
 LOG_URL DATA_PATH MIN_FREE_GB PYTHON_VERSION ALLOW_DIRTY MAX_ATTEMPTS MAX_FAILURES POLL_SECONDS BACKOFF_SECONDS
 MAX_BACKOFF_SECONDS MAX_LOST_POLLS DELETE_WHEN_DONE PARALLEL SWEEP_LOG_DIR PREPARE_MACHINE_TYPE PREPARE_DISK_GB
-PREPARE_MAX_DURATION'
+PREPARE_MAX_DURATION CHECK'
 
 note() { echo "$SCRIPT: $*" >&2; }
 fail() {
@@ -100,7 +100,7 @@ load_settings() {
   : "${PYTHON_VERSION:=3.12}" "${ALLOW_DIRTY:=0}" "${MAX_ATTEMPTS:=100}" "${MAX_FAILURES:=3}" "${POLL_SECONDS:=60}"
   : "${BACKOFF_SECONDS:=30}" "${MAX_BACKOFF_SECONDS:=900}" "${MAX_LOST_POLLS:=5}" "${DELETE_WHEN_DONE:=always}"
   : "${PARALLEL:=4}" "${SWEEP_LOG_DIR:=runs/sweep-logs}" "${PREPARE_MACHINE_TYPE:=n2-standard-64}"
-  : "${PREPARE_DISK_GB:=1000}" "${PREPARE_MAX_DURATION:=48h}"
+  : "${PREPARE_DISK_GB:=1000}" "${PREPARE_MAX_DURATION:=48h}" "${CHECK:=1}"
   RUN_DIR=${RUN_DIR%/}
   if [ -z "$RUN_NAME" ]; then RUN_NAME=${RUN_DIR##*/}; fi
   if [ -z "$RUN_NAME" ]; then RUN_NAME=$TPU_NAME; fi
@@ -243,6 +243,39 @@ complete_command() {
     *mesh.processes*) ;;
     *) COMMAND+=(--gin_param "mesh.processes = $PROCESSES") ;;
   esac
+}
+# Refuses on this machine what a pod would be paid for in vain: `lm check` with the configuration of an `lm train` or `lm
+# sweep`, compiled for ACCELERATOR_TYPE. Other commands, and CHECK=0, pass.
+check_command() {
+  local words=() verb='' code=0 program
+  while [ $# -gt 0 ]; do
+    case $1 in
+      train | sweep) verb=${verb:-$1} ;;
+      --gin_file | --gin_param | --sweep_file | --index)
+        words+=("$1" "${2:-}")
+        if [ $# -gt 1 ]; then shift; fi
+        ;;
+      --gin_file=* | --gin_param=* | --sweep_file=* | --index=* | --allow_gin_imports) words+=("$1") ;;
+    esac
+    shift
+  done
+  if [ "$CHECK" != 1 ] || [ -z "$verb" ]; then return 0; fi
+  words=(check ${words[@]+"${words[@]}"} --topology "$ACCELERATOR_TYPE" --if_possible)
+  if is_dry; then
+    quote_all lm "${words[@]}"
+    echo
+    return 0
+  fi
+  program=$(command -v lm || echo "$ROOT/.venv/bin/lm")
+  if [ ! -x "$program" ]; then
+    note "lm is not installed on this machine (scripts/quickstart.sh does it): the step is not checked"
+    return 0
+  fi
+  "$program" "${words[@]}" >&2 || code=$?
+  if [ "$code" != 0 ]; then
+    note "nothing was asked for; CHECK=0 before this command goes on without the check"
+    exit "$code"
+  fi
 }
 has_flag() {
   local flag=$1 word

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Starts a command on every worker of the pod, detached: it survives the end of this terminal.
 #
-#   scripts/tpu/run.sh lm train --gin_file configs/models/small.gin --gin_file data/pg19.gin
+#   scripts/tpu/run.sh lm train --gin_file configs/models/small.gin --gin_file data/pg19.gin --gin_param 'train.microbatches = 4'
 #   scripts/tpu/run.sh --stop        asks the run to save and to end (exit code 42)
 #   DRY_RUN=1 scripts/tpu/run.sh …   prints the commands
 #
+# First `lm check` on this machine: whether the step fits ACCELERATOR_TYPE (CHECK=0 skips it).
 # Adds --run_dir RUN_DIR to `lm train`, and the binding mesh.processes = N, with which the run refuses to start unless
 # all N workers join it. Starting the same command again while it runs does nothing. The log stays on each machine in
 # ~/lm-jobs/RUN_NAME/log (see logs.sh), and is copied to LOG_URL if that is set.
@@ -18,4 +19,5 @@ fi
 if [ "${1:-}" = -- ]; then shift; fi
 [ $# -gt 0 ] || fail "no command; for example: scripts/tpu/run.sh lm train --gin_file configs/models/small.gin"
 complete_command "$@"
+check_command "$@"
 on_workers all "$(job start "$RUN_NAME" "$LOG_URL" "${COMMAND[@]}")"

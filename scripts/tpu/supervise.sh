@@ -2,9 +2,10 @@
 # Keeps a run alive until it is done: creates the pod, sets it up, starts the command, watches it, and after a preemption
 # does it all again with the same run directory.
 #
-#   scripts/tpu/supervise.sh lm train --gin_file configs/models/small.gin --gin_file data/pg19.gin
+#   scripts/tpu/supervise.sh lm train --gin_file configs/models/small.gin --gin_file data/pg19.gin --gin_param 'train.microbatches = 4'
 #   DRY_RUN=1 scripts/tpu/supervise.sh …   prints the commands of one attempt
 #
+# First `lm check` on this machine: whether the step fits ACCELERATOR_TYPE (CHECK=0 skips it).
 # Exit code of the run → what happens: 0 done. 2 (usage), 43 (diverged), 44 (data, tokenizer or checkpoint do not match):
 # never repeated. 42 (preempted, saved), pod gone or not to be reached: again, recreating the pod if need be, with a
 # growing pause, MAX_ATTEMPTS times at most. Anything else: again, MAX_FAILURES times in a row at most.
@@ -24,6 +25,8 @@ esac
 say() { echo "supervise: $(date '+%m-%d %H:%M:%S') $*"; }
 trap 'say "stopped; the pod $TPU_NAME and its job go on. Join again: the same command. End: scripts/tpu/delete.sh"; exit 130' INT TERM
 
+check_command "$@"
+export CHECK=0
 if is_dry; then
   "$HERE/create.sh"
   { queue_state >/dev/null; } 2>&1

@@ -5,7 +5,7 @@
 #   scripts/tpu/sweep.sh 3-5 lm sweep …       points 3, 4 and 5
 #   DRY_RUN=1 scripts/tpu/sweep.sh 8 …        prints the commands
 #
-# Adds --index I to the command. Pods are called TPU_NAME-I, jobs RUN_NAME-I; their output goes to SWEEP_LOG_DIR. Ends with
+# Adds --index I to the command. Each point is compiled by `lm check` on this machine first (CHECK=0 skips it). Pods are called TPU_NAME-I, jobs RUN_NAME-I; their output goes to SWEEP_LOG_DIR. Ends with
 # a table of exit codes; the exit code is 0 if all are, else 1. Look at the points first: lm sweep … --dry_run
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"

@@ -133,6 +133,25 @@ def test_a_batch_that_does_not_divide_is_the_error_of_training(on_cpus):
     assert str(of_check.value) == str(of_training.value)
 
 
+def test_if_possible_goes_on_without_libtpu_or_for_an_unknown_slice(monkeypatch, capsys):
+    flags = tiny.params(tiny.MODEL)
+    assert cli.main(['check', '--if_possible', '--topology', 'v3-32', *flags]) == 0
+    assert 'not compiled: --topology v3-32' in capsys.readouterr().err
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+    assert cli.main(['check', '--if_possible', '--topology', 'v5e:2x2', *flags]) == 0
+    assert "'.[tpu]'" in capsys.readouterr().err
+
+
+def test_a_point_of_a_sweep_is_checked(tmp_path, capsys):
+    (tmp_path / 's.gin').write_text('model.n_layers = [2, 3]')
+    command = ['check', '--sweep_file', str(tmp_path / 's.gin'), *tiny.params({'model.d_model': 32})]
+    for index, layers in (('0', 2), ('1', 3)):
+        assert cli.main([*command, '--index', index]) == 0
+        assert f'({layers} layers of width 32' in capsys.readouterr().out
+    assert cli.main([*command, '--index', '2']) == 2
+    assert 'must be 0 to 1' in capsys.readouterr().err
+
+
 def test_the_plan_needs_no_compiler(capsys):
     assert cli.main(['check', *tiny.params(tiny.MODEL)]) == 0
     printed = capsys.readouterr().out

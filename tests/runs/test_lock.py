@@ -160,6 +160,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
 @pytest.mark.parametrize(('error', 'code'), [(ConfigError('no'), 2), (MismatchError('no'), 44), (OSError('no'), 1)])
 def test_where_process_0_fails_all_fail_with_its_exit_code(monkeypatch, error, code):
     told = []
+    monkeypatch.setattr(leader.jax.distributed, 'is_initialized', lambda: True)
     monkeypatch.setattr(leader.jax, 'process_count', lambda: 2)
     monkeypatch.setattr(leader.multihost_utils, 'broadcast_one_to_all', lambda x: told.append(x) or told[0])
 

@@ -164,39 +164,39 @@ def results(root: pathlib.Path) -> dict[str, dict]:
 
 def test_a_failing_point_does_not_stop_the_rest_and_nothing_is_repeated(sweep, reference_run, tmp_path, capsys):
     root = tmp_path / 'root'
-    # The tokenizer has 400 pieces: a model of 100 cannot be trained.
-    command = sweep('model.vocab_size = [100, 400]\n')
+    # What no check of a configuration finds: the first point diverges.
+    command = sweep('optimizer.peak_learning_rate = [1e30, 3e-3]\ntrain.max_nonfinite_steps = 3\n')
     done = tiny.lm(*command, '--jobs', '2')
     assert done.returncode == 1, done.stdout + done.stderr
-    assert '1 of 2 points did not succeed: vocab_size-100' in done.stderr.splitlines()[-1]
-    assert 'set model.vocab_size = 400' in done.stdout
+    assert '1 of 2 points did not succeed: peak_learning_rate-1e30' in done.stderr.splitlines()[-1]
+    assert 'not finite' in done.stdout
     rows = results(root)
-    assert (rows['vocab_size-100']['status'], rows['vocab_size-100']['exit_code']) == ('failed', 44)
-    assert 'set model.vocab_size = 400' in rows['vocab_size-100']['error']
-    good = rows['vocab_size-400']
+    assert (rows['peak_learning_rate-1e30']['status'], rows['peak_learning_rate-1e30']['exit_code']) == ('failed', 43)
+    assert 'not finite' in rows['peak_learning_rate-1e30']['error']
+    good = rows['peak_learning_rate-0.003']
     assert (good['status'], good['step'], good['steps']) == ('done', 40, 40)
     assert good['loss'] == tiny.losses(reference_run[0], 'eval')[40]
     assert good['tokens_per_second'] > 0
-    assert tiny.losses(root / 'vocab_size-400') == tiny.losses(reference_run[0])
+    assert tiny.losses(root / 'peak_learning_rate-0.003') == tiny.losses(reference_run[0])
 
-    before = (root / 'vocab_size-400' / 'metrics.jsonl').stat().st_mtime_ns
+    before = (root / 'peak_learning_rate-0.003' / 'metrics.jsonl').stat().st_mtime_ns
     assert main(command) == 1
     again = capsys.readouterr()
     assert '--retry_failed' in again.out
     assert 'started' not in again.out
     assert main([*command, '--index', '1']) == 0
     assert 'is finished already' in capsys.readouterr().out
-    assert (root / 'vocab_size-400' / 'metrics.jsonl').stat().st_mtime_ns == before
+    assert (root / 'peak_learning_rate-0.003' / 'metrics.jsonl').stat().st_mtime_ns == before
     assert main(['inspect', str(root)]) == 0
-    assert 'failed (44)' in capsys.readouterr().out
+    assert 'diverged (43)' in capsys.readouterr().out
 
     # Stopped during its last evaluation, a run is saved but not finished.
-    metrics = root / 'vocab_size-400' / 'metrics.jsonl'
+    metrics = root / 'peak_learning_rate-0.003' / 'metrics.jsonl'
     *rest, last = metrics.read_text().splitlines(keepends=True)
     assert json.loads(last)['kind'] == 'eval'
     metrics.write_text(''.join(rest))
     assert tiny.lm(*command, '--index', '1').returncode == 0
-    assert tiny.losses(root / 'vocab_size-400', 'eval') == tiny.losses(reference_run[0], 'eval')
+    assert tiny.losses(root / 'peak_learning_rate-0.003', 'eval') == tiny.losses(reference_run[0], 'eval')
 
     # The directories now hold runs of this sweep: another one is refused.
     assert main([*command, '--gin_param', 'adamw.b1 = 0.5']) == 44

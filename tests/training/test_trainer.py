@@ -3,6 +3,7 @@
 import os
 import signal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -120,3 +121,17 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(flags, tmp_path, monkeypatch,
     assert saved(tmp_path / 'run') == [6]
     monkeypatch.undo()
     assert train(tmp_path / 'run', flags, checkpoint__save_every_steps=None) == 0
+
+
+def test_a_step_that_does_not_fit_the_memory_is_never_repeated(flags, tmp_path, monkeypatch, capsys):
+    def compile(self, *_, **__):
+        raise jax.errors.JaxRuntimeError(
+            'RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 54.10G of 30.75G hbm.'
+        )
+
+    monkeypatch.setattr(jax.stages.Lowered, 'compile', compile)
+    assert train(tmp_path / 'run', flags) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert 'needs 54.10 GiB of HBM' in error
+    assert 'lm check --topology' in error
+    assert not (tmp_path / 'run').exists()

@@ -1,0 +1,99 @@
+"""The parameters that a new run takes from another one (`train.init_from`), by name."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.snapshot import flatten
+from lm.errors import AbsentError, MismatchError
+from lm.runs.run_dir import RunDir, bindings
+
+
+@dataclasses.dataclass(frozen=True)
+class InitialParameters:
+    """The newest checkpoint of `run_dir`, which may be another model's.
+
+    Attributes:
+        run_dir: as `train.init_from` names it.
+        fingerprints: of the data of the run that starts; only the tokenizer counts here.
+        data: where those data lie, for messages.
+    """
+
+    run_dir: str
+    fingerprints: Mapping[str, str]
+    data: str
+
+    def check(self, params: dict) -> None:
+        """Raises what `take` would, as far as the record of the checkpoint tells."""
+        with self._open() as other:
+            self._check(other, params)
+
+    def take(self, params: dict, abstract: dict) -> tuple[dict, str]:
+        """Parameters in place of those that a seed has made.
+
+        Args:
+            params: nested dict of arrays.
+            abstract: the same as jax.ShapeDtypeStructs with the shardings of the result.
+
+        Returns:
+            the parameters, and one line that says which of them were taken.
+
+        Raises:
+            AbsentError: the other run has no checkpoint.
+            MismatchError: its tokenizer is another one, an array of the same name has another shape, or it has none of
+                these arrays.
+        """
+        with self._open() as other:
+            self._check(other, abstract)
+            taken, step, _ = other.restore({'params': abstract}, partial=True)
+        names = flatten(taken['params'])
+        left = [name for name in flatten(params) if name not in names]
+        line = f'{len(names)} of {len(names) + len(left)} arrays taken from {self.run_dir} at step {step}'
+        return merged(params, taken['params']), f'{line}; these not: {", ".join(left)}' if left else line
+
+    def _open(self) -> Checkpointer:
+        return Checkpointer(RunDir(self.run_dir).checkpoints)
+
+    def _check(self, other: Checkpointer, params: dict) -> None:
+        step = other.latest_step()
+        if step is None:
+            raise AbsentError(f'{self._setting}: holds no checkpoint; name a run directory')
+        record = other.read_record(step)
+        ours, theirs = self.fingerprints.get('tokenizer'), record['fingerprints'].get('tokenizer')
+        if ours and theirs and ours != theirs:
+            path = bindings(record['metadata'].get('config') or '').get('data.path', 'unknown data')
+            raise MismatchError(
+                f'{self._setting}: its tokenizer, of {path}, is {theirs[:12]}…, that of {self.data} is {ours[:12]}…, '
+                'and the same number means another piece; take data with the tokenizer of that run '
+                '(lm prepare with tokenizer.model_path), or start from a run with this one'
+            )
+        saved = {name.removeprefix('params.'): leaf for name, leaf in record['leaves'].items()}
+        wanted = {name: leaf for name, leaf in flatten(params).items() if name in saved}
+        if not wanted:
+            raise MismatchError(f'{self._setting}: has none of the arrays of this model; start from a run like it')
+        wrong = [
+            f'{name} is {_shape(saved[name]["shape"])} there and {_shape(leaf.shape)} here'
+            for name, leaf in wanted.items()
+            if tuple(saved[name]['shape']) != tuple(leaf.shape)
+        ]
+        if wrong:
+            raise MismatchError(
+                f'{self._setting}: {"; ".join(wrong)}; give the model the sizes of that run, or start without it'
+            )
+
+    @property
+    def _setting(self) -> str:
+        return f'train.init_from = {self.run_dir!r}'
+
+
+def merged(old: dict, new: dict) -> dict:
+    """The nested dict `old` with the leaves that `new` has in their places."""
+    return {
+        name: (merged(value, new[name]) if isinstance(value, dict) else new[name]) if name in new else value
+        for name, value in old.items()
+    }
+
+
+def _shape(sizes: Any) -> str:
+    return '×'.join(map(str, sizes)) or 'a scalar'

@@ -1,0 +1,64 @@
+"""`train.init_from`: what is taken from another run is said, and what does not fit is refused by its name."""
+
+import pytest
+import tiny
+
+from lm import cli
+
+
+def start(reference_run, tiny_flags, run, **bindings) -> int:
+    names = {name.replace('__', '.'): value for name, value in bindings.items()}
+    names = {'train.init_from': str(reference_run[0]), 'train.steps': 1, 'optimizer.warmup_steps': 0} | names
+    return cli.main(['train', '--run_dir', str(run), *tiny_flags, *tiny.params(names)])
+
+
+def test_all_arrays_of_the_same_model_are_taken(reference_run, tiny_flags, tmp_path, capsys):
+    assert start(reference_run, tiny_flags, tmp_path / 'run') == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if 'arrays taken' in line]
+    taken, _, total, *_ = line.split()
+    assert taken == total
+    assert line.endswith(f'arrays taken from {reference_run[0]} at step 40')
+
+
+def test_the_arrays_that_were_not_taken_are_named(reference_run, tiny_flags, tmp_path, capsys):
+    assert start(reference_run, tiny_flags, tmp_path / 'run', model__attention='@polysketch()') == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if 'arrays taken' in line]
+    taken, _, total, *_ = line.split()
+    left = line.partition('; these not: ')[2].split(', ')
+    assert 0 < int(taken) < int(total) == int(taken) + len(left)
+    assert all('attention' in name for name in left)
+
+
+def test_another_tokenizer_is_refused(reference_run, tiny_flags, tmp_path, capsys):
+    other = tiny.prepare(tmp_path / 'other', characters=30_000)
+    assert start(reference_run, tiny_flags, tmp_path / 'run', data__path=str(other)) == 44
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f'its tokenizer, of {reference_run_data(reference_run)}, is ' in error
+    assert f'that of {other} is ' in error
+    assert not (tmp_path / 'run').exists()
+
+
+def reference_run_data(reference_run) -> str:
+    """The data of the reference run as its config.gin writes them."""
+    (line,) = [x for x in (reference_run[0] / 'config.gin').read_text().splitlines() if x.startswith('data.path = ')]
+    return line.removeprefix('data.path = ')
+
+
+def test_arrays_of_another_shape_are_refused_by_name(reference_run, tiny_flags, tmp_path, capsys):
+    assert start(reference_run, tiny_flags, tmp_path / 'run', model__head_dim=8) == 44
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f'train.init_from = {str(reference_run[0])!r}' in error
+    assert ' there and ' in error
+    assert error.count(' here') >= 2
+    assert 'embedding' not in error
+    assert not (tmp_path / 'run').exists()
+    assert start(reference_run, tiny_flags, tmp_path / 'run') == 0
+
+
+@pytest.mark.parametrize('damage', ['folder', 'nothing'])
+def test_a_path_without_a_run_is_refused(reference_run, tiny_flags, tmp_path, capsys, damage):
+    if damage == 'folder':
+        (tmp_path / 'empty').mkdir()
+    assert start(reference_run, tiny_flags, tmp_path / 'run', train__init_from=str(tmp_path / 'empty')) == 44
+    assert 'holds no checkpoint' in capsys.readouterr().err
+    assert not (tmp_path / 'run').exists()
