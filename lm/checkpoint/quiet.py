@@ -7,10 +7,11 @@ from typing import Any
 from absl import logging as absl_logging
 
 HOOKS = ('excepthook', 'unraisablehook')
+LOGGERS = (absl_logging.get_absl_logger(), logging.getLogger('asyncio'))
 
 
 class Quiet:
-    """From `start` to `stop`, two things are not printed: the tracebacks that each of Orbax's threads logs for one
+    """From `start` to `stop`, two things are not printed: the tracebacks that Orbax's threads and tasks log for one
     failed write, and those of TensorStore's threads, which report to an event loop that the failure has closed. These
     may come long after the failure: once there was one they are left out for good."""
 
@@ -20,7 +21,8 @@ class Quiet:
         self._ours: dict[str, Any] = {}
 
     def start(self) -> None:
-        absl_logging.get_absl_logger().addFilter(self._filter)
+        for logger in LOGGERS:
+            logger.addFilter(self._filter)
         for name in HOOKS:
             self._before[name] = getattr(sys, name)
             self._ours[name] = _without_closed_loops(self._before[name])
@@ -30,7 +32,10 @@ class Quiet:
         self._ours.clear()
 
     def stop(self) -> None:
-        absl_logging.get_absl_logger().removeFilter(self._filter)
+        if not self._ours:
+            return
+        for logger in LOGGERS:
+            logger.removeFilter(self._filter)
         for name, hook in self._ours.items():
             if getattr(sys, name) is hook:
                 setattr(sys, name, self._before[name])
@@ -50,4 +55,5 @@ def _without_closed_loops(hook: Any) -> Any:
 
 class _Filter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.levelno >= logging.ERROR and 'orbax' in record.pathname)
+        is_theirs = 'orbax' in (record.getMessage() if record.name == 'asyncio' else record.pathname)
+        return not (record.levelno >= logging.ERROR and is_theirs)

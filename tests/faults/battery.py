@@ -49,6 +49,8 @@ def fixed_battery(shop: Workshop, names: list[str], say: Callable[[str], None]) 
         with row.attempt(name, count=0):
             BATTERY[name](shop, row)
         rows.append(row)
+        for failure in row.failures:
+            say(f'failed: {failure.splitlines()[0]}')
         say(f'{name}: {row.survived} of {row.tries}, {time.monotonic() - begin:.0f} s')
     return rows
 

@@ -37,6 +37,8 @@ from lm.errors import LmError
 PLAIN = Shape()
 OFTEN = Shape(bindings=(('checkpoint.save_every_steps', 3),), steps=200)
 PAIR = Shape(processes=2, steps=50)
+SLOW = Shape(bindings=(('train.tokens_per_step', 4096),))
+"""With steps that are slow enough to be hit."""
 KILLS = 50
 
 
@@ -53,7 +55,7 @@ def sigkill(shop: Workshop, tally: Tally) -> None:
                     before, newest = logged(run), (saved(run) or [0])[-1]
                     session = shop.start(OFTEN, run)
                     if not is_last:
-                        if draw.random() < 0.7 and session.wait_for('step '):
+                        if draw.random() < 0.7 and session.wait_for('  loss '):
                             time.sleep(draw.uniform(0, 2.0))
                         else:
                             time.sleep(draw.uniform(0.3, 2.5))
@@ -79,7 +81,7 @@ def sigkill(shop: Workshop, tally: Tally) -> None:
 
 def told_to_stop(shop: Workshop, tally: Tally) -> None:
     """2. SIGTERM and Ctrl-C in one process and two; while importing, compiling, training and evaluating."""
-    moments = ('', 'devices', 'step 3/', 'step 11/', 'step 20/', 'evaluation at step 20')
+    moments = ('', 'devices', 'step 1/', 'step 3/', 'step 20/', 'evaluation at step 20')
 
     def stop(case) -> None:
         shape, words, how, index = case
@@ -94,8 +96,8 @@ def told_to_stop(shop: Workshop, tally: Tally) -> None:
             tally.recovered(shop.finish(shape, run), before)
             shop.same_end(shape, run)
 
-    cases = [(PLAIN, words, signal.SIGTERM, 0) for words in moments]
-    cases += [(PLAIN, 'step 11/', signal.SIGINT, 0)]
+    cases = [(SLOW, words, signal.SIGTERM, 0) for words in moments]
+    cases += [(SLOW, 'step 3/', signal.SIGINT, 0)]
     cases += [(PAIR, words, signal.SIGTERM, i) for words, i in (('step 11/', 0), ('step 25/', 1), ('step 30/', None))]
     side_by_side(stop, cases)
 

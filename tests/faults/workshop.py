@@ -190,8 +190,8 @@ class Workshop:
     def hit(
         self, shape: Shape, run: pathlib.Path, words: str, how: signal.Signals, index: int | None = None
     ) -> tuple[Session, int]:
-        """A session that gets a signal once it says `words`, or soon; and the newest step that was logged then. Where
-        the run has been quicker than the signal it is repeated."""
+        """A session that gets a signal once it says `words` ('': as soon as it listens), and the newest step that was
+        logged then. Where the run has been quicker than the signal it is repeated."""
         aside = run.parent / 'before'
         for _ in range(8):
             if run.exists():
@@ -200,7 +200,8 @@ class Workshop:
             if words:
                 session.wait_for(words)
             else:
-                time.sleep(0.4)
+                while not catches(session.processes[0], how):
+                    time.sleep(0.01)
             session.send(how, index)
             newest = logged(run)
             session.end()
@@ -237,6 +238,16 @@ class Workshop:
     def same_end(self, shape: Shape, run: pathlib.Path) -> None:
         """Raises Failed unless the run has ended like the undisturbed one."""
         compare(run, self.reference(shape), shape.steps)
+
+
+def catches(process: subprocess.Popen, how: signal.Signals) -> bool:
+    """Whether a process has a handler for this signal, or is gone."""
+    try:
+        status = pathlib.Path(f'/proc/{process.pid}/status').read_text()
+    except OSError:
+        return True
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith('SigCgt')), 'f' * 16)
+    return bool(int(mask, 16) >> (how - 1) & 1)
 
 
 def metrics(run: pathlib.Path) -> list[dict]:

@@ -1,0 +1,43 @@
+"""What Orbax and TensorStore print around a failed write, also after the checkpointer is closed."""
+
+import logging
+import sys
+
+import pytest
+
+from lm.checkpoint.quiet import Quiet
+
+LATE = 'Task exception was never retrieved\nfuture: <Task finished coro=<write() at /x/orbax/serialization.py:190>>'
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    said = []
+    monkeypatch.setattr(sys, 'excepthook', lambda kind, error, traceback: said.append(str(error)))
+    one, logger = Quiet(), logging.getLogger('asyncio')
+    before = list(logger.filters)
+    one.start()
+    yield one, said
+    logger.filters[:] = before
+
+
+def late_reports() -> None:
+    logging.getLogger('asyncio').error(LATE)
+    logging.getLogger('asyncio').error('of somebody else')
+    for text in ('Event loop is closed', 'other'):
+        sys.excepthook(RuntimeError, RuntimeError(text), None)
+
+
+@pytest.mark.parametrize('has_failed', [True, False])
+def test_a_failed_write_stays_quiet_after_the_end(quiet, caplog, has_failed):
+    one, said = quiet
+    late_reports()
+    assert [r.getMessage() for r in caplog.records] == ['of somebody else']
+    assert said == ['other']
+    if has_failed:
+        one.failed()
+    one.stop()
+    late_reports()
+    late = 0 if has_failed else 1
+    assert len(caplog.records) == 2 + late
+    assert len(said) == 2 + late
