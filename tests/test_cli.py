@@ -199,6 +199,7 @@ def test_help_explains_every_exit_code(argv, capsys):
     assert main(argv) == 0
     shown = capsys.readouterr().out
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.LmError)]
+    kinds = [kind for kind in kinds if 'exit_code' in vars(kind)]  # the others end with the code of what they are
     for kind in kinds:
         assert f'\n  {kind.exit_code:<3}{kind.meaning}\n' in shown
     assert len({kind.exit_code for kind in kinds}) == len(kinds) >= 5

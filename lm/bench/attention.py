@@ -23,6 +23,7 @@ from lm.bench.candidates import Candidate, of_arguments
 from lm.bench.formulations import COMPUTED, FORMULATIONS
 from lm.errors import ConfigError
 from lm.ops.linear_attention import linear_attention
+from lm.text import digits
 
 PASSES = ('forward', 'forward+backward')
 BASELINES = (YARDSTICK.gin_name, *FORMULATIONS)
@@ -108,7 +109,7 @@ def run(arguments: Any) -> int:
         'mechanisms': {c.name: str(c.experiment.model.pattern[0]) for c in found},
     }
     results.write_json(arguments.json, 'attention', machine, settings, rows)
-    for name in draw(rows, arguments.out) if arguments.out else ():
+    for name in draw(rows, arguments.out, dtype) if arguments.out else ():
         printer.line(f'wrote {name}')
     return 0
 
@@ -267,17 +268,13 @@ def _row(key: tuple, sequences: int, times: dict, memory: dict[str, float], name
     )
 
 
-def _digits(value: float) -> str:
-    return f'{value:,.3g}' if value < 100 else f'{value:,.0f}'
-
-
 COLUMNS = {
     'passes': ('pass', str),
     'context': ('context', '{:,}'.format),
     'mechanism': ('mechanism', str),
     'time': ('ms', str),
-    'cpu_milliseconds': ('CPU ms', _digits),
-    'microseconds_per_token': ('µs/token', _digits),
+    'cpu_milliseconds': ('CPU ms', digits),
+    'microseconds_per_token': ('µs/token', digits),
     'tokens_per_second': ('tokens/s', '{:,.0f}'.format),
     'temporary_mib': ('temp. MiB', '{:,.1f}'.format),
     'peak_mib': ('peak MiB', '{:,.1f}'.format),
@@ -286,7 +283,7 @@ COLUMNS = {
 
 
 def _printed(row: LayerRow) -> dict[str, Any]:
-    time = 'OOM' if row.out_of_memory else _digits(row.milliseconds)
+    time = 'OOM' if row.out_of_memory else digits(row.milliseconds)
     ratios = {base: f'{ratio:.2f}×' for base, ratio in row.speed_over.items()}
     ratios |= {base: f'{ratios[base]} ({ratio:.2f}× CPU)' for base, ratio in row.cpu_over.items()}
     return dataclasses.asdict(row) | {'time': time} | ratios
@@ -309,7 +306,7 @@ def summary(rows: Sequence[LayerRow]) -> list[str]:
     return lines
 
 
-def draw(rows: Sequence[LayerRow], out: str) -> list[str]:
+def draw(rows: Sequence[LayerRow], out: str, dtype: str = '') -> list[str]:
     """A picture a pass, as PolySketchFormer's Figure 1."""
     written = []
     for step in dict.fromkeys(row.passes for row in rows):
@@ -319,5 +316,5 @@ def draw(rows: Sequence[LayerRow], out: str) -> list[str]:
             if row.passes == step and not row.out_of_memory and math.isfinite(row.microseconds_per_token):
                 own.append((row.context, row.microseconds_per_token))
         path = pathlib.Path(out, f'attention_{step.replace("+", "_")}')
-        written += results.draw_contexts(path, points, 'time per token (µs)')
+        written += results.draw_contexts(path, points, 'time per token (µs)', dtype)
     return written

@@ -111,17 +111,17 @@ def draw_contexts(
         dtype: in which they were computed; it stands above the axes, behind the devices.
         options: of `lm.plots.draw_lines`.
     """
-    from lm import plots as figures
+    from lm import plots
 
     curves = []
     for style, (name, found) in enumerate(points.items()):
         if found:
             x, y = np.array(sorted(found), float).T
-            curves.append(figures.Curve(name, style, x, y))
+            curves.append(plots.Curve(name, style, x, y))
     if not curves or jax.process_index():
         return []
     ticks = sorted({n for found in points.values() for n, _ in found})
     scales = dict(x_scale='log', y_scale='log', markers=True, ticks=ticks)
     title = ', '.join(filter(None, (f'{jax.device_count()} × {jax.devices()[0].device_kind}', dtype)))
-    figures.draw_lines(path, curves, 'context length (tokens)', label, title=title, **scales, **options)
+    plots.draw_lines(path, curves, 'context length (tokens)', label, title=title, **scales, **options)
     return [f'{path}.png', f'{path}.pdf']
