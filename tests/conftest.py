@@ -6,6 +6,9 @@ import pathlib
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
     os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+# Tests compile far longer than they compute: LLVM need not make the programs faster. What XLA does itself is unchanged.
+if 'xla_backend_optimization_level' not in os.environ['XLA_FLAGS']:
+    os.environ['XLA_FLAGS'] += ' --xla_backend_optimization_level=0'
 
 import jax
 import pytest

@@ -68,7 +68,7 @@ def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     """Variables of a subprocess with `devices` simulated CPU devices."""
     return os.environ | {
         'JAX_PLATFORMS': 'cpu',
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0',
         'PYTHONPATH': str(ROOT),
         **extra,
     }

@@ -372,7 +372,7 @@ def start(code: str, *arguments, devices: int = 1) -> subprocess.Popen:
     environment = os.environ | {
         'PYTHONPATH': str(ROOT),
         'JAX_PLATFORMS': 'cpu',
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0',
     }
     command = [sys.executable, '-c', PREAMBLE + code, *map(str, arguments)]
     return subprocess.Popen(

@@ -19,7 +19,7 @@ def start(code: str, *arguments) -> subprocess.Popen:
     environment = os.environ | {
         'PYTHONPATH': str(ROOT),
         'JAX_PLATFORMS': 'cpu',
-        'XLA_FLAGS': '--xla_force_host_platform_device_count=1',
+        'XLA_FLAGS': '--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0',
     }
     command = [sys.executable, '-u', '-c', code, *map(str, arguments)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
