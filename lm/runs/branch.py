@@ -97,7 +97,8 @@ def branch_of(run: RunDir, parent: str | None, step: int | None) -> Branch | Non
     """
     if (parent is None) != (step is None):
         raise ConfigError('--branch_from and --step: give both or none')
-    recorded = read_raw(run.info).get('branch')
+    recorded = read_raw(run.info).get('branch') or {}
+    recorded = recorded if {'from', 'step'} <= recorded.keys() else {}
     if parent is not None:
         wanted = {'from': str(RunDir(parent).path), 'step': step}
         if wanted['from'] == str(run.path):

@@ -54,6 +54,8 @@ def read_raw(path: epath.Path) -> dict[str, Any]:
         return {}
     if not isinstance(info, dict) or 'started' not in info:
         return {}
+    if not isinstance(info.get('branch', {}), dict):
+        return {}
     for name in ('starts', 'rewinds'):
         entries = info.get(name, [])
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
