@@ -88,7 +88,7 @@ def validate(experiment: Experiment, devices: int | None = None, known: dict | N
     store.read(data.train_split, 0, 1)
     check_evaluation(experiment.evaluate, data, train.context_length, store)
     if train.init_from:
-        params = jax.eval_shape(lambda: known[step].init(0))['params']
+        params = known[step].abstract()['params']
         try:
             InitialParameters(train.init_from, store.fingerprints, store.path).check(params)
         except AbsentError as error:

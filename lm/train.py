@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 
 from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.snapshot import some
 from lm.compiled.cache import CompileCache
 from lm.config.text import dump
 from lm.data.batches import Batches
@@ -27,6 +27,7 @@ from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator
 from lm.experiment import Experiment
 from lm.hardware import peak_flops
+from lm.runs.branch import branch_of
 from lm.runs.goodput import Goodput, describe, process_start
 from lm.runs.initial import InitialParameters
 from lm.runs.lock import RunLock
@@ -35,13 +36,13 @@ from lm.runs.run_dir import RunDir
 from lm.text import duration, si
 from lm.training.config import TrainConfig
 from lm.training.inputs import make_batches, open_store
-from lm.training.mesh import initialize_distributed, make_mesh
+from lm.training.mesh import describe_mesh, initialize_distributed, make_mesh
 from lm.training.peers import Peers
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
 from lm.training.program import abstract_state, compile_step_aside, init_state, shardings_of
 from lm.training.progress import Progress, Throughput, plan_rows, print_row
-from lm.training.step import State, TrainStep, count_parameters, weights
+from lm.training.step import State, TrainStep, weights
 from lm.training.watchdog import Watchdog
 
 GOODPUT_SECONDS = 60.0
@@ -54,7 +55,7 @@ def main(experiment: Experiment, arguments: Any) -> int:
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
     with Peers(experiment.mesh.heartbeat_seconds):
-        flags = {name: getattr(arguments, name, None) for name in ('rewind_to', 'compile_cache')}
+        flags = {name: getattr(arguments, name, None) for name in ('rewind_to', 'compile_cache', 'branch_from', 'step')}
         train(experiment, arguments.run_dir, **flags, begun=process_start())
     return 0
 
@@ -65,6 +66,8 @@ def train(
     rewind_to: int | None = None,
     compile_cache: str | None = None,
     begun: float | None = None,
+    branch_from: str | None = None,
+    step: int | None = None,
 ) -> State:
     """Trains, or continues the run that lies in `run_dir`. Returns the final state (see `lm.training.step`).
 
@@ -72,6 +75,7 @@ def train(
         rewind_to: the step whose checkpoint it goes on from; default: the newest.
         compile_cache: folder in which compiled programs are kept; 'none': nowhere; default: in the run directory.
         begun: since when this session of the run counts, in seconds since the epoch; default: now.
+        branch_from, step: a run that is new begins from this checkpoint of another one (`lm.runs.branch`).
 
     Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
     """
@@ -79,7 +83,7 @@ def train(
         goodput = Goodput(RunDir(run_dir).read_goodput(), time.time() if begun is None else begun)
         folder = None if compile_cache == 'none' else compile_cache or RunDir(run_dir).path / 'compiled'
         programs = stack.enter_context(CompileCache(folder))
-        return set_up(experiment, run_dir, stack, goodput, programs, rewind_to).run()
+        return set_up(experiment, run_dir, stack, goodput, programs, rewind_to, branch_from, step).run()
 
 
 def set_up(
@@ -89,6 +93,8 @@ def set_up(
     goodput: Goodput,
     programs: CompileCache,
     rewind_to: int | None = None,
+    branch_from: str | None = None,
+    step: int | None = None,
 ) -> 'Trainer':
     """Everything that a run needs, ready for its next step. What is open is closed by `stack`."""
     # Everything that can be wrong is found before anything is written: only so does the corrected command still work.
@@ -100,31 +106,35 @@ def set_up(
     batches = make_batches(data, config, store, mesh)
     functions = TrainStep(model, experiment.optimizer, config.steps, scored=data.task and data.task.scored)
     evaluator = make_evaluator(experiment.evaluate, data, config.context_length, functions, mesh, store)
-    parameters = sum(count_parameters(model).values())
+    parameters = sum(functions.count_parameters().values())
     is_leader = jax.process_index() == 0
     if is_leader:
         epochs = config.steps * config.tokens_per_step / store.tokens(data.train_split)
         rows = plan_rows(model, config, parameters, f'{epochs:.3g} epochs of {store.path}')
-        for name, value in (rows | {'devices': describe_devices(mesh, model.compute_dtype)}).items():
+        for name, value in (rows | {'devices': describe_mesh(mesh, model.compute_dtype)}).items():
             print_row(name, value)
     run = RunDir(run_dir)
     lock = stack.enter_context(run.lock())
     if rewind_to is not None and run.is_rewound(rewind_to, experiment):
         rewind_to = None
     rewinds = rewind_to is not None
+    branch = branch_of(run, branch_from, step)
+    if branch:
+        branch.check(experiment)
     run.check_unchanged(experiment, rewinds)
     checkpointer = stack.enter_context(
         Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints, run.record_saved)
     )
 
-    # Restore this run, else start from another one's parameters, else from the seed.
+    # Restore this run, else its branching point, else start from another one's parameters, else from the seed.
     abstract = abstract_state(functions, mesh)
+    source = stack.enter_context(branch.checkpointer(store.fingerprints)) if branch else checkpointer
     initial = InitialParameters(config.init_from, store.fingerprints, store.path) if config.init_from else None
-    if initial and checkpointer.latest_step() is None:
+    if initial and source.latest_step() is None:
         initial.check(abstract['params'])  # before anything is compiled
     advancing = compile_step_aside(functions, abstract, config, batches.dtype, mesh)
     with goodput.spent('restore'):
-        restored = checkpointer.restore(abstract, rewind_to)
+        restored = source.restore(abstract, branch.step if branch else rewind_to)
         if restored:
             state, start, saved = restored
             batches.windows.resume(start, saved.get('skipped_batches'))
@@ -141,13 +151,16 @@ def set_up(
 
     if rewinds:
         checkpointer.rewind(start)
-    run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, start, rewinds)
+    facts = {'parameters': parameters, **store.fingerprints}
+    run.create_or_resume(experiment, facts | ({'branch': branch.record(experiment)} if branch else {}), start, rewinds)
+    if branch:
+        branch.copy_metrics()
     programs.publish()
     progress = Progress(config.steps, enabled=is_leader)
     metrics_file = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
     profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))
     if restored:
-        progress.note(f'resumed from step {start} of {run_dir}')
+        progress.note(f'resumed from step {start} of {branch.parent.path if branch else run_dir}')
     peak = peak_flops(jax.devices()[0].device_kind)
     return Trainer(
         config=config,
@@ -173,6 +186,7 @@ def set_up(
         throughput=Throughput(start, config.steps, config.tokens_per_step, saved.get('seconds', 0.0)),
         flops_per_token=model.flops_per_token(config.context_length),
         peak_flops=peak and peak * mesh.size,
+        is_save_due=bool(branch),
     )
 
 
@@ -235,6 +249,8 @@ class Trainer:
     def run_steps(self) -> None:
         """The steps from `start` to the last one, with what is due between them."""
         config = self.config
+        if self.is_save_due:
+            self.save(self.start)  # of a branch: the run that it comes from may delete its own
         if self.start and self.is_evaluation_due(self.start) and not self.metrics_file.has_evaluation(self.start):
             self.evaluate(self.start)  # which the session before was stopped in
         batches = self.goodput.charging('data', self.batches.prefetch(self.start, config.steps))
@@ -344,9 +360,9 @@ class Trainer:
         says: who is told that a run has ended may take its machine away."""
         with self.pause('checkpoint'):
             self.checkpointer.wait()
-        if step not in self.checkpointer.all_steps():
+        if step not in (steps := self.checkpointer.all_steps()):
             raise LmError(
-                f'step {step} could not be saved, the newest complete checkpoint is {self.checkpointer.latest_step()}; '
+                f'step {step} could not be saved, the newest complete checkpoint is {some(steps[-1:])}; '
                 'make room or repair the storage, then run the same command again'
             )
 
@@ -375,12 +391,3 @@ class Trainer:
         if jax.process_index() == 0:
             self.run_directory.write_goodput(record)
         return record
-
-
-def describe_devices(mesh: jax.sharding.Mesh, compute_dtype: Any) -> str:
-    """The devices of a mesh and how they are used."""
-    processes = jax.process_count()
-    return (
-        f'{mesh.size} × {jax.devices()[0].device_kind} (data {mesh.shape["data"]}, fsdp {mesh.shape["fsdp"]}), '
-        f'{processes} process{"es" if processes > 1 else ""}, {jnp.dtype(compute_dtype).name} compute'
-    )

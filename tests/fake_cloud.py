@@ -131,6 +131,8 @@ def main() -> int:
         *sources, target = rest
         return copy(cloud / 'pods' / target.partition(':')[0], sources)
     pod = cloud / 'pods' / rest[0]
+    if kind == 'tpu-vm' and not pod.exists():  # one of several slices
+        pod = pod.with_name(pod.name.rpartition('-')[0])
     if verb == 'create':
         pod.mkdir(parents=True)
         (pod / 'state').write_text('WAITING_FOR_RESOURCES' if kind == 'queued-resources' else 'ACTIVE')

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+import tiny
 
 import lm.cli
 from lm import errors
@@ -264,3 +265,17 @@ def test_a_dumped_experiment_is_a_run_configuration(project, calls):
     (run / 'config.gin').write_text(dump(Experiment()))
     assert main(['evaluate', '--run_dir', 'runs/r']) == 0
     assert calls.pop()[0] == Experiment()
+
+
+def test_a_start_imports_no_more_than_it_needs(tmp_path):
+    """Restarts are paid for: what the first step does not need is imported later, and nothing looks for garbage
+    meanwhile."""
+    late = ['orbax', 'clu', 'tensorflow', 'tensorflow_datasets', 'matplotlib', 'pyarrow', 'array_record', 'pandas']
+    code = (
+        f"import gc, sys; sys.orig_argv[0] = 'lm'; import lm.cli; assert not gc.isenabled(); import lm.train\n"
+        f'print(sorted(set({late}) & {{name.partition(".")[0] for name in sys.modules}}))\n'
+        f'assert lm.cli.main(["inspect", {str(tmp_path / "nothing")!r}]) == 2 and gc.isenabled()\n'
+    )
+    done = subprocess.run([sys.executable, '-c', code], env=tiny.environment(1), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == '[]\n'

@@ -232,3 +232,10 @@ def test_the_readme_lists_every_experiment_with_its_number_of_runs():
         listed.add(experiment)
     shipped = {path.relative_to(CONFIGS).as_posix() for path in EXPERIMENTS if path.stem not in (*OURS, 'hybrid')}
     assert listed == shipped
+
+
+def test_both_ways_to_the_quickstart_prepare_the_same_store():
+    alone, whole = (
+        load([str(tiny.ROOT / name)]) for name in ('data/quickstart.gin', 'configs/experiments/quickstart.gin')
+    )
+    assert (alone.prepare, alone.data) == (whole.prepare, whole.data)

@@ -119,3 +119,17 @@ def test_fsdp_need_not_be_an_axis_of_the_torus(name, fsdp):
     topology = parse(name)
     mesh = make_mesh(MeshConfig(fsdp=fsdp), describe_devices(topology))
     assert dict(mesh.shape) == {'data': topology.chips // fsdp, 'fsdp': fsdp}
+
+
+@needs_libtpu
+def test_devices_that_share_parameters_are_of_one_slice():
+    describe_devices(parse('v5e:2x2'))  # loads libtpu as it must be
+    from jax.experimental import topologies
+
+    devices = list(topologies.get_topology_desc('v5e:2x2', platform='tpu', num_slices=2).devices)
+    for fsdp in (1, 2, 4):
+        mesh = make_mesh(MeshConfig(fsdp=fsdp), devices[::-1])
+        assert dict(mesh.shape) == {'data': 8 // fsdp, 'fsdp': fsdp}
+        assert all(len({device.slice_index for device in row}) == 1 for row in mesh.devices)
+    with pytest.raises(ConfigError, match=r'mesh\.fsdp = 8: must divide the 4 devices of each of 2 slices'):
+        make_mesh(MeshConfig(fsdp=8), devices)

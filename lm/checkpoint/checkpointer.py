@@ -1,27 +1,29 @@
-"""Checkpoints: asynchronous, atomic, checksummed, and never silently wrong. The only file that knows Orbax.
+"""Checkpoints: asynchronous, atomic, checksummed, and never silently wrong.
 
-Orbax writes; `lm.checkpoint.snapshot` describes what lies on disk and reads it. Two habits of Orbax are dealt with: it
-returns flipped bits of array data silently, and its manager counts a failed asynchronous save as done.
+Orbax writes (`lm.checkpoint.writer`); `lm.checkpoint.snapshot` describes what lies on disk and reads it. Two habits of
+Orbax are dealt with: it returns flipped bits of array data silently, and its manager counts a failed asynchronous save
+as done.
 """
 
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from lm.checkpoint.quiet import Quiet
 from lm.checkpoint.snapshot import COMMITTED, Damaged, Snapshot, flatten, make_record, one_line, some, steps_in
 from lm.config.configurable import configurable, field
 from lm.errors import LmError, MismatchError
 from lm.files import is_remote
+
+if TYPE_CHECKING:
+    from lm.checkpoint.writer import Writer
 
 TEMPORARY = '.orbax-checkpoint-tmp'
 
@@ -38,14 +40,6 @@ class CheckpointConfig:
     keep_every: int | None = field(None, minimum=1, help='checkpoints at multiples of this stay for ever')
     keep_best: int = field(0, minimum=0, help='checkpoints with the lowest evaluation loss that stay')
     on_failed_save: str = field('stop', choices=('stop', 'continue'), help="'continue': warn and train on")
-
-
-class _Manager(ocp.CheckpointManager):
-    """Orbax's manager without its own polling for preemption, which would disturb the count that
-    `lm.training.preemption` keeps with the same service (the service accepts one sequence of numbers)."""
-
-    def reached_preemption(self, step: int) -> bool:
-        return False
 
 
 class Checkpointer:
@@ -74,7 +68,7 @@ class Checkpointer:
         self.fingerprints = dict(fingerprints or {})
         self._on_saved = on_saved
         self._quiet = Quiet()
-        self._lazy_manager: _Manager | None = None
+        self._lazy_manager: 'Writer | None' = None
         self._pending: int | None = None
         self._restored: int | None = None
         self._ours: set[int] = set()
@@ -130,12 +124,11 @@ class Checkpointer:
                     return False
                 manager.delete(step)
             record = make_record(step, arrays, self.fingerprints, metrics or {}, metadata or {})
-            items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), metadata=ocp.args.JsonSave(record))
             if metrics and math.isfinite(metrics.get('loss', math.nan)):
                 self._losses[step] = float(metrics['loss'])
             self._ours.add(step)
             self._pending = step
-            manager.save(step, args=items, force=True)
+            manager.write(step, arrays, record)
         except Exception as error:
             self._pending = None
             self._failed(step, error)
@@ -252,20 +245,15 @@ class Checkpointer:
 
     # Internals of saving
 
-    def _manager(self) -> _Manager:
+    def _manager(self) -> 'Writer':
         if self._lazy_manager is None:
+            from lm.checkpoint.writer import Writer  # Orbax takes half a second, which the first step need not wait for
+
             self._quiet.start()
             self._tidy()
-            policies = [LatestN(self.config.keep_last), _Best(self.config.keep_best, self._losses)]
-            if self.config.keep_every:
-                policies.append(EveryNSteps(self.config.keep_every))
-            self._lazy_manager = _Manager(
-                self.directory,
-                options=ocp.CheckpointManagerOptions(
-                    preservation_policy=AnyPreservationPolicy(policies),
-                    lightweight_initialize=True,  # a damaged file of an old step must not stop a new one
-                    save_root_metadata=False,
-                ),
+            config = self.config
+            self._lazy_manager = Writer(
+                self.directory, config.keep_last, config.keep_every, config.keep_best, self._losses
             )
             for step in self._lazy_manager.all_steps() if self.config.keep_best else ():
                 try:
@@ -330,7 +318,8 @@ class Checkpointer:
                     path.rmtree(missing_ok=True)
         message = (
             f'checkpoint step {step} could not be written to {self.directory} ({one_line(error)}); '
-            f'the newest complete one is {self.latest_step()}; make room or repair the storage, then run it again'
+            f'the newest complete one is {some(self.all_steps()[-1:])}; '
+            'make room or repair the storage, then run it again'
         )
         if self.config.on_failed_save == 'stop':
             raise LmError(message) from error
@@ -346,18 +335,6 @@ class Checkpointer:
         count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
         steps = multihost_utils.broadcast_one_to_all(np.resize(np.array(steps or [0], np.int32), count))
         return steps.tolist()
-
-
-class _Best:
-    """Orbax preservation policy: the `n` steps of lowest loss stay. `losses` is shared with the checkpointer."""
-
-    def __init__(self, n: int, losses: dict[int, float]):
-        self.n, self.losses = n, losses
-
-    def should_preserve(self, checkpoints, *, context) -> list[bool]:
-        steps = [info.step for info in checkpoints]
-        best = sorted((s for s in steps if s in self.losses), key=lambda s: (self.losses[s], s))[: self.n]
-        return [s in best for s in steps]
 
 
 class _Clock:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 
@@ -29,30 +30,40 @@ _COMPILED: dict[NamedSharding | None, jax.stages.Wrapped] = {}
 def _compiled(out_sharding: NamedSharding | None):
     if out_sharding not in _COMPILED:
         _COMPILED[out_sharding] = jax.jit(
-            lambda leaves: jnp.stack([checksum(x) for x in leaves]), out_shardings=out_sharding
+            # One jaxpr for all arrays of a shape: there are few shapes, and tracing is a part of every restart.
+            lambda leaves: jnp.stack([_traced_once(x) for x in leaves]),
+            out_shardings=out_sharding,
         )
     return _COMPILED[out_sharding]
 
 
 def checksum(x: jax.Array) -> jax.Array:
     """uint32 scalar. Pure and traceable; elementwise but for one sum, so a sharded array is never gathered."""
+    # Operations of lax instead of Python's operators, which take ten times as long to trace.
     words = _words(x)
     # The flat index from one iota an axis: a reshape would make XLA move a sharded array.
-    index = jnp.zeros((), jnp.uint32)
+    index = lax.full(words.shape, np.uint32(0))
     stride = 1
     for axis in reversed(range(words.ndim)):
-        index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
+        along = lax.broadcasted_iota(np.uint32, words.shape, axis)
+        index = lax.add(index, lax.mul(along, np.uint32(stride % 2**32)))
         stride *= words.shape[axis]
-    return jnp.sum(_mix(words ^ (index * jnp.uint32(0x9E3779B1) + jnp.uint32(0x7F4A7C15))), dtype=jnp.uint32)
+    key = lax.add(lax.mul(index, np.uint32(0x9E3779B1)), np.uint32(0x7F4A7C15))
+    return lax.reduce_sum(_mix(lax.bitwise_xor(words, key)), tuple(range(words.ndim)))
+
+
+_traced_once = jax.jit(checksum, inline=True)
 
 
 def _mix(x: jax.Array) -> jax.Array:
     """A bijection of uint32 with good avalanche ("lowbias32", C. Wellons, Prospecting for Hash Functions, 2018)."""
-    x ^= x >> 16
-    x *= jnp.uint32(0x7FEB352D)
-    x ^= x >> 15
-    x *= jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+    x = lax.mul(_xor_shifted(x, 16), np.uint32(0x7FEB352D))
+    x = lax.mul(_xor_shifted(x, 15), np.uint32(0x846CA68B))
+    return _xor_shifted(x, 16)
+
+
+def _xor_shifted(x: jax.Array, bits: int) -> jax.Array:
+    return lax.bitwise_xor(x, lax.shift_right_logical(x, np.uint32(bits)))
 
 
 def _words(x: jax.Array) -> jax.Array:
@@ -63,5 +74,5 @@ def _words(x: jax.Array) -> jax.Array:
         return x.astype(jnp.uint32)
     bits = jax.dtypes.itemsize_bits(x.dtype)
     if bits >= 32:
-        return jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return jax.lax.bitcast_convert_type(x, getattr(jnp, f'uint{bits}')).astype(jnp.uint32)
+        return lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(x, getattr(jnp, f'uint{bits}')).astype(jnp.uint32)

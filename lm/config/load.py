@@ -39,7 +39,9 @@ def load(
         ConfigError: one line that names file and line, the binding and a remedy.
     """
     if base is not None:
-        load([base], allow_imports=allow_imports, root=root)
+        alone = load([base], allow_imports=allow_imports, root=root)
+        if not gin_files and not gin_params:
+            return alone
     bindings = {s.key: s for s in read(gin_files, gin_params, allow_imports=allow_imports, base=base)}
     built, calls = resolve(bindings, root)
     check_used(bindings, calls, set(sections_of(root).values()))

@@ -20,6 +20,7 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         'status': f'{found["status"]}, step {found["step"]:,} of {steps:,} ({found["step"] / max(steps, 1):.0%})',
         'started': ', resumed '.join([str(info.get('started')), *info.get('resumed', [])[-1:]])
         + (f' ({len(info["resumed"])} times in all)' if len(info.get('resumed', [])) > 1 else ''),
+        **_branch(info.get('branch')),
         'model': f'{get("model.n_layers")} layers of width {get("model.d_model")}, {get("model.n_heads")} heads of '
         f'{get("model.head_dim")}, {found["attention"]}',
         'parameters': f'{sum(found["parameters"].values()):,} ('
@@ -103,3 +104,8 @@ def _table(*headings: str) -> Table:
 
 def _short(digest: str | None) -> str:
     return digest[:16] if digest else '–'
+
+
+def _branch(branch: Any) -> dict[str, str]:
+    """The row of a run that began from a checkpoint of another one."""
+    return {'branch of': f'{branch["from"]} at step {branch["step"]:,}'} if branch else {}

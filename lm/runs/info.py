@@ -2,9 +2,11 @@
 
     {"started": …, "parameters": …, <fingerprints>, "saved_step": the newest checkpoint that is complete,
      "starts": [{"when", "first_step", "command", "versions", "git_commit", devices …}, …],
+     "branch": {"from", "step", "changed"} of a run that began as one (`lm.runs.branch`),
      "rewinds": [{"when", "to", "from", "changed": [[binding, old, new], …]}, …]}
 
 Of every start but the first, only what differs from the one before is written: a year of restarts stays small.
+A start under another JAX than the one before keeps {"version_changes": {"jax": [old, new], …}} too.
 """
 
 import datetime
@@ -23,7 +25,13 @@ from etils import epath
 
 import lm
 
-PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
+PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
+
+
+COMPILERS = ('jax', 'jaxlib', 'libtpu')
+"""Of these, another version makes other programs."""
+OWN = ('when', 'first_step', 'version_changes')
+"""What a start says of itself alone; the rest holds until a later one says otherwise."""
 
 
 def read_info(path: epath.Path) -> dict[str, Any]:
@@ -34,7 +42,7 @@ def read_info(path: epath.Path) -> dict[str, Any]:
     starts = info.get('starts')
     if not starts:
         return info
-    newest = {key: value for start in starts for key, value in start.items() if key not in ('when', 'first_step')}
+    newest = {key: value for start in starts for key, value in start.items() if key not in OWN}
     return {**newest, 'resumed': [start.get('when') for start in starts[1:]], **info}
 
 
@@ -45,6 +53,8 @@ def read_raw(path: epath.Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     if not isinstance(info, dict) or 'started' not in info:
+        return {}
+    if not isinstance(info.get('branch', {}), dict):
         return {}
     for name in ('starts', 'rewinds'):
         entries = info.get(name, [])
@@ -64,7 +74,7 @@ def next_info(
     Args:
         old: what it held before; {} for a new run.
         first_step: step that the run goes on from.
-        facts: parameters, fingerprints, …
+        facts: parameters, fingerprints, …, and `branch` (`lm.runs.branch`) of a run that has no checkpoint of its own.
         rewind: (newest step before, what changed in the configuration) where the run was rewound to `first_step`.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
@@ -72,20 +82,31 @@ def next_info(
     if old and not starts:  # of an older version
         machine = {key: old[key] for key in describe_machine() if key in old}
         starts = [{'when': old['started'], **machine}, *({'when': when} for when in old.get('resumed', []))]
-    known = {key: value for start in starts for key, value in start.items()}
+    known = {key: value for start in starts for key, value in start.items() if key not in OWN}
     start = {'when': now, 'first_step': first_step, **describe_machine()}
-    always = ('when', 'first_step')
-    starts.append({key: value for key, value in start.items() if key in always or known.get(key) != value})
+    if changes := version_changes(known.get('versions'), start['versions']):
+        start['version_changes'] = changes
+    starts.append({key: value for key, value in start.items() if known.get(key) != value})
     rewinds = list(old.get('rewinds', []))
     if rewind:
         rewinds.append({'when': now, 'to': first_step, 'from': rewind[0], 'changed': [list(c) for c in rewind[1]]})
     return {
         'started': old.get('started', now),
+        **{name: old[name] for name in ('branch',) if name in old},
         **facts,
-        'saved_step': first_step or None,
+        # What a branch goes on from lies elsewhere.
+        'saved_step': None if 'branch' in facts else first_step or None,
         'rewinds': rewinds,
         'starts': starts,
     }
+
+
+def version_changes(before: Any, now: Mapping[str, str | None]) -> dict[str, list[str]]:
+    """Package → [version before, version now] of JAX's parts that are other ones; those that were or are not installed
+    do not count."""
+    before = before if isinstance(before, dict) else {}
+    found = {name: [before.get(name), now.get(name)] for name in COMPILERS}
+    return {name: pair for name, pair in found.items() if all(pair) and pair[0] != pair[1]}
 
 
 def to_text(info: Mapping[str, Any]) -> str:

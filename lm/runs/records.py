@@ -92,6 +92,12 @@ class Run:
         """The newest step that was logged."""
         return max((r['step'] for r in [*self.train, *self.evals]), default=0)
 
+    @property
+    def branched_at(self) -> int:
+        """Up to which step its records are those of the run that it is a branch of; 0: it is none."""
+        branch = self.info.get('branch')
+        return branch['step'] if isinstance(branch, dict) and isinstance(branch.get('step'), int) else 0
+
     def is_finished(self) -> bool:
         """Whether the last step was evaluated and its checkpoint is complete on disk.
 
@@ -103,7 +109,8 @@ class Run:
     @property
     def speeds(self) -> list[float]:
         """Tokens a second of the logged intervals, but the first, which contains warming up, if there are others."""
-        rates = [r['tokens_per_second'] for r in self.train if r.get('tokens_per_second')]
+        own = [r for r in self.train if r['step'] > self.branched_at]
+        rates = [r['tokens_per_second'] for r in own if r.get('tokens_per_second')]
         return rates[1:] or rates
 
     @property

@@ -140,10 +140,17 @@ class RunDir:
         rewind = None
         if rewound:
             rewind = found.logged, config_differences(read_text(self.config), text)
+        new = next_info(found.info, first_step, info, rewind)
+        if changes := new['starts'][-1].get('version_changes'):
+            log.warning(
+                '%s: %s; programs are compiled anew and losses may differ in their last digits; '
+                'install the old versions to repeat the run exactly',
+                *(self.path, ', '.join(f'{name} was {old}, now {now}' for name, (old, now) in changes.items())),
+            )
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, text)
-            write_atomically(self.info, to_text(next_info(found.info, first_step, info, rewind)))
+            write_atomically(self.info, to_text(new))
         return found.resumed
 
     def _check(self, text: str, rewound: bool) -> '_Found':

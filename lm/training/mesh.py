@@ -94,18 +94,37 @@ def _tpu_clusters() -> Iterator[Any]:
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
-    """The mesh (data, fsdp) over all devices."""
+    """The mesh (data, fsdp) over all devices. Devices that share parameters are of one slice: what `fsdp` gathers in
+    every layer does not cross the network between slices."""
     devices = jax.devices() if devices is None else devices
     config.check_divides(len(devices))
     shape = (len(devices) // config.fsdp, config.fsdp)
+    slices = len({getattr(device, 'slice_index', 0) for device in devices})
+    if len(devices) // slices % config.fsdp:
+        raise ConfigError(
+            f'mesh.fsdp = {config.fsdp}: must divide the {len(devices) // slices} devices of each of {slices} slices'
+        )
     if config.fsdp == 1:
         grid = np.asarray(devices).reshape(shape)
     else:
         from jax.experimental import mesh_utils
 
         # A pod's torus rarely has an axis of exactly fsdp chips.
-        grid = mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
+        if slices == 1:
+            grid = mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
+        else:
+            inner = (shape[0] // slices, config.fsdp)
+            grid = mesh_utils.create_hybrid_device_mesh(inner, (slices, 1), devices, allow_split_physical_axes=True)
     return Mesh(grid, DATA_AXES)
+
+
+def describe_mesh(mesh: Mesh, compute_dtype: Any) -> str:
+    """The devices of a mesh and how they are used."""
+    processes = jax.process_count()
+    return (
+        f'{mesh.size} × {jax.devices()[0].device_kind} (data {mesh.shape["data"]}, fsdp {mesh.shape["fsdp"]}), '
+        f'{processes} process{"es" if processes > 1 else ""}, {np.dtype(compute_dtype).name} compute'
+    )
 
 
 def shared_rows(rows: int, mesh: Mesh) -> int:

@@ -17,7 +17,7 @@ from lm.training.step import State, TrainStep
 
 def abstract_state(functions: TrainStep, mesh: Mesh) -> State:
     """The training state as jax.ShapeDtypeStructs that say where each array lies."""
-    return place(jax.eval_shape(lambda: functions.init(0)), mesh, functions.declared)
+    return place(functions.abstract(), mesh, functions.declared)
 
 
 def shardings_of(abstract: Any) -> Any:

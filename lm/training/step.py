@@ -45,13 +45,24 @@ class TrainStep:
         self.model, self.scored = model, scored
         self.schedule = optimizer.learning_rate(steps)
         abstract = nnx.eval_shape(lambda: model_lib.build(model, 0))
-        self.graph, _, _ = split(abstract)
+        self.graph, self._params, self._buffers = split(abstract)
         self.declared = declarations(abstract)
         self.transform = optimizer.build(steps, jax.tree.map(lambda told: told.decayed, self.declared))
 
     def init(self, seed: int) -> State:
         """The state before the first step, a function of the seed alone; jit it with the shardings of the mesh."""
         _, params, buffers = split(model_lib.build(self.model, seed))
+        return self._state(params, buffers)
+
+    def abstract(self) -> State:
+        """The state as jax.ShapeDtypeStructs; quick, since the model is not built again."""
+        return jax.eval_shape(self._state, self._params, self._buffers)
+
+    def count_parameters(self) -> dict[str, int]:
+        """Trainable parameters by part of the model (`lm.parameters.PARTS`)."""
+        return count(self.declared, self._params)
+
+    def _state(self, params: Any, buffers: Any) -> State:
         zero = jnp.zeros((), jnp.int32)
         return {
             'params': params,
@@ -98,7 +109,7 @@ class TrainStep:
 
     def name_of(self, first_bad: int) -> str:
         """What the metric `first_bad` points at: 'loss', 'gradient of …', 'parameter …' or 'optimizer …'."""
-        state = jax.eval_shape(lambda: self.init(0))
+        state = self.abstract()
         return list(_checked(state['step'], state['params'], state['step'], state))[first_bad]
 
     def redraws(self, steps_done: int) -> tuple[int, ...]:
@@ -159,7 +170,12 @@ def split(model: model_lib.Transformer) -> tuple[Any, dict, dict]:
 def count_parameters(model: model_lib.ModelConfig) -> dict[str, int]:
     """Trainable parameters by part of the model (`lm.parameters.PARTS`)."""
     abstract = nnx.eval_shape(lambda: model_lib.build(model, 0))
+    return count(declarations(abstract), split(abstract)[1])
+
+
+def count(declared: dict, params: dict) -> dict[str, int]:
+    """Numbers in `params` by the part of the model that `declared`, a dict like it, says they are of."""
     counts = dict.fromkeys(PARTS, 0)
-    for told, leaf in zip(*map(jax.tree.leaves, (declarations(abstract), split(abstract)[1])), strict=True):
+    for told, leaf in zip(jax.tree.leaves(declared), jax.tree.leaves(params), strict=True):
         counts[told.part] += leaf.size
     return counts

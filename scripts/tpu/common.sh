@@ -12,7 +12,7 @@ SETTINGS='PROJECT ZONE TPU_NAME ACCELERATOR_TYPE RUNTIME_VERSION PROVISIONING RE
 VALID_UNTIL_DURATION NETWORK SUBNETWORK SERVICE_ACCOUNT INTERNAL_IPS TUNNEL_THROUGH_IAP PROCESSES DEVICES RUN_DIR RUN_NAME
 LOG_URL DATA_PATH MIN_FREE_GB PYTHON_VERSION ALLOW_DIRTY MAX_ATTEMPTS MAX_FAILURES POLL_SECONDS BACKOFF_SECONDS
 MAX_BACKOFF_SECONDS MAX_LOST_POLLS DELETE_WHEN_DONE PARALLEL SWEEP_LOG_DIR PREPARE_MACHINE_TYPE PREPARE_DISK_GB
-PREPARE_MAX_DURATION CHECK'
+PREPARE_MAX_DURATION CHECK SLICES MAX_RUN_DURATION'
 
 note() { echo "$SCRIPT: $*" >&2; }
 fail() {
@@ -100,7 +100,8 @@ load_settings() {
   : "${PYTHON_VERSION:=3.12}" "${ALLOW_DIRTY:=0}" "${MAX_ATTEMPTS:=100}" "${MAX_FAILURES:=3}" "${POLL_SECONDS:=60}"
   : "${BACKOFF_SECONDS:=30}" "${MAX_BACKOFF_SECONDS:=900}" "${MAX_LOST_POLLS:=5}" "${DELETE_WHEN_DONE:=always}"
   : "${PARALLEL:=4}" "${SWEEP_LOG_DIR:=runs/sweep-logs}" "${PREPARE_MACHINE_TYPE:=n2-standard-64}"
-  : "${PREPARE_DISK_GB:=1000}" "${PREPARE_MAX_DURATION:=48h}" "${CHECK:=1}"
+  : "${PREPARE_DISK_GB:=1000}" "${PREPARE_MAX_DURATION:=48h}" "${CHECK:=1}" "${SLICES:=1}" "${MAX_RUN_DURATION:=}"
+  [[ $SLICES =~ ^[1-9][0-9]*$ ]] || fail "SLICES=$SLICES: give the number of slices, such as 1"
   RUN_DIR=${RUN_DIR%/}
   if [ -z "$RUN_NAME" ]; then RUN_NAME=${RUN_DIR##*/}; fi
   if [ -z "$RUN_NAME" ]; then RUN_NAME=$TPU_NAME; fi
@@ -110,9 +111,13 @@ load_settings() {
   LOCATION=(--zone="$ZONE" --project="$PROJECT")
 }
 
-# RUNTIME_VERSION, PROCESSES (one for each machine) and DEVICES, unless the settings give them.
+# RUNTIME_VERSION, PROCESSES (one for each machine, two on TPU7x) and DEVICES of all slices, unless the settings give them.
 derive_accelerator() {
   local kind=${ACCELERATOR_TYPE%%-*} size=${ACCELERATOR_TYPE##*-} runtime processes devices
+  # TPU7x is named by its shape too, such as tpu7x-4x4x4: of chips, which count two each.
+  if [ "$kind" = tpu7x ] && [[ $size =~ ^([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)$ ]]; then
+    size=$((BASH_REMATCH[1] * BASH_REMATCH[2] * BASH_REMATCH[3] * 2))
+  fi
   [[ $size =~ ^[1-9][0-9]*$ ]] || fail "ACCELERATOR_TYPE=$ACCELERATOR_TYPE: give a type with a size, such as v4-32"
   case $kind in
     v2 | v3) runtime=tpu-ubuntu2204-base processes=$((size / 8)) devices=$size ;;
@@ -120,6 +125,8 @@ derive_accelerator() {
     v5p) runtime=v2-alpha-tpuv5 processes=$((size / 8)) devices=$((size / 2)) ;;
     v5litepod) runtime=v2-alpha-tpuv5-lite processes=$((size / 4)) devices=$size ;;
     v6e) runtime=v2-alpha-tpuv6e processes=$((size / 4)) devices=$size ;;
+    # Kubernetes alone serves it, with two containers a machine of four chips; JAX sees two devices a chip.
+    tpu7x) runtime='' processes=$((size / 4)) devices=$size ;;
     v5e) fail "ACCELERATOR_TYPE=$ACCELERATOR_TYPE: gcloud calls it v5litepod-$size" ;;
     *)
       [ -n "$RUNTIME_VERSION" ] && [ -n "$PROCESSES" ] && [ -n "$DEVICES" ] ||
@@ -130,15 +137,22 @@ derive_accelerator() {
   # Machines with up to 8 chips are single ones for the kinds that count chips.
   case $kind in v5litepod | v6e) if [ "$size" -le 8 ]; then processes=1; fi ;; esac
   if [ "$processes" -lt 1 ]; then processes=1; fi
-  : "${RUNTIME_VERSION:=$runtime}" "${PROCESSES:=$processes}" "${DEVICES:=$devices}"
+  : "${RUNTIME_VERSION:=$runtime}" "${PROCESSES:=$((processes * SLICES))}" "${DEVICES:=$((devices * SLICES))}"
 }
 
-# tpu_vm ssh|scp ARGUMENTS…: on the pod, with the track and flags that the settings ask for.
+# tpu_vm ssh|scp ARGUMENTS…: on the pod, with the track and flags that the settings ask for. The workers of several
+# slices are reached through the queued resource: those of all slices, or of the first.
 tpu_vm() {
   local verb=$1 command=(gcloud)
   shift
-  if [ "$TUNNEL_THROUGH_IAP" = 1 ]; then command+=(alpha); fi
-  command+=(compute tpus tpu-vm "$verb" "$@" "${LOCATION[@]}" --quiet)
+  if [ "$TUNNEL_THROUGH_IAP" = 1 ] || [ "$SLICES" -gt 1 ]; then command+=(alpha); fi
+  if [ "$SLICES" = 1 ]; then
+    command+=(compute tpus tpu-vm "$verb" "$@" "${LOCATION[@]}" --quiet)
+  else
+    local node=0
+    case " $* " in *' --worker=all '*) node=all ;; esac
+    command+=(compute tpus queued-resources "$verb" "$@" --node="$node" "${LOCATION[@]}" --quiet)
+  fi
   if [ "$TUNNEL_THROUGH_IAP" = 1 ]; then
     command+=(--tunnel-through-iap)
   elif [ "$INTERNAL_IPS" = 1 ]; then
@@ -169,9 +183,22 @@ queue_state() {
     echo UNKNOWN
   fi
 }
-# State of the machines themselves: READY, PREEMPTED, REPAIRING, … or ABSENT.
+# State of the machines themselves: READY, PREEMPTED, REPAIRING, … or ABSENT. Of several slices, the first that is not
+# READY speaks for all.
 node_state() {
-  local command=(gcloud compute tpus tpu-vm describe "$TPU_NAME" "${LOCATION[@]}" '--format=value(state)')
+  local i state
+  if [ "$SLICES" = 1 ]; then
+    slice_state "$TPU_NAME"
+    return
+  fi
+  for ((i = 0; i < SLICES; i++)); do
+    state=$(slice_state "$TPU_NAME-$i")
+    if [ "$state" != READY ]; then break; fi
+  done
+  echo "$state"
+}
+slice_state() {
+  local command=(gcloud compute tpus tpu-vm describe "$1" "${LOCATION[@]}" '--format=value(state)')
   local answer
   if is_dry; then
     quote_all "${command[@]}" >&2

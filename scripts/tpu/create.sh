@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Asks for the TPU pod as a queued resource: spot, reserved or on-demand, with auto-checkpoint, as settings.env says.
+# Asks for the TPU pod as a queued resource: spot, flex-start, reserved, reservation-bound or on-demand, one slice or
+# several, with auto-checkpoint, as settings.env says.
 #
 #   scripts/tpu/create.sh            returns at once; the request waits in the queue (free of charge)
 #   scripts/tpu/create.sh --wait     returns when the pod is ACTIVE
@@ -14,20 +15,34 @@ case ${1:-} in
 esac
 load_settings
 
+[ -n "$RUNTIME_VERSION" ] ||
+  fail "ACCELERATOR_TYPE=$ACCELERATOR_TYPE: is served by GKE only; see scripts/tpu/examples/gcluster.sh"
 command=(gcloud)
-# Auto-checkpoint and named reservations exist in the alpha track only.
-if [ "$AUTOCHECKPOINT" = 1 ] || [ -n "$RESERVATION" ]; then command+=(alpha); fi
-command+=(compute tpus queued-resources create "$TPU_NAME" --node-id="$TPU_NAME" "${LOCATION[@]}"
+# Auto-checkpoint, named reservations and provisioning models exist in the alpha track only.
+if [ "$AUTOCHECKPOINT" = 1 ] || [ -n "$RESERVATION" ] || [ "$PROVISIONING" = flex-start ]; then command+=(alpha); fi
+nodes=(--node-id="$TPU_NAME")
+if [ "$SLICES" -gt 1 ]; then nodes=(--node-count="$SLICES" --node-prefix="$TPU_NAME"); fi
+command+=(compute tpus queued-resources create "$TPU_NAME" "${nodes[@]}" "${LOCATION[@]}"
   --accelerator-type="$ACCELERATOR_TYPE" --runtime-version="$RUNTIME_VERSION")
 case $PROVISIONING in
   spot) command+=(--spot) ;;
   reserved) command+=(--reserved) ;;
+  reservation-bound)
+    [ -n "$RESERVATION" ] || fail "PROVISIONING=$PROVISIONING: needs RESERVATION, the name of the reservation"
+    command+=(--provisioning-model=reservation-bound)
+    ;;
+  flex-start)
+    [ -n "$MAX_RUN_DURATION" ] || fail "PROVISIONING=$PROVISIONING: needs MAX_RUN_DURATION, at most 7d"
+    command+=(--provisioning-model=flex-start --max-run-duration="$MAX_RUN_DURATION")
+    ;;
   on-demand) ;;
-  *) fail "PROVISIONING=$PROVISIONING: use spot, reserved or on-demand" ;;
+  *) fail "PROVISIONING=$PROVISIONING: use spot, flex-start, reserved, reservation-bound or on-demand" ;;
 esac
 if [ -n "$RESERVATION" ]; then
-  [ "$PROVISIONING" = reserved ] || fail "RESERVATION=$RESERVATION: needs PROVISIONING=reserved"
-  command+=(--reservation="$RESERVATION")
+  case $PROVISIONING in
+    reserved | reservation-bound) command+=(--reservation="$RESERVATION") ;;
+    *) fail "RESERVATION=$RESERVATION: needs PROVISIONING=reserved or reservation-bound" ;;
+  esac
 fi
 if [ "$AUTOCHECKPOINT" = 1 ]; then command+=(--autocheckpoint-enabled); fi
 if [ -n "$VALID_UNTIL_DURATION" ]; then command+=(--valid-until-duration="$VALID_UNTIL_DURATION"); fi

@@ -83,6 +83,29 @@ def test_create_and_resume(tmp_path):
     assert sorted(p.name for p in run.path.iterdir()) == ['config.gin', 'run.json']
 
 
+def test_another_version_of_jax_is_said_and_recorded(tmp_path, monkeypatch, caplog):
+    def versions(**installed):
+        monkeypatch.setattr(
+            run_info, 'describe_machine', lambda: {'versions': {'flax': '1', 'libtpu': None, **installed}}
+        )
+
+    run = RunDir(tmp_path)
+    for installed in [{'jax': '0.10.2', 'jaxlib': '0.10.2'}] * 2:
+        versions(**installed)
+        run.create_or_resume(OLD, {})
+    assert not caplog.records
+    versions(jax='0.11.0', jaxlib='0.10.2', libtpu='0.0.51', flax='2')
+    run.create_or_resume(OLD, {})
+    [warning] = caplog.messages
+    assert 'jax was 0.10.2, now 0.11.0; programs are compiled anew' in warning
+    assert not {'\n', 'flax', 'libtpu', 'jaxlib'} & set(warning.replace(';', ' ').split())
+    run.create_or_resume(OLD, {})
+    assert len(caplog.messages) == 1, 'said once'
+    starts = json.loads(run.info.read_text())['starts']
+    assert [start.get('version_changes') for start in starts] == [None, None, {'jax': ['0.10.2', '0.11.0']}, None]
+    assert 'version_changes' not in read_info(run.info), 'of that start, not of the newest'
+
+
 @pytest.mark.parametrize(
     ('before', 'after', 'message'),
     [

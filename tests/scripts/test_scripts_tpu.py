@@ -38,10 +38,19 @@ RESERVED = {
     'SERVICE_ACCOUNT': 'lm@my-project.iam.gserviceaccount.com',
     'INTERNAL_IPS': '1',
 }
+SLICES = {'ACCELERATOR_TYPE': 'v6e-16', 'SLICES': '2'}
+GKE = {'XPK_CLUSTER': 'c', 'GCLUSTER_CLUSTER': 'c'}
+GKE |= dict.fromkeys(('XPK_IMAGE', 'GCLUSTER_IMAGE'), 'eu-docker.pkg.dev/p/r/lm')
+NO_CHECKPOINT = {'AUTOCHECKPOINT': '0'}
 DRY_RUNS = {
     'create': (['create.sh', '--wait'], {'VALID_UNTIL_DURATION': '6h'}),
     'create_reserved': (['create.sh'], RESERVED),
     'create_on_demand': (['create.sh'], {'PROVISIONING': 'on-demand', 'AUTOCHECKPOINT': '0'}),
+    'create_flex_start': (['create.sh'], {'PROVISIONING': 'flex-start', 'MAX_RUN_DURATION': '7d'} | NO_CHECKPOINT),
+    'create_reservation_bound': (['create.sh'], RESERVED | {'PROVISIONING': 'reservation-bound'}),
+    'create_slices': (['create.sh'], SLICES),
+    'supervise_slices': (['supervise.sh', *TRAIN], SLICES),
+    'logs_slices': (['logs.sh'], SLICES),
     'setup': (['setup.sh'], {}),
     'run': (['run.sh', *TRAIN], {'LOG_URL': 'gs://my-bucket/logs'}),
     'run_stop': (['run.sh', '--stop'], {'INTERNAL_IPS': '1'}),
@@ -53,7 +62,10 @@ DRY_RUNS = {
     'sweep': (['sweep.sh', '2', 'lm', 'sweep', '--sweep_file', 'my sweep.gin', '--run_dir', 'gs://b/s'], {}),
     'delete': (['delete.sh'], {}),
     'prepare_data': (['prepare_data.sh', 'lm', 'prepare', *TRAIN[2:]], {}),
-    'xpk': (['examples/xpk.sh', *TRAIN], {'XPK_CLUSTER': 'c', 'XPK_IMAGE': 'eu-docker.pkg.dev/p/r/lm'}),
+    'xpk': (['examples/xpk.sh', *TRAIN], GKE),
+    'xpk_tpu7x': (['examples/xpk.sh', *TRAIN], GKE | {'ACCELERATOR_TYPE': 'tpu7x-4x4x4', 'SLICES': '2'}),
+    'gcluster': (['examples/gcluster.sh', *TRAIN], GKE),
+    'gcluster_tpu7x': (['examples/gcluster.sh', *TRAIN], GKE | {'ACCELERATOR_TYPE': 'tpu7x-16'}),
 }
 
 
@@ -97,7 +109,7 @@ def test_dry_run_prints_the_golden_commands(name, tmp_path):
 
 def test_every_script_has_a_golden_file_and_help():
     scripts = {p.name for p in SCRIPTS.glob('*.sh')} - {'common.sh'}
-    assert scripts == {arguments[0] for arguments, _ in DRY_RUNS.values()} - {'examples/xpk.sh'}
+    assert scripts == {arguments[0] for arguments, _ in DRY_RUNS.values()} - {'examples/xpk.sh', 'examples/gcluster.sh'}
     for script in sorted(scripts):
         done = subprocess.run([str(SCRIPTS / script), '-h'], capture_output=True, text=True, env={'PATH': os.defpath})
         assert done.returncode == 0, done.stderr
@@ -156,7 +168,14 @@ def test_gcloud_itself_accepts_every_command(tmp_path):
 @pytest.mark.parametrize(
     ('settings', 'message'),
     [
-        ({'PROVISIONING': 'spott'}, 'PROVISIONING=spott: use spot, reserved or on-demand'),
+        (
+            {'PROVISIONING': 'spott'},
+            'PROVISIONING=spott: use spot, flex-start, reserved, reservation-bound or on-demand',
+        ),
+        ({'PROVISIONING': 'flex-start'}, 'needs MAX_RUN_DURATION, at most 7d'),
+        ({'PROVISIONING': 'reservation-bound'}, 'needs RESERVATION, the name of the reservation'),
+        ({'SLICES': 'two'}, 'SLICES=two: give the number of slices'),
+        ({'ACCELERATOR_TYPE': 'tpu7x-16'}, 'is served by GKE only; see scripts/tpu/examples/gcluster.sh'),
         ({'ACCELERATOR_TYPE': 'v5e-16'}, 'gcloud calls it v5litepod-16'),
         ({'ACCELERATOR_TYPE': 'v9-16'}, 'unknown kind'),
         ({'RUN_NAME': 'a b'}, 'RUN_NAME=a b: use letters'),
@@ -196,6 +215,15 @@ def test_processes_and_devices_of_an_accelerator(kind, processes, devices, runti
     printed = dry_run(['preflight.sh'], {'ACCELERATOR_TYPE': kind}, tmp_path)
     assert f'--processes {processes} --devices {devices} ' in printed
     assert f'--runtime-version={runtime} ' in dry_run(['create.sh'], {'ACCELERATOR_TYPE': kind}, tmp_path)
+
+
+def test_processes_and_devices_of_slices_and_of_tpu7x(tmp_path):
+    printed = dry_run(['preflight.sh'], SLICES, tmp_path)
+    assert '--processes 8 --devices 32 ' in printed
+    for kind, processes in (('tpu7x-8', 2), ('tpu7x-2x2x2', 4), ('tpu7x-128', 32)):
+        printed = dry_run(['examples/xpk.sh', 'lm', 'train'], GKE | {'ACCELERATOR_TYPE': kind}, tmp_path)
+        assert f'--tpu-type={kind} ' in printed
+        assert f'mesh.processes = {processes}' in printed
 
 
 def test_no_secret_in_any_script():
@@ -254,6 +282,22 @@ def test_three_preemptions_then_success_are_four_attempts_of_one_run(tmp_path):
     # 42 on a pod that is still there is continued there; the other two need a new one.
     assert len(cloud.gcloud_calls('queued-resources', 'create')) == 3
     assert all('--autocheckpoint-enabled' in call for call in cloud.gcloud_calls('queued-resources', 'create'))
+    assert cloud.pods() == []
+
+
+def test_the_end_of_a_flex_start_term_is_a_preemption_of_all_slices(tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', scenario='preempt 0', workers=2)
+    term = {'PROVISIONING': 'flex-start', 'MAX_RUN_DURATION': '4h', 'SLICES': '2', 'ACCELERATOR_TYPE': 'v4-8'}
+    cloud.settings |= term
+    done = cloud.run('supervise.sh', *TRAIN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert 'done after 2 attempt(s)' in done.stdout
+    calls = cloud.gcloud_calls('queued-resources', 'create')
+    assert len(calls) == 2
+    assert all({'--max-run-duration=4h', '--node-count=2', '--node-prefix=pod'} <= set(call) for call in calls)
+    assert cloud.lm_calls(worker=1)[0][-1] == 'mesh.processes = 2'
+    assert all('--node=all' in call for call in cloud.gcloud_calls('ssh', '--worker=all'))
+    assert cloud.gcloud_calls('ssh', '--worker=all')
     assert cloud.pods() == []
 
 

@@ -21,6 +21,7 @@ from lm.training.schedules import Schedule
 from lm.training.schedules.constant import Constant
 from lm.training.schedules.cosine import Cosine
 from lm.training.schedules.linear import Linear
+from lm.training.schedules.wsd import Wsd
 from lm.training.step import TrainStep
 
 MODEL = ModelConfig(vocab_size=64, n_layers=1, d_model=16, n_heads=1, head_dim=16, attention=Softmax())
@@ -44,7 +45,7 @@ def of(base: type) -> list[type]:
 
 def test_rules_and_schedules_are_found():
     assert AdamW in of(Rule)
-    assert {Linear, Cosine, Constant} <= set(of(Schedule))
+    assert {Linear, Cosine, Constant, Wsd} <= set(of(Schedule))
     with pytest.raises(ConfigError, match=r"optimizer\.rule = 'adamw': must be one of @adamw\(\)"):
         load([], ["optimizer.rule = 'adamw'"])
 
@@ -99,6 +100,17 @@ def test_where_schedules_end():
         assert float(schedule.build(0.5, 16)(16)) == pytest.approx(end, abs=1e-7)
     assert float(Linear(final_fraction=0.5).build(1.0, 16)(8)) == pytest.approx(0.75)
     assert float(Cosine(final_fraction=0.5).build(1.0, 16)(4)) == pytest.approx(0.5 + 0.25 * (1 + np.sqrt(0.5)))
+
+
+@pytest.mark.parametrize(
+    ('shape', 'half'), [('linear', 0.5), ('cosine', 0.5), ('sqrt', 1 - np.sqrt(0.5))], ids=lambda x: str(x)[:6]
+)
+def test_wsd_is_stable_and_then_decays(shape, half):
+    rate = Wsd(decay_share=0.25, shape=shape, final_fraction=0.2).build(2.0, 16)
+    np.testing.assert_allclose([float(rate(i)) for i in (0, 7, 12)], 2.0)
+    np.testing.assert_allclose([float(rate(14)), float(rate(16))], [2 * (0.2 + 0.8 * half), 0.4], rtol=1e-6)
+    longer = Wsd(decay_share=0.25, shape=shape).build(2.0, 32)
+    assert [float(longer(i)) for i in range(25)] == [2.0] * 25, 'before the decay the length does not matter'
 
 
 def test_the_state_has_the_form_of_earlier_checkpoints():

@@ -26,7 +26,7 @@ class Tfds(Source):
     """A dataset of TensorFlow Datasets: pg19, wiki40b/en, c4/en or any other with a text feature.
 
     Read from the newest version under data_dir. A dataset that is not there is downloaded and prepared, if the extra
-    lm-tpu[tfds] is installed.
+    [tfds] is installed.
     """
 
     name: str = field(help="the dataset, such as 'pg19', 'wiki40b/en' or 'c4/en'")
@@ -49,7 +49,7 @@ class Tfds(Source):
         if missing:
             raise ConfigError(
                 f'tfds.name = {self.name!r}: not prepared under {self._data_dir()} and {" and ".join(missing)} not '
-                "installed; set tfds.data_dir to where it lies, or pip install 'lm-tpu[tfds]' and run this again to "
+                "installed; set tfds.data_dir to where it lies, or pip install -e '.[tfds]' and run this again to "
                 'download it'
             )
         import tensorflow_datasets as tfds

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# The same run on Google Kubernetes Engine through XPK, from an image made with scripts/tpu/Dockerfile. TPU7x (Ironwood)
-# is served by GKE only. Not run by us on a real cluster.
+# The same run on Google Kubernetes Engine through XPK, from an image made with scripts/tpu/Dockerfile. Google replaces
+# XPK by Cluster Toolkit: see gcluster.sh beside this. TPU7x (Ironwood) is served by GKE only, with two containers a
+# machine: ACCELERATOR_TYPE=tpu7x-128, or by its shape of chips, tpu7x-4x4x4. Not run by us on a real cluster.
 #
 #   XPK_CLUSTER=my-cluster XPK_IMAGE=REGION-docker.pkg.dev/PROJECT/REPOSITORY/lm \
 #     scripts/tpu/examples/xpk.sh lm train --gin_file configs/models/small.gin
 #   DRY_RUN=1 …   prints the command
 #
 # The cluster exists already: xpk cluster create --cluster=… --tpu-type=… --num-slices=1 --spot
-# Exit code 42 (preempted, saved) starts the workload again; 2, 43 and 44 end it.
+# XPK starts the workload again after 42 (preempted, saved) and 127 to 255 (killed by a signal or for memory) without
+# being told: --restart-on-exit-codes adds to these and says here what counts. 1, 2, 43 and 44 end it.
 HERE_EXAMPLES=$(cd "$(dirname "$0")" && pwd)
 # shellcheck source=../common.sh
 . "$HERE_EXAMPLES/../common.sh"
@@ -18,6 +20,6 @@ help_if_asked "$@"
 load_settings
 complete_command "$@"
 run xpk workload create --cluster="$XPK_CLUSTER" --workload="$RUN_NAME" "${LOCATION[@]}" \
-  --tpu-type="$ACCELERATOR_TYPE" --num-slices=1 --docker-image="$XPK_IMAGE" \
+  --tpu-type="$ACCELERATOR_TYPE" --num-slices="$SLICES" --docker-image="$XPK_IMAGE" \
   --max-restarts="$MAX_ATTEMPTS" --restart-on-exit-codes=42 --termination-grace-period-seconds=300 \
   --command="$(quote_all "${COMMAND[@]}")"

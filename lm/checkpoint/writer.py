@@ -1,0 +1,58 @@
+"""Orbax as the writer of checkpoints. The only file that knows it; imported with the first save."""
+
+from collections.abc import Mapping
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
+
+
+class Writer(ocp.CheckpointManager):
+    """Orbax's manager of the steps in a folder, which writes in the background and deletes what need not stay.
+
+    Args:
+        directory: local path or gs:// address.
+        keep_last, keep_every, keep_best: which steps stay (`lm.checkpoint.checkpointer.CheckpointConfig`).
+        losses: step → evaluation loss, for `keep_best`; what the caller changes in it later counts.
+    """
+
+    def __init__(
+        self,
+        directory: epath.Path,
+        keep_last: int,
+        keep_every: int | None,
+        keep_best: int,
+        losses: Mapping[int, float],
+    ):
+        policies = [LatestN(keep_last), _Best(keep_best, losses)]
+        if keep_every:
+            policies.append(EveryNSteps(keep_every))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy(policies),
+            lightweight_initialize=True,  # a damaged file of an old step must not stop a new one
+            save_root_metadata=False,
+        )
+        super().__init__(directory, options=options)
+
+    def write(self, step: int, arrays: Mapping[str, jax.Array], record: dict) -> None:
+        """Starts to write a step: its arrays by flat names, and its record (`lm.checkpoint.snapshot`)."""
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(dict(arrays)), metadata=ocp.args.JsonSave(record))
+        self.save(step, args=items, force=True)
+
+    def reached_preemption(self, step: int) -> bool:
+        """Never: Orbax's own polling would disturb the count that `lm.training.preemption` keeps with the same service,
+        which accepts one sequence of numbers."""
+        return False
+
+
+class _Best:
+    """Orbax preservation policy: the `n` steps of lowest loss stay."""
+
+    def __init__(self, n: int, losses: Mapping[int, float]):
+        self.n, self.losses = n, losses
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        steps = [info.step for info in checkpoints]
+        best = sorted((s for s in steps if s in self.losses), key=lambda s: (self.losses[s], s))[: self.n]
+        return [s in best for s in steps]

@@ -1,0 +1,115 @@
+"""A run that begins as a branch of another one (`lm train --branch_from RUN --step N`): from a checkpoint, with its
+parameters, optimizer state, step count and position in the data, under another schedule, other steps or other data.
+
+run.json says so: {"branch": {"from": the other run, "step": N, "changed": [[binding, old, new], …]}}. metrics.jsonl
+begins with the other run's lines up to step N, so that curves are whole.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.snapshot import some
+from lm.config.text import dump
+from lm.errors import AbsentError, ConfigError, MismatchError, writing
+from lm.files import write_atomically
+from lm.runs.info import read_raw
+from lm.runs.leader import on_leader
+from lm.runs.metrics_file import read_lines
+from lm.runs.run_dir import RunDir, config_differences, read_text
+
+FIXED = ('train.tokens_per_step', 'train.context_length', 'train.seed')
+"""What a step means in the data: under other values the branch would go on elsewhere in it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """Checkpoint `step` of the run in `parent`, from which the run in `run` goes on."""
+
+    run: RunDir
+    parent: RunDir
+    step: int
+
+    def check(self, experiment: Any) -> None:
+        """Raises AbsentError, MismatchError or ConfigError where `experiment` cannot go on from there. What only the
+        arrays tell, `lm.checkpoint.checkpointer.Checkpointer.restore` refuses."""
+        on_leader(lambda: self._check(experiment))
+
+    def checkpointer(self, fingerprints: Mapping[str, str]) -> Checkpointer:
+        """Of the parent. Its data may be other ones than those of `fingerprints`, its tokenizer may not."""
+        tokenizer = {name: value for name, value in fingerprints.items() if name == 'tokenizer'}
+        return Checkpointer(self.parent.checkpoints, fingerprints=tokenizer)
+
+    def record(self, experiment: Any) -> dict[str, Any]:
+        """For run.json."""
+        changed = config_differences(self._config(), dump(experiment))
+        return {'from': str(self.parent.path), 'step': self.step, 'changed': [list(change) for change in changed]}
+
+    def copy_metrics(self) -> None:
+        """Writes metrics.jsonl with the parent's lines up to the step; process 0 does it."""
+        if jax.process_index() == 0:
+            past = [
+                line
+                for line, record in read_lines(self.parent.path / 'metrics.jsonl')
+                if record and record['step'] <= self.step and line.endswith(b'\n')
+            ]
+            path = self.run.path / 'metrics.jsonl'
+            with writing(path):
+                write_atomically(path, b''.join(past))
+
+    def _check(self, experiment: Any) -> bool:
+        with Checkpointer(self.parent.checkpoints) as checkpointer:
+            known = checkpointer.all_steps()
+        if self.step not in known:
+            raise AbsentError(
+                f'--branch_from {self.parent.path} --step {self.step}: it has checkpoints of {some(known)}; '
+                'choose one of these'
+            )
+        if self.step >= experiment.train.steps:
+            raise ConfigError(
+                f'--step {self.step}: train.steps = {experiment.train.steps} leaves nothing to train; '
+                'set train.steps higher'
+            )
+        for name, old, new in config_differences(self._config(), dump(experiment)):
+            if name in FIXED:
+                raise MismatchError(
+                    f'--branch_from {self.parent.path}: {name} was {old}, now {new}, so that step {self.step} would '
+                    'stand elsewhere in the data; give the old value'
+                )
+        return True
+
+    def _config(self) -> str:
+        """That the parent's checkpoint was saved under; one of an older version keeps none, then config.gin."""
+        with Checkpointer(self.parent.checkpoints) as checkpointer:
+            text = checkpointer.read_record(self.step)['metadata'].get('config')
+        return text or read_text(self.parent.config)
+
+
+def branch_of(run: RunDir, parent: str | None, step: int | None) -> Branch | None:
+    """The branch as which `run` is to start: the one that is asked for, or the one that run.json records. None for
+    what is no branch, or has checkpoints of its own to go on from.
+
+    Raises ConfigError where `parent` is the run itself or has no `step`, MismatchError where the run has begun
+    otherwise.
+    """
+    if (parent is None) != (step is None):
+        raise ConfigError('--branch_from and --step: give both or none')
+    recorded = read_raw(run.info).get('branch') or {}
+    recorded = recorded if {'from', 'step'} <= recorded.keys() else {}
+    if parent is not None:
+        wanted = {'from': str(RunDir(parent).path), 'step': step}
+        if wanted['from'] == str(run.path):
+            raise ConfigError(f'--branch_from {parent}: is the run itself; name a new --run_dir, or use --rewind_to')
+        if run.config.exists() and not (recorded and recorded | wanted == recorded):
+            was = f'a branch of {recorded["from"]} at step {recorded["step"]}' if recorded else 'not a branch'
+            raise MismatchError(
+                f'--run_dir {run.path}: holds a run that has begun, {was}; name a new --run_dir for the branch'
+            )
+        recorded = wanted
+    with Checkpointer(run.checkpoints) as own:
+        if not recorded or own.all_steps():
+            return None
+    return Branch(run, RunDir(recorded['from']), recorded['step'])

@@ -1,0 +1,39 @@
+"""Warm-up, stable, decay: the peak for most of the training, then down over its last share (Hu et al., MiniCPM, 2024,
+§4; the shapes are compared by Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
+Durations", 2024).
+
+Before the decay no learning rate depends on `train.steps`: one run at the peak is the trunk of many lengths, each a
+short branch (`lm train --branch_from`).
+"""
+
+import jax.numpy as jnp
+import optax
+
+from lm.config.configurable import configurable, field
+from lm.training.schedules.base import Schedule
+
+SHAPES = {
+    'linear': lambda t: 1 - t,
+    'cosine': lambda t: (1 + jnp.cos(jnp.pi * t)) / 2,
+    'sqrt': lambda t: 1 - jnp.sqrt(t),
+}
+"""Share of the decay that is done → what is left of the way from the peak to the last value."""
+
+
+@configurable('wsd')
+class Wsd(Schedule):
+    """The peak, then peak · (final_fraction + (1 − final_fraction) · shape(t)), where t goes from 0 to 1 over the last
+    `decay_share` of the updates after the warm-up."""
+
+    decay_share: float = field(0.1, above=0, maximum=1, help='of the updates after the warm-up')
+    shape: str = field('linear', choices=tuple(SHAPES), help="how it goes down; 'sqrt' is 1 − √t")
+    final_fraction: float = field(0.0, minimum=0, maximum=1, help='last value as a fraction of the peak')
+
+    def build(self, peak: float, steps: int) -> optax.Schedule:
+        decay = max(1, round(self.decay_share * steps))
+
+        def rate(count):
+            t = jnp.clip((count - (steps - decay)) / decay, 0.0, 1.0)
+            return peak * (self.final_fraction + (1 - self.final_fraction) * SHAPES[self.shape](t))
+
+        return rate
