@@ -327,6 +327,7 @@ def dying_host(shop: Workshop, tally: Tally) -> None:
             session.kill()
             need(code == 42, f'{code} after {took:.1f} s:\n{session.output()}')
             need(took <= HEARTBEAT + 5, f'{took:.1f} s:\n{session.output()}')
+            need(index == 0 or not (run / 'lock.json').exists(), 'process 0 has left its lock behind')
             before = logged(run)
             tally.recovered(shop.finish(PAIR, run), before)
             shop.same_end(PAIR, run)
