@@ -4,7 +4,8 @@
      "starts": [{"when", "first_step", "command", "versions", "git_commit", devices …}, …],
      "rewinds": [{"when", "to", "from", "changed": [[binding, old, new], …]}, …]}
 
-Of every start but the first, only what differs from the one before is written: a year of restarts stays small.
+Of every start but the first, only what differs from the one before is written, and of more than MOST_STARTS the oldest
+but the first are left out (`starts_left_out` counts them): a year of restarts stays small.
 """
 
 import datetime
@@ -24,6 +25,9 @@ from etils import epath
 import lm
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
+
+MOST_STARTS = 100
+"""That run.json lists: it is written anew with each save."""
 
 
 def read_info(path: epath.Path) -> dict[str, Any]:
@@ -76,6 +80,12 @@ def next_info(
     start = {'when': now, 'first_step': first_step, **describe_machine()}
     always = ('when', 'first_step')
     starts.append({key: value for key, value in start.items() if key in always or known.get(key) != value})
+    left_out = starts_left_out(old)
+    while len(starts) > MOST_STARTS:
+        # What it said holds until a later one says something else.
+        said = {key: value for key, value in starts.pop(1).items() if key not in always}
+        starts[1] = starts[1] | {key: value for key, value in said.items() if key not in starts[1]}
+        left_out += 1
     rewinds = list(old.get('rewinds', []))
     if rewind:
         rewinds.append({'when': now, 'to': first_step, 'from': rewind[0], 'changed': [list(c) for c in rewind[1]]})
@@ -85,7 +95,14 @@ def next_info(
         'saved_step': first_step or None,
         'rewinds': rewinds,
         'starts': starts,
+        **({'starts_left_out': left_out} if left_out else {}),
     }
+
+
+def starts_left_out(info: Mapping[str, Any]) -> int:
+    """How many starts run.json does not list any more."""
+    number = info.get('starts_left_out', 0)
+    return number if type(number) is int else 0
 
 
 def to_text(info: Mapping[str, Any]) -> str:
