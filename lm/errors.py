@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 
@@ -69,13 +69,38 @@ def writing(path: os.PathLike | str) -> Iterator[None]:
         ) from error
 
 
+LAST_ACT_SECONDS = 5.0
+"""What `end_process` waits for the last acts: storage may hang, too."""
+_last_acts: list[Callable[[], object]] = []
+
+
+@contextlib.contextmanager
+def last_act(act: Callable[[], object]) -> Iterator[None]:
+    """Inside, `end_process` calls `act` before it ends the process, from another thread than the main one."""
+    _last_acts.append(act)
+    try:
+        yield
+    finally:
+        _last_acts.remove(act)
+
+
 def end_process(message: str, code: int = Preempted.exit_code) -> NoReturn:
     """Ends this process at once, from any thread, with one line on stderr: for what no exception can end, such as a
-    main thread that waits for a process that is gone. Nothing is cleaned up."""
+    main thread that waits for a process that is gone. Nothing is cleaned up but by `last_act`."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         print(message, file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):  # such as that no thread can be started any more
+        acts = threading.Thread(target=_act, args=(list(_last_acts),), daemon=True)
+        acts.start()
+        acts.join(LAST_ACT_SECONDS)
     os._exit(code)
+
+
+def _act(acts: list[Callable[[], object]]) -> None:
+    for act in reversed(acts):
+        with contextlib.suppress(Exception):
+            act()
 
 
 def end_on_sigterm(label: str) -> None:

@@ -11,7 +11,9 @@
 # elsewhere a disk is full by the limit on file sizes. Prints one table: fault, tries, survived, steps lost, seconds from
 # a restart to its first step; then what failed. The exit code is 1 if anything did.
 #
-#   --folder DIR   keep the runs there, and use them the next time
+#   --folder DIR     keep the runs there, and use them the next time
+#   --jobs N         so many draws at a time; default: 2
+#   --results FILE   append what came of each draw, and leave out the draws that stand there: 1,000 draws in parts
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case " $* " in

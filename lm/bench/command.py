@@ -24,6 +24,10 @@ EXAMPLES = {
         'how fast lm prepare tokenises, beside SentencePiece alone, and how fast batches are read',
         'lm bench data --text book.txt',
     ),
+    'checkpoint': (
+        'how long saving and restoring the training state takes, and how much host memory',
+        'lm bench checkpoint --gin_file configs/models/small.gin',
+    ),
 }
 
 
@@ -113,11 +117,17 @@ def _data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--repeats', type=_count, default=5, metavar='N', help='a figure is a median of N; default: 5')
 
 
+def _checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--folder', metavar='DIR', help='where it is written; default: with temporary files')
+    gin_flags(parser)
+
+
 FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     'attention': _attention,
     'step': _step,
     'kernels': _kernels,
     'data': _data,
+    'checkpoint': _checkpoint,
 }
 
 

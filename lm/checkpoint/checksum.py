@@ -5,13 +5,16 @@ a given index the mixing is a bijection, so a change confined to one element alw
 change escapes with probability 2⁻³². Integer addition has no rounding and no order: every sharding gives one result.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+
+TOGETHER, TOGETHER_AT_LEAST = 1 / 8, 2**26
+"""The share of all bytes, and the bytes, that one program sums up; one array alone may be more."""
 
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
@@ -20,8 +23,21 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
         return {}
     meshes = [x.sharding.mesh for x in arrays.values() if isinstance(getattr(x, 'sharding', None), NamedSharding)]
     replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-    sums = np.asarray(_compiled(replicated)(list(arrays.values())))
+    sums = np.concatenate([np.asarray(_compiled(replicated)(group)) for group in _groups(list(arrays.values()))])
     return {name: int(c) for name, c in zip(arrays, sums, strict=True)}
+
+
+def _groups(arrays: list[jax.Array]) -> Iterator[list[jax.Array]]:
+    """The arrays, a few at a time: where a program computes with temporaries, as on CPUs, those of all arrays together
+    would take as much memory as the state itself. All processes make the same groups."""
+    limit = max(TOGETHER_AT_LEAST, int(TOGETHER * sum(x.nbytes for x in arrays)))
+    group: list[jax.Array] = []
+    for x in arrays:
+        if group and sum(y.nbytes for y in group) + x.nbytes > limit:
+            yield group
+            group = []
+        group.append(x)
+    yield group
 
 
 _COMPILED: dict[NamedSharding | None, jax.stages.Wrapped] = {}

@@ -23,13 +23,17 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from lm.checkpoint.checksum import checksums
+from lm.checkpoint.memory import ReadBudget, give_back_memory
 from lm.errors import MismatchError
 from lm.files import is_remote
 
 FORMAT = 1
 COMMITTED = 'commit_success.txt'
 PARALLEL_ARRAYS = 8
-"""Arrays read at a time: bounds the host memory that a restore takes on top of the devices'."""
+"""Arrays read at a time, at most."""
+READ_SHARE, READ_AT_LEAST = 1 / 16, 2**24
+"""Of the bytes that this process reads, the share that is under way at a time, or one array: each is there as a file,
+decoded, and on its way to the devices at once. Bounds the host memory that a restore takes on top of the devices'."""
 
 
 class Damaged(Exception):
@@ -86,15 +90,19 @@ class Snapshot:
     def read(self, abstract: Mapping[str, Any], record: dict) -> dict[str, jax.Array]:
         """The named arrays with the shardings of `abstract` (default: the first local device), checksums verified."""
         context = ts.Context({'cache_pool': {'total_bytes_limit': 0}})
+        sizes = {name: _local_bytes(target) for name, target in abstract.items()}
+        budget = ReadBudget(max(READ_AT_LEAST, int(READ_SHARE * sum(sizes.values()))))
 
         def read_one(name: str) -> jax.Array:
             try:
-                return self._read_array(name, abstract[name], context)
+                with budget.spent(sizes[name]):
+                    return self._read_array(name, abstract[name], context)
             except Exception as error:
                 raise Damaged(f'{name} in {self.path / "state"} cannot be read ({one_line(error)})') from None
 
         with _Agreement(self.step), ThreadPoolExecutor(PARALLEL_ARRAYS) as pool:
             arrays = dict(zip(abstract, pool.map(read_one, abstract), strict=True))
+        give_back_memory()
         wrong = [name for name, c in checksums(arrays).items() if c != record['leaves'][name]['checksum']]
         if wrong:
             raise Damaged(f'{self.path / "state"}: the checksum of {some(wrong)} does not match')
@@ -185,6 +193,15 @@ def flatten(tree: Any) -> dict[str, Any]:
     if len(named) != len(leaves):
         raise ValueError('two leaves of the state have the same name')
     return named
+
+
+def _local_bytes(target: Any) -> int:
+    """Bytes of an array that this process reads."""
+    sharding = getattr(target, 'sharding', None)
+    shape = tuple(target.shape)
+    places = sharding.addressable_devices_indices_map(shape).values() if sharding else [None]
+    shard = sharding.shard_shape(shape) if sharding else shape
+    return len({str(index) for index in places}) * math.prod(shard) * jax.numpy.dtype(target.dtype).itemsize
 
 
 def _intersect(tree: Any, names: Mapping[str, Any], prefix: str = '') -> Any:

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from lm.runs import sweep_file
 from lm.runs.goodput import describe
+from lm.runs.info import starts_left_out
 from lm.text import duration, perplexity, si
 
 
@@ -15,11 +16,16 @@ def print_run(found: dict[str, Any], console: Console) -> None:
     get, info = found['configuration'].get, found['info']
     train, evaluation = found['last_train'], found['last_eval']
     steps = found['steps']
+    resumed = len(info.get('resumed', [])) + starts_left_out(info)
     rows = {
         'run': found['path'],
         'status': f'{found["status"]}, step {found["step"]:,} of {steps:,} ({found["step"] / max(steps, 1):.0%})',
         'started': ', resumed '.join([str(info.get('started')), *info.get('resumed', [])[-1:]])
-        + (f' ({len(info["resumed"])} times in all)' if len(info.get('resumed', [])) > 1 else ''),
+        + (
+            f' ({resumed} times in all)'
+            if (resumed := len(info.get('resumed', [])) + starts_left_out(info)) > 1
+            else ''
+        ),
         **_branch(info.get('branch')),
         'model': f'{get("model.n_layers")} layers of width {get("model.d_model")}, {get("model.n_heads")} heads of '
         f'{get("model.head_dim")}, {found["attention"]}',

@@ -5,7 +5,8 @@
      "branch": {"from", "step", "changed"} of a run that began as one (`lm.runs.branch`),
      "rewinds": [{"when", "to", "from", "changed": [[binding, old, new], …]}, …]}
 
-Of every start but the first, only what differs from the one before is written: a year of restarts stays small.
+Of every start but the first, only what differs from the one before is written, and of more than MOST_STARTS the oldest
+but the first are left out (`starts_left_out` counts them): a year of restarts stays small.
 A start under another JAX than the one before keeps {"version_changes": {"jax": [old, new], …}} too.
 """
 
@@ -26,12 +27,12 @@ from etils import epath
 import lm
 
 PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
-
-
 COMPILERS = ('jax', 'jaxlib', 'libtpu')
 """Of these, another version makes other programs."""
 OWN = ('when', 'first_step', 'version_changes')
 """What a start says of itself alone; the rest holds until a later one says otherwise."""
+MOST_STARTS = 100
+"""That run.json lists: it is written anew with each save."""
 
 
 def read_info(path: epath.Path) -> dict[str, Any]:
@@ -87,6 +88,12 @@ def next_info(
     if changes := version_changes(known.get('versions'), start['versions']):
         start['version_changes'] = changes
     starts.append({key: value for key, value in start.items() if known.get(key) != value})
+    left_out = starts_left_out(old)
+    while len(starts) > MOST_STARTS:
+        # What it said holds until a later one says something else.
+        said = {key: value for key, value in starts.pop(1).items() if key not in OWN}
+        starts[1] = starts[1] | {key: value for key, value in said.items() if key not in starts[1]}
+        left_out += 1
     rewinds = list(old.get('rewinds', []))
     if rewind:
         rewinds.append({'when': now, 'to': first_step, 'from': rewind[0], 'changed': [list(c) for c in rewind[1]]})
@@ -98,6 +105,7 @@ def next_info(
         'saved_step': None if 'branch' in facts else first_step or None,
         'rewinds': rewinds,
         'starts': starts,
+        **({'starts_left_out': left_out} if left_out else {}),
     }
 
 
@@ -107,6 +115,12 @@ def version_changes(before: Any, now: Mapping[str, str | None]) -> dict[str, lis
     before = before if isinstance(before, dict) else {}
     found = {name: [before.get(name), now.get(name)] for name in COMPILERS}
     return {name: pair for name, pair in found.items() if all(pair) and pair[0] != pair[1]}
+
+
+def starts_left_out(info: Mapping[str, Any]) -> int:
+    """How many starts run.json does not list any more."""
+    number = info.get('starts_left_out', 0)
+    return number if type(number) is int else 0
 
 
 def to_text(info: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import tensorstore as ts
 from etils import epath
 
-from lm.errors import ConfigError, LmError
+from lm.errors import ConfigError, LmError, last_act
 from lm.files import is_remote
 from lm.runs.leader import on_leader
 
@@ -57,21 +57,24 @@ class RunLock:
         self._generation: bytes | None = None
         self._lost = False
         self._over = threading.Event()
+        self._writing = threading.Lock()
         self._heart = threading.Thread(target=self._renew, name='run-lock', daemon=True)
+        self._ending = last_act(self._release)
 
     def __enter__(self) -> 'RunLock':
         on_leader(self._take)
         if self._generation is not None:
             self._heart.start()
+            self._ending.__enter__()
         return self
 
     def __exit__(self, *_) -> None:
         if self._generation is None:
             return
+        self._ending.__exit__(None, None, None)
         self._over.set()
         self._heart.join()
-        with contextlib.suppress(ValueError):
-            self._store.write(NAME, None, if_equal=self._generation).result()
+        self._release()
         if not is_remote(self.directory):
             with contextlib.suppress(OSError):
                 os.rmdir(self.directory)  # only if nothing else was written
@@ -83,6 +86,12 @@ class RunLock:
                 f'--run_dir {self.directory}: another training took it over while this process stood still; '
                 'nothing more is written here'
             )
+
+    def _release(self) -> None:
+        """Removes the lock, if it is still this object's, and nobody renews it after that."""
+        self._over.set()
+        with self._writing, contextlib.suppress(ValueError):
+            self._store.write(NAME, None, if_equal=self._generation).result()
 
     def _take(self) -> bool:
         watched, deadline = None, 0.0
@@ -129,7 +138,11 @@ class RunLock:
         warned = False
         while not self._over.wait(HEARTBEAT):
             try:
-                generation = self._write(self._generation)
+                with self._writing:
+                    if self._over.is_set():
+                        return
+                    generation = self._write(self._generation)
+                    self._generation = generation or self._generation
             except ValueError as error:  # such as a full disk: others on this host still see that we live
                 if not warned:
                     log.warning(
@@ -140,7 +153,6 @@ class RunLock:
             if not generation:
                 self._lost = True
                 return
-            self._generation = generation
 
 
 def _one_line(error: Exception) -> str:

@@ -22,6 +22,8 @@ from lm.files import is_remote, write_atomically
 
 REMOTE_SECONDS = 60.0
 """Object stores cannot append: there the whole file is written again after so long, and on flush and close."""
+MOST_EVENT_FILES = 100
+"""Of TensorBoard, which opens every one of them; then they become one."""
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +46,11 @@ class MetricsFile:
         self._unwritten = False
         self._last_write = time.monotonic()
         self._evaluated: set[int] = set()
-        self._summaries = _summary_writer(tensorboard) if tensorboard is not None and self._leader else None
+        self._summaries = None
         if self._leader:
             lines = self._keep(resume_at)
+            if tensorboard is not None:
+                self._open_summaries(epath.Path(tensorboard), lines)
             if self._remote:
                 self._lines = lines
             else:
@@ -70,9 +74,7 @@ class MetricsFile:
                 self.flush()
         else:
             self._append(line.encode())
-        if self._summaries:
-            numbers = {name: float(v) for name, v in record.items() if _is_number(v) and name != 'step'}
-            self._summaries.write_scalars(record['step'], {f'{record["kind"]}/{k}': v for k, v in numbers.items()})
+        self._summarize(record)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the file has a record of kind eval for `step`, which is `resume_at` or later."""
@@ -98,6 +100,22 @@ class MetricsFile:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    def _summarize(self, record: Mapping[str, Any]) -> None:
+        if self._summaries:
+            numbers = {name: float(v) for name, v in record.items() if _is_number(v) and name != 'step'}
+            self._summaries.write_scalars(record['step'], {f'{record["kind"]}/{k}': v for k, v in numbers.items()})
+
+    def _open_summaries(self, folder: epath.Path, lines: list[str]) -> None:
+        """Every start makes an event file of its own: where there are many, this one gets what all of them say."""
+        before = list(folder.glob('events.out.tfevents.*')) if folder.exists() else []
+        self._summaries = _summary_writer(folder)
+        if self._summaries and len(before) >= MOST_EVENT_FILES:
+            for line in lines:
+                self._summarize(json.loads(line))
+            self._summaries.flush()
+            for path in before:
+                path.unlink(missing_ok=True)
 
     def _append(self, line: bytes) -> None:
         """The whole line or nothing: a full disk may have taken a part of it."""

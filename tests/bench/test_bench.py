@@ -54,7 +54,7 @@ def error_of(arguments: list[str], capsys) -> str:
 def test_without_a_part_it_helps(capsys):
     assert main(['bench']) == 2
     printed = capsys.readouterr().out
-    assert all(part in printed for part in ('attention', 'step', 'kernels', 'data'))
+    assert all(part in printed for part in ('attention', 'step', 'kernels', 'data', 'checkpoint'))
 
 
 # ----------------------------------------------------------------------------------------------------------- attention

@@ -14,7 +14,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import faults_of_data as data
 import faults_of_runs as runs
-from draws import random_battery
+from draws import Results, random_battery
 from tally import Tally, table
 from workshop import Workshop
 
@@ -61,6 +61,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument('--random', type=int, metavar='N')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--only', type=int, metavar='I')
+    parser.add_argument('--jobs', type=int, default=2, metavar='N')
+    parser.add_argument('--results', type=pathlib.Path, metavar='FILE')
     parser.add_argument('--folder', type=pathlib.Path)
     options = parser.parse_args(arguments)
     logging.getLogger('lm').setLevel(logging.ERROR)  # that a step is damaged is no news here
@@ -74,7 +76,7 @@ def main(arguments: list[str]) -> int:
 
         if options.random is not None or options.only is not None:
             numbers = [options.only] if options.only is not None else list(range(options.random))
-            rows = random_battery(shop, options.seed, numbers, say)
+            rows = random_battery(shop, Results(options.seed, options.results), numbers, say, options.jobs)
         else:
             rows = fixed_battery(shop, options.names or list(BATTERY), say)
             if not options.names:

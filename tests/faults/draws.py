@@ -1,9 +1,13 @@
 """The random battery: a run shape, faults one after the other, and at the end the same state as without them.
 
 Draw I of a seed is always the same, whatever was drawn before it; moments in time are drawn, but not when what happens.
+Draws in a row share a run shape, and with it an undisturbed run and its compiled programs; among them each fault is the
+first of one draw.
 """
 
+import contextlib
 import dataclasses
+import json
 import pathlib
 import random
 import shutil
@@ -12,20 +16,21 @@ import time
 from collections.abc import Callable
 
 from tally import Tally, side_by_side
-from workshop import Failed, Session, Shape, Workshop, damage, files, logged, need, saved
+from warm import Nursery
+from workshop import Failed, Session, Shape, Workshop, catches, damage, files, logged, need, saved
 
 from lm.attention import mechanisms
 
 STEPS = 24
-SHAPE_SHARED_BY = 6
-"""Draws in a row that share a run shape, and with it an undisturbed run and its compiled programs."""
+BRAKE = ('slow', '0.02')
+"""The launcher of a run that is hit at a certain step: there must be time to do it."""
 SMALL = {'performer': {'n_features': 16, 'block': 8, 'redraw_every': 5}, 'polysketch': {'sketch_size': 8, 'block': 8}}
 SMALL |= {'llops': {'n_features': 16}, 'taylor': {'feature_dim': 4}, 'hybrid': {'window': 5}}
 """Fields of mechanisms that are too large for a tiny model as they come."""
 
 
 def draw_shape(seed: int, number: int) -> Shape:
-    draw = random.Random(f'shape {seed} {number // SHAPE_SHARED_BY}')
+    draw = random.Random(f'shape {seed} {number // len(FAULTS)}')
     attention = draw.choice(sorted(mechanisms()))
     processes, devices = draw.choice([(1, 1), (1, 1), (1, 2), (1, 4), (2, 1), (2, 1), (2, 2)])
     bindings = {f'{attention}.{name}': value for name, value in SMALL.get(attention, {}).items()}
@@ -37,13 +42,22 @@ def draw_shape(seed: int, number: int) -> Shape:
 
 
 class Draw:
-    """One draw: `run` raises Failed where the product has lost something."""
+    """One draw: `run` raises Failed where the product has lost something.
 
-    def __init__(self, shop: Workshop, seed: int, number: int, tallies: dict[str, Tally]):
-        self.shop, self.number, self.tallies = shop, number, tallies
+    Attributes:
+        fault: the newest that was done.
+        recoveries: (fault, steps that were taken again, seconds to the first step or None) of each restart.
+    """
+
+    def __init__(self, shop: Workshop, seed: int, number: int):
+        self.shop, self.number = shop, number
         self.shape = draw_shape(seed, number)
         self.draw = random.Random(f'draw {seed} {number}')
-        self.faults = [self.draw.choice(list(FAULTS)) for _ in range(self.draw.choice([1, 1, 2, 3]))]
+        in_turn = random.Random(f'faults {seed} {number // len(FAULTS)}').sample(list(FAULTS), len(FAULTS))
+        more = self.draw.choices(list(FAULTS), k=self.draw.choice([0, 0, 0, 1, 2]))
+        self.faults = [in_turn[number % len(FAULTS)], *more]
+        self.fault = self.faults[0]
+        self.recoveries: list[tuple[str, int, float | None]] = []
 
     def __str__(self) -> str:
         return f'{self.number}: {", ".join(self.faults)} ({self.shape})'
@@ -52,21 +66,22 @@ class Draw:
         self.shop.reference(self.shape)
         self.path = self.shop.place(f'draw-{self.number}')
         previous = None
-        for name in self.faults:
-            self.note_restart(previous, FAULTS[name](self))
-            previous = name
+        for fault in self.faults:
+            self.fault = fault
+            session = FAULTS[fault](self)
+            if previous and session.first('step ') is not None:
+                self.note(previous, session, self.before)
+            previous = fault
             if saved(self.path)[-1:] == [STEPS]:
                 break  # the fault came too late
         before = logged(self.path)
-        session = self.shop.finish(self.shape, self.path)
-        if previous:
-            self.tallies[previous].recovered(session, before)
+        self.note(previous, self.shop.finish(self.shape, self.path), before)
         self.shop.same_end(self.shape, self.path)
         shutil.rmtree(self.path.parent)
 
-    def note_restart(self, fault: str | None, session: Session) -> None:
-        if fault and session.first('step ') is not None:
-            self.tallies[fault].recovered(session, self.before)
+    def note(self, fault: str, session: Session, before: int) -> None:
+        lost = max(0, before - (session.resumed_from() or 0))
+        self.recoveries.append((fault, lost, session.first('step ')))
 
     # What faults are made of
 
@@ -74,13 +89,17 @@ class Draw:
         self.before = logged(self.path)
         return self.shop.start(self.shape, self.path, *extra, **options)
 
-    def moment(self, session: Session) -> None:
-        """Waits until a moment: any, a named one, or a step."""
+    def interrupt(self, how: signal.Signals, index: int | None = None, allowed: tuple[int, ...] = ()) -> Session:
+        """A session that is hit at a moment: any, a named one, or a step; each process ends with an allowed code, or
+        is done."""
         kind = self.draw.choice(['time', 'devices', 'step', 'step', 'step', 'save', 'evaluation'])
         later = self.draw.uniform(0.0, 0.15)
         step = self.draw.randint(1, STEPS - 4)
+        session = self.start(cold=kind == 'time', launcher=() if kind == 'time' else BRAKE)
         if kind == 'time':
-            time.sleep(self.draw.uniform(0.1, 5.0))
+            if how != signal.SIGKILL:  # else it is Python's start that is hit, not the program
+                wait_until(lambda: all(catches(process, how) for process in session.processes), session)
+            time.sleep(self.draw.uniform(0.0, 5.0))
         elif kind == 'devices':
             session.wait_for('devices')
         elif kind == 'step':
@@ -91,27 +110,16 @@ class Draw:
             wait_until(lambda: any((self.path / 'checkpoints').glob('*.orbax-checkpoint-tmp*')), session)
             later /= 10
         time.sleep(later)
-
-    def interrupt(self, how: signal.Signals, index: int | None = None, allowed: tuple[int, ...] = ()) -> Session:
-        """A session that is hit; each process ends with an allowed code, or is done."""
-        session = self.start()
-        self.moment(session)
         session.send(how, index)
-        if how == signal.SIGSTOP:
-            others = [p for i, p in enumerate(session.processes) if i != index]
-            for process in others:
-                process.wait(60)
-            session.kill()
-        else:
-            session.end()
+        session.end()
         wrong = [code for code in session.codes() if code not in (0, -signal.SIGKILL, *allowed)]
         need(not wrong, f'{session.codes()} after {how.name}:\n{session.output()}')
         return session
 
     def stop(self) -> Session:
-        """A session that is stopped after a few steps, so that there is something to damage."""
-        session = self.start()
-        wait_until(lambda: logged(self.path) >= min(self.before + 8, STEPS - 2), session)
+        """A session that is stopped after a few steps and a save, so that there is something to damage."""
+        session = self.start(launcher=BRAKE)
+        wait_until(lambda: logged(self.path) >= min(self.before + 6, STEPS - 2) and saved(self.path), session)
         session.send(self.draw.choice([signal.SIGTERM, signal.SIGKILL]))
         session.end()
         return session
@@ -154,7 +162,7 @@ def lose_host(d: Draw) -> Session:
     if d.shape.processes == 1:
         return kill(d)
     index = d.draw.randrange(2)
-    session = d.start()
+    session = d.start(launcher=BRAKE)
     wait_until(lambda: logged(d.path) >= d.before + 1, session)
     session.send(d.draw.choice([signal.SIGKILL, signal.SIGSTOP]), index)
     process = session.processes[1 - index]
@@ -196,7 +204,7 @@ def damaged_metrics(d: Draw) -> Session:
 
 
 def second_process(d: Draw) -> Session:
-    session = d.start()
+    session = d.start(launcher=BRAKE)
     wait_until(lambda: logged(d.path) >= d.before + 1, session)
     session.send(signal.SIGSTOP, 0)
     is_running = session.processes[0].poll() is None
@@ -244,7 +252,7 @@ def damaged_shard(d: Draw) -> Session:
 def changed_config(d: Draw) -> Session:
     session = d.stop()
     config = d.path / 'config.gin'
-    if not saved(d.path) or saved(d.path)[-1] == STEPS or d.shape.processes > 1:
+    if not saved(d.path) or saved(d.path)[-1] == STEPS:
         return session
     text = config.read_text()
     config.write_text(text.replace('model.n_layers = 2', 'model.n_layers = 3'))
@@ -254,7 +262,7 @@ def changed_config(d: Draw) -> Session:
 def lost_checkpoints(d: Draw) -> Session:
     session = d.stop()
     folder, aside = d.path / 'checkpoints', pathlib.Path(f'{d.path}.aside')
-    if not saved(d.path) or saved(d.path)[-1] == STEPS or d.shape.processes > 1:
+    if not saved(d.path) or saved(d.path)[-1] == STEPS:
         return session
 
     def put_back() -> None:
@@ -281,21 +289,63 @@ FAULTS: dict[str, Callable[[Draw], Session]] = {
 }
 
 
-def random_battery(shop: Workshop, seed: int, numbers: list[int], say: Callable[[str], None]) -> list[Tally]:
-    """A row for each fault; a draw counts for each of its faults."""
-    tallies = {name: Tally(name) for name in FAULTS}
+class Results:
+    """What came of the draws of a seed: a line of JSON each, in a file where `path` names one, so that the next battery
+    goes on where this one was stopped."""
+
+    def __init__(self, seed: int, path: pathlib.Path | None = None):
+        self.seed, self.path = seed, path
+        self.of: dict[int, dict] = {}
+        for line in path.read_text().splitlines() if path and path.exists() else ():
+            with contextlib.suppress(ValueError):  # the last line, where the battery was killed
+                result = json.loads(line)
+                if result['seed'] == seed:
+                    self.of[result['draw']] = result
+
+    def add(self, draw: Draw, failures: list[str], seconds: float) -> None:
+        self.of[draw.number] = {
+            'seed': self.seed,
+            'draw': draw.number,
+            'faults': draw.faults,
+            'shape': str(draw.shape),
+            'failed': draw.fault if failures else None,
+            'failures': failures,
+            'recoveries': draw.recoveries,
+            'seconds': round(seconds, 1),
+        }
+        if self.path:
+            with open(self.path, 'a') as file:
+                file.write(json.dumps(self.of[draw.number]) + '\n')
+
+    def rows(self) -> list[Tally]:
+        """A row for each fault; a draw counts for each of its faults."""
+        rows = {name: Tally(name) for name in FAULTS}
+        for result in self.of.values():
+            for name in set(result['faults']):
+                rows[name].tries += 1
+            if result['failures']:
+                rows[result['failed']].failures += result['failures']
+            for name, lost, seconds in result['recoveries']:
+                rows[name].lost.append(lost)
+                rows[name].seconds += [] if seconds is None else [seconds]
+        return [row for row in rows.values() if row.tries]
+
+
+def random_battery(
+    shop: Workshop, results: Results, numbers: list[int], say: Callable[[str], None], jobs: int = 2
+) -> list[Tally]:
+    """Makes those of the draws that have no result yet."""
 
     def one(number: int) -> None:
-        draw = Draw(shop, seed, number, tallies)
+        draw = Draw(shop, results.seed, number)
         begin = time.monotonic()
         result = Tally('draw')
-        with result.attempt(f'--random --seed {seed} --only {number}: {draw}'):
+        with result.attempt(f'--random --seed {results.seed} --only {number}: {draw}'):
             draw.run()
-        for name in set(draw.faults):
-            tallies[name].tries += 1
-        if result.failures:
-            tallies[draw.faults[0]].failures += result.failures
-        say(f'{"failed" if result.failures else "ok"} {draw} {time.monotonic() - begin:.0f} s')
+        took = time.monotonic() - begin
+        results.add(draw, result.failures, took)
+        say(f'{"failed" if result.failures else "ok"} {draw} {took:.0f} s')
 
-    side_by_side(one, numbers)
-    return [tally for tally in tallies.values() if tally.tries]
+    with Nursery(shop.environment()) as shop.nursery:
+        side_by_side(one, [number for number in numbers if number not in results.of], jobs)
+    return results.rows()

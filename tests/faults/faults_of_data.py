@@ -46,7 +46,7 @@ def data_hosts(shop: Workshop, tally: Tally) -> None:
             port = np.random.default_rng().integers(20_000, 60_000)
             rest = [str(shop.tokens), str(count)], [f'localhost:{port}', str(STEPS)]
             commands = [[sys.executable, '-c', HASHES, *rest[0], str(i), *rest[1]] for i in range(count)]
-            session = Session(commands, 4 // count, shop.cache)
+            session = shop.session(commands, 4 // count)
             need(session.end() == 0, session.output())
             lines = [line for lines in session.lines for _, line in lines if line.startswith('rows ')]
             need(len(lines) == 4 * STEPS, f'{len(lines)} lines')

@@ -16,6 +16,7 @@ import tiny
 from etils import epath
 from tally import Tally, side_by_side
 from workshop import (
+    BRAKE,
     HEARTBEAT,
     Failed,
     Session,
@@ -37,8 +38,6 @@ from lm.errors import LmError
 PLAIN = Shape()
 OFTEN = Shape(bindings=(('checkpoint.save_every_steps', 3),), steps=200)
 PAIR = Shape(processes=2, steps=50)
-SLOW = Shape(bindings=(('train.tokens_per_step', 4096),))
-"""With steps that are slow enough to be hit."""
 KILLS = 50
 
 
@@ -55,7 +54,7 @@ def sigkill(shop: Workshop, tally: Tally) -> None:
                     before, newest = logged(run), (saved(run) or [0])[-1]
                     session = shop.start(OFTEN, run)
                     if not is_last:
-                        if draw.random() < 0.7 and session.wait_for('  loss '):
+                        if draw.random() < 0.7 and session.wait_for(' loss '):
                             time.sleep(draw.uniform(0, 2.0))
                         else:
                             time.sleep(draw.uniform(0.3, 2.5))
@@ -81,7 +80,7 @@ def sigkill(shop: Workshop, tally: Tally) -> None:
 
 def told_to_stop(shop: Workshop, tally: Tally) -> None:
     """2. SIGTERM and Ctrl-C in one process and two; while importing, compiling, training and evaluating."""
-    moments = ('', 'devices', 'step 1/', 'step 3/', 'step 20/', 'evaluation at step 20')
+    moments = ('', 'devices', 'step 1/', 'step 3/', 'step 20/', 'evaluation at step 20')  # step 20: in the evaluation
 
     def stop(case) -> None:
         shape, words, how, index = case
@@ -96,8 +95,8 @@ def told_to_stop(shop: Workshop, tally: Tally) -> None:
             tally.recovered(shop.finish(shape, run), before)
             shop.same_end(shape, run)
 
-    cases = [(SLOW, words, signal.SIGTERM, 0) for words in moments]
-    cases += [(SLOW, 'step 3/', signal.SIGINT, 0)]
+    cases = [(PLAIN, words, signal.SIGTERM, 0) for words in moments]
+    cases += [(PLAIN, 'step 3/', signal.SIGINT, 0)]
     cases += [(PAIR, words, signal.SIGTERM, i) for words, i in (('step 11/', 0), ('step 25/', 1), ('step 30/', None))]
     side_by_side(stop, cases)
 
@@ -318,7 +317,7 @@ def dying_host(shop: Workshop, tally: Tally) -> None:
         index, how = case
         run = shop.place('host')
         with tally.attempt(f'process {index}, {how.name}'):
-            session = shop.start(PAIR, run)
+            session = shop.start(PAIR, run, launcher=BRAKE)
             need(session.wait_for('step 25/'), session.output())
             session.send(how, index)
             other, begin = session.processes[1 - index], time.monotonic()
@@ -328,6 +327,7 @@ def dying_host(shop: Workshop, tally: Tally) -> None:
             session.kill()
             need(code == 42, f'{code} after {took:.1f} s:\n{session.output()}')
             need(took <= HEARTBEAT + 5, f'{took:.1f} s:\n{session.output()}')
+            need(index == 0 or not (run / 'lock.json').exists(), 'process 0 has left its lock behind')
             before = logged(run)
             tally.recovered(shop.finish(PAIR, run), before)
             shop.same_end(PAIR, run)

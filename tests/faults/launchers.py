@@ -4,11 +4,13 @@ limit BYTES          no file may become longer, as on a full disk
 poison BATCH…        the losses of these batches are not finite
 record FILE          appends 'step checksum' of each batch that is read
 without MODULE…      these modules cannot be imported
+slow SECONDS         each step, and each batch of an evaluation, takes at least so long
 """
 
 import resource
 import signal
 import sys
+import time
 import zlib
 
 
@@ -19,6 +21,18 @@ def limit(size: str) -> None:
 
 def without(*names: str) -> None:
     sys.modules.update(dict.fromkeys(names))
+
+
+def slow(seconds: str) -> None:
+    from lm.training.preemption import Preemption
+
+    plain = Preemption.requested
+
+    def requested(self, step=None):
+        time.sleep(float(seconds))
+        return plain(self, step)
+
+    Preemption.requested = requested
 
 
 def record(path: str) -> None:
@@ -62,10 +76,19 @@ def poison(*numbers: str) -> None:
     Batches.__init__, TrainStep.token_losses = __init__, token_losses
 
 
-if __name__ == '__main__':
-    cut = sys.argv.index('--')
-    name, *arguments = sys.argv[1:cut]
-    {'limit': limit, 'without': without, 'record': record, 'poison': poison}[name](*arguments)
-    from lm.cli import main
+LAUNCHERS = {function.__name__: function for function in (limit, poison, record, without, slow)}
 
-    sys.exit(main(sys.argv[cut + 1 :]))
+
+def main(program: list[str]) -> int:
+    """`lm` with the arguments after '--', begun as those before it say; there may be none."""
+    cut = program.index('--')
+    if cut:
+        LAUNCHERS[program[0]](*program[1:cut])
+    import lm.cli
+
+    sys.argv[:] = ['lm', *program[cut + 1 :]]
+    return lm.cli.main(sys.argv[1:])
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1:]))

@@ -5,6 +5,8 @@ same but for times.
 """
 
 import dataclasses
+import functools
+import hashlib
 import json
 import pathlib
 import shutil
@@ -17,8 +19,10 @@ import time
 
 import jax
 import numpy as np
+import tensorstore as ts
 import tiny
 from etils import epath
+from warm import Nursery, Warm
 
 from lm.checkpoint.snapshot import Snapshot, steps_in
 
@@ -27,6 +31,10 @@ HEARTBEAT = 10.0
 LIMIT = 240.0
 """Seconds that a session may take before it counts as hanging."""
 LAUNCHERS = pathlib.Path(__file__).parent / 'launchers.py'
+
+
+BRAKE = ('slow', '0.1')
+"""The launcher of a run that a signal must hit at a certain step, on an idle machine and on a loaded one."""
 
 
 class Failed(Exception):
@@ -56,29 +64,11 @@ class Shape:
 class Session:
     """One start of a command, in one process or several; their output is read as it comes."""
 
-    def __init__(self, commands: list[list[str]], devices: int, cache: pathlib.Path):
+    def __init__(self, processes: list[subprocess.Popen] | list[Warm]):
         self.begin = time.monotonic()
-        self.lines: list[list[tuple[float, str]]] = [[] for _ in commands]
-        self.processes = [
-            subprocess.Popen(
-                command,
-                env=tiny.environment(
-                    devices,
-                    PYTHONUNBUFFERED='1',
-                    JAX_COMPILATION_CACHE_DIR=str(cache),
-                    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
-                    JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES='-1',
-                ),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors='replace',
-                cwd=tiny.ROOT,
-                start_new_session=True,  # a Ctrl-C of whoever runs the battery is not theirs
-            )
-            for command in commands
-        ]
-        self.readers = [threading.Thread(target=self._read, args=(i,), daemon=True) for i in range(len(commands))]
+        self.lines: list[list[tuple[float, str]]] = [[] for _ in processes]
+        self.processes = processes
+        self.readers = [threading.Thread(target=self._read, args=(i,), daemon=True) for i in range(len(processes))]
         for reader in self.readers:
             reader.start()
 
@@ -87,12 +77,12 @@ class Session:
             self.lines[index].append((time.monotonic(), line))
 
     def wait_for(self, words: str, timeout: float = LIMIT) -> bool:
-        """Whether a process says `words` before it ends."""
+        """Whether a process says `words` before it ends; one space in them stands for any number."""
         end, seen = time.monotonic() + timeout, [0] * len(self.lines)
         while time.monotonic() < end:
             is_over = all(p.poll() is not None for p in self.processes)
             for i, lines in enumerate(self.lines):
-                if any(words in line for _, line in lines[seen[i] :]):
+                if any(words in ' '.join(line.split()) for _, line in lines[seen[i] :]):
                     return True
                 seen[i] = max(0, len(lines) - 1)
             if is_over:
@@ -138,10 +128,14 @@ class Session:
 
 
 class Workshop:
-    """A folder with a token store, compiled programs that all runs share, and an undisturbed run of each shape."""
+    """A folder with a token store, compiled programs that all runs share, and an undisturbed run of each shape.
+
+    With a `nursery`, trainings begin where the imports end, unless they are told to be `cold`.
+    """
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
+        self.nursery: Nursery | None = None
         self.cache = folder / 'programs'
         self.tokens = tiny.prepare(folder / 'data', 20_000)
         self._locks: dict[Shape, threading.Lock] = {}
@@ -168,17 +162,55 @@ class Workshop:
         named = {name.replace('__', '.'): value for name, value in changes.items()}
         return tiny.params(bindings | dict(shape.bindings) | named)
 
-    def start(self, shape: Shape, run: pathlib.Path, *extra: str, launcher: tuple[str, ...] = (), **changes) -> Session:
+    def environment(self, devices: int = 1) -> dict[str, str]:
+        """Variables of all processes."""
+        return tiny.environment(
+            devices,
+            PYTHONUNBUFFERED='1',
+            JAX_COMPILATION_CACHE_DIR=str(self.cache),
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
+            JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES='-1',
+        )
+
+    def session(self, commands: list[list[str]], devices: int = 1) -> Session:
+        """Processes that start from scratch."""
+        return Session(
+            [
+                subprocess.Popen(
+                    command,
+                    env=self.environment(devices),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors='replace',
+                    cwd=tiny.ROOT,
+                    start_new_session=True,  # a Ctrl-C of whoever runs the battery is not theirs
+                )
+                for command in commands
+            ]
+        )
+
+    def start(
+        self,
+        shape: Shape,
+        run: pathlib.Path,
+        *extra: str,
+        launcher: tuple[str, ...] = (),
+        cold: bool = False,
+        **changes,
+    ) -> Session:
         """`lm train` in a directory, begun in `launchers.py` where `launcher` names one of its functions."""
+        arguments = ['train', '--run_dir', str(run), *self.flags(shape, **changes), *extra]
+        jobs = [arguments]
+        if shape.processes > 1:
+            with socket.create_server(('127.0.0.1', 0)) as server:
+                port = server.getsockname()[1]
+            address = ['--coordinator_address', f'localhost:{port}', '--process_count', str(shape.processes)]
+            jobs = [[*arguments, *address, '--process_id', str(i)] for i in range(shape.processes)]
+        if self.nursery and not cold:
+            return Session([self.nursery.start([*launcher, '--', *job], shape.devices) for job in jobs])
         program = [sys.executable, str(LAUNCHERS), *launcher, '--'] if launcher else [sys.executable, '-m', 'lm.cli']
-        command = [*program, 'train', '--run_dir', str(run), *self.flags(shape, **changes), *extra]
-        if shape.processes == 1:
-            return Session([command], shape.devices, self.cache)
-        with socket.create_server(('127.0.0.1', 0)) as server:
-            port = server.getsockname()[1]
-        address = ['--coordinator_address', f'localhost:{port}', '--process_count', str(shape.processes)]
-        commands = [[*command, *address, '--process_id', str(i)] for i in range(shape.processes)]
-        return Session(commands, shape.devices, self.cache)
+        return self.session([[*program, *job] for job in jobs], shape.devices)
 
     def finish(self, shape: Shape, run: pathlib.Path, *extra: str, **options) -> Session:
         """A session that must reach the last step."""
@@ -191,14 +223,15 @@ class Workshop:
         self, shape: Shape, run: pathlib.Path, words: str, how: signal.Signals, index: int | None = None
     ) -> tuple[Session, int]:
         """A session that gets a signal once it says `words` ('': as soon as it listens), and the newest step that was
-        logged then. Where the run has been quicker than the signal it is repeated."""
+        logged then. Its steps take BRAKE seconds, so that the words are long past only where this process has stood
+        still for seconds; then it is repeated."""
         aside = run.parent / 'before'
-        for _ in range(8):
+        for _ in range(3):
             if run.exists():
                 shutil.copytree(run, aside)
-            session = self.start(shape, run)
+            session = self.start(shape, run, launcher=BRAKE if words else ())
             if words:
-                session.wait_for(words)
+                need(session.wait_for(words), f'{words!r} was never said:\n{session.output()}')
             else:
                 while not catches(session.processes[0], how):
                     time.sleep(0.01)
@@ -211,19 +244,20 @@ class Workshop:
             shutil.rmtree(run)
             if aside.exists():
                 aside.rename(run)
-        raise Failed(f'8 times quicker than {how.name} at {words!r}')
+        raise Failed(f'3 times quicker than {how.name} at {words!r}')
 
     def lm(self, *arguments: str, devices: int = 1) -> Session:
         """Any `lm` command, to its end."""
-        session = Session([[sys.executable, '-m', 'lm.cli', *arguments]], devices, self.cache)
+        session = self.session([[sys.executable, '-m', 'lm.cli', *arguments]], devices)
         session.end()
         return session
 
     def reference(self, shape: Shape) -> pathlib.Path:
         """The undisturbed run of a shape, made when it is first asked for."""
+        name = hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
+        run = self.folder / f'reference-{name}' / 'run'
         with self._lock:
             lock = self._locks.setdefault(shape, threading.Lock())
-            run = self.folder / f'reference-{list(self._locks).index(shape)}' / 'run'
         with lock:
             if not (run.parent / 'done').exists():
                 shutil.rmtree(run, ignore_errors=True)
@@ -266,6 +300,16 @@ def arrays(run: pathlib.Path, step: int) -> dict[str, np.ndarray]:
     return {name: np.asarray(x) for name, x in snapshot.read(abstract, record).items()}
 
 
+@functools.lru_cache(64)
+def contents(run: pathlib.Path, step: int) -> tuple[dict, dict[str, bytes]]:
+    """What the record of a checkpoint says of each array, its checksum too, and their bytes."""
+    kvstore = {'driver': 'ocdbt', 'base': {'driver': 'file', 'path': f'{run}/checkpoints/{step}/state/'}}
+    leaves = Snapshot(epath.Path(run / 'checkpoints'), step).record()['leaves']
+    specs = {name: {'driver': 'zarr', 'kvstore': kvstore | {'path': f'{name}/'}} for name in leaves}
+    reads = {name: ts.open(spec, open=True).result().read() for name, spec in specs.items()}
+    return leaves, {name: read.result().tobytes() for name, read in reads.items()}
+
+
 def compare(ours: pathlib.Path, theirs: pathlib.Path, step: int) -> None:
     """Raises Failed for the first difference between two finished runs."""
     a, b = metrics(ours), metrics(theirs)
@@ -273,7 +317,10 @@ def compare(ours: pathlib.Path, theirs: pathlib.Path, step: int) -> None:
     for one, two in zip(a, b, strict=True):
         need(one == two, f'{ours}: metrics differ:\n{one}\n{two}')
     need(saved(ours)[-1:] == [step], f'{ours}: checkpoints {saved(ours)} do not end with {step}')
-    compare_arrays(arrays(ours, step), arrays(theirs, step))
+    (our_leaves, our_bytes), (leaves, wanted) = contents.__wrapped__(ours, step), contents(theirs, step)
+    need(our_leaves == leaves, f'{ours}: the records differ: {our_leaves}\n{leaves}')
+    for name in wanted:
+        need(our_bytes[name] == wanted[name], f'{ours}: {name} differs')
     need(not (ours / 'lock.json').exists(), f'{ours}: the lock is still there')
 
 

@@ -30,6 +30,23 @@ except ConfigError as error:
 """
 
 
+END = """
+import sys, threading, time
+from etils import epath
+from lm import errors
+from lm.runs import lock
+lock.HEARTBEAT = 0.001  # it is being renewed at any moment
+errors.LAST_ACT_SECONDS = 0.5
+with lock.RunLock(epath.Path(sys.argv[1])) as held:
+    if sys.argv[2] == 'hangs':
+        held._store = None
+        held._writing.acquire()
+    time.sleep(0.1)
+    threading.Thread(target=errors.end_process, args=('over',)).start()
+    time.sleep(60)
+"""
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(lock, 'HEARTBEAT', 0.1)
@@ -74,6 +91,16 @@ def test_a_killed_process_that_nobody_has_waited_for_is_dead(tmp_path):
     with RunLock(tmp_path):
         pass
     first.wait()
+
+
+@pytest.mark.parametrize(('storage', 'left'), [('works', []), ('hangs', [lock.NAME])])
+def test_who_ends_from_any_thread_gives_it_back_if_that_can_be_done(tmp_path, storage, left):
+    """Such as the survivor of a job one of whose hosts died: the job is repeated at once, maybe on another host."""
+    began = time.monotonic()
+    ended = subprocess.run([sys.executable, '-c', END, str(tmp_path), storage], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (42, 'over\n')
+    assert [p.name for p in tmp_path.iterdir()] == left
+    assert time.monotonic() - began < 55
 
 
 def test_of_many_that_come_at_once_one_gets_it(tmp_path):

@@ -1,0 +1,156 @@
+"""`lm bench checkpoint`: how long the training state of a configuration takes to be saved and restored, and how much
+host memory that takes.
+
+Each is measured in a process of its own, whose peak the kernel counts. What a first save of something small takes once
+(imports, thread pools) does not count, nor does the state itself where the devices have no memory but the host's; the
+temporaries of programs that compute on such devices do.
+"""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from lm.bench import results
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.config.text import dump
+from lm.errors import ConfigError, LmError
+from lm.experiment import Experiment, load
+from lm.training.mesh import make_mesh
+from lm.training.program import abstract_state
+from lm.training.step import State, TrainStep
+
+DEFAULT = 'configs/models/small.gin'
+STATUS = pathlib.Path('/proc/self/status')
+RESET = pathlib.Path('/proc/self/clear_refs')
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointRow:
+    """A save or a restore.
+
+    Attributes:
+        name: 'save' or 'restore'.
+        state_mib: of all arrays.
+        blocked_seconds: that a training waits.
+        seconds: until everything is on disk, or on the devices.
+        host_mib: the most host memory on top of the state's own.
+        host_over_state: over `state_mib`.
+    """
+
+    name: str
+    state_mib: float
+    blocked_seconds: float
+    seconds: float
+    host_mib: float
+    host_over_state: float
+
+
+def run(arguments: Any) -> int:
+    """The command."""
+    results.check_writable(arguments.json, None)
+    if not RESET.exists():
+        raise ConfigError('lm bench checkpoint: only Linux counts the peak of a process; run it there')
+    experiment = load(arguments.gin_file or [DEFAULT], arguments.gin_param)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix='lm-bench-', dir=arguments.folder) as folder:
+        pathlib.Path(folder, 'config.gin').write_text(dump(experiment))
+        for name in MEASURED:
+            command = [sys.executable, '-m', 'lm.bench.checkpoint', name, folder]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise LmError(f'lm bench checkpoint: {name} failed: {done.stderr.strip()[-500:]}')
+            rows.append(CheckpointRow(**json.loads(done.stdout.splitlines()[-1])))
+    printer, machine = results.Printer(), results.machine()
+    printer.line(results.heading('lm bench checkpoint', machine, ('jax', 'tensorstore')))
+    printer.table([dataclasses.asdict(row) for row in rows], COLUMNS)
+    settings = {'gin_files': arguments.gin_file, 'gin_params': arguments.gin_param, 'folder': arguments.folder}
+    results.write_json(arguments.json, 'checkpoint', machine, settings, rows)
+    return 0
+
+
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    'name': ('', str),
+    'state_mib': ('state MiB', '{:,.0f}'.format),
+    'blocked_seconds': ('s blocked', '{:.2f}'.format),
+    'seconds': ('s', '{:.2f}'.format),
+    'host_mib': ('host MiB more', '{:,.0f}'.format),
+    'host_over_state': ('÷ state', '{:.2f}'.format),
+}
+
+
+# ------------------------------------------------------------------------------------------- in a process of their own
+
+
+class _Peak:
+    """Counts the peak of this process's memory from now on."""
+
+    def __init__(self) -> None:
+        RESET.write_text('5')
+        self.before = self._read('VmRSS')
+
+    def mib(self) -> float:
+        """How far it was above what the process had at the beginning."""
+        return self._read('VmHWM') - self.before
+
+    @staticmethod
+    def _read(name: str) -> float:
+        line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f'{name}:'))
+        return int(line.split()[1]) / 1024
+
+
+def _save(folder: pathlib.Path, abstract: State, size: float) -> CheckpointRow:
+    draw = np.random.default_rng(0)
+
+    def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(draw.random(leaf.shape, 'float32').astype(leaf.dtype), leaf.sharding)
+
+    state = jax.block_until_ready(jax.tree.map(fill, abstract))
+    with Checkpointer(folder / 'small') as small:
+        small.save(1, {'x': jax.numpy.zeros(8)})
+    with Checkpointer(folder / 'whole') as checkpoints:
+        peak, begin = _Peak(), time.monotonic()
+        checkpoints.save(1, state)
+        blocked = time.monotonic() - begin
+        checkpoints.wait()
+        return _row('save', size, blocked, time.monotonic() - begin, peak.mib())
+
+
+def _restore(folder: pathlib.Path, abstract: State, size: float) -> CheckpointRow:
+    with Checkpointer(folder / 'small') as small:
+        small.restore({'x': jax.ShapeDtypeStruct((8,), 'float32')})
+    with Checkpointer(folder / 'whole') as checkpoints:
+        peak, begin = _Peak(), time.monotonic()
+        state, _, _ = checkpoints.restore(abstract)
+        jax.block_until_ready(state)
+        seconds = time.monotonic() - begin
+    own = size if jax.default_backend() == 'cpu' else 0.0
+    return _row('restore', size, seconds, seconds, peak.mib() - own)
+
+
+def _row(name: str, size: float, blocked: float, seconds: float, host: float) -> CheckpointRow:
+    return CheckpointRow(name, size, blocked, seconds, host, host / size)
+
+
+MEASURED = {'save': _save, 'restore': _restore}
+
+
+def _measure(name: str, folder: str) -> None:
+    experiment: Experiment = load([f'{folder}/config.gin'])
+    mesh = make_mesh(experiment.mesh)
+    with jax.set_mesh(mesh):
+        abstract = abstract_state(TrainStep(experiment.model, experiment.optimizer, experiment.train.steps), mesh)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) / 2**20
+        print(json.dumps(dataclasses.asdict(MEASURED[name](pathlib.Path(folder), abstract, size))))
+
+
+if __name__ == '__main__':
+    _measure(*sys.argv[1:])

@@ -1,0 +1,151 @@
+"""`lm` processes that begin where the imports end: python warm.py SOCKET.
+
+Half of the processor time of a tiny training goes into imports. The nursery has made them, and nothing else: each
+process that it forks initialises JAX for itself, gets signals and limits of its own, and ends with an exit code like
+one that was started from scratch. The draws of the random battery begin so; the twenty fixed tests do not.
+"""
+
+import array
+import contextlib
+import json
+import os
+import pathlib
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+
+class Nursery:
+    """The parent of warm processes; a context manager."""
+
+    def __init__(self, environment: dict[str, str]):
+        self._folder = tempfile.TemporaryDirectory(prefix='lm_warm.')
+        self._path = os.path.join(self._folder.name, 'socket')
+        command = [sys.executable, __file__, self._path]
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        if not self._process.stdout.readline():
+            raise RuntimeError('the nursery did not start')
+
+    def start(self, program: list[str], devices: int) -> 'Warm':
+        """A process of `launchers.main(*program)` with so many simulated devices; one pipe for all its output."""
+        reading, writing = os.pipe()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self._path)
+        request = json.dumps({'program': program, 'devices': devices}).encode()
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [writing]))
+        connection.sendmsg([len(request).to_bytes(4, 'big')], [rights])
+        connection.sendall(request)
+        os.close(writing)
+        return Warm(connection, open(reading, errors='replace'))
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> 'Nursery':
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+class Warm:
+    """What the battery needs of a subprocess.Popen."""
+
+    def __init__(self, connection: socket.socket, stdout):
+        self.stdout, self.returncode = stdout, None
+        self._answers = connection.makefile()
+        self._connection = connection
+        self.pid = int(self._answers.readline())
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
+            self.returncode = int(self._answers.readline() or -signal.SIGKILL)
+            self._connection.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired('lm', timeout)
+            select.select([self._connection], [], [], 0.2)
+        return self.returncode
+
+    def send_signal(self, how: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, how)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def nurse(path: str) -> dict:
+    """Forks a process for each request and reports how it ended; returns the request in each child."""
+    ended, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    os.set_blocking(ended, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen(64)
+    print('ready', flush=True)
+    children: dict[int, socket.socket] = {}
+    while True:
+        readable, _, _ = select.select([server, ended, sys.stdin], [], [])
+        if sys.stdin in readable:  # closed: who has started this is gone
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+            sys.exit()
+        if ended in readable:
+            os.read(ended, 4096)
+            for pid in list(children):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    with children.pop(pid) as connection, contextlib.suppress(OSError):  # nobody may listen any more
+                        connection.sendall(f'{os.waitstatus_to_exitcode(status)}\n'.encode())
+        if server in readable:
+            connection, _ = server.accept()
+            head, descriptors, _, _ = socket.recv_fds(connection, 4, 1)
+            with connection.makefile('rb', buffering=0) as rest:
+                size, data = int.from_bytes(head, 'big'), b''
+                while len(data) < size:
+                    data += rest.read(size - len(data))
+            pid = os.fork()
+            if not pid:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for each in (server, connection, *children.values()):
+                    each.close()
+                os.setsid()
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                os.dup2(descriptors[0], 1)
+                os.dup2(descriptors[0], 2)
+                for descriptor in (ended, wakeup, descriptors[0]):
+                    os.close(descriptor)
+                return json.loads(data)
+            os.close(descriptors[0])
+            children[pid] = connection
+            connection.sendall(f'{pid}\n'.encode())
+
+
+if __name__ == '__main__':
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    import launchers
+
+    import lm.cli
+    import lm.train
+    from lm.attention import mechanisms
+
+    mechanisms()
+    request = nurse(sys.argv[1])
+    lm.cli.end_on_sigterm('lm')  # as at the beginning of the program
+    os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={request["devices"]}'
+    sys.exit(launchers.main(request['program']))
