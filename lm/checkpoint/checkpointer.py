@@ -1,4 +1,4 @@
-"""Checkpoints: asynchronous, atomic, checksummed, and never silently wrong. The only file that knows Orbax.
+"""Checkpoints: asynchronous, atomic, checksummed, and never silently wrong.
 
 Orbax writes; `lm.checkpoint.snapshot` describes what lies on disk and reads it. Two habits of Orbax are dealt with: it
 returns flipped bits of array data silently, and its manager counts a failed asynchronous save as done.
@@ -17,6 +17,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
+from lm.checkpoint.object_storage import S3, teach_s3
 from lm.checkpoint.quiet import Quiet
 from lm.checkpoint.snapshot import COMMITTED, Damaged, Snapshot, flatten, make_record, one_line, some, steps_in
 from lm.config.configurable import configurable, field
@@ -255,6 +256,8 @@ class Checkpointer:
     def _manager(self) -> _Manager:
         if self._lazy_manager is None:
             self._quiet.start()
+            if str(self.directory).startswith(S3):
+                teach_s3()
             self._tidy()
             policies = [LatestN(self.config.keep_last), _Best(self.config.keep_best, self._losses)]
             if self.config.keep_every:
@@ -281,7 +284,7 @@ class Checkpointer:
         else they would block saves of the same number, or be taken for the newest after a restart."""
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-            for path in list(self.directory.iterdir()):
+            for path in list(self.directory.iterdir()) if self.directory.exists() else ():  # a bucket has no folders
                 unmarked = is_remote(path) and path.name.isdigit() and not (path / COMMITTED).exists()
                 if TEMPORARY in path.name or unmarked:
                     path.rmtree()
