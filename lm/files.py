@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 from etils import epath
+from fsspec.config import conf as fsspec_conf
 
 from lm.errors import ConfigError, LmError
 
@@ -56,7 +57,31 @@ def open_path(path: os.PathLike | str, name: str = 'path') -> Any:
     package = PACKAGES[scheme]
     if not any(importlib.util.find_spec(module) for module in (package, 'tensorflow')):
         raise ConfigError(f'{_label(path, name)}: {scheme}:// needs a package that is not here; pip install {package}')
+    # TensorStore and other processes write beside fsspec, which would not notice: it may not remember what it has seen.
+    fsspec_conf.setdefault(scheme, {})['use_listings_cache'] = False
     return epath.Path(path)
+
+
+def folder_spec(path: os.PathLike | str) -> dict[str, Any]:
+    """TensorStore's specification of a folder, local or in a bucket.
+
+    For s3:// it holds what TensorStore reads from no environment variable: the endpoint of a server that is not
+    Amazon's (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL), the region, and that conditional writes are the server's.
+    """
+    if not is_remote(path):
+        return {'driver': 'file', 'path': os.path.abspath(local_path(path)) + '/'}
+    scheme, _, rest = os.fspath(path).partition('://')
+    bucket, _, inner = rest.strip('/').partition('/')
+    where = {'bucket': bucket, 'path': f'{inner}/' if inner else ''}
+    if scheme == 'gs':
+        return {'driver': 'gcs', **where}
+    spec = {'driver': 's3', **where, 'use_conditional_write': True}
+    if endpoint := os.environ.get('AWS_ENDPOINT_URL_S3') or os.environ.get('AWS_ENDPOINT_URL'):
+        region = os.environ.get('AWS_REGION') or os.environ.get('AWS_DEFAULT_REGION') or 'us-east-1'
+        spec |= {'endpoint': endpoint, 'aws_region': region}
+    if 'AWS_ACCESS_KEY_ID' in os.environ:
+        spec['aws_credentials'] = {'type': 'environment'}  # the search for others complains on stderr
+    return spec
 
 
 def write_atomically(path: os.PathLike | str, content: str | bytes | Iterable[Any]) -> int:

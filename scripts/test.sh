@@ -13,7 +13,7 @@ venv=${VENV:-.venv}
 if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv"
 fi
-extras='test'
+extras='test,test_buckets'
 case " $* " in
   *' -m gpu '*)
     extras='test,gpu'

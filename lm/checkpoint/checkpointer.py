@@ -16,6 +16,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from lm.checkpoint.object_storage import S3, teach_s3
 from lm.checkpoint.quiet import Quiet
 from lm.checkpoint.snapshot import COMMITTED, Damaged, Snapshot, flatten, make_record, one_line, some, steps_in
 from lm.config.configurable import configurable, field
@@ -250,6 +251,8 @@ class Checkpointer:
             from lm.checkpoint.writer import Writer  # Orbax takes half a second, which the first step need not wait for
 
             self._quiet.start()
+            if str(self.directory).startswith(S3):
+                teach_s3()
             self._tidy()
             config = self.config
             self._lazy_manager = Writer(
@@ -269,7 +272,7 @@ class Checkpointer:
         else they would block saves of the same number, or be taken for the newest after a restart."""
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-            for path in list(self.directory.iterdir()):
+            for path in list(self.directory.iterdir()) if self.directory.exists() else ():  # a bucket has no folders
                 unmarked = is_remote(path) and path.name.isdigit() and not (path / COMMITTED).exists()
                 if TEMPORARY in path.name or unmarked:
                     path.rmtree()

@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from lm.checkpoint.checksum import checksums
 from lm.checkpoint.memory import ReadBudget, give_back_memory
 from lm.errors import MismatchError
-from lm.files import is_remote
+from lm.files import folder_spec
 
 FORMAT = 1
 COMMITTED = 'commit_success.txt'
@@ -109,11 +109,9 @@ class Snapshot:
         return arrays
 
     def _read_array(self, name: str, target: Any, context: ts.Context) -> jax.Array:
-        folder = str(self.path / 'state') + '/'
-        base = folder if is_remote(self.path) else {'driver': 'file', 'path': folder}
         spec = {
             'driver': 'zarr',
-            'kvstore': {'driver': 'ocdbt', 'base': base, 'path': name + '/'},
+            'kvstore': {'driver': 'ocdbt', 'base': folder_spec(self.path / 'state'), 'path': name + '/'},
             'fill_missing_data_reads': False,
         }
         store = ts.open(spec, open=True, context=context).result()

@@ -23,6 +23,8 @@ import jax
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
+from lm.files import open_path
+
 SUFFIX = '-cache'
 """How JAX's names of programs end."""
 SETTINGS = {
@@ -49,7 +51,7 @@ class CompileCache:
 
     def __init__(self, folder: epath.PathLike | None):
         is_used = folder is not None and jax.config.jax_compilation_cache_dir is None
-        self.folder = epath.Path(folder) / _machine() if is_used else None
+        self.folder = epath.Path(open_path(folder, '--compile_cache')) / _machine() if is_used else None
         self._private: Path | None = None
         self._known: set[str] = set()
         self._damaged: list[epath.Path] = []

@@ -15,7 +15,7 @@ from lm.config.configurable import REGISTRY
 from lm.config.names import names_today, renewed
 from lm.config.text import Macro, Reference, format_value, listed, replace_nodes
 from lm.errors import ConfigError
-from lm.files import check_scheme, is_remote
+from lm.files import is_remote, open_path
 
 PROJECT = pathlib.Path(__file__).resolve().parents[2]
 """The checkout: `configs/…` and `data/…` are found here from any working directory."""
@@ -204,8 +204,7 @@ def _find_file(name: str, includer: Any = None, where: str = '') -> Any:
     if is_remote(name) or (is_remote(str(includer)) and not os.path.isabs(name)):
         from etils import epath
 
-        check_scheme(name, '--gin_file')
-        path = epath.Path(name) if is_remote(name) else includer.parent / name
+        path = epath.Path(open_path(name, '--gin_file')) if is_remote(name) else includer.parent / name
         if '..' in str(path).split('/'):
             raise ConfigError(f'{where}{name!r}: write the address without ..')
         try:

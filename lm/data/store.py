@@ -12,7 +12,6 @@ token.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ import tensorstore as ts
 from lm.data import pg19
 from lm.data.tokenizer import Tokenizer
 from lm.errors import AbsentError, ConfigError, LmError, MismatchError
-from lm.files import check_scheme, is_remote, local_path
+from lm.files import check_scheme, folder_spec, is_remote, local_path
 
 CHUNK = 2**14
 """Elements read and checksummed together."""
@@ -179,7 +178,7 @@ class TokenStore:
             try:
                 array = ts.open(
                     {
-                        **_spec(self._kvstore, split, name),
+                        **_spec(self.path, split, name),
                         'fill_missing_data_reads': False,
                         'recheck_cached_data': False,
                     },
@@ -242,7 +241,7 @@ def write_array(path: str, split: str, name: str, blocks: Iterable[np.ndarray], 
     crc = [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}]
     array = ts.open(
         {
-            **_spec(kvstore, split, name),
+            **_spec(path, split, name),
             # Chunks of zeros are stored like all others: only so is a missing chunk known to be lost.
             'store_data_equal_to_fill_value': True,
             'metadata': {
@@ -277,12 +276,10 @@ def split_digest(tokens: 'hashlib._Hash', ends: np.ndarray) -> str:
 def open_kvstore(path: str) -> ts.KvStore:
     """TensorStore's view of a folder or a bucket. Raises ConfigError for an address of another kind."""
     check_scheme(path, 'data.path')
-    if is_remote(path):
-        spec = path.rstrip('/') + '/'
-    else:
-        spec = {'driver': 'file', 'path': os.path.abspath(local_path(path, 'data.path')) + '/'}
+    if not is_remote(path):
+        local_path(path, 'data.path')  # which names the field where there is no such user
     try:
-        return ts.KvStore.open(spec).result()
+        return ts.KvStore.open(folder_spec(path)).result()
     except ValueError as error:
         raise ConfigError(
             f'data.path = {path!r}: {str(error).split(" [")[0]}; use a folder, gs://… or s3://…'
@@ -299,9 +296,8 @@ def write_file(path: str, name: str, content: bytes) -> None:
     open_kvstore(path).write(name, content).result()
 
 
-def _spec(kvstore: ts.KvStore, split: str, name: str) -> dict[str, Any]:
-    base = kvstore.spec().to_json()
-    return {'driver': 'zarr3', 'kvstore': base | {'path': f'{base.get("path", "")}{split}/{name}/'}}
+def _spec(path: str, split: str, name: str) -> dict[str, Any]:
+    return {'driver': 'zarr3', 'kvstore': folder_spec(f'{path.rstrip("/")}/{split}/{name}')}
 
 
 def _checksum(info: dict[str, Any]) -> str:

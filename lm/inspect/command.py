@@ -9,6 +9,7 @@ from rich.console import Console
 
 import lm.experiment  # noqa: F401 (fills the registry, which knows the names of bindings)
 from lm.errors import ConfigError, MismatchError
+from lm.files import open_path
 from lm.inspect.runs import inspect_run
 from lm.inspect.stores import inspect_store
 from lm.inspect.tables import print_run, print_store, print_sweep
@@ -20,7 +21,7 @@ def main(_: Any, arguments: Any) -> int:
     """The `lm inspect` command. Raises MismatchError, after everything was printed, if something is damaged."""
     # The accelerators of this machine may be busy with the very run that is looked at.
     jax.config.update('jax_platforms', 'cpu')
-    path = epath.Path(arguments.path).expanduser()
+    path = epath.Path(open_path(arguments.path))
     if (path / 'dataset.json').exists():
         found, show = inspect_store(arguments.path, arguments.verify), print_store
     elif is_run(path):

@@ -13,6 +13,7 @@ from etils import epath
 
 from lm import plots
 from lm.errors import ConfigError
+from lm.files import open_path
 from lm.report import paper
 from lm.report.report import Report
 from lm.runs import sweep_file
@@ -40,6 +41,6 @@ def main(_: Any, arguments: Any) -> int:
 
 def points_without_runs(paths: Iterable[str]) -> list[dict[str, Any]]:
     """The points of the sweeps among `paths` that have no run directory: not begun, or refused."""
-    roots = [root for path in paths if '*' not in path and sweep_file.is_sweep(root := epath.Path(path).expanduser())]
+    roots = [root for path in paths if '*' not in path and sweep_file.is_sweep(root := epath.Path(open_path(path)))]
     rows = [(root, row) for root in roots for row in sweep_file.read_rows(root)]
     return [row for root, row in rows if not (root / row['point'] / 'config.gin').exists()]

@@ -23,7 +23,7 @@ import tensorstore as ts
 from etils import epath
 
 from lm.errors import ConfigError, LmError, last_act
-from lm.files import is_remote
+from lm.files import folder_spec, is_remote
 from lm.runs.leader import on_leader
 
 NAME = 'lock.json'
@@ -44,8 +44,7 @@ class RunLock:
 
     def __init__(self, directory: epath.Path):
         self.directory = directory
-        folder = f'{directory}/'
-        self._spec = folder if is_remote(directory) else {'driver': 'file', 'path': folder}
+        self._spec = folder_spec(directory)
         self._owner = {
             'host': socket.gethostname(),
             'pid': os.getpid(),

@@ -17,7 +17,7 @@ from etils import epath
 
 from lm.checkpoint.snapshot import Snapshot
 from lm.errors import ConfigError
-from lm.files import is_remote
+from lm.files import is_remote, open_path
 from lm.runs.goodput import checked
 from lm.runs.info import read_info
 from lm.runs.metrics_file import read_lines
@@ -188,12 +188,13 @@ def _read_if_own(path: epath.Path, named: bool) -> Run | None:
 
 def _expand(pattern: str) -> list[epath.Path]:
     if not any(character in pattern for character in '*?['):
-        return [epath.Path(pattern).expanduser()]
+        return [epath.Path(open_path(pattern))]
     if is_remote(pattern):
+        open_path(pattern)  # which refuses what cannot be read
         scheme, _, rest = pattern.partition('://')
         bucket, _, inner = rest.partition('/')
         return sorted(epath.Path(f'{scheme}://{bucket}').glob(inner))
-    return [epath.Path(path) for path in sorted(glob.glob(epath.Path(pattern).expanduser().as_posix()))]
+    return [epath.Path(path) for path in sorted(glob.glob(open_path(pattern).as_posix()))]
 
 
 def read_json(path: epath.Path) -> Any:

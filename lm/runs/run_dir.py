@@ -22,7 +22,7 @@ from lm.config.configurable import REGISTRY
 from lm.config.names import may_change, up_to_date
 from lm.config.text import dump
 from lm.errors import ConfigError, MismatchError, writing
-from lm.files import check_scheme, is_remote, write_atomically
+from lm.files import check_scheme, is_remote, open_path, write_atomically
 from lm.runs.goodput import checked
 from lm.runs.info import next_info, read_raw, to_text
 from lm.runs.leader import on_leader
@@ -43,9 +43,9 @@ class RunDir:
 
     def __init__(self, path: epath.PathLike):
         check_path(path)
-        self.path = epath.Path(path)
+        self.path = epath.Path(open_path(path, '--run_dir'))
         if not is_remote(self.path):
-            self.path = self.path.expanduser().absolute()
+            self.path = self.path.absolute()
         self.config = self.path / 'config.gin'
         self.info = self.path / 'run.json'
         self.checkpoints = self.path / 'checkpoints'

@@ -5,7 +5,7 @@ from typing import Any
 
 from etils import epath
 
-from lm.files import is_remote, write_atomically
+from lm.files import is_remote, open_path, write_atomically
 from lm.runs import sweep_file
 from lm.runs.records import Run, is_run
 from lm.runs.run_dir import RunDir
@@ -16,10 +16,10 @@ class Sweep:
     """The points and what is known of them in the folder `root`, a local path or an address."""
 
     def __init__(self, root: epath.PathLike, points: list[Point]):
-        self.root = epath.Path(root)
+        self.root = epath.Path(open_path(root, '--run_dir'))
         self.is_local = not is_remote(self.root)
         if self.is_local:
-            self.root = self.root.expanduser().absolute()
+            self.root = self.root.absolute()
         self.points = points
         self.notes = self.root / sweep_file.NOTES
 
