@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from lm.data import tokenizers
 from lm.data.prepare.cleaning import CLEANINGS
 from lm.data.sources import Source
 from lm.data.sources.base import Document, Shard
-from lm.data.tokenizer import Tokenizer, TokenizerConfig, sentences, train
+from lm.data.tokenizers import Tokenizer, TokenizerConfig
+from lm.data.tokenizers.sentencepiece import sentences, train
 from lm.errors import MismatchError
 from lm.files import write_atomically
 
@@ -47,10 +49,16 @@ class Preparation:
     folder: pathlib.Path
     """Of the intermediate files; tokenizer.model lies in it."""
     strict: bool
+    eod: str | None = None
+    """Name of the end-of-document token; None: the tokenizer's own."""
 
     @property
     def model(self) -> pathlib.Path:
         return self.folder / 'tokenizer.model'
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that lies in the folder."""
+        return tokenizers.from_bytes(self.model.read_bytes(), self.eod)
 
     def result(self, shard: Shard, index: int) -> 'Result':
         return Result(self.folder / shard.split / f'{index:06d}')
@@ -107,10 +115,10 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
     result = job.result(shard, index)
     if result.counts():
         return
-    tokenizer = _tokenizers.get(job.model) or Tokenizer.load(job.model)
+    tokenizer = _tokenizers.get(job.model) or job.tokenizer()
     _tokenizers[job.model] = tokenizer
     tokens, lengths = [], []
-    counts = {'documents': 0, 'bytes': 0, 'words': 0, 'tokens': 0, 'bad': []}
+    counts = {'documents': 0, 'bytes': 0, 'words': 0, 'tokens': 0, 'bad': [], 'decoded': 0, 'unchanged': 0}
     for texts, bad in _batches(job, shard):
         counts['bad'] += bad
         if not texts:
@@ -118,6 +126,9 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
         batch_tokens, batch_lengths = tokenizer.encode_documents(texts)
         tokens.append(batch_tokens)
         lengths.append(batch_lengths)
+        if not counts['decoded']:  # of each shard, BATCH_BYTES are compared with their decoded tokens
+            counts['decoded'] = len(texts)
+            counts['unchanged'] = count_unchanged(tokenizer, texts, batch_tokens, batch_lengths)
         encoded = [text.encode() for text in texts]
         size = sum(map(len, encoded))
         counts['documents'] += len(texts)
@@ -132,9 +143,12 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
 
 
 def train_tokenizer(job: Preparation, config: TokenizerConfig, shards: list[Shard]) -> None:
-    """Trains the tokenizer on a sample of the shards and writes its model."""
+    """Writes the model of the tokenizer: an existing one, or one that is trained on a sample of the shards."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(job.model, train(config, _sample(job, config.sample_bytes, shards)))
+    if config.model_path is None:
+        write_atomically(job.model, train(config, _sample(job, config.sample_bytes, shards)))
+    else:
+        write_atomically(job.model, tokenizers.load(config.model_path, config).model)
 
 
 def documents(job: Preparation, shard: Shard) -> Iterator[Document]:
@@ -150,6 +164,12 @@ def documents(job: Preparation, shard: Shard) -> Iterator[Document]:
                 'skip such documents and list them'
             )
         yield document
+
+
+def count_unchanged(tokenizer: Tokenizer, texts: list[str], tokens: np.ndarray, lengths: np.ndarray) -> int:
+    """How many of `texts` are what their tokens decode to; arguments as `Tokenizer.encode_documents` returns them."""
+    documents = np.split(tokens, np.cumsum(lengths)[:-1])
+    return sum(tokenizer.decode(ids[:-1]) == text for ids, text in zip(documents, texts, strict=True))
 
 
 def count_words(text: str, encoded: bytes) -> int:
