@@ -192,6 +192,17 @@ def test_what_is_wrong_is_said(files, tmp_path):
         tokenizers.from_bytes(b'anything', name='tokenizer.json')
 
 
+def test_generated_text_is_written_as_it_comes(tokenizer):
+    """Characters of several tokens appear when they are whole."""
+    from lm.generate import TextStream
+
+    text = 'Größe 👩‍👩‍👧 12 €, WE see.\n'
+    stream, ids = TextStream(tokenizer), [*tokenizer.encode(text), tokenizer.eod_id]
+    parts = [stream([i]) for i in ids] + [stream([], last=True)]
+    assert ''.join(parts) == text
+    assert sum(map(bool, parts)) > 5
+
+
 @needs_corpora
 def test_real_text_comes_back(tokenizer):
     lines = (CORPORA / 'wiki40b_en' / 'validation.jsonl').read_text().splitlines()[:30]

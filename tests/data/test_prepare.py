@@ -238,6 +238,7 @@ def test_an_existing_tokenizer(tmp_path):
         tokenizer=TokenizerConfig(model_path=str(tmp_path / 'own.model')),
     )
     assert info['tokenizer'] == {
+        'file': 'tokenizer.model',
         'sha256': hashlib.sha256(model).hexdigest(),
         'vocab_size': 400,
         'eod_id': 1,

@@ -60,6 +60,7 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
         console.print(f'{path} is already prepared: nothing to do{remark}', highlight=False)
         console.print(_table(info))
         return info
+    _check_ready_tokens(config)
     config.source.fetch(lambda line: console.print(line, highlight=False))
     settings = _settings(config)
     folder = _folder(path)
@@ -75,7 +76,8 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
     decoded, unchanged = (sum(split[key] for split in info['splits'].values()) for key in ('decoded', 'unchanged'))
     if decoded:
         share = f'{100 * unchanged / decoded:.4g} %'
-        console.print(f'{share} of {decoded:,} documents that were compared decode to themselves', highlight=False)
+        verb = 'encode' if config.source.holds_tokens else 'decode'
+        console.print(f'{share} of {decoded:,} documents that were compared {verb} to themselves', highlight=False)
     bad = sum(split['bad_records'] for split in info['splits'].values())
     if bad:
         console.print(f'{bad} bad records were skipped: {path}/bad_records.jsonl names them', highlight=False)
@@ -238,6 +240,18 @@ def _digested(blocks: Iterator[np.ndarray], digest: Any, meter: Meter) -> Iterat
         yield block
         size, tokens = size + block.nbytes, tokens + len(block)
         meter.update(size, tokens)
+
+
+def _check_ready_tokens(config: PrepareConfig) -> None:
+    """Raises ConfigError unless the tokenizer of a source of ready tokens is named, and is the one of its tokens."""
+    if not config.source.holds_tokens:
+        return
+    source = f'prepare.source = @{config.source.gin_name}()'
+    if config.tokenizer.model_path is None:
+        raise ConfigError(f'{source}: holds tokens; name the tokenizer that made them with tokenizer.model_path')
+    if config.cleaning != 'none':
+        raise ConfigError(f"{source}: holds tokens, which cannot be cleaned; set prepare.cleaning = 'none'")
+    config.source.check_eod(tokenizers.load(config.tokenizer.model_path, config.tokenizer).eod_id)
 
 
 def _split_names(config: PrepareConfig) -> tuple[str, ...]:
