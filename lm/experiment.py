@@ -5,23 +5,22 @@ run = load_run(experiment, 'runs/small')
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.config import load as gin
-from lm.data.dataset import DataConfig
+from lm.data.dataset import DataConfig, Store
 from lm.data.prepare.config import PrepareConfig
-from lm.data.store import TokenStore
 from lm.errors import FINAL, AbsentError, LmError, MismatchError
 from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.evaluator import check_evaluation
 from lm.model import ModelConfig
 from lm.runs.initial import InitialParameters
 from lm.runs.run_dir import RunDir
-from lm.tasks import TaskStore
 from lm.training.config import TrainConfig
 from lm.training.inputs import check_vocabulary, make_windows
 from lm.training.mesh import MeshConfig, make_mesh
@@ -86,7 +85,9 @@ def validate(experiment: Experiment, devices: int | None = None, known: dict | N
     check_vocabulary(store, data, model)
     make_windows(data, train, store)
     store.read(data.train_split, 0, 1)
-    check_evaluation(experiment.evaluate, data, train.context_length, store)
+    absent = _or_say(lambda: check_evaluation(experiment.evaluate, data, train.context_length, store, PATIENCE_SECONDS))
+    if absent:
+        return [absent]
     if train.init_from:
         params = known[step].abstract()['params']
         try:
@@ -96,12 +97,17 @@ def validate(experiment: Experiment, devices: int | None = None, known: dict | N
     return []
 
 
-def _open_or_say(data: DataConfig, context_length: int) -> TokenStore | TaskStore | str:
+def _open_or_say(data: DataConfig, context_length: int) -> Store | str:
     """What the data section names, or why it cannot be had here."""
-    if data.task is None and not data.path:
+    if data.task is None and not data.path and not data.mixture:
         return "data.path = '': names no token store"
+    return _or_say(lambda: data.open(context_length, timeout=PATIENCE_SECONDS))
+
+
+def _or_say(work: Callable[[], Any]) -> Any:
+    """What `work` returns, or why it cannot be had here."""
     try:
-        return data.open(context_length, timeout=PATIENCE_SECONDS)
+        return work()
     except LmError as error:
         if error.exit_code in FINAL and not isinstance(error, AbsentError):
             raise
@@ -114,7 +120,7 @@ class LoadedRun:
     the `step` after which it was saved."""
 
     directory: RunDir
-    store: TokenStore | TaskStore
+    store: Store
     mesh: Mesh
     functions: TrainStep
     weights: State

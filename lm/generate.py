@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load_run
 from lm.model import Transformer

@@ -25,6 +25,7 @@ from lm.errors import Diverged, LmError, Preempted
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator
+from lm.evaluation.sets import SetsEvaluator, flat
 from lm.experiment import Experiment
 from lm.hardware import peak_flops
 from lm.runs.branch import branch_of
@@ -104,13 +105,15 @@ def set_up(
     mesh = make_mesh(experiment.mesh)
     stack.enter_context(jax.set_mesh(mesh))
     batches = make_batches(data, config, store, mesh)
-    functions = TrainStep(model, experiment.optimizer, config.steps, scored=data.task and data.task.scored)
+    functions = TrainStep(
+        model, experiment.optimizer, config.steps, data.task and data.task.scored, by_window=bool(data.mixture)
+    )
     evaluator = make_evaluator(experiment.evaluate, data, config.context_length, functions, mesh, store)
     parameters = sum(functions.count_parameters().values())
     is_leader = jax.process_index() == 0
     if is_leader:
-        epochs = config.steps * config.tokens_per_step / store.tokens(data.train_split)
-        rows = plan_rows(model, config, parameters, f'{epochs:.3g} epochs of {store.path}')
+        seen = f'{batches.windows.describe(config.steps)} of {store.path}'
+        rows = plan_rows(model, config, parameters, seen)
         for name, value in (rows | {'devices': describe_mesh(mesh, model.compute_dtype)}).items():
             print_row(name, value)
     run = RunDir(run_dir)
@@ -213,7 +216,7 @@ class Trainer:
     batches: Batches
     advance: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
     redraw: Callable[..., State]
-    evaluator: Evaluator | TaskEvaluator
+    evaluator: Evaluator | SetsEvaluator | TaskEvaluator
     checkpointer: Checkpointer
     metrics_file: MetricsFile
     progress: Progress
@@ -284,7 +287,9 @@ class Trainer:
         if self.pending is None:
             return
         (step, metrics), self.pending, config = self.pending, None, self.config
-        metrics = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        metrics = jax.device_get(metrics)
+        by_source = self.batches.windows.by_source(step - 1, metrics.pop('window_loss', None))
+        metrics = {name: value.item() for name, value in metrics.items()}
         self.bad_steps = metrics['in_a_row']
         if self.bad_steps >= config.max_nonfinite_steps:
             raise Diverged(self.describe_divergence(step, self.functions.name_of(metrics['first_bad'])))
@@ -303,6 +308,7 @@ class Trainer:
             'seconds': self.throughput.seconds,
             'skipped_steps': metrics['skipped'],
             'data_wait_seconds': self.goodput.total('data') - self.data_seconds,
+            **by_source,
         }
         self.data_seconds = self.goodput.total('data')
         self.metrics_file.write(record)
@@ -334,7 +340,7 @@ class Trainer:
             result = self.evaluator(weights(self.state), step, lambda: self.preemption.requested(step))
         if result is None:
             self.stop(step)
-        self.metrics_file.write({'kind': 'eval', **result, 'seconds': self.throughput.seconds})
+        self.metrics_file.write({'kind': 'eval', **flat(result), 'seconds': self.throughput.seconds})
         self.progress.note(f'evaluation at step {step}: {self.evaluator.split} {self.evaluator.describe(result)}')
         return result['loss']
 

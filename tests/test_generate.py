@@ -16,7 +16,7 @@ from lm import model as model_lib
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.data.store import TokenStore
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizers.sentencepiece import SentencePiece
 from lm.errors import ConfigError
 from lm.generate import Sampling, TextStream, generate, state_bytes
 
@@ -96,7 +96,7 @@ def test_wrong_sampling_is_named(wrong):
         Sampling(**wrong)
 
 
-def streamed(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> str:
+def streamed(tokenizer: SentencePiece, ids: list[int], cuts: list[int]) -> str:
     stream, start, text = TextStream(tokenizer), 0, ''
     for end in [*sorted(min(c, len(ids)) for c in cuts), len(ids)]:
         text += stream(ids[start:end])

@@ -35,7 +35,13 @@ FLOORS = (
 )  # fmt: skip
 """From the ground up. A file belongs to the longest entry that its name begins with; rooms of one floor do not meet."""
 
-OWNERS = {'gin': 'lm.config.', 'orbax': 'lm.checkpoint.', 'tensorflow_datasets': 'lm.data.sources.tfds'}
+OWNERS = {
+    'gin': 'lm.config.',
+    'orbax': 'lm.checkpoint.',
+    'tensorflow_datasets': 'lm.data.sources.tfds',
+    'tokenizers': 'lm.data.tokenizers.huggingface',
+    'tiktoken': 'lm.data.tokenizers.ranks',
+}
 """Library → the only place that imports it."""
 
 ALLOWED_WORDS = {'lm.report.paper', 'lm.report.paper_tables'}

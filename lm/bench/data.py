@@ -30,7 +30,7 @@ from lm.data.prepare import shards as work
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.stages import assemble
 from lm.data.sources.jsonl import Jsonl
-from lm.data.tokenizer import Tokenizer, TokenizerConfig
+from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError
 from lm.ops.platform import data_shards
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
@@ -161,7 +161,7 @@ def measure_prepare(
     job = work.Preparation(Jsonl(path=str(folder)), 'none', 10**9, folder / 'unfinished', strict=True)
     shards = job.source.shards('train')
     _train(job, shards, vocab_size)
-    tokenizer = Tokenizer.load(job.model)
+    tokenizer = job.tokenizer()
     processor = sentencepiece.SentencePieceProcessor(model_file=str(job.model))
     lines = [line for document in documents for line in document.splitlines(keepends=True)]
     config = PrepareConfig(source=job.source, splits=('train',), tokenizer=_TOKENIZER)

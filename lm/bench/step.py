@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from lm.attention import YARDSTICK
 from lm.bench import results, timing
 from lm.bench.candidates import Candidate, of_arguments
-from lm.data.tokenizer import token_dtype
+from lm.data.tokenizers import token_dtype
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import peak_flops

@@ -174,8 +174,10 @@ def changed(experiment: Experiment, bindings: Mapping[str, Any]) -> Experiment:
 
 def _compile(experiment: Experiment, mesh: jax.sharding.Mesh, topology: Topology) -> tuple[Any, float]:
     """(the compiled step, 0), or (None, the GiB that it would need)."""
-    config, task = experiment.train, experiment.data.task
-    functions = TrainStep(experiment.model, experiment.optimizer, config.steps, scored=task and task.scored)
+    config, data = experiment.train, experiment.data
+    functions = TrainStep(
+        experiment.model, experiment.optimizer, config.steps, data.task and data.task.scored, bool(data.mixture)
+    )
     dtype = experiment.data.dtype(experiment.model.vocab_size)
     try:
         return lower_step(functions, abstract_state(functions, mesh), config, dtype, mesh).compile(), 0.0

@@ -98,7 +98,8 @@ def check_fields(config: Any) -> None:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """`value` as `annotation` demands, or TypeError. Only lossless conversions: int → float, list → tuple."""
+    """`value` as `annotation` demands, or TypeError. Only lossless conversions: int → float, list → tuple, dict →
+    tuple of pairs."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         return value
@@ -110,6 +111,8 @@ def convert(value: Any, annotation: Any) -> Any:
                 pass
         raise TypeError
     if origin is tuple:
+        if isinstance(value, dict):  # {'a': 1} for a list of pairs
+            value = list(value.items())
         if not isinstance(value, list | tuple):
             raise TypeError
         if len(arguments) == 2 and arguments[1] is Ellipsis:
@@ -140,6 +143,8 @@ def describe(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return ' or '.join(describe(a) for a in arguments)
+    if origin is tuple and Ellipsis not in arguments:
+        return f'({", ".join(describe(a) for a in arguments)})'
     if origin is tuple:
         return 'a list, each item ' + describe(arguments[0])
     if annotation is type(None):

@@ -5,6 +5,7 @@ predicted once an epoch). Epoch e visits them in the order of a pseudo-random pe
 of hosts and devices gives the same global batches; each host reads only the rows of its own devices.
 """
 
+import abc
 import collections
 import concurrent.futures
 from collections.abc import Iterable, Iterator
@@ -17,29 +18,62 @@ from lm.data.store import TokenStore
 from lm.errors import ConfigError
 
 
-class Windows:
-    """Which tokens each step sees: step → start offsets of the windows of its batch."""
+class Order:
+    """The order of the windows of one split: example number → start offset. Epoch e visits each window once, in the
+    order of a permutation keyed by (seed, e)."""
 
-    def __init__(
-        self, n_tokens: int, context_length: int, batch_size: int, seed: int, skip: tuple[tuple[int, int], ...] = ()
-    ):
-        """
-        Args:
-            n_tokens: tokens in the split.
-            context_length: tokens predicted in a window, which is one token longer.
-            batch_size: windows in a global batch.
-            seed: keys the order.
-            skip: half-open ranges of batches that no step sees, such as those of a loss spike.
-        """
+    def __init__(self, n_tokens: int, context_length: int, seed: int):
+        """Raises ConfigError for a split that is shorter than a window."""
         self.count = (n_tokens - 1) // context_length
         if self.count < 1:
             raise ConfigError(
                 f'train.context_length = {context_length}: the split has only {n_tokens} tokens; '
                 'shorten the context or prepare more text'
             )
-        self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
-        self.skip = merge_ranges(skip)
+        self.context_length, self.seed = context_length, seed
         self._epoch: tuple[int, Permutation] | None = None
+
+    def __call__(self, example: np.ndarray) -> np.ndarray:
+        """Start offsets, in the shape of `example`, of the windows that these examples are (numbers from 0)."""
+        epochs, index = np.divmod(example, self.count)
+        window = np.empty_like(index)
+        for epoch in np.unique(epochs):
+            rows = epochs == epoch
+            window[rows] = self._permutation(int(epoch))(index[rows])
+        return window * self.context_length
+
+    def _permutation(self, epoch: int) -> Permutation:
+        found = self._epoch  # read once: batches are made by several threads
+        if found is None or found[0] != epoch:
+            self._epoch = found = (epoch, Permutation(self.count, self.seed, epoch))
+        return found[1]
+
+
+class BatchWindows(abc.ABC):
+    """Which tokens each step sees: step → start offsets of the windows of its batch. Subclasses say where an example
+    stands."""
+
+    def __init__(self, context_length: int, batch_size: int, skip: tuple[tuple[int, int], ...] = ()):
+        """
+        Args:
+            context_length: tokens predicted in a window, which is one token longer.
+            batch_size: windows in a global batch.
+            skip: half-open ranges of batches that no step sees, such as those of a loss spike.
+        """
+        self.context_length, self.batch_size = context_length, batch_size
+        self.skip = merge_ranges(skip)
+
+    @abc.abstractmethod
+    def place(self, example: np.ndarray) -> np.ndarray:
+        """Start offsets, in the shape of `example`, of the windows that these examples are (numbers from 0)."""
+
+    @abc.abstractmethod
+    def by_source(self, step: int, losses_AxB: np.ndarray) -> dict[str, float]:
+        """What is logged of step `step` besides its loss, from the mean losses of its windows, in their order."""
+
+    @abc.abstractmethod
+    def describe(self, steps: int) -> str:
+        """How often the split is seen in so many steps."""
 
     def batch(self, step: int) -> int:
         """The number of the batch that step `step` sees, both from 0: those to skip count, but no step sees them."""
@@ -77,20 +111,35 @@ class Windows:
         ahead = [(max(first, following), end) for first, end in self.skip if end > following]
         self.skip = merge_ranges([*skipped, *ahead])
 
+    def examples(self, step: int) -> np.ndarray:
+        """The numbers [batch_size] of the examples of step `step`, both from 0: the windows of all batches in a row."""
+        return self.batch(step) * self.batch_size + np.arange(self.batch_size)
+
     def starts(self, step: int) -> np.ndarray:
         """Start offsets [batch_size] of the windows of step `step` (from 0)."""
-        example = self.batch(step) * self.batch_size + np.arange(self.batch_size)
-        epochs, index = np.divmod(example, self.count)
-        window = np.empty_like(index)
-        for epoch in np.unique(epochs):
-            rows = epochs == epoch
-            window[rows] = self._permutation(int(epoch))(index[rows])
-        return window * self.context_length
+        return self.place(self.examples(step))
 
-    def _permutation(self, epoch: int) -> Permutation:
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = (epoch, Permutation(self.count, self.seed, epoch))
-        return self._epoch[1]
+
+class Windows(BatchWindows):
+    """The windows of one split, in the order of its epochs."""
+
+    def __init__(
+        self, n_tokens: int, context_length: int, batch_size: int, seed: int, skip: tuple[tuple[int, int], ...] = ()
+    ):
+        """`n_tokens` are those of the split, `seed` keys the order; the rest as in `BatchWindows`."""
+        super().__init__(context_length, batch_size, skip)
+        self.order = Order(n_tokens, context_length, seed)
+        self.count = self.order.count
+
+    def place(self, example: np.ndarray) -> np.ndarray:
+        return self.order(example)
+
+    def by_source(self, step: int, losses_AxB: np.ndarray) -> dict[str, float]:
+        """Nothing: there is one source."""
+        return {}
+
+    def describe(self, steps: int) -> str:
+        return f'{steps * self.batch_size / self.count:.3g} epochs'
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -119,7 +168,7 @@ class Batches:
         self,
         store: TokenStore,
         split: str,
-        windows: Windows,
+        windows: BatchWindows,
         microbatches: int,
         sharding: jax.sharding.Sharding,
     ):

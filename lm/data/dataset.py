@@ -1,12 +1,16 @@
-"""What a run learns from: prepared tokens, or the examples of a synthetic task."""
+"""What a run learns from: prepared tokens, a mixture of them, or the examples of a synthetic task."""
 
 import numpy as np
 
 from lm.config.configurable import configurable, field
+from lm.data.mixture import Mixture, check_mixture
 from lm.data.store import TokenStore
-from lm.data.tokenizer import token_dtype
+from lm.data.tokenizers import token_dtype
 from lm.errors import ConfigError
 from lm.tasks import Task, TaskStore
+
+Store = TokenStore | Mixture | TaskStore
+"""What training and evaluation read."""
 
 
 @configurable('data')
@@ -14,6 +18,9 @@ class DataConfig:
     """Which prepared tokens, or which synthetic task, to train and evaluate on."""
 
     path: str = field('', resume=True, help='the token store that `lm prepare` writes: a folder, gs://… or s3://…')
+    mixture: tuple[tuple[str, float], ...] = field(
+        (), check=check_mixture, help="token stores below `path` and their shares: {'books': 0.7, 'web': 0.3}"
+    )
     train_split: str = field('train', help='the split to train on')
     eval_split: str = field('validation', help='the split of the periodic evaluation')
     task: Task | None = field(None, help='a synthetic task in place of a token store')
@@ -22,13 +29,19 @@ class DataConfig:
         """Of the tokens of a batch, known without opening anything."""
         return np.dtype(np.int32) if self.task else token_dtype(vocab_size)
 
-    def open(self, context_length: int, timeout: float | None = None) -> TokenStore | TaskStore:
-        """What `path` or `task` names; `context_length` is that of the examples of a task, `timeout` in seconds.
+    def open(self, context_length: int, timeout: float | None = None) -> Store:
+        """What `path`, `mixture` or `task` names; `context_length` is that of a task's examples, `timeout` in seconds.
 
-        Raises ConfigError, and what `TokenStore.open` raises.
+        Raises ConfigError, and what `TokenStore.open` and `Mixture.open` raise.
         """
+        if self.task is None and self.mixture:
+            return Mixture.open(self.path, self.mixture, timeout)
         if self.task is None:
             return TokenStore.open(self.path, timeout)
+        if self.mixture:
+            raise ConfigError(
+                f'data.mixture = {list(self.mixture)!r}: a task needs no token store; delete this or data.task'
+            )
         if self.path:
             raise ConfigError(f'data.path = {self.path!r}: a task needs no token store; delete this or data.task')
         return TaskStore(self.task, context_length)

@@ -1,7 +1,7 @@
 """The token store: what `lm prepare` writes and training and evaluation read.
 
     dataset.json            source, cleaning, counts, fingerprints; written last, so its presence means "finished"
-    tokenizer.model         the SentencePiece model
+    tokenizer.model         the tokenizer (of Hugging Face: tokenizer.json; ranks: tokenizer.tiktoken)
     {split}/tokens          zarr3 array, uint16 or uint32: the documents one after another, each ended by the eod token
     {split}/document_ends   zarr3 array, int64: offset behind the eod token of each document
 
@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from lm.data import pg19
-from lm.data.tokenizer import Tokenizer
+from lm.data import pg19, tokenizers
 from lm.errors import AbsentError, ConfigError, LmError, MismatchError
 from lm.files import check_scheme, folder_spec, is_remote, local_path
 
@@ -39,7 +38,7 @@ class TokenStore:
         # A cache keeps the shards' indexes; the contents never change, so nothing is revalidated.
         self._context = ts.Context({'cache_pool': {'total_bytes_limit': INDEX_CACHE_BYTES}})
         self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer: tokenizers.Tokenizer | None = None
 
     @classmethod
     def open(cls, path: str, timeout: float | None = None) -> 'TokenStore':
@@ -135,19 +134,19 @@ class TokenStore:
         except ValueError as error:
             raise self._damage(split, 'document_ends', error) from None
 
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens. Raises MismatchError if tokenizer.model is missing or another one."""
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The tokenizer that made the tokens. Raises MismatchError if its file is missing or another one."""
         if self._tokenizer is None:
-            model = read_file(self._kvstore, 'tokenizer.model')
+            name = self.info['tokenizer'].get('file', 'tokenizer.model')
+            model = read_file(self._kvstore, name)
             if model is None:
-                raise MismatchError(f'{self.path}: tokenizer.model is missing; restore it or prepare the data again')
-            tokenizer = Tokenizer(model, self.info['tokenizer'].get('eod_id')) if self._is_model(model) else None
-            if tokenizer is None:
+                raise MismatchError(f'{self.path}: {name} is missing; restore it or prepare the data again')
+            if not self._is_model(model):
                 raise MismatchError(
-                    f'{self.path}: tokenizer.model is not the one that made the tokens (SHA-256 differs from '
+                    f'{self.path}: {name} is not the one that made the tokens (SHA-256 differs from '
                     'dataset.json); restore it or prepare the data again'
                 )
-            self._tokenizer = tokenizer
+            self._tokenizer = tokenizers.from_bytes(model, self.info['tokenizer'].get('eod_id'), name)
         return self._tokenizer
 
     def verify(self, split: str) -> None:

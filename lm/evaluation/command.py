@@ -5,6 +5,8 @@ import json
 from typing import Any
 
 import jax
+from rich.console import Console
+from rich.table import Table
 
 from lm.config.text import dump
 from lm.evaluation.evaluator import make_evaluator
@@ -47,9 +49,6 @@ def main(experiment: Experiment, arguments: Any) -> int:
 
 def print_table(result: dict, path: str) -> None:
     """The result for people."""
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(title=f'{result["split"]} at step {result["step"]}', show_header=False, title_justify='left')
     rows = {
         'perplexity per token': f'{result["perplexity"]:.4f}',
@@ -72,5 +71,18 @@ def print_table(result: dict, path: str) -> None:
         )
     console = Console()
     console.print(table)
+    if result.get('sets'):
+        console.print(table_of_sets(result['sets']))
     console.print(by_position)
     console.print(f'written to {path}', soft_wrap=True)
+
+
+def table_of_sets(sets: dict[str, dict]) -> Table:
+    """The figures of each set for people."""
+    table = Table(title='by set', title_justify='left')
+    for heading in ('set', 'split', 'perplexity per token', 'per word', 'bits per byte', 'tokens'):
+        table.add_column(heading, justify='left' if heading in ('set', 'split') else 'right')
+    for name, found in sets.items():
+        figures = f'{found["perplexity"]:.4f}', f'{found["word_perplexity"]:.4f}', f'{found["bits_per_byte"]:.5f}'
+        table.add_row(name, found['split'], *figures, f'{found["tokens"]:,}')
+    return table

@@ -12,11 +12,21 @@ def _check_window(window: str) -> str | None:
     return "must be 'disjoint' or 'sliding:STRIDE', such as 'sliding:512'"
 
 
+def _check_sets(sets: tuple[tuple[str, str], ...]) -> str | None:
+    names = [name for name, _ in sets]
+    if twice := [name for i, name in enumerate(names) if name in names[:i] or not name or '/' in name]:
+        return f'must name each set once, by a name without a slash, not {twice[0]!r}'
+    return None
+
+
 @configurable('evaluate', resume=True)
 class EvaluateConfig:
     """Which tokens are scored and with how much context."""
 
     split: str | None = field(None, help='None: data.eval_split')
+    sets: tuple[tuple[str, str], ...] = field(
+        (), check=_check_sets, help="other token stores to score: {'books': 'data/books', 'test': 'data/web@test'}"
+    )
     context_length: int | None = field(None, minimum=1, help='None: train.context_length')
     window: str = field('disjoint', check=_check_window, help="'disjoint' or 'sliding:STRIDE'")
     batch_size: int = field(8, minimum=1, help='windows at a time, rounded up to a multiple of the devices')

@@ -2,12 +2,14 @@
 
 from jax.sharding import Mesh
 
-from lm.data.dataset import DataConfig
+from lm.data.dataset import DataConfig, Store
+from lm.data.mixture import Mixture
 from lm.data.store import TokenStore
+from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator, check_task
 from lm.evaluation.config import EvaluateConfig
-from lm.evaluation.perplexity import EvaluationWindows, Evaluator
-from lm.tasks import TaskStore
+from lm.evaluation.perplexity import EvaluationWindows, Evaluator, scoring
+from lm.evaluation.sets import SetsEvaluator, open_sets
 from lm.training.step import TrainStep
 
 
@@ -17,24 +19,51 @@ def make_evaluator(
     context_length: int,
     functions: TrainStep,
     mesh: Mesh,
-    store: TokenStore | TaskStore,
-) -> Evaluator | TaskEvaluator:
+    store: Store,
+) -> Evaluator | SetsEvaluator | TaskEvaluator:
     """Perplexity on text, accuracy on a task; `context_length` is that of training, where `config` names no other."""
     split, context_length = what_is_scored(config, data, context_length)
+    others = open_sets(config, store)
     if data.task:
         return TaskEvaluator(functions, mesh, data.task, split, context_length, config.window, config.batch_size)
-    return Evaluator(functions, mesh, store, config, split, context_length)
+    program = scoring(functions, mesh)
+    check_windows(config, split, context_length, store, others)
+    if not others and not isinstance(store, Mixture):
+        return Evaluator(program, mesh, store, config, split, context_length)
+    parts = store.parts(split) if isinstance(store, Mixture) else {'': store}
+    return SetsEvaluator(
+        store,
+        {name: Evaluator(program, mesh, part, config, split, context_length) for name, part in parts.items()},
+        {name: Evaluator(program, mesh, s, config, own or split, context_length) for name, (s, own) in others.items()},
+    )
 
 
 def check_evaluation(
-    config: EvaluateConfig, data: DataConfig, context_length: int, store: TokenStore | TaskStore
+    config: EvaluateConfig, data: DataConfig, context_length: int, store: Store, timeout: float | None = None
 ) -> None:
-    """Raises the ConfigError that `make_evaluator` would, without devices."""
+    """Raises the error that `make_evaluator` would, without devices; other stores have `timeout` seconds to answer."""
     split, context_length = what_is_scored(config, data, context_length)
     if data.task:
         check_task(data.task, split, context_length, config.window)
-    else:
-        EvaluationWindows.create(store.tokens(split), context_length, config.window)
+    others = open_sets(config, store, timeout)
+    if not data.task:
+        check_windows(config, split, context_length, store, others)
+
+
+def check_windows(
+    config: EvaluateConfig,
+    split: str,
+    context_length: int,
+    store: TokenStore | Mixture,
+    others: dict[str, tuple[TokenStore, str]],
+) -> None:
+    """Raises ConfigError, which names the set, where a split is missing or shorter than a window."""
+    parts = store.parts(split) if isinstance(store, Mixture) else {'': store}
+    for name, (part, own) in ({name: (part, '') for name, part in parts.items()} | others).items():
+        try:
+            EvaluationWindows.create(part.tokens(own or split), context_length, config.window)
+        except ConfigError as error:
+            raise ConfigError(f'{error} (the set {name!r})' if name else str(error)) from None
 
 
 def what_is_scored(config: EvaluateConfig, data: DataConfig, context_length: int) -> tuple[str, int]:

@@ -63,30 +63,42 @@ class EvaluationWindows:
         return tokens, scored
 
 
+def scoring(functions: TrainStep, mesh: Mesh) -> Callable[[Any, jax.Array], jax.Array]:
+    """(weights, tokens [B, L + 1]) → nats of each target [B, L] on all devices; compiled once a shape."""
+
+    def token_losses(weights, tokens_BxL):
+        return functions.token_losses(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:])
+
+    return jax.jit(token_losses, out_shardings=replicated(mesh))
+
+
 class Evaluator:
-    """Scores splits with the weights of a model; compiled once, used at every evaluation of a training run."""
+    """Scores a split with the weights of a model, by a program that evaluators share; used at every evaluation of a
+    training run."""
 
     def __init__(
         self,
-        functions: TrainStep,
+        program: Callable[[Any, jax.Array], jax.Array],
         mesh: Mesh,
         store: TokenStore,
         config: EvaluateConfig,
         split: str,
         context_length: int,
     ):
+        """`program` is made by `scoring`."""
         self.store, self.split, self.config, self.mesh = store, split, config, mesh
         self.windows = EvaluationWindows.create(store.tokens(split), context_length, config.window)
         self.batch_size = shared_rows(config.batch_size, mesh)
         self._sharding = batch_sharding(mesh)
-
-        def token_losses(weights, tokens_BxL):
-            return functions.token_losses(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:])
-
-        self._nats = jax.jit(token_losses, out_shardings=replicated(mesh))
+        self._nats = program
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
         """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` said so."""
+        found = self.sums(weights, should_stop)
+        return None if found is None else self.result(*found, step)
+
+    def sums(self, weights: Any, should_stop: Callable[[], bool]) -> tuple[np.ndarray, np.ndarray] | None:
+        """Nats [L] float64 and scored tokens [L] int64 at each position of the context."""
         L = self.windows.context_length
         nats, tokens = np.zeros(L, np.float64), np.zeros(L, np.int64)
         for nats_BxL, scored_BxL in self._scores(weights):
@@ -94,9 +106,13 @@ class Evaluator:
             tokens += scored_BxL.sum(axis=0)
             if should_stop():
                 return None
-        return summarize(nats, tokens, self.store, self.split) | {
+        return nats, tokens
+
+    def result(self, nats_L: np.ndarray, tokens_L: np.ndarray, step: int) -> dict:
+        """The result of these sums."""
+        return summarize(nats_L, tokens_L, self.store, self.split) | {
             'split': self.split,
-            'context_length': L,
+            'context_length': self.windows.context_length,
             'window': self.config.window,
             'step': step,
         }

@@ -34,7 +34,8 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         + ')',
         'training': f'{get("train.tokens_per_step")} tokens a step in windows of {get("train.context_length")}, '
         f'peak learning rate {get("optimizer.peak_learning_rate")}, seed {get("train.seed")}',
-        'data': f'{get("data.path")}, fingerprint {_short(found["fingerprints"]["data"])}',
+        'data': f'{get("data.path")}{_mixture(get("data.mixture"))}, '
+        f'fingerprint {_short(found["fingerprints"]["data"])}',
         'tokenizer': _short(found['fingerprints']['tokenizer']),
         'machine': f'{info.get("device_count")} × {info.get("device_kind")}, {info.get("process_count")} process'
         + ('es' if info.get('process_count') != 1 else ''),
@@ -51,7 +52,8 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         'last evaluation': '–'
         if evaluation is None
         else f'{evaluation["step"]:,}: {evaluation["split"]} '
-        + ', '.join(f'{m.replace("_", " ")} {evaluation[m]:.4f}' for m in sweep_file.MEASURES if m in evaluation),
+        + ', '.join(f'{m.replace("_", " ")} {evaluation[m]:.4f}' for m in sweep_file.MEASURES if m in evaluation)
+        + ''.join(f', {m.replace("/", " of ")} {v:.4f}' for m, v in evaluation.items() if m.startswith('perplexity/')),
         'evaluations': f'{found["evaluations"]} of lm evaluate',
     }
     console.print(_pairs(rows))
@@ -93,6 +95,10 @@ def print_store(found: dict[str, Any], console: Console) -> None:
 def print_sweep(found: dict[str, Any], console: Console) -> None:
     """The table with which `lm sweep` ended."""
     console.print(sweep_file.results_table(found['points']))
+
+
+def _mixture(stores: Any) -> str:
+    return f' {stores}' if stores and stores != '[]' else ''
 
 
 def _pairs(rows: dict[str, str]) -> str:

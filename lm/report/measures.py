@@ -22,7 +22,7 @@ class Measures:
         """The newest evaluation of a run at its own context length or another one, windows disjoint; {} if none.
 
         A file of `lm evaluate` counts more than the periodic evaluation of the same step, unless it scored the
-        weights under another attention than the run's own.
+        weights under another attention than the run's own, or another mixture of data.
         """
         context = context or run.value('train.context_length')
         split = self.split or (run.last_evaluation or {}).get('split')
@@ -32,7 +32,7 @@ class Measures:
             if r.get('split') == split
             and r.get('context_length') == context
             and r.get('window') in ('disjoint', None)
-            and not _is_another_model(run, r)
+            and not _is_of_something_else(run, r)
         ]
         return max(reversed(found), key=lambda r: r['step'], default={})
 
@@ -65,7 +65,10 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _is_another_model(run: Run, record: dict[str, Any]) -> bool:
-    """Whether an evaluation ran the weights with another attention than they were trained with."""
+def _is_of_something_else(run: Run, record: dict[str, Any]) -> bool:
+    """Whether an evaluation ran the weights with another attention than they were trained with, or scored another
+    mixture of data."""
     own = tuple(f'{name}.' for name in run.mechanisms())
-    return any(name == 'model.attention' or name.startswith(own) for name in record.get('overrides') or ())
+    return any(
+        name in ('model.attention', 'data.mixture') or name.startswith(own) for name in record.get('overrides') or ()
+    )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lm.evaluation.sets import FIGURES, flat
 from lm.report import paper
 from lm.report.curves import differing_bindings, words_of
 from lm.report.measures import Measures, microseconds_per_token, status_of
@@ -18,6 +19,8 @@ HAVE_COLUMNS = ('train.seed', 'train.steps', 'train.context_length', 'model.n_la
 """Bindings with a column of their own, by this or another name."""
 LEFT = ('run', 'status', 'attention')
 """Columns of words, which come first."""
+PREFIXES = tuple(f'{figure}/' for figure in FIGURES)
+"""Of the figures of the named sets of an evaluation."""
 
 
 class Report:
@@ -41,6 +44,8 @@ class Report:
         self.runs, self.out, self.corpus, self.absent = list(runs), out, corpus, list(absent)
         self.measures = Measures(split)
         self.swept = [name for name in differing_bindings(self.runs) if name not in HAVE_COLUMNS]
+        measured = [flat(self.measures.newest(run)) for run in self.runs]
+        self.of_sets = sorted({name for found in measured for name in found if name.startswith(PREFIXES)})
         self.rows = [self.row(run) for run in self.runs]
         self.comparison = self.paper_rows()
         self.written: list[str] = []
@@ -69,7 +74,7 @@ class Report:
 
     def row(self, run: Run) -> dict[str, Any]:
         """The figures of a run."""
-        measured, rate, bounds = self.measures.newest(run), run.tokens_per_second, run.speed_range
+        measured, rate, bounds = flat(self.measures.newest(run)), run.tokens_per_second, run.speed_range
         return {
             'run': run.name,
             'status': status_of(run),
@@ -84,7 +89,7 @@ class Report:
             'tokens': run.step * run.value('train.tokens_per_step', 0),
             'train_loss': run.train[-1]['loss'] if run.train else None,
             'split': measured.get('split'),
-            **{name: measured.get(name) for name in MEASURES},
+            **{name: measured.get(name) for name in (*MEASURES, *self.of_sets)},
             'evaluated_at': measured.get('step'),
             'tokens_per_second': rate,
             'tokens_per_second_low': bounds and bounds[0],
@@ -110,6 +115,7 @@ class Report:
             'perplexity': ('perplexity per token', lambda v: f'{v:.3f}'),
             'word_perplexity': ('per word', lambda v: f'{v:.2f}' if v < 1e5 else f'{v:.2e}'),
             'bits_per_byte': ('bits/byte', lambda v: f'{v:.4f}'),
+            **{n: (n.replace('/', ' of '), '{:.3f}'.format) for n in self.of_sets if n.startswith('perplexity/')},
             'accuracy': ('accuracy', lambda v: f'{v:.2%}'),
             'speed': ('tokens/s', str),
             'microseconds_per_token': ('µs/token', digits),

@@ -2,25 +2,24 @@
 
 from jax.sharding import Mesh
 
-from lm.data.batches import Batches, Windows
-from lm.data.dataset import DataConfig
-from lm.data.store import TokenStore
+from lm.data.batches import Batches, BatchWindows, Windows
+from lm.data.dataset import DataConfig, Store
+from lm.data.mixture import MixedWindows, Mixture
 from lm.errors import MismatchError
 from lm.model import ModelConfig
 from lm.ops.platform import data_shards
-from lm.tasks import TaskStore
 from lm.training.config import TrainConfig
 from lm.training.mesh import batch_sharding
 
 
-def open_store(data: DataConfig, config: TrainConfig, model: ModelConfig) -> TokenStore | TaskStore:
+def open_store(data: DataConfig, config: TrainConfig, model: ModelConfig) -> Store:
     """The token store, or the examples of a task. Raises MismatchError if its tokens do not fit the model."""
     store = data.open(config.context_length)
     check_vocabulary(store, data, model)
     return store
 
 
-def check_vocabulary(store: TokenStore | TaskStore, data: DataConfig, model: ModelConfig) -> None:
+def check_vocabulary(store: Store, data: DataConfig, model: ModelConfig) -> None:
     """Raises MismatchError if the tokens of the store do not fit the model."""
     pieces = store.vocab_size
     if pieces > model.vocab_size:
@@ -30,15 +29,16 @@ def check_vocabulary(store: TokenStore | TaskStore, data: DataConfig, model: Mod
         raise MismatchError(f'model.vocab_size = {model.vocab_size}: {what}; set model.vocab_size = {pieces}')
 
 
-def make_batches(data: DataConfig, config: TrainConfig, store: TokenStore | TaskStore, mesh: Mesh) -> Batches:
+def make_batches(data: DataConfig, config: TrainConfig, store: Store, mesh: Mesh) -> Batches:
     """The batches of the run. Raises ConfigError if they cannot be split over the devices."""
     config.check_divides(data_shards(mesh))
     windows = make_windows(data, config, store)
     return Batches(store, data.train_split, windows, config.microbatches, batch_sharding(mesh, axis=1))
 
 
-def make_windows(data: DataConfig, config: TrainConfig, store: TokenStore | TaskStore) -> Windows:
+def make_windows(data: DataConfig, config: TrainConfig, store: Store) -> BatchWindows:
     """Which tokens each step sees. Raises ConfigError for a split that is missing or too short, or wrong ranges."""
-    return Windows(
-        store.tokens(data.train_split), config.context_length, config.batch_size, config.seed, config.skip_batches
-    )
+    settings = config.context_length, config.batch_size, config.seed, config.skip_batches
+    if isinstance(store, Mixture):
+        return MixedWindows(store, data.train_split, *settings)
+    return Windows(store.tokens(data.train_split), *settings)

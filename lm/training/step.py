@@ -32,7 +32,8 @@ def weights(state: State) -> State:
 class TrainStep:
     """The functions of one configuration: `init(seed)` makes a state, `train(state, batch)` advances it.
 
-    `scored` says which targets count in the loss: tokens [B, L + 1] → bool [B, L]; None: all do.
+    `scored` says which targets count in the loss: tokens [B, L + 1] → bool [B, L]; None: all do. `by_window`: the step
+    tells the loss of each window too, as the metric `window_loss`, [A, B].
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class TrainStep:
         optimizer: OptimizerConfig,
         steps: int,
         scored: Callable[[jax.Array], jax.Array] | None = None,
+        by_window: bool = False,
     ):
-        self.model, self.scored = model, scored
+        self.model, self.scored, self.by_window = model, scored, by_window
         self.schedule = optimizer.learning_rate(steps)
         abstract = nnx.eval_shape(lambda: model_lib.build(model, 0))
         self.graph, self._params, self._buffers = split(abstract)
@@ -83,7 +85,7 @@ class TrainStep:
             the new state, and scalars: loss (nats per token), grad_norm, learning_rate, skipped, in_a_row, and
             first_bad, which is what `name_of` knows the first array by that is not finite (-1: all are).
         """
-        loss, gradients = self._gradients(state['params'], state['buffers'], batch_AxBxL)
+        loss, gradients, by_window = self._gradients(state['params'], state['buffers'], batch_AxBxL)
         norm = optax.global_norm(gradients)
         updates, optimizer = self.transform.update(gradients, state['optimizer'], state['params'])
         proposal = {'params': optax.apply_updates(state['params'], updates), 'optimizer': optimizer}
@@ -104,6 +106,7 @@ class TrainStep:
             'skipped': new['skipped'],
             'in_a_row': new['in_a_row'],
             'first_bad': jnp.where(finite, -1, jnp.argmin(finite_N)),
+            **by_window,
         }
         return new, metrics
 
@@ -129,22 +132,28 @@ class TrainStep:
         return model.token_losses(tokens_BxL, targets_BxL)
 
     def _gradients(self, params, buffers, batch_AxBxL):
+        """Loss, gradients and what is told of single windows."""
+
         def loss(params, batch_BxL):
             batch_BxL = batch_BxL.astype(jnp.int32)
             weights = {'params': params, 'buffers': buffers}
             nats_BxL = self.token_losses(weights, batch_BxL[:, :-1], batch_BxL[:, 1:])
-            return nats_BxL.mean() if self.scored is None else nats_BxL.mean(where=self.scored(batch_BxL))
+            by_window = {'window_loss': nats_BxL.mean(axis=1)} if self.by_window else {}
+            mean = nats_BxL.mean() if self.scored is None else nats_BxL.mean(where=self.scored(batch_BxL))
+            return mean, by_window
 
-        grad = jax.value_and_grad(loss)
+        grad = jax.value_and_grad(loss, has_aux=True)
         if batch_AxBxL.shape[0] == 1:
-            return grad(params, batch_AxBxL[0])
+            (mean, by_window), gradients = grad(params, batch_AxBxL[0])
+            return mean, gradients, jax.tree.map(lambda x: x[None], by_window)
 
         def accumulate(total, batch_BxL):
-            return jax.tree.map(jnp.add, total, grad(params, batch_BxL)), None
+            (mean, by_window), gradients = grad(params, batch_BxL)
+            return jax.tree.map(jnp.add, total, (mean, gradients)), by_window
 
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        total, _ = jax.lax.scan(accumulate, zero, batch_AxBxL)
-        return jax.tree.map(lambda x: x / batch_AxBxL.shape[0], total)
+        total, by_window = jax.lax.scan(accumulate, zero, batch_AxBxL)
+        return *jax.tree.map(lambda x: x / batch_AxBxL.shape[0], total), by_window
 
 
 def _checked(loss: jax.Array, gradients: Any, norm: jax.Array, proposal: State) -> dict[str, jax.Array]:

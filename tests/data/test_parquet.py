@@ -10,7 +10,7 @@ from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.stages import prepare
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.parquet import Parquet
-from lm.data.tokenizer import TokenizerConfig
+from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError, MismatchError
 
 pyarrow = pytest.importorskip('pyarrow')

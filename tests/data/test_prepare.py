@@ -17,6 +17,7 @@ import pytest
 from corpora import CORPORA, needs_corpora, words, write_real_tfds, write_text
 from rich.console import Console
 
+from lm.data import tokenizers
 from lm.data.dataset import DataConfig
 from lm.data.prepare import stages as prepare_module
 from lm.data.prepare.command import main
@@ -27,7 +28,8 @@ from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.text_files import TextFiles
 from lm.data.sources.tfds import Tfds
 from lm.data.store import TokenStore
-from lm.data.tokenizer import Tokenizer, TokenizerConfig, train
+from lm.data.tokenizers import TokenizerConfig
+from lm.data.tokenizers.sentencepiece import train
 from lm.errors import ConfigError, LmError, MismatchError
 
 SMALL = TokenizerConfig(vocab_size=500)
@@ -91,7 +93,7 @@ def test_killed_at_any_time_it_goes_on_and_changes_no_byte(corpus, reference, tm
     work = path / 'unfinished'
     code = (
         'from lm.data.prepare.stages import *; from lm.data.sources.text_files import TextFiles\n'
-        'from lm.data.tokenizer import *\n'
+        'from lm.data.tokenizers import *\n'
         f'config = PrepareConfig(source=TextFiles(path={str(corpus)!r}), tokenizer={SMALL!r}, processes=2)\n'
         f'prepare(config, {str(path)!r})\n'
     )
@@ -236,6 +238,7 @@ def test_an_existing_tokenizer(tmp_path):
         tokenizer=TokenizerConfig(model_path=str(tmp_path / 'own.model')),
     )
     assert info['tokenizer'] == {
+        'file': 'tokenizer.model',
         'sha256': hashlib.sha256(model).hexdigest(),
         'vocab_size': 400,
         'eod_id': 1,
@@ -331,4 +334,4 @@ def test_real_text_through_tfds_and_through_files(tmp_path):
     info = run(Tfds(name='c4/en', data_dir=str(tmp_path / 'tfds')), tmp_path / 'c4', tokenizer=tokenizer)
     assert list(info['splits']) == ['train', 'validation']
     assert info['splits']['train']['documents'] == 856
-    assert Tokenizer.load(tmp_path / 'c4' / 'tokenizer.model').sha256 == info['tokenizer']['sha256']
+    assert tokenizers.load(tmp_path / 'c4' / 'tokenizer.model').sha256 == info['tokenizer']['sha256']

@@ -322,5 +322,7 @@ def test_each_file_of_the_room_is_found():
     files = {path.stem for path in pathlib.Path(base.__file__).parent.glob('*.py')} - {'__init__'}
     made = {cls.__module__.rpartition('.')[2] for cls in REGISTRY.values() if issubclass(cls, base.Source)}
     assert files - made == {'base', 'folder', 'patterns'}
-    with pytest.raises(ConfigError, match=r'one of @jsonl\(\), .*@python_sources\(\), @text_files\(\), @tfds\(\)'):
+    with pytest.raises(
+        ConfigError, match=r'one of @arrow\(\), @jsonl\(\), .*@python_sources\(\), @text_files\(\), @tfds\(\)'
+    ):
         PrepareConfig(source='jsonl')

@@ -11,7 +11,8 @@ from corpora import words
 from lm.data import store as store_module
 from lm.data.dataset import DataConfig
 from lm.data.store import TokenStore, split_digest, write_array, write_file, write_info
-from lm.data.tokenizer import Tokenizer, TokenizerConfig, train
+from lm.data.tokenizers import TokenizerConfig
+from lm.data.tokenizers.sentencepiece import SentencePiece, train
 from lm.errors import ConfigError, MismatchError
 
 MODEL = train(TokenizerConfig(vocab_size=400), [words(5000, seed=2)])
@@ -25,7 +26,7 @@ def write_store(path, tokens, ends, splits=('train', 'validation'), published=No
         write_array(path, split, 'tokens', np.array_split(tokens, 7), len(tokens), tokens.dtype.name)
         write_array(path, split, 'document_ends', [ends], len(ends), 'int64')
     counts = {'documents': len(ends), 'bytes': 10, 'words': 5, 'tokens': len(tokens), 'sha256': digest}
-    tokenizer = Tokenizer(MODEL)
+    tokenizer = SentencePiece(MODEL)
     write_file(path, 'tokenizer.model', MODEL)
     write_info(
         path,

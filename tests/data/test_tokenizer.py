@@ -7,13 +7,15 @@ from corpora import words
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lm.data import tokenizers
 from lm.data.prepare.shards import count_words
-from lm.data.tokenizer import SPACE, Tokenizer, TokenizerConfig, sentences, train
+from lm.data.tokenizers import TokenizerConfig
+from lm.data.tokenizers.sentencepiece import SPACE, SentencePiece, sentences, train
 from lm.errors import ConfigError, MismatchError
 
 TEXT = words(20_000, seed=1)
 MODELS = {kind: train(TokenizerConfig(vocab_size=700, model_type=kind), [TEXT]) for kind in ('bpe', 'unigram')}
-TOKENIZERS = {kind: Tokenizer(model) for kind, model in MODELS.items()}
+TOKENIZERS = {kind: SentencePiece(model) for kind, model in MODELS.items()}
 
 texts = st.text(st.characters(codec='utf-8')) | st.text(alphabet='ab \n\t\r\0▁▅é😀</s>')
 
@@ -83,19 +85,19 @@ def test_an_existing_model(tmp_path):
 
     (tmp_path / 'lossy.model').write_bytes(existing())
     config = TokenizerConfig(model_path=str(tmp_path / 'lossy.model'))
-    tokenizer = Tokenizer(train(config, []))
+    tokenizer = tokenizers.load(config.model_path)
     assert not tokenizer.lossless
     assert tokenizer.decode(tokenizer.encode('the  end')) == 'the end'
     (tmp_path / 'no_end.model').write_bytes(existing(eos_id=-1))
     with pytest.raises(ConfigError, match=r'no end-of-sentence token'):
-        Tokenizer.load(tmp_path / 'no_end.model')
+        tokenizers.load(tmp_path / 'no_end.model')
     with pytest.raises(ConfigError, match=r"tokenizer.model_path = '.*absent.model': No such file"):
-        Tokenizer.load(tmp_path / 'absent.model')
+        tokenizers.load(tmp_path / 'absent.model')
     (tmp_path / 'text.model').write_text('not a model')
-    with pytest.raises(ConfigError, match=r'not a SentencePiece model'):
-        Tokenizer.load(tmp_path / 'text.model')
+    with pytest.raises(ConfigError, match=r'text.model.: none of tokenizer.json of .*, SentencePiece model'):
+        tokenizers.load(tmp_path / 'text.model')
     with pytest.raises(MismatchError):
-        Tokenizer(b'not a model')
+        SentencePiece(b'not a model')
 
 
 @settings(max_examples=500, deadline=None)
@@ -107,4 +109,4 @@ def test_count_words_is_split(text):
 def test_where_a_model_cannot_be():
     for path, message in (('http://x/y', 'http:// is not supported'), ('~nosuchuser/x', 'no such user')):
         with pytest.raises(ConfigError, match=f"tokenizer.model_path = '{path}': {message}"):
-            Tokenizer.load(path)
+            tokenizers.load(path)

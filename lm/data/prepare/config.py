@@ -3,7 +3,7 @@
 from lm.config.configurable import configurable, field
 from lm.data.prepare.cleaning import CLEANINGS
 from lm.data.sources import Source
-from lm.data.tokenizer import TokenizerConfig
+from lm.data.tokenizers import TokenizerConfig
 
 
 @configurable('prepare', resume=True)

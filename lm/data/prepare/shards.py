@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from lm.data import tokenizers
 from lm.data.prepare.cleaning import CLEANINGS
 from lm.data.sources import Source
 from lm.data.sources.base import Document, Shard
-from lm.data.tokenizer import Tokenizer, TokenizerConfig, sentences, train
+from lm.data.tokenizers import Tokenizer, TokenizerConfig
+from lm.data.tokenizers.sentencepiece import sentences, train
 from lm.errors import MismatchError
 from lm.files import write_atomically
 
@@ -47,10 +49,16 @@ class Preparation:
     folder: pathlib.Path
     """Of the intermediate files; tokenizer.model lies in it."""
     strict: bool
+    eod: str | None = None
+    """Name of the end-of-document token; None: the tokenizer's own."""
 
     @property
     def model(self) -> pathlib.Path:
         return self.folder / 'tokenizer.model'
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that lies in the folder."""
+        return tokenizers.from_bytes(self.model.read_bytes(), self.eod)
 
     def result(self, shard: Shard, index: int) -> 'Result':
         return Result(self.folder / shard.split / f'{index:06d}')
@@ -107,17 +115,22 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
     result = job.result(shard, index)
     if result.counts():
         return
-    tokenizer = _tokenizers.get(job.model) or Tokenizer.load(job.model)
+    tokenizer = _tokenizers.get(job.model) or job.tokenizer()
     _tokenizers[job.model] = tokenizer
     tokens, lengths = [], []
-    counts = {'documents': 0, 'bytes': 0, 'words': 0, 'tokens': 0, 'bad': []}
-    for texts, bad in _batches(job, shard):
+    counts = {'documents': 0, 'bytes': 0, 'words': 0, 'tokens': 0, 'bad': [], 'decoded': 0, 'unchanged': 0}
+    for batch, bad in _batches(job, shard):
         counts['bad'] += bad
-        if not texts:
+        if not batch:
             continue
-        batch_tokens, batch_lengths = tokenizer.encode_documents(texts)
+        texts, batch_tokens, batch_lengths = encode(tokenizer, batch, job.source.holds_tokens)
         tokens.append(batch_tokens)
         lengths.append(batch_lengths)
+        if not counts['decoded']:  # BATCH_BYTES of each shard
+            counts['decoded'] = len(texts)
+            counts['unchanged'] = count_unchanged(
+                tokenizer, texts, batch_tokens, batch_lengths, job.source.holds_tokens
+            )
         encoded = [text.encode() for text in texts]
         size = sum(map(len, encoded))
         counts['documents'] += len(texts)
@@ -132,16 +145,19 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
 
 
 def train_tokenizer(job: Preparation, config: TokenizerConfig, shards: list[Shard]) -> None:
-    """Trains the tokenizer on a sample of the shards and writes its model."""
+    """Writes the model of the tokenizer: an existing one, or one that is trained on a sample of the shards."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(job.model, train(config, _sample(job, config.sample_bytes, shards)))
+    if config.model_path is None:
+        write_atomically(job.model, train(config, _sample(job, config.sample_bytes, shards)))
+    else:
+        write_atomically(job.model, tokenizers.load(config.model_path, config).model)
 
 
 def documents(job: Preparation, shard: Shard) -> Iterator[Document]:
-    """The cleaned documents of a shard; bad ones carry the reason. Raises MismatchError for those if strict."""
+    """The documents of a shard, texts cleaned; bad ones carry the reason. Raises MismatchError for those if strict."""
     clean = CLEANINGS[job.cleaning]
     for document in job.source.read(shard, job.max_document_bytes):
-        if document.error is None:
+        if document.error is None and document.tokens is None:
             text = clean(document.text)
             document = dataclasses.replace(document, text=text, error=_fault(text))
         if document.error and job.strict:
@@ -152,8 +168,41 @@ def documents(job: Preparation, shard: Shard) -> Iterator[Document]:
         yield document
 
 
+def encode(tokenizer: Tokenizer, batch: list[Document], holds_tokens: bool) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Texts, token ids and lengths of documents, the latter two as of `Tokenizer.encode_documents`; the text of ready
+    tokens is what they decode to. Raises MismatchError for ids that the tokenizer does not have."""
+    if not holds_tokens:
+        texts = [document.text for document in batch]
+        return texts, *tokenizer.encode_documents(texts)
+    parts = []
+    for document in batch:
+        ids = document.tokens.astype(np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+            raise MismatchError(
+                f'document {document.id} holds ids up to {ids.max()}, the tokenizer has {tokenizer.vocab_size}; '
+                'name the tokenizer that made the tokens with tokenizer.model_path'
+            )
+        is_ended = len(ids) and ids[-1] == tokenizer.eod_id
+        parts.append(ids if is_ended else np.append(ids, tokenizer.eod_id))
+    texts = [tokenizer.decode(ids[:-1]) for ids in parts]
+    return texts, np.concatenate(parts).astype(tokenizer.dtype), np.array([len(ids) for ids in parts], np.int64)
+
+
+def count_unchanged(
+    tokenizer: Tokenizer, texts: list[str], tokens: np.ndarray, lengths: np.ndarray, holds_tokens: bool
+) -> int:
+    """How many texts are what their tokens decode to; of ready tokens, how many are what their text encodes to."""
+    documents = [ids[:-1] for ids in np.split(tokens, np.cumsum(lengths)[:-1])]
+    if holds_tokens:
+        found = zip(tokenizer.encode_batch(texts), documents, strict=True)
+        return sum(np.array_equal(again, ids) for again, ids in found)
+    return sum(tokenizer.decode(ids) == text for ids, text in zip(documents, texts, strict=True))
+
+
 def count_words(text: str, encoded: bytes) -> int:
-    """len(text.split()) of a text that is not empty, five times as fast; `encoded` is its UTF-8."""
+    """len(text.split()), five times as fast; `encoded` is its UTF-8."""
+    if not encoded:
+        return 0
     if not text.isascii() and _WIDE_SPACES.search(text):
         return len(text.split())
     is_space = _IS_SPACE[np.frombuffer(encoded, np.uint8)]
@@ -170,19 +219,19 @@ def _fault(text: str) -> str | None:
     return None
 
 
-def _batches(job: Preparation, shard: Shard) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
-    texts, bad, size = [], [], 0
+def _batches(job: Preparation, shard: Shard) -> Iterator[tuple[list[Document], list[dict[str, str]]]]:
+    batch, bad, size = [], [], 0
     for document in documents(job, shard):
         if document.error:
             bad.append({'split': shard.split, 'document': document.id, 'reason': document.error})
             continue
-        texts.append(document.text)
-        size += len(document.text)
+        batch.append(document)
+        size += len(document.text if document.tokens is None else document.tokens)
         if size >= BATCH_BYTES:
-            yield texts, bad
-            texts, bad, size = [], [], 0
-    if texts or bad:
-        yield texts, bad
+            yield batch, bad
+            batch, bad, size = [], [], 0
+    if batch or bad:
+        yield batch, bad
 
 
 def _sample(job: Preparation, limit: int, shards: list[Shard]) -> Iterator[str]:

@@ -13,6 +13,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -23,18 +24,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import sentencepiece
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import lm
-from lm.data import store
+from lm.data import store, tokenizers
 from lm.data.prepare import shards as work
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.meter import Meter
 from lm.data.sources.base import Shard
-from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import LockedError, is_remote, local_path, lock, write_atomically
 from lm.text import si
@@ -61,6 +60,7 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
         console.print(f'{path} is already prepared: nothing to do{remark}', highlight=False)
         console.print(_table(info))
         return info
+    _check_ready_tokens(config)
     config.source.fetch(lambda line: console.print(line, highlight=False))
     settings = _settings(config)
     folder = _folder(path)
@@ -73,6 +73,11 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
                 if not info and not is_remote(path) and not any(folder.parent.iterdir()):
                     folder.parent.rmdir()
     console.print(_table(info))
+    decoded, unchanged = (sum(split[key] for split in info['splits'].values()) for key in ('decoded', 'unchanged'))
+    if decoded:
+        share = f'{100 * unchanged / decoded:.4g} %'
+        verb = 'encode' if config.source.holds_tokens else 'decode'
+        console.print(f'{share} of {decoded:,} documents that were compared {verb} to themselves', highlight=False)
     bad = sum(split['bad_records'] for split in info['splits'].values())
     if bad:
         console.print(f'{bad} bad records were skipped: {path}/bad_records.jsonl names them', highlight=False)
@@ -87,7 +92,8 @@ def _prepare(
     shards = {name: config.source.shards(name) for name in names}
     listing = work.fingerprint([dataclasses.astuple(shard) for name in names for shard in shards[name]])
     _remember(folder, settings | {'listing': listing}, path)
-    job = work.Preparation(config.source, config.cleaning, config.max_document_bytes, folder, config.strict)
+    settings_of_text = config.source, config.cleaning, config.max_document_bytes
+    job = work.Preparation(*settings_of_text, folder, config.strict, config.tokenizer.end_of_document)
     todo = [(shard, i) for name in names for i, shard in enumerate(shards[name])]
     total = sum(shard.bytes for shard, _ in todo)
     processes = max(1, min(config.processes or os.cpu_count() or 1, len(todo)))
@@ -135,8 +141,7 @@ def _train(
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
             console.print(f'training the tokenizer: {printed - start:.0f} s', highlight=False)
-    tokenizer = Tokenizer.load(job.model)
-    if not tokenizer.lossless:
+    if not job.tokenizer().lossless:
         console.print(
             'the tokenizer is not lossless (it changes spaces or rare characters): perplexities by word and bits per '
             'byte will not be exact',
@@ -182,12 +187,14 @@ def assemble(
     settings: dict[str, Any],
     console: Console,
 ) -> dict[str, Any]:
-    tokenizer = Tokenizer.load(job.model)
+    tokenizer = job.tokenizer()
     splits, bad = {}, []
     for name, own in shards.items():
         results = [job.result(shard, i) for i, shard in enumerate(own)]
         counts = [result.counts() for result in results]
         split = {key: sum(c[key] for c in counts) for key in ('documents', 'bytes', 'words', 'tokens')}
+        # Shards that were finished by a version that did not compare them count nothing.
+        split |= {key: sum(c.get(key, 0) for c in counts) for key in ('decoded', 'unchanged')}
         split['bad_records'] = sum(len(c['bad']) for c in counts)
         bad += [record for c in counts for record in c['bad']]
         if not split['documents']:
@@ -204,7 +211,7 @@ def assemble(
         if published is not None:
             split['published_words'] = published
         splits[name] = split | {'sha256': store.split_digest(digest, ends)}
-    store.write_file(path, 'tokenizer.model', tokenizer.model)
+    store.write_file(path, tokenizer.file_name, tokenizer.model)
     store.write_file(path, 'bad_records.jsonl', ''.join(json.dumps(record) + '\n' for record in bad).encode())
     info = {
         'format': FORMAT,
@@ -213,13 +220,14 @@ def assemble(
         'dtype': tokenizer.dtype.name,
         'splits': splits,
         'tokenizer': {
+            'file': tokenizer.file_name,
             'sha256': tokenizer.sha256,
             'vocab_size': tokenizer.vocab_size,
             'eod_id': tokenizer.eod_id,
             'lossless': tokenizer.lossless,
         },
         'settings': settings,
-        'created_with': {'lm': lm.__version__, 'sentencepiece': sentencepiece.__version__},
+        'created_with': {'lm': lm.__version__, tokenizer.library: importlib.metadata.version(tokenizer.library)},
     }
     store.write_info(path, info)
     return store.read_info(path)
@@ -234,6 +242,18 @@ def _digested(blocks: Iterator[np.ndarray], digest: Any, meter: Meter) -> Iterat
         meter.update(size, tokens)
 
 
+def _check_ready_tokens(config: PrepareConfig) -> None:
+    """Raises ConfigError unless the tokenizer of a source of ready tokens is named, and is the one of its tokens."""
+    if not config.source.holds_tokens:
+        return
+    source = f'prepare.source = @{config.source.gin_name}()'
+    if config.tokenizer.model_path is None:
+        raise ConfigError(f'{source}: holds tokens; name the tokenizer that made them with tokenizer.model_path')
+    if config.cleaning != 'none':
+        raise ConfigError(f"{source}: holds tokens, which cannot be cleaned; set prepare.cleaning = 'none'")
+    config.source.check_eod(tokenizers.load(config.tokenizer.model_path, config.tokenizer).eod_id)
+
+
 def _split_names(config: PrepareConfig) -> tuple[str, ...]:
     found = config.source.splits()
     for name in config.splits or ():
@@ -244,9 +264,12 @@ def _split_names(config: PrepareConfig) -> tuple[str, ...]:
 
 def _settings(config: PrepareConfig) -> dict[str, Any]:
     """All that the contents of the store depend on."""
-    tokenizer = dataclasses.asdict(config.tokenizer)
-    if config.tokenizer.model_path is not None:
-        tokenizer = {'model_sha256': Tokenizer.load(config.tokenizer.model_path).sha256}
+    told = config.tokenizer
+    tokenizer = {name: getattr(told, name) for name in ('vocab_size', 'model_type', 'sample_bytes', 'model_path')}
+    if told.model_path is not None:
+        tokenizer = {'model_sha256': tokenizers.load(told.model_path, told).sha256}
+    if told.end_of_document is not None:
+        tokenizer['end_of_document'] = told.end_of_document
     settings = {
         'source': config.source.identity(),
         'splits': list(_split_names(config)),

@@ -14,6 +14,8 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from lm.errors import MismatchError
 
 SPLITS = ('train', 'validation', 'test')
@@ -53,13 +55,21 @@ class Document:
     id: str
     text: str = ''
     error: str | None = None
+    tokens: np.ndarray | None = None
+    """In place of the text: its token ids, with or without the end-of-document token [tokens], integers."""
 
 
 class Source(abc.ABC):
     """Base of the sources. Instances are frozen dataclasses and travel to the worker processes."""
 
+    holds_tokens = False
+    """Whether the documents are token ids, of an existing tokenizer, in place of text."""
+
     def fetch(self, log) -> None:  # noqa: B027 - most sources have nothing to fetch
         """Downloads what is not there yet, if the source can; `log(line)` tells people."""
+
+    def check_eod(self, eod: int) -> None:  # noqa: B027 - most sources hold text
+        """Raises ConfigError unless `eod` ends the documents of ready tokens."""
 
     def identity(self) -> dict[str, Any]:
         """What dataset.json says about the source; two preparations with equal identities read the same text."""

@@ -29,13 +29,8 @@ class Parquet(FilePatterns):
     def read_part(self, part: Part, max_bytes: int, wanted: Callable[[str], bool]) -> Iterator[Document]:
         with self._opened(part.file) as file:
             for group in range(part.start, part.stop):
-                texts = file.read_row_group(group, columns=[self.text_field]).column(0).cast('large_binary')
-                for row, text in enumerate(texts):
-                    identifier = f'{part.file}@{group}:{row}'
-                    if wanted(identifier) and text.is_valid:
-                        yield decode(identifier, text.as_py(), max_bytes)
-                    elif wanted(identifier):
-                        yield Document(identifier, error=f'no text in field {self.text_field!r}')
+                column = file.read_row_group(group, columns=[self.text_field]).column(0)
+                yield from read_column(column, self.text_field, f'{part.file}@{group}', max_bytes, wanted)
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
@@ -49,17 +44,34 @@ class Parquet(FilePatterns):
                 open_path(name, 'parquet.path').open('rb') as stream,
                 pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as file,
             ):
-                types = {column.name: column.type for column in file.schema_arrow}
-                with contextlib.suppress(KeyError, pyarrow.ArrowNotImplementedError):
-                    pyarrow.array([], types[self.text_field]).cast('large_binary')
-                    yield file
-                    return
-                listed = ', '.join(f'{column} ({kind})' for column, kind in types.items())
-                raise ConfigError(
-                    f'parquet.text_field = {self.text_field!r}: {name} has {listed}; choose a column of text'
-                )
+                needs_text(file.schema_arrow, self.text_field, name, 'parquet.text_field')
+                yield file
         except (pyarrow.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno:  # pyarrow's own have no number
                 raise
             reason = ' '.join(str(error).split())[:150]
             raise MismatchError(f'{name}: not a readable Parquet file ({reason}); fetch the file again') from None
+
+
+def needs_text(schema: Any, column: str, file: str, setting: str) -> None:
+    """Raises ConfigError, which lists the columns, where an Arrow schema has no such column of text."""
+    import pyarrow
+
+    types = {field.name: field.type for field in schema}
+    with contextlib.suppress(KeyError, pyarrow.ArrowNotImplementedError):
+        pyarrow.array([], types[column]).cast('large_binary')
+        return
+    listed = ', '.join(f'{name} ({kind})' for name, kind in types.items())
+    raise ConfigError(f'{setting} = {column!r}: {file} has {listed}; choose a column of text')
+
+
+def read_column(
+    column: Any, name: str, place: str, max_bytes: int, wanted: Callable[[str], bool]
+) -> Iterator[Document]:
+    """The documents of an Arrow column called `name` whose ids, PLACE:ROW, are wanted."""
+    for row, text in enumerate(column.cast('large_binary')):
+        identifier = f'{place}:{row}'
+        if wanted(identifier) and text.is_valid:
+            yield decode(identifier, text.as_py(), max_bytes)
+        elif wanted(identifier):
+            yield Document(identifier, error=f'no text in field {name!r}')

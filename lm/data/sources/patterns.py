@@ -25,6 +25,12 @@ class FilePatterns(Source):
 
     suffixes = ('',)
     """How the files in a folder end."""
+    below = ()
+    """Where else the files of a split may lie in a folder."""
+    unsplit = ()
+    """Files in a folder that belong to no split; they count where it has no others."""
+    aliases = ()
+    """Pairs of a split and another name of it in the names of files."""
 
     def parts(self, path: Any, unit: int) -> list[Part]:
         """A file in pieces of about `unit` bytes of text where it can be cut; here it stays whole."""
@@ -66,13 +72,29 @@ class FilePatterns(Source):
         return open_path(self.path.replace('{split}', split), f'{self.gin_name}.path')
 
     def _by_split(self) -> bool:
-        return '{split}' in self.path or self._open('').is_dir()
+        return '{split}' in self.path or (self._open('').is_dir() and not self._unsplit())
+
+    def _unsplit(self) -> list[Any]:
+        """The files of a folder that has none of a split."""
+        folder = self._open('')
+        if not self.unsplit or not folder.is_dir() or any(self._named(name, folder) for name in SPLITS):
+            return []
+        return regular({file for pattern in self.unsplit for file in folder.glob(pattern)})
+
+    def _named(self, split: str, folder: Any) -> list[Any]:
+        """The files of a folder that are named by the split."""
+        patterns = [f'{{split}}{rest}{suffix}' for rest in ('', '-*', '.*') for suffix in self.suffixes]
+        found = {file for pattern in (*patterns, *self.below) for file in folder.glob(pattern.format(split=split))}
+        return regular(found)
 
     def _files(self, split: str) -> list[Any]:
+        names = [split, *(name for of, name in self.aliases if of == split)]
+        return next((found for name in names if (found := self._files_named(name))), [])
+
+    def _files_named(self, split: str) -> list[Any]:
         path = self._open(split)
         if path.is_dir() and '{split}' not in self.path:
-            patterns = [f'{split}{rest}{suffix}' for rest in ('', '-*', '.*') for suffix in self.suffixes]
-            return regular({file for pattern in patterns for file in path.glob(pattern)})
+            return self._named(split, path) or self._unsplit()
         if '*' not in str(path) and '?' not in str(path):
             return regular([path] if path.exists() else [])
         folder, pattern = _fixed_folder(path)

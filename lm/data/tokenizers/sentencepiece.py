@@ -1,4 +1,4 @@
-"""A lossless SentencePiece tokenizer: decode(encode(text)) == text for every text.
+"""SentencePiece models. Those that are trained here are lossless: decode(encode(text)) == text for every text.
 
 Identity normalisation, no dummy prefix, white space kept, and bytes for characters that have no piece. SentencePiece
 itself writes U+2581 for a space, so that a U+2581 in the text would come back as a space; here it is encoded as its
@@ -8,18 +8,16 @@ Ids of a trained tokenizer: 0 <pad>, 1 </s> (end of document), 2 <unk> (never pr
 4…259 the bytes.
 """
 
-import hashlib
 import io
-import pathlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import sentencepiece
 
-from lm.config.configurable import configurable, field
+from lm.data.tokenizers.base import Tokenizer
+from lm.data.tokenizers.config import TokenizerConfig
 from lm.errors import ConfigError, MismatchError
-from lm.files import open_path
 
 SPACE = '▁'
 """SentencePiece's own symbol for a space, U+2581."""
@@ -32,77 +30,42 @@ _PLACE = r'(?:(?<=[^ ])(?= )|\Z)'
 _SENTENCES = re.compile(rf'(?s).{{1,2000}}{_PLACE}|.{{1,2000}}')
 _CUT = re.compile(rf'(?s).{{1,256}}{_PLACE}|.{{1,2000}}{_PLACE}|.{{1,2000}}')
 _CUT_AND_SPACE_SYMBOL = re.compile(rf'(?s)▁|[^▁]{{1,256}}{_PLACE}|[^▁]{{1,2000}}{_PLACE}|[^▁]{{1,2000}}')
-_PROBE = ' a  b\n\n\tc\r\n\x00 ﬀ é Å 😀 </s> <0x41> '
 
 MAX_SENTENCE_BYTES = 16_384
 
 
-@configurable('tokenizer', resume=True)
-class TokenizerConfig:
-    """The tokenizer that `lm prepare` trains on a sample of the training split, or an existing one."""
+class SentencePiece(Tokenizer):
+    """A SentencePiece model."""
 
-    vocab_size: int = field(32_000, minimum=261, maximum=2**31 - 1, help='pieces, with 256 bytes and 4 special ones')
-    model_type: str = field('bpe', choices=('bpe', 'unigram'), help='of SentencePiece')
-    sample_bytes: int = field(200_000_000, minimum=1, help='train on at most so many bytes')
-    model_path: str | None = field(None, help='use this SentencePiece model; vocab_size is then taken from it')
+    what = 'SentencePiece model'
+    library = 'sentencepiece'
 
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type that holds the ids of a vocabulary: uint16 or uint32."""
-    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
-
-class Tokenizer:
-    """Text ↔ token ids."""
-
-    def __init__(self, model: bytes, eod_id: int | None = None):
+    def __init__(self, model: bytes, eod: int | str | None = None):
         """
         Args:
             model: the contents of a SentencePiece model file.
-            eod_id: the end-of-document token; None: the model's end-of-sentence token.
+            eod: the end-of-document token, by id or name; None: the model's end-of-sentence token.
 
         Raises:
             MismatchError: `model` is not a SentencePiece model.
-            ConfigError: the model has no end-of-sentence token.
+            ConfigError: the model has no end-of-sentence token, or none of that name.
         """
-        self.model = model
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError:
             raise MismatchError('tokenizer.model: not a SentencePiece model; restore the file') from None
-        self.vocab_size: int = self._processor.vocab_size()
-        self.eod_id: int = self._processor.eos_id() if eod_id is None else eod_id
-        if self.eod_id < 0:
-            raise ConfigError('tokenizer.model_path: the model has no end-of-sentence token; train it with eos_id ≥ 0')
-        self.sha256 = hashlib.sha256(model).hexdigest()
-        self.dtype = token_dtype(self.vocab_size)
+        self._cuts = False  # until it is known to be lossless
         space = [self._processor.piece_to_id(f'<0x{byte:02X}>') for byte in SPACE.encode()]
         self._space = np.array(space, np.int32)
-        self.lossless: bool = self._processor.decode(self._processor.encode(_PROBE)) == _PROBE
+        super().__init__(model, self._processor.vocab_size(), self._end(eod))
+        self._cuts = self.lossless
 
     @classmethod
-    def load(cls, path: str | pathlib.Path) -> 'Tokenizer':
-        """Reads a model file. Raises ConfigError if there is none."""
-        try:
-            return cls(open_path(path, 'tokenizer.model_path').read_bytes())
-        except OSError as error:
-            raise ConfigError(
-                f'tokenizer.model_path = {str(path)!r}: {error.strerror}; name a SentencePiece model'
-            ) from None
-        except MismatchError:
-            raise ConfigError(f'tokenizer.model_path = {str(path)!r}: not a SentencePiece model') from None
+    def recognises(cls, model: bytes) -> bool:
+        """A protocol buffer that begins with its pieces (field 1), each a message."""
+        return model[:1] == b'\n'
 
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids [tokens] of `text`, without an end-of-document token."""
-        return self.encode_documents([text])[0][:-1]
-
-    def encode_documents(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Many documents at once, which is the fast way.
-
-        Returns:
-            The ids of all documents [tokens], uint16 or uint32, the end-of-document token behind each; and the number
-            of tokens of each document, that one included [documents], int64.
-        """
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         chunks, counts = [], []
         for text in texts:
             pieces = self._cut(text)
@@ -110,28 +73,30 @@ class Tokenizer:
             counts.append(len(pieces))
         # One thread: `lm prepare` has a process for each core.
         encoded = self._processor.encode_as_numpy(chunks, num_threads=1)
-        if self.lossless and any(SPACE in text for text in texts):
+        if self._cuts and any(SPACE in text for text in texts):
             encoded = [self._space if chunk == SPACE else ids for chunk, ids in zip(chunks, encoded, strict=True)]
-        eod = np.array([self.eod_id], np.int32)
-        parts, lengths, first = [], [], 0
-        for count in counts:
-            own = encoded[first : first + count]
-            first += count
-            parts += own
-            parts.append(eod)
-            lengths.append(sum(map(len, own)) + 1)
-        return np.concatenate(parts).astype(self.dtype), np.array(lengths, np.int64)
+        ends = np.cumsum(counts)
+        return [np.concatenate(encoded[end - n : end]) for end, n in zip(ends, counts, strict=True)]
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """The text of token ids; end-of-document and other control tokens have none."""
         return self._processor.decode(np.asarray(ids, np.int64).tolist())
 
     def piece(self, index: int) -> str:
         """The piece with this id as SentencePiece writes it, such as '▁the' or '<0x0A>'."""
         return self._processor.id_to_piece(index)
 
+    def _end(self, eod: int | str | None) -> int:
+        if isinstance(eod, int):
+            return eod
+        if eod is not None and self._processor.id_to_piece(self._processor.piece_to_id(eod)) != eod:
+            raise ConfigError(f'tokenizer.end_of_document = {eod!r}: the tokenizer has no such token')
+        found = self._processor.eos_id() if eod is None else self._processor.piece_to_id(eod)
+        if found < 0:
+            raise ConfigError('tokenizer.model_path: the model has no end-of-sentence token; train it with eos_id ≥ 0')
+        return found
+
     def _cut(self, text: str) -> list[str]:
-        if not self.lossless or not text:
+        if not self._cuts or not text:
             return [text]
         return (_CUT_AND_SPACE_SYMBOL if SPACE in text else _CUT).findall(text)
 
@@ -145,8 +110,6 @@ def train(config: TokenizerConfig, texts: Iterable[str]) -> bytes:
         ConfigError: `vocab_size` does not fit to the texts.
         MismatchError: there is no text.
     """
-    if config.model_path is not None:
-        return Tokenizer.load(config.model_path).model
     output, failures = io.BytesIO(), []
 
     def pieces() -> Iterator[str]:

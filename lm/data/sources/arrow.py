@@ -1,0 +1,74 @@
+"""Arrow files, and so the folders that Hugging Face's `datasets` saves (`save_to_disk`)."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lm.config.configurable import configurable, field
+from lm.data.sources.base import Document, Part
+from lm.data.sources.parquet import needs_text, read_column
+from lm.data.sources.patterns import FilePatterns
+from lm.errors import ConfigError, MismatchError
+from lm.files import is_remote, open_path
+
+_FILE_MAGIC = b'ARROW1'
+"""How Arrow's file format begins; `datasets` writes the stream format, which has no table of its batches."""
+
+
+@configurable('arrow')
+class Arrow(FilePatterns):
+    """Arrow files (IPC, of the file or the stream format), one document a row; a part is some record batches. Needs the
+    extra [parquet].
+
+    `path` may also be a folder that `datasets` has saved: {split}/data-….arrow of several splits, or data-….arrow.
+    """
+
+    text_field: str = field('text', help='the column that holds the text')
+
+    suffixes = ('.arrow',)
+    below = ('{split}/data-*.arrow',)
+    unsplit = ('data-*.arrow',)
+
+    def parts(self, path: Any, unit: int) -> list[Part]:
+        parts, start, size = [], 0, 0
+        with self._opened(str(path)) as batches:
+            for index, batch in enumerate(batches):
+                size += batch.column(self.text_field).nbytes
+                if size >= unit:
+                    parts.append(Part(str(path), start, index + 1, size))
+                    start, size = index + 1, 0
+        return [*parts, Part(str(path), start, index + 1, size)] if size else parts
+
+    def read_part(self, part: Part, max_bytes: int, wanted: Callable[[str], bool]) -> Iterator[Document]:
+        with self._opened(part.file) as batches:
+            for index, batch in enumerate(batches):  # local files are mapped: what is passed over is not read
+                if index >= part.stop:
+                    return
+                if index >= part.start:
+                    place = f'{part.file}@{index}'
+                    yield from read_column(batch.column(self.text_field), self.text_field, place, max_bytes, wanted)
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[Iterator[Any]]:
+        """The record batches of a file. Raises ConfigError where it has no such column of text, MismatchError where it
+        is damaged."""
+        try:
+            import pyarrow
+            import pyarrow.ipc
+        except ImportError:
+            raise ConfigError("prepare.source = @arrow(): needs pyarrow; pip install 'lm-tpu[parquet]'") from None
+        try:
+            with contextlib.ExitStack() as stack:
+                path = open_path(name, 'arrow.path')
+                stream = path.open('rb') if is_remote(path) else pyarrow.memory_map(str(path))
+                stack.enter_context(stream)
+                is_file = stream.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+                stream.seek(0)
+                reader = stack.enter_context((pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(stream))
+                needs_text(reader.schema, self.text_field, name, 'arrow.text_field')
+                yield map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
+        except (pyarrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # pyarrow's own have no number
+                raise
+            reason = ' '.join(str(error).split())[:150]
+            raise MismatchError(f'{name}: not a readable Arrow file ({reason}); fetch the file again') from None

@@ -1,0 +1,56 @@
+"""Tokenizers: text ↔ token ids, one file a kind, which this package finds by itself.
+
+base            what all have in common
+config          what a gin file says
+sentencepiece   SentencePiece models, and their training
+huggingface     tokenizer.json of Hugging Face
+ranks           ranks of byte pairs, as tiktoken reads them
+"""
+
+import importlib
+import pathlib
+import pkgutil
+
+from lm.data.tokenizers.base import Tokenizer, token_dtype
+from lm.data.tokenizers.config import TokenizerConfig
+from lm.errors import ConfigError, MismatchError
+from lm.files import open_path
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f'{__name__}.{_module.name}')
+
+__all__ = ['Tokenizer', 'TokenizerConfig', 'from_bytes', 'load', 'token_dtype']
+
+
+def from_bytes(model: bytes, eod: int | str | None = None, name: str = 'tokenizer.model') -> Tokenizer:
+    """The tokenizer that the contents of a file describe, of the kind that they are of.
+
+    Args:
+        model: the contents.
+        eod: the end-of-document token, by id or name; None: the tokenizer's own.
+        name: of the file, for messages.
+
+    Raises:
+        MismatchError: it is of no kind that is known, or damaged.
+        ConfigError: it has no end-of-document token, or its library is not installed.
+    """
+    for kind in Tokenizer.__subclasses__():
+        if kind.recognises(model):
+            return kind(model, eod)
+    kinds = ', '.join(kind.what for kind in Tokenizer.__subclasses__())
+    raise MismatchError(f'{name}: none of {kinds}; restore the file')
+
+
+def load(path: str | pathlib.Path, config: TokenizerConfig | None = None) -> Tokenizer:
+    """Reads a file; `config` tells what the file may lack. Raises ConfigError if there is none or it is of no kind."""
+    config, label = config or TokenizerConfig(), f'tokenizer.model_path = {str(path)!r}'
+    try:
+        content = open_path(path, 'tokenizer.model_path').read_bytes()
+        for kind in Tokenizer.__subclasses__():
+            content = kind.complete(content, config)
+        return from_bytes(content, config.end_of_document)
+    except OSError as error:
+        raise ConfigError(f'{label}: {error.strerror}; name the file of a tokenizer') from None
+    except MismatchError as error:
+        reason = str(error).removeprefix('tokenizer.model: ').removesuffix('; restore the file')
+        raise ConfigError(f'{label}: {reason}') from None

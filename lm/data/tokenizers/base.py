@@ -1,0 +1,85 @@
+"""What all tokenizers have in common.
+
+A kind is one class on `Tokenizer` in a file of its own. The whole tokenizer is the contents of one file, which lies
+beside the token store; their SHA-256 is its fingerprint.
+"""
+
+import abc
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from lm.data.tokenizers.config import TokenizerConfig
+
+PROBE = ' a  b\n\n\tc\r\n\x00 ﬀ é Å 😀 </s> <0x41> '
+"""What a lossless tokenizer gives back."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type that holds the ids of a vocabulary: uint16 or uint32."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+class Tokenizer(abc.ABC):
+    """Text ↔ token ids.
+
+    Attributes:
+        model: the contents of its file.
+        sha256: of these.
+        vocab_size: ids are below it.
+        eod_id: the end-of-document token.
+        dtype: of its ids, uint16 or uint32.
+        lossless: whether it gives spaces, line breaks and rare characters back.
+    """
+
+    what = ''
+    """The kind in words."""
+    file_name = 'tokenizer.model'
+    """Of its file in a token store."""
+    library = ''
+    """The package that encodes, whose version is recorded."""
+
+    def __init__(self, model: bytes, vocab_size: int, eod_id: int):
+        self.model, self.vocab_size, self.eod_id = model, vocab_size, eod_id
+        self.sha256 = hashlib.sha256(model).hexdigest()
+        self.dtype = token_dtype(vocab_size)
+        self.lossless: bool = self.decode(self.encode_batch([PROBE])[0]) == PROBE
+
+    @classmethod
+    @abc.abstractmethod
+    def recognises(cls, model: bytes) -> bool:
+        """Whether the contents of a file seem to be of this kind."""
+
+    @classmethod
+    def complete(cls, content: bytes, config: TokenizerConfig) -> bytes:
+        """The contents of a foreign file with what this kind needs besides; those of other kinds as they are."""
+        return content
+
+    @abc.abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids [tokens] of each text, without end-of-document tokens; on one thread."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        """The text of token ids; end-of-document and other control tokens have none."""
+
+    @abc.abstractmethod
+    def piece(self, index: int) -> str:
+        """The piece with this id as the tokenizer writes it."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids [tokens] of `text`, without an end-of-document token."""
+        return self.encode_documents([text])[0][:-1]
+
+    def encode_documents(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Many documents at once, which is the fast way.
+
+        Returns:
+            The ids of all documents [tokens], uint16 or uint32, the end-of-document token behind each; and the number
+            of tokens of each document, that one included [documents], int64.
+        """
+        eod = np.array([self.eod_id], np.int32)
+        encoded = self.encode_batch(texts)
+        lengths = np.array([len(ids) + 1 for ids in encoded], np.int64)
+        return np.concatenate([part for ids in encoded for part in (ids, eod)]).astype(self.dtype), lengths

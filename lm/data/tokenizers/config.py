@@ -1,0 +1,18 @@
+"""What a gin file says of the tokenizer."""
+
+from lm.config.configurable import configurable, field
+from lm.data.tokenizers.patterns import PATTERNS
+
+
+@configurable('tokenizer', resume=True)
+class TokenizerConfig:
+    """The tokenizer that `lm prepare` trains on a sample of the training split, or an existing one."""
+
+    vocab_size: int = field(32_000, minimum=261, maximum=2**31 - 1, help='pieces, with 256 bytes and 4 special ones')
+    model_type: str = field('bpe', choices=('bpe', 'unigram'), help='of SentencePiece')
+    sample_bytes: int = field(200_000_000, minimum=1, help='train on at most so many bytes')
+    model_path: str | None = field(
+        None, help='use this SentencePiece model, tokenizer.json or rank file; vocab_size is then taken from it'
+    )
+    end_of_document: str | None = field(None, help='its token behind each document; None: what it says itself')
+    pattern: str = field('gpt2', choices=tuple(PATTERNS), help='how text is split where model_path is a file of ranks')

@@ -1,0 +1,74 @@
+"""tokenizer.json of Hugging Face, read by its library `tokenizers`.
+
+Names of special tokens that stand in a text are text: they are encoded as their characters. What a tokenizer.json says
+of padding, truncation and tokens at the beginning of a text does not count here.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from lm.data.tokenizers.base import Tokenizer
+from lm.errors import ConfigError, MismatchError
+
+ENDS = ('<|endoftext|>', '<|end_of_text|>', '<｜end▁of▁sentence｜>', '</s>', '<eos>', '[EOS]')
+"""How the token behind a document is called, the first that there is; another one is tokenizer.end_of_document."""
+
+
+class HuggingFace(Tokenizer):
+    """A tokenizer.json."""
+
+    what = 'tokenizer.json of Hugging Face'
+    file_name = 'tokenizer.json'
+    library = 'tokenizers'
+
+    def __init__(self, model: bytes, eod: int | str | None = None):
+        """Raises ConfigError without the library `tokenizers` or an end-of-document token, MismatchError if damaged."""
+        os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # `lm prepare` has a process for each core
+        try:
+            import tokenizers
+        except ImportError:
+            raise ConfigError("tokenizer.json: needs tokenizers; pip install 'lm-tpu[tokenizers]'") from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(model.decode())
+        except Exception as error:  # the library knows no other class
+            reason = ' '.join(str(error).split())[:150]
+            raise MismatchError(f'tokenizer.json: {reason}; restore the file') from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        super().__init__(model, max(vocabulary.values()) + 1, _end(vocabulary, eod))
+
+    @classmethod
+    def recognises(cls, model: bytes) -> bool:
+        try:
+            return model.lstrip()[:1] == b'{' and 'model' in json.loads(model)
+        except ValueError:
+            return False
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, np.int32) for one in found]
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=True)
+
+    def piece(self, index: int) -> str:
+        return self._tokenizer.id_to_token(index)
+
+
+def _end(vocabulary: dict[str, int], eod: int | str | None) -> int:
+    if isinstance(eod, int):
+        return eod
+    if eod is not None and eod not in vocabulary:
+        raise ConfigError(f'tokenizer.end_of_document = {eod!r}: the tokenizer has no such token')
+    found = [vocabulary[name] for name in ((eod,) if eod else ENDS) if name in vocabulary]
+    if not found:
+        raise ConfigError(
+            f'tokenizer.end_of_document = None: the tokenizer has none of {", ".join(ENDS)}; '
+            'name the token that stands behind a document'
+        )
+    return found[0]

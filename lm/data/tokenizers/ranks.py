@@ -1,0 +1,92 @@
+"""Ranks of byte pairs, as tiktoken reads them: a line for each piece, its bytes in base64 and its id.
+
+Such a file does not say how text is split before the ranks count, nor which id ends a document. What is kept is the
+file behind a first line that does, so that it is a whole tokenizer:
+
+    {"ranks": {"pattern": "…", "special": {"<|endoftext|>": 50256}}}
+"""
+
+import base64
+import json
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from lm.data.tokenizers.base import Tokenizer
+from lm.data.tokenizers.config import TokenizerConfig
+from lm.data.tokenizers.patterns import PATTERNS
+from lm.errors import ConfigError, MismatchError
+
+END = '<|endoftext|>'
+PUBLISHED_ENDS = {50_256: 50_256, 50_280: 50_256, 100_256: 100_257, 199_998: 199_999}
+"""Number of ranks → id of END in the vocabularies that OpenAI has published; in others it is the next free one."""
+_LINE = re.compile(rb'[A-Za-z0-9+/=]+ \d+\r?(\n|\Z)')
+_HEAD = b'{"ranks": '
+
+
+class Ranks(Tokenizer):
+    """Ranks of byte pairs with their pattern."""
+
+    what = 'ranks of byte pairs (tiktoken)'
+    file_name = 'tokenizer.tiktoken'
+    library = 'tiktoken'
+
+    def __init__(self, model: bytes, eod: int | str | None = None):
+        """Raises ConfigError without the library `tiktoken`, MismatchError if the contents are damaged."""
+        try:
+            import tiktoken
+        except ImportError:
+            raise ConfigError("a file of ranks: needs tiktoken; pip install 'lm-tpu[tokenizers]'") from None
+        try:
+            head, _, lines = model.partition(b'\n')
+            facts = json.loads(head)['ranks']
+            self._encoding = tiktoken.Encoding(
+                'ranks', pat_str=facts['pattern'], mergeable_ranks=_parse(lines), special_tokens=facts['special']
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise MismatchError(f'ranks of byte pairs: damaged ({error}); restore the file') from None
+        special = facts['special']
+        if isinstance(eod, str) and eod not in special:
+            raise ConfigError(f'tokenizer.end_of_document = {eod!r}: the tokenizer has {", ".join(special)}')
+        eod_id = eod if isinstance(eod, int) else special[eod or next(iter(special))]
+        self._special = set(special.values())
+        super().__init__(model, self._encoding.max_token_value + 1, eod_id)
+
+    @classmethod
+    def recognises(cls, model: bytes) -> bool:
+        return model.startswith(_HEAD)
+
+    @classmethod
+    def complete(cls, content: bytes, config: TokenizerConfig) -> bytes:
+        """A bare file of ranks with its first line. Raises MismatchError if it is damaged."""
+        if not _LINE.match(content):
+            return content
+        try:
+            ranks = _parse(content)
+        except ValueError as error:
+            raise MismatchError(f'ranks of byte pairs: damaged ({error})') from None
+        if absent := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+            raise MismatchError(f'ranks of byte pairs: without the byte {absent[0]}; every byte needs a rank')
+        end = PUBLISHED_ENDS.get(len(ranks), max(ranks.values()) + 1)
+        facts = {'pattern': PATTERNS[config.pattern], 'special': {config.end_of_document or END: end}}
+        return _HEAD + json.dumps(facts).encode() + b'}\n' + content
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(self._encoding.encode_ordinary(text), np.int32) for text in texts]
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        known = [i for i in np.asarray(ids, np.int64).tolist() if i not in self._special]
+        return self._encoding.decode(known)
+
+    def piece(self, index: int) -> str:
+        return repr(self._encoding.decode_single_token_bytes(index))[2:-1]
+
+
+def _parse(lines: bytes) -> dict[bytes, int]:
+    """Piece → id. Raises ValueError for lines that are of another form."""
+    ranks = {}
+    for line in filter(None, lines.splitlines()):
+        piece, rank = line.split()
+        ranks[base64.b64decode(piece, validate=True)] = int(rank)
+    return ranks

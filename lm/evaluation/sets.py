@@ -1,0 +1,84 @@
+"""Perplexity of several texts at once: the parts of a mixture, and the named sets of `evaluate.sets`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lm.data.dataset import Store
+from lm.data.mixture import Mixture, check_same_tokenizer
+from lm.data.store import TokenStore
+from lm.errors import ConfigError
+from lm.evaluation.config import EvaluateConfig
+from lm.evaluation.perplexity import Evaluator, summarize
+
+FIGURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte')
+"""What metrics.jsonl says of each set, as FIGURE/NAME."""
+
+
+class SetsEvaluator:
+    """Scores several texts with the weights of a model. The figures of the whole are those of the data of the run: of a
+    mixture, the sums over its parts."""
+
+    def __init__(self, store: TokenStore | Mixture, parts: dict[str, Evaluator], others: dict[str, Evaluator]):
+        """
+        Args:
+            store: the data of the run.
+            parts: name → evaluator of each part of it; a single store is its only part.
+            others: name → evaluator of the other texts.
+        """
+        self.store, self.parts, self.others = store, parts, others
+        self._first = next(iter(parts.values()))
+        self.split = self._first.split
+
+    def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
+        """As that of `Evaluator`, with `sets`: name → the result of each text; None when `should_stop` said so."""
+        sums, sets = [], {}
+        for name, evaluator in (self.parts | self.others).items():
+            found = evaluator.sums(weights, should_stop)
+            if found is None:
+                return None
+            sums.append(found)
+            sets[name] = evaluator.result(*found, step) | {'path': evaluator.store.path}
+        if not isinstance(self.store, Mixture):
+            sets = {name: sets[name] for name in self.others}
+        nats_L, tokens_L = (np.sum(x, axis=0) for x in zip(*sums[: len(self.parts)], strict=True))
+        whole = summarize(nats_L, tokens_L, self.store, self.split)
+        return self._first.result(nats_L, tokens_L, step) | whole | {'sets': sets}
+
+    def describe(self, result: dict) -> str:
+        """The result in one line."""
+        sets = [f'{name} {found["perplexity"]:.3f}' for name, found in result['sets'].items()]
+        return f'{self._first.describe(result)}  perplexity of {", ".join(sets)}'
+
+
+def flat(result: dict) -> dict:
+    """A result as a record of metrics.jsonl: of `sets` single figures, such as perplexity/books."""
+    sets = result.get('sets', {})
+    figures = {f'{figure}/{name}': found[figure] for name, found in sets.items() for figure in FIGURES}
+    return {name: value for name, value in result.items() if name != 'sets'} | figures
+
+
+def open_sets(config: EvaluateConfig, store: Store, timeout: float | None = None) -> dict[str, tuple[TokenStore, str]]:
+    """Name → store and split of `evaluate.sets`; the split is '' where none is named.
+
+    Raises ConfigError where the run has no text or a name is that of a part of its mixture, MismatchError where a
+    store has been made with another tokenizer than `store`, and what `TokenStore.open` raises.
+    """
+    found = {}
+    for name, place in config.sets:
+        if not isinstance(store, Mixture | TokenStore):
+            raise ConfigError(f'evaluate.sets: {name!r} is text, and the run learns a task; delete it')
+        if isinstance(store, Mixture) and name in store.stores:
+            raise ConfigError(f'evaluate.sets: {name!r} is a store of data.mixture, which is scored anyway; rename it')
+        path, split = place_and_split(place)
+        opened = TokenStore.open(path, timeout)
+        check_same_tokenizer(opened, store, f'evaluate.sets, {name!r}')
+        found[name] = opened, split
+    return found
+
+
+def place_and_split(place: str) -> tuple[str, str]:
+    """'data/books@test' → ('data/books', 'test'); without a split that is ''."""
+    path, _, split = place.rpartition('@')
+    return (path, split) if path and '/' not in split else (place, '')
