@@ -187,7 +187,7 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """Logits, [B, L, V] float32. Training uses `token_losses`, which never holds them whole."""
-        return self._logits(self.hidden(tokens_BxL))
+        return self.logits(self.hidden(tokens_BxL))
 
     def token_losses(self, tokens_BxL: jax.Array, targets_BxL: jax.Array) -> jax.Array:
         """Negative log-likelihood of each target, [B, L] float32, in nats."""
@@ -218,7 +218,7 @@ class Transformer(nnx.Module):
             return x_BxTxD, new
 
         x_BxTxD, state = jax.lax.scan(layers, x_BxTxD, (params, state), unroll=self._unroll)
-        return state, self._logits(self.final_norm(x_BxTxD))
+        return state, self.logits(self.final_norm(x_BxTxD))
 
     def redraw(self, which: Sequence[int], key: jax.Array) -> None:
         """Draws new random projections in the layers of the mechanisms `which` of the pattern."""
@@ -242,7 +242,8 @@ class Transformer(nnx.Module):
         x_BxLxD += sinusoids(positions_L, self.config.d_model).astype(x_BxLxD.dtype)
         return x_BxLxD, rotary(positions_L, self.config.head_dim)
 
-    def _logits(self, x_BxLxD):
+    def logits(self, x_BxLxD: jax.Array) -> jax.Array:
+        """Of the normalised outputs of the last layer, [B, L, V] float32."""
         kernel_VxD = self.embedding.embedding[...].astype(x_BxLxD.dtype)
         return jnp.einsum('bld,vd->blv', x_BxLxD, kernel_VxD, preferred_element_type=jnp.float32)
 

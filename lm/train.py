@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
+from lm import make_callable
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.compiled.cache import CompileCache
 from lm.config.text import dump
@@ -384,3 +385,7 @@ def describe_devices(mesh: jax.sharding.Mesh, compute_dtype: Any) -> str:
         f'{mesh.size} × {jax.devices()[0].device_kind} (data {mesh.shape["data"]}, fsdp {mesh.shape["fsdp"]}), '
         f'{processes} process{"es" if processes > 1 else ""}, {jnp.dtype(compute_dtype).name} compute'
     )
+
+
+call = train
+make_callable(__name__)

@@ -35,6 +35,10 @@ FLOORS = (
 )  # fmt: skip
 """From the ground up. A file belongs to the longest entry that its name begins with; rooms of one floor do not meet."""
 
+GROUND = {'__version__', 'make_callable'}
+"""What the modules of `lm` take from `lm` itself, which stands on the ground. All else that it offers (`lm.PUBLIC`) is
+above every floor, imported when a user asks for it, and for nobody inside."""
+
 OWNERS = {'gin': 'lm.config.', 'orbax': 'lm.checkpoint.', 'tensorflow_datasets': 'lm.data.sources.tfds'}
 """Library → the only place that imports it."""
 
@@ -99,6 +103,19 @@ def test_imports_go_down_only():
             if below > floor or (below == floor and other != room):
                 wrong.append(f'{module} imports {target}')
     assert not wrong
+
+
+def test_public_names_are_for_those_outside():
+    wrong = []
+    for module, tree in trees().items():
+        for name, attribute in imports(tree):
+            if name == 'lm' and attribute and f'lm.{attribute}' not in trees() and attribute not in GROUND:
+                wrong.append(f'{module} imports {attribute} from lm')
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == 'lm':
+                wrong += [f'{module} uses lm.{node.attr}'] if node.attr in lm.PUBLIC else []
+    assert not wrong
+    assert {target for target in graph()['lm'] if target != 'lm'} == set()
 
 
 def test_no_circles():
