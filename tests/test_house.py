@@ -29,7 +29,8 @@ FLOORS = (
     ('experiment',),
     ('train',),
     (
-        'check', 'sweep', 'report', 'bench', 'inspect', 'generate', 'evaluation.command', 'data.prepare.command',
+        'check', 'sweep', 'report', 'bench', 'inspect', 'generate', 'exchange',
+        'evaluation.command', 'data.prepare.command',
     ),
     ('cli',),
 )  # fmt: skip
@@ -40,6 +41,7 @@ GROUND = {'__version__', 'make_callable'}
 above every floor, imported when a user asks for it, and for nobody inside."""
 
 OWNERS = {'gin': 'lm.config.', 'orbax': 'lm.checkpoint.', 'tensorflow_datasets': 'lm.data.sources.tfds'}
+OWNERS |= dict.fromkeys(('torch', 'transformers', 'safetensors'), 'lm.exchange.')
 """Library → the only place that imports it."""
 
 ALLOWED_WORDS = {'lm.report.paper', 'lm.report.paper_tables'}
