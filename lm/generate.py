@@ -116,7 +116,7 @@ def generate(
 
 def continuations(
     run: LoadedRun,
-    prompts: str | Sequence[str],
+    prompts: str | Sequence[str | np.ndarray],
     *,
     max_tokens: int = 256,
     temperature: float = 1.0,
@@ -125,7 +125,8 @@ def continuations(
     seed: int = 0,
     until: Sequence[str] = (),
 ) -> str | list[str]:
-    """What the weights of a run write behind each prompt, without the prompt; one text for one prompt.
+    """What the weights of a run write behind each prompt (text, or its token ids), without the prompt; one text for
+    one prompt.
 
     A text ends with its document, before the first string of `until`, or after `max_tokens` tokens.
 
@@ -137,7 +138,8 @@ def continuations(
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
         return []
-    rows = [np.concatenate([[tokenizer.eod_id], tokenizer.encode(text)]) for text in texts]
+    encoded = (tokenizer.encode(text) if isinstance(text, str) else text for text in texts)
+    rows = [np.concatenate([[tokenizer.eod_id], tokens]) for tokens in encoded]
     made = [np.zeros(0, np.int64)] * len(rows)
     results = [''] * len(rows)
     with jax.set_mesh(run.mesh):

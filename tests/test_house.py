@@ -27,9 +27,10 @@ FLOORS = (
     ('training',),
     ('evaluation',),
     ('experiment',),
-    ('train',),
+    ('train', 'generate'),
+    ('harness',),
     (
-        'check', 'sweep', 'report', 'bench', 'inspect', 'generate', 'exchange',
+        'check', 'sweep', 'report', 'bench', 'inspect', 'exchange',
         'evaluation.command', 'data.prepare.command',
     ),
     ('cli',),
@@ -41,7 +42,7 @@ GROUND = {'__version__', 'make_callable'}
 above every floor, imported when a user asks for it, and for nobody inside."""
 
 OWNERS = {'gin': 'lm.config.', 'orbax': 'lm.checkpoint.', 'tensorflow_datasets': 'lm.data.sources.tfds'}
-OWNERS |= dict.fromkeys(('torch', 'transformers', 'safetensors'), 'lm.exchange.')
+OWNERS |= dict.fromkeys(('torch', 'transformers', 'safetensors'), 'lm.exchange.') | {'lm_eval': 'lm.harness.'}
 """Library → the only place that imports it."""
 
 ALLOWED_WORDS = {'lm.report.paper', 'lm.report.paper_tables'}

@@ -1,5 +1,6 @@
 """`import lm`: what it offers to notebooks, and that it takes no time."""
 
+import json
 import subprocess
 import sys
 
@@ -61,16 +62,24 @@ def test_greedy_tokens_are_the_most_probable(run):
     chosen = np.append(row, best[-1])
     expected = best == chosen[1:]
     assert expected[-1]
-    short, long = run.scorer.is_greedy([chosen[:3], chosen])
+    (_, short), (nats, long) = run.scorer.judge([chosen[:3], chosen])
     np.testing.assert_array_equal(long, expected)
     np.testing.assert_array_equal(short, expected[:2])
+    np.testing.assert_allclose(nats, run.scorer.nats([chosen])[0], atol=1e-6)
+
+
+def test_a_split_of_one_document_scores_like_its_text(run):
+    """So do bits per byte of the harness, which asks for whole documents."""
+    text = run.tokenizer.decode(run.store.read('validation', 0, run.store.tokens('validation') - 1))
+    ours, theirs = run.score(text), lm.evaluate(run)
+    assert theirs['documents'] == 1
+    assert len(ours.nats) == theirs['tokens']
+    assert ours.bits_per_byte == pytest.approx(theirs['bits_per_byte'], rel=1e-6)
 
 
 def test_evaluate_is_lm_evaluate(run, reference_run):
     result = lm.evaluate(run, context_length=16, batch_size=8)
     again = tiny.lm('evaluate', '--run_dir', str(reference_run[0]), '--context_length', '16', '--json')
-    import json
-
     assert result['sum_nats'] == pytest.approx(json.loads(again.stdout)['sum_nats'], rel=1e-7)
 
 

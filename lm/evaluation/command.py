@@ -24,6 +24,10 @@ def main(experiment: Experiment, arguments: Any) -> int:
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
     run = load_run(experiment, arguments.run_dir, arguments.step)
+    if arguments.tasks:
+        from lm.harness.tasks import main as evaluate_tasks
+
+        return evaluate_tasks(run, arguments)
     evaluator = evaluator_of(run)
     result = evaluator(run.weights, run.step)
     if jax.process_index() == 0:

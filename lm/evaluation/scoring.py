@@ -53,23 +53,22 @@ class Scorer:
         def token_losses(weights, tokens_BxN):
             return functions.token_losses(weights, tokens_BxN[:, :-1], tokens_BxN[:, 1:])
 
-        def is_greedy(weights, tokens_BxN):
+        def judge(weights, tokens_BxN):
             model = nnx.merge(functions.graph, weights['params'], weights['buffers'])
             x_LxBxD = model.hidden(tokens_BxN[:, :-1]).swapaxes(0, 1)
-            best_LxB = jax.lax.map(
-                lambda x_BxD: model.logits(x_BxD[:, None])[:, 0].argmax(-1), x_LxBxD, batch_size=POSITIONS
-            )
-            return tokens_BxN[:, 1:] == best_LxB.T
+            best = lambda x_BxD: model.logits(x_BxD[:, None])[:, 0].argmax(-1)  # noqa: E731
+            best_LxB = jax.lax.map(best, x_LxBxD, batch_size=POSITIONS)
+            return token_losses(weights, tokens_BxN), tokens_BxN[:, 1:] == best_LxB.T
 
-        self._nats, self._is_greedy = (jax.jit(f, out_shardings=replicated(mesh)) for f in (token_losses, is_greedy))
+        self._nats, self._judge = (jax.jit(f, out_shardings=replicated(mesh)) for f in (token_losses, judge))
 
     def nats(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Of each row of tokens [N + 1] the nats of all but its first, [N] float64. N is at most `context_length`."""
-        return self._over(rows, self._nats, np.float64)
+        return [nats for (nats,) in self._over(rows, lambda *batch: (self._nats(*batch),))]
 
-    def is_greedy(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Of each row of tokens [N + 1] whether no token is more probable than that in its place, [N] bool."""
-        return self._over(rows, self._is_greedy, bool)
+    def judge(self, rows: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Like `nats`, and with them whether no token is more probable than that in its place, [N] bool."""
+        return [(nats, greedy) for nats, greedy in self._over(rows, self._judge)]
 
     def score_text(self, tokenizer: Tokenizer, text: str) -> Scores:
         """Of the text as a document: an end-of-document token stands before it, and one behind it is scored too."""
@@ -93,24 +92,25 @@ class Scorer:
             parts[owner].append(nats)
         return [np.concatenate(part) for part in parts]
 
-    def _over(self, rows: Sequence[np.ndarray], function: Any, dtype: Any) -> list[np.ndarray]:
+    def _over(self, rows: Sequence[np.ndarray], function: Any) -> list[tuple[np.ndarray, ...]]:
         """The results of `function` for each row, without those of what rows and batches are filled up with."""
-        results: list[np.ndarray] = [np.zeros(0, dtype)] * len(rows)
+        results: list[tuple[np.ndarray, ...]] = [()] * len(rows)
         padded: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
-            if len(row) - 1 > self.context_length:
-                raise ValueError(f'a row of {len(row)} tokens: at most {self.context_length + 1} can be scored')
-            length = max(SHORTEST, 1 << (len(row) - 2).bit_length()) if len(row) > 1 else 0
+            if not 2 <= len(row) <= self.context_length + 1:
+                raise ValueError(f'a row of {len(row)} tokens: must be 2 to {self.context_length + 1}')
+            length = max(SHORTEST, 1 << (len(row) - 2).bit_length())
             padded.setdefault(min(length, self.context_length), []).append(i)
         for length, indices in sorted(padded.items()):
-            for first in range(0, len(indices) if length else 0, self.batch_size):
+            for first in range(0, len(indices), self.batch_size):
                 chosen = indices[first : first + self.batch_size]
                 tokens = np.zeros((self.batch_size, length + 1), np.int32)
                 for at, i in enumerate(chosen):
                     tokens[at, : len(rows[i])] = rows[i]
                 with jax.set_mesh(self.mesh):
                     array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
-                    found = np.asarray(function(self.weights, array))
+                    found = [np.asarray(each) for each in function(self.weights, array)]
                 for at, i in enumerate(chosen):
-                    results[i] = found[at, : len(rows[i]) - 1].astype(dtype)
+                    parts = (each[at, : len(rows[i]) - 1] for each in found)
+                    results[i] = tuple(part if part.dtype == bool else part.astype(np.float64) for part in parts)
         return results

