@@ -145,7 +145,9 @@ def set_up(
     run.create_or_resume(experiment, {'parameters': parameters, **store.fingerprints}, start, rewinds)
     programs.publish()
     progress = Progress(config.steps, enabled=is_leader)
-    metrics_file = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
+    trackers = stack.enter_context(run.track(config.trackers, dump(experiment), is_leader))
+    summaries = config.tensorboard and not any(tracker.summaries for tracker in config.trackers)
+    metrics_file = stack.enter_context(run.metrics(start, summaries, trackers))
     profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))
     if restored:
         progress.note(f'resumed from step {start} of {run_dir}')

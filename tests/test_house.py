@@ -22,7 +22,7 @@ FLOORS = (
     ('files', 'hardware', 'plots', 'parameters'),
     ('config', 'compiled'),
     ('ops',),
-    ('attention', 'tasks', 'checkpoint'),
+    ('attention', 'tasks', 'checkpoint', 'trackers'),
     ('model', 'data', 'runs'),
     ('training',),
     ('evaluation',),
@@ -42,7 +42,11 @@ GROUND = {'__version__', 'make_callable'}
 above every floor, imported when a user asks for it, and for nobody inside."""
 
 OWNERS = {'gin': 'lm.config.', 'orbax': 'lm.checkpoint.', 'tensorflow_datasets': 'lm.data.sources.tfds'}
-OWNERS |= dict.fromkeys(('torch', 'transformers', 'safetensors'), 'lm.exchange.') | {'lm_eval': 'lm.harness.'}
+OWNERS |= {'lm_eval': 'lm.harness.', 'tensorboardX': 'lm.trackers.'}
+OWNERS |= dict.fromkeys(('torch', 'transformers', 'safetensors'), 'lm.exchange.')
+    'lm_eval': 'lm.harness.',
+    'tensorboardX': 'lm.trackers.',
+}
 """Library → the only place that imports it."""
 
 ALLOWED_WORDS = {'lm.report.paper', 'lm.report.paper_tables'}
