@@ -44,9 +44,6 @@ above every floor, imported when a user asks for it, and for nobody inside."""
 OWNERS = {'gin': 'lm.config.', 'orbax': 'lm.checkpoint.', 'tensorflow_datasets': 'lm.data.sources.tfds'}
 OWNERS |= {'lm_eval': 'lm.harness.', 'tensorboardX': 'lm.trackers.'}
 OWNERS |= dict.fromkeys(('torch', 'transformers', 'safetensors'), 'lm.exchange.')
-    'lm_eval': 'lm.harness.',
-    'tensorboardX': 'lm.trackers.',
-}
 """Library → the only place that imports it."""
 
 ALLOWED_WORDS = {'lm.report.paper', 'lm.report.paper_tables'}
