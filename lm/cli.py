@@ -36,6 +36,7 @@ from lm.check.flags import check_flags
 from lm.config.flags import distributed_flags, gin_flags
 from lm.data.prepare.flags import prepare_flags
 from lm.evaluation.flags import evaluate_flags
+from lm.exchange.flags import export_flags, import_flags
 from lm.inspect.flags import inspect_flags
 from lm.report.flags import report_flags
 from lm.sweep.flags import sweep_flags
@@ -212,6 +213,19 @@ VERBS = {
         main='lm.generate:main',
         flags=(run_flags, generate_flags, gin_flags, distributed_flags),
         configure=from_run,
+    ),
+    'export': Verb(
+        help='write the weights of a run for other programs',
+        example='lm export --run_dir runs/tiny --format huggingface --out exports/tiny',
+        main='lm.exchange.command:export_run',
+        flags=(run_flags, export_flags, gin_flags),
+        configure=from_run,
+    ),
+    'import': Verb(
+        help='make a run of a Llama-shaped checkpoint, or of what lm export has written',
+        example='lm import checkpoints/llama --run_dir runs/llama',
+        main='lm.exchange.command:import_run',
+        flags=(import_flags, gin_flags),
     ),
     'check': Verb(
         help='show what a run needs before it is paid for: memory, collectives, hours; compiles for TPUs without one',

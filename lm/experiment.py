@@ -1,24 +1,29 @@
 """One experiment: every section that a configuration can set, and the weights of a run that was made with one.
 
 experiment = load(['configs/models/small.gin'], ['train.steps = 1000'])
-run = load_run(experiment, 'runs/small')
+run = load_run(experiment, 'runs/small')          # or open_run('runs/small'), by its own configuration
+run.score('some text').nats
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.config import load as gin
 from lm.data.dataset import DataConfig, Store
 from lm.data.prepare.config import PrepareConfig
-from lm.errors import FINAL, AbsentError, LmError, MismatchError
+from lm.data.tokenizers import Tokenizer
+from lm.errors import FINAL, AbsentError, ConfigError, LmError, MismatchError
 from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.evaluator import check_evaluation
-from lm.model import ModelConfig
+from lm.evaluation.scoring import Scorer, Scores
+from lm.model import ModelConfig, Transformer
 from lm.runs.initial import InitialParameters
 from lm.runs.run_dir import RunDir
 from lm.training.config import TrainConfig
@@ -119,12 +124,48 @@ class LoadedRun:
     """What a checkpoint of a run needs to be used: its functions, weights (params and buffers), data and devices, and
     the `step` after which it was saved."""
 
+    experiment: Experiment
     directory: RunDir
     store: Store
     mesh: Mesh
     functions: TrainStep
     weights: State
     step: int
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """That of the data."""
+        return self.store.tokenizer()
+
+    @functools.cached_property
+    def model(self) -> Transformer:
+        """Tokens [B, L] → logits [B, L, V]."""
+        return nnx.merge(self.functions.graph, self.weights['params'], self.weights['buffers'])
+
+    @functools.cached_property
+    def scorer(self) -> Scorer:
+        """Log-likelihoods of rows of tokens, at the context length of the training at most."""
+        config = self.experiment
+        length = config.evaluate.context_length or config.train.context_length
+        return Scorer(self.functions, self.mesh, self.weights, length, config.evaluate.batch_size)
+
+    def score(self, text: str) -> Scores:
+        """How probable each token of `text` is after those before it, the first one as the first of a document.
+
+        Text longer than the context is cut into windows of that length, as `lm evaluate` cuts a split.
+        """
+        return self.scorer.score_text(self.tokenizer, text)
+
+
+def open_run(run_dir: str, gin_params: Sequence[str] = (), step: int | None = None) -> LoadedRun:
+    """The run in `run_dir` by its own configuration, changed by `gin_params`, such as "data.path = '…'".
+
+    Raises what `load` and `load_run` raise, and ConfigError where `run_dir` holds no run.
+    """
+    config = RunDir(run_dir).config
+    if not config.exists():
+        raise ConfigError(f'--run_dir {run_dir}: holds no config.gin, so it is not a run of lm train')
+    return load_run(load((), gin_params, base=str(config)), run_dir, step)
 
 
 def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> LoadedRun:
@@ -144,4 +185,4 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
         restored = saved.restore(abstract, step=step)
     if restored is None:
         raise MismatchError(f'--run_dir {run_dir}: holds no checkpoint; train it first with lm train')
-    return LoadedRun(directory, store, mesh, functions, restored[0], restored[1])
+    return LoadedRun(experiment, directory, store, mesh, functions, restored[0], restored[1])

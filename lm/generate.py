@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lm import make_callable
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
-from lm.experiment import Experiment, load_run
+from lm.experiment import Experiment, LoadedRun, load_run
 from lm.model import Transformer
 from lm.training.mesh import initialize_distributed
 
@@ -113,6 +114,50 @@ def generate(
         yield np.asarray(tokens)[:, : total - 1 - position]
 
 
+def continuations(
+    run: LoadedRun,
+    prompts: str | Sequence[str | np.ndarray],
+    *,
+    max_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    until: Sequence[str] = (),
+) -> str | list[str]:
+    """What the weights of a run write behind each prompt (text, or its token ids), without the prompt; one text for
+    one prompt.
+
+    A text ends with its document, before the first string of `until`, or after `max_tokens` tokens.
+
+    Raises ConfigError for settings out of range (`Sampling`).
+    """
+    if max_tokens < 1:
+        raise ConfigError(f'max_tokens = {max_tokens}: must be at least 1')
+    sampling, tokenizer = Sampling(temperature, top_k, top_p), run.tokenizer
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not texts:
+        return []
+    encoded = (tokenizer.encode(text) if isinstance(text, str) else text for text in texts)
+    rows = [np.concatenate([[tokenizer.eod_id], tokens]) for tokens in encoded]
+    made = [np.zeros(0, np.int64)] * len(rows)
+    results = [''] * len(rows)
+    with jax.set_mesh(run.mesh):
+        for new_BxT in generate(run.model, rows, max_tokens, sampling, seed):
+            made = [np.concatenate(pair) for pair in zip(made, new_BxT, strict=True)]
+            ended = []
+            for i, (row, tokens) in enumerate(zip(rows, made, strict=True)):
+                own = tokens[len(row) - 1 :][:max_tokens]
+                ends = np.flatnonzero(own == tokenizer.eod_id)
+                text = tokenizer.decode(own[: ends[0]] if len(ends) else own)
+                stops = [at for stop in until if stop and (at := text.find(stop)) >= 0]
+                results[i] = text[: min(stops)] if stops else text
+                ended.append(bool(stops) or len(ends) > 0 or len(own) == max_tokens)
+            if all(ended):
+                break
+    return results[0] if isinstance(prompts, str) else results
+
+
 def state_bytes(model: Transformer, max_length: int) -> int:
     """Bytes of the decoding state of one sequence."""
     state = jax.eval_shape(lambda: model.init_state(1, max_length))
@@ -129,12 +174,11 @@ def main(experiment: Experiment, arguments: Any) -> int:
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
     run = load_run(experiment, arguments.run_dir, arguments.step)
-    tokenizer = run.store.tokenizer()
+    tokenizer = run.tokenizer
     # Every document of the training data follows an end-of-document token, and so does a prompt.
     prompts = [np.concatenate([[tokenizer.eod_id], tokenizer.encode(text)]) for text in texts]
     with jax.set_mesh(run.mesh):
-        model = nnx.merge(run.functions.graph, run.weights['params'], run.weights['buffers'])
-        _write(model, tokenizer, prompts, arguments.max_tokens, sampling, arguments.seed)
+        _write(run.model, tokenizer, prompts, arguments.max_tokens, sampling, arguments.seed)
     return 0
 
 
@@ -215,3 +259,7 @@ def _prompts(arguments: Any) -> list[str]:
     if not prompts:
         raise ConfigError(f'--prompt_file {path}: is empty; write one prompt a line')
     return prompts
+
+
+call = continuations
+make_callable(__name__)

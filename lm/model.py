@@ -3,6 +3,8 @@
     pre-LayerNorm; sinusoidal positions added to the embeddings and rotary positions in every head;
     gated linear units with GELU; no biases; input and output embeddings tied.
 
+Options make it a Llama: norm = 'rms', activation = 'silu', sinusoids = False, tied = False, rotary_base.
+
 B batch, L length, D model width, H query heads, K key/value heads, C head size, V vocabulary, R repeats of the pattern.
 """
 
@@ -21,7 +23,7 @@ from lm.errors import ConfigError
 from lm.ops.cross_entropy import cross_entropy
 from lm.ops.platform import target_platform
 from lm.ops.residuals import RESIDUAL_NAME
-from lm.parameters import declare, layer_norm, stack
+from lm.parameters import declare, layer_norm, rms_norm, stack
 
 REMAT = {
     'none': jax.checkpoint_policies.everything_saveable,
@@ -30,6 +32,10 @@ REMAT = {
     'full': jax.checkpoint_policies.nothing_saveable,
 }
 """What a layer keeps for its backward pass, from the most memory to the least; the layer's input is always kept."""
+
+NORMS = {'layer': layer_norm, 'rms': rms_norm}
+ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
+"""GELU by its tanh approximation."""
 
 
 @configurable('model')
@@ -46,6 +52,11 @@ class ModelConfig:
     attention: Attention | tuple[Attention, ...] = field(
         YARDSTICK(), help='one mechanism, or a list cycled over layers'
     )
+    norm: str = field('layer', choices=tuple(NORMS), help='layer normalization, or RMSNorm: neither mean nor bias')
+    activation: str = field('gelu', choices=tuple(ACTIVATIONS), help='of the gate of the linear units')
+    sinusoids: bool = field(True, help='sinusoidal positions, added to the embeddings; False: rotary positions alone')
+    rotary_base: float = field(10_000.0, above=1, help='of the wavelengths of the rotary positions')
+    tied: bool = field(True, help='the output matrix is the input embedding; False: it has parameters of its own')
     dtype: str = field('auto', choices=('auto', 'float32', 'bfloat16'), help='auto: bfloat16, but float32 on CPU')
     remat: str = field('none', choices=tuple(REMAT), resume=True)
     unroll: int = field(1, minimum=1, resume=True, help='layers compiled per scan iteration; n_layers: no loop')
@@ -95,7 +106,8 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs):
         self.dims = dims = config.dims
-        dtype = config.compute_dtype
+        self.activation = ACTIVATIONS[config.activation]
+        dtype, norm = config.compute_dtype, NORMS[config.norm]
         # Residual branches start smaller the deeper the model, so that the sum over layers has unit scale (GPT-2 §2.3).
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
         n_qkv = (dims.n_heads + 2 * dims.n_kv_heads) * dims.head_dim
@@ -107,12 +119,12 @@ class Block(nnx.Module):
                 n_in, n_out, use_bias=False, dtype=dtype, kernel_init=init, kernel_metadata=says, rngs=rngs
             )
 
-        self.attention_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
+        self.attention_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
         self.qkv = linear(config.d_model, n_qkv, 'embed', 'all_heads', part='attention')
         self.attention = attention.build(dims, rngs)
         n_heads = dims.n_heads * dims.head_dim
         self.attention_out = linear(n_heads, config.d_model, 'all_heads', 'embed', part='attention', init=residual_init)
-        self.glu_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
+        self.glu_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
         self.glu_in = linear(config.d_model, 2 * config.glu_dim, 'embed', 'mlp', part='glu')
         self.glu_out = linear(config.glu_dim, config.d_model, 'mlp', 'embed', part='glu', init=residual_init)
 
@@ -138,7 +150,7 @@ class Block(nnx.Module):
         y_BxLxHxC = checkpoint_name(y_BxLxHxC, 'attention')
         x_BxLxD = x_BxLxD + self.attention_out(y_BxLxHxC.reshape(*y_BxLxHxC.shape[:2], -1))
         value_BxLxF, gate_BxLxF = jnp.split(self.glu_in(self.glu_norm(x_BxLxD)), 2, axis=-1)
-        return x_BxLxD + self.glu_out(value_BxLxF * jax.nn.gelu(gate_BxLxF))
+        return x_BxLxD + self.glu_out(value_BxLxF * self.activation(gate_BxLxF))
 
 
 class Transformer(nnx.Module):
@@ -158,7 +170,11 @@ class Transformer(nnx.Module):
         )
         repeats = config.n_layers // len(config.pattern)
         self.blocks = nnx.List([_stack(config, attention, repeats, rngs) for attention in config.pattern])
-        self.final_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=config.compute_dtype)
+        self.final_norm = NORMS[config.norm](config.d_model, 'embed', rngs, part='norms', dtype=config.compute_dtype)
+        if not config.tied:
+            init = nnx.initializers.normal(config.d_model**-0.5)
+            says = declare('matrix', 'vocabulary', 'embed', part='embedding')
+            self.head = nnx.Param(init(rngs.params(), (config.vocab_size, config.d_model)), **says)
 
     def hidden(self, tokens_BxL: jax.Array) -> jax.Array:
         """The normalised output of the last layer, [B, L, D]."""
@@ -187,11 +203,11 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """Logits, [B, L, V] float32. Training uses `token_losses`, which never holds them whole."""
-        return self._logits(self.hidden(tokens_BxL))
+        return self.logits(self.hidden(tokens_BxL))
 
     def token_losses(self, tokens_BxL: jax.Array, targets_BxL: jax.Array) -> jax.Array:
         """Negative log-likelihood of each target, [B, L] float32, in nats."""
-        return cross_entropy(self.hidden(tokens_BxL), self.embedding.embedding[...], None, targets_BxL)
+        return cross_entropy(self.hidden(tokens_BxL), self._output[...], None, targets_BxL)
 
     def init_state(self, batch: int, max_length: int) -> list[Any]:
         """The decoding state of empty sequences: for each mechanism of the pattern, its states stacked over layers."""
@@ -218,7 +234,7 @@ class Transformer(nnx.Module):
             return x_BxTxD, new
 
         x_BxTxD, state = jax.lax.scan(layers, x_BxTxD, (params, state), unroll=self._unroll)
-        return state, self._logits(self.final_norm(x_BxTxD))
+        return state, self.logits(self.final_norm(x_BxTxD))
 
     def redraw(self, which: Sequence[int], key: jax.Array) -> None:
         """Draws new random projections in the layers of the mechanisms `which` of the pattern."""
@@ -234,16 +250,22 @@ class Transformer(nnx.Module):
             nnx.update(self.blocks[i], new)
 
     @property
+    def _output(self) -> nnx.Param:
+        return self.embedding.embedding if self.config.tied else self.head
+
+    @property
     def _unroll(self) -> int:
         return max(1, self.config.unroll // len(self.config.pattern))
 
     def _embed(self, tokens_BxL, positions_L):
         x_BxLxD = self.embedding(tokens_BxL) * math.sqrt(self.config.d_model)
-        x_BxLxD += sinusoids(positions_L, self.config.d_model).astype(x_BxLxD.dtype)
-        return x_BxLxD, rotary(positions_L, self.config.head_dim)
+        if self.config.sinusoids:
+            x_BxLxD += sinusoids(positions_L, self.config.d_model).astype(x_BxLxD.dtype)
+        return x_BxLxD, rotary(positions_L, self.config.head_dim, self.config.rotary_base)
 
-    def _logits(self, x_BxLxD):
-        kernel_VxD = self.embedding.embedding[...].astype(x_BxLxD.dtype)
+    def logits(self, x_BxLxD: jax.Array) -> jax.Array:
+        """Of the normalised outputs of the last layer, [B, L, V] float32."""
+        kernel_VxD = self._output[...].astype(x_BxLxD.dtype)
         return jnp.einsum('bld,vd->blv', x_BxLxD, kernel_VxD, preferred_element_type=jnp.float32)
 
 
@@ -272,9 +294,9 @@ def sinusoids(positions_L: jax.Array, width: int) -> jax.Array:
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
 
 
-def rotary(positions_L: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+def rotary(positions_L: jax.Array, width: int, base: float = 10_000.0) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of the rotary angles (Su et al. 2021, eq. 15), each [L, 1, width/2]."""
-    angle = _angles(positions_L, width)[:, None]
+    angle = _angles(positions_L, width, base)[:, None]
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -285,8 +307,8 @@ def rotate(x_BxLxNxC: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.A
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BxLxNxC.dtype)
 
 
-def _angles(positions_L, width):
-    frequencies = 10_000.0 ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+def _angles(positions_L, width, base=10_000.0):
+    frequencies = base ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     return positions_L.astype(jnp.float32)[:, None] * frequencies
 
 

@@ -57,6 +57,11 @@ def layer_norm(size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism',
     return nnx.LayerNorm(size, epsilon=1e-5, rngs=rngs, **metadata, **options)
 
 
+def rms_norm(size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism', **options: Any) -> nnx.RMSNorm:
+    """Root-mean-square normalization (Zhang and Sennrich 2019) whose gain is declared; `options` are flax's."""
+    return nnx.RMSNorm(size, epsilon=1e-5, rngs=rngs, scale_metadata=declare('gain', axis, part=part), **options)
+
+
 def stack(module: nnx.Module) -> None:
     """Says of all parameters below `module` that they have one more axis in front, over layers."""
     for _, variable in nnx.iter_graph(module):

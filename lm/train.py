@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from lm import make_callable
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import some
 from lm.compiled.cache import CompileCache
@@ -42,7 +43,7 @@ from lm.training.peers import Peers
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
 from lm.training.program import abstract_state, compile_step_aside, init_state, shardings_of
-from lm.training.progress import Progress, Throughput, plan_rows, print_row
+from lm.training.progress import Progress, Throughput, plan_rows, print_rows
 from lm.training.step import State, TrainStep, weights
 from lm.training.watchdog import Watchdog
 
@@ -105,17 +106,14 @@ def set_up(
     mesh = make_mesh(experiment.mesh)
     stack.enter_context(jax.set_mesh(mesh))
     batches = make_batches(data, config, store, mesh)
-    functions = TrainStep(
-        model, experiment.optimizer, config.steps, data.task and data.task.scored, by_window=bool(data.mixture)
-    )
+    scored = data.task and data.task.scored
+    functions = TrainStep(model, experiment.optimizer, config.steps, scored, by_window=bool(data.mixture))
     evaluator = make_evaluator(experiment.evaluate, data, config.context_length, functions, mesh, store)
     parameters = sum(functions.count_parameters().values())
     is_leader = jax.process_index() == 0
     if is_leader:
         seen = f'{batches.windows.describe(config.steps)} of {store.path}'
-        rows = plan_rows(model, config, parameters, seen)
-        for name, value in (rows | {'devices': describe_mesh(mesh, model.compute_dtype)}).items():
-            print_row(name, value)
+        print_rows(plan_rows(model, config, parameters, seen) | {'devices': describe_mesh(mesh, model.compute_dtype)})
     run = RunDir(run_dir)
     lock = stack.enter_context(run.lock())
     if rewind_to is not None and run.is_rewound(rewind_to, experiment):
@@ -160,7 +158,8 @@ def set_up(
         branch.copy_metrics()
     programs.publish()
     progress = Progress(config.steps, enabled=is_leader)
-    metrics_file = stack.enter_context(run.metrics(resume_at=start, tensorboard=config.tensorboard))
+    trackers = stack.enter_context(run.track(config.trackers, dump(experiment), is_leader))
+    metrics_file = stack.enter_context(run.metrics(start, config.tensorboard, trackers))
     profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))
     if restored:
         progress.note(f'resumed from step {start} of {branch.parent.path if branch else run_dir}')
@@ -168,7 +167,6 @@ def set_up(
     return Trainer(
         config=config,
         text=dump(experiment),
-        run_dir=run_dir,
         run_directory=run,
         lock=lock,
         functions=functions,
@@ -207,7 +205,6 @@ class Trainer:
 
     config: TrainConfig
     text: str
-    run_dir: str
     run_directory: RunDir
     lock: RunLock
     functions: TrainStep
@@ -244,7 +241,7 @@ class Trainer:
             self.run_steps()
         self.progress.note(
             f'done: {config.steps} steps in {duration(self.throughput.seconds)}, '
-            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.run_dir}'
+            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.run_directory.path}'
         )
         self.progress.note(f'goodput {describe(self.record_goodput())}')
         return self.state
@@ -397,3 +394,7 @@ class Trainer:
         if jax.process_index() == 0:
             self.run_directory.write_goodput(record)
         return record
+
+
+call = train
+make_callable(__name__)

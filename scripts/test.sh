@@ -4,6 +4,7 @@
 #   scripts/test.sh                 the whole default suite
 #   scripts/test.sh -m slow         the long tests (kill loops, learning tasks, TPU compilation)
 #   scripts/test.sh -m gpu          the tests that need an NVIDIA GPU
+#   scripts/test.sh -m interop      against PyTorch, transformers and lm-evaluation-harness (some GB of wheels)
 #   PYTHON=python3.12 scripts/test.sh -m smoke
 #   GPU_COMPILER=1 PYTHON=python3.12 scripts/test.sh tests/ops/test_pallas_gpu.py    GPU kernels, interpreted and compiled
 set -euo pipefail
@@ -19,6 +20,7 @@ case " $* " in
     extras='test,gpu'
     export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu} XLA_PYTHON_CLIENT_PREALLOCATE=false WORKERS=${WORKERS:-1}
     ;;
+  *' -m interop '*) extras='test,interop' ;;
 esac
 # libtpu compiles for TPUs that are not there, and JAX's CUDA plugin with ptxas for GPUs; both exist for Linux alone.
 compilers=()

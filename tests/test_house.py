@@ -22,18 +22,24 @@ FLOORS = (
     ('files', 'hardware', 'plots', 'parameters'),
     ('config', 'compiled'),
     ('ops',),
-    ('attention', 'tasks', 'checkpoint'),
+    ('attention', 'tasks', 'checkpoint', 'trackers'),
     ('model', 'data', 'runs'),
     ('training',),
     ('evaluation',),
     ('experiment',),
-    ('train',),
+    ('train', 'generate'),
+    ('harness',),
     (
-        'check', 'sweep', 'report', 'bench', 'inspect', 'generate', 'evaluation.command', 'data.prepare.command',
+        'check', 'sweep', 'report', 'bench', 'inspect', 'exchange',
+        'evaluation.command', 'data.prepare.command',
     ),
     ('cli',),
 )  # fmt: skip
 """From the ground up. A file belongs to the longest entry that its name begins with; rooms of one floor do not meet."""
+
+GROUND = {'__version__', 'make_callable'}
+"""What the modules of `lm` take from `lm` itself, which stands on the ground. All else that it offers (`lm.PUBLIC`) is
+above every floor, imported when a user asks for it, and for nobody inside."""
 
 OWNERS = {
     'gin': 'lm.config.',
@@ -41,6 +47,9 @@ OWNERS = {
     'tensorflow_datasets': 'lm.data.sources.tfds',
     'tokenizers': 'lm.data.tokenizers.huggingface',
     'tiktoken': 'lm.data.tokenizers.ranks',
+    'lm_eval': 'lm.harness.',
+    'tensorboardX': 'lm.trackers.',
+    **dict.fromkeys(('torch', 'transformers', 'safetensors'), 'lm.exchange.'),
 }
 """Library → the only place that imports it."""
 
@@ -105,6 +114,19 @@ def test_imports_go_down_only():
             if below > floor or (below == floor and other != room):
                 wrong.append(f'{module} imports {target}')
     assert not wrong
+
+
+def test_public_names_are_for_those_outside():
+    wrong = []
+    for module, tree in trees().items():
+        for name, attribute in imports(tree):
+            if name == 'lm' and attribute and f'lm.{attribute}' not in trees() and attribute not in GROUND:
+                wrong.append(f'{module} imports {attribute} from lm')
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == 'lm':
+                wrong += [f'{module} uses lm.{node.attr}'] if node.attr in lm.PUBLIC else []
+    assert not wrong
+    assert {target for target in graph()['lm'] if target != 'lm'} == set()
 
 
 def test_no_circles():

@@ -43,7 +43,7 @@ def test_command(command, monkeypatch, reference_run):
         assert cli.main([*arguments, '--dry_run'] if '--dry_run' not in arguments else arguments) == 0
         return
     # What the command runs with is what matters here; a run directory that it reads is the tiny run's.
-    if verb in ('evaluate', 'generate'):
+    if verb in ('evaluate', 'generate', 'export'):
         arguments[arguments.index('--run_dir') + 1] = str(reference_run[0])
     if words[0].startswith('scripts/tpu'):
         arguments += ['--run_dir', 'runs/pod']

@@ -70,6 +70,10 @@ class Attention:
         mechanism is quadratic; rematerialisation not counted; the q, k, v, o projections belong to the model)."""
         raise NotImplementedError
 
+    def portable(self) -> dict[str, Any]:
+        """Its fields as plain values, for programs that read no gin, and what these would have to work out."""
+        return dataclasses.asdict(self)
+
     @classmethod
     def kernel_cases(cls) -> KernelCases:
         """Its TPU kernels, in the forms worth watching."""

@@ -56,6 +56,9 @@ class Hybrid(LinearAttention):
         """None: on TPUs it runs on XLA, for the kernels take no window."""
         return {}
 
+    def portable(self) -> dict[str, Any]:
+        return super().portable() | {'coefficients': self.coefficients.tolist()}
+
     @property
     def direct(self) -> bool:
         """Whether the operation's own powers serve: they weigh pairs inside a block without forming the terms."""

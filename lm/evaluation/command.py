@@ -1,5 +1,6 @@
 """`lm evaluate`."""
 
+import dataclasses
 import hashlib
 import json
 from typing import Any
@@ -9,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lm.config.text import dump
+from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
-from lm.experiment import Experiment, load_run
+from lm.evaluation.perplexity import Evaluator
+from lm.experiment import Experiment, LoadedRun, load_run
 from lm.files import write_atomically
 from lm.runs.run_dir import config_differences
 from lm.text import perplexity
@@ -23,9 +26,11 @@ def main(experiment: Experiment, arguments: Any) -> int:
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
     run = load_run(experiment, arguments.run_dir, arguments.step)
-    evaluator = make_evaluator(
-        experiment.evaluate, experiment.data, experiment.train.context_length, run.functions, run.mesh, run.store
-    )
+    if arguments.tasks:
+        from lm.harness.tasks import main as evaluate_tasks
+
+        return evaluate_tasks(run, arguments)
+    evaluator = evaluator_of(run)
     result = evaluator(run.weights, run.step)
     if jax.process_index() == 0:
         # A model that is run otherwise than it was trained, or other data, has a file of its own.
@@ -45,6 +50,25 @@ def main(experiment: Experiment, arguments: Any) -> int:
         else:
             print_table(result, str(path))
     return 0
+
+
+def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:
+    """The result of `lm evaluate` as a dict: of a run that `lm.load` has opened, nothing is written.
+
+    Args:
+        settings: what differs from the run's own, such as split = 'test' or context_length = 4096
+            (`lm.evaluation.config.EvaluateConfig`).
+
+    Raises ConfigError where they do not fit the split.
+    """
+    return evaluator_of(run, **settings)(run.weights, run.step)
+
+
+def evaluator_of(run: LoadedRun, **settings: Any) -> Evaluator | TaskEvaluator:
+    """What scores the weights of a run as its configuration says, but for `settings`."""
+    experiment = run.experiment
+    config = dataclasses.replace(experiment.evaluate, **settings)
+    return make_evaluator(config, experiment.data, experiment.train.context_length, run.functions, run.mesh, run.store)
 
 
 def print_table(result: dict, path: str) -> None:

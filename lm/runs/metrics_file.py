@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from lm.errors import writing
 from lm.files import is_remote, write_atomically
+from lm.trackers.base import Trackers
 
 REMOTE_SECONDS = 60.0
 """Object stores cannot append: there the whole file is written again after so long, and on flush and close."""
@@ -35,9 +36,16 @@ class MetricsFile:
         path: the file; created if absent.
         resume_at: lines of later steps are removed first, as is a last line that was cut off by a crash.
         tensorboard: folder for TensorBoard summaries through clu; None, or without the packages, none are written.
+        trackers: get each record too.
     """
 
-    def __init__(self, path: epath.PathLike, resume_at: int = 0, tensorboard: epath.PathLike | None = None):
+    def __init__(
+        self,
+        path: epath.PathLike,
+        resume_at: int = 0,
+        tensorboard: epath.PathLike | None = None,
+        trackers: Trackers | None = None,
+    ):
         self.path = epath.Path(path)
         self._leader = jax.process_index() == 0
         self._remote = is_remote(self.path)
@@ -46,6 +54,7 @@ class MetricsFile:
         self._unwritten = False
         self._last_write = time.monotonic()
         self._evaluated: set[int] = set()
+        self._trackers = trackers
         self._summaries = None
         if self._leader:
             lines = self._keep(resume_at)
@@ -74,6 +83,8 @@ class MetricsFile:
                 self.flush()
         else:
             self._append(line.encode())
+        if self._trackers:
+            self._trackers.write(record)
         self._summarize(record)
 
     def has_evaluation(self, step: int) -> bool:

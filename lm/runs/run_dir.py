@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from lm.runs.info import next_info, read_raw, to_text
 from lm.runs.leader import on_leader
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile, read_lines
+from lm.trackers.base import RunFacts, Tracker, Trackers
 
 TITLE = '# A complete configuration'
 """How a config.gin begins that `lm train` has written."""
@@ -125,11 +126,16 @@ class RunDir:
         """The context in which this job alone writes the directory; enter it before the first write."""
         return RunLock(self.path)
 
-    def metrics(self, resume_at: int = 0, tensorboard: bool = False) -> MetricsFile:
+    def metrics(self, resume_at: int = 0, tensorboard: bool = False, trackers: Trackers | None = None) -> MetricsFile:
         """Opens metrics.jsonl, without the lines of steps after `resume_at`; with `tensorboard`, summaries are written
-        to tensorboard/ too, if the packages for it are installed."""
-        folder = self.path / 'tensorboard' if tensorboard else None
-        return MetricsFile(self.path / 'metrics.jsonl', resume_at, folder)
+        to tensorboard/ too, if the packages for it are installed and no tracker does that; `trackers` get each
+        record."""
+        folder = self.path / 'tensorboard' if tensorboard and not (trackers and trackers.summaries) else None
+        return MetricsFile(self.path / 'metrics.jsonl', resume_at, folder, trackers)
+
+    def track(self, trackers: Sequence[Tracker], text: str, enabled: bool) -> Trackers:
+        """The trackers of this run, whose configuration is `text`; see `lm.trackers.base.Trackers`."""
+        return Trackers(trackers, RunFacts(self.path.name, self.path, bindings(text)), enabled)
 
     def _create_or_resume(self, text: str, info: Mapping[str, Any], first_step: int, rewound: bool) -> bool:
         found = self._check(text, rewound)

@@ -2,6 +2,7 @@
 
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
+from lm.trackers import Tracker
 
 
 def _check_traced(steps: tuple[int, int]) -> str | None:
@@ -31,6 +32,7 @@ class TrainConfig:
         None, resume=True, check=_check_traced, help='first and last step of a profiler trace, in RUN_DIR/profile'
     )
     tensorboard: bool = field(True, resume=True, help="write summaries when the 'tensorboard' extra is installed")
+    trackers: tuple[Tracker, ...] = field((), resume=True, help='what follows the run from outside: [@webhook(), …]')
 
     def __post_init__(self):
         if self.tokens_per_step % self.context_length:

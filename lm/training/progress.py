@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Mapping
 
 from lm.model import ModelConfig
 from lm.text import duration, perplexity, si
@@ -25,6 +26,12 @@ def plan_rows(model: ModelConfig, config: TrainConfig, parameters: int, epochs: 
 def print_row(name: str, value: str, width: int = 17) -> None:
     """One line of a plan: the value stands in column `width`."""
     print(f'{name:<{width}}{value}', flush=True)
+
+
+def print_rows(rows: Mapping[str, str]) -> None:
+    """The lines of a plan."""
+    for name, value in rows.items():
+        print_row(name, value)
 
 
 class Throughput:

@@ -1,0 +1,116 @@
+"""Log-likelihoods of tokens that somebody gives, in place of those of a split: texts, and answers to questions."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from lm.data.tokenizers import Tokenizer
+from lm.training.mesh import batch_sharding, replicated, shared_rows
+from lm.training.step import State, TrainStep
+
+SHORTEST = 32
+"""Rows are filled up to this many tokens or a power of two above, so that few programs serve all lengths."""
+POSITIONS = 128
+"""Whose logits are in memory at a time where the most probable token is looked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Of one text: its tokens with the end-of-document token behind them, and the nats of each.
+
+    Attributes:
+        tokens: ids [T].
+        nats: negative log-likelihood of each, [T] float64.
+        n_bytes: of the text in UTF-8.
+    """
+
+    tokens: np.ndarray
+    nats: np.ndarray
+    n_bytes: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        return float(self.nats.sum()) / math.log(2) / max(1, self.n_bytes)
+
+
+class Scorer:
+    """Scores rows of tokens with the weights of a model, on all devices; compiled once a length.
+
+    Each token is scored with at most `context_length` tokens before it.
+    """
+
+    def __init__(self, functions: TrainStep, mesh: Mesh, weights: State, context_length: int, batch_size: int):
+        self.mesh, self.weights, self.context_length = mesh, weights, context_length
+        self.batch_size = shared_rows(batch_size, mesh)
+        self._sharding = batch_sharding(mesh)
+
+        def token_losses(weights, tokens_BxN):
+            return functions.token_losses(weights, tokens_BxN[:, :-1], tokens_BxN[:, 1:])
+
+        def judge(weights, tokens_BxN):
+            model = nnx.merge(functions.graph, weights['params'], weights['buffers'])
+            x_LxBxD = model.hidden(tokens_BxN[:, :-1]).swapaxes(0, 1)
+            best = lambda x_BxD: model.logits(x_BxD[:, None])[:, 0].argmax(-1)  # noqa: E731
+            best_LxB = jax.lax.map(best, x_LxBxD, batch_size=POSITIONS)
+            return token_losses(weights, tokens_BxN), tokens_BxN[:, 1:] == best_LxB.T
+
+        self._nats, self._judge = (jax.jit(f, out_shardings=replicated(mesh)) for f in (token_losses, judge))
+
+    def nats(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Of each row of tokens [N + 1] the nats of all but its first, [N] float64. N is at most `context_length`."""
+        return [nats for (nats,) in self._over(rows, lambda *batch: (self._nats(*batch),))]
+
+    def judge(self, rows: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Like `nats`, and with them whether no token is more probable than that in its place, [N] bool."""
+        return [(nats, greedy) for nats, greedy in self._over(rows, self._judge)]
+
+    def score_text(self, tokenizer: Tokenizer, text: str) -> Scores:
+        """Of the text as a document: an end-of-document token stands before it, and one behind it is scored too."""
+        (nats,) = self.score_documents(tokenizer, [text])
+        tokens = np.append(tokenizer.encode(text), tokenizer.eod_id)
+        return Scores(tokens, nats, len(text.encode()))
+
+    def score_documents(self, tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+        """The nats of each document's tokens and of the end-of-document token behind them, float64.
+
+        They are cut into windows of `context_length` targets, the first of which an end-of-document token opens and
+        every other one the last target of the window before: what `lm evaluate` does with a split of one document.
+        """
+        rows, owners, L, eod = [], [], self.context_length, tokenizer.eod_id
+        for i, text in enumerate(texts):
+            stream = np.concatenate([[eod], tokenizer.encode(text), [eod]]).astype(np.int32)
+            cut = [stream[start : start + L + 1] for start in range(0, len(stream) - 1, L)]
+            rows, owners = rows + cut, owners + [i] * len(cut)
+        parts: list[list[np.ndarray]] = [[] for _ in texts]
+        for owner, nats in zip(owners, self.nats(rows), strict=True):
+            parts[owner].append(nats)
+        return [np.concatenate(part) for part in parts]
+
+    def _over(self, rows: Sequence[np.ndarray], function: Any) -> list[tuple[np.ndarray, ...]]:
+        """The results of `function` for each row, without those of what rows and batches are filled up with."""
+        results: list[tuple[np.ndarray, ...]] = [()] * len(rows)
+        padded: dict[int, list[int]] = {}
+        for i, row in enumerate(rows):
+            if not 2 <= len(row) <= self.context_length + 1:
+                raise ValueError(f'a row of {len(row)} tokens: must be 2 to {self.context_length + 1}')
+            length = max(SHORTEST, 1 << (len(row) - 2).bit_length())
+            padded.setdefault(min(length, self.context_length), []).append(i)
+        for length, indices in sorted(padded.items()):
+            for first in range(0, len(indices), self.batch_size):
+                chosen = indices[first : first + self.batch_size]
+                tokens = np.zeros((self.batch_size, length + 1), np.int32)
+                for at, i in enumerate(chosen):
+                    tokens[at, : len(rows[i])] = rows[i]
+                with jax.set_mesh(self.mesh):
+                    array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
+                    found = [np.asarray(each) for each in function(self.weights, array)]
+                for at, i in enumerate(chosen):
+                    parts = (each[at, : len(rows[i]) - 1] for each in found)
+                    results[i] = tuple(part if part.dtype == bool else part.astype(np.float64) for part in parts)
+        return results

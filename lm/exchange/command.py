@@ -1,0 +1,116 @@
+"""`lm export` and `lm import`: the weights of a run for other programs, and those of others as a run."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.config.text import dump
+from lm.data.tokenizers import Tokenizer
+from lm.errors import ConfigError, MismatchError, writing
+from lm.exchange.families import find
+from lm.exchange.formats import FORMATS
+from lm.exchange.names import from_tensors
+from lm.exchange.tensors import check_safetensors, read_tensors
+from lm.experiment import Experiment, load_run
+from lm.model import build
+from lm.runs.run_dir import RunDir
+from lm.training.inputs import check_vocabulary
+from lm.training.step import count_parameters, split
+
+SHAPE = 'model.gin'
+"""What of an imported model a gin file with another mechanism is combined with."""
+
+
+def export_run(experiment: Experiment, arguments: Any) -> int:
+    """Writes the weights of a run as `arguments.format` to `arguments.out`."""
+    check_safetensors()
+    format, folder = FORMATS[arguments.format], pathlib.Path(arguments.out).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f'--out {folder}: is there already; name a new or empty folder')
+    format.check(experiment.model)
+    run = load_run(experiment, arguments.run_dir, arguments.step)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    format.write(run, folder)
+    names = ', '.join(sorted(path.name for path in folder.iterdir()))
+    print(f'step {run.step} of {arguments.run_dir} written to {folder}: {names}')
+    return 0
+
+
+def import_run(experiment: Experiment, arguments: Any) -> int:
+    """Makes a run directory of a checkpoint in `arguments.folder`: its step 0, without optimizer state, and beside
+    it model.gin, the model without its mechanism.
+
+    The model is the checkpoint's, all else the given configuration's. With data.path, the vocabulary is compared, and
+    the tokenizer where the checkpoint has a SentencePiece one.
+
+    Raises what `lm.exchange.families.find` and `from_tensors` raise.
+    """
+    check_safetensors()
+    folder, run = pathlib.Path(arguments.folder).expanduser(), RunDir(arguments.run_dir)
+    if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+        raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
+    family, config = find(folder)
+    experiment = dataclasses.replace(experiment, model=family.model(folder, config))
+    fingerprints = fingerprints_of(experiment, folder)
+    theirs = read_tensors(folder)
+    try:
+        tensors = family.tensors(theirs, config)
+    except KeyError as error:
+        raise MismatchError(f'{folder}: lacks the tensor {error}; fetch it again') from None
+    if theirs:
+        raise ConfigError(f'{folder}: a model that no model here equals: it has {", ".join(sorted(theirs)[:3])}')
+    weights = from_tensors(tensors, abstract_weights(experiment), str(folder))
+    parameters = sum(count_parameters(experiment.model).values())
+    run.create_or_resume(experiment, {'parameters': parameters, 'imported': str(folder), **fingerprints})
+    with Checkpointer(run.checkpoints, experiment.checkpoint, fingerprints, run.record_saved) as checkpointer:
+        checkpointer.save(0, jax.tree.map(jnp.asarray, weights), metadata={'config': dump(experiment)})
+        checkpointer.wait()
+    with writing(run.path / SHAPE):
+        (run.path / SHAPE).write_text(shape_of(experiment))
+    print(
+        f'{parameters:,} parameters of {folder} written to {run.path}; to go on from them, with any mechanism:\n'
+        f'lm train --gin_file {run.path / SHAPE} --gin_param "train.init_from = {str(run.path)!r}" …'
+    )
+    return 0
+
+
+def shape_of(experiment: Experiment) -> str:
+    """The bindings of the model but for its attention, as gin text."""
+    lines = [line for line in dump(experiment).splitlines() if line.startswith('model.')]
+    return '\n'.join(line for line in lines if not line.startswith('model.attention ')) + '\n'
+
+
+def abstract_weights(experiment: Experiment) -> dict[str, Any]:
+    """Params and buffers as jax.ShapeDtypeStructs."""
+
+    def make():
+        _, params, buffers = split(build(experiment.model, 0))
+        return {'params': params, 'buffers': buffers}
+
+    return jax.eval_shape(make)
+
+
+def fingerprints_of(experiment: Experiment, folder: pathlib.Path) -> dict[str, str]:
+    """Of the tokenizer, where it is known: that of data.path, or tokenizer.model in the folder.
+
+    Raises MismatchError where both are there and differ.
+    """
+    path, known = folder / 'tokenizer.model', {}
+    if path.exists():
+        known = {'tokenizer': Tokenizer.load(path).sha256}
+    if not experiment.data.path:
+        return known
+    store = experiment.data.open(experiment.train.context_length)
+    check_vocabulary(store, experiment.data, experiment.model)
+    ours = {name: value for name, value in store.fingerprints.items() if name == 'tokenizer'}
+    if known and known != ours:
+        raise MismatchError(
+            f'{path}: is not the tokenizer of {experiment.data.path}; prepare the data with '
+            f"tokenizer.model_path = '{path}'"
+        )
+    return ours

@@ -1,0 +1,91 @@
+"""The names of exported tensors, and what they are of the arrays of a checkpoint.
+
+    here                                    exported                                  shape
+    params.embedding.embedding              embedding.weight                          [V, D]
+    params.blocks.P.X.kernel [layer, …]     layers.N.X.weight                         transposed: [out, in], as PyTorch
+    params.blocks.P.X.scale                 layers.N.X.weight                         of normalizations
+    params.blocks.P.attention.Y             layers.N.attention.Y                      as it is, what a mechanism has
+    buffers.blocks.P.attention.Y            layers.N.attention.Y                      random projections
+    params.final_norm.{scale,bias}          final_norm.{weight,bias}
+    params.head                             head.weight                               [V, D], without tied embeddings
+
+Layer N of a pattern of n mechanisms is entry N // n of the stacked arrays of block N % n. X is one of attention_norm,
+qkv (queries, keys and values, in that order), attention_out, glu_norm, glu_in (values, then gates) and glu_out.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from lm.checkpoint.snapshot import flatten
+from lm.errors import MismatchError
+
+ENDINGS = {'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight', 'head': 'head.weight'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an exported tensor stands in a checkpoint: the array `source`, of it entry `layer` (None: the whole)."""
+
+    name: str
+    source: str
+    layer: int | None
+    transposed: bool
+
+    def shape_in(self, leaf: Any) -> tuple[int, ...]:
+        """The tensor's shape, of the array's."""
+        shape = tuple(leaf.shape if self.layer is None else leaf.shape[1:])
+        return shape[::-1] if self.transposed else shape
+
+
+def places(weights: Mapping[str, Any]) -> list[Place]:
+    """Of every tensor of a model; `weights` holds params and buffers, abstract ones will do."""
+    flat = flatten(weights)
+    blocks = [source.split('.')[2] for source in flat if source.split('.')[1] == 'blocks']
+    n = len(set(blocks))
+    found = []
+    for source, leaf in flat.items():
+        parts = source.split('.')[1:]
+        transposed = parts[-1] == 'kernel'
+        parts[-1] = ENDINGS.get(parts[-1], parts[-1])
+        if parts[0] != 'blocks':
+            found.append(Place('.'.join(parts), source, None, transposed))
+            continue
+        for i in range(leaf.shape[0]):
+            name = '.'.join(['layers', str(i * n + int(parts[1])), *parts[2:]])
+            found.append(Place(name, source, i, transposed))
+    return found
+
+
+def to_tensors(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Exported name → float32 array."""
+    arrays = {name: np.asarray(leaf) for name, leaf in flatten(weights).items()}
+    tensors = {}
+    for place in places(weights):
+        array = arrays[place.source] if place.layer is None else arrays[place.source][place.layer]
+        tensors[place.name] = np.ascontiguousarray(array.T if place.transposed else array)
+    return tensors
+
+
+def from_tensors(tensors: Mapping[str, np.ndarray], abstract: Mapping[str, Any], what: str) -> Any:
+    """The weights, as nested dicts like `abstract`.
+
+    Raises MismatchError, which begins with `what`, where a tensor is missing, left over, or of another shape.
+    """
+    flat = flatten(abstract)
+    arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in flat.items()}
+    wanted = places(abstract)
+    names = {place.name for place in wanted}
+    if missing := sorted(names - set(tensors)):
+        raise MismatchError(f'{what}: lacks {missing[0]}, and {len(missing) - 1} more of the {len(names)} tensors')
+    if extra := sorted(set(tensors) - names):
+        raise MismatchError(f'{what}: has {extra[0]}, which the model has not; {len(extra) - 1} more')
+    for place in wanted:
+        tensor, shape = tensors[place.name], place.shape_in(flat[place.source])
+        if tensor.shape != shape:
+            raise MismatchError(f'{what}: {place.name} is {list(tensor.shape)}, of the model {list(shape)}')
+        arrays[place.source][... if place.layer is None else place.layer] = tensor.T if place.transposed else tensor
+    return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in flat])

@@ -1,0 +1,91 @@
+"""A run as a model of lm-evaluation-harness. Importing this needs the package `lm_eval`.
+
+Texts are scored as they were in training: an end-of-document token stands in front. `loglikelihood_rolling` counts the
+one behind a text too, as `lm evaluate` does, so that bits per byte of a split of one document are the same.
+"""
+
+from typing import Any
+
+import numpy as np
+from lm_eval.api.model import TemplateLM
+
+from lm.errors import ConfigError
+from lm.experiment import LoadedRun
+from lm.generate import continuations
+
+MAX_TOKENS = 256
+"""New tokens of an answer where a task does not say."""
+
+
+class RunModel(TemplateLM):
+    """Requests of the harness, answered by the weights of `run`, at the context length of its training at most."""
+
+    def __init__(self, run: LoadedRun):
+        super().__init__()
+        self.run = run
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.run.tokenizer.eod_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """By which the harness tells apart what it keeps of tokenized requests."""
+        return self.run.store.fingerprints['tokenizer']
+
+    @property
+    def max_length(self) -> int:
+        return self.run.scorer.context_length
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.run.tokenizer.encode(string).tolist()
+
+    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple]:
+        """(log-likelihood, whether it is what greedy decoding writes) of each continuation. A context that is too long
+        loses its beginning."""
+        rows, length = [], self.max_length
+        for _, context, continuation in requests:
+            if len(continuation) > length:
+                raise ConfigError(
+                    f'--context_length {length}: an answer has {len(continuation)} tokens; give a longer context'
+                )
+            begin = [] if context[:1] == [self.eot_token_id] else [self.eot_token_id]
+            rows.append(np.array([*begin, *context, *continuation][-(length + 1) :], np.int32))
+        judged = self.run.scorer.judge(rows)
+        answers = []
+        for (_, _, continuation), (nats, greedy) in zip(requests, judged, strict=True):
+            n = len(continuation)
+            answers.append((-float(nats[len(nats) - n :].sum()), bool(greedy[len(greedy) - n :].all())))
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        texts = [request.args[0] for request in requests]
+        return [-float(nats.sum()) for nats in self.run.scorer.score_documents(self.run.tokenizer, texts)]
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        batches: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            batches.setdefault(repr(request.args[1]), []).append(i)
+        answers = [''] * len(requests)
+        size = self.run.scorer.batch_size
+        for indices in batches.values():
+            options = self._options(requests[indices[0]].args[1])
+            kept = max(1, self.max_length - options['max_tokens'])
+            for first in range(0, len(indices), size):
+                chosen = indices[first : first + size]
+                prompts = [self.run.tokenizer.encode(requests[i].args[0])[-kept:] for i in chosen]
+                for i, text in zip(chosen, continuations(self.run, prompts, **options), strict=True):
+                    answers[i] = text
+        return answers
+
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Those of `continuations`, of the harness's."""
+        until = given.get('until') or []
+        samples = given.get('do_sample', False) or given.get('temperature', 0.0) > 0
+        return {
+            'max_tokens': int(given.get('max_gen_toks', MAX_TOKENS)),
+            'until': [until] if isinstance(until, str) else list(until),
+            'temperature': float(given.get('temperature', 1.0)) if samples else 0.0,
+            'top_k': given.get('top_k'),
+            'top_p': given.get('top_p'),
+        }

@@ -1,0 +1,100 @@
+"""What a tracker is: a configuration that a gin file names, and the writer that it opens for one run.
+
+A tracker never stops a run: what fails is said in one line, and the run goes on without that tracker.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from lm.errors import Diverged, Preempted
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """What a tracker may know about a run: its name, its directory, its configuration as binding → value."""
+
+    name: str
+    path: epath.Path
+    bindings: Mapping[str, str]
+
+
+class TrackerWriter:
+    """The tracker of one run; a subclass does what it can of this."""
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """The figures of a step, such as 'train/loss'; each is finite."""
+
+    def event(self, kind: str, step: int, message: str) -> None:
+        """The run is 'done', 'preempted', 'diverged' or 'failed', after `step`."""
+
+    def close(self) -> None:
+        """Nothing comes after this."""
+
+
+class Tracker:
+    """Base of the configurations (frozen dataclasses made by `@configurable`)."""
+
+    summaries = False
+    """Whether it writes RUN_DIR/tensorboard, which the run then leaves to it."""
+
+    def open(self, run: RunFacts) -> TrackerWriter:
+        """Raises whatever is wrong, ImportError where a package is missing."""
+        raise TypeError(f'{type(self).__name__} opens nothing')
+
+
+class Trackers:
+    """All trackers of a run, as a context: leaving it says how the run ended.
+
+    Args:
+        trackers: in the order of the configuration.
+        run: what is followed.
+        enabled: False does nothing: of several processes one writes.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker], run: RunFacts, enabled: bool = True):
+        self.run, self._step = run, 0
+        self.summaries = any(tracker.summaries for tracker in trackers)
+        self._writers: dict[str, TrackerWriter] = {}
+        for i, tracker in enumerate(trackers if enabled else ()):
+            name = f'train.trackers[{i}] = @{tracker.gin_name}()'
+            self._try(name, lambda name=name, tracker=tracker: self._writers.update({name: tracker.open(run)}))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """A record of metrics.jsonl."""
+        self._step = record['step']
+        numbers = {
+            f'{record["kind"]}/{name}': float(value)
+            for name, value in record.items()
+            if name != 'step' and type(value) in (int, float) and math.isfinite(value)
+        }
+        self._each(lambda writer: writer.write(record['step'], numbers))
+
+    def __enter__(self) -> 'Trackers':
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        ends = {type(None): 'done', Preempted: 'preempted', KeyboardInterrupt: 'preempted', Diverged: 'diverged'}
+        event = next((name for cls, name in ends.items() if isinstance(error, cls)), 'failed')
+        message = 'done' if error is None else ' '.join(str(error).split()) or type(error).__name__
+        self._each(lambda writer: writer.event(event, self._step, message))
+        self._each(lambda writer: writer.close())
+
+    def _each(self, act: Callable[[TrackerWriter], None]) -> None:
+        for name, writer in list(self._writers.items()):
+            self._try(name, lambda writer=writer: act(writer))
+
+    def _try(self, name: str, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._writers.pop(name, None)
+            remedy = f"; pip install '{error.name}'" if isinstance(error, ImportError) and error.name else ''
+            what = ' '.join(str(error).split())[:200]
+            log.warning('%s: %s: %s%s; the run goes on without it', name, type(error).__name__, what, remedy)

@@ -1,0 +1,50 @@
+"""Weights & Biases, and trackio, which has the same interface: a resumed run goes on in the same record."""
+
+import hashlib
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from lm.config.configurable import configurable, field
+from lm.trackers.base import RunFacts, Tracker, TrackerWriter
+
+
+@configurable('wandb', resume=True)
+class Wandb(Tracker):
+    """https://wandb.ai; the key is the environment's (WANDB_API_KEY), files lie in RUN_DIR/wandb."""
+
+    project: str = field('lm', help='of the account')
+    entity: str | None = field(None, help='account or team; None: the default one')
+    mode: str = field('online', choices=('online', 'offline'), help='offline: to be sent by `wandb sync`')
+
+    def open(self, run: RunFacts) -> TrackerWriter:
+        # The same run again, whichever machine resumes it.
+        identity = hashlib.sha256(os.fspath(run.path).encode()).hexdigest()[:12]
+        folder = run.path if os.path.isdir(run.path) else None  # not in a bucket
+        options = dict(entity=self.entity, mode=self.mode, id=f'{run.name[:40]}-{identity}', dir=folder)
+        return _Service('wandb', project=self.project, name=run.name, config=dict(run.bindings), **options)
+
+
+@configurable('trackio', resume=True)
+class Trackio(Tracker):
+    """Local and free; `trackio show` draws what lies in TRACKIO_DIR."""
+
+    project: str = field('lm', help='one page of the dashboard')
+
+    def open(self, run: RunFacts) -> TrackerWriter:
+        return _Service('trackio', project=self.project, name=run.name, config=dict(run.bindings))
+
+
+class _Service(TrackerWriter):
+    """A module with `init`, `log` and `finish`."""
+
+    def __init__(self, module: str, **options: Any):
+        self._module = importlib.import_module(module)
+        self._run = self._module.init(resume='allow', **options)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,54 @@
+"""A message by HTTP when a run ends, for a chat room or a program that starts it again."""
+
+import datetime
+import json
+import os
+import socket
+import urllib.request
+
+from lm.config.configurable import configurable, field
+from lm.trackers.base import RunFacts, Tracker, TrackerWriter
+
+SECONDS = 10.0
+"""How long the other side may take."""
+
+
+def _check_url(url: str) -> str | None:
+    good = url.startswith(('http://', 'https://', '$'))
+    return None if good else "must begin with http:// or https://, or be an environment variable such as '$LM_WEBHOOK'"
+
+
+@configurable('webhook', resume=True)
+class Webhook(Tracker):
+    """POST of JSON: event (done, preempted, diverged, failed), run, run_dir, step, message, host, time, text."""
+
+    url: str = field(
+        '$LM_WEBHOOK', check=_check_url, help="an address, or '$NAME' of the environment, which config.gin then keeps"
+    )
+
+    def open(self, run: RunFacts) -> TrackerWriter:
+        url = os.path.expandvars(self.url)
+        if not url.startswith(('http://', 'https://')):
+            raise ValueError(f'webhook.url = {self.url!r}: the environment has no such variable')
+        return _Messages(url, run)
+
+
+class _Messages(TrackerWriter):
+    def __init__(self, url: str, run: RunFacts):
+        self._url, self._run = url, run
+
+    def event(self, kind: str, step: int, message: str) -> None:
+        body = {
+            'event': kind,
+            'run': self._run.name,
+            'run_dir': os.fspath(self._run.path),
+            'step': step,
+            'message': message,
+            'host': socket.gethostname(),
+            'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+            'text': f'{self._run.name}: {kind} at step {step}' + ('' if kind == 'done' else f': {message}'),
+        }
+        headers = {'Content-Type': 'application/json'}
+        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers, method='POST')
+        with urllib.request.urlopen(request, timeout=SECONDS):
+            pass

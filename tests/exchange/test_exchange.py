@@ -1,0 +1,192 @@
+"""Weights out and in without PyTorch: names, round trips to the bit, refusals."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import shapes
+import tiny
+from mechanisms_list import MECHANISMS
+from safetensors.numpy import load_file, save_file
+
+import lm
+from lm.attention import mechanisms
+from lm.attention.hybrid import Hybrid
+from lm.attention.softmax import Softmax
+from lm.cli import main
+from lm.data.tokenizers.config import TokenizerConfig
+from lm.data.tokenizers.sentencepiece import train
+from lm.errors import ConfigError, MismatchError
+from lm.exchange.command import abstract_weights
+from lm.exchange.formats import FORMATS, formulated
+from lm.exchange.names import from_tensors, places, to_tensors
+from lm.exchange.tensors import read_tensors
+from lm.runs.initial import InitialParameters
+
+
+@pytest.mark.parametrize('form', MECHANISMS)
+def test_weights_of_every_mechanism_come_back(form):
+    config = shapes.experiment(MECHANISMS[form])
+    weights = shapes.random_weights(config)
+    tensors = to_tensors(weights)
+    assert sum(x.size for x in tensors.values()) == sum(x.size for x in jax.tree.leaves(weights))
+    back = from_tensors(tensors, abstract_weights(config), 'x')
+    jax.tree.map(np.testing.assert_array_equal, weights, back)
+
+
+def test_names_are_those_of_layers():
+    config = shapes.experiment((Softmax(window=4), Softmax()))
+    weights = shapes.random_weights(config)
+    tensors = to_tensors(weights)
+    assert len(places(weights)) == len(tensors) == 2 + 1 + 4 * (4 + 4)
+    # Layer 3 is the second layer of the second mechanism; PyTorch has outputs first.
+    kernel = weights['params']['blocks'][1]['qkv']['kernel'][1]
+    np.testing.assert_array_equal(tensors['layers.3.qkv.weight'], kernel.T)
+    np.testing.assert_array_equal(tensors['embedding.weight'], weights['params']['embedding']['embedding'])
+
+
+def test_what_does_not_fit_is_named():
+    config = shapes.experiment(Softmax())
+    tensors = to_tensors(shapes.random_weights(config))
+    abstract = abstract_weights(config)
+    with pytest.raises(MismatchError, match=r'x: lacks layers.2.glu_out.weight'):
+        from_tensors({k: v for k, v in tensors.items() if k != 'layers.2.glu_out.weight'}, abstract, 'x')
+    with pytest.raises(MismatchError, match=r'has extra'):
+        from_tensors(tensors | {'extra': np.zeros(1)}, abstract, 'x')
+    with pytest.raises(MismatchError, match=r'embedding.weight is \[3, 32\], of the model \[97, 32\]'):
+        from_tensors(tensors | {'embedding.weight': np.zeros((3, 32))}, abstract, 'x')
+
+
+def test_every_mechanism_is_formulated_for_transformers():
+    assert formulated() >= set(mechanisms())
+
+
+def test_options_that_transformers_is_not_told_are_refused(monkeypatch):
+    FORMATS['huggingface'].check(shapes.experiment(Hybrid(), **shapes.LLAMA).model)
+    monkeypatch.delitem(__import__('lm.exchange.formats', fromlist=['']).FIELDS, 'norm')
+    with pytest.raises(ConfigError, match=r"model.norm = 'rms': the model for transformers has no such option"):
+        FORMATS['huggingface'].check(shapes.experiment(Softmax(), norm='rms').model)
+
+
+def test_a_run_goes_out_and_comes_back(reference_run, tmp_path, tokens, capsys):
+    out, back = tmp_path / 'out', tmp_path / 'back'
+    run_dir = str(reference_run[0])
+    assert main(['export', '--run_dir', run_dir, '--format', 'huggingface', '--out', str(out)]) == 0
+    files = {path.name for path in out.iterdir()}
+    assert files == {
+        'model.safetensors', 'config.gin', 'tokenizer.model', 'config.json', 'modeling_lm.py', 'attention_lm.py',
+    }  # fmt: skip
+    assert (out / 'tokenizer.model').read_bytes() == (tokens / 'tokenizer.model').read_bytes()
+    assert 'lm.exchange' not in (out / 'modeling_lm.py').read_text()
+    data = ['--gin_param', f"data.path = '{tokens}'"]
+    assert main(['import', str(out), '--run_dir', str(back), *data]) == 0
+    before, after = lm.load(run_dir), lm.load(str(back))
+    jax.tree.map(np.testing.assert_array_equal, before.weights, after.weights)
+    assert after.step == 0
+    assert after.experiment.model == before.experiment.model
+    # It is whole: a second export over it, and a second import into it, are refused.
+    capsys.readouterr()
+    assert main(['export', '--run_dir', run_dir, '--out', str(out)]) == 2
+    assert main(['import', str(out), '--run_dir', str(back)]) == 2
+    assert capsys.readouterr().err.count('is there already') == 2
+
+
+def llama_config(**changes) -> dict:
+    """config.json as transformers 4 writes it."""
+    return {
+        'model_type': 'llama', 'vocab_size': 400, 'num_hidden_layers': 2, 'hidden_size': 32, 'num_attention_heads': 2,
+        'num_key_value_heads': 1, 'head_dim': 16, 'intermediate_size': 48, 'hidden_act': 'silu', 'rms_norm_eps': 1e-5,
+        'rope_theta': 500000.0, 'tie_word_embeddings': False,
+    } | changes  # fmt: skip
+
+
+def write_llama(folder, **changes):
+    """A checkpoint with random weights, in two files."""
+    rng = np.random.default_rng(0)
+    sizes = {
+        'input_layernorm': (32,), 'self_attn.q_proj': (32, 32), 'self_attn.k_proj': (16, 32),
+        'self_attn.v_proj': (16, 32), 'self_attn.o_proj': (32, 32), 'post_attention_layernorm': (32,),
+        'mlp.up_proj': (48, 32), 'mlp.gate_proj': (48, 32), 'mlp.down_proj': (32, 48),
+    }  # fmt: skip
+    named = {f'model.layers.{i}.{name}.weight': size for i in range(2) for name, size in sizes.items()}
+    named |= {'model.embed_tokens.weight': (400, 32), 'model.norm.weight': (32,), 'lm_head.weight': (400, 32)}
+    tensors = {name: rng.normal(size=size).astype(np.float32) for name, size in named.items()}
+    folder.mkdir()
+    (folder / 'config.json').write_text(json.dumps(llama_config(**changes)))
+    parts = {'a.safetensors': sorted(tensors)[:10], 'b.safetensors': sorted(tensors)[10:]}
+    for part, names in parts.items():
+        save_file({name: tensors[name] for name in names}, folder / part)
+    index = {name: part for part, names in parts.items() for name in names}
+    (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': index}))
+    return tensors
+
+
+def test_a_llama_is_continued_under_the_hybrid(tmp_path, tokens):
+    theirs = write_llama(tmp_path / 'llama')
+    run = tmp_path / 'run'
+    assert main(['import', str(tmp_path / 'llama'), '--run_dir', str(run)]) == 0
+    bindings = {name: value for name, value in tiny.MODEL.items() if not name.startswith('model.')} | {
+        'data.path': str(tokens),
+        'train.init_from': str(run),
+    }
+    params = [word for word in tiny.params(bindings) if word != '--gin_param']
+    experiment = lm.configure([str(run / 'model.gin'), 'configs/attention/hybrid.gin'], params)
+    assert experiment.model.norm == 'rms'
+    assert experiment.model.pattern[0].gin_name == 'hybrid'
+    abstract = abstract_weights(experiment)['params']
+    taken, line = InitialParameters(str(run), {}, str(tokens)).take(abstract, abstract)
+    assert line == f'9 of 9 arrays taken from {run} at step 0'
+    np.testing.assert_array_equal(taken['head'], theirs['lm_head.weight'])
+    up = taken['blocks'][0]['glu_in']['kernel'][1][:, :48]
+    np.testing.assert_array_equal(up, theirs['model.layers.1.mlp.up_proj.weight'].T)
+    assert lm.validate(experiment) == []
+
+
+@pytest.mark.parametrize(
+    ('changes', 'said'),
+    [
+        ({'rms_norm_eps': 1e-6}, 'rms_norm_eps = 1e-06'),
+        ({'rope_scaling': {'rope_type': 'llama3'}}, "rotary positions scaled by 'llama3'"),
+        ({'attention_bias': True}, 'biases in attention'),
+        ({'sliding_window': 64}, 'a sliding window'),
+        ({'model_type': 'gpt2'}, 'learned position embeddings'),
+        ({'model_type': 'bert'}, "model_type = 'bert': can be imported are"),
+    ],
+)
+def test_what_differs_is_said(tmp_path, capsys, changes, said):
+    write_llama(tmp_path / 'llama', **changes)
+    run = tmp_path / 'run'
+    assert main(['import', str(tmp_path / 'llama'), '--run_dir', str(run)]) == 2
+    assert said in capsys.readouterr().err
+    assert not run.exists()
+
+
+def test_another_tokenizer_is_refused(tmp_path, tokens, capsys):
+    write_llama(tmp_path / 'llama')
+    text = (tokens.parent / 'text' / 'train' / 'typing.txt').read_text()
+    model = train(TokenizerConfig(vocab_size=360), [text])
+    (tmp_path / 'llama' / 'tokenizer.model').write_bytes(model)
+    command = ['import', str(tmp_path / 'llama'), '--run_dir', str(tmp_path / 'run')]
+    assert main([*command, '--gin_param', f"data.path = '{tokens}'"]) == 44
+    assert 'is not the tokenizer of' in capsys.readouterr().err
+
+
+def test_bfloat16_becomes_float32(tmp_path):
+    import jax.numpy as jnp
+    from safetensors.flax import save_file as save_flax
+
+    save_flax({'x': jnp.array([1.5, -2.0], jnp.bfloat16)}, str(tmp_path / 'model.safetensors'))
+    x = read_tensors(tmp_path)['x']
+    assert x.dtype == np.float32
+    assert x.tolist() == [1.5, -2.0]
+    (tmp_path / 'model.safetensors').write_bytes(b'broken')
+    with pytest.raises(MismatchError, match='cannot be read'):
+        read_tensors(tmp_path)
+
+
+def test_safetensors_hold_the_step(tmp_path):
+    config = shapes.experiment(Softmax())
+    FORMATS['safetensors'].write(shapes.run_of(config, shapes.random_weights(config)), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {'model.safetensors', 'config.gin'}
+    assert load_file(tmp_path / 'model.safetensors')['final_norm.weight'].shape == (32,)

@@ -1,0 +1,112 @@
+"""`import lm`: what it offers to notebooks, and that it takes no time."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tiny
+
+import lm
+
+
+@pytest.fixture(scope='module')
+def run(reference_run):
+    return lm.load(str(reference_run[0]))
+
+
+def test_every_public_name_is_there():
+    for name in lm.PUBLIC:
+        assert callable(getattr(lm, name)), name
+        assert name in dir(lm)
+    with pytest.raises(AttributeError, match='nonsense'):
+        _ = lm.nonsense
+
+
+def test_import_is_light():
+    code = 'import sys, lm; print([m for m in ("jax", "numpy", "flax", "gin") if m in sys.modules])'
+    done = subprocess.run([sys.executable, '-c', code], env=tiny.environment(), capture_output=True, text=True)
+    assert done.stdout.strip() == '[]', done.stderr
+
+
+def test_train_is_a_module_and_what_it_is_for(monkeypatch):
+    seen = []
+    monkeypatch.setattr('lm.train.call', lambda *a, **k: seen.append((a, k)))
+    lm.train('experiment', 'runs/x', rewind_to=3)
+    assert seen == [(('experiment', 'runs/x'), {'rewind_to': 3})]
+    from lm.train import train
+
+    assert lm.train.train is train
+
+
+def test_scores_of_a_text_are_those_of_the_model(run):
+    text = 'def main():\n    return é 42\n' * 5  # longer than the context of 32
+    scores = run.score(text)
+    assert run.tokenizer.decode(scores.tokens) == text
+    assert scores.n_bytes == len(text.encode())
+    stream = np.concatenate([[run.tokenizer.eod_id], scores.tokens])
+    expected = []
+    for start in range(0, len(stream) - 1, 32):
+        window = stream[start : start + 33].astype(np.int32)
+        logits = np.asarray(run.model(window[None, :-1])[0], np.float64)
+        logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+        expected += (-logits[np.arange(len(window) - 1), window[1:]]).tolist()
+    np.testing.assert_allclose(scores.nats, expected, atol=1e-5)
+    assert scores.bits_per_byte == pytest.approx(sum(expected) / np.log(2) / len(text.encode()), rel=1e-6)
+
+
+def test_greedy_tokens_are_the_most_probable(run):
+    row = np.concatenate([[run.tokenizer.eod_id], run.tokenizer.encode('import sys')]).astype(np.int32)
+    best = np.asarray(run.model(row[None])[0]).argmax(-1)
+    chosen = np.append(row, best[-1])
+    expected = best == chosen[1:]
+    assert expected[-1]
+    (_, short), (nats, long) = run.scorer.judge([chosen[:3], chosen])
+    np.testing.assert_array_equal(long, expected)
+    np.testing.assert_array_equal(short, expected[:2])
+    np.testing.assert_allclose(nats, run.scorer.nats([chosen])[0], atol=1e-6)
+
+
+def test_a_split_of_one_document_scores_like_its_text(run):
+    """So do bits per byte of the harness, which asks for whole documents."""
+    text = run.tokenizer.decode(run.store.read('validation', 0, run.store.tokens('validation') - 1))
+    ours, theirs = run.score(text), lm.evaluate(run)
+    assert theirs['documents'] == 1
+    assert len(ours.nats) == theirs['tokens']
+    assert ours.bits_per_byte == pytest.approx(theirs['bits_per_byte'], rel=1e-6)
+
+
+def test_evaluate_is_lm_evaluate(run, reference_run):
+    result = lm.evaluate(run, context_length=16, batch_size=8)
+    again = tiny.lm('evaluate', '--run_dir', str(reference_run[0]), '--context_length', '16', '--json')
+    assert result['sum_nats'] == pytest.approx(json.loads(again.stdout)['sum_nats'], rel=1e-7)
+
+
+def test_generate_ends_where_it_is_told(run):
+    whole = lm.generate(run, ['import ', 'def main('], max_tokens=24, temperature=0)
+    assert len(whole) == 2
+    assert all(whole)
+    stop = whole[0][3:5]
+    assert lm.generate(run, 'import ', max_tokens=24, temperature=0, until=[stop]) == whole[0][: whole[0].index(stop)]
+    with pytest.raises(lm.errors.ConfigError, match='temperature'):
+        lm.generate(run, 'x', temperature=-1.0)
+
+
+def test_a_path_without_a_run(tmp_path):
+    with pytest.raises(lm.errors.ConfigError, match=r'holds no config.gin'):
+        lm.load(str(tmp_path / 'nothing'))
+
+
+def test_the_notebook_of_thirty_lines(reference_run, tmp_path):
+    script = tiny.ROOT / 'scripts' / 'notebook.py'
+    text = tmp_path / 'text.py'
+    text.write_text('def main():\n    pass\n')
+    picture = tmp_path / 'loss.png'
+    command = [sys.executable, str(script), str(reference_run[0]), str(text), str(picture)]
+    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, cwd=tiny.ROOT)
+    assert done.returncode == 0, done.stderr
+    assert 'bits per byte' in done.stdout
+    assert picture.read_bytes().startswith(b'\x89PNG')
+    lines = [line for line in script.read_text().splitlines() if line.strip()]
+    assert len(lines) <= 36

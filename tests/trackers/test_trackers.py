@@ -1,0 +1,175 @@
+"""Trackers: what they get of a run, that they say how it ended, and that none of them stops it."""
+
+import contextlib
+import http.server
+import json
+import logging
+import os
+import threading
+
+import pytest
+import tiny
+from etils import epath
+
+from lm.config.configurable import configurable
+from lm.config.load import load
+from lm.config.text import dump
+from lm.errors import ConfigError, Diverged, Preempted
+from lm.experiment import Experiment
+from lm.runs.run_dir import RunDir
+from lm.trackers import Tracker, Trackers, TrackerWriter
+from lm.trackers.base import RunFacts
+from lm.trackers.services import Trackio, Wandb
+from lm.trackers.tensorboard import TensorBoard
+from lm.trackers.webhook import Webhook
+
+RECORD = {'kind': 'train', 'step': 3, 'loss': 2.5, 'mfu': None, 'grad_norm': float('inf')}
+
+
+@pytest.fixture
+def facts(tmp_path):
+    return RunFacts('mine', epath.Path(tmp_path), {'train.steps': '40'})
+
+
+@pytest.fixture
+def server():
+    """(address, the bodies that were posted to it)."""
+    posted = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            posted.append(json.loads(self.rfile.read(int(self.headers['Content-Length']))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(('127.0.0.1', 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f'http://127.0.0.1:{server.server_port}/hook', posted
+        server.shutdown()
+
+
+def test_gin_names_them_and_a_run_may_change_them():
+    experiment = load([], ['train.trackers = [@webhook(), @wandb()]', "wandb.mode = 'offline'"], root=Experiment)
+    assert experiment.train.trackers == (Webhook(), Wandb(mode='offline'))
+    text = [line for line in dump(experiment).splitlines() if '=' in line]
+    assert load([], text, root=Experiment) == experiment
+    assert Experiment().train.trackers == ()
+    with pytest.raises(ConfigError, match=r"webhook.url = 'ftp://x': must begin with http"):
+        Webhook(url='ftp://x')
+
+
+@pytest.mark.parametrize(
+    ('error', 'event'),
+    [
+        (None, 'done'),
+        (Preempted('told to stop'), 'preempted'),
+        (Diverged('not finite'), 'diverged'),
+        (OSError('full'), 'failed'),
+    ],
+)
+def test_the_webhook_says_how_it_ended(facts, server, error, event, monkeypatch):
+    monkeypatch.setenv('MY_HOOK', server[0])
+    with contextlib.suppress(type(error) if error else ()), Trackers([Webhook(url='$MY_HOOK')], facts) as trackers:
+        trackers.write(RECORD)
+        if error:
+            raise error
+    (body,) = server[1]
+    assert (body['event'], body['run'], body['step']) == (event, 'mine', 3)
+    assert body['message'] == (str(error) if error else 'done')
+    assert event in body['text']
+
+
+def test_what_fails_is_said_once_and_nothing_stops(facts, caplog):
+    @configurable('test_broken')
+    class Broken(Tracker):
+        def open(self, run):
+            return BrokenWriter()
+
+    class BrokenWriter(TrackerWriter):
+        def write(self, step, numbers):
+            raise RuntimeError('no\nconnection')
+
+    with caplog.at_level(logging.WARNING), Trackers([Broken(), Webhook(url='$NOT_SET')], facts) as trackers:
+        trackers.write(RECORD)
+        trackers.write(RECORD)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert said[0].startswith("train.trackers[1] = @webhook(): ValueError: webhook.url = '$NOT_SET'")
+    assert said[1] == ('train.trackers[0] = @test_broken(): RuntimeError: no connection; the run goes on without it')
+
+
+def test_a_dead_webhook_is_only_said(facts, caplog):
+    with caplog.at_level(logging.WARNING), Trackers([Webhook(url='http://127.0.0.1:9/x')], facts):
+        pass
+    assert 'the run goes on without it' in caplog.text
+
+
+def test_a_missing_package_is_named(facts, caplog, monkeypatch):
+    monkeypatch.setitem(__import__('sys').modules, 'trackio', None)
+    with caplog.at_level(logging.WARNING), Trackers([Trackio()], facts):
+        pass
+    assert "pip install 'trackio'" in caplog.text
+
+
+def test_other_processes_do_nothing(facts, server):
+    with Trackers([Webhook(url=server[0])], facts, enabled=False) as trackers:
+        trackers.write(RECORD)
+    assert server[1] == []
+
+
+def test_tensorboard_holds_the_numbers_without_tensorflow(facts):
+    with Trackers([TensorBoard()], facts) as trackers:
+        trackers.write(RECORD)
+        trackers.write(RECORD | {'step': 4, 'loss': 2.0})
+    (events,) = (facts.path / 'tensorboard').iterdir()
+    from tensorboardX.proto.event_pb2 import Event
+
+    data, found = events.read_bytes(), {}
+    while data:  # length, its checksum, the record, its checksum
+        size = int.from_bytes(data[:8], 'little')
+        event = Event.FromString(data[12 : 12 + size])
+        found |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
+        data = data[16 + size :]
+    assert found == {(3, 'train/loss'): 2.5, (4, 'train/loss'): 2.0}
+
+
+def test_metrics_reach_the_trackers(tmp_path, server):
+    run = RunDir(tmp_path / 'run')
+    with run.track((Webhook(url=server[0]),), dump(Experiment()), True) as trackers:  # noqa: SIM117
+        with run.metrics(trackers=trackers) as metrics:
+            metrics.write(RECORD)
+    assert server[1][0]['step'] == 3
+    assert trackers.run.bindings['train.steps'] == '125000'
+
+
+def test_a_training_tells_its_end(tiny_flags, tmp_path, server):
+    flags = tiny.params({
+        'train.trackers': '[@webhook(), @tensorboard()]', 'webhook.url': server[0], 'train.steps': 6,
+        'train.log_every': 2,
+    })  # fmt: skip
+    done = tiny.lm('train', '--run_dir', str(tmp_path / 'run'), *tiny_flags, *flags)
+    assert done.returncode == 0, done.stderr
+    assert [(body['event'], body['step']) for body in server[1]] == [('done', 6)]
+    assert list((tmp_path / 'run' / 'tensorboard').iterdir())
+
+
+@pytest.mark.interop
+def test_weights_and_biases_offline(facts):
+    pytest.importorskip('wandb', reason='needs wandb: scripts/test.sh -m interop')
+    with Trackers([Wandb(mode='offline')], facts) as trackers:
+        trackers.write(RECORD)
+    assert trackers._writers
+    assert list((facts.path / 'wandb').glob('offline-run-*/*.wandb'))
+
+
+@pytest.mark.interop
+def test_trackio_keeps_the_numbers(facts, tmp_path, monkeypatch):
+    monkeypatch.setitem(os.environ, 'TRACKIO_DIR', str(tmp_path / 'trackio'))
+    pytest.importorskip('trackio', reason='needs trackio: scripts/test.sh -m interop')
+    with Trackers([Trackio(project='test_lm')], facts) as trackers:
+        trackers.write(RECORD)
+    assert trackers._writers
+    assert [path for path in (tmp_path / 'trackio').rglob('*') if path.is_file()]
