@@ -98,23 +98,23 @@ class Block(nnx.Module):
         dtype = config.compute_dtype
         # Residual branches start smaller the deeper the model, so that the sum over layers has unit scale (GPT-2 §2.3).
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
-        n_qkv = (dims.n_heads + 2 * dims.n_kv_heads) * dims.head_dim
+        qkv_sizes = tuple(n * dims.head_dim for n in (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads))
 
-        def linear(n_in, n_out, *axes, part, init=None):
+        def linear(n_in, sizes, *axes, part, init=None):
             init = init or nnx.initializers.lecun_normal()
-            says = declare('matrix', *axes, part=part)
+            says = declare('matrix', *axes, part=part, pieces=sizes)
             return nnx.Linear(
-                n_in, n_out, use_bias=False, dtype=dtype, kernel_init=init, kernel_metadata=says, rngs=rngs
+                n_in, sum(sizes), use_bias=False, dtype=dtype, kernel_init=init, kernel_metadata=says, rngs=rngs
             )
 
         self.attention_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
-        self.qkv = linear(config.d_model, n_qkv, 'embed', 'all_heads', part='attention')
+        self.qkv = linear(config.d_model, qkv_sizes, 'embed', 'all_heads', part='attention')
         self.attention = attention.build(dims, rngs)
-        n_heads = dims.n_heads * dims.head_dim
-        self.attention_out = linear(n_heads, config.d_model, 'all_heads', 'embed', part='attention', init=residual_init)
+        heads, width = dims.n_heads * dims.head_dim, (config.d_model,)
+        self.attention_out = linear(heads, width, 'all_heads', 'embed', part='attention', init=residual_init)
         self.glu_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
-        self.glu_in = linear(config.d_model, 2 * config.glu_dim, 'embed', 'mlp', part='glu')
-        self.glu_out = linear(config.glu_dim, config.d_model, 'mlp', 'embed', part='glu', init=residual_init)
+        self.glu_in = linear(config.d_model, (config.glu_dim, config.glu_dim), 'embed', 'mlp', part='glu')
+        self.glu_out = linear(config.glu_dim, width, 'mlp', 'embed', part='glu', init=residual_init)
 
     def __call__(self, x_BxLxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
         q_BxLxHxC, k_BxLxKxC, v_BxLxKxC = self.project(x_BxLxD, rotation)
