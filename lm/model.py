@@ -31,6 +31,9 @@ REMAT = {
 }
 """What a layer keeps for its backward pass, from the most memory to the least; the layer's input is always kept."""
 
+FINAL_GAIN = 0.7
+"""Size of the first gains of the last norm."""
+
 
 @configurable('model')
 class ModelConfig:
@@ -158,7 +161,8 @@ class Transformer(nnx.Module):
         )
         repeats = config.n_layers // len(config.pattern)
         self.blocks = nnx.List([_stack(config, attention, repeats, rngs) for attention in config.pattern])
-        self.final_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', dtype=config.compute_dtype)
+        options = {'dtype': config.compute_dtype, 'scale_init': _alternating}
+        self.final_norm = layer_norm(config.d_model, 'embed', rngs, part='norms', **options)
 
     def hidden(self, tokens_BxL: jax.Array) -> jax.Array:
         """The normalised output of the last layer, [B, L, D]."""
@@ -245,6 +249,17 @@ class Transformer(nnx.Module):
     def _logits(self, x_BxLxD):
         kernel_VxD = self.embedding.embedding[...].astype(x_BxLxD.dtype)
         return jnp.einsum('bld,vd->blv', x_BxLxD, kernel_VxD, preferred_element_type=jnp.float32)
+
+
+def _alternating(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """The first gains of the last norm: ±`FINAL_GAIN` in turn.
+
+    The last hidden state still holds the current token's own embedding, to which the tied output layer would give a
+    logit of about 0.7 √D: a first loss of twice ln V, and a preference for repetition that has to be unlearned. With
+    signs that alternate the products of an embedding with itself cancel, and nothing else changes: all logits have the
+    variance FINAL_GAIN², and the first loss is ln V + FINAL_GAIN² / 2.
+    """
+    return jnp.full(shape, FINAL_GAIN, dtype).at[1::2].multiply(-1)
 
 
 def _stack(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rngs) -> Block:
