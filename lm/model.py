@@ -36,6 +36,8 @@ REMAT = {
 NORMS = {'layer': layer_norm, 'rms': rms_norm}
 ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
 """GELU by its tanh approximation."""
+FINAL_GAIN = 0.7
+"""Size of the first gains of the last norm."""
 
 
 @configurable('model')
@@ -110,23 +112,23 @@ class Block(nnx.Module):
         dtype, norm = config.compute_dtype, NORMS[config.norm]
         # Residual branches start smaller the deeper the model, so that the sum over layers has unit scale (GPT-2 §2.3).
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
-        n_qkv = (dims.n_heads + 2 * dims.n_kv_heads) * dims.head_dim
+        qkv_sizes = tuple(n * dims.head_dim for n in (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads))
 
-        def linear(n_in, n_out, *axes, part, init=None):
+        def linear(n_in, sizes, *axes, part, init=None):
             init = init or nnx.initializers.lecun_normal()
-            says = declare('matrix', *axes, part=part)
+            says = declare('matrix', *axes, part=part, pieces=sizes)
             return nnx.Linear(
-                n_in, n_out, use_bias=False, dtype=dtype, kernel_init=init, kernel_metadata=says, rngs=rngs
+                n_in, sum(sizes), use_bias=False, dtype=dtype, kernel_init=init, kernel_metadata=says, rngs=rngs
             )
 
         self.attention_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
-        self.qkv = linear(config.d_model, n_qkv, 'embed', 'all_heads', part='attention')
+        self.qkv = linear(config.d_model, qkv_sizes, 'embed', 'all_heads', part='attention')
         self.attention = attention.build(dims, rngs)
-        n_heads = dims.n_heads * dims.head_dim
-        self.attention_out = linear(n_heads, config.d_model, 'all_heads', 'embed', part='attention', init=residual_init)
+        heads, width = dims.n_heads * dims.head_dim, (config.d_model,)
+        self.attention_out = linear(heads, width, 'all_heads', 'embed', part='attention', init=residual_init)
         self.glu_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
-        self.glu_in = linear(config.d_model, 2 * config.glu_dim, 'embed', 'mlp', part='glu')
-        self.glu_out = linear(config.glu_dim, config.d_model, 'mlp', 'embed', part='glu', init=residual_init)
+        self.glu_in = linear(config.d_model, (config.glu_dim, config.glu_dim), 'embed', 'mlp', part='glu')
+        self.glu_out = linear(config.glu_dim, width, 'mlp', 'embed', part='glu', init=residual_init)
 
     def __call__(self, x_BxLxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
         q_BxLxHxC, k_BxLxKxC, v_BxLxKxC = self.project(x_BxLxD, rotation)
@@ -170,7 +172,8 @@ class Transformer(nnx.Module):
         )
         repeats = config.n_layers // len(config.pattern)
         self.blocks = nnx.List([_stack(config, attention, repeats, rngs) for attention in config.pattern])
-        self.final_norm = NORMS[config.norm](config.d_model, 'embed', rngs, part='norms', dtype=config.compute_dtype)
+        options = {'dtype': config.compute_dtype, 'scale_init': _alternating}
+        self.final_norm = NORMS[config.norm](config.d_model, 'embed', rngs, part='norms', **options)
         if not config.tied:
             init = nnx.initializers.normal(config.d_model**-0.5)
             says = declare('matrix', 'vocabulary', 'embed', part='embedding')
@@ -267,6 +270,17 @@ class Transformer(nnx.Module):
         """Of the normalised outputs of the last layer, [B, L, V] float32."""
         kernel_VxD = self._output[...].astype(x_BxLxD.dtype)
         return jnp.einsum('bld,vd->blv', x_BxLxD, kernel_VxD, preferred_element_type=jnp.float32)
+
+
+def _alternating(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """The first gains of the last norm: ±`FINAL_GAIN` in turn.
+
+    The last hidden state still holds the current token's own embedding, to which the tied output layer would give a
+    logit of about 0.7 √D: a first loss of twice ln V, and a preference for repetition that has to be unlearned. With
+    signs that alternate the products of an embedding with itself cancel, and nothing else changes: all logits have the
+    variance FINAL_GAIN², and the first loss is ln V + FINAL_GAIN² / 2.
+    """
+    return jnp.full(shape, FINAL_GAIN, dtype).at[1::2].multiply(-1)
 
 
 def _stack(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rngs) -> Block:

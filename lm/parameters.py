@@ -26,11 +26,13 @@ class Declaration:
         kind: 'matrix' (something is multiplied by it and summed), 'gain', 'bias' or 'embedding'.
         axes: the meaning of each axis.
         part: of the model, for reports; 'mechanism' is what an attention mechanism has of its own.
+        pieces: sizes of the matrices that stand side by side on the last axis, if there is more than one.
     """
 
     kind: str
     axes: tuple[str, ...]
     part: str = 'mechanism'
+    pieces: tuple[int, ...] = ()
 
     @property
     def decayed(self) -> bool:
@@ -42,11 +44,11 @@ class Buffer(nnx.Variable):
     """A non-trainable array (a random projection): saved in checkpoints, never updated by the optimizer."""
 
 
-def declare(kind: str, *axes: str, part: str = 'mechanism') -> dict[str, Any]:
+def declare(kind: str, *axes: str, part: str = 'mechanism', pieces: tuple[int, ...] = ()) -> dict[str, Any]:
     """The metadata of a parameter; `Declaration` says what the arguments mean."""
     if kind not in KINDS or part not in PARTS:
         raise ValueError(f'{kind!r}, part = {part!r}: must be one of {KINDS} and of {PARTS}')
-    return {'declaration': Declaration(kind, axes, part)}
+    return {'declaration': Declaration(kind, axes, part, pieces)}
 
 
 def layer_norm(size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism', **options: Any) -> nnx.LayerNorm:

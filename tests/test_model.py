@@ -81,6 +81,17 @@ def test_nats_are_the_log_softmax_of_the_logits():
     np.testing.assert_allclose(nats, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize('attention', MECHANISMS.values(), ids=MECHANISMS.keys())
+def test_a_model_starts_at_the_logarithm_of_its_vocabulary(attention):
+    """Within 3 %, for random tokens and for one that repeats itself: the own token is no better than others."""
+    model = tiny(attention, vocab_size=32_000, d_model=128, n_heads=4, head_dim=32)
+    tokens = np.random.default_rng(4).integers(0, 32_000, (2, 33))
+    tokens[1] = tokens[1, 0]
+    nats_BxL = nnx.jit(lambda model, tokens: model.token_losses(tokens[:, :-1], tokens[:, 1:]))(model, tokens)
+    np.testing.assert_allclose(nats_BxL[0].mean(), np.log(32_000), rtol=0.03)
+    np.testing.assert_allclose(nats_BxL[1].mean(), np.log(32_000), atol=3)
+
+
 @pytest.mark.parametrize('change', [*({'remat': r} for r in ('full', 'dots', 'attention')), {'unroll': 2}], ids=str)
 def test_remat_and_unrolling_change_nothing_that_is_learned(change):
     tokens = jnp.asarray(np.random.default_rng(4).integers(0, 97, (2, 17)))

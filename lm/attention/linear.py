@@ -108,7 +108,8 @@ def _quotient_jvp(primals, tangents):
 def linear_flops_per_token(
     dims: HeadDims, length: int, n_features: int, compared: int, *, block: int | None = None, causal: bool = True
 ) -> float:
-    """Of the products of the block engine, features given.
+    """Of the products of the block engine, features given. The first block has no sums to read, and the last one's keys
+    are added to none.
 
     Args:
         dims: the layer's heads.
@@ -118,12 +119,14 @@ def linear_flops_per_token(
         block: tokens a block.
         causal: False has no blocks.
     """
-    sums = 2.0 * n_features * (dims.head_dim * (dims.n_heads + dims.n_kv_heads) + dims.n_heads)
+    reads = 2.0 * n_features * dims.n_heads * (dims.head_dim + 1)
+    folds = 2.0 * n_features * dims.n_kv_heads * dims.head_dim
     if not causal:
-        return sums
+        return reads + folds
     block = min(length, block or DEFAULT_BLOCK)
+    folded = (length - 1) // block * block
     inside = dims.n_heads * (compared + dims.head_dim) * block
-    return inside if length == block else inside + sums
+    return inside + (reads * (length - block) + folds * folded) / length
 
 
 def operation_call(inputs: dict[str, Any], options: dict[str, Any]) -> KernelCall:

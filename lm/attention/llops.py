@@ -20,6 +20,9 @@ from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.parameters import declare
 
+MOST_WITHOUT_NORM = 4
+"""Degree up to which vectors that training makes a thousand times longer leave all sums finite."""
+
 
 @configurable('llops')
 class Llops(LinearAttention):
@@ -45,6 +48,12 @@ class Llops(LinearAttention):
             )
         if self.nonnegative and self.renormalize and self.denominator_bias == 0:
             raise ConfigError('llops.denominator_bias = 0.0: must be above 0, for all weights of a query may vanish')
+
+        if not self.layer_norm and self.degree > MOST_WITHOUT_NORM:
+            raise ConfigError(
+                f'llops.layer_norm = False: products of llops.degree = {self.degree} unnormalized vectors leave '
+                f'float32; set it to True, or the degree to at most {MOST_WITHOUT_NORM}'
+            )
 
     @property
     def n_factors(self) -> int:

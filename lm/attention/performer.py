@@ -32,6 +32,15 @@ class Performer(LinearAttention):
     kernel_epsilon: float = field(1e-3, minimum=0, help='added to the features of generalized kernels')
     block: int | None = field(1024, minimum=1, help='tokens a block (changes speed, not results); None: the fastest')
 
+    def __post_init__(self):
+        kind = FEATURES[self.features]
+        guard = 'stabilizer' if kind.signed or self.features in SOFTMAX_FEATURES else 'kernel_epsilon'
+        if self.renormalize and not getattr(self, guard):
+            raise ConfigError(
+                f'performer.{guard} = 0.0: must be above 0, for all weights of a query may vanish; '
+                'or set performer.renormalize = False'
+            )
+
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'PerformerAttention':
         return PerformerAttention(self, dims, rngs)
 

@@ -1,6 +1,7 @@
 """Polynomial attention: an even power of the scores of layer-normalized queries and keys (PolySketchFormer §2.1)."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ from lm.ops.exact_attention import cache, polynomial_attention
 class Polynomial(Attention):
     """Weights ⟨q'_i, k'_j⟩^degree / (b + Σ_j' ⟨q'_i, k'_j'⟩^degree), where ' is layer normalization."""
 
-    # Layer-normalized vectors of size 64 have scores up to 64: their 20th power, summed, leaves float32.
     degree: int = field(
         4, minimum=2, maximum=16, even=True, help='power of the scores; quality equals softmax from 4 on'
     )
@@ -27,6 +27,20 @@ class Polynomial(Attention):
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         return exact_flops_per_token(dims, length)
+
+    def weights(self, head_dim: int) -> dict[str, Any]:
+        """Arguments of `polynomial_attention`: its weights.
+
+        Layer-normalized vectors of size 64 have scores up to 64, whose 16th power leaves float32 as soon as the gains
+        grow. Beyond degree 8 scores are therefore divided by the power of two next to the size, and b by its 16th
+        power: the same weights to the last bit, of numbers that stay in range up to gains of 16.
+        """
+        scale = 2.0 ** -round(math.log2(head_dim)) if self.degree > 8 else 1.0
+        return {
+            'degree': self.degree,
+            'scale': scale,
+            'denominator_bias': self.denominator_bias * scale**self.degree,
+        }
 
     @classmethod
     def kernel_cases(cls) -> KernelCases:
@@ -54,9 +68,7 @@ class PolynomialAttention(NormedModule):
 
     def __call__(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         q_BxLxHxD, k_BxLxKxD = self.normalize(q_BxLxHxD, k_BxLxKxD)
-        return polynomial_attention(
-            q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, degree=self.config.degree, denominator_bias=self.config.denominator_bias
-        )
+        return polynomial_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, **self.config.weights(self.dims.head_dim))
 
     def init_state(self, batch: int, max_length: int, dtype: Any) -> cache.Cache:
         """A cache of `max_length` normalized keys and values."""
@@ -71,8 +83,7 @@ class PolynomialAttention(NormedModule):
             q_BxTxHxD,
             seen.k_BxMxKxD,
             seen.v_BxMxKxD,
-            degree=self.config.degree,
-            denominator_bias=self.config.denominator_bias,
+            **self.config.weights(self.dims.head_dim),
             q_offset=seen.q_offset,
             k_start=seen.k_start,
             implementation='xla',

@@ -43,6 +43,8 @@ class Polysketch(LinearAttention):
         return PolysketchAttention(self, dims, rngs)
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
+        """Counts the r (r + 1) / 2 products of a sketch that differ. Kernels form them in tiles of 8 × 8: 640 where 528
+        differ at r = 32, 2,304 for 2,080 at r = 64."""
         size = self.sketch_size if self.degree > 2 else dims.head_dim
         compared, block = (dims.head_dim, self.block) if self.local else (size, None)
         engine = linear_flops_per_token(dims, length, size * (size + 1) // 2, compared, block=block)

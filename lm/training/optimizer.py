@@ -3,11 +3,12 @@
 The defaults are the paper's: AdamW, linear warm-up, then linear decay to zero (PolySketchFormer §4, App. G, I).
 """
 
+import jax
 import optax
 
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
-from lm.training.rules import Rule
+from lm.training.rules import Declared, Rule
 from lm.training.rules.adamw import AdamW
 from lm.training.schedules import Schedule
 from lm.training.schedules.linear import Linear
@@ -38,14 +39,12 @@ class OptimizerConfig:
         )
         return optax.join_schedules([warmup, after], [self.warmup_steps]) if self.warmup_steps else after
 
-    def build(self, steps: int, decayed: dict) -> optax.GradientTransformation:
-        """The update for `steps` updates; its state is a pytree like the parameters'.
-
-        `decayed`, like the parameters too, says which of them are decayed (`lm.parameters.declarations`).
-        """
+    def build(self, steps: int, declared: Declared) -> optax.GradientTransformation:
+        """The update for `steps` updates of parameters that are what they are `declared` to be."""
+        decayed = jax.tree.map(lambda told: told.decayed, declared)
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity(),
-            self.rule.build(),
+            self.rule.build(declared),
             optax.add_decayed_weights(self.weight_decay, mask=decayed),
             optax.scale_by_learning_rate(self.learning_rate(steps)),
         )

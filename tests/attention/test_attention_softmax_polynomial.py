@@ -10,6 +10,7 @@ from lm.attention import HeadDims
 from lm.attention.polynomial import Polynomial
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
+from lm.ops.exact_attention import polynomial_attention
 
 DIMS = HeadDims(n_heads=4, n_kv_heads=2, head_dim=16)
 LENGTH = 45
@@ -122,6 +123,29 @@ def test_gradients_reach_the_normalizations():
     module, (q, k, v) = build(Polynomial()), draw()
     gradients = nnx.grad(lambda m: (m(q, k, v) ** 2).sum())(module)
     assert all(np.abs(g).min() > 0 for g in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize('gain', [1.0, 4.0])
+def test_the_sixteenth_power_stays_in_range(gain):
+    """As gains grow: scores up to 1,024, whose 16th power float32 cannot hold."""
+    dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=64)
+    module = Polynomial(degree=16, denominator_bias=0.5).build(dims, nnx.Rngs(0))
+    for norm in (module.q_norm, module.k_norm):
+        norm.scale[...] = jnp.full((64,), gain)
+    q, k, v = draw(dims=dims)
+    k = k.at[:, 0].set(q[:, 0, :1])  # the largest score that there can be
+    o, gradients = jax.value_and_grad(lambda *x: jnp.square(module(*x)).sum(), (0, 1, 2))(q, k, v)
+    assert np.isfinite(o)
+    assert all(np.isfinite(g).all() for g in gradients)
+    want = np.einsum('bhlm,bmhd->blhd', numpy_weights(module, q, k), np.repeat(np.asarray(v, np.float64), 2, axis=2))
+    np.testing.assert_allclose(module(q, k, v), want, atol=2e-4)
+
+
+def test_a_large_power_has_the_same_weights_to_the_last_bit():
+    module = Polynomial(degree=16, denominator_bias=0.5).build(DIMS, nnx.Rngs(0))
+    q, k, v = draw()
+    plain = polynomial_attention(*module.normalize(q, k), v, degree=16, denominator_bias=0.5)
+    np.testing.assert_array_equal(module(q, k, v), plain)
 
 
 def test_flops_per_token():

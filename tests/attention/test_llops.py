@@ -198,9 +198,8 @@ def test_parameters_and_cost():
     module = Llops().build(dims, nnx.Rngs(0))
     assert module.q_factors.shape == module.k_factors.shape == (2, 1, 64, 256)
     assert Llops(affine=True, nonnegative=False, rank=2).build(dims, nnx.Rngs(0)).q_factors.shape == (4, 2, 65, 256)
-    assert Llops().flops_per_token(dims, 8192) == Llops().flops_per_token(dims, 65536)
-    products = 2 * 2 * 64 * 256 * 24
-    assert Llops().flops_per_token(dims, 8192) == products + 2 * 256 * (64 * 24 + 12) + 12 * (256 + 64) * 128
+    products, sums = 2 * 2 * 64 * 256 * 24, 2 * 256 * (64 * 24 + 12) * (1 - 128 / 8192)
+    assert Llops().flops_per_token(dims, 8192) == products + sums + 12 * (256 + 64) * 128
 
 
 @pytest.mark.parametrize(
@@ -209,6 +208,7 @@ def test_parameters_and_cost():
         ({'degree': 3}, 'llops.degree = 3: must be even'),
         ({'init': 'based'}, "llops.init = 'based': "),
         ({'denominator_bias': 0.0}, 'llops.denominator_bias = 0.0: must be above 0'),
+        ({'layer_norm': False, 'degree': 8}, 'llops.layer_norm = False: products of llops.degree = 8 unnorm'),
         ({'init': 'zeros'}, "llops.init = 'zeros': must be one of"),
     ],
 )

@@ -1,10 +1,13 @@
 """Update rules and schedules: one file each, found by themselves; bindings of earlier versions mean what they meant."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from lm.attention.softmax import Softmax
 from lm.check.advice import BYTES_A_PARAMETER
@@ -13,10 +16,13 @@ from lm.config.text import dump
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
 from lm.model import ModelConfig
+from lm.parameters import Declaration
 from lm.runs.run_dir import config_differences
+from lm.training.mesh import MeshConfig, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
 from lm.training.rules import Rule
 from lm.training.rules.adamw import AdamW
+from lm.training.rules.muon import Muon
 from lm.training.schedules import Schedule
 from lm.training.schedules.constant import Constant
 from lm.training.schedules.cosine import Cosine
@@ -27,13 +33,19 @@ from lm.training.step import TrainStep
 MODEL = ModelConfig(vocab_size=64, n_layers=1, d_model=16, n_heads=1, head_dim=16, attention=Softmax())
 
 
+DECLARED = {
+    'kernel': Declaration('matrix', ('embed', 'mlp')),
+    'bias': Declaration('bias', ('mlp',)),
+}
+
+
 @configurable('test_sign')
 class Sign(Rule):
     """The sign of a running mean of the gradients: all that a new rule needs."""
 
     momentum: float = field(0.5, minimum=0, below=1)
 
-    def build(self) -> optax.GradientTransformation:
+    def build(self, declared) -> optax.GradientTransformation:
         sign = optax.stateless(lambda mean, _: jax.tree.map(jnp.sign, mean))
         return optax.chain(optax.ema(self.momentum, debias=False), sign)
 
@@ -68,9 +80,59 @@ def test_a_rule_is_one_class():
     assert len(steps) > 1
 
 
+def test_muon_moves_every_matrix_alike_in_all_directions():
+    """Each layer and each of the matrices side by side by itself, tall or wide, whatever the size of the gradient."""
+    declared = {
+        'wide': Declaration('matrix', ('layer', 'embed', 'mlp'), pieces=(40, 24, 24)),
+        'tall': Declaration('matrix', ('mlp', 'embed')),
+        'zero': Declaration('matrix', ('mlp', 'embed')),
+    }
+    draw = np.random.default_rng(0).normal
+    gradients = {'wide': draw(size=(3, 16, 88)), 'tall': draw(size=(48, 16)) * 1e-6, 'zero': np.zeros((48, 16))}
+    gradients['wide'] *= np.array([1e-9, 1, 1e9])[:, None, None]
+    transform = Muon(rms=0.3).build(declared)
+    directions, _ = transform.update(gradients := jax.tree.map(jnp.float32, gradients), transform.init(gradients))
+    assert not directions['zero'].any()
+    layers = [np.split(layer, [40, 64], axis=-1) for layer in np.asarray(directions['wide'])]
+    for x in [*(piece for layer in layers for piece in layer), np.asarray(directions['tall'])]:
+        values = np.linalg.svd(x, compute_uv=False) / (0.3 * max(x.shape) ** 0.5)
+        assert values.min() > 0.5
+        assert values.max() < 1.3
+    u, _, v = np.linalg.svd(gradients['tall'], full_matrices=False)
+    np.testing.assert_array_less(0.6, np.diag(u.T @ directions['tall'] @ v.T) / (0.3 * 48**0.5))
+
+
+def test_muon_leaves_what_is_no_matrix_to_another_rule():
+    step = TrainStep(MODEL, OptimizerConfig(warmup_steps=1), 10)
+    params = jax.eval_shape(lambda: step.init(0))['params']
+    gradients = jax.tree.map(lambda x: jnp.sin(1 + jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), params)
+
+    def directions(rule):
+        transform = rule.build(step.declared)
+        return jax.jit(lambda x: transform.update(x, transform.init(x))[0])(gradients)
+
+    ours, theirs = directions(Muon(rest=AdamW(b1=0.5))), directions(AdamW(b1=0.5))
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs)
+    assert same == jax.tree.map(lambda told: told.kind != 'matrix', step.declared)
+
+
+def test_muon_exchanges_nothing_inside_its_iteration():
+    mesh = make_mesh(MeshConfig(fsdp=4))
+    declared = {'kernel': Declaration('matrix', ('layer', 'embed', 'mlp'), pieces=(64, 64))}
+    transform, gradients = Muon().build(declared), {'kernel': jax.ShapeDtypeStruct((8, 64, 128), jnp.float32)}
+    state = place(jax.eval_shape(transform.init, gradients), mesh, declared)
+    gradients = place(gradients, mesh, declared)
+    assert gradients['kernel'].sharding.spec == PartitionSpec(None, None, 'fsdp')
+    lies = jax.tree.map(lambda leaf: leaf.sharding, (gradients, state))
+    with jax.set_mesh(mesh):
+        program = jax.jit(transform.update, out_shardings=lies).lower(gradients, state).compile().as_text()
+    assert program.count(' all-to-all(') == 2
+    assert not re.search(r' (all-gather|all-reduce|reduce-scatter|collective-permute)\(', program)
+
+
 def test_rules_say_what_they_keep():
     assert AdamW().state_bytes() == 8
-    assert Sign().state_bytes() == 4
+    assert Muon().state_bytes() == Sign().state_bytes() == 4
     assert jnp.zeros(()).dtype.itemsize == BYTES_A_PARAMETER
 
 
@@ -78,7 +140,7 @@ def test_rules_say_what_they_keep():
 def test_every_rule_goes_down(rule):
     """The first direction leads downhill, for a matrix and for a vector; the state has one shape throughout."""
     params = {'kernel': jnp.ones((8, 4)), 'bias': jnp.full((4,), -1.0)}
-    transform = rule().build()
+    transform = rule().build(DECLARED)
     state = transform.init(params)
     directions, new = transform.update(params, state, params)
     assert all(float(jnp.sum(d * g)) > 0 for d, g in zip(*map(jax.tree.leaves, (directions, params)), strict=True))

@@ -3,9 +3,9 @@
 import importlib
 import pkgutil
 
-from lm.training.rules.base import Rule
+from lm.training.rules.base import Declared, Rule
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f'{__name__}.{_module.name}')
 
-__all__ = ['Rule']
+__all__ = ['Declared', 'Rule']

@@ -3,7 +3,7 @@
 import optax
 
 from lm.config.configurable import configurable, field
-from lm.training.rules.base import Rule
+from lm.training.rules.base import Declared, Rule
 
 
 @configurable('adamw')
@@ -14,5 +14,5 @@ class AdamW(Rule):
     b2: float = field(0.98, minimum=0, below=1, formerly='optimizer.b2')
     epsilon: float = field(1e-8, above=0, formerly='optimizer.epsilon')
 
-    def build(self) -> optax.GradientTransformation:
+    def build(self, declared: Declared) -> optax.GradientTransformation:
         return optax.scale_by_adam(self.b1, self.b2, self.epsilon)

@@ -4,10 +4,16 @@ Adding a rule means adding one file. Clipping, weight decay and the learning rat
 belong to `lm.training.optimizer`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
 
+from lm.parameters import declare
+
+Declared = Any
+"""What each parameter says it is (`lm.parameters.declarations`): a pytree like theirs."""
 PROBE = 256
 """Rows and columns of the matrix whose state is measured: one that rules which spare small arrays take for large."""
 
@@ -15,13 +21,14 @@ PROBE = 256
 class Rule:
     """Base of the update rules (frozen dataclasses made by `@configurable`)."""
 
-    def build(self) -> optax.GradientTransformation:
+    def build(self, declared: Declared) -> optax.GradientTransformation:
         """Gradients → directions. The optimizer subtracts them, with the weight decay added, times the learning rate.
-        The state is a pytree of arrays."""
+        The state is a pytree of arrays; `declared` is for rules that treat matrices and others differently."""
         raise NotImplementedError
 
     def state_bytes(self) -> float:
         """Bytes that the rule keeps for each parameter of a large float32 matrix; counters are left out."""
-        state = jax.eval_shape(self.build().init, jax.ShapeDtypeStruct((PROBE, PROBE), jnp.float32))
+        matrix = declare('matrix', 'embed', 'mlp')['declaration']
+        state = jax.eval_shape(self.build(matrix).init, jax.ShapeDtypeStruct((PROBE, PROBE), jnp.float32))
         kept = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) / PROBE**2

@@ -1,0 +1,84 @@
+"""Muon: steps of equal size along all directions of a matrix (Jordan et al., 2024; scale: Liu et al., 2025, §2.2).
+
+The momentum of a matrix, U S Vᵀ, is replaced by about U Vᵀ, with five steps of an iteration that is made of products.
+Embeddings, gains and biases are no matrices that something is multiplied by: another rule moves them.
+
+Where `mesh.fsdp` cuts the matrices, each device takes whole matrices of some layers for the iteration: two exchanges of
+1/fsdp of the bytes, and none within.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from lm.config.configurable import configurable, field
+from lm.parameters import LAYER, Declaration
+from lm.training.rules.adamw import AdamW
+from lm.training.rules.base import Declared, Rule
+
+STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the iteration x ← a·x + b·(x xᵀ)x + c·(x xᵀ)²x, which drives singular values in (0, 1] to between 0.7 and 1.2."""
+
+
+@configurable('muon')
+class Muon(Rule):
+    """Orthogonalized momentum for matrices, `rest` for everything else."""
+
+    momentum: float = field(0.95, minimum=0, below=1, help="Nesterov's")
+    rms: float = field(
+        0.2, above=0, help="root mean square of a matrix's step at a learning rate of 1; that of Adam's is 0.2 to 0.4"
+    )
+    rest: Rule = field(AdamW(), help='the rule of embeddings, gains and biases')
+
+    def build(self, declared: Declared) -> optax.GradientTransformation:
+        told_by_path = dict(jax.tree_util.tree_leaves_with_path(declared))
+
+        def direction(path, momentum):
+            told = told_by_path[path]
+            return self.rms * _orthogonal(_by_layer(momentum, told), told)
+
+        matrices = optax.chain(
+            optax.trace(self.momentum, nesterov=True),
+            optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(direction, updates)),
+        )
+        labels = jax.tree.map(lambda told: 'matrices' if _is_turned(told) else 'rest', declared)
+        return optax.partition({'matrices': matrices, 'rest': self.rest.build(declared)}, labels)
+
+
+def _is_turned(told: Declaration) -> bool:
+    """An output layer of its own has a row a token, as an embedding has."""
+    return told.kind == 'matrix' and 'vocabulary' not in told.axes
+
+
+def _by_layer(x: jax.Array, told: Declaration) -> jax.Array:
+    """x, with its layers on the devices of the mesh's axis `fsdp`, if there is one."""
+    if jax.sharding.get_abstract_mesh().shape.get('fsdp', 1) == 1 or LAYER not in told.axes:
+        return x
+    return jax.lax.with_sharding_constraint(
+        x, PartitionSpec(*('fsdp' if axis == LAYER else None for axis in told.axes))
+    )
+
+
+def _orthogonal(x: jax.Array, told: Declaration) -> jax.Array:
+    """U Vᵀ of x [..., m, n] = U S Vᵀ for each matrix by itself, scaled to elements of mean square 1 where it has full
+    rank. What stands side by side on the last axis (`Declaration.pieces`) are matrices of their own."""
+    cuts = [sum(told.pieces[:i]) for i in range(1, len(told.pieces))]
+    whole = [_orthogonal_piece(piece) for piece in jnp.split(x, cuts, axis=-1)]
+    return jnp.concatenate(whole, axis=-1) if cuts else whole[0]
+
+
+def _orthogonal_piece(x_xMxN: jax.Array) -> jax.Array:
+    m, n = x_xMxN.shape[-2:]
+    if m > n:
+        return _orthogonal_piece(x_xMxN.mT).mT
+    norm = jnp.linalg.norm(x_xMxN, axis=(-2, -1), keepdims=True)
+    x = x_xMxN / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
+    a, b, c = COEFFICIENTS
+    for _ in range(STEPS):
+        square_xMxM = x @ x.mT
+        x = a * x + (b * square_xMxM + c * square_xMxM @ square_xMxM) @ x
+    return math.sqrt(n) * x
