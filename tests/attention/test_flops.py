@@ -181,10 +181,10 @@ OTHERS = [Hybrid(window=256)] + [
 
 @pytest.mark.parametrize('config', OTHERS, ids=lambda c: c.gin_name)
 def test_any_other_mechanism(config, monkeypatch):
-    """With the blocks that run, what is computed is the formula and at most half as much again: masks and packing."""
+    """With the blocks that run, what is computed is the formula and at most 0.7 of it: masks, packing and the ends."""
     monkeypatch.setattr('lm.attention.linear.DEFAULT_BLOCK', 256 + TILE)
     formula = LENGTH * config.flops_per_token(DIMS, LENGTH)
-    assert 1 - TOLERANCE < counted(attention_program(config, LENGTH)) / formula < 1.5
+    assert 1 - TOLERANCE < counted(attention_program(config, LENGTH)) / formula < 1.7
 
 
 @pytest.mark.parametrize('config', [c for c, _, _ in LINEAR.values()] + [Softmax(window=64)], ids=lambda c: c.gin_name)
