@@ -106,7 +106,7 @@ def set_up(
     parameters = sum(count_parameters(model).values())
     is_leader = jax.process_index() == 0
     if is_leader:
-        seen = f'{batches.windows.describe(config.steps)} of {store.path}'
+        seen = batches.windows.describe(config.steps, store.path)
         rows = plan_rows(model, config, parameters, seen)
         for name, value in (rows | {'devices': describe_devices(mesh, model.compute_dtype)}).items():
             print_row(name, value)

@@ -101,6 +101,7 @@ def test_shares_over_a_thousand_steps_and_epochs_of_each_source(mixture):
             assert set(epoch % L) == {0}
             assert len(epoch) < count or sorted(epoch) == [L * k for k in range(count)]
     assert made.epochs(1000) == {'books': 40.0, 'web': 2400 / 4000, 'code': 1600 / 1234}
+    assert made.describe(1000, 'x') == '40 epochs of books (50 %), 0.6 epochs of web (30 %), 1.3 epochs of code (20 %)'
     two = [starts[source == 0][k * 100 : (k + 1) * 100] for k in range(2)]
     assert (two[0] != two[1]).any()  # each epoch has its own order
 
@@ -194,6 +195,10 @@ def test_what_does_not_fit_is_refused_by_name(stores):
 
     with pytest.raises(MismatchError, match=r'data.mixture: the tokenizer of .*other is \w+…, that of .*typing is'):
         opened(typing=1, other=1)
+    ends = {name: Numbers(name) for name in ('books', 'web')}
+    ends['web'].info = {'tokenizer': {'sha256': 'a' * 64, 'eod_id': 2}}
+    with pytest.raises(MismatchError, match=r'documents of web end by token 2, those of books by None; prepare'):
+        Mixture(ends, [1, 1])
     with pytest.raises(MismatchError, match=r'nowhere.: no finished token store'):
         opened(typing=1, nowhere=1)
     with pytest.raises(ConfigError, match=r"data.mixture = .*: the weight of 'typing' must be a positive number"):
