@@ -117,14 +117,14 @@ def test_a_step_does_not_depend_on_those_before(mixture, step):
 
 def test_batches_that_are_left_out_before_and_after_a_resume(mixture):
     plain, skipping = windows(mixture), windows(mixture, skip=((3, 5), (8, 9)))
-    kept = [b for b in range(1003) if b not in (3, 4, 8)]
+    kept = [b for b in range(63) if b not in (3, 4, 8)]
     for step, batch in enumerate(kept):
         assert (skipping.starts(step) == plain.starts(batch)).all()
         assert (skipping.sources(step) == plain.sources(batch)).all()
-    resumed = windows(mixture, skip=((3, 5), (8, 9), (700, 710)))
-    resumed.resume(500, skipping.skipped_before(500))
-    assert all((resumed.starts(step) == skipping.starts(step)).all() for step in range(500, 697))
-    assert (resumed.starts(697) == plain.starts(710)).all()
+    resumed = windows(mixture, skip=((3, 5), (8, 9), (70, 80)))
+    resumed.resume(50, skipping.skipped_before(50))
+    assert all((resumed.starts(step) == skipping.starts(step)).all() for step in range(50, 67))
+    assert (resumed.starts(67) == plain.starts(80)).all()
     counts = np.bincount(np.concatenate([resumed.sources(step) for step in range(1000)]))
     np.testing.assert_allclose(counts, [4000, 2400, 1600], atol=2 * 3)  # less than 2 for each gap, and at the end
 
