@@ -23,6 +23,7 @@ from lm.errors import FINAL, AbsentError, ConfigError, LmError, MismatchError
 from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.evaluator import check_evaluation
 from lm.evaluation.scoring import Scorer, Scores
+from lm.evaluation.sets import open_sets
 from lm.model import ModelConfig, Transformer
 from lm.runs.initial import InitialParameters
 from lm.runs.run_dir import RunDir
@@ -90,9 +91,12 @@ def validate(experiment: Experiment, devices: int | None = None, known: dict | N
     check_vocabulary(store, data, model)
     make_windows(data, train, store)
     store.read(data.train_split, 0, 1)
-    absent = _or_say(lambda: check_evaluation(experiment.evaluate, data, train.context_length, store, PATIENCE_SECONDS))
-    if absent:
-        return [absent]
+    sets = tokens, experiment.evaluate.sets
+    if sets not in known:
+        known[sets] = _or_say(lambda: open_sets(experiment.evaluate, store, PATIENCE_SECONDS))
+    if isinstance(known[sets], str):
+        return [known[sets]]
+    check_evaluation(experiment.evaluate, data, train.context_length, store, known[sets])
     if train.init_from:
         params = known[step].abstract()['params']
         try:

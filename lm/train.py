@@ -112,8 +112,8 @@ def set_up(
     parameters = sum(functions.count_parameters().values())
     is_leader = jax.process_index() == 0
     if is_leader:
-        seen = f'{batches.windows.describe(config.steps)} of {store.path}'
-        print_rows(plan_rows(model, config, parameters, seen) | {'devices': describe_mesh(mesh, model.compute_dtype)})
+        rows = plan_rows(model, config, parameters, batches.windows.describe(config.steps, store.path))
+        print_rows(rows | {'devices': describe_mesh(mesh, model.compute_dtype)})
     run = RunDir(run_dir)
     lock = stack.enter_context(run.lock())
     if rewind_to is not None and run.is_rewound(rewind_to, experiment):

@@ -72,8 +72,8 @@ class BatchWindows(abc.ABC):
         """What is logged of step `step` besides its loss, from the mean losses of its windows, in their order."""
 
     @abc.abstractmethod
-    def describe(self, steps: int) -> str:
-        """How often the split is seen in so many steps."""
+    def describe(self, steps: int, path: str) -> str:
+        """How often the data of `path` are seen in so many steps."""
 
     def batch(self, step: int) -> int:
         """The number of the batch that step `step` sees, both from 0: those to skip count, but no step sees them."""
@@ -138,8 +138,8 @@ class Windows(BatchWindows):
         """Nothing: there is one source."""
         return {}
 
-    def describe(self, steps: int) -> str:
-        return f'{steps * self.batch_size / self.count:.3g} epochs'
+    def describe(self, steps: int, path: str) -> str:
+        return f'{steps * self.batch_size / self.count:.3g} epochs of {path}'
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

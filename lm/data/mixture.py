@@ -152,10 +152,10 @@ class MixedWindows(BatchWindows):
         means = {f'loss/{name}': float(losses[own].mean()) for name, own in here.items()}
         return means | {f'epochs/{name}': seen for name, seen in self.epochs(step + 1).items()}
 
-    def describe(self, steps: int) -> str:
+    def describe(self, steps: int, path: str) -> str:
         shares, epochs = self.shares.counts / self.shares.period, self.epochs(steps)
-        listed = [f'{epochs[name]:.3g} epochs for {s:.3%}' for name, s in zip(self.names, shares, strict=True)]
-        return ', '.join(listed)
+        told = [f'{epochs[n]:.3g} epochs of {n} ({100 * s:.4g} %)' for n, s in zip(self.names, shares, strict=True)]
+        return ', '.join(told)
 
 
 def names(mixture: Sequence[tuple[str, float]]) -> list[str]:

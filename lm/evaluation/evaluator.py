@@ -39,14 +39,17 @@ def make_evaluator(
 
 
 def check_evaluation(
-    config: EvaluateConfig, data: DataConfig, context_length: int, store: Store, timeout: float | None = None
+    config: EvaluateConfig,
+    data: DataConfig,
+    context_length: int,
+    store: Store,
+    others: dict[str, tuple[TokenStore, str]],
 ) -> None:
-    """Raises the error that `make_evaluator` would, without devices; other stores have `timeout` seconds to answer."""
+    """Raises the ConfigError that `make_evaluator` would, without devices; `others` is what `open_sets` returns."""
     split, context_length = what_is_scored(config, data, context_length)
     if data.task:
         check_task(data.task, split, context_length, config.window)
-    others = open_sets(config, store, timeout)
-    if not data.task:
+    else:
         check_windows(config, split, context_length, store, others)
 
 

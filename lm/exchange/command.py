@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.config.text import dump
-from lm.data.tokenizers import Tokenizer
+from lm.data import tokenizers
 from lm.errors import ConfigError, MismatchError, writing
 from lm.exchange.families import find
 from lm.exchange.formats import FORMATS
@@ -102,7 +102,7 @@ def fingerprints_of(experiment: Experiment, folder: pathlib.Path) -> dict[str, s
     """
     path, known = folder / 'tokenizer.model', {}
     if path.exists():
-        known = {'tokenizer': Tokenizer.load(path).sha256}
+        known = {'tokenizer': tokenizers.load(path).sha256}
     if not experiment.data.path:
         return known
     store = experiment.data.open(experiment.train.context_length)

@@ -1,5 +1,7 @@
 """A run on a mixture, evaluated on several sets: what it logs, and that a resume changes nothing."""
 
+import contextlib
+import io
 import json
 import shutil
 
@@ -42,7 +44,11 @@ def flags(tokens, tmp_path_factory):
 @pytest.fixture(scope='module')
 def run(flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp('mixed') / 'run'
-    assert cli.main(['train', '--run_dir', str(folder), *flags]) == 0
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert cli.main(['train', '--run_dir', str(folder), *flags]) == 0
+    assert ' epochs of tokens (75 %), ' in printed.getvalue()
+    assert ' epochs of typing (25 %))' in printed.getvalue()
     return folder
 
 

@@ -29,6 +29,8 @@ from lm.files import write_atomically
 
 BATCH_BYTES = 1_000_000
 """Documents tokenised together."""
+COMPARED_BYTES = 100_000
+"""Of each shard the documents at its beginning, about so much, and at least one, are compared with their tokens."""
 SAMPLE_READ = 4
 """Text read for the tokenizer's sample, as a multiple of the sample: it comes from all over the split."""
 
@@ -126,11 +128,10 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
         texts, batch_tokens, batch_lengths = encode(tokenizer, batch, job.source.holds_tokens)
         tokens.append(batch_tokens)
         lengths.append(batch_lengths)
-        if not counts['decoded']:  # BATCH_BYTES of each shard
-            counts['decoded'] = len(texts)
-            counts['unchanged'] = count_unchanged(
-                tokenizer, texts, batch_tokens, batch_lengths, job.source.holds_tokens
-            )
+        if not counts['decoded']:
+            n = counts['decoded'] = 1 + int(np.searchsorted(np.cumsum([len(t) for t in texts[1:]]), COMPARED_BYTES))
+            some = texts[:n], batch_tokens[: batch_lengths[:n].sum()], batch_lengths[:n]
+            counts['unchanged'] = count_unchanged(tokenizer, *some, job.source.holds_tokens)
         encoded = [text.encode() for text in texts]
         size = sum(map(len, encoded))
         counts['documents'] += len(texts)
