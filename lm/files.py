@@ -5,7 +5,7 @@ import fcntl
 import importlib.util
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from etils import epath
@@ -97,7 +97,8 @@ def write_atomically(path: os.PathLike | str, content: str | bytes | Iterable[An
     content = content.encode() if isinstance(content, str) else content
     parts = [content] if isinstance(content, bytes) else content
     if is_remote(path):
-        return epath.Path(path).write_bytes(b''.join(bytes(part) for part in parts))
+        with reaching(path):
+            return epath.Path(path).write_bytes(b''.join(bytes(part) for part in parts))
     path = pathlib.Path(path)
     temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
     try:
@@ -113,6 +114,20 @@ def write_atomically(path: os.PathLike | str, content: str | bytes | Iterable[An
             os.unlink(temporary)
         raise
     return size
+
+
+@contextlib.contextmanager
+def reaching(path: os.PathLike | str) -> Iterator[None]:
+    """A block that reads or writes `path`, in which every failure of a bucket is an OSError: its packages have errors
+    of their own for a server that does not answer or refuses."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if not is_remote(path):
+            raise
+        raise OSError(f'{type(error).__name__}: {" ".join(str(error).split())[:300]}') from error
 
 
 def lock(path: os.PathLike | str) -> BinaryIO:

@@ -1,5 +1,6 @@
 """The `lm` command: help at once, one-line errors, exit codes; nothing happens before the configuration is sound."""
 
+import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from lm import errors
 from lm.cli import VERBS, main
 from lm.config.text import dump
 from lm.experiment import Experiment
+from lm.files import PACKAGES
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -112,13 +114,37 @@ def test_imports_run_only_when_allowed(project, calls, capsys):
 
 @pytest.mark.parametrize(
     'path',
-    ['..', '../x', 'runs/../../x', 'runs/..', '.hidden', 'a b', 'x;rm', '', 'a' * 129, 'runs/-x', 'gs://b/../x', 'é'],
+    [
+        *('..', '../x', 'runs/../../x', 'runs/..', '.hidden', 'a b', 'x;rm', '', 'a' * 129, 'runs/-x', 'gs://b/../x'),
+        *('é', '~nosuchuser/x'),
+    ],
 )
 def test_bad_run_names(path, project, calls, capsys):
     assert main(['train', '--run_dir', path]) == 2
     assert capsys.readouterr().err.count('\n') == 1
     assert calls == []
     assert sorted(p.name for p in project.iterdir()) == ['configs', 'evil.py']
+
+
+@pytest.mark.parametrize('scheme', PACKAGES)
+def test_a_bucket_without_its_package_is_refused_by_every_verb(scheme, project, calls, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    absent = {*PACKAGES.values(), 'tensorflow'}
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name, *rest: None if name in absent else find(name, *rest))
+    (project / 'x.gin').write_text('')
+    address = f'{scheme}://bucket/x'
+    for command in (
+        ['train', '--run_dir', address],
+        ['train', '--run_dir', address, '--gin_file', 'x.gin'],
+        ['train', '--run_dir', 'x', '--gin_file', f'{address}.gin'],
+        ['evaluate', '--run_dir', address],
+        ['generate', '--run_dir', address],
+    ):
+        assert main(command) == 2, command
+        error = capsys.readouterr().err
+        assert error.count('\n') == 1
+        assert error.endswith(f'pip install {PACKAGES[scheme]}\n')
+    assert calls == []
 
 
 @pytest.mark.parametrize('path', ['x', 'runs/x-1.2_y', 'runs/x/', '/tmp/elsewhere/' + 'a' * 128])

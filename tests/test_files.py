@@ -6,11 +6,12 @@ import sys
 
 import numpy as np
 import pytest
+import tensorstore as ts
 from etils import epath
 
 from lm import files
 from lm.errors import ConfigError
-from lm.files import LockedError, is_remote, local_path, lock, open_path, write_atomically
+from lm.files import LockedError, folder_spec, is_remote, local_path, lock, open_path, reaching, write_atomically
 
 
 def test_what_is_remote():
@@ -68,6 +69,40 @@ def test_buckets_get_the_whole_content_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(files, 'is_remote', lambda path: True)
     write_atomically(tmp_path / 'x', [b'ab', np.array([99], np.uint8)])
     assert (tmp_path / 'x').read_bytes() == b'abc'
+
+
+def test_a_bucket_out_of_reach_is_an_error_of_the_system(monkeypatch):
+    def write_bytes(self, data):
+        raise RuntimeError('no\nanswer')
+
+    monkeypatch.setattr(type(epath.Path('s3://b/x')), 'write_bytes', write_bytes)
+    with pytest.raises(OSError, match=r'^RuntimeError: no answer$'):
+        write_atomically('s3://b/x', b'')
+    with pytest.raises(ZeroDivisionError), reaching('/x'):
+        _ = 1 / 0
+
+
+def test_what_tensorstore_opens(tmp_path, monkeypatch):
+    for name in ('AWS_ENDPOINT_URL', 'AWS_ENDPOINT_URL_S3', 'AWS_REGION', 'AWS_DEFAULT_REGION', 'AWS_ACCESS_KEY_ID'):
+        monkeypatch.delenv(name, raising=False)
+    assert folder_spec(tmp_path) == folder_spec(f'file://{tmp_path}') == {'driver': 'file', 'path': f'{tmp_path}/'}
+    assert folder_spec('gs://bucket/x/y') == {'driver': 'gcs', 'bucket': 'bucket', 'path': 'x/y/'}
+    plain = {'driver': 's3', 'bucket': 'bucket', 'path': '', 'use_conditional_write': True}
+    assert folder_spec('s3://bucket/') == plain
+    monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://one')
+    assert folder_spec('s3://bucket') == plain | {'endpoint': 'http://one', 'aws_region': 'us-east-1'}
+    monkeypatch.setenv('AWS_ENDPOINT_URL_S3', 'http://two')
+    monkeypatch.setenv('AWS_DEFAULT_REGION', 'here')
+    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'key')
+    found = folder_spec(epath.Path('s3://bucket/x'))
+    assert found == plain | {
+        'path': 'x/',
+        'endpoint': 'http://two',
+        'aws_region': 'here',
+        'aws_credentials': {'type': 'environment'},
+    }
+    for spec in (plain, found):
+        assert ts.KvStore.Spec(spec).to_json()['use_conditional_write'] is True
 
 
 def test_one_process_at_a_time_holds_a_lock(tmp_path):

@@ -23,7 +23,7 @@ import jax
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
-from lm.files import open_path
+from lm.files import open_path, reaching
 
 SUFFIX = '-cache'
 """How JAX's names of programs end."""
@@ -60,7 +60,8 @@ class CompileCache:
         if self.folder is not None:
             try:
                 self._private = _private_folder()
-                self._fetch()
+                with reaching(self.folder):
+                    self._fetch()
             except OSError as error:
                 log.warning('no cache of compiled programs: %s', error)
                 self.folder = None
@@ -86,7 +87,8 @@ class CompileCache:
         if self.folder is None or jax.process_index():
             return
         try:
-            self._publish()
+            with reaching(self.folder):
+                self._publish()
         except OSError as error:
             log.warning('%s: the compiled programs could not be kept (%s)', self.folder, error)
 

@@ -202,11 +202,9 @@ def _parse(text: str, label: str) -> list[Any]:
 def _find_file(name: str, includer: Any = None, where: str = '') -> Any:
     """The path of a gin file: beside the file that includes it, in the working directory, or in the project."""
     if is_remote(name) or (is_remote(str(includer)) and not os.path.isabs(name)):
-        from etils import epath
-
-        path = epath.Path(open_path(name, '--gin_file')) if is_remote(name) else includer.parent / name
-        if '..' in str(path).split('/'):
+        if '..' in name.split('/'):
             raise ConfigError(f'{where}{name!r}: write the address without ..')
+        path = open_path(name, '--gin_file') if is_remote(name) else includer.parent / name
         try:
             exists = path.exists()
         except Exception as error:

@@ -95,7 +95,7 @@ class MetricsFile:
         """On an object store, writes what is there only in memory. Call it before a checkpoint is saved."""
         if self._unwritten:
             with writing(self.path):
-                self.path.write_text(''.join(self._lines))
+                write_atomically(self.path, ''.join(self._lines))
             self._unwritten = False
             self._last_write = time.monotonic()
 

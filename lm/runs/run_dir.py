@@ -22,7 +22,7 @@ from lm.config.configurable import REGISTRY
 from lm.config.names import may_change, up_to_date
 from lm.config.text import dump
 from lm.errors import ConfigError, MismatchError, writing
-from lm.files import check_scheme, is_remote, open_path, write_atomically
+from lm.files import is_remote, open_path, write_atomically
 from lm.runs.goodput import checked
 from lm.runs.info import next_info, read_raw, to_text
 from lm.runs.leader import on_leader
@@ -299,11 +299,11 @@ def check_name(name: str) -> str:
 
 
 def check_path(path: epath.PathLike) -> None:
-    """Raises ConfigError for a path with '..' components or control characters, or none at all."""
+    """Raises ConfigError for a path with '..' components or control characters, or none at all, and as `open_path`."""
     text = os.fspath(path)
     if not text.strip():
         raise ConfigError(f'--run_dir {text!r}: name a directory')
-    check_scheme(text, '--run_dir')
+    open_path(text, '--run_dir')
     parts = re.split(r'[/\\]', text)
     if '..' in parts:
         raise ConfigError(f"--run_dir {text!r}: must not contain '..'; write the path without it")

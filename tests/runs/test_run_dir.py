@@ -1,5 +1,6 @@
 """The run directory: written atomically, resumed only by the same configuration, each step logged once."""
 
+import importlib.util
 import json
 import math
 import pathlib
@@ -407,7 +408,8 @@ def test_hostile_names_are_refused(name):
         check_name(name)
 
 
-def test_good_names_and_paths():
+def test_good_names_and_paths(monkeypatch):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name, *_: name)  # the packages of buckets are there
     for name in ('a', 'run-1.2_x', 'x' * 128):
         assert check_name(name) == name
     for path in ('runs/a', '/tmp/a b', 'gs://bucket/run', './x', '...'):
