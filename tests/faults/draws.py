@@ -346,6 +346,7 @@ def random_battery(
         results.add(draw, result.failures, took)
         say(f'{"failed" if result.failures else "ok"} {draw} {took:.0f} s')
 
-    with Nursery(shop.environment()) as shop.nursery:
-        side_by_side(one, [number for number in numbers if number not in results.of], jobs)
+    if wanted := [number for number in numbers if number not in results.of]:
+        with Nursery(shop.environment()) as shop.nursery:
+            side_by_side(one, wanted, jobs)
     return results.rows()
