@@ -296,7 +296,10 @@ class Results:
     def __init__(self, seed: int, path: pathlib.Path | None = None):
         self.seed, self.path = seed, path
         self.of: dict[int, dict] = {}
-        for line in path.read_text().splitlines() if path and path.exists() else ():
+        text = path.read_text() if path and path.exists() else ''
+        if text and not text.endswith('\n'):
+            path.write_text(text + '\n')
+        for line in text.splitlines():
             with contextlib.suppress(ValueError):  # the last line, where the battery was killed
                 result = json.loads(line)
                 if result['seed'] == seed:

@@ -51,6 +51,9 @@ def test_a_battery_goes_on_where_it_was_stopped(tmp_path):
         file.write('{"seed": 3, "draw": 2, ')  # it was killed while writing
     again = Results(3, path)
     assert again.of.keys() == {0, 1}
+    again.add(Draw(None, 3, 5), [], 1.0)
+    assert Results(3, path).of.keys() == {0, 1, 5}
+    del again.of[5]
     rows = {row.fault: row for row in random_battery(None, again, [0, 1], None)}  # which has nothing left to do
     assert rows.keys() == {*Draw(None, 3, 0).faults, *Draw(None, 3, 1).faults}
     row = rows[draw.faults[0]]
