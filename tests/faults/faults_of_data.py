@@ -205,8 +205,13 @@ def tests_of(tally: Tally, path: str, words: str) -> None:
     command = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-n', '0', path, '-k', words, '-rfE']
     done = subprocess.run(command, cwd=tiny.ROOT, env=tiny.environment(8), capture_output=True, text=True, timeout=900)
     counts = collections.Counter({word: int(n) for n, word in re.findall(r'(\d+) (passed|failed|error)', done.stdout)})
-    with tally.attempt(path, count=max(1, sum(counts.values()))):
-        need(done.returncode == 0, done.stdout)
+    failed = re.findall(r'^(?:FAILED|ERROR) (\S+)', done.stdout, re.MULTILINE)
+    tally.tries += sum(counts.values()) - len(failed)
+    for name in failed:
+        with tally.attempt(name):
+            need(False, done.stdout)
+    with tally.attempt(path, count=0):
+        need(failed or (done.returncode == 0 and counts['passed']), done.stdout)
 
 
 def perplexity(shop: Workshop, tally: Tally) -> None:
