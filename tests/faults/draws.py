@@ -296,7 +296,10 @@ class Results:
     def __init__(self, seed: int, path: pathlib.Path | None = None):
         self.seed, self.path = seed, path
         self.of: dict[int, dict] = {}
-        for line in path.read_text().splitlines() if path and path.exists() else ():
+        text = path.read_text() if path and path.exists() else ''
+        if text and not text.endswith('\n'):
+            path.write_text(text + '\n')
+        for line in text.splitlines():
             with contextlib.suppress(ValueError):  # the last line, where the battery was killed
                 result = json.loads(line)
                 if result['seed'] == seed:
@@ -346,6 +349,7 @@ def random_battery(
         results.add(draw, result.failures, took)
         say(f'{"failed" if result.failures else "ok"} {draw} {took:.0f} s')
 
-    with Nursery(shop.environment()) as shop.nursery:
-        side_by_side(one, [number for number in numbers if number not in results.of], jobs)
+    if wanted := [number for number in numbers if number not in results.of]:
+        with Nursery(shop.environment()) as shop.nursery:
+            side_by_side(one, wanted, jobs)
     return results.rows()

@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import subprocess
+import sys
 import time
 import types
 
@@ -121,7 +123,9 @@ def test_ten_thousand_steps_without_growth(tokens, tmp_path):
     steps, run = 10_000, tmp_path / 'run'
     changes = {'train.steps': steps, 'train.tokens_per_step': 64, 'train.eval_every': 1000, 'data.path': str(tokens)}
     flags = tiny.params(tiny.MODEL | changes | {'checkpoint.save_every_steps': 250})
-    process = tiny.start('train', '--run_dir', str(run), *flags)
+    command = [sys.executable, '-m', 'lm.cli', 'train', '--run_dir', str(run), *flags]
+    with (tmp_path / 'output').open('w') as output:  # a pipe that nobody reads would stop it
+        process = subprocess.Popen(command, env=tiny.environment(), stdout=output, stderr=output, cwd=tiny.ROOT)
     path, found = run / 'metrics.jsonl', []
     logged, position = 0, 0
     while process.poll() is None:
@@ -136,8 +140,7 @@ def test_ten_thousand_steps_without_growth(tokens, tmp_path):
                 found.append((logged, *seen(process.pid)))
             except (OSError, KeyError):
                 break  # it has just ended
-    output, _ = process.communicate()
-    assert process.returncode == 0, output[-2000:]
+    assert process.wait() == 0, (tmp_path / 'output').read_text()[-2000:]
     assert steps_of(path).count(steps) == 2  # the step and its evaluation
     at, mib, files, threads = np.array([row for row in found if 2000 < row[0] < steps]).T
     assert len(at) > 20
