@@ -95,7 +95,9 @@ def run(arguments: Any) -> int:
     printer.line(f'{what}, {heads} heads of {arguments.head_dim}, {dtype}, at least {tokens:,} tokens a call')
     dims = HeadDims(heads, heads, arguments.head_dim)
     given = arguments.features_given
-    rows = measure(found, contexts, arguments.passes, tokens, dims, jnp.dtype(dtype), arguments.repeats, given)
+    sizes = contexts, arguments.passes, tokens, dims, jnp.dtype(dtype), arguments.repeats
+    rows = measure(found, *sizes, given, say=printer.progress)
+    printer.progress()
     printer.table([_printed(row) for row in rows], COLUMNS)
     for line in summary(rows):
         printer.line(line)
@@ -123,12 +125,14 @@ def measure(
     dtype: Any,
     repeats: int,
     given: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[LayerRow]:
     """Compiles and times everything; a row each, by pass, context and mechanism.
 
     Args:
         tokens: of a call; a longer context is one sequence.
         given: leave out what linear mechanisms make of queries, keys and values before their operation.
+        say: is told how far it is.
     """
     for candidate in found:
         check(candidate, contexts, given)
@@ -144,12 +148,14 @@ def measure(
         for context, (rows, _) in shapes.items():
             for candidate in found:
                 key, layer = (step, context, candidate.name), layers[candidate.name]
+                count = len(passes) * len(shapes) * len(found)
+                say(f'compiling {len(memory) + 1} of {count}: {step}, {context}, {candidate.name}')
                 arguments = (layer.weights, *inputs[rows * context, candidate.name])
                 program = _program(layer.function, step, (rows, context))
                 compiled, memory[key] = timing.compile_if_fits(jax.jit(program).lower(*arguments))
                 if compiled is not None:
                     calls[key] = functools.partial(compiled, *arguments)
-    times = timing.in_turns(calls, repeats)
+    times = timing.in_turns(calls, repeats, say=say)
     return [_row(key, shapes[key[1]][0], times, memory[key], [candidate.name for candidate in found]) for key in memory]
 
 

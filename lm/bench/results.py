@@ -6,6 +6,8 @@ import json
 import os
 import pathlib
 import platform
+import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
@@ -21,6 +23,9 @@ from lm.errors import ConfigError
 
 WIDTH = 200
 """Columns that a table may have; a narrower terminal breaks its lines, but nothing is cut off."""
+
+PLAIN_SECONDS = 10.0
+"""Between two lines of progress where there is no terminal."""
 
 
 def machine() -> dict[str, Any]:
@@ -55,9 +60,20 @@ class Printer:
 
     def __init__(self) -> None:
         self.console = Console(width=WIDTH, quiet=jax.process_index() > 0)
+        self._said = time.monotonic()
 
     def line(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def progress(self, text: str = '') -> None:
+        """How far a measurement is, on stderr: in one place of a terminal ('' clears it), else a line now and then."""
+        if self.console.quiet:
+            return
+        if sys.stderr.isatty():
+            print(f'\r\x1b[K{text}', end='', file=sys.stderr, flush=True)
+        elif text and time.monotonic() - self._said >= PLAIN_SECONDS:
+            self._said = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
 
     def table(self, rows: Sequence[dict[str, Any]], columns: dict[str, tuple[str, Callable[[Any], str]]]) -> None:
         """Columns: key of a row → title and form. Those that no row has are left out."""

@@ -45,19 +45,23 @@ class Times:
     greatest: float
 
 
-def in_turns(calls: Mapping[Key, Callable[[], Any]], repeats: int, seed: int = 0) -> dict[Key, Times | None]:
+def in_turns(
+    calls: Mapping[Key, Callable[[], Any]], repeats: int, seed: int = 0, say: Callable[[str], None] = lambda text: None
+) -> dict[Key, Times | None]:
     """Times each call `repeats` times, one after another in an order that is drawn anew for every round.
 
     Args:
         calls: do the work and return arrays to wait for; one call of each, at first, is not timed.
         repeats: rounds.
         seed: of the order.
+        say: is told how far it is.
 
     Returns:
         the times of each; None where memory did not suffice.
     """
     counts: dict[Key, int] = {}
-    for key, call in calls.items():
+    for i, (key, call) in enumerate(calls.items(), 1):
+        say(f'first call {i} of {len(calls)}')
         try:
             jax.block_until_ready(call())
             start = time.perf_counter()
@@ -71,7 +75,8 @@ def in_turns(calls: Mapping[Key, Callable[[], Any]], repeats: int, seed: int = 0
             if not is_out_of_memory(error):
                 raise
     draw, found = random.Random(seed), {key: [] for key in counts}
-    for _ in range(repeats):
+    for i in range(repeats):
+        say(f'round {i + 1} of {repeats}')
         for key in draw.sample(list(found), len(found)):
             n = counts[key]
             start, cpu = time.perf_counter(), time.process_time()

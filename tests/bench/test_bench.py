@@ -60,11 +60,16 @@ def test_without_a_part_it_helps(capsys):
 # ----------------------------------------------------------------------------------------------------------- attention
 
 
-def test_attention(tmp_path, capsys):
+def test_attention(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(results, 'PLAIN_SECONDS', 0.0)
     flags = ['--json', str(tmp_path / 'a.json'), '--out', str(tmp_path / 'figures')]
     flags += ['--mechanisms', 'softmax,polysketch,plain', '--passes', 'forward']
     assert main(['bench', 'attention', *SMALL_LAYER, *flags, *params(SKETCH)]) == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert 'compiling 1 of 6: forward, 16, softmax\n' in said
+    assert 'compiling 6 of 6: forward, 64, plain\n' in said
+    assert 'first call 6 of 6\n' in said
+    assert 'round 2 of 2\n' in said
     assert 'cpu' in printed
     assert f'jax {jax.__version__}' in printed
     found = read(tmp_path / 'a.json', 'attention')
