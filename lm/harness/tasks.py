@@ -53,8 +53,11 @@ def evaluate_tasks(
 
     from lm.harness.adapter import RunModel
 
-    manager = TaskManager(include_path=include_path)
-    chosen = [_task(name, manager.all_tasks) for name in tasks]
+    # To read the descriptions of the harness's own tasks takes it many seconds: only where they are asked for.
+    manager = TaskManager(include_path=include_path, include_defaults=False)
+    if any(not name.endswith(QUESTIONS) and name not in manager.all_tasks for name in tasks):
+        manager = TaskManager(include_path=include_path)
+    chosen = [known_task(name, manager.all_tasks) for name in tasks]
     found = lm_eval.simple_evaluate(
         RunModel(run),
         tasks=chosen,
@@ -115,19 +118,24 @@ def read_questions(path: pathlib.Path) -> list[dict[str, Any]]:
     return questions
 
 
-def _task(name: str, known: list[str]) -> str | dict[str, Any]:
-    """The name of a task that is known, or the description of one that asks the questions of a file."""
+def known_task(name: str, known: list[str]) -> str | dict[str, Any]:
+    """The name of a task that is known, or the description of one that asks the questions of a file.
+
+    Raises ConfigError for any other name.
+    """
     if not name.endswith(QUESTIONS):
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             hint = f'did you mean {close[0]}?' if close else 'name a folder of your own tasks with --include_path'
             raise ConfigError(f'--tasks {name}: there is no such task; {hint}')
         return name
+    import datasets
+
     path = pathlib.Path(name).expanduser().absolute()
     questions = read_questions(path)
     return {
         'task': path.stem,
-        'custom_dataset': lambda **_: {'test': questions},
+        'custom_dataset': lambda **_: {'test': datasets.Dataset.from_list(questions)},
         'test_split': 'test',
         'fewshot_split': 'test',
         'output_type': 'multiple_choice',

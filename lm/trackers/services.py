@@ -21,7 +21,7 @@ class Wandb(Tracker):
     def open(self, run: RunFacts) -> TrackerWriter:
         # The same run again, whichever machine resumes it.
         identity = hashlib.sha256(os.fspath(run.path).encode()).hexdigest()[:12]
-        folder = run.path if os.path.isdir(run.path) else None  # not in a bucket
+        folder = os.fspath(run.path) if os.path.isdir(run.path) else None  # not in a bucket
         options = dict(entity=self.entity, mode=self.mode, id=f'{run.name[:40]}-{identity}', dir=folder)
         return _Service('wandb', project=self.project, name=run.name, config=dict(run.bindings), **options)
 

@@ -9,7 +9,7 @@ import pytest
 import lm
 from lm.cli import main
 from lm.errors import ConfigError
-from lm.harness.tasks import evaluate_tasks, read_questions
+from lm.harness.tasks import evaluate_tasks, known_task, read_questions
 
 QUESTIONS = [
     {'question': 'What does import do?', 'choices': ['import sys', 'qqq zzz 7#', '@@@@'], 'answer': 0},
@@ -113,8 +113,12 @@ def test_bits_per_byte_are_those_of_lm_evaluate(run, folder):
     theirs = result['results']['own_text']['bits_per_byte,none']
     assert theirs == pytest.approx(lm.evaluate(run)['bits_per_byte'], rel=1e-6)
     assert result['results']['own_answers']['exact_match,none'] == 0.0
+
+
+def test_an_unknown_task_gets_a_hint():
     with pytest.raises(ConfigError, match=r'no such task; did you mean own_answers'):
-        evaluate_tasks(run, ['own_answer'], include_path=str(folder))
+        known_task('own_answer', ['own_answers', 'own_text'])
+    assert known_task('own_text', ['own_text']) == 'own_text'
 
 
 @pytest.mark.interop
@@ -127,8 +131,9 @@ def test_requests_are_answered_by_the_model(run):
         return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
     model = RunModel(run)
-    greedy = lm.generate(run, 'import ', max_tokens=4, temperature=0)
-    pairs = [('def main', '(x):'), ('', 'import sys'), ('import ', greedy), ('x = 1\n' * 30, 'y = 2')]
+    # No context ends with white space: the harness gives that to the continuation.
+    greedy = lm.generate(run, 'import', max_tokens=4, temperature=0)
+    pairs = [('def main', '(x):'), ('', 'import sys'), ('import', greedy), ('x = 1\n' * 30 + 'y', ' = 2')]
     found = model.loglikelihood([instance('loglikelihood', *pair) for pair in pairs])
     for pair, (value, is_greedy) in zip(pairs, found, strict=True):
         expected = likelihood(run, *pair)
