@@ -47,15 +47,18 @@ def test_a_non_finite_step_changes_nothing_but_the_counters():
     assert (int(bad['step']), int(bad['skipped']), int(bad['in_a_row'])) == (2, 1, 1)
     assert not np.isfinite(metrics['loss'])
     assert step.name_of(int(metrics['first_bad'])) == 'loss'
-    worse, _ = jax.jit(nan.train)(bad, batch(seed=1))
+    worse, unlearned = jax.jit(nan.train)(bad, batch(seed=1))
     assert (int(worse['skipped']), int(worse['in_a_row'])) == (2, 2)
     better, metrics = jax.jit(step.train)(worse, batch(seed=2))
     assert (int(better['step']), int(better['skipped']), int(better['in_a_row'])) == (4, 2, 0)
     assert np.isfinite(metrics['loss'])
     assert int(metrics['first_bad']) == -1
     # The next good update is the one that would have been made without the bad steps between.
-    expected, _ = jax.jit(step.train)(good, batch(seed=2))
+    expected, told = jax.jit(step.train)(good, batch(seed=2))
     assert bits(better['params']) == bits(expected['params'])
+    # So is the learning rate that it is said to have: that of the second update, not of the fourth batch.
+    assert float(metrics['learning_rate']) == float(told['learning_rate']) == pytest.approx(float(step.schedule(1)))
+    assert float(unlearned['learning_rate']) == float(told['learning_rate'])
 
 
 def test_an_infinite_gradient_is_skipped_although_the_loss_is_finite():
