@@ -137,8 +137,8 @@ def run(name: str, module: dict, tree: pathlib.Path, arguments: argparse.Namespa
             code, seconds = test(stage, tree, baseline, 3600)
             if code:
                 raise SystemExit(f'{name}: its tests fail without a mutant ({code}); see {baseline}')
-            limits.append(3 * seconds + 30)
-        print(f'{name}: {len(pending)} mutants, {sum(limits) / 3:.0f} s of CPU each at most', flush=True)
+            limits.append(2 * seconds + 15)
+        print(f'{name}: {len(pending)} mutants, at most {sum(limits):.0f} s of CPU each', flush=True)
         for item in pending:
             mutation = item.mutations[0]
             code, diff = mutated(mutation, tree)

@@ -300,7 +300,100 @@ def test_what_belongs_to_another_run_is_refused(two_steps):
     assert 'has params.dense, which this run lacks' in message(lambda params: params.pop('dense'))
 
 
+@pytest.fixture
+def remote(monkeypatch):
+    """Local folders are taken for those of a bucket: nothing is renamed, a marker makes a step complete."""
+    for module in ('checkpointer', 'snapshot'):
+        monkeypatch.setattr(f'lm.checkpoint.{module}.is_remote', lambda path: '.checkpoints' in str(path))
+
+
+def test_an_object_store_has_markers_and_no_renames(two_steps, tmp_path, remote, caplog):
+    directory = Path(shutil.copytree(two_steps, tmp_path / '.checkpoints'))
+    (directory / '30').mkdir()
+    (directory / 'notes').mkdir()
+    assert Checkpointer(directory).all_steps() == [10, 20]
+    with Checkpointer(directory, EVERYTHING, FINGERPRINTS) as checkpointer:
+        assert checkpointer._agreed_steps() == [10, 20]
+        checkpointer.rewind(10)
+        assert sorted(path.name for path in directory.iterdir()) == ['10', 'notes']
+        [warning] = [record.getMessage() for record in caplog.records]
+        assert warning == f'abandoned checkpoint {directory / "20"} deleted'
+
+
+def test_an_old_step_with_a_damaged_file_does_not_stop_a_new_one(copied):
+    for path in files(copied / '10'):
+        if path.name in ('_CHECKPOINT_METADATA', '_METADATA', 'metadata'):
+            path.write_bytes(b'\x00 no JSON')
+    config = CheckpointConfig(save_every_steps=1, save_every_minutes=None, keep_last=9, keep_best=1)
+    with Checkpointer(copied, config, FINGERPRINTS) as checkpointer:
+        assert checkpointer.save(30, make_state(30))
+    assert restore(copied)[1] == 30
+
+
+def test_rewinding_twice_replaces_what_was_abandoned_before(copied, caplog):
+    for _ in range(2):
+        with Checkpointer(copied, EVERYTHING, FINGERPRINTS) as checkpointer:
+            checkpointer.rewind(10)
+            checkpointer.save(20, make_state(20))
+    assert sorted(path.name for path in copied.iterdir()) == ['10', '20', '20.abandoned']
+    assert caplog.text.count('abandoned checkpoint moved to') == 2
+
+
 # Which steps are saved and stay
+
+
+class Time:
+    """A clock that stands still between the moments that a test names."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr('lm.checkpoint.checkpointer.time.monotonic', lambda: self.now)
+
+
+def test_one_process_looks_at_its_clock_at_each_step(monkeypatch):
+    time = Time(monkeypatch)
+    config = CheckpointConfig(save_every_steps=None, save_every_minutes=0.5)
+    checkpointer = Checkpointer('unused', config)
+    for step, seconds, is_due in ((1, 10, False), (2, 19.9, False), (3, 0.2, True), (4, 0, True)):
+        time.now += seconds
+        assert checkpointer.should_save(step) is is_due
+    checkpointer._clock.reset(4)
+    assert not checkpointer.should_save(5)
+    time.now += 30
+    assert checkpointer.should_save(6)
+    never = Checkpointer('unused', CheckpointConfig(save_every_steps=None, save_every_minutes=None))
+    time.now += 1e9
+    assert not never.should_save(7)
+
+
+def test_several_processes_look_together_and_ever_more_often_towards_the_deadline(monkeypatch):
+    """Only process 0 looks, at steps that all know: half-way to the expected deadline, at most twice as far as now."""
+    time, looks = Time(monkeypatch), []
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(multihost_utils, 'broadcast_one_to_all', lambda x: looks.append(step) or x)
+    config = CheckpointConfig(save_every_steps=None, save_every_minutes=100 / 60)
+    checkpointer, due = Checkpointer('unused', config), []
+    for step in range(1, 131):
+        time.now += 1.0
+        if checkpointer.should_save(step):
+            due.append(step)
+            checkpointer._clock.reset(step)
+    assert due == [100]
+    assert looks == [1, 2, 4, 8, 16, 32, 64, 82, 91, 95, 97, 98, 99, 100, 101, 102, 104, 108, 116]
+
+
+def test_keep_best_counts_what_is_not_worse(tmp_path):
+    config = CheckpointConfig(save_every_steps=None, save_every_minutes=None, keep_last=1, keep_best=2)
+    with Checkpointer(tmp_path, config) as checkpointer:
+        assert checkpointer.is_among_best(5.0)
+        assert not checkpointer.is_among_best(float('nan'))
+        for step, loss in enumerate((3.0, 2.0, 2.0, 4.0), 1):
+            assert checkpointer.is_among_best(loss) is (loss < 4.0)
+            checkpointer.save(step, {'x': jnp.int32(step)}, metrics={'loss': loss})
+        assert [checkpointer.is_among_best(loss) for loss in (1.0, 2.0, 2.5)] == [True, True, False]
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [2, 3, 4]  # of equal losses the earlier ones, and the newest step
+    assert Checkpointer(tmp_path, CheckpointConfig(keep_best=0)).is_among_best(0.0) is False
 
 
 def test_policy_of_keeping(tmp_path):
@@ -342,6 +435,13 @@ def test_the_same_step_is_saved_once(tmp_path):
         assert not checkpointer.save(1, {'x': jnp.int32(4)})
         assert checkpointer.save(1, {'x': jnp.int32(5)}, force=True)
     assert restore(tmp_path, {'x': jnp.int32(0)}, fingerprints={})[0]['x'] == 5
+
+
+def test_what_was_restored_is_not_saved_again(copied):
+    with Checkpointer(copied, EVERYTHING, FINGERPRINTS) as checkpointer:
+        assert checkpointer.restore(make_state(0))[1] == 20
+        assert not checkpointer.save(20, make_state(5))
+    assert same(restore(copied)[0], make_state(20))
 
 
 def test_saving_does_not_poll_for_preemption(tmp_path, monkeypatch):

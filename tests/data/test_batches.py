@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from lm.data.batches import Batches, Windows
+from lm.data.batches import Batches, Windows, merge_ranges
 from lm.data.permutation import Permutation
 from lm.errors import ConfigError
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
@@ -155,3 +155,67 @@ def test_prefetch_yields_the_same_batches_in_order():
     for step, batch in enumerate(batches.prefetch(3, 12), start=3):
         assert (np.asarray(batch) == np.asarray(batches(step))).all()
     assert step == 11
+
+
+def test_prefetch_reads_a_few_batches_ahead_and_none_that_nobody_takes():
+    sharding = batch_sharding(make_mesh(MeshConfig(), jax.devices()[:1]), axis=1)
+    asked = []
+
+    class Counting(Batches):
+        def __call__(self, step):
+            asked.append(step)
+            return step
+
+    batches = Counting(ArrayStore(), 'train', Windows(10_001, 16, 4, seed=2), 1, sharding)
+    for step, batch in enumerate(batches.prefetch(3, 12), start=3):
+        assert batch == step
+        assert max(asked) < step + 3
+    assert sorted(asked) == list(range(3, 12))
+    asked.clear()
+    iterator = batches.prefetch(0, 10**6, depth=5)
+    next(iterator)
+    iterator.close()
+    assert set(asked) <= set(range(5))
+    assert list(batches.prefetch(4, 4)) == []
+
+
+@pytest.mark.parametrize(
+    ('ranges', 'merged'),
+    [
+        ([(3, 5), (5, 7)], [(3, 7)]),
+        ([(3, 5), (6, 7)], [(3, 5), (6, 7)]),
+        ([[6, 9], [0, 1], [2, 7]], [(0, 1), (2, 9)]),
+        ([(0, 9), (2, 3)], [(0, 9)]),
+        ([], []),
+    ],
+)
+def test_ranges_are_merged(ranges, merged):
+    assert merge_ranges(ranges) == merged
+
+
+def test_what_has_been_left_out_at_a_step():
+    windows = Windows(10_001, 10, 4, seed=1, skip=((0, 2), (5, 8)))
+    assert [windows.skipped_before(step) for step in range(5)] == [
+        *([], [(0, 2)], [(0, 2)], [(0, 2)], [(0, 2), (5, 8)])
+    ]  # steps 0, 1, 2 and 3 see the batches 2, 3, 4 and 8
+
+
+@pytest.mark.parametrize('range_', [(7, 9), (8, 20), (0, 3)])
+def test_a_range_whose_batches_were_all_left_out_before_may_be_named_again(range_):
+    """At step 4 the batches before 10 are behind, of which 0 to 2 and 7 to 9 were left out."""
+    windows = Windows(10_001, 10, 4, seed=1, skip=(range_,))
+    windows.resume(4, [(0, 3), (7, 10)])
+    assert windows.batch(4) == (20 if range_ == (8, 20) else 10)
+
+
+@pytest.mark.parametrize('range_', [(6, 9), (7, 11), (9, 10), (0, 4)])
+def test_a_range_is_behind_from_its_first_batch_on(range_):
+    windows = Windows(10_001, 10, 4, seed=1, skip=(range_,))
+    with pytest.raises(ConfigError, match=r'all batches before 10 but those it left out \(\[\[0, 3\], \[7, 9\]\]\)'):
+        windows.resume(5, [(0, 3), (7, 9)])
+
+
+def test_a_range_ahead_of_a_resume_is_left_out():
+    windows = Windows(10_001, 10, 4, seed=1, skip=((10, 12),))
+    windows.resume(10, [])
+    assert [windows.batch(step) for step in (9, 10)] == [9, 12]

@@ -85,6 +85,12 @@ def test_names_keep_the_rules_and_are_stable_and_different(plan):
     assert set(names) < set(more), 'a further value leaves the other names as they are'
 
 
+def test_a_long_name_is_cut_and_is_the_same_in_every_version(plan):
+    """Written down once: a sweep finds the runs of its points by their names."""
+    names = [p.name for p in plan(f"data.path = ['{'w' * 100}', '{'w' * 90}', 'a']")]
+    assert names == [f'path-{"w" * 86}-10669c69', f'path-{"w" * 90}', 'path-a']
+
+
 @pytest.mark.parametrize(
     ('text', 'expected'),
     [
