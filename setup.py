@@ -45,6 +45,7 @@ setup(
         'tensorboard': tensorboard,
         'parquet': ['pyarrow>=16'],
         'report': ['matplotlib>=3.8'],
+        'mutation': ['cosmic-ray>=8.4'],
         'test': [
             'hypothesis>=6.100',
             'matplotlib>=3.8',

@@ -452,6 +452,25 @@ def test_saving_does_not_poll_for_preemption(tmp_path, monkeypatch):
     assert calls == []
 
 
+def test_when_nothing_is_said():
+    assert CheckpointConfig() == CheckpointConfig(
+        save_every_steps=1000,
+        save_every_minutes=15.0,
+        keep_last=2,
+        keep_every=None,
+        keep_best=0,
+        on_failed_save='stop',
+    )
+
+
+@pytest.mark.parametrize('name', ['save_every_steps', 'save_every_minutes', 'keep_last', 'keep_every', 'keep_best'])
+def test_the_least_values(name):
+    least = {'save_every_minutes': 1e-9, 'keep_best': 0}.get(name, 1)
+    assert getattr(CheckpointConfig(**{name: least}), name) == least
+    with pytest.raises(ConfigError, match=rf'checkpoint\.{name} = '):
+        CheckpointConfig(**{name: -1 if name == 'keep_best' else 0})
+
+
 def test_values_are_checked():
     with pytest.raises(ConfigError, match=r'checkpoint\.keep_last'):
         CheckpointConfig(keep_last=0)
