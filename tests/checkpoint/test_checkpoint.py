@@ -384,7 +384,7 @@ def test_several_processes_look_together_and_ever_more_often_towards_the_deadlin
 
 def test_keep_best_counts_what_is_not_worse(tmp_path):
     config = CheckpointConfig(save_every_steps=None, save_every_minutes=None, keep_last=1, keep_best=2)
-    with Checkpointer(tmp_path, config) as checkpointer:
+    with Checkpointer(tmp_path / 'new' / 'folder', config) as checkpointer:
         assert checkpointer.is_among_best(5.0)
         assert not checkpointer.is_among_best(float('nan'))
         for step, loss in enumerate((3.0, 2.0, 2.0, 4.0), 1):
