@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.checksum import checksums
-from lm.checkpoint.snapshot import flatten
+from lm.checkpoint.snapshot import flatten, make_record
 from lm.errors import ConfigError, LmError, MismatchError
 
 ROOT = Path(__file__).parents[2]
@@ -94,13 +94,13 @@ def test_an_empty_directory_holds_nothing(tmp_path):
 
 
 def test_metadata_and_part_of_the_state(tmp_path):
-    save_steps(tmp_path, [3], metadata={'seconds': 1.5, 'note': [1, None]}, metrics={'loss': float('nan')})
+    save_steps(tmp_path, [3000], metadata={'seconds': 1.5, 'note': [1, None]}, metrics={'loss': float('nan')})
     weights = {name: make_state(0)[name] for name in ('params', 'buffers')}
     state, step, metadata = restore(tmp_path, weights)
-    assert (step, metadata) == (3, {'seconds': 1.5, 'note': [1, None]})
-    assert same(state['params'], make_state(3)['params'])
-    assert Checkpointer(tmp_path).read_record(3)['metrics'] == {'loss': 'nan'}
-    Checkpointer(tmp_path).verify(3)
+    assert (step, metadata) == (3000, {'seconds': 1.5, 'note': [1, None]})
+    assert same(state['params'], make_state(3000)['params'])
+    assert Checkpointer(tmp_path).read_record(3000)['metrics'] == {'loss': 'nan'}
+    Checkpointer(tmp_path).verify(3000)
 
 
 def test_partial_restore_takes_what_is_there(two_steps):
@@ -116,6 +116,13 @@ def test_partial_restore_takes_what_is_there(two_steps):
     part['params']['dense'] = part['params']['dense'][:3]
     with pytest.raises(MismatchError, match=r'params\.dense is'):
         Checkpointer(two_steps).restore(part, partial=True)
+
+
+def test_the_digest_of_a_record_does_not_depend_on_the_order_of_its_parts():
+    parts = {'first': 1, 'second': [2.5, None]}
+    records = [make_record(7, {}, {}, {}, dict(order)) for order in (parts.items(), reversed(parts.items()))]
+    assert records[0]['sha256'] == records[1]['sha256']
+    assert records[0]['sha256'] != make_record(8, {}, {}, {}, parts)['sha256']
 
 
 def test_a_directory_of_odd_name(tmp_path):

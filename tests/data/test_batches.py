@@ -1,5 +1,7 @@
 """The order of the data: a bijection per epoch, a pure function of (seed, step), the same for any number of hosts."""
 
+import threading
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -171,12 +173,24 @@ def test_prefetch_reads_a_few_batches_ahead_and_none_that_nobody_takes():
         assert batch == step
         assert max(asked) < step + 3
     assert sorted(asked) == list(range(3, 12))
-    asked.clear()
-    iterator = batches.prefetch(0, 10**6, depth=5)
-    next(iterator)
-    iterator.close()
-    assert set(asked) <= set(range(5))
     assert list(batches.prefetch(4, 4)) == []
+
+
+def test_a_run_that_ends_early_does_not_wait_for_batches_that_were_to_come():
+    sharding = batch_sharding(make_mesh(MeshConfig(), jax.devices()[:1]), axis=1)
+    begun, gate = [], threading.Event()
+
+    class Slow(Batches):
+        def __call__(self, step):
+            begun.append(step)
+            assert step == 0 or gate.wait(60)
+            return step
+
+    iterator = Slow(ArrayStore(), 'train', Windows(10_001, 16, 4, seed=2), 1, sharding).prefetch(0, 10**6, depth=9)
+    assert next(iterator) == 0
+    threading.Timer(0.05, gate.set).start()
+    iterator.close()
+    assert set(begun) <= {0, 1, 2}  # what the two threads were at
 
 
 @pytest.mark.parametrize(

@@ -249,10 +249,11 @@ def test_a_remote_sweep_keeps_no_logs_and_no_locks(world):
     assert list(world.notes.iterdir()) == []
 
 
-def test_running_points_are_reported_once_a_minute(world, capsys):
-    world.add('a', looks=700)  # 140 seconds
+@pytest.mark.parametrize(('seconds', 'reports'), [(59.5, 0), (60.5, 1), (140, 2)])
+def test_running_points_are_reported_once_a_minute(world, capsys, seconds, reports):
+    world.add('a', looks=seconds / 0.2)
     world.runner().run()
-    assert capsys.readouterr().out.count('a: step 3,000 of 9,000') == 2
+    assert capsys.readouterr().out.count('a: step 3,000 of 9,000') == reports
 
 
 def test_each_point_gets_gpus_of_its_own(world, monkeypatch):

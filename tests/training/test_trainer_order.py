@@ -256,6 +256,11 @@ def test_evaluations_are_made_when_they_are_due_and_at_the_end():
     assert 'evaluation at step 2: validation loss 2.5' in session.notes
 
 
+def test_the_last_of_many_steps_is_evaluated():
+    trainer = Session(steps=100_000).trainer
+    assert [trainer.is_evaluation_due(int(step)) for step in ('99999', '100000')] == [False, True]
+
+
 def test_one_of_the_best_is_saved_where_it_is_found():
     session = Session(eval_every=2, steps=5, is_best=True)
     session.trainer.run()
