@@ -123,6 +123,8 @@ def test_the_digest_of_a_record_does_not_depend_on_the_order_of_its_parts():
     records = [make_record(7, {}, {}, {}, dict(order)) for order in (parts.items(), reversed(parts.items()))]
     assert records[0]['sha256'] == records[1]['sha256']
     assert records[0]['sha256'] != make_record(8, {}, {}, {}, parts)['sha256']
+    with pytest.raises(ValueError, match='JSON'):  # which other readers of JSON could not read
+        make_record(7, {}, {}, {}, {'seconds': float('nan')})
 
 
 def test_a_directory_of_odd_name(tmp_path):
@@ -219,6 +221,31 @@ def test_every_bit_of_a_value_counts():
     signs[0, 0], signs[6, 4] = -signs[0, 0], -signs[6, 4]
     exchanged[0, 0], exchanged[0, 1] = x[0, 1], x[0, 0]
     assert intact not in checksums({'a': jnp.asarray(signs), 'b': jnp.asarray(exchanged)}).values()
+
+
+def test_checksums_are_those_of_every_version():
+    """Written down once: with other ones all checkpoints of before would count as damaged."""
+    x = np.arange(6).reshape(2, 3)
+    arrays = {
+        'float32': (x / 4).astype(np.float32),
+        'bfloat16': x.astype(jnp.bfloat16),
+        'uint8': x.astype(np.uint8),
+        'int32': x.astype(np.int32) - 3,
+        'bool': x % 2 == 0,
+        'complex64': (x + 1j * x[::-1]).astype(np.complex64),
+        'scalar': np.float32(1.5),
+        'empty': np.zeros((0, 3), np.float32),
+    }
+    assert checksums(jax.tree.map(jnp.asarray, arrays)) == {
+        'float32': 1189835709,
+        'bfloat16': 2007373506,
+        'uint8': 3634414594,
+        'int32': 1937810520,
+        'bool': 3592272832,
+        'complex64': 2143139716,
+        'scalar': 1507380066,
+        'empty': 0,
+    }
 
 
 @pytest.mark.parametrize('how', ['truncated', 'deleted', 'empty'])
