@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.checksum import checksums
-from lm.checkpoint.snapshot import flatten, make_record
+from lm.checkpoint.snapshot import flatten, make_record, one_line, some
 from lm.errors import ConfigError, LmError, MismatchError
 
 ROOT = Path(__file__).parents[2]
@@ -371,6 +371,18 @@ def test_rewinding_twice_replaces_what_was_abandoned_before(copied, caplog):
             checkpointer.save(20, make_state(20))
     assert sorted(path.name for path in copied.iterdir()) == ['10', '20', '20.abandoned']
     assert caplog.text.count('abandoned checkpoint moved to') == 2
+
+
+def test_messages_are_short():
+    assert one_line(ValueError('two\n  lines')) == 'ValueError: two lines'
+    assert one_line(OSError('x' * 400)) == 'OSError: ' + 'x' * 400
+    assert one_line(OSError('x' * 200 + 'y' * 201)) == 'OSError: ' + 'x' * 180 + ' … ' + 'y' * 200
+    assert [some(list(range(n))) for n in (0, 4, 5)] == ['none', '0, 1, 2, 3', '… 1, 2, 3, 4']
+
+
+def test_leaves_of_the_same_name_are_refused():
+    with pytest.raises(ValueError, match='two leaves of the state have the same name'):
+        flatten({'a': {'b': 1}, 'a.b': 2})
 
 
 # Which steps are saved and stay
