@@ -1,5 +1,6 @@
 """Checkpoints: nothing wrong is ever loaded silently, nothing saved is lost, and what should stay stays."""
 
+import contextlib
 import logging
 import os
 import random
@@ -21,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.checksum import checksums
-from lm.checkpoint.snapshot import flatten, make_record, one_line, some
+from lm.checkpoint.snapshot import Damaged, _Agreement, flatten, make_record, one_line, some
 from lm.errors import ConfigError, LmError, MismatchError
 
 ROOT = Path(__file__).parents[2]
@@ -378,6 +379,30 @@ def test_messages_are_short():
     assert one_line(OSError('x' * 400)) == 'OSError: ' + 'x' * 400
     assert one_line(OSError('x' * 200 + 'y' * 201)) == 'OSError: ' + 'x' * 180 + ' … ' + 'y' * 200
     assert [some(list(range(n))) for n in (0, 4, 5)] == ['none', '0, 1, 2, 3', '… 1, 2, 3, 4']
+
+
+@pytest.mark.parametrize(
+    ('mine', 'others', 'told', 'expected'),
+    [
+        (None, 0, 0, None),
+        (None, 1, 0, Damaged),
+        (None, 2, 0, MismatchError),
+        (Damaged, 0, 1, Damaged),
+        (Damaged, 2, 1, MismatchError),
+        (MismatchError, 1, 2, MismatchError),
+    ],
+)
+def test_processes_fail_together(monkeypatch, mine, others, told, expected):
+    """Each tells the others 0, 1 (damaged) or 2 (something else), and the worst counts for all."""
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(multihost_utils, 'process_allgather', lambda x: [int(x), others] if x == told else 9)
+    with contextlib.nullcontext() if expected is None else pytest.raises(expected) as error, _Agreement(7):
+        if mine:
+            raise mine('my own')
+    if expected:
+        assert str(error.value) == (
+            'my own' if told >= others else 'checkpoint step 7: see the message of another process'
+        )
 
 
 def test_leaves_of_the_same_name_are_refused():

@@ -46,8 +46,10 @@ def test_permutation_handles_huge_domains_and_golden_values():
     assert Permutation(10**15, 3)(np.array([0, 1, 10**15 - 1])).max() < 10**15
     # Written down once: a change here changes the order of data of every run that users resume.
     assert Permutation(1000, 0)(np.arange(5)).tolist() == GOLDEN
+    assert Permutation(1024, 0)(np.arange(5)).tolist() == GOLDEN_OF_A_POWER_OF_TWO
 
 
+GOLDEN_OF_A_POWER_OF_TWO = [414, 540, 67, 159, 765]
 GOLDEN = [414, 540, 67, 159, 765]
 
 

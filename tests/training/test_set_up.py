@@ -1,6 +1,7 @@
 """What `lm train` decides before its first step: nothing is compiled, a test ends where its question is answered."""
 
 import contextlib
+import json
 import types
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from lm import train as train_module
 from lm.attention.softmax import Softmax
 from lm.compiled.cache import CompileCache
+from lm.config.text import dump
 from lm.data.dataset import DataConfig
 from lm.evaluation.config import EvaluateConfig
 from lm.experiment import Experiment
@@ -18,6 +20,7 @@ from lm.tasks.induction_heads import InductionHeads
 from lm.train import main, set_up, train
 from lm.training.config import TrainConfig
 from lm.training.optimizer import OptimizerConfig
+from lm.training.step import count_parameters
 
 TASK = InductionHeads()
 EXPERIMENT = Experiment(
@@ -88,6 +91,53 @@ def test_a_rewind_is_made_once(until, monkeypatch, rewind_to, is_rewound, asked,
     assert (questions, checked) == (asked, [rewinds])
     assert (folder, config, on_saved) == ('folder', EXPERIMENT.checkpoint, print)
     assert fingerprints
+
+
+class Saved:
+    """A checkpointer that has step 3 of a run, after 40 seconds of steps."""
+
+    def __init__(self, folder, config, fingerprints, on_saved):
+        self.rewound = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def restore(self, abstract, step):
+        return 'the state', step or 3, {'seconds': 50.0, 'step_seconds': 40.0, 'skipped_batches': [(1, 2)]}
+
+    def latest_step(self):
+        return 3
+
+    def rewind(self, step):
+        self.rewound.append(step)
+
+
+@pytest.mark.parametrize('rewind_to', [None, 2])
+def test_what_a_session_goes_on_with(monkeypatch, tmp_path, capsys, rewind_to):
+    future = types.SimpleNamespace(result=lambda: 'the program')
+    monkeypatch.setattr(train_module, 'Checkpointer', Saved)
+    monkeypatch.setattr(train_module, 'compile_step_aside', lambda *_: future)
+    monkeypatch.setattr(RunDir, 'check_unchanged', lambda run, experiment, rewound: None)
+    goodput = Goodput(begun=None)
+    goodput.seconds['step'] = 100.0
+    with contextlib.ExitStack() as stack:
+        trainer = set_up(EXPERIMENT, str(tmp_path / 'run'), stack, goodput, CompileCache(None), rewind_to)
+    start = rewind_to or 3
+    assert (trainer.state, trainer.start, trainer.advance) == ('the state', start, 'the program')
+    assert trainer.batches.windows.batch(start) == start + 1  # one was left out before
+    assert trainer.throughput.seconds >= 50
+    assert (goodput.seconds['step'], goodput.seconds['lost']) == (40, 60)
+    assert trainer.flops_per_token == EXPERIMENT.model.flops_per_token(32)
+    assert trainer.peak_flops is None  # of a CPU
+    assert trainer.text == dump(EXPERIMENT) == (tmp_path / 'run' / 'config.gin').read_text()
+    assert trainer.checkpointer.rewound == ([] if rewind_to is None else [2])
+    assert f'resumed from step {start} of ' in capsys.readouterr().out
+    assert json.loads((tmp_path / 'run' / 'run.json').read_text())['parameters'] == sum(
+        count_parameters(EXPERIMENT.model).values()
+    )
 
 
 @pytest.fixture

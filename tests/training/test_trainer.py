@@ -1,6 +1,5 @@
 """What a run keeps when its steps are not finite, when a save fails, and when a setting was wrong at first."""
 
-import json
 import os
 import signal
 
@@ -66,8 +65,6 @@ def test_divergence_keeps_the_good_checkpoints_and_its_remedy_works_in_the_same_
     assert remedy == 'train.skip_batches = [(9, 12)]'
     assert cli.main(['train', '--run_dir', str(tmp_path / 'run'), *flags, '--gin_param', remedy]) == 0
     assert saved(tmp_path / 'run') == [STEPS - 1, STEPS]
-    # The steps after the checkpoint were made in vain.
-    assert json.loads((tmp_path / 'run' / 'run.json').read_text())['goodput']['seconds']['lost'] > 0
 
 
 def test_a_remedy_names_batches_and_keeps_what_was_left_out_before(flags, poisoned, tmp_path, capsys):
