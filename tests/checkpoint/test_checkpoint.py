@@ -494,6 +494,16 @@ def test_time_based_saves_are_temporary(tmp_path):
     assert Checkpointer(tmp_path).all_steps() == sorted({5, 10, saved[-1]})
 
 
+def test_what_a_failed_save_leaves_may_vanish_by_itself(tmp_path, monkeypatch):
+    """Orbax removes it in the background too."""
+    gone = tmp_path / '5.orbax-checkpoint-tmp'
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(on_failed_save='continue'))
+    path = type(checkpointer.directory)(gone)
+    monkeypatch.setattr(type(path), 'iterdir', lambda folder: iter([path] if folder == checkpointer.directory else []))
+    checkpointer._failed(5, OSError('No space left on device'))
+    assert checkpointer.latest_step() is None
+
+
 def test_the_same_step_is_saved_once(tmp_path):
     with Checkpointer(tmp_path, EVERYTHING) as checkpointer:
         assert checkpointer.save(1, {'x': jnp.int32(1)})

@@ -46,7 +46,14 @@ def test_permutation_handles_huge_domains_and_golden_values():
     assert Permutation(10**15, 3)(np.array([0, 1, 10**15 - 1])).max() < 10**15
     # Written down once: a change here changes the order of data of every run that users resume.
     assert Permutation(1000, 0)(np.arange(5)).tolist() == GOLDEN
+    # Of sizes of other kinds: a power of two, an odd number of bits, the smallest network.
     assert Permutation(1024, 0)(np.arange(5)).tolist() == GOLDEN_OF_A_POWER_OF_TWO
+    assert Permutation(2000, 0)(np.arange(5)).tolist() == [1521, 710, 279, 189, 500]
+    assert [Permutation(4, seed)(np.arange(4)).tolist() for seed in range(3)] == [
+        [2, 0, 3, 1],
+        [3, 2, 1, 0],
+        [3, 0, 2, 1],
+    ]
 
 
 GOLDEN_OF_A_POWER_OF_TWO = [414, 540, 67, 159, 765]

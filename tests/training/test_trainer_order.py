@@ -12,7 +12,7 @@ import pytest
 from lm.data.batches import Windows
 from lm.errors import Diverged, LmError, Preempted
 from lm.runs.goodput import Goodput
-from lm.train import GOODPUT_SECONDS, Trainer
+from lm.train import Trainer
 from lm.training.config import TrainConfig
 from lm.training.progress import Throughput
 
@@ -370,8 +370,9 @@ def test_a_good_step_ends_the_count_of_those_that_were_not_finite():
     assert session.metrics.records[-2]['skipped_steps'] == 4
 
 
-def test_the_ledger_is_written_now_and_then(monkeypatch):
+@pytest.mark.parametrize(('age', 'more'), [(59.5, 0), (60.5, 6)])
+def test_the_ledger_is_written_once_a_minute(monkeypatch, age, more):
     session = Session()
-    monkeypatch.setattr(Goodput, 'age', property(lambda self: GOODPUT_SECONDS + 1))
+    monkeypatch.setattr(Goodput, 'age', property(lambda self: age))
     session.trainer.run()
-    assert len(session.ledgers) == 3 + 6
+    assert len(session.ledgers) == 3 + more
