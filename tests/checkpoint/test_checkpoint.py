@@ -1,6 +1,8 @@
 """Checkpoints: nothing wrong is ever loaded silently, nothing saved is lost, and what should stay stays."""
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import random
@@ -126,6 +128,17 @@ def test_the_digest_of_a_record_does_not_depend_on_the_order_of_its_parts():
     assert records[0]['sha256'] != make_record(8, {}, {}, {}, parts)['sha256']
     with pytest.raises(ValueError, match='JSON'):  # which other readers of JSON could not read
         make_record(7, {}, {}, {}, {'seconds': float('nan')})
+
+
+def test_another_format_is_refused_by_its_number(copied):
+    assert make_record(7, {}, {}, {}, {})['format'] == 1  # that of all checkpoints so far
+    path = copied / '20' / 'metadata' / 'metadata'
+    record = json.loads(path.read_text()) | {'format': 2}
+    del record['sha256']
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(record | {'sha256': digest}))
+    with pytest.raises(MismatchError, match='checkpoint format 2, this version reads 1; use the version of the run'):
+        restore(copied)
 
 
 def test_a_directory_of_odd_name(tmp_path):
