@@ -215,6 +215,11 @@ def test_the_loss_is_the_mean_over_targets_one_ahead_and_the_update_goes_down(li
     )
 
 
+def test_a_single_microbatch_pays_for_no_loop(linear):
+    step, state = linear
+    assert [' scan[' in str(jax.make_jaxpr(step.train)(state, batch(n))) for n in (1, 2)] == [False, True]
+
+
 def test_what_is_not_finite_is_named_in_the_order_of_causes():
     step = make()
     n = len(jax.tree.leaves(step.declared))
