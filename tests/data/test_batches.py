@@ -81,6 +81,14 @@ def test_steps_are_independent_of_history(step, seed):
     assert (walked.starts(step) == fresh).all()
 
 
+def test_steps_may_be_asked_for_in_any_order():
+    """100 windows, 7 a step: across the ends of epochs and back."""
+    windows = Windows(1001, 10, 7, seed=5)
+    expected = {step: Windows(1001, 10, 7, seed=5).starts(step).tolist() for step in range(45)}
+    for step in (44, 0, 30, 14, 15, 2, 29, 13, 43, 14):
+        assert windows.starts(step).tolist() == expected[step]
+
+
 def test_skipped_batches_are_never_seen_and_the_rest_keep_their_order():
     plain = Windows(10_001, 10, 4, seed=1)
     skipping = Windows(10_001, 10, 4, seed=1, skip=((3, 5), (8, 9)))
