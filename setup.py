@@ -62,6 +62,7 @@ setup(
         'tensorboardx': ['tensorboardX>=2.6'],
         'wandb': ['wandb>=0.19'],
         'trackio': ['trackio>=0.2'],
+        'mutation': ['cosmic-ray>=8.4'],
         'test': [
             'hypothesis>=6.100',
             'matplotlib>=3.8',

@@ -1,5 +1,8 @@
 """Checkpoints: nothing wrong is ever loaded silently, nothing saved is lost, and what should stay stays."""
 
+import contextlib
+import hashlib
+import json
 import logging
 import os
 import random
@@ -21,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.checksum import checksums
-from lm.checkpoint.snapshot import flatten
+from lm.checkpoint.snapshot import Damaged, _Agreement, flatten, make_record, one_line, some
 from lm.errors import ConfigError, LmError, MismatchError
 
 ROOT = Path(__file__).parents[2]
@@ -94,13 +97,13 @@ def test_an_empty_directory_holds_nothing(tmp_path):
 
 
 def test_metadata_and_part_of_the_state(tmp_path):
-    save_steps(tmp_path, [3], metadata={'seconds': 1.5, 'note': [1, None]}, metrics={'loss': float('nan')})
+    save_steps(tmp_path, [3000], metadata={'seconds': 1.5, 'note': [1, None]}, metrics={'loss': float('nan')})
     weights = {name: make_state(0)[name] for name in ('params', 'buffers')}
     state, step, metadata = restore(tmp_path, weights)
-    assert (step, metadata) == (3, {'seconds': 1.5, 'note': [1, None]})
-    assert same(state['params'], make_state(3)['params'])
-    assert Checkpointer(tmp_path).read_record(3)['metrics'] == {'loss': 'nan'}
-    Checkpointer(tmp_path).verify(3)
+    assert (step, metadata) == (3000, {'seconds': 1.5, 'note': [1, None]})
+    assert same(state['params'], make_state(3000)['params'])
+    assert Checkpointer(tmp_path).read_record(3000)['metrics'] == {'loss': 'nan'}
+    Checkpointer(tmp_path).verify(3000)
 
 
 def test_partial_restore_takes_what_is_there(two_steps):
@@ -116,6 +119,26 @@ def test_partial_restore_takes_what_is_there(two_steps):
     part['params']['dense'] = part['params']['dense'][:3]
     with pytest.raises(MismatchError, match=r'params\.dense is'):
         Checkpointer(two_steps).restore(part, partial=True)
+
+
+def test_the_digest_of_a_record_does_not_depend_on_the_order_of_its_parts():
+    parts = {'first': 1, 'second': [2.5, None]}
+    records = [make_record(7, {}, {}, {}, dict(order)) for order in (parts.items(), reversed(parts.items()))]
+    assert records[0]['sha256'] == records[1]['sha256']
+    assert records[0]['sha256'] != make_record(8, {}, {}, {}, parts)['sha256']
+    with pytest.raises(ValueError, match='JSON'):  # which other readers of JSON could not read
+        make_record(7, {}, {}, {}, {'seconds': float('nan')})
+
+
+def test_another_format_is_refused_by_its_number(copied):
+    assert make_record(7, {}, {}, {}, {})['format'] == 1  # that of all checkpoints so far
+    path = copied / '20' / 'metadata' / 'metadata'
+    record = json.loads(path.read_text()) | {'format': 2}
+    del record['sha256']
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(record | {'sha256': digest}))
+    with pytest.raises(MismatchError, match='checkpoint format 2, this version reads 1; use the version of the run'):
+        restore(copied)
 
 
 def test_a_directory_of_odd_name(tmp_path):
@@ -214,6 +237,31 @@ def test_every_bit_of_a_value_counts():
     assert intact not in checksums({'a': jnp.asarray(signs), 'b': jnp.asarray(exchanged)}).values()
 
 
+def test_checksums_are_those_of_every_version():
+    """Written down once: with other ones all checkpoints of before would count as damaged."""
+    x = np.arange(6).reshape(2, 3)
+    arrays = {
+        'float32': (x / 4).astype(np.float32),
+        'bfloat16': x.astype(jnp.bfloat16),
+        'uint8': x.astype(np.uint8),
+        'int32': x.astype(np.int32) - 3,
+        'bool': x % 2 == 0,
+        'complex64': (x + 1j * x[::-1]).astype(np.complex64),
+        'scalar': np.float32(1.5),
+        'empty': np.zeros((0, 3), np.float32),
+    }
+    assert checksums(jax.tree.map(jnp.asarray, arrays)) == {
+        'float32': 1189835709,
+        'bfloat16': 2007373506,
+        'uint8': 3634414594,
+        'int32': 1937810520,
+        'bool': 3592272832,
+        'complex64': 2143139716,
+        'scalar': 1507380066,
+        'empty': 0,
+    }
+
+
 @pytest.mark.parametrize('how', ['truncated', 'deleted', 'empty'])
 def test_bad_files(copied, how, caplog):
     needed = 0
@@ -300,7 +348,136 @@ def test_what_belongs_to_another_run_is_refused(two_steps):
     assert 'has params.dense, which this run lacks' in message(lambda params: params.pop('dense'))
 
 
+@pytest.fixture
+def remote(monkeypatch):
+    """Local folders are taken for those of a bucket: nothing is renamed, a marker makes a step complete."""
+    for module in ('checkpointer', 'snapshot'):
+        monkeypatch.setattr(f'lm.checkpoint.{module}.is_remote', lambda path: '.checkpoints' in str(path))
+
+
+def test_an_object_store_has_markers_and_no_renames(two_steps, tmp_path, remote, caplog):
+    directory = Path(shutil.copytree(two_steps, tmp_path / '.checkpoints'))
+    (directory / '30').mkdir()
+    (directory / 'notes').mkdir()
+    assert Checkpointer(directory).all_steps() == [10, 20]
+    with Checkpointer(directory, EVERYTHING, FINGERPRINTS) as checkpointer:
+        assert checkpointer._agreed_steps() == [10, 20]
+        checkpointer.rewind(10)
+        assert sorted(path.name for path in directory.iterdir()) == ['10', 'notes']
+        [warning] = [record.getMessage() for record in caplog.records]
+        assert warning == f'abandoned checkpoint {directory / "20"} deleted'
+
+
+def test_an_old_step_with_a_damaged_file_does_not_stop_a_new_one(copied):
+    for path in files(copied / '10'):
+        if path.name in ('_CHECKPOINT_METADATA', '_METADATA', 'metadata'):
+            path.write_bytes(b'\x00 no JSON')
+    config = CheckpointConfig(save_every_steps=1, save_every_minutes=None, keep_last=9, keep_best=1)
+    with Checkpointer(copied, config, FINGERPRINTS) as checkpointer:
+        assert checkpointer.save(30, make_state(30))
+    assert restore(copied)[1] == 30
+
+
+def test_rewinding_twice_replaces_what_was_abandoned_before(copied, caplog):
+    for _ in range(2):
+        with Checkpointer(copied, EVERYTHING, FINGERPRINTS) as checkpointer:
+            checkpointer.rewind(10)
+            checkpointer.save(20, make_state(20))
+    assert sorted(path.name for path in copied.iterdir()) == ['10', '20', '20.abandoned']
+    assert caplog.text.count('abandoned checkpoint moved to') == 2
+
+
+def test_messages_are_short():
+    assert one_line(ValueError('two\n  lines')) == 'ValueError: two lines'
+    assert one_line(OSError('x' * 400)) == 'OSError: ' + 'x' * 400
+    assert one_line(OSError('x' * 200 + 'y' * 201)) == 'OSError: ' + 'x' * 180 + ' … ' + 'y' * 200
+    assert [some(list(range(n))) for n in (0, 4, 5)] == ['none', '0, 1, 2, 3', '… 1, 2, 3, 4']
+
+
+@pytest.mark.parametrize(
+    ('mine', 'others', 'told', 'expected'),
+    [
+        (None, 0, 0, None),
+        (None, 1, 0, Damaged),
+        (None, 2, 0, MismatchError),
+        (Damaged, 0, 1, Damaged),
+        (Damaged, 2, 1, MismatchError),
+        (MismatchError, 1, 2, MismatchError),
+    ],
+)
+def test_processes_fail_together(monkeypatch, mine, others, told, expected):
+    """Each tells the others 0, 1 (damaged) or 2 (something else), and the worst counts for all."""
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(multihost_utils, 'process_allgather', lambda x: [int(x), others] if x == told else 9)
+    with contextlib.nullcontext() if expected is None else pytest.raises(expected) as error, _Agreement(7):
+        if mine:
+            raise mine('my own')
+    if expected:
+        assert str(error.value) == (
+            'my own' if told >= others else 'checkpoint step 7: see the message of another process'
+        )
+
+
+def test_leaves_of_the_same_name_are_refused():
+    with pytest.raises(ValueError, match='two leaves of the state have the same name'):
+        flatten({'a': {'b': 1}, 'a.b': 2})
+
+
 # Which steps are saved and stay
+
+
+class Time:
+    """A clock that stands still between the moments that a test names."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr('lm.checkpoint.checkpointer.time.monotonic', lambda: self.now)
+
+
+def test_one_process_looks_at_its_clock_at_each_step(monkeypatch):
+    time = Time(monkeypatch)
+    config = CheckpointConfig(save_every_steps=None, save_every_minutes=0.5)
+    checkpointer = Checkpointer('unused', config)
+    for step, seconds, is_due in ((1, 10, False), (2, 19.9, False), (3, 0.2, True), (4, 0, True)):
+        time.now += seconds
+        assert checkpointer.should_save(step) is is_due
+    checkpointer._clock.reset(4)
+    assert not checkpointer.should_save(5)
+    time.now += 30
+    assert checkpointer.should_save(6)
+    never = Checkpointer('unused', CheckpointConfig(save_every_steps=None, save_every_minutes=None))
+    time.now += 1e9
+    assert not never.should_save(7)
+
+
+def test_several_processes_look_together_and_ever_more_often_towards_the_deadline(monkeypatch):
+    """Only process 0 looks, at steps that all know: half-way to the expected deadline, at most twice as far as now."""
+    time, looks = Time(monkeypatch), []
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(multihost_utils, 'broadcast_one_to_all', lambda x: looks.append(step) or x)
+    config = CheckpointConfig(save_every_steps=None, save_every_minutes=100 / 60)
+    checkpointer, due = Checkpointer('unused', config), []
+    for step in range(1, 131):
+        time.now += 1.0
+        if checkpointer.should_save(step):
+            due.append(step)
+            checkpointer._clock.reset(step)
+    assert due == [100]
+    assert looks == [1, 2, 4, 8, 16, 32, 64, 82, 91, 95, 97, 98, 99, 100, 101, 102, 104, 108, 116]
+
+
+def test_keep_best_counts_what_is_not_worse(tmp_path):
+    config = CheckpointConfig(save_every_steps=None, save_every_minutes=None, keep_last=1, keep_best=2)
+    with Checkpointer(tmp_path / 'new' / 'folder', config) as checkpointer:
+        assert checkpointer.is_among_best(5.0)
+        assert not checkpointer.is_among_best(float('nan'))
+        for step, loss in enumerate((3.0, 2.0, 2.0, 4.0), 1):
+            assert checkpointer.is_among_best(loss) is (loss < 4.0)
+            checkpointer.save(step, {'x': jnp.int32(step)}, metrics={'loss': loss})
+        assert [checkpointer.is_among_best(loss) for loss in (1.0, 2.0, 2.5)] == [True, True, False]
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [2, 3, 4]  # of equal losses the earlier ones, and the newest step
+    assert Checkpointer(tmp_path, CheckpointConfig(keep_best=0)).is_among_best(0.0) is False
 
 
 def test_policy_of_keeping(tmp_path):
@@ -330,6 +507,16 @@ def test_time_based_saves_are_temporary(tmp_path):
     assert Checkpointer(tmp_path).all_steps() == sorted({5, 10, saved[-1]})
 
 
+def test_what_a_failed_save_leaves_may_vanish_by_itself(tmp_path, monkeypatch):
+    """Orbax removes it in the background too."""
+    gone = tmp_path / '5.orbax-checkpoint-tmp'
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(on_failed_save='continue'))
+    path = type(checkpointer.directory)(gone)
+    monkeypatch.setattr(type(path), 'iterdir', lambda folder: iter([path] if folder == checkpointer.directory else []))
+    checkpointer._failed(5, OSError('No space left on device'))
+    assert checkpointer.latest_step() is None
+
+
 def test_the_same_step_is_saved_once(tmp_path):
     with Checkpointer(tmp_path, EVERYTHING) as checkpointer:
         assert checkpointer.save(1, {'x': jnp.int32(1)})
@@ -344,12 +531,38 @@ def test_the_same_step_is_saved_once(tmp_path):
     assert restore(tmp_path, {'x': jnp.int32(0)}, fingerprints={})[0]['x'] == 5
 
 
+def test_what_was_restored_is_not_saved_again(copied):
+    with Checkpointer(copied, EVERYTHING, FINGERPRINTS) as checkpointer:
+        assert checkpointer.restore(make_state(0))[1] == 20
+        assert not checkpointer.save(20, make_state(5))
+    assert same(restore(copied)[0], make_state(20))
+
+
 def test_saving_does_not_poll_for_preemption(tmp_path, monkeypatch):
     # The service accepts one growing sequence of numbers, that of lm.training.preemption: a step would spoil it.
     calls = []
     monkeypatch.setattr(multihost_utils, 'reached_preemption_sync_point', calls.append)
     save_steps(tmp_path, [1, 2])
     assert calls == []
+
+
+def test_when_nothing_is_said():
+    assert CheckpointConfig() == CheckpointConfig(
+        save_every_steps=1000,
+        save_every_minutes=15.0,
+        keep_last=2,
+        keep_every=None,
+        keep_best=0,
+        on_failed_save='stop',
+    )
+
+
+@pytest.mark.parametrize('name', ['save_every_steps', 'save_every_minutes', 'keep_last', 'keep_every', 'keep_best'])
+def test_the_least_values(name):
+    least = {'save_every_minutes': 1e-9, 'keep_best': 0}.get(name, 1)
+    assert getattr(CheckpointConfig(**{name: least}), name) == least
+    with pytest.raises(ConfigError, match=rf'checkpoint\.{name} = '):
+        CheckpointConfig(**{name: -1 if name == 'keep_best' else 0})
 
 
 def test_values_are_checked():

@@ -1,12 +1,16 @@
 """The order of the data: a bijection per epoch, a pure function of (seed, step), the same for any number of hosts."""
 
+import concurrent.futures
+import contextlib
+import threading
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
 
-from lm.data.batches import Batches, Windows
+from lm.data.batches import Batches, Windows, merge_ranges
 from lm.data.permutation import Permutation
 from lm.errors import ConfigError
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
@@ -44,8 +48,18 @@ def test_permutation_handles_huge_domains_and_golden_values():
     assert Permutation(10**15, 3)(np.array([0, 1, 10**15 - 1])).max() < 10**15
     # Written down once: a change here changes the order of data of every run that users resume.
     assert Permutation(1000, 0)(np.arange(5)).tolist() == GOLDEN
+    # Of sizes of other kinds: a power of two, an odd number of bits, the smallest network.
+    assert Permutation(1024, 0)(np.arange(5)).tolist() == GOLDEN_OF_A_POWER_OF_TWO
+    assert Permutation(2000, 0)(np.arange(5)).tolist() == [1521, 710, 279, 189, 500]
+    smallest = [Permutation(4, seed)(np.arange(4)).tolist() for seed in range(3)]
+    assert smallest == [
+        [2, 0, 3, 1],
+        [3, 2, 1, 0],
+        [3, 0, 2, 1],
+    ]
 
 
+GOLDEN_OF_A_POWER_OF_TWO = [414, 540, 67, 159, 765]
 GOLDEN = [414, 540, 67, 159, 765]
 
 
@@ -65,6 +79,14 @@ def test_steps_are_independent_of_history(step, seed):
     for earlier in range(max(0, step - 3), step):
         walked.starts(earlier)
     assert (walked.starts(step) == fresh).all()
+
+
+def test_steps_may_be_asked_for_in_any_order():
+    """100 windows, 7 a step: across the ends of epochs and back."""
+    windows = Windows(1001, 10, 7, seed=5)
+    expected = {step: Windows(1001, 10, 7, seed=5).starts(step).tolist() for step in range(45)}
+    for step in (44, 0, 30, 14, 15, 2, 29, 13, 43, 14):
+        assert windows.starts(step).tolist() == expected[step]
 
 
 def test_skipped_batches_are_never_seen_and_the_rest_keep_their_order():
@@ -155,3 +177,92 @@ def test_prefetch_yields_the_same_batches_in_order():
     for step, batch in enumerate(batches.prefetch(3, 12), start=3):
         assert (np.asarray(batch) == np.asarray(batches(step))).all()
     assert step == 11
+
+
+class Inline(contextlib.nullcontext):
+    """An executor that does what it is given at once."""
+
+    def __init__(self, max_workers, thread_name_prefix):
+        super().__init__(self)
+
+    def submit(self, function, *arguments):
+        future = concurrent.futures.Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+def test_prefetch_reads_a_few_batches_ahead_and_none_that_nobody_takes(monkeypatch):
+    monkeypatch.setattr(concurrent.futures, 'ThreadPoolExecutor', Inline)
+    sharding = batch_sharding(make_mesh(MeshConfig(), jax.devices()[:1]), axis=1)
+    asked = []
+
+    class Counting(Batches):
+        def __call__(self, step):
+            asked.append(step)
+            return step
+
+    batches = Counting(ArrayStore(), 'train', Windows(10_001, 16, 4, seed=2), 1, sharding)
+    for step, batch in enumerate(batches.prefetch(3, 12), start=3):
+        assert batch == step
+        assert max(asked) == min(step + 2, 11)
+    assert sorted(asked) == list(range(3, 12))
+    assert list(batches.prefetch(4, 4)) == []
+
+
+def test_a_run_that_ends_early_does_not_wait_for_batches_that_were_to_come():
+    sharding = batch_sharding(make_mesh(MeshConfig(), jax.devices()[:1]), axis=1)
+    begun, gate = [], threading.Event()
+
+    class Slow(Batches):
+        def __call__(self, step):
+            begun.append(step)
+            assert step == 0 or gate.wait(60)
+            return step
+
+    iterator = Slow(ArrayStore(), 'train', Windows(10_001, 16, 4, seed=2), 1, sharding).prefetch(0, 10**6, depth=9)
+    assert next(iterator) == 0
+    threading.Timer(0.05, gate.set).start()
+    iterator.close()
+    assert set(begun) <= {0, 1, 2}  # what the two threads were at
+
+
+@pytest.mark.parametrize(
+    ('ranges', 'merged'),
+    [
+        ([(3, 5), (5, 7)], [(3, 7)]),
+        ([(3, 5), (6, 7)], [(3, 5), (6, 7)]),
+        ([[6, 9], [0, 1], [2, 7]], [(0, 1), (2, 9)]),
+        ([(0, 9), (2, 3)], [(0, 9)]),
+        ([], []),
+    ],
+)
+def test_ranges_are_merged(ranges, merged):
+    assert merge_ranges(ranges) == merged
+
+
+def test_what_has_been_left_out_at_a_step():
+    windows = Windows(10_001, 10, 4, seed=1, skip=((0, 2), (5, 8)))
+    assert [windows.skipped_before(step) for step in range(5)] == [
+        *([], [(0, 2)], [(0, 2)], [(0, 2)], [(0, 2), (5, 8)])
+    ]  # steps 0, 1, 2 and 3 see the batches 2, 3, 4 and 8
+
+
+@pytest.mark.parametrize('range_', [(7, 9), (8, 20), (0, 3)])
+def test_a_range_whose_batches_were_all_left_out_before_may_be_named_again(range_):
+    """At step 4 the batches before 10 are behind, of which 0 to 2 and 7 to 9 were left out."""
+    windows = Windows(10_001, 10, 4, seed=1, skip=(range_,))
+    windows.resume(4, [(0, 3), (7, 10)])
+    assert windows.batch(4) == (20 if range_ == (8, 20) else 10)
+
+
+@pytest.mark.parametrize('range_', [(6, 9), (7, 11), (9, 10), (0, 4)])
+def test_a_range_is_behind_from_its_first_batch_on(range_):
+    windows = Windows(10_001, 10, 4, seed=1, skip=(range_,))
+    with pytest.raises(ConfigError, match=r'all batches before 10 but those it left out \(\[\[0, 3\], \[7, 9\]\]\)'):
+        windows.resume(5, [(0, 3), (7, 9)])
+
+
+def test_a_range_ahead_of_a_resume_is_left_out():
+    windows = Windows(10_001, 10, 4, seed=1, skip=((10, 12),))
+    windows.resume(10, [])
+    assert [windows.batch(step) for step in (9, 10)] == [9, 12]

@@ -13,7 +13,7 @@ from lm.data.dataset import DataConfig
 from lm.data.store import TokenStore, split_digest, write_array, write_file, write_info
 from lm.data.tokenizers import TokenizerConfig
 from lm.data.tokenizers.sentencepiece import SentencePiece, train
-from lm.errors import ConfigError, MismatchError
+from lm.errors import ConfigError, LmError, MismatchError
 
 MODEL = train(TokenizerConfig(vocab_size=400), [words(5000, seed=2)])
 
@@ -122,6 +122,9 @@ def test_damage_is_named(copy):
     store = TokenStore.open(str(copy))
     with pytest.raises(MismatchError, match=r"split 'train', array 'tokens': DATA_LOSS.*tokens/c/0.* prepare it again"):
         store.read('train', 0, 100_000)
+    with pytest.raises(MismatchError) as error:
+        store.read('train', 0, 100_000)
+    assert 'tensorstore' not in str(error.value)  # nor its specification, of many lines
     assert len(store.read('train', 90_000, 100_000)) == 10_000
     file.unlink()
     with pytest.raises(MismatchError, match=r"split 'train', array 'tokens': .*missing"):
@@ -129,6 +132,20 @@ def test_damage_is_named(copy):
     (copy / 'train' / 'tokens' / 'zarr.json').unlink()
     with pytest.raises(MismatchError, match=r"split 'train', array 'tokens'"):
         TokenStore.open(str(copy)).read('train', 0, 10)
+
+
+@pytest.mark.parametrize(
+    ('text', 'kind', 'remedy'),
+    [
+        ('DATA_LOSS: bad [where=1] [what=2]', MismatchError, 'the token store is damaged; copy or prepare it again'),
+        ('UNAVAILABLE: away [where=1]', LmError, 'the read failed'),
+        ('PERMISSION_DENIED: no', LmError, 'the read failed'),
+    ],
+)
+def test_what_tensorstore_says_is_cut_to_a_line(original, text, kind, remedy):
+    error = TokenStore.open(str(original))._damage('train', 'tokens', ValueError(text))
+    assert type(error) is kind
+    assert str(error) == f"{original}: split 'train', array 'tokens': {text.partition(' [')[0]}: {remedy}"
 
 
 def test_other_arrays_than_described(copy, tokens):

@@ -74,6 +74,15 @@ def test_lists_scopes_and_macros_as_values(plan):
     assert [a.window for a in points[2].experiment.model.attention] == [16, None]
 
 
+def test_an_axis_of_an_included_file_may_be_set_anew(plan, tmp_path):
+    """Alone and in a group."""
+    for group in ('', 'zip/'):
+        (tmp_path / 'inner.gin').write_text(f'{group}train.seed = [0, 1]\n{group}model.n_layers = [2, 3]\n')
+        points = plan(f"include 'inner.gin'\n{group}train.seed = [7, 8]")
+        pairs = [(p.experiment.train.seed, p.experiment.model.n_layers) for p in points]
+        assert sorted(pairs) == ([(7, 2), (8, 3)] if group else [(7, 2), (7, 3), (8, 2), (8, 3)])
+
+
 def test_names_keep_the_rules_and_are_stable_and_different(plan):
     values = "['a/b', 'c/b', '..', 'x y', 'X Y', 'é', '" + 'w' * 200 + "', '" + 'w' * 201 + "']"
     text = f'data.path = {values}\noptimizer.peak_learning_rate = [1e-3, 1e-5, 1e20]\n'
@@ -83,6 +92,12 @@ def test_names_keep_the_rules_and_are_stable_and_different(plan):
     assert names == [p.name for p in plan(text)]
     more = [p.name for p in plan(text.replace('1e20]', '1e20, 1.0]'))]
     assert set(names) < set(more), 'a further value leaves the other names as they are'
+
+
+def test_a_long_name_is_cut_and_is_the_same_in_every_version(plan):
+    """Written down once: a sweep finds the runs of its points by their names."""
+    names = [p.name for p in plan(f"data.path = ['{'w' * 100}', '{'w' * 90}', 'a']")]
+    assert names == [f'path-{"w" * 86}-10669c69', f'path-{"w" * 90}', 'path-a']
 
 
 @pytest.mark.parametrize(

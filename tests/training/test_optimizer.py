@@ -50,6 +50,14 @@ class Sign(Rule):
         return optax.chain(optax.ema(self.momentum, debias=False), sign)
 
 
+@configurable('test_identity')
+class Identity(Rule):
+    """The gradients themselves."""
+
+    def build(self, declared) -> optax.GradientTransformation:
+        return optax.identity()
+
+
 def of(base: type) -> list[type]:
     """The configurables of a kind that the project ships."""
     return [cls for name, cls in REGISTRY.items() if issubclass(cls, base) and not name.startswith('test_')]
@@ -133,6 +141,8 @@ def test_muon_exchanges_nothing_inside_its_iteration():
 def test_rules_say_what_they_keep():
     assert AdamW().state_bytes() == 8
     assert Muon().state_bytes() == Sign().state_bytes() == 4
+    assert Sign().state_bytes() == 4
+    assert Identity().state_bytes() == 0
     assert jnp.zeros(()).dtype.itemsize == BYTES_A_PARAMETER
 
 
@@ -173,6 +183,95 @@ def test_wsd_is_stable_and_then_decays(shape, half):
     np.testing.assert_allclose([float(rate(14)), float(rate(16))], [2 * (0.2 + 0.8 * half), 0.4], rtol=1e-6)
     longer = Wsd(decay_share=0.25, shape=shape).build(2.0, 32)
     assert [float(longer(i)) for i in range(25)] == [2.0] * 25, 'before the decay the length does not matter'
+
+
+def direction(config: OptimizerConfig, params: dict, gradients: dict, decayed: dict) -> dict:
+    """The first update of parameters by gradients, over 10 steps."""
+    declared = {name: Declaration('matrix' if value else 'gain', ('embed',)) for name, value in decayed.items()}
+    transform = config.build(10, declared)
+    return transform.update(gradients, transform.init(params), params)[0]
+
+
+def test_weight_decay_pulls_at_what_is_declared_and_at_nothing_else():
+    params = {'matrix': jnp.full((2, 2), 3.0), 'gain': jnp.full((2,), 3.0)}
+    zeros, decayed = jax.tree.map(jnp.zeros_like, params), {'matrix': True, 'gain': False}
+    config = OptimizerConfig(peak_learning_rate=0.5, warmup_steps=0, weight_decay=0.25, schedule=Constant())
+    update = direction(config, params, zeros, decayed)
+    np.testing.assert_allclose(update['matrix'], -0.5 * 0.25 * 3.0, rtol=1e-6)
+    assert not np.any(update['gain'])
+
+
+def test_gradients_are_clipped_to_a_global_norm_or_not_at_all():
+    params = {'a': jnp.zeros(2), 'b': jnp.zeros(2)}
+    gradients, decayed = {'a': jnp.array([3.0, 0.0]), 'b': jnp.array([0.0, 4.0])}, {'a': True, 'b': True}
+    plain = {'peak_learning_rate': 1.0, 'warmup_steps': 0, 'schedule': Constant(), 'rule': Identity()}
+    for norm, factor in ((1.0, 0.2), (2.5, 0.5), (None, 1.0), (6.0, 1.0)):
+        update = direction(OptimizerConfig(**plain, clip_norm=norm), params, gradients, decayed)
+        np.testing.assert_allclose(update['a'], [-3.0 * factor, 0.0], rtol=1e-6)
+        np.testing.assert_allclose(update['b'], [0.0, -4.0 * factor], rtol=1e-6)
+
+
+def test_adam_as_its_authors_write_it():
+    transform = AdamW(b1=0.75, b2=0.5, epsilon=0.125).build({})
+    state, mean, square, g = transform.init(jnp.zeros(3)), np.zeros(3), np.zeros(3), np.array([1.0, -2.0, 0.5])
+    for t in range(1, 4):
+        update, state = transform.update(jnp.asarray(g, jnp.float32), state)
+        mean, square = 0.75 * mean + 0.25 * g, 0.5 * square + 0.5 * g**2
+        expected = mean / (1 - 0.75**t) / (np.sqrt(square / (1 - 0.5**t)) + 0.125)
+        np.testing.assert_allclose(update, expected, rtol=1e-5)
+        g += np.array([0.5, 0.25, -2.0])
+
+
+@pytest.mark.parametrize(
+    'binding',
+    [
+        *('adamw.b1 = -0.1', 'adamw.b1 = 1', 'adamw.b2 = -0.1', 'adamw.b2 = 1', 'adamw.epsilon = 0'),
+        *('optimizer.peak_learning_rate = 0', 'optimizer.warmup_steps = -1', 'optimizer.weight_decay = -0.1'),
+        *('optimizer.clip_norm = 0', 'linear.final_fraction = -0.1', 'linear.final_fraction = 1.1'),
+        *('cosine.final_fraction = -0.1', 'cosine.final_fraction = 1.1'),
+    ],
+)
+def test_what_lies_outside_its_range_is_refused(binding):
+    name, _, value = binding.partition(' = ')
+    choice = ['optimizer.schedule = @cosine()'] if name.startswith('cosine') else []
+    with pytest.raises(ConfigError, match=rf'{name} = {value}'):
+        load([], [binding, *choice])
+
+
+def test_zero_and_one_are_values_where_they_mean_something():
+    bindings = ['adamw.b1 = 0', 'adamw.b2 = 0', 'optimizer.warmup_steps = 0', 'optimizer.weight_decay = 0']
+    for schedule in ('linear', 'cosine'):
+        choice = [f'optimizer.schedule = @{schedule}()', f'{schedule}.final_fraction = 1']
+        optimizer = load([], [*bindings, *choice]).optimizer
+        assert (optimizer.rule.b1, optimizer.rule.b2, optimizer.weight_decay, optimizer.warmup_steps) == (0, 0, 0, 0)
+        assert optimizer.schedule.final_fraction == 1
+
+
+def test_the_defaults_are_the_papers():
+    assert OptimizerConfig() == OptimizerConfig(
+        rule=AdamW(b1=0.95, b2=0.98, epsilon=1e-8),
+        schedule=Linear(final_fraction=0.0),
+        peak_learning_rate=7e-4,
+        warmup_steps=10_000,
+        weight_decay=0.1,
+        clip_norm=1.0,
+    )
+    assert Cosine() == Cosine(final_fraction=0.0)
+    assert [schedule.is_open_ended for schedule in (Linear, Cosine, Constant)] == [False, False, True]
+
+
+def test_the_warm_up_counts_from_one():
+    configs = {w: OptimizerConfig(peak_learning_rate=1.0, warmup_steps=w, schedule=Constant()) for w in (0, 1, 2, 3)}
+    starts = {w: [float(config.learning_rate(9)(i)) for i in range(4)] for w, config in configs.items()}
+    assert starts[0] == starts[1] == [1, 1, 1, 1]
+    assert starts[2] == [0.5, 1, 1, 1]
+    np.testing.assert_allclose(starts[3], [1 / 3, 2 / 3, 1, 1], rtol=1e-6)
+    # What comes after begins when the warm-up has ended, and ends with the run.
+    rate = OptimizerConfig(peak_learning_rate=1.0, warmup_steps=2, schedule=Linear()).learning_rate(6)
+    np.testing.assert_allclose([rate(i) for i in range(7)], [0.5, 1, 1, 0.75, 0.5, 0.25, 0], atol=1e-6)
+    with pytest.raises(ConfigError, match=r'optimizer\.warmup_steps = 9: must be below train\.steps = 9'):
+        OptimizerConfig(warmup_steps=9).learning_rate(9)
+    assert float(OptimizerConfig(warmup_steps=8).learning_rate(9)(8)) == pytest.approx(7e-4)
 
 
 def test_the_state_has_the_form_of_earlier_checkpoints():

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from mechanisms_list import MECHANISMS
 
+from lm.attention.performer import Performer
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig
@@ -17,7 +18,7 @@ from lm.parameters import declarations
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
 from lm.training.rules.adamw import AdamW
-from lm.training.step import TrainStep
+from lm.training.step import TrainStep, count_parameters, weights
 
 MODEL = ModelConfig(vocab_size=64, n_layers=2, d_model=64, n_heads=4, head_dim=16, attention=Softmax())
 
@@ -47,15 +48,18 @@ def test_a_non_finite_step_changes_nothing_but_the_counters():
     assert (int(bad['step']), int(bad['skipped']), int(bad['in_a_row'])) == (2, 1, 1)
     assert not np.isfinite(metrics['loss'])
     assert step.name_of(int(metrics['first_bad'])) == 'loss'
-    worse, _ = jax.jit(nan.train)(bad, batch(seed=1))
+    worse, unlearned = jax.jit(nan.train)(bad, batch(seed=1))
     assert (int(worse['skipped']), int(worse['in_a_row'])) == (2, 2)
     better, metrics = jax.jit(step.train)(worse, batch(seed=2))
     assert (int(better['step']), int(better['skipped']), int(better['in_a_row'])) == (4, 2, 0)
     assert np.isfinite(metrics['loss'])
     assert int(metrics['first_bad']) == -1
     # The next good update is the one that would have been made without the bad steps between.
-    expected, _ = jax.jit(step.train)(good, batch(seed=2))
+    expected, told = jax.jit(step.train)(good, batch(seed=2))
     assert bits(better['params']) == bits(expected['params'])
+    # So is the learning rate that it is said to have: that of the second update, not of the fourth batch.
+    assert float(metrics['learning_rate']) == float(told['learning_rate']) == pytest.approx(float(step.schedule(1)))
+    assert float(unlearned['learning_rate']) == pytest.approx(float(nan.schedule(1)))
 
 
 def test_an_infinite_gradient_is_skipped_although_the_loss_is_finite():
@@ -176,3 +180,86 @@ def test_what_the_optimizer_keeps_lies_like_its_parameter_and_layers_are_not_spl
 def test_a_parameter_must_say_what_it_is():
     with pytest.raises(ValueError, match=r'kernel: of shape \(2, 3\)'):
         declarations(nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0)))
+
+
+@pytest.fixture
+def linear() -> tuple[TrainStep, dict]:
+    """A step whose loss is a sum that can be written down, of one parameter, and its state: compiled at once."""
+    step = make()
+    step.token_losses = lambda weights, tokens_BxL, targets_BxL: (
+        weights['params']['w'] * (weights['buffers']['b'] * tokens_BxL + 100.0 * targets_BxL)
+    )
+    step.transform = optax.sgd(2.0**-10)
+    zero = jnp.zeros((), jnp.int32)
+    params = {'w': jnp.float32(1)}
+    state = {'params': params, 'buffers': {'b': jnp.float32(0.25)}, 'optimizer': step.transform.init(params)}
+    return step, state | dict.fromkeys(('step', 'skipped', 'in_a_row'), zero)
+
+
+@pytest.mark.parametrize('microbatches', [1, 2, 4])
+def test_the_loss_is_the_mean_over_targets_one_ahead_and_the_update_goes_down(linear, microbatches):
+    step, state = linear
+    tokens = np.asarray(batch(microbatches), np.float64)
+    expected = (0.25 * tokens[..., :-1] + 100 * tokens[..., 1:]).mean()
+    new, metrics = step.train(state, batch(microbatches))
+    assert float(metrics['loss']) == pytest.approx(expected, rel=1e-6)
+    assert float(metrics['grad_norm']) == pytest.approx(expected, rel=1e-6)  # the loss is w times it
+    assert float(new['params']['w']) == pytest.approx(1 - expected / 1024, rel=1e-6)
+    assert float(new['buffers']['b']) == 0.25
+    step.scored = lambda tokens_BxL: tokens_BxL[:, 1:] < 10
+    _, metrics = step.train(state, batch(1))
+    is_scored = np.asarray(batch(1))[0, :, 1:] < 10
+    tokens = np.asarray(batch(1), np.float64)[0]
+    assert float(metrics['loss']) == pytest.approx(
+        (0.25 * tokens[:, :-1] + 100 * tokens[:, 1:])[is_scored].mean(), rel=1e-6
+    )
+
+
+def test_a_single_microbatch_pays_for_no_loop(linear):
+    step, state = linear
+    assert [' scan[' in str(jax.make_jaxpr(step.train)(state, batch(n))) for n in (1, 2)] == [False, True]
+
+
+def test_what_is_not_finite_is_named_in_the_order_of_causes():
+    step = make()
+    n = len(jax.tree.leaves(step.declared))
+    names = [step.name_of(i) for i in (0, 1, n, n + 1, n + 2, 2 * n + 1, 2 * n + 2)]
+    assert (names[0], names[3]) == ('loss', 'gradient norm')
+    assert [name.rpartition(' ')[0] for name in names[1:3]] == ['gradient of'] * 2
+    assert [name.rpartition(' ')[0] for name in names[4:]] == ['parameter', 'parameter', 'optimizer']
+    assert names[1].rpartition(' ')[2] == names[4].rpartition(' ')[2]
+
+
+class Drawing(Softmax):
+    """Softmax that says that it has projections, which are drawn anew every so many steps."""
+
+    def __init__(self, every):
+        super().__init__()
+        object.__setattr__(self, 'redraw_every', every)
+
+
+def test_which_mechanisms_are_drawn_anew():
+    step = make()
+    step.model = dataclasses.replace(MODEL, attention=(Drawing(None), Drawing(4), Drawing(6)), n_layers=3)
+    assert [step.redraws(done) for done in (0, 1, 3, 4, 6, 8, 12)] == [(), (), (), (1,), (2,), (1,), (1, 2)]
+
+
+def test_projections_are_a_function_of_seed_and_step():
+    performer = Performer(n_features=4, redraw_every=7)
+    model = dataclasses.replace(MODEL, attention=performer, n_layers=1, d_model=16, n_heads=1)
+    step = TrainStep(model, OptimizerConfig(warmup_steps=1), 10)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: weights(step.init(0))))
+    drawn = [bits(step.redraw(zeros, (0,), *numbers)) for numbers in ((0, 7), (0, 7), (0, 14), (1, 7))]
+    assert drawn[0] == drawn[1]
+    assert bits(zeros['buffers']) != drawn[0] != drawn[2] != drawn[3] != drawn[0]
+    assert bits(step.redraw(zeros, (), 0, 7)) == bits(zeros['buffers'])
+
+
+def test_parameters_are_counted_by_part():
+    counts = count_parameters(MODEL)
+    assert counts['embedding'] == 64 * 64
+    assert counts['attention'] == 2 * 4 * 64 * 64
+    assert counts['mechanism'] == 0
+    assert sum(counts.values()) == sum(
+        x.size for x in jax.tree.leaves(jax.eval_shape(lambda: make().init(0))['params'])
+    )

@@ -1,0 +1,237 @@
+"""What an evaluator makes of losses that are known: sums, figures, positions; and which evaluator a run gets."""
+
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lm.data.dataset import DataConfig
+from lm.errors import ConfigError
+from lm.evaluation.accuracy import TaskEvaluator
+from lm.evaluation.config import EvaluateConfig
+from lm.evaluation.evaluator import check_evaluation, make_evaluator, what_is_scored
+from lm.evaluation.perplexity import EvaluationWindows, Evaluator, summarize
+from lm.tasks.associative_recall import AssociativeRecall
+from lm.tasks.induction_heads import InductionHeads
+from lm.training.mesh import MeshConfig, make_mesh
+
+N, EOD = 45, 99
+
+
+class Store:
+    """Token i of the split is i + 1; two documents of 30 words and 120 bytes in all."""
+
+    info = {'tokenizer': {'sha256': 'the tokenizer'}}  # noqa: RUF012
+
+    def tokens(self, split):
+        assert split in ('validation', 'test')
+        return N
+
+    def read(self, split, start, stop):
+        return np.arange(start + 1, stop + 1)
+
+    def read_many(self, split, starts, length):
+        return np.stack([self.read(split, s, s + length) for s in starts])
+
+    def bytes(self, split):
+        return 120
+
+    def words(self, split):
+        return 30
+
+    def documents(self, split):
+        return 2
+
+    def tokenizer(self):
+        return types.SimpleNamespace(eod_id=EOD)
+
+
+def token_losses(weights, tokens_BxL, targets_BxL):
+    """A loss that tells target, position and the token before apart."""
+    position_L = jnp.arange(tokens_BxL.shape[1])
+    return weights * (targets_BxL + position_L / 16 + tokens_BxL / 64).astype(jnp.float32)
+
+
+FUNCTIONS = types.SimpleNamespace(token_losses=token_losses)
+
+
+def evaluator(window='disjoint', batch_size=2, context=8, devices=1) -> Evaluator:
+    mesh = make_mesh(MeshConfig(), jax.devices()[:devices])
+    config = EvaluateConfig(window=window, batch_size=batch_size)
+    return Evaluator(FUNCTIONS, mesh, Store(), config, 'test', context)
+
+
+def expected(context, stride) -> tuple[np.ndarray, np.ndarray]:
+    """Nats and tokens at each position, one token after the other."""
+    nats, tokens = np.zeros(context), np.zeros(context, int)
+    for i in range(N):  # the token i + 1
+        window = 0 if i < context else math.ceil((i - context + 1) / stride)
+        position = i - window * stride
+        nats[position] += 0.5 * (i + 1 + position / 16 + (i if i else EOD) / 64)
+        tokens[position] += 1
+    return nats, tokens
+
+
+@pytest.mark.parametrize(
+    ('window', 'batch_size', 'devices'),
+    [('disjoint', 2, 1), ('disjoint', 100, 1), ('disjoint', 1, 1), ('sliding:3', 4, 1), ('sliding:3', 4, 2)],
+)
+def test_figures_are_those_of_each_token_once(window, batch_size, devices):
+    result = evaluator(window, batch_size, devices=devices)(jnp.float32(0.5), 70)
+    nats, tokens = expected(8, 8 if window == 'disjoint' else 3)
+    total = nats.sum()
+    assert result['sum_nats'] == pytest.approx(total, rel=1e-6)
+    assert (result['tokens'], result['bytes'], result['words'], result['documents']) == (N, 120, 30, 2)
+    assert result['loss'] == pytest.approx(total / N, rel=1e-6)
+    assert result['perplexity'] == pytest.approx(math.exp(total / N), rel=1e-4)
+    assert result['word_perplexity'] == pytest.approx(math.exp(total / 30), rel=1e-4)
+    assert result['bits_per_byte'] == pytest.approx(total / math.log(2) / 120, rel=1e-6)
+    assert (result['split'], result['context_length'], result['window'], result['step']) == ('test', 8, window, 70)
+    assert result['tokenizer_sha256'] == 'the tokenizer'
+    bins = [b for b in ((0, 1), (1, 2), (2, 4), (4, 8)) if tokens[slice(*b)].sum()]
+    assert [(b['start'], b['end'], b['tokens']) for b in result['loss_by_position']] == [
+        (a, b, tokens[a:b].sum()) for a, b in bins
+    ]
+    for found, (a, b) in zip(result['loss_by_position'], bins, strict=True):
+        assert found['loss'] == pytest.approx(nats[a:b].sum() / tokens[a:b].sum(), rel=1e-6)
+
+
+def test_the_last_range_of_positions_ends_with_the_context():
+    nats, tokens = np.arange(11.0), np.array([1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1])
+    found = summarize(nats, tokens, Store(), 'test')['loss_by_position']
+    assert found == [
+        {'start': 0, 'end': 1, 'tokens': 1, 'loss': 0.0},
+        {'start': 1, 'end': 2, 'tokens': 1, 'loss': 1.0},
+        {'start': 2, 'end': 4, 'tokens': 2, 'loss': 2.5},
+        {'start': 8, 'end': 11, 'tokens': 3, 'loss': 9.0},  # nothing is scored at positions 4 to 7
+    ]
+
+
+def test_batches_fill_the_devices():
+    assert evaluator(batch_size=1, devices=1).batch_size == 1
+    assert evaluator(batch_size=3, devices=2).batch_size == 4
+    assert evaluator(batch_size=8, devices=8).batch_size == 8
+
+
+def test_it_stops_when_it_is_told_to():
+    asked = []
+
+    def should_stop():
+        asked.append(True)
+        return len(asked) == 2
+
+    assert evaluator()(jnp.float32(0.5), 70, should_stop) is None
+    assert len(asked) == 2
+    asked.clear()
+    assert evaluator()(jnp.float32(0.5), 70, lambda: asked.append(True)) is not None
+    assert len(asked) == 3  # after each of the batches: 6 windows, 2 at a time
+
+
+def test_a_result_in_a_line():
+    result = {'loss': 1.25, 'perplexity': 3.49034, 'word_perplexity': 7.5, 'bits_per_byte': 0.75}
+    line = 'loss 1.2500  perplexity 3.490  per word 7.500  bits per byte 0.7500'
+    assert evaluator().describe(result) == line
+
+
+def test_windows_that_cannot_be_are_refused():
+    assert len(EvaluationWindows.create(32, 32, 'disjoint')) == 1
+    assert len(EvaluationWindows.create(33, 32, 'disjoint')) == 2
+    assert EvaluationWindows.create(33, 32, 'Disjoint'.lower()).stride == 32  # as a file says it
+    assert EvaluationWindows.create(64, 32, 'sliding:32').stride == 32
+    with pytest.raises(ConfigError, match=r"evaluate\.window = 'sliding:33': the stride must be at most .* 32"):
+        EvaluationWindows.create(64, 32, 'sliding:33')
+    with pytest.raises(ConfigError, match=r'evaluate\.context_length = 33: the split has only 32 tokens'):
+        EvaluationWindows.create(32, 33, 'disjoint')
+
+
+def test_which_evaluator_a_run_gets():
+    mesh, text, task = (
+        make_mesh(MeshConfig(), jax.devices()[:1]),
+        DataConfig(path='x'),
+        DataConfig(task=InductionHeads()),
+    )
+    made = make_evaluator(EvaluateConfig(), text, 16, FUNCTIONS, mesh, Store())
+    assert (type(made), made.split, made.windows.context_length) == (Evaluator, 'validation', 16)
+    config = EvaluateConfig(split='test', context_length=20, batch_size=3)
+    made = make_evaluator(config, task, 16, FUNCTIONS, mesh, None)
+    assert (type(made), made.split, made.context_length, made.batch_size) == (TaskEvaluator, 'test', 20, 3)
+    assert what_is_scored(config, text, 16) == ('test', 20)
+    assert what_is_scored(EvaluateConfig(), DataConfig(path='x', eval_split='train'), 16) == ('train', 16)
+
+
+def test_an_evaluation_is_checked_without_devices():
+    text, task = DataConfig(path='x'), DataConfig(task=InductionHeads())
+    check_evaluation(EvaluateConfig(), text, N, Store())
+    check_evaluation(EvaluateConfig(), task, 64, None)
+    with pytest.raises(ConfigError, match=f'context_length = {N + 1}: the split has only'):
+        check_evaluation(EvaluateConfig(), text, N + 1, Store())
+    with pytest.raises(ConfigError, match='the stride must be at most the context, 8'):
+        check_evaluation(EvaluateConfig(window='sliding:9', context_length=8), text, 20, Store())
+    with pytest.raises(ConfigError, match="'sliding:4': examples of a task are scored whole; set 'disjoint'"):
+        check_evaluation(EvaluateConfig(window='sliding:4'), task, 64, None)
+    with pytest.raises(ConfigError, match=r'train\.context_length = 1: @induction_heads\(\) needs at least'):
+        check_evaluation(EvaluateConfig(context_length=1), task, 64, None)
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """An evaluator of 5 examples, two answers each, whose model is right as the rows of `right` say, 4 at a time."""
+    task = AssociativeRecall(vocab_size=8, n_pairs=2, eval_examples=5)
+    right = np.array([[1, 1], [1, 0], [0, 0], [1, 1], [0, 1]], bool)
+    examples = task.examples('validation', range(5), 12)
+    scored = np.asarray(task.scored(examples))
+
+    def model(tokens_BxL):
+        """Log-probabilities: the target at an answer that is right, else another token."""
+        table = np.full((5, 12, 8), 0.0)
+        for n in range(5):
+            answers = iter(right[n])
+            for i in range(12):
+                is_right = bool(next(answers)) if scored[n, i] else True
+                table[n, i, examples[n, i + 1] if is_right else (examples[n, i + 1] + 1) % 8] = 3.0
+        same_BxN = (tokens_BxL[:, None] == jnp.asarray(examples[None, :, :-1])).all(-1)
+        return jnp.asarray(table)[same_BxN.argmax(1)]
+
+    monkeypatch.setattr('flax.nnx.merge', lambda graph, params, buffers: model)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+
+    def make(whole_answers=True, batch_size=4):
+        object.__setattr__(task, 'whole_answers', whole_answers)
+        functions = types.SimpleNamespace(graph=None)
+        return TaskEvaluator(functions, mesh, task, 'validation', 12, 'disjoint', batch_size)
+
+    return make
+
+
+WEIGHTS = {'params': {}, 'buffers': {}}
+
+
+@pytest.mark.parametrize('batch_size', [1, 3, 4, 8])
+def test_examples_and_answers_are_counted_once(answering, batch_size):
+    result = answering(batch_size=batch_size)(WEIGHTS, 3)
+    assert (result['examples'], result['answers']) == (5, 10)
+    assert result['accuracy'] == result['accuracy_per_example'] == 2 / 5
+    assert result['accuracy_per_answer'] == 6 / 10
+    log_sum = math.log(math.exp(3) + 7)
+    assert result['sum_nats'] == pytest.approx(6 * (log_sum - 3) + 4 * log_sum, rel=1e-6)
+    assert result['loss'] == pytest.approx(result['sum_nats'] / 10)
+    assert result['perplexity'] == pytest.approx(math.exp(result['sum_nats'] / 10))
+    assert (result['task'], result['split'], result['context_length'], result['step']) == (
+        *('associative_recall', 'validation', 12, 3),
+    )
+
+
+def test_what_counts_is_said_by_the_task(answering):
+    whole = answering(True)
+    assert whole.describe(whole(WEIGHTS, 3)).startswith('accuracy 40.00 % of 5 examples  loss ')
+    single = answering(False)
+    assert single.describe(single(WEIGHTS, 3)).startswith('accuracy 60.00 % of 10 answers  loss ')
+
+
+def test_scoring_a_task_stops_when_it_is_told_to(answering):
+    asked = []
+    assert answering(batch_size=2)(WEIGHTS, 3, lambda: asked.append(True) or len(asked) == 2) is None
+    assert len(asked) == 2

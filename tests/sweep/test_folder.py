@@ -1,0 +1,93 @@
+"""What the folder of a sweep says of its points: in which state each is, and what was measured."""
+
+import json
+import types
+
+import made_up_runs
+import pytest
+
+from lm.attention.softmax import Softmax
+from lm.errors import MismatchError
+from lm.runs.run_dir import RunDir
+from lm.sweep.sweep import Sweep
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Sweep:
+    """Points a (done), b (without its last checkpoint), c (nothing yet) and d (failed before it began)."""
+    for name in 'ab':
+        made_up_runs.write_run(tmp_path / name, Softmax(), steps=100, data='x')
+    (tmp_path / 'b' / 'checkpoints' / '100' / 'commit_success.txt').unlink()
+    train = types.SimpleNamespace(steps=100)
+    points = [
+        types.SimpleNamespace(
+            index=i,
+            name=name,
+            settings={'train.seed': str(i)},
+            experiment=types.SimpleNamespace(train=train),
+            config=RunDir(tmp_path / 'a').config.read_text() if name in 'ab' else f'# {name}\n',
+        )
+        for i, name in enumerate('abcd')
+    ]
+    sweep = Sweep(tmp_path, points)
+    sweep.notes.mkdir()
+    sweep.record_failure(points[3], 43, 'it diverged')
+    return sweep
+
+
+def test_the_row_of_each_point(sweep, tmp_path):
+    a, b, c, d = sweep.write_results()
+    assert [row['status'] for row in (a, b, c, d)] == ['done', 'interrupted', 'waiting', 'failed']
+    assert [row['index'] for row in (a, b, c, d)] == [0, 1, 2, 3]
+    assert (a['point'], a['settings'], a['run_dir']) == ('a', {'train.seed': '0'}, str(tmp_path / 'a'))
+    evaluation = json.loads((tmp_path / 'a' / 'metrics.jsonl').read_text().splitlines()[-1])
+    for name in ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte', 'split'):
+        assert a[name] == b[name] == evaluation[name]
+        assert c[name] is d[name] is None
+    assert (a['step'], a['steps'], a['accuracy']) == (100, 100, None)
+    assert (c['step'], c['steps'], c['tokens_per_second']) == (0, 100, None)
+    assert a['tokens_per_second'] > 1e6
+    assert [(row['exit_code'], row['error']) for row in (a, b, c, d)] == [
+        *((0, None), (None, None), (None, None), (43, 'it diverged'))
+    ]
+    assert set(a) == set(c)
+    assert json.loads((tmp_path / 'sweep.json').read_text())['points'] == [a, b, c, d]
+    assert [sweep.is_finished(point) for point in sweep.points] == [True, False, False, False]
+
+
+def test_a_failure_counts_until_the_point_is_done_or_starts_again(sweep):
+    a, b, _, d = sweep.points
+    for point in (a, b):
+        sweep.record_failure(point, 1, 'no memory')
+    assert [sweep.result(point)['status'] for point in (a, b)] == ['done', 'failed']
+    assert (sweep.result(a)['exit_code'], sweep.result(a)['error']) == (0, None)
+    assert (sweep.result(b)['exit_code'], sweep.result(b)['step']) == (1, 100)
+    for point in (b, d):
+        path = sweep.prepare(point)
+        assert path == str(sweep.notes / f'{point.name}.gin')
+        assert (sweep.notes / f'{point.name}.gin').read_text() == point.config
+    assert [sweep.result(point)['status'] for point in (b, d)] == ['interrupted', 'waiting']
+    assert sweep.prepare(d)  # although there is no failure to forget
+
+
+def test_prepare_makes_the_folder(tmp_path):
+    point = types.SimpleNamespace(name='p', config='# p\n')
+    assert Sweep(tmp_path / 'new' / 'root', [point]).prepare(point) == str(tmp_path / 'new/root/points/p.gin')
+
+
+def test_a_directory_of_another_configuration_is_refused(sweep):
+    sweep.points[:] = sweep.points[:1]
+    sweep.check()
+    sweep.points[0].config = sweep.points[0].config.replace('train.steps = 100', 'train.steps = 99')
+    with pytest.raises(MismatchError, match=r'train\.steps was 100, now 99'):
+        sweep.check()
+
+
+def test_where_a_sweep_lies(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('HOME', str(tmp_path / 'home'))
+    for given, root in (('x', tmp_path / 'x'), ('~/x', tmp_path / 'home' / 'x')):
+        sweep = Sweep(given, [])
+        assert (str(sweep.root), str(sweep.notes), sweep.is_local) == (str(root), str(root / 'points'), True)
+    remote = Sweep('gs://bucket/x', [])
+    assert (str(remote.root), remote.is_local) == ('gs://bucket/x', False)
