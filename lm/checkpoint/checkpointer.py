@@ -16,7 +16,6 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from lm.checkpoint.object_storage import S3, teach_s3
 from lm.checkpoint.quiet import Quiet
 from lm.checkpoint.snapshot import COMMITTED, Damaged, Snapshot, flatten, make_record, one_line, some, steps_in
 from lm.config.configurable import configurable, field
@@ -251,8 +250,6 @@ class Checkpointer:
             from lm.checkpoint.writer import Writer  # Orbax takes half a second, which the first step need not wait for
 
             self._quiet.start()
-            if str(self.directory).startswith(S3):
-                teach_s3()
             self._tidy()
             config = self.config
             self._lazy_manager = Writer(

@@ -1,4 +1,4 @@
-"""Orbax as the writer of checkpoints. The only file that knows it; imported with the first save."""
+"""Orbax as the writer of checkpoints. Only this file and `object_storage` know it; imported with the first save."""
 
 from collections.abc import Mapping
 
@@ -7,12 +7,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
+from lm.checkpoint.object_storage import S3, teach_s3
+
 
 class Writer(ocp.CheckpointManager):
     """Orbax's manager of the steps in a folder, which writes in the background and deletes what need not stay.
 
     Args:
-        directory: local path or gs:// address.
+        directory: local path, or an address gs://… or s3://….
         keep_last, keep_every, keep_best: which steps stay (`lm.checkpoint.checkpointer.CheckpointConfig`).
         losses: step → evaluation loss, for `keep_best`; what the caller changes in it later counts.
     """
@@ -25,6 +27,8 @@ class Writer(ocp.CheckpointManager):
         keep_best: int,
         losses: Mapping[int, float],
     ):
+        if str(directory).startswith(S3):
+            teach_s3()
         policies = [LatestN(keep_last), _Best(keep_best, losses)]
         if keep_every:
             policies.append(EveryNSteps(keep_every))
