@@ -187,7 +187,7 @@ def test_flops():
     config = Polysketch(sketch_size=32)
     exact = Polynomial().flops_per_token(DIMS, 1024)
     assert config.flops_per_token(DIMS, 1024) == pytest.approx(exact, rel=0.01)
-    assert config.flops_per_token(DIMS, 8192) == config.flops_per_token(DIMS, 32_768)
+    assert config.flops_per_token(DIMS, 2**22) == pytest.approx(config.flops_per_token(DIMS, 2**24), rel=1e-3)
     networks = 2 * (8 * 16 * 32 + 24 * 32**2) * 2
     without = Polysketch(sketch_size=32, sketch='gaussian').flops_per_token(DIMS, 8192) - 2 * 2 * 16 * 32 * 6
     assert config.flops_per_token(DIMS, 8192) - without == pytest.approx(networks * 6)

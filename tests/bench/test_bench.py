@@ -279,6 +279,7 @@ def test_a_step_that_does_not_fit_is_tried_with_remat(monkeypatch):
     monkeypatch.setattr(timing, 'compile_if_fits', compile_if_fits)
     monkeypatch.setattr(step, 'lower_step', lambda step, *_: step.model.remat)
     monkeypatch.setattr(step.TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
+    monkeypatch.setattr(step.TrainStep, 'abstract', lambda self: {'step': jax.ShapeDtypeStruct((), jnp.int32)})
     found = candidates.candidates(['softmax'], [], SMALL_MODEL)
     rows = step.measure(found, [16, 32], 512, 512, steps=1, repeats=1)
     assert tried == ['none', 'full', 'none', 'full']
@@ -291,6 +292,7 @@ def test_a_step_that_fails_takes_no_state_with_it(monkeypatch):
     monkeypatch.setattr(timing, 'compile_if_fits', lambda _: (pretend_step, {}))
     monkeypatch.setattr(step, 'lower_step', lambda *_: None)
     monkeypatch.setattr(step.TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
+    monkeypatch.setattr(step.TrainStep, 'abstract', lambda self: {'step': jax.ShapeDtypeStruct((), jnp.int32)})
     (candidate,) = candidates.candidates(['softmax'], [], SMALL_MODEL)
     state = {}
     program = step.TimedStep(step.at_context(candidate.experiment, 16, 128, 128), state, 2)

@@ -351,8 +351,7 @@ def test_what_belongs_to_another_run_is_refused(two_steps):
 @pytest.fixture
 def remote(monkeypatch):
     """Local folders are taken for those of a bucket: nothing is renamed, a marker makes a step complete."""
-    for module in ('checkpointer', 'snapshot'):
-        monkeypatch.setattr(f'lm.checkpoint.{module}.is_remote', lambda path: '.checkpoints' in str(path))
+    monkeypatch.setattr('lm.checkpoint.checkpointer.is_remote', lambda path: '.checkpoints' in str(path))
 
 
 def test_an_object_store_has_markers_and_no_renames(two_steps, tmp_path, remote, caplog):

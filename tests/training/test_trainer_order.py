@@ -112,8 +112,7 @@ class Session:
         self.trainer = Trainer(
             config=self.config,
             text='the configuration',
-            run_dir='RUN',
-            run_directory=named(write_goodput=self.ledgers.append),
+            run_directory=named(path='RUN', write_goodput=self.ledgers.append),
             lock=named(check=lambda: self.diary.append('lock')),
             functions=named(
                 redraws=lambda done: (1,) if done == 2 else (),
