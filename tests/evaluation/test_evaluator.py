@@ -13,7 +13,7 @@ from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.evaluator import check_evaluation, make_evaluator, what_is_scored
-from lm.evaluation.perplexity import EvaluationWindows, Evaluator, summarize
+from lm.evaluation.perplexity import EvaluationWindows, Evaluator, scoring, summarize
 from lm.tasks.associative_recall import AssociativeRecall
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.mesh import MeshConfig, make_mesh
@@ -61,7 +61,7 @@ FUNCTIONS = types.SimpleNamespace(token_losses=token_losses)
 def evaluator(window='disjoint', batch_size=2, context=8, devices=1) -> Evaluator:
     mesh = make_mesh(MeshConfig(), jax.devices()[:devices])
     config = EvaluateConfig(window=window, batch_size=batch_size)
-    return Evaluator(FUNCTIONS, mesh, Store(), config, 'test', context)
+    return Evaluator(scoring(FUNCTIONS, mesh), mesh, Store(), config, 'test', context)
 
 
 def expected(context, stride) -> tuple[np.ndarray, np.ndarray]:
@@ -164,16 +164,16 @@ def test_which_evaluator_a_run_gets():
 
 def test_an_evaluation_is_checked_without_devices():
     text, task = DataConfig(path='x'), DataConfig(task=InductionHeads())
-    check_evaluation(EvaluateConfig(), text, N, Store())
-    check_evaluation(EvaluateConfig(), task, 64, None)
+    check_evaluation(EvaluateConfig(), text, N, Store(), {})
+    check_evaluation(EvaluateConfig(), task, 64, None, {})
     with pytest.raises(ConfigError, match=f'context_length = {N + 1}: the split has only'):
-        check_evaluation(EvaluateConfig(), text, N + 1, Store())
+        check_evaluation(EvaluateConfig(), text, N + 1, Store(), {})
     with pytest.raises(ConfigError, match='the stride must be at most the context, 8'):
-        check_evaluation(EvaluateConfig(window='sliding:9', context_length=8), text, 20, Store())
+        check_evaluation(EvaluateConfig(window='sliding:9', context_length=8), text, 20, Store(), {})
     with pytest.raises(ConfigError, match="'sliding:4': examples of a task are scored whole; set 'disjoint'"):
-        check_evaluation(EvaluateConfig(window='sliding:4'), task, 64, None)
+        check_evaluation(EvaluateConfig(window='sliding:4'), task, 64, None, {})
     with pytest.raises(ConfigError, match=r'train\.context_length = 1: @induction_heads\(\) needs at least'):
-        check_evaluation(EvaluateConfig(context_length=1), task, 64, None)
+        check_evaluation(EvaluateConfig(context_length=1), task, 64, None, {})
 
 
 @pytest.fixture
