@@ -53,9 +53,9 @@ def until(monkeypatch):
 
 
 def test_only_the_answers_of_a_task_are_learned(until):
-    (model, optimizer, steps), options = until('TrainStep')
-    assert (model, optimizer, steps) == (EXPERIMENT.model, EXPERIMENT.optimizer, 4)
-    assert options == {'scored': TASK.scored}
+    (model, optimizer, steps, scored), options = until('TrainStep')
+    assert (model, optimizer, steps, scored) == (EXPERIMENT.model, EXPERIMENT.optimizer, 4, TASK.scored)
+    assert options == {'by_window': False}
 
 
 def test_the_plan_is_printed_before_anything_is_touched(until, capsys):
@@ -87,6 +87,7 @@ def test_a_rewind_is_made_once(until, monkeypatch, rewind_to, is_rewound, asked,
         record_saved=print,
     )
     monkeypatch.setattr(train_module, 'RunDir', lambda path: run)
+    monkeypatch.setattr(train_module, 'branch_of', lambda *_: None)
     (folder, config, fingerprints, on_saved), _ = until('Checkpointer', rewind_to)
     assert (questions, checked) == (asked, [rewinds])
     assert (folder, config, on_saved) == ('folder', EXPERIMENT.checkpoint, print)
@@ -145,7 +146,7 @@ def started(monkeypatch):
     """What `train` makes a Trainer of; it is not run."""
     calls = []
 
-    def stub(experiment, run_dir, stack, goodput, programs, rewind_to):
+    def stub(experiment, run_dir, stack, goodput, programs, rewind_to, branch_from, step):
         calls.append(types.SimpleNamespace(run_dir=run_dir, goodput=goodput, programs=programs, rewind_to=rewind_to))
         return types.SimpleNamespace(run=lambda: 'the state')
 
@@ -189,7 +190,8 @@ def test_the_command_passes_its_flags_on(monkeypatch):
     )
     assert main(EXPERIMENT, arguments) == 0
     assert told[0] == (EXPERIMENT.mesh, 'host:1', None, 0)
-    assert told[1] == ((EXPERIMENT, 'RUN'), {'rewind_to': 5, 'compile_cache': 'none', 'begun': 3000.0})
+    no_branch = {'branch_from': None, 'step': None}
+    assert told[1] == ((EXPERIMENT, 'RUN'), {'rewind_to': 5, 'compile_cache': 'none', 'begun': 3000.0, **no_branch})
     del arguments.rewind_to, arguments.compile_cache  # as `lm sweep` calls it
     main(EXPERIMENT, arguments)
-    assert told[3] == ((EXPERIMENT, 'RUN'), {'rewind_to': None, 'compile_cache': None, 'begun': 3000.0})
+    assert told[3] == ((EXPERIMENT, 'RUN'), {'rewind_to': None, 'compile_cache': None, 'begun': 3000.0, **no_branch})
