@@ -65,7 +65,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def servers_get_the_whole_content_at_once(tmp_path, monkeypatch):
+def test_buckets_get_the_whole_content_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(files, 'is_remote', lambda path: True)
     write_atomically(tmp_path / 'x', [b'ab', np.array([99], np.uint8)])
     assert (tmp_path / 'x').read_bytes() == b'abc'

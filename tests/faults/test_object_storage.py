@@ -129,7 +129,16 @@ def test_a_lock_in_a_bucket_is_taken_over_from_the_dead_alone(s3, monkeypatch):
     assert not (directory / lock.NAME).exists()
 
 
-def test_compiled_programs_are_kept_in_a_bucket(s3):
+@pytest.fixture
+def no_cache():
+    """JAX, as it is where nobody has named a compilation cache."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update('jax_compilation_cache_dir', None)
+    yield
+    jax.config.update('jax_compilation_cache_dir', before)
+
+
+def test_compiled_programs_are_kept_in_a_bucket(s3, no_cache):
     with CompileCache(s3 / 'compiled') as cache:
         (cache._private / 'program-cache').write_bytes(b'code')
         cache.publish()
