@@ -12,6 +12,8 @@ hangs when one of them alone meets a bad file, casts dtypes silently, and buries
 import hashlib
 import json
 import math
+import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -241,9 +243,12 @@ def some(items: list) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The kind and text of an exception; of a long chain of causes, the first and the last."""
+    """The kind and text of an exception; of a long chain of causes, the first, and what the system said or the last."""
     text = ' '.join(str(error).split())
-    return f'{type(error).__name__}: ' + (text if len(text) <= 400 else f'{text[:180]} … {text[-200:]}')
+    if len(text) > 400:
+        system = re.search(r"os_error_code='(\d+)'", text)  # TensorStore's
+        text = f'{text[:180]} … {os.strerror(int(system[1])) if system else text[-200:]}'
+    return f'{type(error).__name__}: {text}'
 
 
 def _sha256(record: dict) -> str:

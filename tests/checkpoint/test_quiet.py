@@ -1,11 +1,13 @@
 """What Orbax and TensorStore print around a failed write, also after the checkpointer is closed."""
 
+import errno
 import logging
 import sys
 
 import pytest
 
 from lm.checkpoint.quiet import LOGGERS, Quiet
+from lm.checkpoint.snapshot import one_line
 
 LATE = 'Task exception was never retrieved\nfuture: <Task finished coro=<write() at /x/orbax/serialization.py:190>>'
 
@@ -41,3 +43,10 @@ def test_a_failed_write_stays_quiet_after_the_end(quiet, caplog, has_failed):
     late = 0 if has_failed else 1
     assert len(caplog.records) == 2 + late
     assert len(said) == 2 + late
+
+
+def test_a_long_error_says_what_the_system_said():
+    refusal = f"ValueError: Failed to write: File too large [os_error_code='{errno.EFBIG}'] [" + 'spec ' * 100
+    assert one_line(ValueError('Error writing ' * 20 + refusal)).endswith(' … File too large')
+    assert one_line(ValueError('a ' * 300 + 'last')).endswith(' a last')
+    assert one_line(OSError('short')) == 'OSError: short'
