@@ -30,12 +30,12 @@ class Nursery:
         if not self._process.stdout.readline():
             raise RuntimeError('the nursery did not start')
 
-    def start(self, program: list[str], devices: int) -> 'Warm':
-        """A process of `launchers.main(*program)` with so many simulated devices; one pipe for all its output."""
+    def start(self, program: list[str], flags: str) -> 'Warm':
+        """A process of `launchers.main(*program)` with these XLA_FLAGS; one pipe for all its output."""
         reading, writing = os.pipe()
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._path)
-        request = json.dumps({'program': program, 'devices': devices}).encode()
+        request = json.dumps({'program': program, 'flags': flags}).encode()
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [writing]))
         connection.sendmsg([len(request).to_bytes(4, 'big')], [rights])
         connection.sendall(request)
@@ -147,5 +147,5 @@ if __name__ == '__main__':
     mechanisms()
     request = nurse(sys.argv[1])
     lm.cli.end_on_sigterm('lm')  # as at the beginning of the program
-    os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={request["devices"]}'
+    os.environ['XLA_FLAGS'] = request['flags']
     sys.exit(launchers.main(request['program']))

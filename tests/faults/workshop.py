@@ -208,7 +208,8 @@ class Workshop:
             address = ['--coordinator_address', f'localhost:{port}', '--process_count', str(shape.processes)]
             jobs = [[*arguments, *address, '--process_id', str(i)] for i in range(shape.processes)]
         if self.nursery and not cold:
-            return Session([self.nursery.start([*launcher, '--', *job], shape.devices) for job in jobs])
+            flags = self.environment(shape.devices)['XLA_FLAGS']  # else warm and cold programs differ in the last bit
+            return Session([self.nursery.start([*launcher, '--', *job], flags) for job in jobs])
         program = [sys.executable, str(LAUNCHERS), *launcher, '--'] if launcher else [sys.executable, '-m', 'lm.cli']
         return self.session([[*program, *job] for job in jobs], shape.devices)
 
