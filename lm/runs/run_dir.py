@@ -155,6 +155,8 @@ class RunDir:
             )
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+            if not is_remote(self.path):  # there before any step is logged, so that its absence says something
+                self.checkpoints.mkdir(exist_ok=True)
             write_atomically(self.config, text)
             write_atomically(self.info, to_text(new))
         return found.resumed
@@ -206,12 +208,21 @@ class RunDir:
     def _check_progress(
         self, info: Mapping[str, Any], steps: list[int], logged: int, config: str, notes: list[str], rewound: bool
     ) -> None:
-        """Raises MismatchError where the run is known to have been saved and no checkpoint is there."""
+        """Raises MismatchError where the run is known to have been saved and no checkpoint is there.
+
+        A process that is killed between a commit and its note in run.json leaves no `saved_step`; then the folder,
+        which is made before the first step, tells.
+        """
         saved = info.get('saved_step')
         if 'saved_step' not in info:
             # A run of an older version: each save has waited for the one before.
             every = bindings(config).get('checkpoint.save_every_steps', '')
             saved = logged // int(every) * int(every) - int(every) if every.isdigit() and int(every) else None
+        elif logged and not saved and not is_remote(self.path) and not self.checkpoints.exists():
+            raise MismatchError(
+                f'--run_dir {self.path}: the run had reached step {logged}, but {self.checkpoints} is gone; '
+                'mount or restore that folder, or start again in a new --run_dir'
+            )
         if not saved or saved <= 0 or (steps and steps[-1] >= saved):
             return
         if not steps:

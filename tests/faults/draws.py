@@ -270,7 +270,7 @@ def lost_checkpoints(d: Draw) -> Session:
         aside.rename(folder)
 
     folder.rename(aside)
-    return d.refused(44, 'holds no checkpoint', put_back)
+    return d.refused(44, 'mount or restore that folder', put_back)
 
 
 FAULTS: dict[str, Callable[[Draw], Session]] = {

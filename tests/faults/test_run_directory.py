@@ -92,13 +92,21 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_says_so(tiny_flags, r
     tiny.wait_for_step(run, 2, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    shutil.rmtree(run / 'checkpoints', ignore_errors=True)  # if it was quicker than the signal: run.json decides
+    shutil.rmtree(run / 'checkpoints')  # if it was quicker than the signal
+    (run / 'checkpoints').mkdir()
     saved = json.loads((run / 'run.json').read_text())['saved_step']
     done = tiny.lm('train', '--run_dir', str(run), *tiny_flags)
     assert done.returncode == (44 if saved else 0), done.stderr
     if not saved:
         assert 'starts at step 0 again: no checkpoint was written yet' in done.stderr
         same_end(run, reference_run[0])
+
+
+def test_a_run_that_was_killed_before_its_save_was_noted_and_lost_its_checkpoints_is_refused(run, tiny_flags, capsys):
+    info = json.loads((run / 'run.json').read_text())
+    (run / 'run.json').write_text(json.dumps(info | {'saved_step': None}))
+    shutil.rmtree(run / 'checkpoints')
+    refuse(run, capsys, 44, 'had reached step 40', 'mount or restore that folder', flags=tiny_flags)
 
 
 def test_a_run_is_rewound_and_the_same_command_repeated_goes_on(run, tiny_flags, reference_run):

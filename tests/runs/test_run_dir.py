@@ -80,7 +80,7 @@ def test_create_and_resume(tmp_path):
     found = read_info(run.info)
     assert found['versions'] == start['versions']
     assert found | {'device_count': 8, 'resumed': [ANY], 'parameters': 7} == found
-    assert sorted(p.name for p in run.path.iterdir()) == ['config.gin', 'run.json']
+    assert sorted(p.name for p in run.path.iterdir()) == ['checkpoints', 'config.gin', 'run.json']
 
 
 def test_another_version_of_jax_is_said_and_recorded(tmp_path, monkeypatch, caplog):
@@ -117,10 +117,10 @@ def test_another_version_of_jax_is_said_and_recorded(tmp_path, monkeypatch, capl
 def test_another_configuration_is_refused(tmp_path, before, after, message):
     run = RunDir(tmp_path)
     run.create_or_resume(OLD, {})
-    held = {path.name: path.read_bytes() for path in run.path.iterdir()}
+    held = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
     with pytest.raises(MismatchError, match=message):
         run.create_or_resume(OLD.replace(before, after), {})
-    assert held == {path.name: path.read_bytes() for path in run.path.iterdir()}
+    assert held == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
 
 
 def test_bindings_of_another_version_are_noted(tmp_path, caplog):
@@ -347,8 +347,12 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path, name, text):
 def test_the_wrong_kind_of_file_is_named(tmp_path, name):
     run = RunDir(tmp_path)
     run.create_or_resume(OLD, {})
-    (tmp_path / name).unlink(missing_ok=True)
-    (tmp_path / name).mkdir() if name != 'checkpoints' else (tmp_path / name).touch()
+    if name == 'checkpoints':
+        (tmp_path / name).rmdir()
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).mkdir()
     refuse(run, MismatchError, f'{name}: must be a (file|folder); move it away')
 
 
@@ -388,7 +392,7 @@ except LmError as error:
     assert first.startswith(f'{tmp_path}/metrics.jsonl cannot be written (File too large); make room')
     assert second.startswith(f'{tmp_path}/new cannot be written (File too large); make room')
     assert [r['step'] for r in lines(RunDir(tmp_path))] == [1, 2, 3, 4]
-    assert not list((tmp_path / 'new').iterdir())
+    assert [path.name for path in (tmp_path / 'new').iterdir()] == ['checkpoints']
 
 
 @pytest.mark.parametrize(
