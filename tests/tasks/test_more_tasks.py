@@ -8,7 +8,7 @@ import pytest
 
 from lm.errors import ConfigError
 from lm.experiment import load
-from lm.tasks.listops import ASK, DIGIT, END, OPERATOR, ListOps
+from lm.tasks.arena.listops import ASK, DIGIT, END, OPERATOR, ListOps
 from lm.tasks.needle import Needle
 from lm.tasks.state_tracking import StateTracking
 

@@ -357,10 +357,10 @@ def test_associative_recall_separates_the_mechanisms(tmp_path):
 
 def test_each_file_of_the_room_is_found():
     """A task that is not named anywhere else can be named in gin, and stands in the lists of error messages."""
-    files = {path.stem for path in pathlib.Path(lm.tasks.__file__).parent.glob('*.py')}
+    files = {path.stem for path in pathlib.Path(lm.tasks.__file__).parent.rglob('*.py')}
     made = {cls.__module__.rpartition('.')[2] for cls in REGISTRY.values() if issubclass(cls, Task)}
-    assert files - made == {'__init__', 'apart', 'base', 'draws'}
+    assert files - made == {'__init__', 'apart', 'base', 'classification', 'draws'}
     names = [rf'@{name}\(\)' for name in sorted(cls.gin_name for cls in REGISTRY.values() if issubclass(cls, Task))]
-    assert names[0] == r'@associative_recall\(\)'
+    assert names[0] == r'@arena_images\(\)'
     with pytest.raises(ConfigError, match=f'one of {", ".join(names)}'):
         DataConfig(task='induction_heads')

@@ -1,0 +1,85 @@
+"""What a classification task is: something to read, a mark, and behind the mark its class."""
+
+import abc
+import dataclasses
+import pathlib
+
+import jax
+import numpy as np
+
+from lm.config.configurable import field
+from lm.errors import ConfigError
+from lm.files import local_path
+from lm.tasks.base import SPLITS, Task
+
+FILLER = 0
+"""Behind the class; symbol s of what is read is token 1 + s."""
+
+
+class Classification(Task):
+    """A class for each example. The Arena's models are classifiers that see an example in both directions; here the
+    class is the next token behind the mark, and counts alone."""
+
+    symbols: int
+    """How many what is read is written with."""
+    classes: int
+
+    @property
+    def ask(self) -> int:
+        """The mark."""
+        return 1 + self.symbols
+
+    @property
+    def vocab_size(self) -> int:
+        return 2 + self.symbols + self.classes
+
+    def scored(self, tokens_BxN: jax.Array) -> jax.Array:
+        return tokens_BxN[:, :-1] == self.ask
+
+    def row(self, symbols_N: np.ndarray, label: int, length: int) -> np.ndarray:
+        """One example, [length]."""
+        tokens_L = np.full(length, FILLER)
+        tokens_L[: len(symbols_N)] = 1 + symbols_N.astype(np.int64)
+        tokens_L[len(symbols_N) : len(symbols_N) + 2] = self.ask, self.ask + 1 + label
+        return tokens_L
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FromFiles(Classification):
+    """Base of the tasks whose examples lie in files, as their authors distribute them."""
+
+    path: str = field(help='the folder of the files, a local one', resume=True)
+    train_examples: int = field(2**31 - 1, minimum=1, help='at most; there are as many as the files hold')
+    eval_examples: int = field(2**31 - 1, minimum=1, help='at most, in each of validation and test')
+
+    @property
+    def folder(self) -> pathlib.Path:
+        return local_path(self.path, f'{self.gin_name}.path')
+
+    @abc.abstractmethod
+    def held(self, split: str) -> int:
+        """How many examples the files hold of a split."""
+
+    @abc.abstractmethod
+    def read(self, split: str, index: int) -> tuple[np.ndarray, int]:
+        """What is read, as symbols, and the class of it."""
+
+    def identity(self) -> str:
+        """Without the path: files may be moved."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != 'path'}
+        return f'{self.gin_name} {fields} {[self.count(split) for split in SPLITS]}'
+
+    def count(self, split: str) -> int:
+        return min(super().count(split), self.held(split))
+
+    def examples(self, split: str, index_N, context_length: int) -> np.ndarray:
+        if context_length < self.shortest_context():
+            raise ConfigError(
+                f'train.context_length = {context_length}: @{self.gin_name}() needs at least {self.shortest_context()}'
+            )
+        self.count(split)
+        rows = [self.row(*self.read(split, int(i)), context_length + 1) for i in index_N]
+        return np.stack(rows).astype(np.int32)
+
+    def missing(self, name: str) -> ConfigError:
+        return ConfigError(f'{self.gin_name}.path = {self.path!r}: holds no {name}')

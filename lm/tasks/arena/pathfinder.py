@@ -1,0 +1,127 @@
+"""Pathfinder of the Long Range Arena (Tay et al. 2021, §2.2.5; Linsley et al. 2018): does a path join two dots?
+
+    . - . o . .
+    . . . . - .      → joined, or not: each picture holds two long paths and several short ones
+    . . o . . -
+
+A path is a walk of dashes of two pixels with one free pixel between them, whose direction turns by up to `turn` from
+dash to dash; dashes do not touch. In half of the pictures the dots are the two ends of one long path, in the others an
+end of each of the two. The pictures are drawn here, from three symbols; the Arena's, 200,000 in 256 levels of grey,
+were drawn by its authors' program.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from lm.config.configurable import configurable, field
+from lm.tasks.arena.classification import Classification
+from lm.tasks.draws import Draws
+
+DASH, DOT = 1, 2
+"""Symbols; 0 is nothing."""
+PITCH = 3
+"""Pixels from dash to dash, of which the last is free."""
+TURNS, BACK, STEPS, WALKS = 6, 3, 80, 20
+"""Turns that are tried before a walk goes back so many dashes, its most steps, and walks before a new picture."""
+
+Pixel = tuple[int, int]
+
+
+class Dash(NamedTuple):
+    """Two pixels of a path, what must stay free around them, and where and in which direction the next dash begins."""
+
+    pixels: list[Pixel]
+    around: set[Pixel]
+    next: tuple[float, float, float]
+
+
+@configurable('pathfinder')
+class Pathfinder(Classification):
+    """Whether one path joins the dots of a picture."""
+
+    size: int = field(32, minimum=16, maximum=256, help='pixels of an edge; the picture is read row by row')
+    contour_length: int = field(14, minimum=3, maximum=20, help='dashes of the two long paths')
+    distractors: int = field(6, minimum=0, maximum=10, help='short paths')
+    distractor_length: int = field(4, minimum=1, maximum=6, help='dashes of a short path')
+    turn: float = field(1.0, minimum=0.0, maximum=2.0, help='radians that a path turns by from dash to dash, at most')
+    train_examples: int = field(160_000, minimum=1, help='they come again every epoch')
+    eval_examples: int = field(20_000, minimum=1, help='in each of validation and test')
+
+    symbols = 3
+    classes = 2
+
+    def shortest_context(self) -> int:
+        return self.size**2 + 1
+
+    def generate(self, draws: Draws, length: int) -> np.ndarray:
+        rows = []
+        for one in draws.each():
+            picture, label = self.picture(one)
+            rows.append(self.row(picture.reshape(-1), label, length))
+        return np.stack(rows)
+
+    def picture(self, draws: Draws) -> tuple[np.ndarray, int]:
+        """Symbols [size, size] and whether the dots are joined."""
+        numbers = itertools.chain.from_iterable(draws.uniform(512)[0].tolist() for _ in itertools.count())
+        lengths = [self.contour_length] * 2 + [self.distractor_length] * self.distractors
+        while (paths := self._paths(lengths, numbers)) is None:
+            pass
+        symbols = np.zeros((self.size, self.size), np.int64)
+        for path in paths:
+            symbols[tuple(zip(*path, strict=True))] = DASH
+        joined = next(numbers) < 0.5
+        other = paths[0] if joined else paths[1]
+        end = -1 if joined or next(numbers) < 0.5 else 0
+        for pixel in (paths[0][0], other[end]):
+            symbols[pixel] = DOT
+        return symbols, int(joined)
+
+    def _paths(self, lengths: list[int], numbers: Iterator[float]) -> list[list[Pixel]] | None:
+        """The pixels of each path in order; None where no room is left for one."""
+        taken: set[Pixel] = set()
+        paths = []
+        for length in lengths:
+            walks = (self._walk(length, taken, numbers) for _ in range(WALKS))
+            path = next((walk for walk in walks if walk), None)
+            if path is None:
+                return None
+            taken |= around(path)
+            paths.append(path)
+        return paths
+
+    def _walk(self, length: int, taken: set[Pixel], numbers: Iterator[float]) -> list[Pixel] | None:
+        """A path that keeps clear of `taken`; it steps back from places that it cannot leave, None: too often."""
+        start = next(numbers) * self.size, next(numbers) * self.size, next(numbers) * 2 * math.pi
+        walked: list[Dash] = []
+        for _ in range(STEPS):
+            y, x, angle = walked[-1].next if walked else start
+            for _ in range(TURNS):
+                turned = angle + (2 * next(numbers) - 1) * self.turn
+                dy, dx = math.sin(turned), math.cos(turned)
+                pixels = [(math.floor(y + step * dy), math.floor(x + step * dx)) for step in (0, 1)]
+                if pixels[0] != pixels[1] and self._are_free(pixels, taken, walked):
+                    walked.append(Dash(pixels, around(pixels), (y + PITCH * dy, x + PITCH * dx, turned)))
+                    break
+            else:
+                del walked[-BACK:]
+            if len(walked) == length:
+                return [pixel for dash in walked for pixel in dash.pixels]
+        return None
+
+    def _are_free(self, pixels: list[Pixel], taken: set[Pixel], walked: list[Dash]) -> bool:
+        return all(
+            0 <= y < self.size
+            and 0 <= x < self.size
+            and (y, x) not in taken
+            and not any((y, x) in dash.around for dash in walked)
+            for y, x in pixels
+        )
+
+
+def around(pixels: list[Pixel]) -> set[Pixel]:
+    """These pixels and the eight around each of them."""
+    return {(y + a, x + b) for y, x in pixels for a in (-1, 0, 1) for b in (-1, 0, 1)}
