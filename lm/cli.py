@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 
-from lm.errors import EXIT_CODES, ConfigError, LmError, Preempted, end_on_sigterm
+from lm.errors import ENDING, EXIT_CODES, ConfigError, LmError, Preempted, end_on_signals
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
     # As the program, not as a module of another one or of its workers; before anything that takes its time.
-    end_on_sigterm('lm')
+    end_on_signals('lm')
     # What is imported stays: looking for garbage in it would be a sixth of the time until a verb begins (`run`).
     gc.disable()
 
@@ -339,21 +339,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _sigterm(verb: Verb, label: str) -> Iterator[None]:
-    """SIGTERM means 42 for a verb that resumes, from the first import on; the training replaces this handler while it
-    has something to save. Other verbs end by the signal."""
+def _signals(verb: Verb, label: str) -> Iterator[None]:
+    """SIGTERM means 42 for a verb that resumes, from the first import on, and Ctrl-C ends it in C, too; the training
+    replaces these handlers while it has something to save. Other verbs end by the signal, or by KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.getsignal(signal.SIGTERM)
+    previous = {number: signal.getsignal(number) for number in ENDING}
     if verb.resumes:
-        end_on_sigterm(label)
+        end_on_signals(label)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if previous[signal.SIGINT] is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -364,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code or 0
     label = f'lm {arguments.verb}'
     try:
-        with _sigterm(VERBS[arguments.verb], label):
+        with _signals(VERBS[arguments.verb], label):
             return run(arguments)
     except KeyboardInterrupt:
         print(f'{label}: interrupted', file=sys.stderr)

@@ -69,6 +69,8 @@ def writing(path: os.PathLike | str) -> Iterator[None]:
         ) from error
 
 
+ENDING = (signal.SIGTERM, signal.SIGINT)
+"""The signals that tell a process to stop."""
 LAST_ACT_SECONDS = 5.0
 """What `end_process` waits for the last acts: storage may hang, too."""
 _last_acts: list[Callable[[], object]] = []
@@ -103,25 +105,30 @@ def _act(acts: list[Callable[[], object]]) -> None:
             act()
 
 
-def end_on_sigterm(label: str) -> None:
-    """Makes SIGTERM end the process with 42 and one line, until `lm.training.preemption` or another handler is there.
+def end_on_signals(label: str) -> None:
+    """Makes SIGTERM end the process with 42 and Ctrl-C with 130, and one line, until `lm.training.preemption` or other
+    handlers are there.
 
     A thread does it: Python's own handlers wait until the main thread comes back from what it does in C, such as
     waiting for the other processes of a job. No exception, which whatever library is being imported might swallow.
     """
     first = threading.Lock()
 
-    def end(*_) -> None:
+    def end(number: int, *_) -> None:
         if first.acquire(blocking=False):
+            if number == signal.SIGINT:
+                end_process(f'{label}: interrupted', 128 + signal.SIGINT)
             end_process(f'{label}: told to stop (SIGTERM): run the same command again')
 
     def listen(pipe: int) -> None:
         while number := os.read(pipe, 1):
-            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is end:
-                end()
+            if number[0] in ENDING and signal.getsignal(number[0]) is end:
+                end(number[0])
 
     reading, writing_end = os.pipe()
     os.set_blocking(writing_end, False)
     signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, end)
-    threading.Thread(target=listen, args=(reading,), name='sigterm', daemon=True).start()
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as shells begin what runs in the background
+            signal.signal(number, end)
+    threading.Thread(target=listen, args=(reading,), name='signals', daemon=True).start()

@@ -57,6 +57,9 @@ def initialize_distributed(
     """
     # `lm.training.peers` acts before JAX does, which aborts.
     timeout = int(config.heartbeat_seconds) + 30
+    # Its handler of SIGTERM only takes notes, while this process waits for others that may be gone already:
+    # `lm.training.preemption` has it installed once all are there.
+    jax.config.update('jax_enable_preemption_service', False)
     given = [coordinator_address, process_count, process_id]
     if any(value is not None for value in given):
         if any(value is None for value in given):

@@ -30,9 +30,10 @@ class Preemption:
     def __enter__(self) -> 'Preemption':
         if threading.current_thread() is threading.main_thread():
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
-            # Python's handler would replace that of jax.distributed, which alone can tell the other processes.
             if jax.process_count() == 1:
                 self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._notice)
+            else:  # the handler of jax.distributed alone can tell the other processes
+                install_notices()
         return self
 
     def __exit__(self, *_) -> None:
@@ -71,3 +72,12 @@ class Preemption:
         self._notice(signum, frame)
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)  # jax.distributed tells the others
+
+
+def install_notices() -> None:
+    """Has jax.distributed take SIGTERM for a notice that it passes on, if it does not yet."""
+    from jax._src.distributed import global_state
+
+    if global_state.preemption_sync_manager is None:
+        jax.config.update('jax_enable_preemption_service', True)
+        global_state.initialize_preemption_sync_manager()

@@ -146,6 +146,6 @@ if __name__ == '__main__':
 
     mechanisms()
     request = nurse(sys.argv[1])
-    lm.cli.end_on_sigterm('lm')  # as at the beginning of the program
+    lm.cli.end_on_signals('lm')  # as at the beginning of the program
     os.environ['XLA_FLAGS'] = request['flags']
     sys.exit(launchers.main(request['program']))

@@ -74,7 +74,7 @@ import jax, jax.numpy as jnp, time
 from lm.training.preemption import Preemption
 
 def slow(x):
-    for i in range(150):
+    for i in range(500):
         x = jnp.sin(x @ x) + i
     return x
 

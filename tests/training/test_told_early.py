@@ -1,4 +1,4 @@
-"""SIGTERM before a training has anything to save: exit code 42 from the first line on."""
+"""SIGTERM and Ctrl-C before a training has anything to save: exit code 42, or 130, from the first line on."""
 
 import pathlib
 import signal
@@ -40,12 +40,30 @@ def test_while_importing(tiny_flags, tmp_path, seconds):
 def test_while_it_waits_for_the_other_processes(tiny_flags, tmp_path):
     """In C code, where Python's own handlers do not run."""
     others = ['--coordinator_address', 'localhost:39071', '--process_count', '2', '--process_id', '1']
-    process = tiny.start('train', '--run_dir', str(tmp_path / 'run'), *tiny_flags, *others)
-    wait_for_handler(process)
+    one, two = (tiny.start('train', '--run_dir', str(tmp_path / name), *tiny_flags, *others) for name in 'ab')
+    for process in (one, two):
+        wait_for_handler(process)
     time.sleep(8)
     start = time.monotonic()
-    told(process)
+    told(one)
+    code, output = tiny.stop(two, signal.SIGINT, timeout=60)
+    assert (code, output.splitlines()[-1]) == (130, 'lm train: interrupted')
     assert time.monotonic() - start < 10
+
+
+def test_once_the_others_are_there_it_is_not_only_noted():
+    """JAX's own handler would wait for the next step, and another process that was told earlier never takes one."""
+    code = """
+import os, signal, time
+from lm.errors import end_on_signals
+from lm.training.mesh import MeshConfig, initialize_distributed
+end_on_signals('lm train')
+initialize_distributed(MeshConfig(), 'localhost:39072', 1, 0)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+    command = [sys.executable, '-c', code]
+    assert subprocess.run(command, env=tiny.environment(), cwd=tiny.ROOT, timeout=50).returncode == 42
 
 
 def test_another_program_that_imports_lm_keeps_its_signals():
