@@ -74,7 +74,7 @@ import jax, jax.numpy as jnp, time
 from lm.training.preemption import Preemption
 
 def slow(x):
-    for i in range(500):
+    for i in range(250):
         x = jnp.sin(x @ x) + i
     return x
 
