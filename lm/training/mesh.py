@@ -4,9 +4,11 @@ Axes: `data` replicates the parameters, `fsdp` shards them and the optimizer sta
 there is an axis `sequence`, each window is split over it.
 """
 
+import contextlib
 import importlib
 import math
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.config.configurable import configurable, field
-from lm.errors import ConfigError
+from lm.errors import ConfigError, end_process
 from lm.ops.platform import DATA_AXES, SEQUENCE_AXIS, data_shards
 from lm.parameters import LAYER
 
@@ -33,6 +35,9 @@ class MeshConfig:
     sequence: int = field(1, minimum=1, help='devices that share a window: each has a part of its tokens')
     processes: int | None = field(None, minimum=1, help='refuse to start with any other number of processes')
     heartbeat_seconds: float = field(60.0, above=0, help='a process that is silent for so long ends the job with 42')
+    join_seconds: float = field(
+        300.0, above=0, help='what a process waits for the others when the job starts, before it ends with 42'
+    )
 
     def check_divides(self, devices: int) -> None:
         """Raises ConfigError unless so many devices form groups of `fsdp` times `sequence`."""
@@ -55,8 +60,11 @@ def initialize_distributed(
     Raises ConfigError when the number of processes is not `mesh.processes`: a worker that trains alone is the
     commonest way to lose a day on a pod.
     """
-    # `lm.training.peers` acts before JAX does, which aborts.
-    timeout = int(config.heartbeat_seconds) + 30
+    # `lm.training.peers` and `_all_within` act before JAX does, which aborts.
+    timeouts = {
+        'heartbeat_timeout_seconds': int(config.heartbeat_seconds) + 30,
+        'initialization_timeout': int(config.join_seconds) + 30,
+    }
     # Its handler of SIGTERM only takes notes, while this process waits for others that may be gone already:
     # `lm.training.preemption` has it installed once all are there.
     jax.config.update('jax_enable_preemption_service', False)
@@ -66,14 +74,34 @@ def initialize_distributed(
             raise ConfigError('--coordinator_address, --process_count and --process_id: give all three or none')
         if jax.config.jax_platforms == 'cpu':
             jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-        jax.distributed.initialize(coordinator_address, process_count, process_id, heartbeat_timeout_seconds=timeout)
+        with _all_within(config.join_seconds):
+            jax.distributed.initialize(coordinator_address, process_count, process_id, **timeouts)
+            jax.process_count()  # asks the others what devices they have
     elif _on_cloud_tpu():
-        jax.distributed.initialize(heartbeat_timeout_seconds=timeout)
+        with _all_within(config.join_seconds):
+            jax.distributed.initialize(**timeouts)
+            jax.process_count()
     if config.processes is not None and jax.process_count() != config.processes:
         raise ConfigError(
             f'mesh.processes = {config.processes}: but {jax.process_count()} process(es) joined; '
             'start the same command on every worker of the pod, or correct the number'
         )
+
+
+@contextlib.contextmanager
+def _all_within(seconds: float) -> Iterator[None]:
+    """A block that the other processes must let this one leave within so many seconds; else it ends with 42."""
+    message = (
+        f'lm: the other processes have not joined within {seconds:g} s (mesh.join_seconds): '
+        'run the same command again on all of them'
+    )
+    timer = threading.Timer(seconds, end_process, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _on_cloud_tpu() -> bool:

@@ -54,7 +54,7 @@ class Peers:
         if self.count > 1:
             try:
                 self._connect()
-            except OSError as error:
+            except (OSError, jax.errors.JaxRuntimeError) as error:
                 log.warning('process %d cannot watch the others (%s): JAX will, later', self.index, error)
             self._thread = threading.Thread(target=self._watch, name='peers', daemon=True)
             self._thread.start()

@@ -98,7 +98,8 @@ class Draw:
         session = self.start(cold=kind == 'time', launcher=() if kind == 'time' else BRAKE)
         if kind == 'time':
             if how != signal.SIGKILL:  # else it is Python's start that is hit, not the program
-                wait_until(lambda: all(catches(process, how) for process in session.processes), session)
+                # SIGTERM, since Python itself catches SIGINT from its first moment on.
+                wait_until(lambda: all(catches(p, signal.SIGTERM) for p in session.processes), session)
             time.sleep(self.draw.uniform(0.0, 5.0))
         elif kind == 'devices':
             session.wait_for('devices')

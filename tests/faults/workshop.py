@@ -27,7 +27,7 @@ from warm import Nursery, Warm
 from lm.checkpoint.snapshot import Snapshot, steps_in
 
 TIMES = ('tokens_per_second', 'mfu', 'seconds', 'data_wait_seconds')
-HEARTBEAT = 10.0
+HEARTBEAT, JOIN = 10.0, 60.0
 LIMIT = 240.0
 """Seconds that a session may take before it counts as hanging."""
 LAUNCHERS = pathlib.Path(__file__).parent / 'launchers.py'
@@ -158,7 +158,7 @@ class Workshop:
         if shape.attention:
             bindings['model.attention'] = f'@{shape.attention}()'
         if shape.processes > 1:
-            bindings['mesh.heartbeat_seconds'] = HEARTBEAT
+            bindings |= {'mesh.heartbeat_seconds': HEARTBEAT, 'mesh.join_seconds': JOIN}
         named = {name.replace('__', '.'): value for name, value in changes.items()}
         return tiny.params(bindings | dict(shape.bindings) | named)
 

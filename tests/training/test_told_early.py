@@ -51,6 +51,16 @@ def test_while_it_waits_for_the_other_processes(tiny_flags, tmp_path):
     assert time.monotonic() - start < 10
 
 
+def test_others_that_never_come_are_not_waited_for_for_ever(tiny_flags, tmp_path):
+    others = ['--coordinator_address', 'localhost:39073', '--process_count', '2', '--process_id', '1']
+    done = tiny.lm('train', '--run_dir', str(tmp_path), *tiny_flags, *others, '--gin_param', 'mesh.join_seconds = 1')
+    assert done.returncode == 42
+    assert done.stderr == (
+        'lm: the other processes have not joined within 1 s (mesh.join_seconds): '
+        'run the same command again on all of them\n'
+    )
+
+
 def test_once_the_others_are_there_it_is_not_only_noted():
     """JAX's own handler would wait for the next step, and another process that was told earlier never takes one."""
     code = """
