@@ -40,7 +40,7 @@ class LayerRow:
         sequences: rows of the batch; `sequences` × `context` is the number of tokens of a call.
         out_of_memory: then there are no times.
         milliseconds: of a call, the median.
-        least_milliseconds: the shortest.
+        least_milliseconds, greatest_milliseconds: the shortest and the longest.
         cpu_milliseconds: processor time, on all cores together; on CPUs only.
         temporary_mib: memory beside arguments and results.
         peak_mib: all memory.
@@ -55,6 +55,7 @@ class LayerRow:
     out_of_memory: bool
     milliseconds: float | None = None
     least_milliseconds: float | None = None
+    greatest_milliseconds: float | None = None
     cpu_milliseconds: float | None = None
     tokens_per_second: float | None = None
     microseconds_per_token: float | None = None
@@ -265,6 +266,7 @@ def _row(key: tuple, sequences: int, times: dict, memory: dict[str, float], name
         out_of_memory=False,
         milliseconds=1e3 * found.seconds,
         least_milliseconds=1e3 * found.least,
+        greatest_milliseconds=1e3 * found.greatest,
         cpu_milliseconds=1e3 * found.cpu_seconds if is_cpu else None,
         tokens_per_second=n / found.seconds,
         microseconds_per_token=1e6 * found.seconds / n,
@@ -316,11 +318,13 @@ def draw(rows: Sequence[LayerRow], out: str, dtype: str = '') -> list[str]:
     """A picture a pass, as PolySketchFormer's Figure 1."""
     written = []
     for step in dict.fromkeys(row.passes for row in rows):
-        points: dict[str, list[tuple[int, float]]] = {}
+        points: dict[str, list[tuple[int, float, float, float]]] = {}
         for row in rows:
             own = points.setdefault(row.mechanism, [])
             if row.passes == step and not row.out_of_memory and math.isfinite(row.microseconds_per_token):
-                own.append((row.context, row.microseconds_per_token))
+                a_token = row.microseconds_per_token / row.milliseconds
+                spread = a_token * row.least_milliseconds, a_token * row.greatest_milliseconds
+                own.append((row.context, row.microseconds_per_token, *spread))
         path = pathlib.Path(out, f'attention_{step.replace("+", "_")}')
         written += results.draw_contexts(path, points, 'time per token (µs)', dtype)
     return written

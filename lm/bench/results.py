@@ -116,13 +116,18 @@ def check_writable(json_path: str | None, out: str | None) -> None:
 
 
 def draw_contexts(
-    path: pathlib.Path, points: dict[str, list[tuple[int, float]]], label: str, dtype: str = '', **options: Any
+    path: pathlib.Path,
+    points: dict[str, list[tuple[int, float, float, float]]],
+    label: str,
+    dtype: str = '',
+    **options: Any,
 ) -> list[str]:
     """A curve a mechanism against the context length, both axes logarithmic; the names of the files.
 
     Args:
         path: of the picture without suffix.
-        points: mechanism → (context length, value); what ran out of memory has no point.
+        points: mechanism → (context length, value, least and greatest of its repeats, which are the band around it);
+            what ran out of memory has no point.
         label: of the values, with their unit.
         dtype: in which they were computed; it stands above the axes, behind the devices.
         options: of `lm.plots.draw_lines`.
@@ -132,11 +137,11 @@ def draw_contexts(
     curves = []
     for style, (name, found) in enumerate(points.items()):
         if found:
-            x, y = np.array(sorted(found), float).T
-            curves.append(plots.Curve(name, style, x, y))
+            x, y, low, high = np.array(sorted(found), float).T
+            curves.append(plots.Curve(name, style, x, y, low, high))
     if not curves or jax.process_index():
         return []
-    ticks = sorted({n for found in points.values() for n, _ in found})
+    ticks = sorted({n for found in points.values() for n, *_ in found})
     scales = dict(x_scale='log', y_scale='log', markers=True, ticks=ticks)
     title = ', '.join(filter(None, (f'{jax.device_count()} × {jax.devices()[0].device_kind}', dtype)))
     plots.draw_lines(path, curves, 'context length (tokens)', label, title=title, **scales, **options)

@@ -255,14 +255,16 @@ def _printed(row: StepRow) -> dict[str, str | None]:
 
 def draw(rows: Sequence[StepRow], out: str, dtype: str) -> list[str]:
     """Steps a second against context length, as PolySketchFormer's Figure 4, and its Figure 1, time per token."""
-    steps: dict[str, list[tuple[int, float]]] = {}
-    times: dict[str, list[tuple[int, float]]] = {}
+    steps: dict[str, list[tuple[int, float, float, float]]] = {}
+    times: dict[str, list[tuple[int, float, float, float]]] = {}
     for row in rows:
         steps.setdefault(row.mechanism, [])
         times.setdefault(row.mechanism, [])
         if not row.out_of_memory:
-            steps[row.mechanism].append((row.context, row.steps_per_second))
-            times[row.mechanism].append((row.context, 1e6 / row.tokens_per_second))
+            microseconds = 1e6 * row.steps_per_second / row.tokens_per_second  # of a token at one step a second
+            steps[row.mechanism].append((row.context, row.steps_per_second, row.slowest, row.fastest))
+            reverse = (row.steps_per_second, row.fastest, row.slowest)
+            times[row.mechanism].append((row.context, *(microseconds / speed for speed in reverse)))
     pictures = {'step_speed': (steps, 'training steps per second'), 'step_latency': (times, 'time per token (µs)')}
     return [
         file

@@ -254,9 +254,11 @@ def test_step(tmp_path, capsys):
 
 def test_pictures_name_the_devices_and_the_dtype(tmp_path, monkeypatch):
     kept = []
-    monkeypatch.setattr(plots, '_save', lambda figure, path: kept.append(figure.axes[0].get_title(loc='left')))
-    results.draw_contexts(tmp_path / 'x', {'a': [(16, 1.0), (32, 2.0)]}, 'time', 'bfloat16')
-    assert kept == [f'{jax.device_count()} × {jax.devices()[0].device_kind}, bfloat16']
+    monkeypatch.setattr(plots, '_save', lambda figure, path: kept.append(figure.axes[0]))
+    results.draw_contexts(tmp_path / 'x', {'a': [(16, 1.0, 0.5, 4.0), (32, 2.0, 1.0, 3.0)]}, 'time', 'bfloat16')
+    assert kept[0].get_title(loc='left') == f'{jax.device_count()} × {jax.devices()[0].device_kind}, bfloat16'
+    (band,) = kept[0].collections  # of the repeats
+    assert {tuple(point) for point in band.get_paths()[0].vertices} == {(16, 0.5), (16, 4), (32, 1), (32, 3)}
 
 
 def test_speeds_are_printed_without_powers_of_ten():
