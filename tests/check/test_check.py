@@ -79,7 +79,8 @@ def test_a_large_state_is_shared_first():
 
 
 def test_a_state_is_shared_inside_of_a_slice():
-    large = dataclasses.replace(SMALL, model=ModelConfig(n_layers=36, d_model=1280, n_heads=20))
+    train = TrainConfig(tokens_per_step=4096, context_length=128)
+    large = dataclasses.replace(SMALL, model=ModelConfig(n_layers=36, d_model=1280, n_heads=20), train=train)
     assert next(advice.candidates(large, parse('2*v5e:2x4'))) == {'mesh.fsdp': 8}
     assert next(advice.candidates(large, parse('v5e:4x4'))) == {'mesh.fsdp': 16}
 
