@@ -1,7 +1,8 @@
 """`lm generate`: continues prompts with the weights of a run, one token at a time through the decoding state.
 
-Linear mechanisms carry a state of constant size, exact ones a key/value cache. Prompts of different lengths share a
-batch: the common beginning is prefilled at once, and while one prompt is still being read another already writes.
+Linear mechanisms carry a state of constant size, exact ones a key/value cache. A prompt is read in pieces of `PIECE`
+tokens, so that memory does not grow with it but for that cache. Prompts of different lengths share a batch: as many
+tokens as the shortest has are read that way, and while one prompt is still being read another already writes.
 """
 
 import dataclasses
@@ -25,6 +26,8 @@ from lm.training.mesh import initialize_distributed
 
 CHUNK = 16
 """Tokens per dispatch: enough to hide the host's work, few enough to stream."""
+PIECE = 4096
+"""Tokens of each prompt that are read at a time; what is left of the length is one shorter piece, the first."""
 END = 1000
 """Tokens at either end of a long text over which its speed is reported."""
 
@@ -76,42 +79,46 @@ def generate(
     forced_BxL = np.zeros((len(prompts), total), np.int32)
     for row, prompt in zip(forced_BxL, prompts, strict=True):
         row[: len(prompt)] = prompt
-    forced_BxL, lengths_B = jnp.asarray(forced_BxL), jnp.asarray(lengths)
     common = int(lengths.min())
 
-    def choose(logits_BxV, position, key):
+    def choose(logits_BxV, position, key, given):
         """The token at `position`: the prompt's own, or a sampled one behind its end."""
+        forced_BxL, lengths_B = given
         sampled = sampling(logits_BxV, jax.random.fold_in(key, position))
         return jnp.where(position < lengths_B, forced_BxL[:, position], sampled)
 
-    # The weights are arguments: captured ones would be compiled into the programs as constants.
+    # Weights and prompts are arguments: captured ones would be compiled into the programs as constants.
     graph, weights = nnx.split(model)
+    given = jnp.asarray(forced_BxL), jnp.asarray(lengths)
 
-    @jax.jit
-    def prefill(weights, key):
+    def read(weights, state, tokens_BxT, position, key, given):
         model = nnx.merge(graph, weights)
-        state = model.init_state(len(prompts), total)
-        state, logits = model.decode_step(state, forced_BxL[:, :common], jnp.int32(0))
-        return state, choose(logits[:, -1], common, key)
+        state = model.init_state(len(prompts), total) if state is None else state
+        state, x_BxTxD = model.extend(state, tokens_BxT, position + jnp.arange(tokens_BxT.shape[1]))
+        logits_BxV = model.logits(x_BxTxD[:, -1:])[:, 0]
+        return state, choose(logits_BxV, position + tokens_BxT.shape[1], key, given)
 
-    def advance(weights, state, token_B, position, key):
+    def advance(weights, state, token_B, position, key, given):
         model = nnx.merge(graph, weights)
 
         def one(carry, position):
             state, token_B = carry
             state, logits = model.decode_step(state, token_B[:, None], position)
-            token_B = choose(logits[:, 0], position + 1, key)
+            token_B = choose(logits[:, 0], position + 1, key, given)
             return (state, token_B), token_B
 
         (state, token_B), tokens = jax.lax.scan(one, (state, token_B), position + jnp.arange(CHUNK))
         return state, token_B, tokens.T
 
-    advance = jax.jit(advance, donate_argnums=1)
+    read, advance = (jax.jit(function, donate_argnums=1) for function in (read, advance))
     key = jax.random.key(seed)
-    state, token_B = prefill(weights, key)
+    state, start = None, 0
+    for end in range((common - 1) % PIECE + 1, common + 1, PIECE):
+        state, token_B = read(weights, state, forced_BxL[:, start:end], jnp.int32(start), key, given)
+        start = end
     yield np.concatenate([forced_BxL[:, 1:common], token_B[:, None]], axis=1)
     for position in range(common, total - 1, CHUNK):
-        state, token_B, tokens = advance(weights, state, token_B, jnp.int32(position), key)
+        state, token_B, tokens = advance(weights, state, token_B, jnp.int32(position), key, given)
         yield np.asarray(tokens)[:, : total - 1 - position]
 
 
@@ -170,7 +177,7 @@ def main(experiment: Experiment, arguments: Any) -> int:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     if arguments.max_tokens < 1:
         raise ConfigError(f'--max_tokens {arguments.max_tokens}: must be at least 1')
-    texts = _prompts(arguments)
+    texts = prompts_of(arguments)
     initialize_distributed(
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
@@ -248,18 +255,23 @@ def _speed(times: list[float], made: list[int], batch: int) -> str:
     return result
 
 
-def _prompts(arguments: Any) -> list[str]:
-    if arguments.prompt is not None and arguments.prompt_file is not None:
-        raise ConfigError('--prompt and --prompt_file: give one of them')
-    if arguments.prompt_file is None:
+def prompts_of(arguments: Any) -> list[str]:
+    """What the flags of `lm generate` ask to be continued. Raises ConfigError where they contradict each other."""
+    named = ('prompt', 'prompt_file', 'text_file')
+    given = [name for name in named if getattr(arguments, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f'--{given[0]} and --{given[1]}: give one of them')
+    if not given or given == ['prompt']:
         return [arguments.prompt or '']
-    path = pathlib.Path(arguments.prompt_file)
+    path = pathlib.Path(getattr(arguments, given[0]))
     if not path.is_file():
-        raise ConfigError(f'--prompt_file {path}: no such file')
-    prompts = path.read_text(encoding='utf-8').splitlines()
-    if not prompts:
+        raise ConfigError(f'--{given[0]} {path}: no such file')
+    text = path.read_text(encoding='utf-8')
+    if given == ['text_file']:
+        return [text]
+    if not text.splitlines():
         raise ConfigError(f'--prompt_file {path}: is empty; write one prompt a line')
-    return prompts
+    return text.splitlines()
 
 
 call = continuations

@@ -5,8 +5,9 @@ v5p,v6e,tpu7x}; there "bidirectional ICI bandwidth per chip" is the sum over the
 divided by the links (4 on v5e and v6e, 6 on the others), is one direction of one link. For v4, whose page gives none: 6
 links of 50 GB/s (Jouppi et al. 2023, "TPU v4", table 4). The HBM that a program may use is what the compiler names when
 it refuses one (libtpu 0.0.51): a little less than the chip's 32, 16, 96, 32 and 2 × 96 GiB. Which axes of a slice are
-closed to a ring: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. GPUs: the data
-sheets, without sparsity.
+closed to a ring: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. A chip's share of the network
+between slices: the page of tpu7x, and for v5e its pod's 6.4 Tbit/s by 256 chips; the page of v4 gives none. GPUs: the
+data sheets, without sparsity.
 """
 
 import dataclasses
@@ -59,7 +60,13 @@ class Chip:
         """Of the cores, Hz."""
         return self.flops / 2 / self.macs
 
+    @property
+    def dcn_bytes(self) -> float:
+        """A chip's share of the data-centre network between slices, one direction, bytes/s; 0: not published."""
+        return DCN_BYTES.get(self.name, 0.0)
 
+
+DCN_BYTES = {'v5e': 25e9 / 8, 'v5p': 50e9 / 8, 'v6e': 100e9 / 8, 'v7x': 100e9 / 8}
 MEGACORE = (('chip_config_name', 'megacore'),)
 CHIPS = (
     Chip('v2', ('TPU v2',), 45e12, devices=2, vmem_mib=16),
@@ -114,23 +121,31 @@ def peak_flops(device_kind: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice of a pod.
+    """A slice of a pod, or several equal ones.
 
     Attributes:
         chip: its generation.
-        shape: chips along each axis.
+        shape: chips of a slice along each axis.
+        slices: how many; between them is the data-centre network (DCN).
     """
 
     chip: Chip
     shape: tuple[int, ...]
+    slices: int = 1
 
     @property
     def name(self) -> str:
+        return f'{self.slices}*{self.slice_name}' if self.slices > 1 else self.slice_name
+
+    @property
+    def slice_name(self) -> str:
+        """That of one slice alone."""
         return f'{self.chip.name}:{"x".join(map(str, self.shape))}'
 
     @property
     def chips(self) -> int:
-        return math.prod(self.shape)
+        """Of all slices."""
+        return self.slices * math.prod(self.shape)
 
     @property
     def ici_bytes(self) -> float:
@@ -155,9 +170,10 @@ def describe_devices(topology: Topology) -> list[Any]:
     from jax.experimental import topologies
 
     chip = topology.chip
-    name = topology.name.replace(chip.name, chip.libtpu or chip.name)
+    name = topology.slice_name.replace(chip.name, chip.libtpu or chip.name)
+    options = dict(chip.options) | ({'num_slices': topology.slices} if topology.slices > 1 else {})
     try:
-        return list(topologies.get_topology_desc(name, platform='tpu', **dict(chip.options)).devices)
+        return list(topologies.get_topology_desc(name, platform='tpu', **options).devices)
     except Exception as error:  # libtpu raises several kinds
         raise ConfigError(f'--topology {topology.name}: {str(error).splitlines()[0]}; {offered(chip)}') from None
 
@@ -171,11 +187,14 @@ def check_libtpu(topology: Topology) -> None:
 
 
 def parse(name: str) -> Topology:
-    """'v5e:4x8', or an accelerator type: 'v5litepod-32', 'v4-64' (which counts cores).
+    """'v5e:4x8', or an accelerator type: 'v5litepod-32', 'v4-64' (which counts cores); '2*v5e:4x8' is two such slices.
 
     Raises ConfigError for a generation or a slice that is not offered.
     """
-    found = re.fullmatch(r'(\w+?)(?:[:=]([\dx]+)|-(\d+))', name.strip().lower())
+    number, several, one = name.strip().lower().rpartition('*')
+    if several and not re.fullmatch(r'[1-9]\d*', number):
+        raise ConfigError(f'--topology {name}: write SLICES*GENERATION:SHAPE for several slices, such as 2*v5e:4x8')
+    found = re.fullmatch(r'(\w+?)(?:[:=]([\dx]+)|-(\d+))', one)
     kind = ALIASES.get(found[1], found[1]) if found else ''
     if kind not in GENERATIONS:
         raise ConfigError(
@@ -191,7 +210,7 @@ def parse(name: str) -> Topology:
     if not shapes:
         counted = f' (the number counts cores, {chip.cores} a chip)' if found[3] and chip.cores > 1 else ''
         raise ConfigError(f'--topology {name}: no such slice{counted}; {offered(chip)}')
-    return Topology(chip, tuple(map(int, shapes[0].split('x'))))
+    return Topology(chip, tuple(map(int, shapes[0].split('x'))), int(number or 1))
 
 
 def generation(name: str) -> Chip:

@@ -1,5 +1,6 @@
 """`lm generate`: batches equal single prompts, sampling draws what it says, text streams in parts, small states."""
 
+import argparse
 import io
 import re
 
@@ -18,7 +19,7 @@ from lm.attention.softmax import Softmax
 from lm.data.store import TokenStore
 from lm.data.tokenizers.sentencepiece import SentencePiece
 from lm.errors import ConfigError
-from lm.generate import Sampling, TextStream, generate, state_bytes
+from lm.generate import Sampling, TextStream, generate, prompts_of, state_bytes
 
 GREEDY = Sampling(temperature=0)
 
@@ -54,6 +55,19 @@ def test_prompts_of_a_batch_do_not_change_one_another(model):
     for prompt, row in zip(prompts, together, strict=True):
         alone = continued(model, [prompt], 12)[0]
         assert row[: len(alone)].tolist() == alone.tolist()
+
+
+def test_a_prompt_is_read_in_pieces(monkeypatch):
+    """Each is compiled once a length: what is left of the prompt's, and the others."""
+    model = small(Polysketch(sketch_size=8, block=8, gate=True))
+    prompts = [list(range(1, 38)), list(range(3, 33))]
+    expected = continued(model, prompts, 12)
+    lengths, extend = [], model_lib.Transformer.extend
+    monkeypatch.setattr('lm.generate.PIECE', 8)
+    monkeypatch.setattr(model_lib.Transformer, 'extend', lambda *a: (lengths.append(a[2].shape[1]), extend(*a))[1])
+    assert continued(model, prompts, 12).tolist() == expected.tolist()
+    assert lengths[:2] == [30 % 8, 8]
+    assert set(lengths[2:]) == {1}
 
 
 def test_the_seed_decides(model):
@@ -156,3 +170,15 @@ def test_a_batch_of_prompts_from_a_file(reference_run, tmp_path):
     assert done.returncode == 0, done.stderr
     parts = done.stdout.split('-' * 20 + '\n')
     assert [part[:1] for part in parts] == ['', 'T', 'A']
+
+
+def test_a_whole_file_is_one_prompt(tmp_path):
+    (tmp_path / 'text').write_text('two\nlines\n')
+    arguments = argparse.Namespace(prompt=None, prompt_file=None, text_file=str(tmp_path / 'text'))
+    assert prompts_of(arguments) == ['two\nlines\n']
+    arguments.prompt = 'a'
+    with pytest.raises(ConfigError, match='--prompt and --text_file: give one of them'):
+        prompts_of(arguments)
+    arguments = argparse.Namespace(prompt=None, prompt_file=None, text_file=str(tmp_path / 'none'))
+    with pytest.raises(ConfigError, match=r'--text_file .*: no such file'):
+        prompts_of(arguments)

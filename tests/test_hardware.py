@@ -1,6 +1,7 @@
 """Chips by the names that JAX gives them, and slices of pods by the names that people give them."""
 
 import importlib.util
+import re
 
 import pytest
 
@@ -58,6 +59,9 @@ def test_no_kind_is_of_two_chips():
         ('v5p-8', 'v5p:2x2x1'),
         ('tpu7x:2x2x1', 'v7x:2x2x1'),
         ('v7x-8', 'v7x:2x2x1'),
+        ('2*v5e:4x8', '2*v5e:4x8'),
+        ('12*v5litepod-32', '12*v5e:4x8'),
+        ('1*v4:2x4x4', 'v4:2x4x4'),
     ],
 )
 def test_names_of_topologies(name, expected):
@@ -83,6 +87,22 @@ def test_topologies_that_do_not_exist(name, remedy):
     with pytest.raises(ConfigError, match=f'--topology {name}: .*{remedy}') as error:
         parse(name)
     assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('name', ['0*v5e:4x8', 'two*v5e:4x8', '*v5e:4x8', '-1*v5e:4x8', '2*3*v5e:4x8'])
+def test_a_number_of_slices_that_is_none(name):
+    with pytest.raises(ConfigError, match=f'--topology {re.escape(name)}: write SLICES.* such as 2') as error:
+        parse(name)
+    assert '\n' not in str(error.value)
+
+
+def test_slices_are_equal():
+    one, three = parse('v5e:4x8'), parse('3*v5e:4x8')
+    assert (three.slices, three.chips, three.slice_name) == (3, 3 * one.chips, one.name)
+    assert three.ici_bytes == one.ici_bytes
+    # 25, 50, 100 and 100 Gbit/s a chip
+    found = [GENERATIONS[name].dcn_bytes for name in ('v5e', 'v5p', 'v6e', 'v7x', 'v4')]
+    assert found == [3.125e9, 6.25e9, 12.5e9, 12.5e9, 0]
 
 
 @pytest.mark.parametrize(
@@ -123,10 +143,7 @@ def test_fsdp_need_not_be_an_axis_of_the_torus(name, fsdp):
 
 @needs_libtpu
 def test_devices_that_share_parameters_are_of_one_slice():
-    describe_devices(parse('v5e:2x2'))  # loads libtpu as it must be
-    from jax.experimental import topologies
-
-    devices = list(topologies.get_topology_desc('v5e:2x2', platform='tpu', num_slices=2).devices)
+    devices = describe_devices(parse('2*v5e:2x2'))
     for fsdp in (1, 2, 4):
         mesh = make_mesh(MeshConfig(fsdp=fsdp), devices[::-1])
         assert dict(mesh.shape) == {'data': 8 // fsdp, 'fsdp': fsdp}

@@ -114,16 +114,27 @@ class AttentionModule(nnx.Module):
         """
         raise NotImplementedError
 
-    def init_state(self, batch: int, max_length: int, dtype: Any) -> Any:
-        """The decoding state of an empty sequence: a pytree of arrays. Linear mechanisms ignore `max_length`."""
+    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
+        """The decoding state of an empty sequence: a pytree of arrays. Linear mechanisms ignore `max_length`.
+
+        `documents`: whether its tokens will say where their documents begin.
+        """
         raise NotImplementedError
 
     def decode_step(
-        self, state: Any, q_BxTxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array
+        self,
+        state: Any,
+        q_BxTxHxD: jax.Array,
+        k_BxTxKxD: jax.Array,
+        v_BxTxKxD: jax.Array,
+        *,
+        starts_BxT: jax.Array | None = None,
     ) -> tuple[Any, jax.Array]:
-        """Appends T tokens (one when decoding, a whole prompt when prefilling) and returns (state, [B, T, H, D]).
+        """Appends T tokens (one when decoding, a piece of the prompt when prefilling) and returns
+        (state, [B, T, H, D]).
 
         Tokens at one call follow those of the calls before; the outputs equal `__call__` on the whole sequence.
+        `starts_BxT` are the `starts_BxL` of these tokens, counted from the first of them: negative before it.
         """
         raise NotImplementedError
 

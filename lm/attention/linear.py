@@ -76,18 +76,16 @@ class LinearModule(AttentionModule):
         **named: jax.Array,
     ) -> jax.Array:
         arguments = self.arguments(q_BxLxHxD, k_BxLxKxD, self._columns(v_BxLxKxD), *own, **named)
-        if starts_BxL is not None:
-            decay_BxLxK = arguments.pop('log_decay_BxLxK', None)
-            arguments['log_decay_BxLxK'] = forgetting(starts_BxL, decay_BxLxK, self.dims.n_kv_heads)
-        o_BxLxHxC = linear_attention(**arguments)
+        o_BxLxHxC = linear_attention(**self._apart(arguments, starts_BxL))
         return self.outputs(self._divided(o_BxLxHxC, v_BxLxKxD.dtype), v_BxLxKxD)
 
-    def init_state(self, batch: int, max_length: int, dtype: Any) -> decode.DecodeState:
+    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> decode.DecodeState:
         """The sums over no keys, float32, of one size for any length; and room for keys that are compared exactly."""
         heads = (self.dims.n_heads, self.dims.n_kv_heads, self.dims.n_kv_heads)
         q_Bx1xHxD, k_Bx1xKxD, v_Bx1xKxD = (jnp.zeros((batch, 1, n, self.dims.head_dim), dtype) for n in heads)
         arguments = self.arguments(q_Bx1xHxD, k_Bx1xKxD, self._columns(v_Bx1xKxD))
-        return decode.init_state(**arguments, max_length=max_length)
+        starts_Bx1 = jnp.zeros((batch, 1), jnp.int32) if documents else None
+        return decode.init_state(**self._apart(arguments, starts_Bx1), max_length=max_length)
 
     def decode_step(
         self,
@@ -96,11 +94,19 @@ class LinearModule(AttentionModule):
         k_BxTxKxD: jax.Array,
         v_BxTxKxD: jax.Array,
         *own: jax.Array,
+        starts_BxT: jax.Array | None = None,
         **named: jax.Array,
     ) -> tuple[decode.DecodeState, jax.Array]:
         arguments = self.arguments(q_BxTxHxD, k_BxTxKxD, self._columns(v_BxTxKxD), *own, **named)
-        state, o_BxTxHxC = decode.decode_step(state, **arguments)
+        state, o_BxTxHxC = decode.decode_step(state, **self._apart(arguments, starts_BxT))
         return state, self.outputs(self._divided(o_BxTxHxC, v_BxTxKxD.dtype), v_BxTxKxD)
+
+    def _apart(self, arguments, starts_BxL):
+        """The arguments of the call with documents kept apart, where any are told."""
+        if starts_BxL is None:
+            return arguments
+        decay_BxLxK = arguments.get('log_decay_BxLxK')
+        return arguments | {'log_decay_BxLxK': forgetting(starts_BxL, decay_BxLxK, self.dims.n_kv_heads)}
 
     def _columns(self, v_BxLxKxD):
         if not self.signed:

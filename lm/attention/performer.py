@@ -96,10 +96,10 @@ class PerformerAttention(LinearModule):
         if phases_R is not None:
             self.phases[...] = phases_R
 
-    def init_state(self, batch: int, max_length: int, dtype: Any) -> DecodeState:
+    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> DecodeState:
         if not self.config.causal:
             raise ConfigError('performer.causal = False: cannot generate token by token; set it to True')
-        return super().init_state(batch, max_length, dtype)
+        return super().init_state(batch, max_length, dtype, documents)
 
     def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
         projection = Projection(self.projection[...], None if self.phases is None else self.phases[...])

@@ -88,7 +88,7 @@ class PolynomialAttention(NormedModule):
         options = {'starts_BxL': starts_BxL, 'log_decay_BxMxK': decay}
         return polynomial_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, **weights, **options)
 
-    def init_state(self, batch: int, max_length: int, dtype: Any) -> cache.Cache:
+    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> cache.Cache:
         """A cache of `max_length` normalized keys and values."""
         return cache.empty(batch, max_length, self.dims.n_kv_heads, self.dims.head_dim, dtype, self.config.gate)
 
@@ -99,6 +99,8 @@ class PolynomialAttention(NormedModule):
         k_BxTxKxD: jax.Array,
         v_BxTxKxD: jax.Array,
         gate_BxLxK: jax.Array | None = None,
+        *,
+        starts_BxT: jax.Array | None = None,
     ) -> tuple[cache.Cache, jax.Array]:
         q_BxTxHxD, k_BxTxKxD = self.normalize(q_BxTxHxD, k_BxTxKxD)
         decay = self.gate and self.gate.log_decay(k_BxTxKxD, gate_BxLxK)
@@ -110,6 +112,7 @@ class PolynomialAttention(NormedModule):
             **self.config.weights(self.dims.head_dim),
             q_offset=seen.q_offset,
             k_start=seen.k_start,
+            starts_BxL=None if starts_BxT is None else seen.q_offset + starts_BxT,
             log_decay_BxMxK=seen.log_decay_BxMxK,
             implementation='xla',
         )

@@ -62,7 +62,7 @@ class SoftmaxAttention(AttentionModule):
         options = {'scale': config.scale, 'window': config.window, 'log_decay_BxMxK': decay}
         return softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts_BxL=starts_BxL, **options)
 
-    def init_state(self, batch: int, max_length: int, dtype: Any) -> cache.Cache:
+    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> cache.Cache:
         """A cache of `max_length` tokens, or of the window where that is shorter."""
         length = min(max_length, self.config.window or max_length)
         return cache.empty(batch, length, self.dims.n_kv_heads, self.dims.head_dim, dtype, self.config.gate)
@@ -74,6 +74,8 @@ class SoftmaxAttention(AttentionModule):
         k_BxTxKxD: jax.Array,
         v_BxTxKxD: jax.Array,
         gate_BxLxK: jax.Array | None = None,
+        *,
+        starts_BxT: jax.Array | None = None,
     ) -> tuple[cache.Cache, jax.Array]:
         store = cache.append if self.config.window is None else cache.slide
         decay = self.gate and self.gate.log_decay(k_BxTxKxD, gate_BxLxK)
@@ -86,6 +88,7 @@ class SoftmaxAttention(AttentionModule):
             window=self.config.window,
             q_offset=seen.q_offset,
             k_start=seen.k_start,
+            starts_BxL=None if starts_BxT is None else seen.q_offset + starts_BxT,
             log_decay_BxMxK=seen.log_decay_BxMxK,
             implementation='xla',
         )

@@ -107,7 +107,8 @@ def candidates(experiment: Experiment, topology: Topology, everything: bool = Fa
     config, model, mesh = experiment.train, experiment.model, experiment.mesh
     levels = list(REMAT)[0 if everything else list(REMAT).index(model.remat) :]
     devices = topology.chips * topology.chip.devices
-    shared = max(mesh.fsdp, max(n for n in range(1, min(devices, MAX_FSDP) + 1) if devices % n == 0))
+    near = devices // topology.slices
+    shared = max(mesh.fsdp, max(n for n in range(1, min(near, MAX_FSDP) + 1) if near % n == 0))
     each = BYTES_A_PARAMETER + experiment.optimizer.rule.state_bytes()
     state_gib = each * sum(count_parameters(model).values()) / mesh.fsdp / 2**30
     sharing = [shared] if state_gib > LARGE_STATE * topology.chip.hbm_gib else [mesh.fsdp, shared]

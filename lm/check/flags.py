@@ -9,7 +9,8 @@ def check_flags(parser: argparse.ArgumentParser) -> None:
         action='append',
         default=[],
         metavar='NAME',
-        help="compile for this TPU slice: 'v5e:4x8', 'v4:2x4x4', 'v6e-64', …; may be repeated; needs libtpu, no TPU",
+        help="compile for this TPU slice: 'v5e:4x8', 'v4:2x4x4', 'v6e-64', …, or for several, '2*v5e:8x8'; may be "
+        'repeated; needs libtpu, no TPU',
     )
     parser.add_argument(
         '--no_advice', dest='advice', action='store_false', help='try no changes when a step does not fit'

@@ -2,8 +2,9 @@
 
 from lm.check.advice import Tried
 from lm.check.compiled_step import MARGIN, Budget, Check, Speed
+from lm.compiled.roofline import Roofline
 from lm.experiment import Experiment
-from lm.hardware import parse
+from lm.hardware import Chip, parse
 from lm.text import duration, si
 from lm.training.progress import plan_rows, print_row
 
@@ -29,7 +30,8 @@ def print_check(check: Check, budget: Budget, price: float | None = None) -> Non
     print()
     row(
         'topology',
-        f'{check.topology}: {check.chips} chips, {check.devices} devices; '
+        f'{check.topology}: {f"{topology.slices} slices, " if topology.slices > 1 else ""}{check.chips} chips, '
+        f'{check.devices} devices; '
         f'{"compiled in" if check.roofline else "refused by the compiler after"} {check.compile_seconds:.0f} s'
         + (f' with {", ".join(check.bindings)}' if check.bindings else ''),
     )
@@ -63,6 +65,8 @@ def print_check(check: Check, budget: Budget, price: float | None = None) -> Non
         sent = sum(e.gigabytes_sent_per_device for e in bound.collectives)
         links = f'{sent:.3g} GB sent a {unit} at {topology.ici_bytes / n / 1e9:.0f} GB/s'
         row('  ICI', f'{milliseconds(bound.ici_seconds)}: {links}' if sent else 'no collectives')
+    if topology.slices > 1:
+        row('  DCN', between_slices(bound, chip, unit))
     for e in bound.collectives:
         row(f'    {e.kind}', f'{e.times_per_step:,} × a step, {e.gigabytes_sent_per_device:.3g} GB sent a {unit}')
     if predicted is not None:
@@ -79,6 +83,16 @@ def print_check(check: Check, budget: Budget, price: float | None = None) -> Non
     for text in bound.notes:
         row('note', text)
     row('note', 'a bound and a model of data-sheet peaks, not measurements: a real step takes longer (docs/check.md)')
+
+
+def between_slices(bound: Roofline, chip: Chip, unit: str) -> str:
+    """What the slices tell each other."""
+    if not bound.dcn_gigabytes:
+        return 'nothing is sent between the slices, as far as the program says'
+    sent = f'{bound.dcn_gigabytes:.3g} GB of gradients sent a {unit} to the other slices'
+    if bound.dcn_seconds is None:
+        return f'{sent}; no figure of that network is published for {chip.name}, so its time is not predicted'
+    return f'{milliseconds(bound.dcn_seconds)}: {sent} at {chip.dcn_bytes / chip.devices / 1e9:.4g} GB/s'
 
 
 def print_prediction(check: Check) -> None:

@@ -106,6 +106,31 @@ class Collective:
     sent: float
 
 
+@dataclasses.dataclass(frozen=True)
+class SliceTransfer:
+    """What a device gives to the network between slices: its share of an array that a slice has reduced already.
+
+    Attributes:
+        name: of the instruction that sends.
+        computation: where that is.
+        kind: the compiler's word, such as 'ALL_REDUCE'.
+        times: runs per step.
+        bytes: of the share, per run.
+    """
+
+    name: str
+    computation: str
+    kind: str
+    times: int
+    bytes: float
+
+    def sent(self, slices: int) -> float:
+        """Bytes that the device must send to other slices per run, by the bandwidth-optimal algorithm."""
+        n = slices
+        share = {'ALL_REDUCE': 2 * (n - 1) / n, 'REDUCE_SCATTER': (n - 1) / n, 'ALL_GATHER': n - 1}
+        return share.get(self.kind, 1.0) * self.bytes
+
+
 class HloProgram:
     """A compiled module. `text` is what `Compiled.as_text()` returns."""
 
@@ -162,9 +187,10 @@ class HloProgram:
                 if kind not in COLLECTIVES:
                     continue
                 channel = re.search(r'channel_id=(\d+)', instruction.attributes)
-                # Permutes are never split, and those of one shard_map share a channel.
+                # Permutes are never split, and those of one shard_map share a channel. So do the parts of a reduction
+                # over slices: one inside a slice before it, and a gather after it.
                 is_chain = channel and kind != 'collective-permute'
-                key = (computation, channel[1] if is_chain else instruction.name)
+                key = (computation, kind, channel[1] if is_chain else instruction.name)
                 if key in seen:
                     continue
                 seen.add(key)
@@ -177,6 +203,16 @@ class HloProgram:
                     kind = 'reduce-scatter'  # how the TPU compiler writes it: a fusion that keeps a slice
                 share = {'all-reduce': 2 * (n - 1) / n, 'collective-permute': 1.0}.get(kind, (n - 1) / n)
                 result.append(Collective(outer.name, computation, kind, n, times, size, share * size))
+        return result
+
+    def transfers(self) -> list[SliceTransfer]:
+        """All that goes from slice to slice in one run of the program."""
+        result = []
+        for computation, times in self.times.items():
+            for i in self.computations[computation]:
+                kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
+                if kind and i.opcode == 'send':
+                    result.append(SliceTransfer(i.name, computation, kind[1], times, i.arrays[0].size))
         return result
 
     # ----------------------------------------------------------------------------------------------------------- runs
@@ -274,6 +310,12 @@ def group_size(attributes: str) -> int:
         axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
         return math.prod(int(axes[name]) for name in re.findall(r"'(\w+)'", found[2]))
     return 1 if 'source_target_pairs' not in attributes else 2
+
+
+def rendezvous(instruction: Instruction) -> str | None:
+    """What a `send` and the `recv` of its result have in common."""
+    found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attributes)
+    return found and found[1]
 
 
 def _instructions(text: str) -> Iterator[Instruction]:

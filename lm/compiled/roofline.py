@@ -35,8 +35,10 @@ class Roofline:
         hbm_gigabytes: moved between HBM and the core.
         collectives: by kind, the one that sends most first.
         compute_seconds, hbm_seconds, ici_seconds: each alone, at the peak of the data sheet.
-        bound_by: 'compute', 'HBM' or 'ICI', the largest of the three.
+        bound_by: 'compute', 'HBM', 'ICI' or 'DCN', the largest of the four.
         notes: what could not be counted.
+        dcn_gigabytes: sent to other slices, over the data-centre network.
+        dcn_seconds: of these alone; None where no figure of the network is published.
     """
 
     hardware_teraflops: float
@@ -47,10 +49,12 @@ class Roofline:
     ici_seconds: float
     bound_by: str
     notes: tuple[str, ...] = ()
+    dcn_gigabytes: float = 0.0
+    dcn_seconds: float | None = 0.0
 
     @property
     def seconds(self) -> float:
-        return max(self.compute_seconds, self.hbm_seconds, self.ici_seconds)
+        return max(self.compute_seconds, self.hbm_seconds, self.ici_seconds, self.dcn_seconds or 0.0)
 
 
 def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_flops: float = 0.0) -> Roofline:
@@ -80,10 +84,15 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_fl
             c.kind, old.times_per_step + c.times, old.gigabytes_sent_per_device + c.times * c.sent / 1e9
         )
     sent = sum(e.gigabytes_sent_per_device for e in collectives.values()) * 1e9
+    between = sum(t.times * t.sent(topology.slices) for t in program.transfers())
+    dcn = 0.0
+    if between:
+        dcn = between / (chip.dcn_bytes / chip.devices) if chip.dcn_bytes else None
     seconds = {
         'compute': flops / (chip.flops / chip.devices),
         'HBM': moved / (chip.hbm_bytes / chip.devices),
         'ICI': sent / (topology.ici_bytes / chip.devices) if sent else 0.0,
+        'DCN': dcn or 0.0,
     }
     notes = []
     if not text:
@@ -103,6 +112,8 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_fl
         ici_seconds=seconds['ICI'],
         bound_by=max(seconds, key=seconds.get),
         notes=tuple(notes),
+        dcn_gigabytes=between / 1e9,
+        dcn_seconds=dcn,
     )
 
 

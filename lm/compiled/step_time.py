@@ -3,8 +3,9 @@
 Each instruction takes the larger of its bytes ÷ HBM bandwidth and its products ÷ the rate of the matrix units, a kernel
 the cycles of its static schedule where those are known and more. One instruction follows another; what is copied to
 on-chip memory ahead of time is counted with the instruction that reads it. A collective that runs beside others costs
-only what they do not hide. Left out: the vector units outside of kernels, products narrower than the matrix unit,
-latency and waits. Parts are told by the scopes (`jax.named_scope`) that the model puts around them.
+only what they do not hide, and so does what goes to other slices, where the speed of that network is known. Left out:
+the vector units outside of kernels, products narrower than the matrix unit, latency and waits. Parts are told by the
+scopes (`jax.named_scope`) that the model puts around them.
 """
 
 import collections
@@ -12,7 +13,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from lm.compiled.program import COLLECTIVES, HloProgram, Instruction
+from lm.compiled.program import COLLECTIVES, HloProgram, Instruction, rendezvous
 from lm.compiled.schedules import KernelCycles
 from lm.compiled.traffic import traffic
 from lm.hardware import Topology
@@ -141,6 +142,7 @@ class _Computation:
         self.program, self.chip, self.cycles, self.times = program, topology.chip, cycles, times
         self.name, self.names = name, program.by_name[name]
         self.link = topology.ici_bytes / topology.chip.devices
+        self.slices, self.far_link = topology.slices, topology.chip.dcn_bytes / topology.chip.devices
         self.users = collections.defaultdict(list)
         for i in self.names.values():
             for operand in i.operands:
@@ -152,7 +154,8 @@ class _Computation:
             if size := traffic(i, self.names, self.program):
                 moved[self._payer(i)] += size
         sent = {c.name: c.sent for c in self.program.collectives() if c.computation == self.name}
-        clock, link_free, ends = 0.0, 0.0, {}
+        far = {t.name: t.sent(self.slices) for t in self.program.transfers() if t.computation == self.name}
+        clock, link_free, far_free, ends, arrives = 0.0, 0.0, 0.0, {}, {}
         for i in self.names.values():
             if i.opcode in ('while', 'conditional', 'call'):
                 continue
@@ -166,6 +169,11 @@ class _Computation:
                     waits = link_free - clock
             elif i.opcode.endswith('-done') and i.operands[0] in ends:
                 waits = max(0.0, ends[i.operands[0]] - clock)
+            elif i.name in far and self.far_link:
+                far_free = max(clock, far_free) + far[i.name] / self.far_link
+                arrives[rendezvous(i)] = far_free
+            elif i.opcode == 'recv-done' and i.operands[0] in self.names:
+                waits = max(0.0, arrives.get(rendezvous(self.names[i.operands[0]]), 0.0) - clock)
             cost = self._cost(i, moved.get(i.name, 0.0), waits)
             clock += cost.seconds / self.times
             if cost.seconds:
@@ -221,7 +229,7 @@ class _Computation:
         inside = [inner for inner, _ in self.program.within(i)]
         # Products that a collective is fused with hide it, unless it takes longer.
         kinds = {inner.opcode.removesuffix('-start') for inner in inside}
-        if is_waiting or (kinds & set(COLLECTIVES) and not kinds & {'dot', 'convolution'}):
+        if is_waiting or (kinds & {*COLLECTIVES, 'send', 'recv'} and not kinds & {'dot', 'convolution'}):
             return 'collectives'
         computing = [inner for inner in inside if sum(a.elements for a in inner.arrays) > 1]
         if all(inner.opcode in MOVES for inner in computing):

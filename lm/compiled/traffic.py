@@ -36,6 +36,8 @@ def traffic(instruction: Instruction, names: Names, program: HloProgram) -> floa
         return 0.0
     if opcode == 'custom-call' and any(target in instruction.attributes for target in FREE_TARGETS):
         return 0.0
+    if opcode == 'send':
+        return arrays[0].hbm  # its operand; the result is the same buffer
     if opcode == 'slice-start':
         source, target = arrays[0], arrays[1]
         return target.hbm + (target.size if source.hbm else 0.0)

@@ -30,7 +30,8 @@ def make_evaluator(
     if data.task:
         return TaskEvaluator(functions, mesh, data.task, split, context_length, config.window, config.batch_size)
     documents = data.documents(store, config.mask_documents)
-    program, config = scoring(functions, mesh, documents), dataclasses.replace(config, mask_documents=bool(documents))
+    program = scoring(functions, mesh, documents, config.chunk)
+    config = dataclasses.replace(config, mask_documents=bool(documents))
     check_windows(config, split, context_length, store, others)
     if not others and not isinstance(store, Mixture):
         return Evaluator(program, mesh, store, config, split, context_length)
@@ -77,4 +78,6 @@ def what_is_scored(config: EvaluateConfig, data: DataConfig, context_length: int
     """(split, context length) of the evaluations of a run that trains at `context_length`."""
     if data.task and config.mask_documents:
         raise ConfigError('evaluate.mask_documents = True: the examples of a task are no documents; delete this')
+    if data.task and config.chunk:
+        raise ConfigError(f'evaluate.chunk = {config.chunk}: the examples of a task are computed whole; delete this')
     return config.split or data.eval_split, config.context_length or context_length

@@ -8,6 +8,7 @@ def evaluate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--context_length', type=int, metavar='N', help='default: as in training')
     parser.add_argument('--window', help="'disjoint' or 'sliding:STRIDE'")
     parser.add_argument('--batch_size', type=int, metavar='N', help='windows at a time')
+    parser.add_argument('--chunk', type=int, metavar='N', help='tokens of a window at a time; default: the whole')
     parser.add_argument(
         '--tasks',
         metavar='A,B,…',

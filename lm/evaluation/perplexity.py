@@ -11,10 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
+from lm.evaluation.chunks import losses_in_chunks
 from lm.evaluation.config import EvaluateConfig
 from lm.ops.documents import Documents
 from lm.text import perplexity
@@ -65,14 +67,18 @@ class EvaluationWindows:
 
 
 def scoring(
-    functions: TrainStep, mesh: Mesh, documents: Documents | None = None
+    functions: TrainStep, mesh: Mesh, documents: Documents | None = None, chunk: int | None = None
 ) -> Callable[[Any, jax.Array], jax.Array]:
     """(weights, tokens [B, L + 1]) → nats of each target [B, L] on all devices; compiled once a shape.
 
-    With `documents` those of a window do not see each other.
+    With `documents` those of a window do not see each other. With `chunk` a longer window is walked in parts of so many
+    tokens (`lm.evaluation.chunks`).
     """
 
     def token_losses(weights, tokens_BxL):
+        if chunk is not None and tokens_BxL.shape[1] - 1 > chunk:
+            model = nnx.merge(functions.graph, weights['params'], weights['buffers'])
+            return losses_in_chunks(model, tokens_BxL, chunk, documents)
         return functions.token_losses(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:], documents)
 
     return jax.jit(token_losses, out_shardings=replicated(mesh))

@@ -71,17 +71,19 @@ class Block(nnx.Module):
             y_BxLxHxC = self.attention(*qkv, starts_BxL=starts_BxL, **own)
         return self._rest(x_BxLxD, normed_BxLxD, y_BxLxHxC)
 
-    def init_state(self, batch: int, max_length: int, dtype: Any) -> Any:
+    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
         """The decoding state of empty sequences: of the mechanism, and of the convolution where there is one."""
-        state = self.attention.init_state(batch, max_length, dtype)
+        state = self.attention.init_state(batch, max_length, dtype, documents)
         return (state, self.convolution.init_state(batch, dtype)) if self.convolution else state
 
-    def decode_step(self, state: Any, x_BxTxD: jax.Array, rotation: Rotation | None) -> tuple[Any, jax.Array]:
-        """Like `__call__` for T tokens that follow those in `state`."""
+    def decode_step(
+        self, state: Any, x_BxTxD: jax.Array, rotation: Rotation | None, starts_BxT: jax.Array | None = None
+    ) -> tuple[Any, jax.Array]:
+        """Like `__call__` for T tokens that follow those in `state`; `starts_BxT` counts from the first of them."""
         normed_BxTxD = self.attention_norm(x_BxTxD)
         state, before = state if self.convolution else (state, None)
-        qkv, before = self._qkv(normed_BxTxD, rotation, before)
-        state, y_BxTxHxC = self.attention.decode_step(state, *qkv, **self._own(normed_BxTxD))
+        qkv, before = self._qkv(normed_BxTxD, rotation, before, starts_BxT)
+        state, y_BxTxHxC = self.attention.decode_step(state, *qkv, starts_BxT=starts_BxT, **self._own(normed_BxTxD))
         return (state, before) if self.convolution else state, self._rest(x_BxTxD, normed_BxTxD, y_BxTxHxC)
 
     def project(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, ...]:

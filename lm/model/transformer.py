@@ -111,16 +111,22 @@ class Transformer(nnx.Module):
         Arguments as in `hidden`. With `normalizer` the pair of these and of the log-normalizers of the logits, [B, L]
         float32.
         """
-        x_BxLxD = self.hidden(tokens_BxL, positions, starts_BxL)
+        return self.losses(self.hidden(tokens_BxL, positions, starts_BxL), targets_BxL, normalizer)
+
+    def losses(self, x_BxLxD: jax.Array, targets_BxL: jax.Array, normalizer: bool = False) -> Any:
+        """Those of `token_losses`, of the normalised outputs of the last layer."""
         options = {'cap': self.config.logit_cap, 'normalizer': normalizer}
         with jax.named_scope('cross_entropy'):
             return cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, **options)
 
-    def init_state(self, batch: int, max_length: int) -> list[Any]:
-        """The decoding state of empty sequences: for each mechanism of the pattern, its states stacked over layers."""
+    def init_state(self, batch: int, max_length: int, documents: bool = False) -> list[Any]:
+        """The decoding state of empty sequences: for each mechanism of the pattern, its states stacked over layers.
+
+        `documents`: whether their tokens will say where their documents begin (`extend`).
+        """
 
         def empty(block):
-            return block.init_state(batch, max_length, self.config.compute_dtype)
+            return block.init_state(batch, max_length, self.config.compute_dtype, documents)
 
         def stacked(blocks):
             apply, state = taken_apart(blocks)
@@ -130,18 +136,37 @@ class Transformer(nnx.Module):
 
     def decode_step(self, state: list[Any], tokens_BxT: jax.Array, position: jax.Array) -> tuple[list[Any], jax.Array]:
         """Appends T tokens, the first of which stands at `position`; returns the state and their logits [B, T, V]."""
-        x_BxTxD, rotation = self._embed(tokens_BxT, position + jnp.arange(tokens_BxT.shape[1]))
+        state, x_BxTxD = self.extend(state, tokens_BxT, position + jnp.arange(tokens_BxT.shape[1]))
+        return state, self.logits(x_BxTxD)
+
+    def extend(
+        self,
+        state: list[Any],
+        tokens_BxT: jax.Array,
+        positions: jax.Array,
+        starts_BxT: jax.Array | None = None,
+    ) -> tuple[list[Any], jax.Array]:
+        """Appends T tokens and returns the state and their normalised outputs of the last layer, [B, T, D].
+
+        Args:
+            state: of the tokens before.
+            tokens_BxT: the tokens.
+            positions: of the tokens, [T] or [B, T].
+            starts_BxT: the first token of each token's document, as in `hidden` but counted from the first of these
+                tokens: negative before it.
+        """
+        x_BxTxD, rotation = self._embed(tokens_BxT, positions)
         applies, params = zip(*map(taken_apart, self.blocks), strict=True)
 
         def layers(x_BxTxD, params_and_state):
             new = []
             for apply, param, old in zip(applies, *params_and_state, strict=True):
-                layer_state, x_BxTxD = apply(param, Block.decode_step, old, x_BxTxD, rotation)
+                layer_state, x_BxTxD = apply(param, Block.decode_step, old, x_BxTxD, rotation, starts_BxT)
                 new.append(layer_state)
             return x_BxTxD, new
 
         x_BxTxD, state = jax.lax.scan(layers, x_BxTxD, (params, state), unroll=self._unroll)
-        return state, self.logits(self.final_norm(x_BxTxD))
+        return state, self.final_norm(x_BxTxD)
 
     def redraw(self, which: Sequence[int], key: jax.Array) -> None:
         """Draws new random projections in the layers of the mechanisms `which` of the pattern."""

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 
 import jax
 import pytest
@@ -11,8 +12,9 @@ import tiny
 
 from lm import cli
 from lm.attention.softmax import Softmax
-from lm.check import advice, command
+from lm.check import advice, command, tables
 from lm.check import compiled_step as check
+from lm.compiled.roofline import Roofline
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import parse
@@ -74,6 +76,33 @@ def test_a_large_state_is_shared_first():
     experiment = dataclasses.replace(SMALL, model=ModelConfig(n_layers=36, d_model=1280, n_heads=20))
     assert next(advice.candidates(experiment, parse('v5e:2x4'))) == {'mesh.fsdp': 8}
     assert 'mesh.fsdp' not in next(advice.candidates(experiment, parse('v5p:2x2x1')))
+
+
+def test_a_state_is_shared_inside_of_a_slice():
+    train = TrainConfig(tokens_per_step=4096, context_length=128)
+    large = dataclasses.replace(SMALL, model=ModelConfig(n_layers=36, d_model=1280, n_heads=20), train=train)
+    assert next(advice.candidates(large, parse('2*v5e:2x4'))) == {'mesh.fsdp': 8}
+    assert next(advice.candidates(large, parse('v5e:4x4'))) == {'mesh.fsdp': 16}
+
+
+@pytest.mark.parametrize(
+    ('name', 'gigabytes', 'seconds', 'line'),
+    [
+        ('2*v5e:2x4', 0.44, 0.1408, '141 ms: 0.44 GB of gradients sent a chip to the other slices at 3.125 GB/s'),
+        ('2*v4:2x2x2', 0.44, None, '0.44 GB of gradients .* no figure of that .* for v4, so its time is not predicted'),
+        ('2*v5e:2x4', 0.0, 0.0, 'nothing is sent between the slices.*'),
+    ],
+)
+def test_what_goes_between_slices_in_a_line(name, gigabytes, seconds, line):
+    bound = Roofline(1.0, 1.0, (), 1.0, 1.0, 1.0, 'compute', (), gigabytes, seconds)
+    found = tables.between_slices(bound, parse(name).chip, 'chip')
+    assert re.fullmatch(line, found), found
+
+
+def test_slices_are_counted_where_there_are_several(capsys):
+    found = pretend(lambda e: 20)(SMALL, 'v5e:2x2')
+    tables.print_check(dataclasses.replace(found, topology='2*v5e:2x2', chips=8, devices=8), check.budget(SMALL))
+    assert '2*v5e:2x2: 2 slices, 8 chips, 8 devices' in capsys.readouterr().out
 
 
 def test_only_microbatches_that_the_devices_can_share():

@@ -1,11 +1,15 @@
 """What a compiled program does: its buffers, loops and collectives, read from its text."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.compiled.program import Array, HloProgram, group_size
+from lm.hardware import describe_devices, parse
+from lm.training.mesh import MeshConfig, make_mesh
 
 
 def test_bytes_of_tiled_buffers():
@@ -110,6 +114,42 @@ def test_collectives_of_sharded_gradients():
     found = HloProgram(gradient.lower(w, x).compile().as_text()).collectives()
     assert {c.kind for c in found} == {'all-reduce'}
     assert sum(c.sent for c in found) == pytest.approx(2 * 7 / 8 * 32 * 16 * 4)
+
+
+SLICES = """HloModule slices, is_scheduled=true
+
+ENTRY %main (x: f32[64,128]) -> f32[64,128] {
+  %x = f32[64,128]{1,0} parameter(0)
+  %token = token[] after-all()
+  %near = f32[8,128]{1,0} reduce-scatter(%x), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, to_apply=%add
+  %send = (f32[8,128]{1,0}, u32[], token[]) send(%near, %token), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="sum_0",_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv = (f32[8,128]{1,0}, u32[], token[]) recv(%token), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="sum_0",_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %sent = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %received = (f32[8,128]{1,0}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  %far = f32[8,128]{1,0} get-tuple-element(%received), index=0
+  ROOT %whole = f32[64,128]{1,0} all-gather(%far), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+}
+"""  # noqa: E501
+
+
+def test_what_slices_tell_each_other_and_what_is_told_inside_of_one():
+    program = HloProgram(SLICES)
+    (found,) = program.transfers()
+    assert (found.name, found.kind, found.times, found.bytes) == ('send', 'ALL_REDUCE', 1, 8 * 128 * 4)
+    assert [found.sent(n) for n in (2, 4)] == [4096, 1.5 * 4096]
+    assert [(c.kind, c.bytes) for c in program.collectives()] == [('reduce-scatter', 32_768), ('all-gather', 32_768)]
+    assert HloProgram(PERMUTE).transfers() == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
+def test_a_reduction_over_two_slices_as_libtpu_writes_it():
+    mesh = make_mesh(MeshConfig(), describe_devices(parse('2*v5e:2x2')))
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (('data',), ()))
+    x = jax.ShapeDtypeStruct((8, 256, 128), jnp.float32, sharding=rows)
+    program = HloProgram(jax.jit(lambda x: x.sum(0), out_shardings=whole).lower(x).compile().as_text())
+    # Each of the four chips of a slice gives its quarter of what the slice has reduced.
+    assert [(t.kind, t.times, t.bytes) for t in program.transfers()] == [('ALL_REDUCE', 1, 256 * 128 * 4 / 4)]
+    assert {c.devices for c in program.collectives()} == {4}
 
 
 PERMUTE = """HloModule permute, is_scheduled=true

@@ -1,6 +1,6 @@
 """The bound of a step whose program can be counted in part, or not at all."""
 
-from test_program import PROGRAM
+from test_program import PROGRAM, SLICES
 
 from lm.compiled.roofline import roofline
 from lm.hardware import parse
@@ -18,6 +18,18 @@ def test_collectives_are_summed_by_kind():
     (found,) = roofline(PROGRAM, parse('v5e:2x2')).collectives
     assert (found.kind, found.times_per_step) == ('all-reduce', 4)
     assert found.gigabytes_sent_per_device == 4 * 1.5 * 512 / 1e9
+
+
+def test_what_slices_tell_each_other_takes_its_time_where_that_is_known():
+    bound = roofline(SLICES, parse('2*v5e:2x4'))
+    assert bound.dcn_gigabytes == 4096 / 1e9
+    assert bound.dcn_seconds == bound.seconds == 4096 / 3.125e9
+    assert bound.bound_by == 'DCN'
+    unknown = roofline(SLICES, parse('2*v4:2x2x2'))
+    assert (unknown.dcn_gigabytes, unknown.dcn_seconds) == (4096 / 1e9, None)
+    assert unknown.bound_by == 'ICI'
+    alone = roofline(PROGRAM, parse('v5e:2x2'))
+    assert (alone.dcn_gigabytes, alone.dcn_seconds) == (0.0, 0.0)
 
 
 def test_a_program_that_cannot_be_read_has_the_bound_of_the_model():

@@ -1,6 +1,7 @@
 """The model of a step's time, held to a program that can be counted by hand."""
 
 import pytest
+from test_program import SLICES
 
 from lm.compiled.program import HloProgram
 from lm.compiled.step_time import costs, scopes, step_time
@@ -73,6 +74,15 @@ def test_a_collective_fused_with_products_is_theirs_unless_it_takes_longer(shape
     fused = '\n'.join(alone).replace('  ROOT %dot = ', inside)
     found = {c.name: c for c in costs(HloProgram(fused), V5E, None)}
     assert found['y'].part == part
+
+
+def test_slices_wait_for_each_other():
+    program = HloProgram(SLICES)
+    found = {c.name: c for c in costs(program, parse('2*v5e:2x4'), None)}
+    # 4 KiB are given away, and as many come back, while they are on their way.
+    assert found['received'].seconds == pytest.approx(4096 / 3.125e9 - 2 * 4096 / 819e9, rel=0.01)
+    assert {found[name].part for name in ('near', 'send', 'recv', 'received', 'whole')} == {'collectives'}
+    assert 'received' not in {c.name for c in costs(program, parse('2*v4:2x2x2'), None)}
 
 
 def test_parts_are_sums_and_no_byte_is_lost():

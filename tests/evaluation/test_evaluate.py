@@ -61,10 +61,10 @@ def base(reference_run):
 
 @pytest.mark.parametrize(
     ('flags', 'devices'),
-    [(['--batch_size', '1'], 1), (['--batch_size', '4'], 2), (['--batch_size', '16'], 4)],
-    ids=['batch 1', 'batch 4, 2 devices', 'batch 16, 4 devices'],
+    [(['--batch_size', '1', '--chunk', '10'], 1), (['--batch_size', '4'], 2), (['--batch_size', '16'], 4)],
+    ids=['batch 1, chunks', 'batch 4, 2 devices', 'batch 16, 4 devices'],
 )
-def test_batch_size_and_devices_do_not_matter(reference_run, base, flags, devices):
+def test_batch_size_chunks_and_devices_do_not_matter(reference_run, base, flags, devices):
     other = evaluate(reference_run[0], *flags, devices=devices)
     for name in FIGURES:
         assert other[name] == pytest.approx(base[name], rel=1e-6)

@@ -46,7 +46,8 @@ def softmax_attention(
         q_offset: the index of the key that stands at the first query's position (decoding with a cache).
         k_start: keys before this index are hidden.
         starts_BxL: of each query, the first key that it sees, int32, ascending along L (`lm.ops.documents`), where
-            queries and keys are those of the same tokens; None: as the other arguments say.
+            queries and keys are those of the same tokens, or the keys begin `q_offset` before; None: as the other
+            arguments say.
         log_decay_BxMxK: logs of the factors, at most 0, by which the token of each key multiplies the weights of all
             keys before it, for itself and the tokens after it; -inf and all below -104 hide them. Gradients flow to it.
             None: no decay.
@@ -61,7 +62,7 @@ def softmax_attention(
     """
     _check_heads(q_BxLxHxD, k_BxMxKxD)
     scale = q_BxLxHxD.shape[-1] ** -0.5 if scale is None else scale
-    _check_starts(starts_BxL, q_BxLxHxD, k_BxMxKxD, causal)
+    _check_starts(starts_BxL, q_BxLxHxD, k_BxMxKxD, causal, q_offset)
     _check_decay(k_BxMxKxD, log_decay_BxMxK, causal)
     visible = {'window': window, 'causal': causal, 'q_offset': q_offset, 'k_start': k_start, 'starts': starts_BxL}
     visible |= {'log_decay_BxMxK': log_decay_BxMxK}
@@ -97,7 +98,7 @@ def polynomial_attention(
     if degree < 2 or degree % 2:
         raise ConfigError(f'degree = {degree}: must be even and at least 2, so that no weight is negative')
     options = {'degree': degree, 'denominator_bias': denominator_bias, 'scale': scale, 'block': block}
-    _check_starts(starts_BxL, q_BxLxHxD, k_BxMxKxD, causal)
+    _check_starts(starts_BxL, q_BxLxHxD, k_BxMxKxD, causal, q_offset)
     visible = {'causal': causal, 'q_offset': q_offset, 'k_start': k_start, 'starts': starts_BxL}
     visible |= {'log_decay_BxMxK': log_decay_BxMxK}
     arrays, visible = _with_other_parts((q_BxLxHxD, k_BxMxKxD, v_BxMxKxD), visible)
@@ -133,8 +134,11 @@ def _check_heads(q: jax.Array, k: jax.Array) -> None:
         raise ConfigError(f'n_kv_heads = {k.shape[2]}: must divide n_heads = {q.shape[2]}')
 
 
-def _check_starts(starts_BxL: jax.Array | None, q: jax.Array, k: jax.Array, causal: bool) -> None:
-    if starts_BxL is not None and (q.shape[1] != k.shape[1] or not causal):
+def _check_starts(
+    starts_BxL: jax.Array | None, q: jax.Array, k: jax.Array, causal: bool, q_offset: jax.Array | int
+) -> None:
+    decoding = not isinstance(q_offset, int) or q_offset > 0
+    if starts_BxL is not None and (not causal or (q.shape[1] != k.shape[1] and not decoding)):
         raise ConfigError(
             'starts_BxL: documents are told apart among the queries and keys of the same tokens only, causally'
         )
