@@ -8,7 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 from test_pallas_tpu_maps import llops, quick
 
 from lm.ops import platform, sequence
-from lm.ops.linear_attention import PLAIN, SQUARE, linear_attention, xla
+from lm.ops.linear_attention import PLAIN, SQUARE, linear_attention, reference
 from lm.ops.linear_attention.tpu import part
 from lm.ops.linear_attention.tpu.fold import fold
 from lm.ops.linear_attention.types import Options, PolynomialKernel
@@ -28,16 +28,15 @@ CASES = {
 }
 
 
-def draw(length, decay, dtype=jnp.float32):
-    """q, k, v, log factors with a few resets or None, q_local, k_local; features are such that no denominator is near
-    0."""
+def draw(length, decay, dtype=jnp.float32, batch=1, groups=1):
+    """q, k, v, log factors or None, q_local, k_local; features are such that no denominator is near 0. Of two key heads
+    one is reset now and then, the sums of the other pass through all parts."""
     rng = np.random.default_rng(length)
-    shapes = [(4, 16), (2, 16), (2, 32), (4, 32), (2, 32)]
-    q, k, v, *local = (0.4 * rng.normal(size=(2, length, *shape)) for shape in shapes)
+    shapes = [(2 * groups, 16), (2, 16), (2, 32), (2 * groups, 32), (2, 32)]
+    q, k, v, *local = (0.4 * rng.normal(size=(batch, length, *shape)) for shape in shapes)
     q, k, v, *local = (jnp.asarray(a, dtype) for a in (np.abs(q), np.abs(k), v, *local))
-    g = -rng.exponential(size=(2, length, 2)) * rng.choice([1e-3, 0.02], size=(2, length, 2))
-    # One row has no reset, so that its sums pass through all parts.
-    g[0, [0, 40, 41, length // 2 - 1, length - 1]] = -np.inf
+    g = -rng.exponential(size=(batch, length, 2)) * rng.choice([1e-3, 0.02], size=(batch, length, 2))
+    g[:, [0, 40, 41, length // 2 - 1, length - 1], 0] = -np.inf
     return [q, k, v, jnp.asarray(g, jnp.float32) if decay else None, *local]
 
 
@@ -52,7 +51,7 @@ def outputs_and_gradients(function, arrays, parameters):
 def whole(options, arrays, parameters):
     def function(arrays, parameters):
         q, k, v, g, *local = arrays
-        return xla.linear_attention(q, k, v, *parameters, *local, None, g, options=options, with_state=False)[0]
+        return reference.linear_attention(q, k, v, *parameters, *local, None, g, options=options, with_state=False)[0]
 
     return outputs_and_gradients(function, arrays, parameters)
 
@@ -85,7 +84,12 @@ def assert_near(got, expected, tolerance):
     assert all(error <= tolerance for error in found.values()), found
 
 
-@pytest.mark.parametrize('name', CASES)
+QUICK = ('exact blocks', 'a learned map, odd parts')
+
+
+@pytest.mark.parametrize(
+    'name', [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_parts_are_the_whole(name):
     devices, length, options, decay = CASES[name]
     parameters = llops()[1] if options.feature_map else (None, None)
@@ -93,6 +97,7 @@ def test_parts_are_the_whole(name):
     assert_near(on_parts(by_kernels(options), arrays, parameters, devices), whole(options, arrays, parameters), 1e-5)
 
 
+@pytest.mark.slow
 def test_rounded():
     devices, length, options, _ = CASES['exact blocks']
     arrays = draw(length, False, jnp.bfloat16)
@@ -101,7 +106,7 @@ def test_rounded():
 
 
 def test_tpus_take_the_kernels_whatever_else_is_split(monkeypatch):
-    """The operation itself, with the batch over another axis of the mesh."""
+    """The operation itself, with the batch over another axis of the mesh, and queries that share keys."""
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     folds = []
     monkeypatch.setattr(part, 'fold', lambda *args: folds.append(args) or fold(*args))
@@ -111,7 +116,7 @@ def test_tpus_take_the_kernels_whatever_else_is_split(monkeypatch):
         local = dict(local=options.local, block=options.block, q_local_BxLxHxC=q_local, k_local_BxLxKxC=k_local)
         return linear_attention(q, k, v, powers=options.powers, log_decay_BxLxK=g, **local)
 
-    arrays = draw(length, True)
+    arrays = draw(length, True, batch=2, groups=2)
     assert_near(on_parts(function, arrays, (None, None), devices, fsdp=2), whole(options, arrays, (None, None)), 1e-5)
     assert {y.shape[0] for _, _, y, *_ in folds} == {2, 4}  # of one row: key heads, query heads
 
