@@ -30,6 +30,7 @@ import jax
 from lm.errors import ConfigError
 from lm.ops import platform
 from lm.ops.linear_attention.types import (
+    LOCAL_BLOCK,
     PLAIN,
     SQUARE,
     ExpKernel,
@@ -44,6 +45,8 @@ from lm.ops.linear_attention.types import (
 IMPLEMENTATIONS = platform.Implementations(
     __name__, reference='reference', xla='xla', pallas_tpu='tpu.attention', pallas_gpu='gpu.attention'
 )
+PARTS = platform.Implementations(__name__, xla='parts', pallas_tpu='tpu.part')
+"""For windows that are split over devices (`lm.ops.sequence`)."""
 PREFERRED = {'tpu': 'pallas_tpu'}
 
 
@@ -95,13 +98,14 @@ def linear_attention(
             gradient crosses it. None: no decay. Gradients flow to it.
         return_state: also return the sums over all keys so far. The exact kernel's keys are among them: a later call
             starts a new block, and cannot reach back with its window (`lm.ops.linear_attention.decode` can).
-        implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
+        implementation: one of `IMPLEMENTATIONS`, on parts of a window of `PARTS`; None picks the platform's.
 
     Returns:
         [B, L, H, D] in the dtype of v; with `return_state` also the `State`. Sums and denominators are float32.
 
     Raises:
-        ConfigError: options that do not fit together, or an unknown implementation.
+        ConfigError: options that do not fit together, or an unknown implementation; on parts of a window that are
+            shorter than the `window`, or no multiple of the exact blocks.
     """
     options = Options(tuple(powers), feature_map, local, window, block, denominator_bias, normalize, causal)
     _check(options, q_BxLxHxE, k_BxLxKxE, q_local_BxLxHxC, k_local_BxLxKxC)
@@ -114,9 +118,10 @@ def linear_attention(
             raise ConfigError(
                 'mesh.sequence: a window on many devices needs causal attention without states of its own'
             )
-        from lm.ops.linear_attention import parts
-
-        return parts.linear_attention(*arrays, options=options)
+        _check_parts(options, q_BxLxHxE.shape[1])
+        operation = 'linear attention on parts of a window'
+        chosen = platform.choose(operation, PARTS, PREFERRED, implementation, *arrays, options=options)
+        return chosen.linear_attention(*arrays, options=options)
     chosen = platform.choose('linear attention', IMPLEMENTATIONS, PREFERRED, implementation, *arrays, **call)
     o_BxLxHxD, state = chosen.linear_attention(*arrays, **call)
     return (o_BxLxHxD, state) if return_state else o_BxLxHxD
@@ -136,6 +141,14 @@ def _check(options: Options, q: jax.Array, k: jax.Array, q_local: jax.Array | No
     for name, value in (('window', options.window), ('block', options.block)):
         if value is not None and value < 1:
             raise ConfigError(f'{name} = {value}: must be at least 1')
+
+
+def _check_parts(options: Options, length: int) -> None:
+    window, block = options.window, options.block or LOCAL_BLOCK
+    if window is not None and window > length:
+        raise ConfigError(f'mesh.sequence: parts of {length} tokens are shorter than the window of {window}')
+    if window is None and options.local is not None and length % block:
+        raise ConfigError(f'mesh.sequence: parts of {length} tokens are no multiple of the exact blocks of {block}')
 
 
 def _check_decay(options: Options, k: jax.Array, log_decay: jax.Array | None) -> None:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.errors import ConfigError
 from lm.ops import decay as decays
 from lm.ops import platform, sequence
 from lm.ops.linear_attention import xla
@@ -35,31 +34,42 @@ def linear_attention(
     *,
     options: Options,
 ) -> jax.Array:
-    """The outputs [B, L, H, D] of this part; arguments as in `lm.ops.linear_attention`.
-
-    Raises ConfigError where the parts are shorter than the window, or no multiple of the exact blocks.
-    """
+    """The outputs [B, L, H, D] of this part; arguments as in `lm.ops.linear_attention`. The parts are no shorter than
+    the window, and multiples of the exact blocks."""
     length, window = q_BxLxHxE.shape[1], options.window
     parameters = (q_parameters, k_parameters)
     local = (None, None) if options.local is None else (q_local_BxLxHxC, k_local_BxLxKxC)
     keys, bounds = (k_BxLxKxE, v_BxLxKxD, local[1]), None
     if window is not None:
-        if window > length:
-            raise ConfigError(f'mesh.sequence: parts of {length} tokens are shorter than the window of {window}')
         reach = lambda x: jnp.concatenate([sequence.tokens_before(x, window), x], axis=1)  # noqa: E731
         keys, log_decay_BxLxK = jax.tree.map(reach, (keys, log_decay_BxLxK))
         first = jnp.where(sequence.index() == 0, window, 0)
         bounds = Bounds(first, jnp.int32(window + length), first)
     elif options.local is not None:
-        block = options.block or LOCAL_BLOCK
-        if length % block:
-            raise ConfigError(f'mesh.sequence: parts of {length} tokens are no multiple of the exact blocks of {block}')
-        bounds = Bounds(jnp.int32(0), jnp.int32(length), jnp.where(sequence.index() == 0, block, 0))
+        first = jnp.where(sequence.index() == 0, options.block or LOCAL_BLOCK, 0)
+        bounds = Bounds(jnp.int32(0), jnp.int32(length), first)
     folded = tuple(x[:, :length] for x in keys[:2])
     decay = None if log_decay_BxLxK is None else log_decay_BxLxK[:, :length]
     before = sums_before(options, k_parameters, folded, decay, bounds)
     queries = (q_BxLxHxE, local[0])
     return xla.attend(queries, keys, parameters, before, bounds, log_decay_BxLxK, options=options, with_state=False)[0]
+
+
+def unsupported(*args, **options) -> None:
+    """Everything is supported."""
+
+
+def carried(sums: Any, log_factor_BxK: jax.Array | None) -> Any:
+    """The sums [B, K, …] over the keys of all parts before this one, as of its first token, from those of each part and
+    the log factors from its first token to its last; None: no decay."""
+
+    def compose(earlier, later):
+        (before, log_before), (after, log_after) = earlier, later
+        if log_after is None:
+            return jax.tree.map(jnp.add, before, after), None
+        return jax.tree.map(jnp.add, faded(before, log_after), after), log_before + log_after
+
+    return sequence.carried((sums, log_factor_BxK), compose)[0]
 
 
 def sums_before(
@@ -70,15 +80,7 @@ def sums_before(
     function = functools.partial(_own_sums, options)
     if jax.tree.leaves(parameters) and keys[1].shape[0] % platform.batch_shards() == 0:
         function = platform.per_device(function, split=(False, True, True, False))
-    sums, log_factor_BxK = function(parameters, keys, log_decay_BxLxK, bounds)
-
-    def compose(earlier, later):
-        (before, log_before), (after, log_after) = earlier, later
-        if log_after is None:
-            return jax.tree.map(jnp.add, before, after), None
-        return jax.tree.map(jnp.add, faded(before, log_after), after), log_before + log_after
-
-    return sequence.carried((sums, log_factor_BxK), compose)[0]
+    return carried(*function(parameters, keys, log_decay_BxLxK, bounds))
 
 
 def _own_sums(options, parameters, keys, log_decay_BxLxK, bounds):

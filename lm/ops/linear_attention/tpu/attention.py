@@ -56,9 +56,21 @@ def linear_attention(
 
 
 def unsupported(
-    q, k, v, q_parameters, k_parameters, q_local, k_local, initial_state, log_decay=None, *, options, with_state=False
+    q,
+    k,
+    v,
+    q_parameters,
+    k_parameters,
+    q_local,
+    k_local,
+    initial_state,
+    log_decay=None,
+    *,
+    options,
+    with_state=False,
+    part=False,
 ) -> str | None:
-    """Why the kernels cannot compute this call, or None."""
+    """Why the kernels cannot compute this call, or None; `part`: for a part of a window."""
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
     if not options.causal or not (options.normalize or log_decay is not None):
@@ -79,7 +91,7 @@ def unsupported(
         if not isinstance(options.local, PolynomialKernel) or options.local.degree not in DEGREES:
             return f'takes a polynomial of degree {DEGREES} as exact kernel'
         block = options.block or LOCAL_BLOCK
-        if block % LANES and q.shape[1] > block:
+        if block % LANES and (part or q.shape[1] > block):
             return f'takes blocks that are multiples of {LANES}, not {block}'
     # What a map is given may be more precise than its features are.
     dtypes = {a.dtype for a in (v, *([] if options.local is None else [q_local, k_local]))}
@@ -90,7 +102,7 @@ def unsupported(
         return reason
     sizes = _sizes(q, v, None if options.local is None else q_local)
     made = made_by(options.feature_map, q, q_parameters)
-    plan = plan_for(options, q.shape[1], 1, *sizes, *made, log_decay is not None)
+    plan = plan_for(options, q.shape[1], 1, *sizes, *made, log_decay is not None, part)
     if 1.1 * vmem_estimate(plan, *sizes) > platform.vmem()[0]:
         return f'would not fit its VMEM with {plan.features or q.shape[-1]} features and blocks of {plan.block}'
     return None
@@ -131,13 +143,24 @@ def _sizes(q, v, q_local) -> tuple[int, int, int, int]:
 
 
 def _by_head(options: Options, parameters, log_decay_BxLxK, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local) -> jax.Array:
-    batch, length, heads, _ = q_BxLxHxE.shape
-    if local and length <= (options.block or LOCAL_BLOCK):
+    if local and q_BxLxHxE.shape[1] <= (options.block or LOCAL_BLOCK):
         (q_BxLxHxE, k_BxLxKxE), local = local, ()
         options, parameters = dataclasses.replace(options, feature_map=None), None
+    plan, maps, x, y, v, *local = arranged(
+        options, parameters, log_decay_BxLxK, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local, part=False
+    )
+    return by_head(attend(plan, x, y, v, maps, *local), q_BxLxHxE, v_BxLxKxD.shape[-1])
+
+
+def arranged(options: Options, parameters, log_decay_BxLxK, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local, part: bool):
+    """The plan, and what `attend` takes: the map's matrices, x, y, v and the local arrays.
+
+    `part`: whether the tokens are a part of a window, with sums over keys before it.
+    """
+    batch, length, heads, _ = q_BxLxHxE.shape
     sizes = _sizes(q_BxLxHxE, v_BxLxKxD, *local[:1] or (None,))
     made = made_by(options.feature_map, q_BxLxHxE, None if parameters is None else parameters[0])
-    plan = plan_for(options, length, batch * heads, *sizes, *made, log_decay_BxLxK is not None)
+    plan = plan_for(options, length, batch * heads, *sizes, *made, log_decay_BxLxK is not None, part)
     padded = -(-length // plan.block) * plan.block
 
     maps = ()
@@ -149,7 +172,7 @@ def _by_head(options: Options, parameters, log_decay_BxLxK, q_BxLxHxE, k_BxLxKxE
     x, y, v, *local = (by_token(a, padded, heads) for a in (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local))
     if log_decay_BxLxK is not None:
         local.append(block_sums(of_heads(log_decay_BxLxK, padded, heads), plan.block))
-    return by_head(attend(plan, x, y, v, maps, *local), q_BxLxHxE, v_BxLxKxD.shape[-1])
+    return plan, maps, x, y, v, *local
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -161,24 +184,29 @@ def attend(plan: TpuPlan, x, y, v: jax.Array, maps: tuple[jax.Array, ...], *loca
     F, C and D are multiples of 16, L of plan.block, N of plan.heads. With plan.feature_map x and y are what it is
     given, and `maps` its matrices for either, [R, F] float32.
     """
-    return forward(plan, False, x, y, v, _operands(maps, x, y, v), *local)[0]
+    return forward(plan, False, x, y, v, operands(maps, x, y, v), *local)[0]
 
 
-def _operands(maps, x, y, v):
+def operands(maps, x, y, v):
+    """The matrices of a map as the kernels read them."""
     return tuple(operand(w, a.dtype, v.dtype) for w, a in zip(maps, (x, y), strict=bool(maps)))
 
 
 def _attend_forward(plan, x, y, v, maps, *local):
-    operands = _operands(maps, x, y, v)
-    o, inverse, *sums = map(saved, forward(plan, True, x, y, v, operands, *local))
-    return o, ((x, y, v, *local), operands, maps, o, inverse, sums)
+    read = operands(maps, x, y, v)
+    o, inverse, *sums = map(saved, forward(plan, True, x, y, v, read, *local))
+    return o, ((x, y, v, *local), read, maps, o, inverse, sums)
 
 
 def _attend_backward(plan, residuals, do):
-    inputs, operands, maps, o, inverse, sums = residuals
-    (dx, dy, dv, *dlocal), dmaps = backward(plan, operands, inputs, o, do, inverse, sums)
-    dmaps = tuple(d.sum(0) for d in dmaps) if dmaps else tuple(jnp.zeros_like(w) for w in maps)
-    return dx, dy, dv, dmaps, *dlocal
+    inputs, read, maps, o, inverse, sums = residuals
+    (dx, dy, dv, *dlocal), dmaps = backward(plan, read, inputs, o, do, inverse, sums)
+    return dx, dy, dv, of_maps(maps, dmaps), *dlocal
+
+
+def of_maps(maps, dmaps):
+    """The gradients of the matrices from those of each step's heads."""
+    return tuple(d.sum(0) for d in dmaps) if dmaps else tuple(jnp.zeros_like(w) for w in maps)
 
 
 attend.defvjp(_attend_forward, _attend_backward)
@@ -195,6 +223,7 @@ def plan_for(
     made: int = 0,
     projection_rows: int = 0,
     decay: bool = False,
+    part: bool = False,
 ) -> TpuPlan:
     """How `n` heads of `length` tokens are computed.
 
@@ -209,6 +238,7 @@ def plan_for(
         made: features that the feature map makes of x; 0 without one.
         projection_rows: rows of its matrix.
         decay: whether there are log factors.
+        part: whether the tokens are a part of a window, with sums over keys before it.
     """
     squared = _quadratic(options.powers)
     local = options.local
@@ -239,9 +269,10 @@ def plan_for(
         feature_map=options.feature_map,
         features=made,
         projection_rows=projection_rows,
-        single_block=length <= block,
+        single_block=length <= block and not part,
         normalize=options.normalize,
         decay=decay,
+        part=length if part else 0,
         vmem_limit_bytes=limit,
     )
     for heads in (4, 3, 2) if made <= WIDE else (2,):
@@ -257,7 +288,7 @@ def vmem_estimate(plan: TpuPlan, features: int, head_dim: int, compared: int, it
     state = math.prod(plan.state_shape(features, head_dim))
     rows = 4 * rows_of_x + 5 * head_dim + 4 * compared
     blocks = 2 * itemsize * (rows * plan.block + state + (3 * features**2 if plan.squared else 0))
-    sums = 4 * (state + math.prod(plan.moment_shape(features)))
+    sums = (12 if plan.part else 4) * (state + math.prod(plan.moment_shape(features)))
     expansion = 2 * plan.state_shape(features, head_dim)[1] * plan.block
     weights = (12 if plan.decay else 8) * plan.block * plan.tile + 2 * LANES * plan.block * plan.decay
     maps = 0

@@ -31,7 +31,7 @@ from lm.ops.linear_attention.tpu.maps import features_and_gradient
 from lm.ops.tpu import ROWS, dot
 
 
-def backward(plan: TpuPlan, maps, inputs, o, do, inverse, sums) -> tuple[list[jax.Array], list[jax.Array]]:
+def backward(plan: TpuPlan, maps, inputs, o, do, inverse, sums, after=()) -> tuple[list[jax.Array], list[jax.Array]]:
     """The gradients of the inputs (x, y, v and, where the plan has them, a and b, and c), and of the map's matrices.
 
     The latter, [N / heads, R, E] float32, are to be summed; there are none unless the map learns.
@@ -44,6 +44,8 @@ def backward(plan: TpuPlan, maps, inputs, o, do, inverse, sums) -> tuple[list[ja
         do: their gradient.
         inverse: its inverse denominators.
         sums: what it saved before each block.
+        after: Σ g φ(x)ᵀ and, with a moment, Σ e x xᵀ over the queries after the last, of plan.sums_shapes,
+            [N, rows, columns] float32; (): no queries.
     """
     n, head_dim, length = o.shape
     features = plan.features or inputs[0].shape[1]
@@ -58,17 +60,21 @@ def backward(plan: TpuPlan, maps, inputs, o, do, inverse, sums) -> tuple[list[ja
     def tokens(a):
         return pl.BlockSpec((plan.heads, a.shape[1], plan.block), lambda i, j: (i, 0, steps - 1 - j))
 
+    def whole(a):
+        return pl.BlockSpec((plan.heads, *a.shape[1:]), lambda i, j: (i, 0, 0))
+
     def before(a):
         return pl.BlockSpec((plan.heads, 1, *a.shape[2:]), lambda i, j: (i, steps - 1 - j, 0, 0))
 
     read = (*inputs, o, do, inverse)
     gradients = pl.pallas_call(
-        functools.partial(_kernel, plan),
+        functools.partial(_kernel, plan, len(after)),
         name='linear_attention_backward',
         grid=(n // plan.heads, steps),
         in_specs=[pl.BlockSpec(w.shape, lambda i, j: (0, 0)) for w in maps]
         + [tokens(a) for a in read]
-        + [before(a) for a in sums],
+        + [before(a) for a in sums]
+        + [whole(a) for a in after],
         out_specs=[tokens(a) for a in outputs]
         + [pl.BlockSpec((1, *w.shape[1:]), lambda i, j: (i, 0, 0)) for w in learned],
         out_shape=outputs + learned,
@@ -77,7 +83,7 @@ def backward(plan: TpuPlan, maps, inputs, o, do, inverse, sums) -> tuple[list[ja
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
         cost_estimate=_cost(plan, inputs, (*read, *sums, *outputs)),
-    )(*maps, *read, *sums)
+    )(*maps, *read, *sums, *after)
     return gradients[: len(outputs)], gradients[len(outputs) :]
 
 
@@ -101,21 +107,21 @@ def _cost(plan: TpuPlan, inputs, arrays) -> pl.CostEstimate:
     )
 
 
-def _kernel(plan: TpuPlan, *refs):
+def _kernel(plan: TpuPlan, given: int, *refs):
     maps, (x, y, v, *refs) = (refs[:2], refs[2:]) if plan.feature_map else ((), refs)
     (a, b), refs = (refs[:2], refs[2:]) if plan.exact_local else ((x, y), refs)
     c, refs = (refs[0], refs[1:]) if plan.decay else (None, refs)
     o, do, inverse, *refs = refs
     count = 0 if plan.single_block else 2 if plan.squared and plan.normalize else 1
-    sums, refs = refs[:count], refs[count:]
+    sums, after, refs = refs[:count], refs[count : count + given], refs[count + given :]
     dx, dy, dv, *outputs, state, moment = refs
     da_db, outputs = (outputs[:2], outputs[2:]) if plan.exact_local else ((), outputs)
     dc, dmaps = (outputs[0], outputs[1:]) if plan.decay else (None, outputs)
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        state[...] = jnp.zeros_like(state)
-        moment[...] = jnp.zeros_like(moment)
+        state[...] = after[0][...] if after else jnp.zeros_like(state)
+        moment[...] = after[1][...] if len(after) > 1 else jnp.zeros_like(moment)
         for dmap in dmaps:
             dmap[...] = jnp.zeros_like(dmap)
 

@@ -40,6 +40,7 @@ class TpuPlan:
         single_block: one block is all there is, so that nothing is summed.
         normalize: whether to divide by the denominators.
         decay: the last of the inputs are running sums of log factors, as `lm.ops.linear_attention.tpu.decay` has them.
+        part: tokens, where they are one part of a window, with sums over keys before it; 0: all of a window.
         vmem_limit_bytes: what the compiler may use; None: its default.
     """
 
@@ -59,6 +60,7 @@ class TpuPlan:
     single_block: bool = False
     normalize: bool = True
     decay: bool = False
+    part: int = 0
     vmem_limit_bytes: int | None = None
 
     def state_shape(self, features: int, head_dim: int) -> tuple[int, int]:
@@ -74,6 +76,11 @@ class TpuPlan:
         if self.single_block or not self.squared or not self.normalize:
             return UNUSED
         return (features + ROWS if self.series else features,) * 2
+
+    def sums_shapes(self, features: int, head_dim: int) -> list[tuple[int, int]]:
+        """Of what is summed over the keys: state and, where denominators need it, moment."""
+        shapes = [self.state_shape(features, head_dim), self.moment_shape(features)]
+        return shapes if self.squared and self.normalize else shapes[:1]
 
     @property
     def near_series(self) -> tuple[float, ...]:

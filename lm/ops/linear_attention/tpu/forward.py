@@ -29,7 +29,7 @@ from lm.ops.linear_attention.tpu.maps import features
 from lm.ops.tpu import dot
 
 
-def forward(plan: TpuPlan, save: bool, x, y, v, maps, *local) -> list[jax.Array]:
+def forward(plan: TpuPlan, save: bool, x, y, v, maps, *local, before=()) -> list[jax.Array]:
     """Outputs [N, D, L] and inverse denominators [N, 1, L]; with `save` also the sums before each block.
 
     Args:
@@ -40,6 +40,7 @@ def forward(plan: TpuPlan, save: bool, x, y, v, maps, *local) -> list[jax.Array]
         v: [N, D, L].
         maps: the map's operands for x and for y, [R, C] each, where plan.feature_map.
         local: a, b, each [N, C, L], where plan.exact_local; c [N, 1, L] float32, where plan.decay.
+        before: the sums over keys before the first, of plan.sums_shapes, [N, rows, columns] float32; (): no keys.
     """
     n, head_dim, length = v.shape
     features = plan.features or x.shape[1]
@@ -56,10 +57,12 @@ def forward(plan: TpuPlan, save: bool, x, y, v, maps, *local) -> list[jax.Array]
         outputs += [jax.ShapeDtypeStruct((n, steps, *shape), v.dtype) for shape in shapes]
         sums = [pl.BlockSpec((plan.heads, 1, *shape), lambda i, j: (i, j, 0, 0)) for shape in shapes]
     return pl.pallas_call(
-        functools.partial(_kernel, plan, save and not plan.single_block),
+        functools.partial(_kernel, plan, save and not plan.single_block, len(before)),
         name='linear_attention_forward',
         grid=(n // plan.heads, steps),
-        in_specs=whole + tokens[: len(inputs)],
+        in_specs=whole
+        + tokens[: len(inputs)]
+        + [pl.BlockSpec((plan.heads, *a.shape[1:]), lambda i, j: (i, 0, 0)) for a in before],
         out_specs=tokens[len(inputs) :] + sums,
         out_shape=outputs,
         scratch_shapes=[pltpu.VMEM((plan.heads, *shape), jnp.float32) for shape in (state, moment)],
@@ -67,7 +70,7 @@ def forward(plan: TpuPlan, save: bool, x, y, v, maps, *local) -> list[jax.Array]
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
         cost_estimate=_cost(plan, inputs, outputs),
-    )(*maps, *inputs)
+    )(*maps, *inputs, *before)
 
 
 def _cost(plan: TpuPlan, inputs, outputs) -> pl.CostEstimate:
@@ -85,16 +88,17 @@ def _cost(plan: TpuPlan, inputs, outputs) -> pl.CostEstimate:
     )
 
 
-def _kernel(plan: TpuPlan, save: bool, *refs):
+def _kernel(plan: TpuPlan, save: bool, given: int, *refs):
     maps, (x, y, v, *refs) = (refs[:2], refs[2:]) if plan.feature_map else ((), refs)
     (a, b), refs = (refs[:2], refs[2:]) if plan.exact_local else ((x, y), refs)
     c, refs = (refs[0], refs[1:]) if plan.decay else (None, refs)
+    before, refs = refs[:given], refs[given:]
     o, inverse, *saved, state, moment = refs
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        state[...] = jnp.zeros_like(state)
-        moment[...] = jnp.zeros_like(moment)
+        state[...] = before[0][...] if before else jnp.zeros_like(state)
+        moment[...] = before[1][...] if len(before) > 1 else jnp.zeros_like(moment)
 
     # The order of the stages is the one that the compiler schedules best; most of them do not depend on each other.
     for head in range(plan.heads):
