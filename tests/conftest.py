@@ -2,30 +2,40 @@
 
 import os
 import pathlib
+import sys
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
     os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
-# Tests compile far longer than they compute: LLVM need not make the programs faster. What XLA does itself is unchanged.
+import tiny
+
 if 'xla_backend_optimization_level' not in os.environ['XLA_FLAGS']:
-    os.environ['XLA_FLAGS'] += ' --xla_backend_optimization_level=0'
+    os.environ['XLA_FLAGS'] += f' {tiny.COMPILE_QUICKLY}'
 
 import jax
 import pytest
-import tiny
+from jax.experimental.compilation_cache import compilation_cache
 
 # The `lm` commands that tests start share one cache of compiled programs; this process, which has read its environment
-# already, compiles for itself.
+# already, compiles for itself, except in tests of whole commands (`kept_programs`).
 assert jax.__version__
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(pathlib.Path(tiny.ROOT, '.pytest_cache', 'xla')))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
+if sys.platform == 'linux':
+    tiny.WARM.update(tiny.variables())
 
 
 @pytest.fixture(scope='session')
 def tokens(tmp_path_factory):
     """A small token store of real text, made by `lm prepare`."""
     return tiny.prepare(tmp_path_factory.mktemp('data'))
+
+
+@pytest.fixture(scope='session')
+def other_tokens(tmp_path_factory):
+    """A store of another tokenizer than that of `tokens`."""
+    return tiny.prepare(tmp_path_factory.mktemp('other'), characters=30_000)
 
 
 @pytest.fixture(scope='session')
@@ -38,9 +48,28 @@ def tiny_flags(tokens):
 def reference_run(tiny_flags, tmp_path_factory):
     """(directory, output) of the tiny experiment, trained without interruption."""
     run = tmp_path_factory.mktemp('reference') / 'run'
-    done = tiny.lm('train', '--run_dir', str(run), *tiny_flags)
+    done = tiny.lm('train', '--run_dir', str(run), *tiny_flags, cold=True)  # as a user starts it
     assert done.returncode == 0, done.stderr
     return run, done.stdout
+
+
+@pytest.fixture(scope='module')
+def kept_programs():
+    """Commands that tests run in this process compile a program once for all of them: they share JAX's cache."""
+
+    def use(settings: dict) -> None:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # it has settled on a folder, or on none, with the first program
+
+    ours = {
+        'jax_compilation_cache_dir': os.environ['JAX_COMPILATION_CACHE_DIR'],
+        'jax_persistent_cache_min_compile_time_secs': 0.1,
+    }
+    before = {name: getattr(jax.config, name) for name in ours}
+    use(ours)
+    yield
+    use(before)
 
 
 @pytest.fixture

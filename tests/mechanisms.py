@@ -9,6 +9,8 @@ from lm.attention import HeadDims
 
 DIMS = HeadDims(n_heads=4, n_kv_heads=2, head_dim=16)
 LENGTH = 45
+MIXED = [11, 1, 1, 11, 11, *[1] * 10]
+"""Pieces of LENGTH tokens across the ends of blocks, after one another and single tokens; of few sizes to compile."""
 
 
 def build(config, dims=DIMS, seed=0, nudge=0.1):
@@ -18,6 +20,18 @@ def build(config, dims=DIMS, seed=0, nudge=0.1):
     parameters = nnx.state(module, nnx.Param)
     nnx.update(module, jax.tree.map(lambda x: x + nudge * jnp.asarray(rng.normal(size=x.shape), x.dtype), parameters))
     return module
+
+
+@nnx.jit
+def apply(module, *inputs):
+    """The module's outputs, by one program for all modules of a configuration, whichever test has built them."""
+    return module(*inputs)
+
+
+@nnx.jit
+def decode_step(module, state, *inputs):
+    """(state, outputs), by one program for all modules of a configuration."""
+    return module.decode_step(state, *inputs)
 
 
 def draw(batch=2, length=LENGTH, dims=DIMS, dtype=jnp.float32, size=1.0, shift=0.0):
@@ -58,9 +72,8 @@ def check_values(module, reference, inputs, tolerance=1e-5, half_tolerance=2e-2)
     inputs = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in inputs]
     expected = reference(module.config, arrays(module), *(np.asarray(x, np.float64) for x in inputs))
     largest = np.abs(expected).max()
-    run = jax.jit(lambda *x: module(*x))
-    np.testing.assert_allclose(run(*inputs), expected, rtol=0, atol=tolerance * largest)
-    half = run(*(x.astype(jnp.bfloat16) for x in inputs))
+    np.testing.assert_allclose(apply(module, *inputs), expected, rtol=0, atol=tolerance * largest)
+    half = apply(module, *(x.astype(jnp.bfloat16) for x in inputs))
     assert half.dtype == jnp.bfloat16
     difference = np.asarray(half, np.float64) - expected
     assert np.linalg.norm(difference) < half_tolerance * np.linalg.norm(expected)
@@ -101,16 +114,15 @@ def check_gradients(module, reference, inputs, tolerance=1e-5):
 def check_steps(module, inputs, tolerance=1e-5):
     """Token by token, all at once and in pieces: the outputs of the whole, and a state that does not grow."""
     batch, length = inputs[0].shape[:2]
-    graph, variables = nnx.split(module)
-    step = jax.jit(lambda state, *x: nnx.merge(graph, variables).decode_step(state, *x))
-    whole = module(*inputs)
+    whole = apply(module, *inputs)
     atol = tolerance * float(jnp.abs(whole).max())
-    for parts in ([1] * length, [length], [length - 25, 1, 1, 13, 10]):
+    for parts in ([1] * length, [length], MIXED):
+        assert sum(parts) == length
         state = module.init_state(batch, length, inputs[0].dtype)
         shapes = jax.tree.map(jnp.shape, state)
         outputs, at = [], 0
         for part in parts:
-            state, o = step(state, *(x[:, at : at + part] for x in inputs))
+            state, o = decode_step(module, state, *(x[:, at : at + part] for x in inputs))
             outputs.append(o)
             at += part
         np.testing.assert_allclose(jnp.concatenate(outputs, 1), whole, rtol=0, atol=atol, err_msg=str(parts[:5]))
@@ -120,7 +132,7 @@ def check_steps(module, inputs, tolerance=1e-5):
 
 def check_no_leak(module, inputs, at=17):
     """A wild token changes nothing before it, to the bit, and something from it on."""
-    before = module(*inputs)
-    after = module(*(x.at[:, at].set(100 * x[:, at] + 3) for x in inputs))
+    before = apply(module, *inputs)
+    after = apply(module, *(x.at[:, at].set(100 * x[:, at] + 3) for x in inputs))
     np.testing.assert_array_equal(before[:, :at], after[:, :at])
     assert not np.array_equal(before[:, at], after[:, at])

@@ -13,6 +13,8 @@ import pytest
 import tiny
 from corpora import CORPORA
 
+from lm import cli
+
 
 @pytest.mark.smoke
 def test_a_run_says_what_it_does_and_writes_its_files(reference_run):
@@ -61,7 +63,7 @@ def kill_and_resume(tiny_flags, run, kills: int, seed: int, steps: int) -> int:
 
 def test_a_killed_run_resumes_without_a_changed_bit(tiny_flags, reference_run, tmp_path):
     run = tmp_path / 'run'
-    assert kill_and_resume(tiny_flags, run, kills=2, seed=0, steps=40) == 2
+    assert kill_and_resume(tiny_flags, run, kills=1, seed=0, steps=40) == 1
     assert tiny.losses(run) == tiny.losses(reference_run[0])
     assert tiny.losses(run, 'eval') == tiny.losses(reference_run[0], 'eval')
     assert tiny.checksums(run, 40) == tiny.checksums(reference_run[0], 40)
@@ -82,9 +84,9 @@ def test_sigterm_saves_and_exits_42(tiny_flags, reference_run, tmp_path):
 
 
 def test_other_device_counts_resume_the_same_run(tiny_flags, reference_run, tmp_path):
-    """8 devices, then 4, then 1: the same batches, losses within 1e-5."""
+    """8 devices, then 1: the same batches, losses within 1e-5. (4 devices and 2 processes: the next test.)"""
     run = tmp_path / 'run'
-    for devices, steps in ((8, 10), (4, 20), (1, 40)):
+    for devices, steps in ((8, 10), (1, 40)):
         process = tiny.start('train', '--run_dir', str(run), *tiny_flags, devices=devices)
         if steps < 40:
             tiny.wait_for_step(run, steps + 1, process)
@@ -190,46 +192,46 @@ def test_projections_are_redrawn_and_resume_exactly(tokens, tmp_path):
     assert tiny.checksums(parts, 10) == last
 
 
-def test_a_wrong_tokenizer_or_configuration_is_refused_and_nothing_written(tiny_flags, reference_run, tmp_path):
+def test_a_wrong_tokenizer_or_configuration_is_refused_and_nothing_written(
+    tiny_flags, reference_run, other_tokens, tmp_path, capsys
+):
     run = tmp_path / 'run'
     shutil.copytree(reference_run[0], run)
     before = {path: path.stat().st_mtime_ns for path in run.rglob('*')}
-    other = tiny.prepare(tmp_path / 'other', characters=40_000)
     cases = {
-        'data is': tiny.params({'data.path': str(other)}),
+        'data is': tiny.params({'data.path': str(other_tokens)}),
         'model.d_model was 32, now 64': tiny.params({'model.d_model': 64}),
         'model.vocab_size = 300': tiny.params({'model.vocab_size': 300}),
     }
     for words, change in cases.items():
-        done = tiny.lm('train', '--run_dir', str(run), *tiny_flags, *change)
-        assert done.returncode == 44, done.stdout + done.stderr
-        message = done.stderr.strip().splitlines()[-1]
+        assert cli.main(['train', '--run_dir', str(run), *tiny_flags, *change]) == 44
+        message = capsys.readouterr().err.strip().splitlines()[-1]
         assert words in message
         assert message.startswith('lm train: error: ')
         assert {path: path.stat().st_mtime_ns for path in run.rglob('*')} == before
-    done = tiny.lm('evaluate', '--run_dir', str(run), '--gin_param', f'data.path = {str(other)!r}')
-    assert done.returncode == 44
-    assert 'tokenizer is' in done.stderr
+    assert cli.main(['evaluate', '--run_dir', str(run), '--gin_param', f'data.path = {str(other_tokens)!r}']) == 44
+    assert 'tokenizer is' in capsys.readouterr().err
 
 
-def test_what_cannot_work_is_refused_before_anything_is_written(tiny_flags, tmp_path):
+def test_what_cannot_work_is_refused_before_anything_is_written(tiny_flags, tmp_path, capsys):
     cases = {
         'nothing is called modle; did you mean model': ({'modle.n_layers': 2}, 2),
         "'/nowhere': no finished token store": ({'data.path': '/nowhere'}, 44),
         'train.context_length = 1000000: the split has only': (
-            {'train.context_length': 1_000_000, 'train.tokens_per_step': 1_000_000}, 2,
+            {'train.context_length': 1_000_000, 'train.tokens_per_step': 8_000_000}, 2,
         ),
     }  # fmt: skip
     for words, (change, code) in cases.items():
         run = tmp_path / 'run'
-        done = tiny.lm('train', '--run_dir', str(run), *tiny_flags, *tiny.params(change))
-        assert done.returncode == code, done.stderr
-        assert words in done.stderr.strip().splitlines()[-1]
+        assert cli.main(['train', '--run_dir', str(run), *tiny_flags, *tiny.params(change)]) == code
+        assert words in capsys.readouterr().err.strip().splitlines()[-1]
         assert not run.exists()
-    for name in ('../escape', str(tmp_path / 'a b'), str(tmp_path / ('x' * 300))):
-        done = tiny.lm('train', '--run_dir', name, *tiny_flags)
-        assert done.returncode == 2
-        assert len(done.stderr.strip().splitlines()) == 1
+    for name in (str(tmp_path / 'a b'), str(tmp_path / ('x' * 300))):
+        assert cli.main(['train', '--run_dir', name, *tiny_flags]) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    done = tiny.lm('train', '--run_dir', '../escape', *tiny_flags)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
     done = tiny.lm('train', '--run_dir', str(tmp_path / 'run'), *tiny_flags, devices=3)
     assert done.returncode == 2
     assert '3 devices cannot share equally' in done.stderr

@@ -1,5 +1,9 @@
 """A tiny experiment on real text, for the tests that run whole commands."""
 
+import atexit
+import contextlib
+import functools
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -9,6 +13,12 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+COMPILE_QUICKLY = '--xla_backend_optimization_level=0'
+"""XLA_FLAGS of tests, which compile far longer than they compute. What XLA does itself is unchanged."""
+if tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 11):
+    # Fusions by LLVM alone, not by MLIR first: a third of the time. Later versions have no other way.
+    COMPILE_QUICKLY += ' --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1'
+sys.path.append(str(ROOT / 'tests' / 'faults'))  # of `warm`
 
 MODEL = {
     'model.vocab_size': 400,
@@ -68,35 +78,59 @@ def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     """Variables of a subprocess with `devices` simulated CPU devices."""
     return os.environ | {
         'JAX_PLATFORMS': 'cpu',
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0',
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} {COMPILE_QUICKLY}',
         'PYTHONPATH': str(ROOT),
         **extra,
     }
 
 
-def start(*arguments: str, devices: int = 1, **options) -> subprocess.Popen:
-    """The `lm` command as a background process; its output is kept."""
+def variables() -> dict[str, str]:
+    """Of this process, but for those that differ from test to test and are of no concern to `lm`."""
+    return {name: value for name, value in os.environ.items() if not name.startswith('PYTEST_')}
+
+
+WARM: dict[str, str] = {}
+"""The variables with which commands may begin warm: as conftest.py leaves them; none outside pytest."""
+
+
+@functools.cache
+def nursery():
+    """What begins processes where the imports end; made when the first one is asked for."""
+    from warm import Nursery
+
+    with contextlib.chdir(ROOT):
+        made = Nursery(environment())
+    atexit.register(made.close)
+    return made
+
+
+def start(*arguments: str, devices: int = 1, cold: bool = False, errors_apart: bool = False):
+    """The `lm` command as a background process, a subprocess.Popen or what tests need of one; its output is kept.
+
+    Most begin where the imports end, which would take half of their time, with nothing but them done. `cold`: from
+    scratch, as do all where a test has changed a variable of the environment.
+    """
+    if variables() == WARM and not cold:
+        return nursery().start(['--', *arguments], environment(devices)['XLA_FLAGS'], errors_apart)
     return subprocess.Popen(
         [sys.executable, '-m', 'lm.cli', *arguments],
         env=environment(devices),
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE if errors_apart else subprocess.STDOUT,
         text=True,
         cwd=ROOT,
-        **options,
     )
 
 
-def lm(*arguments: str, devices: int = 1, timeout: float = 600) -> subprocess.CompletedProcess:
+def lm(*arguments: str, devices: int = 1, timeout: float = 600, cold: bool = False) -> subprocess.CompletedProcess:
     """The `lm` command, to its end."""
-    return subprocess.run(
-        [sys.executable, '-m', 'lm.cli', *arguments],
-        env=environment(devices),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=timeout,
-    )
+    process = start(*arguments, devices=devices, cold=cold, errors_apart=True)
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except BaseException:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
 
 def losses(run_dir: pathlib.Path, kind: str = 'train') -> dict[int, float]:

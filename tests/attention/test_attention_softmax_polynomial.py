@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import mechanisms
 import numpy as np
 import pytest
 from flax import nnx
@@ -69,8 +70,9 @@ def test_agrees_with_the_formula(config):
     module, (q, k, v) = build(config), draw()
     v_repeated = np.repeat(np.asarray(v, np.float64), 2, axis=2)
     expected = np.einsum('bhlm,bmhd->blhd', numpy_weights(module, q, k), v_repeated)
-    np.testing.assert_allclose(module(q, k, v), expected, atol=1e-5 * np.abs(expected).max())
-    half = module(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
+    found = mechanisms.apply(module, q, k, v)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    half = mechanisms.apply(module, *(x.astype(jnp.bfloat16) for x in (q, k, v)))
     assert half.dtype == jnp.bfloat16
     assert np.abs(np.asarray(half, np.float64) - expected).max() < 5e-2 * np.abs(expected).max()
 
@@ -81,26 +83,24 @@ def test_no_weight_is_negative_and_they_sum_to_at_most_one(config):
     module = build(config)
     q, k, _ = draw(1, 16)
     v = jnp.broadcast_to(jnp.eye(16)[None, :, None], (1, 16, 2, 16))
-    weights = np.asarray(module(q, k, v))
+    weights = np.asarray(mechanisms.apply(module, q, k, v))
     assert weights.min() >= 0
     assert weights.sum(-1).max() < 1 + 1e-5
     assert np.median(weights.sum(-1)) > 0.9
 
 
-@pytest.mark.parametrize('parts', [[1] * LENGTH, [LENGTH], [20, 1, 1, 13, 10]], ids=['tokens', 'prefill', 'mixed'])
+@pytest.mark.parametrize('parts', [[1] * LENGTH, [LENGTH], mechanisms.MIXED], ids=['tokens', 'prefill', 'mixed'])
 @pytest.mark.parametrize('config', CONFIGS, ids=str)
 def test_steps_equal_the_whole(config, parts):
     module, (q, k, v) = build(config), draw()
-    graph, variables = nnx.split(module)
-    step = jax.jit(lambda state, *x: nnx.merge(graph, variables).decode_step(state, *x))
     state = module.init_state(2, 64, jnp.float32)
     shapes = jax.tree.map(jnp.shape, state)
     outputs, at = [], 0
     for part in parts:
-        state, o = step(state, *(x[:, at : at + part] for x in (q, k, v)))
+        state, o = mechanisms.decode_step(module, state, *(x[:, at : at + part] for x in (q, k, v)))
         outputs.append(o)
         at += part
-    whole = module(q, k, v)
+    whole = mechanisms.apply(module, q, k, v)
     np.testing.assert_allclose(jnp.concatenate(outputs, 1), whole, atol=1e-5 * float(jnp.abs(whole).max()))
     assert jax.tree.map(jnp.shape, state) == shapes
     assert int(state.position) == LENGTH

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -589,7 +590,7 @@ def start(code: str, *arguments, devices: int = 1) -> subprocess.Popen:
     environment = os.environ | {
         'PYTHONPATH': str(ROOT),
         'JAX_PLATFORMS': 'cpu',
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0',
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} {tiny.COMPILE_QUICKLY}',
     }
     command = [sys.executable, '-c', PREAMBLE + code, *map(str, arguments)]
     return subprocess.Popen(
@@ -700,7 +701,7 @@ def kill_repeatedly(directory: Path, count: int) -> None:
 
 
 def test_killed_while_saving(tmp_path):
-    kill_repeatedly(tmp_path, 3)
+    kill_repeatedly(tmp_path, 2)
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 Half of the processor time of a tiny training goes into imports. The nursery has made them, and nothing else: each
 process that it forks initialises JAX for itself, gets signals and limits of its own, and ends with an exit code like
-one that was started from scratch. The draws of the random battery begin so; the twenty fixed tests do not.
+one that was started from scratch. The draws of the random battery begin so; the twenty fixed tests do not. So do most
+commands that other tests start (`tiny.start`).
 """
 
 import array
 import contextlib
+import gc
 import json
 import os
 import pathlib
@@ -16,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 
@@ -30,17 +33,18 @@ class Nursery:
         if not self._process.stdout.readline():
             raise RuntimeError('the nursery did not start')
 
-    def start(self, program: list[str], flags: str) -> 'Warm':
-        """A process of `launchers.main(*program)` with these XLA_FLAGS; one pipe for all its output."""
-        reading, writing = os.pipe()
+    def start(self, program: list[str], flags: str, errors_apart: bool = False) -> 'Warm':
+        """A process of `launchers.main(*program)` with these XLA_FLAGS; one pipe for all its output, or two."""
+        pipes = [os.pipe() for _ in range(1 + errors_apart)]
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._path)
         request = json.dumps({'program': program, 'flags': flags}).encode()
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [writing]))
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [writing for _, writing in pipes]))
         connection.sendmsg([len(request).to_bytes(4, 'big')], [rights])
         connection.sendall(request)
-        os.close(writing)
-        return Warm(connection, open(reading, errors='replace'))
+        for _, writing in pipes:
+            os.close(writing)
+        return Warm(connection, *(open(reading, errors='replace') for reading, _ in pipes))
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -56,10 +60,10 @@ class Nursery:
 
 
 class Warm:
-    """What the battery needs of a subprocess.Popen."""
+    """What tests need of a subprocess.Popen."""
 
-    def __init__(self, connection: socket.socket, stdout):
-        self.stdout, self.returncode = stdout, None
+    def __init__(self, connection: socket.socket, stdout, stderr=None):
+        self.stdout, self.stderr, self.returncode = stdout, stderr, None
         self._answers = connection.makefile()
         self._connection = connection
         self.pid = int(self._answers.readline())
@@ -77,6 +81,23 @@ class Warm:
                 raise subprocess.TimeoutExpired('lm', timeout)
             select.select([self._connection], [], [], 0.2)
         return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str | None]:
+        """Waits; all that is left to read. A process that takes too long is killed."""
+        texts: dict = {}
+        streams = [stream for stream in (self.stdout, self.stderr) if stream]
+        readers = [threading.Thread(target=lambda s=s: texts.update({s: s.read()})) for s in streams]
+        for reader in readers:
+            reader.start()
+        try:
+            self.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        finally:
+            for reader in readers:
+                reader.join()
+        return texts[self.stdout], texts.get(self.stderr)
 
     def send_signal(self, how: signal.Signals) -> None:
         if self.poll() is None:
@@ -113,7 +134,7 @@ def nurse(path: str) -> dict:
                         connection.sendall(f'{os.waitstatus_to_exitcode(status)}\n'.encode())
         if server in readable:
             connection, _ = server.accept()
-            head, descriptors, _, _ = socket.recv_fds(connection, 4, 1)
+            head, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
             with connection.makefile('rb', buffering=0) as rest:
                 size, data = int.from_bytes(head, 'big'), b''
                 while len(data) < size:
@@ -127,11 +148,12 @@ def nurse(path: str) -> dict:
                 os.setsid()
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 os.dup2(descriptors[0], 1)
-                os.dup2(descriptors[0], 2)
-                for descriptor in (ended, wakeup, descriptors[0]):
+                os.dup2(descriptors[-1], 2)
+                for descriptor in (ended, wakeup, *descriptors):
                     os.close(descriptor)
                 return json.loads(data)
-            os.close(descriptors[0])
+            for descriptor in descriptors:
+                os.close(descriptor)
             children[pid] = connection
             connection.sendall(f'{pid}\n'.encode())
 
@@ -145,6 +167,7 @@ if __name__ == '__main__':
     from lm.attention import mechanisms
 
     mechanisms()
+    gc.freeze()  # what is imported stays, in all that are forked
     request = nurse(sys.argv[1])
     lm.cli.end_on_signals('lm')  # as at the beginning of the program
     os.environ['XLA_FLAGS'] = request['flags']

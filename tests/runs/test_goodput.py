@@ -53,11 +53,11 @@ def test_a_process_knows_when_it_began():
 def test_a_run_that_is_killed_and_stopped_accounts_for_its_wall_clock(tiny_flags, tmp_path):
     run = tmp_path / 'run'
     begun = time.time()
-    process = tiny.start('train', '--run_dir', str(run), *tiny_flags)
+    process = tiny.start('train', '--run_dir', str(run), *tiny_flags, cold=True)
     tiny.wait_for_step(run, 27, process)
     tiny.stop(process, signal.SIGKILL)
     time.sleep(1)
-    process = tiny.start('train', '--run_dir', str(run), *tiny_flags, *tiny.params({'train.log_every': 1}))
+    process = tiny.start('train', '--run_dir', str(run), *tiny_flags, *tiny.params({'train.log_every': 1}), cold=True)
     time.sleep(0.5)
     output, _ = process.communicate(timeout=300)
     ended = time.time()

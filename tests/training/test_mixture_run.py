@@ -22,6 +22,7 @@ from lm.experiment import load
 from lm.training.inputs import make_windows
 from lm.training.step import TrainStep, weights
 
+pytestmark = pytest.mark.usefixtures('kept_programs')
 STEPS = 8
 
 
@@ -46,7 +47,7 @@ def flags(tokens, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def run(flags, tmp_path_factory):
+def run(kept_programs, flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp('mixed') / 'run'
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -1,6 +1,7 @@
 """A process of a job that dies, freezes or fails ends the others: soon, in one line, with the right exit code."""
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import pytest
 import tiny
 
 HEARTBEAT = 4.0
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 JOB = """
 import sys, time
@@ -90,7 +92,7 @@ def ends(processes: list[subprocess.Popen], within: float) -> list[tuple[int, st
     return found
 
 
-@pytest.mark.parametrize('victim', [0, 2])
+@pytest.mark.parametrize('victim', [0, SLOW(2)])  # of the coordinator's death all others hear in another way
 def test_after_a_sigkill_the_others_end_with_42(victim):
     with small_job('run') as processes:
         wait_until_running(processes)
@@ -101,7 +103,7 @@ def test_after_a_sigkill_the_others_end_with_42(victim):
             assert 'is gone: run the same command again' in output
 
 
-@pytest.mark.parametrize('victim', [0, 1])
+@pytest.mark.parametrize('victim', [SLOW(0), 1])
 def test_a_frozen_host_is_found_out_by_its_silence(victim):
     with small_job('run') as processes:
         wait_until_running(processes)
@@ -112,7 +114,7 @@ def test_a_frozen_host_is_found_out_by_its_silence(victim):
             assert 'run the same command again' in output
 
 
-@pytest.mark.parametrize(('case', 'expected'), [('all diverge', 43), ('all done', 0)])
+@pytest.mark.parametrize(('case', 'expected'), [('all diverge', 43), SLOW('all done', 0)])
 def test_what_all_processes_do_is_no_death(case, expected):
     with small_job(case) as processes:
         wait_until_running(processes)
@@ -131,7 +133,7 @@ def test_an_error_of_one_process_is_the_exit_code_of_all():
     assert 'process 1 of 3 ended with exit code 44' in found[0][1]
 
 
-@pytest.mark.parametrize('victim', [0, 1])
+@pytest.mark.parametrize('victim', [SLOW(0), 1])
 def test_a_training_survives_the_death_of_a_process(tiny_flags, tmp_path, victim):
     """The survivor ends with 42; the same command then goes on from the last checkpoint."""
     flags = [*tiny_flags, *tiny.params({'mesh.heartbeat_seconds': HEARTBEAT, 'train.steps': 4000})]

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 
 from lm.training.preemption import Preemption
 
@@ -19,7 +20,7 @@ def start(code: str, *arguments) -> subprocess.Popen:
     environment = os.environ | {
         'PYTHONPATH': str(ROOT),
         'JAX_PLATFORMS': 'cpu',
-        'XLA_FLAGS': '--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0',
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count=1 {tiny.COMPILE_QUICKLY}',
     }
     command = [sys.executable, '-u', '-c', code, *map(str, arguments)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -34,51 +34,58 @@ def batch(microbatches=1, rows=8, seed=0):
     )
 
 
+@functools.cache
+def plain():
+    """The step as it comes and its programs, for the tests that only use it."""
+    step = make()
+    return step, jax.jit(step.init), jax.jit(step.train)
+
+
 def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize('microbatches', [1, 2])
-def test_the_z_loss_adds_the_squared_normalizer_to_the_gradient_alone(microbatches):
-    plain, held = make(), make(z_loss=1e-2)
-    state = jax.jit(plain.init)(0)
+def test_the_z_loss_adds_the_squared_normalizer_to_the_gradient_alone():
+    (step, init, _), held = plain(), make(z_loss=1e-2)
+    state = init(0)
     tokens = batch().astype(jnp.int32)
 
     def by_formula(params, z_loss):
-        model = nnx.merge(plain.graph, params, state['buffers'])
+        model = nnx.merge(step.graph, params, state['buffers'])
         logits = model(tokens[0, :, :-1])
         total = jax.nn.logsumexp(logits, axis=-1)
         nats = total - jnp.take_along_axis(logits, tokens[0, :, 1:, None], -1)[..., 0]
         return (nats + z_loss * total**2).mean(), nats.mean()
 
     expected = {z: jax.jit(jax.grad(functools.partial(by_formula, z_loss=z), has_aux=True)) for z in (0.0, 1e-2)}
-    parts = tokens.reshape(microbatches, -1, 33)
-    for step, z_loss in ((plain, 0.0), (held, 1e-2)):
-        loss, gradients, _ = jax.jit(step._gradients)(state['params'], state['buffers'], parts)
+    for one, z_loss, microbatches in ((step, 0.0, 1), (held, 1e-2, 1), (held, 1e-2, 2)):
+        parts = tokens.reshape(microbatches, -1, 33)
+        loss, gradients, _ = jax.jit(one._gradients)(state['params'], state['buffers'], parts)
         want, nats = expected[z_loss](state['params'])
         np.testing.assert_allclose(loss, nats, rtol=1e-6)
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6, rtol=1e-3), gradients, want)
 
 
 def test_a_non_finite_step_changes_nothing_but_the_counters():
-    step = make()
-    good, _ = jax.jit(step.train)(jax.jit(step.init)(0), batch())
+    step, init, train = plain()
+    good, _ = train(init(0), batch())
     nan = TrainStep(MODEL, OptimizerConfig(warmup_steps=2), 10)
     nan.token_losses = lambda *arguments: step.token_losses(*arguments) * jnp.nan
-    bad, metrics = jax.jit(nan.train)(good, batch(seed=1))
+    spoil = jax.jit(nan.train)
+    bad, metrics = spoil(good, batch(seed=1))
     for part in ('params', 'optimizer', 'buffers'):
         assert bits(bad[part]) == bits(good[part])
     assert (int(bad['step']), int(bad['skipped']), int(bad['in_a_row'])) == (2, 1, 1)
     assert not np.isfinite(metrics['loss'])
     assert step.name_of(int(metrics['first_bad'])) == 'loss'
-    worse, unlearned = jax.jit(nan.train)(bad, batch(seed=1))
+    worse, unlearned = spoil(bad, batch(seed=1))
     assert (int(worse['skipped']), int(worse['in_a_row'])) == (2, 2)
-    better, metrics = jax.jit(step.train)(worse, batch(seed=2))
+    better, metrics = train(worse, batch(seed=2))
     assert (int(better['step']), int(better['skipped']), int(better['in_a_row'])) == (4, 2, 0)
     assert np.isfinite(metrics['loss'])
     assert int(metrics['first_bad']) == -1
     # The next good update is the one that would have been made without the bad steps between.
-    expected, told = jax.jit(step.train)(good, batch(seed=2))
+    expected, told = train(good, batch(seed=2))
     assert bits(better['params']) == bits(expected['params'])
     # So is the learning rate that it is said to have: that of the second update, not of the fourth batch.
     assert float(metrics['learning_rate']) == float(told['learning_rate']) == pytest.approx(float(step.schedule(1)))
@@ -86,12 +93,11 @@ def test_a_non_finite_step_changes_nothing_but_the_counters():
 
 
 def test_an_infinite_gradient_is_skipped_although_the_loss_is_finite():
-    step = make()
-    state = jax.jit(step.init)(0)
-    plain = step.token_losses
+    step, state = make(), plain()[1](0)
+    finite = step.token_losses
     # The gradient of sqrt is infinite at zero.
     step.token_losses = lambda weights, *rest: (
-        plain(weights, *rest) + jnp.sqrt(jnp.sum(weights['params']['final_norm']['bias'] ** 2))
+        finite(weights, *rest) + jnp.sqrt(jnp.sum(weights['params']['final_norm']['bias'] ** 2))
     )
     new, metrics = jax.jit(step.train)(state, batch())
     assert np.isfinite(metrics['loss'])
@@ -117,9 +123,9 @@ def test_an_update_that_is_not_finite_is_skipped_although_its_gradient_is():
 
 @pytest.mark.parametrize('microbatches', [2, 4])
 def test_gradient_accumulation_is_the_same_step(microbatches):
-    step = make()
-    whole, a = jax.jit(step.train)(jax.jit(step.init)(0), batch())
-    parts, b = jax.jit(step.train)(jax.jit(step.init)(0), batch().reshape(microbatches, 8 // microbatches, 33))
+    _, init, train = plain()
+    whole, a = train(init(0), batch())
+    parts, b = train(init(0), batch().reshape(microbatches, 8 // microbatches, 33))
     np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-5)
     np.testing.assert_allclose(a['grad_norm'], b['grad_norm'], rtol=1e-4)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), whole['params'], parts['params'])
@@ -128,8 +134,8 @@ def test_gradient_accumulation_is_the_same_step(microbatches):
 @pytest.fixture(scope='module')
 def single():
     """The losses of three steps on one device."""
-    step, losses = make(), []
-    state, train = jax.jit(step.init)(0), jax.jit(step.train)
+    (_, init, train), losses = plain(), []
+    state = init(0)
     for seed in range(3):
         state, metrics = train(state, batch(seed=seed))
         losses.append(float(metrics['loss']))

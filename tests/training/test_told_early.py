@@ -31,7 +31,7 @@ def told(process: subprocess.Popen) -> None:
 
 @pytest.mark.parametrize('seconds', [0, 0.1, 0.5, 1.5])
 def test_while_importing(tiny_flags, tmp_path, seconds):
-    process = tiny.start('train', '--run_dir', str(tmp_path / 'run'), *tiny_flags)
+    process = tiny.start('train', '--run_dir', str(tmp_path / 'run'), *tiny_flags, cold=True)
     wait_for_handler(process)
     time.sleep(seconds)
     told(process)
@@ -40,7 +40,7 @@ def test_while_importing(tiny_flags, tmp_path, seconds):
 def test_while_it_waits_for_the_other_processes(tiny_flags, tmp_path):
     """In C code, where Python's own handlers do not run."""
     others = ['--coordinator_address', 'localhost:39071', '--process_count', '2', '--process_id', '1']
-    one, two = (tiny.start('train', '--run_dir', str(tmp_path / name), *tiny_flags, *others) for name in 'ab')
+    one, two = (tiny.start('train', '--run_dir', str(tmp_path / name), *tiny_flags, *others, cold=True) for name in 'ab')
     for process in (one, two):
         wait_for_handler(process)
     time.sleep(8)

@@ -15,6 +15,7 @@ from lm.data.batches import Windows
 from lm.data.store import TokenStore
 from lm.training.step import TrainStep
 
+pytestmark = pytest.mark.usefixtures('kept_programs')
 STEPS = 16
 
 
