@@ -40,7 +40,8 @@ def test_while_importing(tiny_flags, tmp_path, seconds):
 def test_while_it_waits_for_the_other_processes(tiny_flags, tmp_path):
     """In C code, where Python's own handlers do not run."""
     others = ['--coordinator_address', 'localhost:39071', '--process_count', '2', '--process_id', '1']
-    one, two = (tiny.start('train', '--run_dir', str(tmp_path / name), *tiny_flags, *others, cold=True) for name in 'ab')
+    runs = [str(tmp_path / name) for name in 'ab']
+    one, two = (tiny.start('train', '--run_dir', run, *tiny_flags, *others, cold=True) for run in runs)
     for process in (one, two):
         wait_for_handler(process)
     time.sleep(8)
