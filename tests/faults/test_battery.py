@@ -33,10 +33,17 @@ def test_thirty_draws():
     battery('--random', '30', timeout=7200)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_six_draws():
     """SIGKILL, SIGTERM, a second process, damaged metrics, a damaged shard, a changed configuration: of one shape."""
     battery('--random', '6', '--seed', '398', timeout=900)
+
+
+@pytest.mark.timeout(900)
+def test_three_draws():
+    """A damaged shard, a damaged checkpoint, SIGKILL: of one shape. Each fault has tests of its own besides."""
+    battery('--random', '3', '--seed', '2204', timeout=900)
 
 
 def test_a_battery_goes_on_where_it_was_stopped(tmp_path):

@@ -41,12 +41,17 @@ def tokens(rows: int = 2, length: int = LENGTH) -> np.ndarray:
 
 
 @functools.cache
+def initial(attention):
+    """The state that a run begins with, whatever its devices."""
+    return jax.tree.map(np.asarray, jax.jit(step_of(attention).init)(0))
+
+
+@functools.cache
 def gradients(attention, documents, devices, **config):
     """The loss and the gradients of every parameter, and the nats of every token."""
     step, mesh = step_of(attention, documents), mesh_of(devices, **config)
     with jax.set_mesh(mesh):
-        abstract = abstract_state(step, mesh)
-        state = jax.jit(lambda: step.init(0), out_shardings=shardings_of(abstract))()
+        state = jax.device_put(initial(attention), shardings_of(abstract_state(step, mesh)))
         batch = jax.device_put(tokens(), batch_sharding(mesh, axis=1))
 
         @jax.jit
@@ -79,14 +84,27 @@ def test_four_devices_share_a_window(attention):
     assert_same(gradients(attention, Documents(EOD), 4, sequence=4), alone)
 
 
+AXES = {'fsdp': (8, dict(sequence=4, fsdp=2)), 'data': (4, dict(sequence=2))}
+EXACT, WINDOW, SKETCH, HYBRID = Softmax(), Softmax(window=5), Polysketch(sketch_size=8, block=8), Hybrid(window=5)
+
+
 @pytest.mark.parametrize(
-    'attention', [Softmax(), Softmax(window=5), Polysketch(sketch_size=8, block=8), Hybrid(window=5)]
+    ('attention', 'axis', 'documents'),
+    [
+        (EXACT, 'fsdp', None),
+        (WINDOW, 'data', Documents(EOD)),
+        (SKETCH, 'fsdp', None),
+        (HYBRID, 'fsdp', Documents(EOD)),
+        *(
+            pytest.param(*rest, None, marks=pytest.mark.slow)
+            for rest in ((EXACT, 'data'), (WINDOW, 'fsdp'), (WINDOW, 'data'), (SKETCH, 'data'), (HYBRID, 'fsdp'))
+        ),
+    ],
 )
-def test_with_the_other_axes_and_without_documents(attention, monkeypatch):
+def test_with_the_other_axes_and_without_documents(attention, axis, documents, monkeypatch):
     monkeypatch.setattr(mesh_lib, 'MIN_SHARDED_SIZE', 1)
-    alone = gradients(attention, None, 1)
-    assert_same(gradients(attention, None, 8, sequence=4, fsdp=2), alone)
-    assert_same(gradients(attention, None, 4, sequence=2), alone)
+    devices, mesh = AXES[axis]
+    assert_same(gradients(attention, documents, devices, **mesh), gradients(attention, documents, 1))
 
 
 def test_windows_that_cannot_be_split_are_computed_whole():

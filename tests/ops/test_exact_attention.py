@@ -74,8 +74,8 @@ def power(degree, bias, scale):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def values_and_gradients(attention, q, k, v):
-    o, pull = jax.vjp(attention, q, k, v)
+def values_and_gradients(attention, q, k, v, **others):
+    o, pull = jax.vjp(functools.partial(attention, **others), q, k, v)
     return o, *pull(jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape).astype(o.dtype))
 
 
@@ -145,21 +145,22 @@ def documents(length, *rows):
     return jnp.asarray(starts, jnp.int32), place >= starts[..., None]
 
 
-@pytest.mark.parametrize('places', [([0, 5, 6, 40], [0]), (range(100), [64, 99])], ids=['few', 'many'])
 @pytest.mark.parametrize(
     ('implementation', 'block', 'window'),
     [('xla', None, None), ('xla', 24, None), ('xla', 32, 10), ('reference', None, 10), ('reference', None, None)],
 )
-def test_a_document_sees_itself_alone(places, block, window, implementation):
+def test_a_document_sees_itself_alone(block, window, implementation):
     q, k, v = draw(2, 100, 4, 2)
-    starts, seen = documents(100, *map(list, places))
-    seen = seen & mask(100, 100, window=window)
-    given = dict(block=block, starts_BxL=starts, implementation=implementation)
+    given = dict(block=block, implementation=implementation)
     softmax = functools.partial(exact_attention.softmax_attention, window=window, **given)
     polynomial = functools.partial(exact_attention.polynomial_attention, degree=4, **given)
     cases = [(softmax, exponential(SIZE**-0.5))] + [(polynomial, power(4, 1.0, 1.0))] * (window is None)
-    for attention, kernel in cases:
-        assert_close(values_and_gradients(attention, q, k, v), numpy_attention(q, k, v, seen, kernel), 1e-5)
+    for few_or_many in (([0, 5, 6, 40], [0]), (range(100), [64, 99])):
+        starts, seen = documents(100, *map(list, few_or_many))
+        seen = seen & mask(100, 100, window=window)
+        for attention, kernel in cases:
+            got = values_and_gradients(attention, q, k, v, starts_BxL=starts)
+            assert_close(got, numpy_attention(q, k, v, seen, kernel), 1e-5)
 
 
 def test_documents_need_queries_and_keys_of_the_same_tokens():
@@ -192,7 +193,8 @@ def test_without_the_causal_mask_all_keys_count(keys):
 @pytest.mark.parametrize('window', [None, 20])
 def test_queries_behind_a_cache_see_what_they_see_in_the_whole(window):
     q, k, v = draw(1, 90, 2, 1)
-    whole = exact_attention.softmax_attention(q, k, v, window=window)
+    attend = jax.jit(functools.partial(exact_attention.softmax_attention, window=window))
+    whole = attend(q, k, v)
     later = jax.jit(
         lambda offset, start: exact_attention.softmax_attention(
             q[:, 50:60], k, v, window=window, q_offset=offset, k_start=start, block=16
@@ -200,7 +202,7 @@ def test_queries_behind_a_cache_see_what_they_see_in_the_whole(window):
     )
     np.testing.assert_allclose(later(50, 0), whole[:, 50:60], atol=1e-6)
     # Hiding the first keys equals their absence.
-    absent = exact_attention.softmax_attention(q[:, 13:], k[:, 13:], v[:, 13:], window=window)
+    absent = attend(q[:, 13:], k[:, 13:], v[:, 13:])
     np.testing.assert_allclose(later(50, 13), absent[:, 37:47], atol=1e-6)
 
 
@@ -215,6 +217,7 @@ def test_queries_behind_a_cache_see_what_they_see_in_the_whole(window):
 def test_the_future_changes_nothing_not_one_bit(attention):
     q, k, v = draw(1, 61, 2, 1)
     changed = [x.at[:, 37:].multiply(-3.0) for x in (q, k, v)]
+    attention = jax.jit(attention)
     before, after = attention(q, k, v), attention(*changed)
     np.testing.assert_array_equal(before[:, :37], after[:, :37])
     assert np.abs(before[:, 37:] - after[:, 37:]).min(axis=(0, 2, 3)).max() > 0
@@ -222,7 +225,7 @@ def test_the_future_changes_nothing_not_one_bit(attention):
 
 def test_a_window_forgets_older_keys():
     q, k, v = draw(1, 61, 1, 1)
-    attention = functools.partial(exact_attention.softmax_attention, window=10, block=16)
+    attention = jax.jit(functools.partial(exact_attention.softmax_attention, window=10, block=16))
     before = attention(q, k, v)
     after = attention(q, k.at[:, 20].add(5.0), v.at[:, 20].add(5.0))
     changed = np.abs(before - after).max(axis=(0, 2, 3)) > 0
@@ -231,11 +234,12 @@ def test_a_window_forgets_older_keys():
 
 def test_large_scores_do_not_overflow():
     q, k, v = draw(1, 64, 1, 1)
-    for grad in jax.grad(lambda q, k: exact_attention.softmax_attention(q, k, v, block=16).sum(), (0, 1))(1e4 * q, k):
+    sums = jax.grad(lambda q, k: exact_attention.softmax_attention(q, k, v, block=16).sum(), (0, 1))
+    for grad in jax.jit(sums)(1e4 * q, k):
         assert np.isfinite(grad).all()
     # Layer-normalized vectors of size 64 have ⟨q, k⟩ ≤ 64: the largest weight of degree 8 is 2.8e14.
     ones = jnp.full((1, 2048, 1, 64), 1.0)
-    o = exact_attention.polynomial_attention(ones, ones, ones, degree=8)
+    o = jax.jit(functools.partial(exact_attention.polynomial_attention, degree=8))(ones, ones, ones)
     np.testing.assert_allclose(o, 1.0, rtol=1e-5)
 
 
@@ -249,9 +253,8 @@ def test_peak_memory_grows_linearly(name):
         gradients = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v).sum(), (0, 1, 2)))
         return gradients.lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
-    at_8k, at_16k, at_32k = (temporaries(n) for n in (8192, 16384, 32768))
-    assert at_16k / at_8k < 2.1
-    assert at_32k / at_16k < 2.1
+    at_8k, at_32k = (temporaries(n) for n in (8192, 32768))
+    assert at_32k / at_8k < 4.2
     assert at_32k < 32768 * 64 * 4 * 16  # A few arrays of the size of q; all weights would be 4.3 GB.
 
 
@@ -259,10 +262,10 @@ def test_blocks_above_the_diagonal_cost_nothing():
     """The last key block's values are NaN; a block that were computed and multiplied by zero would spread them."""
     q, k, v = draw(1, 64, 1, 1)
     v = v.at[:, 48:].set(jnp.nan)
-    for o in (
-        exact_attention.softmax_attention(q, k, v, block=16),
-        exact_attention.polynomial_attention(q, k, v, degree=2, block=16),
-    ):
+    softmax = functools.partial(exact_attention.softmax_attention, block=16)
+    polynomial = functools.partial(exact_attention.polynomial_attention, degree=2, block=16)
+    for attention in (softmax, polynomial):
+        o = jax.jit(attention)(q, k, v)
         assert np.isfinite(o[:, :48]).all()
         assert np.isnan(o[:, 48:]).all()
 

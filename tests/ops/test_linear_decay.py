@@ -48,6 +48,10 @@ CASES = {
 }
 
 
+COMBINED = ('series', 'polynomial window')
+"""Cases whose parts others have in other combinations."""
+
+
 def draw(length, heads=4, kv_heads=2, dtype=jnp.float32):
     rng = np.random.default_rng(length)
     sizes = [(heads, 6), (kv_heads, 6), (kv_heads, 5), (heads, 3), (kv_heads, 3)]
@@ -100,10 +104,13 @@ def recurrence(x, y, v, q, k, g, **options):
 
 
 def with_gradients(function):
+    """Outputs, and gradients of the outputs of those tokens that count."""
+
     @jit
-    def run(*arrays):
+    def run(counts_L, *arrays):
         o, pull = jax.vjp(function, *arrays)
-        return o, *pull(jnp.cos(jnp.arange(o.size)).reshape(o.shape).astype(o.dtype))
+        do = jnp.cos(jnp.arange(o.size)).reshape(o.shape) * counts_L[:, None, None]
+        return o, *pull(do.astype(o.dtype))
 
     return run
 
@@ -115,11 +122,17 @@ def programs(name, implementation):
     return run, with_gradients(functools.partial(recurrence, **options))
 
 
-def check(name, implementation, arrays, tolerance=2e-5):
-    run, exact = programs(name, implementation)
+def recurrent(name, implementation, arrays):
+    """Outputs and gradients of the recurrence in float64."""
     with jax.enable_x64(True):
-        expected = [np.asarray(a) for a in exact(*(np.asarray(a, np.float64) for a in arrays))]
-    got = run(*arrays)
+        arrays = (np.asarray(a, np.float64) for a in arrays)
+        found = programs(name, implementation)[1](np.ones(CASES[name][0], bool), *arrays)
+        return [np.asarray(a) for a in found]
+
+
+def check(name, implementation, arrays, tolerance=2e-5):
+    expected = recurrent(name, implementation, arrays)
+    got = programs(name, implementation)[0](np.ones(CASES[name][0], bool), *arrays)
     for label, a, e in zip(('o', 'dx', 'dy', 'dv', 'dq', 'dk', 'dg'), got, expected, strict=True):
         a = np.asarray(a, np.float64)
         assert np.isfinite(a).all(), label
@@ -130,7 +143,8 @@ def check(name, implementation, arrays, tolerance=2e-5):
 
 @pytest.mark.parametrize(
     ('name', 'implementation'),
-    [(name, 'xla') for name in CASES] + [(name, 'reference') for name in ('sums alone', 'exact blocks', 'window')],
+    [pytest.param(name, 'xla', marks=pytest.mark.slow if name in COMBINED else ()) for name in CASES]
+    + [(name, 'reference') for name in ('sums alone', 'exact blocks', 'window')],
 )
 def test_agrees_with_the_recurrence(name, implementation):
     length = CASES[name][0]
@@ -154,19 +168,18 @@ def test_any_factors(name, data):
 @pytest.mark.parametrize('name', ['self products', 'window', 'exponential blocks', 'exact blocks'])
 def test_a_reset_hides_all_before_it(name):
     """What comes out after it is what the tokens give alone, and gradients do not cross it: exactly 0."""
-    length, options = CASES[name]
+    length, _ = CASES[name]
     # Exact blocks are cut where the sequence begins, so that a document keeps its weights only from a block on.
     at = 16 if 'blocks' in name else 13
     arrays = (*draw(length), draw_decay(length, resets=[at]))
-    run = jit(functools.partial(call, **options))
-    alone = run(*(a[:, at:] for a in arrays))
-    np.testing.assert_allclose(run(*arrays)[:, at:], alone, rtol=0, atol=1e-6 * np.abs(alone).max())
+    run, _ = programs(name, 'xla')
+    counted = np.arange(length) >= at
+    (o, *after), (_, *before) = run(counted, *arrays), run(~counted, *arrays)
+    # Alone is first: what follows it then cannot be seen.
+    alone = run(counted, *(np.roll(a, -at, axis=1) for a in arrays))[0][:, : length - at]
+    np.testing.assert_allclose(o[:, at:], alone, rtol=0, atol=1e-6 * np.abs(alone).max())
     wild = [a.at[:, :at].set(1e4) for a in map(jnp.asarray, arrays[:5])]
-    np.testing.assert_array_equal(run(*wild, arrays[5])[:, at:], run(*arrays)[:, at:])
-
-    counted = jnp.arange(length) >= at
-    gradients = jit(jax.grad(lambda *a: (jnp.sin(call(*a[:6], **options)).sum((0, 2, 3)) * a[6]).sum(), range(6)))
-    after, before = gradients(*arrays, 1.0 * counted), gradients(*arrays, 1.0 * ~counted)
+    np.testing.assert_array_equal(run(counted, *wild, arrays[5])[0][:, at:], o[:, at:])
     for label, a, b in zip('xyvqkg', after, before, strict=True):
         assert not np.asarray(a[:, :at]).any(), label
         assert not np.asarray(b[:, at:]).any(), label
@@ -178,10 +191,13 @@ def test_bfloat16_stays_close():
     for name in ('exact blocks', 'window'):
         length, options = CASES[name]
         arrays = (*draw(length, dtype=jnp.bfloat16), draw_decay(length, resets=[9]))
-        expected = jit(functools.partial(recurrence, **options))(*(jnp.asarray(a, jnp.float32) for a in arrays))
+        expected, *_ = recurrent(name, 'xla', arrays)
         got = jit(functools.partial(call, **options))(*arrays)
         assert got.dtype == jnp.bfloat16
-        assert np.linalg.norm(got.astype(np.float32) - expected) < 2e-2 * np.linalg.norm(expected)
+        assert np.linalg.norm(np.asarray(got, np.float64) - expected) < 2e-2 * np.linalg.norm(expected)
+
+
+long = jit(functools.partial(linear_attention, powers=TAYLOR, block=512))
 
 
 @pytest.mark.parametrize(('factor', 'tolerance'), [(-50.0, 1e-5), (-0.7, 1e-5), (-1e-7, 1e-5)])
@@ -191,7 +207,7 @@ def test_long_sequences_keep_their_precision(factor, tolerance):
     x, y, v, *_ = (a[:1, :, :1] for a in draw(length, 1, 1))
     g = np.full((1, length, 1), factor, np.float32)
     g[:, -100:] = -0.01 * np.arange(100)[:, None]
-    o = jit(functools.partial(linear_attention, powers=TAYLOR, block=512))(x, y, v, log_decay_BxLxK=g)
+    o = long(x, y, v, log_decay_BxLxK=g)
     total = np.cumsum(g[0, :, 0].astype(np.float64))
     s = np.float64(x[0, :, 0]) @ np.float64(y[0, :, 0]).T
     w = np.tril(1 + s + s**2 / 2) * np.exp(np.minimum(total[:, None] - total, 0))
@@ -211,7 +227,8 @@ def test_decoding_equals_the_parallel_form(name):
         return dict(q_BxLxHxE=x, k_BxLxKxE=y, v_BxLxKxD=v, log_decay_BxLxK=g, **local)
 
     step = jit(lambda state, arrays: decode.decode_step(state, **arrays, **options))
-    for cuts in (range(length + 1), (0, length), (0, 3, 4, 17, length)):
+    n = length // 2 - 1  # no end of a block, and a size that is compiled once
+    for cuts in (range(length + 1), (0, length), (0, n, n + 1, *range(2 * n + 1, length + 1))):
         state, outputs = decode.init_state(**arguments(slice(0, 1)), **options), []
         for part in map(slice, cuts, cuts[1:]):
             state, o = step(state, arguments(part))
@@ -219,13 +236,9 @@ def test_decoding_equals_the_parallel_form(name):
         np.testing.assert_allclose(jnp.concatenate(outputs, 1), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ('implementation', 'resets'), [('xla', ()), ('xla', (11,)), ('xla', (30,)), ('reference', (11,))]
-)
-def test_segments_compose(implementation, resets):
-    """Sums handed from one call to the next, or added up afterwards; outputs, sums and gradients of the whole."""
-    x, y, v, *_ = draw(36)
-    g = jnp.asarray(draw_decay(36, resets=resets))
+@functools.cache
+def segments(implementation):
+    """Programs of the results and gradients of two segments, and of the whole."""
     attend = functools.partial(linear_attention, powers=TAYLOR, block=8, implementation=implementation)
 
     def whole(x, y, v, g):
@@ -239,15 +252,21 @@ def test_segments_compose(implementation, resets):
         added = jax.tree.map(jnp.add, faded(state, g[:, 17:].sum(1)), alone)
         return jnp.concatenate([head, tail], 1), jax.tree.map(lambda a, b: (a + b) / 2, handed, added)
 
-    def run(function):
-        @jit
-        def both(*arrays):
-            result, pull = jax.vjp(function, *arrays)
-            return result, pull(jax.tree.map(jnp.cos, result))
+    def both(function, *arrays):
+        result, pull = jax.vjp(function, *arrays)
+        return jax.tree.leaves((result, pull(jax.tree.map(jnp.cos, result))))
 
-        return jax.tree.leaves(both(x, y, v, g))
+    return [jit(functools.partial(both, function)) for function in (parts, whole)]
 
-    for got, expected in zip(run(parts), run(whole), strict=True):
+
+@pytest.mark.parametrize(
+    ('implementation', 'resets'), [('xla', ()), ('xla', (11,)), ('xla', (30,)), ('reference', (11,))]
+)
+def test_segments_compose(implementation, resets):
+    """Sums handed from one call to the next, or added up afterwards; outputs, sums and gradients of the whole."""
+    x, y, v, *_ = draw(36)
+    g = jnp.asarray(draw_decay(36, resets=resets))
+    for got, expected in zip(*(run(x, y, v, g) for run in segments(implementation)), strict=True):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * max(1, np.abs(expected).max()))
 
 

@@ -9,6 +9,8 @@ import tiny
 from lm import cli
 from lm.runs.records import Run
 
+pytestmark = pytest.mark.usefixtures('kept_programs')
+
 
 def branch(reference_run, run, *extra, step=30, **bindings) -> int:
     names = {name.replace('__', '.'): value for name, value in bindings.items()}
@@ -85,9 +87,8 @@ def test_what_cannot_be_a_branch_is_refused(reference_run, tmp_path, capsys, cha
     assert not (tmp_path / 'run').exists()
 
 
-def test_another_tokenizer_is_refused(reference_run, tmp_path, capsys):
-    other = tiny.prepare(tmp_path / 'other', characters=30_000)
-    assert branch(reference_run, tmp_path / 'run', data__path=str(other)) == 44
+def test_another_tokenizer_is_refused(reference_run, other_tokens, tmp_path, capsys):
+    assert branch(reference_run, tmp_path / 'run', data__path=str(other_tokens)) == 44
     assert 'tokenizer is ' in capsys.readouterr().err
     assert not (tmp_path / 'run').exists()
 

@@ -5,6 +5,8 @@ import tiny
 
 from lm import cli
 
+pytestmark = pytest.mark.usefixtures('kept_programs')
+
 
 def start(reference_run, tiny_flags, run, **bindings) -> int:
     names = {name.replace('__', '.'): value for name, value in bindings.items()}
@@ -29,12 +31,11 @@ def test_the_arrays_that_were_not_taken_are_named(reference_run, tiny_flags, tmp
     assert all('attention' in name for name in left)
 
 
-def test_another_tokenizer_is_refused(reference_run, tiny_flags, tmp_path, capsys):
-    other = tiny.prepare(tmp_path / 'other', characters=30_000)
-    assert start(reference_run, tiny_flags, tmp_path / 'run', data__path=str(other)) == 44
+def test_another_tokenizer_is_refused(reference_run, other_tokens, tiny_flags, tmp_path, capsys):
+    assert start(reference_run, tiny_flags, tmp_path / 'run', data__path=str(other_tokens)) == 44
     error = capsys.readouterr().err.splitlines()[-1]
     assert f'its tokenizer, of {reference_run_data(reference_run)}, is ' in error
-    assert f'that of {other} is ' in error
+    assert f'that of {other_tokens} is ' in error
     assert not (tmp_path / 'run').exists()
 
 

@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 import lm.tasks
+from lm import cli
 from lm.attention.softmax import Softmax
 from lm.config.configurable import REGISTRY
 from lm.config.text import dump
@@ -299,13 +300,12 @@ def test_lm_evaluate_prints_the_accuracy(task_run):
     assert f'validation at step 60: accuracy {100 * last["accuracy"]:.2f} % of 200 answers' in done.stdout
 
 
-def test_another_task_is_another_run(task_run):
-    done = tiny.lm('train', '--run_dir', str(task_run[0]), *tiny.params(TINY | {'associative_recall.n_pairs': 3}))
-    assert done.returncode == 44
-    assert 'associative_recall.n_pairs was 2, now 3' in done.stderr
-    done = tiny.lm('generate', '--run_dir', str(task_run[0]), '--prompt', 'x')
-    assert done.returncode == 2
-    assert 'was trained on a task' in done.stderr
+def test_another_task_is_another_run(task_run, capsys):
+    other = tiny.params(TINY | {'associative_recall.n_pairs': 3})
+    assert cli.main(['train', '--run_dir', str(task_run[0]), *other]) == 44
+    assert 'associative_recall.n_pairs was 2, now 3' in capsys.readouterr().err
+    assert cli.main(['generate', '--run_dir', str(task_run[0]), '--prompt', 'x']) == 2
+    assert 'was trained on a task' in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------------ learning
