@@ -41,7 +41,7 @@ def compute(folder) -> tuple[int, str, str]:
     """(programs found in the cache, result, messages) of a process."""
     done = subprocess.run(
         [sys.executable, '-c', PROGRAM, str(folder)],
-        env=tiny.environment(),
+        env=tiny.environment(XLA_FLAGS=''),  # else it compiles in less time than is worth a file
         cwd=tiny.ROOT,
         capture_output=True,
         text=True,
