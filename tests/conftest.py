@@ -18,7 +18,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 # The `lm` commands that tests start share one cache of compiled programs; this process, which has read its environment
 # already, compiles for itself, except in tests of whole commands (`kept_programs`).
-assert jax.__version__
+assert jax.devices()
+# The flags have been read. libtpu, which some tests load, would end the process at one that it does not know.
+os.environ['XLA_FLAGS'] = os.environ['XLA_FLAGS'].replace(tiny.COMPILE_QUICKLY, '')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(pathlib.Path(tiny.ROOT, '.pytest_cache', 'xla')))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
