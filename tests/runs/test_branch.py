@@ -53,6 +53,7 @@ def test_a_branch_decays_and_goes_on_from_the_other_run_until_it_has_a_checkpoin
     # As after a kill before its first save was complete.
     end, losses = tiny.checksums(run, 34), tiny.losses(run)
     shutil.rmtree(run / 'checkpoints')
+    (run / 'checkpoints').mkdir()
     (run / 'run.json').write_text(json.dumps(info | {'saved_step': None}))
     capsys.readouterr()
     assert cli.main(['train', '--run_dir', str(run)]) == 0
