@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lm.errors import LmError
-from lm.text import short
+from lm.text import digits, short
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 DASHES = ('-', (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1.2, 1.2)), (0, (7, 2)), (0, (4, 1, 1, 1, 1, 1)), (0, (2, 2)))
@@ -232,7 +232,7 @@ def draw_bars(path: Any, labels: Sequence[str], pieces: dict[str, np.ndarray], x
         axes.barh(range(len(labels)), curve.x, left=start, label=curve.label, **look)
         start = start + curve.x
     for row, length in enumerate(start):
-        axes.annotate(f'{length:,.0f}', (length, row), (3, 0), textcoords='offset points', va='center')
+        axes.annotate(digits(length), (length, row), (3, 0), textcoords='offset points', va='center')
     axes.set(xlabel=x_label)
     axes.set_yticks(range(len(labels)), [_wrapped(label, DOT_LABEL) for label in labels])
     axes.set_ylim(len(labels) - 0.5, -0.5)

@@ -261,6 +261,15 @@ def test_pictures_name_the_devices_and_the_dtype(tmp_path, monkeypatch):
     assert {tuple(point) for point in band.get_paths()[0].vertices} == {(16, 0.5), (16, 4), (32, 1), (32, 3)}
 
 
+def test_bars_tell_their_lengths_in_three_digits(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(plots, '_save', lambda figure, path: kept.append(figure.axes[0]))
+    plots.draw_bars(
+        tmp_path / 'x', ['a', 'b'], {'core': np.array([0.1, 1000.0]), 'rest': np.array([0.0654, 433.0])}, 'ms'
+    )
+    assert [text.get_text() for text in kept[0].texts] == ['0.165', '1,433']
+
+
 def test_speeds_are_printed_without_powers_of_ten():
     row = step.StepRow('softmax', 512, 8, 1, 'none', 1, False, 1150.4, 869.6, 1200.0)
     assert step._printed(row) == {'speed': '1,150', 'range': '870–1,200'}
