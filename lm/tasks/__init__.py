@@ -1,4 +1,4 @@
-"""Synthetic tasks, one file each. Importing this package registers all of them."""
+"""Tasks, most of them synthetic, one file each. Importing this package registers all of them."""
 
 import importlib
 import pkgutil

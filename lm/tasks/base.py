@@ -45,8 +45,12 @@ class Task(abc.ABC):
 
     def generate(self, draws: Draws, length: int) -> np.ndarray:
         """Token ids [N, length] of the examples whose random numbers `draws` holds; length = context length + 1. A task
-        whose examples depend on their numbers in another way has `examples` of its own instead."""
-        raise TypeError(f'@{self.gin_name}() has neither generate nor examples')
+        whose examples depend on their numbers in another way has `made` or `examples` of its own instead."""
+        raise TypeError(f'@{self.gin_name}() has none of generate, made and examples')
+
+    def made(self, split: str, index_N: np.ndarray, length: int) -> np.ndarray:
+        """Token ids [N, length] of examples `index_N` of a split that there is, at a length that holds them."""
+        return self.generate(Draws(self.seed, split, index_N), length)
 
     @abc.abstractmethod
     def scored(self, tokens_BxN: jax.Array) -> jax.Array:
@@ -77,7 +81,7 @@ class Task(abc.ABC):
             raise ConfigError(
                 f'train.context_length = {context_length}: @{self.gin_name}() needs at least {self.shortest_context()}'
             )
-        return self.generate(Draws(self.seed, split, np.asarray(index_N)), context_length + 1).astype(np.int32)
+        return self.made(split, np.asarray(index_N), context_length + 1).astype(np.int32)
 
     def identity(self) -> str:
         """What the examples are determined by, for the fingerprint of a run's data."""

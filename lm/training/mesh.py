@@ -74,13 +74,10 @@ def initialize_distributed(
             raise ConfigError('--coordinator_address, --process_count and --process_id: give all three or none')
         if jax.config.jax_platforms == 'cpu':
             jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    if given[0] is not None or _on_cloud_tpu():
         with _all_within(config.join_seconds):
-            jax.distributed.initialize(coordinator_address, process_count, process_id, **timeouts)
+            jax.distributed.initialize(*given, **timeouts)
             jax.process_count()  # asks the others what devices they have
-    elif _on_cloud_tpu():
-        with _all_within(config.join_seconds):
-            jax.distributed.initialize(**timeouts)
-            jax.process_count()
     if config.processes is not None and jax.process_count() != config.processes:
         raise ConfigError(
             f'mesh.processes = {config.processes}: but {jax.process_count()} process(es) joined; '

@@ -32,8 +32,8 @@ class Preemption:
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
             if jax.process_count() == 1:
                 self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._notice)
-            else:  # the handler of jax.distributed alone can tell the other processes
-                install_notices()
+        if jax.process_count() > 1:  # the handler of jax.distributed alone can tell the other processes
+            install_notices()
         return self
 
     def __exit__(self, *_) -> None:

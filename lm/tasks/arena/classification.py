@@ -72,14 +72,8 @@ class FromFiles(Classification):
     def count(self, split: str) -> int:
         return min(super().count(split), self.held(split))
 
-    def examples(self, split: str, index_N, context_length: int) -> np.ndarray:
-        if context_length < self.shortest_context():
-            raise ConfigError(
-                f'train.context_length = {context_length}: @{self.gin_name}() needs at least {self.shortest_context()}'
-            )
-        self.count(split)
-        rows = [self.row(*self.read(split, int(i)), context_length + 1) for i in index_N]
-        return np.stack(rows).astype(np.int32)
+    def made(self, split: str, index_N: np.ndarray, length: int) -> np.ndarray:
+        return np.stack([self.row(*self.read(split, int(i)), length) for i in index_N])
 
     def missing(self, name: str) -> ConfigError:
         return ConfigError(f'{self.gin_name}.path = {self.path!r}: holds no {name}')
