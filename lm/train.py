@@ -113,7 +113,7 @@ def set_up(
     is_leader = jax.process_index() == 0
     if is_leader:
         rows = plan_rows(model, config, parameters, batches.windows.describe(config.steps, store.path))
-        print_rows(rows | {'devices': describe_mesh(mesh, model.compute_dtype)})
+        print_rows(rows | {'devices': describe_mesh(mesh, experiment.mesh, model.compute_dtype)})
     run = RunDir(run_dir)
     lock = stack.enter_context(run.lock())
     if rewind_to is not None and run.is_rewound(rewind_to, experiment):

@@ -142,6 +142,30 @@ def test_two_processes_of_a_local_pod_equal_one_with_two_devices(tiny_flags, tmp
     assert tiny.checksums(pair, 40) == tiny.checksums(single, 40)
 
 
+def test_two_slices_of_two_processes_equal_four_devices(tiny_flags, tmp_path):
+    """Parameters are shared by the processes of a slice, and gradients are added up over both slices. In another order
+    than by the devices of one process: losses within 1e-5."""
+    shared = [*tiny_flags, *tiny.params({'model.d_model': 64, 'mesh.fsdp': 2})]
+    single = tmp_path / 'single'
+    assert tiny.lm('train', '--run_dir', str(single), *shared, devices=4).returncode == 0
+    slices = tmp_path / 'slices'
+    command = [sys.executable, '-m', 'lm.cli', 'train', '--run_dir', str(slices), *shared]
+    done = subprocess.run(
+        [str(tiny.ROOT / 'scripts/local_pod.sh'), '4', '--', *command, *tiny.params({'mesh.slices': 2})],
+        env=tiny.environment(),
+        cwd=tiny.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '(data 2, fsdp 2), 2 slices, 4 processes' in done.stdout
+    for kind in ('train', 'eval'):
+        ours, theirs = tiny.losses(slices, kind), tiny.losses(single, kind)
+        assert ours.keys() == theirs.keys()
+        np.testing.assert_allclose(list(ours.values()), list(theirs.values()), atol=1e-5, rtol=0)
+
+
 def test_divergence_exits_43_and_keeps_the_last_good_checkpoint(tiny_flags, tmp_path):
     run = tmp_path / 'run'
     extra = tiny.params({'optimizer.peak_learning_rate': 1e30, 'train.max_nonfinite_steps': 4})

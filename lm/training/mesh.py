@@ -34,6 +34,11 @@ class MeshConfig:
     fsdp: int = field(1, minimum=1, help='devices that share one copy of parameters and optimizer state')
     sequence: int = field(1, minimum=1, help='devices that share a window: each has a part of its tokens')
     processes: int | None = field(None, minimum=1, help='refuse to start with any other number of processes')
+    slices: int | None = field(
+        None,
+        minimum=1,
+        help='refuse to start on any other number of slices; CPU devices, which are of none, form so many',
+    )
     heartbeat_seconds: float = field(60.0, above=0, help='a process that is silent for so long ends the job with 42')
     join_seconds: float = field(
         300.0, above=0, help='what a process waits for the others when the job starts, before it ends with 42'
@@ -133,31 +138,46 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     config.check_divides(len(devices))
     together = config.fsdp * config.sequence
-    shape = (len(devices) // together, config.fsdp, *([config.sequence] if config.sequence > 1 else []))
-    slices = len({getattr(device, 'slice_index', 0) for device in devices})
-    if len(devices) // slices % together:
+    slices = _slices(config, devices)
+    near = len(slices[0])
+    shape = (near // together, config.fsdp, *([config.sequence] if config.sequence > 1 else []))
+    if near % together:
         settings = f'mesh.fsdp = {config.fsdp}' + (f', mesh.sequence = {config.sequence}' if len(shape) > 2 else '')
-        raise ConfigError(f'{settings}: must divide the {len(devices) // slices} devices of each of {slices} slices')
+        raise ConfigError(f'{settings}: must divide the {near} devices of each of {len(slices)} slices')
     if together == 1:
-        grid = np.asarray(devices).reshape(shape)
+        grids = [np.asarray(members).reshape(shape) for members in slices]
     else:
         from jax.experimental import mesh_utils
 
         # A pod's torus rarely has an axis of exactly fsdp chips.
-        if slices == 1:
-            grid = mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
-        else:
-            inner, outer = (shape[0] // slices, *shape[1:]), (slices, *[1] * (len(shape) - 1))
-            grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
-    return Mesh(grid, (*DATA_AXES, SEQUENCE_AXIS)[: len(shape)])
+        grids = [mesh_utils.create_device_mesh(shape, members, allow_split_physical_axes=True) for members in slices]
+    return Mesh(np.concatenate(grids), (*DATA_AXES, SEQUENCE_AXIS)[: len(shape)])
 
 
-def describe_mesh(mesh: Mesh, compute_dtype: Any) -> str:
+def _slices(config: MeshConfig, devices: list) -> list[list]:
+    """The devices of each slice, equally many."""
+    slices: dict[int, list] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, 'slice_index', 0), []).append(device)
+    count = config.slices or len(slices)
+    if devices[0].platform == 'cpu' and len(devices) % count == 0:
+        # A rehearsal: processes, or simulated devices, that are neighbours.
+        return [list(members) for members in np.split(np.asarray(devices), count)]
+    if count != len(slices) or len({len(members) for members in slices.values()}) > 1:
+        sizes = ' and '.join(str(len(members)) for members in slices.values())
+        raise ConfigError(
+            f'mesh.slices = {count}: but there are {len(slices)} slice(s), of {sizes} devices; '
+            'start the same command on every worker of all slices, or correct the number'
+        )
+    return [slices[index] for index in sorted(slices)]
+
+
+def describe_mesh(mesh: Mesh, config: MeshConfig, compute_dtype: Any) -> str:
     """The devices of a mesh and how they are used."""
-    processes = jax.process_count()
+    processes, slices = jax.process_count(), len(_slices(config, list(mesh.devices.flat)))
     axes = ', '.join(f'{name} {size}' for name, size in mesh.shape.items())
     return (
-        f'{mesh.size} × {jax.devices()[0].device_kind} ({axes}), '
+        f'{mesh.size} × {jax.devices()[0].device_kind} ({axes}), {f"{slices} slices, " if slices > 1 else ""}'
         f'{processes} process{"es" if processes > 1 else ""}, {np.dtype(compute_dtype).name} compute'
     )
 

@@ -1,11 +1,13 @@
-"""What a mesh says of its batches, and whether this is a TPU worker, with and without JAX's private answer."""
+"""What a mesh says of its batches, slices, and whether this is a TPU worker, with and without JAX's private answer."""
 
 import importlib
+import re
 import types
 
 import jax
 import pytest
 
+from lm.errors import ConfigError
 from lm.training import mesh
 from lm.training.mesh import MeshConfig, data_shards, make_mesh, shared_rows
 
@@ -16,6 +18,47 @@ def test_a_batch_is_split_over_all_devices_of_the_data_axes(fsdp):
     other = jax.make_mesh((2, 2, 2), ('data', 'fsdp', 'model'))
     assert data_shards(other) == 4
     assert [shared_rows(n, other) for n in (1, 4, 5)] == [4, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ('settings', 'shape'), [({}, (8, 1)), ({'fsdp': 4}, (2, 4)), ({'fsdp': 2, 'sequence': 2}, (2, 2, 2))]
+)
+def test_devices_that_share_parameters_or_a_window_are_of_one_slice(settings, shape):
+    found = make_mesh(MeshConfig(slices=2, **settings))
+    assert found.devices.shape == shape
+    first = found.devices[: shape[0] // 2]
+    assert {device.id for device in first.flat} == {device.id for device in jax.devices()[:4]}
+
+
+def test_more_devices_than_a_slice_has_cannot_share():
+    with pytest.raises(ConfigError, match=r'mesh\.fsdp = 8: must divide the 4 devices of each of 2 slices'):
+        make_mesh(MeshConfig(slices=2, fsdp=8))
+
+
+@pytest.mark.parametrize(
+    ('slices', 'indices', 'found'),
+    [
+        (None, [1, 1, 0, 0], [[2, 3], [0, 1]]),
+        (2, [0, 1, 0, 1], [[0, 2], [1, 3]]),
+        (1, [0, 0, 0, 0], [[0, 1, 2, 3]]),
+        (2, [0, 0, 0, 0], 'mesh.slices = 2: but there are 1 slice(s), of 4 devices'),
+        (1, [0, 0, 1, 1], 'mesh.slices = 1: but there are 2 slice(s), of 2 and 2 devices'),
+        (None, [0, 0, 0, 1], 'there are 2 slice(s), of 3 and 1 devices'),
+    ],
+)
+def test_tpus_say_their_slices(slices, indices, found):
+    devices = [types.SimpleNamespace(id=i, platform='tpu', slice_index=index) for i, index in enumerate(indices)]
+    if isinstance(found, str):
+        with pytest.raises(ConfigError, match=re.escape(found)):
+            mesh._slices(MeshConfig(slices=slices), devices)
+    else:
+        of_each = mesh._slices(MeshConfig(slices=slices), devices)
+        assert [[device.id for device in members] for members in of_each] == found
+
+
+def test_simulated_devices_that_do_not_divide_form_no_slices():
+    with pytest.raises(ConfigError, match=r'mesh\.slices = 3: but there are 1 slice'):
+        make_mesh(MeshConfig(slices=3))
 
 
 class Present:

@@ -135,8 +135,9 @@ def test_an_error_of_one_process_is_the_exit_code_of_all():
 
 @pytest.mark.parametrize('victim', [SLOW(0), 1])
 def test_a_training_survives_the_death_of_a_process(tiny_flags, tmp_path, victim):
-    """The survivor ends with 42; the same command then goes on from the last checkpoint."""
-    flags = [*tiny_flags, *tiny.params({'mesh.heartbeat_seconds': HEARTBEAT, 'train.steps': 4000})]
+    """The survivor ends with 42; the same command then goes on from the last checkpoint. Each process is a slice."""
+    settings = {'mesh.heartbeat_seconds': HEARTBEAT, 'mesh.slices': 2, 'train.steps': 4000}
+    flags = [*tiny_flags, *tiny.params(settings)]
     command = [sys.executable, '-m', 'lm.cli', 'train', '--run_dir', str(tmp_path / 'run'), *flags]
     command += ['--coordinator_address', '{address}', '--process_count', '2', '--process_id', '{index}']
     with job(*command, count=2) as processes:
