@@ -35,12 +35,21 @@ def example(length, *, batch=1, heads=1, kv_heads=None, size=16, value_size=None
     return [jnp.asarray(a, dtype) for a in (q, k, v, do)]
 
 
-def by_definition(degree, bias, scale, q, k, v, do):
+def starts_of(*documents, length):
+    """For each row of the batch, whose documents begin at 0 and at the tokens named, the start of each token's."""
+    index = np.arange(length)
+    rows = [np.max([np.where(index >= begins, begins, 0) for begins in (0, *row)], axis=0) for row in documents]
+    return jnp.asarray(np.stack(rows), jnp.int32)
+
+
+def by_definition(degree, bias, scale, q, k, v, do, starts=None):
     """Outputs and gradients in float64, all weights at once, with the gradients written out."""
     group = q.shape[2] // k.shape[2]
     q, k, v, do = (np.asarray(a, np.float64).transpose(0, 2, 1, 3) for a in (q, k, v, do))
     k, v = (np.repeat(a, group, axis=1) for a in (k, v))
     seen = np.tri(q.shape[2])
+    if starts is not None:
+        seen = seen * (np.arange(q.shape[2]) >= np.asarray(starts)[:, None, :, None])
     s = scale * (q @ k.swapaxes(2, 3))
     w, slope = s**degree * seen, degree * scale * s ** (degree - 1) * seen
     total = bias + w.sum(-1, keepdims=True)
@@ -103,6 +112,49 @@ def test_outputs_and_gradients(case):
     assert all(error <= limit for error in found.values()), found
 
 
+DOCUMENTS = {
+    'inside of blocks, and none': ([(50, 140, 150), ()], {'length': 301, 'heads': 2, 'kv_heads': 1}),
+    'at the edges of blocks': ([(128, 256), (127, 129, 383)], {'length': 400}),
+    'one token each': ([tuple(range(1, 131))], {'length': 140, 'heads': 2}),
+    'a block that sees none of another': ([(130,), (200,)], {'length': 390, 'size': 64}),
+}
+
+
+@pytest.mark.parametrize(
+    ('name', 'dtype'), [*((name, 'float32') for name in DOCUMENTS), ('inside of blocks, and none', 'bfloat16')]
+)
+def test_documents(name, dtype):
+    begins, sizes = DOCUMENTS[name]
+    arrays = example(**sizes, batch=len(begins), dtype=dtype)
+    starts = starts_of(*begins, length=sizes['length'])
+    found = errors(by_kernels(*arrays, degree=4, block=128, starts=starts), by_definition(4, 1.0, 1.0, *arrays, starts))
+    limit = 1e-5 if dtype == 'float32' else 2e-2
+    assert all(error <= limit for error in found.values()), found
+
+
+@pytest.mark.parametrize('tile', [128, 256])
+def test_documents_in_blocks_of_several_tiles(tile, monkeypatch):
+    plan_for = polynomial_tpu.plan_for
+    sides = dict.fromkeys(('tile', 'forward_diagonal', 'backward_diagonal'), tile)
+    monkeypatch.setattr(polynomial_tpu, 'plan_for', lambda *args: dataclasses.replace(plan_for(*args), **sides))
+    arrays = example(700, batch=2)
+    starts = starts_of((300, 520), (10, 255), length=700)
+    found = errors(by_kernels(*arrays, degree=4, block=256, starts=starts), by_definition(4, 1.0, 1.0, *arrays, starts))
+    assert all(error <= 1e-5 for error in found.values()), found
+
+
+def test_nothing_leaks_out_of_a_document():
+    """Not a bit of what one document says reaches another, forward or backward."""
+    arrays = example(300)
+    starts = starts_of((140,), length=300)
+    options = {'degree': 4, 'block': 128, 'starts': starts}
+    want = by_kernels(*arrays, **options)
+    changed = by_kernels(*(a.at[:, :140].multiply(-3.0) for a in arrays), **options)
+    for a, b in zip(changed, want, strict=True):
+        np.testing.assert_array_equal(a[:, 140:], b[:, 140:])
+        assert not np.allclose(a[:, :140], b[:, :140])
+
+
 @pytest.mark.parametrize('kv_heads', [1, 2])
 def test_queries_a_chunk_at_a_time(kv_heads, monkeypatch):
     """Three chunks of one block each, where the gradient of all the queries would not fit; then one of two blocks."""
@@ -114,9 +166,11 @@ def test_queries_a_chunk_at_a_time(kv_heads, monkeypatch):
 
     monkeypatch.setattr(polynomial_tpu, 'plan_for', in_chunks)
     arrays = example(300, heads=2, kv_heads=kv_heads)
-    found = errors(by_kernels(*arrays, degree=4, block=128), by_definition(4, 1.0, 1.0, *arrays))
+    for starts in (None, starts_of((140,), length=300)):
+        got = by_kernels(*arrays, degree=4, block=128, starts=starts)
+        found = errors(got, by_definition(4, 1.0, 1.0, *arrays, starts))
+        assert all(error <= 1e-5 for error in found.values()), found
     assert used
-    assert all(error <= 1e-5 for error in found.values()), found
 
 
 def test_nothing_leaks_from_the_future():
@@ -145,15 +199,17 @@ def test_batch_split_over_a_mesh():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'fsdp'))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(('data', 'fsdp')))
 
-    def loss(q, k, v, do):
-        o = polynomial_tpu.polynomial_attention(q, k, v, degree=4, block=128)
+    starts = starts_of((5,), (), (70,), (128,), length=130)
+
+    def loss(q, k, v, do, starts):
+        o = polynomial_tpu.polynomial_attention(q, k, v, degree=4, block=128, starts=starts)
         return jnp.sum(o * do), o
 
     with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
-        split = [jax.device_put(a, rows) for a in (q, k, v, do)]
+        split = [jax.device_put(a, rows) for a in (q, k, v, do, starts)]
         grads, o = quick(jax.grad(loss, argnums=range(3), has_aux=True))(*split)
     assert o.sharding.is_equivalent_to(rows, o.ndim)
-    found = errors([o, *grads], by_definition(4, 1.0, 1.0, q, k, v, do))
+    found = errors([o, *grads], by_definition(4, 1.0, 1.0, q, k, v, do, starts))
     assert all(error <= 1e-5 for error in found.values()), found
 
 
@@ -213,10 +269,16 @@ def test_powers_by_squaring(degree):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ('generation', 'length', 'kv_heads'),
-    [('v5e:2x2', 300, 2), ('v5e:2x2', 8192, 4), ('v5e:2x2', 131072, 4), ('v4:2x2x1', 32768, 1), ('v6e:2x2', 2048, 1)],
+    ('generation', 'length', 'kv_heads', 'documents'),
+    [
+        ('v5e:2x2', 300, 2, True),
+        ('v5e:2x2', 8192, 4, False),
+        ('v5e:2x2', 131072, 4, True),
+        ('v4:2x2x1', 32768, 1, True),
+        ('v6e:2x2', 2048, 1, False),
+    ],
 )
-def test_compiles_for_a_tpu_in_linear_memory(generation, length, kv_heads, monkeypatch):
+def test_compiles_for_a_tpu_in_linear_memory(generation, length, kv_heads, documents, monkeypatch):
     """Ahead of time, forward and backward, on a mesh of four chips, from a machine without any."""
     if importlib.util.find_spec('libtpu') is None:
         pytest.skip('libtpu is not installed')
@@ -230,12 +292,14 @@ def test_compiles_for_a_tpu_in_linear_memory(generation, length, kv_heads, monke
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
     q, k = (jax.ShapeDtypeStruct((4, length, h, 64), jnp.bfloat16, sharding=rows) for h in (4, kv_heads))
 
-    def gradients(q, k, v):
-        attention = functools.partial(exact_attention.polynomial_attention, degree=4)
+    starts = jax.ShapeDtypeStruct((4, length), jnp.int32, sharding=rows) if documents else None
+
+    def gradients(q, k, v, starts):
+        attention = functools.partial(exact_attention.polynomial_attention, degree=4, starts_BxL=starts)
         return jax.grad(lambda *x: attention(*x).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
 
     with jax.set_mesh(mesh):
-        compiled = jax.jit(gradients).trace(q, k, k).lower(lowering_platforms=('tpu',)).compile()
+        compiled = jax.jit(gradients).trace(q, k, k, starts).lower(lowering_platforms=('tpu',)).compile()
     text = compiled.as_text()
     assert 'polynomial_attention_backward' in text
     assert not any(name in text for name in ('all-reduce', 'all-gather', 'all-to-all'))

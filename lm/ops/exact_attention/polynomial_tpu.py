@@ -7,7 +7,8 @@ times tiny 1 / denominator; it takes (c s)^degree with c = denominator^(-1 / deg
 
 Inside the kernels everything is feature by token ([N, D, L], N = batch · heads, tokens on the 128 lanes), because a
 head of 64 would leave half of the lanes idle. The grid visits the pairs (block of queries, block of keys) on and below
-the diagonal from a table; pairs above it cost nothing.
+the diagonal from a table; pairs above it cost nothing. Where documents are told apart, a pair whose queries see none of
+its keys computes nothing, and only pairs in which a document begins, or whose queries belong to several, are masked.
 
 Static cycles per token and head are measured by `lm.bench.kernels`.
 """
@@ -17,13 +18,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops import platform
 from lm.ops.exact_attention.masks import is_whole
+from lm.ops.exact_attention.pairs import pair_of, table_of, tables_of, told_apart, visit
 from lm.ops.exact_attention.splash import block_size
 from lm.ops.powers import power_and_slope
 from lm.ops.residuals import saved
@@ -49,6 +50,7 @@ class PolynomialPlan:
         backward_diagonal: the same in the backward kernel.
         chunk: blocks of queries whose gradient stays in VMEM during one backward sweep over the keys.
         group: query heads that share a key head.
+        documents: query heads of each row of the batch, whose documents are told apart; None: a window is one text.
         vmem_limit_bytes: what the compiler may use; None: its default.
     """
 
@@ -61,28 +63,33 @@ class PolynomialPlan:
     backward_diagonal: int
     chunk: int
     group: int
+    documents: int | None = None
     vmem_limit_bytes: int | None = None
 
 
 def polynomial_attention(
-    q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, degree, denominator_bias=1.0, scale=1.0, block=None, **rest
+    q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, degree, denominator_bias=1.0, scale=1.0, starts=None, block=None, **rest
 ) -> jax.Array:
     """Arguments as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
     length, heads, size = q_BxLxHxD.shape[1:]
     group = heads // k_BxLxKxD.shape[2]
     plan = plan_for(degree, denominator_bias, scale, length, padded_rows(size) * q_BxLxHxD.dtype.itemsize, group, block)
     padded = -(-length // plan.block) * plan.block
+    if starts is not None:
+        plan = dataclasses.replace(plan, documents=heads)
 
-    def function(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD):
+    def function(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts_BxL):
         # Keys after the last token are in every query's future; queries after it have no gradient.
         arrays = (by_token(a, padded, a.shape[2]) for a in (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD))
-        return by_head(attend(plan, *arrays), q_BxLxHxD, v_BxLxKxD.shape[-1])
+        if starts_BxL is not None:
+            starts_BxL = jnp.pad(starts_BxL.astype(jnp.int32), ((0, 0), (0, padded - length)), mode='edge')
+        return by_head(attend(plan, *arrays, starts_BxL), q_BxLxHxD, v_BxLxKxD.shape[-1])
 
-    return platform.per_device(function, split=(True, True, True))(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
+    return platform.per_device(function, split=(True,) * 4)(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts)
 
 
 def unsupported(
-    q, k, v, *, degree, causal=True, q_offset=0, k_start=0, starts=None, log_decay_BxMxK=None, block=None, **rest
+    q, k, v, *, degree, causal=True, q_offset=0, k_start=0, log_decay_BxMxK=None, block=None, **rest
 ) -> str | None:
     """Why the kernels cannot compute this call, or None."""
     if platform.target_platform() != 'tpu':
@@ -93,8 +100,6 @@ def unsupported(
         return 'has no decay'
     if not is_whole(q, k, q_offset, k_start):
         return 'takes as many queries as keys'
-    if starts is not None:
-        return 'cannot tell documents apart'
     if block is not None and (block % LANES or block > MAX_BLOCK):
         return f'takes blocks that are multiples of {LANES} up to {MAX_BLOCK}, not {block}'
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
@@ -131,24 +136,33 @@ def plan_for(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(plan: PolynomialPlan, q_NxDxL: jax.Array, k_MxDxL: jax.Array, v_MxDxL: jax.Array) -> jax.Array:
-    """The kernels on arrays that lie feature by token: N = M · plan.group, D multiples of 16, L of plan.block."""
-    return forward(plan, q_NxDxL, k_MxDxL, v_MxDxL)[0]
+def attend(
+    plan: PolynomialPlan,
+    q_NxDxL: jax.Array,
+    k_MxDxL: jax.Array,
+    v_MxDxL: jax.Array,
+    starts_BxL: jax.Array | None = None,
+) -> jax.Array:
+    """The kernels on arrays that lie feature by token: N = M · plan.group, D multiples of 16, L of plan.block.
+
+    `starts_BxL` has the first key that each query sees, int32, ascending; it is there where plan.documents is."""
+    return forward(plan, q_NxDxL, k_MxDxL, v_MxDxL, starts_BxL)[0]
 
 
-def _attend_forward(plan, q, k, v):
-    o, total = map(saved, forward(plan, q, k, v))
-    return o, (q, k, v, o, total)
+def _attend_forward(plan, q, k, v, starts):
+    o, total = map(saved, forward(plan, q, k, v, starts))
+    return o, (q, k, v, o, total, starts)
 
 
 def _attend_backward(plan, residuals, do):
-    return backward(plan, *residuals, do)
+    *arrays, starts = residuals
+    return *backward(plan, *arrays, do, starts), None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def forward(plan: PolynomialPlan, q_NxDxL, k_MxDxL, v_MxDxL) -> tuple[jax.Array, jax.Array]:
+def forward(plan: PolynomialPlan, q_NxDxL, k_MxDxL, v_MxDxL, starts_BxL=None) -> tuple[jax.Array, jax.Array]:
     """Outputs [N, D, L] and denominators [N, 1, L] in float32."""
     n, _, length = q_NxDxL.shape
     size, block = v_MxDxL.shape[1], plan.block
@@ -157,14 +171,15 @@ def forward(plan: PolynomialPlan, q_NxDxL, k_MxDxL, v_MxDxL) -> tuple[jax.Array,
     outputs = [
         jax.ShapeDtypeStruct((n, rows, length), dtype) for rows, dtype in ((size, v_MxDxL.dtype), (1, jnp.float32))
     ]
-    queries, keys = _specs(plan)
+    queries, keys, rows = _specs(plan)
+    tables, starts = tables_of(starts_BxL, plan.block)
     return pl.pallas_call(
         functools.partial(_forward_kernel, plan),
         name='polynomial_attention_forward',
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=1 + len(tables),
             grid=(n, len(pairs)),
-            in_specs=[queries(q_NxDxL), keys(k_MxDxL), keys(v_MxDxL)],
+            in_specs=[*rows, queries(q_NxDxL), keys(k_MxDxL), keys(v_MxDxL)],
             out_specs=[queries(a) for a in outputs],
             scratch_shapes=[pltpu.VMEM((rows, block), jnp.float32) for rows in (size, SUBLANES)],
         ),
@@ -173,10 +188,12 @@ def forward(plan: PolynomialPlan, q_NxDxL, k_MxDxL, v_MxDxL) -> tuple[jax.Array,
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
         cost_estimate=_cost(plan, q_NxDxL, v_MxDxL, pairs, products=(1, 1), arrays=4),
-    )(_table(pairs), q_NxDxL, k_MxDxL, v_MxDxL)
+    )(table_of(pairs), *tables, *starts, q_NxDxL, k_MxDxL, v_MxDxL)
 
 
-def backward(plan: PolynomialPlan, q_NxDxL, k_MxDxL, v_MxDxL, o_NxDxL, total_Nx1xL, do_NxDxL) -> tuple[jax.Array, ...]:
+def backward(
+    plan: PolynomialPlan, q_NxDxL, k_MxDxL, v_MxDxL, o_NxDxL, total_Nx1xL, do_NxDxL, starts_BxL=None
+) -> tuple[jax.Array, ...]:
     """The gradients of q, k and v from what `forward` took and gave and the gradient of its output.
 
     One kernel computes all three: five products a pair of blocks, where kernels apart would need seven. The gradient of
@@ -194,13 +211,13 @@ def backward(plan: PolynomialPlan, q_NxDxL, k_MxDxL, v_MxDxL, o_NxDxL, total_Nx1
         sums = [jnp.zeros((heads, a.shape[1], length), jnp.float32) for a in (k_MxDxL, v_MxDxL)]
     for start in range(0, blocks, plan.chunk):
         stop = min(start + plan.chunk, blocks)
-        dq, *sums = _sweep(plan, start, stop, arrays, sums)
+        dq, *sums = _sweep(plan, start, stop, arrays, sums, starts_BxL)
         dqs.append(dq)
     shared = (a.reshape(-1, plan.group, *a.shape[1:]).sum(1) for a in sums)
     return jnp.concatenate(dqs, axis=2), *(a.astype(k_MxDxL.dtype) for a in shared)
 
 
-def _sweep(plan: PolynomialPlan, start: int, stop: int, arrays, sums) -> list[jax.Array]:
+def _sweep(plan: PolynomialPlan, start: int, stop: int, arrays, sums, starts_BxL) -> list[jax.Array]:
     """The gradient of the query blocks start … stop - 1, and what they add to those of keys and values in `sums`."""
     q, _, v = arrays[:3]
     n, compared, length = q.shape
@@ -209,17 +226,21 @@ def _sweep(plan: PolynomialPlan, start: int, stop: int, arrays, sums) -> list[ja
     sums_dtype = jnp.float32 if plan.group > 1 or sums else v.dtype
     outputs = [jax.ShapeDtypeStruct((n, compared, (stop - start) * block), q.dtype)]
     outputs += [jax.ShapeDtypeStruct((n, rows, length), sums_dtype) for rows in (compared, size)]
-    queries, keys = _specs(plan)
+    queries, keys, rows = _specs(plan)
+    tables, starts = tables_of(starts_BxL, plan.block)
     column = pl.BlockSpec(
-        (1, compared, block), lambda h, t, pairs: (h, 0, jnp.maximum(_pair(pairs, t)[1], start) - start)
+        (1, compared, block), lambda h, t, pairs, *_: (h, 0, jnp.maximum(pair_of(pairs, t)[1], start) - start)
     )
-    by_key = [pl.BlockSpec((1, a.shape[1], block), lambda h, t, pairs: (h, 0, _pair(pairs, t)[1])) for a in outputs[1:]]
-    in_specs = [queries(q), keys(arrays[1]), keys(v), *(queries(a) for a in arrays[3:])]
+    by_key = [
+        pl.BlockSpec((1, a.shape[1], block), lambda h, t, pairs, *_: (h, 0, pair_of(pairs, t)[1])) for a in outputs[1:]
+    ]
+    in_specs = [*rows, queries(q), keys(arrays[1]), keys(v), *(queries(a) for a in arrays[3:])]
+    before = 1 + len(tables) + len(in_specs)
     return pl.pallas_call(
         functools.partial(_backward_kernel, plan, start, stop, bool(sums)),
         name='polynomial_attention_backward',
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=1 + len(tables),
             grid=(n, len(pairs)),
             in_specs=in_specs + (by_key if sums else []),
             out_specs=[column, *by_key],
@@ -229,49 +250,45 @@ def _sweep(plan: PolynomialPlan, start: int, stop: int, arrays, sums) -> list[ja
             ],
         ),
         out_shape=outputs,
-        input_output_aliases={7: 1, 8: 2} if sums else {},
+        input_output_aliases={before: 1, before + 1: 2} if sums else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
         cost_estimate=_cost(plan, q, v, pairs, products=(3, 2), arrays=7),
-    )(_table(pairs), *arrays, *sums)
+    )(table_of(pairs), *tables, *starts, *arrays, *sums)
 
 
-def _forward_kernel(plan: PolynomialPlan, pairs, q, k, v, o, total, acc_DxQ, sums_8xQ):
-    i, j = _pair(pairs, pl.program_id(1))
+def _forward_kernel(plan: PolynomialPlan, pairs, *refs):
+    documents, (q, k, v, o, total, acc_DxQ, sums_8xQ) = told_apart(plan.documents, refs)
+    i, j = pair_of(pairs, pl.program_id(1))
 
     @pl.when(j == 0)
     def _():
         acc_DxQ[...] = jnp.zeros_like(acc_DxQ)
         sums_8xQ[...] = jnp.zeros_like(sums_8xQ)
 
-    def add(queries: slice, keys: slice, masked: bool):
+    def add(queries: slice, keys: slice, seen):
         s_KxQ = dot(k[0, :, keys], q[0, :, queries], (0, 0))
         w_KxQ, _ = power_and_slope(s_KxQ if plan.scale == 1.0 else plan.scale * s_KxQ, plan.degree)
-        if masked:
-            w_KxQ = _causal(w_KxQ)
+        w_KxQ = seen(w_KxQ)
         sums_8xQ[:, queries] += w_KxQ.reshape(-1, SUBLANES, w_KxQ.shape[1]).sum(0)
         acc_DxQ[:, queries] += dot(v[0, :, keys], w_KxQ.astype(v.dtype), (1, 0))
 
-    @pl.when(j < i)
-    def _():
-        for keys in _cut(plan.block, plan.tile):
-            add(slice(0, plan.block), keys, masked=False)
+    visit(plan.block, plan.tile, plan.forward_diagonal, documents, i, j, add)
 
     @pl.when(j == i)
     def _():
-        for queries in _cut(plan.block, plan.forward_diagonal):
-            add(queries, slice(0, queries.stop), masked=True)
         total_1xQ = plan.denominator_bias + jnp.sum(sums_8xQ[...], axis=0, keepdims=True)
         # Padding after the last token sees zero scores and, with denominator_bias 0, has no denominator.
         o[0] = (acc_DxQ[...] * jnp.where(total_1xQ == 0.0, 0.0, 1.0 / total_1xQ)).astype(o.dtype)
         total[0] = total_1xQ
 
 
-def _backward_kernel(plan: PolynomialPlan, start: int, stop: int, adds: bool, pairs, q, k, v, do, row, c, *refs):
+def _backward_kernel(plan: PolynomialPlan, start: int, stop: int, adds: bool, pairs, *refs):
+    documents, (q, k, v, do, row, c, *refs) = told_apart(plan.documents, refs)
     dk_before, dv_before = refs[:2] if adds else (None, None)
     dq, dk, dv, dq_IxCxQ, dk_CxK, dv_DxK = refs[2:] if adds else refs
-    i, j = _pair(pairs, pl.program_id(1))
+    i, j = pair_of(pairs, pl.program_id(1))
     mine = i - start
 
     @pl.when(j == 0)
@@ -283,29 +300,22 @@ def _backward_kernel(plan: PolynomialPlan, start: int, stop: int, adds: bool, pa
         dk_CxK[...] = dk_before[0] if adds else jnp.zeros_like(dk_CxK)
         dv_DxK[...] = dv_before[0] if adds else jnp.zeros_like(dv_DxK)
 
-    def add(queries: slice, keys: slice, masked: bool):
+    def add(queries: slice, keys: slice, seen):
         q_CxQ, do_DxQ, c_1xQ = q[0, :, queries], do[0, :, queries], c[0, :, queries]
         k_CxK = k[0, :, keys]
         s_KxQ = dot(k_CxK, q_CxQ, (0, 0)) * c_1xQ
         dw_KxQ = dot(v[0, :, keys], do_DxQ, (0, 0)) - row[0, :, queries]
         w_KxQ, slope_KxQ = power_and_slope(s_KxQ, plan.degree)
         ds_KxQ = slope_KxQ * dw_KxQ * (plan.degree * c_1xQ)
-        if masked:
-            w_KxQ, ds_KxQ = _causal(w_KxQ), _causal(ds_KxQ)
-        w_KxQ, ds_KxQ = w_KxQ.astype(do.dtype), ds_KxQ.astype(q.dtype)
+        w_KxQ, ds_KxQ = seen(w_KxQ).astype(do.dtype), seen(ds_KxQ).astype(q.dtype)
         dq_IxCxQ[mine, :, queries] += dot(k_CxK, ds_KxQ, (1, 0))
         dk_CxK[:, keys] += dot(q_CxQ, ds_KxQ, (1, 1))
         dv_DxK[:, keys] += dot(do_DxQ, w_KxQ, (1, 1))
 
-    @pl.when(j < i)
-    def _():
-        for keys in _cut(plan.block, plan.tile):
-            add(slice(0, plan.block), keys, masked=False)
+    visit(plan.block, plan.tile, plan.backward_diagonal, documents, i, j, add)
 
     @pl.when(j == i)
     def _():
-        for queries in _cut(plan.block, plan.backward_diagonal):
-            add(queries, slice(0, queries.stop), masked=True)
         dq[0] = dq_IxCxQ[mine].astype(dq.dtype)
 
     @pl.when(i == stop - 1)
@@ -322,41 +332,24 @@ def _root(total: jax.Array, degree: int) -> jax.Array:
     return jnp.where(total > 0.0, root, 0.0)
 
 
-def _causal(weights_KxQ: jax.Array) -> jax.Array:
-    """Zero where the key (row) comes after the query (column); the last key and the last query are the same token."""
-    before = weights_KxQ.shape[0] - weights_KxQ.shape[1]
-    key = lax.broadcasted_iota(jnp.int32, weights_KxQ.shape, 0)
-    query = lax.broadcasted_iota(jnp.int32, weights_KxQ.shape, 1)
-    return jnp.where(key <= query + before, weights_KxQ, 0.0)
-
-
-def _cut(block: int, tile: int) -> list[slice]:
-    return [slice(at, at + tile) for at in range(0, block, tile)]
-
-
-def _table(pairs: list[tuple[int, int]]) -> jax.Array:
-    """Both numbers in one, because scalar memory is scarce."""
-    return jnp.asarray(np.array([i << 16 | j for i, j in pairs], np.int32))
-
-
-def _pair(table, t):
-    return table[t] >> 16, table[t] & 0xFFFF
-
-
 def _specs(plan: PolynomialPlan):
-    """Block specs of arrays by query head, and by key head, which `plan.group` query heads share."""
+    """Block specs of arrays by query head, and by key head, which `plan.group` query heads share; and of documents'
+    starts, if these are told apart."""
 
     def queries(a):
-        return pl.BlockSpec((1, a.shape[1], plan.block), lambda h, t, pairs: (h, 0, _pair(pairs, t)[0]))
+        return pl.BlockSpec((1, a.shape[1], plan.block), lambda h, t, pairs, *_: (h, 0, pair_of(pairs, t)[0]))
 
     def keys(a):
         group = plan.group
         return pl.BlockSpec(
             (1, a.shape[1], plan.block),
-            lambda h, t, pairs: (h if group == 1 else lax.div(h, jnp.int32(group)), 0, _pair(pairs, t)[1]),
+            lambda h, t, pairs, *_: (h if group == 1 else lax.div(h, jnp.int32(group)), 0, pair_of(pairs, t)[1]),
         )
 
-    return queries, keys
+    def starts(h, t, pairs, *_):
+        return lax.div(h, jnp.int32(plan.documents)), 0, pair_of(pairs, t)[0]
+
+    return queries, keys, [pl.BlockSpec((1, 1, plan.block), starts)] if plan.documents else []
 
 
 def _cost(plan: PolynomialPlan, q, v, pairs, products: tuple[int, int], arrays: int) -> pl.CostEstimate:
