@@ -38,6 +38,7 @@ from lm.data.prepare.flags import prepare_flags
 from lm.evaluation.flags import evaluate_flags
 from lm.exchange.flags import export_flags, import_flags
 from lm.inspect.flags import inspect_flags
+from lm.output import lasting
 from lm.report.flags import report_flags
 from lm.sweep.flags import sweep_flags
 
@@ -167,6 +168,7 @@ class Verb:
         bindings: flag → the gin parameter that it sets.
         exit_codes: those that only this verb has.
         resumes: SIGTERM ends it with the code of what may be run again, at any moment.
+        only_prints: it ends where nobody reads what it prints; others go on, for their results lie elsewhere.
     """
 
     help: str
@@ -177,6 +179,7 @@ class Verb:
     bindings: dict[str, str] = dataclasses.field(default_factory=dict)
     exit_codes: str = ''
     resumes: bool = False
+    only_prints: bool = False
 
 
 VERBS = {
@@ -215,6 +218,7 @@ VERBS = {
         main='lm.generate:main',
         flags=(run_flags, generate_flags, gin_flags, distributed_flags),
         configure=from_run,
+        only_prints=True,
     ),
     'export': Verb(
         help='write the weights of a run for other programs',
@@ -265,6 +269,7 @@ VERBS = {
         main='lm.inspect.command:main',
         flags=(inspect_flags,),
         configure=None,
+        only_prints=True,
     ),
 }
 
@@ -367,9 +372,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(sys.argv[1:] if argv is None else argv)
     except SystemExit as end:
         return end.code or 0
-    label = f'lm {arguments.verb}'
+    verb, label = VERBS[arguments.verb], f'lm {arguments.verb}'
+    with lasting(label, ends=verb.only_prints):
+        return _exit_code(verb, label, arguments)
+
+
+def _exit_code(verb: Verb, label: str, arguments: argparse.Namespace) -> int:
     try:
-        with _signals(VERBS[arguments.verb], label):
+        with _signals(verb, label):
             return run(arguments)
     except KeyboardInterrupt:
         print(f'{label}: interrupted', file=sys.stderr)
@@ -379,8 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         expected = isinstance(error, LmError)
         message = ' '.join(str(error).split('\n')).strip()
-        if not expected:
-            message = f'{type(error).__name__}: {message[:500]}'
+        message = message if expected else f'{type(error).__name__}: {message[:500]}'
         remedy = '' if expected or arguments.debug else ' (run it again with --debug for the traceback)'
         kind = '' if isinstance(error, Preempted) else 'error: '
         print(f'{label}: {kind}{message}{remedy}', file=sys.stderr)

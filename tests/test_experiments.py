@@ -27,6 +27,7 @@ CONFIGS = tiny.ROOT / 'configs'
 EXPERIMENTS = sorted([*CONFIGS.glob('experiments/*.gin'), *CONFIGS.glob('tasks/*.gin')])
 OURS = (
     'quickstart',
+    'decay',
     'real_text',
     'induction_heads_start',
     'induction_heads_finish',

@@ -18,7 +18,7 @@ from lm.config.configurable import REGISTRY
 ROOT = pathlib.Path(lm.__file__).parent
 
 FLOORS = (
-    ('lm', 'errors', 'text'),
+    ('lm', 'errors', 'output', 'text'),
     ('files', 'hardware', 'plots', 'parameters'),
     ('config', 'compiled'),
     ('ops',),

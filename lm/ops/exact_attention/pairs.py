@@ -27,7 +27,7 @@ def pair_of(table: Any, t: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Documents:
+class Boundaries:
     """What a kernel reads of the documents of a window.
 
     Attributes:
@@ -52,20 +52,20 @@ def tables_of(starts_BxL: jax.Array | None, block: int) -> tuple[list[jax.Array]
     return [ends_Bx2I], [starts_BxL[:, None]]
 
 
-def told_apart(heads: int | None, refs: tuple) -> tuple[Documents | None, tuple]:
+def told_apart(heads: int | None, refs: tuple) -> tuple[Boundaries | None, tuple]:
     """The refs of documents, and all others. The grid's first axis has `heads` for each row of the batch; None: there
     are no documents."""
     if heads is None:
         return None, refs
     ends, starts, *others = refs
-    return Documents(ends, starts, lax.div(pl.program_id(0), jnp.int32(heads))), tuple(others)
+    return Boundaries(ends, starts, lax.div(pl.program_id(0), jnp.int32(heads))), tuple(others)
 
 
 def visit(
     block: int,
     tile: int,
     diagonal: int,
-    documents: Documents | None,
+    documents: Boundaries | None,
     i: jax.Array,
     j: jax.Array,
     add: Callable[[slice, slice, Hide], None],

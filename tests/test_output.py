@@ -1,0 +1,90 @@
+"""What nobody reads any more, or no disk takes, stops no training, and ends a command that only prints."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, '-m', 'lm.cli', *arguments]
+
+
+@pytest.fixture
+def unread():
+    """The writing end of a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)
+
+
+@pytest.mark.parametrize('errors_too', [False, True])
+def test_a_training_outlives_its_reader(errors_too, tiny_flags, reference_run, tmp_path):
+    run = tmp_path / 'run'
+    process = tiny.start('train', '--run_dir', str(run), *tiny_flags, cold=True, errors_apart=not errors_too)
+    while not process.stdout.readline().startswith('step'):
+        pass
+    process.stdout.close()
+    said = '' if errors_too else process.stderr.read()
+    assert process.wait() == 0
+    assert tiny.losses(run) == tiny.losses(reference_run[0])
+    assert said.count('lm train: output is lost (Broken pipe); the work goes on') == (not errors_too)
+    assert 'Exception' not in said
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full here')
+def test_a_training_goes_on_where_its_output_finds_no_room(tiny_flags, tmp_path):
+    settings = [*tiny_flags, *tiny.params({'train.steps': 12, 'train.eval_every': None})]
+    with open('/dev/full', 'w') as full:
+        done = subprocess.run(
+            command('train', '--run_dir', str(tmp_path / 'run'), *settings),
+            env=tiny.environment(),
+            cwd=tiny.ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    assert len(tiny.losses(tmp_path / 'run')) == 12
+    assert done.stderr.count('output is lost (No space left on device)') == 1
+
+
+def test_a_command_that_only_prints_ends_without_a_reader(reference_run, unread):
+    done = subprocess.run(
+        command('inspect', str(reference_run[0])),
+        env=tiny.environment(),
+        cwd=tiny.ROOT,
+        stdout=unread,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (141, '')
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full here')
+def test_a_command_that_only_prints_says_that_there_is_no_room(reference_run):
+    with open('/dev/full', 'w') as full:
+        done = subprocess.run(
+            command('inspect', str(reference_run[0])),
+            env=tiny.environment(),
+            cwd=tiny.ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert 'No space left on device' in done.stderr
+
+
+def test_the_exit_code_of_an_error_needs_no_reader(tmp_path, unread):
+    done = subprocess.run(
+        command('train', '--run_dir', str(tmp_path / 'run'), '--gin_param', 'train.steps = -1'),
+        env=tiny.environment(),
+        cwd=tiny.ROOT,
+        stdout=unread,
+        stderr=unread,
+    )
+    assert done.returncode == 2
