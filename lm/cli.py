@@ -347,8 +347,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _signals(verb: Verb, label: str) -> Iterator[None]:
-    """SIGTERM means 42 for a verb that resumes, from the first import on, and Ctrl-C ends it in C, too; the training
-    replaces these handlers while it has something to save. Other verbs end by the signal, or by KeyboardInterrupt."""
+    """SIGTERM or a closed terminal means 42 for a verb that resumes, from the first import on, and Ctrl-C ends it in C,
+    too; the training has its own handlers while it has something to save. Other verbs end by signal or exception."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -356,9 +356,9 @@ def _signals(verb: Verb, label: str) -> Iterator[None]:
     if verb.resumes:
         end_on_signals(label)
     else:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if previous[signal.SIGINT] is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in ENDING:
+            if previous[number] is not signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     try:
         yield
     finally:

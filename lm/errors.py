@@ -69,8 +69,8 @@ def writing(path: os.PathLike | str) -> Iterator[None]:
         ) from error
 
 
-ENDING = (signal.SIGTERM, signal.SIGINT)
-"""The signals that tell a process to stop."""
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals that tell a process to stop; the last one, that its terminal is closed."""
 LAST_ACT_SECONDS = 5.0
 """What `end_process` waits for the last acts: storage may hang, too."""
 _last_acts: list[Callable[[], object]] = []
@@ -106,8 +106,8 @@ def _act(acts: list[Callable[[], object]]) -> None:
 
 
 def end_on_signals(label: str) -> None:
-    """Makes SIGTERM end the process with 42 and Ctrl-C with 130, and one line, until `lm.training.preemption` or other
-    handlers are there.
+    """Makes SIGTERM and a closed terminal end the process with 42 and Ctrl-C with 130, and one line, until
+    `lm.training.preemption` or other handlers are there.
 
     A thread does it: Python's own handlers wait until the main thread comes back from what it does in C, such as
     waiting for the other processes of a job. No exception, which whatever library is being imported might swallow.
@@ -118,7 +118,7 @@ def end_on_signals(label: str) -> None:
         if first.acquire(blocking=False):
             if number == signal.SIGINT:
                 end_process(f'{label}: interrupted', 128 + signal.SIGINT)
-            end_process(f'{label}: told to stop (SIGTERM): run the same command again')
+            end_process(f'{label}: told to stop ({signal.Signals(number).name}): run the same command again')
 
     def listen(pipe: int) -> None:
         while number := os.read(pipe, 1):
@@ -129,6 +129,6 @@ def end_on_signals(label: str) -> None:
     os.set_blocking(writing_end, False)
     signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
     for number in ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as shells begin what runs in the background
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as shells begin what runs in the background, and nohup
             signal.signal(number, end)
     threading.Thread(target=listen, args=(reading,), name='signals', daemon=True).start()

@@ -1,6 +1,8 @@
 """What nobody reads any more, or no disk takes, stops no training, and ends a command that only prints."""
 
 import os
+import pty
+import shutil
 import subprocess
 import sys
 
@@ -50,6 +52,30 @@ def test_a_training_goes_on_where_its_output_finds_no_room(tiny_flags, tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(tiny.losses(tmp_path / 'run')) == 12
     assert done.stderr.count('output is lost (No space left on device)') == 1
+
+
+@pytest.mark.skipif(not shutil.which('setsid'), reason='needs setsid')
+def test_a_closed_terminal_saves_the_run(tiny_flags, reference_run, tmp_path):
+    run = tmp_path / 'run'
+    terminal, its_end = pty.openpty()
+    process = subprocess.Popen(
+        ['setsid', '--ctty', '--wait', *command('train', '--run_dir', str(run), *tiny_flags)],
+        env=tiny.environment(),
+        cwd=tiny.ROOT,
+        stdin=its_end,
+        stdout=its_end,
+        stderr=its_end,
+    )
+    os.close(its_end)
+    said = b''
+    while b'step  3/40' not in said:
+        said += os.read(terminal, 1000)
+    os.close(terminal)
+    assert process.wait(timeout=120) == 42
+    saved = max(int(path.name) for path in (run / 'checkpoints').iterdir() if path.name.isdigit())
+    assert 3 <= saved < 40
+    assert tiny.lm('train', '--run_dir', str(run), *tiny_flags).returncode == 0
+    assert tiny.losses(run) == tiny.losses(reference_run[0])
 
 
 def test_a_command_that_only_prints_ends_without_a_reader(reference_run, unread):

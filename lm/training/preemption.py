@@ -1,4 +1,4 @@
-"""Being told to stop: SIGTERM and Ctrl-C ask for a checkpoint instead of killing the process.
+"""Being told to stop: SIGTERM, a closed terminal and Ctrl-C ask for a checkpoint instead of killing the process.
 
 One process: a Python signal handler sets a flag. Several: the handler that jax.distributed installs passes the notice
 to all processes, which agree on one poll at which all of them stop.
@@ -18,8 +18,9 @@ log = logging.getLogger(__name__)
 
 class Preemption:
     """Context manager inside which SIGTERM does nothing but make `requested` answer True, at any moment: while a
-    program compiles, during evaluation, and again when a second SIGTERM follows. The first SIGINT (Ctrl-C) does the
-    same; the second is Python's: KeyboardInterrupt. Enter it after jax.distributed.initialize, in the main thread."""
+    program compiles, during evaluation, and again when a second SIGTERM follows. SIGHUP does the same where it is not
+    ignored, and the first SIGINT (Ctrl-C); the second is Python's: KeyboardInterrupt. Enter it after
+    jax.distributed.initialize, in the main thread."""
 
     def __init__(self):
         self._polls = 0
@@ -30,6 +31,8 @@ class Preemption:
     def __enter__(self) -> 'Preemption':
         if threading.current_thread() is threading.main_thread():
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup has started it
+                self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._pass_on)
             if jax.process_count() == 1:
                 self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._notice)
         if jax.process_count() > 1:  # the handler of jax.distributed alone can tell the other processes
@@ -69,6 +72,9 @@ class Preemption:
         """The first Ctrl-C."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.write(2, b'\nstopping after this step, which is saved; Ctrl-C again stops at once\n')
+        self._pass_on(signum, frame)
+
+    def _pass_on(self, signum: int, frame: Any) -> None:
         self._notice(signum, frame)
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)  # jax.distributed tells the others

@@ -43,18 +43,29 @@ def finish(process: subprocess.Popen) -> str:
 
 
 @pytest.mark.smoke
-def test_a_signal_sets_the_flag_and_a_second_one_is_harmless(caplog):
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_sets_the_flag_and_a_second_one_is_harmless(number, caplog):
+    before = signal.signal(number, signal.SIG_DFL)
     with Preemption() as preemption:
         assert not preemption.requested(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
         assert preemption.requested(2)
         assert preemption.requested(3)
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert [r.getMessage() for r in caplog.records] == ['told to stop (SIGTERM) at step 2: saving']
+    assert signal.signal(number, before) == signal.SIG_DFL
+    assert [r.getMessage() for r in caplog.records] == [f'told to stop ({number.name}) at step 2: saving']
     with Preemption() as fresh:
         assert not fresh.requested()
+
+
+def test_a_closed_terminal_is_ignored_by_what_nohup_has_started():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Preemption() as preemption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not preemption.requested(1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.smoke
@@ -142,7 +153,7 @@ print('stopped', run())
 """
 
 
-@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_two_processes_stop_at_the_same_poll(tmp_path, how):
     with socket.socket() as s:
         s.bind(('localhost', 0))
