@@ -37,12 +37,14 @@ class KernelCall:
         inputs: its abstract arguments.
         steps: ('forward' or 'backward', name of the kernel) → tokens times heads that a grid step takes.
         skips: whether grid steps skip work, so that only the longest run of instructions counts.
+        part_steps: like `steps`, of the kernels that a part of a window takes besides; None: none is for parts.
     """
 
     function: Callable
     inputs: tuple
     steps: dict[tuple[str, str], float]
     skips: bool = False
+    part_steps: dict[tuple[str, str], float] | None = None
 
 
 KernelCases = dict[str, Callable[[HeadDims, int], KernelCall]]

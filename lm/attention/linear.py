@@ -174,5 +174,7 @@ def operation_call(inputs: dict[str, Any], options: dict[str, Any]) -> KernelCal
     made = kernels.made_by(options.get('feature_map'), q, inputs.get('q_parameters'))
     decay = 'log_decay_BxLxK' in inputs
     plan = kernels.plan_for(Options(**options), q.shape[1], q.shape[2], *sizes, *made, decay)
-    steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in ('forward', 'backward')}
-    return KernelCall(function, tuple(inputs.values()), steps)
+    tokens = plan.block * plan.heads
+    steps = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    folds = {('2 folds', 'linear_attention_fold'): tokens / 2}  # over keys, and backward over queries
+    return KernelCall(function, tuple(inputs.values()), steps, part_steps=folds)

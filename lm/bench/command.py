@@ -107,6 +107,7 @@ def _kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--topology', type=_list(str), default=['v5e'], metavar='NAMES', help='v4, v5e, v5p, v6e, v7x; with commas'
     )
+    parser.add_argument('--parts', type=_count, default=1, metavar='N', help='chips that share a window; default: 1')
     parser.add_argument('cases', nargs='*', metavar='CASE', help='which kernels; default: all')
 
 

@@ -41,7 +41,7 @@ class KernelRow:
     Attributes:
         case: of `cases`.
         generation: a key of `TOPOLOGIES`.
-        kernel: 'forward' or 'backward'.
+        kernel: 'forward' or 'backward', or '2 folds' of a part of a window: the sums over its keys and its queries.
         cycles: per token and head.
         matrix_unit: share of the cycles in which a matrix unit takes a row.
         vector_unit: share of the vector units' slots in use.
@@ -61,12 +61,13 @@ class KernelRow:
     temporaries_mib: float
 
 
-def kernels(topology: str, names: Iterable[str] | None = None) -> list[KernelRow]:
+def kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -> list[KernelRow]:
     """Compiles the kernels for a TPU generation and reads their schedules; takes seconds a case.
 
     Args:
         topology: 'v5e', or a topology such as 'v5e:4x8', of which the generation matters.
-        names: of `cases`; None: all.
+        names: of `cases`; None: all, with `parts` those that have kernels for them.
+        parts: chips that share a window, each with as many tokens as else the whole.
 
     Raises:
         ConfigError: an unknown generation or case, or the compiler is missing or fails.
@@ -80,7 +81,8 @@ def kernels(topology: str, names: Iterable[str] | None = None) -> list[KernelRow
     with tempfile.TemporaryDirectory() as dump:
         flags = {schedules.VARIABLE: schedules.flags(dump)}
         environment = os.environ | LIBTPU_ENVIRONMENT | {'JAX_PLATFORMS': 'cpu'} | flags
-        command = [sys.executable, '-m', 'lm.bench.kernels', '--worker', dump, '--topology', generation, *names]
+        command = [sys.executable, '-m', 'lm.bench.kernels', '--worker', dump, '--topology', generation]
+        command += ['--parts', str(parts), *names]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
     errors = [row['error'] for row in rows if 'error' in row]
@@ -120,12 +122,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog='lm bench kernels', description=__doc__.splitlines()[0])
     parser.add_argument('--topology', default='v5e', help='v4, v5e, v5p, v6e, v7x; several with commas')
     parser.add_argument('--json', help='also write the rows to this file')
+    parser.add_argument('--parts', type=int, default=1, help='chips that share a window')
     parser.add_argument('--worker', help=argparse.SUPPRESS)
     parser.add_argument('cases', nargs='*', metavar='case', help=f'of {", ".join(cases())}')
     options = parser.parse_args(arguments)
     if options.worker:
-        return _work(options.cases, options.topology, options.worker)
-    rows = [row for topology in options.topology.split(',') for row in kernels(topology, options.cases or None)]
+        return _work(options.cases, options.topology, options.worker, options.parts)
+    topologies = options.topology.split(',')
+    rows = [row for topology in topologies for row in kernels(topology, options.cases or None, options.parts)]
     print(table(rows))
     if options.json:
         with open(options.json, 'w') as file:
@@ -138,21 +142,23 @@ def run(arguments: argparse.Namespace) -> int:
     from lm.bench import results
 
     results.check_writable(arguments.json, None)
-    rows = [row for topology in arguments.topology for row in kernels(topology, arguments.cases or None)]
+    rows = [row for name in arguments.topology for row in kernels(name, arguments.cases or None, arguments.parts)]
     machine = results.machine()
     printer = results.Printer()
     printer.line(results.heading('lm bench kernels', machine, ('jax', 'jaxlib', 'libtpu')))
-    printer.line(f'compiled, not run: {LENGTH:,} tokens, {HEADS} heads of {HEAD_DIM}, bfloat16\n')
+    window = '' if arguments.parts == 1 else f', one of {arguments.parts} parts of a window'
+    printer.line(f'compiled, not run: {LENGTH:,} tokens{window}, {HEADS} heads of {HEAD_DIM}, bfloat16\n')
     printer.line(table(rows))
     settings = {'topologies': arguments.topology, 'length': LENGTH, 'heads': HEADS, 'head_dim': HEAD_DIM}
+    settings |= {'parts': arguments.parts}
     results.write_json(arguments.json, 'kernels', machine, settings, rows)
     return 0
 
 
-def _work(cases: list[str], generation: str, dump: str) -> int:
+def _work(cases: list[str], generation: str, dump: str, parts: int) -> int:
     for case in cases:
         try:
-            rows = [dataclasses.asdict(row) for row in measure(case, generation, dump)]
+            rows = [dataclasses.asdict(row) for row in measure(case, generation, dump, parts)]
         except Exception as error:  # The compiler raises many kinds; the parent process reports the first line.
             rows = [{'error': f'{case}: {str(error).strip().splitlines()[0]}'}]
         for row in rows:
@@ -160,32 +166,45 @@ def _work(cases: list[str], generation: str, dump: str) -> int:
     return 0
 
 
-def measure(case: str, generation: str, dump: str) -> list[KernelRow]:
-    """The rows of one case, in a process whose libtpu dumps to `dump`."""
+def measure(case: str, generation: str, dump: str, parts: int = 1) -> list[KernelRow]:
+    """The rows of one case, in a process whose libtpu dumps to `dump`; none where parts of a window have no kernels."""
     import jax
     import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import Mesh
+    from jax.sharding import Mesh, PartitionSpec
 
     from lm.attention import HeadDims
+    from lm.ops.platform import SEQUENCE_AXIS
 
     devices = topologies.get_topology_desc(platform='tpu', topology_name=TOPOLOGIES[generation]).devices
     shutil.rmtree(dump, ignore_errors=True)
-    with jax.set_mesh(Mesh(np.array(devices[:1]), ('data',))):
+    with jax.set_mesh(Mesh(np.array(devices[:parts]), (SEQUENCE_AXIS if parts > 1 else 'data',))):
         call = cases()[case](HeadDims(HEADS, HEADS, HEAD_DIM), LENGTH)
+        steps, inputs, function = call.steps, call.inputs, call.function
+        if parts > 1:
+            if call.part_steps is None:
+                return []
+            steps = steps | call.part_steps
+            split = PartitionSpec(None, SEQUENCE_AXIS)
+            specs = tuple(split if x.shape[1:2] == (LENGTH,) else PartitionSpec() for x in inputs)
+            function = jax.shard_map(function, in_specs=specs, out_specs=split, check_vma=False)
+            inputs = tuple(
+                x if spec != split else jax.ShapeDtypeStruct((x.shape[0], parts * LENGTH, *x.shape[2:]), x.dtype)
+                for x, spec in zip(inputs, specs, strict=True)
+            )
 
         def step(inputs, gradient):
-            o, vjp = jax.vjp(call.function, *inputs)
+            o, vjp = jax.vjp(function, *inputs)
             return o, vjp(gradient)
 
-        compiled = jax.jit(step).lower(call.inputs, jax.eval_shape(call.function, *call.inputs)).compile()
+        compiled = jax.jit(step).lower(inputs, jax.eval_shape(function, *inputs)).compile()
     try:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError:  # On v7x the compiler moves copies to SparseCores in words that jaxlib lacks.
         text = ''
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     rows = []
-    for (kernel, name), tokens in call.steps.items():
+    for (kernel, name), tokens in steps.items():
         schedule = schedules.read_schedule(dump, name, longest=call.skips)
         rows.append(
             KernelRow(

@@ -377,8 +377,9 @@ def test_kernels(monkeypatch, tmp_path, capsys):
     asked = []
     row = kernels.KernelRow('splash', 'v5e', 'forward', 12.5, 0.5, 0.5, 0, 1.0, 2.0)
     monkeypatch.setattr(kernels, 'kernels', lambda *arguments: asked.append(arguments) or [row])
-    assert main(['bench', 'kernels', '--topology', 'v5e,v6e', '--json', str(tmp_path / 'k.json'), 'splash']) == 0
-    assert asked == [('v5e', ['splash']), ('v6e', ['splash'])]
+    flags = ['--topology', 'v5e,v6e', '--parts', '2', '--json', str(tmp_path / 'k.json')]
+    assert main(['bench', 'kernels', *flags, 'splash']) == 0
+    assert asked == [('v5e', ['splash'], 2), ('v6e', ['splash'], 2)]
     assert '12.5' in capsys.readouterr().out
     assert read(tmp_path / 'k.json', 'kernels')['rows'][0]['cycles'] == 12.5
 
