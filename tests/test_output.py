@@ -5,6 +5,7 @@ import pty
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import tiny
@@ -14,6 +15,11 @@ from lm.output import lasting
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, '-m', 'lm.cli', *arguments]
+
+
+def run_into(stdout: Any, *arguments: str, stderr: Any = subprocess.PIPE) -> subprocess.CompletedProcess:
+    settings = {'env': tiny.environment(), 'cwd': tiny.ROOT, 'text': True}
+    return subprocess.run(command(*arguments), stdout=stdout, stderr=stderr, **settings)
 
 
 @pytest.fixture
@@ -51,14 +57,7 @@ def test_the_first_loss_of_output_is_told(monkeypatch, capfd):
 def test_a_training_goes_on_where_its_output_finds_no_room(tiny_flags, tmp_path):
     settings = [*tiny_flags, *tiny.params({'train.steps': 12, 'train.eval_every': None})]
     with open('/dev/full', 'w') as full:
-        done = subprocess.run(
-            command('train', '--run_dir', str(tmp_path / 'run'), *settings),
-            env=tiny.environment(),
-            cwd=tiny.ROOT,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        done = run_into(full, 'train', '--run_dir', str(tmp_path / 'run'), *settings)
     assert done.returncode == 0, done.stderr
     assert len(tiny.losses(tmp_path / 'run')) == 12
     assert done.stderr.count('output is lost (No space left on device)') == 1
@@ -89,38 +88,18 @@ def test_a_closed_terminal_saves_the_run(tiny_flags, reference_run, tmp_path):
 
 
 def test_a_command_that_only_prints_ends_without_a_reader(reference_run, unread):
-    done = subprocess.run(
-        command('inspect', str(reference_run[0])),
-        env=tiny.environment(),
-        cwd=tiny.ROOT,
-        stdout=unread,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    done = run_into(unread, 'inspect', str(reference_run[0]))
     assert (done.returncode, done.stderr) == (141, '')
 
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full here')
 def test_a_command_that_only_prints_says_that_there_is_no_room(reference_run):
     with open('/dev/full', 'w') as full:
-        done = subprocess.run(
-            command('inspect', str(reference_run[0])),
-            env=tiny.environment(),
-            cwd=tiny.ROOT,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        done = run_into(full, 'inspect', str(reference_run[0]))
     assert done.returncode == 1
     assert 'No space left on device' in done.stderr
 
 
 def test_the_exit_code_of_an_error_needs_no_reader(tmp_path, unread):
-    done = subprocess.run(
-        command('train', '--run_dir', str(tmp_path / 'run'), '--gin_param', 'train.steps = -1'),
-        env=tiny.environment(),
-        cwd=tiny.ROOT,
-        stdout=unread,
-        stderr=unread,
-    )
-    assert done.returncode == 2
+    refused = 'train', '--run_dir', str(tmp_path / 'run'), '--gin_param', 'train.steps = -1'
+    assert run_into(unread, *refused, stderr=unread).returncode == 2

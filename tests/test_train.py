@@ -83,6 +83,28 @@ def test_sigterm_saves_and_exits_42(tiny_flags, reference_run, tmp_path):
     assert tiny.checksums(run, 40) == tiny.checksums(reference_run[0], 40)
 
 
+def local_pod(run, *flags: str, devices: int = 1) -> str:
+    """`lm train` by two processes of `devices` devices each, to its end; its output."""
+    command = [sys.executable, '-m', 'lm.cli', 'train', '--run_dir', str(run), *flags]
+    done = subprocess.run(
+        [str(tiny.ROOT / 'scripts/local_pod.sh'), '--devices', str(devices), '2', '--', *command],
+        env=tiny.environment(),
+        cwd=tiny.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def assert_losses_agree(run, other, kinds=('train', 'eval'), **tolerance: float) -> None:
+    for kind in kinds:
+        ours, theirs = tiny.losses(run, kind), tiny.losses(other, kind)
+        assert ours.keys() == theirs.keys()
+        np.testing.assert_allclose(list(ours.values()), list(theirs.values()), **({'atol': 0, 'rtol': 0} | tolerance))
+
+
 def test_other_device_counts_resume_the_same_run(tiny_flags, reference_run, tmp_path):
     """8 devices, then 1: the same batches, losses within 1e-5. (4 devices and 2 processes: the next test.)"""
     run = tmp_path / 'run'
@@ -94,9 +116,7 @@ def test_other_device_counts_resume_the_same_run(tiny_flags, reference_run, tmp_
         else:
             assert process.communicate()[0] is not None
             assert process.returncode == 0
-    ours, theirs = tiny.losses(run), tiny.losses(reference_run[0])
-    assert ours.keys() == theirs.keys()
-    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), atol=1e-5, rtol=0)
+    assert_losses_agree(run, reference_run[0], ['train'], atol=1e-5)
 
 
 def test_devices_and_processes_that_share_a_window_continue_the_same_run(tiny_flags, reference_run, tmp_path):
@@ -106,37 +126,16 @@ def test_devices_and_processes_that_share_a_window_continue_the_same_run(tiny_fl
     process = tiny.start('train', '--run_dir', str(run), *split, *tiny.params({'mesh.sequence': 4}), devices=4)
     tiny.wait_for_step(run, 12, process)
     tiny.stop(process, signal.SIGKILL)
-    command = [sys.executable, '-m', 'lm.cli', 'train', '--run_dir', str(run), *split]
-    done = subprocess.run(
-        [str(tiny.ROOT / 'scripts/local_pod.sh'), '2', '--', *command, *tiny.params({'mesh.sequence': 2})],
-        env=tiny.environment(),
-        cwd=tiny.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert 'data 1, fsdp 1, sequence 2), 2 processes' in done.stdout
-    for kind in ('train', 'eval'):
-        ours, theirs = tiny.losses(run, kind), tiny.losses(reference_run[0], kind)
-        assert ours.keys() == theirs.keys()
-        np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-6)
+    output = local_pod(run, *split, *tiny.params({'mesh.sequence': 2}))
+    assert 'data 1, fsdp 1, sequence 2), 2 processes' in output
+    assert_losses_agree(run, reference_run[0], rtol=1e-6)
 
 
 def test_two_processes_of_a_local_pod_equal_one_with_two_devices(tiny_flags, tmp_path):
     single = tmp_path / 'single'
     assert tiny.lm('train', '--run_dir', str(single), *tiny_flags, devices=2).returncode == 0
     pair = tmp_path / 'pair'
-    command = [sys.executable, '-m', 'lm.cli', 'train', '--run_dir', str(pair), *tiny_flags]
-    done = subprocess.run(
-        [str(tiny.ROOT / 'scripts' / 'local_pod.sh'), '2', '--', *command],
-        env=tiny.environment(),
-        cwd=tiny.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    local_pod(pair, *tiny_flags)
     assert tiny.losses(pair) == tiny.losses(single)
     assert tiny.losses(pair, 'eval') == tiny.losses(single, 'eval')
     assert tiny.checksums(pair, 40) == tiny.checksums(single, 40)
@@ -149,22 +148,9 @@ def test_two_slices_equal_one(tiny_flags, tmp_path):
     single = tmp_path / 'single'
     assert tiny.lm('train', '--run_dir', str(single), *shared, devices=4).returncode == 0
     slices = tmp_path / 'slices'
-    rehearsal = [str(tiny.ROOT / 'scripts/local_pod.sh'), '--devices', '2', '2', '--']
-    command = [sys.executable, '-m', 'lm.cli', 'train', '--run_dir', str(slices), *shared]
-    done = subprocess.run(
-        [*rehearsal, *command, *tiny.params({'mesh.slices': 2})],
-        env=tiny.environment(),
-        cwd=tiny.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert '(data 2, fsdp 2), 2 slices, 2 processes' in done.stdout
-    for kind in ('train', 'eval'):
-        ours, theirs = tiny.losses(slices, kind), tiny.losses(single, kind)
-        assert ours.keys() == theirs.keys()
-        np.testing.assert_allclose(list(ours.values()), list(theirs.values()), atol=1e-5, rtol=0)
+    output = local_pod(slices, *shared, *tiny.params({'mesh.slices': 2}), devices=2)
+    assert '(data 2, fsdp 2), 2 slices, 2 processes' in output
+    assert_losses_agree(slices, single, atol=1e-5)
 
 
 def test_divergence_exits_43_and_keeps_the_last_good_checkpoint(tiny_flags, tmp_path):
