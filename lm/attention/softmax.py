@@ -97,11 +97,10 @@ class SoftmaxAttention(AttentionModule):
 
 def splash_call(dims: HeadDims, length: int) -> KernelCall:
     """JAX's kernels; a grid step takes one block of queries and one of keys."""
-    from lm.ops.exact_attention.splash import block_size, key_block_size
+    from lm.ops.exact_attention.splash import blocks
 
     x = jax.ShapeDtypeStruct((1, length, dims.n_heads, dims.head_dim), jnp.bfloat16)
-    block = block_size(length)
-    key_block = key_block_size(length, block)
+    block, _, key_block = blocks(length, dims.head_dim * x.dtype.itemsize)
     tokens = length / sum(start // key_block + 1 for start in range(0, length, block))
     kernels = (('forward', 'splash_mha_fwd'), ('backward', 'splash_mha_dkv'), ('backward', 'splash_mha_dq'))
     function = functools.partial(softmax_attention, implementation='splash')

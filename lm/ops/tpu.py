@@ -10,6 +10,8 @@ from jax import lax
 
 LANES = 128
 
+MIB = 2**20
+
 SUBLANES = 8
 """Rows of a float32 register."""
 

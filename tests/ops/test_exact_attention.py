@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lm.errors import ConfigError
-from lm.hardware import LIBTPU_ENVIRONMENT
+from lm.hardware import LIBTPU_ENVIRONMENT, describe_devices, parse
 from lm.ops import exact_attention, platform
 from lm.ops.exact_attention import splash as pallas_tpu
 
@@ -335,18 +335,28 @@ def test_the_mesh_in_context_decides_and_the_result_is_the_same():
 )
 def test_splash_compiles_for_a_tpu(length, kv_heads, window, masked, monkeypatch):
     """Ahead of time, forward and backward, on a mesh of four chips, from a machine without any."""
+    compile_splash('v5e:2x2', (8, length, 4, 64), kv_heads, jnp.bfloat16, window, masked, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('length', [2048, 32768])
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize('topology', ['v4:2x2x1', 'v5e:2x2'])
+def test_splash_compiles_with_wide_heads(topology, dtype, length, monkeypatch):
+    """As many at a time as the memory on chip takes."""
+    compile_splash(topology, (4, length, 2, 256), 2, dtype, None, False, monkeypatch)
+
+
+def compile_splash(topology, shape_BxLxHxD, kv_heads, dtype, window, masked, monkeypatch):
     if importlib.util.find_spec('libtpu') is None:
         pytest.skip('libtpu is not installed')
     for name, value in LIBTPU_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x2')
-    mesh = topologies.make_mesh(topology, (4,), ('data',))
+    batch, length, heads, size = shape_BxLxHxD
+    mesh = jax.sharding.Mesh(describe_devices(parse(topology)), ('data',))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
-    q, k = (jax.ShapeDtypeStruct((8, length, h, 64), jnp.bfloat16, sharding=rows) for h in (4, kv_heads))
-
-    starts = jax.ShapeDtypeStruct((8, length), jnp.int32, sharding=rows) if masked else None
+    q, k = (jax.ShapeDtypeStruct((batch, length, h, size), dtype, sharding=rows) for h in (heads, kv_heads))
+    starts = jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=rows) if masked else None
 
     def gradients(q, k, v, starts):
         attention = functools.partial(exact_attention.softmax_attention, window=window, starts_BxL=starts)
@@ -384,3 +394,18 @@ def test_splash_blocks_divide_the_padded_length():
         assert block % 128 == 0
         assert block <= 1024
         assert -(-length // block) * block - length < block
+
+
+@pytest.mark.parametrize(
+    ('kind', 'width', 'length', 'expected'),
+    [
+        ('TPU v5 lite', 128, 32768, (1024, 32768, 2048)),
+        ('TPU v5 lite', 512, 32768, (1024, 32768, 1024)),
+        ('TPU v5 lite', 1024, 32768, (512, 32768, 512)),
+        ('TPU v4', 256, 2048, (1024, 2048, 1024)),
+        ('TPU v4', 512, 2050, (512, 2560, 512)),
+    ],
+)
+def test_splash_takes_shorter_blocks_of_wide_heads(kind, width, length, expected, monkeypatch):
+    monkeypatch.setattr(platform, 'device_kind', lambda: kind)
+    assert pallas_tpu.blocks(length, width) == expected

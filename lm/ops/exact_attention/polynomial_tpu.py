@@ -28,12 +28,11 @@ from lm.ops.exact_attention.pairs import pair_of, table_of, tables_of, told_apar
 from lm.ops.exact_attention.splash import block_size
 from lm.ops.powers import power_and_slope
 from lm.ops.residuals import saved
-from lm.ops.tpu import LANES, SUBLANES, by_head, by_token, dot, padded_rows
+from lm.ops.tpu import LANES, MIB, SUBLANES, by_head, by_token, dot, padded_rows
 
 MAX_BLOCK = 1024
 MAX_PAIRS = 2**17
 """Pairs of blocks whose table (4 bytes each) fits the scalar memory."""
-MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)

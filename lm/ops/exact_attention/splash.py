@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from lm.ops import platform
 from lm.ops.exact_attention.masks import is_whole
 from lm.ops.residuals import RESIDUAL_NAME
-from lm.ops.tpu import LANES
+from lm.ops.tpu import LANES, MIB
 
 FUSED_BACKWARD_BLOCKS = 4
 """The fused backward kernel writes one partial dq a block of keys: quadratic memory, so for few blocks only."""
+WIDE = 256
+"""Bytes of a head, above which long blocks do not fit on chip: those of keys, and on small chips those of queries."""
 
 
 def softmax_attention(
@@ -33,8 +35,7 @@ def softmax_attention(
     `interpret` runs the kernels on any platform, slowly.
     """
     length, heads = q_BxLxHxD.shape[1:3]
-    block = block or block_size(length)
-    padded = -(-length // block) * block
+    block, padded, key_block = blocks(length, q_BxLxHxD.shape[-1] * q_BxLxHxD.dtype.itemsize, block)
 
     def attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts_BxL):
         # Zero keys after the last token are in every query's future.
@@ -46,7 +47,7 @@ def softmax_attention(
         if starts_BxL is not None:  # tokens of one document have one start; that of the padding is past them all
             starts_BxL = jnp.pad(starts_BxL, ((0, 0), (0, padded - length)), constant_values=length)
             segments = _segments(starts_BxL)
-        kernel = jax.vmap(_kernel(heads, padded, window, block, interpret))
+        kernel = jax.vmap(_kernel(heads, padded, window, block, key_block, interpret))
         o_BxHxLxD = kernel(q_BxHxLxD, k_BxKxLxD, v_BxKxLxD, segments)
         return o_BxHxLxD[:, :, :length].swapaxes(1, 2)
 
@@ -70,15 +71,22 @@ def unsupported(
     return platform.uneven_batch(q.shape[0])
 
 
-def block_size(length: int) -> int:
-    """The block that wastes least padding, of at most 1024 tokens."""
-    parts = -(-length // 1024)
+def blocks(length: int, width: int, block: int | None = None) -> tuple[int, int, int]:
+    """(tokens a block of queries, the length in whole blocks, keys a block) for heads of `width` bytes.
+
+    Static cycles on v5e and v6e: wide blocks of keys pay off where the waste on the diagonal is small.
+    """
+    most = WIDE if platform.vmem()[0] < 32 * MIB else 2 * WIDE
+    block = block or block_size(length, 512 if width > most else 1024)
+    padded = -(-length // block) * block
+    pays = padded % (2 * block) == 0 and padded >= 16 * block
+    return block, padded, 2 * block if pays and width <= WIDE else block
+
+
+def block_size(length: int, most: int = 1024) -> int:
+    """The block that wastes least padding, of at most `most` tokens."""
+    parts = -(-length // most)
     return -(-length // parts // LANES) * LANES
-
-
-def key_block_size(length: int, block: int) -> int:
-    """Keys a block. Static cycles on v5e and v6e: wide ones pay off where the waste on the diagonal is small."""
-    return 2 * block if length % (2 * block) == 0 and length >= 16 * block else block
 
 
 def _segments(ids_BxL: jax.Array) -> Any:
@@ -87,7 +95,7 @@ def _segments(ids_BxL: jax.Array) -> Any:
     return splash.SegmentIds(ids_BxL, ids_BxL)
 
 
-def _kernel(heads: int, length: int, window: int | None, block: int, interpret: bool):
+def _kernel(heads: int, length: int, window: int | None, block: int, block_kv: int, interpret: bool):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (length, length)
@@ -95,7 +103,6 @@ def _kernel(heads: int, length: int, window: int | None, block: int, interpret: 
         mask = _remembering(splash.CausalMask)(shape)
     else:
         mask = _remembering(splash.LocalMask)(shape, (window - 1, 0), 0)
-    block_kv = key_block_size(length, block)
     fused = length // block_kv <= FUSED_BACKWARD_BLOCKS
     sizes = splash.BlockSizes(
         block_q=block,
