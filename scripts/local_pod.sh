@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Rehearses a pod on this machine: the same command as N processes that talk through gloo on the CPU.
 #
-#   scripts/local_pod.sh 2 -- lm train --gin_file configs/models/quickstart.gin --run_dir runs/pod
+#   scripts/local_pod.sh 2 -- lm train --gin_file configs/experiments/quickstart.gin --run_dir runs/pod
 #   scripts/local_pod.sh --devices 4 --only 0 2 -- lm train …
 #
 #   --devices D   simulated devices of each process (default 1)

@@ -28,6 +28,6 @@ echo "== lm evaluate: perplexity of text that the model has not seen"
 cat <<TEXT
 
 The prepared tokens lie in data/quickstart, the run in $run (config.gin, metrics.jsonl, checkpoints/, evaluations/).
-Expect a validation perplexity per token of 33 to 36; the sources differ a little between Python versions.
+Expect a validation perplexity per token of 28 to 32; the sources differ a little between Python versions.
 Next: README.md, or  $lm train --help
 TEXT
