@@ -139,9 +139,10 @@ def compile_step(experiment: Experiment, topology: Topology, dump: str) -> Any:
     """The compiled step of `lm train` on one device; None: it needs more memory than that has."""
     schedules.clear(dump)
     config, model = experiment.train, experiment.model
-    functions = TrainStep(model, experiment.optimizer, config.steps)
     mesh = make_mesh(MeshConfig(), schedules.describe_devices(topology)[:1])
     with jax.set_mesh(mesh):
+        # Under the mesh from here on: what it is for decides in which type the model computes.
+        functions = TrainStep(model, experiment.optimizer, config.steps)
         abstract = abstract_state(functions, mesh)
         lowered = lower_step(functions, abstract, config, token_dtype(model.vocab_size), mesh)
         try:

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import types
 
+import jax.numpy as jnp
 import pytest
 
 from lm.bench import forecast
 from lm.cli import main
+from lm.compiled import schedules
 from lm.errors import ConfigError
-from lm.hardware import generation
+from lm.experiment import load
+from lm.hardware import Topology, generation
 from lm.model import REMAT
+from lm.training.step import TrainStep
 
 RECORD = pathlib.Path(__file__).parents[1] / 'data' / 'step_time.json'
 CONFIGURATIONS = [
@@ -85,6 +89,23 @@ def test_a_step_that_does_not_fit_recomputes_more(monkeypatch, tmp_path):
     assert main([*small('--contexts', '64', '--mechanisms', 'softmax'), '--json', str(tmp_path / 's.json')]) == 0
     assert tried == list(REMAT)[:4]
     assert json.loads((tmp_path / 's.json').read_text())['rows'][0]['remat'] == 'attention'
+
+
+@pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
+def test_the_step_computes_as_on_the_chip_it_is_for(monkeypatch):
+    """In bfloat16, though this machine is a CPU: the model is made where the described chip is known."""
+    made = []
+
+    def step(model, *rest):
+        made.append(model.compute_dtype)
+        return TrainStep(model, *rest)
+
+    monkeypatch.setattr(forecast, 'TrainStep', step)
+    monkeypatch.setattr(forecast, 'lower_step', lambda *_: types.SimpleNamespace(compile=Compiled))
+    small_model = ['model.d_model = 32', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
+    topology = Topology(generation('v5e'), (1, 1))
+    assert forecast.compile_step(load([], small_model), topology, schedules.folder()) is not None
+    assert made == [jnp.bfloat16]
 
 
 def test_chips_are_named_alone():
