@@ -97,11 +97,13 @@ class SoftmaxAttention(AttentionModule):
 
 def splash_call(dims: HeadDims, length: int) -> KernelCall:
     """JAX's kernels; a grid step takes one block of queries and one of keys."""
-    from lm.ops.exact_attention.splash import blocks
+    from lm.ops.exact_attention.splash import blocks, is_fused
 
     x = jax.ShapeDtypeStruct((1, length, dims.n_heads, dims.head_dim), jnp.bfloat16)
     block, _, key_block = blocks(length, dims.head_dim * x.dtype.itemsize)
     tokens = length / sum(start // key_block + 1 for start in range(0, length, block))
-    kernels = (('forward', 'splash_mha_fwd'), ('backward', 'splash_mha_dkv'), ('backward', 'splash_mha_dq'))
+    kernels = [('forward', 'splash_mha_fwd'), ('backward', 'splash_mha_dkv')]
+    if not is_fused(jax.ShapeDtypeStruct((1, dims.n_heads, length, dims.head_dim), x.dtype), key_block):
+        kernels.append(('backward', 'splash_mha_dq'))
     function = functools.partial(softmax_attention, implementation='splash')
     return KernelCall(function, (x, x, x), dict.fromkeys(kernels, tokens), skips=True)

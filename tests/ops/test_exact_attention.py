@@ -368,11 +368,13 @@ def compile_splash(topology, shape_BxLxHxD, kv_heads, dtype, window, masked, mon
     assert 'splash' in compiled.as_text()
 
 
+@pytest.mark.parametrize('fused', [True, False])
 @pytest.mark.parametrize(
     ('length', 'kv_heads', 'block', 'window'), [(100, 2, None, None), (300, 1, 128, None), (1100, 2, 128, 150)]
 )
-def test_splash_agrees_with_float64(length, kv_heads, block, window):
+def test_splash_agrees_with_float64(length, kv_heads, block, window, fused, monkeypatch):
     """The TPU kernels, interpreted: padding, scale, shared key heads, both kinds of backward kernel."""
+    monkeypatch.setattr(pallas_tpu, 'FUSED_BYTES', 2**30 if fused else 0)
     q, k, v = draw(1, length, 2, kv_heads)
     attention = functools.partial(pallas_tpu.softmax_attention, scale=0.3, window=window, block=block, interpret=True)
     expected = numpy_attention(q, k, v, mask(length, length, window=window), exponential(0.3))
@@ -386,6 +388,25 @@ def test_splash_tells_documents_apart(length, block):
     attention = functools.partial(pallas_tpu.softmax_attention, scale=0.3, starts=starts, block=block, interpret=True)
     expected = numpy_attention(q, k, v, seen & mask(length, length), exponential(0.3))
     assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
+
+
+def test_splash_adds_up_gradients_of_queries_in_bfloat16():
+    """One from each of nine blocks of keys."""
+    q, k, v = (x.astype(jnp.bfloat16) for x in draw(1, 1100, 2, 2))
+    attention = functools.partial(pallas_tpu.softmax_attention, scale=0.3, block=128, interpret=True)
+    exact = [np.asarray(x, np.float64) for x in (q, k, v)]
+    expected = numpy_attention(*exact, mask(1100, 1100), exponential(0.3))
+    assert_close(values_and_gradients(attention, q, k, v), expected, 2e-2)
+
+
+def test_splash_forms_gradients_at_once_where_that_fits():
+    def is_fused(batch, heads, length, key_block):
+        return pallas_tpu.is_fused(jax.ShapeDtypeStruct((batch, heads, length, 64), jnp.bfloat16), key_block)
+
+    assert is_fused(1, 12, 32_768, 2048)
+    assert is_fused(4, 12, 8192, 1024)
+    assert not is_fused(2, 12, 32_768, 2048)
+    assert not is_fused(1, 12, 131_072, 2048)
 
 
 def test_splash_blocks_divide_the_padded_length():

@@ -11,8 +11,9 @@ from lm.ops.exact_attention.masks import is_whole
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.ops.tpu import LANES, MIB
 
-FUSED_BACKWARD_BLOCKS = 4
-"""The fused backward kernel writes one partial dq a block of keys: quadratic memory, so for few blocks only."""
+FUSED_BYTES = 2**30
+"""The fused backward kernel writes the gradient of the queries once a block of keys, to be added up: quadratic memory.
+It forms 5 products where two kernels form 7, and is taken while what it writes on a device is at most this."""
 WIDE = 256
 """Bytes of a head, above which long blocks do not fit on chip: those of keys, and on small chips those of queries."""
 
@@ -47,7 +48,8 @@ def softmax_attention(
         if starts_BxL is not None:  # tokens of one document have one start; that of the padding is past them all
             starts_BxL = jnp.pad(starts_BxL, ((0, 0), (0, padded - length)), constant_values=length)
             segments = _segments(starts_BxL)
-        kernel = jax.vmap(_kernel(heads, padded, window, block, key_block, interpret))
+        fused = is_fused(q_BxHxLxD, key_block)
+        kernel = jax.vmap(_kernel(heads, padded, window, block, key_block, fused, interpret))
         o_BxHxLxD = kernel(q_BxHxLxD, k_BxKxLxD, v_BxKxLxD, segments)
         return o_BxHxLxD[:, :, :length].swapaxes(1, 2)
 
@@ -89,13 +91,18 @@ def block_size(length: int, most: int = 1024) -> int:
     return -(-length // parts // LANES) * LANES
 
 
+def is_fused(q_BxHxLxD: jax.Array, key_block: int) -> bool:
+    """Whether one kernel forms all gradients of these queries, of one device, and of their keys and values."""
+    return q_BxHxLxD.size * q_BxHxLxD.dtype.itemsize * (q_BxHxLxD.shape[2] // key_block) <= FUSED_BYTES
+
+
 def _segments(ids_BxL: jax.Array) -> Any:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     return splash.SegmentIds(ids_BxL, ids_BxL)
 
 
-def _kernel(heads: int, length: int, window: int | None, block: int, block_kv: int, interpret: bool):
+def _kernel(heads: int, length: int, window: int | None, block: int, block_kv: int, fused: bool, interpret: bool):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (length, length)
@@ -103,7 +110,6 @@ def _kernel(heads: int, length: int, window: int | None, block: int, block_kv: i
         mask = _remembering(splash.CausalMask)(shape)
     else:
         mask = _remembering(splash.LocalMask)(shape, (window - 1, 0), 0)
-    fused = length // block_kv <= FUSED_BACKWARD_BLOCKS
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block_kv,
