@@ -374,7 +374,7 @@ def compile_splash(topology, shape_BxLxHxD, kv_heads, dtype, window, masked, mon
 )
 def test_splash_agrees_with_float64(length, kv_heads, block, window, fused, monkeypatch):
     """The TPU kernels, interpreted: padding, scale, shared key heads, both kinds of backward kernel."""
-    monkeypatch.setattr(pallas_tpu, 'FUSED_BYTES', 2**30 if fused else 0)
+    monkeypatch.setattr(pallas_tpu, 'FUSED_SHARE', 1 if fused else 0)
     q, k, v = draw(1, length, 2, kv_heads)
     attention = functools.partial(pallas_tpu.softmax_attention, scale=0.3, window=window, block=block, interpret=True)
     expected = numpy_attention(q, k, v, mask(length, length, window=window), exponential(0.3))
@@ -399,14 +399,16 @@ def test_splash_adds_up_gradients_of_queries_in_bfloat16():
     assert_close(values_and_gradients(attention, q, k, v), expected, 2e-2)
 
 
-def test_splash_forms_gradients_at_once_where_that_fits():
+def test_splash_forms_gradients_at_once_where_that_fits(monkeypatch):
     def is_fused(batch, heads, length, key_block):
         return pallas_tpu.is_fused(jax.ShapeDtypeStruct((batch, heads, length, 64), jnp.bfloat16), key_block)
 
-    assert is_fused(1, 12, 32_768, 2048)
-    assert is_fused(4, 12, 8192, 1024)
-    assert not is_fused(2, 12, 32_768, 2048)
-    assert not is_fused(1, 12, 131_072, 2048)
+    for kind, windows in (('TPU v5 lite', 1), ('TPU v6 lite', 2), ('TPU v5', 7)):
+        monkeypatch.setattr(platform, 'device_kind', lambda kind=kind: kind)
+        assert is_fused(4, 12, 8192, 1024)
+        assert is_fused(windows, 12, 32_768, 2048)
+        assert not is_fused(windows + 1, 12, 32_768, 2048)
+        assert not is_fused(1, 12, 131_072, 2048)
 
 
 def test_splash_blocks_divide_the_padded_length():

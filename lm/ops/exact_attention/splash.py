@@ -6,14 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lm.hardware import chip_of
 from lm.ops import platform
 from lm.ops.exact_attention.masks import is_whole
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.ops.tpu import LANES, MIB
 
-FUSED_BYTES = 2**30
+FUSED_SHARE = 1 / 16
 """The fused backward kernel writes the gradient of the queries once a block of keys, to be added up: quadratic memory.
-It forms 5 products where two kernels form 7, and is taken while what it writes on a device is at most this."""
+It forms 5 products where two kernels form 7, and is taken while that is at most this share of a device's memory."""
 WIDE = 256
 """Bytes of a head, above which long blocks do not fit on chip: those of keys, and on small chips those of queries."""
 
@@ -93,7 +94,10 @@ def block_size(length: int, most: int = 1024) -> int:
 
 def is_fused(q_BxHxLxD: jax.Array, key_block: int) -> bool:
     """Whether one kernel forms all gradients of these queries, of one device, and of their keys and values."""
-    return q_BxHxLxD.size * q_BxHxLxD.dtype.itemsize * (q_BxHxLxD.shape[2] // key_block) <= FUSED_BYTES
+    chip = chip_of(platform.device_kind())
+    memory = ((chip and chip.hbm_gib) or 16) * 2**30
+    written = q_BxHxLxD.size * q_BxHxLxD.dtype.itemsize * (q_BxHxLxD.shape[2] // key_block)
+    return written <= FUSED_SHARE * memory
 
 
 def _segments(ids_BxL: jax.Array) -> Any:
