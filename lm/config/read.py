@@ -7,6 +7,7 @@ the name of a macro.
 import importlib
 import os
 import pathlib
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,11 @@ from lm.files import is_remote, open_path
 
 PROJECT = pathlib.Path(__file__).resolve().parents[2]
 """The checkout: `configs/…` and `data/…` are found here from any working directory."""
+
+
+# gin reads literals by `ast`, whose C code counts its depth in one place for all threads in Python 3.11: a collection
+# half-way runs JAX's callback, another thread goes on, and both fail ("recursion depth mismatch").
+_PARSING = threading.Lock()
 
 
 def read(
@@ -184,7 +190,8 @@ def _parse(text: str, label: str) -> list[Any]:
     from gin.config_parser import ConfigParser
 
     try:
-        return list(ConfigParser(text, _Delegate()))
+        with _PARSING:
+            return list(ConfigParser(text, _Delegate()))
     except RecursionError:
         raise ConfigError(f'{label}: brackets are nested too deeply') from None
     except Exception as error:
