@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh machine to a trained and evaluated language model in about five minutes on two CPU cores:
 # makes .venv, installs the package, prepares the Python sources of your own interpreter as text, trains a small model
-# for about three minutes on two idle cores, and evaluates its perplexity: almost four in all.
+# for three to four minutes on two idle cores, and evaluates its perplexity.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -21,7 +21,7 @@ lm=.venv/bin/lm
 gin=(--gin_file configs/experiments/quickstart.gin)
 echo "== lm prepare: the standard library of this interpreter as tokens"
 "$lm" prepare "${gin[@]}"
-echo "== lm train: about three minutes on two idle cores"
+echo "== lm train: three to four minutes on two idle cores"
 "$lm" train "${gin[@]}" --run_dir "$run"
 echo "== lm evaluate: perplexity of text that the model has not seen"
 "$lm" evaluate --run_dir "$run"

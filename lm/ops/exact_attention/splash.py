@@ -14,7 +14,8 @@ from lm.ops.tpu import LANES, MIB
 
 FUSED_SHARE = 1 / 16
 """The fused backward kernel writes the gradient of the queries once a block of keys, to be added up: quadratic memory.
-It forms 5 products where two kernels form 7, and is taken while that is at most this share of a device's memory."""
+It forms 5 products where two kernels form 7, and is taken while these gradients take at most this share of a
+device's memory."""
 WIDE = 256
 """Bytes of a head, above which long blocks do not fit on chip: those of keys, and on small chips those of queries."""
 
