@@ -131,7 +131,8 @@ class Checkpointer:
             manager.write(step, arrays, record)
         except Exception as error:
             self._pending = None
-            self._failed(step, error)
+            # Others cannot be told half-way in one: only alone can a process go on.
+            self._failed(step, error, is_fatal=jax.process_count() > 1)
             return False
         finally:
             self._clock.reset(step)
@@ -305,11 +306,10 @@ class Checkpointer:
             if self._on_saved:
                 self._on_saved(step)
 
-    def _failed(self, step: int, error: Exception) -> None:
+    def _failed(self, step: int, error: Exception, is_fatal: bool = False) -> None:
         self._quiet.failed()
         self._losses.pop(step, None)
         self._ours.discard(step)
-        self._clock.reset(step)
         if self._lazy_manager is not None:
             self._lazy_manager.reload()  # it counts the failed step, and has forgotten those that it was to replace
         if jax.process_index() == 0 and self.directory.exists():
@@ -321,7 +321,7 @@ class Checkpointer:
             f'the newest complete one is {some(self.all_steps()[-1:])}; '
             'make room or repair the storage, then run it again'
         )
-        if self.config.on_failed_save == 'stop':
+        if is_fatal or self.config.on_failed_save == 'stop':
             raise LmError(message) from error
         log.warning('%s', message)
 

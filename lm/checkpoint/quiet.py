@@ -6,6 +6,7 @@ from typing import Any
 
 from absl import logging as absl_logging
 
+_FORMAT = logging.Formatter()
 HOOKS = ('excepthook', 'unraisablehook')
 LOGGERS = (absl_logging.get_absl_logger(), logging.getLogger('asyncio'))
 
@@ -55,5 +56,9 @@ def _without_closed_loops(hook: Any) -> Any:
 
 class _Filter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        is_theirs = 'orbax' in (record.getMessage() if record.name == 'asyncio' else record.pathname)
-        return not (record.levelno >= logging.ERROR and is_theirs)
+        if record.levelno < logging.ERROR:
+            return True
+        text = record.pathname
+        if record.name == 'asyncio':  # of a task it names the place, of a future only its exception does
+            text = record.getMessage() + (_FORMAT.formatException(record.exc_info) if record.exc_info else '')
+        return 'orbax' not in text

@@ -774,6 +774,54 @@ def test_two_processes(tmp_path):
     assert same(state['x'], jax.random.normal(jax.random.key(31), (64, 1024)))
 
 
+ONE_FAILS = """
+import logging, resource, signal, time
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+me, bad = int(sys.argv[3]), int(sys.argv[4])
+jax.distributed.initialize(f'localhost:{sys.argv[2]}', 2, me)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+logging.basicConfig(stream=sys.stdout, format='%(message)s')
+sharding = NamedSharding(Mesh(np.array(jax.devices()), ('fsdp',)), P('fsdp'))
+make = jax.jit(lambda n: {'x': jax.random.normal(jax.random.key(n), (64, 1024))}, out_shardings={'x': sharding})
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+looks, tell = [], multihost_utils.broadcast_one_to_all
+multihost_utils.broadcast_one_to_all = lambda x: (looks.append((step, tick)), tell(x))[1]
+config = CheckpointConfig(save_every_steps=None, save_every_minutes=1, on_failed_save='continue')
+with Checkpointer(directory, config) as checkpointer:
+    for step in (1, 2, 3, 4):
+        if me == bad and step in (2, 3):
+            limit(20_000)
+        checkpointer.save(step, make(step))
+        for tick in range(1, 21):  # the clock is looked at together, whoever finds out first
+            time.sleep(0.02 + 0.04 * me)
+            checkpointer.check_for_errors()
+            checkpointer.should_save(step + tick)
+        checkpointer.wait()
+        limit(resource.RLIM_INFINITY)
+print('looks', looks)
+print('steps', checkpointer.all_steps())
+"""
+
+
+@pytest.mark.parametrize('bad', [0, 1])
+def test_a_save_that_fails_in_one_process_fails_in_all_at_once(tmp_path, bad):
+    port = free_port()
+    outs = [finish(p) for p in [start(ONE_FAILS, tmp_path, port, i, bad) for i in range(2)]]
+    assert outs[0].splitlines()[-2] == outs[1].splitlines()[-2] != 'looks []'
+    for index, out in enumerate(outs):
+        assert out.splitlines()[-1] == 'steps [1, 4]'
+        for step in (2, 3):
+            (line,) = [x for x in out.splitlines() if x.startswith(f'checkpoint step {step} could not be written')]
+            assert (f'ElsewhereError: process {bad}: ' in line) == (index != bad)
+            assert 'File too large' in line
+            assert 'the newest complete one is 1' in line
+
+
 def test_reading_is_quiet(copied, caplog, capfd):
     """A damaged step costs one line, not a screen of tracebacks."""
     (copied / '20' / 'state' / 'manifest.ocdbt').write_bytes(b'')
