@@ -38,7 +38,7 @@ from lm.runs.run_dir import RunDir
 from lm.text import duration, si
 from lm.training.config import TrainConfig
 from lm.training.inputs import make_batches, open_store
-from lm.training.mesh import describe_mesh, initialize_distributed, make_mesh
+from lm.training.mesh import describe_mesh, initialize_distributed, make_mesh, meet
 from lm.training.peers import Peers
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
@@ -53,10 +53,10 @@ GOODPUT_SECONDS = 60.0
 
 def main(experiment: Experiment, arguments: Any) -> int:
     """The `lm train` command."""
-    initialize_distributed(
-        experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
-    )
+    job = arguments.coordinator_address, arguments.process_count, arguments.process_id
+    initialize_distributed(experiment.mesh, *job, meets=False)
     with Peers(experiment.mesh.heartbeat_seconds):
+        meet(experiment.mesh)
         flags = {name: getattr(arguments, name, None) for name in ('rewind_to', 'compile_cache', 'branch_from', 'step')}
         train(experiment, arguments.run_dir, **flags, begun=process_start())
     return 0

@@ -59,8 +59,12 @@ def initialize_distributed(
     coordinator_address: str | None = None,
     process_count: int | None = None,
     process_id: int | None = None,
+    *,
+    meets: bool = True,
 ) -> None:
     """Joins the processes of the job. On Cloud TPU everything is detected; elsewhere all three arguments are needed.
+
+    `meets`: they then tell each other what devices they have, within `mesh.join_seconds`; else `meet` is to be called.
 
     Raises ConfigError when the number of processes is not `mesh.processes`: a worker that trains alone is the
     commonest way to lose a day on a pod.
@@ -82,12 +86,27 @@ def initialize_distributed(
     if given[0] is not None or _on_cloud_tpu():
         with _all_within(config.join_seconds):
             jax.distributed.initialize(*given, **timeouts)
-            jax.process_count()  # asks the others what devices they have
-    if config.processes is not None and jax.process_count() != config.processes:
+    _, count = joined()
+    if config.processes is not None and count != config.processes:
         raise ConfigError(
-            f'mesh.processes = {config.processes}: but {jax.process_count()} process(es) joined; '
+            f'mesh.processes = {config.processes}: but {count} process(es) joined; '
             'start the same command on every worker of the pod, or correct the number'
         )
+    if meets:
+        meet(config)
+
+
+def joined() -> tuple[int, int]:
+    """(index of this process, how many there are), also before they have met."""
+    from jax._src.distributed import global_state
+
+    return (0, 1) if global_state.client is None else (global_state.process_id, global_state.num_processes)
+
+
+def meet(config: MeshConfig) -> None:
+    """The first question about devices, which waits for the answers of all processes."""
+    with _all_within(config.join_seconds):
+        jax.process_count()
 
 
 @contextlib.contextmanager

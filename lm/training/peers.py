@@ -17,13 +17,15 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jax
 
 from lm.errors import LmError, end_process
+from lm.training.mesh import joined
 
-CONNECT_SECONDS = 30.0
+CONNECT_SECONDS, ACCEPT_SECONDS = 30.0, 1.0
 ERROR_SECONDS = 2.0
 """What an exception waits: a peer's death raises errors in collectives a moment before its connection ends."""
 
@@ -31,7 +33,8 @@ log = logging.getLogger(__name__)
 
 
 class Peers:
-    """Context manager around a training; enter it after jax.distributed.initialize. Nothing, in a single process.
+    """Context manager around a training; enter it as soon as the processes have joined, before they meet: who dies
+    while others wait for its devices is missed as well. Nothing, in a single process.
 
     Leaving it with an exception tells the others the exit code. Errors that all processes raise (a preemption, a
     divergence) end as they would alone; one that a process has for itself ends the others with the same code.
@@ -42,7 +45,7 @@ class Peers:
 
     def __init__(self, silence: float):
         self.silence = silence
-        self.count, self.index = jax.process_count(), jax.process_index()
+        self.index, self.count = joined()
         self._ended: dict[int, int] = {}
         self._ended_at: float | None = None
         self._connections: dict[int, _Connection] = {}
@@ -52,13 +55,10 @@ class Peers:
 
     def __enter__(self) -> 'Peers':
         if self.count > 1:
-            try:
-                self._connect()
-            except (OSError, jax.errors.JaxRuntimeError) as error:
-                log.warning('process %d cannot watch the others (%s): JAX will, later', self.index, error)
+            _delay_aborts(True)
+            self._connect()
             self._thread = threading.Thread(target=self._watch, name='peers', daemon=True)
             self._thread.start()
-            _delay_aborts(True)
         return self
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
@@ -83,29 +83,59 @@ class Peers:
             _delay_aborts(False)
 
     def _connect(self) -> None:
-        """Process 0 listens; the others learn where from the key-value store of jax.distributed, and show a secret."""
+        """Process 0 listens; the others learn where from the key-value store of jax.distributed, and show a secret.
+
+        Who cannot says so in that store, and JAX will find out what becomes of it, later. All have been there a moment
+        ago: who says nothing is gone.
+        """
         from jax._src.distributed import global_state
 
+        client = global_state.client
         host = global_state.coordinator_address.rpartition(':')[0].strip('[]')
-        end = time.monotonic() + CONNECT_SECONDS
         if self.index:
-            found = global_state.client.blocking_key_value_get('lm/peers', int(CONNECT_SECONDS * 1000))
-            port, secret = found.split()
-            connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
-            connection.sendall(f'{secret} {self.index}\n'.encode())
-            self._connections[0] = _Connection(connection)
+            try:
+                found = client.blocking_key_value_get('lm/peers/0', int(CONNECT_SECONDS * 1000))
+            except jax.errors.JaxRuntimeError:
+                self._lost(0, 'is gone')
+            if found:
+                port, secret = found.split()
+                with self._saying(client):
+                    connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+                    connection.sendall(f'{secret} {self.index}\n'.encode())
+                    self._connections[0] = _Connection(connection)
             return
+        with self._saying(client), _listen(host) as server:
+            self._accept(server, client)
+
+    @contextlib.contextmanager
+    def _saying(self, client: Any) -> Iterator[None]:
+        """Tells the others that this process cannot be watched, if that is so."""
+        try:
+            yield
+        except OSError as error:
+            log.warning('process %d cannot watch the others (%s): JAX will, later', self.index, error)
+            client.key_value_set(f'lm/peers/{self.index}', '', allow_overwrite=True)
+
+    def _accept(self, server: socket.socket, client: Any) -> None:
+        """Takes the connections of all others but those that cannot connect."""
         secret = secrets.token_hex(16)
-        with _listen(host) as server:
-            global_state.client.key_value_set('lm/peers', f'{server.getsockname()[1]} {secret}')
-            while len(self._connections) < self.count - 1:
-                server.settimeout(max(0.01, end - time.monotonic()))
+        client.key_value_set('lm/peers/0', f'{server.getsockname()[1]} {secret}')
+        server.settimeout(ACCEPT_SECONDS)
+        missing, end = set(range(1, self.count)), time.monotonic() + CONNECT_SECONDS
+        while missing:
+            if time.monotonic() > end:
+                self._lost(min(missing), 'is gone')
+            try:
                 connection, _ = server.accept()
-                connection.settimeout(CONNECT_SECONDS)
-                with contextlib.suppress(OSError, ValueError):
-                    given, index = connection.makefile('r').readline().split()
-                    if secrets.compare_digest(given, secret):
-                        self._connections[int(index)] = _Connection(connection)
+            except TimeoutError:
+                missing -= {int(key.rpartition('/')[2]) for key, _ in client.key_value_dir_get('lm/peers/')}
+                continue
+            connection.settimeout(ACCEPT_SECONDS)
+            with contextlib.suppress(OSError, ValueError):
+                given, index = connection.makefile('r').readline().split()
+                if secrets.compare_digest(given, secret):
+                    self._connections[int(index)] = _Connection(connection)
+                    missing.discard(int(index))
 
     def _watch(self) -> None:
         selector = selectors.DefaultSelector()

@@ -16,24 +16,34 @@ HEARTBEAT = 4.0
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 JOB = """
-import sys, time
+import os, socket, sys, time
 import jax
 from jax.experimental import multihost_utils
 from lm.errors import Diverged, MismatchError
 from lm.training.mesh import MeshConfig, initialize_distributed
+from lm.training import peers
 from lm.training.peers import Peers
 
 address, index, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-initialize_distributed(MeshConfig(heartbeat_seconds=4.0), address, 3, index)
+initialize_distributed(MeshConfig(heartbeat_seconds=4.0), address, 3, index, meets=False)
+peers.CONNECT_SECONDS = 4.0
+if case == f'gone {index}':
+    os._exit(1)
+if case == f'unreachable {index}':
+    def refuse(*_, **__):
+        raise OSError('no route to host')
+    socket.create_connection = socket.create_server = refuse
 try:
     with Peers(4.0):
+        if case == f'leaves {index}':
+            os._exit(1)
         for n in range(100_000):
             multihost_utils.sync_global_devices('step')
             if n == 5:
                 print('running', flush=True)
                 if case == 'all diverge':
                     raise Diverged('all of them')
-                if case == 'all done':
+                if case == 'all done' or case.startswith('unreachable'):
                     break
                 if case == 'one refuses' and index == 1:
                     raise MismatchError('mine alone')
@@ -121,6 +131,24 @@ def test_what_all_processes_do_is_no_death(case, expected):
         for code, output in ends(processes, within=20):
             assert code == expected, output
             assert 'is gone' not in output
+
+
+@pytest.mark.parametrize('case', ['gone 0', SLOW('gone 2'), SLOW('leaves 0'), 'leaves 2'])
+def test_after_the_death_of_one_that_has_not_met_the_others_these_end_with_42(case):
+    """It had joined the job, and was told to stop before it had connected, or had said what devices it has."""
+    with small_job(case) as processes:
+        found = ends(processes, within=60)
+    for index, (code, output) in enumerate(found):
+        assert code == (1 if case.endswith(str(index)) else 42), output
+        assert code == 1 or 'is gone: run the same command again' in output
+
+
+@pytest.mark.parametrize('index', [0, SLOW(1)])
+def test_who_cannot_be_reached_is_not_watched(index):
+    with small_job(f'unreachable {index}') as processes:
+        found = ends(processes, within=60)
+    assert [code for code, _ in found] == [0, 0, 0], found
+    assert f'process {index} cannot watch the others (no route to host): JAX will, later' in found[index][1]
 
 
 def test_an_error_of_one_process_is_the_exit_code_of_all():

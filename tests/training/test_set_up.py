@@ -183,7 +183,7 @@ def test_a_session_goes_on_with_the_ledger_of_the_one_before(started, monkeypatc
 
 def test_the_command_passes_its_flags_on(monkeypatch):
     told = []
-    monkeypatch.setattr(train_module, 'initialize_distributed', lambda *arguments: told.append(arguments))
+    monkeypatch.setattr(train_module, 'initialize_distributed', lambda *arguments, meets: told.append(arguments))
     monkeypatch.setattr(train_module, 'train', lambda *arguments, **options: told.append((arguments, options)))
     monkeypatch.setattr(train_module, 'process_start', lambda: 3000.0)
     arguments = types.SimpleNamespace(
