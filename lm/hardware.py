@@ -61,6 +61,11 @@ class Chip:
         return self.flops / 2 / self.macs
 
     @property
+    def matrix_side(self) -> int:
+        """Rows and columns of a matrix unit."""
+        return math.isqrt(self.macs // (4 * self.cores))
+
+    @property
     def dcn_bytes(self) -> float:
         """A chip's share of the data-centre network between slices, one direction, bytes/s; 0: not published."""
         return DCN_BYTES.get(self.name, 0.0)

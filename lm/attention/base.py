@@ -167,3 +167,18 @@ def exact_flops_per_token(dims: HeadDims, length: int, window: int | None = None
     window = min(length, window or length)
     seen = window - window**2 / (2 * length)
     return 4.0 * dims.n_heads * dims.head_dim * seen
+
+
+def flash_call(function: Callable, dims: HeadDims, length: int) -> KernelCall:
+    """Exact attention in the kernels of `lm.ops.exact_attention.flash_tpu`, in which a grid step takes one block of
+    queries and one of keys.
+
+    `function`: of queries, keys and values.
+    """
+    from lm.ops.exact_attention.flash_tpu import block_size
+
+    x = jax.ShapeDtypeStruct((1, length, dims.n_heads, dims.head_dim), jnp.bfloat16)
+    blocks = length // block_size(length)
+    tokens = length / (blocks * (blocks + 1) // 2)
+    steps = {(kernel, f'flash_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    return KernelCall(function, (x, x, x), steps, skips=True)

@@ -5,10 +5,17 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import Attention, HeadDims, KernelCall, KernelCases, NormedModule, exact_flops_per_token
+from lm.attention.base import (
+    Attention,
+    HeadDims,
+    KernelCall,
+    KernelCases,
+    NormedModule,
+    exact_flops_per_token,
+    flash_call,
+)
 from lm.attention.recurrent.gate import forget_gate, gate_projections
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import cache, polynomial_attention
@@ -53,15 +60,9 @@ class Polynomial(Attention):
         return {'polynomial p=4': cls(degree=4).kernel_call}
 
     def kernel_call(self, dims: HeadDims, length: int) -> KernelCall:
-        """A grid step takes one block of queries and one of keys."""
-        from lm.ops.exact_attention.splash import block_size
-
-        x = jax.ShapeDtypeStruct((1, length, dims.n_heads, dims.head_dim), jnp.bfloat16)
-        blocks = length // block_size(length)
-        tokens = length / (blocks * (blocks + 1) // 2)
-        steps = {(kernel, f'polynomial_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
-        function = functools.partial(polynomial_attention, degree=self.degree, implementation='pallas_tpu')
-        return KernelCall(function, (x, x, x), steps, skips=True)
+        return flash_call(
+            functools.partial(polynomial_attention, degree=self.degree, implementation='pallas_tpu'), dims, length
+        )
 
 
 class PolynomialAttention(NormedModule):

@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import Attention, AttentionModule, HeadDims, KernelCall, KernelCases, exact_flops_per_token
+from lm.attention.base import (
+    Attention,
+    AttentionModule,
+    HeadDims,
+    KernelCall,
+    KernelCases,
+    exact_flops_per_token,
+    flash_call,
+)
 from lm.attention.recurrent.gate import forget_gate, gate_projections
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import cache, softmax_attention
@@ -19,7 +27,7 @@ class Softmax(Attention):
     Σ_{j < m ≤ i} log a_m to the scores, as in the forgetting transformer (Lin et al. 2025)."""
 
     yardstick = True
-    kernels_declare_cost = False  # JAX's splash attention
+    kernels_declare_cost = False  # those of windows: JAX's splash attention
 
     scale: float | None = field(None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
     window: int | None = field(None, minimum=1, help='tokens that a query sees, itself included; None sees all')
@@ -37,7 +45,7 @@ class Softmax(Attention):
 
     @classmethod
     def kernel_cases(cls) -> KernelCases:
-        return {'splash': splash_call}
+        return {'softmax': softmax_call, 'splash': splash_call}
 
 
 class SoftmaxAttention(AttentionModule):
@@ -93,6 +101,10 @@ class SoftmaxAttention(AttentionModule):
             implementation='xla',
         )
         return state, o_BxTxHxD
+
+
+def softmax_call(dims: HeadDims, length: int) -> KernelCall:
+    return flash_call(functools.partial(softmax_attention, implementation='pallas_tpu'), dims, length)
 
 
 def splash_call(dims: HeadDims, length: int) -> KernelCall:

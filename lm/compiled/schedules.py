@@ -29,7 +29,7 @@ FLAGS = '--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_
 VARIABLE = 'LIBTPU_INIT_ARGS'
 """Flags of libtpu; read once, when it is loaded."""
 
-SKIPPING = ('splash_mha', 'polynomial_attention')
+SKIPPING = ('splash_mha', 'flash_attention')
 """Kernels whose grid steps skip work: only the longest run of bundles without a branch counts, and for those of JAX,
 whose grid has all pairs of blocks, the pairs on and below the diagonal."""
 ALL_PAIRS = SKIPPING[:1]

@@ -99,6 +99,12 @@ def vmem() -> tuple[int, int | None]:
     return 32 * 2**20, 32 * 2**20
 
 
+def matrix_side() -> int:
+    """Rows and columns of a matrix unit of a TPU; 128 where that is not known."""
+    chip = chip_of(device_kind())
+    return chip.matrix_side if chip is not None and chip.macs else 128
+
+
 class Implementations(Mapping[str, ModuleType]):
     """Name → the module of an implementation, which is imported when it is first asked for: importing Pallas takes a
     good part of the time in which a restarted run reaches its first step, and a CPU has no use for it."""
@@ -123,7 +129,7 @@ class Implementations(Mapping[str, ModuleType]):
 def choose(
     operation: str,
     implementations: Mapping[str, ModuleType],
-    preferred: Mapping[str, str],
+    preferred: Mapping[str, tuple[str, ...]],
     requested: str | None,
     *args: Any,
     **options: Any,
@@ -131,7 +137,7 @@ def choose(
     """The implementation of `operation` for this platform, or the requested one.
 
     Each implementation has `unsupported(*args, **options)`, which says why it cannot compute a call, or None.
-    Where the preferred one cannot, the portable 'xla' one does, and the log says so once.
+    Where none of those that the platform prefers can, the portable 'xla' one does, and the log says so once.
 
     Raises:
         ConfigError: an unknown name, or a requested implementation that does not support the call.
@@ -143,11 +149,15 @@ def choose(
         if reason := implementations[requested].unsupported(*args, **options):
             raise ConfigError(f'implementation = {requested!r}: {operation} {reason}; leave it unset to use the best')
         return implementations[requested]
-    name = preferred.get(target_platform(), 'xla')
-    if reason := implementations[name].unsupported(*args, **options):
-        _say_once(f'{operation}: {name} {reason}; using the slower xla path')
-        name = 'xla'
-    return implementations[name]
+    reasons = []
+    for name in preferred.get(target_platform(), ()):
+        reason = implementations[name].unsupported(*args, **options)
+        if reason is None:
+            return implementations[name]
+        reasons.append(f'{name} {reason}')
+    if reasons:
+        _say_once(f'{operation}: {", ".join(reasons)}; using the slower xla path')
+    return implementations['xla']
 
 
 @functools.cache

@@ -279,7 +279,7 @@ def test_errors_name_the_field():
         exact_attention.polynomial_attention(q, k, v, degree=3)
     with pytest.raises(ConfigError, match=r"implementation = 'cudnn'.* needs an NVIDIA GPU"):
         exact_attention.softmax_attention(q, k, v, implementation='cudnn')
-    with pytest.raises(ConfigError, match='has only cudnn, reference, splash, xla'):
+    with pytest.raises(ConfigError, match='has only cudnn, pallas_tpu, reference, splash, xla'):
         exact_attention.softmax_attention(q, k, v, implementation='flash')
 
 
@@ -288,8 +288,19 @@ def test_errors_name_the_field():
     [
         ('gpu', jnp.float32, {}, 'cudnn computes in bfloat16 or float16, not float32'),
         ('gpu', jnp.bfloat16, {'q_offset': 3}, 'cudnn takes as many queries as keys'),
-        ('tpu', jnp.bfloat16, {'causal': False}, 'splash takes the causal mask only'),
-        ('tpu', jnp.bfloat16, {'block': 24}, 'splash takes blocks that are multiples of 128, not 24'),
+        (
+            'tpu',
+            jnp.bfloat16,
+            {'causal': False},
+            'pallas_tpu takes the causal mask only, splash takes the causal mask only',
+        ),
+        (
+            'tpu',
+            jnp.bfloat16,
+            {'block': 24},
+            'pallas_tpu takes blocks that are multiples of 128 up to 1024, not 24, '
+            'splash takes blocks that are multiples of 128, not 24',
+        ),
     ],
 )
 def test_unsupported_calls_fall_back_and_say_so_once(target, dtype, options, reason, monkeypatch):
@@ -307,7 +318,7 @@ def test_unsupported_calls_fall_back_and_say_so_once(target, dtype, options, rea
 
 def test_accelerators_get_their_kernels(monkeypatch):
     q, k, v = draw(1, 8, 2, 2, dtype=jnp.bfloat16)
-    for target, name in (('gpu', 'cudnn'), ('tpu', 'splash'), ('cpu', 'xla')):
+    for target, name in (('gpu', 'cudnn'), ('tpu', 'pallas_tpu'), ('cpu', 'xla')):
         monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
         chosen = platform.choose('', exact_attention.SOFTMAX, exact_attention.PREFERRED, None, q, k, v)
         assert chosen is exact_attention.SOFTMAX[name]

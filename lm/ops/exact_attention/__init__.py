@@ -13,10 +13,12 @@ from lm.errors import ConfigError
 from lm.ops import platform, sequence
 from lm.ops.platform import sequence_shards
 
-SOFTMAX = platform.Implementations(__name__, reference='reference', xla='xla', splash='splash', cudnn='cudnn')
+SOFTMAX = platform.Implementations(
+    __name__, reference='reference', xla='xla', pallas_tpu='softmax_tpu', splash='splash', cudnn='cudnn'
+)
 POLYNOMIAL = platform.Implementations(__name__, reference='reference', xla='xla', pallas_tpu='polynomial_tpu')
-PREFERRED = {'tpu': 'splash', 'gpu': 'cudnn'}
-PREFERRED_POLYNOMIAL = {'tpu': 'pallas_tpu'}
+PREFERRED = {'tpu': ('pallas_tpu', 'splash'), 'gpu': ('cudnn',)}
+PREFERRED_POLYNOMIAL = {'tpu': ('pallas_tpu',)}
 
 
 def softmax_attention(

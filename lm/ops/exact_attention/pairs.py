@@ -5,7 +5,7 @@ K keys, Q queries of a pair; B rows of the batch, I blocks of queries, L tokens.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-Hide = Callable[[jax.Array], jax.Array]
-"""Weights [K, Q] → those of keys that the queries see, and zeros."""
+
+class Hide(Protocol):
+    def __call__(self, numbers_KxQ: jax.Array, hidden: float = 0.0) -> jax.Array:
+        """The numbers of keys that the queries see, and `hidden` in the place of the others."""
 
 
 def table_of(pairs: list[tuple[int, int]]) -> jax.Array:
@@ -61,57 +63,73 @@ def told_apart(heads: int | None, refs: tuple) -> tuple[Boundaries | None, tuple
     return Boundaries(ends, starts, lax.div(pl.program_id(0), jnp.int32(heads))), tuple(others)
 
 
+class Piece(NamedTuple):
+    """Some queries and some keys of a pair of blocks, and what hides those keys that the queries do not see."""
+
+    queries: slice
+    keys: slice
+    seen: Hide
+
+
 def visit(
+    below: list[tuple[slice, slice]],
+    diagonal: list[tuple[slice, slice]],
     block: int,
-    tile: int,
-    diagonal: int,
     documents: Boundaries | None,
     i: jax.Array,
     j: jax.Array,
-    add: Callable[[slice, slice, Hide], None],
+    add: Callable[[list[Piece]], None],
 ) -> None:
-    """Calls `add` for what the queries of block i see of the keys of block j ≤ i, and not at all where that is nothing.
+    """Calls `add` with what the queries of block i see of the keys of block j ≤ i, where that is anything.
 
     Args:
+        below: (queries, keys) of a pair of different blocks, in the order of the pieces.
+        diagonal: the same where queries and keys are the same tokens; keys after all of their queries are left out.
         block: tokens a block.
-        tile: keys at a time.
-        diagonal: queries at a time where queries and keys are the same tokens.
-        add: takes which queries and which keys of the blocks.
     """
 
-    def hide(queries: slice, keys: slice, causal: bool) -> Hide:
-        def seen(weights_KxQ: jax.Array) -> jax.Array:
-            key = lax.broadcasted_iota(jnp.int32, weights_KxQ.shape, 0)
+    def hide(queries: slice, keys: slice, causal: bool, within: bool) -> Hide:
+        if not (causal or within):
+            return _all
+
+        def seen(numbers_KxQ: jax.Array, hidden: float = 0.0) -> jax.Array:
+            key = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 0)
             visible = None
             if causal:
-                query = lax.broadcasted_iota(jnp.int32, weights_KxQ.shape, 1)
+                query = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 1)
                 visible = key <= query + (queries.start - keys.start)
-            if documents is not None:
+            if within:
                 inside = key >= documents.starts[0, :, queries] - (j * block + keys.start)
                 visible = inside if visible is None else visible & inside
-            return jnp.where(visible, weights_KxQ, 0.0)
+            return jnp.where(visible, numbers_KxQ, hidden)
 
         return seen
 
-    def below(masked: bool) -> None:
-        queries = slice(0, block)
-        for keys in _cut(block, tile):
-            add(queries, keys, hide(queries, keys, causal=False) if masked else lambda weights_KxQ: weights_KxQ)
+    def earlier(within: bool) -> None:
+        add([Piece(queries, keys, hide(queries, keys, False, within)) for queries, keys in below])
 
     if documents is None:
-        pl.when(j < i)(lambda: below(masked=False))
+        pl.when(j < i)(lambda: earlier(within=False))
     else:
         first, last = documents.first_and_last(i)
         whole = last <= j * block
-        pl.when((j < i) & whole)(lambda: below(masked=False))
-        pl.when((j < i) & ~whole & (first < (j + 1) * block))(lambda: below(masked=True))
+        pl.when((j < i) & whole)(lambda: earlier(within=False))
+        pl.when((j < i) & ~whole & (first < (j + 1) * block))(lambda: earlier(within=True))
 
     @pl.when(j == i)
     def _():
-        for queries in _cut(block, diagonal):
-            keys = slice(0, queries.stop)
-            add(queries, keys, hide(queries, keys, causal=True))
+        add(
+            [
+                Piece(queries, keys, hide(queries, keys, keys.stop > queries.start + 1, documents is not None))
+                for queries, keys in diagonal
+            ]
+        )
 
 
-def _cut(block: int, tile: int) -> list[slice]:
-    return [slice(at, at + tile) for at in range(0, block, tile)]
+def _all(numbers_KxQ: jax.Array, hidden: float = 0.0) -> jax.Array:
+    return numbers_KxQ
+
+
+def cut(length: int, size: int) -> list[slice]:
+    """The slices of `size` that make up `length`."""
+    return [slice(at, at + size) for at in range(0, length, size)]

@@ -1,326 +1,68 @@
-"""Polynomial attention on TPUs: flash-style Pallas kernels, forward and backward, in memory linear in the length.
+"""Polynomial attention on TPUs: even powers of the scores in the kernels of `flash_tpu`.
 
 Weights are not negative and their sum stays far inside float32 (64^16 · 2^20 < 10^36), so there is no running maximum
 and nothing to rescale. bfloat16 has float32's exponents: rounding a weight for the matrix unit costs 2^-9 of its own
 size whatever that is, so the forward kernel divides once, at the end. The backward kernel could lose small gradients
 times tiny 1 / denominator; it takes (c s)^degree with c = denominator^(-1 / degree), which is the normalised weight.
-
-Inside the kernels everything is feature by token ([N, D, L], N = batch · heads, tokens on the 128 lanes), because a
-head of 64 would leave half of the lanes idle. The grid visits the pairs (block of queries, block of keys) on and below
-the diagonal from a table; pairs above it cost nothing. Where documents are told apart, a pair whose queries see none of
-its keys computes nothing, and only pairs in which a document begins, or whose queries belong to several, are masked.
-
-Static cycles per token and head are measured by `lm.bench.kernels`.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops import platform
-from lm.ops.exact_attention.masks import is_whole
-from lm.ops.exact_attention.pairs import pair_of, table_of, tables_of, told_apart, visit
-from lm.ops.exact_attention.splash import block_size
+from lm.ops.exact_attention import flash_tpu
+from lm.ops.exact_attention.flash_tpu import unsupported
+from lm.ops.exact_attention.pairs import Hide
 from lm.ops.powers import power_and_slope
-from lm.ops.residuals import saved
-from lm.ops.tpu import LANES, MIB, SUBLANES, by_head, by_token, dot, padded_rows
-
-MAX_BLOCK = 1024
-MAX_PAIRS = 2**17
-"""Pairs of blocks whose table (4 bytes each) fits the scalar memory."""
 
 
 @dataclasses.dataclass(frozen=True)
-class PolynomialPlan:
-    """What the kernels compute, and how they cut it into steps.
+class PowerRule:
+    """A `WeightRule`: weights (scale · score)^degree.
 
     Attributes:
         degree: even.
         denominator_bias: what the denominator starts from.
         scale: of the scores.
-        block: tokens a block, of queries and of keys.
-        tile: keys at a time inside a block.
-        forward_diagonal: queries at a time in a block on the diagonal, in the forward kernel.
-        backward_diagonal: the same in the backward kernel.
-        chunk: blocks of queries whose gradient stays in VMEM during one backward sweep over the keys.
-        group: query heads that share a key head.
-        documents: query heads of each row of the batch, whose documents are told apart; None: a window is one text.
-        vmem_limit_bytes: what the compiler may use; None: its default.
     """
 
     degree: int
     denominator_bias: float
     scale: float
-    block: int
-    tile: int
-    forward_diagonal: int
-    backward_diagonal: int
-    chunk: int
-    group: int
-    documents: int | None = None
-    vmem_limit_bytes: int | None = None
+    keeps_levels = False
+    lowest = 0.0
+    gradient_scale = 1.0
+
+    def score(self, s_KxQ: jax.Array, seen: Hide) -> jax.Array:
+        return s_KxQ if self.scale == 1.0 else self.scale * s_KxQ
+
+    def level(self, scores: list[jax.Array], before_1xQ: jax.Array) -> tuple[jax.Array, None]:
+        return before_1xQ, None
+
+    def weigh(self, s_KxQ: jax.Array, level_1xQ: jax.Array, seen: Hide) -> jax.Array:
+        return seen(power_and_slope(s_KxQ, self.degree)[0])
+
+    def finish(self, total_1xQ: jax.Array, level_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total_1xQ = self.denominator_bias + total_1xQ
+        # Padding after the last token sees zero scores and, with denominator_bias 0, has no denominator.
+        return jnp.where(total_1xQ == 0.0, 0.0, 1.0 / total_1xQ), total_1xQ
+
+    def kept_for_gradients(self, total_Nx1xL: jax.Array) -> jax.Array:
+        return self.scale * _root(total_Nx1xL, self.degree)
+
+    def gradients(self, s_KxQ: jax.Array, dw_KxQ: jax.Array, c_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
+        w_KxQ, slope_KxQ = power_and_slope(s_KxQ * c_1xQ, self.degree)
+        return w_KxQ, slope_KxQ * dw_KxQ * (self.degree * c_1xQ)
 
 
 def polynomial_attention(
     q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, degree, denominator_bias=1.0, scale=1.0, starts=None, block=None, **rest
 ) -> jax.Array:
     """Arguments as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
-    length, heads, size = q_BxLxHxD.shape[1:]
-    group = heads // k_BxLxKxD.shape[2]
-    plan = plan_for(degree, denominator_bias, scale, length, padded_rows(size) * q_BxLxHxD.dtype.itemsize, group, block)
-    padded = -(-length // plan.block) * plan.block
-    if starts is not None:
-        plan = dataclasses.replace(plan, documents=heads)
-
-    def function(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts_BxL):
-        # Keys after the last token are in every query's future; queries after it have no gradient.
-        arrays = (by_token(a, padded, a.shape[2]) for a in (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD))
-        if starts_BxL is not None:
-            starts_BxL = jnp.pad(starts_BxL.astype(jnp.int32), ((0, 0), (0, padded - length)), mode='edge')
-        return by_head(attend(plan, *arrays, starts_BxL), q_BxLxHxD, v_BxLxKxD.shape[-1])
-
-    return platform.per_device(function, split=(True,) * 4)(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts)
-
-
-def unsupported(
-    q, k, v, *, degree, causal=True, q_offset=0, k_start=0, log_decay_BxMxK=None, block=None, **rest
-) -> str | None:
-    """Why the kernels cannot compute this call, or None."""
-    if platform.target_platform() != 'tpu':
-        return 'needs a TPU'
-    if not causal:
-        return 'takes the causal mask only'
-    if log_decay_BxMxK is not None:
-        return 'has no decay'
-    if not is_whole(q, k, q_offset, k_start):
-        return 'takes as many queries as keys'
-    if block is not None and (block % LANES or block > MAX_BLOCK):
-        return f'takes blocks that are multiples of {LANES} up to {MAX_BLOCK}, not {block}'
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
-        return f'takes arrays that are all bfloat16 or all float32, not {q.dtype}, {k.dtype}, {v.dtype}'
-    if max(q.shape[-1], v.shape[-1]) > LANES:
-        return f'takes head sizes up to {LANES}, not {max(q.shape[-1], v.shape[-1])}'
-    blocks = -(-q.shape[1] // (block or block_size(q.shape[1])))
-    if blocks * (blocks + 1) // 2 > MAX_PAIRS:
-        return f'takes fewer than {blocks} blocks of tokens'
-    return platform.uneven_batch(q.shape[0])
-
-
-def plan_for(
-    degree: int, denominator_bias: float, scale: float, length: int, width: int, group: int, block: int | None
-) -> PolynomialPlan:
-    """How `length` tokens with heads of `width` bytes are computed; the block does not change the result."""
-    small = platform.vmem()[0] < 32 * MIB
-    block = min(block or block_size(length), 512 if small and width > 256 else MAX_BLOCK)
-    # Static cycles on v5e and v6e: long tiles pay, and so does less waste above the diagonal.
-    long, short = (next(side for side in (most, 256, LANES) if block % side == 0) for most in (512, 256))
-    gradient = (4 if small else 16) * MIB
-    return PolynomialPlan(
-        degree=degree,
-        denominator_bias=denominator_bias,
-        scale=scale,
-        block=block,
-        tile=short if small else block,
-        forward_diagonal=short if small else long,
-        backward_diagonal=short,
-        chunk=max(1, gradient // (2 * width * block)),
-        group=group,
-        vmem_limit_bytes=None if small else 56 * MIB,
-    )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(
-    plan: PolynomialPlan,
-    q_NxDxL: jax.Array,
-    k_MxDxL: jax.Array,
-    v_MxDxL: jax.Array,
-    starts_BxL: jax.Array | None = None,
-) -> jax.Array:
-    """The kernels on arrays that lie feature by token: N = M · plan.group, D multiples of 16, L of plan.block.
-
-    `starts_BxL` has the first key that each query sees, int32, ascending; it is there where plan.documents is."""
-    return forward(plan, q_NxDxL, k_MxDxL, v_MxDxL, starts_BxL)[0]
-
-
-def _attend_forward(plan, q, k, v, starts):
-    o, total = map(saved, forward(plan, q, k, v, starts))
-    return o, (q, k, v, o, total, starts)
-
-
-def _attend_backward(plan, residuals, do):
-    *arrays, starts = residuals
-    return *backward(plan, *arrays, do, starts), None
-
-
-attend.defvjp(_attend_forward, _attend_backward)
-
-
-def forward(plan: PolynomialPlan, q_NxDxL, k_MxDxL, v_MxDxL, starts_BxL=None) -> tuple[jax.Array, jax.Array]:
-    """Outputs [N, D, L] and denominators [N, 1, L] in float32."""
-    n, _, length = q_NxDxL.shape
-    size, block = v_MxDxL.shape[1], plan.block
-    blocks = length // block
-    pairs = [(i, j) for i in range(blocks) for j in range(i + 1)]
-    outputs = [
-        jax.ShapeDtypeStruct((n, rows, length), dtype) for rows, dtype in ((size, v_MxDxL.dtype), (1, jnp.float32))
-    ]
-    queries, keys, rows = _specs(plan)
-    tables, starts = tables_of(starts_BxL, plan.block)
-    return pl.pallas_call(
-        functools.partial(_forward_kernel, plan),
-        name='polynomial_attention_forward',
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1 + len(tables),
-            grid=(n, len(pairs)),
-            in_specs=[*rows, queries(q_NxDxL), keys(k_MxDxL), keys(v_MxDxL)],
-            out_specs=[queries(a) for a in outputs],
-            scratch_shapes=[pltpu.VMEM((rows, block), jnp.float32) for rows in (size, SUBLANES)],
-        ),
-        out_shape=outputs,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
-        ),
-        cost_estimate=_cost(plan, q_NxDxL, v_MxDxL, pairs, products=(1, 1), arrays=4),
-    )(table_of(pairs), *tables, *starts, q_NxDxL, k_MxDxL, v_MxDxL)
-
-
-def backward(
-    plan: PolynomialPlan, q_NxDxL, k_MxDxL, v_MxDxL, o_NxDxL, total_Nx1xL, do_NxDxL, starts_BxL=None
-) -> tuple[jax.Array, ...]:
-    """The gradients of q, k and v from what `forward` took and gave and the gradient of its output.
-
-    One kernel computes all three: five products a pair of blocks, where kernels apart would need seven. The gradient of
-    the queries waits in VMEM until the keys up to their own block are through; where it does not fit, the queries are
-    taken a chunk at a time.
-    """
-    # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the denominator's part of the gradient, one number a query.
-    row_Nx1xL = jnp.sum(do_NxDxL.astype(jnp.float32) * o_NxDxL.astype(jnp.float32), axis=1, keepdims=True)
-    c_Nx1xL = plan.scale * _root(total_Nx1xL, plan.degree)
-    arrays = (q_NxDxL, k_MxDxL, v_MxDxL, do_NxDxL, row_Nx1xL, c_Nx1xL)
-    blocks = q_NxDxL.shape[2] // plan.block
-    dqs, sums = [], []
-    if blocks > plan.chunk:
-        heads, _, length = q_NxDxL.shape
-        sums = [jnp.zeros((heads, a.shape[1], length), jnp.float32) for a in (k_MxDxL, v_MxDxL)]
-    for start in range(0, blocks, plan.chunk):
-        stop = min(start + plan.chunk, blocks)
-        dq, *sums = _sweep(plan, start, stop, arrays, sums, starts_BxL)
-        dqs.append(dq)
-    shared = (a.reshape(-1, plan.group, *a.shape[1:]).sum(1) for a in sums)
-    return jnp.concatenate(dqs, axis=2), *(a.astype(k_MxDxL.dtype) for a in shared)
-
-
-def _sweep(plan: PolynomialPlan, start: int, stop: int, arrays, sums, starts_BxL) -> list[jax.Array]:
-    """The gradient of the query blocks start … stop - 1, and what they add to those of keys and values in `sums`."""
-    q, _, v = arrays[:3]
-    n, compared, length = q.shape
-    size, block = v.shape[1], plan.block
-    pairs = [(i, j) for j in range(stop) for i in range(max(j, start), stop)]
-    sums_dtype = jnp.float32 if plan.group > 1 or sums else v.dtype
-    outputs = [jax.ShapeDtypeStruct((n, compared, (stop - start) * block), q.dtype)]
-    outputs += [jax.ShapeDtypeStruct((n, rows, length), sums_dtype) for rows in (compared, size)]
-    queries, keys, rows = _specs(plan)
-    tables, starts = tables_of(starts_BxL, plan.block)
-    column = pl.BlockSpec(
-        (1, compared, block), lambda h, t, pairs, *_: (h, 0, jnp.maximum(pair_of(pairs, t)[1], start) - start)
-    )
-    by_key = [
-        pl.BlockSpec((1, a.shape[1], block), lambda h, t, pairs, *_: (h, 0, pair_of(pairs, t)[1])) for a in outputs[1:]
-    ]
-    in_specs = [*rows, queries(q), keys(arrays[1]), keys(v), *(queries(a) for a in arrays[3:])]
-    before = 1 + len(tables) + len(in_specs)
-    return pl.pallas_call(
-        functools.partial(_backward_kernel, plan, start, stop, bool(sums)),
-        name='polynomial_attention_backward',
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1 + len(tables),
-            grid=(n, len(pairs)),
-            in_specs=in_specs + (by_key if sums else []),
-            out_specs=[column, *by_key],
-            scratch_shapes=[
-                pltpu.VMEM(shape, jnp.float32)
-                for shape in ((stop - start, compared, block), (compared, block), (size, block))
-            ],
-        ),
-        out_shape=outputs,
-        input_output_aliases={before: 1, before + 1: 2} if sums else {},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
-        ),
-        cost_estimate=_cost(plan, q, v, pairs, products=(3, 2), arrays=7),
-    )(table_of(pairs), *tables, *starts, *arrays, *sums)
-
-
-def _forward_kernel(plan: PolynomialPlan, pairs, *refs):
-    documents, (q, k, v, o, total, acc_DxQ, sums_8xQ) = told_apart(plan.documents, refs)
-    i, j = pair_of(pairs, pl.program_id(1))
-
-    @pl.when(j == 0)
-    def _():
-        acc_DxQ[...] = jnp.zeros_like(acc_DxQ)
-        sums_8xQ[...] = jnp.zeros_like(sums_8xQ)
-
-    def add(queries: slice, keys: slice, seen):
-        s_KxQ = dot(k[0, :, keys], q[0, :, queries], (0, 0))
-        w_KxQ, _ = power_and_slope(s_KxQ if plan.scale == 1.0 else plan.scale * s_KxQ, plan.degree)
-        w_KxQ = seen(w_KxQ)
-        sums_8xQ[:, queries] += w_KxQ.reshape(-1, SUBLANES, w_KxQ.shape[1]).sum(0)
-        acc_DxQ[:, queries] += dot(v[0, :, keys], w_KxQ.astype(v.dtype), (1, 0))
-
-    visit(plan.block, plan.tile, plan.forward_diagonal, documents, i, j, add)
-
-    @pl.when(j == i)
-    def _():
-        total_1xQ = plan.denominator_bias + jnp.sum(sums_8xQ[...], axis=0, keepdims=True)
-        # Padding after the last token sees zero scores and, with denominator_bias 0, has no denominator.
-        o[0] = (acc_DxQ[...] * jnp.where(total_1xQ == 0.0, 0.0, 1.0 / total_1xQ)).astype(o.dtype)
-        total[0] = total_1xQ
-
-
-def _backward_kernel(plan: PolynomialPlan, start: int, stop: int, adds: bool, pairs, *refs):
-    documents, (q, k, v, do, row, c, *refs) = told_apart(plan.documents, refs)
-    dk_before, dv_before = refs[:2] if adds else (None, None)
-    dq, dk, dv, dq_IxCxQ, dk_CxK, dv_DxK = refs[2:] if adds else refs
-    i, j = pair_of(pairs, pl.program_id(1))
-    mine = i - start
-
-    @pl.when(j == 0)
-    def _():
-        dq_IxCxQ[mine] = jnp.zeros(dq_IxCxQ.shape[1:], jnp.float32)
-
-    @pl.when(i == jnp.maximum(j, start))
-    def _():
-        dk_CxK[...] = dk_before[0] if adds else jnp.zeros_like(dk_CxK)
-        dv_DxK[...] = dv_before[0] if adds else jnp.zeros_like(dv_DxK)
-
-    def add(queries: slice, keys: slice, seen):
-        q_CxQ, do_DxQ, c_1xQ = q[0, :, queries], do[0, :, queries], c[0, :, queries]
-        k_CxK = k[0, :, keys]
-        s_KxQ = dot(k_CxK, q_CxQ, (0, 0)) * c_1xQ
-        dw_KxQ = dot(v[0, :, keys], do_DxQ, (0, 0)) - row[0, :, queries]
-        w_KxQ, slope_KxQ = power_and_slope(s_KxQ, plan.degree)
-        ds_KxQ = slope_KxQ * dw_KxQ * (plan.degree * c_1xQ)
-        w_KxQ, ds_KxQ = seen(w_KxQ).astype(do.dtype), seen(ds_KxQ).astype(q.dtype)
-        dq_IxCxQ[mine, :, queries] += dot(k_CxK, ds_KxQ, (1, 0))
-        dk_CxK[:, keys] += dot(q_CxQ, ds_KxQ, (1, 1))
-        dv_DxK[:, keys] += dot(do_DxQ, w_KxQ, (1, 1))
-
-    visit(plan.block, plan.tile, plan.backward_diagonal, documents, i, j, add)
-
-    @pl.when(j == i)
-    def _():
-        dq[0] = dq_IxCxQ[mine].astype(dq.dtype)
-
-    @pl.when(i == stop - 1)
-    def _():
-        dk[0] = dk_CxK[...].astype(dk.dtype)
-        dv[0] = dv_DxK[...].astype(dv.dtype)
+    plan = flash_tpu.plan_for(PowerRule(degree, denominator_bias, scale), q_BxLxHxD, k_BxLxKxD, block)
+    return flash_tpu.attention(plan, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts)
 
 
 def _root(total: jax.Array, degree: int) -> jax.Array:
@@ -331,29 +73,4 @@ def _root(total: jax.Array, degree: int) -> jax.Array:
     return jnp.where(total > 0.0, root, 0.0)
 
 
-def _specs(plan: PolynomialPlan):
-    """Block specs of arrays by query head, and by key head, which `plan.group` query heads share; and of documents'
-    starts, if these are told apart."""
-
-    def queries(a):
-        return pl.BlockSpec((1, a.shape[1], plan.block), lambda h, t, pairs, *_: (h, 0, pair_of(pairs, t)[0]))
-
-    def keys(a):
-        group = plan.group
-        return pl.BlockSpec(
-            (1, a.shape[1], plan.block),
-            lambda h, t, pairs, *_: (h if group == 1 else lax.div(h, jnp.int32(group)), 0, pair_of(pairs, t)[1]),
-        )
-
-    def starts(h, t, pairs, *_):
-        return lax.div(h, jnp.int32(plan.documents)), 0, pair_of(pairs, t)[0]
-
-    return queries, keys, [pl.BlockSpec((1, 1, plan.block), starts)] if plan.documents else []
-
-
-def _cost(plan: PolynomialPlan, q, v, pairs, products: tuple[int, int], arrays: int) -> pl.CostEstimate:
-    n, compared, _ = q.shape
-    weights = n * len(pairs) * plan.block**2
-    width = products[0] * compared + products[1] * v.shape[1]
-    block = plan.block * max(compared, v.shape[1]) * q.dtype.itemsize
-    return pl.CostEstimate(flops=2 * weights * width, transcendentals=0, bytes_accessed=n * len(pairs) * arrays * block)
+__all__ = ['PowerRule', 'polynomial_attention', 'unsupported']

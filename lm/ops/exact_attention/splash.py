@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from lm.hardware import chip_of
 from lm.ops import platform
+from lm.ops.exact_attention.flash_tpu import block_size
 from lm.ops.exact_attention.masks import is_whole
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.ops.tpu import LANES, MIB
@@ -85,12 +86,6 @@ def blocks(length: int, width: int, block: int | None = None) -> tuple[int, int,
     padded = -(-length // block) * block
     pays = padded % (2 * block) == 0 and padded >= 16 * block
     return block, padded, 2 * block if pays and width <= WIDE else block
-
-
-def block_size(length: int, most: int = 1024) -> int:
-    """The block that wastes least padding, of at most `most` tokens."""
-    parts = -(-length // most)
-    return -(-length // parts // LANES) * LANES
 
 
 def is_fused(q_BxHxLxD: jax.Array, key_block: int) -> bool:

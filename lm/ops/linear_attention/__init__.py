@@ -47,7 +47,7 @@ IMPLEMENTATIONS = platform.Implementations(
 )
 PARTS = platform.Implementations(__name__, xla='parts', pallas_tpu='tpu.part')
 """For windows that are split over devices (`lm.ops.sequence`)."""
-PREFERRED = {'tpu': 'pallas_tpu'}
+PREFERRED = {'tpu': ('pallas_tpu',)}
 
 
 def linear_attention(

@@ -13,7 +13,7 @@ from lm.ops import platform
 from lm.ops.sketch_networks.types import NetworkWeights, Nodes
 
 IMPLEMENTATIONS = platform.Implementations(__name__, reference='reference', xla='xla', pallas_tpu='tpu.networks')
-PREFERRED = {'tpu': 'pallas_tpu'}
+PREFERRED = {'tpu': ('pallas_tpu',)}
 
 
 def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str | None = None) -> tuple[jax.Array, ...]:

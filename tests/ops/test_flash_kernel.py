@@ -1,4 +1,4 @@
-"""The TPU kernels of polynomial attention, interpreted on the CPU: uninitialised memory is NaN, races are detected."""
+"""The TPU kernels of exact attention, interpreted on the CPU: uninitialised memory is NaN, races are detected."""
 
 import dataclasses
 import functools
@@ -12,10 +12,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lm.hardware import LIBTPU_ENVIRONMENT
 from lm.ops import exact_attention, platform
-from lm.ops.exact_attention import polynomial_tpu, xla
+from lm.ops.exact_attention import flash_tpu, polynomial_tpu, softmax_tpu, splash, xla
 from lm.ops.powers import power_and_slope
 
 NAMES = ('o', 'dq', 'dk', 'dv')
+POWER, SOFTMAX = {'degree': 4}, {'scale': 0.25}
+both = pytest.mark.parametrize('rule', [POWER, SOFTMAX], ids=['polynomial', 'softmax'])
 
 
 pytestmark = pytest.mark.usefixtures('no_races')
@@ -42,7 +44,7 @@ def starts_of(*documents, length):
     return jnp.asarray(np.stack(rows), jnp.int32)
 
 
-def by_definition(degree, bias, scale, q, k, v, do, starts=None):
+def by_definition(options, q, k, v, do, starts=None):
     """Outputs and gradients in float64, all weights at once, with the gradients written out."""
     group = q.shape[2] // k.shape[2]
     q, k, v, do = (np.asarray(a, np.float64).transpose(0, 2, 1, 3) for a in (q, k, v, do))
@@ -50,9 +52,15 @@ def by_definition(degree, bias, scale, q, k, v, do, starts=None):
     seen = np.tri(q.shape[2])
     if starts is not None:
         seen = seen * (np.arange(q.shape[2]) >= np.asarray(starts)[:, None, :, None])
+    degree, bias, scale = options.get('degree'), options.get('denominator_bias', 1.0), options.get('scale', 1.0)
     s = scale * (q @ k.swapaxes(2, 3))
-    w, slope = s**degree * seen, degree * scale * s ** (degree - 1) * seen
-    total = bias + w.sum(-1, keepdims=True)
+    if degree is None:
+        s = np.where(seen, s, -np.inf)
+        w = np.exp(s - s.max(-1, keepdims=True))
+        slope, total = scale * w, w.sum(-1, keepdims=True)
+    else:
+        w, slope = s**degree * seen, degree * scale * s ** (degree - 1) * seen
+        total = bias + w.sum(-1, keepdims=True)
     o = w @ v / total
     ds = slope * (do @ v.swapaxes(2, 3) - (do * o).sum(-1, keepdims=True)) / total
     dk, dv = ds.swapaxes(2, 3) @ q, (w / total).swapaxes(2, 3) @ do
@@ -65,9 +73,13 @@ def quick(function):
     return jax.jit(function, compiler_options={'xla_backend_optimization_level': 0})
 
 
+def kernel_of(options):
+    return polynomial_tpu.polynomial_attention if 'degree' in options else softmax_tpu.softmax_attention
+
+
 def by_kernels(q, k, v, do, **options):
     def outputs_and_gradients(q, k, v, do):
-        o, vjp = jax.vjp(functools.partial(polynomial_tpu.polynomial_attention, **options), q, k, v)
+        o, vjp = jax.vjp(functools.partial(kernel_of(options), **options), q, k, v)
         return [o, *vjp(do)]
 
     with interpreted():
@@ -94,8 +106,15 @@ CASES = {
     'odd head sizes': ({'degree': 4, 'block': 128}, {'length': 131, 'size': 10, 'value_size': 20}),
     'heads of 128': ({'degree': 4, 'block': 128}, {'length': 131, 'size': 128}),
     'tiles': ({'degree': 4, 'block': 512}, {'length': 600}),
+    'softmax, odd length': ({'scale': 0.125, 'block': 128}, {'length': 301, 'heads': 2, 'size': 64}),
+    'softmax, odd scale': ({'scale': 0.3, 'block': 128}, {'length': 150}),
+    'softmax, one key takes all': ({'scale': 12.0, 'block': 128}, {'length': 300}),
+    'softmax, one short block': ({'scale': 0.25}, {'length': 77}),
+    'softmax, grouped queries': ({'scale': 0.25, 'block': 128}, {'length': 150, 'heads': 4, 'kv_heads': 2}),
+    'softmax, odd head sizes': ({'scale': 0.25, 'block': 128}, {'length': 131, 'size': 10, 'value_size': 20}),
+    'softmax, pieces': ({'scale': 0.25, 'block': 512}, {'length': 1000}),
 }
-ROUNDED = ('degree 4, odd length', 'degree 8', 'degree 16', 'grouped queries')
+ROUNDED = ('degree 4, odd length', 'degree 8', 'degree 16', 'grouped queries', 'softmax, odd length', 'softmax, pieces')
 EXAMPLES = [(name, 'float32') for name in CASES] + [(name, 'bfloat16') for name in ROUNDED]
 
 
@@ -106,8 +125,7 @@ def test_outputs_and_gradients(case):
     arrays = example(**sizes, dtype=dtype)
     got = by_kernels(*arrays, **options)
     assert all(a.dtype == dtype for a in got)
-    want = by_definition(options['degree'], options.get('denominator_bias', 1.0), options.get('scale', 1.0), *arrays)
-    found = errors(got, want)
+    found = errors(got, by_definition(options, *arrays))
     limit = 1e-5 if dtype == 'float32' else 2e-2
     assert all(error <= limit for error in found.values()), found
 
@@ -120,33 +138,36 @@ DOCUMENTS = {
 }
 
 
+@both
 @pytest.mark.parametrize(
     ('name', 'dtype'), [*((name, 'float32') for name in DOCUMENTS), ('inside of blocks, and none', 'bfloat16')]
 )
-def test_documents(name, dtype):
+def test_documents(name, dtype, rule):
     begins, sizes = DOCUMENTS[name]
     arrays = example(**sizes, batch=len(begins), dtype=dtype)
     starts = starts_of(*begins, length=sizes['length'])
-    found = errors(by_kernels(*arrays, degree=4, block=128, starts=starts), by_definition(4, 1.0, 1.0, *arrays, starts))
+    found = errors(by_kernels(*arrays, **rule, block=128, starts=starts), by_definition(rule, *arrays, starts))
     limit = 1e-5 if dtype == 'float32' else 2e-2
     assert all(error <= limit for error in found.values()), found
 
 
-def test_documents_in_blocks_of_several_tiles(monkeypatch):
-    plan_for = polynomial_tpu.plan_for
-    sides = dict.fromkeys(('tile', 'forward_diagonal', 'backward_diagonal'), 128)
-    monkeypatch.setattr(polynomial_tpu, 'plan_for', lambda *args: dataclasses.replace(plan_for(*args), **sides))
+@both
+def test_documents_in_blocks_of_several_tiles(monkeypatch, rule):
+    plan_for = flash_tpu.plan_for
+    sides = dict.fromkeys(('piece', 'forward_diagonal', 'tile', 'backward_diagonal'), 128)
+    monkeypatch.setattr(flash_tpu, 'plan_for', lambda *args: dataclasses.replace(plan_for(*args), **sides))
     arrays = example(700, batch=2)
     starts = starts_of((300, 520), (10, 255), length=700)
-    found = errors(by_kernels(*arrays, degree=4, block=256, starts=starts), by_definition(4, 1.0, 1.0, *arrays, starts))
+    found = errors(by_kernels(*arrays, **rule, block=256, starts=starts), by_definition(rule, *arrays, starts))
     assert all(error <= 1e-5 for error in found.values()), found
 
 
-def test_nothing_leaks_out_of_a_document():
+@both
+def test_nothing_leaks_out_of_a_document(rule):
     """Not a bit of what one document says reaches another, forward or backward."""
     arrays = example(300)
     starts = starts_of((140,), length=300)
-    options = {'degree': 4, 'block': 128, 'starts': starts}
+    options = {**rule, 'block': 128, 'starts': starts}
     want = by_kernels(*arrays, **options)
     changed = by_kernels(*(a.at[:, :140].multiply(-3.0) for a in arrays), **options)
     for a, b in zip(changed, want, strict=True):
@@ -154,29 +175,31 @@ def test_nothing_leaks_out_of_a_document():
         assert not np.allclose(a[:, :140], b[:, :140])
 
 
+@both
 @pytest.mark.parametrize('kv_heads', [1, 2])
-def test_queries_a_chunk_at_a_time(kv_heads, monkeypatch):
+def test_queries_a_chunk_at_a_time(kv_heads, rule, monkeypatch):
     """Three chunks of one block each, where the gradient of all the queries would not fit; then one of two blocks."""
-    plan_for, used = polynomial_tpu.plan_for, []
+    plan_for, used = flash_tpu.plan_for, []
 
     def in_chunks(*args):
         used.append(dataclasses.replace(plan_for(*args), chunk=1 if kv_heads == 1 else 2))
         return used[-1]
 
-    monkeypatch.setattr(polynomial_tpu, 'plan_for', in_chunks)
+    monkeypatch.setattr(flash_tpu, 'plan_for', in_chunks)
     arrays = example(300, heads=2, kv_heads=kv_heads)
     starts = starts_of((140,), length=300) if kv_heads == 1 else None
-    found = errors(by_kernels(*arrays, degree=4, block=128, starts=starts), by_definition(4, 1.0, 1.0, *arrays, starts))
+    found = errors(by_kernels(*arrays, **rule, block=128, starts=starts), by_definition(rule, *arrays, starts))
     assert used
     assert all(error <= 1e-5 for error in found.values()), found
 
 
-def test_nothing_leaks_from_the_future():
+@both
+def test_nothing_leaks_from_the_future(rule):
     q, k, v, do = example(200)
     cut = 70
     changed = [x.at[:, cut:].multiply(-3.0) for x in (q, k, v)]
-    o, dq, *_ = by_kernels(q, k, v, do, degree=4, block=128)
-    o_changed, dq_changed, *_ = by_kernels(*changed, do, degree=4, block=128)
+    o, dq, *_ = by_kernels(q, k, v, do, **rule, block=128)
+    o_changed, dq_changed, *_ = by_kernels(*changed, do, **rule, block=128)
     for a, b in ((o, o_changed), (dq, dq_changed)):
         np.testing.assert_array_equal(a[:, :cut], b[:, :cut])
         assert not np.allclose(a[:, cut:], b[:, cut:])
@@ -187,12 +210,13 @@ def test_small_gradients_of_large_denominators_survive():
     q, k, v, do = example(140, size=64)
     q, k = (q[:, :1] + 0.3 * x for x in (q, k))
     arrays = [q, k, v, 1e-10 * do]
-    want = by_definition(16, 1.0, 1.0, *arrays)
+    want = by_definition({'degree': 16}, *arrays)
     found = errors(by_kernels(*arrays, degree=16, block=128), want)
     assert all(error <= 1e-5 for error in found.values()), found
 
 
-def test_batch_split_over_a_mesh():
+@both
+def test_batch_split_over_a_mesh(rule):
     q, k, v, do = example(130, batch=4, heads=2, kv_heads=1)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'fsdp'))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(('data', 'fsdp')))
@@ -200,14 +224,14 @@ def test_batch_split_over_a_mesh():
     starts = starts_of((5,), (), (70,), (128,), length=130)
 
     def loss(q, k, v, do, starts):
-        o = polynomial_tpu.polynomial_attention(q, k, v, degree=4, block=128, starts=starts)
+        o = kernel_of(rule)(q, k, v, **rule, block=128, starts=starts)
         return jnp.sum(o * do), o
 
     with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
         split = [jax.device_put(a, rows) for a in (q, k, v, do, starts)]
         grads, o = quick(jax.grad(loss, argnums=range(3), has_aux=True))(*split)
     assert o.sharding.is_equivalent_to(rows, o.ndim)
-    found = errors([o, *grads], by_definition(4, 1.0, 1.0, q, k, v, do, starts))
+    found = errors([o, *grads], by_definition(rule, q, k, v, do, starts))
     assert all(error <= 1e-5 for error in found.values()), found
 
 
@@ -254,6 +278,17 @@ def test_tpus_get_the_kernel(monkeypatch):
         assert platform.choose(*options, *arrays, degree=4) is module
 
 
+def test_windows_of_softmax_go_to_splash(monkeypatch):
+    arrays = example(8)[:3]
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
+    monkeypatch.setattr(platform.logging, 'warning', lambda message: pytest.fail(message))
+    options = ('', exact_attention.SOFTMAX, exact_attention.PREFERRED, None)
+    assert platform.choose(*options, *arrays, scale=1.0) is softmax_tpu
+    assert platform.choose(*options, *arrays, scale=1.0, window=4) is splash
+    wide = example(8, size=256)[:3]
+    assert platform.choose(*options, *wide, scale=1.0) is splash
+
+
 @pytest.mark.parametrize('degree', [1, 2, 4, 6, 8, 10, 12, 14, 16])
 def test_powers_by_squaring(degree):
     s = jnp.linspace(-2.0, 2.0, 9)
@@ -266,6 +301,7 @@ def test_powers_by_squaring(degree):
 
 
 @pytest.mark.slow
+@both
 @pytest.mark.parametrize(
     ('generation', 'length', 'kv_heads', 'documents'),
     [
@@ -276,7 +312,7 @@ def test_powers_by_squaring(degree):
         ('v6e:2x2', 2048, 1, False),
     ],
 )
-def test_compiles_for_a_tpu_in_linear_memory(generation, length, kv_heads, documents, monkeypatch):
+def test_compiles_for_a_tpu_in_linear_memory(generation, length, kv_heads, documents, rule, monkeypatch):
     """Ahead of time, forward and backward, on a mesh of four chips, from a machine without any."""
     if importlib.util.find_spec('libtpu') is None:
         pytest.skip('libtpu is not installed')
@@ -293,13 +329,14 @@ def test_compiles_for_a_tpu_in_linear_memory(generation, length, kv_heads, docum
     starts = jax.ShapeDtypeStruct((4, length), jnp.int32, sharding=rows) if documents else None
 
     def gradients(q, k, v, starts):
-        attention = functools.partial(exact_attention.polynomial_attention, degree=4, starts_BxL=starts)
+        attention = exact_attention.polynomial_attention if 'degree' in rule else exact_attention.softmax_attention
+        attention = functools.partial(attention, **rule, starts_BxL=starts)
         return jax.grad(lambda *x: attention(*x).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(gradients).trace(q, k, k, starts).lower(lowering_platforms=('tpu',)).compile()
     text = compiled.as_text()
-    assert 'polynomial_attention_backward' in text
+    assert 'flash_attention_backward' in text
     assert not any(name in text for name in ('all-reduce', 'all-gather', 'all-to-all'))
     # Operands and gradients laid out anew and sums in float32: at most 2 KiB a token and head.
     assert compiled.memory_analysis().temp_size_in_bytes <= 2048 * 4 * max(length, 1024)
