@@ -22,6 +22,7 @@ MAXTEXT = {
     'model.tied': False,
     'model.vocab_size': 32_000,
     'model.head_dim': 128,
+    'softmax.implementation': 'splash',
     'model.remat': 'full',
     'train.context_length': 2048,
 }

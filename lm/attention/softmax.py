@@ -18,7 +18,7 @@ from lm.attention.base import (
 )
 from lm.attention.recurrent.gate import forget_gate, gate_projections
 from lm.config.configurable import configurable, field
-from lm.ops.exact_attention import cache, softmax_attention
+from lm.ops.exact_attention import SOFTMAX, cache, softmax_attention
 
 
 @configurable('softmax')
@@ -33,6 +33,9 @@ class Softmax(Attention):
     window: int | None = field(None, minimum=1, help='tokens that a query sees, itself included; None sees all')
 
     gate: bool = field(False, help='each token decides, for each key head, how much it leaves of all weights before it')
+    implementation: str | None = field(
+        None, choices=tuple(SOFTMAX), help="how it is computed; None: the platform's best; results agree"
+    )
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'SoftmaxAttention':
         return SoftmaxAttention(self, dims, rngs)
@@ -68,6 +71,7 @@ class SoftmaxAttention(AttentionModule):
         config = self.config
         decay = self.gate and self.gate.log_decay(k_BxLxKxD, gate_BxLxK)
         options = {'scale': config.scale, 'window': config.window, 'log_decay_BxMxK': decay}
+        options['implementation'] = config.implementation
         return softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts_BxL=starts_BxL, **options)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> cache.Cache:
