@@ -284,8 +284,9 @@ def _forward_kernel(plan: FlashPlan, pairs, *refs):
             if n + 1 < len(groups):
                 levels.append(level(groups[n + 1], scores[n + 1]))
             now_1xQ, shrink_1xQ = levels[n]
-            shrink = (lambda x: x) if shrink_1xQ is None else (lambda x, by_1xQ=shrink_1xQ: x * by_1xQ)
-            sums, acc = shrink(sums_8xQ[:, queries]), shrink(acc_DxQ[:, queries])
+            sums, acc = sums_8xQ[:, queries], acc_DxQ[:, queries]
+            if shrink_1xQ is not None:
+                sums, acc = sums * shrink_1xQ, acc * shrink_1xQ
             later = iter(groups[n + AHEAD] if n + AHEAD < len(groups) else ())
             scores.append([])
             for piece, s_KxQ in zip(group, scores[n], strict=True):
