@@ -18,13 +18,15 @@ import jax
 
 from lm.checkpoint.snapshot import one_line
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.02
 """How often process 0 counts who has come; it asks itself."""
 LOOK_SECONDS = 1.0
 """How often the others look whether somebody has failed."""
-LAST = 'ThreadSaveMultiHostValueHolder'
-"""How the names begin of the barriers which Orbax reaches in every process whatever has happened: the first thing of a
-save, and the last."""
+ALWAYS = 'ThreadSaveMultiHostValueHolder'
+"""How the names begin of the barriers to which Orbax comes in every process, whatever has happened: two of them when a
+save begins, and once more when it has ended."""
+LAST = f'{ALWAYS}:set_value_end', 2
+"""The last barrier of a save: its name, and how often a save has come to it by then."""
 
 
 class ElsewhereError(Exception):
@@ -69,15 +71,14 @@ class Together:
             self.client.key_value_set(f'{self._root}/failed/{self.index}', one_line(error), allow_overwrite=True)
         self._visits[key] += 1
         place = f'{self._root}/{key}.{self._visits[key]}'
-        is_last = key.startswith(LAST)
         self.client.key_value_set(f'{place}/at/{self.index}', '')
         end = time.monotonic() + timeout_ms / 1000
         while not (self._count(place) if self.index == 0 else self._is_told(place)):
-            if not is_last:
+            if not key.startswith(ALWAYS):
                 self._check()
             if time.monotonic() > end:
                 raise TimeoutError(f'another process has not come to {key} for {timeout_ms / 1000:.0f} s')
-        if is_last and error is None:
+        if error is None and (key, self._visits[key]) == LAST:
             self._check()
 
     @property
