@@ -70,9 +70,9 @@ class SoftmaxAttention(AttentionModule):
     ) -> jax.Array:
         config = self.config
         decay = self.gate and self.gate.log_decay(k_BxLxKxD, gate_BxLxK)
-        options = {'scale': config.scale, 'window': config.window, 'log_decay_BxMxK': decay}
-        options['implementation'] = config.implementation
-        return softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts_BxL=starts_BxL, **options)
+        options = {'scale': config.scale, 'window': config.window, 'implementation': config.implementation}
+        masks = {'starts_BxL': starts_BxL, 'log_decay_BxMxK': decay}
+        return softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, **options, **masks)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> cache.Cache:
         """A cache of `max_length` tokens, or of the window where that is shorter."""

@@ -33,7 +33,7 @@ class Writer(ocp.CheckpointManager):
         policies = [LatestN(keep_last), _Best(keep_best, losses)]
         if keep_every:
             policies.append(EveryNSteps(keep_every))
-        self._together = together()
+        self._together = _together()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy(policies),
             # Folders at once: who writes into one that was never made would wait for it for minutes.
@@ -58,7 +58,7 @@ class Writer(ocp.CheckpointManager):
         return False
 
 
-def together() -> Together | None:
+def _together() -> Together | None:
     """The barrier of this job's processes, if it has several."""
     from jax._src.distributed import global_state
 

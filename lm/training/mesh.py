@@ -104,9 +104,10 @@ def joined() -> tuple[int, int]:
 
 
 def meet(config: MeshConfig) -> None:
-    """The first question about devices, which waits for the answers of all processes."""
-    with _all_within(config.join_seconds):
-        jax.process_count()
+    """The first question about devices, which waits for the answers of all processes, if there are several."""
+    if joined()[1] > 1:
+        with _all_within(config.join_seconds):
+            jax.process_count()
 
 
 @contextlib.contextmanager

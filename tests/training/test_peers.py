@@ -17,7 +17,7 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 JOB = """
 import os, socket, sys, time
-import jax
+from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 from lm.errors import Diverged, MismatchError
 from lm.training.mesh import MeshConfig, initialize_distributed
@@ -27,7 +27,11 @@ from lm.training.peers import Peers
 address, index, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 initialize_distributed(MeshConfig(heartbeat_seconds=4.0), address, 3, index, meets=False)
 peers.CONNECT_SECONDS = 4.0
+store = global_state.client
+store.key_value_set(f'joined/{index}', 'yes')
 if case == f'gone {index}':
+    for other in range(3):  # who has not joined when process 0 ends waits for `mesh.join_seconds`
+        store.blocking_key_value_get(f'joined/{other}', 60_000)
     os._exit(1)
 if case == f'unreachable {index}':
     def refuse(*_, **__):

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops import platform
-from lm.ops.exact_attention.masks import is_whole
+from lm.ops.exact_attention.masks import beyond_causal
 from lm.ops.exact_attention.pairs import Piece, cut, pair_of, table_of, tables_of, told_apart, visit
 from lm.ops.exact_attention.weight_rule import WeightRule
 from lm.ops.residuals import saved
@@ -80,16 +80,12 @@ def attention(plan: FlashPlan, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts=None) -> 
     return platform.per_device(function, split=(True,) * 4)(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts)
 
 
-def unsupported(q, k, v, *, causal=True, q_offset=0, k_start=0, log_decay_BxMxK=None, block=None, **rest) -> str | None:
+def unsupported(q, k, v, *, block=None, **options) -> str | None:
     """Why the kernels cannot compute this call, or None."""
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
-    if not causal:
-        return 'takes the causal mask only'
-    if log_decay_BxMxK is not None:
-        return 'has no decay'
-    if not is_whole(q, k, q_offset, k_start):
-        return 'takes as many queries as keys'
+    if reason := beyond_causal(q, k, **options):
+        return reason
     if block is not None and (block % LANES or block > MAX_BLOCK):
         return f'takes blocks that are multiples of {LANES} up to {MAX_BLOCK}, not {block}'
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):

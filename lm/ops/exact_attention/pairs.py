@@ -86,6 +86,7 @@ def visit(
         below: (queries, keys) of a pair of different blocks, in the order of the pieces.
         diagonal: the same where queries and keys are the same tokens; keys after all of their queries are left out.
         block: tokens a block.
+        add: takes the pieces of this pair.
     """
 
     def hide(queries: slice, keys: slice, causal: bool, within: bool) -> Hide:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from lm.hardware import chip_of
 from lm.ops import platform
 from lm.ops.exact_attention.flash_tpu import block_size
-from lm.ops.exact_attention.masks import is_whole
+from lm.ops.exact_attention.masks import beyond_causal
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.ops.tpu import LANES, MIB
 
@@ -59,18 +59,12 @@ def softmax_attention(
     return platform.per_device(attend, split=(True,) * 4)(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts)
 
 
-def unsupported(
-    q, k, v, *, window=None, causal=True, q_offset=0, k_start=0, log_decay_BxMxK=None, block=None, **rest
-) -> str | None:
+def unsupported(q, k, v, *, block=None, **options) -> str | None:
     """Why splash attention cannot compute this call, or None."""
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
-    if not causal:
-        return 'takes the causal mask only'
-    if log_decay_BxMxK is not None:
-        return 'has no decay'
-    if not is_whole(q, k, q_offset, k_start):
-        return 'takes as many queries as keys'
+    if reason := beyond_causal(q, k, **options):
+        return reason
     if block is not None and block % LANES:
         return f'takes blocks that are multiples of {LANES}, not {block}'
     return platform.uneven_batch(q.shape[0])
