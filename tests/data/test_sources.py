@@ -1,4 +1,5 @@
 import gzip
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -6,6 +7,7 @@ import pickle
 import random
 import struct
 
+import flax
 import pytest
 from corpora import CORPORA, documents, needs_corpora, words, write_real_tfds, write_text, write_tfds
 
@@ -182,6 +184,21 @@ def test_python_sources_are_there_and_reproducible():
     assert len(validation) > 10
     assert not [d for d in train + validation if d.error or 'site-packages' in d.id or not d.text]
     assert {'json/decoder.py', 'ast.py'} <= {d.id for d in train + validation}
+
+
+def test_sources_of_packages():
+    source = PythonSources(packages=('flax', 'optax'))
+    read = {split: {d.id: d.text for d in documents(source, split)} for split in ('train', 'validation')}
+    ids = read['train'].keys() | read['validation'].keys()
+    assert {'ast.py', 'site-packages/flax/nnx/module.py', 'site-packages/optax/losses/__init__.py'} <= ids
+    assert not [name for name in ids if name.startswith('/') or '/tests/' in name]
+    assert not read['train'].keys() & read['validation'].keys()
+    path = pathlib.Path(flax.__file__).parent / 'nnx' / 'module.py'
+    assert (read['train'] | read['validation'])['site-packages/flax/nnx/module.py'] == path.read_text()
+    assert source.identity()['packages'] == {name: importlib.metadata.version(name) for name in ('flax', 'optax')}
+    assert 'packages' not in PythonSources().identity()
+    with pytest.raises(ConfigError, match=r"python_sources.packages = 'nope': no such package is installed"):
+        PythonSources(packages=('nope',)).shards('train')
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,14 @@ class Folder(Source):
     def files(self, split: str) -> tuple[list[Any], bool]:
         """The files with the documents of `split`, and whether they hold train and validation alike."""
 
+    def name_of(self, path: Any, folder: Any) -> str:
+        """What the document of a file is called."""
+        return path.relative_to(folder).as_posix()
+
+    def path_of(self, name: str, folder: Any) -> Any:
+        """The file whose document is called so."""
+        return folder / name
+
     def splits(self) -> tuple[str, ...]:
         return 'train', 'validation'
 
@@ -38,11 +46,11 @@ class Folder(Source):
         parts = []
         for path in files:
             size = file_size(path)
-            parts.append(Part(path.relative_to(folder).as_posix(), 0, size, size))
+            parts.append(Part(self.name_of(path, folder), 0, size, size))
         if not parts:
             raise ConfigError(f'no .txt or .py files under {str(folder)!r}; name the folder that holds them')
         if shared and len(parts) == 1:
-            parts = [_end_of_file(folder, parts[0], self.validation_fraction, split)]
+            parts = [_end_of_file(self.path_of(parts[0].file, folder), parts[0], self.validation_fraction, split)]
         elif shared:
             parts = _by_hash(parts, self.validation_fraction, split)
         return group(split, parts)
@@ -53,13 +61,14 @@ class Folder(Source):
             if part.stop - part.start > max_bytes:
                 yield too_long(part.file, max_bytes)
                 continue
+            path = self.path_of(part.file, folder)
             try:
-                with (folder / part.file).open('rb') as file:
+                with path.open('rb') as file:
                     file.seek(part.start)
                     content = file.read(part.stop - part.start)
             except OSError as error:
                 raise MismatchError(
-                    f'{folder / part.file}: {error.strerror or error}; the source changed or cannot be read'
+                    f'{path}: {error.strerror or error}; the source changed or cannot be read'
                 ) from None
             yield decode(part.file, content, max_bytes)
 
@@ -77,10 +86,10 @@ def _by_hash(parts: list[Part], fraction: float, split: str) -> list[Part]:
     return [part for part in parts if (part.file in held_out) == (split == 'validation')]
 
 
-def _end_of_file(folder: Any, part: Part, fraction: float, split: str) -> Part:
+def _end_of_file(path: Any, part: Part, fraction: float, split: str) -> Part:
     """The file up to the line break before its last `fraction`, or what comes behind that."""
     cut = part.stop - max(1, math.ceil(fraction * part.stop))
-    with (folder / part.file).open('rb') as file:
+    with path.open('rb') as file:
         file.seek(cut)
         cut += len(file.readline())
     cut = cut if cut < part.stop else part.stop

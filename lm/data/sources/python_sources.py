@@ -1,37 +1,74 @@
 """Text that every machine has."""
 
+import importlib.metadata
+import importlib.util
 import pathlib
 import platform
 import sysconfig
 from typing import Any
 
-from lm.config.configurable import configurable
+from lm.config.configurable import configurable, field
 from lm.data.sources.base import file_size
 from lm.data.sources.folder import Folder, find
+from lm.errors import ConfigError
 
 _SKIPPED = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
+_PACKAGES = 'site-packages'
+"""What the names of documents out of packages begin with."""
 
 
 @configurable('python_sources')
 class PythonSources(Folder):
-    """The .py files of this Python's standard library: real text that every machine has.
+    """The .py files of this Python's standard library, and of installed packages: real text that every machine has.
 
-    Without installed packages, tests (not every distribution has them) and files that belong to the machine.
+    Without tests (not every distribution has them) and files that belong to the machine.
     """
 
+    packages: tuple[str, ...] = field((), help="installed packages that are read, too, such as 'jax'")
+
     def identity(self) -> dict[str, Any]:
-        return super().identity() | {'version': platform.python_version()}
+        versions = {'packages': {name: _version(name) for name in self.packages}} if self.packages else {}
+        given = {name: value for name, value in super().identity().items() if name != 'packages'}
+        return given | {'version': platform.python_version()} | versions
 
     def folder(self) -> pathlib.Path:
         return pathlib.Path(sysconfig.get_paths()['stdlib'])
 
     def files(self, split: str) -> tuple[list[Any], bool]:
-        folder = self.folder()
-        return [
-            path
-            for path in find(folder, '.py')
-            if not _SKIPPED & set(path.relative_to(folder).parts)
-            and not path.name.startswith(('_sysconfigdata', 'sitecustomize'))
-            and not any(part.startswith('config-') for part in path.parts)
-            and file_size(path)
-        ], True
+        folders = [self.folder(), *map(_folder_of, self.packages)]
+        return [path for folder in folders for path in find(folder, '.py') if _is_taken(path, folder)], True
+
+    def name_of(self, path: pathlib.Path, folder: pathlib.Path) -> str:
+        for package in self.packages:
+            if path.is_relative_to(top := _folder_of(package).parent):
+                return f'{_PACKAGES}/{path.relative_to(top).as_posix()}'
+        return super().name_of(path, folder)
+
+    def path_of(self, name: str, folder: pathlib.Path) -> pathlib.Path:
+        first, _, rest = name.partition('/')
+        return _folder_of(rest.partition('/')[0]).parent / rest if first == _PACKAGES else super().path_of(name, folder)
+
+
+def _is_taken(path: pathlib.Path, folder: pathlib.Path) -> bool:
+    parts = path.relative_to(folder).parts
+    return (
+        not _SKIPPED & set(parts)
+        and not path.name.startswith(('_sysconfigdata', 'sitecustomize'))
+        and not any(part.startswith('config-') for part in parts)
+        and bool(file_size(path))
+    )
+
+
+def _folder_of(package: str) -> pathlib.Path:
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f'python_sources.packages = {package!r}: no such package is installed; install it, or leave it out'
+        )
+    return pathlib.Path(next(iter(spec.submodule_search_locations)))
+
+
+def _version(package: str) -> str:
+    """Of the distribution that brings the package."""
+    names = importlib.metadata.packages_distributions().get(package, [package])
+    return importlib.metadata.version(names[0])
