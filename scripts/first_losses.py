@@ -37,7 +37,7 @@ def main() -> int:
     mechanisms = sorted(path.stem for path in (CONFIGS / 'attention').glob('*.gin'))
     parser.add_argument('sizes', nargs='+', choices=sorted(path.stem for path in (CONFIGS / 'models').glob('*.gin')))
     parser.add_argument('--mechanisms', nargs='+', choices=mechanisms, default=mechanisms)
-    parser.add_argument('--tokens', type=int, default=128)
+    parser.add_argument('--tokens', type=int, default=1024)
     parser.add_argument('--seed', type=int, default=0)
     arguments = parser.parse_args()
     rows = []
