@@ -175,6 +175,7 @@ def operation_call(inputs: dict[str, Any], options: dict[str, Any]) -> KernelCal
     decay = 'log_decay_BxLxK' in inputs
     plan = kernels.plan_for(Options(**options), q.shape[1], q.shape[2], *sizes, *made, decay)
     tokens = plan.block * plan.heads
-    steps = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    names = ('forward', 'sums', 'backward') if plan.sums_again else ('forward', 'backward')
+    steps = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in names}
     folds = {('2 folds', 'linear_attention_fold'): tokens / 2}  # over keys, and backward over queries
     return KernelCall(function, tuple(inputs.values()), steps, part_steps=folds)

@@ -41,7 +41,8 @@ class KernelRow:
     Attributes:
         case: of `cases`.
         generation: a key of `TOPOLOGIES`.
-        kernel: 'forward' or 'backward', or '2 folds' of a part of a window: the sums over its keys and its queries.
+        kernel: 'forward' or 'backward'; 'sums': those before each block, which a backward pass forms again;
+            '2 folds' of a part of a window: the sums over its keys and over its queries.
         cycles: per token and head.
         matrix_unit: share of the cycles in which a matrix unit takes a row.
         vector_unit: share of the vector units' slots in use.

@@ -15,6 +15,7 @@ from lm.attention import Attention
 from lm.attention.recurrent.convolution import ShortConvolution
 from lm.model.config import ACTIVATIONS, ModelConfig
 from lm.model.positions import Rotation, rotate
+from lm.ops.tpu import tokens_on_lanes
 from lm.parameters import NORMS, declare, rms_norm, stack
 
 
@@ -122,7 +123,7 @@ class Block(nnx.Module):
         with jax.named_scope('norms'):
             normed_BxLxD = self.glu_norm(x_BxLxD)
         with jax.named_scope('glu'):
-            hidden_BxLxN = self.glu_in(normed_BxLxD)
+            hidden_BxLxN = tokens_on_lanes(self.glu_in(normed_BxLxD))
             if not self.gated:
                 return x_BxLxD + self.glu_out(self.activation(hidden_BxLxN))
             value_BxLxF, gate_BxLxF = jnp.split(hidden_BxLxN, 2, axis=-1)

@@ -28,8 +28,9 @@ def rotary(positions: jax.Array, width: int, base: float = 10_000.0) -> Rotation
 def rotate(x_BxLxNxC: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates the pairs (c, c + C/2) of each head by its position's angles, in float32."""
     cos, sin = rotation
-    a, b = jnp.split(x_BxLxNxC.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BxLxNxC.dtype)
+    # Each half converted by itself: XLA would write the converted whole to memory.
+    a, b = (half.astype(jnp.float32) for half in jnp.split(x_BxLxNxC, 2, axis=-1))
+    return jnp.concatenate([x.astype(x_BxLxNxC.dtype) for x in (a * cos - b * sin, b * cos + a * sin)], axis=-1)
 
 
 def _angles(positions, width, base=10_000.0):

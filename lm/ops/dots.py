@@ -20,10 +20,13 @@ def dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def dense(x_BxLxNxGxM: jax.Array, kernel_NxMxR: jax.Array) -> jax.Array:
     """The map of each of N groups, [B, L, N, G, r] in float32; the kernel is rounded to the dtype of x."""
     kernel_NxMxR = kernel_NxMxR.astype(x_BxLxNxGxM.dtype)
-    if kernel_NxMxR.shape[0] == 1:
-        # One matrix product of two axes, which XLA's CPU backend runs several times faster, forward and backward.
+    if kernel_NxMxR.shape[0] == 1 and platform.target_platform() == 'cpu':
+        # One matrix product of two axes, which XLA's CPU backend runs several times faster, forward and backward. On
+        # TPUs merging axes would be a copy: their tokens lie on the lanes.
         y_TxR = dot('tm,mr->tr', x_BxLxNxGxM.reshape(-1, kernel_NxMxR.shape[1]), kernel_NxMxR[0])
         return y_TxR.reshape(*x_BxLxNxGxM.shape[:-1], -1)
+    if kernel_NxMxR.shape[0] == 1:
+        return dot('blngm,mr->blngr', x_BxLxNxGxM, kernel_NxMxR[0])
     return dot('blngm,nmr->blngr', x_BxLxNxGxM, kernel_NxMxR)
 
 

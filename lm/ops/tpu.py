@@ -7,6 +7,9 @@ and sketches of 32 or 64 features would leave half of the lanes idle.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from lm.ops.platform import target_platform
 
 LANES = 128
 
@@ -39,6 +42,17 @@ def by_head(o_NxFxL: jax.Array, like_BxLxHxE: jax.Array, size: int) -> jax.Array
     batch, length, heads, _ = like_BxLxHxE.shape
     o_BxHxFxL = o_NxFxL.reshape(batch, heads, *o_NxFxL.shape[1:])[:, :, :size, :length]
     return o_BxHxFxL.transpose(0, 3, 1, 2)
+
+
+def tokens_on_lanes(x_BxLxF: jax.Array) -> jax.Array:
+    """x, which a TPU then keeps feature by token.
+
+    XLA lays what it saves for a backward pass out as the forward pass made it. Around kernels the gradients of a layer
+    lie feature by token: what meets them had to be transposed, a pass over HBM for nothing.
+    """
+    if target_platform() != 'tpu':
+        return x_BxLxF
+    return with_layout_constraint(x_BxLxF, Layout(major_to_minor=(0, 2, 1)))
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:

@@ -1,18 +1,22 @@
 """Polysketch against float64 formulas of the paper, its theorems in numbers, decoding, and parameter counts."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import mechanisms
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import print_saved_residuals
 from mechanisms import DIMS
 
 from lm.attention.maps.sketches import SKETCHES
 from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
 from lm.errors import ConfigError
-from lm.model import ModelConfig, Transformer
+from lm.model import REMAT, ModelConfig, Transformer
 from lm.ops.chunks import map_chunks
 
 
@@ -106,6 +110,25 @@ def test_chunks_change_nothing():
 
     got, expected = (jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(state, x, chunk) for chunk in (16, 45))
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
+
+
+@pytest.mark.parametrize('name', ['gaussian', 'srht'])
+def test_random_sketches_keep_no_products(name, capsys):
+    """With `model.remat = 'dots'`: the products are float32 and larger than the vectors that they are made of."""
+    x = jax.random.normal(jax.random.key(0), (2, 45, 1, 3, 16), jnp.bfloat16)
+    sketch = SKETCHES[name](1, 16, 8, 4, nnx.Rngs(0))
+
+    def loss(x):
+        return jnp.sin(sketch.of_each(x)[0].astype(jnp.float32)).sum()
+
+    kept = jax.checkpoint(loss, policy=REMAT['dots'])
+    print_saved_residuals(kept, x)
+    found = re.findall(r'^(\w+)\[([\d,]+)\]', capsys.readouterr().out, re.MULTILINE)
+    large = {(dtype, math.prod(map(int, shape.split(',')))) for dtype, shape in found}
+    assert {pair for pair in large if pair[1] >= 2 * 45 * 3 * 8} == {('bf16', 2 * 45 * 3 * n) for n in (8, 16)}
+    np.testing.assert_array_equal(jax.grad(kept)(x), jax.grad(loss)(x))
+    plain = jax.grad(lambda x: jnp.sin(sketch(x).astype(jnp.float32)).sum())(x)
+    np.testing.assert_array_equal(jax.grad(loss)(x), plain)
 
 
 def kernels(name, size, r, power, x, y, draws):

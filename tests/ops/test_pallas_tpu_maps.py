@@ -19,6 +19,8 @@ from lm.attention.performer import Performer
 from lm.attention.taylor import Taylor
 from lm.hardware import LIBTPU_ENVIRONMENT
 from lm.ops.linear_attention.tpu import attention as pallas_tpu
+from lm.ops.linear_attention.tpu import fold
+from lm.ops.linear_attention.tpu.attention import plan_for
 from lm.ops.linear_attention.types import Options, PolynomialKernel
 
 SERIES = (1.0, 1.0, 0.5)
@@ -187,6 +189,21 @@ def test_feature_maps(case):
     limit = 1e-5 if dtype == 'float32' else 2e-2
     found = errors(got, want)
     assert max(found) <= limit, found
+
+
+@pytest.mark.parametrize('case', ['Performer', 'Performer, rounded', 'LLoPS of rank 2, grouped', 'LLoPS, local'])
+def test_sums_that_the_backward_pass_forms_again(case, monkeypatch):
+    """As where there are many features: gradients are those of sums that were kept, to the bit."""
+    (feature_map, parameters, _), settings, sizes, dtype = MAP_CASES[case]
+    arrays = example(**{'features': 16} | sizes, dtype=dtype)
+    options = Options(feature_map=feature_map, **settings)
+    kept = by_kernels(options, arrays, parameters)
+    calls = []
+    monkeypatch.setattr(pallas_tpu, 'sums_before', lambda *a: calls.append(a) or fold.sums_before(*a))
+    monkeypatch.setattr(pallas_tpu, 'plan_for', lambda *a: dataclasses.replace(plan_for(*a), sums_again=True))
+    again = by_kernels(options, arrays, parameters)
+    assert len(calls) == 1
+    jax.tree.map(np.testing.assert_array_equal, again, kept)
 
 
 def test_batch_split_over_a_mesh():

@@ -16,8 +16,8 @@ from flax import nnx
 from lm.attention.base import HeadDims, KernelCall
 from lm.attention.maps.projections import hadamard_matrix
 from lm.ops import sketch_networks as networks
-from lm.ops.chunks import map_together
 from lm.ops.dots import dense
+from lm.ops.residuals import recomputed, saved
 from lm.parameters import Buffer, declare
 
 WIDTH = 8
@@ -55,11 +55,12 @@ class Sketch(nnx.Module):
         return level[0]
 
     def of_each(self, *xs_BxLxNxGxM: jax.Array) -> tuple[jax.Array, ...]:
-        """ψ of the vectors of each array, computed together; long sequences some tokens at a time."""
+        """ψ of the vectors of each array."""
         if self.power == 1:
             return xs_BxLxNxGxM
         graph, state = nnx.split(self)
-        return map_together(lambda state, x_BxLxNxGxM: nnx.merge(graph, state)(x_BxLxNxGxM), state, xs_BxLxNxGxM)
+        sketch = recomputed(lambda state, x_BxLxNxGxM: nnx.merge(graph, state)(x_BxLxNxGxM))
+        return tuple(saved(sketch(state, x_BxLxNxGxM)) for x_BxLxNxGxM in xs_BxLxNxGxM)
 
     @classmethod
     def flops(cls, size: int, r: int, power: int) -> float:

@@ -4,7 +4,8 @@ Supports φ(x) = x ⊗ x (polysketch), quadratic series (Taylor), features as th
 (Performer, LLoPS), each with or without an exact polynomial kernel inside each block, with or without decay and
 denominators. Expansions, packed by symmetry,
 and the maps' features are formed in VMEM; sums over earlier keys stay there across the blocks of a sequence, and the
-forward kernel leaves a rounded copy per block for the backward sweep. Inside the kernels everything is feature by token
+forward kernel leaves a rounded copy per block for the backward sweep, unless there are so many features that the sums
+are better formed again. Inside the kernels everything is feature by token
 ([N, F, L], N = batch · heads).
 
 Static cycles per token and head are measured by `lm.bench.kernels`.
@@ -21,6 +22,7 @@ from lm.ops import platform
 from lm.ops.linear_attention.tpu.backward import backward
 from lm.ops.linear_attention.tpu.decay import block_sums, of_heads
 from lm.ops.linear_attention.tpu.features import TpuPlan
+from lm.ops.linear_attention.tpu.fold import sums_before
 from lm.ops.linear_attention.tpu.forward import forward
 from lm.ops.linear_attention.tpu.maps import operand
 from lm.ops.linear_attention.types import LOCAL_BLOCK, PLAIN, SQUARE, Options, PolynomialKernel, ProductMap, State
@@ -194,12 +196,14 @@ def operands(maps, x, y, v):
 
 def _attend_forward(plan, x, y, v, maps, *local):
     read = operands(maps, x, y, v)
-    o, inverse, *sums = map(saved, forward(plan, True, x, y, v, read, *local))
+    o, inverse, *sums = map(saved, forward(plan, not plan.sums_again, x, y, v, read, *local))
     return o, ((x, y, v, *local), read, maps, o, inverse, sums)
 
 
 def _attend_backward(plan, residuals, do):
     inputs, read, maps, o, inverse, sums = residuals
+    if plan.sums_again:
+        sums = sums_before(plan, *inputs[1:3], read[1:])
     (dx, dy, dv, *dlocal), dmaps = backward(plan, read, inputs, o, do, inverse, sums)
     return dx, dy, dv, of_maps(maps, dmaps), *dlocal
 
@@ -273,6 +277,8 @@ def plan_for(
         normalize=options.normalize,
         decay=decay,
         part=length if part else 0,
+        # The sums of so many features are several times as large as all else that a layer keeps.
+        sums_again=made > WIDE and length > block and not part,
         vmem_limit_bytes=limit,
     )
     for heads in (4, 3, 2) if made <= WIDE else (2,):

@@ -41,6 +41,7 @@ class TpuPlan:
         normalize: whether to divide by the denominators.
         decay: the last of the inputs are running sums of log factors, as `lm.ops.linear_attention.tpu.decay` has them.
         part: tokens, where they are one part of a window, with sums over keys before it; 0: all of a window.
+        sums_again: whether the backward pass forms the sums before each block again, instead of keeping them.
         vmem_limit_bytes: what the compiler may use; None: its default.
     """
 
@@ -61,6 +62,7 @@ class TpuPlan:
     normalize: bool = True
     decay: bool = False
     part: int = 0
+    sums_again: bool = False
     vmem_limit_bytes: int | None = None
 
     def state_shape(self, features: int, head_dim: int) -> tuple[int, int]:

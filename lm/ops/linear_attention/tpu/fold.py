@@ -1,5 +1,9 @@
-"""The kernel that sums over tokens alone: over the keys of a part of a window, for later parts to read, and backward
-over its queries, for the gradients of the keys of earlier parts. Letters as in the forward kernel.
+"""The kernels that sum over tokens alone.
+
+`fold` does over the keys of a part of a window, for later parts to read, and backward over its queries, for the
+gradients of the keys of earlier parts. `sums_before` gives the sums before each block, for a backward pass that did not
+keep them: of many features they are several times as large as all else that a layer keeps. Letters as in the forward
+kernel.
 """
 
 import functools
@@ -10,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.linear_attention.tpu.decay import times
-from lm.ops.linear_attention.tpu.features import TpuPlan, expand, extended, with_one
+from lm.ops.linear_attention.tpu.features import TpuPlan, expand, extended, state_operand, with_one
 from lm.ops.linear_attention.tpu.maps import features
 from lm.ops.tpu import dot
 
@@ -45,6 +49,50 @@ def fold(plan: TpuPlan, queries: bool, y, u, w, maps=()) -> list[jax.Array]:
         ),
         cost_estimate=pl.CostEstimate(flops=2 * n * length * products, transcendentals=0, bytes_accessed=read),
     )(*maps, *inputs)
+
+
+def sums_before(plan: TpuPlan, y, v, maps=()) -> list[jax.Array]:
+    """What `forward` with `save` gives besides outputs and denominators, of plain features, from keys alone.
+
+    Args:
+        plan: as in `forward`, as are y, v; maps: that of the keys.
+    """
+    n, head_dim, length = v.shape
+    steps = length // plan.block
+    rows, columns = plan.state_shape(plan.features or y.shape[1], head_dim)
+    inputs = (y, v)
+    result = jax.ShapeDtypeStruct((n, steps, rows, columns), v.dtype)
+    products = rows * columns + plan.projection_rows * y.shape[1]
+    moved = sum(a.size * a.dtype.itemsize for a in (*inputs, result))
+    return pl.pallas_call(
+        functools.partial(_kernel_before, plan),
+        name='linear_attention_sums',
+        grid=(n // plan.heads, steps),
+        in_specs=[pl.BlockSpec(m.shape, lambda i, j: (0, 0)) for m in maps]
+        + [pl.BlockSpec((plan.heads, a.shape[1], plan.block), lambda i, j: (i, 0, j)) for a in inputs],
+        out_specs=[pl.BlockSpec((plan.heads, 1, rows, columns), lambda i, j: (i, j, 0, 0))],
+        out_shape=[result],
+        scratch_shapes=[pltpu.VMEM((plan.heads, rows, columns), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
+        ),
+        cost_estimate=pl.CostEstimate(flops=2 * n * length * products, transcendentals=0, bytes_accessed=moved),
+    )(*maps, *inputs)
+
+
+def _kernel_before(plan: TpuPlan, *refs):
+    maps, (y, v, sums, state) = (refs[:1], refs[1:]) if plan.feature_map else ((), refs)
+
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        state[...] = jnp.zeros_like(state)
+
+    for head in range(plan.heads):
+        y_FxT, v_DxT = y[head], v[head]
+        if plan.feature_map:
+            y_FxT = features(plan, maps[0][...], y_FxT, False, v.dtype)
+        sums[head, 0] = state_operand(plan, state[head], y_FxT.shape[0], v.dtype)
+        state[head] += dot(extended(plan, v_DxT, 1.0), y_FxT, (1, 1))
 
 
 def _kernel(plan: TpuPlan, queries: bool, heads: int, *refs):
