@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lm.errors import ConfigError
-from lm.ops.cross_entropy import cross_entropy
+from lm.ops.cross_entropy import cross_entropy, weighted_cross_entropy
 
 VOCABULARY, SIZE = 53, 16
 
@@ -96,6 +96,76 @@ def test_capped_logits_of_any_size_have_finite_gradients():
     assert got[0].max() <= 60 + np.log(VOCABULARY)
 
 
+def numpy_weighted(x, embedding, bias, targets, weights, cap, z_loss):
+    """The weighted sum, its nats and its gradients, in float64."""
+    x, embedding = np.asarray(x, np.float64), np.asarray(embedding, np.float64)
+    weights = np.asarray(weights, np.float64)
+    raw = x @ embedding.T + (0 if bias is None else np.asarray(bias, np.float64))
+    logits, slope = (raw, 1.0) if cap is None else (cap * np.tanh(raw / cap), 1 / np.cosh(raw / cap) ** 2)
+    total = np.log(np.exp(logits).sum(-1))
+    onehot = np.eye(VOCABULARY)[np.asarray(targets)]
+    nats, shares = total - (logits * onehot).sum(-1), np.exp(logits - total[..., None])
+    dlogits = (shares - onehot + 2 * z_loss * (total[..., None] * shares)) * weights[..., None] * slope
+    losses = nats + z_loss * total**2
+    return (
+        (weights * losses).sum(),
+        nats,
+        *(dlogits @ embedding, np.einsum('blv,bld->vd', dlogits, x), dlogits.sum((0, 1)), losses),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def weighted_and_gradients(loss, x, embedding, bias, targets, weights):
+    """The gradients are those of 3 times the sum: a cotangent that is not 1."""
+
+    def threefold(x, embedding, bias, weights):
+        parts, nats = loss(x, embedding, bias, targets, weights)
+        return 3.0 * parts.sum() + nats.sum(), nats  # no gradient flows to the nats
+
+    arguments = (0, 1, 3) if bias is None else (0, 1, 2, 3)
+    (_, nats), found = jax.value_and_grad(threefold, arguments, has_aux=True)(x, embedding, bias, weights)
+    dx, dembedding, *dbias, dweights = (g / 3 for g in found)
+    sums, _ = loss(x, embedding, bias, targets, weights)
+    return sums.sum(), nats, dx, dembedding, *(dbias or [None]), dweights
+
+
+WEIGHTED = [(1, 1, None, True), (2, 24, 8, True), (3, 29, 8, False), (2, 100, 33, True), (2, 9, 1, False)]
+
+
+@pytest.mark.parametrize('implementation', ['xla', 'reference'])
+@pytest.mark.parametrize(('cap', 'z_loss'), [(None, 0.0), (3.0, 0.1)])
+@pytest.mark.parametrize(('batch', 'length', 'chunk', 'bias'), WEIGHTED)
+def test_weighted_sum_agrees_with_float64(batch, length, chunk, bias, cap, z_loss, implementation):
+    arguments = (*draw(batch, length, bias=bias), jnp.asarray(np.random.default_rng(1).normal(size=(batch, length))))
+    options = {'cap': cap, 'z_loss': z_loss}
+    loss = functools.partial(weighted_cross_entropy, **options, chunk=chunk, implementation=implementation)
+    got, expected = weighted_and_gradients(loss, *arguments), numpy_weighted(*arguments, **options)
+    for g, e in zip(got, expected, strict=True):
+        if g is not None:
+            np.testing.assert_allclose(g, e, rtol=0, atol=2e-5 * np.abs(e).max())
+
+
+def test_weighted_sum_with_bfloat16_activations():
+    arguments = draw(2, 100, jnp.bfloat16)
+    arguments += (jnp.full(arguments[3].shape, 1 / arguments[3].size),)
+    got = weighted_and_gradients(functools.partial(weighted_cross_entropy, chunk=16), *arguments)
+    assert [g.dtype for g in got[:5]] == [jnp.float32, jnp.float32, jnp.bfloat16, jnp.float32, jnp.float32]
+    for g, e in zip(got, numpy_weighted(*arguments, None, 0.0), strict=True):
+        np.testing.assert_allclose(np.asarray(g, np.float64), e, rtol=0, atol=2e-2 * np.abs(e).max())
+
+
+def test_weighted_sum_takes_three_products():
+    x, embedding, _, targets = draw(2, 24)
+    weights = jnp.ones(targets.shape)
+
+    def products(loss):
+        text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, embedding))
+        return text.count('dot_general')
+
+    assert products(lambda x, e: weighted_cross_entropy(x, e, None, targets, weights, chunk=8)[0].sum()) == 3
+    assert products(lambda x, e: cross_entropy(x, e, None, targets, chunk=8).sum()) == 4
+
+
 def test_bfloat16_activations():
     x, embedding, bias, targets = draw(2, 100, jnp.bfloat16)
     got = values_and_gradients(functools.partial(cross_entropy, chunk=16), x, embedding, bias, targets)
@@ -122,11 +192,15 @@ def test_a_split_batch_gives_the_same(batch):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'fsdp'))
     arguments = draw(batch, 29)
     loss = functools.partial(cross_entropy, chunk=8)
+    weighted, weights = functools.partial(weighted_cross_entropy, z_loss=0.1, chunk=8), jnp.cos(1.0 * arguments[3])
     alone, both = values_and_gradients(loss, *arguments), both_and_gradients(loss, *arguments)
     with jax.set_mesh(mesh):
         together = values_and_gradients(loss, *arguments)
         both_together = both_and_gradients(loss, *arguments)
+        weighted_together = weighted_and_gradients(weighted, *arguments, weights)
     assert_close(together, [np.asarray(a, np.float64) for a in alone], 1e-6)
+    for got, expected in zip(weighted_together, weighted_and_gradients(weighted, *arguments, weights), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6 * np.abs(expected).max())
     np.testing.assert_allclose(both_together[1], both[1], rtol=1e-6)
     assert_close(
         (both_together[0], *both_together[2:]), [np.asarray(a, np.float64) for a in (both[0], *both[2:])], 1e-6

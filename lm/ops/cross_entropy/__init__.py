@@ -45,4 +45,37 @@ def cross_entropy(
     return chosen.cross_entropy(*arrays, cap=cap, normalizer=normalizer, chunk=chunk)
 
 
-__all__ = ['IMPLEMENTATIONS', 'capped', 'cross_entropy']
+def weighted_cross_entropy(
+    x_BxLxD: jax.Array,
+    embedding_VxD: jax.Array,
+    bias_V: jax.Array | None,
+    targets_BxL: jax.Array,
+    weights_BxL: jax.Array,
+    *,
+    cap: float | None = None,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Σ weight · (nats + z_loss · log-normalizer²) over all tokens: what a training step minimizes.
+
+    Its gradients take three products of the vocabulary's size, where those of single losses take four: they are formed
+    with the loss, while the logits are there.
+
+    Args:
+        weights_BxL: float32, such as 1 / (B · L) for the mean.
+        z_loss: of the z-loss (`cross_entropy`, `normalizer`).
+        Others as in `cross_entropy`.
+
+    Returns:
+        float32 [P, 1], the sum's parts on each of P devices; and the nats [B, L] float32, to which no gradient flows.
+
+    Raises:
+        ConfigError: an unknown implementation.
+    """
+    arrays = (x_BxLxD, embedding_VxD, bias_V, targets_BxL, weights_BxL)
+    chosen = platform.choose('cross-entropy', IMPLEMENTATIONS, {}, implementation, *arrays)
+    return chosen.weighted_cross_entropy(*arrays, cap=cap, z_loss=z_loss, chunk=chunk)
+
+
+__all__ = ['IMPLEMENTATIONS', 'capped', 'cross_entropy', 'weighted_cross_entropy']

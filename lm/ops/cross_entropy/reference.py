@@ -28,5 +28,22 @@ def cross_entropy(
     return (nats_BxL, total_BxL) if normalizer else nats_BxL
 
 
+def weighted_cross_entropy(
+    x_BxLxD: jax.Array,
+    embedding_VxD: jax.Array,
+    bias_V: jax.Array | None,
+    targets_BxL: jax.Array,
+    weights_BxL: jax.Array,
+    *,
+    cap: float | None = None,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Σ weight · (nats + z_loss · log-normalizer²). Arguments as in `lm.ops.cross_entropy`."""
+    nats_BxL, total_BxL = cross_entropy(x_BxLxD, embedding_VxD, bias_V, targets_BxL, cap=cap, normalizer=True)
+    total_1x1 = jnp.sum(weights_BxL * (nats_BxL + z_loss * total_BxL**2), keepdims=True)
+    return total_1x1, jax.lax.stop_gradient(nats_BxL)
+
+
 def unsupported(*args, **options) -> None:
     """Everything is supported."""

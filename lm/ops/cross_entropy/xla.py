@@ -1,10 +1,12 @@
 """Cross-entropy in chunks of the sequence: the [tokens, vocabulary] logits never exist whole.
 
-The chunks run along the sequence, so a batch that is split over devices stays where it is. The backward pass computes
-each chunk's logits again from the saved log-normaliser, and sums the gradient of the embedding in float32.
+The chunks run along the sequence, so a batch that is split over devices stays where it is. The gradient of the
+embedding is summed in float32. Gradients of single tokens' losses compute each chunk's logits again, from the saved
+log-normaliser; those of a weighted sum, which are known but for a factor, are formed while the logits are there.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,25 +33,88 @@ def cross_entropy(
     chunk: int | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Arguments as in `lm.ops.cross_entropy`."""
-    batch, length = targets_BxL.shape
-    shards = platform.batch_shards()
-    if chunk is None:
-        rows, target = -(-batch // shards), platform.target_platform()
-        tokens = LOGIT_BYTES.get(target, 2**28) // (embedding_VxD.shape[0] * 4)
-        chunk = max(1, (min(tokens, CPU_TOKENS) if target == 'cpu' else tokens) // rows)
-    nats = functools.partial(_nats, even_block(length, chunk), cap, normalizer)
-    if batch % shards == 0:
-        nats = platform.per_device(nats, split=(True, False, False, True))
+    chunk = _chunk(chunk, targets_BxL.shape, embedding_VxD.shape[0])
+    nats = _per_device(functools.partial(_nats, chunk, cap, normalizer), (True, False, False, True), targets_BxL)
     return nats(x_BxLxD, embedding_VxD, bias_V, targets_BxL)
+
+
+def weighted_cross_entropy(
+    x_BxLxD: jax.Array,
+    embedding_VxD: jax.Array,
+    bias_V: jax.Array | None,
+    targets_BxL: jax.Array,
+    weights_BxL: jax.Array,
+    *,
+    cap: float | None = None,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Arguments as in `lm.ops.cross_entropy`."""
+    chunk = _chunk(chunk, targets_BxL.shape, embedding_VxD.shape[0])
+    run = _per_device(functools.partial(_weighted, chunk, cap, z_loss), (True, False, False, True, True), targets_BxL)
+    total_Px1, nats_BxL = run(x_BxLxD, embedding_VxD, bias_V, targets_BxL, weights_BxL)
+    return total_Px1, jax.lax.stop_gradient(nats_BxL)
 
 
 def unsupported(*args, **options) -> None:
     """Everything is supported."""
 
 
+def _chunk(chunk: int | None, shape: tuple[int, int], vocabulary: int) -> int:
+    """Positions a chunk."""
+    (batch, length), target = shape, platform.target_platform()
+    if chunk is None:
+        tokens = LOGIT_BYTES.get(target, 2**28) // (vocabulary * 4)
+        rows = -(-batch // platform.batch_shards())
+        chunk = max(1, (min(tokens, CPU_TOKENS) if target == 'cpu' else tokens) // rows)
+    return even_block(length, chunk)
+
+
+def _per_device(function: Callable, split: tuple[bool, ...], targets_BxL: jax.Array) -> Callable:
+    return platform.per_device(function, split) if targets_BxL.shape[0] % platform.batch_shards() == 0 else function
+
+
 def _logits(x_BxCxD: jax.Array, embedding_VxD: jax.Array, bias_V: jax.Array | None, cap: float | None) -> jax.Array:
     logits_BxCxV = jnp.einsum('bcd,vd->bcv', x_BxCxD, embedding_VxD, preferred_element_type=jnp.float32)
     return capped(logits_BxCxV if bias_V is None else logits_BxCxV + bias_V.astype(jnp.float32), cap)
+
+
+def _losses(logits_BxCxV: jax.Array, targets_BxC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Nats, and the log-normalizers."""
+    total_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
+    return total_BxC - jnp.take_along_axis(logits_BxCxV, targets_BxC[..., None], -1)[..., 0], total_BxC
+
+
+def _logit_gradient(logits_BxCxV, total_BxC, targets_BxC, dnats_BxC, dtotal_BxC, cap) -> jax.Array:
+    """That of the logits before their cap, from those of the losses and, if not None, of the log-normalizers."""
+    weight_BxCxV = jnp.exp(logits_BxCxV - total_BxC[..., None])
+    target_BxCxV = targets_BxC[..., None] == jnp.arange(logits_BxCxV.shape[-1])
+    dlogits_BxCxV = jnp.where(target_BxCxV, weight_BxCxV - 1.0, weight_BxCxV) * dnats_BxC[..., None]
+    if dtotal_BxC is not None:
+        dlogits_BxCxV += weight_BxCxV * dtotal_BxC[..., None]
+    return dlogits_BxCxV if cap is None else dlogits_BxCxV * capped_slope(logits_BxCxV, cap)
+
+
+def _no_gradients(x_BxLxD, embedding_VxD, bias_V):
+    """Of x, the embedding and the bias, to be filled by `_added`."""
+    dbias_V = None if bias_V is None else jnp.zeros(bias_V.shape, jnp.float32)
+    return jnp.zeros_like(x_BxLxD), jnp.zeros(embedding_VxD.shape, jnp.float32), dbias_V
+
+
+def _added(gradients, dlogits_BxCxV, x_BxCxD, weights_VxD, i, chunk):
+    """The gradients with those of chunk i; what of it the chunk before has had, too, counts once."""
+    dx_BxLxD, dembedding_VxD, dbias_V = gradients
+    length = dx_BxLxD.shape[1]
+    dlogits_BxCxV = dlogits_BxCxV.astype(dx_BxLxD.dtype)
+    dx_BxCxD = jnp.einsum('bcv,vd->bcd', dlogits_BxCxV, weights_VxD, preferred_element_type=jnp.float32)
+    dx_BxLxD = put(dx_BxLxD, dx_BxCxD, start(i, chunk, length), 1)
+    if length % chunk:
+        x_BxCxD = jnp.where(fresh(i, chunk, length)[:, None], x_BxCxD, 0)
+    dembedding_VxD += jnp.einsum('bcv,bcd->vd', dlogits_BxCxV, x_BxCxD, preferred_element_type=jnp.float32)
+    if dbias_V is not None:
+        fresh_C = fresh(i, chunk, length).astype(dlogits_BxCxV.dtype)
+        dbias_V += jnp.einsum('bcv,c->v', dlogits_BxCxV, fresh_C, preferred_element_type=jnp.float32)
+    return dx_BxLxD, dembedding_VxD, dbias_V
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -62,12 +127,10 @@ def _forward(chunk, cap, normalizer, x_BxLxD, embedding_VxD, bias_V, targets_BxL
     weights_VxD = embedding_VxD.astype(x_BxLxD.dtype)
 
     def one_chunk(i, outputs):
-        nats_BxL, total_BxL = outputs
         at = start(i, chunk, length)
         logits_BxCxV = _logits(take(x_BxLxD, at, chunk, 1), weights_VxD, bias_V, cap)
-        total_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
-        picked_BxC = jnp.take_along_axis(logits_BxCxV, take(targets_BxL, at, chunk, 1)[..., None], -1)[..., 0]
-        return put(nats_BxL, total_BxC - picked_BxC, at, 1), put(total_BxL, total_BxC, at, 1)
+        found = _losses(logits_BxCxV, take(targets_BxL, at, chunk, 1))
+        return tuple(put(x_BxL, x_BxC, at, 1) for x_BxL, x_BxC in zip(outputs, found, strict=True))
 
     zeros_BxL = jnp.zeros(targets_BxL.shape, jnp.float32)
     n_chunks = -(-length // chunk)
@@ -81,42 +144,70 @@ def _backward(chunk, cap, normalizer, residuals, cotangents):
     x_BxLxD, embedding_VxD, bias_V, targets_BxL, total_BxL = residuals
     length = targets_BxL.shape[1]
     weights_VxD = embedding_VxD.astype(x_BxLxD.dtype)
-    vocabulary_V = jnp.arange(embedding_VxD.shape[0])
 
     def one_chunk(i, gradients):
-        dx_BxLxD, dembedding_VxD, dbias_V = gradients
         at = start(i, chunk, length)
         x_BxCxD = take(x_BxLxD, at, chunk, 1)
-        dnats_BxCx1 = take(dnats_BxL, at, chunk, 1)[..., None]
-        logits_BxCxV = _logits(x_BxCxD, weights_VxD, bias_V, cap)
-        weight_BxCxV = jnp.exp(logits_BxCxV - take(total_BxL, at, chunk, 1)[..., None])
-        target_BxCxV = take(targets_BxL, at, chunk, 1)[..., None] == vocabulary_V
-        dlogits_BxCxV = jnp.where(target_BxCxV, weight_BxCxV - 1.0, weight_BxCxV) * dnats_BxCx1
-        if normalizer:
-            dlogits_BxCxV += weight_BxCxV * take(dtotal_BxL, at, chunk, 1)[..., None]
-        if cap is not None:
-            dlogits_BxCxV *= capped_slope(logits_BxCxV, cap)
-        dlogits_BxCxV = dlogits_BxCxV.astype(x_BxLxD.dtype)
-        dx_BxCxD = jnp.einsum('bcv,vd->bcd', dlogits_BxCxV, weights_VxD, preferred_element_type=jnp.float32)
-        dx_BxLxD = put(dx_BxLxD, dx_BxCxD, at, 1)
-        if length % chunk:
-            fresh_Cx1 = fresh(i, chunk, length)[:, None]
-            x_BxCxD = jnp.where(fresh_Cx1, x_BxCxD, 0)
-        dembedding_VxD += jnp.einsum('bcv,bcd->vd', dlogits_BxCxV, x_BxCxD, preferred_element_type=jnp.float32)
-        if bias_V is not None:
-            fresh_C = fresh(i, chunk, length).astype(dlogits_BxCxV.dtype)
-            dbias_V += jnp.einsum('bcv,c->v', dlogits_BxCxV, fresh_C, preferred_element_type=jnp.float32)
-        return dx_BxLxD, dembedding_VxD, dbias_V
+        each = (total_BxL, targets_BxL, dnats_BxL, dtotal_BxL)
+        each = (None if x_BxL is None else take(x_BxL, at, chunk, 1) for x_BxL in each)
+        dlogits_BxCxV = _logit_gradient(_logits(x_BxCxD, weights_VxD, bias_V, cap), *each, cap)
+        return _added(gradients, dlogits_BxCxV, x_BxCxD, weights_VxD, i, chunk)
 
-    gradients = (
-        jnp.zeros_like(x_BxLxD),
-        jnp.zeros(embedding_VxD.shape, jnp.float32),
-        None if bias_V is None else jnp.zeros(bias_V.shape, jnp.float32),
-    )
     n_chunks = -(-length // chunk)
-    dx_BxLxD, dembedding_VxD, dbias_V = loop(0, n_chunks, one_chunk, gradients, n_chunks == 1)
+    gradients = loop(0, n_chunks, one_chunk, _no_gradients(x_BxLxD, embedding_VxD, bias_V), n_chunks == 1)
+    return *_as_parameters(gradients, embedding_VxD, bias_V), None
+
+
+def _as_parameters(gradients, embedding_VxD, bias_V):
+    dx_BxLxD, dembedding_VxD, dbias_V = gradients
     dbias_V = None if bias_V is None else dbias_V.astype(bias_V.dtype)
-    return dx_BxLxD, dembedding_VxD.astype(embedding_VxD.dtype), dbias_V, None
+    return dx_BxLxD, dembedding_VxD.astype(embedding_VxD.dtype), dbias_V
 
 
 _nats.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _weighted(chunk, cap, z_loss, x_BxLxD, embedding_VxD, bias_V, targets_BxL, weights_BxL):
+    """The sum, [1, 1], and the nats; the gradient of these is left out."""
+    nats_BxL, total_BxL = _nats(chunk, cap, True, x_BxLxD, embedding_VxD, bias_V, targets_BxL)
+    return _sum(weights_BxL, nats_BxL, total_BxL, z_loss)[0], nats_BxL
+
+
+def _sum(weights_BxL, nats_BxL, total_BxL, z_loss):
+    """The sum, [1, 1], and what of it each weight is multiplied by."""
+    losses_BxL = nats_BxL + z_loss * total_BxL**2 if z_loss else nats_BxL
+    return jnp.sum(weights_BxL * losses_BxL, keepdims=True), losses_BxL
+
+
+def _weighted_forward(chunk, cap, z_loss, x_BxLxD, embedding_VxD, bias_V, targets_BxL, weights_BxL):
+    length = targets_BxL.shape[1]
+    weights_VxD = embedding_VxD.astype(x_BxLxD.dtype)
+
+    def one_chunk(i, carry):
+        outputs, gradients = carry
+        at = start(i, chunk, length)
+        x_BxCxD, targets_BxC, weights_BxC = (take(x, at, chunk, 1) for x in (x_BxLxD, targets_BxL, weights_BxL))
+        logits_BxCxV = _logits(x_BxCxD, weights_VxD, bias_V, cap)
+        nats_BxC, total_BxC = _losses(logits_BxCxV, targets_BxC)
+        outputs = tuple(put(*pair, at, 1) for pair in zip(outputs, (nats_BxC, total_BxC), strict=True))
+        dtotal_BxC = 2.0 * z_loss * total_BxC * weights_BxC if z_loss else None
+        dlogits_BxCxV = _logit_gradient(logits_BxCxV, total_BxC, targets_BxC, weights_BxC, dtotal_BxC, cap)
+        return outputs, _added(gradients, dlogits_BxCxV, x_BxCxD, weights_VxD, i, chunk)
+
+    zeros_BxL = jnp.zeros(targets_BxL.shape, jnp.float32)
+    n_chunks = -(-length // chunk)
+    empty = ((zeros_BxL, zeros_BxL), _no_gradients(x_BxLxD, embedding_VxD, bias_V))
+    (nats_BxL, total_BxL), gradients = loop(0, n_chunks, one_chunk, empty, n_chunks == 1)
+    sum_1x1, losses_BxL = _sum(weights_BxL, nats_BxL, total_BxL, z_loss)
+    return (sum_1x1, nats_BxL), (_as_parameters(gradients, embedding_VxD, bias_V), losses_BxL)
+
+
+def _weighted_backward(chunk, cap, z_loss, residuals, cotangents):
+    gradients, losses_BxL = residuals
+    factor = cotangents[0][0, 0]
+    scaled = jax.tree.map(lambda gradient: (factor * gradient).astype(gradient.dtype), gradients)
+    return *scaled, None, factor * losses_BxL
+
+
+_weighted.defvjp(_weighted_forward, _weighted_backward)
