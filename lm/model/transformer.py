@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lm.attention import AttentionModule
+from lm.errors import ConfigError
 from lm.model.block import Block, stacked, taken_apart
 from lm.model.config import REMAT, ModelConfig
 from lm.model.positions import rotary, sinusoids
@@ -123,7 +124,14 @@ class Transformer(nnx.Module):
         """The decoding state of empty sequences: for each mechanism of the pattern, its states stacked over layers.
 
         `documents`: whether their tokens will say where their documents begin (`extend`).
+
+        Raises ConfigError where tokens see later ones, which are not there yet.
         """
+        if not self.config.causal:
+            raise ConfigError(
+                'model.causal = False: no text can be written or read piece by piece where tokens see later ones; take '
+                'a run of a causal model, or no --chunk'
+            )
 
         def empty(block):
             return block.init_state(batch, max_length, self.config.compute_dtype, documents)
