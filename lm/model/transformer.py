@@ -25,6 +25,8 @@ from lm.model.positions import rotary, sinusoids
 from lm.ops.cross_entropy import capped, cross_entropy
 from lm.parameters import NORMS, declare
 
+PLACES = 128
+"""Whose logits are in memory at a time where the most probable token is looked for."""
 FINAL_GAIN = 0.7
 """Size of the first gains of the last norm."""
 
@@ -214,6 +216,11 @@ class Transformer(nnx.Module):
         kernel_VxD = self._output[...].astype(x_BxLxD.dtype)
         logits_BxLxV = jnp.einsum('bld,vd->blv', x_BxLxD, kernel_VxD, preferred_element_type=jnp.float32)
         return capped(logits_BxLxV, self.config.logit_cap)
+
+    def most_probable(self, x_BxLxD: jax.Array) -> jax.Array:
+        """The token of the largest logit at each place, [B, L]; the logits are never held whole."""
+        best = lambda x_BxD: self.logits(x_BxD[:, None])[:, 0].argmax(-1)  # noqa: E731
+        return jax.lax.map(best, x_BxLxD.swapaxes(0, 1), batch_size=PLACES).T
 
 
 def _alternating(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
