@@ -12,7 +12,7 @@ from rich.table import Table
 from lm.config.text import dump
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
-from lm.evaluation.perplexity import Evaluator
+from lm.evaluation.perplexity import Evaluator, by_word
 from lm.experiment import Experiment, LoadedRun, load_run
 from lm.files import write_atomically
 from lm.runs.run_dir import config_differences
@@ -125,7 +125,7 @@ def by_word_and_byte(result: dict) -> dict[str, str]:
     if 'word_perplexity' not in result:
         return {'documents': f'{result["documents"]:,}'}
     return {
-        'perplexity per word': f'{result["word_perplexity"]:.4f}',
+        'perplexity per word': by_word(result, 4),
         'bits per byte': f'{result["bits_per_byte"]:.5f}',
         'words / bytes / documents': f'{result["words"]:,} / {result["bytes"]:,} / {result["documents"]:,}',
     }

@@ -24,6 +24,9 @@ from lm.text import perplexity
 from lm.training.mesh import batch_sharding, replicated, shared_rows
 from lm.training.step import TrainStep
 
+LONG_WORDS = 1e9
+"""Perplexities per word above it are written as powers of ten."""
+
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationWindows:
@@ -178,7 +181,7 @@ class Evaluator:
         """The result in one line."""
         parts = [f'loss {result["loss"]:.4f}  perplexity {result["perplexity"]:.3f}']
         if 'word_perplexity' in result:
-            parts.append(f'per word {result["word_perplexity"]:.3f}  bits per byte {result["bits_per_byte"]:.4f}')
+            parts.append(f'per word {by_word(result, 3)}  bits per byte {result["bits_per_byte"]:.4f}')
         if 'baseline_accuracy' in result:
             baseline = f'{result["baseline_perplexity"]:.3f} and {100 * result["baseline_accuracy"]:.2f} %'
             parts.append(f'accuracy {100 * result["accuracy"]:.2f} %  (frequencies alone: {baseline})')
@@ -206,6 +209,12 @@ class Evaluator:
     def targets(self, tokens: np.ndarray) -> np.ndarray:
         """What is asked for in a batch, [B, L]."""
         return tokens[:, 1:]
+
+
+def by_word(result: dict, digits: int) -> str:
+    """Its perplexity per word for people: a word may be a whole protein, and the figure have a hundred digits."""
+    value = result['word_perplexity']
+    return f'{value:.{digits}f}' if value < LONG_WORDS else f'{value:.{digits}e}'
 
 
 def _fetched(found, scored, targets):

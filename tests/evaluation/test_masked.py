@@ -140,7 +140,8 @@ def test_the_accuracy_of_the_next_token(path):
     plain, _ = evaluated(path, model, dataclasses.replace(config, accuracy=False), NextToken())
     assert {name: result[name] for name in plain} == plain
     assert result.keys() - plain.keys() == {'accuracy', 'baseline_accuracy', 'baseline_perplexity'}
-    disjoint, _ = evaluated(path, model, EvaluateConfig(accuracy=True), NextToken())
+    disjoint, evaluator = evaluated(path, model, EvaluateConfig(accuracy=True), NextToken())
+    assert len(evaluator.describe(disjoint)) < 160  # a word is a protein, its perplexity has a hundred digits
     store = TokenStore.open(path)
     n = store.tokens('validation')
     stream = np.concatenate([[0], store.read('validation', 0, n)])
