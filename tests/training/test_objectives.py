@@ -215,12 +215,17 @@ def test_the_loss_is_that_of_the_chosen_places(microbatches):
 
 
 def test_devices_and_microbatches_change_no_lot():
-    """One device, eight, and four microbatches: the same loss to rounding, so the same places."""
+    """One device, eight, four microbatches, and two devices for each window: the same loss to rounding, so the same
+    places."""
     batch, losses = residues((1, 8, 33)), []
-    for devices, microbatches in ((1, 1), (8, 1), (1, 4)):
-        mesh = make_mesh(MeshConfig(), jax.devices()[:devices])
+    for devices, microbatches, sequence in ((1, 1, 1), (8, 1, 1), (1, 4, 1), (8, 1, 2)):
+        mesh = make_mesh(MeshConfig(sequence=sequence), jax.devices()[:devices])
         with jax.set_mesh(mesh):
             step = step_of(Masked())
             tokens = jax.device_put(batch.reshape(microbatches, -1, 33), batch_sharding(mesh, axis=1))
             losses.append(float(jax.jit(step.train)(jax.jit(step.init)(0), tokens)[1]['loss']))
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+    with jax.set_mesh(make_mesh(MeshConfig(sequence=2))):
+        step = step_of(Masked(), dataclasses.replace(MODEL, attention=Performer(n_features=8)))
+        with pytest.raises(ConfigError, match=r'mesh\.sequence: a window on many devices needs causal attention'):
+            jax.eval_shape(step.train, step.abstract(), batch)
