@@ -28,8 +28,9 @@ from lm.model import ModelConfig, Transformer
 from lm.runs.initial import InitialParameters
 from lm.runs.run_dir import RunDir
 from lm.training.config import TrainConfig
-from lm.training.inputs import check_vocabulary, make_windows
+from lm.training.inputs import check_vocabulary, make_windows, unpacking
 from lm.training.mesh import MeshConfig, make_mesh
+from lm.training.objectives import check_objective
 from lm.training.optimizer import OptimizerConfig
 from lm.training.program import abstract_state
 from lm.training.step import State, TrainStep, weights
@@ -80,6 +81,7 @@ def validate(experiment: Experiment, devices: int | None = None, known: dict | N
         experiment.mesh.check_divides(devices)
         train.check_divides(devices // experiment.mesh.sequence)
     train.check_parts(experiment.mesh.sequence)
+    check_objective(train.objective, data, model)
     for length in (train.context_length, experiment.evaluate.context_length or 0):
         model.check_length(length)
     known = {} if known is None else known
@@ -92,6 +94,7 @@ def validate(experiment: Experiment, devices: int | None = None, known: dict | N
     if isinstance(store, str):
         return [store]
     check_vocabulary(store, data, model)
+    unpacking(data, train, model, store)
     make_windows(data, train, store)
     store.read(data.train_split, 0, 1)
     sets = tokens, experiment.evaluate.sets
@@ -99,7 +102,7 @@ def validate(experiment: Experiment, devices: int | None = None, known: dict | N
         known[sets] = _or_say(lambda: open_sets(experiment.evaluate, store, PATIENCE_SECONDS))
     if isinstance(known[sets], str):
         return [known[sets]]
-    check_evaluation(experiment.evaluate, data, train.context_length, store, known[sets])
+    check_evaluation(experiment.evaluate, data, train, store, known[sets])
     if train.init_from:
         params = known[step].abstract()['params']
         try:

@@ -37,7 +37,7 @@ from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
 from lm.text import duration, si
 from lm.training.config import TrainConfig
-from lm.training.inputs import make_batches, open_store
+from lm.training.inputs import make_batches, open_store, unpacking
 from lm.training.mesh import describe_mesh, initialize_distributed, make_mesh, meet
 from lm.training.peers import Peers
 from lm.training.preemption import Preemption
@@ -106,9 +106,9 @@ def set_up(
     mesh = make_mesh(experiment.mesh)
     stack.enter_context(jax.set_mesh(mesh))
     batches = make_batches(data, config, store, mesh)
-    unpack = data.task and data.task.unpack
+    unpack = unpacking(data, config, model, store)
     functions = TrainStep(model, experiment.optimizer, config.steps, unpack, bool(data.mixture), data.documents(store))
-    evaluator = make_evaluator(experiment.evaluate, data, config.context_length, functions, mesh, store)
+    evaluator = make_evaluator(experiment.evaluate, data, config, functions, mesh, store)
     parameters = sum(functions.count_parameters().values())
     is_leader = jax.process_index() == 0
     if is_leader:

@@ -29,6 +29,7 @@ OURS = (
     'quickstart',
     'decay',
     'real_text',
+    'proteins_small',
     'induction_heads_start',
     'induction_heads_finish',
     'associative_recall_start',

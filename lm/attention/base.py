@@ -21,11 +21,13 @@ from lm.parameters import layer_norm
 
 @dataclasses.dataclass(frozen=True)
 class HeadDims:
-    """The shape of a layer's heads: `n_heads` queries share `n_kv_heads` keys and values of size `head_dim`."""
+    """The shape of a layer's heads: `n_heads` queries share `n_kv_heads` keys and values of size `head_dim`; and
+    whether later keys are hidden from a query (`model.causal`)."""
 
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    causal: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Attention:
     """Whether the compiler knows the FLOPs of its TPU kernels; where not, `lm check` takes `flops_per_token`."""
     redraw_every = None
     """Training steps after which the module's random projections are drawn anew; None: never."""
+    causal = True
+    """False: tokens see later ones, whatever the model says."""
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'AttentionModule':
         """The module of one layer. Parameters are drawn from `rngs.params()`, buffers from `rngs.projections()`."""
@@ -71,6 +75,10 @@ class Attention:
         """Forward floating-point operations per token of one layer at context `length` (causal halving where the
         mechanism is quadratic; rematerialisation not counted; the q, k, v, o projections belong to the model)."""
         raise NotImplementedError
+
+    def why_causal(self) -> str | None:
+        """Why no token can see later ones (`HeadDims.causal = False`), and what to do about it; None: they can."""
+        return f'@{self.gin_name}() weighs earlier tokens alone; choose another one, such as @softmax()'
 
     def projections(self, dims: HeadDims) -> dict[str, int]:
         """What the module takes besides queries, keys and values: argument → width. The model multiplies the layer's
@@ -102,7 +110,7 @@ class AttentionModule(nnx.Module):
         *,
         starts_BxL: jax.Array | None = None,
     ) -> jax.Array:
-        """Causal attention over whole sequences.
+        """Attention over whole sequences, causal unless `HeadDims.causal` says otherwise.
 
         Args:
             q_BxLxHxD: queries, after rotary embedding.
@@ -164,6 +172,8 @@ class NormedModule(AttentionModule):
 
 def exact_flops_per_token(dims: HeadDims, length: int, window: int | None = None) -> float:
     """Two products of size head_dim (scores, mixture of values) for each key that a query sees on average."""
+    if not dims.causal:
+        return 4.0 * dims.n_heads * dims.head_dim * length
     window = min(length, window or length)
     seen = window - window**2 / (2 * length)
     return 4.0 * dims.n_heads * dims.head_dim * seen

@@ -33,6 +33,9 @@ class Hedgehog(LinearAttention):
         products = 2.0 * dims.head_dim**2 * (dims.n_heads + dims.n_kv_heads)
         return products + linear_flops_per_token(dims, length, 2 * dims.head_dim, 2 * dims.head_dim)
 
+    def why_causal(self) -> None:
+        return None
+
     @classmethod
     def kernel_cases(cls) -> KernelCases:
         return {'hedgehog 128': cls(per_head=False).kernel_call}

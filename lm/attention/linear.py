@@ -76,6 +76,8 @@ class LinearModule(AttentionModule):
         **named: jax.Array,
     ) -> jax.Array:
         arguments = self.arguments(q_BxLxHxD, k_BxLxKxD, self._columns(v_BxLxKxD), *own, **named)
+        if not self.dims.causal:
+            arguments |= {'causal': False}
         o_BxLxHxC = linear_attention(**self._apart(arguments, starts_BxL))
         return self.outputs(self._divided(o_BxLxHxC, v_BxLxKxD.dtype), v_BxLxKxD)
 
@@ -152,7 +154,7 @@ def linear_flops_per_token(
     """
     reads = 2.0 * n_features * dims.n_heads * (dims.head_dim + 1)
     folds = 2.0 * n_features * dims.n_kv_heads * dims.head_dim
-    if not causal:
+    if not (causal and dims.causal):
         return reads + folds
     block = min(length, block or DEFAULT_BLOCK)
     folded = (length - 1) // block * block

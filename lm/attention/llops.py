@@ -68,6 +68,9 @@ class Llops(LinearAttention):
         products *= dims.n_heads + dims.n_kv_heads
         return products + linear_flops_per_token(dims, length, self.n_features, self.n_features)
 
+    def why_causal(self) -> None:
+        return None
+
     @classmethod
     def kernel_cases(cls) -> KernelCases:
         """The mechanism, and the operation on as many features that are given."""

@@ -26,7 +26,7 @@ class Performer(LinearAttention):
     projection: str = field('orthogonal', choices=tuple(PROJECTIONS), help='how the rows of the projection are drawn')
     redraw_every: int | None = field(None, minimum=1, help='training steps after which it is drawn anew; None: never')
     renormalize: bool = field(True, help='divide by the sum of the weights')
-    causal: bool = field(True, help='False: every token sees all others')
+    causal: bool = field(True, help='False: every token sees all others, as with model.causal = False in any mechanism')
     scale: float | None = field(None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
     stabilizer: float = field(1e-6, minimum=0, help='keeps denominators of softmax estimators and signed ones from 0')
     kernel_epsilon: float = field(1e-3, minimum=0, help='added to the features of generalized kernels')
@@ -50,6 +50,9 @@ class Performer(LinearAttention):
         return project + linear_flops_per_token(
             dims, length, self.n_features, self.n_features, causal=self.causal, block=self.block
         )
+
+    def why_causal(self) -> None:
+        return None
 
     @classmethod
     def kernel_cases(cls) -> KernelCases:

@@ -16,7 +16,7 @@ from lm.attention.base import (
     exact_flops_per_token,
     flash_call,
 )
-from lm.attention.recurrent.gate import forget_gate, gate_projections
+from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import cache, polynomial_attention
 
@@ -40,6 +40,9 @@ class Polynomial(Attention):
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         return exact_flops_per_token(dims, length)
+
+    def why_causal(self) -> str | None:
+        return GATED.format('polynomial') if self.gate else None
 
     def weights(self, head_dim: int) -> dict[str, Any]:
         """Arguments of `polynomial_attention`: its weights.
@@ -86,7 +89,7 @@ class PolynomialAttention(NormedModule):
         q_BxLxHxD, k_BxLxKxD = self.normalize(q_BxLxHxD, k_BxLxKxD)
         weights = self.config.weights(self.dims.head_dim)
         decay = self.gate and self.gate.log_decay(k_BxLxKxD, gate_BxLxK)
-        options = {'starts_BxL': starts_BxL, 'log_decay_BxMxK': decay}
+        options = {'starts_BxL': starts_BxL, 'log_decay_BxMxK': decay, 'causal': self.dims.causal}
         return polynomial_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, **weights, **options)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> cache.Cache:

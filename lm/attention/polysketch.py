@@ -10,7 +10,7 @@ from flax import nnx
 from lm.attention.base import HeadDims, KernelCases, NormedModule
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.sketches import SKETCHES, networks_call
-from lm.attention.recurrent.gate import forget_gate, gate_projections
+from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import polynomial_attention
 from lm.ops.linear_attention import IMPLEMENTATIONS, SQUARE, PolynomialKernel
@@ -59,6 +59,11 @@ class Polysketch(LinearAttention):
             return engine
         sketch = SKETCHES[self.sketch].flops(dims.head_dim, self.sketch_size, self.degree // 2)
         return engine + (dims.n_heads + dims.n_kv_heads) * sketch
+
+    def why_causal(self) -> str | None:
+        if self.local:
+            return 'polysketch.local = True: the exact blocks have the causal mask; set it to False'
+        return GATED.format('polysketch') if self.gate else None
 
     @classmethod
     def kernel_cases(cls) -> KernelCases:

@@ -16,7 +16,7 @@ from lm.attention.base import (
     exact_flops_per_token,
     flash_call,
 )
-from lm.attention.recurrent.gate import forget_gate, gate_projections
+from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import SOFTMAX, cache, softmax_attention
 
@@ -46,6 +46,11 @@ class Softmax(Attention):
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         return exact_flops_per_token(dims, length, self.window)
 
+    def why_causal(self) -> str | None:
+        if self.window is not None:
+            return f'softmax.window = {self.window}: is one of earlier tokens; set it to None'
+        return GATED.format('softmax') if self.gate else None
+
     @classmethod
     def kernel_cases(cls) -> KernelCases:
         return {'softmax': softmax_call, 'splash': splash_call}
@@ -71,7 +76,7 @@ class SoftmaxAttention(AttentionModule):
         config = self.config
         decay = self.gate and self.gate.log_decay(k_BxLxKxD, gate_BxLxK)
         options = {'scale': config.scale, 'window': config.window, 'implementation': config.implementation}
-        masks = {'starts_BxL': starts_BxL, 'log_decay_BxMxK': decay}
+        masks = {'starts_BxL': starts_BxL, 'log_decay_BxMxK': decay, 'causal': self.dims.causal}
         return softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, **options, **masks)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> cache.Cache:

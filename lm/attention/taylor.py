@@ -34,6 +34,9 @@ class Taylor(LinearAttention):
         compress = 2.0 * dims.head_dim * size * (dims.n_heads + dims.n_kv_heads) if self.feature_dim else 0.0
         return compress + linear_flops_per_token(dims, length, 1 + size + size * (size + 1) // 2, size)
 
+    def why_causal(self) -> None:
+        return None
+
     @classmethod
     def kernel_cases(cls) -> KernelCases:
         return {'taylor 16': cls(feature_dim=16).kernel_call}

@@ -21,6 +21,7 @@ from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import Topology, parse
 from lm.ops.platform import data_shards
+from lm.training.inputs import unpacking
 from lm.training.mesh import make_mesh
 from lm.training.program import abstract_state, lower_step, out_of_memory
 from lm.training.step import TrainStep, count_parameters
@@ -198,8 +199,8 @@ def changed(experiment: Experiment, bindings: Mapping[str, Any]) -> Experiment:
 def _compile(experiment: Experiment, mesh: jax.sharding.Mesh, topology: Topology) -> tuple[Any, float]:
     """(the compiled step, 0), or (None, the GiB that it would need)."""
     config, data = experiment.train, experiment.data
-    unpack = data.task and data.task.unpack
     model, optimizer, documents = experiment.model, experiment.optimizer, data.documents(None)
+    unpack = unpacking(data, config, model, None)
     functions = TrainStep(model, optimizer, config.steps, unpack, bool(data.mixture), documents)
     dtype = experiment.data.dtype(experiment.model.vocab_size)
     try:

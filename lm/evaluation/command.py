@@ -12,7 +12,7 @@ from rich.table import Table
 from lm.config.text import dump
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
-from lm.evaluation.perplexity import Evaluator
+from lm.evaluation.perplexity import Evaluator, by_word
 from lm.experiment import Experiment, LoadedRun, load_run
 from lm.files import write_atomically
 from lm.runs.run_dir import config_differences
@@ -68,7 +68,7 @@ def evaluator_of(run: LoadedRun, **settings: Any) -> Evaluator | TaskEvaluator:
     """What scores the weights of a run as its configuration says, but for `settings`."""
     experiment = run.experiment
     config = dataclasses.replace(experiment.evaluate, **settings)
-    return make_evaluator(config, experiment.data, experiment.train.context_length, run.functions, run.mesh, run.store)
+    return make_evaluator(config, experiment.data, experiment.train, run.functions, run.mesh, run.store)
 
 
 def print_table(result: dict, path: str) -> None:
@@ -76,11 +76,10 @@ def print_table(result: dict, path: str) -> None:
     table = Table(title=f'{result["split"]} at step {result["step"]}', show_header=False, title_justify='left')
     rows = {
         'perplexity per token': f'{result["perplexity"]:.4f}',
-        'perplexity per word': f'{result["word_perplexity"]:.4f}',
-        'bits per byte': f'{result["bits_per_byte"]:.5f}',
+        **by_word_and_byte(result),
+        **accuracies(result),
         'nats in total': f'{result["sum_nats"]:.3f}',
         'tokens scored': f'{result["tokens"]:,}',
-        'words / bytes / documents': f'{result["words"]:,} / {result["bytes"]:,} / {result["documents"]:,}',
         'context / window': f'{result["context_length"]} / {result["window"]}',
         'tokenizer': result['tokenizer_sha256'][:16],
     }
@@ -104,9 +103,40 @@ def print_table(result: dict, path: str) -> None:
 def table_of_sets(sets: dict[str, dict]) -> Table:
     """The figures of each set for people."""
     table = Table(title='by set', title_justify='left')
-    for heading in ('set', 'split', 'perplexity per token', 'per word', 'bits per byte', 'tokens'):
+    columns = {
+        'perplexity per token': ('perplexity', '.4f'),
+        'per word': ('word_perplexity', '.4f'),
+        'bits per byte': ('bits_per_byte', '.5f'),
+        'accuracy': ('accuracy', '.2%'),
+        'frequencies alone: perplexity': ('baseline_perplexity', '.4f'),
+        'accuracy of these': ('baseline_accuracy', '.2%'),
+        'tokens': ('tokens', ','),
+    }
+    shown = {heading: told for heading, told in columns.items() if all(told[0] in found for found in sets.values())}
+    for heading in ('set', 'split', *shown):
         table.add_column(heading, justify='left' if heading in ('set', 'split') else 'right')
     for name, found in sets.items():
-        figures = f'{found["perplexity"]:.4f}', f'{found["word_perplexity"]:.4f}', f'{found["bits_per_byte"]:.5f}'
-        table.add_row(name, found['split'], *figures, f'{found["tokens"]:,}')
+        table.add_row(name, found['split'], *(format(found[figure], form) for figure, form in shown.values()))
     return table
+
+
+def by_word_and_byte(result: dict) -> dict[str, str]:
+    """Rows for people; none where single tokens were hidden."""
+    if 'word_perplexity' not in result:
+        return {'documents': f'{result["documents"]:,}'}
+    return {
+        'perplexity per word': by_word(result, 4),
+        'bits per byte': f'{result["bits_per_byte"]:.5f}',
+        'words / bytes / documents': f'{result["words"]:,} / {result["bytes"]:,} / {result["documents"]:,}',
+    }
+
+
+def accuracies(result: dict) -> dict[str, str]:
+    """Rows for people: how often no token was more probable, and what their frequencies alone would give."""
+    if 'accuracy' not in result:
+        return {}
+    return {
+        'accuracy': f'{result["accuracy"]:.2%}',
+        'frequencies alone: perplexity': f'{result["baseline_perplexity"]:.4f}',
+        'frequencies alone: accuracy': f'{result["baseline_accuracy"]:.2%}',
+    }

@@ -30,6 +30,10 @@ class EvaluateConfig:
     context_length: int | None = field(None, minimum=1, help='None: train.context_length')
     window: str = field('disjoint', check=_check_window, help="'disjoint' or 'sliding:STRIDE'")
     mask_documents: bool | None = field(None, help='no token sees another document; None: data.mask_documents')
+    accuracy: bool = field(
+        False,
+        help='how often no token is more probable, too, and what frequencies alone give; @masked(): always',
+    )
     batch_size: int = field(8, minimum=1, help='windows at a time, rounded up to a multiple of the devices')
     chunk: int | None = field(
         None, minimum=1, help='tokens of a window computed at a time, states or keys carried on; None: the whole window'

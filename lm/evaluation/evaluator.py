@@ -1,6 +1,8 @@
 """What measures the weights of a run."""
 
 import dataclasses
+import functools
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -9,49 +11,70 @@ from lm.data.mixture import Mixture
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator, check_task
+from lm.evaluation.baseline import EmpiricalBaseline
 from lm.evaluation.config import EvaluateConfig
+from lm.evaluation.masked import MaskedEvaluator, check_masked, hidden_scoring
 from lm.evaluation.perplexity import EvaluationWindows, Evaluator, scoring
 from lm.evaluation.sets import SetsEvaluator, open_sets
+from lm.training.config import TrainConfig
+from lm.training.objectives import check_objective
 from lm.training.step import TrainStep
 
 
 def make_evaluator(
     config: EvaluateConfig,
     data: DataConfig,
-    context_length: int,
+    train: TrainConfig,
     functions: TrainStep,
     mesh: Mesh,
     store: Store,
 ) -> Evaluator | SetsEvaluator | TaskEvaluator:
-    """Perplexity on text, accuracy on a task; `context_length` is that of training, where `config` names no other."""
-    split, context_length = what_is_scored(config, data, context_length)
+    """Perplexity on text, or what the objective of the training asks for; accuracy on a task."""
+    check_objective(train.objective, data, functions.model)
+    split, context_length = what_is_scored(config, data, train)
     functions.model.check_length(context_length)
     others = open_sets(config, store)
     if data.task:
         return TaskEvaluator(functions, mesh, data.task, split, context_length, config.window, config.batch_size)
     documents = data.documents(store, config.mask_documents)
-    program = scoring(functions, mesh, documents, config.chunk)
     config = dataclasses.replace(config, mask_documents=bool(documents))
     check_windows(config, split, context_length, store, others)
+
+    text = scoring(functions, mesh, documents, config.chunk, config.accuracy)
+    baseline = EmpiricalBaseline(store, data.train_split) if config.accuracy else None
+
+    @functools.cache
+    def parts_of(split: str) -> tuple[type[Evaluator], Any, EmpiricalBaseline | None]:
+        """What scores a split, its program, and the baseline."""
+        hiding = train.objective.hiding(store, functions.model.vocab_size, split)
+        if hiding is None:
+            return Evaluator, text, baseline
+        hidden = hidden_scoring(functions, mesh, hiding)
+        return MaskedEvaluator, hidden, EmpiricalBaseline(store, data.train_split, hiding.special)
+
+    def evaluator(store: TokenStore, split: str) -> Evaluator:
+        kind, program, baseline = parts_of(split)
+        return kind(program, mesh, store, config, split, context_length, baseline)
+
     if not others and not isinstance(store, Mixture):
-        return Evaluator(program, mesh, store, config, split, context_length)
+        return evaluator(store, split)
     parts = store.parts(split) if isinstance(store, Mixture) else {'': store}
     return SetsEvaluator(
         store,
-        {name: Evaluator(program, mesh, part, config, split, context_length) for name, part in parts.items()},
-        {name: Evaluator(program, mesh, s, config, own or split, context_length) for name, (s, own) in others.items()},
+        {name: evaluator(part, split) for name, part in parts.items()},
+        {name: evaluator(part, own or split) for name, (part, own) in others.items()},
     )
 
 
 def check_evaluation(
     config: EvaluateConfig,
     data: DataConfig,
-    context_length: int,
+    train: TrainConfig,
     store: Store,
     others: dict[str, tuple[TokenStore, str]],
 ) -> None:
     """Raises the ConfigError that `make_evaluator` would, without devices; `others` is what `open_sets` returns."""
-    split, context_length = what_is_scored(config, data, context_length)
+    split, context_length = what_is_scored(config, data, train)
     if data.task:
         check_task(data.task, split, context_length, config.window)
     else:
@@ -74,10 +97,14 @@ def check_windows(
             raise ConfigError(f'{error} (the set {name!r})' if name else str(error)) from None
 
 
-def what_is_scored(config: EvaluateConfig, data: DataConfig, context_length: int) -> tuple[str, int]:
-    """(split, context length) of the evaluations of a run that trains at `context_length`."""
+def what_is_scored(config: EvaluateConfig, data: DataConfig, train: TrainConfig) -> tuple[str, int]:
+    """(split, context length) of the evaluations of a run. Raises ConfigError for what its kind has not."""
     if data.task and config.mask_documents:
         raise ConfigError('evaluate.mask_documents = True: the examples of a task are no documents; delete this')
     if data.task and config.chunk:
         raise ConfigError(f'evaluate.chunk = {config.chunk}: the examples of a task are computed whole; delete this')
-    return config.split or data.eval_split, config.context_length or context_length
+    if train.objective.looks_ahead:
+        check_masked(config)
+    elif config.accuracy and config.chunk:
+        raise ConfigError(f'evaluate.chunk = {config.chunk}: evaluate.accuracy is of whole windows; delete one')
+    return config.split or data.eval_split, config.context_length or train.context_length

@@ -16,12 +16,16 @@ from jax.sharding import Mesh
 
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
+from lm.evaluation.baseline import EmpiricalBaseline
 from lm.evaluation.chunks import losses_in_chunks
 from lm.evaluation.config import EvaluateConfig
 from lm.ops.documents import Documents
 from lm.text import perplexity
 from lm.training.mesh import batch_sharding, replicated, shared_rows
 from lm.training.step import TrainStep
+
+LONG_WORDS = 1e9
+"""Perplexities per word above it are written as powers of ten."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,21 +71,48 @@ class EvaluationWindows:
 
 
 def scoring(
-    functions: TrainStep, mesh: Mesh, documents: Documents | None = None, chunk: int | None = None
-) -> Callable[[Any, jax.Array], jax.Array]:
+    functions: TrainStep,
+    mesh: Mesh,
+    documents: Documents | None = None,
+    chunk: int | None = None,
+    accuracy: bool = False,
+) -> Callable[[Any, jax.Array], Any]:
     """(weights, tokens [B, L + 1]) → nats of each target [B, L] on all devices; compiled once a shape.
 
     With `documents` those of a window do not see each other. With `chunk` a longer window is walked in parts of so many
-    tokens (`lm.evaluation.chunks`).
+    tokens (`lm.evaluation.chunks`). With `accuracy` also whether no token is more probable, bool [B, L].
     """
 
     def token_losses(weights, tokens_BxL):
         if chunk is not None and tokens_BxL.shape[1] - 1 > chunk:
             model = nnx.merge(functions.graph, weights['params'], weights['buffers'])
             return losses_in_chunks(model, tokens_BxL, chunk, documents)
+        if accuracy:
+            return functions.judged(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:], documents)
         return functions.token_losses(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:], documents)
 
     return jax.jit(token_losses, out_shardings=replicated(mesh))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredSums:
+    """What was scored, at each position of the context. They add up.
+
+    Attributes:
+        nats_L: float64.
+        tokens_L: how many, int64.
+        right_L: how many of them no token was more probable than; None: not looked at.
+        asked_V: how often each token was the right one; None: not looked at.
+    """
+
+    nats_L: np.ndarray
+    tokens_L: np.ndarray
+    right_L: np.ndarray | None = None
+    asked_V: np.ndarray | None = None
+
+    def __add__(self, other: 'ScoredSums') -> 'ScoredSums':
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+        return ScoredSums(*(None if a is None else a + b for a, b in pairs))
 
 
 class Evaluator:
@@ -90,40 +121,47 @@ class Evaluator:
 
     def __init__(
         self,
-        program: Callable[[Any, jax.Array], jax.Array],
+        program: Callable[..., Any],
         mesh: Mesh,
         store: TokenStore,
         config: EvaluateConfig,
         split: str,
         context_length: int,
+        baseline: EmpiricalBaseline | None = None,
     ):
-        """`program` is made by `scoring`."""
+        """`program` is made by `scoring`; with a `baseline` it judges, and the accuracy is told beside that one's."""
         self.store, self.split, self.config, self.mesh = store, split, config, mesh
         self.windows = EvaluationWindows.create(store.tokens(split), context_length, config.window)
         self.batch_size = shared_rows(config.batch_size, mesh)
+        self.baseline = baseline
         self._sharding = batch_sharding(mesh)
-        self._nats = program
+        self.program = program
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
         """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` said so."""
         found = self.sums(weights, should_stop)
-        return None if found is None else self.result(*found, step)
+        return None if found is None else self.result(found, step)
 
-    def sums(self, weights: Any, should_stop: Callable[[], bool]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Nats [L] float64 and scored tokens [L] int64 at each position of the context."""
-        L = self.windows.context_length
-        nats, tokens = np.zeros(L, np.float64), np.zeros(L, np.int64)
-        for nats_BxL, scored_BxL in self._scores(weights):
-            nats += np.where(scored_BxL, nats_BxL.astype(np.float64), 0.0).sum(axis=0)
-            tokens += scored_BxL.sum(axis=0)
+    def sums(self, weights: Any, should_stop: Callable[[], bool]) -> ScoredSums | None:
+        """Of the whole split; None when `should_stop` said so."""
+        total = None
+        for found, scored_BxL, targets_BxL in self._scores(weights):
+            nats_BxL, *judged = found
+            for chosen_BxL in judged[1:]:
+                scored_BxL = scored_BxL & chosen_BxL
+            sums = [np.where(scored_BxL, nats_BxL.astype(np.float64), 0.0).sum(axis=0), scored_BxL.sum(axis=0)]
+            if judged:
+                asked_V = np.bincount(targets_BxL[scored_BxL], minlength=self.store.vocab_size)
+                sums += [(judged[0] & scored_BxL).sum(axis=0), asked_V]
+            total = ScoredSums(*sums) if total is None else total + ScoredSums(*sums)
             if should_stop():
                 return None
-        return nats, tokens
+        return total
 
-    def result(self, nats_L: np.ndarray, tokens_L: np.ndarray, step: int) -> dict:
-        """The result of these sums."""
+    def result(self, sums: ScoredSums, step: int, store: Any = None) -> dict:
+        """The result of these sums, of the split of `store` (None: its own)."""
         masked = {'mask_documents': True} if self.config.mask_documents else {}
-        return summarize(nats_L, tokens_L, self.store, self.split) | {
+        return self.figures(sums, store or self.store) | {
             'split': self.split,
             'context_length': self.windows.context_length,
             'window': self.config.window,
@@ -131,26 +169,56 @@ class Evaluator:
             'step': step,
         }
 
+    def figures(self, sums: ScoredSums, store: Any) -> dict:
+        """What is reported of these sums."""
+        found = summarize(sums.nats_L, sums.tokens_L, store, self.split)
+        if self.baseline is None:
+            return found
+        accuracy = {'accuracy': float(sums.right_L.sum() / sums.tokens_L.sum())}
+        return found | accuracy | self.baseline.figures(sums.asked_V)
+
     def describe(self, result: dict) -> str:
         """The result in one line."""
-        return (
-            f'loss {result["loss"]:.4f}  perplexity {result["perplexity"]:.3f}'
-            f'  per word {result["word_perplexity"]:.3f}  bits per byte {result["bits_per_byte"]:.4f}'
-        )
+        parts = [f'loss {result["loss"]:.4f}  perplexity {result["perplexity"]:.3f}']
+        if 'word_perplexity' in result:
+            parts.append(f'per word {by_word(result, 3)}  bits per byte {result["bits_per_byte"]:.4f}')
+        if 'baseline_accuracy' in result:
+            baseline = f'{result["baseline_perplexity"]:.3f} and {100 * result["baseline_accuracy"]:.2f} %'
+            parts.append(f'accuracy {100 * result["accuracy"]:.2f} %  (frequencies alone: {baseline})')
+        return '  '.join(parts)
 
-    def _scores(self, weights) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(nats [B, L], scored [B, L]) of each batch, fetched one batch late so that the devices never wait."""
+    def _scores(self, weights) -> Iterator[tuple[list[np.ndarray], np.ndarray, np.ndarray]]:
+        """(what the program gives, scored, targets), each [B, L], of each batch, fetched one batch late so that the
+        devices never wait."""
         eod = self.store.tokenizer().eod_id
         pending = None
         with jax.set_mesh(self.mesh):
             for first in range(0, len(self.windows), self.batch_size):
                 tokens, scored = self.windows.batch(self.store, self.split, eod, first, self.batch_size)
                 array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
-                nats = self._nats(weights, array)
+                found = self.dispatch(weights, array, first)
                 if pending:
-                    yield np.asarray(pending[0]), pending[1]
-                pending = nats, scored
-        yield np.asarray(pending[0]), pending[1]
+                    yield _fetched(*pending)
+                pending = found, scored, self.targets(tokens)
+        yield _fetched(*pending)
+
+    def dispatch(self, weights: Any, tokens: jax.Array, first: int) -> Any:
+        """What the program gives of a batch whose first window is `first`."""
+        return self.program(weights, tokens)
+
+    def targets(self, tokens: np.ndarray) -> np.ndarray:
+        """What is asked for in a batch, [B, L]."""
+        return tokens[:, 1:]
+
+
+def by_word(result: dict, digits: int) -> str:
+    """Its perplexity per word for people: a word may be a whole protein, and the figure have a hundred digits."""
+    value = result['word_perplexity']
+    return f'{value:.{digits}f}' if value < LONG_WORDS else f'{value:.{digits}e}'
+
+
+def _fetched(found, scored, targets):
+    return [np.asarray(x) for x in jax.tree.leaves(found)], scored, targets
 
 
 def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split: str) -> dict:

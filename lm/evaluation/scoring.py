@@ -11,14 +11,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from lm.data.tokenizers import Tokenizer
+from lm.errors import ConfigError
 from lm.evaluation.perplexity import scoring
 from lm.training.mesh import batch_sharding, replicated, shared_rows
 from lm.training.step import State, TrainStep
 
 SHORTEST = 32
 """Rows are filled up to this many tokens or a power of two above, so that few programs serve all lengths."""
-POSITIONS = 128
-"""Whose logits are in memory at a time where the most probable token is looked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,20 +42,24 @@ class Scores:
 class Scorer:
     """Scores rows of tokens with the weights of a model, on all devices; compiled once a length.
 
-    Each token is scored with at most `context_length` tokens before it.
+    Each token is scored with at most `context_length` tokens before it. Raises ConfigError for a model whose tokens see
+    later ones.
     """
 
     def __init__(self, functions: TrainStep, mesh: Mesh, weights: State, context_length: int, batch_size: int):
+        if setting := functions.model.looks_ahead:
+            raise ConfigError(
+                f'{setting}: a text has no probability where tokens see later ones; score what a split hides with '
+                'lm evaluate'
+            )
         self.mesh, self.weights, self.context_length = mesh, weights, context_length
         self.batch_size = shared_rows(batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
         def judge(weights, tokens_BxN):
             model = nnx.merge(functions.graph, weights['params'], weights['buffers'])
-            x_LxBxD = model.hidden(tokens_BxN[:, :-1]).swapaxes(0, 1)
-            best = lambda x_BxD: model.logits(x_BxD[:, None])[:, 0].argmax(-1)  # noqa: E731
-            best_LxB = jax.lax.map(best, x_LxBxD, batch_size=POSITIONS)
-            return self._nats(weights, tokens_BxN), tokens_BxN[:, 1:] == best_LxB.T
+            best_BxL = model.most_probable(model.hidden(tokens_BxN[:, :-1]))
+            return self._nats(weights, tokens_BxN), tokens_BxN[:, 1:] == best_BxL
 
         self._nats = scoring(functions, mesh)
         self._judge = jax.jit(judge, out_shardings=replicated(mesh))

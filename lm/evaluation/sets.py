@@ -1,19 +1,20 @@
 """Perplexity of several texts at once: the parts of a mixture, and the named sets of `evaluate.sets`."""
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from lm.data.dataset import Store
 from lm.data.mixture import Mixture, check_same_tokenizer
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.evaluation.config import EvaluateConfig
-from lm.evaluation.perplexity import Evaluator, summarize
+from lm.evaluation.perplexity import Evaluator
 
 FIGURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte')
-"""What metrics.jsonl says of each set, as FIGURE/NAME."""
+FIGURES += ('accuracy', 'baseline_accuracy', 'baseline_perplexity')
+"""What metrics.jsonl says of each set that has it, as FIGURE/NAME."""
 
 
 class SetsEvaluator:
@@ -39,12 +40,11 @@ class SetsEvaluator:
             if found is None:
                 return None
             sums.append(found)
-            sets[name] = evaluator.result(*found, step) | {'path': evaluator.store.path}
+            sets[name] = evaluator.result(found, step) | {'path': evaluator.store.path}
         if not isinstance(self.store, Mixture):
             sets = {name: sets[name] for name in self.others}
-        nats_L, tokens_L = (np.sum(x, axis=0) for x in zip(*sums[: len(self.parts)], strict=True))
-        whole = summarize(nats_L, tokens_L, self.store, self.split)
-        return self._first.result(nats_L, tokens_L, step) | whole | {'sets': sets}
+        whole = functools.reduce(operator.add, sums[: len(self.parts)])
+        return self._first.result(whole, step, self.store) | {'sets': sets}
 
     def describe(self, result: dict) -> str:
         """The result in one line."""
@@ -55,7 +55,7 @@ class SetsEvaluator:
 def flat(result: dict) -> dict:
     """A result as a record of metrics.jsonl: of `sets` single figures, such as perplexity/books."""
     sets = result.get('sets', {})
-    figures = {f'{figure}/{name}': found[figure] for name, found in sets.items() for figure in FIGURES}
+    figures = {f'{f}/{name}': found[f] for name, found in sets.items() for f in FIGURES if f in found}
     return {name: value for name, value in result.items() if name != 'sets'} | figures
 
 

@@ -45,6 +45,9 @@ class ModelConfig:
     attention: Attention | tuple[Attention, ...] = field(
         YARDSTICK(), help='one mechanism, or a list cycled over layers'
     )
+    causal: bool = field(
+        True, help='False: every token sees all others, as models of @masked() do; softmax, performer and some more can'
+    )
     norm: str = field('layer', choices=tuple(NORMS), help='layer normalization, or RMSNorm: neither mean nor bias')
     activation: str = field('gelu', choices=tuple(ACTIVATIONS), help='of the gate of the linear units')
     gated: bool = field(True, help='gated linear units; False: a linear map, the activation, a linear map')
@@ -74,6 +77,9 @@ class ModelConfig:
             raise ConfigError(
                 f'model.attention lists {len(self.pattern)} mechanisms: must divide model.n_layers = {self.n_layers}'
             )
+        reasons = (one.why_causal() for one in self.pattern if not self.causal)
+        if reason := next(filter(None, reasons), None):
+            raise ConfigError(f'model.causal = False: {reason}')
 
     @property
     def pattern(self) -> tuple[Attention, ...]:
@@ -81,7 +87,14 @@ class ModelConfig:
 
     @property
     def dims(self) -> HeadDims:
-        return HeadDims(self.n_heads, self.n_kv_heads or self.n_heads, self.head_dim)
+        return HeadDims(self.n_heads, self.n_kv_heads or self.n_heads, self.head_dim, self.causal)
+
+    @property
+    def looks_ahead(self) -> str | None:
+        """The setting by which tokens see later ones; None: they do not."""
+        if not self.causal:
+            return 'model.causal = False'
+        return next((f'{one.gin_name}.causal = False' for one in self.pattern if not one.causal), None)
 
     @property
     def glu_dim(self) -> int:

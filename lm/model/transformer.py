@@ -18,12 +18,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lm.attention import AttentionModule
+from lm.errors import ConfigError
 from lm.model.block import Block, stacked, taken_apart
 from lm.model.config import REMAT, ModelConfig
 from lm.model.positions import rotary, sinusoids
 from lm.ops.cross_entropy import capped, cross_entropy
 from lm.parameters import NORMS, declare
 
+PLACES = 128
+"""Whose logits are in memory at a time where the most probable token is looked for."""
 FINAL_GAIN = 0.7
 """Size of the first gains of the last norm."""
 
@@ -123,7 +126,14 @@ class Transformer(nnx.Module):
         """The decoding state of empty sequences: for each mechanism of the pattern, its states stacked over layers.
 
         `documents`: whether their tokens will say where their documents begin (`extend`).
+
+        Raises ConfigError where tokens see later ones, which are not there yet.
         """
+        if not self.config.causal:
+            raise ConfigError(
+                'model.causal = False: no text can be written or read piece by piece where tokens see later ones; take '
+                'a run of a causal model, or no --chunk'
+            )
 
         def empty(block):
             return block.init_state(batch, max_length, self.config.compute_dtype, documents)
@@ -206,6 +216,11 @@ class Transformer(nnx.Module):
         kernel_VxD = self._output[...].astype(x_BxLxD.dtype)
         logits_BxLxV = jnp.einsum('bld,vd->blv', x_BxLxD, kernel_VxD, preferred_element_type=jnp.float32)
         return capped(logits_BxLxV, self.config.logit_cap)
+
+    def most_probable(self, x_BxLxD: jax.Array) -> jax.Array:
+        """The token of the largest logit at each place, [B, L]; the logits are never held whole."""
+        best = lambda x_BxD: self.logits(x_BxD[:, None])[:, 0].argmax(-1)  # noqa: E731
+        return jax.lax.map(best, x_BxLxD.swapaxes(0, 1), batch_size=PLACES).T
 
 
 def _alternating(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:

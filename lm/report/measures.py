@@ -39,7 +39,7 @@ class Measures:
     def perplexity(self, run: Run, context: int | None = None) -> float | None:
         """Per token, of a run on text; answers to a task have an accuracy. None where it is not finite."""
         measured = self.newest(run, context)
-        return None if 'accuracy' in measured else _finite(measured.get('perplexity'))
+        return None if 'task' in measured else _finite(measured.get('perplexity'))
 
     def accuracy(self, run: Run) -> float | None:
         """In percent."""

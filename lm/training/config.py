@@ -3,6 +3,8 @@
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.trackers import Tracker
+from lm.training.objectives import Objective
+from lm.training.objectives.next_token import NextToken
 
 
 def _check_traced(steps: tuple[int, int]) -> str | None:
@@ -19,6 +21,9 @@ class TrainConfig:
     tokens_per_step: int = field(2**20, minimum=1, help='tokens predicted per optimizer step, over all devices')
     context_length: int = field(1024, minimum=1)
     microbatches: int = field(1, minimum=1, help='gradient accumulation: parts that a batch is processed in')
+    objective: Objective = field(
+        NextToken(), help='what is asked for: @next_token(), or @masked() where model.causal = False'
+    )
     seed: int = field(0, minimum=0)
     log_every: int = field(10, minimum=1, resume=True)
     eval_every: int | None = field(1000, minimum=1, resume=True, help='None: only at the end')

@@ -10,11 +10,13 @@ from lm.model import ModelConfig
 from lm.ops.platform import SEQUENCE_AXIS, data_shards
 from lm.training.config import TrainConfig
 from lm.training.mesh import batch_sharding
+from lm.training.objectives import Unpack, check_objective
 
 
 def open_store(data: DataConfig, config: TrainConfig, model: ModelConfig) -> Store:
     """The token store, or the examples of a task. Raises MismatchError if its tokens do not fit the model, ConfigError
-    if the model has too few positions."""
+    if the model has too few positions or is not one of the objective."""
+    check_objective(config.objective, data, model)
     model.check_length(config.context_length)
     store = data.open(config.context_length)
     check_vocabulary(store, data, model)
@@ -29,6 +31,13 @@ def check_vocabulary(store: Store, data: DataConfig, model: ModelConfig) -> None
             f'{store.path} has {pieces} tokens' if data.task else f'the tokenizer of {store.path} has {pieces} pieces'
         )
         raise MismatchError(f'model.vocab_size = {model.vocab_size}: {what}; set model.vocab_size = {pieces}')
+
+
+def unpacking(data: DataConfig, config: TrainConfig, model: ModelConfig, store: Store | None) -> Unpack | None:
+    """What a step makes of its windows, for `TrainStep`: a task says so, else the objective, whose arguments are the
+    last two and whose errors are raised."""
+    check_objective(config.objective, data, model)
+    return data.task.unpack if data.task else config.objective.unpack(store, model.vocab_size)
 
 
 def make_batches(data: DataConfig, config: TrainConfig, store: Store, mesh: Mesh) -> Batches:

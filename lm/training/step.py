@@ -9,6 +9,7 @@ A state is a dict of arrays:
     in_a_row    int32, of these, how many since the last good one
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +22,11 @@ from lm import model as model_lib
 from lm.ops.documents import Documents
 from lm.ops.sequence import over_tokens
 from lm.parameters import PARTS, declarations
+from lm.training.objectives import Hiding, Unpack
+from lm.training.objectives.next_token import next_token
 from lm.training.optimizer import OptimizerConfig
 
 State = dict[str, Any]
-
-
-def next_token(tokens_BxL: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    """What text is unpacked to: every token predicts the next one, and all of them count."""
-    return tokens_BxL[:, :-1], tokens_BxL[:, 1:], None
 
 
 def weights(state: State) -> State:
@@ -40,8 +38,9 @@ class TrainStep:
     """The functions of one configuration: `init(seed)` makes a state, `train(state, batch)` advances it.
 
     `unpack` says what is read, what is asked for and which of that counts in the loss: tokens [B, L + 1] → ids, ids and
-    bool, each [B, L] (`Task.unpack`); None: the next token, everywhere. `by_window`: the step tells the loss of each
-    window too, as the metric `window_loss`, [A, B]. `documents`: those of a window do not see each other.
+    bool, each [B, L] (`Task.unpack`, `Objective.unpack`); None: the next token, everywhere. `by_window`: the step tells
+    the loss of each window too, as the metric `window_loss`, [A, B]. `documents`: those of a window do not see each
+    other.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class TrainStep:
         model: model_lib.ModelConfig,
         optimizer: OptimizerConfig,
         steps: int,
-        unpack: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]] | None = None,
+        unpack: Unpack | None = None,
         by_window: bool = False,
         documents: Documents | None = None,
     ):
@@ -94,7 +93,10 @@ class TrainStep:
             the new state, and scalars: loss (nats per token), grad_norm, learning_rate, skipped, in_a_row, and
             first_bad, which is what `name_of` knows the first array by that is not finite (-1: all are).
         """
-        loss, gradients, by_window = self._gradients(state['params'], state['buffers'], batch_AxBxL)
+        windows = (batch_AxBxL,)
+        if isinstance(self.unpack, Hiding):
+            windows += (self._numbers(state['step'], batch_AxBxL),)
+        loss, gradients, by_window = self._gradients(state['params'], state['buffers'], *windows)
         norm = optax.global_norm(gradients)
         updates, optimizer = self.transform.update(gradients, state['optimizer'], state['params'])
         proposal = {'params': optax.apply_updates(state['params'], updates), 'optimizer': optimizer}
@@ -148,53 +150,80 @@ class TrainStep:
         Of whole windows, which the mesh in context may split. With `documents` those of a window do not see each other.
         `normalizer` as in `Transformer.token_losses`.
         """
-        positions, starts_BxL = jnp.arange(tokens_BxL.shape[1]), None
-        if documents is not None:
-            positions, starts_BxL = documents.of(tokens_BxL)
 
         def losses(params, buffers, *tokens):
             return nnx.merge(self.graph, params, buffers).token_losses(*tokens, normalizer=normalizer)
 
-        of_parts = over_tokens(losses, (None, None, 1, 1, positions.ndim - 1, None if starts_BxL is None else 1))
+        return self._over_windows(losses, weights, tokens_BxL, targets_BxL, documents)
+
+    def judged(
+        self, weights: State, tokens_BxL: jax.Array, targets_BxL: jax.Array, documents: Documents | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """What `token_losses` gives, and whether no token is more probable than the target, bool [B, L]."""
+
+        def judge(params, buffers, tokens_BxL, targets_BxL, *rest):
+            model = nnx.merge(self.graph, params, buffers)
+            x_BxLxD = model.hidden(tokens_BxL, *rest)
+            return model.losses(x_BxLxD, targets_BxL), model.most_probable(x_BxLxD) == targets_BxL
+
+        return self._over_windows(judge, weights, tokens_BxL, targets_BxL, documents)
+
+    def _over_windows(self, function: Callable, weights, tokens_BxL, targets_BxL, documents):
+        positions, starts_BxL = jnp.arange(tokens_BxL.shape[1]), None
+        if documents is not None:
+            positions, starts_BxL = documents.of(tokens_BxL)
+        of_parts = over_tokens(function, (None, None, 1, 1, positions.ndim - 1, None if starts_BxL is None else 1))
         return of_parts(weights['params'], weights['buffers'], tokens_BxL, targets_BxL, positions, starts_BxL)
 
-    def _gradients(self, params, buffers, batch_AxBxL):
+    def _numbers(self, step, batch_AxBxL):
+        """Of the examples of a step, [A, B]: they count through the run, whatever batches are left out."""
+        shape = batch_AxBxL.shape[:2]
+        rows = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
+        return step.astype(jnp.uint32) * math.prod(shape) + rows
+
+    def _gradients(self, params, buffers, *windows):
         """Loss in plain nats, gradients (of the z-loss too) and what is told of single windows.
 
         The loss is the mean over the counted targets of the whole batch, wherever in it they stand: not the mean of the
         means of microbatches.
         """
-        counted_AxBxL = jax.vmap(self.unpack)(batch_AxBxL.astype(jnp.int32))[2]
+        microbatches = windows[0].shape[0]
+        counted_AxBxL = jax.vmap(self.unpack)(windows[0].astype(jnp.int32), *windows[1:])[2]
         if counted_AxBxL is not None:  # how many a microbatch has on average
-            count = jnp.maximum(counted_AxBxL.sum(), 1) / batch_AxBxL.shape[0]
+            count = jnp.maximum(counted_AxBxL.sum(), 1) / microbatches
 
         def average(x_BxL, counted_BxL):
             return x_BxL.mean() if counted_BxL is None else x_BxL.sum(where=counted_BxL) / count
 
-        def objective(params, batch_BxL):
+        def of_windows(nats_BxL, counted_BxL):
+            if counted_BxL is None:
+                return nats_BxL.mean(axis=1)
+            return nats_BxL.sum(axis=1, where=counted_BxL) / jnp.maximum(counted_BxL.sum(axis=1), 1)
+
+        def objective(params, batch_BxL, *numbers_B):
             batch_BxL = batch_BxL.astype(jnp.int32)
             weights = {'params': params, 'buffers': buffers}
-            inputs_BxL, targets_BxL, counted_BxL = self.unpack(batch_BxL)
+            inputs_BxL, targets_BxL, counted_BxL = self.unpack(batch_BxL, *numbers_B)
             options = {'normalizer': True} if self.z_loss else {}
             found = self.token_losses(weights, inputs_BxL, targets_BxL, self.documents, **options)
             nats_BxL, normalizer_BxL = found if self.z_loss else (found, None)
-            by_window = {'window_loss': nats_BxL.mean(axis=1)} if self.by_window else {}
+            by_window = {'window_loss': of_windows(nats_BxL, counted_BxL)} if self.by_window else {}
             nats = average(nats_BxL, counted_BxL)
             penalty = self.z_loss * average(normalizer_BxL**2, counted_BxL) if self.z_loss else 0.0
             return nats + penalty, (nats, by_window)
 
         grad = jax.grad(objective, has_aux=True)
-        if batch_AxBxL.shape[0] == 1:
-            gradients, (mean, by_window) = grad(params, batch_AxBxL[0])
+        if microbatches == 1:
+            gradients, (mean, by_window) = grad(params, *(x[0] for x in windows))
             return mean, gradients, jax.tree.map(lambda x: x[None], by_window)
 
-        def accumulate(total, batch_BxL):
-            gradients, (mean, by_window) = grad(params, batch_BxL)
+        def accumulate(total, window):
+            gradients, (mean, by_window) = grad(params, *window)
             return jax.tree.map(jnp.add, total, (mean, gradients)), by_window
 
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        total, by_window = jax.lax.scan(accumulate, zero, batch_AxBxL)
-        return *jax.tree.map(lambda x: x / batch_AxBxL.shape[0], total), by_window
+        total, by_window = jax.lax.scan(accumulate, zero, windows)
+        return *jax.tree.map(lambda x: x / microbatches, total), by_window
 
 
 def _checked(loss: jax.Array, gradients: Any, norm: jax.Array, proposal: State) -> dict[str, jax.Array]:

@@ -30,7 +30,7 @@ tiktoken_load = pytest.importorskip('tiktoken.load')
 TEXT = words(20_000, seed=3) + "It's 1234 o'clock, WE'LL see…\r\n\n  Größe: 12 €\n"
 
 
-def hugging_face(normalizer=None, end='<|endoftext|>') -> bytes:
+def hugging_face(normalizer=None, end='<|endoftext|>', special=()) -> bytes:
     """A tokenizer.json of byte-level BPE, as GPT-2's."""
     made = hf.Tokenizer(hf.models.BPE())
     made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -39,7 +39,7 @@ def hugging_face(normalizer=None, end='<|endoftext|>') -> bytes:
         made.normalizer = normalizer
     alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
     trainer = hf.trainers.BpeTrainer(
-        vocab_size=700, special_tokens=[end, '<pad>'], initial_alphabet=alphabet, show_progress=False
+        vocab_size=700, special_tokens=[end, '<pad>', *special], initial_alphabet=alphabet, show_progress=False
     )
     made.train_from_iterator(TEXT.splitlines(keepends=True), trainer)
     made.enable_padding(length=64)
@@ -210,3 +210,12 @@ def test_real_text_comes_back(tokenizer):
     tokens, lengths = tokenizer.encode_documents(found)
     documents = np.split(tokens, np.cumsum(lengths))[:-1]
     assert [tokenizer.decode(ids[:-1]) for ids in documents] == found
+
+
+def test_special_tokens_and_masks_are_known(files):
+    """What may not be hidden, and what hides others."""
+    masked = tokenizers.from_bytes(hugging_face(special=['[MASK]']))
+    assert (masked.eod_id, masked.mask_id, masked.special_ids) == (0, 2, (0, 1, 2))
+    plain, ranks = (tokenizers.load(files / name) for name in ('tokenizer.json', 'own.tiktoken'))
+    assert (plain.mask_id, plain.special_ids) == (None, (0, 1))
+    assert (ranks.mask_id, ranks.special_ids) == (None, (ranks.eod_id,))

@@ -334,6 +334,7 @@ def test_each_file_of_the_room_is_found():
     made = {cls.__module__.rpartition('.')[2] for cls in REGISTRY.values() if issubclass(cls, base.Source)}
     assert files - made == {'base', 'folder', 'patterns'}
     with pytest.raises(
-        ConfigError, match=r'one of @arrow\(\), @jsonl\(\), .*@python_sources\(\), @text_files\(\), @tfds\(\)'
+        ConfigError,
+        match=r'one of @arrow\(\), @fasta\(\), @jsonl\(\), .*@python_sources\(\), @text_files\(\), @tfds\(\)',
     ):
         PrepareConfig(source='jsonl')

@@ -110,3 +110,8 @@ def test_where_a_model_cannot_be():
     for path, message in (('http://x/y', 'http:// is not supported'), ('~nosuchuser/x', 'no such user')):
         with pytest.raises(ConfigError, match=f"tokenizer.model_path = '{path}': {message}"):
             tokenizers.load(path)
+
+
+def test_special_tokens_are_known():
+    tokenizer = SentencePiece(MODELS['bpe'])
+    assert (tokenizer.special_ids, tokenizer.mask_id) == ((0, 1, 2, 3), None)

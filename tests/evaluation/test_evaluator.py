@@ -17,9 +17,17 @@ from lm.evaluation.perplexity import EvaluationWindows, Evaluator, scoring, summ
 from lm.model import ModelConfig
 from lm.tasks.associative_recall import AssociativeRecall
 from lm.tasks.induction_heads import InductionHeads
+from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig, make_mesh
 
 N, EOD = 45, 99
+
+
+def at(context_length: int) -> TrainConfig:
+    return TrainConfig(context_length=context_length, tokens_per_step=context_length)
+
+
+TRAIN = at(16)
 
 
 class Store:
@@ -154,30 +162,30 @@ def test_which_evaluator_a_run_gets():
         DataConfig(path='x'),
         DataConfig(task=InductionHeads()),
     )
-    made = make_evaluator(EvaluateConfig(), text, 16, FUNCTIONS, mesh, Store())
+    made = make_evaluator(EvaluateConfig(), text, TRAIN, FUNCTIONS, mesh, Store())
     few = types.SimpleNamespace(token_losses=token_losses, model=ModelConfig(learned_positions=15))
     with pytest.raises(ConfigError, match=r'model.learned_positions = 15: fewer than the 16 tokens of the context'):
-        make_evaluator(EvaluateConfig(), text, 16, few, mesh, Store())
+        make_evaluator(EvaluateConfig(), text, TRAIN, few, mesh, Store())
     assert (type(made), made.split, made.windows.context_length) == (Evaluator, 'validation', 16)
     config = EvaluateConfig(split='test', context_length=20, batch_size=3)
-    made = make_evaluator(config, task, 16, FUNCTIONS, mesh, None)
+    made = make_evaluator(config, task, TRAIN, FUNCTIONS, mesh, None)
     assert (type(made), made.split, made.context_length, made.batch_size) == (TaskEvaluator, 'test', 20, 3)
-    assert what_is_scored(config, text, 16) == ('test', 20)
-    assert what_is_scored(EvaluateConfig(), DataConfig(path='x', eval_split='train'), 16) == ('train', 16)
+    assert what_is_scored(config, text, TRAIN) == ('test', 20)
+    assert what_is_scored(EvaluateConfig(), DataConfig(path='x', eval_split='train'), TRAIN) == ('train', 16)
 
 
 def test_an_evaluation_is_checked_without_devices():
     text, task = DataConfig(path='x'), DataConfig(task=InductionHeads())
-    check_evaluation(EvaluateConfig(), text, N, Store(), {})
-    check_evaluation(EvaluateConfig(), task, 64, None, {})
+    check_evaluation(EvaluateConfig(), text, at(N), Store(), {})
+    check_evaluation(EvaluateConfig(), task, at(64), None, {})
     with pytest.raises(ConfigError, match=f'context_length = {N + 1}: the split has only'):
-        check_evaluation(EvaluateConfig(), text, N + 1, Store(), {})
+        check_evaluation(EvaluateConfig(), text, at(N + 1), Store(), {})
     with pytest.raises(ConfigError, match='the stride must be at most the context, 8'):
-        check_evaluation(EvaluateConfig(window='sliding:9', context_length=8), text, 20, Store(), {})
+        check_evaluation(EvaluateConfig(window='sliding:9', context_length=8), text, at(20), Store(), {})
     with pytest.raises(ConfigError, match="'sliding:4': examples of a task are scored whole; set 'disjoint'"):
-        check_evaluation(EvaluateConfig(window='sliding:4'), task, 64, None, {})
+        check_evaluation(EvaluateConfig(window='sliding:4'), task, at(64), None, {})
     with pytest.raises(ConfigError, match=r'train\.context_length = 1: @induction_heads\(\) needs at least'):
-        check_evaluation(EvaluateConfig(context_length=1), task, 64, None, {})
+        check_evaluation(EvaluateConfig(context_length=1), task, at(64), None, {})
 
 
 @pytest.fixture

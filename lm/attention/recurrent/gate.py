@@ -14,6 +14,8 @@ from lm.parameters import declare
 
 SHORTEST, LONGEST = 10.0, 1000.0
 """Tokens after which 1/e is left, by the first gates of the first head and of the last."""
+GATED = '{0}.gate = True: forgets what came before, which no token that sees later ones does; set it to False'
+"""Why a mechanism with a gate is causal."""
 
 
 class ForgetGate(nnx.Module):

@@ -3,7 +3,7 @@
 from lm.config.configurable import configurable, field
 from lm.data.prepare.cleaning import CLEANINGS
 from lm.data.sources import Source
-from lm.data.tokenizers import TokenizerConfig
+from lm.data.tokenizers import TokenizerChoice, TokenizerConfig
 
 
 @configurable('prepare', resume=True)
@@ -13,7 +13,7 @@ class PrepareConfig:
     source: Source | None = field(None, help='where the documents come from: @tfds(), @text_files(), @jsonl() …')
     splits: tuple[str, ...] | None = field(None, help='the splits to prepare; None: all that the source has')
     cleaning: str = field('none', choices=tuple(CLEANINGS), help='what is done to the text before it is tokenised')
-    tokenizer: TokenizerConfig = field(TokenizerConfig(), help='@tokenizer()')
+    tokenizer: TokenizerChoice = field(TokenizerConfig(), help='@tokenizer(), or @amino_acids() for proteins')
     max_document_bytes: int = field(100_000_000, minimum=1, help='longer documents are bad records')
     strict: bool = field(False, help='stop at the first bad record instead of listing it in bad_records.jsonl')
     processes: int | None = field(None, minimum=1, help='worker processes; None: one a CPU core')

@@ -22,7 +22,7 @@ from lm.data import tokenizers
 from lm.data.prepare.cleaning import CLEANINGS
 from lm.data.sources import Source
 from lm.data.sources.base import Document, Shard
-from lm.data.tokenizers import Tokenizer, TokenizerConfig
+from lm.data.tokenizers import Tokenizer, TokenizerChoice
 from lm.data.tokenizers.sentencepiece import sentences, train
 from lm.errors import MismatchError
 from lm.files import write_atomically
@@ -145,13 +145,14 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
     result.write(tokens, lengths, counts)
 
 
-def train_tokenizer(job: Preparation, config: TokenizerConfig, shards: list[Shard]) -> None:
-    """Writes the model of the tokenizer: an existing one, or one that is trained on a sample of the shards."""
+def train_tokenizer(job: Preparation, config: TokenizerChoice, shards: list[Shard]) -> None:
+    """Writes the model of the tokenizer: an existing or a fixed one, or one trained on a sample of the shards."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    if config.model_path is None:
-        write_atomically(job.model, train(config, _sample(job, config.sample_bytes, shards)))
-    else:
-        write_atomically(job.model, tokenizers.load(config.model_path, config).model)
+    if config.model_path is not None:
+        contents = tokenizers.load(config.model_path, config).model
+    elif (contents := config.contents()) is None:
+        contents = train(config, _sample(job, config.sample_bytes, shards))
+    write_atomically(job.model, contents)
 
 
 def documents(job: Preparation, shard: Shard) -> Iterator[Document]:

@@ -132,8 +132,8 @@ def _train(
     if job.model.exists():
         return
     name = 'train' if 'train' in shards else next(iter(shards))
-    size = min(config.tokenizer.sample_bytes, sum(shard.bytes for shard in shards[name]))
-    if config.tokenizer.model_path is None:
+    if config.tokenizer.model_path is None and config.tokenizer.contents() is None:
+        size = min(config.tokenizer.sample_bytes, sum(shard.bytes for shard in shards[name]))
         kind = f'{config.tokenizer.model_type}, {config.tokenizer.vocab_size:,} pieces'
         console.print(f'training the tokenizer ({kind}) on {si(size)}B of {name}', highlight=False)
     start = printed = time.monotonic()
@@ -265,7 +265,7 @@ def _split_names(config: PrepareConfig) -> tuple[str, ...]:
 def _settings(config: PrepareConfig) -> dict[str, Any]:
     """All that the contents of the store depend on."""
     told = config.tokenizer
-    tokenizer = {name: getattr(told, name) for name in ('vocab_size', 'model_type', 'sample_bytes', 'model_path')}
+    tokenizer = told.settings()
     if told.model_path is not None:
         tokenizer = {'model_sha256': tokenizers.load(told.model_path, told).sha256}
     if told.end_of_document is not None:
@@ -292,7 +292,7 @@ def _compare(old: dict[str, Any], new: dict[str, Any], what: str, section: str =
         if key == 'listing':
             raise ConfigError(f'{what} from other files: those of the source changed since; {remedy}')
         if isinstance(was, dict) and isinstance(now, dict):
-            was, now = was['kind'], now['kind']
+            was, now = (x.get('kind', 'another') for x in (was, now))
         raise ConfigError(f'{what} with {section}.{key} = {was!r}, not {now!r}; {remedy}')
 
 

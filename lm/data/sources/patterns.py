@@ -2,13 +2,19 @@
 
 import abc
 import dataclasses
+import gzip
+import itertools
+import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from lm.config.configurable import field
 from lm.data.sources.base import SPLITS, Document, Part, Shard, Source, file_size, group, hash_of, regular, shard_bytes
-from lm.errors import ConfigError
+from lm.errors import ConfigError, MismatchError
 from lm.files import open_path
+
+PACKED = '.gz'
+"""How the names of gzipped files end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +109,55 @@ class FilePatterns(Source):
         except (ValueError, NotImplementedError) as error:
             reason = ' '.join(str(error).split())[:150]
             raise ConfigError(f'{self.gin_name}.path = {self.path!r}: {reason}; write another pattern') from None
+
+
+class LinePatterns(FilePatterns):
+    """Base of the sources that read files of lines, plain or gzipped."""
+
+    def parts(self, path: Any, unit: int) -> list[Part]:
+        size = file_size(path)
+        if path.name.endswith(PACKED):
+            if not size:
+                raise MismatchError(f'{path}: empty, without even the head of a gzip file; fetch it again')
+            # Can only be read from its beginning; text is about three times as long.
+            return [Part(str(path), 0, -1, 3 * size)]
+        return [Part(str(path), a, b, b - a) for a, b in itertools.pairwise([*range(0, size, unit), size])]
+
+
+def lines(part: Part, stop: int, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """Offset and content of each line that begins in the part and before `stop`, which is -1 for the end of the file
+    and does not count where it is gzipped; None for content longer than `max_bytes`."""
+    with open_path(part.file).open('rb') as file:
+        to_end = part.file.endswith(PACKED) or stop < 0
+        stream: BinaryIO = gzip.GzipFile(fileobj=file) if part.file.endswith(PACKED) else file
+        offset = part.start
+        if offset:  # the line that crosses the beginning belongs to the part before
+            stream.seek(offset - 1)
+            offset += _skip_line(stream, -1)
+        while to_end or offset < stop:
+            try:
+                line = stream.readline(max_bytes + 1)
+                length = len(line)
+                whole = length <= max_bytes or line.endswith(b'\n')
+                if not whole:
+                    length = _skip_line(stream, length)
+            except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:
+                raise MismatchError(
+                    f'{part.file}: damaged behind byte {offset} ({error}); fetch the file again'
+                ) from None
+            if not line:
+                return
+            yield offset, line if whole else None
+            offset += length
+
+
+def _skip_line(stream: BinaryIO, length: int) -> int:
+    """Reads to the end of the line in pieces; returns `length` plus what was read."""
+    while piece := stream.readline(1_000_000):
+        length += len(piece)
+        if piece.endswith(b'\n'):
+            break
+    return length
 
 
 def _fixed_folder(path: Any) -> tuple[Any, str]:

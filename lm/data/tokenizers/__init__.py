@@ -3,6 +3,7 @@
 base            what all have in common
 config          what a gin file says
 sentencepiece   SentencePiece models, and their training
+amino_acids     a token for each amino acid
 huggingface     tokenizer.json of Hugging Face
 ranks           ranks of byte pairs, as tiktoken reads them
 """
@@ -12,7 +13,7 @@ import pathlib
 import pkgutil
 
 from lm.data.tokenizers.base import Tokenizer, token_dtype
-from lm.data.tokenizers.config import TokenizerConfig
+from lm.data.tokenizers.config import TokenizerChoice, TokenizerConfig
 from lm.errors import ConfigError, MismatchError
 from lm.files import open_path
 
@@ -22,7 +23,7 @@ for _module in pkgutil.iter_modules(__path__):
 FILE_NAMES = tuple(sorted({kind.file_name for kind in Tokenizer.__subclasses__()}))
 """Under which tokenizers of all kinds lie beside tokens and weights."""
 
-__all__ = ['FILE_NAMES', 'Tokenizer', 'TokenizerConfig', 'from_bytes', 'load', 'token_dtype']
+__all__ = ['FILE_NAMES', 'Tokenizer', 'TokenizerChoice', 'TokenizerConfig', 'from_bytes', 'load', 'token_dtype']
 
 
 def from_bytes(model: bytes, eod: int | str | None = None, name: str = 'tokenizer.model') -> Tokenizer:

@@ -13,7 +13,7 @@ import numpy as np
 from lm.data.tokenizers.config import TokenizerConfig
 
 PROBE = ' a  b\n\n\tc\r\n\x00 ﬀ é Å 😀 </s> <0x41> '
-"""What a lossless tokenizer gives back."""
+"""What a lossless tokenizer of any text gives back."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -31,6 +31,8 @@ class Tokenizer(abc.ABC):
         eod_id: the end-of-document token.
         dtype: of its ids, uint16 or uint32.
         lossless: whether it gives spaces, line breaks and rare characters back.
+        mask_id: the token that stands for a hidden one; None: it has none.
+        special_ids: tokens that no text holds, the end-of-document token among them.
     """
 
     what = ''
@@ -39,12 +41,16 @@ class Tokenizer(abc.ABC):
     """Of its file in a token store."""
     library = ''
     """The package that encodes, whose version is recorded."""
+    probe = PROBE
+    """What a lossless tokenizer of the kind gives back."""
+    mask_id: int | None = None
 
     def __init__(self, model: bytes, vocab_size: int, eod_id: int):
         self.model, self.vocab_size, self.eod_id = model, vocab_size, eod_id
+        self.special_ids: tuple[int, ...] = (eod_id,)
         self.sha256 = hashlib.sha256(model).hexdigest()
         self.dtype = token_dtype(vocab_size)
-        self.lossless: bool = self.decode(self.encode_batch([PROBE])[0]) == PROBE
+        self.lossless: bool = self.decode(self.encode_batch([self.probe])[0]) == self.probe
 
     @classmethod
     @abc.abstractmethod

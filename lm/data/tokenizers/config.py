@@ -1,11 +1,30 @@
 """What a gin file says of the tokenizer."""
 
+from typing import Any
+
 from lm.config.configurable import configurable, field
 from lm.data.tokenizers.patterns import PATTERNS
 
 
+class TokenizerChoice:
+    """Base of what `prepare.tokenizer` may be (frozen dataclasses made by `@configurable`)."""
+
+    model_path: str | None = None
+    """The file of an existing tokenizer."""
+    end_of_document: str | None = None
+    """Its token behind each document; None: what it says itself."""
+
+    def settings(self) -> dict[str, Any]:
+        """What the tokenizer depends on, for dataset.json, where `model_path` does not say it."""
+        raise NotImplementedError
+
+    def contents(self) -> bytes | None:
+        """Of its file, where the choice alone decides them; None: it is trained, or read from `model_path`."""
+        return None
+
+
 @configurable('tokenizer', resume=True)
-class TokenizerConfig:
+class TokenizerConfig(TokenizerChoice):
     """The tokenizer that `lm prepare` trains on a sample of the training split, or an existing one."""
 
     vocab_size: int = field(32_000, minimum=261, maximum=2**31 - 1, help='pieces, with 256 bytes and 4 special ones')
@@ -16,3 +35,6 @@ class TokenizerConfig:
     )
     end_of_document: str | None = field(None, help='its token behind each document; None: what it says itself')
     pattern: str = field('gpt2', choices=tuple(PATTERNS), help='how text is split where model_path is a file of ranks')
+
+    def settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ('vocab_size', 'model_type', 'sample_bytes', 'model_path')}

@@ -16,6 +16,9 @@ from lm.errors import ConfigError, MismatchError
 ENDS = ('<|endoftext|>', '<|end_of_text|>', '<｜end▁of▁sentence｜>', '</s>', '<eos>', '[EOS]')
 """How the token behind a document is called, the first that there is; another one is tokenizer.end_of_document."""
 
+MASKS = ('[MASK]', '<mask>')
+"""How the token is called that stands for a hidden one."""
+
 
 class HuggingFace(Tokenizer):
     """A tokenizer.json."""
@@ -41,6 +44,9 @@ class HuggingFace(Tokenizer):
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         super().__init__(model, max(vocabulary.values()) + 1, _end(vocabulary, eod))
+        special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = tuple(sorted(special | {self.eod_id}))
+        self.mask_id = next((vocabulary[name] for name in MASKS if name in vocabulary), None)
 
     @classmethod
     def recognises(cls, model: bytes) -> bool:

@@ -52,6 +52,7 @@ class Ranks(Tokenizer):
         eod_id = eod if isinstance(eod, int) else special[eod or next(iter(special))]
         self._special = set(special.values())
         super().__init__(model, self._encoding.max_token_value + 1, eod_id)
+        self.special_ids = tuple(sorted(self._special | {eod_id}))
 
     @classmethod
     def recognises(cls, model: bytes) -> bool:

@@ -58,6 +58,9 @@ class SentencePiece(Tokenizer):
         space = [self._processor.piece_to_id(f'<0x{byte:02X}>') for byte in SPACE.encode()]
         self._space = np.array(space, np.int32)
         super().__init__(model, self._processor.vocab_size(), self._end(eod))
+        processor = self._processor
+        control = {i for i in range(self.vocab_size) if processor.is_control(i) or processor.is_unknown(i)}
+        self.special_ids = tuple(sorted(control | {self.eod_id}))
         self._cuts = self.lossless
 
     @classmethod

@@ -1,0 +1,88 @@
+"""Accuracy and perplexity of hidden tokens, as Performer (App. C.3) reports them of models that see both sides.
+
+The windows of a split follow one another, each token in one of them; the last one ends with the split and asks for what
+no other has. What is hidden in them is always the same (`lm.training.objectives.masked`).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from lm.data.store import TokenStore
+from lm.errors import ConfigError
+from lm.evaluation.baseline import EmpiricalBaseline
+from lm.evaluation.config import EvaluateConfig
+from lm.evaluation.perplexity import EvaluationWindows, Evaluator, ScoredSums
+from lm.training.mesh import replicated
+from lm.training.objectives import Hiding
+from lm.training.step import TrainStep
+
+OF_ALL_TOKENS = ('bytes', 'words', 'word_perplexity', 'bits_per_byte')
+"""Figures that mean nothing where only some tokens are scored."""
+
+
+def check_masked(config: EvaluateConfig) -> None:
+    """Raises ConfigError for what only tokens that see earlier ones alone allow."""
+    if config.window != 'disjoint':
+        raise ConfigError(f"evaluate.window = '{config.window}': windows with hidden tokens are whole; set 'disjoint'")
+    if config.chunk:
+        raise ConfigError(
+            f'evaluate.chunk = {config.chunk}: where tokens see later ones a window is computed whole; delete this'
+        )
+    if config.mask_documents:
+        raise ConfigError('evaluate.mask_documents = True: is for tokens that see earlier ones alone; delete this')
+
+
+def hidden_scoring(functions: TrainStep, mesh: Mesh, hiding: Hiding) -> Callable[..., tuple[jax.Array, ...]]:
+    """(weights, tokens [B, L], numbers of the windows [B]) → nats, whether no token is more probable than the right
+    one, and whether a place is chosen, each [B, L] on all devices; compiled once a shape."""
+
+    def score(weights, tokens_BxL, numbers_B):
+        inputs_BxL, chosen_BxL = hiding.hide(tokens_BxL, numbers_B)
+        return *functions.judged(weights, inputs_BxL, tokens_BxL), chosen_BxL
+
+    return jax.jit(score, out_shardings=replicated(mesh))
+
+
+class WholeWindows(EvaluationWindows):
+    """Windows of L tokens, not L + 1: nothing stands before them."""
+
+    def batch(self, store: TokenStore, split: str, eod: int, first: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Windows first, …, first+size-1: (token ids [size, L], bool [size, L] of those that no other window has)."""
+        L, n = self.context_length, self.n_tokens
+        index = np.arange(first, first + size)
+        starts = np.minimum(np.where(index < len(self), index, 0) * L, n - L)
+        tokens = store.read_many(split, starts, L).astype(np.int32)
+        own = starts[:, None] + np.arange(L) >= index[:, None] * L
+        return tokens, own & (index < len(self))[:, None]
+
+
+class MaskedEvaluator(Evaluator):
+    """Scores what is hidden in a split, and says what the frequencies of the tokens alone would give."""
+
+    def __init__(
+        self,
+        program: Callable[..., tuple[jax.Array, ...]],
+        mesh: Mesh,
+        store: TokenStore,
+        config: EvaluateConfig,
+        split: str,
+        context_length: int,
+        baseline: EmpiricalBaseline,
+    ):
+        """`program` is made by `hidden_scoring`."""
+        super().__init__(program, mesh, store, config, split, context_length, baseline)
+        self.windows = WholeWindows(**dataclasses.asdict(self.windows))
+
+    def figures(self, sums: ScoredSums, store: Any) -> dict:
+        return {name: value for name, value in super().figures(sums, store).items() if name not in OF_ALL_TOKENS}
+
+    def dispatch(self, weights: Any, tokens: jax.Array, first: int) -> Any:
+        return self.program(weights, tokens, np.arange(first, first + len(tokens), dtype=np.uint32))
+
+    def targets(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens

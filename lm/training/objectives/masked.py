@@ -1,0 +1,108 @@
+"""Hidden tokens, from those on both sides (Devlin et al. 2019, §3.1; Performer, App. C.3).
+
+Each token is chosen with probability 15 %. Of those chosen 80 % become the mask token, 10 % a token drawn from all, and
+10 % stay; the model is asked what stands at the chosen places, and nothing else counts. The end of a document and other
+special tokens are never chosen and never drawn.
+
+Which places are chosen, and what becomes of them, is a function of (masked.seed, the split, the number of the window):
+in training that of the example, so that each epoch has lots of its own; in evaluations its place in the split, so that
+all models of all runs are asked the same.
+"""
+
+import dataclasses
+import zlib
+
+import jax
+import jax.numpy as jnp
+
+from lm.config.configurable import configurable, field
+from lm.data.dataset import Store
+from lm.errors import ConfigError
+from lm.training.objectives.base import Hiding, Objective
+
+TRAINING = 'training'
+"""What stands for the split in training."""
+
+
+@configurable('masked')
+class Masked(Objective):
+    """What stands at places that are hidden; the model sees both sides (`model.causal = False`)."""
+
+    share: float = field(0.15, above=0, below=1, help='of the tokens is chosen')
+    mask_share: float = field(0.8, minimum=0, maximum=1, help='of those chosen becomes the mask token')
+    random_share: float = field(0.1, minimum=0, maximum=1, help='of those chosen becomes any token; the rest stays')
+    mask_id: int | None = field(
+        None, minimum=0, help="the mask token; None: the tokenizer's own, else the first id behind its pieces"
+    )
+    seed: int = field(0, minimum=0, maximum=2**31 - 1, help='which places are chosen')
+
+    looks_ahead = True
+    remedy = 'hidden tokens are told from both sides, and the model sees earlier ones alone; set model.causal = False'
+
+    def __post_init__(self):
+        if self.mask_share + self.random_share > 1:
+            raise ConfigError(
+                f'masked.random_share = {self.random_share}: must be at most 1 - masked.mask_share = '
+                f'{1 - self.mask_share:.6g}'
+            )
+
+    def unpack(self, store: Store | None, vocab_size: int) -> 'Masking':
+        return self.hiding(store, vocab_size, TRAINING)
+
+    def hiding(self, store: Store | None, vocab_size: int, split: str) -> 'Masking':
+        pieces, own, special = vocab_size - 1, None, ()
+        if store is not None:
+            tokenizer = store.tokenizer()
+            pieces, own, special = tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids
+        ids = (self.mask_id, own, pieces)
+        mask = next(i for i in ids if i is not None)
+        if mask >= vocab_size:
+            raise ConfigError(
+                f'model.vocab_size = {vocab_size}: must be above the mask token, {mask}; the tokenizer has {pieces} '
+                f'pieces; set model.vocab_size = {mask + 1}'
+            )
+        special = tuple(sorted({*special, mask} & set(range(pieces))))
+        if len(special) == pieces:
+            raise ConfigError(
+                f'train.objective = @masked(): the {pieces} pieces are all special, so none can be hidden; take '
+                'another tokenizer'
+            )
+        return Masking(self, split, mask, pieces, special)
+
+
+@dataclasses.dataclass(frozen=True)
+class Masking(Hiding):
+    """Hides tokens of the windows of one split.
+
+    Attributes:
+        config: the shares and the seed.
+        split: what is drawn differs from split to split.
+        mask: the id of the mask token.
+        pieces: tokens that may be drawn are below it.
+        special: ids among them that are neither chosen nor drawn, in ascending order.
+    """
+
+    config: Masked
+    split: str
+    mask: int
+    pieces: int
+    special: tuple[int, ...]
+
+    def hide(self, tokens_BxL: jax.Array, numbers_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+        config, length = self.config, tokens_BxL.shape[1]
+        seed = jax.random.fold_in(jax.random.key(config.seed, impl='threefry2x32'), zlib.crc32(self.split.encode()))
+
+        def draw(number):
+            lots, others = jax.random.split(jax.random.fold_in(seed, number))
+            others_L = jax.random.randint(others, (length,), 0, self.pieces - len(self.special))
+            return jax.random.uniform(lots, (length,)), others_L
+
+        lots_BxL, others_BxL = jax.vmap(draw)(numbers_B.astype(jnp.uint32))
+        chosen_BxL = lots_BxL < config.share
+        for special in self.special:
+            others_BxL += others_BxL >= special
+            chosen_BxL &= tokens_BxL != special
+        is_mask_BxL = lots_BxL < config.share * config.mask_share
+        is_other_BxL = lots_BxL < config.share * (config.mask_share + config.random_share)
+        hidden_BxL = jnp.where(is_mask_BxL, self.mask, jnp.where(is_other_BxL, others_BxL, tokens_BxL))
+        return jnp.where(chosen_BxL, hidden_BxL, tokens_BxL).astype(tokens_BxL.dtype), chosen_BxL

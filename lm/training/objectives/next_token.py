@@ -1,0 +1,23 @@
+"""The next token: what causal models of text learn."""
+
+import jax
+
+from lm.config.configurable import configurable
+from lm.data.dataset import Store
+from lm.training.objectives.base import Objective
+
+
+@configurable('next_token')
+class NextToken(Objective):
+    """Every token predicts the next one, and all of them count."""
+
+    looks_ahead = False
+    remedy = '{}, so every token sees the one that it shall predict; set train.objective = @masked(), or that to True'
+
+    def unpack(self, store: Store | None, vocab_size: int) -> None:
+        return None
+
+
+def next_token(tokens_BxL: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    """What text is unpacked to: every token predicts the next one, and all of them count."""
+    return tokens_BxL[:, :-1], tokens_BxL[:, 1:], None
