@@ -22,7 +22,7 @@ from lm.errors import ConfigError
 from lm.model.block import Block, stacked, taken_apart
 from lm.model.config import REMAT, ModelConfig
 from lm.model.positions import rotary, sinusoids
-from lm.ops.cross_entropy import capped, cross_entropy
+from lm.ops.cross_entropy import capped, cross_entropy, weighted_cross_entropy
 from lm.parameters import NORMS, declare
 
 PLACES = 128
@@ -107,20 +107,31 @@ class Transformer(nnx.Module):
         targets_BxL: jax.Array,
         positions: jax.Array | None = None,
         starts_BxL: jax.Array | None = None,
-        normalizer: bool = False,
-    ) -> Any:
-        """Negative log-likelihood of each target, [B, L] float32, in nats.
+    ) -> jax.Array:
+        """Negative log-likelihood of each target, [B, L] float32, in nats. Arguments as in `hidden`."""
+        return self.losses(self.hidden(tokens_BxL, positions, starts_BxL), targets_BxL)
 
-        Arguments as in `hidden`. With `normalizer` the pair of these and of the log-normalizers of the logits, [B, L]
-        float32.
-        """
-        return self.losses(self.hidden(tokens_BxL, positions, starts_BxL), targets_BxL, normalizer)
-
-    def losses(self, x_BxLxD: jax.Array, targets_BxL: jax.Array, normalizer: bool = False) -> Any:
+    def losses(self, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> jax.Array:
         """Those of `token_losses`, of the normalised outputs of the last layer."""
-        options = {'cap': self.config.logit_cap, 'normalizer': normalizer}
         with jax.named_scope('cross_entropy'):
-            return cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, **options)
+            return cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, cap=self.config.logit_cap)
+
+    def weighted_loss(
+        self,
+        tokens_BxL: jax.Array,
+        targets_BxL: jax.Array,
+        weights_BxL: jax.Array,
+        positions: jax.Array | None = None,
+        starts_BxL: jax.Array | None = None,
+        *,
+        z_loss: float = 0.0,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The sum of weighted losses that is minimized, in parts [P, 1], and what `token_losses` gives
+        (`lm.ops.cross_entropy.weighted_cross_entropy`)."""
+        x_BxLxD = self.hidden(tokens_BxL, positions, starts_BxL)
+        options = {'cap': self.config.logit_cap, 'z_loss': z_loss}
+        with jax.named_scope('cross_entropy'):
+            return weighted_cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, weights_BxL, **options)
 
     def init_state(self, batch: int, max_length: int, documents: bool = False) -> list[Any]:
         """The decoding state of empty sequences: for each mechanism of the pattern, its states stacked over layers.

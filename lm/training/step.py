@@ -143,18 +143,28 @@ class TrainStep:
         tokens_BxL: jax.Array,
         targets_BxL: jax.Array,
         documents: Documents | None = None,
-        normalizer: bool = False,
-    ) -> Any:
+    ) -> jax.Array:
         """Negative log-likelihood of each target, [B, L] float32; `weights` holds params and buffers.
 
         Of whole windows, which the mesh in context may split. With `documents` those of a window do not see each other.
-        `normalizer` as in `Transformer.token_losses`.
         """
 
-        def losses(params, buffers, *tokens):
-            return nnx.merge(self.graph, params, buffers).token_losses(*tokens, normalizer=normalizer)
+        def losses(params, buffers, *arrays):
+            return nnx.merge(self.graph, params, buffers).token_losses(*arrays)
 
-        return self._over_windows(losses, weights, tokens_BxL, targets_BxL, documents)
+        return self._over_windows(losses, weights, documents, tokens_BxL, targets_BxL)
+
+    def weighted_loss(
+        self, weights: State, tokens_BxL: jax.Array, targets_BxL: jax.Array, share_BxL: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """What a step minimizes, the sum of the targets' losses times their shares, and `token_losses`, which has no
+        gradient here."""
+
+        def weighted(params, buffers, *arrays):
+            return nnx.merge(self.graph, params, buffers).weighted_loss(*arrays, z_loss=self.z_loss)
+
+        parts, nats_BxL = self._over_windows(weighted, weights, self.documents, tokens_BxL, targets_BxL, share_BxL)
+        return parts.sum(), nats_BxL
 
     def judged(
         self, weights: State, tokens_BxL: jax.Array, targets_BxL: jax.Array, documents: Documents | None = None
@@ -166,14 +176,16 @@ class TrainStep:
             x_BxLxD = model.hidden(tokens_BxL, *rest)
             return model.losses(x_BxLxD, targets_BxL), model.most_probable(x_BxLxD) == targets_BxL
 
-        return self._over_windows(judge, weights, tokens_BxL, targets_BxL, documents)
+        return self._over_windows(judge, weights, documents, tokens_BxL, targets_BxL)
 
-    def _over_windows(self, function: Callable, weights, tokens_BxL, targets_BxL, documents):
-        positions, starts_BxL = jnp.arange(tokens_BxL.shape[1]), None
+    def _over_windows(self, function: Callable, weights: State, documents: Documents | None, *arrays_BxL: jax.Array):
+        """function(params, buffers, *arrays, positions, starts) of each device's tokens; the first array are these."""
+        positions, starts_BxL = jnp.arange(arrays_BxL[0].shape[1]), None
         if documents is not None:
-            positions, starts_BxL = documents.of(tokens_BxL)
-        of_parts = over_tokens(function, (None, None, 1, 1, positions.ndim - 1, None if starts_BxL is None else 1))
-        return of_parts(weights['params'], weights['buffers'], tokens_BxL, targets_BxL, positions, starts_BxL)
+            positions, starts_BxL = documents.of(arrays_BxL[0])
+        axes = (None, None, *[1] * len(arrays_BxL), positions.ndim - 1, None if starts_BxL is None else 1)
+        of_parts = over_tokens(function, axes)
+        return of_parts(weights['params'], weights['buffers'], *arrays_BxL, positions, starts_BxL)
 
     def _numbers(self, step, batch_AxBxL):
         """Of the examples of a step, [A, B]: they count through the run, whatever batches are left out."""
@@ -192,9 +204,6 @@ class TrainStep:
         if counted_AxBxL is not None:  # how many a microbatch has on average
             count = jnp.maximum(counted_AxBxL.sum(), 1) / microbatches
 
-        def average(x_BxL, counted_BxL):
-            return x_BxL.mean() if counted_BxL is None else x_BxL.sum(where=counted_BxL) / count
-
         def of_windows(nats_BxL, counted_BxL):
             if counted_BxL is None:
                 return nats_BxL.mean(axis=1)
@@ -202,15 +211,16 @@ class TrainStep:
 
         def objective(params, batch_BxL, *numbers_B):
             batch_BxL = batch_BxL.astype(jnp.int32)
-            weights = {'params': params, 'buffers': buffers}
             inputs_BxL, targets_BxL, counted_BxL = self.unpack(batch_BxL, *numbers_B)
-            options = {'normalizer': True} if self.z_loss else {}
-            found = self.token_losses(weights, inputs_BxL, targets_BxL, self.documents, **options)
-            nats_BxL, normalizer_BxL = found if self.z_loss else (found, None)
+            if counted_BxL is None:
+                share_BxL = jnp.full(targets_BxL.shape, 1 / targets_BxL.size, jnp.float32)
+            else:
+                share_BxL = jnp.where(counted_BxL, 1 / count, 0.0)
+            weights = {'params': params, 'buffers': buffers}
+            loss, nats_BxL = self.weighted_loss(weights, inputs_BxL, targets_BxL, share_BxL)
             by_window = {'window_loss': of_windows(nats_BxL, counted_BxL)} if self.by_window else {}
-            nats = average(nats_BxL, counted_BxL)
-            penalty = self.z_loss * average(normalizer_BxL**2, counted_BxL) if self.z_loss else 0.0
-            return nats + penalty, (nats, by_window)
+            nats = nats_BxL.mean() if counted_BxL is None else nats_BxL.sum(where=counted_BxL) / count
+            return loss, (nats, by_window)
 
         grad = jax.grad(objective, has_aux=True)
         if microbatches == 1:

@@ -53,12 +53,13 @@ def record(path: str) -> None:
 
 def poison(*numbers: str) -> None:
     """A poisoned batch is known by its tokens: the loss is NaN where the first window of one is among the windows."""
+    import jax
     import jax.numpy as jnp
 
     from lm.data.batches import Batches
     from lm.training.step import TrainStep
 
-    prepared, plain = Batches.__init__, TrainStep.token_losses
+    prepared, plain = Batches.__init__, TrainStep.weighted_loss
     bad = []
 
     def __init__(self, store, split, windows, *rest):
@@ -66,14 +67,11 @@ def poison(*numbers: str) -> None:
         starts = [windows.starts(int(batch))[0] for batch in numbers]
         bad.append(jnp.asarray(store.read_many(split, starts, windows.context_length + 1)[:, :-1].astype('int32')))
 
-    def token_losses(self, weights, tokens_BxL, *rest):
-        losses = plain(self, weights, tokens_BxL, *rest)
-        if tokens_BxL.shape[1] != bad[0].shape[1]:
-            return losses
+    def weighted_loss(self, weights, tokens_BxL, *rest):
         is_bad = (tokens_BxL[:, None] == bad[0][None]).all(-1).any()
-        return losses * jnp.where(is_bad, jnp.nan, 1.0)
+        return jax.tree.map(lambda x: x * jnp.where(is_bad, jnp.nan, 1.0), plain(self, weights, tokens_BxL, *rest))
 
-    Batches.__init__, TrainStep.token_losses = __init__, token_losses
+    Batches.__init__, TrainStep.weighted_loss = __init__, weighted_loss
 
 
 LAUNCHERS = {function.__name__: function for function in (limit, poison, record, without, slow)}

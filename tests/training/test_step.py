@@ -70,7 +70,7 @@ def test_a_non_finite_step_changes_nothing_but_the_counters():
     step, init, train = plain()
     good, _ = train(init(0), batch())
     nan = TrainStep(MODEL, OptimizerConfig(warmup_steps=2), 10)
-    nan.token_losses = lambda *arguments: step.token_losses(*arguments) * jnp.nan
+    nan.weighted_loss = lambda *arguments: jax.tree.map(lambda x: x * jnp.nan, step.weighted_loss(*arguments))
     spoil = jax.jit(nan.train)
     bad, metrics = spoil(good, batch(seed=1))
     for part in ('params', 'optimizer', 'buffers'):
@@ -94,11 +94,14 @@ def test_a_non_finite_step_changes_nothing_but_the_counters():
 
 def test_an_infinite_gradient_is_skipped_although_the_loss_is_finite():
     step, state = make(), plain()[1](0)
-    finite = step.token_losses
-    # The gradient of sqrt is infinite at zero.
-    step.token_losses = lambda weights, *rest: (
-        finite(weights, *rest) + jnp.sqrt(jnp.sum(weights['params']['final_norm']['bias'] ** 2))
-    )
+    finite = step.weighted_loss
+
+    def weighted_loss(weights, *rest):
+        loss, nats_BxL = finite(weights, *rest)
+        # The gradient of sqrt is infinite at zero.
+        return loss + jnp.sqrt(jnp.sum(weights['params']['final_norm']['bias'] ** 2)), nats_BxL
+
+    step.weighted_loss = weighted_loss
     new, metrics = jax.jit(step.train)(state, batch())
     assert np.isfinite(metrics['loss'])
     assert int(new['skipped']) == 1
@@ -215,9 +218,12 @@ def test_a_parameter_must_say_what_it_is():
 def linear() -> tuple[TrainStep, dict]:
     """A step whose loss is a sum that can be written down, of one parameter, and its state: compiled at once."""
     step = make()
-    step.token_losses = lambda weights, tokens_BxL, targets_BxL, documents: (
-        weights['params']['w'] * (weights['buffers']['b'] * tokens_BxL + 100.0 * targets_BxL)
-    )
+
+    def weighted_loss(weights, tokens_BxL, targets_BxL, share_BxL):
+        losses_BxL = weights['params']['w'] * (weights['buffers']['b'] * tokens_BxL + 100.0 * targets_BxL)
+        return (share_BxL * losses_BxL).sum(), losses_BxL
+
+    step.weighted_loss = weighted_loss
     step.transform = optax.sgd(2.0**-10)
     zero = jnp.zeros((), jnp.int32)
     params = {'w': jnp.float32(1)}

@@ -40,15 +40,15 @@ def poisoned(monkeypatch, tokens):
     """A function that makes the losses of the named batches of that run not finite."""
 
     def poison(*batches: int) -> None:
-        store, plain = TokenStore.open(str(tokens)), TrainStep.token_losses
+        store, plain = TokenStore.open(str(tokens)), TrainStep.weighted_loss
         starts = [Windows(store.tokens('train'), 32, 8, seed=0).starts(batch)[0] for batch in batches]
         bad_NxL = jnp.asarray(store.read_many('train', starts, 33)[:, :-1].astype(np.int32))
 
-        def token_losses(self, weights, tokens_BxL, *rest):
-            is_bad = (tokens_BxL[:, None] == bad_NxL[None]).all(-1).any() if tokens_BxL.shape[1] == 32 else False
-            return plain(self, weights, tokens_BxL, *rest) * jnp.where(is_bad, jnp.nan, 1.0)
+        def weighted_loss(self, weights, tokens_BxL, *rest):
+            is_bad = (tokens_BxL[:, None] == bad_NxL[None]).all(-1).any()
+            return jax.tree.map(lambda x: x * jnp.where(is_bad, jnp.nan, 1.0), plain(self, weights, tokens_BxL, *rest))
 
-        monkeypatch.setattr(TrainStep, 'token_losses', token_losses)
+        monkeypatch.setattr(TrainStep, 'weighted_loss', weighted_loss)
 
     return poison
 

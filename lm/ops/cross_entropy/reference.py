@@ -41,7 +41,8 @@ def weighted_cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Σ weight · (nats + z_loss · log-normalizer²). Arguments as in `lm.ops.cross_entropy`."""
     nats_BxL, total_BxL = cross_entropy(x_BxLxD, embedding_VxD, bias_V, targets_BxL, cap=cap, normalizer=True)
-    total_1x1 = jnp.sum(weights_BxL * (nats_BxL + z_loss * total_BxL**2), keepdims=True)
+    losses_BxL = nats_BxL + z_loss * total_BxL**2
+    total_1x1 = jnp.sum(weights_BxL * losses_BxL, where=weights_BxL != 0.0, keepdims=True)
     return total_1x1, jax.lax.stop_gradient(nats_BxL)
 
 

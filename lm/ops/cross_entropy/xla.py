@@ -177,7 +177,8 @@ def _weighted(chunk, cap, z_loss, x_BxLxD, embedding_VxD, bias_V, targets_BxL, w
 def _sum(weights_BxL, nats_BxL, total_BxL, z_loss):
     """The sum, [1, 1], and what of it each weight is multiplied by."""
     losses_BxL = nats_BxL + z_loss * total_BxL**2 if z_loss else nats_BxL
-    return jnp.sum(weights_BxL * losses_BxL, keepdims=True), losses_BxL
+    counted_BxL = weights_BxL != 0.0  # what does not count may be NaN
+    return jnp.sum(weights_BxL * losses_BxL, where=counted_BxL, keepdims=True), losses_BxL
 
 
 def _weighted_forward(chunk, cap, z_loss, x_BxLxD, embedding_VxD, bias_V, targets_BxL, weights_BxL):
