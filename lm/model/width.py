@@ -14,7 +14,7 @@ multiplied by √D: its step relative to its size is to stay. An output matrix, 
 have to move by 1/m; where logits are multiplied by 1/√m it moves by 1/√m, as an embedding does. That factor is in the
 gain of the last norm, in its first size and in its rate: what reads the weights needs to know of no multiplier.
 
-Weight decay is not scaled: rate times decay is to be the same at all widths (Wang & Aitchison 2024, §4).
+Weight decay is not scaled: rate times decay is to be the same at all widths (Wang & Aitchison 2024).
 """
 
 from lm.parameters import Declaration

@@ -103,7 +103,7 @@ def changes(width: int, base: int | None, rule: str, tied: bool) -> tuple[float,
 
 @pytest.mark.parametrize(('rule', 'tied'), [('adamw', True), ('adamw', False), ('muon', True)])
 def test_steps_change_activations_and_logits_alike_at_all_widths(rule, tied):
-    """The coordinate check of Yang et al. (2022), §D.1, at four times the base width: without one both grow."""
+    """The coordinate check of Yang et al. (2022) at four times the base width: without one both grow."""
     narrow, wide, plain = (changes(*widths, rule, tied) for widths in ((64, 64), (256, 64), (256, None)))
     for of_narrow, of_wide, unscaled in zip(narrow, wide, plain, strict=True):
         assert 0.6 < of_wide / of_narrow < 1.2

@@ -29,7 +29,7 @@ class Rule:
     def growth(self, told: Declaration) -> float:
         """Power of the width with which grows what directions for a matrix add to its products, where the summed axis
         is the width (`lm.model.width`). 1 where each element has a size of its own, as in Adam: all of them may agree
-        with the inputs (Yang et al. 2022, §J.2)."""
+        with the inputs (Yang et al. 2022, Table 8)."""
         return 1.0
 
     def state_bytes(self) -> float:
