@@ -27,12 +27,14 @@ class Declaration:
         axes: the meaning of each axis.
         part: of the model, for reports; 'mechanism' is what an attention mechanism has of its own.
         pieces: sizes of the matrices that stand side by side on the last axis, if there is more than one.
+        output: whether nothing but logits is made of what it gives: the last norm, an output matrix of its own.
     """
 
     kind: str
     axes: tuple[str, ...]
     part: str = 'mechanism'
     pieces: tuple[int, ...] = ()
+    output: bool = False
 
     @property
     def decayed(self) -> bool:
@@ -44,24 +46,30 @@ class Buffer(nnx.Variable):
     """A non-trainable array (a random projection): saved in checkpoints, never updated by the optimizer."""
 
 
-def declare(kind: str, *axes: str, part: str = 'mechanism', pieces: tuple[int, ...] = ()) -> dict[str, Any]:
+def declare(
+    kind: str, *axes: str, part: str = 'mechanism', pieces: tuple[int, ...] = (), output: bool = False
+) -> dict[str, Any]:
     """The metadata of a parameter; `Declaration` says what the arguments mean."""
     if kind not in KINDS or part not in PARTS:
         raise ValueError(f'{kind!r}, part = {part!r}: must be one of {KINDS} and of {PARTS}')
-    return {'declaration': Declaration(kind, axes, part, pieces)}
+    return {'declaration': Declaration(kind, axes, part, pieces, output)}
 
 
-def layer_norm(size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism', **options: Any) -> nnx.LayerNorm:
+def layer_norm(
+    size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism', output: bool = False, **options: Any
+) -> nnx.LayerNorm:
     """Layer normalization whose gain and bias are declared; `options` are flax's."""
-    metadata = {
-        f'{name}_metadata': declare(kind, axis, part=part) for name, kind in (('scale', 'gain'), ('bias', 'bias'))
-    }
+    kinds = {'scale_metadata': 'gain', 'bias_metadata': 'bias'}
+    metadata = {name: declare(kind, axis, part=part, output=output) for name, kind in kinds.items()}
     return nnx.LayerNorm(size, epsilon=1e-5, rngs=rngs, **metadata, **options)
 
 
-def rms_norm(size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism', **options: Any) -> nnx.RMSNorm:
+def rms_norm(
+    size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism', output: bool = False, **options: Any
+) -> nnx.RMSNorm:
     """Root-mean-square normalization (Zhang and Sennrich 2019) whose gain is declared; `options` are flax's."""
-    return nnx.RMSNorm(size, epsilon=1e-5, rngs=rngs, scale_metadata=declare('gain', axis, part=part), **options)
+    says = declare('gain', axis, part=part, output=output)
+    return nnx.RMSNorm(size, epsilon=1e-5, rngs=rngs, scale_metadata=says, **options)
 
 
 NORMS = {'layer': layer_norm, 'rms': rms_norm}

@@ -38,6 +38,7 @@ OURS = (
     'multiquery_recall_small',
     'needle',
     'state_tracking',
+    'width',
 )  # of this project, of no paper
 SWEEPS = sorted(CONFIGS.glob('sweeps/*.gin'))
 HARDWARE = re.compile(r'^Hardware: (v\d\w*-\d+ \(lm check: .+\)|2 CPU cores, .+)$', re.M)

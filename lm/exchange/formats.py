@@ -34,7 +34,7 @@ FIELDS = {
     'logit_cap': 'logit_cap',
 }
 """Of the model → in config.json."""
-OTHER_FIELDS = {'n_kv_heads', 'hidden_dim', 'attention', 'dtype', 'remat', 'unroll'}
+OTHER_FIELDS = {'base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'dtype', 'remat', 'unroll'}
 """Which config.json holds in another form, or which change nothing about the results."""
 
 

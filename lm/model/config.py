@@ -36,6 +36,9 @@ class ModelConfig:
     vocab_size: int = field(32_000, minimum=2)
     n_layers: int = field(12, minimum=1)
     d_model: int = field(768, minimum=2, even=True)
+    base_width: int | None = field(
+        None, minimum=2, help='the learning rate is that of a model of this d_model; others take it over (µP); None: no'
+    )
     n_heads: int = field(12, minimum=1)
     n_kv_heads: int | None = field(None, minimum=1, help='grouped-query attention; None: as many as n_heads')
     head_dim: int = field(64, minimum=2, even=True)
@@ -95,6 +98,11 @@ class ModelConfig:
         if not self.causal:
             return 'model.causal = False'
         return next((f'{one.gin_name}.causal = False' for one in self.pattern if not one.causal), None)
+
+    @property
+    def widening(self) -> float:
+        """How many times as wide the model is as the one whose learning rate is given."""
+        return self.d_model / (self.base_width or self.d_model)
 
     @property
     def glu_dim(self) -> int:

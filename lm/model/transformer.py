@@ -22,13 +22,14 @@ from lm.errors import ConfigError
 from lm.model.block import Block, stacked, taken_apart
 from lm.model.config import REMAT, ModelConfig
 from lm.model.positions import rotary, sinusoids
+from lm.model.width import output_scale
 from lm.ops.cross_entropy import capped, cross_entropy, weighted_cross_entropy
 from lm.parameters import NORMS, declare
 
 PLACES = 128
 """Whose logits are in memory at a time where the most probable token is looked for."""
 FINAL_GAIN = 0.7
-"""Size of the first gains of the last norm."""
+"""Size of the first gains of the last norm, at the width whose learning rate is given."""
 
 
 class Transformer(nnx.Module):
@@ -54,11 +55,12 @@ class Transformer(nnx.Module):
             self.positions = embedding(config.learned_positions, 'position')
         repeats = config.n_layers // len(config.pattern)
         self.blocks = nnx.List([stacked(config, attention, repeats, rngs) for attention in config.pattern])
-        options = {'dtype': config.compute_dtype, 'scale_init': _alternating}
-        self.final_norm = NORMS[config.norm](config.d_model, 'embed', rngs, part='norms', **options)
+        gains = _alternating(FINAL_GAIN * output_scale(config.widening))
+        options = {'part': 'norms', 'output': True, 'dtype': config.compute_dtype, 'scale_init': gains}
+        self.final_norm = NORMS[config.norm](config.d_model, 'embed', rngs, **options)
         if not config.tied:
             init = nnx.initializers.normal(config.d_model**-0.5)
-            says = declare('matrix', 'vocabulary', 'embed', part='embedding')
+            says = declare('matrix', 'vocabulary', 'embed', part='embedding', output=True)
             self.head = nnx.Param(init(rngs.params(), (config.vocab_size, config.d_model)), **says)
 
     def hidden(
@@ -234,15 +236,15 @@ class Transformer(nnx.Module):
         return jax.lax.map(best, x_BxLxD.swapaxes(0, 1), batch_size=PLACES).T
 
 
-def _alternating(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """The first gains of the last norm: ±`FINAL_GAIN` in turn.
+def _alternating(size: float) -> nnx.Initializer:
+    """Makes the first gains of the last norm: ±`size` in turn.
 
     The last hidden state still holds the current token's own embedding, to which the tied output layer would give a
     logit of about 0.7 √D: a first loss of twice ln V, and a preference for repetition that has to be unlearned. With
     signs that alternate the products of an embedding with itself cancel, and nothing else changes: all logits have the
-    variance FINAL_GAIN², and the first loss is ln V + FINAL_GAIN² / 2.
+    variance size², and the first loss is ln V + size² / 2.
     """
-    return jnp.full(shape, FINAL_GAIN, dtype).at[1::2].multiply(-1)
+    return lambda key, shape, dtype=jnp.float32: jnp.full(shape, size, dtype).at[1::2].multiply(-1)
 
 
 def build(config: ModelConfig, seed: int) -> Transformer:

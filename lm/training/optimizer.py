@@ -3,11 +3,14 @@
 The defaults are the paper's: AdamW, linear warm-up, then linear decay to zero (PolySketchFormer §4, App. G, I).
 """
 
+import operator
+
 import jax
 import optax
 
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
+from lm.model.width import rate_scale
 from lm.training.rules import Declared, Rule
 from lm.training.rules.adamw import AdamW
 from lm.training.schedules import Schedule
@@ -42,12 +45,26 @@ class OptimizerConfig:
         )
         return optax.join_schedules([warmup, after], [self.warmup_steps]) if self.warmup_steps else after
 
-    def build(self, steps: int, declared: Declared) -> optax.GradientTransformation:
-        """The update for `steps` updates of parameters that are what they are `declared` to be."""
+    def build(self, steps: int, declared: Declared, widening: float = 1.0) -> optax.GradientTransformation:
+        """The update for `steps` updates of parameters that are what they are `declared` to be, of a model that is
+        `widening` times as wide as that of the learning rate."""
         decayed = jax.tree.map(lambda told: told.decayed, declared)
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity(),
-            self.rule.build(declared),
+            self._directions(declared, widening),
             optax.add_decayed_weights(self.weight_decay, mask=decayed),
             optax.scale_by_learning_rate(self.learning_rate(steps)),
         )
+
+    def _directions(self, declared, widening):
+        """The rule's, scaled parameter by parameter where the width is not that of the learning rate."""
+        rule = self.rule.build(declared)
+        if widening == 1:
+            return rule
+        scales = jax.tree.map(lambda told: rate_scale(told, widening, self.rule.growth(told)), declared)
+
+        def update(gradients, state, params=None):
+            directions, state = rule.update(gradients, state, params)
+            return jax.tree.map(operator.mul, directions, scales), state
+
+        return optax.GradientTransformation(rule.init, update)

@@ -57,7 +57,7 @@ class TrainStep:
         abstract = nnx.eval_shape(lambda: model_lib.build(model, 0))
         self.graph, self._params, self._buffers = split(abstract)
         self.declared = declarations(abstract)
-        self.transform = optimizer.build(steps, self.declared)
+        self.transform = optimizer.build(steps, self.declared, model.widening)
 
     def init(self, seed: int) -> State:
         """The state before the first step, a function of the seed alone; jit it with the shardings of the mesh."""

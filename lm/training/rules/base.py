@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lm.parameters import declare
+from lm.parameters import Declaration, declare
 
 Declared = Any
 """What each parameter says it is (`lm.parameters.declarations`): a pytree like theirs."""
@@ -25,6 +25,12 @@ class Rule:
         """Gradients → directions. The optimizer subtracts them, with the weight decay added, times the learning rate.
         The state is a pytree of arrays; `declared` is for rules that treat matrices and others differently."""
         raise NotImplementedError
+
+    def growth(self, told: Declaration) -> float:
+        """Power of the width with which grows what directions for a matrix add to its products, where the summed axis
+        is the width (`lm.model.width`). 1 where each element has a size of its own, as in Adam: all of them may agree
+        with the inputs (Yang et al. 2022, Table 8)."""
+        return 1.0
 
     def state_bytes(self) -> float:
         """Bytes that the rule keeps for each parameter of a large float32 matrix; counters are left out."""

@@ -48,6 +48,11 @@ class Muon(Rule):
         labels = jax.tree.map(lambda told: 'matrices' if _is_turned(told) else 'rest', declared)
         return optax.partition({'matrices': matrices, 'rest': self.rest.build(declared)}, labels)
 
+    def growth(self, told: Declaration) -> float:
+        """½ for what is turned: elements of mean square 1 are singular values of √D, whatever the inputs, and they are
+        to be the same at all widths (Yang, Simon & Bernstein 2023, Condition 1)."""
+        return 0.5 if _is_turned(told) else self.rest.growth(told)
+
 
 def _is_turned(told: Declaration) -> bool:
     """An output layer of its own has a row a token, as an embedding has."""
