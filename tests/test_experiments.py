@@ -38,6 +38,7 @@ OURS = (
     'multiquery_recall_small',
     'needle',
     'state_tracking',
+    'study',
     'width',
 )  # of this project, of no paper
 SWEEPS = sorted(CONFIGS.glob('sweeps/*.gin'))
