@@ -50,7 +50,7 @@ def tokens_on_lanes(x_BxLxF: jax.Array) -> jax.Array:
     XLA lays what it saves for a backward pass out as the forward pass made it. Around kernels the gradients of a layer
     lie feature by token: what meets them had to be transposed, a pass over HBM for nothing.
     """
-    if target_platform() != 'tpu':
+    if target_platform() != 'tpu' or x_BxLxF.shape[1] < LANES:  # a few tokens, as in decoding, would fill no lanes
         return x_BxLxF
     return with_layout_constraint(x_BxLxF, Layout(major_to_minor=(0, 2, 1)))
 

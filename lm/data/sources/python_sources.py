@@ -1,5 +1,6 @@
 """Text that every machine has."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import pathlib
@@ -59,6 +60,7 @@ def _is_taken(path: pathlib.Path, folder: pathlib.Path) -> bool:
     )
 
 
+@functools.cache
 def _folder_of(package: str) -> pathlib.Path:
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
@@ -70,5 +72,7 @@ def _folder_of(package: str) -> pathlib.Path:
 
 def _version(package: str) -> str:
     """Of the distribution that brings the package."""
-    names = importlib.metadata.packages_distributions().get(package, [package])
-    return importlib.metadata.version(names[0])
+    distributions = importlib.metadata.packages_distributions().get(package)
+    if not distributions:
+        raise ConfigError(f'python_sources.packages = {package!r}: no distribution brings it; leave it out')
+    return importlib.metadata.version(distributions[0])

@@ -203,7 +203,7 @@ def _attend_forward(plan, x, y, v, maps, *local):
 def _attend_backward(plan, residuals, do):
     inputs, read, maps, o, inverse, sums = residuals
     if plan.sums_again:
-        sums = sums_before(plan, *inputs[1:3], read[1:])
+        sums = sums_before(plan, *inputs[1:3], read[1])
     (dx, dy, dv, *dlocal), dmaps = backward(plan, read, inputs, o, do, inverse, sums)
     return dx, dy, dv, of_maps(maps, dmaps), *dlocal
 

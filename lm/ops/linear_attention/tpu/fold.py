@@ -51,15 +51,18 @@ def fold(plan: TpuPlan, queries: bool, y, u, w, maps=()) -> list[jax.Array]:
     )(*maps, *inputs)
 
 
-def sums_before(plan: TpuPlan, y, v, maps=()) -> list[jax.Array]:
-    """What `forward` with `save` gives besides outputs and denominators, of plain features, from keys alone.
+def sums_before(plan: TpuPlan, y, v, matrix) -> list[jax.Array]:
+    """What `forward` with `save` gives besides outputs and denominators, of a feature map, from keys alone.
 
     Args:
-        plan: as in `forward`, as are y, v; maps: that of the keys.
+        plan: as in `forward`.
+        y: as in `forward`.
+        v: as in `forward`.
+        matrix: the map's operand for keys.
     """
     n, head_dim, length = v.shape
     steps = length // plan.block
-    rows, columns = plan.state_shape(plan.features or y.shape[1], head_dim)
+    rows, columns = plan.state_shape(plan.features, head_dim)
     inputs = (y, v)
     result = jax.ShapeDtypeStruct((n, steps, rows, columns), v.dtype)
     products = rows * columns + plan.projection_rows * y.shape[1]
@@ -68,7 +71,7 @@ def sums_before(plan: TpuPlan, y, v, maps=()) -> list[jax.Array]:
         functools.partial(_kernel_before, plan),
         name='linear_attention_sums',
         grid=(n // plan.heads, steps),
-        in_specs=[pl.BlockSpec(m.shape, lambda i, j: (0, 0)) for m in maps]
+        in_specs=[pl.BlockSpec(matrix.shape, lambda i, j: (0, 0))]
         + [pl.BlockSpec((plan.heads, a.shape[1], plan.block), lambda i, j: (i, 0, j)) for a in inputs],
         out_specs=[pl.BlockSpec((plan.heads, 1, rows, columns), lambda i, j: (i, j, 0, 0))],
         out_shape=[result],
@@ -77,22 +80,18 @@ def sums_before(plan: TpuPlan, y, v, maps=()) -> list[jax.Array]:
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
         cost_estimate=pl.CostEstimate(flops=2 * n * length * products, transcendentals=0, bytes_accessed=moved),
-    )(*maps, *inputs)
+    )(matrix, *inputs)
 
 
-def _kernel_before(plan: TpuPlan, *refs):
-    maps, (y, v, sums, state) = (refs[:1], refs[1:]) if plan.feature_map else ((), refs)
-
+def _kernel_before(plan: TpuPlan, matrix, y, v, sums, state):
     @pl.when(pl.program_id(1) == 0)
     def _():
         state[...] = jnp.zeros_like(state)
 
     for head in range(plan.heads):
-        y_FxT, v_DxT = y[head], v[head]
-        if plan.feature_map:
-            y_FxT = features(plan, maps[0][...], y_FxT, False, v.dtype)
+        y_FxT = features(plan, matrix[...], y[head], False, v.dtype)
         sums[head, 0] = state_operand(plan, state[head], y_FxT.shape[0], v.dtype)
-        state[head] += dot(extended(plan, v_DxT, 1.0), y_FxT, (1, 1))
+        state[head] += dot(extended(plan, v[head], 1.0), y_FxT, (1, 1))
 
 
 def _kernel(plan: TpuPlan, queries: bool, heads: int, *refs):
