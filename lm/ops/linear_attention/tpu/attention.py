@@ -281,9 +281,10 @@ def plan_for(
         sums_again=made > WIDE and length > block and not part,
         vmem_limit_bytes=limit,
     )
+    margin = 1.2 if made else 1.4  # features are most of what there is, and their size is known
     for heads in (4, 3, 2) if made <= WIDE else (2,):
         wider = dataclasses.replace(plan, heads=heads)
-        if n % heads == 0 and 1.4 * vmem_estimate(wider, features, head_dim, compared, itemsize) <= available:
+        if n % heads == 0 and margin * vmem_estimate(wider, features, head_dim, compared, itemsize) <= available:
             return wider
     return plan
 
@@ -299,8 +300,8 @@ def vmem_estimate(plan: TpuPlan, features: int, head_dim: int, compared: int, it
     weights = (12 if plan.decay else 8) * plan.block * plan.tile + 2 * LANES * plan.block * plan.decay
     maps = 0
     if plan.feature_map is not None:
-        # Features, their gradients, products; W in two buffers for queries and keys, and its gradients likewise.
-        # Products of float32 numbers are of bfloat16 parts, which take as much again.
-        maps = (itemsize // 2) * ((6 + 2 * itemsize) * features + 8 * plan.projection_rows) * plan.block
+        # Of each head, features, their gradients, products; W in two buffers for queries and keys, and its gradients
+        # likewise. Products of float32 numbers are of bfloat16 parts, which take as much again.
+        maps = (itemsize // 2) * ((6 + 2 * itemsize) * features + 8 * plan.projection_rows) * plan.block * plan.heads
         maps += (4 * itemsize + 16 * plan.feature_map.learns) * plan.projection_rows * max(2 * rows_of_x, LANES)
     return plan.heads * (blocks + sums) + expansion + weights + maps

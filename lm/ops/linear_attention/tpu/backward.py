@@ -27,7 +27,7 @@ from lm.ops.linear_attention.tpu.features import (
     weights_and_slope,
     with_one,
 )
-from lm.ops.linear_attention.tpu.maps import features_and_gradient
+from lm.ops.linear_attention.tpu.maps import features_and_gradient, of_heads
 from lm.ops.tpu import ROWS, dot
 
 
@@ -126,9 +126,9 @@ def _kernel(plan: TpuPlan, given: int, *refs):
             dmap[...] = jnp.zeros_like(dmap)
 
     # The order of the stages is the one that the compiler schedules best; most of them do not depend on each other.
-    for head in range(plan.heads):
+    dtype = v.dtype
+    for head, made in enumerate(of_heads(features_and_gradient, plan, maps, x, y, dtype)):
         x_FxT, y_FxT, v_DxT = x[head], y[head], v[head]
-        dtype = v.dtype
         do_DxT = do[head].astype(jnp.float32)
         negative_1xT = -inverse[head]
         row_1xT = jnp.sum(do_DxT * o[head].astype(jnp.float32), axis=0, keepdims=True)
@@ -142,8 +142,7 @@ def _kernel(plan: TpuPlan, given: int, *refs):
 
         a_CxT, b_CxT, pulls = a[head], b[head], ()
         if plan.feature_map:
-            x_FxT, pull_x = features_and_gradient(plan, maps[0][...], x_FxT, True, dtype)
-            y_FxT, pull_y = features_and_gradient(plan, maps[1][...], y_FxT, False, dtype)
+            (x_FxT, pull_x), (y_FxT, pull_y) = made
             a_CxT, b_CxT = (a_CxT, b_CxT) if plan.exact_local else (x_FxT, y_FxT)
             pulls = (pull_x, pull_y)
 

@@ -88,8 +88,8 @@ def _kernel_before(plan: TpuPlan, matrix, y, v, sums, state):
     def _():
         state[...] = jnp.zeros_like(state)
 
-    for head in range(plan.heads):
-        y_FxT = features(plan, matrix[...], y[head], False, v.dtype)
+    made = [features(plan, matrix[...], y[head], False, v.dtype) for head in range(plan.heads)]  # as in `of_heads`
+    for head, y_FxT in enumerate(made):
         sums[head, 0] = state_operand(plan, state[head], y_FxT.shape[0], v.dtype)
         state[head] += dot(extended(plan, v[head], 1.0), y_FxT, (1, 1))
 

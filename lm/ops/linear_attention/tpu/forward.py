@@ -25,7 +25,7 @@ from lm.ops.linear_attention.tpu.features import (
     weights_and_slope,
     with_one,
 )
-from lm.ops.linear_attention.tpu.maps import features
+from lm.ops.linear_attention.tpu.maps import features, of_heads
 from lm.ops.tpu import dot
 
 
@@ -101,12 +101,10 @@ def _kernel(plan: TpuPlan, save: bool, given: int, *refs):
         moment[...] = before[1][...] if len(before) > 1 else jnp.zeros_like(moment)
 
     # The order of the stages is the one that the compiler schedules best; most of them do not depend on each other.
-    for head in range(plan.heads):
-        x_FxT, y_FxT, v_DxT = x[head], y[head], v[head]
-        a_CxT, b_CxT = a.at[head], b.at[head]
+    for head, made in enumerate(of_heads(features, plan, maps, x, y, v.dtype)):
+        x_FxT, y_FxT = made or (x[head], y[head])
+        v_DxT, a_CxT, b_CxT = v[head], a.at[head], b.at[head]
         if plan.feature_map:
-            x_FxT = features(plan, maps[0][...], x_FxT, True, v.dtype)
-            y_FxT = features(plan, maps[1][...], y_FxT, False, v.dtype)
             a_CxT, b_CxT = (a_CxT, b_CxT) if plan.exact_local else (x_FxT, y_FxT)
         kept = fade_1xT = None
         if plan.decay:

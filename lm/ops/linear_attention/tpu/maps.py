@@ -43,6 +43,21 @@ def features(plan: TpuPlan, operand_RxC: jax.Array, x_ExT: jax.Array, queries: b
     return plan.feature_map.of_products(products(operand_RxC, x_ExT), x_ExT.astype(jnp.float32), queries).astype(dtype)
 
 
+def of_heads(make: Callable, plan: TpuPlan, operands, x, y, dtype: jnp.dtype) -> list[tuple]:
+    """(for queries, for keys) of each head, by `features` or `features_and_gradient`; () without a map.
+
+    All of them before anything reads one: the matrix units keep the order in which products are written, and so have
+    those of one head while features are made of another's.
+    """
+    if plan.feature_map is None:
+        return [()] * plan.heads
+    made = [
+        [make(plan, operand[...], z[head], z is x, dtype) for head in range(plan.heads)]
+        for operand, z in zip(operands, (x, y), strict=True)
+    ]
+    return list(zip(*made, strict=True))
+
+
 def features_and_gradient(
     plan: TpuPlan, operand_RxC: jax.Array, x_ExT: jax.Array, queries: bool, dtype: jnp.dtype
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array | None]]]:

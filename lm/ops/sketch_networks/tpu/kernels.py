@@ -11,7 +11,7 @@ computes them again and adds up the gradients of the weights in float32, in bloc
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ class NodePlan:
         forward_tile: tokens at a time in the forward kernel.
         heads: heads that share a sketch (G).
         parts: runs of blocks whose weight gradients are added up apart, for chips with two cores.
+        slopes_again: whether the backward kernel keeps what hidden units were made of, in place of their derivatives.
         vmem_limit_bytes: what the compiler may use; None: its default.
     """
 
@@ -48,6 +49,7 @@ class NodePlan:
     forward_tile: int
     heads: int
     parts: int
+    slopes_again: bool = False
     vmem_limit_bytes: int | None = None
 
 
@@ -163,10 +165,10 @@ def _backward_kernel(plan: NodePlan, n_inputs: int, *refs):
         tokens = slice(at, at + plan.tile)
         standard = [_standardize(x[:, tokens].astype(jnp.float32)) for x in inputs]
         xs = [_with_ones(x, dtype) for x, _ in standard]
-        lower = [_gelu_and_slope(z, dtype) for z in _both(w1, xs)]
+        lower = [_hidden(plan, z, dtype) for z in _both(w1, xs)]
         between = [_standardize(y) for y in _both(v1, [h for h, _ in lower])]
         ys = [_with_ones(y, dtype) for y, _ in between]
-        upper = [_gelu_and_slope(z, dtype) for z in _both(w2, ys)]
+        upper = [_hidden(plan, z, dtype) for z in _both(w2, ys)]
         first, second = _both(v2, [h for h, _ in upper])
         bounded = jnp.tanh(r**-0.5 * first * second)
         dproduct = dpsi[:, tokens].astype(jnp.float32) * (1.0 - bounded * bounded)
@@ -188,20 +190,29 @@ def _gelu(z: jax.Array) -> jax.Array:
     return z + z * jnp.tanh(z * (LINEAR + z * z))
 
 
-def _gelu_and_slope(z: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """`_gelu`, rounded, and its derivative. Of several ways to write it this is the one that schedules best."""
+def _hidden(plan: NodePlan, z: jax.Array, dtype) -> tuple[jax.Array, Callable[[], jax.Array]]:
+    """`_gelu`, rounded, and what gives its derivative."""
+    if not plan.slopes_again:
+        h, slope = _gelu_and_slope(z)
+        return h.astype(dtype), lambda: slope
+    kept = z.astype(dtype)
+    return _gelu(z).astype(dtype), lambda: _gelu_and_slope(kept.astype(jnp.float32))[1]
+
+
+def _gelu_and_slope(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`_gelu` and its derivative. Of several ways to write it this is the one that schedules best."""
     inner = LINEAR + z * z
     slope = z * (3.0 * inner - 2.0 * LINEAR)
     p = 1.0 + jnp.tanh(z * inner)
-    return (z * p).astype(dtype), p * (1.0 + (2.0 - p) * slope)
+    return z * p, p * (1.0 + (2.0 - p) * slope)
 
 
 def _level_backward(dys, xs, hidden, turned, dw, dv) -> list[jax.Array]:
     """The gradients of both networks' standardized inputs to a level; those of its maps are added to dw and dv."""
     dzs, dxs = [], []
     for i in range(2):
-        h_ExT, slope_ExT = hidden[i]
-        dzs.append((dot(turned[1][i], dys[i], (1, 0)) * slope_ExT).astype(h_ExT.dtype))
+        h_ExT, slope = hidden[i]
+        dzs.append((dot(turned[1][i], dys[i], (1, 0)) * slope()).astype(h_ExT.dtype))
         dv[i] += dot(dys[i], h_ExT, (1, 1))
     for i in range(2):
         dxs.append(dot(turned[0][i], dzs[i], (1, 0)))

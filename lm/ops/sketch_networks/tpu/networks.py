@@ -56,7 +56,9 @@ def plan_for(length: int, heads: int, size: int, hidden: int, r: int, itemsize: 
     tile = (fitting or sizes[-1:])[0]
     # The forward kernel gains from longer tiles, but for v4, which loads and stores less at a time.
     forward_tile = block if limit else sizes[0]
-    return NodePlan(block, tile, forward_tile, heads, 2 if steps % 2 == 0 else 1, limit)
+    # Derivatives in float32 are more than one register a cycle can store on v5e and v5p, whose vector units have time.
+    slopes_again = limit is not None and platform.matrix_side() == LANES
+    return NodePlan(block, tile, forward_tile, heads, 2 if steps % 2 == 0 else 1, slopes_again, limit)
 
 
 def vmem_estimate(tile: int, size: int, hidden: int, r: int, itemsize: int) -> int:
