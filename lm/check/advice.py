@@ -19,6 +19,7 @@ BYTES_A_PARAMETER = 4
 LARGE_STATE = 1 / 3
 """Share of the HBM; gradients and their sum over microbatches take up to as much again."""
 MICROBATCHES, REMAT_LEVEL, FSDP = 'train.microbatches', 'model.remat', 'mesh.fsdp'
+UNROLL = 'model.unroll'
 
 BEYOND = {'none': {'dots', 'dense', 'attention', 'full'}, 'dots': {'dense', 'attention', 'full'}}
 BEYOND |= {'dense': {'full'}, 'attention': {'full'}, 'full': set()}
@@ -66,35 +67,51 @@ def advise(
     """The fastest of `candidates` that fits. A step that is too large is refused within seconds; one that fits takes as
     long as any compilation. What recomputes more than another that fits is not tried.
 
+    With `everything` the fastest is then tried without a loop over the layers: a faster step in more memory, which takes
+    several times as long to compile, so that nothing else is tried that way.
+
     Args:
         configured: the check of the experiment as it is.
         note: told of each trial.
         everything: also changes that recompute less than the configuration, which is one of the candidates itself.
     """
+    changes: list[dict[str, Any]] = [{}] if everything else []
     checks = [configured] if everything else []
-    fitting: list[dict[str, Any]] = [_values(experiment)] if everything and configured.has_headroom else []
-    for bindings in candidates(experiment, topology, everything):
-        values = _values(experiment) | bindings
-        if any(_is_slower(values, other) for other in fitting):
-            continue
+
+    def attempt(bindings: dict[str, Any]) -> bool:
+        """Whether a step with these changes fits with the margin."""
         text = ', '.join(f'{name} = {value!r}' for name, value in bindings.items())
         try:
             found = check(experiment, topology, bindings)
         except ConfigError as error:
             note(f'{text}: {error}')
-            continue
+            return False
+        changes.append(bindings)
         checks.append(found)
         note(f'{text}: {found.memory.needed_gib:.2f} GiB')
-        if found.has_headroom:
+        return found.has_headroom
+
+    given = _values(experiment)
+    fitting = [given] if everything and configured.has_headroom else []
+    for bindings in candidates(experiment, topology, everything):
+        values = given | bindings
+        if not any(_is_slower(values, other) for other in fitting) and attempt(bindings):
             fitting.append(values)
+    if everything and (chosen := _fastest(checks)) is not None and experiment.model.unroll < experiment.model.n_layers:
+        attempt(changes[chosen] | {UNROLL: experiment.model.n_layers})
+
     tried = tuple(Tried(c.bindings, c.memory.needed_gib, _seconds(c), c.has_headroom) for c in checks)
     nearest = min(tried, key=lambda t: t.needed_gib, default=None)
-    roomy = [c for c in checks if c.has_headroom]
+    if (chosen := _fastest(checks)) is not None:
+        return Advice(checks[chosen], nearest, tried)
     tight = [c for c in checks if c.fits]
-    best = min(roomy, key=lambda c: _seconds(c) or 0.0) if roomy else None
-    if best is None and tight:
-        best = min(tight, key=lambda c: c.memory.needed_gib)
-    return Advice(best, nearest, tried)
+    return Advice(min(tight, key=lambda c: c.memory.needed_gib, default=None), nearest, tried)
+
+
+def _fastest(checks: list[Check]) -> int | None:
+    """Which of those that fit with the margin has the shortest step; None: none fits so."""
+    roomy = [i for i, c in enumerate(checks) if c.has_headroom]
+    return min(roomy, key=lambda i: _seconds(checks[i]) or 0.0, default=None)
 
 
 def candidates(experiment: Experiment, topology: Topology, everything: bool = False) -> Iterator[dict[str, Any]]:

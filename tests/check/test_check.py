@@ -167,6 +167,29 @@ def test_advice_is_the_fastest_with_room_to_spare(on_cpus, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(('extra', 'faster', 'unrolled'), [(1.0, 0.9, True), (9.0, 0.9, False), (1.0, 1.1, False)])
+def test_the_fastest_is_tried_without_a_loop_over_the_layers(extra, faster, unrolled, on_cpus, monkeypatch):
+    """Chosen where it fits with room to spare and is faster, and tried once."""
+
+    def is_unrolled(e):
+        return e.model.unroll == e.model.n_layers
+
+    def needs(e):
+        return KEPT[e.model.remat] + extra * is_unrolled(e)
+
+    def takes(e):
+        return TIMES[e.model.remat] * (faster if is_unrolled(e) else 1.0)
+
+    monkeypatch.setattr(advice, 'check', pretend(needs, takes))
+    configured = pretend(needs, takes)(SMALL, 'v5e:2x2')
+    found = advice.advise(SMALL, parse('v5e:2x2'), configured, everything=True)
+    bound = f'model.unroll = {SMALL.model.n_layers}'
+    assert found.check.bindings[:1] == ("model.remat = 'attention'",)
+    assert (bound in found.check.bindings) == unrolled
+    assert sum(bound in t.bindings for t in found.tried) == 1
+    assert not any(bound in t.bindings for t in advice.advise(SMALL, parse('v5e:2x2'), configured).tried)
+
+
 def test_levels_of_remat_are_compared_by_what_they_repeat():
     assert advice.BEYOND.keys() == REMAT.keys()
     for level, beyond in advice.BEYOND.items():

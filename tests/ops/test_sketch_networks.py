@@ -93,6 +93,18 @@ def test_outputs_and_gradients(case):
     assert {key: error for key, error in found.items() if not error <= limit} == {}
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_derivatives_that_are_kept(dtype, monkeypatch):
+    """As on chips whose matrix units are not those of v5e and v5p."""
+    assert pallas_tpu.plan_for(256, 1, 16, 32, 16, 4).slopes_again
+    monkeypatch.setattr(pallas_tpu.platform, 'matrix_side', lambda: 256)
+    assert not pallas_tpu.plan_for(256, 1, 16, 32, 16, 4).slopes_again
+    arrays = example(200, heads=(2, 1), dtype=dtype)
+    found = errors(by_kernels(*arrays), by_definition(*arrays))
+    limit = 1e-5 if dtype == 'float32' else 2e-2
+    assert {key: error for key, error in found.items() if not error <= limit} == {}
+
+
 @pytest.mark.parametrize(('power', 'dtype'), [(2, 'float32'), (4, 'float32'), (2, 'bfloat16')])
 def test_xla_path(power, dtype):
     arrays = example(45, batch=2, sketches=2, heads=(3, 1), size=12, r=8, power=power, dtype=dtype)
