@@ -67,8 +67,8 @@ def advise(
     """The fastest of `candidates` that fits. A step that is too large is refused within seconds; one that fits takes as
     long as any compilation. What recomputes more than another that fits is not tried.
 
-    With `everything` the fastest is then tried without a loop over the layers: a faster step in more memory, which takes
-    several times as long to compile, so that nothing else is tried that way.
+    With `everything` the fastest is then tried without a loop over the layers: faster, in more memory, and several
+    times as long to compile, so that nothing else is tried that way.
 
     Args:
         configured: the check of the experiment as it is.
