@@ -18,7 +18,7 @@ def check_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--best',
         action='store_true',
-        help='try all changes of microbatches, remat and fsdp, also of a step that fits, the fastest of them unrolled, too, '
+        help='try all changes of microbatches, remat and fsdp, also of a step that fits, the fastest unrolled, too, '
         'and print the fastest as gin',
     )
     parser.add_argument('--price_per_chip_hour', type=float, metavar='X', help='multiplies chip-hours; in any currency')
