@@ -28,6 +28,7 @@ EXPERIMENTS = sorted([*CONFIGS.glob('experiments/*.gin'), *CONFIGS.glob('tasks/*
 OURS = (
     'quickstart',
     'decay',
+    'depths',
     'real_text',
     'proteins_small',
     'induction_heads_start',
