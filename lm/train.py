@@ -108,7 +108,7 @@ def set_up(
     batches = make_batches(data, config, store, mesh)
     unpack = unpacking(data, config, model, store)
     functions = TrainStep(model, experiment.optimizer, config.steps, unpack, bool(data.mixture), data.documents(store))
-    evaluator = make_evaluator(experiment.evaluate, data, config, functions, mesh, store)
+    evaluator = make_evaluator(experiment.evaluate, data, config, functions, mesh, store, config.eval_tokens)
     parameters = sum(functions.count_parameters().values())
     is_leader = jax.process_index() == 0
     if is_leader:

@@ -187,7 +187,8 @@ assert int(state['step']) == 2
 def test_projections_are_redrawn_and_resume_exactly(tokens, tmp_path):
     bindings = {'model.attention': '@performer()', 'performer.n_features': 16, 'performer.redraw_every': 7}
     changes = {'data.path': str(tokens), 'train.steps': 10, 'train.eval_every': None, 'checkpoint.save_every_steps': 5}
-    performer = tiny.params(tiny.MODEL | changes | {'optimizer.warmup_steps': 2} | bindings)
+    changes |= {'optimizer.warmup_steps': 2, 'train.eval_tokens': 40}
+    performer = tiny.params(tiny.MODEL | changes | bindings)
     whole, parts = tmp_path / 'whole', tmp_path / 'parts'
     done = tiny.lm('train', '--run_dir', str(whole), *performer)
     assert done.returncode == 0, done.stderr
@@ -201,6 +202,8 @@ def test_projections_are_redrawn_and_resume_exactly(tokens, tmp_path):
     assert buffers
     assert all(first[name] != last[name] for name in buffers)  # drawn anew after step 7
     assert tiny.checksums(parts, 10) == last
+    evaluation = json.loads((whole / 'metrics.jsonl').read_text().splitlines()[-1])
+    assert (evaluation['kind'], evaluation['tokens']) == ('eval', 40)
 
 
 def test_a_wrong_tokenizer_or_configuration_is_refused_and_nothing_written(

@@ -121,9 +121,9 @@ def table_of_sets(sets: dict[str, dict]) -> Table:
 
 
 def by_word_and_byte(result: dict) -> dict[str, str]:
-    """Rows for people; none where single tokens were hidden."""
+    """Rows for people; none where only some tokens were scored, because the others were not hidden."""
     if 'word_perplexity' not in result:
-        return {'documents': f'{result["documents"]:,}'}
+        return {}
     return {
         'perplexity per word': by_word(result, 4),
         'bits per byte': f'{result["bits_per_byte"]:.5f}',

@@ -28,8 +28,10 @@ def make_evaluator(
     functions: TrainStep,
     mesh: Mesh,
     store: Store,
+    first_tokens: int | None = None,
 ) -> Evaluator | SetsEvaluator | TaskEvaluator:
-    """Perplexity on text, or what the objective of the training asks for; accuracy on a task."""
+    """Perplexity on text, or what the objective of the training asks for; accuracy on a task. With `first_tokens` only
+    so many of each text are scored, which must be a window at least; a task has its own number of examples."""
     check_objective(train.objective, data, functions.model)
     split, context_length = what_is_scored(config, data, train)
     functions.model.check_length(context_length)
@@ -38,7 +40,7 @@ def make_evaluator(
         return TaskEvaluator(functions, mesh, data.task, split, context_length, config.window, config.batch_size)
     documents = data.documents(store, config.mask_documents)
     config = dataclasses.replace(config, mask_documents=bool(documents))
-    check_windows(config, split, context_length, store, others)
+    check_windows(config, split, context_length, store, others, first_tokens)
 
     text = scoring(functions, mesh, documents, config.chunk, config.accuracy)
     baseline = EmpiricalBaseline(store, data.train_split) if config.accuracy else None
@@ -54,7 +56,7 @@ def make_evaluator(
 
     def evaluator(store: TokenStore, split: str) -> Evaluator:
         kind, program, baseline = parts_of(split)
-        return kind(program, mesh, store, config, split, context_length, baseline)
+        return kind(program, mesh, store, config, split, context_length, baseline, first_tokens)
 
     if not others and not isinstance(store, Mixture):
         return evaluator(store, split)
@@ -78,7 +80,7 @@ def check_evaluation(
     if data.task:
         check_task(data.task, split, context_length, config.window)
     else:
-        check_windows(config, split, context_length, store, others)
+        check_windows(config, split, context_length, store, others, train.eval_tokens)
 
 
 def check_windows(
@@ -87,12 +89,13 @@ def check_windows(
     context_length: int,
     store: TokenStore | Mixture,
     others: dict[str, tuple[TokenStore, str]],
+    first_tokens: int | None = None,
 ) -> None:
-    """Raises ConfigError, which names the set, where a split is missing or shorter than a window."""
+    """Raises ConfigError, which names the set: a split that is missing, a window longer than it or `first_tokens`."""
     parts = store.parts(split) if isinstance(store, Mixture) else {'': store}
     for name, (part, own) in ({name: (part, '') for name, part in parts.items()} | others).items():
         try:
-            EvaluationWindows.create(part.tokens(own or split), context_length, config.window)
+            EvaluationWindows.create(part.tokens(own or split), context_length, config.window, first_tokens)
         except ConfigError as error:
             raise ConfigError(f'{error} (the set {name!r})' if name else str(error)) from None
 
@@ -103,6 +106,8 @@ def what_is_scored(config: EvaluateConfig, data: DataConfig, train: TrainConfig)
         raise ConfigError('evaluate.mask_documents = True: the examples of a task are no documents; delete this')
     if data.task and config.chunk:
         raise ConfigError(f'evaluate.chunk = {config.chunk}: the examples of a task are computed whole; delete this')
+    if data.task and train.eval_tokens:
+        raise ConfigError(f'train.eval_tokens = {train.eval_tokens}: the examples of a task are its own; delete this')
     if train.objective.looks_ahead:
         check_masked(config)
     elif config.accuracy and config.chunk:

@@ -16,13 +16,10 @@ from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.evaluation.baseline import EmpiricalBaseline
 from lm.evaluation.config import EvaluateConfig
-from lm.evaluation.perplexity import EvaluationWindows, Evaluator, ScoredSums
+from lm.evaluation.perplexity import EvaluationWindows, Evaluator
 from lm.training.mesh import replicated
 from lm.training.objectives import Hiding
 from lm.training.step import TrainStep
-
-OF_ALL_TOKENS = ('bytes', 'words', 'word_perplexity', 'bits_per_byte')
-"""Figures that mean nothing where only some tokens are scored."""
 
 
 def check_masked(config: EvaluateConfig) -> None:
@@ -73,13 +70,11 @@ class MaskedEvaluator(Evaluator):
         split: str,
         context_length: int,
         baseline: EmpiricalBaseline,
+        first_tokens: int | None = None,
     ):
         """`program` is made by `hidden_scoring`."""
-        super().__init__(program, mesh, store, config, split, context_length, baseline)
+        super().__init__(program, mesh, store, config, split, context_length, baseline, first_tokens)
         self.windows = WholeWindows(**dataclasses.asdict(self.windows))
-
-    def figures(self, sums: ScoredSums, store: Any) -> dict:
-        return {name: value for name, value in super().figures(sums, store).items() if name not in OF_ALL_TOKENS}
 
     def dispatch(self, weights: Any, tokens: jax.Array, first: int) -> Any:
         return self.program(weights, tokens, np.arange(first, first + len(tokens), dtype=np.uint32))

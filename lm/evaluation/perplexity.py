@@ -38,16 +38,21 @@ class EvaluationWindows:
     stride: int
 
     @classmethod
-    def create(cls, n_tokens: int, context_length: int, window: str) -> 'EvaluationWindows':
-        """Raises ConfigError when the context is longer than the split or the stride longer than the context."""
+    def create(
+        cls, n_tokens: int, context_length: int, window: str, first_tokens: int | None = None
+    ) -> 'EvaluationWindows':
+        """Of the `first_tokens` of a split of `n_tokens` (None: of all). Raises ConfigError when the context is longer
+        than these or the stride longer than the context."""
         if context_length > n_tokens:
             raise ConfigError(
                 f'evaluate.context_length = {context_length}: the split has only {n_tokens} tokens; shorten the context'
             )
+        if first_tokens is not None and context_length > first_tokens:
+            raise ConfigError(f'train.eval_tokens = {first_tokens}: a window has {context_length} tokens; take more')
         stride = context_length if window == 'disjoint' else int(window.partition(':')[2])
         if stride > context_length:
             raise ConfigError(f"evaluate.window = '{window}': the stride must be at most the context, {context_length}")
-        return cls(n_tokens, context_length, stride)
+        return cls(min(n_tokens, first_tokens or n_tokens), context_length, stride)
 
     def __len__(self) -> int:
         return 1 + max(0, math.ceil((self.n_tokens - self.context_length) / self.stride))
@@ -128,10 +133,12 @@ class Evaluator:
         split: str,
         context_length: int,
         baseline: EmpiricalBaseline | None = None,
+        first_tokens: int | None = None,
     ):
-        """`program` is made by `scoring`; with a `baseline` it judges, and the accuracy is told beside that one's."""
+        """`program` is made by `scoring`; with a `baseline` it judges, and the accuracy is told beside that one's. With
+        `first_tokens` no others of the split are scored."""
         self.store, self.split, self.config, self.mesh = store, split, config, mesh
-        self.windows = EvaluationWindows.create(store.tokens(split), context_length, config.window)
+        self.windows = EvaluationWindows.create(store.tokens(split), context_length, config.window, first_tokens)
         self.batch_size = shared_rows(config.batch_size, mesh)
         self.baseline = baseline
         self._sharding = batch_sharding(mesh)
@@ -143,7 +150,7 @@ class Evaluator:
         return None if found is None else self.result(found, step)
 
     def sums(self, weights: Any, should_stop: Callable[[], bool]) -> ScoredSums | None:
-        """Of the whole split; None when `should_stop` said so."""
+        """Of all windows; None when `should_stop` said so."""
         total = None
         for found, scored_BxL, targets_BxL in self._scores(weights):
             nats_BxL, *judged = found
@@ -225,9 +232,9 @@ def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split
     """The reported figures from sums over each position of the context.
 
     Word-level perplexity divides by the words of the text (PG-19's published counts on its full splits), bits per byte
-    by its bytes: both can be compared across tokenizers, perplexity per token cannot.
+    by its bytes: both can be compared across tokenizers, perplexity per token cannot. They, and what is counted of the
+    text, are told where every token of the split was scored.
     """
-    n_bytes, n_words = store.bytes(split), store.words(split)
     sum_nats, n_tokens = float(nats_L.sum()), int(tokens_L.sum())
     positions = []
     start = 0
@@ -241,13 +248,21 @@ def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split
     return {
         'sum_nats': sum_nats,
         'tokens': n_tokens,
+        'loss': sum_nats / n_tokens,
+        'perplexity': perplexity(sum_nats / n_tokens),
+        **(of_the_text(sum_nats, store, split) if n_tokens == store.tokens(split) else {}),
+        'loss_by_position': positions,
+        'tokenizer_sha256': store.info['tokenizer']['sha256'],
+    }
+
+
+def of_the_text(sum_nats: float, store: TokenStore, split: str) -> dict:
+    """What only the nats of a whole split tell."""
+    n_bytes, n_words = store.bytes(split), store.words(split)
+    return {
         'bytes': n_bytes,
         'words': n_words,
         'documents': store.documents(split),
-        'loss': sum_nats / n_tokens,
-        'perplexity': perplexity(sum_nats / n_tokens),
         'word_perplexity': perplexity(sum_nats / n_words),
         'bits_per_byte': sum_nats / math.log(2) / n_bytes,
-        'loss_by_position': positions,
-        'tokenizer_sha256': store.info['tokenizer']['sha256'],
     }

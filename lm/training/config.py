@@ -27,6 +27,9 @@ class TrainConfig:
     seed: int = field(0, minimum=0)
     log_every: int = field(10, minimum=1, resume=True)
     eval_every: int | None = field(1000, minimum=1, resume=True, help='None: only at the end')
+    eval_tokens: int | None = field(
+        None, minimum=1, resume=True, help='only so many of each text are scored while training; None: all of them'
+    )
     max_nonfinite_steps: int = field(10, minimum=1, resume=True, help='stop (exit code 43) after so many in a row')
     hang_minutes: float | None = field(
         10.0, above=0, resume=True, help='a step that takes so long, and 20 median steps, ends with 42; None: never'

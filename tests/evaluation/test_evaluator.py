@@ -1,5 +1,6 @@
 """What an evaluator makes of losses that are known: sums, figures, positions; and which evaluator a run gets."""
 
+import dataclasses
 import math
 import types
 
@@ -21,6 +22,7 @@ from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig, make_mesh
 
 N, EOD = 45, 99
+OF_A_TEXT = {'bytes', 'words', 'documents', 'word_perplexity', 'bits_per_byte'}
 
 
 def at(context_length: int) -> TrainConfig:
@@ -67,16 +69,16 @@ def token_losses(weights, tokens_BxL, targets_BxL, documents):
 FUNCTIONS = types.SimpleNamespace(token_losses=token_losses, model=ModelConfig())
 
 
-def evaluator(window='disjoint', batch_size=2, context=8, devices=1) -> Evaluator:
+def evaluator(window='disjoint', batch_size=2, context=8, devices=1, first_tokens=None) -> Evaluator:
     mesh = make_mesh(MeshConfig(), jax.devices()[:devices])
     config = EvaluateConfig(window=window, batch_size=batch_size)
-    return Evaluator(scoring(FUNCTIONS, mesh), mesh, Store(), config, 'test', context)
+    return Evaluator(scoring(FUNCTIONS, mesh), mesh, Store(), config, 'test', context, None, first_tokens)
 
 
-def expected(context, stride) -> tuple[np.ndarray, np.ndarray]:
+def expected(context, stride, n=N) -> tuple[np.ndarray, np.ndarray]:
     """Nats and tokens at each position, one token after the other."""
     nats, tokens = np.zeros(context), np.zeros(context, int)
-    for i in range(N):  # the token i + 1
+    for i in range(n):  # the token i + 1
         window = 0 if i < context else math.ceil((i - context + 1) / stride)
         position = i - window * stride
         nats[position] += 0.5 * (i + 1 + position / 16 + (i if i else EOD) / 64)
@@ -106,6 +108,18 @@ def test_figures_are_those_of_each_token_once(window, batch_size, devices):
     ]
     for found, (a, b) in zip(result['loss_by_position'], bins, strict=True):
         assert found['loss'] == pytest.approx(nats[a:b].sum() / tokens[a:b].sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize('window', ['disjoint', 'sliding:3'])
+def test_the_first_tokens_are_scored_as_in_the_whole_split(window):
+    whole = evaluator(window)(jnp.float32(0.5), 70)
+    stride = 8 if window == 'disjoint' else 3
+    for first in (8, 21, 22, N, N + 1):
+        result = evaluator(window, first_tokens=first)(jnp.float32(0.5), 70)
+        scored = min(first, N)
+        assert result['tokens'] == scored
+        assert result['sum_nats'] == pytest.approx(expected(8, stride, scored)[0].sum(), rel=1e-6)
+        assert result.keys() == whole.keys() - (OF_A_TEXT if first < N else set())
 
 
 def test_the_last_range_of_positions_ends_with_the_context():
@@ -167,6 +181,8 @@ def test_which_evaluator_a_run_gets():
     with pytest.raises(ConfigError, match=r'model.learned_positions = 15: fewer than the 16 tokens of the context'):
         make_evaluator(EvaluateConfig(), text, TRAIN, few, mesh, Store())
     assert (type(made), made.split, made.windows.context_length) == (Evaluator, 'validation', 16)
+    made = make_evaluator(EvaluateConfig(), text, TRAIN, FUNCTIONS, mesh, Store(), 20)
+    assert (made.windows.n_tokens, len(made.windows)) == (20, 2)
     config = EvaluateConfig(split='test', context_length=20, batch_size=3)
     made = make_evaluator(config, task, TRAIN, FUNCTIONS, mesh, None)
     assert (type(made), made.split, made.context_length, made.batch_size) == (TaskEvaluator, 'test', 20, 3)
@@ -182,6 +198,12 @@ def test_an_evaluation_is_checked_without_devices():
         check_evaluation(EvaluateConfig(), text, at(N + 1), Store(), {})
     with pytest.raises(ConfigError, match='the stride must be at most the context, 8'):
         check_evaluation(EvaluateConfig(window='sliding:9', context_length=8), text, at(20), Store(), {})
+    few = dataclasses.replace(at(16), eval_tokens=16)
+    check_evaluation(EvaluateConfig(), text, few, Store(), {})
+    with pytest.raises(ConfigError, match=r'train.eval_tokens = 16: a window has 20 tokens'):
+        check_evaluation(EvaluateConfig(context_length=20), text, few, Store(), {})
+    with pytest.raises(ConfigError, match=r'train.eval_tokens = 16: the examples of a task are its own'):
+        check_evaluation(EvaluateConfig(), task, few, None, {})
     with pytest.raises(ConfigError, match="'sliding:4': examples of a task are scored whole; set 'disjoint'"):
         check_evaluation(EvaluateConfig(window='sliding:4'), task, at(64), None, {})
     with pytest.raises(ConfigError, match=r'train\.context_length = 1: @induction_heads\(\) needs at least'):
