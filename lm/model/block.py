@@ -15,6 +15,7 @@ from lm.attention import Attention
 from lm.attention.recurrent.convolution import ShortConvolution
 from lm.model.config import ACTIVATIONS, ModelConfig
 from lm.model.positions import Rotation, rotate
+from lm.model.projection import Projection
 from lm.ops.tpu import tokens_on_lanes
 from lm.parameters import NORMS, declare, rms_norm, stack
 
@@ -36,7 +37,7 @@ class Block(nnx.Module):
                 'kernel_metadata': declare('matrix', *axes, part=part, pieces=sizes),
                 'bias_metadata': declare('bias', axes[-1], part=part) if config.biases else {},
             }
-            return nnx.Linear(
+            return Projection(
                 n_in, sum(sizes), use_bias=config.biases, dtype=dtype, kernel_init=init, rngs=rngs, **says
             )
 
@@ -65,6 +66,7 @@ class Block(nnx.Module):
     def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
         """`starts_BxL`: the first token of each token's document, where that matters."""
         with jax.named_scope('norms'):
+            x_BxLxD = tokens_on_lanes(x_BxLxD)
             normed_BxLxD = self.attention_norm(x_BxLxD)
         qkv, _ = self._qkv(normed_BxLxD, rotation, starts_BxL=starts_BxL)
         own = self._own(normed_BxLxD)
@@ -94,17 +96,19 @@ class Block(nnx.Module):
     @jax.named_scope('qkv')
     def _qkv(self, normed_BxLxD, rotation, before=None, starts_BxL=None):
         H, K, C = self.dims.n_heads, self.dims.n_kv_heads, self.dims.head_dim
-        qkv_BxLxN = self.qkv(normed_BxLxD)
+        sizes = (H + K) * C, K * C
         if self.convolution:
-            qkv_BxLxN, before = self.convolution(qkv_BxLxN, before, starts_BxL)
-        qkv_BxLxNxC = qkv_BxLxN.reshape(*normed_BxLxD.shape[:2], H + 2 * K, C)
-        qk_BxLxNxC = qkv_BxLxNxC[:, :, : H + K]
+            qkv_BxLxN, before = self.convolution(self.qkv(normed_BxLxD), before, starts_BxL)
+            parts = jnp.split(qkv_BxLxN, sizes[:1], axis=-1)
+        else:
+            parts = self.qkv.pieces(normed_BxLxD, sizes)
+        qk_BxLxNxC, v_BxLxKxC = (part.reshape(*part.shape[:2], -1, C) for part in parts)
         if self.q_norm is not None:
             normal = self.q_norm(qk_BxLxNxC[:, :, :H]), self.k_norm(qk_BxLxNxC[:, :, H:])
             qk_BxLxNxC = jnp.concatenate(normal, axis=2)
         if rotation is not None:
             qk_BxLxNxC = rotate(qk_BxLxNxC, rotation)
-        return (qk_BxLxNxC[:, :, :H], qk_BxLxNxC[:, :, H:], qkv_BxLxNxC[:, :, H + K :]), before
+        return (qk_BxLxNxC[:, :, :H], qk_BxLxNxC[:, :, H:], v_BxLxKxC), before
 
     @jax.named_scope('qkv')
     def _own(self, normed_BxLxD):
@@ -119,14 +123,14 @@ class Block(nnx.Module):
             y_BxLxN = y_BxLxHxC.reshape(*y_BxLxHxC.shape[:2], -1)
             if self.output_gate is not None:
                 y_BxLxN *= jax.nn.silu(self.output_gate(normed_BxLxD))
-            x_BxLxD = x_BxLxD + self.attention_out(y_BxLxN)
+            x_BxLxD = tokens_on_lanes(x_BxLxD + self.attention_out(y_BxLxN))
         with jax.named_scope('norms'):
             normed_BxLxD = self.glu_norm(x_BxLxD)
         with jax.named_scope('glu'):
-            hidden_BxLxN = tokens_on_lanes(self.glu_in(normed_BxLxD))
             if not self.gated:
-                return x_BxLxD + self.glu_out(self.activation(hidden_BxLxN))
-            value_BxLxF, gate_BxLxF = jnp.split(hidden_BxLxN, 2, axis=-1)
+                return x_BxLxD + self.glu_out(self.activation(tokens_on_lanes(self.glu_in(normed_BxLxD))))
+            products = self.glu_in.pieces(normed_BxLxD, [self.glu_out.in_features] * 2)
+            value_BxLxF, gate_BxLxF = map(tokens_on_lanes, products)
             return x_BxLxD + self.glu_out(value_BxLxF * self.activation(gate_BxLxF))
 
 
