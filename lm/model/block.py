@@ -14,8 +14,8 @@ from flax import nnx
 from lm.attention import Attention
 from lm.attention.recurrent.convolution import ShortConvolution
 from lm.model.config import ACTIVATIONS, ModelConfig
+from lm.model.dense import Dense
 from lm.model.positions import Rotation, rotate
-from lm.model.projection import Projection
 from lm.ops.tpu import tokens_on_lanes
 from lm.parameters import NORMS, declare, rms_norm, stack
 
@@ -37,9 +37,7 @@ class Block(nnx.Module):
                 'kernel_metadata': declare('matrix', *axes, part=part, pieces=sizes),
                 'bias_metadata': declare('bias', axes[-1], part=part) if config.biases else {},
             }
-            return Projection(
-                n_in, sum(sizes), use_bias=config.biases, dtype=dtype, kernel_init=init, rngs=rngs, **says
-            )
+            return Dense(n_in, sum(sizes), use_bias=config.biases, dtype=dtype, kernel_init=init, rngs=rngs, **says)
 
         self.attention_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
         self.qkv = linear(config.d_model, qkv_sizes, 'embed', 'all_heads', part='attention')

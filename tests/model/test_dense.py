@@ -9,14 +9,14 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lm.model.projection import Projection
+from lm.model.dense import Dense
 from lm.training.mesh import MeshConfig, make_mesh
 
 SIZES = [24, 8]
 
 
-def made(bias: bool, dtype=jnp.float32) -> Projection:
-    module = Projection(16, sum(SIZES), use_bias=bias, dtype=dtype, rngs=nnx.Rngs(0))
+def made(bias: bool, dtype=jnp.float32) -> Dense:
+    module = Dense(16, sum(SIZES), use_bias=bias, dtype=dtype, rngs=nnx.Rngs(0))
     if bias:
         module.bias[...] = jnp.linspace(-1, 1, sum(SIZES))
     return module

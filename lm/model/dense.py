@@ -13,7 +13,7 @@ SHARDS = 'fsdp'
 """The axis of the mesh over which parameters are sharded."""
 
 
-class Projection(nnx.Linear):
+class Dense(nnx.Linear):
     """x W + b in the type that the layer computes in, where each device needs all of W for its own windows.
 
     What is sharded over devices is gathered first, in that type, and once more in the backward pass, whose gradients
