@@ -7,6 +7,7 @@ Optimizer, sharding and reports read the declarations (`declarations`); none of 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -81,6 +82,18 @@ def stack(module: nnx.Module) -> None:
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Param) and (told := variable.get_metadata('declaration', None)):
             variable.set_metadata(declaration=dataclasses.replace(told, axes=(LAYER, *told.axes)))
+
+
+def shared_axis(shape: Sequence[int], devices: int, names: Sequence[str] = ()) -> int | None:
+    """The axis over which devices share an array: the largest that their number divides, but never that over the
+    layers, which the model's loop takes apart. None: each has it whole.
+
+    Args:
+        names: what each axis means, if that is known.
+    """
+    axes = [i for i, n in enumerate(shape) if n % devices == 0 and LAYER not in names[i : i + 1]]
+    full = [i for i in axes if shape[i] // devices % 8 == 0]
+    return full[0] if full else max(axes, key=lambda i: shape[i], default=None)
 
 
 def declarations(model: nnx.Module) -> dict[str, Any]:

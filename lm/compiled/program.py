@@ -186,11 +186,9 @@ class HloProgram:
                 kind = instruction.opcode.removesuffix('-start')
                 if kind not in COLLECTIVES:
                     continue
-                channel = re.search(r'channel_id=(\d+)', instruction.attributes)
-                # Permutes are never split, and those of one shard_map share a channel. So do the parts of a reduction
-                # over slices: one inside a slice before it, and a gather after it.
-                is_chain = channel and kind != 'collective-permute'
-                key = (computation, kind, channel[1] if is_chain else instruction.name)
+                # Those of one shard_map share a channel; only the parts of a chain are known by its number.
+                chain = re.search(r'chain_id="(\d+)"', instruction.attributes)
+                key = (computation, kind, chain[1] if chain else instruction.name)
                 if key in seen:
                     continue
                 seen.add(key)

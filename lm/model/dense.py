@@ -9,17 +9,12 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-SHARDS = 'fsdp'
-"""The axis of the mesh over which parameters are sharded."""
+from lm.ops.platform import SHARED_AXIS, batch_axes, uneven_batch
+from lm.parameters import shared_axis
 
 
 class Dense(nnx.Linear):
-    """x W + b in the type that the layer computes in, where each device needs all of W for its own windows.
-
-    What is sharded over devices is gathered first, in that type, and once more in the backward pass, whose gradients
-    are scattered again (ZeRO, Rajbhandari et al. 2020, stage 3). Left to itself, XLA exchanges W piece by piece between
-    pieces of the product, and writes and copies the activations instead.
-    """
+    """x W + b in the type that the layer computes in, where each device needs all of W for its own windows."""
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
         return self.pieces(x_BxLxD, [self.out_features])[0]
@@ -31,37 +26,43 @@ class Dense(nnx.Linear):
         product of which parts are taken it first copies what belongs to a layer.
         """
         cuts = np.cumsum(sizes)[:-1]
-        x_BxLxD = x_BxLxD.astype(self.dtype)
         kernel_DxN = self.kernel[...].astype(self.dtype)
-        if _shards() > 1:
-            kernel_DxN = gathered(kernel_DxN)
-        products = [x_BxLxD @ part_DxN for part_DxN in jnp.split(kernel_DxN, cuts, axis=1)]
+        products = gathered_products(x_BxLxD.astype(self.dtype), kernel_DxN, cuts)
         if self.bias is None:
             return products
         biases = jnp.split(self.bias[...].astype(self.dtype), cuts)
         return [product_BxLxN + bias_N for product_BxLxN, bias_N in zip(products, biases, strict=True)]
 
 
-@jax.custom_vjp
-def gathered(kernel_DxN: jax.Array) -> jax.Array:
-    """The same, whole on each device; its gradient is sharded over its largest axis that can be."""
-    return lax.with_sharding_constraint(kernel_DxN, PartitionSpec())
+def gathered_products(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[int]) -> list[jax.Array]:
+    """x W, cut before the columns `cuts`; a matrix that devices share is gathered from them first, in the type that it
+    has here, and its gradient is summed and scattered at once (ZeRO, Rajbhandari et al. 2020, stage 3).
+
+    Left to itself, XLA exchanges W or its gradient piece by piece between pieces of the products, which are too narrow
+    for the matrix units, and writes and copies the activations.
+    """
+
+    def products(x_BxLxD: jax.Array, kernel_DxN: jax.Array) -> list[jax.Array]:
+        return [x_BxLxD @ columns_DxN for columns_DxN in jnp.split(kernel_DxN, cuts, axis=1)]
+
+    def of_parts(x_BxLxD: jax.Array, part: jax.Array) -> list[jax.Array]:
+        return products(x_BxLxD, gathered(part, axis))
+
+    mesh, axes = jax.sharding.get_abstract_mesh(), batch_axes()
+    axis = shared_axis(kernel_DxN.shape, mesh.shape[SHARED_AXIS]) if SHARED_AXIS in axes else None
+    if axis is None or uneven_batch(x_BxLxD.shape[0]):
+        return products(x_BxLxD, kernel_DxN)
+    rows, shared = PartitionSpec(axes), PartitionSpec(*[None] * axis, SHARED_AXIS)
+    names = set(mesh.axis_names) - set(mesh.manual_axes)
+    split = jax.shard_map(of_parts, in_specs=(rows, shared), out_specs=rows, axis_names=names, check_vma=False)
+    return split(x_BxLxD, kernel_DxN)
 
 
-def _forward(kernel_DxN):
-    return gathered(kernel_DxN), None
+def gathered(part: jax.Array, axis: int) -> jax.Array:
+    """The matrix of which each device has a part, cut along `axis`.
 
-
-def _backward(_, gradient_DxN):
-    axes = [i for i, n in enumerate(gradient_DxN.shape) if n % _shards() == 0]
-    if axes:
-        axis = max(axes, key=lambda i: gradient_DxN.shape[i])
-        gradient_DxN = lax.with_sharding_constraint(gradient_DxN, PartitionSpec(*[None] * axis, SHARDS))
-    return (gradient_DxN,)
-
-
-gathered.defvjp(_forward, _backward)
-
-
-def _shards() -> int:
-    return jax.sharding.get_abstract_mesh().shape.get(SHARDS, 1)
+    The parts are stacked in front: XLA has no scattered sum along an axis whose parts fill no tiles of registers, and
+    sums the whole matrix on every device instead.
+    """
+    stacked = lax.all_gather(jnp.moveaxis(part, axis, 0), SHARED_AXIS)
+    return jnp.moveaxis(stacked.reshape(-1, *stacked.shape[2:]), 0, axis)

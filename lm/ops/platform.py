@@ -18,9 +18,11 @@ from jax.sharding import Mesh, PartitionSpec
 from lm.errors import ConfigError
 from lm.hardware import chip_of
 
-DATA_AXES = ('data', 'fsdp')
-"""The axes of a mesh over which the batch is split. `data` replicates the parameters, `fsdp` shards them and the
-optimizer state. Other axes, where a mesh has any, split something else."""
+SHARED_AXIS = 'fsdp'
+"""The axis of a mesh whose devices share one copy of the parameters and of the optimizer state."""
+DATA_AXES = ('data', SHARED_AXIS)
+"""The axes of a mesh over which the batch is split. `data` replicates the parameters. Other axes,
+where a mesh has any, split something else."""
 SEQUENCE_AXIS = 'sequence'
 """The axis over which the tokens of a window are split (`lm.ops.sequence`)."""
 

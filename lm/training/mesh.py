@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError, end_process
-from lm.ops.platform import DATA_AXES, SEQUENCE_AXIS, data_shards
-from lm.parameters import LAYER
+from lm.ops.platform import DATA_AXES, SEQUENCE_AXIS, SHARED_AXIS, data_shards
+from lm.parameters import shared_axis
 
 TPU_VARIABLES = ('TPU_WORKER_ID', 'TPU_WORKER_HOSTNAMES')
 """Set on every worker of a slice."""
@@ -219,22 +219,21 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def place(abstract: Any, mesh: Mesh, declared: dict) -> Any:
     """The abstract arrays of a training state with their shardings.
 
-    The largest axis that `fsdp` divides is sharded, but never that over the layers, which the model's loop takes apart.
+    `fsdp` shards them (`lm.parameters.shared_axis`), but for small ones.
 
     Args:
         abstract: the state, or a part of it.
         declared: of each parameter (`lm.parameters.declarations`); what the optimizer keeps of one lies like it.
     """
-    size = mesh.shape['fsdp']
+    size = mesh.shape[SHARED_AXIS]
     axes_of = {path: told.axes for path, told in jax.tree_util.tree_leaves_with_path(declared)}
 
     def with_sharding(path, leaf) -> jax.ShapeDtypeStruct:
-        names = next((axes_of[path[i:]] for i in range(len(path)) if path[i:] in axes_of), (None,) * leaf.ndim)
-        axes = [i for i, n in enumerate(leaf.shape) if n % size == 0 and names[i] != LAYER]
+        names = next((axes_of[path[i:]] for i in range(len(path)) if path[i:] in axes_of), ())
+        axis = shared_axis(leaf.shape, size, names)
         sharding = replicated(mesh)
-        if size > 1 and axes and leaf.size >= MIN_SHARDED_SIZE:
-            axis = max(axes, key=lambda i: leaf.shape[i])
-            sharding = NamedSharding(mesh, PartitionSpec(*[None] * axis, 'fsdp'))
+        if size > 1 and axis is not None and leaf.size >= MIN_SHARDED_SIZE:
+            sharding = NamedSharding(mesh, PartitionSpec(*[None] * axis, SHARED_AXIS))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(with_sharding, abstract)

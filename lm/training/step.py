@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from lm import model as model_lib
 from lm.ops.documents import Documents
+from lm.ops.platform import SEQUENCE_AXIS, SHARED_AXIS, batch_axes, batch_shards
 from lm.ops.sequence import over_tokens
 from lm.parameters import PARTS, declarations
 from lm.training.objectives import Hiding, Unpack
@@ -201,39 +203,60 @@ class TrainStep:
         """
         microbatches = windows[0].shape[0]
         counted_AxBxL = jax.vmap(self.unpack)(windows[0].astype(jnp.int32), *windows[1:])[2]
-        if counted_AxBxL is not None:  # how many a microbatch has on average
+        count = None  # of targets that a microbatch has on average, on all devices
+        if counted_AxBxL is not None:
             count = jnp.maximum(counted_AxBxL.sum(), 1) / microbatches
+        axes = axes_apart() if microbatches > 1 else ()
+        parts = batch_shards() if axes else 1  # of a microbatch, which a device sees one of
 
         def of_windows(nats_BxL, counted_BxL):
             if counted_BxL is None:
                 return nats_BxL.mean(axis=1)
             return nats_BxL.sum(axis=1, where=counted_BxL) / jnp.maximum(counted_BxL.sum(axis=1), 1)
 
-        def objective(params, batch_BxL, *numbers_B):
+        def objective(params, buffers, count, batch_BxL, *numbers_B):
             batch_BxL = batch_BxL.astype(jnp.int32)
             inputs_BxL, targets_BxL, counted_BxL = self.unpack(batch_BxL, *numbers_B)
             if counted_BxL is None:
-                share_BxL = jnp.full(targets_BxL.shape, 1 / targets_BxL.size, jnp.float32)
+                share_BxL = jnp.full(targets_BxL.shape, 1 / (targets_BxL.size * parts), jnp.float32)
             else:
                 share_BxL = jnp.where(counted_BxL, 1 / count, 0.0)
             weights = {'params': params, 'buffers': buffers}
             loss, nats_BxL = self.weighted_loss(weights, inputs_BxL, targets_BxL, share_BxL)
             by_window = {'window_loss': of_windows(nats_BxL, counted_BxL)} if self.by_window else {}
-            nats = nats_BxL.mean() if counted_BxL is None else nats_BxL.sum(where=counted_BxL) / count
+            nats = nats_BxL.mean() / parts if counted_BxL is None else nats_BxL.sum(where=counted_BxL) / count
             return loss, (nats, by_window)
 
         grad = jax.grad(objective, has_aux=True)
         if microbatches == 1:
-            gradients, (mean, by_window) = grad(params, *(x[0] for x in windows))
+            gradients, (mean, by_window) = grad(params, buffers, count, *(x[0] for x in windows))
             return mean, gradients, jax.tree.map(lambda x: x[None], by_window)
 
-        def accumulate(total, window):
-            gradients, (mean, by_window) = grad(params, *window)
-            return jax.tree.map(jnp.add, total, (mean, gradients)), by_window
+        def accumulated(params, buffers, count, *windows):
+            def accumulate(total, window):
+                gradients, (mean, by_window) = grad(params, buffers, count, *window)
+                return jax.tree.map(jnp.add, total, (mean, gradients)), by_window
 
-        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        total, by_window = jax.lax.scan(accumulate, zero, windows)
+            zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+            total, by_window = jax.lax.scan(accumulate, zero, windows)
+            return (jax.lax.psum(total, axes) if axes else total), by_window
+
+        if axes:
+            whole, rows = PartitionSpec(), PartitionSpec(None, axes)
+            in_specs = (whole, whole, whole, *[rows] * len(windows))
+            accumulated = jax.shard_map(accumulated, in_specs=in_specs, out_specs=(whole, rows), check_vma=False)
+        total, by_window = accumulated(params, buffers, count, *windows)
         return *jax.tree.map(lambda x: x / microbatches, total), by_window
+
+
+def axes_apart() -> tuple[str, ...]:
+    """The axes of the mesh over which microbatches are split, where a device needs nothing of the others for its own.
+
+    It then sums the gradients of all its microbatches, in float32, before it adds those of the other devices, once a
+    step; the partitioner would add them in each microbatch. Not where parameters or windows are shared by devices.
+    """
+    axes = batch_axes()
+    return () if SHARED_AXIS in axes or jax.sharding.get_abstract_mesh().shape.get(SEQUENCE_AXIS, 1) > 1 else axes
 
 
 def _checked(loss: jax.Array, gradients: Any, norm: jax.Array, proposal: State) -> dict[str, jax.Array]:

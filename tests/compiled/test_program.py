@@ -97,12 +97,28 @@ def test_an_unknown_end_of_a_loop_is_not_guessed():
 
 def test_the_parts_of_a_chain_of_collectives_count_once():
     lines = '\n'.join(
-        f'  %part.{i} = f32[64]{{0}} all-gather(%x), channel_id=7, replica_groups={{{{0,1}}}}, dimensions={{0}}'
-        for i in range(3)
+        f'  %part.{i} = f32[64]{{0}} all-gather(%x), channel_id=7, replica_groups={{{{0,1}}}}, dimensions={{0}}, '
+        f'frontend_attributes={{chain_id="{chain}"}}'
+        for i, chain in enumerate([0, 0, 0])
     )
     text = f'ENTRY %main (x: f32[32]) -> f32[64] {{\n  %x = f32[32]{{0}} parameter(0)\n{lines}\n}}\n'
     (found,) = HloProgram(text).collectives()
     assert (found.kind, found.bytes, found.sent) == ('all-gather', 256, 128)
+
+
+def test_collectives_of_one_shard_map_share_a_channel_and_count_each():
+    mesh = Mesh(jax.devices(), ('data',))
+
+    def sums(x, y):
+        return jax.lax.psum(x, 'data'), jax.lax.all_gather(y, 'data'), jax.lax.all_gather(2 * y, 'data', axis=1)
+
+    rows = PartitionSpec('data')
+    split = jax.shard_map(sums, mesh=mesh, in_specs=(rows, rows), out_specs=PartitionSpec(), check_vma=False)
+    arrays = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, rows)) for shape in ((64, 4), (8, 3))
+    ]
+    found = HloProgram(jax.jit(split).lower(*arrays).compile().as_text()).collectives()
+    assert sorted(c.kind for c in found) == ['all-gather', 'all-gather', 'all-reduce']
 
 
 def test_collectives_of_sharded_gradients():
