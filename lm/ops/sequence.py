@@ -25,7 +25,8 @@ def over_tokens(function: Callable, token_axes: tuple[int | None, ...]) -> Calla
         token_axes: of each argument the axis that counts tokens; None where it has none and each device has it whole.
             Gradients of those are summed over the parts.
     """
-    axes = jax.sharding.get_abstract_mesh().shape
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
     parts = axes.get(AXIS, 1)
     if parts == 1:
         return function

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from lm import model as model_lib
 from lm.ops.documents import Documents
-from lm.ops.platform import SEQUENCE_AXIS, SHARED_AXIS, batch_axes, batch_shards
+from lm.ops.platform import SHARED_AXIS, batch_axes
 from lm.ops.sequence import over_tokens
 from lm.parameters import PARTS, declarations
 from lm.training.objectives import Hiding, Unpack
@@ -206,8 +206,10 @@ class TrainStep:
         count = None  # of targets that a microbatch has on average, on all devices
         if counted_AxBxL is not None:
             count = jnp.maximum(counted_AxBxL.sum(), 1) / microbatches
-        axes = axes_apart() if microbatches > 1 else ()
-        parts = batch_shards() if axes else 1  # of a microbatch, which a device sees one of
+        # Devices that share nothing sum their gradients over the microbatches, in float32, before they add them, once a
+        # step: the partitioner would add them in each microbatch.
+        axes = tuple(name for name in batch_axes() if name != SHARED_AXIS) if microbatches > 1 else ()
+        parts = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)  # of a microbatch
 
         def of_windows(nats_BxL, counted_BxL):
             if counted_BxL is None:
@@ -242,21 +244,18 @@ class TrainStep:
             return (jax.lax.psum(total, axes) if axes else total), by_window
 
         if axes:
+            # Kernels are refused wherever the compiler is left to split something, be it by one.
+            names = set(axes) | {name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size == 1}
             whole, rows = PartitionSpec(), PartitionSpec(None, axes)
-            in_specs = (whole, whole, whole, *[rows] * len(windows))
-            accumulated = jax.shard_map(accumulated, in_specs=in_specs, out_specs=(whole, rows), check_vma=False)
+            accumulated = jax.shard_map(
+                accumulated,
+                in_specs=(whole, whole, whole, *[rows] * len(windows)),
+                out_specs=(whole, rows),
+                axis_names=names,
+                check_vma=False,
+            )
         total, by_window = accumulated(params, buffers, count, *windows)
         return *jax.tree.map(lambda x: x / microbatches, total), by_window
-
-
-def axes_apart() -> tuple[str, ...]:
-    """The axes of the mesh over which microbatches are split, where a device needs nothing of the others for its own.
-
-    It then sums the gradients of all its microbatches, in float32, before it adds those of the other devices, once a
-    step; the partitioner would add them in each microbatch. Not where parameters or windows are shared by devices.
-    """
-    axes = batch_axes()
-    return () if SHARED_AXIS in axes or jax.sharding.get_abstract_mesh().shape.get(SEQUENCE_AXIS, 1) > 1 else axes
 
 
 def _checked(loss: jax.Array, gradients: Any, norm: jax.Array, proposal: State) -> dict[str, jax.Array]:

@@ -107,6 +107,16 @@ def test_with_the_other_axes_and_without_documents(attention, axis, documents, m
     assert_same(gradients(attention, documents, devices, **mesh), gradients(attention, documents, 1))
 
 
+def test_microbatches_of_parts_of_windows():
+    step = step_of(Softmax(), Documents(EOD))
+    rows = tokens(rows=4).reshape(2, 2, -1)
+    weights = [initial(Softmax())[name] for name in ('params', 'buffers')]
+    alone = jax.jit(step._gradients)(*weights, rows)
+    with jax.set_mesh(mesh_of(4, sequence=2)):
+        loss, gradients, _ = jax.jit(step._gradients)(*weights, rows)
+    assert_same((loss, gradients), alone[:2])
+
+
 def test_windows_that_cannot_be_split_are_computed_whole():
     step, (rows,) = step_of(Softmax()), jnp.asarray(tokens(length=30))
     state = jax.jit(step.init)(0)

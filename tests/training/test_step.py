@@ -145,8 +145,8 @@ def single():
     return losses
 
 
-@pytest.mark.parametrize(('devices', 'fsdp'), [(8, 1), (8, 4)])
-def test_any_mesh_takes_the_same_steps(single, devices, fsdp):
+@pytest.mark.parametrize(('devices', 'fsdp', 'microbatches'), [(8, 1, 1), (8, 4, 1), (4, 1, 2), (4, 2, 2)])
+def test_any_mesh_takes_the_same_steps(single, devices, fsdp, microbatches):
     mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:devices])
     with jax.set_mesh(mesh):
         step = make()
@@ -158,7 +158,7 @@ def test_any_mesh_takes_the_same_steps(single, devices, fsdp):
             assert largest.addressable_shards[0].data.size == largest.size // fsdp
         train = jax.jit(step.train, out_shardings=(shardings, None))
         for seed in range(3):
-            rows = jax.device_put(batch(seed=seed), batch_sharding(mesh, axis=1))
+            rows = jax.device_put(batch(microbatches, seed=seed), batch_sharding(mesh, axis=1))
             state, metrics = train(state, rows)
             assert float(metrics['loss']) == pytest.approx(single[seed], abs=1e-5)
 
