@@ -85,8 +85,9 @@ def stack(module: nnx.Module) -> None:
 
 
 def shared_axis(shape: Sequence[int], devices: int, names: Sequence[str] = ()) -> int | None:
-    """The axis over which devices share an array: the largest that their number divides, but never that over the
-    layers, which the model's loop takes apart. None: each has it whole.
+    """The axis over which devices share an array: the first of which each gets a multiple of 8, which fills registers;
+    else the largest that their number divides. Never that over the layers, which the model's loop takes apart. None:
+    each device has the array whole.
 
     Args:
         names: what each axis means, if that is known.

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from lm.errors import ConfigError
+from lm.parameters import shared_axis
 from lm.training import mesh
 from lm.training.mesh import MeshConfig, data_shards, make_mesh, shared_rows
 
@@ -28,6 +29,24 @@ def test_devices_that_share_parameters_or_a_window_are_of_one_slice(settings, sh
     assert found.devices.shape == shape
     first = found.devices[: shape[0] // 2]
     assert {device.id for device in first.flat} == {device.id for device in jax.devices()[:4]}
+
+
+@pytest.mark.parametrize(
+    ('shape', 'names', 'axis'),
+    [
+        (
+            (36, 1280, 6816),
+            ('layer', 'embed', 'mlp'),
+            1,
+        ),  # parts of 40 rows fill registers, those of 213 columns do not
+        ((36, 3408, 1280), ('layer', 'mlp', 'embed'), 2),
+        ((36, 100, 96), ('layer', 'embed', 'mlp'), 2),  # nothing fills them
+        ((32, 3, 5), ('layer', 'embed', 'mlp'), None),
+        ((), (), None),
+    ],
+)
+def test_devices_share_the_axis_whose_parts_fill_registers(shape, names, axis):
+    assert shared_axis(shape, 32, names) == axis
 
 
 def test_more_devices_than_a_slice_has_cannot_share():
