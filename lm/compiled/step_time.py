@@ -206,7 +206,7 @@ class _Computation:
         if done is not None and ON_CHIP.search(done.result):
             name, seen = done.name, 0
             while (uses := self.users[name]) and seen < 8:
-                if uses[0].opcode not in ('bitcast', 'get-tuple-element'):
+                if uses[0].opcode not in ('bitcast', 'get-tuple-element') and 'ConcatBitcast' not in uses[0].attributes:
                     return uses[0].name if uses[0].opcode not in ('tuple', 'while') else i.name
                 name, seen = uses[0].name, seen + 1
             return i.name

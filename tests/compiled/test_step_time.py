@@ -65,6 +65,24 @@ def test_each_instruction_takes_what_limits_it():
     assert found['sum'].part == 'collectives'
 
 
+def test_what_is_brought_on_chip_in_parts_is_paid_by_its_reader():
+    half = '(bf16[2048,1024]{1,0}), bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}'
+    parts = '\n'.join(
+        f'  %part.{i} = ({half}) slice-start(%w), slice={{[{1024 * i}:{1024 * (i + 1)}], [0:1024]}}\n'
+        f'  %half.{i} = bf16[1024,1024]{{1,0:T(8,128)(2,1)S(1)}} slice-done(%part.{i})'
+        for i in range(2)
+    )
+    whole = (
+        '  %near = bf16[2048,1024]{1,0:T(8,128)(2,1)S(1)} custom-call(%half.0, %half.1), '
+        'custom_call_target="ConcatBitcast"'
+    )
+    lines = [line for line in PROGRAM.splitlines() if '%ahead =' not in line]
+    text = '\n'.join(f'{parts}\n{whole}' if '%near =' in line else line for line in lines)
+    found = {c.name: c for c in costs(HloProgram(text), V5E, None)}
+    assert found['y'].bytes == (4 + 2 + 4) * MIB
+    assert 'near' not in found
+
+
 @pytest.mark.parametrize(('shape', 'part'), [('8,128', 'FFN'), ('8192,2048', 'collectives')])
 def test_a_collective_fused_with_products_is_theirs_unless_it_takes_longer(shape, part):
     inside = (
