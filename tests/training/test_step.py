@@ -163,6 +163,22 @@ def test_any_mesh_takes_the_same_steps(single, devices, fsdp, microbatches):
             assert float(metrics['loss']) == pytest.approx(single[seed], abs=1e-5)
 
 
+@pytest.mark.parametrize('fsdp', [1, 2])
+def test_any_mesh_counts_the_same_targets(fsdp):
+    def unpack(tokens_BxL):
+        targets_BxL = tokens_BxL[:, 1:]
+        return tokens_BxL[:, :-1], targets_BxL, targets_BxL % 3 == 0
+
+    step = TrainStep(MODEL, OptimizerConfig(warmup_steps=2), 10, unpack, by_window=True)
+    state, tokens = jax.jit(step.init)(0), batch(2)
+    alone = jax.jit(step._gradients)(state['params'], state['buffers'], tokens)
+    mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(tokens, batch_sharding(mesh, axis=1))
+        found = jax.jit(step._gradients)(jax.tree.map(np.asarray, state['params']), {}, rows)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, alone)
+
+
 def test_the_schedule_of_the_paper():
     schedule = OptimizerConfig().learning_rate(125_000)
     assert float(schedule(0)) == pytest.approx(7e-4 / 10_000, rel=1e-3)
