@@ -19,6 +19,9 @@ from lm.runs.run_dir import config_differences
 from lm.text import perplexity
 from lm.training.mesh import initialize_distributed
 
+TOLD = {f'evaluate.{name}' for name in ('split', 'context_length', 'window', 'batch_size', 'chunk')}
+"""What the name of a file tells, or what changes no result."""
+
 
 def main(experiment: Experiment, arguments: Any) -> int:
     """`lm evaluate`: scores a split with the weights of a run, prints a table and writes evaluations/*.json."""
@@ -33,9 +36,9 @@ def main(experiment: Experiment, arguments: Any) -> int:
     evaluator = evaluator_of(run)
     result = evaluator(run.weights, run.step)
     if jax.process_index() == 0:
-        # A model that is run otherwise than it was trained, or other data, has a file of its own.
+        # A model that is run otherwise than it was trained, other data and other figures have a file of their own.
         differences = config_differences(run.directory.config.read_text(), dump(experiment))
-        changes = {name: new for name, _, new in differences if not name.startswith(('evaluate.', 'mesh.'))}
+        changes = {name: new for name, _, new in differences if not name.startswith('mesh.') and name not in TOLD}
         result['overrides'] = changes
         parts = [f'step-{run.step}', result['split'], str(result['context_length'])]
         parts += [experiment.evaluate.window.replace(':', '-')]

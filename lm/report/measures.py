@@ -66,9 +66,8 @@ def _finite(value: float | None) -> float | None:
 
 
 def _is_of_something_else(run: Run, record: dict[str, Any]) -> bool:
-    """Whether an evaluation ran the weights with another attention than they were trained with, or scored another
-    mixture of data."""
+    """Whether an evaluation ran the weights with another attention than they were trained with, or let tokens see
+    other documents, or scored another mixture of data."""
     own = tuple(f'{name}.' for name in run.mechanisms())
-    return any(
-        name in ('model.attention', 'data.mixture') or name.startswith(own) for name in record.get('overrides') or ()
-    )
+    others = {'model.attention', 'data.mixture', 'evaluate.mask_documents'}
+    return any(name in others or name.startswith(own) for name in record.get('overrides') or ())
