@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its text: matrix products and collectives, with loops counted.
+"""What a compiled program does, read from its text: its instructions and matrix products, with loops counted.
 
 The compiler's own `cost_analysis` counts the body of a loop once, and a training step is loops: over layers,
 microbatches and blocks. Here every instruction counts as often as it runs.
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-COLLECTIVES = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
 BITS = {'pred': 8, 'token': 0, 'opaque': 0}
 _INSTRUCTION = re.compile(r'^  (ROOT )?%([\w.\-]+) = ', re.M)
 _COMPUTATION = re.compile(r'^(ENTRY )?%([\w.\-]+) \(.*\{$', re.M)
@@ -83,54 +82,6 @@ class Instruction:
         return found and found[1]
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One communication between the chips, as often as it runs.
-
-    Attributes:
-        name: of its first instruction.
-        computation: where that is.
-        kind: one of `COLLECTIVES`.
-        devices: how many take part.
-        times: runs per step.
-        bytes: of the whole array (the input of a reduction, the output of a gather) on one device, per run.
-        sent: bytes that each device must send per run, by the bandwidth-optimal algorithm.
-    """
-
-    name: str
-    computation: str
-    kind: str
-    devices: int
-    times: int
-    bytes: float
-    sent: float
-
-
-@dataclasses.dataclass(frozen=True)
-class SliceTransfer:
-    """What a device gives to the network between slices: its share of an array that a slice has reduced already.
-
-    Attributes:
-        name: of the instruction that sends.
-        computation: where that is.
-        kind: the compiler's word, such as 'ALL_REDUCE'.
-        times: runs per step.
-        bytes: of the share, per run.
-    """
-
-    name: str
-    computation: str
-    kind: str
-    times: int
-    bytes: float
-
-    def sent(self, slices: int) -> float:
-        """Bytes that the device must send to other slices per run, by the bandwidth-optimal algorithm."""
-        n = slices
-        share = {'ALL_REDUCE': 2 * (n - 1) / n, 'REDUCE_SCATTER': (n - 1) / n, 'ALL_GATHER': n - 1}
-        return share.get(self.kind, 1.0) * self.bytes
-
-
 class HloProgram:
     """A compiled module. `text` is what `Compiled.as_text()` returns."""
 
@@ -175,43 +126,6 @@ class HloProgram:
             for i in self.computations.get(called, ()):
                 for inner, owner in self.within(i):
                     yield inner, owner or called
-
-    # ---------------------------------------------------------------------------------------------------- collectives
-
-    def collectives(self) -> list[Collective]:
-        """All collectives of one run of the program; the parts of one that is split into a chain count once."""
-        result, seen = [], set()
-        for computation, times in self.times.items():
-            for outer, instruction, owner in self._sequence(computation):
-                kind = instruction.opcode.removesuffix('-start')
-                if kind not in COLLECTIVES:
-                    continue
-                # Those of one shard_map share a channel; only the parts of a chain are known by its number.
-                chain = re.search(r'chain_id="(\d+)"', instruction.attributes)
-                key = (computation, kind, chain[1] if chain else instruction.name)
-                if key in seen:
-                    continue
-                seen.add(key)
-                n, arrays = group_size(instruction.attributes), instruction.arrays
-                if instruction.opcode.endswith('-start') and kind != 'all-reduce':
-                    arrays = [a for a in arrays if a.shape or a.dtype != 'u32']  # not what a permute is known by
-                    arrays = arrays[len(arrays) // 2 :]  # behind the operands
-                size = sum(a.size for a in arrays) * (n if kind == 'reduce-scatter' else 1)
-                if kind == 'all-reduce' and owner.startswith('all-reduce-scatter'):
-                    kind = 'reduce-scatter'  # how the TPU compiler writes it: a fusion that keeps a slice
-                share = {'all-reduce': 2 * (n - 1) / n, 'collective-permute': 1.0}.get(kind, (n - 1) / n)
-                result.append(Collective(outer.name, computation, kind, n, times, size, share * size))
-        return result
-
-    def transfers(self) -> list[SliceTransfer]:
-        """All that goes from slice to slice in one run of the program."""
-        result = []
-        for computation, times in self.times.items():
-            for i in self.computations[computation]:
-                kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
-                if kind and i.opcode == 'send':
-                    result.append(SliceTransfer(i.name, computation, kind[1], times, i.arrays[0].size))
-        return result
 
     # ----------------------------------------------------------------------------------------------------------- runs
 
@@ -285,10 +199,10 @@ class HloProgram:
     def _everything(self) -> Iterator[tuple[Instruction, dict[str, Instruction], int]]:
         """(instruction, its computation by name, runs), those inside fusions too."""
         for computation, times in self.times.items():
-            for _, instruction, owner in self._sequence(computation):
+            for _, instruction, owner in self.sequence(computation):
                 yield instruction, self.by_name[owner], times
 
-    def _sequence(self, computation: str) -> Iterator[tuple[Instruction, Instruction, str]]:
+    def sequence(self, computation: str) -> Iterator[tuple[Instruction, Instruction, str]]:
         """(instruction of the computation, itself or one inside it, where that is)."""
         for i in self.computations.get(computation, ()):
             for inner, owner in self.within(i):
@@ -296,24 +210,6 @@ class HloProgram:
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
-
-
-def group_size(attributes: str) -> int:
-    """Devices of one replica group, in any of the three notations."""
-    if found := re.search(r'replica_groups=\{\{([\d,]*)\}', attributes):
-        return len(found[1].split(','))
-    if found := re.search(r'replica_groups=\[\d+,(\d+)\]<=', attributes):
-        return int(found[1])
-    if found := re.search(r'replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}', attributes):
-        axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        return math.prod(int(axes[name]) for name in re.findall(r"'(\w+)'", found[2]))
-    return 1 if 'source_target_pairs' not in attributes else 2
-
-
-def rendezvous(instruction: Instruction) -> str | None:
-    """What a `send` and the `recv` of its result have in common."""
-    found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attributes)
-    return found and found[1]
 
 
 def _instructions(text: str) -> Iterator[Instruction]:

@@ -8,6 +8,7 @@ latency, waiting for the input.
 import dataclasses
 import math
 
+from lm.compiled.collectives import collectives, transfers
 from lm.compiled.program import HloProgram, Instruction
 from lm.compiled.traffic import hbm_bytes
 from lm.hardware import Topology
@@ -77,14 +78,14 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_fl
     loops = len(program.unknown_loops)
     if loops or unknown or not text:
         flops = max(flops, least_flops)
-    collectives: dict[str, CollectiveTotals] = {}
-    for c in program.collectives():
-        old = collectives.get(c.kind, CollectiveTotals(c.kind, 0, 0.0))
-        collectives[c.kind] = CollectiveTotals(
+    by_kind: dict[str, CollectiveTotals] = {}
+    for c in collectives(program):
+        old = by_kind.get(c.kind, CollectiveTotals(c.kind, 0, 0.0))
+        by_kind[c.kind] = CollectiveTotals(
             c.kind, old.times_per_step + c.times, old.gigabytes_sent_per_device + c.times * c.sent / 1e9
         )
-    sent = sum(e.gigabytes_sent_per_device for e in collectives.values()) * 1e9
-    between = sum(t.times * t.sent(topology.slices) for t in program.transfers())
+    sent = sum(e.gigabytes_sent_per_device for e in by_kind.values()) * 1e9
+    between = sum(t.times * t.sent(topology.slices) for t in transfers(program))
     dcn = 0.0
     if between:
         dcn = between / (chip.dcn_bytes / chip.devices) if chip.dcn_bytes else None
@@ -100,13 +101,13 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_fl
     if loops:
         notes.append(
             f'the length of {loops} loops is decided at run time: their memory traffic counts one pass, and arithmetic '
-            'is what the model needs'
+            'is what the model needs; the prediction counts one pass of both'
         )
     notes += [f'kernel {name} does not declare its cost: its arithmetic is not counted' for name in sorted(unknown)]
     return Roofline(
         hardware_teraflops=flops / 1e12,
         hbm_gigabytes=moved / 1e9,
-        collectives=tuple(sorted(collectives.values(), key=lambda e: -e.gigabytes_sent_per_device)),
+        collectives=tuple(sorted(by_kind.values(), key=lambda e: -e.gigabytes_sent_per_device)),
         compute_seconds=seconds['compute'],
         hbm_seconds=seconds['HBM'],
         ici_seconds=seconds['ICI'],

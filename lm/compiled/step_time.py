@@ -13,7 +13,8 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from lm.compiled.program import COLLECTIVES, HloProgram, Instruction, rendezvous
+from lm.compiled.collectives import COLLECTIVES, async_fusion, collectives, rendezvous, transfers
+from lm.compiled.program import HloProgram, Instruction
 from lm.compiled.schedules import KernelCycles
 from lm.compiled.traffic import traffic
 from lm.hardware import Topology
@@ -153,22 +154,26 @@ class _Computation:
         for i in self.names.values():
             if size := traffic(i, self.names, self.program):
                 moved[self._payer(i)] += size
-        sent = {c.name: c.sent for c in self.program.collectives() if c.computation == self.name}
-        far = {t.name: t.sent(self.slices) for t in self.program.transfers() if t.computation == self.name}
+        sent = {c.name: c.sent for c in collectives(self.program) if c.computation == self.name}
+        far = {t.name: t.sent(self.slices) for t in transfers(self.program) if t.computation == self.name}
         clock, link_free, far_free, ends, arrives = 0.0, 0.0, 0.0, {}, {}
         for i in self.names.values():
             if i.opcode in ('while', 'conditional', 'call'):
                 continue
-            waits = 0.0
+            waits, fused = 0.0, async_fusion(self.program, i)
             if i.name in sent:
                 took = sent[i.name] / self.link if self.link else 0.0
                 link_free = max(clock, link_free) + took
                 if i.opcode.endswith('-start'):
                     ends[i.name] = link_free
+                elif fused is not None:
+                    ends[fused.chain] = link_free
                 else:
                     waits = link_free - clock
             elif i.opcode.endswith('-done') and i.operands[0] in ends:
                 waits = max(0.0, ends[i.operands[0]] - clock)
+            elif fused is not None and fused.ends:
+                waits = max(0.0, ends[fused.chain] - clock)
             elif i.name in far and self.far_link:
                 far_free = max(clock, far_free) + far[i.name] / self.far_link
                 arrives[rendezvous(i)] = far_free

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lm.compiled.program import Array, HloProgram, group_size
+from lm.compiled.collectives import collectives, group_size, transfers
+from lm.compiled.program import Array, HloProgram
 from lm.hardware import describe_devices, parse
 from lm.training.mesh import MeshConfig, make_mesh
 
@@ -84,7 +85,7 @@ def test_a_loop_and_its_collectives_count_as_often_as_they_run():
     program = HloProgram(PROGRAM)
     assert program.times == {'main': 1, 'body': 4}
     row = 128 * 4
-    (found,) = program.collectives()
+    (found,) = collectives(program)
     assert (found.kind, found.devices, found.times, found.bytes) == ('all-reduce', 4, 4, row)
     assert found.sent == 2 * 3 / 4 * row
 
@@ -102,7 +103,7 @@ def test_the_parts_of_a_chain_of_collectives_count_once():
         for i, chain in enumerate([0, 0, 0])
     )
     text = f'ENTRY %main (x: f32[32]) -> f32[64] {{\n  %x = f32[32]{{0}} parameter(0)\n{lines}\n}}\n'
-    (found,) = HloProgram(text).collectives()
+    (found,) = collectives(HloProgram(text))
     assert (found.kind, found.bytes, found.sent) == ('all-gather', 256, 128)
 
 
@@ -117,7 +118,7 @@ def test_collectives_of_one_shard_map_share_a_channel_and_count_each():
     arrays = [
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, rows)) for shape in ((64, 4), (8, 3))
     ]
-    found = HloProgram(jax.jit(split).lower(*arrays).compile().as_text()).collectives()
+    found = collectives(HloProgram(jax.jit(split).lower(*arrays).compile().as_text()))
     assert sorted(c.kind for c in found) == ['all-gather', 'all-gather', 'all-reduce']
 
 
@@ -127,7 +128,7 @@ def test_collectives_of_sharded_gradients():
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=rows)
     w = jax.ShapeDtypeStruct((32, 16), jnp.float32, sharding=whole)
     gradient = jax.jit(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))), out_shardings=whole)
-    found = HloProgram(gradient.lower(w, x).compile().as_text()).collectives()
+    found = collectives(HloProgram(gradient.lower(w, x).compile().as_text()))
     assert {c.kind for c in found} == {'all-reduce'}
     assert sum(c.sent for c in found) == pytest.approx(2 * 7 / 8 * 32 * 16 * 4)
 
@@ -150,11 +151,11 @@ ENTRY %main (x: f32[64,128]) -> f32[64,128] {
 
 def test_what_slices_tell_each_other_and_what_is_told_inside_of_one():
     program = HloProgram(SLICES)
-    (found,) = program.transfers()
+    (found,) = transfers(program)
     assert (found.name, found.kind, found.times, found.bytes) == ('send', 'ALL_REDUCE', 1, 8 * 128 * 4)
     assert [found.sent(n) for n in (2, 4)] == [4096, 1.5 * 4096]
-    assert [(c.kind, c.bytes) for c in program.collectives()] == [('reduce-scatter', 32_768), ('all-gather', 32_768)]
-    assert HloProgram(PERMUTE).transfers() == []
+    assert [(c.kind, c.bytes) for c in collectives(program)] == [('reduce-scatter', 32_768), ('all-gather', 32_768)]
+    assert transfers(HloProgram(PERMUTE)) == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
@@ -164,8 +165,8 @@ def test_a_reduction_over_two_slices_as_libtpu_writes_it():
     x = jax.ShapeDtypeStruct((8, 256, 128), jnp.float32, sharding=rows)
     program = HloProgram(jax.jit(lambda x: x.sum(0), out_shardings=whole).lower(x).compile().as_text())
     # Each of the four chips of a slice gives its quarter of what the slice has reduced.
-    assert [(t.kind, t.times, t.bytes) for t in program.transfers()] == [('ALL_REDUCE', 1, 256 * 128 * 4 / 4)]
-    assert {c.devices for c in program.collectives()} == {4}
+    assert [(t.kind, t.times, t.bytes) for t in transfers(program)] == [('ALL_REDUCE', 1, 256 * 128 * 4 / 4)]
+    assert {c.devices for c in collectives(program)} == {4}
 
 
 PERMUTE = """HloModule permute, is_scheduled=true
@@ -180,5 +181,5 @@ ENTRY %main (x: f32[2,64]) -> f32[2,64] {
 
 
 def test_a_permute_sends_its_array_and_not_what_it_is_known_by():
-    found = HloProgram(PERMUTE).collectives()
+    found = collectives(HloProgram(PERMUTE))
     assert [(c.kind, c.bytes, c.sent) for c in found] == [('collective-permute', 512, 512)] * 2

@@ -94,6 +94,29 @@ def test_a_collective_fused_with_products_is_theirs_unless_it_takes_longer(shape
     assert found['y'].part == part
 
 
+def test_products_hide_a_collective_that_the_compiler_spreads_over_fusions():
+    gather = (
+        '  %whole = bf16[4096,1024]{1,0} all-gather(%p0), channel_id=9, replica_groups={{0,1,2,3}}, dimensions={0}, '
+        'frontend_attributes={chain_id="3"}\n'
+    )
+    spread = ''.join(
+        f'%{name} (p0: bf16[1024,1024]) -> bf16[4096,1024] {{\n  %p0 = bf16[1024,1024]{{1,0}} parameter(0)\n{gather}'
+        f'  ROOT %c = bf16[4096,1024]{{1,0:T(8,128)(2,1)S(1)}} custom-call(%whole), '
+        f'custom_call_target="{target}"\n}}\n\n'
+        for name, target in (('begins', 'AsyncCollectiveStart'), ('is_done', 'AsyncCollectiveDone'))
+    )
+    result = 'bf16[4096,1024]{1,0:T(8,128)(2,1)S(1)} fusion'
+    lines = [line for line in PROGRAM.splitlines() if '%sum' not in line]
+    text = '\n'.join(lines).replace('ENTRY', f'{spread}ENTRY')
+    text = text.replace('  %y =', f'  %begin = {result}(%w), kind=kCustom, calls=%begins\n  %y =')
+    text = text.replace('  %kernel.7', f'  %done = {result}(%begin), kind=kCustom, calls=%is_done\n  %kernel.7')
+    found = {c.name: c for c in costs(HloProgram(text), V5E, None)}
+    # Three quarters of 8 MiB at 100 GB/s, less the 4 MiB that the start reads and what the products take.
+    waits = 0.75 * 8 * MIB / 100e9 - 4 * MIB / 819e9 - found['y'].seconds
+    assert found['done'].seconds == pytest.approx(waits)
+    assert found['done'].part == 'collectives'
+
+
 def test_slices_wait_for_each_other():
     program = HloProgram(SLICES)
     found = {c.name: c for c in costs(program, parse('2*v5e:2x4'), None)}
