@@ -180,12 +180,12 @@ def exact_flops_per_token(dims: HeadDims, length: int, window: int | None = None
 
 
 def flash_call(function: Callable, dims: HeadDims, length: int) -> KernelCall:
-    """Exact attention in the kernels of `lm.ops.exact_attention.flash_tpu`, in which a grid step takes one block of
+    """Exact attention in the kernels of `lm.ops.exact_attention.tpu.flash`, in which a grid step takes one block of
     queries and one of keys.
 
     `function`: of queries, keys and values.
     """
-    from lm.ops.exact_attention.flash_tpu import block_size
+    from lm.ops.exact_attention.tpu.plan import block_size
 
     x = jax.ShapeDtypeStruct((1, length, dims.n_heads, dims.head_dim), jnp.bfloat16)
     blocks = length // block_size(length)

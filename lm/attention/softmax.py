@@ -118,7 +118,7 @@ def softmax_call(dims: HeadDims, length: int) -> KernelCall:
 
 def splash_call(dims: HeadDims, length: int) -> KernelCall:
     """JAX's kernels; a grid step takes one block of queries and one of keys."""
-    from lm.ops.exact_attention.splash import blocks, is_fused
+    from lm.ops.exact_attention.tpu.splash import blocks, is_fused
 
     x = jax.ShapeDtypeStruct((1, length, dims.n_heads, dims.head_dim), jnp.bfloat16)
     block, _, key_block = blocks(length, dims.head_dim * x.dtype.itemsize)

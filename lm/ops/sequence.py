@@ -62,6 +62,32 @@ def tokens_before(x: jax.Array, count: int) -> jax.Array:
     return _from(1, x[:, x.shape[1] - count :])
 
 
+def halves(parts: int) -> list[tuple[int, int]]:
+    """Of each part, the halves of parts that `balanced` gives it, of those counted from the first of the window on."""
+    pairs = [(i, 2 * parts - 1 - i) for i in range(parts)]
+    return [pair if i % 2 == 0 else pair[::-1] for i, pair in enumerate(pairs)]
+
+
+def balanced(x: jax.Array) -> jax.Array:
+    """[B, L, …] of two halves of parts, `halves`, for the two of this part: tokens early and late in the window, so
+    that queries that see the keys before them see as many on each device."""
+    return _exchanged(x, back=False)
+
+
+def in_order(x: jax.Array) -> jax.Array:
+    """The inverse of `balanced`."""
+    return _exchanged(x, back=True)
+
+
+def _exchanged(x: jax.Array, back: bool) -> jax.Array:
+    """Half n of a part is half n of another: even ones are first halves before and after."""
+    moved = []
+    for n, half in enumerate(jnp.split(x, 2, axis=1)):
+        routes = [(pair[n] // 2, part) for part, pair in enumerate(halves(sequence_shards()))]
+        moved.append(lax.ppermute(half, AXIS, [route[::-1] if back else route for route in routes]))
+    return jnp.concatenate(moved, axis=1)
+
+
 def carried(part: Any, compose: Callable[[Any, Any], Any]) -> Any:
     """What all parts before this one come to, in order, from what each of them is.
 

@@ -11,7 +11,7 @@ import pytest
 from lm.errors import ConfigError
 from lm.hardware import LIBTPU_ENVIRONMENT, describe_devices, parse
 from lm.ops import exact_attention, platform
-from lm.ops.exact_attention import splash as pallas_tpu
+from lm.ops.exact_attention.tpu import splash as pallas_tpu
 
 SIZE = 16
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.hardware import LIBTPU_ENVIRONMENT
-from lm.ops import exact_attention, platform
-from lm.ops.exact_attention import flash_tpu, polynomial_tpu, softmax_tpu, splash, xla
+from lm.hardware import LIBTPU_ENVIRONMENT, describe_devices, parse
+from lm.ops import exact_attention, platform, sequence
+from lm.ops.exact_attention import xla
+from lm.ops.exact_attention.tpu import pairs, plan, polynomial, softmax, splash
 from lm.ops.powers import power_and_slope
 
 NAMES = ('o', 'dq', 'dk', 'dv')
@@ -74,7 +75,7 @@ def quick(function):
 
 
 def kernel_of(options):
-    return polynomial_tpu.polynomial_attention if 'degree' in options else softmax_tpu.softmax_attention
+    return polynomial.polynomial_attention if 'degree' in options else softmax.softmax_attention
 
 
 def by_kernels(q, k, v, do, **options):
@@ -153,9 +154,9 @@ def test_documents(name, dtype, rule):
 
 @both
 def test_documents_in_blocks_of_several_tiles(monkeypatch, rule):
-    plan_for = flash_tpu.plan_for
+    plan_for = plan.plan_for
     sides = dict.fromkeys(('piece', 'forward_diagonal', 'tile', 'backward_diagonal'), 128)
-    monkeypatch.setattr(flash_tpu, 'plan_for', lambda *args: dataclasses.replace(plan_for(*args), **sides))
+    monkeypatch.setattr(plan, 'plan_for', lambda *args: dataclasses.replace(plan_for(*args), **sides))
     arrays = example(700, batch=2)
     starts = starts_of((300, 520), (10, 255), length=700)
     found = errors(by_kernels(*arrays, **rule, block=256, starts=starts), by_definition(rule, *arrays, starts))
@@ -179,13 +180,13 @@ def test_nothing_leaks_out_of_a_document(rule):
 @pytest.mark.parametrize('kv_heads', [1, 2])
 def test_queries_a_chunk_at_a_time(kv_heads, rule, monkeypatch):
     """Three chunks of one block each, where the gradient of all the queries would not fit; then one of two blocks."""
-    plan_for, used = flash_tpu.plan_for, []
+    plan_for, used = plan.plan_for, []
 
     def in_chunks(*args):
         used.append(dataclasses.replace(plan_for(*args), chunk=1 if kv_heads == 1 else 2))
         return used[-1]
 
-    monkeypatch.setattr(flash_tpu, 'plan_for', in_chunks)
+    monkeypatch.setattr(plan, 'plan_for', in_chunks)
     arrays = example(300, heads=2, kv_heads=kv_heads)
     starts = starts_of((140,), length=300) if kv_heads == 1 else None
     found = errors(by_kernels(*arrays, **rule, block=128, starts=starts), by_definition(rule, *arrays, starts))
@@ -235,6 +236,87 @@ def test_batch_split_over_a_mesh(rule):
     assert all(error <= 1e-5 for error in found.values()), found
 
 
+PARTS = {
+    'two': (2, {'length': 512}, {}),
+    'two halves of several blocks': (2, {'length': 1024, 'heads': 2, 'kv_heads': 1}, {'block': 128}),
+    'four': (4, {'length': 1024, 'value_size': 32}, {}),
+    'documents': (2, {'length': 1024}, {'block': 128, 'documents': [(5, 130, 700)]}),
+    'rows on other devices': (2, {'length': 1024, 'heads': 2}, {'block': 128, 'documents': [(5, 130, 700), (512,)]}),
+    'queries a chunk at a time': (2, {'length': 1024}, {'block': 128, 'chunk': 3}),
+}
+
+
+def by_parts(parts, rule, q, k, v, do, starts=None, block=None):
+    """What each of `parts` devices a window makes of its part, in the operation that a model calls."""
+
+    def loss(q, k, v, do, starts):
+        def function(q, k, v, starts):
+            operation = exact_attention.polynomial_attention if 'degree' in rule else exact_attention.softmax_attention
+            return operation(q, k, v, **rule, block=block, starts_BxL=starts, implementation='pallas_tpu')
+
+        o = sequence.over_tokens(function, (1, 1, 1, None if starts is None else 1))(q, k, v, starts)
+        return jnp.sum((o * do).astype(jnp.float32)), o
+
+    rows = q.shape[0]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: rows * parts]).reshape(rows, parts), ('data', 'sequence'))
+    # What interprets with NaN calls back, which XLA cannot do where only some axes are split by hand.
+    mode = True if rows > 1 else pltpu.InterpretParams(uninitialized_memory='nan')
+    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(mode):
+        grads, o = quick(jax.grad(loss, argnums=range(3), has_aux=True))(q, k, v, do, starts)
+    return [o, *grads]
+
+
+SOONER = [
+    ('documents', SOFTMAX),
+    ('rows on other devices', SOFTMAX),
+    ('queries a chunk at a time', SOFTMAX),
+    ('two', POWER),
+]
+
+
+@pytest.mark.parametrize(
+    ('name', 'rule'),
+    [
+        pytest.param(name, rule, id=f'{name}-{kind}', marks=() if (name, rule) in SOONER else pytest.mark.slow)
+        for name in PARTS
+        for kind, rule in (('polynomial', POWER), ('softmax', SOFTMAX))
+    ],
+)
+def test_parts_of_a_window_are_the_whole(name, rule, monkeypatch):
+    parts, sizes, options = PARTS[name]
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
+    begins, chunk, plan_for, used = options.get('documents'), options.get('chunk'), plan.plan_for, []
+
+    def planned(*args):
+        made = plan_for(*args)
+        used.append(dataclasses.replace(made, chunk=chunk) if chunk else made)
+        return used[-1]
+
+    monkeypatch.setattr(plan, 'plan_for', planned)
+    arrays = example(**sizes, batch=len(begins or [()]))
+    starts = starts_of(*begins, length=sizes['length']) if begins else None
+    found = errors(by_parts(parts, rule, *arrays, starts, options.get('block')), by_definition(rule, *arrays, starts))
+    assert all(error <= 1e-5 for error in found.values()), found
+    assert {made.parts for made in used} == {parts}
+
+
+@pytest.mark.parametrize(('blocks', 'parts'), [(2, 2), (6, 4), (4, 8), (2, 3)])
+def test_every_part_has_as_much_to_do(blocks, parts):
+    """And all of them together visit every pair once."""
+    own_PxI = pairs.own_keys(blocks, parts)
+    walks = [pairs.walk_by_queries(own_PxI), pairs.walk_by_keys(own_PxI, 0, blocks)]
+    whole = {(i, j) for i in range(blocks * parts) for j in range(i + 1)}
+    for walk in walks:
+        assert not (walk.pairs_PxT[:, :-1] >= pairs.IDLE).any()
+        visited = [
+            (int(own[pair >> 16]), int(pair & 0xFFFF))
+            for own, row in zip(own_PxI, walk.pairs_PxT, strict=True)
+            for pair in row[:-1]
+        ]
+        assert len(visited) == len(whole)
+        assert set(visited) == whole
+
+
 REFUSED = {
     'causal': {'causal': False},
     'as many queries': {'q_offset': 3},
@@ -260,19 +342,23 @@ def test_unsupported_calls_fall_back_and_say_so_once(reason, monkeypatch):
 
 
 def test_dtypes_and_sizes_that_are_refused(monkeypatch):
-    assert 'TPU' in polynomial_tpu.unsupported(*example(8)[:3], degree=4)
+    assert 'TPU' in polynomial.unsupported(*example(8)[:3], degree=4)
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     q, k, v, _ = example(8)
-    assert polynomial_tpu.unsupported(q, k, v, degree=4) is None
-    assert 'float16' in polynomial_tpu.unsupported(*(a.astype(jnp.float16) for a in (q, k, v)), degree=4)
-    assert 'head sizes' in polynomial_tpu.unsupported(*example(8, size=300)[:3], degree=4)
+    assert polynomial.unsupported(q, k, v, degree=4) is None
+    assert 'float16' in polynomial.unsupported(*(a.astype(jnp.float16) for a in (q, k, v)), degree=4)
+    assert 'head sizes' in polynomial.unsupported(*example(8, size=300)[:3], degree=4)
     many = jax.ShapeDtypeStruct((1, 2**20, 1, 64), jnp.bfloat16)
-    assert 'blocks' in polynomial_tpu.unsupported(many, many, many, degree=4)
+    assert 'blocks' in polynomial.unsupported(many, many, many, degree=4)
+    monkeypatch.setattr(platform, 'sequence_shards', lambda: 2)
+    part, whole = example(256)[0], example(512)[1]
+    assert polynomial.unsupported(part, whole, whole, degree=4, q_offset=jnp.int32(0)) is None
+    assert 'multiples of 256' in polynomial.unsupported(part[:, :150], whole[:, :300], whole[:, :300], degree=4)
 
 
 def test_tpus_get_the_kernel(monkeypatch):
     arrays = example(8)[:3]
-    for target, module in (('tpu', polynomial_tpu), ('cpu', xla), ('gpu', xla)):
+    for target, module in (('tpu', polynomial), ('cpu', xla), ('gpu', xla)):
         monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
         options = ('', exact_attention.POLYNOMIAL, exact_attention.PREFERRED_POLYNOMIAL, None)
         assert platform.choose(*options, *arrays, degree=4) is module
@@ -283,7 +369,7 @@ def test_windows_of_softmax_go_to_splash(monkeypatch):
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     monkeypatch.setattr(platform.logging, 'warning', lambda message: pytest.fail(message))
     options = ('', exact_attention.SOFTMAX, exact_attention.PREFERRED, None)
-    assert platform.choose(*options, *arrays, scale=1.0) is softmax_tpu
+    assert platform.choose(*options, *arrays, scale=1.0) is softmax
     assert platform.choose(*options, *arrays, scale=1.0, window=4) is splash
     wide = example(8, size=256)[:3]
     assert platform.choose(*options, *wide, scale=1.0) is splash
@@ -340,3 +426,32 @@ def test_compiles_for_a_tpu_in_linear_memory(generation, length, kv_heads, docum
     assert not any(name in text for name in ('all-reduce', 'all-gather', 'all-to-all'))
     # Operands and gradients laid out anew and sums in float32: at most 2 KiB a token and head.
     assert compiled.memory_analysis().temp_size_in_bytes <= 2048 * 4 * max(length, 1024)
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize('generation', ['v4:2x2x1', 'v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'v7x:2x2x1'])
+def test_parts_of_a_window_compile_for_every_generation(generation, rule):
+    """With documents, whose starts travel with the queries; on v5e as many blocks as need two backward sweeps."""
+    if importlib.util.find_spec('libtpu') is None:
+        pytest.skip('libtpu is not installed')
+    devices = describe_devices(parse(generation))
+    parts, length = len(devices), 2**19 if 'v5e' in generation else 2**14
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(1, parts), ('data', 'sequence'))
+    tokens = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, 'sequence'))
+    x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16, sharding=tokens)
+    starts = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=tokens)
+
+    def gradients(q, k, v, starts):
+        operation = exact_attention.polynomial_attention if 'degree' in rule else exact_attention.softmax_attention
+
+        def of_part(q, k, v, starts):
+            return operation(q, k, v, **rule, starts_BxL=starts)
+
+        split = sequence.over_tokens(of_part, (1, 1, 1, 1))
+        return jax.grad(lambda *x: split(*x, starts).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(gradients).trace(x, x, x, starts).lower(lowering_platforms=('tpu',))
+        lowered.compile()
+    assert lowered.as_text().count('kernel_name = "flash_attention_backward"') == (2 if 'v5e' in generation else 1)

@@ -14,9 +14,9 @@ from lm.ops import platform, sequence
 from lm.ops.platform import sequence_shards
 
 SOFTMAX = platform.Implementations(
-    __name__, reference='reference', xla='xla', pallas_tpu='softmax_tpu', splash='splash', cudnn='cudnn'
+    __name__, reference='reference', xla='xla', pallas_tpu='tpu.softmax', splash='tpu.splash', cudnn='cudnn'
 )
-POLYNOMIAL = platform.Implementations(__name__, reference='reference', xla='xla', pallas_tpu='polynomial_tpu')
+POLYNOMIAL = platform.Implementations(__name__, reference='reference', xla='xla', pallas_tpu='tpu.polynomial')
 PREFERRED = {'tpu': ('pallas_tpu', 'splash'), 'gpu': ('cudnn',)}
 PREFERRED_POLYNOMIAL = {'tpu': ('pallas_tpu',)}
 

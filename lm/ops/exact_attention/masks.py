@@ -18,13 +18,15 @@ def beyond_causal(
     q_offset: jax.Array | int = 0,
     k_start: jax.Array | int = 0,
     log_decay_BxMxK: jax.Array | None = None,
+    parts: int = 1,
     **rest: Any,
 ) -> str | None:
-    """Why a kernel that has the causal mask of whole windows, and no decay, cannot compute a call, or None."""
+    """Why a kernel that has the causal mask of whole windows, and no decay, cannot compute a call, or None; if `parts`
+    are several, queries are one of so many of the window, and it has that mask, too."""
     if not causal:
         return 'takes the causal mask only'
     if log_decay_BxMxK is not None:
         return 'has no decay'
-    if not is_whole(q, k, q_offset, k_start):
+    if parts == 1 and not is_whole(q, k, q_offset, k_start):
         return 'takes as many queries as keys'
     return None

@@ -1,10 +1,10 @@
-"""What exact mechanisms differ by, as the kernels of `flash_tpu` ask for it."""
+"""What exact mechanisms differ by, as the kernels of `flash` ask for it."""
 
 from typing import Protocol
 
 import jax
 
-from lm.ops.exact_attention.pairs import Hide
+from lm.ops.exact_attention.tpu.pairs import Hide
 
 
 class WeightRule(Protocol):

@@ -1,4 +1,4 @@
-"""Polynomial attention on TPUs: even powers of the scores in the kernels of `flash_tpu`.
+"""Polynomial attention on TPUs: even powers of the scores in the kernels of `flash`.
 
 Weights are not negative and their sum stays far inside float32 (64^16 · 2^20 < 10^36), so there is no running maximum
 and nothing to rescale. bfloat16 has float32's exponents: rounding a weight for the matrix unit costs 2^-9 of its own
@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.ops.exact_attention import flash_tpu
-from lm.ops.exact_attention.flash_tpu import unsupported
-from lm.ops.exact_attention.pairs import Hide
+from lm.ops.exact_attention.tpu import flash, plan
+from lm.ops.exact_attention.tpu.pairs import Hide
+from lm.ops.exact_attention.tpu.plan import unsupported
 from lm.ops.powers import power_and_slope
 
 
@@ -61,8 +61,8 @@ def polynomial_attention(
     q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, degree, denominator_bias=1.0, scale=1.0, starts=None, block=None, **rest
 ) -> jax.Array:
     """Arguments as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
-    plan = flash_tpu.plan_for(PowerRule(degree, denominator_bias, scale), q_BxLxHxD, k_BxLxKxD, block)
-    return flash_tpu.attention(plan, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts)
+    chosen = plan.plan_for(PowerRule(degree, denominator_bias, scale), q_BxLxHxD, k_BxLxKxD, block)
+    return flash.attention(chosen, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts)
 
 
 def _root(total: jax.Array, degree: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Softmax attention on TPUs: a running maximum and base-2 logarithms in the kernels of `flash_tpu`.
+"""Softmax attention on TPUs: a running maximum and base-2 logarithms in the kernels of `flash`.
 
 Scores are multiplied by scale · log2 e, so that a weight is one power of two. What a query has gathered is brought to
 its new maximum with each block of keys (Milakov and Gimelshein 2018); the logarithm of the sum is kept.
@@ -11,8 +11,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from lm.ops.exact_attention import flash_tpu
-from lm.ops.exact_attention.pairs import Hide
+from lm.ops.exact_attention.tpu import flash, plan
+from lm.ops.exact_attention.tpu.pairs import Hide
 from lm.ops.tpu import SUBLANES
 
 HIDDEN = -1e30
@@ -60,10 +60,10 @@ class SoftmaxRule:
 
 def softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, scale, starts=None, block=None, **rest) -> jax.Array:
     """Arguments as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
-    plan = flash_tpu.plan_for(SoftmaxRule(scale), q_BxLxHxD, k_BxLxKxD, block)
-    return flash_tpu.attention(plan, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts)
+    chosen = plan.plan_for(SoftmaxRule(scale), q_BxLxHxD, k_BxLxKxD, block)
+    return flash.attention(chosen, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts)
 
 
 def unsupported(q, k, v, *, window=None, **options) -> str | None:
     """Why the kernels cannot compute this call, or None."""
-    return 'has no windows' if window is not None else flash_tpu.unsupported(q, k, v, **options)
+    return 'has no windows' if window is not None else plan.unsupported(q, k, v, **options)

@@ -20,161 +20,106 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops import platform
-from lm.ops.exact_attention.masks import beyond_causal
-from lm.ops.exact_attention.pairs import Piece, cut, pair_of, table_of, tables_of, told_apart, visit
-from lm.ops.exact_attention.weight_rule import WeightRule
+from lm.ops import platform, sequence
+from lm.ops.exact_attention.tpu.pairs import (
+    Piece,
+    boundaries_of,
+    cut,
+    own_keys,
+    pair_of,
+    step_of,
+    told_apart,
+    visit,
+    walk_by_keys,
+    walk_by_queries,
+)
+from lm.ops.exact_attention.tpu.plan import FlashPlan
 from lm.ops.residuals import saved
-from lm.ops.tpu import LANES, MIB, SUBLANES, by_head, by_token, dot, padded_rows
+from lm.ops.tpu import SUBLANES, by_head, by_token, dot
 
 AHEAD = 2
 """By how many groups of queries the forward kernel forms scores before it needs them."""
-MAX_BLOCK = 1024
-MAX_PAIRS = 2**17
-"""Pairs of blocks whose table (4 bytes each) fits the scalar memory."""
 
 
-@dataclasses.dataclass(frozen=True)
-class FlashPlan:
-    """What the kernels compute, and how they cut it into steps.
+def attention(plan: FlashPlan, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, starts=None) -> jax.Array:
+    """[B, L, H, D] of arrays as in `lm.ops.exact_attention`; what `plan.unsupported` refuses is wrong here.
 
-    Attributes:
-        rule: how scores become weights.
-        block: tokens a block, of queries and of keys.
-        piece: queries, and keys, at a time in the forward kernel.
-        forward_diagonal: queries at a time in it, in a block on the diagonal.
-        tile: keys at a time in the backward kernel.
-        backward_diagonal: queries at a time in it, in a block on the diagonal.
-        chunk: blocks of queries whose gradient stays in VMEM during one backward sweep over the keys.
-        group: query heads that share a key head.
-        documents: query heads of each row of the batch, whose documents are told apart; None: a window is one text.
-        vmem_limit_bytes: what the compiler may use; None: its default.
+    Of a window in parts, each device computes two halves of parts, one early and one late: in order, the last device
+    would see nearly twice as many keys as the mean, and all others would wait for it.
     """
-
-    rule: WeightRule
-    block: int
-    piece: int
-    forward_diagonal: int
-    tile: int
-    backward_diagonal: int
-    chunk: int
-    group: int
-    documents: int | None = None
-    vmem_limit_bytes: int | None = None
-
-
-def attention(plan: FlashPlan, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts=None) -> jax.Array:
-    """[B, L, H, D] of arrays as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
     length, heads = q_BxLxHxD.shape[1:3]
-    padded = -(-length // plan.block) * plan.block
+    beyond, part = -length % plan.block, None
     if starts is not None:
         plan = dataclasses.replace(plan, documents=heads)
+    if plan.parts > 1:
+        q_BxLxHxD, starts = jax.tree.map(sequence.balanced, (q_BxLxHxD, starts))
+        part = sequence.index()
 
-    def function(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts_BxL):
+    def function(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, starts_BxL, part):
         # Keys after the last token are in every query's future; queries after it have no gradient.
-        arrays = (by_token(a, padded, a.shape[2]) for a in (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD))
+        arrays = (by_token(a, a.shape[1] + beyond, a.shape[2]) for a in (q_BxLxHxD, k_BxMxKxD, v_BxMxKxD))
         if starts_BxL is not None:
-            starts_BxL = jnp.pad(starts_BxL.astype(jnp.int32), ((0, 0), (0, padded - length)), mode='edge')
-        return by_head(attend(plan, *arrays, starts_BxL), q_BxLxHxD, v_BxLxKxD.shape[-1])
+            starts_BxL = jnp.pad(starts_BxL.astype(jnp.int32), ((0, 0), (0, beyond)), mode='edge')
+        return by_head(attend(plan, *arrays, starts_BxL, part), q_BxLxHxD, v_BxMxKxD.shape[-1])
 
-    return platform.per_device(function, split=(True,) * 4)(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts)
-
-
-def unsupported(q, k, v, *, block=None, **options) -> str | None:
-    """Why the kernels cannot compute this call, or None."""
-    if platform.target_platform() != 'tpu':
-        return 'needs a TPU'
-    if reason := beyond_causal(q, k, **options):
-        return reason
-    if block is not None and (block % LANES or block > MAX_BLOCK):
-        return f'takes blocks that are multiples of {LANES} up to {MAX_BLOCK}, not {block}'
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
-        return f'takes arrays that are all bfloat16 or all float32, not {q.dtype}, {k.dtype}, {v.dtype}'
-    if max(q.shape[-1], v.shape[-1]) > LANES:
-        return f'takes head sizes up to {LANES}, not {max(q.shape[-1], v.shape[-1])}'
-    blocks = -(-q.shape[1] // (block or block_size(q.shape[1])))
-    if blocks * (blocks + 1) // 2 > MAX_PAIRS:
-        return f'takes fewer than {blocks} blocks of tokens'
-    return platform.uneven_batch(q.shape[0])
-
-
-def block_size(length: int, most: int = MAX_BLOCK) -> int:
-    """The block that wastes least padding, of at most `most` tokens."""
-    parts = -(-length // most)
-    return -(-length // parts // LANES) * LANES
-
-
-def plan_for(rule: WeightRule, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, block: int | None = None) -> FlashPlan:
-    """How such queries and keys are computed; the block does not change the result."""
-    length, heads, size = q_BxLxHxD.shape[1:]
-    width = padded_rows(size) * q_BxLxHxD.dtype.itemsize
-    small = platform.vmem()[0] < 32 * MIB
-    block = min(block or block_size(length), 512 if small and width > 256 else MAX_BLOCK)
-    # Static cycles on v5e and v6e: long tiles pay, and so does less waste above the diagonal. Where levels are kept,
-    # pieces of the size of a matrix unit wait for them one after the other.
-    long, short = (next(side for side in (most, 256, LANES) if block % side == 0) for most in (512, 256))
-    piece = LANES if small else block
-    if rule.keeps_levels:
-        piece = short if platform.matrix_side() > LANES else LANES
-    gradient = (4 if small else 16) * MIB
-    return FlashPlan(
-        rule=rule,
-        block=block,
-        piece=piece,
-        forward_diagonal=min(piece, long),
-        tile=short if small else block,
-        backward_diagonal=short,
-        chunk=max(1, gradient // (2 * width * block)),
-        group=heads // k_BxLxKxD.shape[2],
-        vmem_limit_bytes=None if small else 56 * MIB,
-    )
+    split = (True, True, True, True, False)
+    o_BxLxHxD = platform.per_device(function, split)(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, starts, part)
+    return o_BxLxHxD if part is None else sequence.in_order(o_BxLxHxD)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
     plan: FlashPlan,
     q_NxDxL: jax.Array,
-    k_MxDxL: jax.Array,
-    v_MxDxL: jax.Array,
+    k_KxDxM: jax.Array,
+    v_KxDxM: jax.Array,
     starts_BxL: jax.Array | None = None,
+    part: jax.Array | None = None,
 ) -> jax.Array:
-    """The kernels on arrays that lie feature by token: N = M · plan.group, D multiples of 16, L of plan.block.
+    """The kernels on arrays that lie feature by token: N = K · plan.group, D multiples of 16, L of plan.block.
 
-    `starts_BxL` has the first key that each query sees, int32, ascending; it is there where plan.documents is."""
-    return forward(plan, q_NxDxL, k_MxDxL, v_MxDxL, starts_BxL)[0]
+    Args:
+        plan: M = L · plan.parts.
+        q_NxDxL: queries; of a window in parts, those of two halves of parts (`lm.ops.sequence.balanced`).
+        k_KxDxM: keys.
+        v_KxDxM: values.
+        starts_BxL: the first key that each query sees, int32, ascending; it is there where plan.documents is.
+        part: which queries these are, where plan.parts is more than one.
+    """
+    return forward(plan, q_NxDxL, k_KxDxM, v_KxDxM, starts_BxL, part)[0]
 
 
-def _attend_forward(plan, q, k, v, starts):
-    o, kept = map(saved, forward(plan, q, k, v, starts))
-    return o, (q, k, v, o, kept, starts)
+def _attend_forward(plan, q, k, v, starts, part):
+    o, kept = map(saved, forward(plan, q, k, v, starts, part))
+    return o, (q, k, v, o, kept, starts, part)
 
 
 def _attend_backward(plan, residuals, do):
-    *arrays, starts = residuals
-    return *backward(plan, *arrays, do, starts), None
+    *arrays, starts, part = residuals
+    return *backward(plan, *arrays, do, starts, part), None, None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def forward(plan: FlashPlan, q_NxDxL, k_MxDxL, v_MxDxL, starts_BxL=None) -> tuple[jax.Array, jax.Array]:
+def forward(plan: FlashPlan, q_NxDxL, k_KxDxM, v_KxDxM, starts_BxL=None, part=None) -> tuple[jax.Array, jax.Array]:
     """Outputs [N, D, L], and what the rule keeps of each query, [N, 1, L] in float32."""
     n, _, length = q_NxDxL.shape
-    size, block = v_MxDxL.shape[1], plan.block
-    blocks = length // block
-    pairs = [(i, j) for i in range(blocks) for j in range(i + 1)]
+    size, block = v_KxDxM.shape[1], plan.block
+    walk = walk_by_queries(own_keys(length // block, plan.parts))
     outputs = [
-        jax.ShapeDtypeStruct((n, rows, length), dtype) for rows, dtype in ((size, v_MxDxL.dtype), (1, jnp.float32))
+        jax.ShapeDtypeStruct((n, rows, length), dtype) for rows, dtype in ((size, v_KxDxM.dtype), (1, jnp.float32))
     ]
     queries, keys, rows = _specs(plan)
-    tables, starts = tables_of(starts_BxL, plan.block)
+    ends, starts = boundaries_of(starts_BxL, plan.block)
+    tables = walk.tables(part) + ends
     return pl.pallas_call(
         functools.partial(_forward_kernel, plan),
         name='flash_attention_forward',
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1 + len(tables),
-            grid=(n, len(pairs)),
-            in_specs=[*rows, queries(q_NxDxL), keys(k_MxDxL), keys(v_MxDxL)],
+            num_scalar_prefetch=len(tables),
+            grid=(n, walk.steps),
+            in_specs=[*rows, queries(q_NxDxL), keys(k_KxDxM), keys(v_KxDxM)],
             out_specs=[queries(a) for a in outputs],
             scratch_shapes=[pltpu.VMEM((rows, block), jnp.float32) for rows in (size, SUBLANES, 1)],
         ),
@@ -182,12 +127,12 @@ def forward(plan: FlashPlan, q_NxDxL, k_MxDxL, v_MxDxL, starts_BxL=None) -> tupl
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
-        cost_estimate=_cost(plan, q_NxDxL, v_MxDxL, pairs, products=(1, 1), arrays=4),
-    )(table_of(pairs), *tables, *starts, q_NxDxL, k_MxDxL, v_MxDxL)
+        cost_estimate=_cost(plan, q_NxDxL, v_KxDxM, walk.steps, products=(1, 1), arrays=4),
+    )(*tables, *starts, q_NxDxL, k_KxDxM, v_KxDxM)
 
 
 def backward(
-    plan: FlashPlan, q_NxDxL, k_MxDxL, v_MxDxL, o_NxDxL, kept_Nx1xL, do_NxDxL, starts_BxL=None
+    plan: FlashPlan, q_NxDxL, k_KxDxM, v_KxDxM, o_NxDxL, kept_Nx1xL, do_NxDxL, starts_BxL=None, part=None
 ) -> tuple[jax.Array, ...]:
     """The gradients of q, k and v from what `forward` took and gave and the gradient of its output.
 
@@ -197,45 +142,49 @@ def backward(
     """
     # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the denominator's part of the gradient, one number a query.
     row_Nx1xL = jnp.sum(do_NxDxL.astype(jnp.float32) * o_NxDxL.astype(jnp.float32), axis=1, keepdims=True)
-    arrays = (q_NxDxL, k_MxDxL, v_MxDxL, do_NxDxL, row_Nx1xL, plan.rule.kept_for_gradients(kept_Nx1xL))
-    blocks = q_NxDxL.shape[2] // plan.block
-    dqs, sums = [], []
+    arrays = (q_NxDxL, k_KxDxM, v_KxDxM, do_NxDxL, row_Nx1xL, plan.rule.kept_for_gradients(kept_Nx1xL))
+    blocks, tokens = q_NxDxL.shape[2] // plan.block, k_KxDxM.shape[2]
+    dqs, sums, own_PxI = [], [], own_keys(blocks, plan.parts)
     if blocks > plan.chunk:
-        heads, _, length = q_NxDxL.shape
-        sums = [jnp.zeros((heads, a.shape[1], length), jnp.float32) for a in (k_MxDxL, v_MxDxL)]
+        sums = [jnp.zeros((q_NxDxL.shape[0], a.shape[1], tokens), jnp.float32) for a in (k_KxDxM, v_KxDxM)]
     for start in range(0, blocks, plan.chunk):
         stop = min(start + plan.chunk, blocks)
-        dq, *sums = _sweep(plan, start, stop, arrays, sums, starts_BxL)
+        dq, *sums = _sweep(plan, start, stop, own_PxI, arrays, sums, starts_BxL, part)
         dqs.append(dq)
+    if part is not None:  # Of later keys, which none of these queries sees, nothing has been written.
+        seen_M = jnp.arange(tokens) < jnp.asarray((own_PxI.max(1) + 1) * plan.block)[part]
+        sums = [jnp.where(seen_M, a, 0.0) for a in sums]
     shared = (a.reshape(-1, plan.group, *a.shape[1:]).sum(1) for a in sums)
-    return jnp.concatenate(dqs, axis=2), *(a.astype(k_MxDxL.dtype) for a in shared)
+    return jnp.concatenate(dqs, axis=2), *(a.astype(k_KxDxM.dtype) for a in shared)
 
 
-def _sweep(plan: FlashPlan, start: int, stop: int, arrays, sums, starts_BxL) -> list[jax.Array]:
+def _sweep(plan: FlashPlan, start: int, stop: int, own_PxI, arrays, sums, starts_BxL, part) -> list[jax.Array]:
     """The gradient of the query blocks start … stop - 1, and what they add to those of keys and values in `sums`."""
     q, _, v = arrays[:3]
-    n, compared, length = q.shape
-    size, block = v.shape[1], plan.block
-    pairs = [(i, j) for j in range(stop) for i in range(max(j, start), stop)]
+    n, compared, _ = q.shape
+    size, tokens, block = *v.shape[1:], plan.block
+    walk = walk_by_keys(own_PxI, start, stop)
     sums_dtype = jnp.float32 if plan.group > 1 or sums else v.dtype
     outputs = [jax.ShapeDtypeStruct((n, compared, (stop - start) * block), q.dtype)]
-    outputs += [jax.ShapeDtypeStruct((n, rows, length), sums_dtype) for rows in (compared, size)]
+    outputs += [jax.ShapeDtypeStruct((n, rows, tokens), sums_dtype) for rows in (compared, size)]
     queries, keys, rows = _specs(plan)
-    tables, starts = tables_of(starts_BxL, plan.block)
+    ends, starts = boundaries_of(starts_BxL, plan.block)
+    tables = walk.tables(part) + ends
+    # The gradient of a block of queries is whole where its own keys are at hand.
     column = pl.BlockSpec(
-        (1, compared, block), lambda h, t, pairs, *_: (h, 0, jnp.maximum(pair_of(pairs, t)[1], start) - start)
+        (1, compared, block), lambda h, t, pairs, own, following, *_: (h, 0, following[pair_of(pairs, t)[1]])
     )
     by_key = [
         pl.BlockSpec((1, a.shape[1], block), lambda h, t, pairs, *_: (h, 0, pair_of(pairs, t)[1])) for a in outputs[1:]
     ]
     in_specs = [*rows, queries(q), keys(arrays[1]), keys(v), *(queries(a) for a in arrays[3:])]
-    before = 1 + len(tables) + len(in_specs)
+    before = len(tables) + len(in_specs)
     return pl.pallas_call(
-        functools.partial(_backward_kernel, plan, start, stop, bool(sums)),
+        functools.partial(_backward_kernel, plan, start, bool(sums)),
         name='flash_attention_backward',
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1 + len(tables),
-            grid=(n, len(pairs)),
+            num_scalar_prefetch=len(tables),
+            grid=(n, walk.steps),
             in_specs=in_specs + (by_key if sums else []),
             out_specs=[column, *by_key],
             scratch_shapes=[
@@ -248,16 +197,15 @@ def _sweep(plan: FlashPlan, start: int, stop: int, arrays, sums, starts_BxL) -> 
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
-        cost_estimate=_cost(plan, q, v, pairs, products=(3, 2), arrays=7),
-    )(table_of(pairs), *tables, *starts, *arrays, *sums)
+        cost_estimate=_cost(plan, q, v, walk.steps, products=(3, 2), arrays=7),
+    )(*tables, *starts, *arrays, *sums)
 
 
-def _forward_kernel(plan: FlashPlan, pairs, *refs):
+def _forward_kernel(plan: FlashPlan, pairs, own, *refs):
     documents, (q, k, v, o, kept, acc_DxQ, sums_8xQ, level_1xQ) = told_apart(plan.documents, refs)
-    i, j = pair_of(pairs, pl.program_id(1))
-    rule = plan.rule
+    step, rule = step_of(pairs, own, pl.program_id(1)), plan.rule
 
-    @pl.when(j == 0)
+    @pl.when(step.j == 0)
     def _():
         acc_DxQ[...] = jnp.zeros_like(acc_DxQ)
         sums_8xQ[...] = jnp.zeros_like(sums_8xQ)
@@ -299,27 +247,27 @@ def _forward_kernel(plan: FlashPlan, pairs, *refs):
         for queries, keys in itertools.product(cut(plan.block, plan.forward_diagonal), parts)
         if keys.start < queries.stop
     ]
-    visit(list(itertools.product(parts, parts)), diagonal, plan.block, documents, i, j, add)
+    visit(list(itertools.product(parts, parts)), diagonal, plan.block, documents, step, add)
 
-    @pl.when(j == i)
+    @pl.when(step.j == step.own)
     def _():
         factor_1xQ, kept_1xQ = rule.finish(jnp.sum(sums_8xQ[...], axis=0, keepdims=True), level_1xQ[...])
         o[0] = (acc_DxQ[...] * factor_1xQ).astype(o.dtype)
         kept[0] = kept_1xQ
 
 
-def _backward_kernel(plan: FlashPlan, start: int, stop: int, adds: bool, pairs, *refs):
+def _backward_kernel(plan: FlashPlan, start: int, adds: bool, pairs, own, following, *refs):
     documents, (q, k, v, do, row, kept, *refs) = told_apart(plan.documents, refs)
     dk_before, dv_before = refs[:2] if adds else (None, None)
     dq, dk, dv, dq_IxCxQ, dk_CxK, dv_DxK = refs[2:] if adds else refs
-    i, j = pair_of(pairs, pl.program_id(1))
-    mine, scale = i - start, plan.rule.gradient_scale
+    step = step_of(pairs, own, pl.program_id(1))
+    mine, scale = step.i - start, plan.rule.gradient_scale
 
-    @pl.when(j == 0)
+    @pl.when(step.j == 0)
     def _():
         dq_IxCxQ[mine] = jnp.zeros(dq_IxCxQ.shape[1:], jnp.float32)
 
-    @pl.when(i == jnp.maximum(j, start))
+    @pl.when(step.opens)
     def _():
         dk_CxK[...] = dk_before[0] / scale if adds else jnp.zeros_like(dk_CxK)
         dv_DxK[...] = dv_before[0] if adds else jnp.zeros_like(dv_DxK)
@@ -338,13 +286,13 @@ def _backward_kernel(plan: FlashPlan, start: int, stop: int, adds: bool, pairs, 
 
     below = [(slice(0, plan.block), keys) for keys in cut(plan.block, plan.tile)]
     diagonal = [(queries, slice(0, queries.stop)) for queries in cut(plan.block, plan.backward_diagonal)]
-    visit(below, diagonal, plan.block, documents, i, j, add)
+    visit(below, diagonal, plan.block, documents, step, add)
 
-    @pl.when(j == i)
+    @pl.when(step.j == step.own)
     def _():
         dq[0] = (scale * dq_IxCxQ[mine]).astype(dq.dtype)
 
-    @pl.when(i == stop - 1)
+    @pl.when(step.closes)
     def _():
         dk[0] = (scale * dk_CxK[...]).astype(dk.dtype)
         dv[0] = dv_DxK[...].astype(dv.dtype)
@@ -370,9 +318,9 @@ def _specs(plan: FlashPlan):
     return queries, keys, [pl.BlockSpec((1, 1, plan.block), starts)] if plan.documents else []
 
 
-def _cost(plan: FlashPlan, q, v, pairs, products: tuple[int, int], arrays: int) -> pl.CostEstimate:
+def _cost(plan: FlashPlan, q, v, pairs: int, products: tuple[int, int], arrays: int) -> pl.CostEstimate:
     n, compared, _ = q.shape
-    weights = n * len(pairs) * plan.block**2
+    weights = n * pairs * plan.block**2
     width = products[0] * compared + products[1] * v.shape[1]
     block = plan.block * max(compared, v.shape[1]) * q.dtype.itemsize
-    return pl.CostEstimate(flops=2 * weights * width, transcendentals=0, bytes_accessed=n * len(pairs) * arrays * block)
+    return pl.CostEstimate(flops=2 * weights * width, transcendentals=0, bytes_accessed=n * pairs * arrays * block)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from lm.hardware import chip_of
 from lm.ops import platform
-from lm.ops.exact_attention.flash_tpu import block_size
 from lm.ops.exact_attention.masks import beyond_causal
+from lm.ops.exact_attention.tpu.plan import block_size
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.ops.tpu import LANES, MIB
 

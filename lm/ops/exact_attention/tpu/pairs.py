@@ -4,6 +4,7 @@ K keys, Q queries of a pair; B rows of the batch, I blocks of queries, L tokens.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -13,19 +14,106 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from lm.ops import sequence
+
 
 class Hide(Protocol):
     def __call__(self, numbers_KxQ: jax.Array, hidden: float = 0.0) -> jax.Array:
         """The numbers of keys that the queries see, and `hidden` in the place of the others."""
 
 
-def table_of(pairs: list[tuple[int, int]]) -> jax.Array:
-    """The pairs for scalar memory: both numbers in one, because it is scarce."""
-    return jnp.asarray(np.array([i << 16 | j for i, j in pairs], np.int32))
+IDLE = 1 << 30
+"""Marks a pair that is there for the length of a table alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """Which pairs a grid visits, and in which order, on each of P parts of a window; they go by the tables of theirs.
+
+    Attributes:
+        pairs_PxT: i << 16 | j of each grid step, block i of queries and j of keys; one that is none follows the last.
+        own_PxI: the block of keys that are the tokens of block i of the queries: it sees those up to there.
+        next_PxJ: of a walk by keys, the place among its queries of the block whose own keys come first at j or later.
+    """
+
+    pairs_PxT: np.ndarray
+    own_PxI: np.ndarray
+    next_PxJ: np.ndarray | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.pairs_PxT.shape[1] - 1
+
+    def tables(self, part: jax.Array | None) -> list[jax.Array]:
+        """What scalar memory holds on a device that has this part."""
+        arrays = [a for a in (self.pairs_PxT, self.own_PxI, self.next_PxJ) if a is not None]
+        return [jnp.asarray(a[0] if part is None else a, jnp.int32)[() if part is None else part] for a in arrays]
+
+
+@functools.lru_cache(maxsize=32)
+def own_keys(blocks: int, parts: int) -> np.ndarray:
+    """`Walk.own_PxI` of `blocks` blocks of queries a part: of a whole window, or of two halves of parts in the order of
+    `lm.ops.sequence.balanced`."""
+    if parts == 1:
+        return np.arange(blocks)[None]
+    halves_Px2 = np.array(sequence.halves(parts))
+    return (halves_Px2[:, :, None] * (blocks // 2) + np.arange(blocks // 2)).reshape(parts, blocks)
+
+
+def walk_by_queries(own_PxI: np.ndarray) -> Walk:
+    """Blocks of queries in turn, each with the keys that it sees, its own last."""
+    columns = np.arange(own_PxI.max() + 1)
+    pairs = [np.stack(np.nonzero(own[:, None] >= columns)) for own in own_PxI]
+    return Walk(_packed(pairs), own_PxI)
+
+
+def walk_by_keys(own_PxI: np.ndarray, start: int, stop: int) -> Walk:
+    """Blocks of keys in turn, each with the queries of the blocks start … stop - 1 that see it."""
+    columns, pairs, following = np.arange(own_PxI.max() + 1), [], []
+    for own in own_PxI[:, start:stop]:
+        j, i = np.nonzero(columns[:, None] <= own)
+        pairs.append(np.stack([i + start, j]))
+        order = np.argsort(own)
+        places = np.searchsorted(own[order], columns)
+        following.append(order[np.minimum(places, len(order) - 1)])
+    return Walk(_packed(pairs), own_PxI, np.stack(following))
+
+
+def _packed(pairs: list[np.ndarray]) -> np.ndarray:
+    steps = max(part.shape[1] for part in pairs)
+    rows = []
+    for i, j in pairs:
+        row = i << 16 | j
+        rows.append(np.concatenate([row, np.full(steps - len(row), row[-1] | IDLE), [IDLE - 1]]))
+    return np.stack(rows)
 
 
 def pair_of(table: Any, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return table[t] >> 16, table[t] & 0xFFFF
+    return (table[t] & (IDLE - 1)) >> 16, table[t] & 0xFFFF
+
+
+class Step(NamedTuple):
+    """Where a kernel stands in its walk.
+
+    Attributes:
+        i, j: the blocks of queries and of keys.
+        own: the last block of keys that these queries see; -1 where there is nothing to do.
+        opens, closes: whether the step before, or the next one, has other keys.
+    """
+
+    i: jax.Array
+    j: jax.Array
+    own: jax.Array
+    opens: jax.Array
+    closes: jax.Array
+
+
+def step_of(pairs: Any, own_I: Any, t: jax.Array) -> Step:
+    """Step t, from the tables in scalar memory."""
+    i, j = pair_of(pairs, t)
+    opens = (t == 0) | (pair_of(pairs, jnp.maximum(t - 1, 0))[1] != j)
+    own = jnp.where(pairs[t] >= IDLE, -1, own_I[i])
+    return Step(i, j, own, opens, pair_of(pairs, t + 1)[1] != j)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +134,7 @@ class Boundaries:
         return self.ends[self.row, i], self.ends[self.row, i + self.ends.shape[1] // 2]
 
 
-def tables_of(starts_BxL: jax.Array | None, block: int) -> tuple[list[jax.Array], list[jax.Array]]:
+def boundaries_of(starts_BxL: jax.Array | None, block: int) -> tuple[list[jax.Array], list[jax.Array]]:
     """What becomes of ascending starts, if there are any: scalars to prefetch, and rows [B, 1, L]."""
     if starts_BxL is None:
         return [], []
@@ -76,18 +164,19 @@ def visit(
     diagonal: list[tuple[slice, slice]],
     block: int,
     documents: Boundaries | None,
-    i: jax.Array,
-    j: jax.Array,
+    step: Step,
     add: Callable[[list[Piece]], None],
 ) -> None:
-    """Calls `add` with what the queries of block i see of the keys of block j ≤ i, where that is anything.
+    """Calls `add` with what the queries of a step see of its keys, where that is anything.
 
     Args:
         below: (queries, keys) of a pair of different blocks, in the order of the pieces.
         diagonal: the same where queries and keys are the same tokens; keys after all of their queries are left out.
         block: tokens a block.
+        step: where the kernel stands.
         add: takes the pieces of this pair.
     """
+    i, j, own = step[:3]
 
     def hide(queries: slice, keys: slice, causal: bool, within: bool) -> Hide:
         if not (causal or within):
@@ -110,14 +199,14 @@ def visit(
         add([Piece(queries, keys, hide(queries, keys, False, within)) for queries, keys in below])
 
     if documents is None:
-        pl.when(j < i)(lambda: earlier(within=False))
+        pl.when(j < own)(lambda: earlier(within=False))
     else:
         first, last = documents.first_and_last(i)
         whole = last <= j * block
-        pl.when((j < i) & whole)(lambda: earlier(within=False))
-        pl.when((j < i) & ~whole & (first < (j + 1) * block))(lambda: earlier(within=True))
+        pl.when((j < own) & whole)(lambda: earlier(within=False))
+        pl.when((j < own) & ~whole & (first < (j + 1) * block))(lambda: earlier(within=True))
 
-    @pl.when(j == i)
+    @pl.when(j == own)
     def _():
         add(
             [

@@ -1,0 +1,1 @@
+"""Exact attention in Pallas kernels for TPUs."""

@@ -1,0 +1,114 @@
+"""How the kernels of `flash` cut their work, and which calls they compute."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from lm.ops import platform
+from lm.ops.exact_attention.masks import beyond_causal
+from lm.ops.exact_attention.tpu.weight_rule import WeightRule
+from lm.ops.tpu import LANES, MIB, padded_rows
+
+MAX_BLOCK = 1024
+MAX_PAIRS = 2**17
+"""Pairs of blocks whose table (4 bytes each) fits the scalar memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashPlan:
+    """What the kernels compute, and how they cut it into steps.
+
+    Attributes:
+        rule: how scores become weights.
+        block: tokens a block, of queries and of keys.
+        piece: queries, and keys, at a time in the forward kernel.
+        forward_diagonal: queries at a time in it, in a block on the diagonal.
+        tile: keys at a time in the backward kernel.
+        backward_diagonal: queries at a time in it, in a block on the diagonal.
+        chunk: blocks of queries whose gradient stays in VMEM during one backward sweep over the keys.
+        group: query heads that share a key head.
+        parts: of the window, of which the queries are one; the keys are those of all.
+        documents: query heads of each row of the batch, whose documents are told apart; None: a window is one text.
+        vmem_limit_bytes: what the compiler may use; None: its default.
+    """
+
+    rule: WeightRule
+    block: int
+    piece: int
+    forward_diagonal: int
+    tile: int
+    backward_diagonal: int
+    chunk: int
+    group: int
+    parts: int = 1
+    documents: int | None = None
+    vmem_limit_bytes: int | None = None
+
+
+def plan_for(rule: WeightRule, q_BxLxHxD: jax.Array, k_BxMxKxD: jax.Array, block: int | None = None) -> FlashPlan:
+    """How such queries and keys are computed; the block does not change the result."""
+    length, heads, size = q_BxLxHxD.shape[1:]
+    width, parts = padded_rows(size) * q_BxLxHxD.dtype.itemsize, _parts(q_BxLxHxD, k_BxMxKxD)
+    small = platform.vmem()[0] < 32 * MIB
+    block = _block(length, parts, block, 512 if small and width > 256 else MAX_BLOCK)
+    # Static cycles on v5e and v6e: long tiles pay, and so does less waste above the diagonal. Where levels are kept,
+    # pieces of the size of a matrix unit wait for them one after the other.
+    long, short = (next(side for side in (most, 256, LANES) if block % side == 0) for most in (512, 256))
+    piece = LANES if small else block
+    if rule.keeps_levels:
+        piece = short if platform.matrix_side() > LANES else LANES
+    gradient = (4 if small else 16) * MIB
+    return FlashPlan(
+        rule=rule,
+        block=block,
+        piece=piece,
+        forward_diagonal=min(piece, long),
+        tile=short if small else block,
+        backward_diagonal=short,
+        chunk=max(1, gradient // (2 * width * block)),
+        group=heads // k_BxMxKxD.shape[2],
+        parts=parts,
+        vmem_limit_bytes=None if small else 56 * MIB,
+    )
+
+
+def unsupported(q, k, v, *, block=None, **options) -> str | None:
+    """Why the kernels cannot compute this call, or None."""
+    if platform.target_platform() != 'tpu':
+        return 'needs a TPU'
+    parts = _parts(q, k)
+    if reason := beyond_causal(q, k, parts=parts, **options):
+        return reason
+    if block is not None and (block % LANES or block > MAX_BLOCK):
+        return f'takes blocks that are multiples of {LANES} up to {MAX_BLOCK}, not {block}'
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f'takes arrays that are all bfloat16 or all float32, not {q.dtype}, {k.dtype}, {v.dtype}'
+    if max(q.shape[-1], v.shape[-1]) > LANES:
+        return f'takes head sizes up to {LANES}, not {max(q.shape[-1], v.shape[-1])}'
+    length = q.shape[1]
+    if parts > 1 and length % (2 * LANES):
+        return f'takes parts of a window that are multiples of {2 * LANES} tokens, not {length}'
+    blocks = -(-length // _block(length, parts, block, MAX_BLOCK))
+    if blocks * (parts * blocks + 1) // 2 > MAX_PAIRS:
+        return f'takes fewer than {blocks} blocks of tokens'
+    return platform.uneven_batch(q.shape[0])
+
+
+def block_size(length: int, most: int = MAX_BLOCK) -> int:
+    """The block that wastes least padding, of at most `most` tokens."""
+    parts = -(-length // most)
+    return -(-length // parts // LANES) * LANES
+
+
+def _block(length: int, parts: int, wanted: int | None, most: int) -> int:
+    """Tokens a block; of a part of a window, what its halves hold a whole number of."""
+    if parts == 1:
+        return min(wanted or block_size(length), most)
+    return next(side for side in range(min(wanted or most, most), 0, -LANES) if length // 2 % side == 0)
+
+
+def _parts(q: jax.Array, k: jax.Array) -> int:
+    """Parts of the window, where the queries are one and the keys those of all; else 1."""
+    parts = platform.sequence_shards()
+    return parts if k.shape[1] == parts * q.shape[1] else 1
