@@ -10,7 +10,7 @@ import pytest
 
 from lm.errors import ConfigError
 from lm.hardware import LIBTPU_ENVIRONMENT, describe_devices, parse
-from lm.ops import exact_attention, platform
+from lm.ops import exact_attention, platform, sequence
 from lm.ops.exact_attention.tpu import splash as pallas_tpu
 
 SIZE = 16
@@ -401,6 +401,31 @@ def test_splash_tells_documents_apart(length, block):
     assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
 
 
+@pytest.mark.parametrize(
+    ('window', 'begins'),
+    [(40, None), pytest.param(128, None, marks=pytest.mark.slow), (70, [0, 3, 90, 128, 250]), (2, None)],
+)
+def test_splash_sees_what_a_window_reaches_of_the_part_before(window, begins, monkeypatch):
+    """The operation itself, on two devices, each with half of the tokens."""
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
+    interpreted = functools.partial(pallas_tpu.softmax_attention, interpret=True)
+    monkeypatch.setattr(pallas_tpu, 'softmax_attention', interpreted)
+    length = 256
+    q, k, v = draw(1, length, 2, 2)
+    starts, seen = (None, 1) if begins is None else documents(length, begins)
+
+    def attention(q, k, v):
+        def of_part(q, k, v, starts):
+            options = {'scale': 0.3, 'window': window, 'implementation': 'splash'}
+            return exact_attention.softmax_attention(q, k, v, starts_BxL=starts, **options)
+
+        return sequence.over_tokens(of_part, (1, 1, 1, None if starts is None else 1))(q, k, v, starts)
+
+    expected = numpy_attention(q, k, v, seen * mask(length, length, window=window), exponential(0.3))
+    with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:2], ('sequence',))):
+        assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
+
+
 def test_splash_adds_up_gradients_of_queries_in_bfloat16():
     """One from each of nine blocks of keys."""
     q, k, v = (x.astype(jnp.bfloat16) for x in draw(1, 1100, 2, 2))
@@ -443,3 +468,15 @@ def test_splash_blocks_divide_the_padded_length():
 def test_splash_takes_shorter_blocks_of_wide_heads(kind, width, length, expected, monkeypatch):
     monkeypatch.setattr(platform, 'device_kind', lambda: kind)
     assert pallas_tpu.blocks(length, width) == expected
+
+
+@pytest.mark.parametrize(('window', 'block'), [(2, 256), (512, 256), (513, 512), (4096, 512)])
+def test_splash_takes_short_blocks_of_a_window_and_keeps_no_gradients_for_each(window, block, monkeypatch):
+    assert pallas_tpu.blocks(32768, 128, window=window) == (block, 32768, block)
+    made = []
+    monkeypatch.setattr(pallas_tpu, '_kernel', lambda *given: made.append(given) or (lambda q, k, v, segments: q))
+    x = jnp.zeros((1, 512, 1, 64), jnp.bfloat16)
+    pallas_tpu.softmax_attention(x, x, x, scale=1.0, window=window)
+    ((_, length, *_, fused, _),) = made
+    assert length == 512
+    assert not fused
