@@ -16,12 +16,13 @@ from lm.attention import YARDSTICK
 from lm.bench import results, timing
 from lm.bench.candidates import Candidate, of_arguments
 from lm.bench.step import MODEL, at_context
-from lm.compiled import schedules
+from lm.compiled.compiler import compile_with_text
+from lm.compiled.kernel_cycles import KernelCycles
 from lm.compiled.program import HloProgram
 from lm.compiled.step_time import PARTS, StepTime, step_time
 from lm.data.tokenizers import token_dtype
 from lm.experiment import Experiment
-from lm.hardware import SHAPES, Topology, generation
+from lm.hardware import SHAPES, Topology, describe_devices, generation
 from lm.model import REMAT
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.program import abstract_state, lower_step, out_of_memory
@@ -62,7 +63,6 @@ class ForecastRow:
 def run(arguments: Any) -> int:
     """The command."""
     results.check_writable(arguments.json, arguments.out)
-    dump = schedules.folder()
     jax.config.update('jax_platforms', 'cpu')  # Nothing is run; an accelerator of this machine may be busy.
     if not any(text.lstrip().startswith('model.d_model') for text in arguments.gin_param):
         arguments.gin_file = arguments.gin_file or [MODEL]
@@ -87,7 +87,7 @@ def run(arguments: Any) -> int:
         for context in contexts:
             for candidate in found:
                 printer.progress(f'compiling {chip.name}, {context:,}, {candidate.name}')
-                made.append(forecast(candidate, context, tokens, limit, topology, dump))
+                made.append(forecast(candidate, context, tokens, limit, topology))
                 content = [asdict(row) for row in rows + compared(made)]  # Compiling takes minutes: all is kept.
                 results.write_json(arguments.json, 'step', machine, settings, content)
         printer.progress()
@@ -99,19 +99,18 @@ def run(arguments: Any) -> int:
     return 0
 
 
-def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topology: Topology, dump: str) -> ForecastRow:
+def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topology: Topology) -> ForecastRow:
     """Compiles the step of a candidate for one device of `topology` and models its time.
 
     Args:
         tokens: of a step.
         limit: that are processed together, if a sequence has not more.
-        dump: where libtpu writes its schedules.
     """
     experiment = at_context(candidate.experiment, context, tokens, limit, devices=1)
     levels = list(REMAT)[list(REMAT).index(experiment.model.remat) :]
     for remat in levels:
         experiment = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, remat=remat))
-        if (compiled := compile_step(experiment, topology, dump)) is not None:
+        if (found := compile_step(experiment, topology)) is not None:
             break
     model, config, chip = experiment.model, experiment.train, topology.chip
     row = ForecastRow(
@@ -123,9 +122,10 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
         remat=model.remat,
         peak_gib=0.0,
     )
-    if compiled is None:
+    if found is None:
         return row
-    time = step_time(HloProgram(schedules.text_of(compiled, dump)), topology, schedules.KernelCycles(dump))
+    compiled, program = found[0], HloProgram(found[1])
+    time = step_time(program, topology, KernelCycles(program, topology))
     flops = model.flops_per_token(context) * tokens
     return dataclasses.replace(
         row,
@@ -135,18 +135,17 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
     )
 
 
-def compile_step(experiment: Experiment, topology: Topology, dump: str) -> Any:
-    """The compiled step of `lm train` on one device; None: it needs more memory than that has."""
-    schedules.clear(dump)
+def compile_step(experiment: Experiment, topology: Topology) -> tuple[Any, str] | None:
+    """The compiled step of `lm train` on one device, and its text; None: it needs more memory than that has."""
     config, model = experiment.train, experiment.model
-    mesh = make_mesh(MeshConfig(), schedules.describe_devices(topology)[:1])
+    mesh = make_mesh(MeshConfig(), describe_devices(topology)[:1])
     with jax.set_mesh(mesh):
         # Under the mesh from here on: what it is for decides in which type the model computes.
         functions = TrainStep(model, experiment.optimizer, config.steps)
         abstract = abstract_state(functions, mesh)
         lowered = lower_step(functions, abstract, config, token_dtype(model.vocab_size), mesh)
         try:
-            return lowered.compile()
+            return compile_with_text(lowered)
         except jax.errors.JaxRuntimeError as error:
             if out_of_memory(str(error)) is None:
                 raise

@@ -12,14 +12,14 @@ from typing import Any
 
 import jax
 
-from lm.compiled import schedules
+from lm.compiled.compiler import compile_with_text
+from lm.compiled.kernel_cycles import KernelCycles
 from lm.compiled.program import HloProgram
 from lm.compiled.roofline import Roofline, roofline
-from lm.compiled.schedules import describe_devices
 from lm.compiled.step_time import StepTime, step_time
 from lm.errors import ConfigError
 from lm.experiment import Experiment
-from lm.hardware import Topology, parse
+from lm.hardware import Topology, describe_devices, parse
 from lm.ops.platform import data_shards
 from lm.training.inputs import unpacking
 from lm.training.mesh import make_mesh
@@ -153,10 +153,9 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     mesh = make_mesh(experiment.mesh, describe_devices(topology))
     experiment.train.check_divides(data_shards(mesh))
     experiment.train.check_parts(experiment.mesh.sequence)
-    schedules.clear(schedules.folder())
     start = time.perf_counter()
     with jax.set_mesh(mesh):
-        compiled, needed = _compile(experiment, mesh, topology)
+        compiled, text, needed = _compile(experiment, mesh, topology)
     found = dict(
         topology=topology.name,
         chips=topology.chips,
@@ -172,9 +171,8 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     dims, length = experiment.model.dims, experiment.train.context_length
     forward = sum(a.flops_per_token(dims, length) for a in undeclared) / max(1, len(undeclared))
     least = experiment.model.flops_per_token(length) * experiment.train.tokens_per_step / mesh.size
-    text = schedules.text_of(compiled, schedules.folder())
-    bound = roofline(text, topology, forward, least)
-    model = step_time(HloProgram(text), topology, schedules.KernelCycles(schedules.folder())) if text else None
+    bound, program = roofline(text, topology, forward, least), HloProgram(text)
+    model = step_time(program, topology, KernelCycles(program, topology)) if text else None
     return Check(
         **found,
         fits=memory.needed_gib <= limit,
@@ -196,21 +194,22 @@ def changed(experiment: Experiment, bindings: Mapping[str, Any]) -> Experiment:
     return experiment
 
 
-def _compile(experiment: Experiment, mesh: jax.sharding.Mesh, topology: Topology) -> tuple[Any, float]:
-    """(the compiled step, 0), or (None, the GiB that it would need)."""
+def _compile(experiment: Experiment, mesh: jax.sharding.Mesh, topology: Topology) -> tuple[Any, str, float]:
+    """(the compiled step, its text, 0), or (None, '', the GiB that it would need)."""
     config, data = experiment.train, experiment.data
     model, optimizer, documents = experiment.model, experiment.optimizer, data.documents(None)
     unpack = unpacking(data, config, model, None)
     functions = TrainStep(model, optimizer, config.steps, unpack, bool(data.mixture), documents)
     dtype = experiment.data.dtype(experiment.model.vocab_size)
     try:
-        return lower_step(functions, abstract_state(functions, mesh), config, dtype, mesh).compile(), 0.0
+        lowered = lower_step(functions, abstract_state(functions, mesh), config, dtype, mesh)
+        return *compile_with_text(lowered), 0.0
     except jax.errors.JaxRuntimeError as error:
         needed = out_of_memory(str(error))
         if needed is None:
             line = next(iter(str(error).splitlines()), '')
             raise ConfigError(f'--topology {topology.name}: the compiler refuses the training step: {line}') from error
-        return None, needed
+        return None, '', needed
 
 
 def _memory(compiled: Any, limit: float) -> Memory:

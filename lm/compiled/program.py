@@ -76,6 +76,11 @@ class Instruction:
     def operands(self) -> list[str]:
         return re.findall(r'%([\w.\-]+)', self.arguments)
 
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it is a hand-written kernel."""
+        return self.opcode == 'custom-call' and 'custom_call_target="tpu_custom_call"' in self.attributes
+
     def attribute(self, name: str) -> str | None:
         """The computation, or the word, that is called `name`."""
         found = re.search(rf'\b{name}=%?([^\s,]+)', self.attributes)
@@ -111,7 +116,7 @@ class HloProgram:
         return {
             i.name: (times, i)
             for i, _, times in self._everything()
-            if 'custom_call_target="tpu_custom_call"' in i.attributes and 'cost_estimate' not in i.attributes
+            if i.is_kernel and 'cost_estimate' not in i.attributes
         }
 
     def flops_of(self, instruction: Instruction, computation: str) -> float:
@@ -248,7 +253,7 @@ def _constant(instruction: Instruction | None) -> int | None:
 
 def _declared(instruction: Instruction) -> float:
     """FLOPs that a kernel declares."""
-    found = re.search(r'"cost_estimate":\{"flops":"?(\d+)', instruction.attributes)
+    found = re.search(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)', instruction.attributes)
     return float(found[1]) if found and instruction.opcode == 'custom-call' else 0.0
 
 

@@ -5,25 +5,15 @@ Our kernels are straight-line code inside the loop over their grid, so bundles Ã
 for memory.
 """
 
-import atexit
 import base64
 import dataclasses
-import functools
 import glob
 import itertools
-import math
 import os
 import re
 import shutil
-import tempfile
-from typing import Any
 
-import jax
-
-from lm import hardware
-from lm.compiled.program import Instruction
 from lm.errors import ConfigError
-from lm.hardware import Topology
 
 FLAGS = '--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_(hlo|bundles).*'
 VARIABLE = 'LIBTPU_INIT_ARGS'
@@ -66,103 +56,34 @@ def flags(folder: str) -> str:
     return FLAGS.format(folder)
 
 
-@functools.cache
-def folder() -> str:
-    """Where libtpu writes the schedules of what is compiled for `describe_devices`; removed when the process ends."""
-    made = tempfile.mkdtemp(prefix='lm_schedules_')
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
-
-
-def describe_devices(topology: Topology) -> list[Any]:
-    """As `lm.hardware.describe_devices`, and libtpu will write schedules, unless this process has loaded it before."""
-    given = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = f'{given or ""} {flags(folder())}'.strip()
-    try:
-        return hardware.describe_devices(topology)
-    finally:  # Processes that this one starts write nothing.
-        os.environ.pop(VARIABLE) if given is None else os.environ.update({VARIABLE: given})
-
-
 def clear(dump: str) -> None:
     """Forgets what was compiled before."""
     shutil.rmtree(dump, ignore_errors=True)
     os.makedirs(dump)
 
 
-def text_of(compiled: Any, dump: str) -> str:
-    """A compiled program as text; '' where neither jaxlib nor libtpu gives it.
-
-    libtpu may be newer than jaxlib and say what jaxlib cannot read (seen with v7x); what it wrote itself is then taken.
-    """
-    try:
-        return compiled.as_text()
-    except jax.errors.JaxRuntimeError:
-        found = glob.glob(f'{dump}/*-TLP-hlo.txt')
-    if not found:
-        return ''
-    with open(max(found, key=os.path.getsize)) as file:
-        return file.read()
-
-
-def read_schedule(dump: str, name: str, longest: bool = False, exact: bool = False) -> KernelSchedule:
+def read_schedule(dump: str, name: str, longest: bool = False) -> KernelSchedule:
     """The final schedule of the kernel whose name holds `name`.
 
     Args:
         dump: where libtpu wrote its files.
         name: of the kernel.
         longest: only the longest run of bundles without a branch target, where a kernel that skips work is busy.
-        exact: the name is all of it.
 
     Raises ConfigError where there is none.
     """
     import numpy as np
 
-    lines = _dumped(dump, name, 'final_hlo-static-per-bundle', exact).splitlines()
+    lines = _dumped(dump, name, 'final_hlo-static-per-bundle').splitlines()
     names, capacities = lines[1].split(', '), [int(n) for n in lines[2].split()]
     used = np.array([[int(n) for n in line.split()] for line in lines[4:] if re.fullmatch(r'[\d ]+', line)])
     if longest:
-        marks = re.findall(
-            r'^\s*(0x[0-9a-f]+|0)\s+(?:LH|LB|LE|PB|PF)\b', _dumped(dump, name, 'final_bundles', exact), re.M
-        )
+        marks = re.findall(r'^\s*(0x[0-9a-f]+|0)\s+(?:LH|LB|LE|PB|PF)\b', _dumped(dump, name, 'final_bundles'), re.M)
         ends = sorted({0, len(used), *(int(mark, 16) for mark in marks)})
         low, high = max(itertools.pairwise(ends), key=lambda pair: pair[1] - pair[0])
         used = used[low:high]
     units = {unit: (int(n), c) for unit, n, c in zip(names, used.sum(0), capacities, strict=True)}
     return KernelSchedule(len(used), units)
-
-
-class KernelCycles:
-    """The cycles of the kernels of one compiled program, as far as libtpu wrote their schedules."""
-
-    def __init__(self, dump: str):
-        """`dump`: the folder that libtpu wrote into while it compiled the program, and nothing else."""
-        self._dump = dump
-        self._found: dict[tuple[str, str], float] = {}
-
-    def of(self, kernel: Instruction, cores: int = 1) -> float | None:
-        """Cycles of one run of a kernel on a device of so many cores; None: not known yet. Kernels of one name and the
-        same arguments count alike: the compiler schedules them once, so each must have been asked for."""
-        arguments = re.search(r'operand_layout_constraints=(.*?\}\}|\{\})', kernel.attributes)
-        key = kernel.name.partition('.')[0], arguments[0] if arguments else ''
-        if key not in self._found and (cycles := self._read(kernel, cores)) is not None:
-            self._found[key] = cycles
-        return self._found.get(key)
-
-    def _read(self, kernel: Instruction, cores: int) -> float | None:
-        grid = read_grid(_body(kernel))
-        if grid is None:
-            return None
-        try:
-            schedule = read_schedule(self._dump, kernel.name, any(name in kernel.name for name in SKIPPING), exact=True)
-        except ConfigError:
-            return None
-        steps = math.prod(grid.steps) / (cores if grid.parallel else 1)
-        if any(name in kernel.name for name in ALL_PAIRS):
-            pairs = list(grid.steps)
-            pairs.remove(kernel.arrays[-1].shape[-3])  # heads; they are not always the first axis
-            steps *= causal_share(*pairs[-2:])
-        return schedule.bundles * steps
 
 
 def read_grid(body: str) -> Grid | None:
@@ -197,14 +118,9 @@ def causal_share(first: int, second: int) -> float:
     return sum(-(-(row + 1) * columns // rows) for row in range(rows)) / (rows * columns)
 
 
-def _body(kernel: Instruction) -> str:
-    found = re.search(r'"body":"([^"]+)"', kernel.attributes)
-    return found[1] if found else ''
-
-
-def _dumped(dump: str, name: str, part: str, exact: bool) -> str:
-    whole = re.escape(name) if exact else f'[^-]*{name}[^-]*'
-    matches = [p for p in glob.glob(f'{dump}/*') if re.match(rf'\d+-{whole}-\d+-{part}', os.path.basename(p))]
+def _dumped(dump: str, name: str, part: str) -> str:
+    pattern = rf'\d+-[^-]*{name}[^-]*-\d+-{part}'
+    matches = [p for p in glob.glob(f'{dump}/*') if re.match(pattern, os.path.basename(p))]
     if not matches:
         raise ConfigError(f'{name}: libtpu left no {part}; its dump format may have changed')
     with open(max(matches)) as file:

@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterator
 
 from lm.compiled.collectives import COLLECTIVES, async_fusion, collectives, rendezvous, transfers
+from lm.compiled.kernel_cycles import KernelCycles
 from lm.compiled.program import HloProgram, Instruction
-from lm.compiled.schedules import KernelCycles
 from lm.compiled.traffic import traffic
 from lm.hardware import Topology
 
@@ -124,16 +124,8 @@ def step_time(program: HloProgram, topology: Topology, cycles: KernelCycles | No
 
 def costs(program: HloProgram, topology: Topology, cycles: KernelCycles | None) -> Iterator[Cost]:
     """Every instruction of the program that takes time."""
-    for name in program.times if cycles else ():
-        for i in filter(is_kernel, program.computations[name]):
-            cycles.of(i, topology.chip.cores // topology.chip.devices)  # equal ones may be scheduled under another name
     for computation, times in program.times.items():
         yield from _Computation(program, topology, cycles, computation, times).costs()
-
-
-def is_kernel(instruction: Instruction) -> bool:
-    """Whether it is a hand-written kernel."""
-    return instruction.opcode == 'custom-call' and 'custom_call_target="tpu_custom_call"' in instruction.attributes
 
 
 class _Computation:
@@ -187,7 +179,7 @@ class _Computation:
     def _cost(self, i: Instruction, size: float, waits: float) -> Cost:
         n, program, chip = self.times, self.program, self.chip
         flops = program.flops_of(i, self.name)
-        cycles = self.cycles.of(i, chip.cores // chip.devices) if self.cycles and is_kernel(i) else None
+        cycles = self.cycles.of(i) if self.cycles and i.is_kernel else None
         kernel = None if cycles is None else cycles / chip.clock
         seconds = max(size / chip.hbm_bytes * chip.devices, flops / chip.flops * chip.devices, kernel or 0.0, waits)
         path = self._path(i)
@@ -199,7 +191,7 @@ class _Computation:
             seconds=n * seconds,
             bytes=n * size,
             flops=n * flops,
-            is_kernel=is_kernel(i),
+            is_kernel=i.is_kernel,
             kernel=None if kernel is None else n * kernel,
         )
 

@@ -12,7 +12,6 @@ import pytest
 
 from lm.bench import forecast
 from lm.cli import main
-from lm.compiled import schedules
 from lm.errors import ConfigError
 from lm.experiment import load
 from lm.hardware import Topology, generation
@@ -45,9 +44,6 @@ MILLISECONDS = 1e3 * 2 * 2 * 1024 * 262_144 / 819e9
 
 
 class Compiled:
-    def as_text(self):
-        return PROGRAM
-
     def memory_analysis(self):
         names = ('argument', 'output', 'alias', 'temp')
         return types.SimpleNamespace(**{f'{name}_size_in_bytes': 2**30 for name in names})
@@ -59,7 +55,7 @@ def small(*flags: str) -> list[str]:
 
 
 def test_parts_are_printed_written_and_drawn(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(forecast, 'compile_step', lambda *_: Compiled())
+    monkeypatch.setattr(forecast, 'compile_step', lambda *_: (Compiled(), PROGRAM))
     flags = small('--contexts', '64', '--mechanisms', 'softmax,polynomial')
     assert main([*flags, '--json', str(tmp_path / 's.json'), '--out', str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -81,9 +77,9 @@ def test_parts_are_printed_written_and_drawn(monkeypatch, tmp_path, capsys):
 def test_a_step_that_does_not_fit_recomputes_more(monkeypatch, tmp_path):
     tried = []
 
-    def compile_step(experiment, topology, dump):
+    def compile_step(experiment, topology):
         tried.append(experiment.model.remat)
-        return Compiled() if tried[-1] == 'attention' else None
+        return (Compiled(), PROGRAM) if tried[-1] == 'attention' else None
 
     monkeypatch.setattr(forecast, 'compile_step', compile_step)
     assert main([*small('--contexts', '64', '--mechanisms', 'softmax'), '--json', str(tmp_path / 's.json')]) == 0
@@ -101,10 +97,11 @@ def test_the_step_computes_as_on_the_chip_it_is_for(monkeypatch):
         return TrainStep(model, *rest)
 
     monkeypatch.setattr(forecast, 'TrainStep', step)
-    monkeypatch.setattr(forecast, 'lower_step', lambda *_: types.SimpleNamespace(compile=Compiled))
+    monkeypatch.setattr(forecast, 'lower_step', lambda *_: None)
+    monkeypatch.setattr(forecast, 'compile_with_text', lambda lowered: (Compiled(), PROGRAM))
     small_model = ['model.d_model = 32', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
     topology = Topology(generation('v5e'), (1, 1))
-    assert forecast.compile_step(load([], small_model), topology, schedules.folder()) is not None
+    assert forecast.compile_step(load([], small_model), topology) is not None
     assert made == [jnp.bfloat16]
 
 

@@ -1,9 +1,8 @@
-"""Static schedules as libtpu writes them, and how often a kernel's grid steps run."""
+"""Static schedules as libtpu writes them, and which blocks of a kernel's grid are skipped."""
 
 import pytest
 
 from lm.compiled import schedules
-from lm.compiled.program import Instruction
 from lm.errors import ConfigError
 
 
@@ -33,25 +32,3 @@ def test_schedules_are_read_from_the_dump(tmp_path):
 )
 def test_blocks_above_the_diagonal_are_skipped(grid, share):
     assert schedules.causal_share(*grid) == share
-
-
-def test_equal_kernels_count_alike(tmp_path, monkeypatch):
-    """The compiler schedules one of them; the grid is of 3 steps, which two cores share."""
-    monkeypatch.setattr(schedules, 'read_grid', lambda body: schedules.Grid((3, 2), parallel=True))
-    lines = ['', 'MATMUL, VALU', '4 4', '== UTILIZATION:', '4 0', '0 2', '2 2', '0 0']
-    (tmp_path / '17-some_kernel.2-02-final_hlo-static-per-bundle-utilization.txt').write_text('\n'.join(lines))
-    attributes = 'custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[8]{0}, bf16[2,2]{1,0}}, x'
-    first, second, other = (
-        Instruction(name, 'custom-call', 'bf16[8]{0}', '', text, False)
-        for name, text in (
-            ('some_kernel.1', attributes),
-            ('some_kernel.2', attributes),
-            ('some_kernel.3', attributes.replace('[8]', '[16]')),
-        )
-    )
-    cycles = schedules.KernelCycles(str(tmp_path))
-    assert cycles.of(first) is None
-    assert cycles.of(second) == 4 * 6
-    assert cycles.of(first) == 4 * 6
-    assert cycles.of(other) is None
-    assert schedules.KernelCycles(str(tmp_path)).of(second, cores=2) == 4 * 3

@@ -42,7 +42,7 @@ V5E = parse('v5e:2x2')
 
 
 class Cycles:
-    def of(self, kernel, cores):
+    def of(self, kernel):
         return 1.5e6 if kernel.name == 'kernel.7' else None
 
 
