@@ -78,7 +78,9 @@ def test_the_second_process_compiles_nothing_unless_the_file_is_damaged(tmp_path
     assert found >= kept
     assert result == expected
     shutil.copytree(tmp_path, tmp_path.with_name('moved'))
-    assert compute(tmp_path.with_name('moved'))[:2] == (found, expected)
+    hits, result, _ = compute(tmp_path.with_name('moved'))
+    assert hits >= found  # A busy machine may have found one more to be worth a file.
+    assert result == expected
     for name, damage in DAMAGES.items():
         for path in programs(tmp_path):
             damage(path)
