@@ -49,8 +49,8 @@ export XLA_FLAGS="--xla_force_host_platform_device_count=$devices$kept"
 
 port=''
 for _ in 1 2 3 4 5 6 7 8 9 10; do
-  candidate=$((20000 + RANDOM % 40000))
-  # Nobody answers: the port is free.
+  # Nobody answers: the port is free, and stays so: the system gives connections ports above 32,767.
+  candidate=$((20000 + RANDOM % 12000))
   if ! (exec 3<>"/dev/tcp/127.0.0.1/$candidate") 2>/dev/null; then
     port=$candidate
     break

@@ -7,7 +7,9 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -142,6 +144,14 @@ def losses(run_dir: pathlib.Path, kind: str = 'train') -> dict[int, float]:
             assert record['step'] not in found, f'step {record["step"]} is logged twice'
             found[record['step']] = record['loss']
     return found
+
+
+def free_port() -> int:
+    """A port on which nobody listens; it is below those that the system gives to connections, and so stays free."""
+    while True:
+        candidate = random.SystemRandom().randrange(10_000, 20_000)
+        with contextlib.suppress(OSError), socket.create_server(('127.0.0.1', candidate)):
+            return candidate
 
 
 def checksums(run_dir: pathlib.Path, step: int) -> dict[str, int]:

@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -752,14 +751,8 @@ print('steps', checkpointer.all_steps())
 """
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(('localhost', 0))
-        return s.getsockname()[1]
-
-
 def test_two_processes(tmp_path):
-    port = free_port()
+    port = tiny.free_port()
     processes = [start(TWO_PROCESSES, tmp_path, port, i) for i in range(2)]
     outs = [finish(p) for p in processes]
     assert outs[0] == outs[1]
@@ -810,7 +803,7 @@ print('steps', checkpointer.all_steps())
 
 @pytest.mark.parametrize('bad', [0, 1])
 def test_a_save_that_fails_in_one_process_fails_in_all_at_once(tmp_path, bad):
-    port = free_port()
+    port = tiny.free_port()
     outs = [finish(p) for p in [start(ONE_FAILS, tmp_path, port, i, bad) for i in range(2)]]
     assert outs[0].splitlines()[-2] == outs[1].splitlines()[-2] != 'looks []'
     for index, out in enumerate(outs):

@@ -11,7 +11,6 @@ import json
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -203,10 +202,9 @@ class Workshop:
         arguments = ['train', '--run_dir', str(run), *self.flags(shape, **changes), *extra]
         jobs = [arguments]
         if shape.processes > 1:
-            with socket.create_server(('127.0.0.1', 0)) as server:
-                port = server.getsockname()[1]
-            address = ['--coordinator_address', f'localhost:{port}', '--process_count', str(shape.processes)]
-            jobs = [[*arguments, *address, '--process_id', str(i)] for i in range(shape.processes)]
+            address = f'localhost:{tiny.free_port()}'
+            arguments += ['--coordinator_address', address, '--process_count', str(shape.processes)]
+            jobs = [[*arguments, '--process_id', str(i)] for i in range(shape.processes)]
         if self.nursery and not cold:
             flags = self.environment(shape.devices)['XLA_FLAGS']  # else warm and cold programs differ in the last bit
             return Session([self.nursery.start([*launcher, '--', *job], flags) for job in jobs])

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import zlib
@@ -189,11 +188,9 @@ sys.exit(main(sys.argv[2:]))
 
 def test_two_processes_see_and_learn_what_one_does(run, flags, tmp_path):
     """Half of the rows each, of the same batches; losses, also those of each source and set, to rounding."""
-    with socket.create_server(('127.0.0.1', 0)) as server:
-        port = server.getsockname()[1]
     two = tmp_path / 'run'
     command = [sys.executable, '-c', READS_AND_TRAINS]
-    options = ['train', '--run_dir', str(two), *flags, '--coordinator_address', f'localhost:{port}']
+    options = ['train', '--run_dir', str(two), *flags, '--coordinator_address', f'localhost:{tiny.free_port()}']
     jobs = [
         subprocess.Popen(
             [*command, str(tmp_path / str(i)), *options, '--process_count', '2', '--process_id', str(i)],

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ store.key_value_set(f'joined/{index}', 'yes')
 if case == f'gone {index}':
     for other in range(3):  # who has not joined when process 0 ends waits for `mesh.join_seconds`
         store.blocking_key_value_get(f'joined/{other}', 60_000)
+    time.sleep(1)  # until the last one has heard that its word was taken
     os._exit(1)
 if case == f'unreachable {index}':
     def refuse(*_, **__):
@@ -58,15 +58,10 @@ except (Diverged, MismatchError) as error:
 """
 
 
-def free_port() -> int:
-    with socket.create_server(('127.0.0.1', 0)) as server:
-        return server.getsockname()[1]
-
-
 @contextlib.contextmanager
 def job(*command: str, count: int):
     """`count` processes of a command, in which {address} and {index} are those of process 0 and of each."""
-    address = f'localhost:{free_port()}'
+    address = f'localhost:{tiny.free_port()}'
     processes = [
         subprocess.Popen(
             [part.replace('{address}', address).replace('{index}', str(index)) for part in command],

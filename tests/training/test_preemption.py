@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -155,9 +154,7 @@ print('stopped', run())
 
 @pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_two_processes_stop_at_the_same_poll(tmp_path, how):
-    with socket.socket() as s:
-        s.bind(('localhost', 0))
-        port = s.getsockname()[1]
+    port = tiny.free_port()
     processes = [start(TWO_PROCESSES, port, i, tmp_path) for i in range(2)]
     wait_for(processes[0], 'evaluating')
     wait_for(processes[1], 'ready')

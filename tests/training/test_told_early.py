@@ -39,7 +39,7 @@ def test_while_importing(tiny_flags, tmp_path, seconds):
 
 def test_while_it_waits_for_the_other_processes(tiny_flags, tmp_path):
     """In C code, where Python's own handlers do not run."""
-    others = ['--coordinator_address', 'localhost:39071', '--process_count', '2', '--process_id', '1']
+    others = ['--coordinator_address', f'localhost:{tiny.free_port()}', '--process_count', '2', '--process_id', '1']
     runs = [str(tmp_path / name) for name in 'ab']
     one, two = (tiny.start('train', '--run_dir', run, *tiny_flags, *others, cold=True) for run in runs)
     for process in (one, two):
@@ -53,7 +53,7 @@ def test_while_it_waits_for_the_other_processes(tiny_flags, tmp_path):
 
 
 def test_others_that_never_come_are_not_waited_for_for_ever(tiny_flags, tmp_path):
-    others = ['--coordinator_address', 'localhost:39073', '--process_count', '2', '--process_id', '1']
+    others = ['--coordinator_address', f'localhost:{tiny.free_port()}', '--process_count', '2', '--process_id', '1']
     done = tiny.lm('train', '--run_dir', str(tmp_path), *tiny_flags, *others, '--gin_param', 'mesh.join_seconds = 1')
     assert done.returncode == 42
     assert done.stderr == (
@@ -65,15 +65,15 @@ def test_others_that_never_come_are_not_waited_for_for_ever(tiny_flags, tmp_path
 def test_once_the_others_are_there_it_is_not_only_noted():
     """JAX's own handler would wait for the next step, and another process that was told earlier never takes one."""
     code = """
-import os, signal, time
+import os, signal, sys, time
 from lm.errors import end_on_signals
 from lm.training.mesh import MeshConfig, initialize_distributed
 end_on_signals('lm train')
-initialize_distributed(MeshConfig(), 'localhost:39072', 1, 0)
+initialize_distributed(MeshConfig(), f'localhost:{sys.argv[1]}', 1, 0)
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(60)
 """
-    command = [sys.executable, '-c', code]
+    command = [sys.executable, '-c', code, str(tiny.free_port())]
     assert subprocess.run(command, env=tiny.environment(), cwd=tiny.ROOT, timeout=50).returncode == 42
 
 
