@@ -4,11 +4,13 @@ import hashlib
 import io
 import json
 import multiprocessing
+import os
 import pathlib
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -282,6 +284,23 @@ def test_two_at_once_and_a_full_disk_are_one_line(tmp_path):
     assert '\n' not in str(error.value)
     assert not multiprocessing.active_children()
     assert main(experiment, None) == 0
+
+
+def test_no_worker_is_left_when_the_thread_of_the_pool_reaps_them(monkeypatch):
+    reap = os.waitpid
+
+    def late(*arguments):
+        main = threading.current_thread() is threading.main_thread()
+        time.sleep(0.1 * main)  # so that the other thread reaps
+        result = reap(*arguments)
+        time.sleep(0.5 * (result[0] and not main))  # the process is gone, and nobody was told
+        return result
+
+    before = multiprocessing.active_children()
+    with prepare_module._workers(2) as (pool, _):
+        pool.submit(time.sleep, 0).result()
+        monkeypatch.setattr(os, 'waitpid', late)
+    assert multiprocessing.active_children() == before
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,8 @@ def _workers(processes: int) -> Iterator[tuple[concurrent.futures.ProcessPoolExe
         for worker in own:
             worker.terminate()
         for worker in own:
-            worker.join()
+            while worker.is_alive():  # the pool's own thread may have reaped it without having said so yet
+                worker.join(0.1)
 
 
 def assemble(
