@@ -227,5 +227,10 @@ def generation(name: str) -> Chip:
     return GENERATIONS[kind]
 
 
+def smallest(chip: Chip) -> Topology:
+    """The least slice of a generation: one chip, or four."""
+    return Topology(chip, tuple(map(int, SHAPES[chip.axes][0].split('x'))))
+
+
 def offered(chip: Chip) -> str:
     return f'{chip.name} has {", ".join(SHAPES[chip.axes])}'

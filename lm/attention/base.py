@@ -8,6 +8,7 @@ tests find it in the registry. Parameters say what they are (`lm.parameters.decl
 know. Mechanisms on the linear engine build on `lm.attention.linear`, feature maps on `lm.attention.maps.products`.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -16,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lm.ops.rotary import HeadNorms, Rotation, rotate
+from lm.ops.rotary.xla import normalize
 from lm.parameters import layer_norm
 
 
@@ -53,7 +56,7 @@ KernelCases = dict[str, Callable[[HeadDims, int], KernelCall]]
 """Name → what makes of heads and a length the call that `lm bench kernels` compiles under that name."""
 
 
-class Attention:
+class Attention(abc.ABC):
     """Base of the attention configurations (frozen dataclasses made by `@configurable`)."""
 
     yardstick: ClassVar[bool] = False
@@ -67,14 +70,14 @@ class Attention:
     causal = True
     """False: tokens see later ones, whatever the model says."""
 
+    @abc.abstractmethod
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'AttentionModule':
         """The module of one layer. Parameters are drawn from `rngs.params()`, buffers from `rngs.projections()`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         """Forward floating-point operations per token of one layer at context `length` (causal halving where the
         mechanism is quadratic; rematerialisation not counted; the q, k, v, o projections belong to the model)."""
-        raise NotImplementedError
 
     def why_causal(self) -> str | None:
         """Why no token can see later ones (`HeadDims.causal = False`), and what to do about it; None: they can."""
@@ -102,13 +105,16 @@ class AttentionModule(nnx.Module):
     All are optional: a module computes without them as with zeros.
     """
 
+    dims: HeadDims
+
     def __call__(
         self,
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
         v_BxLxKxD: jax.Array,
-        *,
+        *own: jax.Array,
         starts_BxL: jax.Array | None = None,
+        **named: jax.Array,
     ) -> jax.Array:
         """Attention over whole sequences, causal unless `HeadDims.causal` says otherwise.
 
@@ -120,17 +126,42 @@ class AttentionModule(nnx.Module):
                 None: a sequence is one document.
 
         Returns:
-            [B, L, H, D] in the dtype of q.
+            [B, L, H, D] in the dtype of v.
         """
-        raise NotImplementedError
+        return self.attend(*self.normalize(q_BxLxHxD, k_BxLxKxD), v_BxLxKxD, *own, starts_BxL=starts_BxL, **named)
 
+    @property
+    def norms(self) -> HeadNorms | None:
+        """The mechanism's own normalization of queries and keys; None: it has none."""
+        return None
+
+    def normalize(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys as the kernel compares them: after the mechanism's own normalization, where it has one."""
+        return (q_BxLxHxD, k_BxLxKxD) if self.norms is None else normalize(q_BxLxHxD, k_BxLxKxD, self.norms)
+
+    def prepare(self, qk_BxLxNxD: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array]:
+        """What `attend` takes: queries and keys of a projection, N = H + K heads, rotated and normalized in one go."""
+        return rotate(qk_BxLxNxD, rotation, self.dims.n_heads, self.norms)
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        q_BxLxHxD: jax.Array,
+        k_BxLxKxD: jax.Array,
+        v_BxLxKxD: jax.Array,
+        *,
+        starts_BxL: jax.Array | None = None,
+    ) -> jax.Array:
+        """Like a call, of queries and keys that `normalize` or `prepare` gave."""
+
+    @abc.abstractmethod
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
         """The decoding state of an empty sequence: a pytree of arrays. Linear mechanisms ignore `max_length`.
 
         `documents`: whether its tokens will say where their documents begin.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def decode_step(
         self,
         state: Any,
@@ -146,28 +177,26 @@ class AttentionModule(nnx.Module):
         Tokens at one call follow those of the calls before; the outputs equal `__call__` on the whole sequence.
         `starts_BxT` are the `starts_BxL` of these tokens, counted from the first of them: negative before it.
         """
-        raise NotImplementedError
-
-    def normalize(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries and keys as the kernel compares them: after the mechanism's own normalization, where it has one."""
-        return q_BxLxHxD, k_BxLxKxD
 
     def redraw(self, key: jax.Array) -> None:
         """Replaces its random projections by those drawn from `key` alone; called every `redraw_every` steps."""
 
 
 class NormedModule(AttentionModule):
-    """Two layer normalizations, one for queries and one for keys, each shared by the heads of the layer."""
+    """Two layer normalizations, one for queries and one for keys, each shared by the heads of the layer.
+
+    Statistics are float32; `normed_dtype` is that of the results, None the inputs'.
+    """
+
+    normed_dtype: ClassVar[Any] = None
 
     def make_norms(self, head_dim: int, rngs: nnx.Rngs) -> None:
-        self.q_norm, self.k_norm = (
-            layer_norm(head_dim, 'head', rngs, dtype=jnp.float32, use_fast_variance=False) for _ in range(2)
-        )
+        self.q_norm, self.k_norm = (layer_norm(head_dim, 'head', rngs) for _ in range(2))
 
-    @jax.named_scope('qk_norms')
-    def normalize(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Statistics in float32, results in the inputs' dtypes."""
-        return self.q_norm(q_BxLxHxD).astype(q_BxLxHxD.dtype), self.k_norm(k_BxLxKxD).astype(k_BxLxKxD.dtype)
+    @property
+    def norms(self) -> HeadNorms | None:
+        q, k = self.q_norm, self.k_norm
+        return HeadNorms(q.scale[...], q.bias[...], k.scale[...], k.bias[...], self.normed_dtype)
 
 
 def exact_flops_per_token(dims: HeadDims, length: int, window: int | None = None) -> float:
@@ -177,6 +206,24 @@ def exact_flops_per_token(dims: HeadDims, length: int, window: int | None = None
     window = min(length, window or length)
     seen = window - window**2 / (2 * length)
     return 4.0 * dims.n_heads * dims.head_dim * seen
+
+
+def rotary_call(normed: bool, dims: HeadDims, length: int) -> KernelCall:
+    """The kernels that rotate queries and keys and, if `normed`, normalize them; a grid step takes a block of all."""
+    from lm.ops.rotary.tpu import block_size
+
+    heads = dims.n_heads + dims.n_kv_heads
+    qk = jax.ShapeDtypeStruct((1, length, heads, dims.head_dim), jnp.bfloat16)
+    angles = jax.ShapeDtypeStruct((length, 1, dims.head_dim // 2), jnp.float32)
+    gain = jax.ShapeDtypeStruct((dims.head_dim,), jnp.float32)
+    norms = HeadNorms(gain, gain, gain, gain) if normed else None
+
+    def function(qk, cos, sin, norms):
+        return rotate(qk, (cos, sin), dims.n_heads, norms, implementation='pallas_tpu')
+
+    tokens = block_size(length, heads, dims.head_dim) * dims.n_heads
+    steps = {(kernel, f'rotary_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    return KernelCall(function, (qk, angles, angles, norms), steps)
 
 
 def flash_call(function: Callable, dims: HeadDims, length: int) -> KernelCall:

@@ -1,5 +1,6 @@
 """What mechanisms on `lm.ops.linear_attention` share: decoding from a constant-size state, signed weights, cost."""
 
+import abc
 from typing import Any
 
 import jax
@@ -31,8 +32,9 @@ class LinearAttention(Attention):
         """The operation alone, on what `arguments` makes of queries, keys and values in bfloat16."""
         options = {}
 
-        def arrays(*qkv):
-            arguments = self.build(dims, nnx.Rngs(0)).arguments(*qkv)
+        def arrays(q, k, v):
+            module = self.build(dims, nnx.Rngs(0))
+            arguments = module.arguments(*module.normalize(q, k), v)
             given = {name: arguments.pop(name) for name in (*TOKENS, *PARAMETERS) if name in arguments}
             options.update(arguments)
             return given
@@ -56,17 +58,17 @@ class LinearModule(AttentionModule):
     denominator_bias = 0.0
     epsilon = 0.0
 
+    @abc.abstractmethod
     def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
-        """Of the call: arrays (`TOKENS`, `PARAMETERS`) and options, `implementation` among them where one is asked for;
-        decoding has only one. With `signed` they hold normalize = False. A mechanism with `projections` takes them as
-        further arguments."""
-        raise NotImplementedError
+        """Of the call, for queries and keys that `normalize` gave: arrays (`TOKENS`, `PARAMETERS`) and options,
+        `implementation` among them where one is asked for; decoding has only one. With `signed` they hold
+        normalize = False. A mechanism with `projections` takes them as further arguments."""
 
     def outputs(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         """What the mechanism makes of the operation's result, token by token."""
         return o_BxLxHxD
 
-    def __call__(
+    def attend(
         self,
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
@@ -85,7 +87,7 @@ class LinearModule(AttentionModule):
         """The sums over no keys, float32, of one size for any length; and room for keys that are compared exactly."""
         heads = (self.dims.n_heads, self.dims.n_kv_heads, self.dims.n_kv_heads)
         q_Bx1xHxD, k_Bx1xKxD, v_Bx1xKxD = (jnp.zeros((batch, 1, n, self.dims.head_dim), dtype) for n in heads)
-        arguments = self.arguments(q_Bx1xHxD, k_Bx1xKxD, self._columns(v_Bx1xKxD))
+        arguments = self.arguments(*self.normalize(q_Bx1xHxD, k_Bx1xKxD), self._columns(v_Bx1xKxD))
         starts_Bx1 = jnp.zeros((batch, 1), jnp.int32) if documents else None
         return decode.init_state(**self._apart(arguments, starts_Bx1), max_length=max_length)
 
@@ -99,7 +101,8 @@ class LinearModule(AttentionModule):
         starts_BxT: jax.Array | None = None,
         **named: jax.Array,
     ) -> tuple[decode.DecodeState, jax.Array]:
-        arguments = self.arguments(q_BxTxHxD, k_BxTxKxD, self._columns(v_BxTxKxD), *own, **named)
+        v_BxTxKxC = self._columns(v_BxTxKxD)
+        arguments = self.arguments(*self.normalize(q_BxTxHxD, k_BxTxKxD), v_BxTxKxC, *own, **named)
         state, o_BxTxHxC = decode.decode_step(state, **self._apart(arguments, starts_BxT))
         return state, self.outputs(self._divided(o_BxTxHxC, v_BxTxKxD.dtype), v_BxTxKxD)
 

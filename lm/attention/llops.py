@@ -18,6 +18,7 @@ from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_
 from lm.attention.maps.products import ProductFeatures
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
+from lm.ops.rotary import HeadNorms
 from lm.parameters import declare
 
 MOST_WITHOUT_NORM = 4
@@ -132,6 +133,8 @@ class LowRankSketch(ProductFeatures):
 class LlopsAttention(NormedModule, LinearModule):
     """Θ^Q and Θ^K, shared by the heads of the layer, and the two layer normalizations."""
 
+    normed_dtype = jnp.float32  # powers of the vectors follow
+
     def __init__(self, config: Llops, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
         self.dims = dims
@@ -143,13 +146,12 @@ class LlopsAttention(NormedModule, LinearModule):
         if config.layer_norm:
             self.make_norms(dims.head_dim, rngs)
 
-    def normalize(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """In float32: powers of the vectors follow."""
-        return (self.q_norm(q_BxLxHxD), self.k_norm(k_BxLxKxD)) if self.config.layer_norm else (q_BxLxHxD, k_BxLxKxD)
+    @property
+    def norms(self) -> HeadNorms | None:
+        return super().norms if self.config.layer_norm else None
 
     def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
         config = self.config
-        q_BxLxHxD, k_BxLxKxD = self.normalize(q_BxLxHxD, k_BxLxKxD)
         return dict(
             q_BxLxHxE=q_BxLxHxD,
             k_BxLxKxE=k_BxLxKxD,

@@ -15,6 +15,7 @@ from lm.attention.base import (
     NormedModule,
     exact_flops_per_token,
     flash_call,
+    rotary_call,
 )
 from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
 from lm.config.configurable import configurable, field
@@ -60,7 +61,10 @@ class Polynomial(Attention):
 
     @classmethod
     def kernel_cases(cls) -> KernelCases:
-        return {'polynomial p=4': cls(degree=4).kernel_call}
+        return {
+            'polynomial p=4': cls(degree=4).kernel_call,
+            'rotary and layer norms': functools.partial(rotary_call, True),
+        }
 
     def kernel_call(self, dims: HeadDims, length: int) -> KernelCall:
         return flash_call(
@@ -77,7 +81,7 @@ class PolynomialAttention(NormedModule):
         self.make_norms(dims.head_dim, rngs)
         self.gate = forget_gate(config.gate, dims.n_kv_heads)
 
-    def __call__(
+    def attend(
         self,
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
@@ -86,7 +90,6 @@ class PolynomialAttention(NormedModule):
         *,
         starts_BxL: jax.Array | None = None,
     ) -> jax.Array:
-        q_BxLxHxD, k_BxLxKxD = self.normalize(q_BxLxHxD, k_BxLxKxD)
         weights = self.config.weights(self.dims.head_dim)
         decay = self.gate and self.gate.log_decay(k_BxLxKxD, gate_BxLxK)
         options = {'starts_BxL': starts_BxL, 'log_decay_BxMxK': decay, 'causal': self.dims.causal}

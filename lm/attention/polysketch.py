@@ -105,7 +105,6 @@ class PolysketchAttention(NormedModule, LinearModule):
         # The sketch sees what the exact kernel sees, so that both weigh a pair alike: the paper considers q and k only
         # after layer normalization (§2.1). (The published code feeds its networks the vectors before it.)
         config = self.config
-        q_BxLxHxD, k_BxLxKxD = self.normalize(q_BxLxHxD, k_BxLxKxD)
         q_BxLxHxR, k_BxLxKxR = self.features(q_BxLxHxD, k_BxLxKxD)
         result = dict(
             q_BxLxHxE=q_BxLxHxR,
@@ -122,7 +121,7 @@ class PolysketchAttention(NormedModule, LinearModule):
             result |= dict(q_local_BxLxHxC=q_BxLxHxD, k_local_BxLxKxC=k_BxLxKxD)
         return result
 
-    def __call__(
+    def attend(
         self,
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
@@ -134,8 +133,7 @@ class PolysketchAttention(NormedModule, LinearModule):
         config = self.config
         length = q_BxLxHxD.shape[1] * sequence_shards()
         if config.local and length <= config.block:  # one block is exact: no sketch takes part
-            q_BxLxHxD, k_BxLxKxD = self.normalize(q_BxLxHxD, k_BxLxKxD)
             weights = {'degree': config.degree, 'denominator_bias': config.denominator_bias, 'starts_BxL': starts_BxL}
             weights['log_decay_BxMxK'] = self.gate and self.gate.log_decay(k_BxLxKxD, gate_BxLxK)
             return polynomial_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, **weights)
-        return super().__call__(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, gate_BxLxK, starts_BxL=starts_BxL)
+        return super().attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, gate_BxLxK, starts_BxL=starts_BxL)

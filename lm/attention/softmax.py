@@ -15,6 +15,7 @@ from lm.attention.base import (
     KernelCases,
     exact_flops_per_token,
     flash_call,
+    rotary_call,
 )
 from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
 from lm.config.configurable import configurable, field
@@ -53,7 +54,7 @@ class Softmax(Attention):
 
     @classmethod
     def kernel_cases(cls) -> KernelCases:
-        return {'softmax': softmax_call, 'splash': splash_call}
+        return {'softmax': softmax_call, 'splash': splash_call, 'rotary': functools.partial(rotary_call, False)}
 
 
 class SoftmaxAttention(AttentionModule):
@@ -64,7 +65,7 @@ class SoftmaxAttention(AttentionModule):
         self.dims = dims
         self.gate = forget_gate(config.gate, dims.n_kv_heads)
 
-    def __call__(
+    def attend(
         self,
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,

@@ -194,7 +194,7 @@ def build(candidate: Candidate, dims: HeadDims, given: bool = False) -> Layer:
 
     def whole(weights, *qkv):
         layer = nnx.merge(graph, *weights)
-        return compute(layer.arguments(*qkv)) if compute else layer(*qkv)
+        return compute(_arguments(layer, *qkv)) if compute else layer(*qkv)
 
     return Layer(whole, (parameters, buffers))
 
@@ -205,13 +205,13 @@ def _operation(layer: LinearModule, dims: HeadDims, compute: Callable) -> Layer:
 
     def arguments(layer, dtype):
         heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
-        return layer.arguments(*(jnp.zeros((1, 1, n, dims.head_dim), dtype) for n in heads))
+        return _arguments(layer, *(jnp.zeros((1, 1, n, dims.head_dim), dtype) for n in heads))
 
     made = arguments(layer, jnp.float32)
     names = [name for name in TOKENS if name in made]
 
     def tokens(*qkv):
-        given = layer.arguments(*qkv)
+        given = _arguments(layer, *qkv)
         return tuple(given[name] for name in names)
 
     def operation(weights, *arrays):
@@ -220,6 +220,10 @@ def _operation(layer: LinearModule, dims: HeadDims, compute: Callable) -> Layer:
         return compute(arguments(nnx.merge(graph, *weights), given['v_BxLxKxD'].dtype) | given)
 
     return Layer(operation, (parameters, buffers), tokens)
+
+
+def _arguments(layer: LinearModule, q: jax.Array, k: jax.Array, v: jax.Array) -> dict[str, Any]:
+    return layer.arguments(*layer.normalize(q, k), v)
 
 
 def _inputs(n: int, layer: Layer, dims: HeadDims, dtype: Any) -> tuple[jax.Array, ...]:

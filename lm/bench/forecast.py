@@ -22,7 +22,7 @@ from lm.compiled.program import HloProgram
 from lm.compiled.step_time import PARTS, StepTime, step_time
 from lm.data.tokenizers import token_dtype
 from lm.experiment import Experiment
-from lm.hardware import SHAPES, Topology, describe_devices, generation
+from lm.hardware import Topology, describe_devices, generation, smallest
 from lm.model import REMAT
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.program import abstract_state, lower_step, out_of_memory
@@ -82,7 +82,7 @@ def run(arguments: Any) -> int:
     }
     rows = []
     for chip in chips:
-        topology = Topology(chip, tuple(map(int, SHAPES[chip.axes][0].split('x'))))
+        topology = smallest(chip)
         made = []
         for context in contexts:
             for candidate in found:

@@ -10,7 +10,6 @@ attention the same count reproduces the published forward time within 5 % and is
 import argparse
 import dataclasses
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterable
 
 from lm.compiled import schedules
 from lm.errors import ConfigError
-from lm.hardware import LIBTPU_ENVIRONMENT
 
 TOPOLOGIES = {'v4': 'v4:2x2x1', 'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'v7x': 'tpu7x:2x2x1'}
 LENGTH, HEADS, HEAD_DIM = 32768, 12, 64
@@ -80,11 +78,9 @@ def kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -
     if unknown := [name for name in names if name not in cases()]:
         raise ConfigError(f'case {unknown[0]!r}: must be one of {", ".join(cases())}')
     with tempfile.TemporaryDirectory() as dump:
-        flags = {schedules.VARIABLE: schedules.flags(dump)}
-        environment = os.environ | LIBTPU_ENVIRONMENT | {'JAX_PLATFORMS': 'cpu'} | flags
         command = [sys.executable, '-m', 'lm.bench.kernels', '--worker', dump, '--topology', generation]
         command += ['--parts', str(parts), *names]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, env=schedules.environment(dump), capture_output=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
     errors = [row['error'] for row in rows if 'error' in row]
     if done.returncode or not rows:

@@ -8,7 +8,6 @@ kernels a few seconds. It reads its flags once, when it is loaded, so this has a
 import dataclasses
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from lm.compiled import schedules
 from lm.compiled.program import Array, Instruction
-from lm.hardware import LIBTPU_ENVIRONMENT, SHAPES, Topology, describe_devices, generation
+from lm.hardware import describe_devices, generation, smallest
 
 CONFIG = ('custom_call_config', 'scoped_memory_configs', 'flag_configs')
 """Of what the compiled program says of a kernel, that which was said to the compiler."""
@@ -84,19 +83,16 @@ def _known(chip: str) -> dict[LoneKernel, int | None]:
 
 def _compile(kernels: Sequence[LoneKernel], chip: str) -> list[int | None]:
     with tempfile.TemporaryDirectory(prefix='lm_schedules_') as dump:
-        flags = f'{os.environ.get(schedules.VARIABLE, "")} {schedules.flags(dump)}'.strip()
-        environment = os.environ | LIBTPU_ENVIRONMENT | {'JAX_PLATFORMS': 'cpu', schedules.VARIABLE: flags}
         command = [sys.executable, '-m', 'lm.compiled.lone_kernels', chip, dump]
         request = json.dumps([dataclasses.asdict(kernel) for kernel in kernels])
-        done = subprocess.run(command, env=environment, input=request, capture_output=True, text=True)
+        done = subprocess.run(command, env=schedules.environment(dump), input=request, capture_output=True, text=True)
     found = [json.loads(line) for line in done.stdout.splitlines() if re.fullmatch(r'\d+|null', line)]
     return found + [None] * (len(kernels) - len(found))  # It may have died of the rest.
 
 
 def main(chip: str, dump: str) -> None:
     """The other process: kernels come in as JSON, and for each its bundles, or null, go out as a line."""
-    spec = generation(chip)
-    (device, *_) = describe_devices(Topology(spec, tuple(map(int, SHAPES[spec.axes][0].split('x')))))
+    (device, *_) = describe_devices(smallest(generation(chip)))
     for kernel in json.load(sys.stdin):
         schedules.clear(dump)
         try:

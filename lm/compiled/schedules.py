@@ -14,6 +14,7 @@ import re
 import shutil
 
 from lm.errors import ConfigError
+from lm.hardware import LIBTPU_ENVIRONMENT
 
 FLAGS = '--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_(hlo|bundles).*'
 VARIABLE = 'LIBTPU_INIT_ARGS'
@@ -51,9 +52,10 @@ class Grid:
     parallel: bool
 
 
-def flags(folder: str) -> str:
-    """What makes libtpu write schedules into `folder`."""
-    return FLAGS.format(folder)
+def environment(folder: str) -> dict[str, str]:
+    """That of a process which compiles for described TPUs and whose libtpu writes schedules into `folder`."""
+    given = {VARIABLE: f'{os.environ.get(VARIABLE, "")} {FLAGS.format(folder)}'.strip(), 'JAX_PLATFORMS': 'cpu'}
+    return os.environ | LIBTPU_ENVIRONMENT | given
 
 
 def clear(dump: str) -> None:

@@ -15,7 +15,7 @@ from lm.attention import Attention
 from lm.attention.recurrent.convolution import ShortConvolution
 from lm.model.config import ACTIVATIONS, ModelConfig
 from lm.model.dense import Dense
-from lm.model.positions import Rotation, rotate
+from lm.ops.rotary import Rotation, rotate
 from lm.ops.tpu import tokens_on_lanes
 from lm.parameters import NORMS, declare, rms_norm, stack
 
@@ -66,10 +66,12 @@ class Block(nnx.Module):
         with jax.named_scope('norms'):
             x_BxLxD = tokens_on_lanes(x_BxLxD)
             normed_BxLxD = self.attention_norm(x_BxLxD)
-        qkv, _ = self._qkv(normed_BxLxD, rotation, starts_BxL=starts_BxL)
+        qk_BxLxNxC, v_BxLxKxC, _ = self._products(normed_BxLxD, starts_BxL=starts_BxL)
+        with jax.named_scope('qkv'):
+            qk = self.attention.prepare(qk_BxLxNxC, rotation)
         own = self._own(normed_BxLxD)
         with jax.named_scope('attention'):
-            y_BxLxHxC = self.attention(*qkv, starts_BxL=starts_BxL, **own)
+            y_BxLxHxC = self.attention.attend(*qk, v_BxLxKxC, starts_BxL=starts_BxL, **own)
         return self._rest(x_BxLxD, normed_BxLxD, y_BxLxHxC)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
@@ -83,16 +85,24 @@ class Block(nnx.Module):
         """Like `__call__` for T tokens that follow those in `state`; `starts_BxT` counts from the first of them."""
         normed_BxTxD = self.attention_norm(x_BxTxD)
         state, before = state if self.convolution else (state, None)
-        qkv, before = self._qkv(normed_BxTxD, rotation, before, starts_BxT)
+        *qkv, before = self._rotated(normed_BxTxD, rotation, before, starts_BxT)
         state, y_BxTxHxC = self.attention.decode_step(state, *qkv, starts_BxT=starts_BxT, **self._own(normed_BxTxD))
         return (state, before) if self.convolution else state, self._rest(x_BxTxD, normed_BxTxD, y_BxTxHxC)
 
     def project(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, ...]:
         """Queries [B, L, H, C], keys and values [B, L, K, C]; queries and keys are rotated, if there is a rotation."""
-        return self._qkv(self.attention_norm(x_BxLxD), rotation)[0]
+        return self._rotated(self.attention_norm(x_BxLxD), rotation)[:3]
 
     @jax.named_scope('qkv')
-    def _qkv(self, normed_BxLxD, rotation, before=None, starts_BxL=None):
+    def _rotated(self, normed_BxLxD, rotation, before=None, starts_BxL=None):
+        """q, k, v, and what the convolution keeps."""
+        qk_BxLxNxC, v_BxLxKxC, before = self._products(normed_BxLxD, before, starts_BxL)
+        # A few tokens at a time, in general, which fill no kernel.
+        return *rotate(qk_BxLxNxC, rotation, self.dims.n_heads, implementation='xla'), v_BxLxKxC, before
+
+    @jax.named_scope('qkv')
+    def _products(self, normed_BxLxD, before=None, starts_BxL=None):
+        """Queries above keys, values, and what the convolution keeps."""
         H, K, C = self.dims.n_heads, self.dims.n_kv_heads, self.dims.head_dim
         sizes = (H + K) * C, K * C
         if self.convolution:
@@ -104,9 +114,7 @@ class Block(nnx.Module):
         if self.q_norm is not None:
             normal = self.q_norm(qk_BxLxNxC[:, :, :H]), self.k_norm(qk_BxLxNxC[:, :, H:])
             qk_BxLxNxC = jnp.concatenate(normal, axis=2)
-        if rotation is not None:
-            qk_BxLxNxC = rotate(qk_BxLxNxC, rotation)
-        return (qk_BxLxNxC[:, :, :H], qk_BxLxNxC[:, :, H:], v_BxLxKxC), before
+        return qk_BxLxNxC, v_BxLxKxC, before
 
     @jax.named_scope('qkv')
     def _own(self, normed_BxLxD):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 RESIDUAL_NAME = 'attention_residuals'
@@ -10,12 +11,18 @@ RESIDUAL_NAME = 'attention_residuals'
 
 
 def saved(x: jax.Array) -> jax.Array:
-    """x under that name."""
-    return checkpoint_name(x, RESIDUAL_NAME)
+    """x under that name, in the forward function of a `jax.custom_vjp`: no gradient passes through it.
+
+    It is kept as the integers that its bits are. Of numbers that are kept and used as well JAX makes a rounded copy, to
+    the precision that they have: behind a kernel that is one more pass over memory.
+    """
+    bits = lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')
+    return lax.bitcast_convert_type(checkpoint_name(bits, RESIDUAL_NAME), x.dtype)
 
 
 def recomputed(function: Callable) -> Callable:
-    """function, computed again in the backward pass: all that is kept of it are its arguments.
+    """function, whose result is `saved` and of which nothing else is kept but its arguments: the backward pass computes
+    the rest again.
 
     As `jax.checkpoint` has it, but whatever the policy around it: those that keep products would keep the float32
     products of sketches, which are larger than what they are made of.
@@ -28,5 +35,5 @@ def recomputed(function: Callable) -> Callable:
     def backward(arguments, cotangent):
         return jax.vjp(function, *arguments)[1](cotangent)
 
-    run.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
+    run.defvjp(lambda *arguments: (saved(function(*arguments)), arguments), backward)
     return run

@@ -18,7 +18,8 @@ from transformers.models.llama import modeling_llama
 from lm.exchange.families import Llama
 from lm.exchange.names import from_tensors
 from lm.model import build
-from lm.model.positions import rotary, rotate
+from lm.model.positions import rotary
+from lm.ops.rotary import rotate
 from lm.parameters import NORMS
 from lm.training.step import split
 
@@ -39,7 +40,7 @@ def _(dtype):
         return modeling_llama.apply_rotary_pos_emb(q, q, cos, sin, unsqueeze_dim=2)[0]
 
     rotation = tuple(jnp.asarray(f(angle)[:, None], dtype) for f in (np.cos, np.sin))
-    return values_and_gradients(lambda q: rotate(q, rotation), theirs, draw(1, (2, 48, 4, 16)), dtype)
+    return values_and_gradients(lambda q: rotate(q, rotation, 4)[0], theirs, draw(1, (2, 48, 4, 16)), dtype)
 
 
 def angles_row(name, base):

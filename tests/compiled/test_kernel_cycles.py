@@ -17,7 +17,7 @@ from lm.compiled.compiler import compile_with_text
 from lm.compiled.kernel_cycles import KernelCycles
 from lm.compiled.program import HloProgram
 from lm.compiled.schedules import Grid
-from lm.hardware import LIBTPU_ENVIRONMENT, describe_devices, parse
+from lm.hardware import describe_devices, parse
 
 V5E, V4 = parse('v5e:2x2'), parse('v4:2x2x1')
 CONFIG = '{"custom_call_config":{"body":"x"},"retry_config":{}}'
@@ -96,8 +96,8 @@ def test_a_kernel_has_the_same_schedule_alone(tmp_path):
         lowered(V5E).compile()
         print(read_schedule(sys.argv[1], 'some_product').bundles)
     """
-    environment = os.environ | LIBTPU_ENVIRONMENT | {schedules.VARIABLE: schedules.flags(str(dump))}
-    environment |= {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    environment = schedules.environment(str(dump)) | {'PYTHONPATH': path}
     command = [sys.executable, '-c', textwrap.dedent(code), str(dump)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     bundles = int(done.stdout.split()[-1])

@@ -131,7 +131,7 @@ def test_policies_can_save_the_sketches(capfd):
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         sketch = jax.checkpoint(lambda x: jnp.sin(pallas_tpu.sketch_networks(nodes, (x,))[0]), policy=policy)
         jax.ad_checkpoint.print_saved_residuals(sketch, xs[0])
-        assert (f"f32[1,1,16,128] named '{RESIDUAL_NAME}'" in capfd.readouterr().out) == saved
+        assert (f"u32[1,1,16,128] named '{RESIDUAL_NAME}'" in capfd.readouterr().out) == saved
 
 
 REFUSED = {

@@ -1,12 +1,13 @@
 """Feature maps φ(x) = f(W x + b, x), each written once: kernels compute f block by block on chip, XLA calls the map."""
 
+import abc
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-class ProductFeatures:
+class ProductFeatures(abc.ABC):
     """Base: a `lm.ops.linear_attention.types.ProductMap`, of which a subclass writes `products` and `of_products`.
 
     Subclasses are hashable (frozen dataclasses): operations are compiled for them. R rows of W, E size of the vectors.
@@ -21,13 +22,13 @@ class ProductFeatures:
     """Of W x. XLA applies it to the products: it would prepare a factor of W before its loop, once for each use, and
     then compute products that it takes for different ones."""
 
+    @abc.abstractmethod
     def products(self, parameters: Any) -> tuple[jax.Array, jax.Array | None]:
         """W [R, E] and b [R] or None; or those of each of N heads, [N, R, E] and [N, R], which kernels do not take."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
         """f, [R, …] and [E, …] → [M, …], float32: see `ProductMap`. Any number of axes may follow the first."""
-        raise NotImplementedError
 
     def matrix(self, parameters: Any) -> jax.Array | None:
         """W where kernels can compute the features: one for all heads, and no b."""

@@ -17,7 +17,7 @@ from lm.attention.base import HeadDims, KernelCall
 from lm.attention.maps.projections import hadamard_matrix
 from lm.ops import sketch_networks as networks
 from lm.ops.dots import dense
-from lm.ops.residuals import recomputed, saved
+from lm.ops.residuals import recomputed
 from lm.parameters import Buffer, declare
 
 WIDTH = 8
@@ -60,7 +60,7 @@ class Sketch(nnx.Module):
             return xs_BxLxNxGxM
         graph, state = nnx.split(self)
         sketch = recomputed(lambda state, x_BxLxNxGxM: nnx.merge(graph, state)(x_BxLxNxGxM))
-        return tuple(saved(sketch(state, x_BxLxNxGxM)) for x_BxLxNxGxM in xs_BxLxNxGxM)
+        return tuple(sketch(state, x_BxLxNxGxM) for x_BxLxNxGxM in xs_BxLxNxGxM)
 
     @classmethod
     def flops(cls, size: int, r: int, power: int) -> float:

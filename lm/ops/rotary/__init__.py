@@ -1,0 +1,44 @@
+"""Queries and keys on their way from their projection to the attention: rotated by their positions (Su et al. 2021),
+and layer-normalized where the mechanism asks for it.
+
+B batch, L length, H query heads, K key heads, N = H + K, C head size.
+"""
+
+import jax
+
+from lm.ops import platform
+from lm.ops.rotary.types import HeadNorms, Rotation
+
+IMPLEMENTATIONS = platform.Implementations(__name__, reference='reference', xla='xla', pallas_tpu='tpu')
+PREFERRED = {'tpu': ('pallas_tpu',)}
+
+
+def rotate(
+    qk_BxLxNxC: jax.Array,
+    rotation: Rotation | None,
+    n_heads: int,
+    norms: HeadNorms | None = None,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Queries [B, L, H, C] and keys [B, L, K, C].
+
+    Args:
+        qk_BxLxNxC: the projection's product, queries before keys.
+        rotation: of each position, whose angles turn the pairs (c, c + C/2) of each head, in float32; None: nothing is
+            rotated.
+        n_heads: how many heads are queries (H).
+        norms: layer normalizations of the rotated vectors, in float32; None: there are none.
+        implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
+
+    Raises:
+        ConfigError: an unknown implementation, or one that does not support the call.
+    """
+    if rotation is None and norms is None:
+        return qk_BxLxNxC[:, :, :n_heads], qk_BxLxNxC[:, :, n_heads:]
+    chosen = platform.choose('rotary', IMPLEMENTATIONS, PREFERRED, implementation, qk_BxLxNxC, rotation, norms)
+    with jax.named_scope('rotary'):
+        return chosen.rotate(qk_BxLxNxC, rotation, n_heads, norms)
+
+
+__all__ = ['IMPLEMENTATIONS', 'PREFERRED', 'HeadNorms', 'Rotation', 'rotate']
