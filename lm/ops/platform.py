@@ -74,19 +74,19 @@ def per_device(function: Callable, split: tuple[bool, ...]) -> Callable:
 
     Kernels are opaque to the partitioner, and a loop that accumulates a gradient over the batch would communicate in
     every iteration; both want the split made explicit. Gradients of the arguments that are not split are summed over
-    the devices once. Without a mesh this is `function` itself.
+    the devices once. Devices among which no batch is split, those of one window, each compute it. Without a mesh this
+    is `function` itself.
 
     Args:
         function: takes arrays (or None) and returns one.
         split: for each argument, whether its leading axis is the batch; the others are replicated.
     """
-    axes = batch_axes()
-    if not axes:
-        return function
-    rows = PartitionSpec(axes)
-    in_specs = tuple(rows if s else PartitionSpec() for s in split)
     mesh = jax.sharding.get_abstract_mesh()
     names = set(mesh.axis_names) - set(mesh.manual_axes)
+    if all(mesh.shape[name] == 1 for name in names):
+        return function
+    rows = PartitionSpec(batch_axes() or None)
+    in_specs = tuple(rows if s else PartitionSpec() for s in split)
     return jax.shard_map(function, in_specs=in_specs, out_specs=rows, axis_names=names, check_vma=False)
 
 

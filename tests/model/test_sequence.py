@@ -1,17 +1,20 @@
 """One window over many devices: losses, gradients and evaluations are those of one device, in every mechanism."""
 
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from mechanisms_list import QUICK_FIRST
 
 from lm.attention.hybrid import Hybrid
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
+from lm.hardware import describe_devices, parse
 from lm.model import ModelConfig
 from lm.ops.documents import Documents
 from lm.training import mesh as mesh_lib
@@ -21,6 +24,7 @@ from lm.training.optimizer import OptimizerConfig
 from lm.training.program import abstract_state, shardings_of
 from lm.training.step import TrainStep
 
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
 EOD = 5
 TINY = dict(vocab_size=41, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, head_dim=8)
 LENGTH = 32
@@ -124,6 +128,25 @@ def test_windows_that_cannot_be_split_are_computed_whole():
     with jax.set_mesh(mesh_of(4, sequence=4)):
         whole = jax.jit(step.token_losses)(state, rows[:, :-1], rows[:, 1:])
     np.testing.assert_allclose(whole, alone, atol=1e-5)
+
+
+@needs_libtpu
+@pytest.mark.parametrize('axes', [dict(sequence=4), dict(sequence=2, fsdp=2)])
+@pytest.mark.parametrize('attention', [Softmax(), Polysketch(sketch_size=8)])
+def test_kernels_of_what_every_device_computes_whole(attention, axes):
+    """Where all devices share one window, and where some do not: the compiler is left to split no kernel."""
+    config = ModelConfig(**TINY | {'head_dim': 32}, attention=attention)
+    step = TrainStep(config, OptimizerConfig(warmup_steps=1), 10)
+    mesh = make_mesh(MeshConfig(**axes), describe_devices(parse('v5e:2x2')))
+    with jax.set_mesh(mesh):
+        state = abstract_state(step, mesh)
+        tokens_BxL = jax.ShapeDtypeStruct((2, 128), jnp.int32, sharding=batch_sharding(mesh))
+
+        def hidden(params, buffers, tokens_BxL):
+            return nnx.merge(step.graph, params, buffers).hidden(tokens_BxL)
+
+        traced = jax.jit(hidden).trace(state['params'], state['buffers'], tokens_BxL)
+        assert 'tpu_custom_call' in traced.lower(lowering_platforms=('tpu',)).as_text()
 
 
 def test_what_cannot_be_split_is_refused():
