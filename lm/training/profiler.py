@@ -1,13 +1,19 @@
 """The optional trace of some steps of a training run (`train.profile`)."""
 
 import os
+from collections.abc import Callable
 
 import jax
+from absl import logging
 
 
 class Profiler:
     """A trace of jax.profiler in `folder` over `traced_steps` (first, last), or what a run does of them: one that
-    resumes between them traces the rest, one that ends between them keeps what it has. A context manager."""
+    resumes between them traces the rest, one that ends between them keeps what it has. A context manager.
+
+    A trace that cannot be made or written, in a store that the profiler does not know, costs the trace and a warning,
+    not the run.
+    """
 
     def __init__(self, traced_steps: tuple[int, int] | None, folder: os.PathLike):
         self.traced_steps, self.folder, self.running = traced_steps, folder, False
@@ -16,8 +22,7 @@ class Profiler:
         """Call it before each step is dispatched."""
         traced = self.traced_steps is not None and self.traced_steps[0] <= step <= self.traced_steps[1]
         if traced and not self.running:
-            jax.profiler.start_trace(os.fspath(self.folder))
-            self.running = True
+            self.running = self._try(lambda: jax.profiler.start_trace(os.fspath(self.folder)))
         elif self.running and not traced:
             self.__exit__()
 
@@ -26,5 +31,16 @@ class Profiler:
 
     def __exit__(self, *_) -> None:
         if self.running:
-            jax.profiler.stop_trace()
             self.running = False
+            self._try(jax.profiler.stop_trace)
+
+    def _try(self, call: Callable[[], None]) -> bool:
+        """Whether it succeeded; if not, there will be no other trace."""
+        try:
+            call()
+        except Exception as error:  # the profiler's own, and those of the store
+            self.traced_steps = None
+            reason = next(iter(str(error).splitlines()), '') or type(error).__name__
+            logging.warning('train.profile: no trace in %s: %s', os.fspath(self.folder), reason)
+            return False
+        return True
