@@ -94,7 +94,7 @@ class Runner:
     def _start(self) -> None:
         """Starts points while there are slots. Those that another process runs are kept for later."""
         for point in list(self.waiting):
-            if not self.slots:
+            if not self.slots or self.signals:
                 return
             if held := self._lock(point):
                 with held:
@@ -128,6 +128,8 @@ class Runner:
             pass_fds=(held.fileno(),),
         )
         self.running.append(RunningPoint(point, process, log, slot))
+        if self.signals:  # which came before it was listed
+            process.send_signal(signal.SIGTERM)
         self._say(f'{point.name}: started' + (f', see {log.name}' if self.sweep.is_local else ''))
 
     def _end(self, job: RunningPoint) -> None:

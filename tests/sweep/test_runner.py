@@ -249,6 +249,22 @@ def test_a_remote_sweep_keeps_no_logs_and_no_locks(world):
     assert list(world.notes.iterdir()) == []
 
 
+def test_a_signal_while_points_are_started_reaches_them_and_no_other_begins(world, monkeypatch):
+    for name in 'abc':
+        world.add(name, looks=400, ends=1)
+
+    def popen(*arguments, **options):
+        process = world.popen(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGTERM)  # before the runner knows of the process
+        return process
+
+    monkeypatch.setattr(subprocess, 'Popen', popen)
+    with pytest.raises(Preempted, match='3 of 3 points unfinished'):
+        world.runner(3).run()
+    assert world.names() == ['a']
+    assert world.processes()[0].signals == [signal.SIGTERM]
+
+
 @pytest.mark.parametrize(('seconds', 'reports'), [(59.5, 0), (60.5, 1), (140, 2)])
 def test_running_points_are_reported_once_a_minute(world, capsys, seconds, reports):
     world.add('a', looks=seconds / 0.2)
