@@ -43,8 +43,7 @@ def data_hosts(shop: Workshop, tally: Tally) -> None:
     found = {}
     for count in (1, 2, 4):
         with tally.attempt(f'{count} hosts'):
-            port = np.random.default_rng().integers(20_000, 60_000)
-            rest = [str(shop.tokens), str(count)], [f'localhost:{port}', str(STEPS)]
+            rest = [str(shop.tokens), str(count)], [f'localhost:{tiny.free_port()}', str(STEPS)]
             commands = [[sys.executable, '-c', HASHES, *rest[0], str(i), *rest[1]] for i in range(count)]
             session = shop.session(commands, 4 // count)
             need(session.end() == 0, session.output())
