@@ -123,8 +123,8 @@ def candidates(experiment: Experiment, topology: Topology, everything: bool = Fa
     """
     config, model, mesh = experiment.train, experiment.model, experiment.mesh
     levels = list(REMAT)[0 if everything else list(REMAT).index(model.remat) :]
-    devices = topology.chips * topology.chip.devices
-    near = devices // topology.slices
+    windows_at_once = topology.chips * topology.chip.devices // mesh.sequence
+    near = windows_at_once // topology.slices
     shared = max(mesh.fsdp, max(n for n in range(1, min(near, MAX_FSDP) + 1) if near % n == 0))
     each = BYTES_A_PARAMETER + experiment.optimizer.rule.state_bytes()
     state_gib = each * sum(count_parameters(model).values()) / mesh.fsdp / 2**30
@@ -132,7 +132,7 @@ def candidates(experiment: Experiment, topology: Topology, everything: bool = Fa
     given = _values(experiment)
     for fsdp in dict.fromkeys(sharing):
         for remat in levels:
-            for parts in _microbatches(config.batch_size, 1 if everything else config.microbatches, devices):
+            for parts in _microbatches(config.batch_size, 1 if everything else config.microbatches, windows_at_once):
                 values = {MICROBATCHES: parts, REMAT_LEVEL: remat, FSDP: fsdp}
                 if changes := {k: v for k, v in values.items() if v != given[k]}:
                     yield changes
@@ -158,8 +158,8 @@ def _seconds(found: Check) -> float | None:
     return speed and speed.seconds_per_step
 
 
-def _microbatches(windows: int, parts: int, devices: int) -> Iterator[int]:
-    """`parts`, twice, four times that …, as long as each part divides by the devices."""
-    while windows % parts == 0 and windows // parts % devices == 0 and windows // parts:
+def _microbatches(windows: int, parts: int, at_once: int) -> Iterator[int]:
+    """`parts`, twice, four times that …, as long as each part divides by the windows that are computed at once."""
+    while windows % parts == 0 and windows // parts % at_once == 0 and windows // parts:
         yield parts
         parts *= 2

@@ -109,6 +109,19 @@ def test_only_microbatches_that_the_devices_can_share():
     assert [c for c in advice.candidates(SMALL, parse('v5e:2x4')) if 'train.microbatches' in c] == []
 
 
+@pytest.mark.parametrize('windows', [4, 16])
+def test_devices_that_share_a_window_share_it_in_every_change(windows):
+    train = TrainConfig(tokens_per_step=windows * 4096, context_length=4096)
+    mesh, topology = MeshConfig(sequence=4), parse('v5e:4x4')
+    found = list(advice.candidates(dataclasses.replace(SMALL, train=train, mesh=mesh), topology))
+    assert {'model.remat': 'dots'} in found
+    assert {'mesh.fsdp': 4} in found
+    assert ({'train.microbatches': 4} in found) == (windows == 16)
+    for changes in found:
+        dataclasses.replace(mesh, fsdp=changes.get('mesh.fsdp', 1)).check_divides(16)
+        dataclasses.replace(train, microbatches=changes.get('train.microbatches', 1)).check_divides(4)
+
+
 def pretend(fits, takes=None):
     """`check` whose memory, and perhaps predicted time, is a function of the configuration."""
 
