@@ -178,6 +178,14 @@ def open_run(run_dir: str, gin_params: Sequence[str] = (), step: int | None = No
     return load_run(load((), gin_params, base=str(config)), run_dir, step)
 
 
+def training_step(experiment: Experiment, store: Store | None = None) -> TrainStep:
+    """The functions of the steps that `experiment` describes. Without the store an objective asks nothing of its
+    tokenizer. Build it under the mesh: what that is for decides in which type the model computes."""
+    model, config, data = experiment.model, experiment.train, experiment.data
+    unpack = unpacking(data, config, model, store)
+    return TrainStep(model, experiment.optimizer, config.steps, unpack, bool(data.mixture), data.documents(store))
+
+
 def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> LoadedRun:
     """The weights of the run in `run_dir` at `step` (None: the newest), laid out on all devices.
 

@@ -27,7 +27,7 @@ from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator
 from lm.evaluation.sets import SetsEvaluator, flat
-from lm.experiment import Experiment
+from lm.experiment import Experiment, training_step
 from lm.hardware import peak_flops
 from lm.runs.branch import branch_of
 from lm.runs.goodput import Goodput, describe, process_start
@@ -37,7 +37,7 @@ from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
 from lm.text import duration, si
 from lm.training.config import TrainConfig
-from lm.training.inputs import make_batches, open_store, unpacking
+from lm.training.inputs import make_batches, open_store
 from lm.training.mesh import describe_mesh, initialize_distributed, make_mesh, meet
 from lm.training.peers import Peers
 from lm.training.preemption import Preemption
@@ -106,8 +106,7 @@ def set_up(
     mesh = make_mesh(experiment.mesh)
     stack.enter_context(jax.set_mesh(mesh))
     batches = make_batches(data, config, store, mesh)
-    unpack = unpacking(data, config, model, store)
-    functions = TrainStep(model, experiment.optimizer, config.steps, unpack, bool(data.mixture), data.documents(store))
+    functions = training_step(experiment, store)
     evaluator = make_evaluator(experiment.evaluate, data, config, functions, mesh, store, config.eval_tokens)
     parameters = sum(functions.count_parameters().values())
     is_leader = jax.process_index() == 0

@@ -21,12 +21,11 @@ from lm.compiled.kernel_cycles import KernelCycles
 from lm.compiled.program import HloProgram
 from lm.compiled.step_time import PARTS, StepTime, step_time
 from lm.data.tokenizers import token_dtype
-from lm.experiment import Experiment
+from lm.experiment import Experiment, training_step
 from lm.hardware import Topology, describe_devices, generation, smallest
 from lm.model import REMAT
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.program import abstract_state, lower_step, out_of_memory
-from lm.training.step import TrainStep
 
 CONTEXTS = (2048, 8192, 32_768)
 MICROBATCH_TOKENS = 32_768
@@ -106,7 +105,8 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
         tokens: of a step.
         limit: that are processed together, if a sequence has not more.
     """
-    experiment = at_context(candidate.experiment, context, tokens, limit, devices=1)
+    experiment = dataclasses.replace(candidate.experiment, mesh=MeshConfig())
+    experiment = at_context(experiment, context, tokens, limit, devices=1)
     levels = list(REMAT)[list(REMAT).index(experiment.model.remat) :]
     for remat in levels:
         experiment = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, remat=remat))
@@ -137,13 +137,11 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
 
 def compile_step(experiment: Experiment, topology: Topology) -> tuple[Any, str] | None:
     """The compiled step of `lm train` on one device, and its text; None: it needs more memory than that has."""
-    config, model = experiment.train, experiment.model
     mesh = make_mesh(MeshConfig(), describe_devices(topology)[:1])
     with jax.set_mesh(mesh):
-        # Under the mesh from here on: what it is for decides in which type the model computes.
-        functions = TrainStep(model, experiment.optimizer, config.steps)
-        abstract = abstract_state(functions, mesh)
-        lowered = lower_step(functions, abstract, config, token_dtype(model.vocab_size), mesh)
+        functions = training_step(experiment)
+        abstract, dtype = abstract_state(functions, mesh), token_dtype(experiment.model.vocab_size)
+        lowered = lower_step(functions, abstract, experiment.train, dtype, mesh)
         try:
             return compile_with_text(lowered)
         except jax.errors.JaxRuntimeError as error:

@@ -15,12 +15,12 @@ from lm.bench import results, timing
 from lm.bench.candidates import Candidate, of_arguments
 from lm.data.tokenizers import token_dtype
 from lm.errors import ConfigError
-from lm.experiment import Experiment
+from lm.experiment import Experiment, training_step
 from lm.hardware import peak_flops
 from lm.text import digits
 from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh
 from lm.training.program import abstract_state, init_state, lower_step
-from lm.training.step import TrainStep, count_parameters
+from lm.training.step import count_parameters
 
 CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
 CPU_CONTEXTS = (512, 1024, 2048)
@@ -78,8 +78,7 @@ class TimedStep:
         self.experiment, self._state, self._steps, self.loss = experiment, state, steps, None
         config, model = experiment.train, experiment.model
         self.mesh = make_mesh(experiment.mesh)
-        documents = experiment.data.documents(None)
-        functions = TrainStep(model, experiment.optimizer, config.steps, documents=documents)
+        functions = training_step(experiment)
         abstract, dtype = abstract_state(functions, self.mesh), token_dtype(model.vocab_size)
         with jax.set_mesh(self.mesh):
             lowered = lower_step(functions, abstract, config, dtype, self.mesh)
@@ -179,15 +178,19 @@ def at_context(experiment: Experiment, context: int, tokens: int, limit: int, de
 
     Raises ConfigError where the tokens of a step are no multiple of the context, or the devices cannot share them.
     """
+    sequence, devices = experiment.mesh.sequence, devices or jax.device_count()
+    experiment.mesh.check_divides(devices)
     if tokens % context:
         raise ConfigError(f'--tokens_per_step {tokens}: must be a multiple of every context; {context} does not divide')
-    devices = (devices or jax.device_count()) // experiment.mesh.sequence
-    rows = max(1, tokens // context // devices)
-    together = max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * context <= limit))
+    groups = devices // sequence
+    rows = max(1, tokens // context // groups)
+    fits = limit * sequence // context
+    together = max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n <= fits))
     train = dataclasses.replace(
         experiment.train, context_length=context, tokens_per_step=tokens, microbatches=rows // together
     )
-    train.check_divides(devices)
+    train.check_divides(groups)
+    train.check_parts(sequence)
     return dataclasses.replace(experiment, train=train)
 
 

@@ -18,13 +18,12 @@ from lm.compiled.program import HloProgram
 from lm.compiled.roofline import Roofline, roofline
 from lm.compiled.step_time import StepTime, step_time
 from lm.errors import ConfigError
-from lm.experiment import Experiment
+from lm.experiment import Experiment, training_step
 from lm.hardware import Topology, describe_devices, parse
 from lm.ops.platform import data_shards
-from lm.training.inputs import unpacking
 from lm.training.mesh import make_mesh
 from lm.training.program import abstract_state, lower_step, out_of_memory
-from lm.training.step import TrainStep, count_parameters
+from lm.training.step import count_parameters
 
 GIB = 2**30
 MARGIN = 0.03
@@ -196,13 +195,10 @@ def changed(experiment: Experiment, bindings: Mapping[str, Any]) -> Experiment:
 
 def _compile(experiment: Experiment, mesh: jax.sharding.Mesh, topology: Topology) -> tuple[Any, str, float]:
     """(the compiled step, its text, 0), or (None, '', the GiB that it would need)."""
-    config, data = experiment.train, experiment.data
-    model, optimizer, documents = experiment.model, experiment.optimizer, data.documents(None)
-    unpack = unpacking(data, config, model, None)
-    functions = TrainStep(model, optimizer, config.steps, unpack, bool(data.mixture), documents)
+    functions = training_step(experiment)
     dtype = experiment.data.dtype(experiment.model.vocab_size)
     try:
-        lowered = lower_step(functions, abstract_state(functions, mesh), config, dtype, mesh)
+        lowered = lower_step(functions, abstract_state(functions, mesh), experiment.train, dtype, mesh)
         return *compile_with_text(lowered), 0.0
     except jax.errors.JaxRuntimeError as error:
         needed = out_of_memory(str(error))

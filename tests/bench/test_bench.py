@@ -18,6 +18,7 @@ from lm.cli import main
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.ops.linear_attention import reference
+from lm.training.step import TrainStep
 
 SMALL_LAYER = ['--contexts', '16,64', '--tokens', '64', '--heads', '2', '--head_dim', '8', '--repeats', '2']
 SKETCH = ['polysketch.block = 16', "polysketch.sketch = 'gaussian'", 'polysketch.sketch_size = 4']
@@ -289,8 +290,8 @@ def test_a_step_that_does_not_fit_is_tried_with_remat(monkeypatch):
 
     monkeypatch.setattr(timing, 'compile_if_fits', compile_if_fits)
     monkeypatch.setattr(step, 'lower_step', lambda step, *_: step.model.remat)
-    monkeypatch.setattr(step.TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
-    monkeypatch.setattr(step.TrainStep, 'abstract', lambda self: {'step': jax.ShapeDtypeStruct((), jnp.int32)})
+    monkeypatch.setattr(TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
+    monkeypatch.setattr(TrainStep, 'abstract', lambda self: {'step': jax.ShapeDtypeStruct((), jnp.int32)})
     found = candidates.candidates(['softmax'], [], SMALL_MODEL)
     rows = step.measure(found, [16, 32], 512, 512, steps=1, repeats=1)
     assert tried == ['none', 'full', 'none', 'full']
@@ -302,8 +303,8 @@ def test_a_step_that_does_not_fit_is_tried_with_remat(monkeypatch):
 def test_a_step_that_fails_takes_no_state_with_it(monkeypatch):
     monkeypatch.setattr(timing, 'compile_if_fits', lambda _: (pretend_step, {}))
     monkeypatch.setattr(step, 'lower_step', lambda *_: None)
-    monkeypatch.setattr(step.TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
-    monkeypatch.setattr(step.TrainStep, 'abstract', lambda self: {'step': jax.ShapeDtypeStruct((), jnp.int32)})
+    monkeypatch.setattr(TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
+    monkeypatch.setattr(TrainStep, 'abstract', lambda self: {'step': jax.ShapeDtypeStruct((), jnp.int32)})
     (candidate,) = candidates.candidates(['softmax'], [], SMALL_MODEL)
     state = {}
     program = step.TimedStep(step.at_context(candidate.experiment, 16, 128, 128), state, 2)

@@ -7,16 +7,18 @@ import subprocess
 import sys
 import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from lm.bench import forecast
+from lm.bench.step import at_context
 from lm.cli import main
 from lm.errors import ConfigError
-from lm.experiment import load
+from lm.experiment import load, training_step
 from lm.hardware import Topology, generation
 from lm.model import REMAT
-from lm.training.step import TrainStep
+from lm.training.objectives.next_token import next_token
 
 RECORD = pathlib.Path(__file__).parents[1] / 'data' / 'step_time.json'
 CONFIGURATIONS = [
@@ -92,17 +94,44 @@ def test_the_step_computes_as_on_the_chip_it_is_for(monkeypatch):
     """In bfloat16, though this machine is a CPU: the model is made where the described chip is known."""
     made = []
 
-    def step(model, *rest):
-        made.append(model.compute_dtype)
-        return TrainStep(model, *rest)
+    def step(experiment):
+        made.append(experiment.model.compute_dtype)
+        return training_step(experiment)
 
-    monkeypatch.setattr(forecast, 'TrainStep', step)
+    monkeypatch.setattr(forecast, 'training_step', step)
     monkeypatch.setattr(forecast, 'lower_step', lambda *_: None)
     monkeypatch.setattr(forecast, 'compile_with_text', lambda lowered: (Compiled(), PROGRAM))
     small_model = ['model.d_model = 32', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
     topology = Topology(generation('v5e'), (1, 1))
     assert forecast.compile_step(load([], small_model), topology) is not None
     assert made == [jnp.bfloat16]
+
+
+@pytest.mark.parametrize(
+    'bindings', [['data.mask_documents = True'], ['train.objective = @masked()', 'model.causal = False']]
+)
+def test_the_step_is_the_one_that_is_configured(bindings, monkeypatch):
+    """Documents that do not see each other, and what is asked for, are part of the program."""
+    made = []
+    monkeypatch.setattr(forecast, 'lower_step', lambda functions, *_: made.append(functions))
+    monkeypatch.setattr(forecast, 'compile_with_text', lambda lowered: (Compiled(), PROGRAM))
+    monkeypatch.setattr(forecast, 'describe_devices', lambda topology: jax.devices())
+    shape = ['model.d_model = 32', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
+    for given in ([], bindings):
+        forecast.compile_step(load([], shape + given), Topology(generation('v5e'), (1, 1)))
+    plain, configured = ((step.unpack, step.documents) for step in made)
+    assert plain == (next_token, None) != configured
+
+
+def test_a_share_of_a_window_is_one_of_a_chip():
+    """`mesh.sequence` says how many devices share a window; here there is one."""
+    experiment = load([], ['mesh.sequence = 2', 'train.context_length = 64'])
+    with pytest.raises(ConfigError, match=r'mesh\.sequence = 2: must divide the 1 groups'):
+        at_context(experiment, 64, 64, 64, devices=1)
+    halves = at_context(experiment, 64, 512, 64, devices=8)
+    assert (halves.train.microbatches, halves.train.batch_size) == (1, 8)
+    with pytest.raises(ConfigError, match=r'mesh\.sequence = 2: must divide train\.context_length = 63'):
+        at_context(experiment, 63, 504, 64, devices=8)
 
 
 def test_chips_are_named_alone():
