@@ -63,8 +63,6 @@ class Attention(abc.ABC):
     """Whether this is what models have by default and what speeds are quoted against; one mechanism is."""
     featured: ClassVar[bool] = False
     """Whether benchmarks compare this with the yardstick where nothing is named, and know other ways to compute it."""
-    kernels_declare_cost: ClassVar[bool] = True
-    """Whether the compiler knows the FLOPs of its TPU kernels; where not, `lm check` takes `flops_per_token`."""
     redraw_every = None
     """Training steps after which the module's random projections are drawn anew; None: never."""
     causal = True
@@ -73,6 +71,10 @@ class Attention(abc.ABC):
     @abc.abstractmethod
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'AttentionModule':
         """The module of one layer. Parameters are drawn from `rngs.params()`, buffers from `rngs.projections()`."""
+
+    def kernels_declare_cost(self, dims: HeadDims) -> bool:
+        """Whether the compiler knows the FLOPs of its TPU kernels; where not, `lm check` takes `flops_per_token`."""
+        return True
 
     @abc.abstractmethod
     def flops_per_token(self, dims: HeadDims, length: int) -> float:

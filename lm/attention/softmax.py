@@ -28,7 +28,6 @@ class Softmax(Attention):
     Σ_{j < m ≤ i} log a_m to the scores, as in the forgetting transformer (Lin et al. 2025)."""
 
     yardstick = True
-    kernels_declare_cost = False  # those of windows: JAX's splash attention
 
     scale: float | None = field(None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
     window: int | None = field(None, minimum=1, help='tokens that a query sees, itself included; None sees all')
@@ -43,6 +42,12 @@ class Softmax(Attention):
 
     def projections(self, dims: HeadDims) -> dict[str, int]:
         return gate_projections(self.gate, dims.n_kv_heads)
+
+    def kernels_declare_cost(self, dims: HeadDims) -> bool:
+        """Not where they are JAX's: those of windows, and of heads that are too wide for ours."""
+        from lm.ops.tpu import LANES
+
+        return self.window is None and self.implementation != 'splash' and dims.head_dim <= LANES
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         return exact_flops_per_token(dims, length, self.window)

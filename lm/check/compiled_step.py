@@ -166,8 +166,8 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     if compiled is None:
         return Check(**found, fits=False, memory=Memory(limit, needed), roofline=None, speed=None)
     memory = _memory(compiled, limit)
-    undeclared = [a for a in experiment.model.pattern if not a.kernels_declare_cost]
     dims, length = experiment.model.dims, experiment.train.context_length
+    undeclared = [a for a in experiment.model.pattern if not a.kernels_declare_cost(dims)]
     forward = sum(a.flops_per_token(dims, length) for a in undeclared) / max(1, len(undeclared))
     least = experiment.model.flops_per_token(length) * experiment.train.tokens_per_step / mesh.size
     bound, program = roofline(text, topology, forward, least), HloProgram(text)

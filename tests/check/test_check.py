@@ -293,6 +293,20 @@ def test_the_step_of_training_on_simulated_devices(on_cpus):
     assert speed.mfu < 1
 
 
+def test_kernels_that_declare_nothing_count_as_their_own_layers(on_cpus, monkeypatch):
+    """Those of windows, in a model whose other layers see everything with kernels that say what they do."""
+    given, near = [], Softmax(window=16)
+    counted = check.roofline
+    monkeypatch.setattr(check, 'roofline', lambda *a: given.append(a[2]) or counted(*a))
+    for attention, undeclared in ((Softmax(), 0), (near, near), ((Softmax(), near), near)):
+        model = dataclasses.replace(SMALL.model, attention=attention)
+        check.check(dataclasses.replace(SMALL, model=model), 'v5e:2x2')
+        assert given[-1] == (undeclared and near.flops_per_token(model.dims, 128))
+    wide = dataclasses.replace(SMALL.model.dims, head_dim=256)
+    assert not Softmax().kernels_declare_cost(wide)
+    assert not Softmax(implementation='splash').kernels_declare_cost(SMALL.model.dims)
+
+
 @needs_libtpu
 def test_the_command_compiles_for_a_pod(capsys):
     flags = tiny.params(tiny.MODEL | {'train.tokens_per_step': 1024, 'train.context_length': 128, 'model.n_layers': 2})
