@@ -6,6 +6,9 @@ which are atomic on local disks, gs:// and s3:// alike: of two that come at once
 Who finds a lock asks whether its owner is dead. On the same host the process table answers at once, as does a reboot
 since. From another host nobody can look: there the lock is watched, and is taken over if it is not renewed for EXPIRES
 seconds; two that read different clocks cannot rob one another, because the watching itself lasts over two renewals.
+
+The answer to a write may be lost on its way: a client that repeats it is then told that something else lies there. So
+who is refused looks whose lock it is; each object signs its own.
 """
 
 import contextlib
@@ -16,6 +19,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +56,7 @@ class RunLock:
             'pid_namespace': _pid_namespace(),
             'boot': _boot(),
             'since': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+            'uuid': uuid.uuid4().hex,
         }
         self._generation: bytes | None = None
         self._lost = False
@@ -90,7 +95,8 @@ class RunLock:
         """Removes the lock, if it is still this object's, and nobody renews it after that."""
         self._over.set()
         with self._writing, contextlib.suppress(ValueError):
-            self._store.write(NAME, None, if_equal=self._generation).result()
+            if generation := self._own_generation():
+                self._store.write(NAME, None, if_equal=generation).result()
 
     def _take(self) -> bool:
         watched, deadline = None, 0.0
@@ -98,6 +104,9 @@ class RunLock:
             self._store = ts.KvStore.open(self._spec).result()
             while True:
                 found = self._store.read(NAME).result()
+                if self._is_own(found):  # the write below had succeeded after all
+                    self._generation = found.stamp.generation
+                    return True
                 if found.state == 'value':
                     owner = _parse(found.value)
                     alive = _is_alive(owner)
@@ -133,6 +142,14 @@ class RunLock:
         text = json.dumps(self._owner | {'renewed': time.time()}, indent=2) + '\n'
         return self._store.write(NAME, text.encode(), if_equal=generation).result().generation
 
+    def _is_own(self, found: ts.KvStore.ReadResult) -> bool:
+        return found.state == 'value' and _parse(found.value).get('uuid') == self._owner['uuid']
+
+    def _own_generation(self) -> bytes:
+        """The generation of the lock that lies there; b'' if it is not this object's."""
+        found = self._store.read(NAME).result()
+        return found.stamp.generation if self._is_own(found) else b''
+
     def _renew(self) -> None:
         warned = False
         while not self._over.wait(HEARTBEAT):
@@ -141,6 +158,9 @@ class RunLock:
                     if self._over.is_set():
                         return
                     generation = self._write(self._generation)
+                    if not generation and (generation := self._own_generation()):
+                        # This write had succeeded, or an earlier one, which is old by now: once more.
+                        generation = self._write(generation) or self._own_generation()
                     self._generation = generation or self._generation
             except ValueError as error:  # such as a full disk: others on this host still see that we live
                 if not warned:

@@ -1,6 +1,7 @@
 """The lock of a run directory: one owner at a time, a dead one's is taken over, a living one's never."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -163,11 +164,61 @@ def test_another_hosts_lock_that_is_renewed_is_respected_whatever_the_clocks_say
 def test_who_was_robbed_while_it_slept_notices(tmp_path):
     with RunLock(tmp_path) as first:
         owner = json.loads((tmp_path / lock.NAME).read_text())
-        (tmp_path / lock.NAME).write_text(json.dumps(owner | {'host': 'elsewhere'}))
-        time.sleep(0.5)
+        (tmp_path / lock.NAME).write_text(json.dumps(owner | {'host': 'elsewhere', 'uuid': 'another'}))
+        first._heart.join(60)
         with pytest.raises(ConfigError, match='took it over'):
             first.check()
     assert json.loads((tmp_path / lock.NAME).read_text())['host'] == 'elsewhere', "another's lock was removed"
+
+
+def repeated(write):
+    """As a client in a cloud that has repeated a write whose answer was lost."""
+
+    def twice(generation):
+        write(generation)
+        return write(generation)
+
+    return twice
+
+
+def cut_off(write):
+    """As a client that has given up; every second time."""
+    fails = itertools.cycle([True, False])
+
+    def once(generation):
+        generation = write(generation)
+        if next(fails):
+            raise ValueError('UNAVAILABLE: no answer')
+        return generation
+
+    return once
+
+
+def wait_for_renewals(held, number=4):
+    """Until so many heartbeats are over, or the last one is."""
+    for _ in range(number):
+        before = json.loads((held.directory / lock.NAME).read_text())['renewed']
+        while held._heart.is_alive() and json.loads((held.directory / lock.NAME).read_text())['renewed'] == before:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize('answers', [repeated, cut_off])
+def test_a_renewal_whose_answer_is_lost_is_no_robbery(tmp_path, answers):
+    with RunLock(tmp_path) as held:
+        held._write = answers(held._write)
+        wait_for_renewals(held)
+        held.check()
+    assert not tmp_path.exists(), 'it was given back'
+
+
+def test_the_first_write_whose_answer_is_lost_does_not_refuse_itself(tmp_path):
+    held = RunLock(tmp_path)
+    held._write = repeated(held._write)
+    with held:
+        held.check()
+        with pytest.raises(ConfigError, match='trains in it'), RunLock(tmp_path):
+            pass
+    assert not tmp_path.exists(), 'it was given back'
 
 
 @pytest.mark.parametrize('text', ['', '{"pid": ', '[]', '{}', '\udcff'])
