@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 
 from lm.checkpoint.checksum import checksums
 from lm.checkpoint.memory import ReadBudget, give_back_memory
-from lm.errors import MismatchError
+from lm.errors import LmError, MismatchError
 from lm.files import folder_spec
 
 FORMAT = 1
@@ -36,6 +36,8 @@ PARALLEL_ARRAYS = 8
 READ_SHARE, READ_AT_LEAST = 1 / 16, 2**24
 """Of the bytes that this process reads, the share that is under way at a time, or one array: each is there as a file,
 decoded, and on its way to the devices at once. Bounds the host memory that a restore takes on top of the devices'."""
+DAMAGED, FAILED = 1, 1000
+"""What the processes tell one another: that the step is damaged, or this and the exit code of another failure."""
 
 
 class Damaged(Exception):
@@ -219,7 +221,7 @@ def _intersect(tree: Any, names: Mapping[str, Any], prefix: str = '') -> Any:
 
 
 class _Agreement:
-    """A block that fails either in all processes or in none."""
+    """A block that fails either in all processes, with the same exit code, or in none."""
 
     def __init__(self, step: int):
         self.step = step
@@ -230,11 +232,18 @@ class _Agreement:
     def __exit__(self, kind, error, traceback) -> None:
         if jax.process_count() == 1:
             return
-        mine = 0 if error is None else 1 if isinstance(error, Damaged) else 2
+        mine = 0 if error is None else DAMAGED
+        if error is not None and not isinstance(error, Damaged):
+            mine = FAILED + getattr(error, 'exit_code', LmError.exit_code)
         worst = int(np.max(multihost_utils.process_allgather(np.int32(mine))))
-        if worst > mine:
-            kind = Damaged if worst == 1 else MismatchError
-            raise kind(f'checkpoint step {self.step}: see the message of another process')
+        if worst <= mine:
+            return
+        message = f'checkpoint step {self.step}: see the message of another process'
+        if worst == DAMAGED:
+            raise Damaged(message)
+        failure = LmError(message)
+        failure.exit_code = worst - FAILED
+        raise failure
 
 
 def some(items: list) -> str:

@@ -403,14 +403,18 @@ def test_messages_are_short():
     [
         (None, 0, 0, None),
         (None, 1, 0, Damaged),
-        (None, 2, 0, MismatchError),
+        (None, 1001, 0, LmError),
+        (None, 1044, 0, LmError),
         (Damaged, 0, 1, Damaged),
-        (Damaged, 2, 1, MismatchError),
-        (MismatchError, 1, 2, MismatchError),
+        (Damaged, 1001, 1, LmError),
+        (MismatchError, 1, 1044, MismatchError),
+        (LmError, 0, 1001, LmError),
+        (RuntimeError, 0, 1001, RuntimeError),
+        (RuntimeError, 1044, 1001, LmError),
     ],
 )
 def test_processes_fail_together(monkeypatch, mine, others, told, expected):
-    """Each tells the others 0, 1 (damaged) or 2 (something else), and the worst counts for all."""
+    """Each tells the others 0, 1 (damaged) or 1000 and its exit code, and the worst counts for all."""
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
     monkeypatch.setattr(multihost_utils, 'process_allgather', lambda x: [int(x), others] if x == told else 9)
     with contextlib.nullcontext() if expected is None else pytest.raises(expected) as error, _Agreement(7):
@@ -420,6 +424,8 @@ def test_processes_fail_together(monkeypatch, mine, others, told, expected):
         assert str(error.value) == (
             'my own' if told >= others else 'checkpoint step 7: see the message of another process'
         )
+    if others >= 1000:
+        assert error.value.exit_code == others - 1000
 
 
 def test_leaves_of_the_same_name_are_refused():
