@@ -5,6 +5,7 @@ import fcntl
 import importlib.util
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
@@ -15,6 +16,10 @@ from lm.errors import ConfigError, LmError
 
 PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """Scheme of a bucket's address → the package that epath reads it with, where tensorflow is not installed."""
+DAMAGE = ('DATA_LOSS', 'NOT_FOUND', 'INVALID_ARGUMENT', 'OUT_OF_RANGE', 'FAILED_PRECONDITION')
+"""How TensorStore's errors begin where files are missing or damaged; the last one is what decompression says."""
+GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""What the system says where a file is missing."""
 
 
 class LockedError(LmError):
@@ -114,6 +119,15 @@ def write_atomically(path: os.PathLike | str, content: str | bytes | Iterable[An
             os.unlink(temporary)
         raise
     return size
+
+
+def is_damage(error: Exception | str) -> bool:
+    """Whether a read with TensorStore failed because of what lies there: it is gone, cut off, or not what its checksum
+    says. Else the storage or this machine has failed, and another try may succeed."""
+    if isinstance(error, str | ValueError):
+        status = re.match(r'([A-Z]+(?:_[A-Z]+)*): ', str(error))  # INVALID_ARGUMENT is often left out
+        return status is None or status[1] in DAMAGE
+    return isinstance(error, GONE)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from lm.checkpoint.checksum import checksums
 from lm.checkpoint.memory import ReadBudget, give_back_memory
 from lm.errors import LmError, MismatchError
-from lm.files import folder_spec
+from lm.files import GONE, folder_spec, is_damage, reaching
 
 FORMAT = 1
 COMMITTED = 'commit_success.txt'
@@ -55,14 +55,17 @@ class Snapshot:
         return (self.path / COMMITTED).exists()
 
     def record(self) -> dict:
-        """The JSON record: format, step, leaves, fingerprints, metrics, metadata. Raises Damaged."""
-        if not self.is_committed():
-            raise Damaged(f'{self.path / COMMITTED} is missing: the save was never completed')
+        """The JSON record: format, step, leaves, fingerprints, metrics, metadata. Raises Damaged, or LmError where the
+        storage fails."""
+        try:
+            self._content(self.path / COMMITTED)
+        except GONE:
+            raise Damaged(f'{self.path / COMMITTED} is missing: the save was never completed') from None
         path = self.path / 'metadata' / 'metadata'
         try:
-            record = json.loads(path.read_text())
+            record = json.loads(self._content(path))
             digest = record.pop('sha256')
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        except (*GONE, ValueError, KeyError, AttributeError, TypeError) as error:
             raise Damaged(f'{path} cannot be read ({one_line(error)})') from None
         if digest != _sha256(record) or record['step'] != self.step:
             raise Damaged(f'{path} does not match its SHA-256 or the step')
@@ -79,8 +82,9 @@ class Snapshot:
             partial: leave out what the step lacks, and ignore what it has besides (nested dicts only).
 
         Raises:
-            Damaged: the step cannot be read, or a checksum is wrong.
+            Damaged: files of the step are missing or cannot be parsed, or a checksum is wrong.
             MismatchError: it is in order but belongs to something else.
+            LmError: the storage, or this machine, has failed, which says nothing of the step.
         """
         with _Agreement(self.step):
             record = self.record()
@@ -102,6 +106,8 @@ class Snapshot:
                 with budget.spent(sizes[name]):
                     return self._read_array(name, abstract[name], context)
             except Exception as error:
+                if not is_damage(error):
+                    raise _out_of_reach(f'{name} in {self.path / "state"}', error) from error
                 raise Damaged(f'{name} in {self.path / "state"} cannot be read ({one_line(error)})') from None
 
         with _Agreement(self.step), ThreadPoolExecutor(PARALLEL_ARRAYS) as pool:
@@ -111,6 +117,15 @@ class Snapshot:
         if wrong:
             raise Damaged(f'{self.path / "state"}: the checksum of {some(wrong)} does not match')
         return arrays
+
+    def _content(self, path: epath.Path) -> bytes:
+        try:
+            with reaching(path):
+                return path.read_bytes()
+        except GONE:
+            raise
+        except OSError as error:
+            raise _out_of_reach(path, error) from error
 
     def _read_array(self, name: str, target: Any, context: ts.Context) -> jax.Array:
         spec = {
@@ -244,6 +259,13 @@ class _Agreement:
         failure = LmError(message)
         failure.exit_code = worst - FAILED
         raise failure
+
+
+def _out_of_reach(what: Any, error: Exception) -> LmError:
+    return LmError(
+        f'checkpoint: {what} could not be read ({one_line(error)}), which is no damage: nothing is set aside; '
+        'remove the cause, then run the same command again'
+    )
 
 
 def some(items: list) -> str:

@@ -20,7 +20,7 @@ import tensorstore as ts
 
 from lm.data import pg19, tokenizers
 from lm.errors import AbsentError, ConfigError, LmError, MismatchError
-from lm.files import check_scheme, folder_spec, is_remote, local_path
+from lm.files import check_scheme, folder_spec, is_damage, is_remote, local_path
 
 CHUNK = 2**14
 """Elements read and checksummed together."""
@@ -194,14 +194,10 @@ class TokenStore:
 
     def _damage(self, split: str, name: str, error: Exception | str) -> LmError:
         text = str(error).split(' [')[0]
-        kind = (
-            LmError
-            if text.startswith(('UNAVAILABLE', 'DEADLINE', 'PERMISSION', 'UNAUTHENTICATED', 'ABORTED'))
-            else None
-        )
-        kind = kind or MismatchError
-        remedy = 'the read failed' if kind is LmError else 'the token store is damaged; copy or prepare it again'
-        return kind(f'{self.path}: split {split!r}, array {name!r}: {text}: {remedy}')
+        where = f'{self.path}: split {split!r}, array {name!r}: {text}'
+        if is_damage(text):
+            return MismatchError(f'{where}: the token store is damaged; copy or prepare it again')
+        return LmError(f'{where}: the read failed')
 
 
 def read_info(path: str, timeout: float | None = None) -> dict[str, Any] | None:

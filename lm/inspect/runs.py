@@ -8,7 +8,7 @@ from etils import epath
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import Damaged, Snapshot
-from lm.errors import LmError
+from lm.errors import MismatchError
 from lm.experiment import load
 from lm.runs.records import Run
 from lm.training.step import count_parameters
@@ -82,7 +82,7 @@ def _read_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any]:
             with Checkpointer(run.directory.checkpoints) as checkpointer:
                 checkpointer.verify(step)
             health = 'verified'
-    except (Damaged, LmError) as damage:
+    except (Damaged, MismatchError) as damage:
         health, sound = ' '.join(str(damage).split()), False
     committed = path / 'commit_success.txt'
     saved = committed.stat().mtime if committed.exists() else None

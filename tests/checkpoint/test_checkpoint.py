@@ -20,12 +20,13 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.checksum import checksums
-from lm.checkpoint.snapshot import Damaged, _Agreement, flatten, make_record, one_line, some
+from lm.checkpoint.snapshot import Damaged, Snapshot, _Agreement, flatten, make_record, one_line, some
 from lm.errors import ConfigError, LmError, MismatchError
 
 ROOT = Path(__file__).parents[2]
@@ -282,6 +283,48 @@ def test_bad_files(copied, how, caplog):
         path.write_bytes(intact)
     assert needed >= 3
     assert restore(copied)[1] == 20
+
+
+def refuse_array(monkeypatch, error: Exception) -> None:
+    real = Snapshot._read_array
+    monkeypatch.setattr(
+        Snapshot, '_read_array', lambda self, *rest: real(self, *rest) if self.step != 20 else raised(error)
+    )
+
+
+def refuse_file(monkeypatch, name: str, error: Exception) -> None:
+    real = type(epath.Path('/')).read_bytes
+
+    def read(path):
+        return raised(error) if os.fspath(path).endswith(name) else real(path)
+
+    monkeypatch.setattr(type(epath.Path('/')), 'read_bytes', read)
+
+
+def raised(error: Exception):
+    raise error
+
+
+@pytest.mark.parametrize(
+    'refuse',
+    [
+        lambda patch: refuse_array(patch, ValueError('UNAVAILABLE: Error reading "a/0": HTTP 503')),
+        lambda patch: refuse_array(patch, ValueError('UNKNOWN: Error reading "a/0": Input/output error')),
+        lambda patch: refuse_array(patch, jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory')),
+        lambda patch: refuse_file(patch, '20/metadata/metadata', OSError(5, 'Input/output error')),
+        lambda patch: refuse_file(patch, '20/commit_success.txt', PermissionError(13, 'Permission denied')),
+    ],
+)
+def test_storage_that_fails_is_no_damage(copied, monkeypatch, refuse):
+    with Checkpointer(copied, EVERYTHING, FINGERPRINTS) as checkpointer:
+        with monkeypatch.context() as patch:
+            refuse(patch)
+            with pytest.raises(LmError, match=r'which is no damage.*run the same command again') as failure:
+                checkpointer.restore(jax.eval_shape(lambda: make_state(0)))
+        assert failure.value.exit_code == 1
+        assert checkpointer.latest_step() == 20
+        checkpointer.save(30, make_state(30))
+    assert sorted(path.name for path in copied.iterdir()) == ['10', '20', '30']
 
 
 def test_missing_commit_marker(copied, caplog):

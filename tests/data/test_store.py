@@ -140,6 +140,10 @@ def test_damage_is_named(copy):
         ('DATA_LOSS: bad [where=1] [what=2]', MismatchError, 'the token store is damaged; copy or prepare it again'),
         ('UNAVAILABLE: away [where=1]', LmError, 'the read failed'),
         ('PERMISSION_DENIED: no', LmError, 'the read failed'),
+        ('UNKNOWN: Input/output error', LmError, 'the read failed'),
+        ('RESOURCE_EXHAUSTED: Too many open files', LmError, 'the read failed'),
+        ('NOT_FOUND: gone', MismatchError, 'the token store is damaged; copy or prepare it again'),
+        ('Error opening "zarr3" driver: bad', MismatchError, 'the token store is damaged; copy or prepare it again'),
     ],
 )
 def test_what_tensorstore_says_is_cut_to_a_line(original, text, kind, remedy):

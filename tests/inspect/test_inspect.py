@@ -7,7 +7,9 @@ import pytest
 import tiny
 
 from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.snapshot import Snapshot
 from lm.cli import main
+from lm.errors import LmError
 from lm.inspect import runs
 from lm.runs.records import Run, find_runs
 
@@ -81,6 +83,15 @@ def test_a_damaged_record_is_found_without_verify(run, capsys):
     assert code == 44
     assert [c['sound'] for c in found['checkpoints']] == [False, True]
     assert found['set_aside'] == ['20.damaged']
+
+
+def test_storage_that_fails_during_the_inspection_is_not_damage(run, capsys, monkeypatch):
+    def fail(self):
+        raise LmError('the storage does not answer')
+
+    monkeypatch.setattr(Snapshot, 'record', fail)
+    assert main(['inspect', str(run)]) == 1
+    assert capsys.readouterr().err.endswith('the storage does not answer\n')
 
 
 def test_what_comes_and_goes_during_the_inspection_is_not_damage(run, capsys, monkeypatch):
