@@ -25,6 +25,8 @@ import jax
 from etils import epath
 
 import lm
+from lm.errors import LmError
+from lm.files import GONE, reaching
 
 PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
 COMPILERS = ('jax', 'jaxlib', 'libtpu')
@@ -38,7 +40,7 @@ MOST_STARTS = 100
 def read_info(path: epath.Path) -> dict[str, Any]:
     """run.json with the newest start's figures (versions, devices, …) on the top level, and `resumed`, when each
     start but the first was. Those of older versions, without `starts`, have had this form. {} where it is missing or
-    damaged."""
+    damaged; raises LmError as `read_raw`."""
     info = read_raw(path)
     starts = info.get('starts')
     if not starts:
@@ -48,11 +50,18 @@ def read_info(path: epath.Path) -> dict[str, Any]:
 
 
 def read_raw(path: epath.Path) -> dict[str, Any]:
-    """run.json as it is; {} where it is missing or damaged."""
+    """run.json as it is; {} where it is missing or damaged. Raises LmError where the storage does not give it: that
+    must not look like a new run."""
     try:
-        info = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        with reaching(path):
+            content = path.read_bytes()
+        info = json.loads(content)
+    except (*GONE, ValueError):
         return {}
+    except OSError as error:
+        raise LmError(
+            f'{path} cannot be read ({error.strerror or error}); allow it, or run the same command again later'
+        ) from error
     if not isinstance(info, dict) or 'started' not in info:
         return {}
     if not isinstance(info.get('branch', {}), dict):

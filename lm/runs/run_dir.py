@@ -21,7 +21,7 @@ from lm.checkpoint.snapshot import Damaged, Snapshot, steps_in
 from lm.config.configurable import REGISTRY
 from lm.config.names import may_change, up_to_date
 from lm.config.text import dump
-from lm.errors import ConfigError, MismatchError, writing
+from lm.errors import ConfigError, LmError, MismatchError, writing
 from lm.files import is_remote, open_path, write_atomically
 from lm.runs.goodput import checked
 from lm.runs.info import next_info, read_raw, to_text
@@ -104,11 +104,7 @@ class RunDir:
 
     def record_saved(self, step: int) -> None:
         """Notes in run.json that the checkpoint of `step` is complete. Only warns where that fails."""
-        if jax.process_index() == 0 and (info := read_raw(self.info)):
-            try:
-                write_atomically(self.info, to_text(info | {'saved_step': step}))
-            except OSError as error:
-                log.warning('%s could not be written: %s', self.info, error)
+        self._note({'saved_step': step})
 
     def read_goodput(self) -> dict[str, Any] | None:
         """The ledger of the starts before (`lm.runs.goodput`); None for a new run, or one that has none."""
@@ -116,11 +112,7 @@ class RunDir:
 
     def write_goodput(self, record: Mapping[str, Any]) -> None:
         """Puts the ledger into run.json. Only warns where that fails."""
-        if jax.process_index() == 0 and (info := read_raw(self.info)):
-            try:
-                write_atomically(self.info, to_text(info | {'goodput': record}))
-            except OSError as error:
-                log.warning('%s could not be written: %s', self.info, error)
+        self._note({'goodput': record})
 
     def lock(self) -> RunLock:
         """The context in which this job alone writes the directory; enter it before the first write."""
@@ -136,6 +128,14 @@ class RunDir:
         if tensorboard and not any(tracker.summaries for tracker in trackers):
             trackers = [*trackers, CluSummaries()]
         return Trackers(trackers, RunFacts(self.path.name, self.path, bindings(text)), enabled)
+
+    def _note(self, what: Mapping[str, Any]) -> None:
+        if jax.process_index() == 0:
+            try:
+                if info := read_raw(self.info):
+                    write_atomically(self.info, to_text(info | what))
+            except (OSError, LmError) as error:
+                log.warning('%s could not be written: %s', self.info, error)
 
     def _create_or_resume(self, text: str, info: Mapping[str, Any], first_step: int, rewound: bool) -> bool:
         found = self._check(text, rewound)

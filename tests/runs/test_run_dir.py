@@ -14,7 +14,7 @@ import pytest
 import lm.experiment  # noqa: F401 (fills the registry)
 from lm.checkpoint.snapshot import COMMITTED, make_record
 from lm.config.configurable import configurable, field
-from lm.errors import ConfigError, MismatchError
+from lm.errors import ConfigError, LmError, MismatchError
 from lm.runs import info as run_info
 from lm.runs import metrics_file
 from lm.runs.info import git_commit, read_info
@@ -365,6 +365,42 @@ def test_a_run_json_of_any_contents_is_written_anew(tmp_path, caplog, text):
     assert run.create_or_resume(OLD, {})
     assert 'run.json could not be read and is written anew' in caplog.text
     assert read_info(run.info)['resumed'] == []
+
+
+class NoAnswer(Exception):
+    """As the packages for buckets have them: no OSError."""
+
+
+def test_a_bucket_that_does_not_give_run_json_ends_no_training_and_begins_none_anew(tmp_path, monkeypatch, caplog):
+    run = RunDir(tmp_path)
+    run.create_or_resume(OLD, {})
+    run.record_saved(10)
+    before = run.info.read_bytes()
+    real = type(run.info).read_bytes
+
+    def read_bytes(path):
+        if path.name == 'run.json':
+            raise NoAnswer('503: try again')
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(run.info), 'read_bytes', read_bytes)
+        patch.setattr('lm.files.is_remote', lambda path: True)
+        for note in (lambda: run.record_saved(20), lambda: run.write_goodput({'share': 0.5})):
+            caplog.clear()
+            note()
+            [warning] = caplog.messages
+            assert 'run.json could not be written' in warning
+            assert 'NoAnswer: 503: try again' in warning
+        for use in (run.read_goodput, lambda: run.check_unchanged(OLD), lambda: read_info(run.info)):
+            with pytest.raises(LmError, match=r'run\.json cannot be read .*run the same command again') as refusal:
+                use()
+            assert refusal.value.exit_code == 1
+    assert run.info.read_bytes() == before
+    with monkeypatch.context() as patch:
+        patch.setattr('lm.files.is_remote', lambda path: True)
+        run.info.write_text('{"start')
+        assert read_info(run.info) == {}, 'damaged, in a bucket too'
 
 
 def test_a_full_disk_leaves_whole_lines_and_says_so_in_one(tmp_path):
