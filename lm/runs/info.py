@@ -108,7 +108,7 @@ def next_info(
         rewinds.append({'when': now, 'to': first_step, 'from': rewind[0], 'changed': [list(c) for c in rewind[1]]})
     return {
         'started': old.get('started', now),
-        **{name: old[name] for name in ('branch',) if name in old},
+        **{name: old[name] for name in ('branch', 'goodput') if name in old},
         **facts,
         # What a branch goes on from lies elsewhere.
         'saved_step': None if 'branch' in facts else first_step or None,

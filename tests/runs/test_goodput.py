@@ -9,6 +9,7 @@ import tiny
 
 from lm import cli
 from lm.runs.goodput import Goodput, checked, describe, process_start
+from lm.runs.run_dir import RunDir
 
 
 def goodput(run) -> dict:
@@ -76,6 +77,14 @@ def test_a_run_that_is_killed_and_stopped_accounts_for_its_wall_clock(tiny_flags
     waits = [line['data_wait_seconds'] for line in lines if line['kind'] == 'train']
     assert all(wait >= 0 for wait in waits)
     assert sum(waits) <= seconds['data'] + 1
+
+
+def test_a_start_keeps_the_ledger_until_it_writes_its_own(tmp_path):
+    run = RunDir(tmp_path)
+    run.create_or_resume('', {})
+    run.write_goodput(ledger := Goodput().record())
+    run.create_or_resume('', {})
+    assert run.read_goodput() == checked(ledger)
 
 
 def test_inspect_and_report_show_it(reference_run, tmp_path, capsys):
