@@ -226,8 +226,6 @@ class Trainer:
     peak_flops: float | None
     pending: tuple[int, dict[str, jax.Array]] | None = None
     """The newest step and its metrics, while they are still on the devices."""
-    data_seconds: float = 0.0
-    """What the goodput had charged for waiting for data when it was last logged."""
     bad_steps: int = 0
     """How many steps in a row, up to the newest that was logged, were not finite."""
     is_save_due: bool = False
@@ -303,10 +301,9 @@ class Trainer:
             'mfu': self.flops_per_token * tokens_per_second / self.peak_flops if self.peak_flops else None,
             'seconds': self.throughput.seconds,
             'skipped_steps': metrics['skipped'],
-            'data_wait_seconds': self.goodput.total('data') - self.data_seconds,
+            'data_wait_seconds': self.goodput.lap('data'),
             **by_source,
         }
-        self.data_seconds = self.goodput.total('data')
         self.metrics_file.write(record)
         self.progress.step(record, seconds_left)
         if self.goodput.age > GOODPUT_SECONDS:

@@ -44,6 +44,7 @@ class Goodput:
             # A clock that was set back must not make time negative.
             self.seconds['restart'] += max(0.0, begun - record['updated'])
         self.seconds['start'] += max(0.0, now - begun)
+        self._laps = dict(self.seconds)
         self._accounts = ['start']
         self._last = self._recorded = time.monotonic()
 
@@ -78,6 +79,11 @@ class Goodput:
         """Seconds on an account up to now."""
         self._charge()
         return self.seconds[account]
+
+    def lap(self, account: str) -> float:
+        """Seconds on an account since this was last asked; the first time, since this process began."""
+        before, self._laps[account] = self._laps[account], self.total(account)
+        return self._laps[account] - before
 
     def resumed(self, step_seconds: float | None) -> None:
         """The run goes on from a checkpoint that was written after so many seconds of steps: later ones are lost."""
