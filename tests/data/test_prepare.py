@@ -93,9 +93,17 @@ def test_killed_at_any_time_it_goes_on_and_changes_no_byte(corpus, reference, tm
     """SIGKILL while the tokenizer is trained, while shards are tokenised (twice) and while the arrays are written."""
     path = tmp_path / 'killed'
     work = path / 'unfinished'
+    finish = tmp_path / 'finish'
     code = (
         'from lm.data.prepare.stages import *; from lm.data.sources.text_files import TextFiles\n'
         'from lm.data.tokenizers import *\n'
+        'import os, time\n'
+        'from lm.data import store\n'
+        'def when_told(*arguments):\n'  # the kill comes before dataset.json is there, however late it is
+        f'    while not os.path.exists({str(finish)!r}):\n'
+        '        time.sleep(0.002)\n'
+        '    write_info(*arguments)\n'
+        'write_info, store.write_info = store.write_info, when_told\n'
         f'config = PrepareConfig(source=TextFiles(path={str(corpus)!r}), tokenizer={SMALL!r}, processes=2)\n'
         f'prepare(config, {str(path)!r})\n'
     )
@@ -115,6 +123,7 @@ def test_killed_at_any_time_it_goes_on_and_changes_no_byte(corpus, reference, tm
         assert not (path / 'dataset.json').exists(), 'it was killed too late'
         with pytest.raises(MismatchError, match='no finished token store'):
             TokenStore.open(str(path))
+    finish.touch()
     output = subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True)
     assert 'shards were finished before' in output
     assert 'training the tokenizer' not in output
