@@ -10,6 +10,7 @@ know. Mechanisms on the linear engine build on `lm.attention.linear`, feature ma
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -199,6 +200,17 @@ class NormedModule(AttentionModule):
     def norms(self) -> HeadNorms | None:
         q, k = self.q_norm, self.k_norm
         return HeadNorms(q.scale[...], q.bias[...], k.scale[...], k.bias[...], self.normed_dtype)
+
+
+def score_scale(degree: int, head_dim: int) -> float:
+    """What scores of layer-normalized vectors are multiplied with before their power `degree` is formed.
+
+    Vectors of size 64 have scores up to 64, whose 16th power leaves float32 as soon as the gains grow. Beyond degree 8
+    it is therefore a power of two near 1 / size: with the denominator's bias times its power, the same weights to the
+    last bit, of numbers that stay in range up to gains of 16 (8 at size 256). It goes no further down than leaves room
+    for scores below 1, of tokens that see no key like them: their power and the bias must not vanish together.
+    """
+    return 2.0 ** -min(round(math.log2(head_dim)), 112 // degree) if degree > 8 else 1.0
 
 
 def exact_flops_per_token(dims: HeadDims, length: int, window: int | None = None) -> float:

@@ -1,7 +1,6 @@
 """Polynomial attention: an even power of the scores of layer-normalized queries and keys (PolySketchFormer §2.1)."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from lm.attention.base import (
     exact_flops_per_token,
     flash_call,
     rotary_call,
+    score_scale,
 )
 from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
 from lm.config.configurable import configurable, field
@@ -46,13 +46,8 @@ class Polynomial(Attention):
         return GATED.format('polynomial') if self.gate else None
 
     def weights(self, head_dim: int) -> dict[str, Any]:
-        """Arguments of `polynomial_attention`: its weights.
-
-        Layer-normalized vectors of size 64 have scores up to 64, whose 16th power leaves float32 as soon as the gains
-        grow. Beyond degree 8 scores are therefore divided by the power of two next to the size, and b by its 16th
-        power: the same weights to the last bit, of numbers that stay in range up to gains of 16.
-        """
-        scale = 2.0 ** -round(math.log2(head_dim)) if self.degree > 8 else 1.0
+        """Arguments of `polynomial_attention`: its weights."""
+        scale = score_scale(self.degree, head_dim)
         return {
             'degree': self.degree,
             'scale': scale,

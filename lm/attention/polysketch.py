@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lm.attention.base import HeadDims, KernelCases, NormedModule
+from lm.attention.base import HeadDims, KernelCases, NormedModule, score_scale
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.sketches import SKETCHES, networks_call
 from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
 from lm.config.configurable import configurable, field
-from lm.ops.exact_attention import polynomial_attention
+from lm.ops.exact_attention import POLYNOMIAL, polynomial_attention
 from lm.ops.linear_attention import IMPLEMENTATIONS, SQUARE, PolynomialKernel
 from lm.ops.platform import sequence_shards
 
@@ -106,18 +106,21 @@ class PolysketchAttention(NormedModule, LinearModule):
         # after layer normalization (§2.1). (The published code feeds its networks the vectors before it.)
         config = self.config
         q_BxLxHxR, k_BxLxKxR = self.features(q_BxLxHxD, k_BxLxKxD)
+        scale = score_scale(config.degree, self.dims.head_dim)
+        if scale != 1.0:  # sketches multiply to scores' power degree / 2
+            q_BxLxHxR, k_BxLxKxR = (x * scale ** (config.degree // 4) for x in (q_BxLxHxR, k_BxLxKxR))
         result = dict(
             q_BxLxHxE=q_BxLxHxR,
             k_BxLxKxE=k_BxLxKxR,
             v_BxLxKxD=v_BxLxKxD,
             powers=SQUARE,
-            denominator_bias=config.denominator_bias,
+            denominator_bias=config.denominator_bias * scale**config.degree,
             implementation=config.implementation,
         )
         if self.gate is not None:
             result |= dict(log_decay_BxLxK=self.gate.log_decay(k_BxLxKxD, gate_BxLxK))
         if config.local:
-            result |= dict(local=PolynomialKernel(config.degree), block=config.block)
+            result |= dict(local=PolynomialKernel(config.degree, scale), block=config.block)
             result |= dict(q_local_BxLxHxC=q_BxLxHxD, k_local_BxLxKxC=k_BxLxKxD)
         return result
 
@@ -133,7 +136,16 @@ class PolysketchAttention(NormedModule, LinearModule):
         config = self.config
         length = q_BxLxHxD.shape[1] * sequence_shards()
         if config.local and length <= config.block:  # one block is exact: no sketch takes part
-            weights = {'degree': config.degree, 'denominator_bias': config.denominator_bias, 'starts_BxL': starts_BxL}
-            weights['log_decay_BxMxK'] = self.gate and self.gate.log_decay(k_BxLxKxD, gate_BxLxK)
-            return polynomial_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, **weights)
+            scale = score_scale(config.degree, self.dims.head_dim)
+            return polynomial_attention(
+                q_BxLxHxD,
+                k_BxLxKxD,
+                v_BxLxKxD,
+                degree=config.degree,
+                scale=scale,
+                denominator_bias=config.denominator_bias * scale**config.degree,
+                starts_BxL=starts_BxL,
+                log_decay_BxMxK=self.gate and self.gate.log_decay(k_BxLxKxD, gate_BxLxK),
+                implementation=config.implementation if config.implementation in POLYNOMIAL else None,
+            )
         return super().attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, gate_BxLxK, starts_BxL=starts_BxL)

@@ -141,6 +141,20 @@ def test_the_sixteenth_power_stays_in_range(gain):
     np.testing.assert_allclose(module(q, k, v), want, atol=2e-4)
 
 
+def test_the_sixteenth_power_of_wide_heads_vanishes_nowhere():
+    """A first token that sees nothing like itself has the bias alone to divide by, which float32 must hold."""
+    dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=256)
+    module = Polynomial(degree=16).build(dims, nnx.Rngs(0))
+    q, k, v = draw(dims=dims)
+    q = q.at[:, 0].set(jnp.tile(jnp.array([1.0, -1.0]), 128))
+    k = k.at[:, 0].set(jnp.repeat(jnp.tile(jnp.array([1.0, -1.0]), 64), 2))
+    o, gradients = jax.value_and_grad(lambda *x: jnp.square(module(*x)).sum(), (0, 1, 2))(q, k, v)
+    assert np.isfinite(o)
+    assert all(np.isfinite(g).all() for g in gradients)
+    want = np.einsum('bhlm,bmhd->blhd', numpy_weights(module, q, k), np.repeat(np.asarray(v, np.float64), 2, axis=2))
+    np.testing.assert_allclose(module(q, k, v), want, atol=2e-4)
+
+
 def test_a_large_power_has_the_same_weights_to_the_last_bit():
     module = Polynomial(degree=16, denominator_bias=0.5).build(DIMS, nnx.Rngs(0))
     q, k, v = draw()

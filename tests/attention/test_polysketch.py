@@ -12,6 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
 from mechanisms import DIMS
 
+from lm.attention import HeadDims
 from lm.attention.maps.sketches import SKETCHES
 from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
@@ -99,6 +100,48 @@ def test_one_block_is_polynomial_attention():
     polynomial.q_norm, polynomial.k_norm = polysketch.q_norm, polysketch.k_norm
     found, expected = (mechanisms.apply(module, q, k, v) for module in (polysketch, polynomial))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('local', [True, False])
+def test_the_sixteenth_power_stays_in_range(local, monkeypatch):
+    """Near and far; and what keeps it there changes no bit of what was in range."""
+    dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=64)
+    module = Polysketch(sketch='gaussian', sketch_size=4, degree=16, local=local, block=8).build(
+        dims, nnx.Rngs(0, projections=1)
+    )
+    q, k, v = mechanisms.draw(dims=dims)
+    found = module(q, k, v)
+    with monkeypatch.context() as patched:
+        patched.setattr('lm.attention.polysketch.score_scale', lambda degree, head_dim: 1.0)
+        np.testing.assert_array_equal(found, module(q, k, v))
+    for norm in (module.q_norm, module.k_norm):
+        norm.scale[...] = jnp.full((64,), 2.1)
+    k = k.at[:, 0].set(q[:, 0, :1])
+    o, gradients = jax.value_and_grad(lambda *x: jnp.square(module(*x)).sum(), (0, 1, 2))(q, k, v)
+    assert np.isfinite(o)
+    assert all(np.isfinite(g).all() for g in gradients)
+
+
+def test_one_block_of_the_sixteenth_power_is_polynomial_attention():
+    dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=64)
+    q, k, v = mechanisms.draw(dims=dims)
+    k = k.at[:, 0].set(q[:, 0, :1])
+    modules = [config.build(dims, nnx.Rngs(0)) for config in (Polysketch(degree=16), Polynomial(degree=16))]
+    for module in modules:
+        module.q_norm.scale[...] = module.k_norm.scale[...] = jnp.full((64,), 2.1)
+    found, expected = (module(q, k, v) for module in modules)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(expected).all()
+
+
+def test_one_block_is_computed_as_it_is_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        'lm.attention.polysketch.polynomial_attention', lambda q, k, v, **options: asked.append(options) or v
+    )
+    for name in (None, 'reference', 'pallas_gpu'):  # the last one has no kernels of one block
+        mechanisms.build(Polysketch(implementation=name))(*mechanisms.draw())
+    assert [options['implementation'] for options in asked] == [None, 'reference', None]
 
 
 def test_chunks_change_nothing():
