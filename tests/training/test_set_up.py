@@ -6,13 +6,14 @@ import types
 
 import pytest
 
+from lm import experiment as experiment_module
 from lm import train as train_module
 from lm.attention.softmax import Softmax
 from lm.compiled.cache import CompileCache
 from lm.config.text import dump
 from lm.data.dataset import DataConfig
 from lm.evaluation.config import EvaluateConfig
-from lm.experiment import Experiment
+from lm.experiment import Experiment, training_step
 from lm.model import ModelConfig
 from lm.runs.goodput import Goodput
 from lm.runs.run_dir import RunDir
@@ -52,11 +53,13 @@ def until(monkeypatch):
     return run
 
 
-def test_only_the_answers_of_a_task_are_learned(until):
-    given, options = until('TrainStep')
+def test_only_the_answers_of_a_task_are_learned(until, monkeypatch):
+    (experiment, store), _ = until('training_step')
+    assert experiment == EXPERIMENT
+    monkeypatch.setattr(experiment_module, 'TrainStep', lambda *given: given)
     by_window, documents = False, None
+    given = training_step(experiment, store)
     assert given == (EXPERIMENT.model, EXPERIMENT.optimizer, 4, TASK.unpack, by_window, documents)
-    assert not options
 
 
 def test_the_plan_is_printed_before_anything_is_touched(until, capsys):
