@@ -90,17 +90,37 @@ class FakeCloud:
         }
 
     def run(self, script: str, *arguments: str, timeout: float = 120, **settings: str) -> subprocess.CompletedProcess:
-        """scripts/tpu/SCRIPT with these arguments, settings and environment."""
+        """scripts/tpu/SCRIPT with these arguments, settings and environment, to its end."""
+        process = self.start(script, *arguments, **settings)
+        with process:
+            out, err = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def start(self, script: str, *arguments: str, **settings: str) -> subprocess.Popen:
+        """The same, without waiting."""
         file = self.path / 'settings.env'
         file.write_text(''.join(f"{k}='{v}'\n" for k, v in self.settings.items()))
-        return subprocess.run(
+        return subprocess.Popen(
             [str(ROOT / 'scripts' / 'tpu' / script), *arguments],
             env=os.environ | self.environment | {'LM_TPU_SETTINGS': str(file)} | settings,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             cwd=self.path,
-            timeout=timeout,
         )
+
+    def change_the_checkout(self) -> None:
+        """From now on git reports an uncommitted change."""
+        real = shutil.which('git')
+        program = self.path / 'bin' / 'git'
+        program.write_text(
+            f'#!/bin/sh\ncase "$*" in *" status "*) echo " M lm/cli.py" ;; *) exec {real} "$@" ;; esac\n'
+        )
+        program.chmod(0o755)
+
+    def fail(self, what: str, times: int) -> None:
+        """The next `times` calls of gcloud fail: `all` of them, or those of a `KIND VERB` such as `tpu-vm ssh`."""
+        (self.path / f'fails {what}').write_text(str(times))
 
     def lm_calls(self, pod: str = 'pod', worker: int = 0) -> list[list[str]]:
         """Arguments of each start of `lm` on this worker."""
@@ -111,6 +131,12 @@ class FakeCloud:
         """The calls of gcloud whose arguments contain all these words."""
         calls = [json.loads(line) for line in (self.path / 'gcloud.calls').read_text().splitlines()]
         return [call for call in calls if all(word in call for word in words)]
+
+    def verbs(self) -> set[str]:
+        """What gcloud was called for: create, describe, ssh, …"""
+        file = self.path / 'gcloud.calls'
+        calls = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return {word for call in calls for word in call if word in ('create', 'describe', 'delete', 'ssh', 'scp')}
 
     def pods(self) -> list[str]:
         """Pods and machines that exist, and so cost money."""
@@ -127,6 +153,9 @@ def main() -> int:
     flags = dict(a[2:].partition('=')[::2] for a in arguments if a.startswith('--'))
     kind, *rest = words[2:] if words[1] == 'tpus' else words[1:]
     verb, *rest = [kind, *rest] if kind in ('ssh', 'scp') else rest
+    if fails(cloud, f'{kind} {verb}') or fails(cloud, 'all'):
+        print('ERROR: the connection was reset', file=sys.stderr)
+        return 1
     if verb == 'scp':
         *sources, target = rest
         return copy(cloud / 'pods' / target.partition(':')[0], sources)
@@ -159,6 +188,14 @@ def main() -> int:
         codes = [ssh(pod, worker, flags['command']) for worker in chosen]
         return next((code for code in codes if code), 0)
     raise SystemExit(f'fake gcloud: {arguments}')
+
+
+def fails(cloud: pathlib.Path, what: str) -> bool:
+    file = cloud / f'fails {what}'
+    left = int(file.read_text()) if file.exists() else 0
+    if left:
+        file.write_text(str(left - 1))
+    return left > 0
 
 
 def workers(pod: pathlib.Path) -> int:

@@ -11,7 +11,7 @@ DRY_RUN=${DRY_RUN:-0}
 SETTINGS='PROJECT ZONE TPU_NAME ACCELERATOR_TYPE RUNTIME_VERSION PROVISIONING RESERVATION AUTOCHECKPOINT
 VALID_UNTIL_DURATION NETWORK SUBNETWORK SERVICE_ACCOUNT INTERNAL_IPS TUNNEL_THROUGH_IAP PROCESSES DEVICES RUN_DIR RUN_NAME
 LOG_URL DATA_PATH MIN_FREE_GB PYTHON_VERSION ALLOW_DIRTY MAX_ATTEMPTS MAX_FAILURES POLL_SECONDS BACKOFF_SECONDS
-MAX_BACKOFF_SECONDS MAX_LOST_POLLS DELETE_WHEN_DONE PARALLEL SWEEP_LOG_DIR PREPARE_MACHINE_TYPE PREPARE_DISK_GB
+MAX_BACKOFF_SECONDS RESET_SECONDS MAX_LOST_POLLS DELETE_WHEN_DONE PARALLEL SWEEP_LOG_DIR PREPARE_MACHINE_TYPE PREPARE_DISK_GB
 PREPARE_MAX_DURATION CHECK SLICES MAX_RUN_DURATION'
 
 note() { echo "$SCRIPT: $*" >&2; }
@@ -70,9 +70,11 @@ run() {
   fi
 }
 
-# Reads the settings file; what the environment has set already wins. Unknown names are mistakes.
+# Reads the settings file; what the environment has set already wins. Unknown names are mistakes. Scripts that are called
+# by this one get the settings from it: the file may be edited for another pod while a supervisor runs.
 load_settings() {
   local file=${LM_TPU_SETTINGS:-$HERE/settings.env} name line kept=''
+  if [ -n "${LM_TPU_SETTINGS_READ:-}" ]; then file=''; fi
   for name in $SETTINGS; do
     if [ -n "${!name+set}" ]; then kept="$kept$name=$(quote "${!name}");"; fi
   done
@@ -87,7 +89,7 @@ load_settings() {
     done <"$file"
     # shellcheck disable=SC1090
     . "$file"
-  elif [ -n "${LM_TPU_SETTINGS:-}" ]; then
+  elif [ -n "$file" ] && [ -n "${LM_TPU_SETTINGS:-}" ]; then
     fail "LM_TPU_SETTINGS=$file: no such file"
   fi
   eval "$kept"
@@ -98,7 +100,8 @@ load_settings() {
   : "${NETWORK:=}" "${SUBNETWORK:=}" "${SERVICE_ACCOUNT:=}" "${INTERNAL_IPS:=0}" "${TUNNEL_THROUGH_IAP:=0}"
   : "${PROCESSES:=}" "${DEVICES:=}" "${RUN_DIR:=}" "${RUN_NAME:=}" "${LOG_URL:=}" "${DATA_PATH:=}" "${MIN_FREE_GB:=20}"
   : "${PYTHON_VERSION:=3.12}" "${ALLOW_DIRTY:=0}" "${MAX_ATTEMPTS:=100}" "${MAX_FAILURES:=3}" "${POLL_SECONDS:=60}"
-  : "${BACKOFF_SECONDS:=30}" "${MAX_BACKOFF_SECONDS:=900}" "${MAX_LOST_POLLS:=5}" "${DELETE_WHEN_DONE:=always}"
+  : "${BACKOFF_SECONDS:=30}" "${MAX_BACKOFF_SECONDS:=900}" "${RESET_SECONDS:=1800}" "${MAX_LOST_POLLS:=5}"
+  : "${DELETE_WHEN_DONE:=always}"
   : "${PARALLEL:=4}" "${SWEEP_LOG_DIR:=runs/sweep-logs}" "${PREPARE_MACHINE_TYPE:=n2-standard-64}"
   : "${PREPARE_DISK_GB:=1000}" "${PREPARE_MAX_DURATION:=48h}" "${CHECK:=1}" "${SLICES:=1}" "${MAX_RUN_DURATION:=}"
   [[ $SLICES =~ ^[1-9][0-9]*$ ]] || fail "SLICES=$SLICES: give the number of slices, such as 1"
@@ -109,6 +112,8 @@ load_settings() {
     fail "RUN_NAME=$RUN_NAME: use letters, digits, dots, dashes and underscores only"
   derive_accelerator
   LOCATION=(--zone="$ZONE" --project="$PROJECT")
+  # shellcheck disable=SC2086,SC2163
+  export $SETTINGS LM_TPU_SETTINGS_READ=1
 }
 
 # RUNTIME_VERSION, PROCESSES (one for each machine, two on TPU7x) and DEVICES of all slices, unless the settings give them.
@@ -165,26 +170,41 @@ on_workers() { tpu_vm ssh "$TPU_NAME" --worker="$1" --command="$2"; }
 
 # Shell command line that calls vm/job.sh on a machine.
 job() { printf 'bash lm/scripts/tpu/vm/job.sh %s' "$(quote_all "$@")"; }
+# The same for its state, which a machine answers too that nothing was installed on.
+# shellcheck disable=SC2016
+job_status() { printf '%s 2>/dev/null || echo "lm-job $(hostname) NONE -"' "$(job status "$@")"; }
 
-# State of the queued resource: ABSENT, UNKNOWN (could not ask), or what the service says (ACTIVE, SUSPENDED, …).
-queue_state() {
-  local command=(gcloud compute tpus queued-resources describe "$TPU_NAME" "${LOCATION[@]}" '--format=value(state.state)')
-  local answer
+# ask DRY COMMAND…: the state that gcloud prints; ABSENT where there is no such thing, UNKNOWN where it could not be asked.
+# DRY_RUN=1 prints the command on stderr, and answers DRY.
+ask() {
+  local dry=$1 answer errors
+  shift
   if is_dry; then
-    quote_all "${command[@]}" >&2
+    quote_all "$@" >&2
     echo >&2
-    echo ACTIVE
-  elif answer=$("${command[@]}" 2>&1); then
-    echo "${answer##*$'\n'}"
-  elif [[ $answer == *NOT_FOUND* || $answer == *"was not found"* ]]; then
-    echo ABSENT
-  else
-    note "cannot ask for the state of $TPU_NAME: ${answer##*$'\n'}"
-    echo UNKNOWN
+    echo "$dry"
+    return
   fi
+  errors=$(mktemp)
+  if answer=$("$@" 2>"$errors" </dev/null); then
+    echo "${answer##*$'\n'}"
+  else
+    answer=$(cat "$errors")
+    if [[ $answer == *NOT_FOUND* || $answer == *"was not found"* ]]; then
+      echo ABSENT
+    else
+      note "${answer##*$'\n'}"
+      echo UNKNOWN
+    fi
+  fi
+  rm -f "$errors"
 }
-# State of the machines themselves: READY, PREEMPTED, REPAIRING, … or ABSENT. Of several slices, the first that is not
-# READY speaks for all.
+# State of the queued resource: what the service says (ACTIVE, SUSPENDED, …), or ABSENT or UNKNOWN.
+queue_state() {
+  ask ACTIVE gcloud compute tpus queued-resources describe "$TPU_NAME" "${LOCATION[@]}" '--format=value(state.state)'
+}
+# State of the machines themselves: READY, PREEMPTED, REPAIRING, …, ABSENT or UNKNOWN. Of several slices, the first that is
+# not READY speaks for all.
 node_state() {
   local i state
   if [ "$SLICES" = 1 ]; then
@@ -197,19 +217,7 @@ node_state() {
   done
   echo "$state"
 }
-slice_state() {
-  local command=(gcloud compute tpus tpu-vm describe "$1" "${LOCATION[@]}" '--format=value(state)')
-  local answer
-  if is_dry; then
-    quote_all "${command[@]}" >&2
-    echo >&2
-    echo READY
-  elif answer=$("${command[@]}" 2>/dev/null); then
-    echo "${answer##*$'\n'}"
-  else
-    echo ABSENT
-  fi
-}
+slice_state() { ask READY gcloud compute tpus tpu-vm describe "$1" "${LOCATION[@]}" '--format=value(state)'; }
 
 # Returns when the queued resource is ACTIVE; 1 when it will not become so.
 wait_until_active() {
@@ -242,8 +250,24 @@ shipped_commit() {
 }
 # Writes the repository's last commit, with its history, into the file $1.
 make_bundle() {
+  local new=$1
   run mkdir -p "$(dirname "$1")"
-  run git -C "$ROOT" bundle create --quiet "$1" HEAD
+  # Two scripts may write it, and a third one may send it, at the same time.
+  if ! is_dry; then new=$1.$$; fi
+  run git -C "$ROOT" bundle create --quiet "$new" HEAD
+  if ! is_dry; then mv "$new" "$1"; fi
+}
+# Packs the last commit into BUNDLE and sets COMMIT, for every pod and attempt of the script that asks first: what is
+# committed while a run goes on is not part of it.
+pack_commit() {
+  if [ -n "${LM_TPU_COMMIT:-}" ]; then
+    COMMIT=$LM_TPU_COMMIT BUNDLE=$LM_TPU_BUNDLE
+    return
+  fi
+  BUNDLE=${1:-$ROOT/build/tpu/$TPU_NAME/lm.bundle}
+  COMMIT=$(shipped_commit) || exit
+  make_bundle "$BUNDLE"
+  export LM_TPU_COMMIT=$COMMIT LM_TPU_BUNDLE=$BUNDLE
 }
 
 # Sets COMMAND to the arguments, with the number of processes that must join and, for `lm train`, the run directory.

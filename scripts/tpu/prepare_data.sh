@@ -4,8 +4,9 @@
 #   scripts/tpu/prepare_data.sh lm prepare --gin_file data/c4.gin --gin_param "data.path = 'gs://bucket/tokens/c4'"
 #   DRY_RUN=1 scripts/tpu/prepare_data.sh …   prints the commands
 #
-# May be stopped and started again: it joins the machine that is there, and `lm prepare` continues what it had done.
-# The machine deletes itself after PREPARE_MAX_DURATION in any case. Exit code: that of the command.
+# May be stopped and started again: it joins the job that runs, or starts it again on the machine that is there, and `lm
+# prepare` continues what it had done. The machine deletes itself after PREPARE_MAX_DURATION in any case. Exit code: that
+# of the command.
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"
 if [ "${1:-}" = -- ]; then shift; fi
@@ -19,9 +20,16 @@ elif [ "$INTERNAL_IPS" = 1 ]; then
   ssh_flags+=(--internal-ip)
 fi
 on_vm() { run gcloud compute ssh "$vm" "${LOCATION[@]}" --command="$1" "${ssh_flags[@]}" </dev/null; }
-trap 'note "stopped; $vm goes on. Join again: the same command. End: gcloud compute instances delete $vm --zone=$ZONE --project=$PROJECT"; exit 130' INT TERM
+on_vm_status() { on_vm "$(job_status "$RUN_NAME-prepare" "$@")"; }
+machine_state() { ask ABSENT gcloud compute instances describe "$vm" "${LOCATION[@]}" '--format=value(status)'; }
+by_hand="gcloud compute instances delete $vm --zone=$ZONE --project=$PROJECT"
+trap 'note "stopped; $vm goes on. Join again: the same command. End: $by_hand"; exit 130' INT TERM
+# What keeps the command from being started leaves a machine that is paid for.
+leave() {
+  note "$*; $vm is left as it is, and costs money until $PREPARE_MAX_DURATION are over: $by_hand"
+  exit "${code:-1}"
+}
 
-commit=$(shipped_commit)
 create=(gcloud compute instances create "$vm" "${LOCATION[@]}" --machine-type="$PREPARE_MACHINE_TYPE"
   --boot-disk-size="${PREPARE_DISK_GB}GB" --boot-disk-type=pd-ssd
   --image-family=ubuntu-2404-lts-amd64 --image-project=ubuntu-os-cloud --scopes=cloud-platform
@@ -30,34 +38,69 @@ if [ -n "$NETWORK" ]; then create+=(--network="$NETWORK"); fi
 if [ -n "$SUBNETWORK" ]; then create+=(--subnet="$SUBNETWORK"); fi
 if [ -n "$SERVICE_ACCOUNT" ]; then create+=(--service-account="$SERVICE_ACCOUNT"); fi
 if [ "$INTERNAL_IPS" = 1 ]; then create+=(--no-address); fi
-if is_dry || ! gcloud compute instances describe "$vm" "${LOCATION[@]}" >/dev/null 2>&1; then run "${create[@]}" --quiet; fi
-for ((try = 1; try <= 20; try++)); do
-  if on_vm true; then break; fi
-  [ "$try" -lt 20 ] || { note "$vm cannot be reached; delete it with gcloud compute instances delete $vm" && exit 1; }
-  sleep "$POLL_SECONDS"
-done
 
-bundle=$ROOT/build/tpu/$vm/lm.bundle
-make_bundle "$bundle"
-run gcloud compute scp "$bundle" "$HERE/vm/setup.sh" "$vm:" "${LOCATION[@]}" "${ssh_flags[@]}"
-on_vm "bash setup.sh $(quote_all "$commit" tfds "$PYTHON_VERSION")"
-on_vm "$(job start "$RUN_NAME-prepare" "$LOG_URL" "$@")"
+# The job's state on the machine: RUNNING, OTHER, EXIT, …, and empty where it cannot be reached.
+set_state() {
+  line=$(on_vm_status "$@" 2>/dev/null | grep '^lm-job ' || true)
+  state=$(cut -d ' ' -f 3 <<<"$line")
+}
 
-code='' last='' lost=0
+code='' state='' bundle=$ROOT/build/tpu/$vm/lm.bundle
+case $(machine_state) in
+  ABSENT)
+    pack_commit "$bundle"
+    run "${create[@]}" --quiet
+    ;;
+  UNKNOWN)
+    note "the state of $vm could not be asked for"
+    exit 1
+    ;;
+esac
+if is_dry; then
+  on_vm true
+else
+  for ((try = 1; try <= 20; try++)); do
+    set_state "$@"
+    if [ -n "$state" ]; then break; fi
+    sleep "$POLL_SECONDS"
+  done
+  [ -n "$state" ] || on_vm true || leave "cannot be reached"
+fi
+case $state in
+  RUNNING) note "joining the job that runs on $vm" ;;
+  OTHER) code=2 && leave "another command runs" ;;
+  *)
+    pack_commit "$bundle"
+    run gcloud compute scp "$BUNDLE" "$HERE/vm/setup.sh" "$vm:" "${LOCATION[@]}" "${ssh_flags[@]}" || leave "cannot be set up"
+    on_vm "bash setup.sh $(quote_all "$COMMIT" tfds "$PYTHON_VERSION")" || leave "cannot be set up"
+    on_vm "$(job start "$RUN_NAME-prepare" "$LOG_URL" "$@")" || leave "the command could not be started"
+    ;;
+esac
+
+last=''
 while [ -z "$code" ]; do
   if is_dry; then
-    on_vm "$(job status "$RUN_NAME-prepare")"
+    on_vm_status
     code=0
     break
   fi
-  line=$(on_vm "$(job status "$RUN_NAME-prepare")" 2>/dev/null | grep '^lm-job ' || true)
-  state=$(cut -d ' ' -f 3 <<<"$line")
+  set_state
   case $state in
     EXIT) code=$(cut -d ' ' -f 4 <<<"$line") ;;
-    RUNNING) lost=0 ;;
+    RUNNING) ;;
+    LOST | NONE)
+      note "the command ended without an exit code; the same command continues what it had done"
+      code=1
+      ;;
     *)
-      lost=$((lost + 1))
-      if [ "$lost" -ge "$MAX_LOST_POLLS" ]; then code=1; fi
+      # A machine that does not answer goes on, and ends by itself; only one that is no more has failed.
+      case $(machine_state) in
+        ABSENT)
+          note "$vm is gone (PREPARE_MAX_DURATION=$PREPARE_MAX_DURATION?); the same command continues what it had done"
+          exit 1
+          ;;
+        TERMINATED | STOPPED | SUSPENDED) code=1 ;;
+      esac
       ;;
   esac
   if [ "$line" != "$last" ]; then echo "${line#lm-job }"; fi

@@ -9,8 +9,6 @@
 help_if_asked "$@"
 [ $# = 0 ] || fail "$1: unknown argument; see $SCRIPT --help"
 load_settings
-commit=$(shipped_commit)
-bundle=$ROOT/build/tpu/$TPU_NAME/lm.bundle
-make_bundle "$bundle"
-tpu_vm scp "$bundle" "$HERE/vm/setup.sh" "$TPU_NAME:" --worker=all
-on_workers all "bash setup.sh $(quote_all "$commit" tpu "$PYTHON_VERSION")"
+pack_commit
+tpu_vm scp "$BUNDLE" "$HERE/vm/setup.sh" "$TPU_NAME:" --worker=all
+on_workers all "bash setup.sh $(quote_all "$COMMIT" tpu "$PYTHON_VERSION")"

@@ -9,8 +9,11 @@
 # Exit code of the run → what happens: 0 done. 2 (usage), 43 (diverged), 44 (data, tokenizer or checkpoint do not match):
 # never repeated. 42 (preempted, saved), pod gone or not to be reached: again, recreating the pod if need be, with a
 # growing pause, MAX_ATTEMPTS times at most. Anything else: again, MAX_FAILURES times in a row at most.
-# A job that runs already is joined, so this script may be stopped and started again (put it into tmux, or on a small VM).
-# The last action is to delete the pod, unless DELETE_WHEN_DONE says otherwise.
+# "In a row": an attempt of RESET_SECONDS or more starts the count and the pauses anew.
+# A job that runs already is joined as it is, so this script may be stopped and started again (put it into tmux, or on a
+# small VM). Settings and the commit are those of the first start: edits while it runs are not part of the run.
+# The last action is to delete the pod, unless DELETE_WHEN_DONE says otherwise. No pod is deleted because something could
+# not be asked, nor one on which another command runs.
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"
 if [ "${1:-}" = -- ]; then shift; fi
@@ -25,26 +28,55 @@ esac
 say() { echo "supervise: $(date '+%m-%d %H:%M:%S') $*"; }
 trap 'say "stopped; the pod $TPU_NAME and its job go on. Join again: the same command. End: scripts/tpu/delete.sh"; exit 130' INT TERM
 
-check_command "$@"
-export CHECK=0
+is_joined=''
 if is_dry; then
+  check_command "$@"
+  export CHECK=0
   "$HERE/create.sh"
   { queue_state >/dev/null; } 2>&1
   "$HERE/setup.sh"
   "$HERE/run.sh" "$@"
-  on_workers all "$(job status "$RUN_NAME")"
+  on_workers all "$(job_status "$RUN_NAME")"
   "$HERE/delete.sh"
   exit 0
 fi
 
+# Sets STATUS to a line for each worker that answers; with a command, OTHER where another one runs.
+ask_workers() { STATUS=$(on_workers all "$(job_status "$RUN_NAME" "$@")" 2>/dev/null | grep '^lm-job ' || true); }
+# Answers in this state, or all of them.
+count() { awk -v state="${1:-}" 'NF && (state == "" || $3 == state)' <<<"$STATUS" | wc -l | tr -d ' '; }
+
+# Whether the job runs already. A pod on which another command runs is left alone.
+joins() {
+  ask_workers "${COMMAND[@]}"
+  if [ "$(count)" -gt 0 ]; then is_known=1; fi
+  if [ "$(count OTHER)" -gt 0 ]; then
+    say "another command of the job $RUN_NAME runs on $TPU_NAME, which is left as it is; scripts/tpu/run.sh --stop ends it"
+    exit 2
+  fi
+  [ "$(count RUNNING)" -gt 0 ]
+}
+
+# What the run was started from, if this script joined it and has it still; else the last commit.
+pack() {
+  local bundle=$ROOT/build/tpu/$TPU_NAME/lm.bundle
+  if [ -n "$is_joined" ] && [ -z "${LM_TPU_COMMIT:-}" ] && [ -f "$bundle" ]; then
+    LM_TPU_COMMIT=$(git -C "$ROOT" bundle list-heads "$bundle" | cut -d ' ' -f 1)
+    export LM_TPU_COMMIT LM_TPU_BUNDLE=$bundle
+  fi
+  pack_commit
+}
+
 # The pod, ACTIVE and READY; $1 = fresh: not the one that is there now.
 ensure_pod() {
-  local fresh=$1 state creations=0 unknown=0
+  local fresh=$1 state node creations=0 unknown=0 repairing=0
   while :; do
     state=$(queue_state)
-    case $state in
-      ABSENT)
-        fresh=''
+    node=''
+    if [ "$state" = ACTIVE ] && [ -z "$fresh" ]; then node=$(node_state); fi
+    case $state,$node in
+      ABSENT,)
+        fresh='' is_known=1
         creations=$((creations + 1))
         if [ "$creations" -gt "$MAX_FAILURES" ]; then
           say "the pod could not be created $MAX_FAILURES times"
@@ -53,17 +85,8 @@ ensure_pod() {
         say "asking for $ACCELERATOR_TYPE ($PROVISIONING) as $TPU_NAME"
         "$HERE/create.sh" || pause "$creations"
         ;;
-      ACTIVE)
-        if [ -z "$fresh" ] && [ "$(node_state)" = READY ]; then return 0; fi
-        fresh=''
-        say "recreating $TPU_NAME"
-        "$HERE/delete.sh" || pause 1
-        ;;
-      SUSPENDED | FAILED)
-        say "$TPU_NAME is $state: deleting it"
-        "$HERE/delete.sh" || pause 1
-        ;;
-      UNKNOWN)
+      ACTIVE,READY) return 0 ;;
+      UNKNOWN, | ACTIVE,UNKNOWN)
         unknown=$((unknown + 1))
         if [ "$unknown" -ge 60 ]; then
           say "the state of $TPU_NAME could not be asked for; it is left as it is"
@@ -71,13 +94,24 @@ ensure_pod() {
         fi
         sleep "$POLL_SECONDS"
         ;;
-      SUSPENDING | DELETING) sleep "$POLL_SECONDS" ;;
+      ACTIVE,*ING)
+        # STARTING, REPAIRING, …: machines that come back by themselves, in most cases.
+        repairing=$((repairing + 1))
+        if [ "$repairing" -ge 30 ]; then fresh=fresh; fi
+        sleep "$POLL_SECONDS"
+        ;;
+      ACTIVE,* | SUSPENDED, | FAILED,)
+        fresh=''
+        say "$TPU_NAME is $state${node:+, its machines $node}: deleting it"
+        "$HERE/delete.sh" || pause 1
+        ;;
+      SUSPENDING, | DELETING,) sleep "$POLL_SECONDS" ;;
       *)
         if [ -n "$fresh" ]; then
           fresh=''
           "$HERE/delete.sh" || pause 1
         else
-          wait_until_active || true
+          wait_until_active || sleep "$POLL_SECONDS"
         fi
         ;;
     esac
@@ -96,28 +130,31 @@ pause() {
 # Sets OUTCOME to the run's exit code, to `lost` (workers cannot be reached), `gone` (killed without an exit code) or
 # `setup` (could not be started).
 attempt() {
-  local code=0
+  local polls=0
   OUTCOME=setup
-  "$HERE/setup.sh" || return 0
-  "$HERE/run.sh" "$@" || code=$?
-  case $code in
-    0) ;;
-    2)
-      OUTCOME=2
-      return 0
-      ;;
-    *) return 0 ;;
-  esac
+  # Machines that are new, or a network that is away: a while later they answer.
+  until joins || [ "$(count)" = "$PROCESSES" ] || [ "$polls" -ge "$MAX_LOST_POLLS" ]; do
+    polls=$((polls + 1))
+    sleep "$POLL_SECONDS"
+  done
+  if [ "$(count RUNNING)" -gt 0 ]; then is_joined=1; fi
+  if [ "$(count RUNNING)" -gt 0 ] && [ "$(count NONE)" = 0 ]; then
+    say "joining the job that runs on $TPU_NAME"
+  else
+    # Also where a worker was not reached when the others started: for them, both do nothing.
+    pack
+    "$HERE/setup.sh" || return 0
+    "$HERE/run.sh" "$@" || return 0
+  fi
   watch_job
 }
 
 watch_job() {
-  local lines total running ended codes lost=0 last='' ending=0 code worst
+  local total running ended codes lost=0 last='' ending=0 code worst
   while :; do
-    lines=$(on_workers all "$(job status "$RUN_NAME")" 2>/dev/null | grep '^lm-job ' || true)
-    total=$(grep -c . <<<"$lines" || true)
-    running=$(awk '$3 == "RUNNING"' <<<"$lines" | grep -c . || true)
-    codes=$(awk '$3 == "EXIT" { print $4 } $3 == "LOST" || $3 == "NONE" { print "gone" }' <<<"$lines" | sort -u)
+    ask_workers
+    total=$(count) running=$(count RUNNING)
+    codes=$(awk '$3 == "EXIT" { print $4 } $3 == "LOST" || $3 == "NONE" { print "gone" }' <<<"$STATUS" | sort -u)
     ended=$((total - running))
     worst=''
     # What must not be repeated says more than what follows from it on the other workers.
@@ -159,7 +196,7 @@ watch_job() {
         fi
       fi
     fi
-    line=$(head -n 1 <<<"$lines" | cut -d ' ' -f 5-)
+    line=$(head -n 1 <<<"$STATUS" | cut -d ' ' -f 5-)
     if [ "$line" != "$last" ] && [ "$running" != 0 ]; then say "$line"; fi
     last=$line
     sleep "$POLL_SECONDS"
@@ -178,7 +215,13 @@ finish() {
   exit "$code"
 }
 
-attempts=0 failures=0 short=0 fresh=''
+# is_known: this script has created the pod, or one of its workers has answered.
+attempts=0 failures=0 short=0 fresh='' is_known=''
+if [ "$(queue_state)" = ABSENT ] || ! joins; then
+  check_command "$@"
+  pack
+fi
+export CHECK=0
 while [ "$attempts" -lt "$MAX_ATTEMPTS" ]; do
   ensure_pod "$fresh" || finish 1
   attempts=$((attempts + 1)) began=$SECONDS fresh=''
@@ -194,10 +237,12 @@ while [ "$attempts" -lt "$MAX_ATTEMPTS" ]; do
       finish "$OUTCOME"
       ;;
   esac
-  if [ $((SECONDS - began)) -gt 1800 ]; then short=0; fi
+  if [ $((SECONDS - began)) -ge "$RESET_SECONDS" ]; then short=0 failures=0; fi
   short=$((short + 1))
   state=$(queue_state)
-  if [ "$OUTCOME" = 42 ] || [ "$OUTCOME" = lost ] || { [ "$state" != ACTIVE ] && [ "$state" != UNKNOWN ]; }; then
+  if [ "$OUTCOME" = setup ] && [ "$state" = UNKNOWN ]; then
+    say "this machine reaches neither $TPU_NAME nor the service"
+  elif [ "$OUTCOME" = 42 ] || [ "$OUTCOME" = lost ] || { [ "$state" != ACTIVE ] && [ "$state" != UNKNOWN ]; }; then
     failures=0
     say "preempted (outcome $OUTCOME, $TPU_NAME is $state)"
     if [ "$OUTCOME" = lost ]; then fresh=fresh; fi
@@ -205,13 +250,17 @@ while [ "$attempts" -lt "$MAX_ATTEMPTS" ]; do
     failures=$((failures + 1))
     say "failed (outcome $OUTCOME), $failures of $MAX_FAILURES in a row"
     if [ "$failures" -ge "$MAX_FAILURES" ]; then
+      if [ -z "$is_known" ]; then
+        say "no worker of $TPU_NAME ever answered here; a run may go on there, so it is left as it is, and costs money"
+        exit 1
+      fi
       case $OUTCOME in
         *[!0-9]*) finish 1 ;;
         *) finish "$OUTCOME" ;;
       esac
     fi
     # A machine that cannot be set up twice is a bad one.
-    if [ "$OUTCOME" = setup ] && [ "$failures" -ge 2 ]; then fresh=fresh; fi
+    if [ "$OUTCOME" = setup ] && [ "$failures" -ge 2 ] && [ -n "$is_known" ]; then fresh=fresh; fi
   fi
   if [ "$attempts" -lt "$MAX_ATTEMPTS" ]; then pause "$short"; fi
 done

@@ -27,6 +27,7 @@ if is_dry; then
   exit 0
 fi
 
+pack_commit
 cd "$ROOT"
 mkdir -p "$SWEEP_LOG_DIR"
 pids=() codes=()

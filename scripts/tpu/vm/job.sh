@@ -2,7 +2,8 @@
 # Runs on a machine of the pod: one detached job, its log and its exit code, in ~/lm-jobs/NAME.
 #
 #   job.sh start NAME LOG_URL COMMAND…    returns at once; does nothing if the same command runs already
-#   job.sh status NAME                    one line:  lm-job HOST RUNNING|EXIT|LOST|NONE CODE  last line of the log
+#   job.sh status NAME [COMMAND…]         one line:  lm-job HOST RUNNING|EXIT|LOST|NONE CODE  last line of the log
+#                                         OTHER instead of RUNNING where it is another command than this
 #   job.sh stop NAME                      SIGTERM: the run saves and ends with 42
 #   job.sh logs NAME LINES|all [follow]
 set -euo pipefail
@@ -71,6 +72,7 @@ case $verb in
     # In this order: a job that ends between the two questions has left its exit code by the second.
     if is_alive && [ ! -f "$folder/exit_code" ]; then
       state=RUNNING
+      if [ $# -gt 0 ] && [ "$(printf '%q ' "$@")" != "$(cat "$folder/command")" ]; then state=OTHER; fi
     elif [ -f "$folder/exit_code" ]; then
       state=EXIT code=$(cat "$folder/exit_code")
     elif [ -d "$folder" ]; then

@@ -1,0 +1,173 @@
+"""scripts/tpu against a service that fails, a terminal that closes and a user who edits: no run is lost, nothing is
+deleted that still works, and nothing is left that costs money without a word."""
+
+import os
+import time
+
+import pytest
+from fake_cloud import FakeCloud
+
+COMMAND = ('lm', 'train', '--gin_file', 'a b.gin')
+PREPARE = ('lm', 'prepare', '--gin_param', "data.path = 'gs://b/x'")
+
+
+@pytest.fixture
+def cloud(tmp_path) -> FakeCloud:
+    return FakeCloud(tmp_path / 'cloud', scenario='0 43', workers=2)
+
+
+@pytest.fixture
+def running(cloud) -> FakeCloud:
+    """A pod whose job goes on for some seconds, with nobody who watches it."""
+    assert cloud.run('create.sh', '--wait').returncode == 0
+    assert cloud.run('setup.sh').returncode == 0
+    assert cloud.run('run.sh', *COMMAND, FAKE_SECONDS='4').returncode == 0
+    return cloud
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, 'did not happen'
+        time.sleep(0.1)
+
+
+def assert_joined(cloud, done) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert 'joining the job that runs on pod' in done.stdout
+    assert len(cloud.lm_calls()) == len(cloud.lm_calls(worker=1)) == 1
+    assert len(cloud.gcloud_calls('queued-resources', 'create')) == 1
+    assert len(cloud.gcloud_calls('queued-resources', 'delete')) == 1, 'once, at the end'
+    assert cloud.pods() == []
+
+
+def test_a_supervisor_joins_a_running_job_as_it_is(running):
+    set_up = len(running.gcloud_calls('scp'))
+    running.change_the_checkout()
+    done = running.run('supervise.sh', *COMMAND, ALLOW_DIRTY='0', CHECK='1')
+    assert_joined(running, done)
+    assert len(running.gcloud_calls('scp')) == set_up
+
+
+@pytest.mark.parametrize(('what', 'times'), [('all', 25), ('tpu-vm describe', 4), ('tpu-vm ssh', 4)])
+def test_what_cannot_be_asked_is_asked_again(what, times, running):
+    running.fail(what, times)
+    done = running.run('supervise.sh', *COMMAND, POLL_SECONDS='0.02')
+    assert_joined(running, done)
+
+
+def test_a_network_that_is_away_while_a_job_is_watched(running):
+    supervisor = running.start('supervise.sh', *COMMAND)
+    wait_for(lambda: 'joining' in supervisor.stdout.readline())
+    running.fail('all', 12)
+    out, err = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 0, out + err
+    assert 'workers answer' in out
+    assert len(running.lm_calls()) == 1
+    assert len(running.gcloud_calls('queued-resources', 'delete')) == 1
+
+
+def test_a_pod_with_another_command_is_left_alone(running):
+    done = running.run('supervise.sh', *COMMAND, '--seed', '1')
+    assert done.returncode == 2
+    assert 'another command of the job small runs on pod, which is left as it is' in done.stdout
+    assert running.pods() == ['pod']
+    assert running.run('status.sh').stdout.count('RUNNING') == 2
+
+
+def test_a_pod_that_never_answered_is_not_deleted(running):
+    running.fail('tpu-vm ssh', 1000)
+    running.fail('tpu-vm scp', 1000)
+    done = running.run('supervise.sh', *COMMAND, POLL_SECONDS='0.02')
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert 'no worker of pod ever answered here' in done.stdout
+    assert running.pods() == ['pod']
+
+
+def test_uncommitted_changes_are_refused_before_a_pod_is_asked_for(cloud):
+    cloud.change_the_checkout()
+    done = cloud.run('supervise.sh', *COMMAND, ALLOW_DIRTY='0')
+    assert done.returncode == 2
+    assert 'uncommitted changes would stay behind' in done.stderr
+    assert cloud.verbs() == {'describe'}
+
+
+def test_a_worker_that_was_missed_is_started(running):
+    # As if ssh had not reached the second worker when the job was started.
+    home = running.path / 'pods' / 'pod' / 'home-1'
+    wait_for(lambda: len(running.lm_calls(worker=1)) == 1)
+    (home / 'lm-jobs').rename(home / 'others')
+    running.path.joinpath('scenario').write_text('0 0')
+    done = running.run('supervise.sh', *COMMAND)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (len(running.lm_calls()), len(running.lm_calls(worker=1))) == (1, 2)
+
+
+def test_failures_after_progress_are_not_in_a_row(cloud):
+    cloud.path.joinpath('scenario').write_text('1 1 1 1 0')
+    done = cloud.run('supervise.sh', *COMMAND, RESET_SECONDS='0')
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(cloud.lm_calls()) == 5
+
+
+def test_edits_while_a_run_goes_on_are_not_part_of_it(cloud):
+    cloud.path.joinpath('scenario').write_text('42 preempt 0')
+    cloud.settings['ALLOW_DIRTY'] = '0'
+    clean = cloud.path / 'bin' / 'git'
+    # Of this test's own checkout nothing matters: it is clean until it is changed.
+    cloud.change_the_checkout()
+    clean.write_text(clean.read_text().replace('echo " M lm/cli.py"', 'true'))
+    supervisor = cloud.start('supervise.sh', *COMMAND, FAKE_SECONDS='1')
+    wait_for(lambda: cloud.lm_calls())
+    cloud.change_the_checkout()
+    settings = cloud.path / 'settings.env'
+    settings.write_text(settings.read_text().replace("TPU_NAME='pod'", "TPU_NAME='other'\nMISSPELT=1"))
+    out, err = supervisor.communicate(timeout=120)
+    assert supervisor.returncode == 0, out + err
+    assert len(cloud.lm_calls()) == 3
+    assert not [call for call in cloud.gcloud_calls() if 'other' in call]
+    assert cloud.pods() == []
+
+
+def test_preparation_is_waited_for_while_its_machine_does_not_answer(cloud):
+    preparation = cloud.start('prepare_data.sh', *PREPARE, FAKE_SECONDS='2')
+    wait_for(lambda: cloud.lm_calls(pod='pod-prepare'))
+    cloud.fail('compute ssh', 15)
+    cloud.fail('instances describe', 5)
+    out, err = preparation.communicate(timeout=60)
+    assert preparation.returncode == 0, out + err
+    assert len(cloud.lm_calls(pod='pod-prepare')) == 1
+    assert cloud.pods() == []
+
+
+def test_preparation_is_joined_from_a_changed_checkout(cloud):
+    preparation = cloud.start('prepare_data.sh', *PREPARE, FAKE_SECONDS='4')
+    wait_for(lambda: cloud.lm_calls(pod='pod-prepare'))
+    preparation.terminate()
+    assert preparation.wait(20) == 130
+    assert 'Join again' in preparation.communicate()[1]
+    cloud.change_the_checkout()
+    done = cloud.run('prepare_data.sh', *PREPARE, ALLOW_DIRTY='0')
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert 'joining' in done.stderr
+    assert len(cloud.lm_calls(pod='pod-prepare')) == 1
+    assert cloud.pods() == []
+
+
+def test_a_preparation_whose_machine_is_gone_ends_with_1(cloud):
+    preparation = cloud.start('prepare_data.sh', *PREPARE, FAKE_SECONDS='3')
+    wait_for(lambda: cloud.lm_calls(pod='pod-prepare'))
+    os.rename(cloud.path / 'pods' / 'pod-prepare', cloud.path / 'gone')
+    out, err = preparation.communicate(timeout=60)
+    assert preparation.returncode == 1, out + err
+    assert 'pod-prepare is gone' in err
+
+
+def test_a_machine_that_another_preparation_uses_is_left_alone(cloud):
+    preparation = cloud.start('prepare_data.sh', *PREPARE, FAKE_SECONDS='4')
+    wait_for(lambda: cloud.lm_calls(pod='pod-prepare'))
+    done = cloud.run('prepare_data.sh', *PREPARE, '--seed', '1')
+    assert done.returncode == 2
+    assert 'another command runs; pod-prepare is left as it is' in done.stderr
+    out, err = preparation.communicate(timeout=60)
+    assert preparation.returncode == 0, out + err
