@@ -1,6 +1,5 @@
 """How long the kernels of a compiled program take: the bundles of their schedules times the steps of their grids."""
 
-import math
 import re
 
 from lm.compiled import lone_kernels
@@ -39,7 +38,7 @@ def grid_steps(kernel: Instruction, cores: int = 1) -> float | None:
     grid = read_grid(body[1]) if body else None
     if grid is None:
         return None
-    steps = math.prod(grid.steps) / (cores if grid.parallel else 1)
+    steps = float(grid.steps_of_a_core(cores))
     if any(name in kernel.name for name in ALL_PAIRS):
         pairs = list(grid.steps)
         pairs.remove(kernel.arrays[-1].shape[-3])  # heads; they are not always the first axis

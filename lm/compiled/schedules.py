@@ -9,6 +9,7 @@ import base64
 import dataclasses
 import glob
 import itertools
+import math
 import os
 import re
 import shutil
@@ -46,10 +47,15 @@ class KernelSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Steps along each axis of a kernel's grid; `parallel`: cores that share a device may share the steps."""
+    """Steps along each axis of a kernel's grid; `parallel`: cores that share a device may share those of the axis."""
 
     steps: tuple[int, ...]
-    parallel: bool
+    parallel: tuple[bool, ...]
+
+    def steps_of_a_core(self, cores: int) -> int:
+        """Of the busiest one: an odd number of steps leaves another without work."""
+        shared = math.prod(n for n, parallel in zip(self.steps, self.parallel, strict=True) if parallel)
+        return math.prod(self.steps) // shared * -(-shared // cores)
 
 
 def environment(folder: str) -> dict[str, str]:
@@ -102,8 +108,8 @@ def read_grid(body: str) -> Grid | None:
             tpu.register_dialect(context)
             context.allow_unregistered_dialects = True
             attributes = ir.Module.parse(base64.b64decode(body)).body.operations[0].attributes
-            steps = tuple(attributes['iteration_bounds'])
-            return Grid(steps, 'parallel' in str(attributes['dimension_semantics']))
+            parallel = tuple('parallel' in str(axis) for axis in attributes['dimension_semantics'])
+            return Grid(tuple(attributes['iteration_bounds']), parallel)
     except Exception:  # MLIR raises several kinds, and a private module may go away.
         return None
 

@@ -43,7 +43,7 @@ def test_equal_kernels_are_compiled_once_and_cores_share_their_grid(monkeypatch)
         return [7]
 
     monkeypatch.setattr(lone_kernels, '_compile', compile_)
-    monkeypatch.setattr(kernel_cycles, 'read_grid', lambda body: Grid((3, 2), parallel=True))
+    monkeypatch.setattr(kernel_cycles, 'read_grid', lambda body: Grid((3, 2), parallel=(True, True)))
     lone_kernels._known.cache_clear()
     program = HloProgram(PROGRAM)
     for _ in range(2):

@@ -32,3 +32,12 @@ def test_schedules_are_read_from_the_dump(tmp_path):
 )
 def test_blocks_above_the_diagonal_are_skipped(grid, share):
     assert schedules.causal_share(*grid) == share
+
+
+@pytest.mark.parametrize(
+    ('parallel', 'steps'),
+    [((True, True), 8), ((True, False), 10), ((False, True), 9), ((False, False), 15)],
+)
+def test_cores_share_the_parallel_axes_of_a_grid(parallel, steps):
+    grid = schedules.Grid((3, 5), parallel)
+    assert (grid.steps_of_a_core(1), grid.steps_of_a_core(2)) == (15, steps)

@@ -1,5 +1,7 @@
 """Rotation and layer normalization of queries and keys: XLA and the TPU kernels, interpreted on the CPU."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.errors import ConfigError
+from lm.hardware import describe_devices, parse
 from lm.model.positions import rotary
 from lm.ops import rotary as op
 from lm.ops.rotary import reference, tpu, xla
@@ -135,3 +138,27 @@ def test_unsupported_calls_say_why(reason, monkeypatch):
     assert reason in tpu.unsupported(*given)
     with pytest.raises(ConfigError, match=reason):
         op.rotate(given[0], given[1], 2, given[2], implementation='pallas_tpu')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('generation', ['v4:2x2x1', 'v5e:2x2', 'v6e:2x2'])
+@pytest.mark.parametrize(('heads', 'size', 'dtype'), [(10, 256, 'float32'), (10, 256, 'bfloat16'), (40, 64, 'float32')])
+def test_compiles_for_tpus_at_the_edge_of_their_memory(heads, size, dtype, generation):
+    """Ahead of time, forward and backward, on a mesh of four chips."""
+    if importlib.util.find_spec('libtpu') is None:
+        pytest.skip('libtpu is not installed')
+    devices = describe_devices(parse(generation))
+    mesh = jax.sharding.Mesh(np.array(devices), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+    arrays, cotangents = example(1536, batch=4, heads=heads - 2, keys=2, size=size, dtype=dtype)
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+
+    def describe(a):
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows if a.ndim == 4 else None)
+
+    def both(qk, rotation, norms, cotangents):
+        assert tpu.unsupported(qk, rotation, norms) is None
+        return outputs_and_gradients(tpu.rotate, (qk, rotation, norms), cotangents)
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(both).trace(*jax.tree.map(describe, (*arrays, cotangents))).lower(lowering_platforms=('tpu',))
+        assert 'rotary_backward' in lowered.compile().as_text()

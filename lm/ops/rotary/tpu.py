@@ -67,9 +67,10 @@ def block_size(length: int, heads: int, size: int) -> int:
 
 
 def _fits(block, heads, size):
-    """Whether a grid step may take so many tokens: the three arrays of a backward one, twice each, in bfloat16 in half
-    of what a kernel has, and so in float32 in all of it."""
-    return 2 * 3 * 2 * heads * size * block <= platform.vmem()[0] / 2
+    """Whether a grid step may take so many tokens: the three arrays of a backward one as if they were float32, with the
+    angles, gains and sums that are so in any case, twice each."""
+    arrays, constants = 3 * heads * size * block, size * (block + 2 * 4 * LANES)
+    return 2 * 4 * (arrays + constants) <= platform.vmem()[0]
 
 
 def _rotate(n_heads, qk_BxLxNxC, rotation, norms):
