@@ -1,5 +1,6 @@
 """How long the kernels of a compiled program take: the bundles of their schedules times the steps of their grids."""
 
+import math
 import re
 
 from lm.compiled import lone_kernels
@@ -40,7 +41,11 @@ def grid_steps(kernel: Instruction, cores: int = 1) -> float | None:
         return None
     steps = float(grid.steps_of_a_core(cores))
     if any(name in kernel.name for name in ALL_PAIRS):
+        heads, length, _ = kernel.arrays[-1].shape[-3:]
         pairs = list(grid.steps)
-        pairs.remove(kernel.arrays[-1].shape[-3])  # heads; they are not always the first axis
-        steps *= causal_share(*pairs[-2:])
+        pairs.remove(heads)  # not always the first axis
+        queries, keys = (block[-2] for block in grid.blocks[:2])
+        # The grid of a sliding window has fewer pairs than there are: it was narrowed to what counts.
+        if math.prod(pairs[-2:]) * queries * keys == length**2:
+            steps *= causal_share(*pairs[-2:])
     return steps

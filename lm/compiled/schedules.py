@@ -47,10 +47,17 @@ class KernelSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Steps along each axis of a kernel's grid; `parallel`: cores that share a device may share those of the axis."""
+    """Steps along each axis of a kernel's grid.
+
+    Attributes:
+        steps: of each axis.
+        parallel: whether cores that share a device may share those of the axis.
+        blocks: what a step sees of each operand and result that is brought on chip in blocks: shapes.
+    """
 
     steps: tuple[int, ...]
     parallel: tuple[bool, ...]
+    blocks: tuple[tuple[int, ...], ...] = ()
 
     def steps_of_a_core(self, cores: int) -> int:
         """Of the busiest one: an odd number of steps leaves another without work."""
@@ -109,20 +116,17 @@ def read_grid(body: str) -> Grid | None:
             context.allow_unregistered_dialects = True
             attributes = ir.Module.parse(base64.b64decode(body)).body.operations[0].attributes
             parallel = tuple('parallel' in str(axis) for axis in attributes['dimension_semantics'])
-            return Grid(tuple(attributes['iteration_bounds']), parallel)
+            windows = attributes.get('window_params', ())
+            blocks = tuple(tuple(w['window_bounds']) for w in windows if 'window_bounds' in w)
+            return Grid(tuple(attributes['iteration_bounds']), parallel, blocks)
     except Exception:  # MLIR raises several kinds, and a private module may go away.
         return None
 
 
 def causal_share(first: int, second: int) -> float:
-    """Of the pairs of blocks of a grid of `first` × `second`, those that are not skipped: on and below the diagonal.
-
-    A block of keys is as long as one of queries, or twice as long; a grid with fewer columns than that gives (a sliding
-    window) has been narrowed to what counts.
-    """
+    """Of the pairs of blocks of a grid of `first` × `second`, which are all there are, those that are not skipped: on
+    and below the diagonal. A block of keys is as long as one of queries, or twice as long."""
     rows, columns = max(first, second), min(first, second)
-    if columns not in (rows, rows // 2):
-        return 1.0
     return sum(-(-(row + 1) * columns // rows) for row in range(rows)) / (rows * columns)
 
 

@@ -9,6 +9,7 @@ import textwrap
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
@@ -18,6 +19,7 @@ from lm.compiled.kernel_cycles import KernelCycles
 from lm.compiled.program import HloProgram
 from lm.compiled.schedules import Grid
 from lm.hardware import describe_devices, parse
+from lm.ops.exact_attention import softmax_attention
 
 V5E, V4 = parse('v5e:2x2'), parse('v4:2x2x1')
 CONFIG = '{"custom_call_config":{"body":"x"},"retry_config":{}}'
@@ -103,6 +105,32 @@ def test_a_kernel_has_the_same_schedule_alone(tmp_path):
     bundles = int(done.stdout.split()[-1])
     assert bundles > 100
     assert KernelCycles(program, V5E).of(kernel) == 8 * bundles
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ('length', 'window', 'pairs'),
+    [
+        (2048, None, 3),  # of 2 × 2 blocks of 1,024
+        (8192, 3500, 16 * 8),  # blocks of 512: half of the columns, as long blocks of keys would leave
+    ],
+)
+def test_steps_of_jax_splash_kernels(length, window, pairs):
+    """Forward and backward, four heads: the pairs of blocks that are computed."""
+    mesh = jax.sharding.Mesh(np.array(describe_devices(V5E)), ('data',))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+    q = jax.ShapeDtypeStruct((4, length, 4, 64), jnp.bfloat16, sharding=sharding)
+
+    def loss(q, k, v):
+        return softmax_attention(q, k, v, window=window, implementation='splash').astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh):
+        _, text = compile_with_text(
+            jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, q, q).lower(lowering_platforms=('tpu',))
+        )
+    kernels = [i for body in HloProgram(text).computations.values() for i in body if i.is_kernel]
+    assert len(kernels) >= 2
+    assert {kernel_cycles.grid_steps(kernel) / 4 for kernel in kernels} == {pairs}
 
 
 @needs_libtpu

@@ -27,7 +27,6 @@ def test_schedules_are_read_from_the_dump(tmp_path):
         ((4, 4), 10 / 16),
         ((8, 4), (2 * (1 + 2 + 3 + 4)) / 32),  # blocks of keys twice as long, either axis first
         ((4, 8), (2 * (1 + 2 + 3 + 4)) / 32),
-        ((16, 3), 1.0),  # a sliding window
     ],
 )
 def test_blocks_above_the_diagonal_are_skipped(grid, share):
