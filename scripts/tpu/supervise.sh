@@ -28,7 +28,6 @@ esac
 say() { echo "supervise: $(date '+%m-%d %H:%M:%S') $*"; }
 trap 'say "stopped; the pod $TPU_NAME and its job go on. Join again: the same command. End: scripts/tpu/delete.sh"; exit 130' INT TERM
 
-is_joined=''
 if is_dry; then
   check_command "$@"
   export CHECK=0
@@ -44,7 +43,7 @@ fi
 # Sets STATUS to a line for each worker that answers; with a command, OTHER where another one runs.
 ask_workers() { STATUS=$(on_workers all "$(job_status "$RUN_NAME" "$@")" 2>/dev/null | grep '^lm-job ' || true); }
 # Answers in this state, or all of them.
-count() { awk -v state="${1:-}" 'NF && (state == "" || $3 == state)' <<<"$STATUS" | wc -l | tr -d ' '; }
+count() { awk -v state="${1:-}" 'NF && (state == "" || $3 == state) { n++ } END { print n + 0 }' <<<"$STATUS"; }
 
 # Whether the job runs already. A pod on which another command runs is left alone.
 joins() {
@@ -54,7 +53,7 @@ joins() {
     say "another command of the job $RUN_NAME runs on $TPU_NAME, which is left as it is; scripts/tpu/run.sh --stop ends it"
     exit 2
   fi
-  [ "$(count RUNNING)" -gt 0 ]
+  [ "$(count RUNNING)" -gt 0 ] && is_joined=1
 }
 
 # What the run was started from, if this script joined it and has it still; else the last commit.
@@ -137,7 +136,6 @@ attempt() {
     polls=$((polls + 1))
     sleep "$POLL_SECONDS"
   done
-  if [ "$(count RUNNING)" -gt 0 ]; then is_joined=1; fi
   if [ "$(count RUNNING)" -gt 0 ] && [ "$(count NONE)" = 0 ]; then
     say "joining the job that runs on $TPU_NAME"
   else
@@ -215,8 +213,8 @@ finish() {
   exit "$code"
 }
 
-# is_known: this script has created the pod, or one of its workers has answered.
-attempts=0 failures=0 short=0 fresh='' is_known=''
+# is_known: this script has created the pod, or one of its workers has answered. is_joined: it met the job at work.
+attempts=0 failures=0 short=0 fresh='' is_known='' is_joined=''
 if [ "$(queue_state)" = ABSENT ] || ! joins; then
   check_command "$@"
   pack
