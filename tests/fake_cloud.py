@@ -27,9 +27,15 @@ scenario = pathlib.Path(cloud, f'{pod}.scenario')
 if not scenario.exists():
     scenario = pathlib.Path(cloud, 'scenario')
 what = scenario.read_text().split()[number]
-time.sleep(float(os.environ.get('FAKE_SECONDS', '0.1')))
+end = time.monotonic() + 120
+while pathlib.Path(cloud, 'hold').exists() and time.monotonic() < end:
+    time.sleep(0.05)
+time.sleep(0.1)
 if what == 'preempt':  # the machines vanish, nothing is written down
-    pathlib.Path(cloud, 'pods', pod, 'state').write_text('SUSPENDED')
+    state = pathlib.Path(cloud, 'pods', pod, 'state')
+    new = state.with_name(f'state.{worker}')
+    new.write_text('SUSPENDED')
+    new.replace(state)
     time.sleep(0.5)
     sys.exit(1)
 if what == 'unreachable':  # the service says that all is well, ssh does not answer
@@ -109,6 +115,13 @@ class FakeCloud:
             cwd=self.path,
         )
 
+    def hold(self) -> None:
+        """From now on no `lm` ends by itself."""
+        (self.path / 'hold').touch()
+
+    def release(self) -> None:
+        (self.path / 'hold').unlink(missing_ok=True)
+
     def change_the_checkout(self) -> None:
         """From now on git reports an uncommitted change."""
         real = shutil.which('git')
@@ -120,7 +133,10 @@ class FakeCloud:
 
     def fail(self, what: str, times: int) -> None:
         """The next `times` calls of gcloud fail: `all` of them, or those of a `KIND VERB` such as `tpu-vm ssh`."""
-        (self.path / f'fails {what}').write_text(str(times))
+        write(self.path / f'fails {what}', str(times))
+
+    def fails_left(self, what: str) -> int:
+        return int((self.path / f'fails {what}').read_text())
 
     def lm_calls(self, pod: str = 'pod', worker: int = 0) -> list[list[str]]:
         """Arguments of each start of `lm` on this worker."""
@@ -152,7 +168,9 @@ def main() -> int:
     words = [a for a in arguments if not a.startswith('--') and a != 'alpha']
     flags = dict(a[2:].partition('=')[::2] for a in arguments if a.startswith('--'))
     kind, *rest = words[2:] if words[1] == 'tpus' else words[1:]
-    verb, *rest = [kind, *rest] if kind in ('ssh', 'scp') else rest
+    if kind in ('ssh', 'scp'):  # gcloud compute ssh
+        kind, rest = 'compute', [kind, *rest]
+    verb, *rest = rest
     if fails(cloud, f'{kind} {verb}') or fails(cloud, 'all'):
         print('ERROR: the connection was reset', file=sys.stderr)
         return 1
@@ -174,7 +192,8 @@ def main() -> int:
         if kind == 'queued-resources':
             print(state)
             following = {'WAITING_FOR_RESOURCES': 'PROVISIONING', 'PROVISIONING': 'ACTIVE'}
-            (pod / 'state').write_text(following.get(state, state))
+            if state in following:
+                write(pod / 'state', following[state])
         else:
             print('READY' if state == 'ACTIVE' else 'PREEMPTED')
         return 0
@@ -185,16 +204,28 @@ def main() -> int:
         if not is_reachable(pod):
             return 255
         chosen = range(workers(pod)) if flags.get('worker', 'all') == 'all' else [int(flags['worker'])]
-        codes = [ssh(pod, worker, flags['command']) for worker in chosen]
-        return next((code for code in codes if code), 0)
+        answers = [ssh(pod, worker, flags['command']) for worker in chosen]
+        if not is_reachable(pod):  # gone meanwhile: a machine that is no more says nothing
+            return 255
+        for answer in answers:
+            sys.stdout.write(answer.stdout)
+            sys.stderr.write(answer.stderr)
+        return next((answer.returncode for answer in answers if answer.returncode), 0)
     raise SystemExit(f'fake gcloud: {arguments}')
+
+
+def write(file: pathlib.Path, text: str) -> None:
+    """Whole at once: others read it meanwhile."""
+    new = file.with_name(f'{file.name}.{os.getpid()}')
+    new.write_text(text)
+    new.replace(file)
 
 
 def fails(cloud: pathlib.Path, what: str) -> bool:
     file = cloud / f'fails {what}'
     left = int(file.read_text()) if file.exists() else 0
     if left:
-        file.write_text(str(left - 1))
+        write(file, str(left - 1))
     return left > 0
 
 
@@ -203,7 +234,10 @@ def workers(pod: pathlib.Path) -> int:
 
 
 def is_reachable(pod: pathlib.Path) -> bool:
-    return pod.exists() and (pod / 'state').read_text() == 'ACTIVE' and not (pod / 'unreachable').exists()
+    try:
+        return (pod / 'state').read_text() == 'ACTIVE' and not (pod / 'unreachable').exists()
+    except FileNotFoundError:
+        return False
 
 
 def copy(pod: pathlib.Path, sources: list[str]) -> int:
@@ -217,13 +251,13 @@ def copy(pod: pathlib.Path, sources: list[str]) -> int:
     return 0
 
 
-def ssh(pod: pathlib.Path, worker: int, command: str) -> int:
+def ssh(pod: pathlib.Path, worker: int, command: str) -> subprocess.CompletedProcess:
     home = pod / f'home-{worker}'
     home.mkdir(exist_ok=True)
     environment = os.environ | {'HOME': str(home), 'FAKE_POD': pod.name, 'FAKE_WORKER': str(worker)}
     for name in [n for n in environment if n.isupper() and n in ('PROJECT', 'ZONE', 'TPU_NAME', 'RUN_NAME', 'RUN_DIR')]:
         del environment[name]
-    return subprocess.run(['bash', '-c', command], env=environment, cwd=home).returncode
+    return subprocess.run(['bash', '-c', command], env=environment, cwd=home, capture_output=True, text=True)
 
 
 if __name__ == '__main__':

@@ -17,12 +17,15 @@ def cloud(tmp_path) -> FakeCloud:
 
 
 @pytest.fixture
-def running(cloud) -> FakeCloud:
-    """A pod whose job goes on for some seconds, with nobody who watches it."""
+def running(cloud):
+    """A pod whose job goes on until it is released, with nobody who watches it."""
+    cloud.hold()
     assert cloud.run('create.sh', '--wait').returncode == 0
     assert cloud.run('setup.sh').returncode == 0
-    assert cloud.run('run.sh', *COMMAND, FAKE_SECONDS='4').returncode == 0
-    return cloud
+    assert cloud.run('run.sh', *COMMAND).returncode == 0
+    wait_for(lambda: cloud.lm_calls() and cloud.lm_calls(worker=1))
+    yield cloud
+    cloud.release()
 
 
 def wait_for(condition) -> None:
@@ -32,9 +35,19 @@ def wait_for(condition) -> None:
         time.sleep(0.1)
 
 
-def assert_joined(cloud, done) -> None:
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert 'joining the job that runs on pod' in done.stdout
+def read_to(what: str, stream) -> None:
+    for line in stream:
+        if what in line:
+            return
+    pytest.fail(f'{what!r} was never said')
+
+
+def assert_joins(cloud, **settings: str) -> None:
+    supervisor = cloud.start('supervise.sh', *COMMAND, **settings)
+    read_to('joining the job that runs on pod', supervisor.stdout)
+    cloud.release()
+    out, err = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 0, out + err
     assert len(cloud.lm_calls()) == len(cloud.lm_calls(worker=1)) == 1
     assert len(cloud.gcloud_calls('queued-resources', 'create')) == 1
     assert len(cloud.gcloud_calls('queued-resources', 'delete')) == 1, 'once, at the end'
@@ -44,25 +57,24 @@ def assert_joined(cloud, done) -> None:
 def test_a_supervisor_joins_a_running_job_as_it_is(running):
     set_up = len(running.gcloud_calls('scp'))
     running.change_the_checkout()
-    done = running.run('supervise.sh', *COMMAND, ALLOW_DIRTY='0', CHECK='1')
-    assert_joined(running, done)
+    assert_joins(running, ALLOW_DIRTY='0', CHECK='1')
     assert len(running.gcloud_calls('scp')) == set_up
 
 
 @pytest.mark.parametrize(('what', 'times'), [('all', 25), ('tpu-vm describe', 4), ('tpu-vm ssh', 4)])
 def test_what_cannot_be_asked_is_asked_again(what, times, running):
     running.fail(what, times)
-    done = running.run('supervise.sh', *COMMAND, POLL_SECONDS='0.02')
-    assert_joined(running, done)
+    assert_joins(running, POLL_SECONDS='0.02')
 
 
 def test_a_network_that_is_away_while_a_job_is_watched(running):
     supervisor = running.start('supervise.sh', *COMMAND)
-    wait_for(lambda: 'joining' in supervisor.stdout.readline())
+    read_to('joining', supervisor.stdout)
     running.fail('all', 12)
+    read_to('workers answer', supervisor.stdout)
+    running.release()
     out, err = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 0, out + err
-    assert 'workers answer' in out
     assert len(running.lm_calls()) == 1
     assert len(running.gcloud_calls('queued-resources', 'delete')) == 1
 
@@ -95,11 +107,13 @@ def test_uncommitted_changes_are_refused_before_a_pod_is_asked_for(cloud):
 def test_a_worker_that_was_missed_is_started(running):
     # As if ssh had not reached the second worker when the job was started.
     home = running.path / 'pods' / 'pod' / 'home-1'
-    wait_for(lambda: len(running.lm_calls(worker=1)) == 1)
     (home / 'lm-jobs').rename(home / 'others')
     running.path.joinpath('scenario').write_text('0 0')
-    done = running.run('supervise.sh', *COMMAND)
-    assert done.returncode == 0, done.stdout + done.stderr
+    supervisor = running.start('supervise.sh', *COMMAND)
+    wait_for(lambda: len(running.lm_calls(worker=1)) == 2)
+    running.release()
+    out, err = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 0, out + err
     assert (len(running.lm_calls()), len(running.lm_calls(worker=1))) == (1, 2)
 
 
@@ -117,11 +131,13 @@ def test_edits_while_a_run_goes_on_are_not_part_of_it(cloud):
     # Of this test's own checkout nothing matters: it is clean until it is changed.
     cloud.change_the_checkout()
     clean.write_text(clean.read_text().replace('echo " M lm/cli.py"', 'true'))
-    supervisor = cloud.start('supervise.sh', *COMMAND, FAKE_SECONDS='1')
+    cloud.hold()
+    supervisor = cloud.start('supervise.sh', *COMMAND)
     wait_for(lambda: cloud.lm_calls())
     cloud.change_the_checkout()
     settings = cloud.path / 'settings.env'
     settings.write_text(settings.read_text().replace("TPU_NAME='pod'", "TPU_NAME='other'\nMISSPELT=1"))
+    cloud.release()
     out, err = supervisor.communicate(timeout=120)
     assert supervisor.returncode == 0, out + err
     assert len(cloud.lm_calls()) == 3
@@ -129,11 +145,20 @@ def test_edits_while_a_run_goes_on_are_not_part_of_it(cloud):
     assert cloud.pods() == []
 
 
-def test_preparation_is_waited_for_while_its_machine_does_not_answer(cloud):
-    preparation = cloud.start('prepare_data.sh', *PREPARE, FAKE_SECONDS='2')
+def start_preparation(cloud):
+    """At work until it is released."""
+    cloud.hold()
+    preparation = cloud.start('prepare_data.sh', *PREPARE)
     wait_for(lambda: cloud.lm_calls(pod='pod-prepare'))
+    return preparation
+
+
+def test_preparation_is_waited_for_while_its_machine_does_not_answer(cloud):
+    preparation = start_preparation(cloud)
     cloud.fail('compute ssh', 15)
     cloud.fail('instances describe', 5)
+    wait_for(lambda: cloud.fails_left('compute ssh') == 0)
+    cloud.release()
     out, err = preparation.communicate(timeout=60)
     assert preparation.returncode == 0, out + err
     assert len(cloud.lm_calls(pod='pod-prepare')) == 1
@@ -141,33 +166,34 @@ def test_preparation_is_waited_for_while_its_machine_does_not_answer(cloud):
 
 
 def test_preparation_is_joined_from_a_changed_checkout(cloud):
-    preparation = cloud.start('prepare_data.sh', *PREPARE, FAKE_SECONDS='4')
-    wait_for(lambda: cloud.lm_calls(pod='pod-prepare'))
+    preparation = start_preparation(cloud)
     preparation.terminate()
     assert preparation.wait(20) == 130
     assert 'Join again' in preparation.communicate()[1]
     cloud.change_the_checkout()
-    done = cloud.run('prepare_data.sh', *PREPARE, ALLOW_DIRTY='0')
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert 'joining' in done.stderr
+    again = cloud.start('prepare_data.sh', *PREPARE, ALLOW_DIRTY='0')
+    read_to('joining', again.stderr)
+    cloud.release()
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 0, out + err
     assert len(cloud.lm_calls(pod='pod-prepare')) == 1
     assert cloud.pods() == []
 
 
 def test_a_preparation_whose_machine_is_gone_ends_with_1(cloud):
-    preparation = cloud.start('prepare_data.sh', *PREPARE, FAKE_SECONDS='3')
-    wait_for(lambda: cloud.lm_calls(pod='pod-prepare'))
+    preparation = start_preparation(cloud)
     os.rename(cloud.path / 'pods' / 'pod-prepare', cloud.path / 'gone')
     out, err = preparation.communicate(timeout=60)
     assert preparation.returncode == 1, out + err
     assert 'pod-prepare is gone' in err
+    cloud.release()
 
 
 def test_a_machine_that_another_preparation_uses_is_left_alone(cloud):
-    preparation = cloud.start('prepare_data.sh', *PREPARE, FAKE_SECONDS='4')
-    wait_for(lambda: cloud.lm_calls(pod='pod-prepare'))
+    preparation = start_preparation(cloud)
     done = cloud.run('prepare_data.sh', *PREPARE, '--seed', '1')
     assert done.returncode == 2
     assert 'another command runs; pod-prepare is left as it is' in done.stderr
+    cloud.release()
     out, err = preparation.communicate(timeout=60)
     assert preparation.returncode == 0, out + err

@@ -15,7 +15,7 @@ is_alive() {
   local pid
   pid=$(cat "$folder/pid" 2>/dev/null) || return 1
   # After a reboot the number may belong to somebody else.
-  kill -0 "$pid" 2>/dev/null && tr '\0' ' ' <"/proc/$pid/cmdline" | grep -q 'job\.sh watch'
+  kill -0 "$pid" 2>/dev/null && [[ $(tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null) == *'job.sh watch '* ]]
 }
 upload() { if [ -n "$1" ]; then gcloud storage cp --quiet "$folder/log" "$1/$name/$(hostname).log" >/dev/null 2>&1 || true; fi; }
 
@@ -38,6 +38,11 @@ case $verb in
     rm -f "$folder/exit_code"
     setsid nohup bash "$0" watch "$name" "$url" "$@" </dev/null >>"$folder/log" 2>&1 &
     echo $! >"$folder/pid"
+    # Whoever asks for its state next finds it at work, however slow the machine.
+    for ((try = 0; try < 100; try++)); do
+      if is_alive || [ -f "$folder/exit_code" ]; then break; fi
+      sleep 0.1
+    done
     echo "$(hostname): started"
     ;;
   watch)
