@@ -36,6 +36,9 @@ class Polysketch(LinearAttention):
     degree: int = field(4, minimum=2, maximum=16, check=power_of_two, help='power of the scores; at 2 nothing is lost')
     local: bool = field(True, help='exact weights inside a block')
     block: int = field(1024, minimum=1, help='tokens a block of exact weights; without `local` it has no effect')
+    network_width: int = field(
+        8, minimum=1, help="hidden units of a learned sketch's networks, in multiples of sketch_size"
+    )
     per_head: bool = field(False, help='each key head has its own sketch; False: one for the layer')
     denominator_bias: float = field(1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
     gate: bool = field(False, help='each token decides, for each key head, how much it leaves of all weights before it')
@@ -57,7 +60,8 @@ class Polysketch(LinearAttention):
         engine = linear_flops_per_token(dims, length, size * (size + 1) // 2, compared, block=block)
         if self.local and length <= self.block:
             return engine
-        sketch = SKETCHES[self.sketch].flops(dims.head_dim, self.sketch_size, self.degree // 2)
+        kind = SKETCHES[self.sketch]
+        sketch = kind.flops(dims.head_dim, self.sketch_size, self.degree // 2, self.network_width)
         return engine + (dims.n_heads + dims.n_kv_heads) * sketch
 
     def why_causal(self) -> str | None:
@@ -71,7 +75,8 @@ class Polysketch(LinearAttention):
         cases = {f'polysketch r={r} block={block}': cls(sketch_size=r, block=block) for r, block in sizes}
         cases |= {'polysketch r=32 without local': cls(sketch_size=32, local=False)}
         cases |= {f'polysketch r=32 block={block} gate': cls(block=block, gate=True) for block in (256, 1024)}
-        networks = {f'sketch networks r={r}': functools.partial(networks_call, r) for r in (32, 64)}
+        networks = {f'sketch networks r={r}': functools.partial(networks_call, r, 8) for r in (32, 64)}
+        networks |= {'sketch networks r=32 width=4': functools.partial(networks_call, 32, 4)}
         return {name: config.kernel_call for name, config in cases.items()} | networks
 
 
@@ -84,7 +89,9 @@ class PolysketchAttention(NormedModule, LinearModule):
         self.make_norms(dims.head_dim, rngs)
         self.gate = forget_gate(config.gate, dims.n_kv_heads)
         n = dims.n_kv_heads if config.per_head else 1
-        self.sketch = SKETCHES[config.sketch](n, dims.head_dim, config.sketch_size, config.degree // 2, rngs)
+        self.sketch = SKETCHES[config.sketch](
+            n, dims.head_dim, config.sketch_size, config.degree // 2, config.network_width, rngs
+        )
 
     @jax.named_scope('sketches')
     def features(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -109,11 +109,12 @@ class PolynomialFormula(NormedMechanism):
 
 
 class SketchNetwork(nn.Module):
-    """LayerNorm, m → 8r, gelu, → r, LayerNorm, → 8r, gelu, → r; its arrays have an axis over n sketches in front."""
+    """LayerNorm, m → `hidden`, gelu, → r, LayerNorm, → `hidden`, gelu, → r; its arrays have an axis over n sketches in
+    front."""
 
-    def __init__(self, n, size, r):
+    def __init__(self, n, size, r, hidden):
         super().__init__()
-        shapes = ((size, 8 * r), (8 * r, r), (r, 8 * r), (8 * r, r))
+        shapes = ((size, hidden), (hidden, r), (r, hidden), (hidden, r))
         self.kernels = nn.ParameterList([torch.zeros(n, *shape) for shape in shapes])
         self.scales = nn.ParameterList([torch.ones(n, 1, m) for m in (size, r)])
         self.biases = nn.ParameterList([torch.zeros(n, 1, m) for m in (size, r)])
@@ -128,11 +129,11 @@ class SketchNetwork(nn.Module):
 class LearnedTree(nn.Module):
     """√r tanh(√(1/r) f₁(x) ∗ f₂(y)) at each node, the nodes above the leaves first."""
 
-    def __init__(self, n, size, r, power):
+    def __init__(self, n, size, r, power, width):
         super().__init__()
         self.r, self.power = r, power
         self.maps = nn.ModuleList(
-            nn.ModuleList(SketchNetwork(n, m, r) for _ in range(2)) for m in self.inputs(size, r, power)
+            nn.ModuleList(SketchNetwork(n, m, r, width * r) for _ in range(2)) for m in self.inputs(size, r, power)
         )
 
     @staticmethod
@@ -161,7 +162,7 @@ class LearnedTree(nn.Module):
 class RandomTree(LearnedTree):
     """√(1/r) (x G₁) ∗ (y G₂) at each node."""
 
-    def __init__(self, n, size, r, power):
+    def __init__(self, n, size, r, power, width):
         nn.Module.__init__(self)
         self.r, self.power = r, power
         self.maps = fixed((2, n, m, r) for m in self.inputs(size, r, power))
@@ -173,7 +174,7 @@ class RandomTree(LearnedTree):
 class HadamardTree(RandomTree):
     """With a map of its own in front of each leaf."""
 
-    def __init__(self, n, size, r, power):
+    def __init__(self, n, size, r, power, width):
         nn.Module.__init__(self)
         self.r, self.power = r, power
         self.base = fixed((n, size, r) for _ in range(power if power > 1 else 0))
@@ -196,13 +197,13 @@ class PolysketchFormula(NormedMechanism):
 
     def __init__(
         self, heads, kv_heads, size, *, sketch, sketch_size, degree, local, block, per_head, denominator_bias,
-        implementation=None, gate=False,
+        network_width=8, implementation=None, gate=False,
     ):  # fmt: skip
         super().__init__()
         self.make_norms(size)
         self.degree, self.block, self.bias = degree, block if local else None, denominator_bias
         self.n = kv_heads if per_head else 1
-        self.sketch = TREES[sketch](self.n, size, sketch_size, degree // 2)
+        self.sketch = TREES[sketch](self.n, size, sketch_size, degree // 2, network_width)
 
     def features(self, x_BxLxHxC):
         grouped = x_BxLxHxC.reshape(*x_BxLxHxC.shape[:2], self.n, -1, x_BxLxHxC.shape[-1])

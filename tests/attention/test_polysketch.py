@@ -69,13 +69,14 @@ def reference(config, values, q, k, v):
 
 CONFIGS = [
     Polysketch(sketch='learned', sketch_size=8, block=16),
+    Polysketch(sketch='learned', sketch_size=8, block=16, network_width=3),
     Polysketch(sketch='gaussian', sketch_size=8, local=False),
     Polysketch(sketch='srht', sketch_size=8, block=16, per_head=True, denominator_bias=2.0),
     Polysketch(degree=2, block=16),
 ]
 
 
-@pytest.mark.parametrize('config', CONFIGS, ids=lambda c: f'{c.sketch}-{c.degree}-{c.local}')
+@pytest.mark.parametrize('config', CONFIGS, ids=lambda c: f'{c.sketch}-{c.degree}-{c.local}-{c.network_width}')
 def test_formula(config):
     module = mechanisms.build(config)
     mechanisms.check_values(module, reference, mechanisms.draw())
@@ -146,7 +147,7 @@ def test_one_block_is_computed_as_it_is_asked_for(monkeypatch):
 
 def test_chunks_change_nothing():
     x = jax.random.normal(jax.random.key(0), (2, 45, 1, 3, 16))
-    graph, state = nnx.split(SKETCHES['learned'](1, 16, 8, 2, nnx.Rngs(0)))
+    graph, state = nnx.split(SKETCHES['learned'](1, 16, 8, 2, 8, nnx.Rngs(0)))
 
     def loss(state, x, chunk):
         return jnp.sin(map_chunks(lambda s, x: nnx.merge(graph, s)(x), state, x, chunk)).sum()
@@ -159,7 +160,7 @@ def test_chunks_change_nothing():
 def test_random_sketches_keep_no_products(name, capsys):
     """With `model.remat = 'dots'`: the products are float32 and larger than the vectors that they are made of."""
     x = jax.random.normal(jax.random.key(0), (2, 45, 1, 3, 16), jnp.bfloat16)
-    sketch = SKETCHES[name](1, 16, 8, 4, nnx.Rngs(0))
+    sketch = SKETCHES[name](1, 16, 8, 4, 8, nnx.Rngs(0))
 
     def loss(x):
         return jnp.sin(sketch.of_each(x)[0].astype(jnp.float32)).sum()
@@ -179,7 +180,7 @@ def kernels(name, size, r, power, x, y, draws):
     """⟨ψ(x), ψ(y)⟩ of many independent sketches, [draws, X, Y]."""
 
     def one(key):
-        sketch = SKETCHES[name](1, size, r, power, nnx.Rngs(params=key, projections=key))
+        sketch = SKETCHES[name](1, size, r, power, 8, nnx.Rngs(params=key, projections=key))
         return jnp.einsum('xr,yr->xy', *(sketch(a[None, :, None, None])[0, :, 0, 0] for a in (x, y)))
 
     return np.asarray(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), draws)), np.float64)
@@ -259,6 +260,14 @@ def test_flops():
     networks = 2 * (8 * 16 * 32 + 24 * 32**2) * 2
     without = Polysketch(sketch_size=32, sketch='gaussian').flops_per_token(DIMS, 8192) - 2 * 2 * 16 * 32 * 6
     assert config.flops_per_token(DIMS, 8192) - without == pytest.approx(networks * 6)
+    narrow = Polysketch(sketch_size=32, network_width=4)
+    assert narrow.flops_per_token(DIMS, 8192) - without == pytest.approx(networks / 2 * 6)
+
+
+def test_networks_of_another_width():
+    shapes = [p.shape for p in jax.tree.leaves(nnx.state(mechanisms.build(Polysketch(sketch_size=8, network_width=3))))]
+    assert {(1, 16, 24), (1, 24, 8), (1, 8, 24)} <= set(shapes)
+    assert not [shape for shape in shapes if 64 in shape]
 
 
 @pytest.mark.parametrize('degree', [3, 6, 32])

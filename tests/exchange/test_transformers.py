@@ -30,6 +30,7 @@ transformers = pytest.importorskip('transformers', reason='needs transformers: s
 MORE = {
     'softmax scale': Softmax(scale=0.7),
     'polysketch learned 8': Polysketch(sketch='learned', sketch_size=4, degree=8, block=8, per_head=True),
+    'polysketch narrow networks': Polysketch(sketch_size=4, degree=8, block=8, network_width=2),
     'polysketch 2': Polysketch(degree=2, block=8),
     'polysketch srht local': Polysketch(sketch='srht', sketch_size=8, block=8),
     'hybrid parts': Hybrid(window=5, degree=3, parts=2, approximation='minimax'),

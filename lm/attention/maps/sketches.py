@@ -20,9 +20,6 @@ from lm.ops.dots import dense
 from lm.ops.residuals import recomputed
 from lm.parameters import Buffer, declare
 
-WIDTH = 8
-"""Hidden units of the learned maps, in multiples of r (App. D)."""
-
 
 class Sketch(nnx.Module):
     """Base: the tree. A kind of sketch says what its leaves are and how a node joins its children.
@@ -30,8 +27,9 @@ class Sketch(nnx.Module):
     The nodes of the level above the leaves come first, the root last: P - 1 of them.
     """
 
-    def __init__(self, n: int, size: int, r: int, power: int, rngs: nnx.Rngs):
-        """n sketches of `power` copies of vectors of `size` numbers."""
+    def __init__(self, n: int, size: int, r: int, power: int, width: int, rngs: nnx.Rngs):
+        """n sketches of `power` copies of vectors of `size` numbers, whose networks, if they are learned, have
+        `width` r hidden units."""
         self.power = power
         self.r = r
 
@@ -63,12 +61,12 @@ class Sketch(nnx.Module):
         return tuple(sketch(state, x_BxLxNxGxM) for x_BxLxNxGxM in xs_BxLxNxGxM)
 
     @classmethod
-    def flops(cls, size: int, r: int, power: int) -> float:
+    def flops(cls, size: int, r: int, power: int, width: int) -> float:
         """Floating-point operations of ψ of one vector."""
-        return sum(2 * cls.map_flops(m, r) for m in _node_inputs(size, r, power))
+        return sum(2 * cls.map_flops(m, r, width) for m in _node_inputs(size, r, power))
 
     @classmethod
-    def map_flops(cls, size: int, r: int) -> float:
+    def map_flops(cls, size: int, r: int, width: int) -> float:
         """Of one of a node's two maps."""
         return 2.0 * size * r
 
@@ -77,8 +75,8 @@ class Gaussian(Sketch):
     """√(1/r) [(M₁ G₁) ∗ (M₂ G₂)] with Gaussian G₁, G₂ (Algorithm 1). The published code divides both matrices by √r,
     which makes these weights r² times smaller than the exact ones beside them; Algorithm 1 does not."""
 
-    def __init__(self, n: int, size: int, r: int, power: int, rngs: nnx.Rngs):
-        super().__init__(n, size, r, power, rngs)
+    def __init__(self, n: int, size: int, r: int, power: int, width: int, rngs: nnx.Rngs):
+        super().__init__(n, size, r, power, width, rngs)
         sizes = _node_inputs(size, r, power)
         # Rounded to bfloat16, so that the sketch is the same in either precision.
         draws = (jax.random.normal(rngs.projections(), (2, n, m, r), jnp.bfloat16) for m in sizes)
@@ -95,8 +93,8 @@ class Srht(Sketch):
     whose size is not a power of two count as padded with zeros.
     """
 
-    def __init__(self, n: int, size: int, r: int, power: int, rngs: nnx.Rngs):
-        super().__init__(n, size, r, power, rngs)
+    def __init__(self, n: int, size: int, r: int, power: int, width: int, rngs: nnx.Rngs):
+        super().__init__(n, size, r, power, width, rngs)
         n_nodes = max(power - 1, 0)
         n_leaves = power if power > 1 else 0
         self.base = nnx.List([Buffer(_subsampled(rngs.projections(), (n,), size, r)) for _ in range(n_leaves)])
@@ -109,19 +107,19 @@ class Srht(Sketch):
         return _product(self.maps[node][...], left, right)
 
     @classmethod
-    def flops(cls, size: int, r: int, power: int) -> float:
+    def flops(cls, size: int, r: int, power: int, width: int) -> float:
         if power == 1:
             return 0.0
-        return power * cls.map_flops(size, r) + 2 * (power - 1) * cls.map_flops(r, r)
+        return power * cls.map_flops(size, r, width) + 2 * (power - 1) * cls.map_flops(r, r, width)
 
 
 class Learned(Sketch):
     """√r tanh(√(1/r) [f₁(M₁) ∗ f₂(M₂)]) with a small network for each f (Algorithm 2, App. D)."""
 
-    def __init__(self, n: int, size: int, r: int, power: int, rngs: nnx.Rngs):
-        super().__init__(n, size, r, power, rngs)
+    def __init__(self, n: int, size: int, r: int, power: int, width: int, rngs: nnx.Rngs):
+        super().__init__(n, size, r, power, width, rngs)
         sizes = _node_inputs(size, r, power)
-        self.maps = nnx.List([nnx.List([Network(n, m, r, rngs) for _ in range(2)]) for m in sizes])
+        self.maps = nnx.List([nnx.List([Network(n, m, r, width, rngs) for _ in range(2)]) for m in sizes])
 
     def __call__(self, x_BxLxNxGxM: jax.Array) -> jax.Array:
         return self.of_each(x_BxLxNxGxM)[0]
@@ -133,16 +131,16 @@ class Learned(Sketch):
         return networks.sketch_networks(nodes, *xs_BxLxNxGxM)
 
     @classmethod
-    def map_flops(cls, size: int, r: int) -> float:
-        return 2.0 * WIDTH * r * (size + 3 * r)
+    def map_flops(cls, size: int, r: int, width: int) -> float:
+        return 2.0 * width * r * (size + 3 * r)
 
 
 class Network(nnx.Module):
-    """LayerNorm, M → 8r, gelu, → r, LayerNorm, → 8r, gelu, → r, without biases (App. D)."""
+    """LayerNorm, M → `width` r, gelu, → r, LayerNorm, → `width` r, gelu, → r, without biases (App. D: 8 r)."""
 
-    def __init__(self, n: int, size: int, r: int, rngs: nnx.Rngs):
+    def __init__(self, n: int, size: int, r: int, width: int, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
-        shapes = ((size, WIDTH * r), (WIDTH * r, r), (r, WIDTH * r), (WIDTH * r, r))
+        shapes = ((size, width * r), (width * r, r), (r, width * r), (width * r, r))
         matrix, gain, bias = (declare(kind, 'sketch', 'in', 'out') for kind in ('matrix', 'gain', 'bias'))
         self.kernels = nnx.List([nnx.Param(init(rngs.params(), (n, *shape)), **matrix) for shape in shapes])
         self.scales = nnx.List([nnx.Param(jnp.ones((n, 1, m)), **gain) for m in (size, r)])
@@ -175,18 +173,18 @@ def _subsampled(key: jax.Array, lead: tuple[int, ...], size: int, r: int) -> jax
     return signs * jnp.swapaxes(matrix[columns], -1, -2)
 
 
-def networks_call(r: int, dims: HeadDims, length: int) -> KernelCall:
+def networks_call(r: int, width: int, dims: HeadDims, length: int) -> KernelCall:
     """The kernels of the networks of one learned sketch, r numbers of each query and key together."""
     from lm.ops.sketch_networks.tpu import networks as kernels
 
-    network = jax.eval_shape(lambda: Network(1, dims.head_dim, r, nnx.Rngs(0)).parameters())
+    network = jax.eval_shape(lambda: Network(1, dims.head_dim, r, width, nnx.Rngs(0)).parameters())
     heads = (dims.n_heads, dims.n_kv_heads)
     qk = (jax.ShapeDtypeStruct((1, length, 1, n, dims.head_dim), jnp.bfloat16) for n in heads)
 
     def function(nodes, q, k):
         return networks.sketch_networks(nodes, q, k, implementation='pallas_tpu')
 
-    plan = kernels.plan_for(length, dims.n_heads, dims.head_dim, WIDTH * r, r, 2)
+    plan = kernels.plan_for(length, dims.n_heads, dims.head_dim, width * r, r, 2)
     tokens = plan.block / 2  # a grid step takes a block of queries or one of keys
     steps = {(kernel, f'sketch_networks_{kernel}'): tokens for kernel in ('forward', 'backward')}
     return KernelCall(function, (((network, network),), *qk), steps)
