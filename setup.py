@@ -78,6 +78,7 @@ setup(
             'tiktoken>=0.9',
             'tokenizers>=0.21',
             'tensorboardX>=2.6',
+            'uv>=0.9',
         ],
     },
     entry_points={'console_scripts': ['lm=lm.cli:main']},
