@@ -12,12 +12,18 @@ from lm.ops import platform
 CHUNK = 1024
 """Tokens at a time, where there are more."""
 
+CPU_VECTORS = 1024
+"""Vectors at a time on CPUs: hidden layers that stay in their caches are computed twice as fast, though once more."""
+
 
 def map_together(
     function: Callable[[Any, jax.Array], jax.Array], parameters: Any, xs_BxLxNxGxM: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """function(parameters, x) of each array, computed side by side along G, `CHUNK` tokens at a time."""
-    mapped = lambda parameters, x: map_chunks(function, parameters, x, CHUNK)  # noqa: E731
+    """function(parameters, x) of each array, computed side by side along G, some tokens at a time."""
+
+    def mapped(parameters, x_BxLxNxGxM):
+        return map_chunks(function, parameters, x_BxLxNxGxM, _chunk(x_BxLxNxGxM))
+
     if xs_BxLxNxGxM[0].shape[0] % platform.batch_shards() == 0:
         mapped = platform.per_device(mapped, split=(False, True))
     y_BxLxNxGxR = mapped(parameters, jnp.concatenate(xs_BxLxNxGxM, axis=3))
@@ -25,6 +31,14 @@ def map_together(
     for x_BxLxNxGxM in xs_BxLxNxGxM:
         starts.append(starts[-1] + x_BxLxNxGxM.shape[3])
     return tuple(y_BxLxNxGxR[:, :, :, low:high] for low, high in itertools.pairwise(starts))
+
+
+def _chunk(x_BxLxNxGxM: jax.Array) -> int:
+    """How many tokens of each sequence are computed at a time."""
+    if platform.target_platform() != 'cpu':
+        return CHUNK
+    batch, _, n, heads, _ = x_BxLxNxGxM.shape
+    return min(CHUNK, max(8, CPU_VECTORS // (batch * n * heads)))
 
 
 def map_chunks(
