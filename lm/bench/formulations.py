@@ -4,6 +4,8 @@ Each is a function of the arguments that its layer gives to `lm.ops.linear_atten
 values, the normalized vectors that the exact weights compare, and options. The block must divide the length.
 
 plain  the formulas of PolySketchFormer §3 as they read
+loop   the same formulas block by block, in a loop whose steps the backward pass computes again: `lax.scan` of a
+       `jax.checkpoint`, what one would write by hand in ten lines
 scan   ours, block by block the same, with all blocks at once and an associative scan over their sums
 """
 
@@ -46,6 +48,29 @@ def plain(arguments: Mapping[str, Any]) -> jax.Array:
     )
 
 
+def loop(arguments: Mapping[str, Any]) -> jax.Array:
+    """[B, L, H, D]. Keeps the sums of all blocks, and no features."""
+    arrays = _tokens(arguments)
+    batch, length, heads, values = arrays[2].shape
+    block = min(arguments['block'], length)
+    degree, bias = arguments['local'].degree, arguments['denominator_bias']
+
+    @jax.checkpoint
+    def step(sums_BxHxRxRxD, tokens):
+        x, y, v, q, k = tokens
+        v1 = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+        weights = jnp.tril(jnp.einsum('bthc,bshc->bhts', q, k) ** degree)
+        near = jnp.einsum('bhts,bshd->bthd', weights, v1)
+        total = near + jnp.einsum('bthi,bthj,bhijd->bthd', x, x, sums_BxHxRxRxD)
+        sums_BxHxRxRxD += jnp.einsum('bthi,bthj,bthd->bhijd', y, y, v1)
+        return sums_BxHxRxRxD, total[..., :-1] / (bias + total[..., -1:])
+
+    size = arrays[0].shape[-1]
+    none = jnp.zeros((batch, heads, size, size, values + 1), jnp.float32)
+    blocks = tuple(a.reshape(batch, length // block, block, *a.shape[2:]).swapaxes(0, 1) for a in arrays)
+    return lax.scan(step, none, blocks)[1].swapaxes(0, 1).reshape(arrays[2].shape)
+
+
 def scan(arguments: Mapping[str, Any]) -> jax.Array:
     """[B, L, H, D]. Differentiated by JAX, which keeps the sums of all blocks."""
     q_BxLxHxE, k_BxLxHxE, v_BxLxHxD, q_local_BxLxHxC, k_local_BxLxHxC = _tokens(arguments)
@@ -69,6 +94,6 @@ def scan(arguments: Mapping[str, Any]) -> jax.Array:
     return ungrouped(num / den[:, :, None]).reshape(v_BxLxHxD.shape).astype(v_BxLxHxD.dtype)
 
 
-FORMULATIONS: dict[str, Callable[[Mapping[str, Any]], jax.Array]] = {'plain': plain, 'scan': scan}
+FORMULATIONS: dict[str, Callable[[Mapping[str, Any]], jax.Array]] = {'plain': plain, 'loop': loop, 'scan': scan}
 COMPUTED = dict.fromkeys(FORMULATIONS, FEATURED.gin_name)
 """Which mechanism each computes."""
