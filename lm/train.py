@@ -132,7 +132,7 @@ def set_up(
     initial = InitialParameters(config.init_from, store.fingerprints, store.path) if config.init_from else None
     if initial and source.latest_step() is None:
         initial.check(abstract['params'])  # before anything is compiled
-    advancing = compile_step_aside(functions, abstract, config, batches.dtype, mesh)
+    tracing, compiling = compile_step_aside(functions, abstract, config, batches.dtype, mesh)
     with goodput.spent('restore'):
         restored = source.restore(abstract, branch.step if branch else rewind_to)
         if restored:
@@ -145,8 +145,10 @@ def set_up(
                 if is_leader:
                     print(line, flush=True)
     goodput.resumed(saved.get('step_seconds'))
+    with goodput.spent('trace'):
+        tracing.exception()  # which the next line raises, if there is one
     with goodput.spent('compile'):
-        advance = advancing.result()
+        advance = compiling.result()
     redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
 
     if rewinds:
@@ -282,6 +284,8 @@ class Trainer:
             return
         (step, metrics), self.pending, config = self.pending, None, self.config
         metrics = jax.device_get(metrics)
+        if step == self.start + 1:
+            self.progress.note(f'first step after {self.goodput.this_start()}')
         by_source = self.batches.windows.by_source(step - 1, metrics.pop('window_loss', None))
         metrics = {name: value.item() for name, value in metrics.items()}
         self.bad_steps = metrics['in_a_row']

@@ -3,11 +3,12 @@
 The ledger is cumulative over all starts of a run. At each moment the time is charged to one account, so that the
 accounts add up to the wall clock since the first start:
 
-    step        steps that the run kept: the productive time       checkpoint   waiting for saves
-    start       imports, devices, opening data                     evaluation
+    step        steps that the run kept: the productive time       data         waiting for batches
+    imports     from the begin of the process to that of the run   checkpoint   waiting for saves
+    start       checks, devices, opening data                      evaluation
     restore     reading a checkpoint, or initialising              lost         steps done again after a restart
-    compile     waiting for the compiler                           restart      between the last record of a process
-    data        waiting for batches                                             and the begin of the next
+    trace       waiting for JAX to trace the step                  restart      between the last record of a process
+    compile     waiting for the compiler                                        and the begin of the next
 """
 
 import contextlib
@@ -20,7 +21,10 @@ from lm.text import duration
 
 T = TypeVar('T')
 
-ACCOUNTS = ('step', 'start', 'restore', 'compile', 'data', 'checkpoint', 'evaluation', 'lost', 'restart')
+ACCOUNTS = (
+    *('step', 'imports', 'start', 'restore', 'trace', 'compile'),
+    *('data', 'checkpoint', 'evaluation', 'lost', 'restart'),
+)
 
 
 class Goodput:
@@ -43,7 +47,8 @@ class Goodput:
             self.started = record['started']
             # A clock that was set back must not make time negative.
             self.seconds['restart'] += max(0.0, begun - record['updated'])
-        self.seconds['start'] += max(0.0, now - begun)
+        self._before = dict(self.seconds)
+        self.seconds['imports'] += max(0.0, now - begun)
         self._laps = dict(self.seconds)
         self._accounts = ['start']
         self._last = self._recorded = time.monotonic()
@@ -84,6 +89,15 @@ class Goodput:
         """Seconds on an account since this was last asked; the first time, since this process began."""
         before, self._laps[account] = self._laps[account], self.total(account)
         return self._laps[account] - before
+
+    def this_start(self) -> str:
+        """What this process has spent so far, in a line: '5.0s: imports 1.9s, compile 1.2s, …', the largest first."""
+        self._charge()
+        spent = {account: self.seconds[account] - before for account, before in self._before.items()}
+        spent |= {'lost': 0.0, 'restart': 0.0}
+        largest = sorted(spent.items(), key=lambda item: -item[1])
+        parts = ', '.join(f'{account} {value:.1f}s' for account, value in largest if value >= 0.05)
+        return f'{sum(spent.values()):.1f}s: {parts}'
 
     def resumed(self, step_seconds: float | None) -> None:
         """The run goes on from a checkpoint that was written after so many seconds of steps: later ones are lost."""

@@ -1,8 +1,8 @@
 """The training step as a program: what `lm train` runs is what `lm check` and `lm bench step` compile."""
 
-import concurrent.futures
 import math
 import re
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -44,15 +44,20 @@ def lower_step(
 
 def compile_step_aside(
     functions: TrainStep, abstract: State, config: TrainConfig, dtype: np.dtype, mesh: Mesh
-) -> 'concurrent.futures.Future[jax.stages.Compiled]':
-    """The compiled step (see `lower_step`), made by a thread while this one does something else.
+) -> tuple[Future[jax.stages.Lowered], Future[jax.stages.Compiled]]:
+    """The step (see `lower_step`) traced, and compiled, by a thread while this one does something else.
 
-    Its result raises ConfigError where the step does not fit the memory of the devices: no repetition mends that.
+    The result of the second raises what the first does, and ConfigError where the step does not fit the memory of the
+    devices: no repetition mends that.
     """
 
-    def work() -> jax.stages.Compiled:
+    def trace() -> jax.stages.Lowered:
         with jax.set_mesh(mesh):
-            lowered = lower_step(functions, abstract, config, dtype, mesh)
+            return lower_step(functions, abstract, config, dtype, mesh)
+
+    def work() -> jax.stages.Compiled:
+        lowered = tracing.result()
+        with jax.set_mesh(mesh):
             try:
                 return lowered.compile()
             except jax.errors.JaxRuntimeError as error:
@@ -64,10 +69,10 @@ def compile_step_aside(
                     'model.remat, mesh.fsdp), or take a larger slice'
                 ) from error
 
-    pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='compile')
-    future = pool.submit(work)
+    pool = ThreadPoolExecutor(1, thread_name_prefix='compile')
+    tracing, compiling = pool.submit(trace), pool.submit(work)
     pool.shutdown(wait=False)
-    return future
+    return tracing, compiling
 
 
 def out_of_memory(message: str) -> float | None:

@@ -1,6 +1,7 @@
 """The accounts of the goodput add up to the wall clock, over restarts too."""
 
 import json
+import re
 import signal
 import time
 
@@ -25,7 +26,7 @@ def test_every_moment_is_on_one_account():
         assert list(ledger.charging('data', (time.sleep(0.02) for _ in range(3)))) == [None] * 3
     record = ledger.record()
     assert sum(record['seconds'].values()) == pytest.approx(record['updated'] - record['started'], abs=0.02)
-    assert record['seconds']['start'] == pytest.approx(5, abs=0.05)
+    assert record['seconds']['imports'] == pytest.approx(5, abs=0.05)
     assert record['seconds']['evaluation'] == pytest.approx(0.1, abs=0.05)
     assert record['seconds']['data'] == pytest.approx(0.06, abs=0.04)
     assert record['seconds']['step'] >= 0.05
@@ -45,6 +46,14 @@ def test_lost_steps_and_the_time_between_are_charged():
     assert sum(seconds.values()) == pytest.approx(record['updated'] - record['started'], abs=0.05)
     assert describe(record).startswith('35.0% of 3m2')
     assert '(2 starts); restart 40.0%, lost 15.0%, ' in describe(record)
+
+
+def test_what_a_start_took_is_told_without_the_starts_before():
+    before = Goodput(begun=time.time() - 100).record()
+    ledger = Goodput(before | {'seconds': before['seconds'] | {'compile': 7.0}}, begun=time.time() - 3)
+    with ledger.spent('compile'):
+        time.sleep(0.2)
+    assert ledger.this_start() == '3.2s: imports 3.0s, compile 0.2s'
 
 
 def test_a_process_knows_when_it_began():
@@ -70,8 +79,9 @@ def test_a_run_that_is_killed_and_stopped_accounts_for_its_wall_clock(tiny_flags
     assert sum(seconds.values()) == pytest.approx(record['updated'] - record['started'], abs=0.1)
     assert ended - begun - 2 < sum(seconds.values()) < ended - begun + 0.1
     assert seconds['restart'] >= 1
-    for account in ('step', 'start', 'restore', 'compile', 'data', 'checkpoint', 'evaluation'):
+    for account in ('step', 'imports', 'start', 'restore', 'trace', 'compile', 'data', 'checkpoint', 'evaluation'):
         assert seconds[account] > 0, account
+    assert re.search(r'\nfirst step after \d+\.\ds: (\w+ \d+\.\ds, )*(imports|start) \d', output)
     assert output.splitlines()[-1] == f'goodput {describe(record)}'
     lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
     waits = [line['data_wait_seconds'] for line in lines if line['kind'] == 'train']

@@ -122,9 +122,9 @@ class Saved:
 
 @pytest.mark.parametrize('rewind_to', [None, 2])
 def test_what_a_session_goes_on_with(monkeypatch, tmp_path, capsys, rewind_to):
-    future = types.SimpleNamespace(result=lambda: 'the program')
+    futures = types.SimpleNamespace(exception=lambda: None), types.SimpleNamespace(result=lambda: 'the program')
     monkeypatch.setattr(train_module, 'Checkpointer', Saved)
-    monkeypatch.setattr(train_module, 'compile_step_aside', lambda *_: future)
+    monkeypatch.setattr(train_module, 'compile_step_aside', lambda *_: futures)
     monkeypatch.setattr(RunDir, 'check_unchanged', lambda run, experiment, rewound: None)
     goodput = Goodput(begun=None)
     goodput.seconds['step'] = 100.0

@@ -340,6 +340,7 @@ def test_a_run_ends_with_its_last_step_on_disk_or_with_an_error():
 def test_a_run_says_that_it_is_done():
     session = Session(tokens_per_step=2048)
     session.trainer.run()
+    assert session.notes[0].startswith('first step after ')
     assert session.notes[-2].startswith('done: 6 steps in 16m')
     assert '12.3k tokens; lm evaluate --run_dir RUN' in session.notes[-2]
     assert session.notes[-1].startswith('goodput ')
