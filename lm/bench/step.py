@@ -4,6 +4,8 @@ Table 4 and Figure 4): the step of `lm train`, with its shardings and donated st
 import dataclasses
 import importlib
 import pathlib
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +44,8 @@ class StepRow:
         steps_per_second: the median over the repeats.
         slowest, fastest: steps a second of the repeats.
         mfu: of all devices; None where no data sheet gives their peak.
+        host_milliseconds: of a step, what the host does for it: to start a program that has the arguments and results
+            of the step but computes nothing, and to fetch the metrics of the one before, as `lm train` does.
         temporary_mib, peak_mib: on one device.
         loss: of the first step on random tokens: within 3 % of the logarithm of a vocabulary of 32,000.
         speed_over_softmax: steps a second over those of softmax, in the same run.
@@ -59,6 +63,7 @@ class StepRow:
     fastest: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
+    host_milliseconds: float | None = None
     temporary_mib: float | None = None
     peak_mib: float | None = None
     loss: float | None = None
@@ -75,7 +80,7 @@ class TimedStep:
             state: holds the training state under 'state', or nothing yet.
             steps: of a call.
         """
-        self.experiment, self._state, self._steps, self.loss = experiment, state, steps, None
+        self.experiment, self._state, self._steps, self.loss, self._metrics = experiment, state, steps, None, None
         config, model = experiment.train, experiment.model
         self.mesh = make_mesh(experiment.mesh)
         functions = training_step(experiment)
@@ -99,8 +104,21 @@ class TimedStep:
         for _ in range(self._steps):
             state, metrics = self.compiled(state, self._batch)
             self.loss = metrics['loss'] if self.loss is None else self.loss
-        self._state['state'] = state
+        self._state['state'], self._metrics = state, metrics
         return metrics['loss']
+
+    def host_seconds(self, steps: int = 200) -> float:
+        """What the host does for a step (`StepRow.host_milliseconds`), the median of `steps`; after a call."""
+        state, none = self._state.pop('state'), jax.device_get(self._metrics)
+        nothing = jax.jit(lambda state, batch: (state, jax.tree.map(jnp.asarray, none)), donate_argnums=0)
+        (state, metrics), found = nothing(state, self._batch), []
+        for _ in range(steps):
+            begun = time.perf_counter()
+            before, (state, metrics) = metrics, nothing(state, self._batch)
+            jax.device_get(before)
+            found.append(time.perf_counter() - begun)
+        self._state['state'] = state
+        return statistics.median(found)
 
 
 def run(arguments: Any) -> int:
@@ -218,6 +236,7 @@ def _row(name: str, program: TimedStep, times: timing.Times | None, steps: int) 
         fastest=steps / times.least,
         tokens_per_second=rate * config.tokens_per_step,
         mfu=flops * rate / (peak * program.mesh.size) if peak else None,
+        host_milliseconds=1e3 * program.host_seconds(),
         loss=float(program.loss),
     )
 
@@ -244,6 +263,7 @@ COLUMNS = {
     'range': ('slowest–fastest', str),
     'tokens_per_second': ('tokens/s', '{:,.0f}'.format),
     'mfu': ('MFU', '{:.1%}'.format),
+    'host_milliseconds': ('host ms', '{:.2f}'.format),
     'temporary_mib': ('temp. MiB', '{:,.0f}'.format),
     'peak_mib': ('peak MiB', '{:,.0f}'.format),
     'speed_over_softmax': ('× softmax', '{:.2f}×'.format),

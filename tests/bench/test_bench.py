@@ -246,6 +246,7 @@ def test_step(tmp_path, capsys):
         assert math.isclose(row['tokens_per_second'], 512 * row['steps_per_second'])
         assert row['slowest'] <= row['steps_per_second'] <= row['fastest']
         assert abs(row['loss'] - math.log(50)) < 0.7
+        assert row['host_milliseconds'] > 0
         assert row['mfu'] is None
         assert (row['speed_over_softmax'] is None) == (row['mechanism'] == 'softmax')
     for name in ('step_speed', 'step_latency'):
@@ -316,6 +317,8 @@ def test_a_step_that_fails_takes_no_state_with_it(monkeypatch):
     program.compiled = pretend_step
     program()
     assert int(state['state']['step']) == 2
+    assert program.host_seconds(3) > 0
+    assert int(state['state']['step']) == 2  # nothing is computed
 
 
 def test_step_mistakes(capsys):
