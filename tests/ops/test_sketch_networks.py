@@ -156,7 +156,7 @@ def test_implementations_by_name():
     )
     with pytest.raises(ConfigError, match='needs a TPU'):
         op.sketch_networks(nodes, *xs, implementation='pallas_tpu')
-    with pytest.raises(ConfigError, match='only pallas_tpu'):
+    with pytest.raises(ConfigError, match='only pallas_gpu, pallas_tpu'):
         op.sketch_networks(nodes, *xs, implementation='gpu')
 
 

@@ -16,8 +16,8 @@ from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan, warpgroups
 from lm.ops.sketch_networks.types import NetworkWeights, Nodes, climb
 
 SIZES = (32, 64)
-SPLITS = 32
-"""Of the vectors, at most, in the kernel of the weights' gradients: thread blocks for all processors of a GPU."""
+THREAD_BLOCKS = 256
+"""Of the kernel of the weights' gradients: two for each of 132 processors, nearly."""
 
 
 def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -43,19 +43,21 @@ def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:
     return platform.uneven_batch(xs[0].shape[0])
 
 
-def plan_for(vectors: int, size: int, r: int, hidden: int, nodes: int) -> GpuNodePlan:
-    """How so many vectors of `size` numbers are computed."""
+def plan_for(vectors: int, nodes: Nodes) -> GpuNodePlan:
+    """How so many vectors are computed."""
+    n, size, hidden = nodes[0][0].kernels[0].shape
+    r = nodes[0][0].kernels[1].shape[-1]
     interpreted = platform.target_platform() != 'gpu'
     # The interpreter takes a thread of the processor for each; two meet all that four do.
-    forward, backward = (2, 2) if interpreted else warpgroups(size, r, hidden, nodes)
-    return GpuNodePlan(forward, backward, -(-vectors // (TILE * SPLITS)), interpreted)
+    forward, backward = (2, 2) if interpreted else warpgroups(size, r, hidden, len(nodes))
+    splits = max(1, THREAD_BLOCKS // (n * 2 * (hidden // CHUNK)))
+    return GpuNodePlan(forward, backward, -(-vectors // (TILE * splits)), interpreted)
 
 
 def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
     batch, length, n, heads, size = x_BxLxNxGxM.shape
-    hidden, r = nodes[0][0].kernels[1].shape[1:]
-    vectors = batch * length * heads
-    plan = plan_for(vectors, size, r, hidden, len(nodes))
+    vectors, r = batch * length * heads, nodes[0][0].kernels[-1].shape[-1]
+    plan = plan_for(vectors, nodes)
     # Zeros after the last: their sketches are cut off, and their gradients are 0.
     padding = -vectors % plan.grain
     leaf_NxVxM = jnp.pad(x_BxLxNxGxM.transpose(2, 0, 1, 3, 4).reshape(n, vectors, size), ((0, 0), (0, padding), (0, 0)))
