@@ -6,7 +6,7 @@
 #   scripts/test.sh -m gpu          the tests that need an NVIDIA GPU
 #   scripts/test.sh -m interop      against PyTorch, transformers and lm-evaluation-harness (some GB of wheels)
 #   PYTHON=python3.12 scripts/test.sh -m smoke
-#   GPU_COMPILER=1 PYTHON=python3.12 scripts/test.sh tests/ops/test_pallas_gpu.py    GPU kernels, interpreted and compiled
+#   GPU_COMPILER=1 PYTHON=python3.12 scripts/test.sh tests/ops/test_pallas_gpu*.py   GPU kernels, interpreted and compiled
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

@@ -7,6 +7,7 @@ when a step is compiled on a laptop for a TPU topology. Without a mesh the platf
 import functools
 import importlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,10 @@ where a mesh has any, split something else."""
 SEQUENCE_AXIS = 'sequence'
 """The axis over which the tokens of a window are split (`lm.ops.sequence`)."""
 
+HOPPER = re.compile(r'\bG?H(20|100|200|800)\b')
+MOSAIC_GPU_JAX = (0, 12)
+"""The JAX that has what our Mosaic GPU kernels use."""
+
 
 def target_platform() -> str:
     """'cpu', 'tpu' or 'gpu': where the computation that is being traced will run."""
@@ -38,6 +43,15 @@ def device_kind() -> str:
     """JAX's name of the devices for which the computation that is being traced will run."""
     device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
     return device.device_kind if device is not None else jax.devices()[0].device_kind
+
+
+def without_mosaic_gpu() -> str | None:
+    """Why our Mosaic GPU kernels cannot run where the computation that is being traced will, or None."""
+    if target_platform() != 'gpu' or not HOPPER.search(device_kind()):
+        return 'needs a GPU of compute capability 9 (H100, H200)'
+    if jax.__version_info__ < MOSAIC_GPU_JAX:
+        return f'needs JAX {".".join(map(str, MOSAIC_GPU_JAX))}, not {jax.__version__}'
+    return None
 
 
 def data_shards(mesh: Mesh) -> int:

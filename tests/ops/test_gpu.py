@@ -4,13 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_sketch_networks as sketches
 from test_pallas_gpu import CASES, FULL, SQUARE, attend
+from test_pallas_gpu_networks import CASES as NETWORKS
 from test_pallas_tpu import by_definition, errors, example
 
 from lm.ops import exact_attention
 from lm.ops.linear_attention import linear_attention
 from lm.ops.linear_attention.gpu import attention as pallas_gpu
 from lm.ops.linear_attention.types import Options, PolynomialKernel
+from lm.ops.sketch_networks.gpu import networks as gpu_networks
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +42,23 @@ def test_kernels_of_polysketch(case):
 
     found = errors(jax.jit(outputs_and_gradients)(*inputs, do=do), by_definition(options, *inputs, do))
     assert all(error <= 2e-2 for error in found.values()), found
+
+
+LONG_NETWORKS = {
+    f'long, r = {r}': {'length': 1501, 'batch': 2, 'heads': (4, 2), 'size': 64, 'r': r, 'hidden': 8 * r}
+    for r in (32, 64)
+}
+NODES = NETWORKS | LONG_NETWORKS
+
+
+@pytest.mark.parametrize('case', NODES)
+def test_kernels_of_sketch_networks(case):
+    arrays = sketches.example(**NODES[case], dtype=jnp.bfloat16)
+    if reason := gpu_networks.unsupported(*arrays[:2]):
+        pytest.skip(reason)
+    got = sketches.outputs_and_gradients(gpu_networks.sketch_networks, *arrays)
+    found = sketches.errors(got, sketches.by_definition(*arrays))
+    assert all(error <= (2e-2 if NODES[case].get('power', 2) == 2 else 3e-2) for error in found.values()), found
 
 
 EXACT = {

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from test_pallas_tpu import by_definition, errors, example, quick
 
+from lm.ops import platform
 from lm.ops.linear_attention import IMPLEMENTATIONS, PREFERRED
 from lm.ops.linear_attention.gpu import attention as pallas_gpu
 from lm.ops.linear_attention.gpu.plan import squares
@@ -21,7 +22,7 @@ from lm.ops.linear_attention.types import ExpKernel, Options, PolynomialKernel
 SQUARE = (0.0, 0.0, 1.0)
 
 interpreter = pytest.mark.skipif(
-    jax.__version_info__ < pallas_gpu.JAX_VERSION,
+    jax.__version_info__ < platform.MOSAIC_GPU_JAX,
     reason=f'the interpreter of JAX {jax.__version__} lacks what the kernels use; 0.12 has it',
 )
 
@@ -140,9 +141,9 @@ REFUSED = {
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(pallas_gpu.platform, 'target_platform', lambda: 'gpu')
-    monkeypatch.setattr(pallas_gpu.platform, 'device_kind', lambda: 'NVIDIA H200')
-    monkeypatch.setattr(pallas_gpu, 'JAX_VERSION', (0, 1))
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'gpu')
+    monkeypatch.setattr(platform, 'device_kind', lambda: 'NVIDIA H200')
+    monkeypatch.setattr(platform, 'MOSAIC_GPU_JAX', (0, 1))
 
 
 def refusal(options, dtype=jnp.bfloat16, **sizes):
@@ -163,10 +164,10 @@ def test_unsupported_arrays_say_why(hopper):
 
 def test_unsupported_elsewhere(monkeypatch):
     assert 'needs a GPU' in refusal(Options(powers=SQUARE))
-    monkeypatch.setattr(pallas_gpu.platform, 'target_platform', lambda: 'gpu')
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'gpu')
     kinds = {'NVIDIA H200': True, 'NVIDIA GH200 480GB': True, 'NVIDIA A100-SXM4-80GB': False, 'NVIDIA B200': False}
     for kind, works in kinds.items():
-        monkeypatch.setattr(pallas_gpu.platform, 'device_kind', lambda kind=kind: kind)
+        monkeypatch.setattr(platform, 'device_kind', lambda kind=kind: kind)
         assert ('needs a GPU' not in str(refusal(Options(powers=SQUARE)))) == works
 
 

@@ -9,7 +9,6 @@ chosen by name only.
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,6 @@ from lm.ops.residuals import saved
 FREE_BLOCK = 256
 DEGREES = (2, 4, 8)
 SIZES = (32, 64)
-HOPPER = re.compile(r'\bG?H(20|100|200|800)\b')
-JAX_VERSION = (0, 12)
 
 
 def linear_attention(
@@ -53,10 +50,8 @@ def unsupported(
     q, k, v, q_parameters, k_parameters, q_local, k_local, initial_state, log_decay=None, *, options, with_state=False
 ) -> str | None:
     """Why the kernels cannot compute this call, or None."""
-    if platform.target_platform() != 'gpu' or not HOPPER.search(platform.device_kind()):
-        return 'needs a GPU of compute capability 9 (H100, H200)'
-    if jax.__version_info__ < JAX_VERSION:
-        return f'needs JAX {".".join(map(str, JAX_VERSION))}, not {jax.__version__}'
+    if reason := platform.without_mosaic_gpu():
+        return reason
     if not options.causal or not options.normalize:
         return 'is causal and normalised only'
     if log_decay is not None:

@@ -11,20 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lm.ops.gpu import by_column, by_row, load_columns, load_rows, matrix, multiply, product, walk, write
 from lm.ops.linear_attention.gpu import squares as pallas_gpu_squares
-from lm.ops.linear_attention.gpu.features import (
-    by_column,
-    by_row,
-    load_columns,
-    load_rows,
-    masked,
-    matrix,
-    multiply,
-    product,
-    spare,
-    walk,
-    write,
-)
+from lm.ops.linear_attention.gpu.features import masked, spare
 from lm.ops.linear_attention.gpu.plan import TILE, GpuPlan
 from lm.ops.powers import power_and_slope
 

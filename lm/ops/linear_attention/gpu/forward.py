@@ -10,20 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lm.ops.gpu import by_row, load_matrix, matrix, multiply, product, walk, write, zeros
 from lm.ops.linear_attention.gpu import squares as pallas_gpu_squares
-from lm.ops.linear_attention.gpu.features import (
-    by_row,
-    load_matrix,
-    masked,
-    matrix,
-    multiply,
-    product,
-    products,
-    spare,
-    walk,
-    write,
-    zeros,
-)
+from lm.ops.linear_attention.gpu.features import masked, products, spare
 from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, SQUARE, TILE, GpuPlan, squares
 from lm.ops.powers import power_and_slope
 

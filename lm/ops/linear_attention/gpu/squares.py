@@ -12,17 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.linear_attention.gpu.features import (
-    by_row,
-    load_matrix,
-    load_rows,
-    matrix,
-    multiply,
-    product,
-    products,
-    release,
-    zeros,
-)
+from lm.ops.gpu import by_row, load_matrix, load_rows, matrix, multiply, product, release, zeros
+from lm.ops.linear_attention.gpu.features import products
 from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE
 
 ROWS = GROUP // 2

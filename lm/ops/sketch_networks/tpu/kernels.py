@@ -10,7 +10,6 @@ computes them again and adds up the gradients of the weights in float32, in bloc
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -19,15 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from lm.ops.sketch_networks.folding import gelu, gelu_and_slope
 from lm.ops.sketch_networks.types import EPSILON
 from lm.ops.tpu import ROWS, dot
 
 ONES = ROWS
 """Rows of ones below the input of a map: one would do, but for the grain of a bfloat16 register."""
-
-CUBIC = (4.0 * 0.044715 * 2.0 * math.sqrt(2.0 / math.pi)) ** (1 / 3)
-LINEAR = 2.0 * math.sqrt(2.0 / math.pi) / CUBIC
-"""gelu(x) = z (1 + tanh(z (LINEAR + z²))) / CUBIC with z = CUBIC x / 2: the maps around it multiply and divide."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +140,9 @@ def _forward_kernel(plan: NodePlan, n_inputs: int, *refs):
     for at in range(0, plan.block, plan.forward_tile):
         tokens = slice(at, at + plan.forward_tile)
         xs = [_with_ones(_standardize(x[:, tokens].astype(jnp.float32))[0], dtype) for x in inputs]
-        ys = _both(v1, [_gelu(z).astype(dtype) for z in _both(w1, xs)])
+        ys = _both(v1, [gelu(z).astype(dtype) for z in _both(w1, xs)])
         ys = [_with_ones(_standardize(y)[0], dtype) for y in ys]
-        first, second = _both(v2, [_gelu(z).astype(dtype) for z in _both(w2, ys)])
+        first, second = _both(v2, [gelu(z).astype(dtype) for z in _both(w2, ys)])
         psi[:, tokens] = (r**0.5 * jnp.tanh(r**-0.5 * first * second)).astype(dtype)
 
 
@@ -186,25 +182,13 @@ def _both(maps, xs: list[jax.Array]) -> list[jax.Array]:
     return [dot(maps[i], xs[i % len(xs)], (1, 0)) for i in range(2)]
 
 
-def _gelu(z: jax.Array) -> jax.Array:
-    return z + z * jnp.tanh(z * (LINEAR + z * z))
-
-
 def _hidden(plan: NodePlan, z: jax.Array, dtype) -> tuple[jax.Array, Callable[[], jax.Array]]:
-    """`_gelu`, rounded, and what gives its derivative."""
+    """`gelu`, rounded, and what gives its derivative."""
     if not plan.slopes_again:
-        h, slope = _gelu_and_slope(z)
+        h, slope = gelu_and_slope(z)
         return h.astype(dtype), lambda: slope
     kept = z.astype(dtype)
-    return _gelu(z).astype(dtype), lambda: _gelu_and_slope(kept.astype(jnp.float32))[1]
-
-
-def _gelu_and_slope(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`_gelu` and its derivative. Of several ways to write it this is the one that schedules best."""
-    inner = LINEAR + z * z
-    slope = z * (3.0 * inner - 2.0 * LINEAR)
-    p = 1.0 + jnp.tanh(z * inner)
-    return z * p, p * (1.0 + (2.0 - p) * slope)
+    return gelu(z).astype(dtype), lambda: gelu_and_slope(kept.astype(jnp.float32))[1]
 
 
 def _level_backward(dys, xs, hidden, turned, dw, dv) -> list[jax.Array]:

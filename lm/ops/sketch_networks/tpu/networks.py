@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.residuals import saved
-from lm.ops.sketch_networks.tpu.kernels import CUBIC, ONES, NodePlan, backward, forward
+from lm.ops.sketch_networks.folding import fold
+from lm.ops.sketch_networks.tpu.kernels import ONES, NodePlan, backward, forward
 from lm.ops.sketch_networks.types import NetworkWeights, Nodes, climb
 from lm.ops.tpu import LANES, ROWS
 
@@ -78,26 +79,10 @@ def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
 
     def join(first: NetworkWeights, second: NetworkWeights, left: jax.Array, right: jax.Array) -> jax.Array:
         inputs = (left,) if left is right else (left, right)
-        return node(plan, inputs, _fold(first, second))
+        return node(plan, inputs, fold(first, second))
 
     psi_BxHxRxL = climb(nodes, leaf_BxHxMxL, join)[..., :length]
     return psi_BxHxRxL.reshape(batch, n, heads, r, length).transpose(0, 4, 1, 2, 3)
-
-
-def _fold(first: NetworkWeights, second: NetworkWeights) -> tuple[jax.Array, ...]:
-    """The four maps of both networks and the biases of the first and third, as the kernels want them, in float32.
-
-    Layer normalization's scale and bias become part of the map after it, gelu's constants of the maps around it.
-    """
-    maps, biases = [], []
-    for i in range(2):
-        wide = [0.5 * CUBIC * network.kernels[2 * i] for network in (first, second)]
-        scales, shifts = ([values[i] for values in pair] for pair in zip(first[1:], second[1:], strict=True))
-        maps.append(jnp.stack([(k * s.swapaxes(1, 2)).swapaxes(1, 2) for k, s in zip(wide, scales, strict=True)], 1))
-        biases.append(jnp.stack([jnp.sum(k * b.swapaxes(1, 2), 1) for k, b in zip(wide, shifts, strict=True)], 1))
-        narrow = [network.kernels[2 * i + 1].swapaxes(1, 2) / CUBIC for network in (first, second)]
-        maps.append(jnp.stack(narrow, 1))
-    return (*maps, *biases)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -107,7 +92,7 @@ def node(plan: NodePlan, inputs: tuple[jax.Array, ...], weights: tuple[jax.Array
     Args:
         plan: how it is computed.
         inputs: its children [B, H, M, L], one array where they are the same.
-        weights: of `_fold`.
+        weights: of `fold`.
     """
     return forward(plan, inputs, _maps(weights, inputs[0].dtype))
 
