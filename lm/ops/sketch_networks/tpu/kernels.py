@@ -3,9 +3,9 @@
 M input size, E hidden units, r outputs, T tokens of a tile, S the networks' inputs: 1 where both read the same, else 2.
 Arrays in HBM are [B, H, rows, L], feature by token, as the attention kernels want them; tokens fill the 128 lanes.
 
-The layer normalizations' scale and bias are folded into the map that follows, whose first columns meet the standardized
-input and whose last `ONES` meet rows of ones. The hidden layers exist only tile by tile in VMEM. The backward kernel
-computes them again and adds up the gradients of the weights in float32, in blocks that stay in VMEM.
+The layer normalizations' scale and bias are folded into the map that follows, which meets the standardized input plus
+`OFFSET`. The hidden layers exist only tile by tile in VMEM. The backward kernel computes them again and adds up the
+gradients of the weights in float32, in blocks that stay in VMEM.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.sketch_networks.types import EPSILON
-from lm.ops.tpu import ROWS, dot
+from lm.ops.tpu import dot
 
-ONES = ROWS
-"""Rows of ones below the input of a map: one would do, but for the grain of a bfloat16 register."""
+OFFSET = 0.5
+"""Added to standardized inputs, whose sum over the rows is 0: a number added to all columns of a map then is a bias."""
 
 CUBIC = (4.0 * 0.044715 * 2.0 * math.sqrt(2.0 / math.pi)) ** (1 / 3)
 LINEAR = 2.0 * math.sqrt(2.0 / math.pi) / CUBIC
@@ -59,7 +59,7 @@ def forward(plan: NodePlan, inputs: Sequence[jax.Array], maps: Sequence[jax.Arra
     Args:
         plan: L is a multiple of its block times its parts.
         inputs: S arrays [B, N · G, M, L].
-        maps: [N, 2, E, M + ONES], [N, 2, r, E], [N, 2, E, r + ONES], [N, 2, r, E]; the first and third halved.
+        maps: [N, 2, E, M], [N, 2, r, E], [N, 2, E, r], [N, 2, r, E]; the first and third halved.
     """
     r = maps[-1].shape[2]
     output = jax.ShapeDtypeStruct((*inputs[0].shape[:2], r, inputs[0].shape[3]), inputs[0].dtype)
@@ -81,12 +81,11 @@ def backward(
     """The gradients of the inputs and, in float32 and for each of plan.parts, of the maps.
 
     Returns:
-        S arrays like the inputs; then [N, parts, 2, M + ONES, E], [N, parts, 2, r, E], [N, parts, 2, r + ONES, E] and
+        S arrays like the inputs; then [N, parts, 2, M, E], [N, parts, 2, r, E], [N, parts, 2, r, E] and
         [N, parts, 2, r, E]: those of the halved maps turned over.
     """
     n = maps[0].shape[0]
-    # The same maps turned over, without the columns that meet ones.
-    turned = [maps[i][..., : -ONES if i % 2 == 0 else None].swapaxes(2, 3) for i in range(4)]
+    turned = [m.swapaxes(2, 3) for m in maps]
     shapes = [m.shape[1:] if i % 2 else (2, m.shape[3], m.shape[2]) for i, m in enumerate(maps)]
     sums = [jax.ShapeDtypeStruct((n, plan.parts, *shape), jnp.float32) for shape in shapes]
     outputs = [*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs), *sums]
@@ -143,9 +142,9 @@ def _forward_kernel(plan: NodePlan, n_inputs: int, *refs):
     r, dtype = psi.shape[0], psi.dtype
     for at in range(0, plan.block, plan.forward_tile):
         tokens = slice(at, at + plan.forward_tile)
-        xs = [_with_ones(_standardize(x[:, tokens].astype(jnp.float32))[0], dtype) for x in inputs]
+        xs = [_shifted(_standardize(x[:, tokens].astype(jnp.float32))[0], dtype) for x in inputs]
         ys = _both(v1, [_gelu(z).astype(dtype) for z in _both(w1, xs)])
-        ys = [_with_ones(_standardize(y)[0], dtype) for y in ys]
+        ys = [_shifted(_standardize(y)[0], dtype) for y in ys]
         first, second = _both(v2, [_gelu(z).astype(dtype) for z in _both(w2, ys)])
         psi[:, tokens] = (r**0.5 * jnp.tanh(r**-0.5 * first * second)).astype(dtype)
 
@@ -164,10 +163,10 @@ def _backward_kernel(plan: NodePlan, n_inputs: int, *refs):
     for at in range(0, plan.block, plan.tile):
         tokens = slice(at, at + plan.tile)
         standard = [_standardize(x[:, tokens].astype(jnp.float32)) for x in inputs]
-        xs = [_with_ones(x, dtype) for x, _ in standard]
+        xs = [_shifted(x, dtype) for x, _ in standard]
         lower = [_hidden(plan, z, dtype) for z in _both(w1, xs)]
         between = [_standardize(y) for y in _both(v1, [h for h, _ in lower])]
-        ys = [_with_ones(y, dtype) for y, _ in between]
+        ys = [_shifted(y, dtype) for y, _ in between]
         upper = [_hidden(plan, z, dtype) for z in _both(w2, ys)]
         first, second = _both(v2, [h for h, _ in upper])
         bounded = jnp.tanh(r**-0.5 * first * second)
@@ -220,8 +219,8 @@ def _level_backward(dys, xs, hidden, turned, dw, dv) -> list[jax.Array]:
     return dxs
 
 
-def _with_ones(x_MxT: jax.Array, dtype) -> jax.Array:
-    return jnp.concatenate([x_MxT.astype(dtype), jnp.ones((ONES, x_MxT.shape[1]), dtype)], axis=0)
+def _shifted(x_MxT: jax.Array, dtype) -> jax.Array:
+    return (x_MxT + OFFSET).astype(dtype)
 
 
 def _standardize(x_MxT: jax.Array) -> tuple[jax.Array, jax.Array]:

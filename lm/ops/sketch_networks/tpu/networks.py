@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.residuals import saved
-from lm.ops.sketch_networks.tpu.kernels import CUBIC, ONES, NodePlan, backward, forward
+from lm.ops.sketch_networks.tpu.kernels import CUBIC, OFFSET, NodePlan, backward, forward
 from lm.ops.sketch_networks.types import NetworkWeights, Nodes, climb
 from lm.ops.tpu import LANES, ROWS
 
@@ -63,7 +63,7 @@ def plan_for(length: int, heads: int, size: int, hidden: int, r: int, itemsize: 
 
 def vmem_estimate(tile: int, size: int, hidden: int, r: int, itemsize: int) -> int:
     """Bytes of VMEM that the backward kernel, the larger one, takes: about what the compiler reports."""
-    weights = 2 * hidden * (size + 3 * r + 2 * ONES)
+    weights = 2 * hidden * (size + 3 * r)
     return (4 * itemsize + 8) * weights + 24 * itemsize * hidden * tile
 
 
@@ -85,19 +85,21 @@ def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
 
 
 def _fold(first: NetworkWeights, second: NetworkWeights) -> tuple[jax.Array, ...]:
-    """The four maps of both networks and the biases of the first and third, as the kernels want them, in float32.
+    """The four maps of both networks as the kernels want them, in float32.
 
-    Layer normalization's scale and bias become part of the map after it, gelu's constants of the maps around it.
+    Layer normalization's scale and bias become part of the map after it, gelu's constants of the maps around it. What
+    the sum over a standardized input's rows, 0, is multiplied by is free: here it is the bias over `OFFSET`.
     """
-    maps, biases = [], []
+    maps = []
     for i in range(2):
-        wide = [0.5 * CUBIC * network.kernels[2 * i] for network in (first, second)]
-        scales, shifts = ([values[i] for values in pair] for pair in zip(first[1:], second[1:], strict=True))
-        maps.append(jnp.stack([(k * s.swapaxes(1, 2)).swapaxes(1, 2) for k, s in zip(wide, scales, strict=True)], 1))
-        biases.append(jnp.stack([jnp.sum(k * b.swapaxes(1, 2), 1) for k, b in zip(wide, shifts, strict=True)], 1))
-        narrow = [network.kernels[2 * i + 1].swapaxes(1, 2) / CUBIC for network in (first, second)]
-        maps.append(jnp.stack(narrow, 1))
-    return (*maps, *biases)
+        wide = [0.5 * CUBIC * network.kernels[2 * i].swapaxes(1, 2) for network in (first, second)]
+        scales, biases = ([values[i] for values in pair] for pair in zip(first[1:], second[1:], strict=True))
+        scaled = [k * s for k, s in zip(wide, scales, strict=True)]
+        shifts = [jnp.sum(k * b, 2, keepdims=True) / OFFSET for k, b in zip(wide, biases, strict=True)]
+        free = [(c - jnp.sum(w, 2, keepdims=True)) / w.shape[2] for w, c in zip(scaled, shifts, strict=True)]
+        maps.append(jnp.stack([w + f for w, f in zip(scaled, free, strict=True)], 1))
+        maps.append(jnp.stack([network.kernels[2 * i + 1].swapaxes(1, 2) / CUBIC for network in (first, second)], 1))
+    return tuple(maps)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -122,22 +124,11 @@ def _node_backward(plan, residuals, dpsi):
     count = len(inputs)
     gradients = backward(plan, inputs, _maps(weights, inputs[0].dtype), dpsi)
     dw1, dv1, dw2, dv2 = (g.sum(axis=1) for g in gradients[count:])
-    turned = [dw.swapaxes(2, 3) for dw in (dw1, dw2)]
-    (dw1, dc1), (dw2, dc2) = ((dw[..., :-ONES], dw[..., -ONES]) for dw in turned)
-    return tuple(gradients[:count]), (dw1, dv1, dw2, dv2, dc1, dc2)
+    return tuple(gradients[:count]), (dw1.swapaxes(2, 3), dv1, dw2.swapaxes(2, 3), dv2)
 
 
 node.defvjp(_node_forward, _node_backward)
 
 
 def _maps(weights: tuple[jax.Array, ...], dtype) -> list[jax.Array]:
-    """The kernels' maps: each bias becomes two columns, so that in bfloat16 it keeps twice the digits."""
-    w1, v1, w2, v2, c1, c2 = weights
-
-    def with_bias(w, c):
-        high = c.astype(dtype)
-        low = (c - high.astype(jnp.float32)).astype(dtype)
-        columns = jnp.stack([high, low] + [jnp.zeros_like(high)] * (ONES - 2), axis=-1)
-        return jnp.concatenate([w.astype(dtype), columns], axis=-1)
-
-    return [with_bias(w1, c1), v1.astype(dtype), with_bias(w2, c2), v2.astype(dtype)]
+    return [w.astype(dtype) for w in weights]
