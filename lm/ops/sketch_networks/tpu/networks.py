@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.residuals import saved
-from lm.ops.sketch_networks.tpu.kernels import CUBIC, OFFSET, NodePlan, backward, forward
+from lm.ops.sketch_networks.tpu.kernels import backward, forward
+from lm.ops.sketch_networks.tpu.plan import NodePlan
+from lm.ops.sketch_networks.tpu.tiles import CUBIC, OFFSET
 from lm.ops.sketch_networks.types import NetworkWeights, Nodes, climb
 from lm.ops.tpu import LANES, ROWS
 
@@ -50,15 +52,18 @@ def plan_for(length: int, heads: int, size: int, hidden: int, r: int, itemsize: 
     """How sequences of `length` vectors of `size` numbers are computed, `heads` heads a sketch."""
     available, limit = platform.vmem()
     steps = -(-length // BLOCK)
-    block = -(-length // (steps * LANES)) * LANES
-    sizes = [tile for tile in range(TILE, 0, -LANES) if block % tile == 0]
+    block = -(-length // (2 * steps * LANES)) * 2 * LANES
+    sizes = [tile for tile in range(TILE, 0, -LANES) if block % (2 * tile) == 0]
     fitting = [tile for tile in sizes if vmem_estimate(tile, size, hidden, r, itemsize) <= 0.8 * available]
     tile = (fitting or sizes[-1:])[0]
     # The forward kernel gains from longer tiles, but for v4, which loads and stores less at a time.
     forward_tile = block if limit else sizes[0]
-    # Derivatives in float32 are more than one register a cycle can store on v5e and v5p, whose vector units have time.
-    slopes_again = limit is not None and platform.matrix_side() == LANES
-    return NodePlan(block, tile, forward_tile, heads, 2 if steps % 2 == 0 else 1, slopes_again, limit)
+    # Matrix units of 256 want long products; they came with vector units that compute in bfloat16.
+    wide = platform.matrix_side() > LANES
+    rows = min(hidden, 256 if wide else 64)
+    return NodePlan(
+        block, tile, forward_tile, heads, 2 if steps % 2 == 0 else 1, rows, wide and itemsize == 2, limit
+    )  # fmt: skip
 
 
 def vmem_estimate(tile: int, size: int, hidden: int, r: int, itemsize: int) -> int:
