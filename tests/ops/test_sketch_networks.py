@@ -93,15 +93,24 @@ def test_outputs_and_gradients(case):
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_derivatives_that_are_kept(dtype, monkeypatch):
-    """As on chips whose matrix units are not those of v5e and v5p."""
-    assert pallas_tpu.plan_for(256, 1, 16, 32, 16, 4).slopes_again
+def test_vector_units_that_compute_in_bfloat16(dtype, monkeypatch):
+    """As on v6e and v7x; what is given in float32 is computed in float32 there too."""
+    assert not pallas_tpu.plan_for(256, 1, 16, 32, 16, 2).narrow
     monkeypatch.setattr(pallas_tpu.platform, 'matrix_side', lambda: 256)
-    assert not pallas_tpu.plan_for(256, 1, 16, 32, 16, 4).slopes_again
+    assert pallas_tpu.plan_for(256, 1, 16, 32, 16, 2).narrow
     arrays = example(200, heads=(2, 1), dtype=dtype)
     found = errors(by_kernels(*arrays), by_definition(*arrays))
     limit = 1e-5 if dtype == 'float32' else 2e-2
     assert {key: error for key, error in found.items() if not error <= limit} == {}
+
+
+def test_several_tiles_a_block(monkeypatch):
+    """As where longer ones do not fit: gradients of all but a block's last tile wait for the next step."""
+    monkeypatch.setattr(pallas_tpu, 'TILE', 128)
+    assert pallas_tpu.plan_for(900, 1, 16, 32, 16, 4).tile == 128
+    arrays = example(900)
+    found = errors(by_kernels(*arrays), by_definition(*arrays))
+    assert {key: error for key, error in found.items() if not error <= 1e-5} == {}
 
 
 @pytest.mark.parametrize(
@@ -128,12 +137,12 @@ def test_batch_split_over_a_mesh():
 
 
 def test_policies_can_save_the_sketches(capfd):
-    nodes, xs, _ = example(128)
+    nodes, xs, _ = example(256)
     for names, saved in (((RESIDUAL_NAME,), True), ((), False)):
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         sketch = jax.checkpoint(lambda x: jnp.sin(pallas_tpu.sketch_networks(nodes, (x,))[0]), policy=policy)
         jax.ad_checkpoint.print_saved_residuals(sketch, xs[0])
-        assert (f"u32[1,1,16,128] named '{RESIDUAL_NAME}'" in capfd.readouterr().out) == saved
+        assert (f"u32[1,1,16,256] named '{RESIDUAL_NAME}'" in capfd.readouterr().out) == saved
 
 
 REFUSED = {

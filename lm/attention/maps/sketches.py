@@ -185,6 +185,6 @@ def networks_call(r: int, width: int, dims: HeadDims, length: int) -> KernelCall
         return networks.sketch_networks(nodes, q, k, implementation='pallas_tpu')
 
     plan = kernels.plan_for(length, dims.n_heads, dims.head_dim, width * r, r, 2)
-    tokens = plan.block / 2  # a grid step takes a block of queries or one of keys
-    steps = {(kernel, f'sketch_networks_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    tokens = {'forward': plan.forward_tile / 2, 'backward': plan.block / 2}  # a grid step takes queries or keys
+    steps = {(kernel, f'sketch_networks_{kernel}'): n for kernel, n in tokens.items()}
     return KernelCall(function, (((network, network),), *qk), steps)

@@ -37,7 +37,7 @@ def gelu(z: jax.Array) -> jax.Array:
 
 
 def gelu_and_slope(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`gelu` and its derivative. Of several ways to write it this is the one that schedules best on TPUs."""
+    """`gelu` and its derivative."""
     inner = LINEAR + z * z
     slope = z * (3.0 * inner - 2.0 * LINEAR)
     p = 1.0 + jnp.tanh(z * inner)

@@ -3,14 +3,14 @@
 M input size, E hidden units, r outputs, T tokens of a tile, S the networks' inputs: 1 where both read the same, else 2.
 Arrays in HBM are [B, H, rows, L], feature by token, as the attention kernels want them; tokens fill the 128 lanes.
 
-The layer normalizations' scale and bias are folded into the map that follows, whose first columns meet the standardized
-input and whose last `ONES` meet rows of ones. The hidden layers exist only tile by tile in VMEM. The backward kernel
-computes them again and adds up the gradients of the weights in float32, in blocks that stay in VMEM.
+The layer normalizations' scale and bias are folded into the map that follows, which meets the standardized input plus
+`OFFSET`. The hidden layers exist only tile by tile in VMEM. The backward kernel computes them again, those of one tile
+beside the gradients of the tile before it, and adds up the gradients of the weights in float32, in blocks that stay in
+VMEM.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,35 +18,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.sketch_networks.folding import gelu, gelu_and_slope
-from lm.ops.sketch_networks.types import EPSILON
-from lm.ops.tpu import ROWS, dot
-
-ONES = ROWS
-"""Rows of ones below the input of a map: one would do, but for the grain of a bfloat16 register."""
-
-
-@dataclasses.dataclass(frozen=True)
-class NodePlan:
-    """How the kernels are cut into steps.
-
-    Attributes:
-        block: tokens a grid step.
-        tile: tokens at a time in the backward kernel.
-        forward_tile: tokens at a time in the forward kernel.
-        heads: heads that share a sketch (G).
-        parts: runs of blocks whose weight gradients are added up apart, for chips with two cores.
-        slopes_again: whether the backward kernel keeps what hidden units were made of, in place of their derivatives.
-        vmem_limit_bytes: what the compiler may use; None: its default.
-    """
-
-    block: int
-    tile: int
-    forward_tile: int
-    heads: int
-    parts: int
-    slopes_again: bool = False
-    vmem_limit_bytes: int | None = None
+from lm.ops.sketch_networks.tpu.plan import NodePlan
+from lm.ops.sketch_networks.tpu.tiles import (
+    Kept,
+    ahead,
+    behind,
+    first_level,
+    kept_shapes,
+    packed,
+    second_level,
+    together,
+)
 
 
 def forward(plan: NodePlan, inputs: Sequence[jax.Array], maps: Sequence[jax.Array]) -> jax.Array:
@@ -55,20 +37,23 @@ def forward(plan: NodePlan, inputs: Sequence[jax.Array], maps: Sequence[jax.Arra
     Args:
         plan: L is a multiple of its block times its parts.
         inputs: S arrays [B, N · G, M, L].
-        maps: [N, 2, E, M + ONES], [N, 2, r, E], [N, 2, E, r + ONES], [N, 2, r, E]; the first and third halved.
+        maps: [N, 2, E, M], [N, 2, r, E], [N, 2, E, r], [N, 2, r, E]; the first and third halved.
     """
-    r = maps[-1].shape[2]
-    output = jax.ShapeDtypeStruct((*inputs[0].shape[:2], r, inputs[0].shape[3]), inputs[0].dtype)
+    (r, hidden), dtype, block = maps[-1].shape[2:], inputs[0].dtype, plan.forward_tile
+    output = jax.ShapeDtypeStruct((*inputs[0].shape[:2], r, inputs[0].shape[3]), dtype)
+    ys = tuple(pltpu.VMEM((r, block), dtype) for _ in range(2))
+    units = tuple(packed(hidden, block, dtype) for _ in range(4))
     return pl.pallas_call(
         functools.partial(_forward_kernel, plan, len(inputs)),
         name='sketch_networks_forward',
-        grid=_grid(plan, maps, inputs[0]),
-        in_specs=[_tokens(plan, a) for a in inputs] + [_whole(a) for a in maps],
-        out_specs=_tokens(plan, output),
-        out_shape=output,
+        grid=(maps[0].shape[0], plan.parts, _steps(plan, inputs[0], block) + 1),
+        in_specs=[_tokens(plan, a, block) for a in inputs] + [_whole(a) for a in maps],
+        out_specs=_tokens(plan, output, block, late=1),
+        out_shape=_flat(output),
+        scratch_shapes=(ys, units),
         compiler_params=_compiler_params(plan),
         cost_estimate=_cost(1, maps, (*inputs, output)),
-    )(*inputs, *maps)
+    )(*map(_by_row, inputs), *maps).reshape(output.shape)
 
 
 def backward(
@@ -77,49 +62,80 @@ def backward(
     """The gradients of the inputs and, in float32 and for each of plan.parts, of the maps.
 
     Returns:
-        S arrays like the inputs; then [N, parts, 2, M + ONES, E], [N, parts, 2, r, E], [N, parts, 2, r + ONES, E] and
+        S arrays like the inputs; then [N, parts, 2, M, E], [N, parts, 2, r, E], [N, parts, 2, r, E] and
         [N, parts, 2, r, E]: those of the halved maps turned over.
     """
-    n = maps[0].shape[0]
-    # The same maps turned over, without the columns that meet ones.
-    turned = [maps[i][..., : -ONES if i % 2 == 0 else None].swapaxes(2, 3) for i in range(4)]
+    n, (size, dtype) = maps[0].shape[0], (inputs[0].shape[2], inputs[0].dtype)
+    r, hidden = maps[1].shape[2:]
+    turned = [m.swapaxes(2, 3) for m in maps]
     shapes = [m.shape[1:] if i % 2 else (2, m.shape[3], m.shape[2]) for i, m in enumerate(maps)]
     sums = [jax.ShapeDtypeStruct((n, plan.parts, *shape), jnp.float32) for shape in shapes]
     outputs = [*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs), *sums]
     read = (*maps, *turned)
-    return pl.pallas_call(
+    kept = kept_shapes(plan, len(inputs), size, hidden, r, dtype)
+    dzs = tuple(packed(hidden, plan.tile, dtype) for _ in range(4))
+    waiting = tuple(pltpu.VMEM((size, plan.block - plan.tile), dtype) for _ in inputs)
+    dxs_and_sums = pl.pallas_call(
         functools.partial(_backward_kernel, plan, len(inputs)),
         name='sketch_networks_backward',
-        grid=_grid(plan, maps, inputs[0]),
-        in_specs=[_tokens(plan, a) for a in (*inputs, dpsi)] + [_whole(a) for a in read],
-        out_specs=[_tokens(plan, a) for a in inputs]
-        + [pl.BlockSpec((None, None, *a.shape[2:]), lambda i, p, b, h, j: (i, p, 0, 0, 0)) for a in sums],
-        out_shape=outputs,
+        grid=(n, plan.parts, _steps(plan, inputs[0], plan.block) + 1),
+        in_specs=[_tokens(plan, a, plan.block) for a in (*inputs, dpsi)] + [_whole(a) for a in read],
+        out_specs=[_tokens(plan, a, plan.block, late=1) for a in inputs]
+        + [pl.BlockSpec((None, None, *a.shape[2:]), lambda i, p, s: (i, p, 0, 0, 0)) for a in sums],
+        out_shape=[*map(_flat, outputs[: len(inputs)]), *sums],
+        scratch_shapes=(waiting, kept, kept, dzs),
         compiler_params=_compiler_params(plan),
         cost_estimate=_cost(3, maps, (*inputs, dpsi, *outputs)),
-    )(*inputs, dpsi, *read)
+    )(*map(_by_row, (*inputs, dpsi)), *read)
+    return [a.reshape(o.shape) for a, o in zip(dxs_and_sums, outputs, strict=True)]
 
 
-def _grid(plan: NodePlan, maps: Sequence[jax.Array], x_BxHxMxL: jax.Array) -> tuple[int, ...]:
-    """Sketches, parts, batch, heads of a sketch, blocks of a part."""
+def _steps(plan: NodePlan, x_BxHxMxL: jax.Array, block: int) -> int:
+    """Blocks of all heads that share a sketch, of the whole batch and of one part."""
     batch, _, _, length = x_BxHxMxL.shape
-    return maps[0].shape[0], plan.parts, batch, plan.heads, length // (plan.block * plan.parts)
+    return batch * plan.heads * (length // (block * plan.parts))
 
 
-def _tokens(plan: NodePlan, a_BxHxFxL) -> pl.BlockSpec:
-    steps = a_BxHxFxL.shape[3] // (plan.block * plan.parts)
-    shape = (None, None, a_BxHxFxL.shape[2], plan.block)
-    return pl.BlockSpec(shape, lambda i, p, b, h, j: (b, i * plan.heads + h, 0, p * steps + j))
+def _tokens(plan: NodePlan, a_BxHxFxL, block: int, late: int = 0) -> pl.BlockSpec:
+    """A block of tokens a step, that of the step `late` steps ago; steps go through blocks, heads and batch.
+
+    Batch and heads are one axis, and divisions are shifts where they can be: what scalars are computed from, the units
+    wait for at the beginning of each step.
+    """
+    blocks, steps = a_BxHxFxL.shape[3] // (block * plan.parts), _steps(plan, a_BxHxFxL, block)
+    n = a_BxHxFxL.shape[1] // plan.heads
+
+    def index(i, p, s):
+        row, j = _divide(jnp.clip(s - late, 0, steps - 1) if late else jnp.minimum(s, steps - 1), blocks)
+        if n > 1:
+            b, h = _divide(row, plan.heads)
+            row = (b * n + i) * plan.heads + h
+        return row, 0, p * blocks + j
+
+    return pl.BlockSpec((None, a_BxHxFxL.shape[2], block), index)
 
 
-def _whole(a_NxAxBxC) -> pl.BlockSpec:
-    return pl.BlockSpec((None, *a_NxAxBxC.shape[1:]), lambda i, p, b, h, j: (i, 0, 0, 0))
+def _divide(a: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+    if by & (by - 1):
+        return lax.div(a, by), lax.rem(a, by)
+    return lax.shift_right_logical(a, by.bit_length() - 1), a & (by - 1)
+
+
+def _flat(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((a.shape[0] * a.shape[1], *a.shape[2:]), a.dtype)
+
+
+def _by_row(a_BxHxFxL: jax.Array) -> jax.Array:
+    return a_BxHxFxL.reshape(-1, *a_BxHxFxL.shape[2:])
+
+
+def _whole(a_NxAxBxC: jax.Array) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *a_NxAxBxC.shape[1:]), lambda i, p, s: (i, 0, 0, 0))
 
 
 def _compiler_params(plan: NodePlan) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(
-        dimension_semantics=('parallel', 'parallel', 'arbitrary', 'arbitrary', 'arbitrary'),
-        vmem_limit_bytes=plan.vmem_limit_bytes,
+        dimension_semantics=('parallel', 'parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
     )
 
 
@@ -135,86 +151,31 @@ def _cost(passes: int, maps: Sequence[jax.Array], arrays) -> pl.CostEstimate:
 
 
 def _forward_kernel(plan: NodePlan, n_inputs: int, *refs):
-    inputs, (w1, v1, w2, v2), psi = refs[:n_inputs], refs[n_inputs:-1], refs[-1]
-    r, dtype = psi.shape[0], psi.dtype
-    for at in range(0, plan.block, plan.forward_tile):
-        tokens = slice(at, at + plan.forward_tile)
-        xs = [_with_ones(_standardize(x[:, tokens].astype(jnp.float32))[0], dtype) for x in inputs]
-        ys = _both(v1, [gelu(z).astype(dtype) for z in _both(w1, xs)])
-        ys = [_with_ones(_standardize(y)[0], dtype) for y in ys]
-        first, second = _both(v2, [gelu(z).astype(dtype) for z in _both(w2, ys)])
-        psi[:, tokens] = (r**0.5 * jnp.tanh(r**-0.5 * first * second)).astype(dtype)
+    """The first level of a tile, beside the second level of the tile of the step before."""
+    inputs, maps, (psi, ys, units) = refs[:n_inputs], refs[n_inputs : n_inputs + 4], refs[n_inputs + 4 :]
+    together(
+        second_level(plan, [y[...] for y in ys], maps[2:], units[2:], psi),
+        first_level(plan, [x[...] for x in inputs], maps[:2], units[:2], ys),
+    )
 
 
 def _backward_kernel(plan: NodePlan, n_inputs: int, *refs):
+    """A step's tiles from left to right: what the backward pass of one needs, beside the backward pass of the tile
+    before it, which for the first is the last tile of the step before. So a block's gradients are complete a step late,
+    and the first step's backward pass has read nothing: what it adds is not kept."""
     inputs, dpsi, refs = refs[:n_inputs], refs[n_inputs], refs[n_inputs + 1 :]
-    (w1, v1, w2, v2, *turned), refs = refs[:8], refs[8:]
-    dxs, (dw1, dv1, dw2, dv2) = refs[:n_inputs], refs[n_inputs:]
-    r, dtype = dpsi.shape[0], dpsi.dtype
-
-    @pl.when((pl.program_id(2) == 0) & (pl.program_id(3) == 0) & (pl.program_id(4) == 0))
-    def _():
-        for sums in (dw1, dv1, dw2, dv2):
-            sums[...] = jnp.zeros_like(sums)
-
-    for at in range(0, plan.block, plan.tile):
-        tokens = slice(at, at + plan.tile)
-        standard = [_standardize(x[:, tokens].astype(jnp.float32)) for x in inputs]
-        xs = [_with_ones(x, dtype) for x, _ in standard]
-        lower = [_hidden(plan, z, dtype) for z in _both(w1, xs)]
-        between = [_standardize(y) for y in _both(v1, [h for h, _ in lower])]
-        ys = [_with_ones(y, dtype) for y, _ in between]
-        upper = [_hidden(plan, z, dtype) for z in _both(w2, ys)]
-        first, second = _both(v2, [h for h, _ in upper])
-        bounded = jnp.tanh(r**-0.5 * first * second)
-        dproduct = dpsi[:, tokens].astype(jnp.float32) * (1.0 - bounded * bounded)
-        dfs = [(dproduct * other).astype(dtype) for other in (second, first)]
-        dys = _level_backward(dfs, ys, upper, turned[2:], dw2, dv2)
-        dys = [_standardize_backward(*y, dy).astype(dtype) for y, dy in zip(between, dys, strict=True)]
-        dx = _level_backward(dys, xs, lower, turned[:2], dw1, dv1)
-        for i, d in enumerate([dx[0] + dx[1]] if n_inputs == 1 else dx):
-            dxs[i][:, tokens] = _standardize_backward(*standard[i], d).astype(dtype)
-
-
-def _both(maps, xs: list[jax.Array]) -> list[jax.Array]:
-    """The products of both networks, one after the other: while the vector units are at work on what comes of the
-    first, the matrix units compute the second. They keep the order in which products are written."""
-    return [dot(maps[i], xs[i % len(xs)], (1, 0)) for i in range(2)]
-
-
-def _hidden(plan: NodePlan, z: jax.Array, dtype) -> tuple[jax.Array, Callable[[], jax.Array]]:
-    """`gelu`, rounded, and what gives its derivative."""
-    if not plan.slopes_again:
-        h, slope = gelu_and_slope(z)
-        return h.astype(dtype), lambda: slope
-    kept = z.astype(dtype)
-    return gelu(z).astype(dtype), lambda: gelu_and_slope(kept.astype(jnp.float32))[1]
-
-
-def _level_backward(dys, xs, hidden, turned, dw, dv) -> list[jax.Array]:
-    """The gradients of both networks' standardized inputs to a level; those of its maps are added to dw and dv."""
-    dzs, dxs = [], []
-    for i in range(2):
-        h_ExT, slope = hidden[i]
-        dzs.append((dot(turned[1][i], dys[i], (1, 0)) * slope()).astype(h_ExT.dtype))
-        dv[i] += dot(dys[i], h_ExT, (1, 1))
-    for i in range(2):
-        dxs.append(dot(turned[0][i], dzs[i], (1, 0)))
-        dw[i] += dot(xs[i % len(xs)], dzs[i], (1, 1))
-    return dxs
-
-
-def _with_ones(x_MxT: jax.Array, dtype) -> jax.Array:
-    return jnp.concatenate([x_MxT.astype(dtype), jnp.ones((ONES, x_MxT.shape[1]), dtype)], axis=0)
-
-
-def _standardize(x_MxT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x with mean 0 and variance 1 over the rows, and what its deviations were multiplied by."""
-    centred = x_MxT - jnp.mean(x_MxT, axis=0, keepdims=True)
-    inverse_1xT = lax.rsqrt(jnp.mean(centred * centred, axis=0, keepdims=True) + EPSILON)
-    return centred * inverse_1xT, inverse_1xT
-
-
-def _standardize_backward(standard_MxT: jax.Array, inverse_1xT: jax.Array, d_MxT: jax.Array) -> jax.Array:
-    d_MxT -= jnp.mean(d_MxT, axis=0, keepdims=True)
-    return inverse_1xT * (d_MxT - standard_MxT * jnp.mean(d_MxT * standard_MxT, axis=0, keepdims=True))
+    maps, turned, dxs, sums, (waiting, *kept, dzs) = (
+        refs[:4], refs[4:8], refs[8 : 8 + n_inputs], refs[8 + n_inputs : 12 + n_inputs], refs[12 + n_inputs :]
+    )  # fmt: skip
+    step, last = pl.program_id(2), plan.block - plan.tile
+    counts = (step < pl.num_programs(2) - 1).astype(jnp.float32)
+    for dx, before in zip(dxs, waiting, strict=True):
+        dx[:, :last] = before[...]
+    for i, at in enumerate(range(0, plan.block, plan.tile)):
+        tokens, before = slice(at, at + plan.tile), slice(at - plan.tile, at)
+        into = [dx.at[:, last:] for dx in dxs] if i == 0 else [dx.at[:, before] for dx in waiting]
+        fresh = step == 0 if i == 0 else None
+        together(
+            behind(plan, Kept(*kept[(i + 1) % 2]), turned, into, sums, dzs, fresh),
+            ahead(plan, [x[:, tokens] for x in inputs], dpsi[:, tokens], counts, maps, Kept(*kept[i % 2])),
+        )

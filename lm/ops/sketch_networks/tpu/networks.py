@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from lm.ops import platform
 from lm.ops.residuals import saved
 from lm.ops.sketch_networks.folding import fold
-from lm.ops.sketch_networks.tpu.kernels import ONES, NodePlan, backward, forward
+from lm.ops.sketch_networks.tpu.kernels import backward, forward
+from lm.ops.sketch_networks.tpu.plan import NodePlan
+from lm.ops.sketch_networks.tpu.tiles import OFFSET
 from lm.ops.sketch_networks.types import NetworkWeights, Nodes, climb
 from lm.ops.tpu import LANES, ROWS
 
@@ -51,20 +53,23 @@ def plan_for(length: int, heads: int, size: int, hidden: int, r: int, itemsize: 
     """How sequences of `length` vectors of `size` numbers are computed, `heads` heads a sketch."""
     available, limit = platform.vmem()
     steps = -(-length // BLOCK)
-    block = -(-length // (steps * LANES)) * LANES
-    sizes = [tile for tile in range(TILE, 0, -LANES) if block % tile == 0]
+    block = -(-length // (2 * steps * LANES)) * 2 * LANES
+    sizes = [tile for tile in range(TILE, 0, -LANES) if block % (2 * tile) == 0]
     fitting = [tile for tile in sizes if vmem_estimate(tile, size, hidden, r, itemsize) <= 0.8 * available]
     tile = (fitting or sizes[-1:])[0]
     # The forward kernel gains from longer tiles, but for v4, which loads and stores less at a time.
     forward_tile = block if limit else sizes[0]
-    # Derivatives in float32 are more than one register a cycle can store on v5e and v5p, whose vector units have time.
-    slopes_again = limit is not None and platform.matrix_side() == LANES
-    return NodePlan(block, tile, forward_tile, heads, 2 if steps % 2 == 0 else 1, slopes_again, limit)
+    # Matrix units of 256 want long products; they came with vector units that compute in bfloat16.
+    wide = platform.matrix_side() > LANES
+    rows = min(hidden, 256 if wide else 64)
+    return NodePlan(
+        block, tile, forward_tile, heads, 2 if steps % 2 == 0 else 1, rows, wide and itemsize == 2, limit
+    )  # fmt: skip
 
 
 def vmem_estimate(tile: int, size: int, hidden: int, r: int, itemsize: int) -> int:
     """Bytes of VMEM that the backward kernel, the larger one, takes: about what the compiler reports."""
-    weights = 2 * hidden * (size + 3 * r + 2 * ONES)
+    weights = 2 * hidden * (size + 3 * r)
     return (4 * itemsize + 8) * weights + 24 * itemsize * hidden * tile
 
 
@@ -79,10 +84,23 @@ def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
 
     def join(first: NetworkWeights, second: NetworkWeights, left: jax.Array, right: jax.Array) -> jax.Array:
         inputs = (left,) if left is right else (left, right)
-        return node(plan, inputs, fold(first, second))
+        return node(plan, inputs, _with_biases(first, second))
 
     psi_BxHxRxL = climb(nodes, leaf_BxHxMxL, join)[..., :length]
     return psi_BxHxRxL.reshape(batch, n, heads, r, length).transpose(0, 4, 1, 2, 3)
+
+
+def _with_biases(first: NetworkWeights, second: NetworkWeights) -> tuple[jax.Array, ...]:
+    """The four maps of both networks as the kernels want them, in float32 (see `fold`).
+
+    What the sum over a standardized input's rows, 0, is multiplied by is free: here it is the bias over `OFFSET`.
+    """
+    w1, v1, w2, v2, c1, c2 = fold(first, second)
+
+    def shifted(w_Nx2xExM, c_Nx2xE):
+        return w_Nx2xExM + (c_Nx2xE[..., None] / OFFSET - w_Nx2xExM.sum(-1, keepdims=True)) / w_Nx2xExM.shape[-1]
+
+    return shifted(w1, c1), v1, shifted(w2, c2), v2
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -92,7 +110,7 @@ def node(plan: NodePlan, inputs: tuple[jax.Array, ...], weights: tuple[jax.Array
     Args:
         plan: how it is computed.
         inputs: its children [B, H, M, L], one array where they are the same.
-        weights: of `fold`.
+        weights: of `_with_biases`.
     """
     return forward(plan, inputs, _maps(weights, inputs[0].dtype))
 
@@ -107,22 +125,11 @@ def _node_backward(plan, residuals, dpsi):
     count = len(inputs)
     gradients = backward(plan, inputs, _maps(weights, inputs[0].dtype), dpsi)
     dw1, dv1, dw2, dv2 = (g.sum(axis=1) for g in gradients[count:])
-    turned = [dw.swapaxes(2, 3) for dw in (dw1, dw2)]
-    (dw1, dc1), (dw2, dc2) = ((dw[..., :-ONES], dw[..., -ONES]) for dw in turned)
-    return tuple(gradients[:count]), (dw1, dv1, dw2, dv2, dc1, dc2)
+    return tuple(gradients[:count]), (dw1.swapaxes(2, 3), dv1, dw2.swapaxes(2, 3), dv2)
 
 
 node.defvjp(_node_forward, _node_backward)
 
 
 def _maps(weights: tuple[jax.Array, ...], dtype) -> list[jax.Array]:
-    """The kernels' maps: each bias becomes two columns, so that in bfloat16 it keeps twice the digits."""
-    w1, v1, w2, v2, c1, c2 = weights
-
-    def with_bias(w, c):
-        high = c.astype(dtype)
-        low = (c - high.astype(jnp.float32)).astype(dtype)
-        columns = jnp.stack([high, low] + [jnp.zeros_like(high)] * (ONES - 2), axis=-1)
-        return jnp.concatenate([w.astype(dtype), columns], axis=-1)
-
-    return [with_bias(w1, c1), v1.astype(dtype), with_bias(w2, c2), v2.astype(dtype)]
+    return [w.astype(dtype) for w in weights]
