@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.dots import in_three
 from lm.ops.linear_attention.types import ProductMap
@@ -63,6 +64,7 @@ class TpuPlan:
     decay: bool = False
     part: int = 0
     sums_again: bool = False
+    joined: bool = True
     vmem_limit_bytes: int | None = None
 
     def state_shape(self, features: int, head_dim: int) -> tuple[int, int]:
@@ -138,10 +140,26 @@ def unpack_gradient(x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
                 for other in range(group + 1, groups):
                     at = other * SUBLANES - high
                     sums[other] += x_1xT * part[at : at + SUBLANES]
-                across.append(jnp.sum(x_FxT[high:] * part, axis=0, keepdims=True))
+                products_FxT = x_FxT[high:] * part
+                across.append(sum(products_FxT[at : at + SUBLANES] for at in range(0, rows - high, SUBLANES)))
         if across:
-            sums[group] += jnp.concatenate(across, axis=0)
+            sums[group] += row_sums(across)
     return 2.0 * jnp.concatenate(sums, axis=0)
+
+
+def row_sums(arrays: list[jax.Array]) -> jax.Array:
+    """Of eight arrays [8, T]: row i is the sum over the rows of array i.
+
+    Each step halves their number: a row of the result adds, of the array that it stands for, its own and one more row.
+    """
+    row = lax.broadcasted_iota(jnp.int32, arrays[0].shape, 0)
+    for distance in (1, 2, 4):
+        first = (row & distance) == 0
+        arrays = [
+            jnp.where(first, a, b) + pltpu.roll(jnp.where(first, b, a), SUBLANES - distance, 0)
+            for a, b in zip(arrays[::2], arrays[1::2], strict=True)
+        ]
+    return arrays[0]
 
 
 def expand(plan: TpuPlan, x_FxT: jax.Array, weighted: bool) -> jax.Array:
