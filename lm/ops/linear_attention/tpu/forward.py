@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.linear_attention.tpu.decay import column, faded, last, pairs, times
+from lm.ops.linear_attention.tpu.decay import faded, pairs, times
 from lm.ops.linear_attention.tpu.features import (
     TpuPlan,
     causal,
@@ -24,10 +24,10 @@ from lm.ops.linear_attention.tpu.features import (
     moment_operand,
     moment_times,
     state_operand,
-    tiles,
     weights_and_slope,
     with_one,
 )
+from lm.ops.linear_attention.tpu.head import Head
 from lm.ops.linear_attention.tpu.maps import features, of_heads
 from lm.ops.linear_attention.tpu.order import Piece, Total, ahead, in_turn
 from lm.ops.tpu import dot
@@ -84,10 +84,10 @@ def _cost(plan: TpuPlan, inputs, outputs) -> pl.CostEstimate:
     rows, columns = plan.state_shape(features, head_dim)
     moment = 8 * features**2 if plan.squared and plan.normalize else 0
     before = 0 if plan.single_block else 4 * rows * columns + moment
-    inside = (compared + head_dim) * (plan.block + plan.forward_tile) + 4 * plan.projection_rows * inputs[0].shape[1]
+    inside = (compared + head_dim) * (plan.block + plan.tile) + 4 * plan.projection_rows * inputs[0].shape[1]
     return pl.CostEstimate(
         flops=n * length * (before + inside),
-        transcendentals=n * length * (plan.block + plan.forward_tile) // 2 if plan.decay else 0,
+        transcendentals=n * length * (plan.block + plan.tile) // 2 if plan.decay else 0,
         bytes_accessed=sum(a.size * a.dtype.itemsize for a in (*inputs, *outputs)),
     )
 
@@ -128,31 +128,16 @@ class _Refs:
     moment: Any
 
 
-class _HeadOutputs:
+class _HeadOutputs(Head):
     """One head in one block: `inside` and `outside` are the pieces; an output is written as soon as it is complete."""
 
     def __init__(self, plan: TpuPlan, refs: _Refs, head: int, made: tuple):
         """`made`: features of queries and keys; () without a map."""
-        self.plan, self.refs, self.head, self.made = plan, refs, head, made
-        self.cut = [tile for tile, _ in tiles(plan, plan.tile)]
+        super().__init__(plan, refs, head, made)
         terms = [i + 1 + (not plan.single_block) for i in range(len(self.cut))]
         self.dens: dict[int, jax.Array] = {}
         self.den = Total(terms, self.dens.__setitem__)
         self.num = Total(terms, self._write)
-
-    @functools.cache
-    def of(self, name: str, i: int) -> jax.Array:
-        """Tile i of an array: x, y, v, a, b, or features where a map makes them."""
-        at = self.cut[i]
-        if self.made and (name in 'xy' or not self.plan.exact_local and name in 'ab'):
-            return self.made['xyab'.index(name) % 2][:, at]
-        return getattr(self.refs, name)[self.head, :, at]
-
-    @functools.cached_property
-    def fading(self) -> tuple[jax.Array, ...]:
-        """Of decay: c as column and as row, and the factors of the block, of what a query reads, of what a key adds."""
-        c_1xT = self.refs.c[self.head]
-        return column(c_1xT), c_1xT, jnp.exp(last(c_1xT)), jnp.exp(c_1xT), jnp.exp(last(c_1xT) - c_1xT)
 
     def _write(self, i: int, num_DxQ: jax.Array) -> None:
         refs, head, at = self.refs, self.head, self.cut[i]
@@ -182,7 +167,8 @@ class _HeadOutputs:
         plan = self.plan
         w_KxQ, _ = weights_and_slope(plan, s_KxQ)
         if plan.decay:
-            w_KxQ *= pairs(*self.fading[:2], self.cut[i], self.cut[j])
+            c_Tx1, c_1xT = self.fading[:2]
+            w_KxQ *= pairs(c_1xT[:, self.cut[i]], c_Tx1[self.cut[j]])
         if i == j:
             w_KxQ = causal(w_KxQ)
         if plan.normalize:
@@ -192,8 +178,7 @@ class _HeadOutputs:
     @functools.cached_property
     def state_DxP(self) -> jax.Array:
         """Of the keys before the block."""
-        rows = self.made[0].shape[0] if self.made else self.refs.x.shape[1]
-        return state_operand(self.plan, self.refs.state[self.head], rows, self.refs.v.dtype)
+        return state_operand(self.plan, self.refs.state[self.head], self.features, self.refs.v.dtype)
 
     @functools.cached_property
     def moment_FxE(self) -> jax.Array:
@@ -229,20 +214,19 @@ class _HeadOutputs:
             num_DxQ = dot(self.state_DxP, x_FxQ, (1, 0))
             den_1xQ = jnp.sum(num_DxQ[size:], axis=0, keepdims=True)
             num_DxQ = num_DxQ[:size]
-        read_1xQ = self.fading[3][:, self.cut[i]] if plan.decay else None
         if plan.normalize:
-            self.den.add(i, faded(den_1xQ, read_1xQ))
-        self.num.add(i, faded(num_DxQ, read_1xQ))
+            self.den.add(i, faded(den_1xQ, self.reads(i)))
+        self.num.add(i, faded(num_DxQ, self.reads(i)))
 
     def _fold(self, i: int) -> None:
         """Adds keys i to the sums, as queries after the block see them."""
         plan, refs, head = self.plan, self.refs, self.head
         y_FxK, v_DxK = self.of('y', i), self.of('v', i)
-        fade_1xK = self.fading[4][:, self.cut[i]] if plan.decay else None
-        kept = self.fading[2] if plan.decay and i == 0 else None
         y_PxK = expand(plan, y_FxK, weighted=False) if plan.squared else y_FxK
-        added_DxK = times(extended(plan, v_DxK, 1.0), fade_1xK)
-        refs.state[head] = faded(refs.state[head], kept) + dot(added_DxK, y_PxK, (1, 1))
+        added_DxK = times(extended(plan, v_DxK, 1.0), self.adds(i))
+        refs.state[head] = faded(refs.state[head], self.kept(i)) + dot(added_DxK, y_PxK, (1, 1))
         if plan.squared and plan.normalize:
             y1_FxK = with_one(plan, y_FxK)
-            refs.moment[head] = faded(refs.moment[head], kept) + dot(y1_FxK, times(y1_FxK, fade_1xK), (1, 1))
+            refs.moment[head] = faded(refs.moment[head], self.kept(i)) + dot(
+                y1_FxK, times(y1_FxK, self.adds(i)), (1, 1)
+            )

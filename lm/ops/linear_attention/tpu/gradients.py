@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lm.ops.dots import in_three
-from lm.ops.linear_attention.tpu.decay import column, faded, last, pairs, times
+from lm.ops.linear_attention.tpu.decay import column, faded, pairs, times
 from lm.ops.linear_attention.tpu.features import (
     TpuPlan,
     causal,
@@ -24,12 +24,15 @@ from lm.ops.linear_attention.tpu.features import (
     moment_times,
     slope_factor,
     state_operand,
-    tiles,
     weights_and_slope,
     with_one,
 )
+from lm.ops.linear_attention.tpu.head import Head, once
 from lm.ops.linear_attention.tpu.order import Piece, Total
 from lm.ops.tpu import ROWS, dot
+
+PART = 256
+"""Features that are multiplied at a time: the side of the larger matrix units."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +59,13 @@ class Refs:
     moment: Any
 
 
-class HeadGradients:
+class HeadGradients(Head):
     """One head: `inside` and `outside` are the pieces; they write the gradients as soon as they are complete."""
 
     def __init__(self, plan: TpuPlan, refs: Refs, head: int, made: tuple):
         """`made`: features of queries and keys, each with what makes gradients of theirs; () without a map."""
-        self.plan, self.refs, self.head, self.made = plan, refs, head, made
-        self.cut = [tile for tile, _ in tiles(plan, plan.tile)]
+        super().__init__(plan, refs, head, tuple(features for features, _ in made))
+        self.pulls = [pull for _, pull in made]
         count = len(self.cut)
         outside = not plan.single_block
         up, down = range(1, count + 1), range(count, 0, -1)
@@ -73,20 +76,10 @@ class HeadGradients:
         self.dx = Total([outside + (not separate)] * count, functools.partial(self._through, 0))
         self.dy = Total([outside + (not separate)] * count, functools.partial(self._through, 1))
         self.dv = Total([n + outside for n in down], self._dv)
-        self.features: tuple[list, list] = ([], [])
+        self.through: tuple[list, list] = ([], [])
         self.done = [0.0] * count
 
-    # What is read.
-
-    @functools.cache
-    def of(self, name: str, i: int) -> jax.Array:
-        """Tile i of an array: x, y, v, a, b, or features where a map makes them."""
-        at = self.cut[i]
-        if self.made and (name in 'xy' or not self.plan.exact_local and name in 'ab'):
-            return self.made['xyab'.index(name) % 2][0][:, at]
-        return getattr(self.refs, name)[self.head, :, at]
-
-    @functools.cache
+    @once
     def gradient(self, i: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """g, e and ⟨do, o⟩ of queries i."""
         refs, head, at = self.refs, self.head, self.cut[i]
@@ -94,12 +87,6 @@ class HeadGradients:
         row_1xQ = jnp.sum(do_DxQ * refs.o[head, :, at].astype(jnp.float32), axis=0, keepdims=True)
         e_1xQ = -inverse_1xQ * row_1xQ if self.plan.normalize else jnp.zeros_like(row_1xQ)
         return (do_DxQ * inverse_1xQ).astype(refs.v.dtype), e_1xQ, row_1xQ
-
-    @functools.cached_property
-    def fading(self) -> tuple[jax.Array, ...]:
-        """Of decay: c as column and as row, and the factors of the block, of what a query reads, of what a key adds."""
-        c_1xT = self.refs.c[self.head]
-        return column(c_1xT), c_1xT, jnp.exp(last(c_1xT)), jnp.exp(c_1xT), jnp.exp(last(c_1xT) - c_1xT)
 
     # What is written.
 
@@ -114,15 +101,15 @@ class HeadGradients:
     def _through(self, side: int, i: int, gradient_FxT: jax.Array) -> None:
         """Writes a gradient of x or y; with a map that of its inputs, when all tiles are there."""
         ref = (self.refs.dx, self.refs.dy)[side]
-        if not self.made:
+        if not self.pulls:
             ref[self.head, :, self.cut[i]] = gradient_FxT.astype(ref.dtype)
             return
-        tiles_FxT = self.features[side]
+        tiles_FxT = self.through[side]
         tiles_FxT.append((i, gradient_FxT))
         if len(tiles_FxT) < len(self.cut):
             return
         whole_FxT = jnp.concatenate([tile for _, tile in sorted(tiles_FxT, key=lambda each: each[0])], axis=1)
-        gradient_ExT, dw_RxE = self.made[side][1](whole_FxT)
+        gradient_ExT, dw_RxE = self.pulls[side](whole_FxT)
         ref[self.head] = gradient_ExT.astype(ref.dtype)
         if self.refs.dmaps:
             self.refs.dmaps[side][0] += dw_RxE
@@ -150,7 +137,7 @@ class HeadGradients:
         """Whether the product of values and g adds e as well."""
         return self.plan.joined and self.plan.normalize
 
-    @functools.cache
+    @once
     def g_and_e(self, i: int) -> jax.Array:
         """g of queries i; where the product is to add e, below it e's parts, as many as keep its 24 bits."""
         g_DxQ, e_1xQ, _ = self.gradient(i)
@@ -158,7 +145,7 @@ class HeadGradients:
             return g_DxQ
         return jnp.concatenate([g_DxQ, in_rows(parts_of(e_1xQ, g_DxQ.dtype)).astype(g_DxQ.dtype)], axis=0)
 
-    @functools.cache
+    @once
     def v_and_ones(self, i: int) -> jax.Array:
         """Values i; ones below, for the parts of e."""
         v_DxK = self.of('v', i)
@@ -177,109 +164,124 @@ class HeadGradients:
         ]
 
     def _products(self, i: int, j: int) -> tuple[jax.Array, jax.Array]:
-        s_KxQ = dot(self.of('b', j), self.of('a', i), (0, 0))
-        return s_KxQ, dot(self.v_and_ones(j), self.g_and_e(i), (0, 0))
+        s_QxK = dot(self.of('a', i), self.of('b', j), (0, 0))
+        return s_QxK, dot(self.g_and_e(i), self.v_and_ones(j), (0, 0))
 
     def _weights(self, i: int, j: int, products: tuple[jax.Array, jax.Array]) -> None:
+        """Queries are rows: of the three products with weights only one then needs them the other way round."""
         plan, dtype = self.plan, self.refs.v.dtype
-        s_KxQ, dw_KxQ = products
+        s_QxK, dw_QxK = products
         g_DxQ, e_1xQ, _ = self.gradient(i)
         if plan.normalize and not self.joined:
-            dw_KxQ += e_1xQ
-        w_KxQ, slope_KxQ = weights_and_slope(plan, s_KxQ)
+            dw_QxK += column(e_1xQ)
+        w_QxK, slope_QxK = weights_and_slope(plan, s_QxK)
         if plan.decay:
-            factors_KxQ = pairs(*self.fading[:2], self.cut[i], self.cut[j])
-            w_KxQ, dw_KxQ = w_KxQ * factors_KxQ, dw_KxQ * factors_KxQ
-        ds_KxQ = dw_KxQ if slope_KxQ is None else dw_KxQ * slope_KxQ
+            c_Tx1, c_1xT = self.fading[:2]
+            factors_QxK = pairs(c_Tx1[self.cut[i]], c_1xT[:, self.cut[j]])
+            w_QxK, dw_QxK = w_QxK * factors_QxK, dw_QxK * factors_QxK
+        ds_QxK = dw_QxK if slope_QxK is None else dw_QxK * slope_QxK
         if i == j:
-            w_KxQ, ds_KxQ = causal(w_KxQ), causal(ds_KxQ)
-        w_KxQ, ds_KxQ = w_KxQ.astype(dtype), ds_KxQ.astype(dtype)
-        self.da.add(i, dot(self.of('b', j), ds_KxQ, (1, 0)))
-        self.db.add(j, dot(self.of('a', i), ds_KxQ, (1, 1)))
+            w_QxK, ds_QxK = causal(w_QxK, 1), causal(ds_QxK, 1)
+        w_QxK, ds_QxK = w_QxK.astype(dtype), ds_QxK.astype(dtype)
+        self.da.add(i, dot(self.of('b', j), ds_QxK, (1, 1)))
+        self.db.add(j, dot(self.of('a', i), ds_QxK, (1, 0)))
         # With decay Σ w e over a key's queries is asked for too.
-        self.dv.add(j, dot(extended_by(plan, g_DxQ, e_1xQ), w_KxQ, (1, 1)))
+        self.dv.add(j, dot(extended_by(plan, g_DxQ, e_1xQ), w_QxK, (1, 0)))
 
     # Before and after the block.
 
-    @functools.cached_property
-    def sums_DxP(self) -> jax.Array:
-        return self.refs.sums[0][self.head, 0]
-
-    @functools.cached_property
-    def state_DxP(self) -> jax.Array:
-        """Of the queries after the block."""
-        rows = self.made[1][0].shape[0] if self.made else self.refs.y.shape[1]
-        return state_operand(self.plan, self.refs.state[self.head], rows, self.refs.v.dtype)
-
-    @functools.cached_property
-    def moment_FxE(self) -> jax.Array:
-        """Likewise."""
-        return moment_operand(self.plan, self.refs.moment[self.head], self.refs.v.dtype)
-
-    @functools.cache
+    @once
     def read(self, i: int) -> tuple[jax.Array, jax.Array]:
         """g and e of queries i, for what they read of the sums, which has faded since the block began."""
         g_DxQ, e_1xQ, _ = self.gradient(i)
-        read_1xQ = self.fading[3][:, self.cut[i]] if self.plan.decay else None
-        return times(g_DxQ, read_1xQ), times(e_1xQ, read_1xQ)
-
-    def fade(self, i: int) -> jax.Array | None:
-        """What later queries see of keys i, as of the block's end."""
-        return self.fading[4][:, self.cut[i]] if self.plan.decay else None
+        return times(g_DxQ, self.reads(i)), times(e_1xQ, self.reads(i))
 
     def outside(self) -> list[Piece]:
-        pieces = (self._queries, self._keys, self._values, self._fold)
-        return [functools.partial(piece, i) for i in range(len(self.cut)) for piece in pieces]
+        """Products with much to load and little to multiply alternate with those of which the opposite is true."""
+        width = self.refs.state.shape[2]
+        size = width if self.plan.feature_map else PART
+        parts = [slice(at, min(at + size, width)) for at in range(0, width, size)]
+        pieces: list[Piece] = [self._read_sums]
+        for i in range(len(self.cut)):
+            for first, second in ((self._queries, self._fold), (self._keys, self._values)):
+                found: tuple[list, list] = ([], [])
+                for part in parts:
+                    pieces.append(functools.partial(first, i, part, found[0]))
+                    pieces.append(functools.partial(second, i, part, found[1]))
+        return pieces
 
-    def _queries(self, i: int) -> None:
-        plan, sums = self.plan, self.refs.sums
+    def _read_sums(self) -> None:
+        """Those over the keys before the block and over the queries after it, before this block is added."""
+        plan, refs, head, dtype = self.plan, self.refs, self.head, self.refs.v.dtype
+        self.before_DxP = refs.sums[0][head, 0]
+        self.after_DxP = state_operand(plan, refs.state[head], self.features, dtype)
+        if plan.squared and plan.normalize:
+            self.moment_after_FxE = moment_operand(plan, refs.moment[head], dtype)
+
+    def _queries(self, i: int, part: slice, found: list[jax.Array]) -> None:
+        """What queries i get from the keys before the block: a part of the features' gradients, with the last all."""
+        plan, refs = self.plan, self.refs
         x_FxQ, (g_DxQ, e_1xQ) = self.of('x', i), self.read(i)
-        dx_FxQ = dot(self.sums_DxP, extended(plan, g_DxQ, e_1xQ), (0, 0))
+        found.append(dot(self.before_DxP[:, part], extended(plan, g_DxQ, e_1xQ), (0, 0)))
+        if part.stop < refs.state.shape[2]:
+            return
+        dx_FxQ = jnp.concatenate(found, axis=0)
         if plan.squared:
             dx_FxQ = expand_gradient(plan, x_FxQ, dx_FxQ)
             if plan.normalize:
-                of_queries_FxQ = moment_times(sums[1][self.head, 0], with_one(plan, x_FxQ))
+                of_queries_FxQ = moment_times(refs.sums[1][self.head, 0], with_one(plan, x_FxQ))
                 dx_FxQ += (2.0 * e_1xQ) * of_queries_FxQ[: x_FxQ.shape[0]]
         self.dx.add(i, dx_FxQ)
 
-    def _keys(self, i: int) -> None:
-        plan, y_FxK, fade_1xK = self.plan, self.of('y', i), self.fade(i)
-        dy_FxK = dot(self.state_DxP, times(extended(plan, self.of('v', i), 1.0), fade_1xK), (0, 0))
+    def _keys(self, i: int, part: slice, found: list[jax.Array]) -> None:
+        """What keys i get from the queries after the block, likewise."""
+        plan, y_FxK, fade_1xK = self.plan, self.of('y', i), self.adds(i)
+        v_DxK = times(extended(plan, self.of('v', i), 1.0), fade_1xK)
+        found.append(dot(self.after_DxP[:, part], v_DxK, (0, 0)))
+        if part.stop < self.refs.state.shape[2]:
+            return
+        dy_FxK = jnp.concatenate(found, axis=0)
         if plan.squared:
             dy_FxK = expand_gradient(plan, y_FxK, dy_FxK)
             if plan.normalize:
                 y1_FxK = with_one(plan, y_FxK)
-                of_keys_FxK = moment_times(self.moment_FxE, y1_FxK)
+                of_keys_FxK = moment_times(self.moment_after_FxE, y1_FxK)
                 dy_FxK += 2.0 * faded(of_keys_FxK[: y_FxK.shape[0]], fade_1xK)
                 if plan.decay:
                     self.done[i] = jnp.sum(of_keys_FxK * y1_FxK.astype(jnp.float32), axis=0, keepdims=True) * fade_1xK
         self.dy.add(i, dy_FxK)
 
-    def _values(self, i: int) -> None:
-        plan, y_FxK = self.plan, self.of('y', i)
-        if not plan.squared and not plan.decay:
-            self.dv.add(i, dot(self.state_DxP[:-ROWS], y_FxK, (1, 0)))
+    @once
+    def expanded(self, name: str, i: int) -> jax.Array:
+        """What queries (x) add to the sums, or what of keys (y) meets them."""
+        a_FxT = self.of(name, i)
+        return expand(self.plan, a_FxT, weighted=name == 'y') if self.plan.squared else a_FxT
+
+    def _values(self, i: int, part: slice, found: list[jax.Array]) -> None:
+        """What values i get from the queries after the block, likewise."""
+        plan, width, size = self.plan, self.refs.state.shape[2], self.refs.v.shape[1]
+        # The rows below are for decay alone.
+        after_DxP = self.after_DxP if plan.decay else self.after_DxP[:size]
+        found.append(dot(after_DxP[:, part], self.expanded('y', i)[part], (1, 0)))
+        if part.stop < width:
             return
-        y_PxK = expand(plan, y_FxK, weighted=True) if plan.squared else y_FxK
-        dv_DxK = faded(dot(self.state_DxP, y_PxK, (1, 0)), self.fade(i))
+        dv_DxK = faded(sum(found), self.adds(i))
         if plan.decay:
-            size = self.refs.v.shape[1]
             done_1xK = self.done[i] if plan.squared else jnp.sum(dv_DxK[size:], axis=0, keepdims=True)
             done_RxK = jnp.broadcast_to(jnp.asarray(done_1xK, jnp.float32), (ROWS, dv_DxK.shape[1]))
             dv_DxK = jnp.concatenate([dv_DxK[:size], done_RxK], axis=0)
         self.dv.add(i, dv_DxK)
 
-    def _fold(self, i: int) -> None:
-        """Adds queries i to the sums."""
+    def _fold(self, i: int, part: slice, _: list[jax.Array]) -> None:
+        """Adds a part of the features of queries i to the sums."""
         plan, refs, head = self.plan, self.refs, self.head
-        x_FxQ, (g_DxQ, e_1xQ) = self.of('x', i), self.read(i)
-        kept = self.fading[2] if plan.decay and i == 0 else None
-        x_PxQ = expand(plan, x_FxQ, weighted=False) if plan.squared else x_FxQ
-        refs.state[head] = faded(refs.state[head], kept) + dot(extended(plan, g_DxQ, e_1xQ), x_PxQ, (1, 1))
-        if plan.squared and plan.normalize:
-            x1_FxQ = with_one(plan, x_FxQ)
-            weighted_FxQ = (x1_FxQ.astype(jnp.float32) * e_1xQ).astype(x1_FxQ.dtype)
-            refs.moment[head] = faded(refs.moment[head], kept) + dot(weighted_FxQ, x1_FxQ, (1, 1))
+        g_DxQ, e_1xQ = self.read(i)
+        added_DxP = dot(extended(plan, g_DxQ, e_1xQ), self.expanded('x', i)[part], (1, 1))
+        refs.state[head, :, part] = faded(refs.state[head, :, part], self.kept(i)) + added_DxP
+        if plan.squared and plan.normalize and part.start == 0:
+            x1_FxQ = with_one(plan, self.of('x', i))
+            added_FxE = dot((x1_FxQ.astype(jnp.float32) * e_1xQ).astype(x1_FxQ.dtype), x1_FxQ, (1, 1))
+            refs.moment[head] = faded(refs.moment[head], self.kept(i)) + added_FxE
 
 
 def parts_of(x: jax.Array, dtype: jnp.dtype) -> list[jax.Array]:

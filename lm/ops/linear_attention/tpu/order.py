@@ -12,7 +12,7 @@ Piece = Callable[[], None]
 
 
 def ahead(pairs: Iterable[tuple[Callable, Callable]], count: int) -> list[Piece]:
-    """Of pairs (start, finish), where finish takes what start returns: each start `count` starts ahead of its finish."""
+    """Of pairs (start, finish), where finish takes what start returns: `count` more starts before each finish."""
     pairs, started, pieces = list(pairs), {}, []
 
     def begin(i: int) -> None:
@@ -32,7 +32,9 @@ def ahead(pairs: Iterable[tuple[Callable, Callable]], count: int) -> list[Piece]
 def in_turn(*kinds: list[Piece]) -> None:
     """Does all pieces, those of each kind in their order and evenly spread over those of the others."""
     placed = [
-        ((i + 0.5) / len(pieces), number, piece) for number, pieces in enumerate(kinds) for i, piece in enumerate(pieces)
+        ((i + 0.5) / len(pieces), number, piece)
+        for number, pieces in enumerate(kinds)
+        for i, piece in enumerate(pieces)
     ]
     for _, _, piece in sorted(placed, key=lambda each: each[:2]):
         piece()
