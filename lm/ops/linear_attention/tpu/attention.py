@@ -278,6 +278,8 @@ def plan_for(
         # The sums of so many features are several times as large as all else that a layer keeps.
         sums_again=made > WIDE and length > block and not part,
         joined=head_dim % platform.matrix_side() > 0,
+        # Static cycles: r = 32 in blocks of 1,024 takes 5 % less of them on v6e, and on v5e 3 % more.
+        columns=(made or 256) if platform.matrix_side() == 256 else 0,
         bfloat16_vectors=platform.matrix_side() == 256,
         vmem_limit_bytes=limit,
     )

@@ -44,6 +44,7 @@ class TpuPlan:
         part: tokens, where they are one part of a window, with sums over keys before it; 0: all of a window.
         sums_again: whether the backward pass forms the sums before each block again, instead of keeping them.
         joined: whether products of values and gradients add those of denominators too: there is room for more rows.
+        columns: of the state, those that the backward kernel multiplies at a time, in turn with others; 0: all.
         bfloat16_vectors: whether vector units multiply bfloat16 numbers.
         vmem_limit_bytes: what the compiler may use; None: its default.
     """
@@ -66,6 +67,7 @@ class TpuPlan:
     part: int = 0
     sums_again: bool = False
     joined: bool = False
+    columns: int = 0
     bfloat16_vectors: bool = False
     vmem_limit_bytes: int | None = None
 

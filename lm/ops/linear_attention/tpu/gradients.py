@@ -31,9 +31,6 @@ from lm.ops.linear_attention.tpu.head import Head, once
 from lm.ops.linear_attention.tpu.order import Piece, Total
 from lm.ops.tpu import ROWS, dot
 
-PART = 256
-"""Features that are multiplied at a time: the side of the larger matrix units."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Refs:
@@ -197,17 +194,22 @@ class HeadGradients(Head):
         return times(g_DxQ, self.reads(i)), times(e_1xQ, self.reads(i))
 
     def outside(self) -> list[Piece]:
-        """Products with much to load and little to multiply alternate with those of which the opposite is true."""
+        """With plan.columns products with much to load and little to multiply alternate with the opposite kind."""
         width = self.refs.state.shape[2]
-        size = width if self.plan.feature_map else PART
+        size = self.plan.columns or width
         parts = [slice(at, min(at + size, width)) for at in range(0, width, size)]
         pieces: list[Piece] = [self._read_sums]
         for i in range(len(self.cut)):
-            for first, second in ((self._queries, self._fold), (self._keys, self._values)):
-                found: tuple[list, list] = ([], [])
-                for part in parts:
-                    pieces.append(functools.partial(first, i, part, found[0]))
-                    pieces.append(functools.partial(second, i, part, found[1]))
+            queries, keys, values = [], [], []
+            of_queries = [functools.partial(self._queries, i, part, queries) for part in parts]
+            of_keys = [functools.partial(self._keys, i, part, keys) for part in parts]
+            of_values = [functools.partial(self._values, i, part, values) for part in parts]
+            fold = [functools.partial(self._fold, i, part) for part in parts]
+            if not self.plan.columns:
+                pieces += of_queries + of_keys + of_values + fold
+                continue
+            for first, second in ((of_queries, fold), (of_keys, of_values)):
+                pieces += [piece for both in zip(first, second, strict=True) for piece in both]
         return pieces
 
     def _read_sums(self) -> None:
@@ -272,7 +274,7 @@ class HeadGradients(Head):
             dv_DxK = jnp.concatenate([dv_DxK[:size], done_RxK], axis=0)
         self.dv.add(i, dv_DxK)
 
-    def _fold(self, i: int, part: slice, _: list[jax.Array]) -> None:
+    def _fold(self, i: int, part: slice) -> None:
         """Adds a part of the features of queries i to the sums."""
         plan, refs, head = self.plan, self.refs, self.head
         g_DxQ, e_1xQ = self.read(i)
