@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from lm.ops import platform
 from lm.ops.linear_attention.tpu import attention as pallas_tpu
+from lm.ops.linear_attention.tpu.features import pack, packed_width
 from lm.ops.linear_attention.tpu.forward import forward
 from lm.ops.linear_attention.types import ExpKernel, Options, PolynomialKernel
 
@@ -121,6 +123,25 @@ def test_outputs_and_gradients(case):
     found = errors(by_kernels(options, *arrays), by_definition(options, *arrays))
     limit = 1e-5 if dtype == 'float32' else 2e-2
     assert all(error <= limit for error in found.values()), found
+
+
+@pytest.mark.parametrize('side', [16, 256])
+def test_outputs_and_gradients_with_other_matrix_units(side, monkeypatch):
+    """16: a head fills them and leaves no room for more rows. 256: vector units multiply bfloat16 numbers."""
+    monkeypatch.setattr(platform, 'matrix_side', lambda: side)
+    powers, settings, sizes = CASES['r = 32']
+    options = Options(powers=powers, **settings)
+    arrays = example(**sizes, dtype='bfloat16')
+    found = errors(by_kernels(options, *arrays), by_definition(options, *arrays))
+    assert all(error <= 2e-2 for error in found.values()), found
+
+
+@pytest.mark.parametrize('weighted', [False, True])
+def test_products_of_features_in_bfloat16_are_those_of_float32(weighted):
+    x_FxT = jnp.asarray(np.random.default_rng(0).standard_normal((48, 128)), jnp.bfloat16)
+    packed = [np.asarray(pack(x_FxT, weighted, vectors), np.float32) for vectors in (False, True)]
+    assert packed[0].shape == (packed_width(48), 128)
+    np.testing.assert_array_equal(*packed)
 
 
 def test_denominators_of_concentrated_keys_stay_positive():

@@ -39,9 +39,10 @@ def column(c_1xT: jax.Array) -> jax.Array:
     return jnp.broadcast_to(c_1xT, (8, c_1xT.shape[1])).T[:, :1]
 
 
-def pairs(c_Tx1: jax.Array, c_1xT: jax.Array, queries: slice, keys: slice) -> jax.Array:
-    """The factors of keys (rows) for queries (columns); where the key comes later they mean nothing, but are finite."""
-    return jnp.exp(jnp.minimum(c_1xT[:, queries] - c_Tx1[keys], 0.0))
+def pairs(c_queries: jax.Array, c_keys: jax.Array) -> jax.Array:
+    """The factors of keys for queries, one of them a row and the other a column; where the key comes later they mean
+    nothing, but are finite."""
+    return jnp.exp(jnp.minimum(c_queries - c_keys, 0.0))
 
 
 def last(c_1xT: jax.Array) -> jax.Array:

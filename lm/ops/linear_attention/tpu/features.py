@@ -5,10 +5,12 @@ grain of its symmetric packing is `SUBLANES`.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.dots import in_three
 from lm.ops.linear_attention.types import ProductMap
@@ -25,8 +27,7 @@ class TpuPlan:
 
     Attributes:
         block: tokens a grid step; inside one the weights are (scale ⟨a, b⟩)^degree, before it ⟨φ(x), φ(y)⟩.
-        tile: query tokens at a time inside a block.
-        forward_tile: the same in the forward kernel.
+        tile: tokens at a time, queries as well as keys.
         heads: heads a grid step; the compiler overlaps their work.
         squared: φ(x) holds x ⊗ x, formed in VMEM; else φ is the map's or φ(x) = x.
         exact_local: a and b are arrays of their own; else they are x and y.
@@ -42,12 +43,14 @@ class TpuPlan:
         decay: the last of the inputs are running sums of log factors, as `lm.ops.linear_attention.tpu.decay` has them.
         part: tokens, where they are one part of a window, with sums over keys before it; 0: all of a window.
         sums_again: whether the backward pass forms the sums before each block again, instead of keeping them.
+        joined: whether products of values and gradients add those of denominators too: there is room for more rows.
+        columns: of the state, those that the backward kernel multiplies at a time, in turn with others; 0: all.
+        bfloat16_vectors: whether vector units multiply bfloat16 numbers.
         vmem_limit_bytes: what the compiler may use; None: its default.
     """
 
     block: int
     tile: int
-    forward_tile: int
     heads: int
     squared: bool
     exact_local: bool
@@ -63,6 +66,9 @@ class TpuPlan:
     decay: bool = False
     part: int = 0
     sums_again: bool = False
+    joined: bool = False
+    columns: int = 0
+    bfloat16_vectors: bool = False
     vmem_limit_bytes: int | None = None
 
     def state_shape(self, features: int, head_dim: int) -> tuple[int, int]:
@@ -96,23 +102,56 @@ def packed_width(rows: int) -> int:
     return SUBLANES**2 * groups * (groups + 1) // 2
 
 
-def pack(x_FxT: jax.Array, weighted: bool) -> jax.Array:
-    """x ⊗ x without the half that symmetry repeats: row i times the rows from its group of eight onwards.
+def granules(rows: int) -> list[tuple[int, int]]:
+    """What `pack` makes: (row, the group of eight that it multiplies), of 8 rows of the result each, in their order.
+
+    Each group meets itself and those after it. Two that follow one another fill a bfloat16 register of 16 rows: they
+    multiply two groups that share one, or the same group.
+    """
+    groups, order = rows // SUBLANES, []
+    for i in range(0, rows, 2):
+        group = i // SUBLANES
+        alone = [] if group % 2 == 0 else [group]
+        order += [(row, each) for each in alone for row in (i, i + 1)]
+        order += [(row, other) for row in (i, i + 1) for other in range(group + len(alone), groups)]
+    return order
+
+
+def pack(x_FxT: jax.Array, weighted: bool, bfloat16_vectors: bool = False) -> jax.Array:
+    """x ⊗ x without the half that symmetry repeats: each row times the rows from its group of eight onwards.
 
     ⟨pack(x, weighted=True), pack(y, weighted=False)⟩ = ⟨x, y⟩²: a pair of two groups stands for its mirror image too,
-    and so is doubled on the weighted side. Formed in float32 and rounded once to the type of x.
+    and so is doubled on the weighted side. Formed in float32 and rounded once to the type of x, as vector units do that
+    multiply bfloat16 numbers (`bfloat16_vectors`).
     """
     rows, dtype = x_FxT.shape[0], x_FxT.dtype
-    x_FxT = x_FxT.astype(jnp.float32)
-    beyond_FxT = 2.0 * x_FxT if weighted else x_FxT
-    parts = []
-    for i in range(rows):
-        low = i // SUBLANES * SUBLANES
-        high = low + SUBLANES
-        parts.append(x_FxT[i : i + 1] * x_FxT[low:high])
-        if high < rows:
-            parts.append(x_FxT[i : i + 1] * beyond_FxT[high:])
-    return jnp.concatenate(parts, axis=0).astype(dtype)
+    wide_FxT = x_FxT.astype(jnp.float32)
+    beyond_FxT = 2.0 * wide_FxT if weighted else wide_FxT
+    order = granules(rows)
+
+    def of_group(row: int, group: int) -> jax.Array:
+        x = wide_FxT if group == row // SUBLANES else beyond_FxT
+        return x[group * SUBLANES : (group + 1) * SUBLANES]
+
+    if not (bfloat16_vectors and dtype == jnp.bfloat16):
+        return jnp.concatenate([wide_FxT[i : i + 1] * of_group(i, group) for i, group in order], axis=0).astype(dtype)
+
+    repeated = functools.cache(lambda i: jnp.broadcast_to(wide_FxT[i : i + 1], (SUBLANES, x_FxT.shape[1])))
+
+    @functools.cache
+    def left(i: int, j: int) -> jax.Array:
+        return jnp.concatenate([repeated(i), repeated(j)], axis=0).astype(dtype)
+
+    @functools.cache
+    def right(*each: tuple[bool, int]) -> jax.Array:
+        parts = [(wide_FxT if own else beyond_FxT)[g * SUBLANES : (g + 1) * SUBLANES] for own, g in each]
+        return jnp.concatenate(parts, axis=0).astype(dtype)
+
+    parts = [
+        left(i, j) * right(*((row // SUBLANES == group, group) for row, group in ((i, of_i), (j, of_j))))
+        for (i, of_i), (j, of_j) in zip(order[::2], order[1::2], strict=True)
+    ]
+    return jnp.concatenate(parts, axis=0)
 
 
 def unpack_gradient(x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
@@ -121,32 +160,39 @@ def unpack_gradient(x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
     The gradients of two features that are mirror images inside one group of eight must be the same, as they are for
     every state made of `pack`; then all of it carries the factor 2.
     """
-    rows, groups = x_FxT.shape[0], x_FxT.shape[0] // SUBLANES
+    rows = x_FxT.shape[0]
     x_FxT = x_FxT.astype(jnp.float32)
-    sums: list = [0.0] * groups
-    offset = 0
-    for group in range(groups):
-        low, high = group * SUBLANES, (group + 1) * SUBLANES
-        across = []
-        for i in range(low, high):
-            x_1xT = x_FxT[i : i + 1]
-            sums[group] += x_1xT * gradient_PxT[offset : offset + SUBLANES]
-            offset += SUBLANES
-            if high < rows:
-                part = gradient_PxT[offset : offset + rows - high]
-                offset += rows - high
-                for other in range(group + 1, groups):
-                    at = other * SUBLANES - high
-                    sums[other] += x_1xT * part[at : at + SUBLANES]
-                across.append(jnp.sum(x_FxT[high:] * part, axis=0, keepdims=True))
-        if across:
-            sums[group] += jnp.concatenate(across, axis=0)
+    groups = [x_FxT[at : at + SUBLANES] for at in range(0, rows, SUBLANES)]
+    sums: list = [0.0] * len(groups)
+    across: list = [0.0] * rows
+    for number, (i, group) in enumerate(granules(rows)):
+        part = gradient_PxT[number * SUBLANES : (number + 1) * SUBLANES]
+        sums[group] += x_FxT[i : i + 1] * part
+        if group > i // SUBLANES:
+            across[i] += groups[group] * part
+    for group in range(len(groups) - 1):
+        sums[group] += row_sums(across[group * SUBLANES : (group + 1) * SUBLANES])
     return 2.0 * jnp.concatenate(sums, axis=0)
+
+
+def row_sums(arrays: list[jax.Array]) -> jax.Array:
+    """Of eight arrays [8, T]: row i is the sum over the rows of array i.
+
+    Each step halves their number: a row of the result adds, of the array that it stands for, its own and one more row.
+    """
+    row = lax.broadcasted_iota(jnp.int32, arrays[0].shape, 0)
+    for distance in (1, 2, 4):
+        first = (row & distance) == 0
+        arrays = [
+            jnp.where(first, a, b) + pltpu.roll(jnp.where(first, b, a), SUBLANES - distance, 0)
+            for a, b in zip(arrays[::2], arrays[1::2], strict=True)
+        ]
+    return arrays[0]
 
 
 def expand(plan: TpuPlan, x_FxT: jax.Array, weighted: bool) -> jax.Array:
     """φ(x) of a squared plan: `pack`, with a series x and a one below. Its coefficients are the states' part."""
-    packed_PxT = pack(x_FxT, weighted)
+    packed_PxT = pack(x_FxT, weighted, plan.bfloat16_vectors)
     return jnp.concatenate([packed_PxT, x_FxT, one(x_FxT)], axis=0) if plan.series else packed_PxT
 
 
@@ -229,16 +275,12 @@ def slope_factor(plan: TpuPlan) -> float:
     return 1.0 if plan.near_series else plan.degree * plan.scale
 
 
-def causal(weights_KxQ: jax.Array) -> jax.Array:
-    """Zero where the key (row) comes after the query (column); the last key and the last query are the same token."""
-    size = weights_KxQ.shape[1]
-    before = weights_KxQ.shape[0] - size
-    key = lax.broadcasted_iota(jnp.int32, (size, size), 0)
-    query = lax.broadcasted_iota(jnp.int32, (size, size), 1)
-    diagonal_QxQ = jnp.where(key <= query, weights_KxQ[before:], 0.0)
-    return jnp.concatenate([weights_KxQ[:before], diagonal_QxQ], axis=0) if before else diagonal_QxQ
+def causal(weights: jax.Array, key_axis: int = 0) -> jax.Array:
+    """Zero where the key comes after the query, both of the same tile."""
+    key, query = (lax.broadcasted_iota(jnp.int32, weights.shape, axis) for axis in (key_axis, 1 - key_axis))
+    return jnp.where(key <= query, weights, 0.0)
 
 
-def tiles(plan: TpuPlan, size: int) -> list[tuple[slice, slice]]:
-    """The tokens of each tile of `size` queries, and the keys of the block that it sees."""
-    return [(slice(at, at + size), slice(0, at + size)) for at in range(0, plan.block, size)]
+def tiles(plan: TpuPlan) -> list[slice]:
+    """The tokens of each tile of a block."""
+    return [slice(at, at + plan.tile) for at in range(0, plan.block, plan.tile)]

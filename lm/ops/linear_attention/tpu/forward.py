@@ -5,14 +5,17 @@ compares, D head size, P rows of the packed expansion. Arrays in HBM are [N, row
 of heads and, for each, over the blocks in order, with the sums over earlier keys in VMEM.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.linear_attention.tpu.decay import column, faded, last, pairs, times
+from lm.ops.linear_attention.tpu.decay import faded, pairs, times
 from lm.ops.linear_attention.tpu.features import (
     TpuPlan,
     causal,
@@ -21,11 +24,12 @@ from lm.ops.linear_attention.tpu.features import (
     moment_operand,
     moment_times,
     state_operand,
-    tiles,
     weights_and_slope,
     with_one,
 )
+from lm.ops.linear_attention.tpu.head import Head
 from lm.ops.linear_attention.tpu.maps import features, of_heads
+from lm.ops.linear_attention.tpu.order import Piece, Total, ahead, in_turn
 from lm.ops.tpu import dot
 
 
@@ -80,10 +84,10 @@ def _cost(plan: TpuPlan, inputs, outputs) -> pl.CostEstimate:
     rows, columns = plan.state_shape(features, head_dim)
     moment = 8 * features**2 if plan.squared and plan.normalize else 0
     before = 0 if plan.single_block else 4 * rows * columns + moment
-    inside = (compared + head_dim) * (plan.block + plan.forward_tile) + 4 * plan.projection_rows * inputs[0].shape[1]
+    inside = (compared + head_dim) * (plan.block + plan.tile) + 4 * plan.projection_rows * inputs[0].shape[1]
     return pl.CostEstimate(
         flops=n * length * (before + inside),
-        transcendentals=n * length * (plan.block + plan.forward_tile) // 2 if plan.decay else 0,
+        transcendentals=n * length * (plan.block + plan.tile) // 2 if plan.decay else 0,
         bytes_accessed=sum(a.size * a.dtype.itemsize for a in (*inputs, *outputs)),
     )
 
@@ -100,57 +104,129 @@ def _kernel(plan: TpuPlan, save: bool, given: int, *refs):
         state[...] = before[0][...] if before else jnp.zeros_like(state)
         moment[...] = before[1][...] if len(before) > 1 else jnp.zeros_like(moment)
 
-    # The order of the stages is the one that the compiler schedules best; most of them do not depend on each other.
-    for head, made in enumerate(of_heads(features, plan, maps, x, y, v.dtype)):
-        x_FxT, y_FxT = made or (x[head], y[head])
-        v_DxT, a_CxT, b_CxT = v[head], a.at[head], b.at[head]
-        if plan.feature_map:
-            a_CxT, b_CxT = (a_CxT, b_CxT) if plan.exact_local else (x_FxT, y_FxT)
-        kept = fade_1xT = None
+    refs = _Refs(x, y, v, a, b, c, o, inverse, saved if save else None, state, moment)
+    made = of_heads(features, plan, maps, x, y, v.dtype)
+    heads = [_HeadOutputs(plan, refs, head, made[head]) for head in range(plan.heads)]
+    inside = ahead([pair for head in heads for pair in head.inside()], 1)
+    in_turn(inside, [piece for head in heads for piece in head.outside()])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """What the kernel reads and writes, of all heads of a grid step; None where a plan has no use."""
+
+    x: Any
+    y: Any
+    v: Any
+    a: Any
+    b: Any
+    c: Any
+    o: Any
+    inverse: Any
+    saved: Any
+    state: Any
+    moment: Any
+
+
+class _HeadOutputs(Head):
+    """One head in one block: `inside` and `outside` are the pieces; an output is written as soon as it is complete."""
+
+    def __init__(self, plan: TpuPlan, refs: _Refs, head: int, made: tuple):
+        """`made`: features of queries and keys; () without a map."""
+        super().__init__(plan, refs, head, made)
+        terms = [i + 1 + (not plan.single_block) for i in range(len(self.cut))]
+        self.dens: dict[int, jax.Array] = {}
+        self.den = Total(terms, self.dens.__setitem__)
+        self.num = Total(terms, self._write)
+
+    def _write(self, i: int, num_DxQ: jax.Array) -> None:
+        refs, head, at = self.refs, self.head, self.cut[i]
+        if not self.plan.normalize:
+            refs.inverse[head, :, at] = jnp.ones((1, num_DxQ.shape[1]), jnp.float32)
+            refs.o[head, :, at] = num_DxQ.astype(refs.o.dtype)
+            return
+        total_1xQ = self.plan.denominator_bias + self.dens.pop(i)
+        # Padding after the last token has no keys and, with denominator_bias 0, no denominator either.
+        inverse_1xQ = jnp.where(total_1xQ == 0.0, 0.0, 1.0 / total_1xQ)
+        refs.inverse[head, :, at] = inverse_1xQ
+        refs.o[head, :, at] = (num_DxQ * inverse_1xQ).astype(refs.o.dtype)
+
+    def inside(self) -> list[tuple[Callable, Callable]]:
+        """(start, finish) of each pair of tiles inside the block."""
+        numbers = range(len(self.cut))
+        return [
+            (functools.partial(self._product, i, j), functools.partial(self._weights, i, j))
+            for i in numbers
+            for j in numbers[: i + 1]
+        ]
+
+    def _product(self, i: int, j: int) -> jax.Array:
+        return dot(self.of('b', j), self.of('a', i), (0, 0))
+
+    def _weights(self, i: int, j: int, s_KxQ: jax.Array) -> None:
+        plan = self.plan
+        w_KxQ, _ = weights_and_slope(plan, s_KxQ)
         if plan.decay:
-            c_1xT = c[head]
-            c_Tx1 = column(c_1xT)
-            kept, fade_1xT = jnp.exp(last(c_1xT)), jnp.exp(last(c_1xT) - c_1xT)
-        if plan.single_block:
-            num_DxT, den_1xT = jnp.zeros(v_DxT.shape, jnp.float32), jnp.zeros((1, plan.block), jnp.float32)
-        elif plan.squared:
-            state_DxP = state_operand(plan, state[head], x_FxT.shape[0], v.dtype)
+            c_Tx1, c_1xT = self.fading[:2]
+            w_KxQ *= pairs(c_1xT[:, self.cut[i]], c_Tx1[self.cut[j]])
+        if i == j:
+            w_KxQ = causal(w_KxQ)
+        if plan.normalize:
+            self.den.add(i, jnp.sum(w_KxQ, axis=0, keepdims=True))
+        self.num.add(i, dot(self.of('v', j), w_KxQ.astype(self.refs.v.dtype), (1, 0)))
+
+    @functools.cached_property
+    def state_DxP(self) -> jax.Array:
+        """Of the keys before the block."""
+        return state_operand(self.plan, self.refs.state[self.head], self.features, self.refs.v.dtype)
+
+    @functools.cached_property
+    def moment_FxE(self) -> jax.Array:
+        """Likewise."""
+        return moment_operand(self.plan, self.refs.moment[self.head], self.refs.v.dtype)
+
+    def outside(self) -> list[Piece]:
+        if self.plan.single_block:
+            return []
+        pieces = [self._save]
+        for i in range(len(self.cut)):
+            pieces += [functools.partial(piece, i) for piece in (self._before, self._fold)]
+        return pieces
+
+    def _save(self) -> None:
+        if self.refs.saved is not None:
+            self.refs.saved[0][self.head, 0] = self.state_DxP
+            if self.plan.squared and self.plan.normalize:
+                self.refs.saved[1][self.head, 0] = self.moment_FxE
+
+    def _before(self, i: int) -> None:
+        """What queries i read of the keys before the block."""
+        plan, x_FxQ = self.plan, self.of('x', i)
+        den_1xQ, size = None, self.refs.v.shape[1]
+        if plan.squared:
             if plan.normalize:
-                moment_FxE = moment_operand(plan, moment[head], v.dtype)
-                x1_FxT, y1_FxT = with_one(plan, x_FxT), with_one(plan, y_FxT)
-                den_1xT = jnp.sum(moment_times(moment_FxE, x1_FxT) * x1_FxT.astype(jnp.float32), axis=0, keepdims=True)
-                den_1xT = den_1xT if plan.series else jnp.maximum(den_1xT, 0.0)
-                moment[head] = faded(moment[head], kept) + dot(y1_FxT, times(y1_FxT, fade_1xT), (1, 1))
-            else:
-                den_1xT = jnp.zeros((1, plan.block), jnp.float32)
-            num_DxT = dot(state_DxP, expand(plan, x_FxT, weighted=True), (1, 0))
-            faded_DxP = faded(state[head], kept)
-            state[head] = faded_DxP + dot(times(v_DxT, fade_1xT), expand(plan, y_FxT, weighted=False), (1, 1))
+                x1_FxQ = with_one(plan, x_FxQ)
+                of_queries_FxQ = moment_times(self.moment_FxE, x1_FxQ)
+                den_1xQ = jnp.sum(of_queries_FxQ * x1_FxQ.astype(jnp.float32), axis=0, keepdims=True)
+                den_1xQ = den_1xQ if plan.series else jnp.maximum(den_1xQ, 0.0)
+            num_DxQ = dot(self.state_DxP, expand(plan, x_FxQ, weighted=True), (1, 0))
         else:
-            state_DxP = state_operand(plan, state[head], x_FxT.shape[0], v.dtype)
-            num_DxT = dot(state_DxP, x_FxT, (1, 0))
-            den_1xT = jnp.sum(num_DxT[v_DxT.shape[0] :], axis=0, keepdims=True)
-            num_DxT = num_DxT[: v_DxT.shape[0]]
-            state[head] = faded(state[head], kept) + dot(times(extended(plan, v_DxT, 1.0), fade_1xT), y_FxT, (1, 1))
-        if plan.decay and not plan.single_block:
-            num_DxT, den_1xT = num_DxT * jnp.exp(c_1xT), den_1xT * jnp.exp(c_1xT)
-        if save:
-            saved[0][head, 0] = state_DxP
-            if plan.squared and plan.normalize:
-                saved[1][head, 0] = moment_FxE
-        if not plan.normalize:
-            inverse[head] = jnp.ones(inverse.shape[1:], jnp.float32)
-        for queries, keys in tiles(plan, plan.forward_tile):
-            s_KxQ = dot(b_CxT[:, keys], a_CxT[:, queries], (0, 0))
-            w_KxQ, _ = weights_and_slope(plan, s_KxQ)
-            w_KxQ = causal(w_KxQ * pairs(c_Tx1, c_1xT, queries, keys) if plan.decay else w_KxQ)
-            if not plan.normalize:
-                num_DxQ = num_DxT[:, queries] + dot(v[head, :, keys], w_KxQ.astype(v.dtype), (1, 0))
-                o[head, :, queries] = num_DxQ.astype(o.dtype)
-                continue
-            total_1xQ = plan.denominator_bias + den_1xT[:, queries] + jnp.sum(w_KxQ, axis=0, keepdims=True)
-            # Padding after the last token has no keys and, with denominator_bias 0, no denominator either.
-            inverse_1xQ = jnp.where(total_1xQ == 0.0, 0.0, 1.0 / total_1xQ)
-            num_DxQ = num_DxT[:, queries] + dot(v[head, :, keys], w_KxQ.astype(v.dtype), (1, 0))
-            inverse[head, :, queries] = inverse_1xQ
-            o[head, :, queries] = (num_DxQ * inverse_1xQ).astype(o.dtype)
+            num_DxQ = dot(self.state_DxP, x_FxQ, (1, 0))
+            den_1xQ = jnp.sum(num_DxQ[size:], axis=0, keepdims=True)
+            num_DxQ = num_DxQ[:size]
+        if plan.normalize:
+            self.den.add(i, faded(den_1xQ, self.reads(i)))
+        self.num.add(i, faded(num_DxQ, self.reads(i)))
+
+    def _fold(self, i: int) -> None:
+        """Adds keys i to the sums, as queries after the block see them."""
+        plan, refs, head = self.plan, self.refs, self.head
+        y_FxK, v_DxK = self.of('y', i), self.of('v', i)
+        y_PxK = expand(plan, y_FxK, weighted=False) if plan.squared else y_FxK
+        added_DxK = times(extended(plan, v_DxK, 1.0), self.adds(i))
+        refs.state[head] = faded(refs.state[head], self.kept(i)) + dot(added_DxK, y_PxK, (1, 1))
+        if plan.squared and plan.normalize:
+            y1_FxK = with_one(plan, y_FxK)
+            refs.moment[head] = faded(refs.moment[head], self.kept(i)) + dot(
+                y1_FxK, times(y1_FxK, self.adds(i)), (1, 1)
+            )

@@ -1,0 +1,56 @@
+"""In which order a kernel's work is written: matrix units keep the order in which products are.
+
+A product whose operand the vector units have still to make holds up every product written after it. So work comes in
+pieces, functions without arguments, of several independent kinds that take turns.
+"""
+
+from collections.abc import Callable, Iterable
+
+import jax
+
+Piece = Callable[[], None]
+
+
+def ahead(pairs: Iterable[tuple[Callable, Callable]], count: int) -> list[Piece]:
+    """Of pairs (start, finish), where finish takes what start returns: `count` more starts before each finish."""
+    pairs, started, pieces = list(pairs), {}, []
+
+    def begin(i: int) -> None:
+        started[i] = pairs[i][0]()
+
+    def end(i: int) -> None:
+        pairs[i][1](started.pop(i))
+
+    for i in range(len(pairs) + count):
+        if i < len(pairs):
+            pieces.append(lambda i=i: begin(i))
+        if i >= count:
+            pieces.append(lambda i=i - count: end(i))
+    return pieces
+
+
+def in_turn(*kinds: list[Piece]) -> None:
+    """Does all pieces, those of each kind in their order and evenly spread over those of the others."""
+    placed = [
+        ((i + 0.5) / len(pieces), number, piece)
+        for number, pieces in enumerate(kinds)
+        for i, piece in enumerate(pieces)
+    ]
+    for _, _, piece in sorted(placed, key=lambda each: each[:2]):
+        piece()
+
+
+class Total:
+    """Sums of several terms that are formed in any order, one for each tile: the last term hands a sum on."""
+
+    def __init__(self, terms: list[int], done: Callable[[int, jax.Array], None]):
+        """`terms`: how many each sum has; `done`: takes the number of a tile and its sum."""
+        self._left, self._done = list(terms), done
+        self._sums: list = [None] * len(terms)
+
+    def add(self, i: int, term: jax.Array) -> None:
+        self._sums[i] = term if self._sums[i] is None else self._sums[i] + term
+        self._left[i] -= 1
+        if not self._left[i]:
+            self._done(i, self._sums[i])
+            self._sums[i] = None
