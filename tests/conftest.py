@@ -3,6 +3,7 @@
 import os
 import pathlib
 import sys
+import tracemalloc  # noqa: F401  pytest imports it for a warning, which fails while a test runs lazy imports of etils
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
