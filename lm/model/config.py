@@ -69,7 +69,9 @@ class ModelConfig:
     logit_cap: float | None = field(None, above=0, help='soft cap of the logits, cap · tanh(logit / cap); None: no cap')
     dtype: str = field('auto', choices=('auto', 'float32', 'bfloat16'), help='auto: bfloat16, but float32 on CPU')
     remat: str = field('none', choices=tuple(REMAT), resume=True)
-    unroll: int = field(1, minimum=1, resume=True, help='layers compiled per scan iteration; n_layers: no loop')
+    unroll: int = field(
+        1, minimum=1, resume=True, help='layers compiled per scan iteration; n_layers: no loop, in which remat saves less'
+    )
 
     def __post_init__(self):
         if self.n_heads % self.dims.n_kv_heads:
