@@ -70,7 +70,7 @@ class ModelConfig:
     dtype: str = field('auto', choices=('auto', 'float32', 'bfloat16'), help='auto: bfloat16, but float32 on CPU')
     remat: str = field('none', choices=tuple(REMAT), resume=True)
     unroll: int = field(
-        1, minimum=1, resume=True, help='layers compiled per scan iteration; n_layers: no loop, in which remat saves less'
+        1, minimum=1, resume=True, help='layers per scan iteration; n_layers: no loop, where remat saves less'
     )
 
     def __post_init__(self):
