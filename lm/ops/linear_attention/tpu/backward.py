@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.linear_attention.tpu.features import TpuPlan
-from lm.ops.linear_attention.tpu.gradients import HeadGradients, Refs
+from lm.ops.linear_attention.tpu.gradients import GradientRefs, HeadGradients
+from lm.ops.linear_attention.tpu.head import inputs_of
 from lm.ops.linear_attention.tpu.maps import features_and_gradient, of_heads
 from lm.ops.linear_attention.tpu.order import ahead, in_turn
 
@@ -95,9 +96,7 @@ def _cost(plan: TpuPlan, inputs, arrays) -> pl.CostEstimate:
 
 
 def _kernel(plan: TpuPlan, given: int, *refs):
-    maps, (x, y, v, *refs) = (refs[:2], refs[2:]) if plan.feature_map else ((), refs)
-    (a, b), refs = (refs[:2], refs[2:]) if plan.exact_local else ((x, y), refs)
-    c, refs = (refs[0], refs[1:]) if plan.decay else (None, refs)
+    maps, inputs, refs = inputs_of(plan, refs)
     o, do, inverse, *refs = refs
     count = 0 if plan.single_block else 2 if plan.squared and plan.normalize else 1
     sums, after, refs = refs[:count], refs[count : count + given], refs[count + given :]
@@ -112,8 +111,9 @@ def _kernel(plan: TpuPlan, given: int, *refs):
         for dmap in dmaps:
             dmap[...] = jnp.zeros_like(dmap)
 
-    refs = Refs(x, y, v, a, b, c, o, do, inverse, sums, dx, dy, dv, da_db, dc, dmaps, state, moment)
-    made = of_heads(features_and_gradient, plan, maps, x, y, v.dtype)
+    written = dict(dx=dx, dy=dy, dv=dv, da_db=da_db, dc=dc, dmaps=dmaps, state=state, moment=moment)
+    refs = GradientRefs(**inputs, o=o, do=do, inverse=inverse, sums=sums, **written)
+    made = of_heads(features_and_gradient, plan, maps, refs.x, refs.y, refs.v.dtype)
     heads = [HeadGradients(plan, refs, head, made[head]) for head in range(plan.heads)]
     inside = ahead([pair for head in heads for pair in head.inside()], 1)
     in_turn(inside, [] if plan.single_block else [piece for head in heads for piece in head.outside()])

@@ -27,7 +27,7 @@ from lm.ops.linear_attention.tpu.features import (
     weights_and_slope,
     with_one,
 )
-from lm.ops.linear_attention.tpu.head import Head
+from lm.ops.linear_attention.tpu.head import Head, Refs, inputs_of
 from lm.ops.linear_attention.tpu.maps import features, of_heads
 from lm.ops.linear_attention.tpu.order import Piece, Total, ahead, in_turn
 from lm.ops.tpu import dot
@@ -93,9 +93,7 @@ def _cost(plan: TpuPlan, inputs, outputs) -> pl.CostEstimate:
 
 
 def _kernel(plan: TpuPlan, save: bool, given: int, *refs):
-    maps, (x, y, v, *refs) = (refs[:2], refs[2:]) if plan.feature_map else ((), refs)
-    (a, b), refs = (refs[:2], refs[2:]) if plan.exact_local else ((x, y), refs)
-    c, refs = (refs[0], refs[1:]) if plan.decay else (None, refs)
+    maps, inputs, refs = inputs_of(plan, refs)
     before, refs = refs[:given], refs[given:]
     o, inverse, *saved, state, moment = refs
 
@@ -104,28 +102,20 @@ def _kernel(plan: TpuPlan, save: bool, given: int, *refs):
         state[...] = before[0][...] if before else jnp.zeros_like(state)
         moment[...] = before[1][...] if len(before) > 1 else jnp.zeros_like(moment)
 
-    refs = _Refs(x, y, v, a, b, c, o, inverse, saved if save else None, state, moment)
-    made = of_heads(features, plan, maps, x, y, v.dtype)
+    refs = _Refs(**inputs, o=o, inverse=inverse, saved=saved if save else None, state=state, moment=moment)
+    made = of_heads(features, plan, maps, refs.x, refs.y, refs.v.dtype)
     heads = [_HeadOutputs(plan, refs, head, made[head]) for head in range(plan.heads)]
     inside = ahead([pair for head in heads for pair in head.inside()], 1)
     in_turn(inside, [piece for head in heads for piece in head.outside()])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Refs:
-    """What the kernel reads and writes, of all heads of a grid step; None where a plan has no use."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Refs(Refs):
+    """What the forward kernel writes."""
 
-    x: Any
-    y: Any
-    v: Any
-    a: Any
-    b: Any
-    c: Any
     o: Any
     inverse: Any
     saved: Any
-    state: Any
-    moment: Any
 
 
 class _HeadOutputs(Head):

@@ -27,21 +27,15 @@ from lm.ops.linear_attention.tpu.features import (
     weights_and_slope,
     with_one,
 )
-from lm.ops.linear_attention.tpu.head import Head, once
+from lm.ops.linear_attention.tpu.head import Head, Refs, once
 from lm.ops.linear_attention.tpu.order import Piece, Total
 from lm.ops.tpu import ROWS, dot
 
 
-@dataclasses.dataclass(frozen=True)
-class Refs:
-    """What the backward kernel reads and writes, of all heads of a grid step; None or () where a plan has no use."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientRefs(Refs):
+    """What the backward kernel reads besides, and writes; None or () where a plan has no use."""
 
-    x: Any
-    y: Any
-    v: Any
-    a: Any
-    b: Any
-    c: Any
     o: Any
     do: Any
     inverse: Any
@@ -52,14 +46,12 @@ class Refs:
     da_db: Any
     dc: Any
     dmaps: Any
-    state: Any
-    moment: Any
 
 
 class HeadGradients(Head):
     """One head: `inside` and `outside` are the pieces; they write the gradients as soon as they are complete."""
 
-    def __init__(self, plan: TpuPlan, refs: Refs, head: int, made: tuple):
+    def __init__(self, plan: TpuPlan, refs: GradientRefs, head: int, made: tuple):
         """`made`: features of queries and keys, each with what makes gradients of theirs; () without a map."""
         super().__init__(plan, refs, head, tuple(features for features, _ in made))
         self.pulls = [pull for _, pull in made]

@@ -1,7 +1,9 @@
 """One head in one block, as the forward and the backward kernel read it: tile by tile."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +26,32 @@ def once(method: Callable) -> Callable:
     return call
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refs:
+    """What both kernels read, and the sums that they keep, of all heads of a grid step; None: of no use to the plan."""
+
+    x: Any
+    y: Any
+    v: Any
+    a: Any
+    b: Any
+    c: Any
+    state: Any
+    moment: Any
+
+
+def inputs_of(plan: TpuPlan, refs: tuple) -> tuple[tuple, dict[str, Any], tuple]:
+    """A kernel's references taken apart: the maps, x to c by name, and those behind them."""
+    maps, (x, y, v, *refs) = (refs[:2], refs[2:]) if plan.feature_map else ((), refs)
+    (a, b), refs = (refs[:2], refs[2:]) if plan.exact_local else ((x, y), refs)
+    c, refs = (refs[0], refs[1:]) if plan.decay else (None, refs)
+    return maps, dict(x=x, y=y, v=v, a=a, b=b, c=c), refs
+
+
 class Head:
     """Attributes: plan; refs: of all heads of a grid step; head: its number; cut: the tokens of each tile."""
 
-    def __init__(self, plan: TpuPlan, refs, head: int, made: tuple):
+    def __init__(self, plan: TpuPlan, refs: Refs, head: int, made: tuple):
         """`made`: features of queries and of keys, [M, T] each; () without a map."""
         self.plan, self.refs, self.head = plan, refs, head
         self.cut = tiles(plan)
