@@ -30,7 +30,7 @@ class Sweep:
 
     def is_finished(self, point: Point) -> bool:
         path = self.root / point.name
-        return is_run(path) and Run.read(path).is_finished()
+        return is_run(path) and _has_finished(Run.read(path), point)
 
     def result(self, point: Point) -> dict[str, Any]:
         """The row of a point: status done, failed, interrupted or waiting, and what was measured."""
@@ -41,7 +41,7 @@ class Sweep:
         row |= {'exit_code': failure.get('exit_code'), 'error': failure.get('error')}
         if is_run(path):
             run = Run.read(path)
-            if run.is_finished():
+            if _has_finished(run, point):
                 row |= {'status': 'done', 'exit_code': 0, 'error': None}
             elif not failure:
                 row['status'] = 'interrupted'
@@ -67,3 +67,8 @@ class Sweep:
     def record_failure(self, point: Point, exit_code: int, error: str) -> None:
         failure = {'exit_code': exit_code, 'error': error}
         write_atomically(self.notes / f'{point.name}.json', json.dumps(failure) + '\n')
+
+
+def _has_finished(run: Run, point: Point) -> bool:
+    """Whether the run has done the steps of the point, which may have grown since (`lm train` goes on then)."""
+    return run.is_finished() and run.total_steps >= point.experiment.train.steps

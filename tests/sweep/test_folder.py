@@ -70,6 +70,15 @@ def test_a_failure_counts_until_the_point_is_done_or_starts_again(sweep):
     assert sweep.prepare(d)  # although there is no failure to forget
 
 
+def test_a_point_whose_steps_grew_is_not_finished(sweep):
+    """`lm train` goes on with such a run; the configuration in its folder still names the old steps."""
+    point = sweep.points[0]
+    point.experiment.train.steps = 200
+    assert not sweep.is_finished(point)
+    row = sweep.result(point)
+    assert (row['status'], row['step'], row['steps']) == ('interrupted', 100, 200)
+
+
 def test_prepare_makes_the_folder(tmp_path):
     point = types.SimpleNamespace(name='p', config='# p\n')
     assert Sweep(tmp_path / 'new' / 'root', [point]).prepare(point) == str(tmp_path / 'new/root/points/p.gin')
