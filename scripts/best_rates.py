@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 
-from lm.errors import LmError
+from lm.errors import ConfigError, LmError
 from lm.runs.records import Run
 from lm.runs.sweep_file import read_rows
 from lm.text import markdown_table
@@ -41,14 +41,16 @@ def lowest(losses: dict[float, float]) -> tuple[float, float] | None:
     return rates[best] * math.exp(-b / (2 * a)), c - b**2 / (4 * a)
 
 
-def table(rows: list[dict]) -> str:
-    """Markdown from the points of sweep.json, of which those that are not finished are left out."""
+def table(folder: pathlib.Path) -> str:
+    """Markdown from the points of a sweep, of which those that are not finished are left out."""
     groups = collections.defaultdict(dict)
-    for row in rows:
+    for row in read_rows(folder):
+        if RATE not in (row['settings'] or {}):
+            raise ConfigError(f'{folder / "sweep.json"}: {row["point"]} has no {RATE}; name a sweep over rates')
         settings = dict(row['settings'])
         rate = float(settings.pop(RATE))
         if row['status'] == 'done':
-            groups[tuple(settings.items())][rate] = last_loss(Run.read(row['run_dir']))
+            groups[tuple(settings.items())][rate] = last_loss(Run.read(folder / row['point']))
     cells = []
     for settings, losses in groups.items():
         found = lowest(losses)
@@ -65,6 +67,6 @@ if __name__ == '__main__':
     if not (folder / 'sweep.json').is_file():
         sys.exit(f'{folder / "sweep.json"}: no such file; name the folder of a sweep')
     try:
-        print(table(read_rows(folder)))
+        print(table(folder))
     except LmError as error:
         sys.exit(str(error))

@@ -4,8 +4,8 @@
     python scripts/evaluate_sweep.py RUN --sweep_file configs/sweeps/hybrid.gin [--sweep_file …] [flags of lm evaluate]
 
 One `lm evaluate` a point, whose result goes to RUN/evaluation_sweep/POINT.json; then prints a Markdown table. A point
-with a result is not evaluated again, so the same command continues what was interrupted; delete the folder to measure
-another checkpoint. Ends with 1 if a point failed.
+with a result under the same flags is not evaluated again, so the same command continues what was interrupted; delete
+the folder to measure a later checkpoint without --step. Ends with 1 if a point failed.
 """
 
 import argparse
@@ -22,11 +22,13 @@ from lm.text import markdown_table
 def evaluate(run: pathlib.Path, point: Point, flags: list[str]) -> dict | None:
     """The figures of a point, from its file or from `lm evaluate`; None: it failed, and its error was printed."""
     folder = run / 'evaluation_sweep'
-    result, config = folder / f'{point.name}.json', folder / f'{point.name}.gin'
-    if not result.exists() or config.read_text() != point.config:
+    result, config, told = (folder / f'{point.name}{suffix}' for suffix in ('.json', '.gin', '.flags'))
+    asked = {config: point.config, told: json.dumps(flags)}
+    if not result.exists() or any(not path.exists() or path.read_text() != text for path, text in asked.items()):
         folder.mkdir(exist_ok=True)
         result.unlink(missing_ok=True)
-        config.write_text(point.config)
+        for path, text in asked.items():
+            path.write_text(text)
         command = ['evaluate', '--run_dir', str(run), '--gin_file', str(config), '--json', *flags]
         done = subprocess.run([sys.executable, '-m', 'lm.cli', *command], stdout=subprocess.PIPE, text=True)
         if done.returncode:

@@ -44,7 +44,7 @@ def groups_of(root: pathlib.Path) -> dict[str, list[Run]]:
     for row in read_rows(root):
         if row['status'] == 'done':
             settings = [value for name, value in row['settings'].items() if name != 'train.seed']
-            found[' '.join(settings)].append(Run.read(row['run_dir']))
+            found[' '.join(settings)].append(Run.read(root / row['point']))
     return found
 
 

@@ -50,3 +50,20 @@ def test_it_says_what_it_needs(arguments, said):
     done = run(*arguments)
     assert done.returncode == 1
     assert said in done.stderr
+
+
+def test_a_copied_sweep_shows_its_own_runs(tmp_path):
+    write_sweep(tmp_path / 'a', {64: 0.012}, [0.004, 0.008, 0.016, 0.032])
+    (tmp_path / 'a').rename(tmp_path / 'b')
+    done = run(tmp_path / 'b')
+    assert done.returncode == 0, done.stderr
+    assert '| 4.000 |' in done.stdout
+
+
+def test_a_sweep_without_rates_is_one_line(tmp_path):
+    point = {'index': 0, 'point': 'seed-0', 'status': 'done', 'settings': {'train.seed': '0'}, 'step': 5, 'steps': 5}
+    (tmp_path / 'sweep.json').write_text(to_json({'kind': 'sweep', 'points': [point]}))
+    done = run(tmp_path)
+    assert done.returncode == 1
+    assert 'seed-0 has no optimizer.peak_learning_rate; name a sweep over rates' in done.stderr
+    assert done.stderr.count('\n') == 1
