@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lm.config.text import dump
+from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator, by_word
@@ -21,10 +22,13 @@ from lm.training.mesh import initialize_distributed
 
 TOLD = {f'evaluate.{name}' for name in ('split', 'context_length', 'window', 'batch_size', 'chunk')}
 """What the name of a file tells, or what changes no result."""
+OF_TASKS, OF_SPLITS = ('num_fewshot', 'include_path', 'task_data', 'limit'), ('split', 'window', 'chunk')
+"""Flags that only mean something with --tasks, and without it."""
 
 
 def main(experiment: Experiment, arguments: Any) -> int:
     """`lm evaluate`: scores a split with the weights of a run, prints a table and writes evaluations/*.json."""
+    check_flags(arguments)
     initialize_distributed(
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
@@ -53,6 +57,14 @@ def main(experiment: Experiment, arguments: Any) -> int:
         else:
             print_table(result, str(path))
     return 0
+
+
+def check_flags(arguments: Any) -> None:
+    """Raises ConfigError for a flag that would be ignored."""
+    for flag in OF_SPLITS if arguments.tasks else OF_TASKS:
+        if (value := getattr(arguments, flag)) is not None:
+            remedy = 'is of a split, not of --tasks; leave out one' if arguments.tasks else 'is of tasks; add --tasks'
+            raise ConfigError(f'--{flag} {value}: {remedy}')
 
 
 def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from flax import nnx
 from lm import cli
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
+from lm.evaluation.command import check_flags
 from lm.evaluation.perplexity import EvaluationWindows
 
 FIGURES = ('sum_nats', 'perplexity', 'word_perplexity', 'bits_per_byte')
@@ -160,6 +161,23 @@ def test_a_context_longer_than_the_split_is_refused(reference_run):
     assert 'evaluate.context_length = 1000000: the split has only' in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert sorted(reference_run[0].rglob('*')) == before
+
+
+@pytest.mark.parametrize(
+    ('flags', 'said'),
+    [
+        (['--limit', '5'], '--limit 5: is of tasks; add --tasks'),
+        (['--num_fewshot', '0'], '--num_fewshot 0: is of tasks'),
+        (['--task_data', 'data'], '--task_data data: is of tasks'),
+        (['--tasks', 'piqa', '--split', 'test'], '--split test: is of a split, not of --tasks; leave out one'),
+        (['--tasks', 'piqa', '--window', 'disjoint', '--limit', '5'], '--window disjoint: is of a split'),
+    ],
+)
+def test_a_flag_that_would_be_ignored_is_refused(flags, said):
+    with pytest.raises(ConfigError, match=said):
+        check_flags(cli.parse(['evaluate', '--run_dir', 'runs/x', *flags]))
+    check_flags(cli.parse(['evaluate', '--run_dir', 'runs/x', '--tasks', 'piqa', '--limit', '5', '--batch_size', '8']))
+    check_flags(cli.parse(['evaluate', '--run_dir', 'runs/x', '--split', 'test', '--window', 'disjoint']))
 
 
 def test_a_softmax_run_is_evaluated_under_hybrid_attention(reference_run, base):
