@@ -194,15 +194,20 @@ class Checkpointer:
             raise MismatchError(
                 f'checkpoint step {step}: not in {self.directory}, which has {some(known)}; choose one of these'
             )
-        for candidate in [step] if step is not None else reversed(known):
+        tried: set[int] = set()
+        while left := {step} if step is not None else set(known) - tried:
+            candidate = max(left)
             try:
                 snapshot = Snapshot(self.directory, candidate)
                 state, record = snapshot.restore(abstract_state, self.fingerprints, partial)
             except Damaged as damage:
                 if step is not None:
                     raise MismatchError(f'checkpoint step {step} is damaged: {damage}; choose another step') from None
-                log.warning('checkpoint step %d is damaged, trying the one before: %s', candidate, damage)
+                log.warning('checkpoint step %d is damaged, trying another one: %s', candidate, damage)
                 self._damaged.add(candidate)
+                tried.add(candidate)
+                # A run that goes on may have deleted it while it was read, and has newer ones then.
+                known = sorted({*tried, *self._agreed_steps()})
             else:
                 self._restored = candidate
                 self._ours.add(candidate)

@@ -341,6 +341,26 @@ def test_never_starts_from_scratch_when_all_are_damaged(copied):
     assert sorted(p.name for p in copied.iterdir()) == ['10', '20']
 
 
+@pytest.mark.parametrize('gone', [(10, 20), (20,)])
+def test_what_is_deleted_while_it_is_read_is_no_end(copied, tmp_path, monkeypatch, gone):
+    """A run that goes on saves and deletes: the newest step counts, not an old one that was kept."""
+    save_steps(tmp_path / 'later', (30,))
+    real, reads = Snapshot.restore, []
+
+    def restore_meanwhile(self, *rest):
+        reads.append(self.step)
+        if len(reads) == 1:
+            (tmp_path / 'later' / '30').rename(copied / '30')
+            for step in gone:
+                shutil.rmtree(copied / str(step))
+        return real(self, *rest)
+
+    monkeypatch.setattr(Snapshot, 'restore', restore_meanwhile)
+    state, step, _ = restore(copied)
+    assert (reads, step) == ([20, 30], 30)
+    assert same(state, make_state(30))
+
+
 def test_an_explicit_step_does_not_fall_back(copied):
     (copied / '20' / 'state' / 'manifest.ocdbt').unlink()
     with pytest.raises(MismatchError, match=r'step 20 is damaged: optimizer.* in .*/20/state'):

@@ -167,7 +167,7 @@ def flipped_bits(shop: Workshop, tally: Tally) -> None:
         damage(max(paths, key=lambda path: path.stat().st_size), 'flip', draw)
         before = logged(run)
         session = shop.finish(PLAIN, run)
-        need('checkpoint step 40 is damaged, trying the one before' in session.output(), session.output())
+        need('checkpoint step 40 is damaged, trying another one' in session.output(), session.output())
         tally.recovered(session, before)
         shop.same_end(PLAIN, run)
 
