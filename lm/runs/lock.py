@@ -5,7 +5,8 @@ which are atomic on local disks, gs:// and s3:// alike: of two that come at once
 
 Who finds a lock asks whether its owner is dead. On the same host the process table answers at once, as does a reboot
 since. From another host nobody can look: there the lock is watched, and is taken over if it is not renewed for EXPIRES
-seconds; two that read different clocks cannot rob one another, because the watching itself lasts over two renewals.
+seconds; two that read different clocks cannot rob one another, because the watching itself lasts over two renewals. So
+is a lock watched that came with a copy of a run that goes on: it names the inode of the folder it was made for.
 
 The answer to a write may be lost on its way: a client that repeats it is then told that something else lies there. So
 who is refused looks whose lock it is; each object signs its own.
@@ -109,7 +110,7 @@ class RunLock:
                     return True
                 if found.state == 'value':
                     owner = _parse(found.value)
-                    alive = _is_alive(owner)
+                    alive = _is_alive(owner, self.directory)
                     renewed = watched is not None and watched != found.stamp.generation
                     if alive or (alive is None and renewed):
                         raise ConfigError(
@@ -139,7 +140,7 @@ class RunLock:
 
     def _write(self, generation: bytes) -> bytes:
         """The generation of the renewed lock; b'' if it was not `generation` that lay there."""
-        text = json.dumps(self._owner | {'renewed': time.time()}, indent=2) + '\n'
+        text = json.dumps(self._owner | {'inode': _inode(self.directory), 'renewed': time.time()}, indent=2) + '\n'
         return self._store.write(NAME, text.encode(), if_equal=generation).result().generation
 
     def _is_own(self, found: ts.KvStore.ReadResult) -> bool:
@@ -193,8 +194,8 @@ def _parse(data: bytes) -> dict[str, Any]:
         return {}
 
 
-def _is_alive(owner: dict[str, Any]) -> bool | None:
-    """Whether the owner lives; None where this process cannot tell."""
+def _is_alive(owner: dict[str, Any], directory: epath.Path) -> bool | None:
+    """Whether the owner lives and means this directory; None where this process cannot tell."""
     if owner.get('host') != socket.gethostname():
         return None
     if owner['boot'] != _boot():
@@ -209,7 +210,18 @@ def _is_alive(owner: dict[str, Any]) -> bool | None:
         return False
     except PermissionError:
         pass
-    return _start_of(owner['pid']) == owner.get('pid_started')
+    if _start_of(owner['pid']) != owner.get('pid_started'):
+        return False
+    # Some file systems give a folder new inodes: what is renewed counts all the same.
+    return True if owner.get('inode') in (None, _inode(directory)) else None
+
+
+def _inode(directory: epath.Path) -> int | None:
+    """That of a local directory, which a copy of it does not share; None where there is none, or none yet."""
+    try:
+        return None if is_remote(directory) else os.stat(directory).st_ino
+    except OSError:
+        return None
 
 
 def _start_of(pid: int) -> str | None:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +154,27 @@ def test_another_hosts_lock_is_taken_over_once_it_expires(tmp_path, changes, cap
         assert time.monotonic() - began >= lock.EXPIRES
     assert 'watching it' in caplog.text
     assert 'taken over' in caplog.text
+
+
+def test_a_copy_of_a_run_that_goes_on_is_free_once_its_lock_expires(tmp_path, caplog):
+    (tmp_path / 'run').mkdir()
+    with RunLock(tmp_path / 'run') as first:
+        shutil.copytree(tmp_path / 'run', tmp_path / 'copy')
+        with RunLock(tmp_path / 'copy'):
+            assert 'watching it' in caplog.text
+            first.check()
+        with pytest.raises(ConfigError, match='trains in it'), RunLock(tmp_path / 'run'):
+            pass
+
+
+def test_a_folder_that_gets_another_inode_is_still_ones_own(tmp_path, monkeypatch):
+    """As some network file systems do; the lock is renewed, and so respected."""
+    (tmp_path / 'run').mkdir()
+    with RunLock(tmp_path / 'run'):
+        numbers = itertools.count()
+        monkeypatch.setattr(lock, '_inode', lambda directory: next(numbers))
+        with pytest.raises(ConfigError, match='trains in it'), RunLock(tmp_path / 'run'):
+            pass
 
 
 def test_another_hosts_lock_that_is_renewed_is_respected_whatever_the_clocks_say(tmp_path, monkeypatch):
