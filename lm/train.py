@@ -242,7 +242,7 @@ class Trainer:
             f'done: {config.steps} steps in {duration(self.throughput.seconds)}, '
             f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.run_directory.path}'
         )
-        self.progress.note(f'goodput {describe(self.record_goodput())}')
+        self.progress.note(f'goodput {describe(self.record_goodput(finished=True))}')
         return self.state
 
     def run_steps(self) -> None:
@@ -388,9 +388,9 @@ class Trainer:
         with self.goodput.spent(account), self.watchdog.paused():
             yield
 
-    def record_goodput(self) -> dict[str, Any]:
+    def record_goodput(self, finished: bool = False) -> dict[str, Any]:
         """Writes the ledger to run.json and returns it."""
-        record = self.goodput.record()
+        record = self.goodput.record(finished)
         if jax.process_index() == 0:
             self.run_directory.write_goodput(record)
         return record

@@ -1,7 +1,7 @@
 """Goodput: which share of the wall clock of a run went into steps that count, and where the rest went.
 
 The ledger is cumulative over all starts of a run. At each moment the time is charged to one account, so that the
-accounts add up to the wall clock since the first start:
+accounts add up to the wall clock since the first start, but for the time in which the run was finished:
 
     step        steps that the run kept: the productive time       data         waiting for batches
     imports     from the begin of the process to that of the run   checkpoint   waiting for saves
@@ -45,8 +45,8 @@ class Goodput:
             self.seconds |= record['seconds']
             self.starts = record['starts'] + 1
             self.started = record['started']
-            # A clock that was set back must not make time negative.
-            self.seconds['restart'] += max(0.0, begun - record['updated'])
+            # A clock that was set back must not make time negative; nobody waits for a run that has ended.
+            self.seconds['restart'] += 0.0 if record.get('finished') else max(0.0, begun - record['updated'])
         self._before = dict(self.seconds)
         self.seconds['imports'] += max(0.0, now - begun)
         self._laps = dict(self.seconds)
@@ -106,8 +106,8 @@ class Goodput:
             self.seconds['step'] -= lost
             self.seconds['lost'] += lost
 
-    def record(self) -> dict[str, Any]:
-        """The ledger at this moment, as JSON holds it."""
+    def record(self, finished: bool = False) -> dict[str, Any]:
+        """The ledger at this moment, as JSON holds it; `finished`: the run has done its last step."""
         self._charge()
         self._recorded = self._last
         seconds = {account: round(value, 3) for account, value in self.seconds.items()}
@@ -117,6 +117,7 @@ class Goodput:
             'starts': self.starts,
             'started': round(self.started, 3),
             'updated': round(time.time(), 3),
+            'finished': finished,
         }
 
     def _charge(self) -> None:
@@ -130,7 +131,8 @@ def checked(record: Any) -> dict[str, Any] | None:
     try:
         seconds = {account: float(value) for account, value in record['seconds'].items()}
         numbers = {name: float(record[name]) for name in ('share', 'started', 'updated')}
-        return numbers | {'seconds': dict.fromkeys(ACCOUNTS, 0.0) | seconds, 'starts': int(record['starts'])}
+        numbers |= {'starts': int(record['starts']), 'finished': record.get('finished') is True}
+        return numbers | {'seconds': dict.fromkeys(ACCOUNTS, 0.0) | seconds}
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 

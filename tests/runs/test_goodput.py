@@ -48,6 +48,16 @@ def test_lost_steps_and_the_time_between_are_charged():
     assert '(2 starts); restart 40.0%, lost 15.0%, ' in describe(record)
 
 
+def test_the_time_after_a_run_has_finished_is_nobodys():
+    before = {'seconds': {'step': 90.0}, 'share': 0.9, 'starts': 1, 'started': time.time() - 8000, 'updated': 0.0}
+    before['updated'] = before['started'] + 100
+    assert Goodput(checked(before | {'finished': True})).seconds['restart'] == 0
+    assert Goodput(checked(before)).seconds['restart'] == pytest.approx(7900, abs=60)
+    again = Goodput(before | {'finished': True})
+    assert not again.record()['finished'], 'what is killed while the run grows has time between again'
+    assert again.record(finished=True)['finished']
+
+
 def test_what_a_start_took_is_told_without_the_starts_before():
     before = Goodput(begun=time.time() - 100).record()
     ledger = Goodput(before | {'seconds': before['seconds'] | {'compile': 7.0}}, begun=time.time() - 3)

@@ -344,6 +344,7 @@ def test_a_run_says_that_it_is_done():
     assert session.notes[-2].startswith('done: 6 steps in 16m')
     assert '12.3k tokens; lm evaluate --run_dir RUN' in session.notes[-2]
     assert session.notes[-1].startswith('goodput ')
+    assert [ledger['finished'] for ledger in session.ledgers] == [*[False] * (len(session.ledgers) - 1), True]
     assert len(session.ledgers) == 3  # at the start, with the save, and at the end
     assert all(session.goodput.seconds[account] > 0 for account in ('step', 'data', 'evaluation', 'checkpoint'))
 
