@@ -64,12 +64,15 @@ def load(
     return gin.load(gin_files, gin_params, allow_imports=allow_imports, base=base, root=Experiment)
 
 
-def validate(experiment: Experiment, devices: int | None = None, known: dict | None = None) -> list[str]:
+def validate(
+    experiment: Experiment, devices: int | None = None, known: dict | None = None, begun: bool = False
+) -> list[str]:
     """Refuses what `lm train` would refuse before its first step, without devices and within a fraction of a second.
 
     Args:
         devices: how many there will be, if that is known.
         known: what earlier calls have opened and built; one dict for many experiments does nothing twice.
+        begun: the run goes on from a checkpoint of its own: what train.init_from names is not read again.
 
     Returns:
         what could not be checked because it is not there, or out of reach from here, a line each.
@@ -103,7 +106,7 @@ def validate(experiment: Experiment, devices: int | None = None, known: dict | N
     if isinstance(known[sets], str):
         return [known[sets]]
     check_evaluation(experiment.evaluate, data, train, store, known[sets])
-    if train.init_from:
+    if train.init_from and not begun:
         params = known[step].abstract()['params']
         try:
             InitialParameters(train.init_from, store.fingerprints, store.path).check(params)

@@ -85,6 +85,17 @@ def test_what_is_not_here_is_said_and_stops_only_what_would_train(plan, tmp_path
         assert not (tmp_path / 'root').exists()
 
 
+def test_a_point_that_has_begun_needs_no_other_run(plan, tmp_path, capsys):
+    """It goes on from its own checkpoint, as `lm train` does; a point that has none is still refused."""
+    _, sweep = plan({'train.init_from': str(tmp_path / 'gone')})
+    for seed, missing in ((0, 1), (1, 0)):
+        saved = tmp_path / 'root' / f'seed-{seed}' / 'checkpoints' / '10'
+        saved.mkdir(parents=True)
+        (saved / 'commit_success.txt').touch()
+        assert cli.main([*sweep, '--dry_run']) == 0
+        assert capsys.readouterr().out.count('not checked') == missing
+
+
 def test_a_known_number_of_devices_is_checked(tokens):
     experiment = load((), tiny.params(tiny.MODEL | {'data.path': str(tokens)})[1::2])
     assert validate(experiment, devices=4) == []

@@ -102,6 +102,10 @@ class RunDir:
 
         return on_leader(compare)
 
+    def has_checkpoint(self) -> bool:
+        """Whether there is a step to go on from; it may still turn out to be damaged."""
+        return any(Snapshot(self.checkpoints, step).is_committed() for step in steps_in(self.checkpoints))
+
     def record_saved(self, step: int) -> None:
         """Notes in run.json that the checkpoint of `step` is complete. Only warns where that fails."""
         self._note({'saved_step': step})

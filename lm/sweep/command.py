@@ -18,7 +18,7 @@ import jax
 from lm import train
 from lm.errors import INTERRUPTED, AbsentError, ConfigError, LmError
 from lm.experiment import validate
-from lm.runs.run_dir import check_path
+from lm.runs.run_dir import RunDir, check_path
 from lm.sweep.points import make_points
 from lm.sweep.runner import Runner
 from lm.sweep.sweep import Sweep
@@ -68,7 +68,8 @@ def validate_points(sweep: Sweep, devices: int | None) -> list[str]:
         if sweep.is_finished(point):
             continue
         try:
-            absent |= dict.fromkeys(validate(point.experiment, devices, known))
+            begun = RunDir(sweep.root / point.name).has_checkpoint()
+            absent |= dict.fromkeys(validate(point.experiment, devices, known, begun))
         except LmError as error:
             raise type(error)(f'{error} (in the point {point.name})') from None
     return list(absent)
