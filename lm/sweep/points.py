@@ -39,7 +39,7 @@ class Point:
 
     Attributes:
         index: its place in the list, from 0.
-        name: made of what differs between the points; a name of `lm.runs.run_dir.check_name`.
+        name: made of its values on the axes; a name of `lm.runs.run_dir.check_name`.
         settings: binding → gin text, for the axes that the point uses.
         experiment: the resolved configuration.
     """
@@ -150,11 +150,10 @@ def _describe(chosen: dict[str, Statement]) -> str:
 
 
 def _names(keys: list[str], points: list[dict[str, Statement]]) -> list[str]:
-    """A different name for each point: mechanisms by their names, other values behind their parameter's."""
-    values = {key: {format_value(s[key].value) if key in s else None for s in points} for key in keys}
-    shown = [key for key in keys if len(values[key]) > 1] or keys
-    parameters = [key.rpartition('.')[2] for key in shown]
-    labels = {key: p if parameters.count(p) == 1 else key for key, p in zip(shown, parameters, strict=True)}
+    """A different name for each point: mechanisms by their names, other values behind their parameter's. All axes are
+    part of it, those of one value too: with a second one the points that there were keep their names."""
+    parameters = [key.rpartition('.')[2] for key in keys]
+    labels = {key: p if parameters.count(p) == 1 else key for key, p in zip(keys, parameters, strict=True)}
 
     names = []
     for settings in points:

@@ -92,6 +92,8 @@ def test_names_keep_the_rules_and_are_stable_and_different(plan):
     assert names == [p.name for p in plan(text)]
     more = [p.name for p in plan(text.replace('1e20]', '1e20, 1.0]'))]
     assert set(names) < set(more), 'a further value leaves the other names as they are'
+    one, two = (plan(f'train.seed = {seeds}\nmodel.attention = [@softmax(), @taylor()]') for seeds in ('[0]', '[0, 1]'))
+    assert {p.name for p in one} == {'seed-0_softmax', 'seed-0_taylor'} < {p.name for p in two}
 
 
 def test_a_long_name_is_cut_and_is_the_same_in_every_version(plan):
