@@ -33,6 +33,8 @@ from lm.trackers.tensorboard import CluSummaries
 
 TITLE = '# A complete configuration'
 """How a config.gin begins that `lm train` has written."""
+SWEEP = 'sweep.json'
+"""What the folder of a sweep holds (`lm.runs.sweep_file`), which is no run itself."""
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +180,8 @@ class RunDir:
             raise ConfigError(
                 f'--run_dir {self.path}: its {held[0].name} is not of a run of lm train; name another directory'
             )
+        if not held and (self.path / SWEEP).exists():
+            raise ConfigError(f'--run_dir {self.path}: holds a sweep, which a run would hide; name another directory')
         notes = []
         if held and not info:
             notes.append(f'{self.info} could not be read and is written anew')

@@ -12,9 +12,10 @@ from rich.table import Table
 from lm.errors import FINAL, Diverged, MismatchError
 from lm.files import write_atomically
 from lm.runs.records import read_json, to_json
+from lm.runs.run_dir import SWEEP
 from lm.text import si
 
-NAME, NOTES = 'sweep.json', 'points'
+NAME, NOTES = SWEEP, 'points'
 MEASURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy')
 """What an evaluation measures, as far as rows hold it."""
 

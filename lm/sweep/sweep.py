@@ -5,6 +5,7 @@ from typing import Any
 
 from etils import epath
 
+from lm.errors import ConfigError
 from lm.files import is_remote, open_path, write_atomically
 from lm.runs import sweep_file
 from lm.runs.records import Run, is_run
@@ -24,7 +25,10 @@ class Sweep:
         self.notes = self.root / sweep_file.NOTES
 
     def check(self) -> None:
-        """Raises MismatchError if a directory holds a run of another configuration than the point of its name."""
+        """Raises MismatchError if a directory holds a run of another configuration than the point of its name, and
+        ConfigError where the folder of all is a run."""
+        if is_run(self.root):
+            raise ConfigError(f'--run_dir {self.root}: is a run, which would hide the points; name another folder')
         for point in self.points:
             RunDir(self.root / point.name).check_unchanged(point.config)
 

@@ -7,7 +7,7 @@ import made_up_runs
 import pytest
 
 from lm.attention.softmax import Softmax
-from lm.errors import MismatchError
+from lm.errors import ConfigError, MismatchError
 from lm.runs.run_dir import RunDir
 from lm.sweep.sweep import Sweep
 
@@ -90,6 +90,14 @@ def test_a_directory_of_another_configuration_is_refused(sweep):
     sweep.points[0].config = sweep.points[0].config.replace('train.steps = 100', 'train.steps = 99')
     with pytest.raises(MismatchError, match=r'train\.steps was 100, now 99'):
         sweep.check()
+
+
+def test_a_run_is_no_folder_of_a_sweep_nor_the_other_way_round(sweep, tmp_path):
+    sweep.write_results()
+    with pytest.raises(ConfigError, match='holds a sweep, which a run would hide; name another directory'):
+        RunDir(tmp_path).check_unchanged(sweep.points[0].config)
+    with pytest.raises(ConfigError, match=r'a: is a run, which would hide the points; name another folder'):
+        Sweep(tmp_path / 'a', []).check()
 
 
 def test_where_a_sweep_lies(tmp_path, monkeypatch):
