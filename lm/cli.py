@@ -126,14 +126,11 @@ def from_new_or_old_run(arguments: argparse.Namespace, params: Sequence[str]) ->
 
 
 def from_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
-    """The configuration of the run, changed by --gin_file and --gin_param.
+    """The configuration of the run, changed by --gin_file and --gin_param."""
+    from lm.experiment import load_of_run
 
-    A change may replace a mechanism (`model.attention = @softmax()`): what the run said about the old one is dropped.
-    """
-    base = run_config(arguments.run_dir)
-    if base is None:
-        raise ConfigError(f'--run_dir {arguments.run_dir}: holds no config.gin, so it is not a run of lm train')
-    return from_files(arguments, params, base=base)
+    allow_imports = arguments.allow_gin_imports
+    return load_of_run(arguments.run_dir, arguments.gin_file, params, allow_imports=allow_imports)
 
 
 def run_config(run_dir: str) -> str | None:
