@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.config import load as gin
+from lm.config.text import dump
 from lm.data.dataset import DataConfig, Store
 from lm.data.prepare.config import PrepareConfig
 from lm.data.tokenizers import Tokenizer
@@ -26,7 +27,7 @@ from lm.evaluation.scoring import Scorer, Scores
 from lm.evaluation.sets import open_sets
 from lm.model import ModelConfig, Transformer
 from lm.runs.initial import InitialParameters
-from lm.runs.run_dir import RunDir
+from lm.runs.run_dir import RunDir, config_differences
 from lm.training.config import TrainConfig
 from lm.training.inputs import check_vocabulary, make_windows, unpacking
 from lm.training.mesh import MeshConfig, make_mesh
@@ -159,6 +160,12 @@ class LoadedRun:
     functions: TrainStep
     weights: State
     step: int
+
+    @property
+    def changes(self) -> dict[str, str | None]:
+        """Binding → gin text, where the weights are run otherwise than the run's config.gin says; not the devices."""
+        differences = config_differences(self.directory.config.read_text(), dump(self.experiment))
+        return {name: new for name, _, new in differences if not name.startswith('mesh.')}
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
