@@ -11,10 +11,12 @@ import signal
 import sys
 
 from lm.errors import ENDING, EXIT_CODES, ConfigError, LmError, Preempted, end_on_signals
+from lm.output import lasting, prepare_streams
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
     # As the program, not as a module of another one or of its workers; before anything that takes its time.
     end_on_signals('lm')
+    prepare_streams()
     # What is imported stays: looking for garbage in it would be a sixth of the time until a verb begins (`run`).
     gc.disable()
 
@@ -38,7 +40,6 @@ from lm.data.prepare.flags import prepare_flags
 from lm.evaluation.flags import evaluate_flags
 from lm.exchange.flags import export_flags, import_flags
 from lm.inspect.flags import inspect_flags
-from lm.output import lasting
 from lm.report.flags import report_flags
 from lm.sweep.flags import sweep_flags
 
