@@ -96,16 +96,22 @@ class SoftmaxFormula(Mechanism):
         return torch.softmax((scores(q, k) * self.scale).masked_fill(hidden, -torch.inf), dim=-1)
 
 
+def score_scale(degree, size):
+    """A power of two that keeps high powers of scores in float32; with the bias times its power the same weights."""
+    return 2.0 ** -min(round(math.log2(size)), 112 // degree) if degree > 8 else 1.0
+
+
 class PolynomialFormula(NormedMechanism):
     """⟨q', k'⟩^degree."""
 
     def __init__(self, heads, kv_heads, size, *, degree, denominator_bias, gate=False):
         super().__init__()
         self.make_norms(size)
-        self.degree, self.bias = degree, denominator_bias
+        self.degree, self.scale = degree, score_scale(degree, size)
+        self.bias = denominator_bias * self.scale**degree
 
     def weights(self, q, k):
-        return scores(*self.normalize(q, k)) ** self.degree
+        return (self.scale * scores(*self.normalize(q, k))) ** self.degree
 
 
 class SketchNetwork(nn.Module):
@@ -201,7 +207,8 @@ class PolysketchFormula(NormedMechanism):
     ):  # fmt: skip
         super().__init__()
         self.make_norms(size)
-        self.degree, self.block, self.bias = degree, block if local else None, denominator_bias
+        self.degree, self.block, self.scale = degree, block if local else None, score_scale(degree, size)
+        self.bias = denominator_bias * self.scale**degree
         self.n = kv_heads if per_head else 1
         self.sketch = TREES[sketch](self.n, size, sketch_size, degree // 2, network_width)
 
@@ -211,11 +218,12 @@ class PolysketchFormula(NormedMechanism):
 
     def weights(self, q, k):
         q, k = self.normalize(q, k)
-        far = scores(self.features(q), self.features(k)) ** 2
+        part = self.scale ** (self.degree // 4)  # sketches multiply to scores' power degree / 2
+        far = scores(part * self.features(q), part * self.features(k)) ** 2
         if self.block is None:
             return far
         block = torch.arange(k.shape[1], device=k.device) // self.block
-        return torch.where(block[:, None] == block, scores(q, k) ** self.degree, far)
+        return torch.where(block[:, None] == block, (self.scale * scores(q, k)) ** self.degree, far)
 
 
 class HybridFormula(Mechanism):

@@ -13,6 +13,7 @@ from lm.attention import HeadDims
 from lm.attention.hybrid import Hybrid
 from lm.attention.llops import Llops
 from lm.attention.performer import Performer
+from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.checkpoint.checkpointer import Checkpointer
@@ -32,6 +33,8 @@ MORE = {
     'polysketch learned 8': Polysketch(sketch='learned', sketch_size=4, degree=8, block=8, per_head=True),
     'polysketch narrow networks': Polysketch(sketch_size=4, degree=8, block=8, network_width=2),
     'polysketch 2': Polysketch(degree=2, block=8),
+    'polysketch 16': Polysketch(degree=16, sketch_size=4, block=8),
+    'polynomial 16': Polynomial(degree=16),
     'polysketch srht local': Polysketch(sketch='srht', sketch_size=8, block=8),
     'hybrid parts': Hybrid(window=5, degree=3, parts=2, approximation='minimax'),
     'hybrid long window': Hybrid(window=64),
