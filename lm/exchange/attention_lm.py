@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 EPSILON = 1e-5
@@ -58,8 +59,15 @@ class Mechanism(nn.Module):
         raise TypeError(f'{type(self).__name__} gives no weights')
 
     def forward(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC):
-        """[B, L, H, C] of whole sequences."""
-        w_BxHxLxM = self.weights(q_BxLxHxC.float(), k_BxMxKxC.float())
+        """[B, L, H, C] of whole sequences, computed in float32 whatever type the model was loaded in."""
+        if any(parameter.dtype != torch.float32 for parameter in self.parameters()):
+            own = {name: parameter.float() for name, parameter in self.named_parameters()}
+            return functional_call(self, own, (q_BxLxHxC, k_BxMxKxC, v_BxMxKxC))
+        return self.mixed(q_BxLxHxC.float(), k_BxMxKxC.float(), v_BxMxKxC.float()).to(q_BxLxHxC.dtype)
+
+    def mixed(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC):
+        """[B, L, H, C]."""
+        w_BxHxLxM = self.weights(q_BxLxHxC, k_BxMxKxC)
         if self.causal:
             w_BxHxLxM = w_BxHxLxM.masked_fill(distances(w_BxHxLxM.shape[-1], w_BxHxLxM.device) < 0, 0.0)
         if self.divides:
@@ -67,8 +75,8 @@ class Mechanism(nn.Module):
             if self.epsilon is not None:
                 total = total + 2 * self.epsilon * (total.abs() <= self.epsilon)
             w_BxHxLxM = w_BxHxLxM / total
-        v_BxMxHxC = v_BxMxKxC.float().repeat_interleave(q_BxLxHxC.shape[2] // v_BxMxKxC.shape[2], dim=2)
-        return torch.einsum('bhlm,bmhc->blhc', w_BxHxLxM, v_BxMxHxC).to(q_BxLxHxC.dtype)
+        v_BxMxHxC = v_BxMxKxC.repeat_interleave(q_BxLxHxC.shape[2] // v_BxMxKxC.shape[2], dim=2)
+        return torch.einsum('bhlm,bmhc->blhc', w_BxHxLxM, v_BxMxHxC)
 
 
 class NormedMechanism(Mechanism):
@@ -330,8 +338,8 @@ class RetentionFormula(Mechanism):
         rates = torch.tensor(self.rates, device=k.device)[:, None, None]
         return scores(q, k) * q.shape[-1] ** -0.5 * rates**distance
 
-    def forward(self, q, k, v):
-        return self.out_norm(super().forward(q, k, v).float()).to(q.dtype)
+    def mixed(self, q, k, v):
+        return self.out_norm(super().mixed(q, k, v))
 
 
 GENERALIZED = {

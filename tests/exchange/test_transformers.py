@@ -93,6 +93,21 @@ def test_transformers_computes_the_same(form, tmp_path, tokens):
         np.testing.assert_array_equal(written[:, 8].numpy(), first)
 
 
+@pytest.mark.parametrize('form', FORMS)
+def test_half_the_bits_are_enough_to_load_it(form, tmp_path, tokens):
+    """Attention stays in float32, where powers and sums need it."""
+    config = shapes.experiment(FORMS[form])
+    FORMATS['huggingface'].write(shapes.run_of(config, shapes.random_weights(config)), tmp_path)
+    load_model = transformers.AutoModelForCausalLM.from_pretrained
+    models = [load_model(tmp_path, trust_remote_code=True, dtype=d) for d in (torch.float32, torch.bfloat16)]
+    whole, half = (model(torch.tensor(tokens)).logits for model in models)
+    assert half.dtype == torch.bfloat16
+    assert half.isfinite().all()
+    assert (whole - half).abs().mean() < 0.1 * whole.abs().mean()
+    half.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in models[1].parameters() if p.requires_grad)
+
+
 @pytest.mark.parametrize('tied', [False, True])
 def test_llama_comes_in(tied, tmp_path, tokens):
     theirs = transformers.LlamaForCausalLM(
