@@ -11,10 +11,12 @@ import signal
 import sys
 
 from lm.errors import ENDING, EXIT_CODES, ConfigError, LmError, Preempted, end_on_signals
+from lm.output import lasting, prepare_streams
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
     # As the program, not as a module of another one or of its workers; before anything that takes its time.
     end_on_signals('lm')
+    prepare_streams()
     # What is imported stays: looking for garbage in it would be a sixth of the time until a verb begins (`run`).
     gc.disable()
 
@@ -38,7 +40,6 @@ from lm.data.prepare.flags import prepare_flags
 from lm.evaluation.flags import evaluate_flags
 from lm.exchange.flags import export_flags, import_flags
 from lm.inspect.flags import inspect_flags
-from lm.output import lasting
 from lm.report.flags import report_flags
 from lm.sweep.flags import sweep_flags
 
@@ -126,14 +127,11 @@ def from_new_or_old_run(arguments: argparse.Namespace, params: Sequence[str]) ->
 
 
 def from_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
-    """The configuration of the run, changed by --gin_file and --gin_param.
+    """The configuration of the run, changed by --gin_file and --gin_param."""
+    from lm.experiment import load_of_run
 
-    A change may replace a mechanism (`model.attention = @softmax()`): what the run said about the old one is dropped.
-    """
-    base = run_config(arguments.run_dir)
-    if base is None:
-        raise ConfigError(f'--run_dir {arguments.run_dir}: holds no config.gin, so it is not a run of lm train')
-    return from_files(arguments, params, base=base)
+    allow_imports = arguments.allow_gin_imports
+    return load_of_run(arguments.run_dir, arguments.gin_file, params, allow_imports=allow_imports)
 
 
 def run_config(run_dir: str) -> str | None:

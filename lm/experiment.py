@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.config import load as gin
+from lm.config.text import dump
 from lm.data.dataset import DataConfig, Store
 from lm.data.prepare.config import PrepareConfig
 from lm.data.tokenizers import Tokenizer
@@ -26,7 +27,7 @@ from lm.evaluation.scoring import Scorer, Scores
 from lm.evaluation.sets import open_sets
 from lm.model import ModelConfig, Transformer
 from lm.runs.initial import InitialParameters
-from lm.runs.run_dir import RunDir
+from lm.runs.run_dir import RunDir, config_differences
 from lm.training.config import TrainConfig
 from lm.training.inputs import check_vocabulary, make_windows, unpacking
 from lm.training.mesh import MeshConfig, make_mesh
@@ -35,6 +36,8 @@ from lm.training.optimizer import OptimizerConfig
 from lm.training.program import abstract_state
 from lm.training.step import State, TrainStep, weights
 
+OF_THE_JOB = ('mesh.processes', 'mesh.slices')
+"""What a run says of the job that trained it, and not of those that read its weights."""
 PATIENCE_SECONDS = 20.0
 """How long a bucket may keep `validate` waiting."""
 
@@ -62,6 +65,22 @@ def load(
 ) -> Experiment:
     """The experiment that gin files and then gin parameters describe; arguments as in `lm.config.load.load`."""
     return gin.load(gin_files, gin_params, allow_imports=allow_imports, base=base, root=Experiment)
+
+
+def load_of_run(
+    run_dir: str, gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), *, allow_imports: bool = False
+) -> Experiment:
+    """The configuration of the run in `run_dir`, changed by gin files and parameters, for who reads its weights.
+
+    A change may replace a mechanism (`model.attention = @softmax()`): what the run said about the old one is dropped.
+
+    Raises what `load` raises, and ConfigError where `run_dir` holds no run.
+    """
+    config = RunDir(run_dir).config
+    if not config.exists():
+        raise ConfigError(f'--run_dir {run_dir}: holds no config.gin, so it is not a run of lm train')
+    options = dict(allow_imports=allow_imports, base=str(config), leave_out=OF_THE_JOB)
+    return gin.load(gin_files, gin_params, root=Experiment, **options)
 
 
 def validate(
@@ -145,6 +164,12 @@ class LoadedRun:
     weights: State
     step: int
 
+    @property
+    def changes(self) -> dict[str, str | None]:
+        """Binding → gin text, where the weights are run otherwise than the run's config.gin says; not the devices."""
+        differences = config_differences(self.directory.config.read_text(), dump(self.experiment))
+        return {name: new for name, _, new in differences if not name.startswith('mesh.')}
+
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """That of the data."""
@@ -175,10 +200,7 @@ def open_run(run_dir: str, gin_params: Sequence[str] = (), step: int | None = No
 
     Raises what `load` and `load_run` raise, and ConfigError where `run_dir` holds no run.
     """
-    config = RunDir(run_dir).config
-    if not config.exists():
-        raise ConfigError(f'--run_dir {run_dir}: holds no config.gin, so it is not a run of lm train')
-    return load_run(load((), gin_params, base=str(config)), run_dir, step)
+    return load_run(load_of_run(run_dir, (), gin_params), run_dir, step)
 
 
 def training_step(experiment: Experiment, store: Store | None = None) -> TrainStep:
@@ -190,12 +212,12 @@ def training_step(experiment: Experiment, store: Store | None = None) -> TrainSt
 
 
 def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> LoadedRun:
-    """The weights of the run in `run_dir` at `step` (None: the newest), laid out on all devices.
+    """The weights of the run in `run_dir` at `step` (None: the newest), laid out on all devices, however many trained.
 
     Raises MismatchError where the checkpoint does not fit the model or was trained with another tokenizer.
     """
     store = experiment.data.open(experiment.train.context_length)
-    mesh = make_mesh(experiment.mesh)
+    mesh = make_mesh(experiment.mesh.fitted(jax.devices()))
     directory = RunDir(run_dir)
     with jax.set_mesh(mesh):
         functions = TrainStep(experiment.model, experiment.optimizer, experiment.train.steps)

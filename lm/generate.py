@@ -41,7 +41,7 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self):
-        if self.temperature < 0:
+        if not self.temperature >= 0:
             raise ConfigError(f'--temperature {self.temperature}: must be at least 0')
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f'--top_k {self.top_k}: must be at least 1')
@@ -177,6 +177,8 @@ def main(experiment: Experiment, arguments: Any) -> int:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     if arguments.max_tokens < 1:
         raise ConfigError(f'--max_tokens {arguments.max_tokens}: must be at least 1')
+    if not 0 <= arguments.seed < 2**32:
+        raise ConfigError(f'--seed {arguments.seed}: must be 0 to {2**32 - 1}')
     texts = prompts_of(arguments)
     initialize_distributed(
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
@@ -262,16 +264,22 @@ def prompts_of(arguments: Any) -> list[str]:
     if len(given) > 1:
         raise ConfigError(f'--{given[0]} and --{given[1]}: give one of them')
     if not given or given == ['prompt']:
-        return [arguments.prompt or '']
+        prompt = arguments.prompt or ''
+        if not prompt.isascii() and any('\ud800' <= character <= '\udfff' for character in prompt):
+            raise ConfigError('--prompt: is not text in UTF-8')
+        return [prompt]
     path = pathlib.Path(getattr(arguments, given[0]))
     if not path.is_file():
         raise ConfigError(f'--{given[0]} {path}: no such file')
-    text = path.read_text(encoding='utf-8')
+    try:
+        text = path.read_text(encoding='utf-8')
+    except UnicodeDecodeError:
+        raise ConfigError(f'--{given[0]} {path}: is not text in UTF-8') from None
     if given == ['text_file']:
         return [text]
-    if not text.splitlines():
+    if not text:
         raise ConfigError(f'--prompt_file {path}: is empty; write one prompt a line')
-    return text.splitlines()
+    return text.removesuffix('\n').split('\n')
 
 
 call = continuations

@@ -17,6 +17,17 @@ UNREAD = 128 + signal.SIGPIPE
 """The exit code of a command that ended because nobody read on: what shells show for those that the signal kills."""
 
 
+def prepare_streams() -> None:
+    """Of a program that was started without some of its streams (`>&-`), or with an encoding that lacks characters.
+    Call it before a file takes the number of a missing one."""
+    for name, mode in (('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w')):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding='utf-8'))  # noqa: SIM115
+        elif mode == 'w':
+            stream.reconfigure(errors='backslashreplace')
+
+
 @contextlib.contextmanager
 def lasting(label: str, ends: bool = False) -> Iterator[None]:
     """Inside, what cannot be printed is left out; the first time, stderr says so if it can.

@@ -182,3 +182,17 @@ def test_a_whole_file_is_one_prompt(tmp_path):
     arguments = argparse.Namespace(prompt=None, prompt_file=None, text_file=str(tmp_path / 'none'))
     with pytest.raises(ConfigError, match=r'--text_file .*: no such file'):
         prompts_of(arguments)
+
+
+def test_a_line_of_a_file_is_one_prompt(tmp_path):
+    path = tmp_path / 'prompts'
+    arguments = argparse.Namespace(prompt=None, prompt_file=str(path), text_file=None)
+    path.write_text('one\u2028with\x0c breaks\n\ntwo\n', encoding='utf-8')
+    assert prompts_of(arguments) == ['one\u2028with\x0c breaks', '', 'two']
+    path.write_bytes(b'caf\xe9\n')
+    with pytest.raises(ConfigError, match='is not text in UTF-8'):
+        prompts_of(arguments)
+    with pytest.raises(ConfigError, match='--prompt: is not text in UTF-8'):
+        prompts_of(argparse.Namespace(prompt='caf\udce9', prompt_file=None, text_file=None))
+    with pytest.raises(ConfigError, match='--temperature nan'):
+        Sampling(temperature=float('nan'))

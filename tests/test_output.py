@@ -42,6 +42,21 @@ def test_a_training_outlives_its_reader(tiny_flags, reference_run, tmp_path):
     assert tiny.losses(run) == tiny.losses(reference_run[0])
 
 
+def test_a_command_without_streams_or_with_few_characters(reference_run, tmp_path):
+    """`>&-`, and a terminal of ASCII; what is in the files is the same."""
+    run = shutil.copytree(reference_run[0], tmp_path / 'run')
+    (written,) = [tmp_path / 'run' / 'evaluations' / 'step-40_validation_32_disjoint.json']
+    for close in ('>&-', '<&- >&- 2>&-'):
+        written.unlink(missing_ok=True)
+        lines = ['sh', '-c', f'exec "$@" {close}', 'sh', *command('evaluate', '--run_dir', str(run))]
+        assert subprocess.run(lines, env=tiny.environment(), cwd=tiny.ROOT).returncode == 0
+        assert written.exists()
+    plain = tiny.environment(PYTHONIOENCODING='ascii')
+    done = subprocess.run(command('inspect', str(run)), env=plain, cwd=tiny.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+
+
 def test_the_first_loss_of_output_is_told(monkeypatch, capfd):
     reading, writing = os.pipe()
     monkeypatch.setattr(sys, 'stdout', os.fdopen(writing, 'w'))

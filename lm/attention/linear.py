@@ -11,6 +11,7 @@ from lm.attention.base import Attention, AttentionModule, HeadDims, KernelCall, 
 from lm.ops.documents import forgetting
 from lm.ops.linear_attention import decode, linear_attention
 from lm.ops.linear_attention.types import Options
+from lm.ops.powers import quotient
 
 DEFAULT_BLOCK = 128
 """Tokens a block that `linear_flops_per_token` counts where the operation chooses the block itself."""
@@ -125,20 +126,6 @@ class LinearModule(AttentionModule):
         total = o_BxLxHxC[..., -1:] + self.denominator_bias
         total += 2 * self.epsilon * (jnp.abs(total) <= self.epsilon)
         return quotient(o_BxLxHxC[..., :-1], total).astype(dtype)
-
-
-@jax.custom_jvp
-def quotient(o: jax.Array, total: jax.Array) -> jax.Array:
-    """o / total. Its derivative in `total` is formed as -(o / total) / total: the total⁻² that JAX would form leaves
-    float32 beyond 1.8e19, which signed weights of high degree reach, and gradients would silently be 0."""
-    return o / total
-
-
-@quotient.defjvp
-def _quotient_jvp(primals, tangents):
-    (o, total), (do, dtotal) = primals, tangents
-    result = o / total
-    return result, (do - result * dtotal) / total
 
 
 def linear_flops_per_token(

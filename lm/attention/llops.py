@@ -47,6 +47,8 @@ class Llops(LinearAttention):
             raise ConfigError(
                 "llops.init = 'based': BASED's map has llops.degree = 2 and llops.nonnegative = False; set both"
             )
+        if self.init == 'based' and not based_size(self.n_features, self.affine):
+            raise ConfigError(f"llops.n_features = {self.n_features}: too few for llops.init = 'based'")
         if self.nonnegative and self.renormalize and self.denominator_bias == 0:
             raise ConfigError('llops.denominator_bias = 0.0: must be above 0, for all weights of a query may vanish')
 

@@ -8,7 +8,7 @@ from the statements that are in effect for it (`lm.config.resolve`). Afterwards 
 (`lm.config.checks`). Nothing of this is kept or shared: any number of threads may load at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lm.config.checks import check_used
@@ -23,6 +23,7 @@ def load(
     root: type,
     allow_imports: bool = False,
     base: str | None = None,
+    leave_out: Collection[str] = (),
 ) -> Any:
     """Resolves gin files and then gin parameters; of several values for one binding the last wins.
 
@@ -34,15 +35,17 @@ def load(
         root: the dataclass to fill, whose fields are annotated with configurable classes.
         base: the config.gin of a run, read before all others. It must be sound on its own; what it says about nested
             configurables (mechanisms, sources) that the others replace is then dropped silently.
+        leave_out: bindings of `base` that do not count, such as 'mesh.processes'.
 
     Raises:
         ConfigError: one line that names file and line, the binding and a remedy.
     """
     if base is not None:
         alone = load([base], allow_imports=allow_imports, root=root)
-        if not gin_files and not gin_params:
+        if not gin_files and not gin_params and not leave_out:
             return alone
-    bindings = {s.key: s for s in read(gin_files, gin_params, allow_imports=allow_imports, base=base)}
+    statements = read(gin_files, gin_params, allow_imports=allow_imports, base=base, leave_out=leave_out)
+    bindings = {s.key: s for s in statements}
     built, calls = resolve(bindings, root)
     check_used(bindings, calls, set(sections_of(root).values()))
     return built

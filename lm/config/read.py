@@ -8,7 +8,7 @@ import importlib
 import os
 import pathlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from lm.config.checks import Statement, did_you_mean, parameters_of
@@ -28,13 +28,19 @@ _PARSING = threading.Lock()
 
 
 def read(
-    gin_files: Sequence[str], gin_params: Sequence[str] = (), *, allow_imports: bool = False, base: str | None = None
+    gin_files: Sequence[str],
+    gin_params: Sequence[str] = (),
+    *,
+    allow_imports: bool = False,
+    base: str | None = None,
+    leave_out: Collection[str] = (),
 ) -> list[Statement]:
     """The statements of `base`, of gin files and of gin parameters, in this order; their names are checked against the
-    configurables that have been imported."""
+    configurables that have been imported. Those of `base` whose keys are in `leave_out` do not count."""
     reader = _Reader(allow_imports)
     if base is not None:
         reader.read_file(base, is_base=True)
+        reader.statements = [s for s in reader.statements if s.key not in leave_out]
     for path in gin_files:
         reader.read_file(path)
     for param in gin_params:

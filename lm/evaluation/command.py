@@ -9,14 +9,12 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from lm.config.text import dump
 from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator, by_word
 from lm.experiment import Experiment, LoadedRun, load_run
 from lm.files import write_atomically
-from lm.runs.run_dir import config_differences
 from lm.text import perplexity
 from lm.training.mesh import initialize_distributed
 
@@ -41,9 +39,8 @@ def main(experiment: Experiment, arguments: Any) -> int:
     result = evaluator(run.weights, run.step)
     if jax.process_index() == 0:
         # A model that is run otherwise than it was trained, other data and other figures have a file of their own.
-        differences = config_differences(run.directory.config.read_text(), dump(experiment))
-        changes = {name: new for name, _, new in differences if not name.startswith('mesh.') and name not in TOLD}
-        result['overrides'] = changes
+        changes = {name: new for name, new in run.changes.items() if name not in TOLD}
+        result |= {'overrides': changes, 'data_sha256': run.store.fingerprints['data']}
         parts = [f'step-{run.step}', result['split'], str(result['context_length'])]
         parts += [experiment.evaluate.window.replace(':', '-')]
         parts += [hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:8]] if changes else []

@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 EPSILON = 1e-5
@@ -58,8 +59,15 @@ class Mechanism(nn.Module):
         raise TypeError(f'{type(self).__name__} gives no weights')
 
     def forward(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC):
-        """[B, L, H, C] of whole sequences."""
-        w_BxHxLxM = self.weights(q_BxLxHxC.float(), k_BxMxKxC.float())
+        """[B, L, H, C] of whole sequences, computed in float32 whatever type the model was loaded in."""
+        if any(parameter.dtype != torch.float32 for parameter in self.parameters()):
+            own = {name: parameter.float() for name, parameter in self.named_parameters()}
+            return functional_call(self, own, (q_BxLxHxC, k_BxMxKxC, v_BxMxKxC))
+        return self.mixed(q_BxLxHxC.float(), k_BxMxKxC.float(), v_BxMxKxC.float()).to(q_BxLxHxC.dtype)
+
+    def mixed(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC):
+        """[B, L, H, C]."""
+        w_BxHxLxM = self.weights(q_BxLxHxC, k_BxMxKxC)
         if self.causal:
             w_BxHxLxM = w_BxHxLxM.masked_fill(distances(w_BxHxLxM.shape[-1], w_BxHxLxM.device) < 0, 0.0)
         if self.divides:
@@ -67,8 +75,8 @@ class Mechanism(nn.Module):
             if self.epsilon is not None:
                 total = total + 2 * self.epsilon * (total.abs() <= self.epsilon)
             w_BxHxLxM = w_BxHxLxM / total
-        v_BxMxHxC = v_BxMxKxC.float().repeat_interleave(q_BxLxHxC.shape[2] // v_BxMxKxC.shape[2], dim=2)
-        return torch.einsum('bhlm,bmhc->blhc', w_BxHxLxM, v_BxMxHxC).to(q_BxLxHxC.dtype)
+        v_BxMxHxC = v_BxMxKxC.repeat_interleave(q_BxLxHxC.shape[2] // v_BxMxKxC.shape[2], dim=2)
+        return torch.einsum('bhlm,bmhc->blhc', w_BxHxLxM, v_BxMxHxC)
 
 
 class NormedMechanism(Mechanism):
@@ -96,16 +104,22 @@ class SoftmaxFormula(Mechanism):
         return torch.softmax((scores(q, k) * self.scale).masked_fill(hidden, -torch.inf), dim=-1)
 
 
+def score_scale(degree, size):
+    """A power of two that keeps high powers of scores in float32; with the bias times its power the same weights."""
+    return 2.0 ** -min(round(math.log2(size)), 112 // degree) if degree > 8 else 1.0
+
+
 class PolynomialFormula(NormedMechanism):
     """⟨q', k'⟩^degree."""
 
     def __init__(self, heads, kv_heads, size, *, degree, denominator_bias, gate=False):
         super().__init__()
         self.make_norms(size)
-        self.degree, self.bias = degree, denominator_bias
+        self.degree, self.scale = degree, score_scale(degree, size)
+        self.bias = denominator_bias * self.scale**degree
 
     def weights(self, q, k):
-        return scores(*self.normalize(q, k)) ** self.degree
+        return (self.scale * scores(*self.normalize(q, k))) ** self.degree
 
 
 class SketchNetwork(nn.Module):
@@ -201,7 +215,8 @@ class PolysketchFormula(NormedMechanism):
     ):  # fmt: skip
         super().__init__()
         self.make_norms(size)
-        self.degree, self.block, self.bias = degree, block if local else None, denominator_bias
+        self.degree, self.block, self.scale = degree, block if local else None, score_scale(degree, size)
+        self.bias = denominator_bias * self.scale**degree
         self.n = kv_heads if per_head else 1
         self.sketch = TREES[sketch](self.n, size, sketch_size, degree // 2, network_width)
 
@@ -211,11 +226,12 @@ class PolysketchFormula(NormedMechanism):
 
     def weights(self, q, k):
         q, k = self.normalize(q, k)
-        far = scores(self.features(q), self.features(k)) ** 2
+        part = self.scale ** (self.degree // 4)  # sketches multiply to scores' power degree / 2
+        far = scores(part * self.features(q), part * self.features(k)) ** 2
         if self.block is None:
             return far
         block = torch.arange(k.shape[1], device=k.device) // self.block
-        return torch.where(block[:, None] == block, scores(q, k) ** self.degree, far)
+        return torch.where(block[:, None] == block, (self.scale * scores(q, k)) ** self.degree, far)
 
 
 class HybridFormula(Mechanism):
@@ -322,8 +338,8 @@ class RetentionFormula(Mechanism):
         rates = torch.tensor(self.rates, device=k.device)[:, None, None]
         return scores(q, k) * q.shape[-1] ** -0.5 * rates**distance
 
-    def forward(self, q, k, v):
-        return self.out_norm(super().forward(q, k, v).float()).to(q.dtype)
+    def mixed(self, q, k, v):
+        return self.out_norm(super().mixed(q, k, v))
 
 
 GENERALIZED = {

@@ -120,7 +120,9 @@ def main(run: LoadedRun, arguments: Any) -> int:
     )
     if jax.process_index():
         return 0
-    asked = json.dumps([tasks, arguments.num_fewshot, arguments.limit, result['context_length']])
+    result['overrides'] = run.changes
+    sources = [arguments.task_data, arguments.include_path]
+    asked = json.dumps([tasks, arguments.num_fewshot, arguments.limit, result['context_length'], run.changes, sources])
     name = f'step-{run.step}_{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json'
     path = run.directory.evaluations / 'harness' / name
     path.parent.mkdir(parents=True, exist_ok=True)

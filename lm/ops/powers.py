@@ -1,4 +1,4 @@
-"""Powers of inner products, as kernels compute them."""
+"""Powers of inner products, as kernels compute them, and quotients of their sums."""
 
 import jax
 
@@ -17,3 +17,17 @@ def power_and_slope(s: jax.Array, degree: int) -> tuple[jax.Array, jax.Array | N
     if degree & (degree - 1) == 0:
         return square * square, slope
     return slope * s, slope
+
+
+@jax.custom_jvp
+def quotient(o: jax.Array, total: jax.Array) -> jax.Array:
+    """o / total. Its derivative in `total` is formed as -(o / total) / total: the total⁻² that JAX would form leaves
+    float32 beyond 1.8e19, which signed weights of high degree reach, and gradients would silently be 0."""
+    return o / total
+
+
+@quotient.defjvp
+def _quotient_jvp(primals, tangents):
+    (o, total), (do, dtotal) = primals, tangents
+    result = o / total
+    return result, (do - result * dtotal) / total

@@ -4,8 +4,15 @@ import dataclasses
 import math
 from typing import Any
 
+from lm.config.names import may_change
 from lm.runs import sweep_file
 from lm.runs.records import Run
+
+OTHERS = {
+    *('data.mixture', 'data.task', 'data.mask_documents', 'data.restart_positions'),
+    *('evaluate.mask_documents', 'train.objective'),
+}
+"""Bindings whose change makes an evaluation one of something else."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +28,8 @@ class Measures:
     def newest(self, run: Run, context: int | None = None) -> dict[str, Any]:
         """The newest evaluation of a run at its own context length or another one, windows disjoint; {} if none.
 
-        A file of `lm evaluate` counts more than the periodic evaluation of the same step, unless it scored the
-        weights under another attention than the run's own, or another mixture of data.
+        A file of `lm evaluate` counts more than the periodic evaluation of the same step, unless it scored other data,
+        or the weights in another model than the run's own.
         """
         context = context or run.value('train.context_length')
         split = self.split or (run.last_evaluation or {}).get('split')
@@ -66,8 +73,10 @@ def _finite(value: float | None) -> float | None:
 
 
 def _is_of_something_else(run: Run, record: dict[str, Any]) -> bool:
-    """Whether an evaluation ran the weights with another attention than they were trained with, or let tokens see
-    other documents, or scored another mixture of data."""
-    own = tuple(f'{name}.' for name in run.mechanisms())
-    others = {'model.attention', 'data.mixture', 'evaluate.mask_documents'}
-    return any(name in others or name.startswith(own) for name in record.get('overrides') or ())
+    """Whether an evaluation ran the weights in another model or for another objective than they were trained with, or
+    let tokens see other documents, or scored other data; a store may have moved."""
+    if record.get('data_sha256', run.info.get('data')) != run.info.get('data'):
+        return True
+    own = tuple(f'{name}.' for name in ('model', *run.mechanisms(), run.value('train.objective', '').strip('@()')))
+    names = {name for name in record.get('overrides') or () if not may_change(name)}
+    return not names.isdisjoint(OTHERS) or any(name.startswith(own) for name in names)

@@ -163,9 +163,22 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             if not is_remote(self.path):  # there before any step is logged, so that its absence says something
                 self.checkpoints.mkdir(exist_ok=True)
+            if rewound:
+                self._abandon_evaluations(first_step)
             write_atomically(self.config, text)
             write_atomically(self.info, to_text(new))
         return found.resumed
+
+    def _abandon_evaluations(self, step: int) -> None:
+        """Moves aside what later weights were worth, which are thrown away; a bucket cannot rename: it is deleted."""
+        folders = [f for f in (self.evaluations, self.evaluations / 'harness') if f.exists()]
+        for path in [path for folder in folders for path in folder.glob('step-*.json')]:
+            number = path.name.removeprefix('step-').partition('_')[0]
+            if number.isdigit() and int(number) > step:
+                if is_remote(path):
+                    path.unlink()
+                else:
+                    path.rename(f'{path}.abandoned')
 
     def _check(self, text: str, rewound: bool) -> '_Found':
         """What is there; raises if `text` would make it another run."""

@@ -20,7 +20,9 @@ class TrainConfig:
     steps: int = field(125_000, minimum=1)
     tokens_per_step: int = field(2**20, minimum=1, help='tokens predicted per optimizer step, over all devices')
     context_length: int = field(1024, minimum=1)
-    microbatches: int = field(1, minimum=1, help='gradient accumulation: parts that a batch is processed in')
+    microbatches: int = field(
+        1, minimum=1, resume=True, help='gradient accumulation: parts that a batch is processed in'
+    )
     objective: Objective = field(
         NextToken(), help='what is asked for: @next_token(), or @masked() where model.causal = False'
     )

@@ -5,6 +5,7 @@ there is an axis `sequence`, each window is split over it.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import math
 import os
@@ -52,6 +53,12 @@ class MeshConfig:
             raise ConfigError(
                 f'mesh.sequence = {self.sequence}: must divide the {devices // self.fsdp} groups of mesh.fsdp devices'
             )
+
+    def fitted(self, devices: list) -> 'MeshConfig':
+        """For who reads what was trained on other devices: as many of these as go share parameters, or a window."""
+        near = len(_slices(self, devices)[0])
+        fsdp = math.gcd(self.fsdp, near)
+        return dataclasses.replace(self, fsdp=fsdp, sequence=math.gcd(self.sequence, near // fsdp))
 
 
 def initialize_distributed(

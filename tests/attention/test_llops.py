@@ -13,11 +13,11 @@ import tiny
 from flax import nnx
 
 from lm.attention import HeadDims
-from lm.attention.linear import quotient
 from lm.attention.llops import Llops, based_factors, based_size
 from lm.attention.maps.fit import fit
 from lm.attention.taylor import Taylor
 from lm.errors import ConfigError
+from lm.ops.powers import quotient
 
 DIMS = HeadDims(n_heads=2, n_kv_heads=1, head_dim=8)
 CONFIGS = [
@@ -236,6 +236,11 @@ def test_gradients_of_large_signed_denominators():
     dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=32)
     module = mechanisms.build(Llops(degree=16, nonnegative=False, n_features=64), dims)
     mechanisms.check_gradients(module, reference, mechanisms.draw(dims=dims), tolerance=1e-3)
+
+
+def test_the_map_of_based_needs_features():
+    with pytest.raises(ConfigError, match='n_features = 2: too few'):
+        Llops(degree=2, nonnegative=False, n_features=2, affine=True, init='based')
 
 
 def test_derivatives_of_a_quotient_stay_finite():

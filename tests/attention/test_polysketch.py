@@ -104,13 +104,14 @@ def test_one_block_is_polynomial_attention():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('local', [True, False])
-def test_the_sixteenth_power_stays_in_range(local, monkeypatch):
+@pytest.mark.parametrize(('local', 'implementation'), [(True, None), (False, None), (True, 'reference')])
+def test_the_sixteenth_power_stays_in_range(local, implementation, monkeypatch):
     """Near and far; and what keeps it there changes no bit of what was in range."""
     dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=64)
-    module = Polysketch(sketch='gaussian', sketch_size=4, degree=16, local=local, block=8).build(
-        dims, nnx.Rngs(0, projections=1)
+    config = Polysketch(
+        sketch='gaussian', sketch_size=4, degree=16, local=local, block=8, implementation=implementation
     )
+    module = config.build(dims, nnx.Rngs(0, projections=1))
     q, k, v = mechanisms.draw(dims=dims)
     found = module(q, k, v)
     with monkeypatch.context() as patched:
@@ -144,6 +145,9 @@ def test_one_block_is_computed_as_it_is_asked_for(monkeypatch):
     for name in (None, 'reference', 'pallas_gpu'):  # the last one has no kernels of one block
         mechanisms.build(Polysketch(implementation=name))(*mechanisms.draw())
     assert [options['implementation'] for options in asked] == [None, 'reference', None]
+    q, k, v = mechanisms.draw()
+    mechanisms.build(Polysketch(implementation='pallas_tpu', gate=True))(q, k, v, jnp.zeros(k.shape[:3]))
+    assert asked[-1]['implementation'] is None, 'its kernels of one block know no decay'
 
 
 def test_networks_of_learned_sketches_know_how_the_rest_is_computed(monkeypatch):

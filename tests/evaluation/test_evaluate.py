@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.evaluation.command import check_flags
 from lm.evaluation.perplexity import EvaluationWindows
+from lm.experiment import open_run
 
 FIGURES = ('sum_nats', 'perplexity', 'word_perplexity', 'bits_per_byte')
 
@@ -70,6 +72,24 @@ def test_batch_size_chunks_and_devices_do_not_matter(reference_run, base, flags,
     for name in FIGURES:
         assert other[name] == pytest.approx(base[name], rel=1e-6)
     assert other['tokens'] == base['tokens']
+
+
+def test_the_job_that_trained_it_does_not_bind_who_reads_it(reference_run, base, tmp_path):
+    """A pod's fsdp, processes and slices; what is given for the evaluation itself does bind."""
+    run = shutil.copytree(reference_run[0], tmp_path / 'run')
+    job = {'mesh.fsdp': 6, 'mesh.sequence': 4, 'mesh.processes': 4, 'mesh.slices': 2}
+    (run / 'config.gin').write_text(
+        ''.join(
+            f'{line}\n' for line in (run / 'config.gin').read_text().splitlines() if line.partition(' =')[0] not in job
+        )
+        + ''.join(f'{name} = {value}\n' for name, value in job.items())
+    )
+    assert evaluate(run, devices=2)['sum_nats'] == pytest.approx(base['sum_nats'], rel=1e-6)
+    mesh = open_run(str(run), ['mesh.slices = 4']).mesh
+    assert mesh.shape == {'data': 4, 'fsdp': 2}, 'of 8 devices, 2 a slice'
+    refused = tiny.lm('evaluate', '--run_dir', str(run), '--gin_param', 'mesh.processes = 4')
+    assert refused.returncode == 2
+    assert 'mesh.processes = 4: but 1 process' in refused.stderr
 
 
 def test_agrees_with_numpy_on_the_logits_of_the_model(reference_run, base, tokens):

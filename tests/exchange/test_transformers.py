@@ -13,6 +13,7 @@ from lm.attention import HeadDims
 from lm.attention.hybrid import Hybrid
 from lm.attention.llops import Llops
 from lm.attention.performer import Performer
+from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.checkpoint.checkpointer import Checkpointer
@@ -32,6 +33,8 @@ MORE = {
     'polysketch learned 8': Polysketch(sketch='learned', sketch_size=4, degree=8, block=8, per_head=True),
     'polysketch narrow networks': Polysketch(sketch_size=4, degree=8, block=8, network_width=2),
     'polysketch 2': Polysketch(degree=2, block=8),
+    'polysketch 16': Polysketch(degree=16, sketch_size=4, block=8),
+    'polynomial 16': Polynomial(degree=16),
     'polysketch srht local': Polysketch(sketch='srht', sketch_size=8, block=8),
     'hybrid parts': Hybrid(window=5, degree=3, parts=2, approximation='minimax'),
     'hybrid long window': Hybrid(window=64),
@@ -88,6 +91,21 @@ def test_transformers_computes_the_same(form, tmp_path, tokens):
         written = model.generate(torch.tensor(tokens[:, :8]), max_new_tokens=4, do_sample=False)
         first = our_logits(config, weights, tokens[:, :8])[:, -1].argmax(-1)
         np.testing.assert_array_equal(written[:, 8].numpy(), first)
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_half_the_bits_are_enough_to_load_it(form, tmp_path, tokens):
+    """Attention stays in float32, where powers and sums need it."""
+    config = shapes.experiment(FORMS[form])
+    FORMATS['huggingface'].write(shapes.run_of(config, shapes.random_weights(config)), tmp_path)
+    load_model = transformers.AutoModelForCausalLM.from_pretrained
+    models = [load_model(tmp_path, trust_remote_code=True, dtype=d) for d in (torch.float32, torch.bfloat16)]
+    whole, half = (model(torch.tensor(tokens)).logits for model in models)
+    assert half.dtype == torch.bfloat16
+    assert half.isfinite().all()
+    assert (whole - half).abs().mean() < 0.1 * whole.abs().mean()
+    half.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in models[1].parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize('tied', [False, True])

@@ -426,6 +426,20 @@ def test_splash_sees_what_a_window_reaches_of_the_part_before(window, begins, mo
         assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
 
 
+def test_a_window_beyond_a_part_is_not_taken_for_one_that_ends_in_it(monkeypatch):
+    """Four parts of 64 tokens: all keys are as many as a window of 193 reaches back to, but they are other ones."""
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
+    q, k, v = draw(1, 256, 2, 2)
+
+    def attention(q, k, v):
+        of_part = functools.partial(exact_attention.softmax_attention, scale=0.3, window=193)
+        return sequence.over_tokens(of_part, (1, 1, 1))(q, k, v)
+
+    expected = numpy_attention(q, k, v, mask(256, 256, window=193), exponential(0.3))
+    with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:4], ('sequence',))):
+        assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
+
+
 def test_splash_adds_up_gradients_of_queries_in_bfloat16():
     """One from each of nine blocks of keys."""
     q, k, v = (x.astype(jnp.bfloat16) for x in draw(1, 1100, 2, 2))

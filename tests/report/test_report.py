@@ -414,6 +414,12 @@ def test_weights_under_another_attention_are_not_the_run(tmp_path):
     assert report.rows[0]['perplexity'] == 11.0
     evaluate(run, split='validation', perplexity=14.0, overrides={'data.path': "'gs://bucket/pg19'"})
     assert Report(find_runs([str(run)]), tmp_path).rows[0]['perplexity'] == 14.0
+    for name, value in {'model.rotary_base': 'None', 'data.mask_documents': 'True'}.items():
+        evaluate(run, split='validation', perplexity=15.0, overrides={name: value}, data_sha256='d' * 64)
+    evaluate(run, split='validation', perplexity=16.0, overrides={'data.path': "'other'"}, data_sha256='e' * 64)
+    assert Report(find_runs([str(run)]), tmp_path).rows[0]['perplexity'] == 14.0
+    evaluate(run, split='validation', perplexity=17.0, overrides={'model.remat': "'full'"}, data_sha256='d' * 64)
+    assert Report(find_runs([str(run)]), tmp_path).rows[0]['perplexity'] == 17.0
 
 
 def test_the_papers_tables():

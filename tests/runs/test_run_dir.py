@@ -286,7 +286,13 @@ def test_a_rewind_is_recorded_and_what_it_changed_stays_changed(tmp_path):
     assert not run.is_rewound(10, new)
     other = new.replace('degree = 4', 'degree = 8')
     refuse(run, MismatchError, 'degree was 4, now 8', other, first_step=10, rewound=True)
+    measured = [run.evaluations / name for name in ('step-10_a.json', 'step-25_a.json', 'harness/step-25_b.json')]
+    for path in measured:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{}')
     run.create_or_resume(new, {}, first_step=10, rewound=True)
+    assert [path.exists() for path in measured] == [True, False, False], 'of weights that are thrown away'
+    assert (run.evaluations / 'step-25_a.json.abandoned').exists()
     (rewind,) = json.loads(run.info.read_text())['rewinds']
     assert rewind == {'when': ANY, 'to': 10, 'from': 25, 'changed': [['optimizer.clip_norm', '1.0', '0.5']]}
     assert run.is_rewound(10, new)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lm.ops.decay import pairwise
+from lm.ops.powers import quotient
 
 
 def softmax_attention(
@@ -48,7 +49,7 @@ def polynomial_attention(
     visible_LxM = _visible(q_BxLxHxD, k_BxMxKxD, None, causal, q_offset, k_start, starts)
     factors_BxKxGxLxM = jnp.exp(_log_factors(q_BxLxHxD, q_offset, log_decay_BxMxK))
     weights_BxKxGxLxM = jnp.where(visible_LxM, scores_BxKxGxLxM**degree * factors_BxKxGxLxM, 0.0)
-    weights_BxKxGxLxM /= denominator_bias + weights_BxKxGxLxM.sum(-1, keepdims=True)
+    weights_BxKxGxLxM = quotient(weights_BxKxGxLxM, denominator_bias + weights_BxKxGxLxM.sum(-1, keepdims=True))
     return _mix(weights_BxKxGxLxM, q_BxLxHxD, v_BxMxKxD)
 
 

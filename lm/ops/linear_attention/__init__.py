@@ -138,6 +138,8 @@ def _check(options: Options, q: jax.Array, k: jax.Array, q_local: jax.Array | No
         raise ConfigError('local: needs q_local and k_local, the vectors that the exact kernel compares')
     if options.local is not None and not options.causal:
         raise ConfigError('causal = False: the exact kernel `local` needs causal attention; leave it out')
+    if options.local is not None and options.local.stable and not options.normalize:
+        raise ConfigError('normalize = False: the weights of this `local` are known but for a common factor')
     for name, value in (('window', options.window), ('block', options.block)):
         if value is not None and value < 1:
             raise ConfigError(f'{name} = {value}: must be at least 1')

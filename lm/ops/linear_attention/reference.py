@@ -9,6 +9,7 @@ import numpy as np
 
 from lm.ops.decay import pairwise
 from lm.ops.linear_attention.types import LOCAL_BLOCK, Options, State, faded
+from lm.ops.powers import quotient
 
 
 def linear_attention(
@@ -70,7 +71,7 @@ def linear_attention(
         sums_BxHxR = jnp.repeat(flatten_totals(options, initial_state), groups, axis=1)
         total_BxHxLx1 += faded_BxHxLx1 * jnp.einsum('blhr,bhr->bhl', expand(options, x_BxLxHxF), sums_BxHxR)[..., None]
     if options.normalize:
-        o_BxHxLxD /= options.denominator_bias * shrink_BxHxLx1 + total_BxHxLx1
+        o_BxHxLxD = quotient(o_BxHxLxD, options.denominator_bias * shrink_BxHxLx1 + total_BxHxLx1)
     state = None
     if with_state:
         state = summarize(options, y_BxLxKxF, v_BxLxKxD, log_decay_BxLxK)

@@ -103,8 +103,10 @@ def is_fused(q_BxHxLxD: jax.Array, key_block: int) -> bool:
 
 
 def _is_part(q: jax.Array, k: jax.Array, window: int | None) -> bool:
-    """Whether these are the queries of a part of a window, and the keys that they reach back to before their own."""
-    return window is not None and platform.sequence_shards() > 1 and k.shape[1] == q.shape[1] + window - 1
+    """Whether these are the queries of a part of a window, and the keys that they reach back to before their own; with
+    windows longer than a part, keys are those of all parts, which may be as many."""
+    reaches = window is not None and window - 1 <= q.shape[1]
+    return reaches and platform.sequence_shards() > 1 and k.shape[1] == q.shape[1] + window - 1
 
 
 def _ids_of_part(batch: int, length: int, reach: int, k_start, starts_BxL) -> jax.Array:
