@@ -100,10 +100,14 @@ def from_files(arguments: argparse.Namespace, params: Sequence[str], base: str |
     return load(arguments.gin_file, params, allow_imports=arguments.allow_gin_imports, base=base)
 
 
-def from_files_or_sweep(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
-    """--gin_file and --gin_param, or with --sweep_file the point --index of the sweep."""
+def for_check(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
+    """What `lm train` would make of the same flags, or with --sweep_file the point --index of the sweep; None where
+    --if_possible is given and the run that they change is not to be seen from here."""
     if not arguments.sweep_file:
-        return from_files(arguments, params)
+        from lm.check.base import is_in_reach
+        from lm.runs.base import base_of
+
+        return from_files(arguments, params, base=base_of(arguments)) if is_in_reach(arguments) else None
     from lm.sweep.points import make_points
 
     points = make_points(arguments.gin_file, arguments.sweep_file, params, allow_imports=arguments.allow_gin_imports)
@@ -113,17 +117,13 @@ def from_files_or_sweep(arguments: argparse.Namespace, params: Sequence[str]) ->
 
 
 def from_new_or_old_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
-    """The run's own configuration if it exists and no --gin_file is given, or that of the run that it is a branch of;
-    checks the name of the run first."""
+    """--gin_file and --gin_param, on top of what `base_of` finds; checks the name of the run first."""
+    from lm.runs.base import base_of
+
     check_run_dir(arguments.run_dir)
-    if arguments.branch_from is None:
-        return from_files(arguments, params, base=None if arguments.gin_file else run_config(arguments.run_dir))
-    if arguments.rewind_to is not None:
+    if arguments.branch_from is not None and arguments.rewind_to is not None:
         raise ConfigError('--branch_from and --rewind_to: give one of them')
-    base = run_config(arguments.run_dir) or run_config(arguments.branch_from)
-    if base is None:
-        raise ConfigError(f'--branch_from {arguments.branch_from}: holds no config.gin, so it is not a run of lm train')
-    return from_files(arguments, params, base=base)
+    return from_files(arguments, params, base=base_of(arguments))
 
 
 def from_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
@@ -132,14 +132,6 @@ def from_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
 
     allow_imports = arguments.allow_gin_imports
     return load_of_run(arguments.run_dir, arguments.gin_file, params, allow_imports=allow_imports)
-
-
-def run_config(run_dir: str) -> str | None:
-    """The path of the run's config.gin, if there is one."""
-    from lm.runs.run_dir import RunDir
-
-    path = RunDir(run_dir).config
-    return str(path) if path.exists() else None
 
 
 def check_run_dir(path: str) -> None:
@@ -236,7 +228,7 @@ VERBS = {
         example='lm check --gin_file configs/models/small.gin --gin_file configs/recipes/paper.gin --topology v5e:4x8',
         main='lm.check.command:main',
         flags=(check_flags, gin_flags),
-        configure=from_files_or_sweep,
+        configure=for_check,
     ),
     'sweep': Verb(
         help='train every point of a grid of configurations, or those that are not finished yet',

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from lm.check.advice import advise
+from lm.check.base import has_begun
 from lm.check.compiled_step import Check, budget, check
 from lm.check.tables import print_budget, print_check
 from lm.errors import ConfigError
@@ -18,15 +19,17 @@ from lm.runs.records import to_json
 
 
 def main(experiment: Experiment, arguments: Any) -> int:
-    """The `lm check` command. Raises what `validate` raises, and ConfigError, after everything was printed, if the step
-    does not fit."""
+    """The `lm check` command. No experiment: there is nothing to check, which has been said. Raises what `validate`
+    raises, and ConfigError, after everything was printed, if the step does not fit."""
     if arguments.best and not arguments.topology:
         raise ConfigError('--best: needs --topology, such as --topology v5e:4x8')
+    if experiment is None:
+        return 0
     # Nothing is run; an accelerator of this machine may be busy.
     jax.config.update('jax_platforms', 'cpu')
     topologies = list(slices(arguments.topology, arguments.if_possible))
     show = print_nothing if arguments.json else None
-    for line in validate(experiment):
+    for line in validate(experiment, begun=has_begun(experiment, arguments)):
         note(f'not checked: {line}')
     planned = budget(experiment)
     (show or print_budget)(planned, experiment)

@@ -23,8 +23,15 @@ def check_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--price_per_chip_hour', type=float, metavar='X', help='multiplies chip-hours; in any currency')
     parser.add_argument(
-        '--if_possible', action='store_true', help='compile nothing where libtpu is missing or does not know the slice'
+        '--if_possible',
+        action='store_true',
+        help='compile nothing where libtpu is missing or does not know the slice, and check nothing where the run that '
+        'is changed is not to be seen from here',
     )
+    parser.add_argument(
+        '--run_dir', metavar='RUN', help='as of lm train: what this run says counts if no --gin_file is given'
+    )
+    parser.add_argument('--branch_from', metavar='RUN', help='as of lm train: what this run says counts')
     parser.add_argument('--sweep_file', action='append', default=[], metavar='FILE', help='a sweep: check its --index')
     parser.add_argument('--index', type=int, default=0, metavar='I', help='the point of the sweep, from 0; default: 0')
     parser.add_argument('--json', action='store_true', help='print JSON instead of a table')

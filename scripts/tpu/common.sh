@@ -295,10 +295,10 @@ complete_command() {
     *) COMMAND+=(--gin_param "mesh.processes = $PROCESSES") ;;
   esac
 }
-# Refuses on this machine what a pod would be paid for in vain: `lm check` with the configuration of an `lm train` or `lm
-# sweep`, compiled for ACCELERATOR_TYPE. Other commands, and CHECK=0, pass.
+# Refuses on this machine what a pod would be paid for in vain: `lm check` with the configuration of an `lm train`, of the
+# run that it resumes or branches too, or `lm sweep`, compiled for ACCELERATOR_TYPE. Other commands, and CHECK=0, pass.
 check_command() {
-  local words=() verb='' code=0 program
+  local words=() runs=() verb='' code=0 program
   while [ $# -gt 0 ]; do
     case $1 in
       train | sweep) verb=${verb:-$1} ;;
@@ -306,11 +306,20 @@ check_command() {
         words+=("$1" "${2:-}")
         if [ $# -gt 1 ]; then shift; fi
         ;;
+      --run_dir | --branch_from)
+        runs+=("$1" "${2:-}")
+        if [ $# -gt 1 ]; then shift; fi
+        ;;
+      --run_dir=* | --branch_from=*) runs+=("$1") ;;
       --gin_file=* | --gin_param=* | --sweep_file=* | --index=* | --allow_gin_imports) words+=("$1") ;;
     esac
     shift
   done
   if [ "$CHECK" != 1 ] || [ -z "$verb" ]; then return 0; fi
+  if [ "$verb" = train ]; then
+    words+=(${runs[@]+"${runs[@]}"})
+    if ! has_flag --run_dir ${runs[@]+"${runs[@]}"}; then words+=(--run_dir "$RUN_DIR"); fi
+  fi
   words=(check ${words[@]+"${words[@]}"} --topology "$ACCELERATOR_TYPE" --if_possible)
   if is_dry; then
     quote_all lm "${words[@]}"

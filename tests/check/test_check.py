@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import re
+import time
 
 import jax
 import pytest
@@ -12,11 +13,12 @@ import tiny
 
 from lm import cli
 from lm.attention.softmax import Softmax
-from lm.check import advice, command, tables
+from lm.check import advice, base, command, tables
 from lm.check import compiled_step as check
 from lm.compiled.roofline import Roofline
+from lm.config.text import dump
 from lm.errors import ConfigError
-from lm.experiment import Experiment
+from lm.experiment import Experiment, load
 from lm.hardware import parse
 from lm.model import REMAT, ModelConfig
 from lm.training.config import TrainConfig
@@ -379,3 +381,61 @@ def test_a_step_that_does_not_fit_ends_with_the_remedy(on_cpus, monkeypatch, cap
     printed = capsys.readouterr()
     assert 'tried' not in printed.out
     assert 'larger topology' in printed.err.splitlines()[-1]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of lm train of three layers, as far as `lm check` reads it."""
+    (tmp_path / 'run').mkdir()
+    experiment = load((), tiny.params(tiny.MODEL | {'model.n_layers': 3, 'optimizer.rule': '@muon()'})[1::2])
+    (tmp_path / 'run' / 'config.gin').write_text(dump(experiment))
+    return tmp_path / 'run'
+
+
+def test_the_run_that_goes_on_or_branches_is_checked(run, tmp_path, capsys):
+    change = ['--gin_param', 'muon.rms = 0.3']
+    new, file = str(tmp_path / 'new'), tmp_path / 'model.gin'
+    file.write_text('model.n_layers = 2\noptimizer.rule = @muon()\n')
+    assert cli.main(['check', *change]) == 2, 'the default model has no muon'
+    for given, layers in (
+        (['--run_dir', str(run)], 3),
+        (['--run_dir', new, '--branch_from', str(run)], 3),
+        (['--branch_from', str(run)], 3),
+        (['--run_dir', str(run), '--gin_file', str(file)], 2),
+        (['--run_dir', new, '--gin_file', str(file)], 2),
+    ):
+        assert cli.main(['check', *given, *change]) == 0, given
+        assert f'({layers} layers of width' in capsys.readouterr().out
+    assert cli.main(['check', '--run_dir', new, '--branch_from', str(tmp_path / 'gone'), *change]) == 2
+    assert 'holds no config.gin' in capsys.readouterr().err
+    assert cli.main(['check', '--run_dir', '../x', *change]) == 2
+
+
+@pytest.mark.parametrize('flag', ['--run_dir', '--branch_from'])
+def test_if_possible_a_run_that_is_not_to_be_seen_is_not_checked(flag, tmp_path, monkeypatch, capsys):
+    """The machine that trains may have it; and a bucket may keep silent."""
+    change = ['--if_possible', '--gin_param', 'muon.rms = 0.3']
+    assert cli.main(['check', flag, str(tmp_path / 'gone'), *change]) == 0
+    assert 'gone: no run is there on this machine' in capsys.readouterr().err
+    for answer, said in ((lambda path: time.sleep(60), 'no answer within 0.1 seconds'), (refuse, 'not checked: gs://')):
+        monkeypatch.setattr(base, 'PATIENCE_SECONDS', 0.1)
+        monkeypatch.setattr(base, 'RunDir', lambda path, answer=answer: answer(path))
+        assert cli.main(['check', flag, 'gs://bucket/run', *change]) == 0
+        assert said in capsys.readouterr().err
+    (tmp_path / 'model.gin').write_text('optimizer.rule = @muon()\n')
+    assert cli.main(['check', '--run_dir', 'gs://bucket/run', '--gin_file', str(tmp_path / 'model.gin'), *change]) == 0
+    assert 'layers of width' in capsys.readouterr().out
+
+
+def refuse(path):
+    raise PermissionError(f'{path}: 403')
+
+
+def test_a_run_that_goes_on_needs_no_other_run(run, tokens, tmp_path, capsys):
+    changes = tiny.params({'data.path': str(tokens), 'train.init_from': str(tmp_path / 'gone')})
+    assert cli.main(['check', '--run_dir', str(run), *changes]) == 0
+    assert 'not checked: train.init_from' in capsys.readouterr().err
+    (run / 'checkpoints' / '10').mkdir(parents=True)
+    (run / 'checkpoints' / '10' / 'commit_success.txt').touch()
+    assert cli.main(['check', '--run_dir', str(run), *changes]) == 0
+    assert 'not checked' not in capsys.readouterr().err

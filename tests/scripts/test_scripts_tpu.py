@@ -338,10 +338,26 @@ def test_nothing_is_asked_for_when_the_check_refuses(script, tmp_path):
     assert done.returncode == (1 if script == 'sweep.sh' else 2), done.stdout + done.stderr
     assert cloud.verbs() <= {'describe'}, 'a supervisor asks first whether the run goes on already'
     words = (cloud.path / 'checked').read_text().splitlines()
-    given = ['--sweep_file', 'a b.gin', '--index', '0'] if script == 'sweep.sh' else list(TRAIN[2:])
+    run = ['--run_dir', SETTINGS['RUN_DIR']]
+    given = ['--sweep_file', 'a b.gin', '--index', '0'] if script == 'sweep.sh' else [*TRAIN[2:], *run]
     assert words == ['check', *given, '--topology', 'v4-8', '--if_possible']
     if script == 'run.sh':
         assert 'CHECK=0' in done.stderr
+
+
+def test_the_run_that_goes_on_or_branches_is_checked(tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', workers=1)
+    checking(cloud, 2)
+    rewound = ['--run_dir', 'gs://b/a b', '--rewind_to', '40', '--gin_param', 'muon.rms = 0.2']
+    branch = ['--run_dir=gs://b/new', '--branch_from', 'gs://b/run', '--step', '7']
+    for given in (rewound, branch):
+        assert cloud.run('run.sh', 'lm', 'train', *given, CHECK='1').returncode == 2
+    words = (cloud.path / 'checked').read_text().splitlines()
+    end = ['--topology', 'v4-8', '--if_possible']
+    assert words == [
+        *('check', '--gin_param', 'muon.rms = 0.2', '--run_dir', 'gs://b/a b', *end),
+        *('check', '--run_dir=gs://b/new', '--branch_from', 'gs://b/run', *end),
+    ]
 
 
 def test_a_supervisor_checks_once(tmp_path):
