@@ -192,22 +192,24 @@ def test_which_evaluator_a_run_gets():
 
 def test_an_evaluation_is_checked_without_devices():
     text, task = DataConfig(path='x'), DataConfig(task=InductionHeads())
-    check_evaluation(EvaluateConfig(), text, at(N), Store(), {})
-    check_evaluation(EvaluateConfig(), task, at(64), None, {})
+    check_evaluation(EvaluateConfig(), text, FUNCTIONS.model, at(N), Store(), {})
+    check_evaluation(EvaluateConfig(), task, FUNCTIONS.model, at(64), None, {})
     with pytest.raises(ConfigError, match=f'context_length = {N + 1}: the split has only'):
-        check_evaluation(EvaluateConfig(), text, at(N + 1), Store(), {})
+        check_evaluation(EvaluateConfig(), text, FUNCTIONS.model, at(N + 1), Store(), {})
     with pytest.raises(ConfigError, match='the stride must be at most the context, 8'):
-        check_evaluation(EvaluateConfig(window='sliding:9', context_length=8), text, at(20), Store(), {})
+        check_evaluation(
+            EvaluateConfig(window='sliding:9', context_length=8), text, FUNCTIONS.model, at(20), Store(), {}
+        )
     few = dataclasses.replace(at(16), eval_tokens=16)
-    check_evaluation(EvaluateConfig(), text, few, Store(), {})
+    check_evaluation(EvaluateConfig(), text, FUNCTIONS.model, few, Store(), {})
     with pytest.raises(ConfigError, match=r'train.eval_tokens = 16: a window has 20 tokens'):
-        check_evaluation(EvaluateConfig(context_length=20), text, few, Store(), {})
+        check_evaluation(EvaluateConfig(context_length=20), text, FUNCTIONS.model, few, Store(), {})
     with pytest.raises(ConfigError, match=r'train.eval_tokens = 16: the examples of a task are its own'):
-        check_evaluation(EvaluateConfig(), task, few, None, {})
+        check_evaluation(EvaluateConfig(), task, FUNCTIONS.model, few, None, {})
     with pytest.raises(ConfigError, match="'sliding:4': examples of a task are scored whole; set 'disjoint'"):
-        check_evaluation(EvaluateConfig(window='sliding:4'), task, at(64), None, {})
+        check_evaluation(EvaluateConfig(window='sliding:4'), task, FUNCTIONS.model, at(64), None, {})
     with pytest.raises(ConfigError, match=r'train\.context_length = 1: @induction_heads\(\) needs at least'):
-        check_evaluation(EvaluateConfig(context_length=1), task, at(64), None, {})
+        check_evaluation(EvaluateConfig(context_length=1), task, FUNCTIONS.model, at(64), None, {})
 
 
 @pytest.fixture
@@ -234,7 +236,7 @@ def answering(monkeypatch):
 
     def make(whole_answers=True, batch_size=4):
         object.__setattr__(task, 'whole_answers', whole_answers)
-        functions = types.SimpleNamespace(graph=None)
+        functions = types.SimpleNamespace(graph=None, model=ModelConfig())
         return TaskEvaluator(functions, mesh, task, 'validation', 12, 'disjoint', batch_size)
 
     return make

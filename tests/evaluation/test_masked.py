@@ -207,14 +207,14 @@ def test_what_needs_one_direction_is_refused(path):
     step, state = state_of(MODEL)
     for config, message in wrong:
         with pytest.raises(ConfigError, match=message):
-            check_evaluation(config, data, TRAIN, store, {})
+            check_evaluation(config, data, MODEL, TRAIN, store, {})
         with pytest.raises(ConfigError, match=message):
             make_evaluator(config, data, TRAIN, step, mesh_of(), store)
     causal = dataclasses.replace(TRAIN, objective=NextToken())
     with pytest.raises(ConfigError, match=r'^train\.objective = @next_token\(\): model\.causal = False'):
         make_evaluator(EvaluateConfig(), data, causal, step, mesh_of(), store)
     with pytest.raises(ConfigError, match=r'^evaluate\.chunk = 8: evaluate\.accuracy is of whole windows'):
-        check_evaluation(EvaluateConfig(chunk=8, accuracy=True), data, causal, store, {})
+        check_evaluation(EvaluateConfig(chunk=8, accuracy=True), data, MODEL, causal, store, {})
     with pytest.raises(ConfigError, match=r'^model\.causal = False: a text has no probability'):
         Scorer(step, mesh_of(), state, LENGTH, 4)
 
