@@ -319,6 +319,13 @@ def test_families_are_a_function_of_the_arguments(tmp_path):
         FAMILIES['main']([str(tmp_path / 'd'), '--families', '0'])
 
 
+def test_a_split_of_which_nothing_is_hidden_is_named(path):
+    with pytest.raises(
+        ConfigError, match=r"^split 'validation' of .*store: none of the \d+ tokens is hidden; score a "
+    ):
+        evaluated(path, objective=Masked(share=1e-9))
+
+
 def test_a_store_without_the_split_is_refused(path):
     with pytest.raises(ConfigError, match="split 'test'"):
         evaluated(path, split='test')
