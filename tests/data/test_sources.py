@@ -84,6 +84,26 @@ def test_a_single_file_is_cut_at_a_line(tmp_path):
     assert 0.03 < len(validation) / len(text) < 0.05
 
 
+@pytest.mark.parametrize(
+    ('text', 'end'),
+    [('word ' * 100, ' '), ('word ' * 100 + '\n', ' '), ('é' * 100, 'é'), ('a\n' + 'é' * 200 + '\n', 'é')],
+)
+def test_a_single_line_is_cut_at_a_space_or_a_character(tmp_path, text, end):
+    (tmp_path / 'text8.txt').write_text(text)
+    source = TextFiles(path=str(tmp_path), validation_fraction=0.033)
+    train, validation = (texts(source, split)[0] for split in ('train', 'validation'))
+    assert train + validation == text
+    assert train.endswith(end)
+    assert 0.01 < len(validation) / len(text) < 0.04
+
+
+def test_names_of_files_need_not_be_utf_8(tmp_path):
+    for name in (b'caf\xe9.txt', b'tea.txt', b'water.txt'):
+        pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b'/' + name)).write_text(repr(name))
+    source = TextFiles(path=str(tmp_path), validation_fraction=0.3)
+    assert len(texts(source, 'train') + texts(source, 'validation')) == 3
+
+
 def test_bad_text_files_are_named(tmp_path):
     write_text(tmp_path, files=1)
     (tmp_path / 'train' / 'latin.txt').write_bytes('café'.encode('latin-1'))
