@@ -129,6 +129,28 @@ def test_jsonl_by_split_and_by_share(tmp_path):
     assert sorted(train + validation) == sorted(expected)
 
 
+def test_files_of_one_name_in_many_folders_are_held_out_one_by_one(tmp_path):
+    for i in range(60):
+        (tmp_path / f'{i}').mkdir()
+        (tmp_path / f'{i}' / 'data.jsonl').write_text(json.dumps({'text': f'document {i}'}))
+    (tmp_path / '0' / 'other.jsonl').write_text(json.dumps({'text': 'other'}))
+    source = Jsonl(path=f'{tmp_path}/*/*.jsonl', validation_fraction=0.3)
+    train, validation = texts(source, 'train'), texts(source, 'validation')
+    assert 8 < len(validation) < 30
+    assert len({*train, *validation}) == 61
+    # A name that no other file has counts alone, wherever it lies.
+    hashed = [source._hashed(f'{tmp_path}/0/{name}.jsonl@7') for name in ('other', 'data')]
+    assert hashed == ['other.jsonl@7', '/0/data.jsonl@7']
+
+
+def test_what_lies_there_packed_and_unpacked_is_refused(tmp_path):
+    (tmp_path / 'train.jsonl').write_text('{"text": "a"}')
+    (tmp_path / 'train.jsonl.gz').write_bytes(gzip.compress(b'{"text": "a"}'))
+    for path in (tmp_path, tmp_path / '*'):
+        with pytest.raises(ConfigError, match=r'train.jsonl.gz lies there both packed and unpacked; move one of the'):
+            Jsonl(path=str(path)).splits()
+
+
 def test_jsonl_does_not_depend_on_the_cuts(tmp_path, monkeypatch):
     lines = [json.dumps({'text': words(1 + i % 40, seed=i)}) for i in range(200)]
     (tmp_path / 'train.jsonl').write_text('\n'.join(lines))  # no newline at the end
