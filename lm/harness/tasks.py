@@ -21,6 +21,7 @@ from lm.errors import ConfigError
 from lm.experiment import LoadedRun
 from lm.files import write_atomically
 from lm.harness.ruler import NEEDS_NOTHING, check_answers, check_fits, measured_by
+from lm.runs.records import to_json
 
 QUESTIONS = '.jsonl'
 """How the name of a questions file ends."""
@@ -124,9 +125,9 @@ def main(run: LoadedRun, arguments: Any) -> int:
     name = f'step-{run.step}_{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json'
     path = run.directory.evaluations / 'harness' / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(result, indent=2) + '\n')
+    write_atomically(path, to_json(result) + '\n')
     if arguments.json:
-        print(json.dumps(result, indent=2))
+        print(to_json(result))
         return 0
     _print_table(result)
     print(f'written to {path}')
