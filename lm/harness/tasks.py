@@ -137,7 +137,7 @@ def main(run: LoadedRun, arguments: Any) -> int:
 def read_questions(path: pathlib.Path) -> list[dict[str, Any]]:
     """The questions of a file, `answer` as an index. Raises ConfigError, which names the line."""
     try:
-        lines = path.read_text(encoding='utf-8').splitlines()
+        lines = path.read_text(encoding='utf-8-sig').split('\n')  # JSON may hold other ends of lines as they are
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'--tasks {path}: cannot be read ({error})') from None
     questions = []
@@ -147,8 +147,9 @@ def read_questions(path: pathlib.Path) -> list[dict[str, Any]]:
         try:
             entry = json.loads(line)
             choices, answer = [str(choice) for choice in entry['choices']], entry['answer']
-            answer = ord(answer.strip().upper()) - ord('A') if isinstance(answer, str) else int(answer)
-            if not (isinstance(entry['choices'], list) and len(choices) > 1 and 0 <= answer < len(choices)):
+            answer = ord(answer.strip().upper()) - ord('A') if isinstance(answer, str) else answer
+            is_index = type(answer) is int and 0 <= answer < len(choices)
+            if not (isinstance(entry['choices'], list) and len(choices) > 1 and is_index):
                 raise ValueError
             questions.append({'question': str(entry['question']), 'choices': choices, 'answer': answer})
         except (ValueError, KeyError, TypeError):
