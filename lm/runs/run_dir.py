@@ -122,12 +122,15 @@ class RunDir:
         """Opens metrics.jsonl, without the lines of steps after `resume_at`; `trackers` get each record."""
         return MetricsFile(self.path / 'metrics.jsonl', resume_at, trackers)
 
-    def track(self, trackers: Sequence[Tracker], text: str, enabled: bool, tensorboard: bool = False) -> Trackers:
-        """The trackers of this run, whose configuration is `text`; see `lm.trackers.base.Trackers`. With `tensorboard`
-        summaries are written too, if the packages for it are installed and none of `trackers` does that."""
+    def track(
+        self, trackers: Sequence[Tracker], text: str, enabled: bool, tensorboard: bool = False, start: int = 0
+    ) -> Trackers:
+        """The trackers of this run, whose configuration is `text` and which goes on from `start`; see
+        `lm.trackers.base.Trackers`. With `tensorboard` summaries are written too, if the packages for it are installed
+        and none of `trackers` does that."""
         if tensorboard and not any(tracker.summaries for tracker in trackers):
             trackers = [*trackers, CluSummaries()]
-        return Trackers(trackers, RunFacts(self.path.name, self.path, bindings(text)), enabled)
+        return Trackers(trackers, RunFacts(self.path.name, self.path, bindings(text), start), enabled)
 
     def _note(self, what: Mapping[str, Any]) -> None:
         if jax.process_index() == 0:
