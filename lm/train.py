@@ -116,6 +116,8 @@ def set_up(
     run = RunDir(run_dir)
     lock = stack.enter_context(run.lock())
     if rewind_to is not None and run.is_rewound(rewind_to, experiment):
+        if is_leader:
+            print(f'--rewind_to {rewind_to}: done before by this configuration; going on from the newest', flush=True)
         rewind_to = None
     rewinds = rewind_to is not None
     branch = branch_of(run, branch_from, step)
