@@ -151,7 +151,7 @@ def set_up(
         tracing.exception()  # which the next line raises, if there is one
     with goodput.spent('compile'):
         advance = compiling.result()
-    redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
+    redraw = jax.jit(functions.redraw, static_argnums=(1, 2), out_shardings=shardings_of(abstract['buffers']))
 
     if rewinds:
         checkpointer.rewind(start)
