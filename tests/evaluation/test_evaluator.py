@@ -164,6 +164,8 @@ def test_windows_that_cannot_be_are_refused():
     assert len(EvaluationWindows.create(33, 32, 'disjoint')) == 2
     assert EvaluationWindows.create(33, 32, 'Disjoint'.lower()).stride == 32  # as a file says it
     assert EvaluationWindows.create(64, 32, 'sliding:32').stride == 32
+    with pytest.raises(ConfigError, match=r"evaluate\.window = 'sliding:²': must be 'disjoint' or 'sliding:STRIDE'"):
+        EvaluateConfig(window='sliding:²')
     with pytest.raises(ConfigError, match=r"evaluate\.window = 'sliding:33': the stride must be at most .* 32"):
         EvaluationWindows.create(64, 32, 'sliding:33')
     with pytest.raises(ConfigError, match=r'evaluate\.context_length = 33: the split has only 32 tokens'):
