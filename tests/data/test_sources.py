@@ -87,6 +87,7 @@ def test_a_single_file_is_cut_at_a_line(tmp_path):
 @pytest.mark.parametrize(
     ('text', 'end'),
     [('word ' * 100, ' '), ('word ' * 100 + '\n', ' '), ('é' * 100, 'é'), ('a\n' + 'é' * 200 + '\n', 'é')],
+    ids=['words', 'words and an end', 'no space', 'a long last line'],
 )
 def test_a_single_line_is_cut_at_a_space_or_a_character(tmp_path, text, end):
     (tmp_path / 'text8.txt').write_text(text)
