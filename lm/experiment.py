@@ -124,7 +124,7 @@ def validate(
         known[sets] = _or_say(lambda: open_sets(experiment.evaluate, store, PATIENCE_SECONDS))
     if isinstance(known[sets], str):
         return [known[sets]]
-    check_evaluation(experiment.evaluate, data, train, store, known[sets])
+    check_evaluation(experiment.evaluate, data, model, train, store, known[sets])
     if train.init_from and not begun:
         params = known[step].abstract()['params']
         try:

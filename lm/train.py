@@ -43,7 +43,7 @@ from lm.training.peers import Peers
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
 from lm.training.program import abstract_state, compile_step_aside, init_state, shardings_of
-from lm.training.progress import Progress, Throughput, plan_rows, print_rows
+from lm.training.progress import Progress, Throughput, divergence, plan_rows, print_rows
 from lm.training.step import State, TrainStep, weights
 from lm.training.watchdog import Watchdog
 
@@ -116,6 +116,8 @@ def set_up(
     run = RunDir(run_dir)
     lock = stack.enter_context(run.lock())
     if rewind_to is not None and run.is_rewound(rewind_to, experiment):
+        if is_leader:
+            print(f'--rewind_to {rewind_to}: done before by this configuration; going on from the newest', flush=True)
         rewind_to = None
     rewinds = rewind_to is not None
     branch = branch_of(run, branch_from, step)
@@ -149,7 +151,7 @@ def set_up(
         tracing.exception()  # which the next line raises, if there is one
     with goodput.spent('compile'):
         advance = compiling.result()
-    redraw = jax.jit(functions.redraw, static_argnums=1, out_shardings=shardings_of(abstract['buffers']))
+    redraw = jax.jit(functions.redraw, static_argnums=(1, 2), out_shardings=shardings_of(abstract['buffers']))
 
     if rewinds:
         checkpointer.rewind(start)
@@ -159,7 +161,8 @@ def set_up(
         branch.copy_metrics()
     programs.publish()
     progress = Progress(config.steps, enabled=is_leader)
-    trackers = stack.enter_context(run.track(config.trackers, dump(experiment), is_leader, config.tensorboard))
+    told = config.trackers, dump(experiment), is_leader, config.tensorboard, start
+    trackers = stack.enter_context(run.track(*told))
     metrics_file = stack.enter_context(run.metrics(start, trackers))
     profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))
     if restored:
@@ -251,7 +254,8 @@ class Trainer:
         if self.is_save_due:
             self.save(self.start)  # of a branch: the run that it comes from may delete its own
         if self.start and self.is_evaluation_due(self.start) and not self.metrics_file.has_evaluation(self.start):
-            self.evaluate(self.start)  # which the session before was stopped in
+            # The session before was stopped in it, and has saved the step without its loss.
+            self.checkpointer.add_loss(self.start, self.evaluate(self.start))
         batches = self.goodput.charging('data', self.batches.prefetch(self.start, config.steps))
         self.watchdog.step(self.start + 1)
         for step, batch in enumerate(batches, self.start + 1):
@@ -290,7 +294,9 @@ class Trainer:
         metrics = {name: value.item() for name, value in metrics.items()}
         self.bad_steps = metrics['in_a_row']
         if self.bad_steps >= config.max_nonfinite_steps:
-            raise Diverged(self.describe_divergence(step, self.functions.name_of(metrics['first_bad'])))
+            self.checkpointer.wait()
+            what, saved = self.functions.name_of(metrics['first_bad']), self.checkpointer.latest_step()
+            raise Diverged(divergence(step, self.bad_steps, what, self.batches.windows, config.skip_batches, saved))
         if step % config.log_every and step != config.steps:
             return
         tokens_per_second, seconds_left = self.throughput.tick(step)
@@ -313,28 +319,21 @@ class Trainer:
         if self.goodput.age > GOODPUT_SECONDS:
             self.record_goodput()
 
-    def describe_divergence(self, step: int, what: str) -> str:
-        """What went wrong up to `step`, and what can be done about it in this directory and in a new one."""
-        first, last = self.batches.windows.batch(step - self.bad_steps), self.batches.windows.batch(step - 1)
-        others = [(a, b) for a, b in self.config.skip_batches if a < first or b > last + 1]
-        self.checkpointer.wait()
-        newest = self.checkpointer.latest_step()
-        return (
-            f'loss, gradient or update was not finite for {self.bad_steps} steps in a row, up to step {step}, there '
-            f'first: {what}; {"no step is saved" if newest is None else f"the newest checkpoint is step {newest}"}: '
-            f"run it again with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave "
-            'these batches out, or with a lower optimizer.peak_learning_rate '
-            + ('in a new --run_dir' if newest is None else f'and --rewind_to {newest}')
-        )
-
     def is_evaluation_due(self, step: int) -> bool:
         every = self.config.eval_every
         return step == self.config.steps or (every is not None and step % every == 0)
 
     def evaluate(self, step: int) -> float:
-        """The loss of the evaluation split after `step`. Stops the run if the process is told to meanwhile."""
-        with self.throughput.pause(), self.pause('evaluation'):
-            result = self.evaluator(weights(self.state), step, lambda: self.preemption.requested(step))
+        """The loss of the evaluation split after `step`. Stops the run if the process is told to meanwhile; where the
+        evaluation fails, the step is saved first."""
+        try:
+            with self.throughput.pause(), self.pause('evaluation'):
+                result = self.evaluator(weights(self.state), step, lambda: self.preemption.requested(step))
+        except Exception:
+            if jax.process_count() == 1 and not self.bad_steps:  # other processes may have no error, and would not save
+                with contextlib.suppress(LmError):  # the first error is the one to report
+                    self.save(step)
+            raise
         if result is None:
             self.stop(step)
         self.metrics_file.write({'kind': 'eval', **flat(result), 'seconds': self.throughput.seconds})

@@ -19,6 +19,11 @@ WRONG = {
     'ranges': ({'train.skip_batches': [(5, 3)]}, 2, 'train.skip_batches'),
     'length': ({'train.context_length': 2**17, 'train.tokens_per_step': 2**20}, 2, 'train.context_length = 131072'),
     'mechanism': ({'model.attention': '@hybrid()', 'hybrid.parts': 3}, 2, 'hybrid.parts = 3'),
+    'evaluation lengths': (
+        {'data.path': '', 'data.task': '@state_tracking()', 'state_tracking.eval_lengths': '[32, 64]'}
+        | {'model.learned_positions': 32},
+        *(2, 'model.learned_positions = 32: fewer than the 64 tokens'),
+    ),
     'task': ({'data.path': '', 'data.task': '@associative_recall()'}, 2, 'train.context_length = 4'),
 }  # fmt: skip
 

@@ -92,8 +92,9 @@ class Attention(abc.ABC):
         return {}
 
     def portable(self) -> dict[str, Any]:
-        """Its fields as plain values, for programs that read no gin, and what these would have to work out."""
-        return dataclasses.asdict(self)
+        """Its fields as plain values, for programs that read no gin, and what these would have to work out; not how it
+        is computed, which is theirs to decide."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != 'implementation'}
 
     @classmethod
     def kernel_cases(cls) -> KernelCases:

@@ -138,6 +138,17 @@ class Checkpointer:
             self._clock.reset(step)
         return True
 
+    def add_loss(self, step: int, loss: float) -> None:
+        """Has a step that is there count for checkpoint.keep_best as if it had been saved with this evaluation loss."""
+        self._finish()
+        if math.isfinite(loss):
+            self._losses[step] = loss
+        if jax.process_index() == 0:
+            try:
+                Snapshot(self.directory, step).add_metrics({'loss': loss})
+            except (Damaged, LmError, OSError) as error:
+                log.warning('checkpoint step %d: its evaluation loss could not be noted: %s', step, one_line(error))
+
     def check_for_errors(self) -> None:
         """Raises LmError if a save failed in the background (or warns: checkpoint.on_failed_save). Cheap."""
         if self._pending is not None and not self._manager().is_saving_in_progress():

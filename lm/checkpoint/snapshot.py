@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from lm.checkpoint.checksum import checksums
 from lm.checkpoint.memory import ReadBudget, give_back_memory
 from lm.errors import LmError, MismatchError
-from lm.files import GONE, folder_spec, is_damage, reaching
+from lm.files import GONE, folder_spec, is_damage, reaching, write_atomically
 
 FORMAT = 1
 COMMITTED = 'commit_success.txt'
@@ -118,6 +118,12 @@ class Snapshot:
             raise Damaged(f'{self.path / "state"}: the checksum of {some(wrong)} does not match')
         return arrays
 
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Writes the record again, with these metrics too. Raises what `record` and writing raise."""
+        record = self.record()
+        record['metrics'] |= _plain(metrics)
+        write_atomically(self.path / 'metadata' / 'metadata', json.dumps(record | {'sha256': _sha256(record)}))
+
     def _content(self, path: epath.Path) -> bytes:
         try:
             with reaching(path):
@@ -189,7 +195,7 @@ def make_record(
             name: {'dtype': x.dtype.name, 'shape': list(x.shape), 'checksum': sums[name]} for name, x in arrays.items()
         },
         'fingerprints': dict(fingerprints),
-        'metrics': {k: float(v) if math.isfinite(v) else str(v) for k, v in metrics.items()},
+        'metrics': _plain(metrics),
         'metadata': dict(metadata),
     }
     record = json.loads(json.dumps(record, allow_nan=False))
@@ -280,6 +286,10 @@ def one_line(error: BaseException) -> str:
         system = re.search(r"os_error_code='(\d+)'", text)  # TensorStore's
         text = f'{text[:180]} … {os.strerror(int(system[1])) if system else text[-200:]}'
     return f'{type(error).__name__}: {text}'
+
+
+def _plain(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    return {k: float(v) if math.isfinite(v) else str(v) for k, v in metrics.items()}
 
 
 def _sha256(record: dict) -> str:

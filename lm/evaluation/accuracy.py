@@ -11,17 +11,20 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from lm.errors import ConfigError
+from lm.model import ModelConfig
 from lm.tasks.base import Slice, Task
 from lm.text import perplexity
 from lm.training.mesh import batch_sharding, replicated, shared_rows
 from lm.training.step import TrainStep
 
 
-def check_task(task: Task, split: str, context_length: int, window: str) -> None:
-    """Raises ConfigError for sliding windows, which examples do not have, and what `Task.examples` refuses."""
+def check_task(task: Task, split: str, context_length: int, window: str, model: ModelConfig) -> None:
+    """Raises ConfigError for sliding windows, which examples do not have, for lengths that the model has not, and what
+    `Task.examples` refuses."""
     if window != 'disjoint':
         raise ConfigError(f"evaluate.window = '{window}': examples of a task are scored whole; set 'disjoint'")
     for part in task.slices(split, context_length).values():
+        model.check_length(part.context_length)
         task.examples(split, part.index_N[:1], part.context_length)
 
 
@@ -63,7 +66,7 @@ class TaskEvaluator:
         batch_size: int,
     ):
         """Raises what `check_task` raises."""
-        check_task(task, split, context_length, window)
+        check_task(task, split, context_length, window, functions.model)
         self.task, self.split, self.mesh, self.context_length = task, split, mesh, context_length
         self.batch_size = shared_rows(batch_size, mesh)
         self._sharding = batch_sharding(mesh)

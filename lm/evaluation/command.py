@@ -15,6 +15,7 @@ from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator, by_word
 from lm.experiment import Experiment, LoadedRun, load_run
 from lm.files import write_atomically
+from lm.runs.records import to_json
 from lm.text import perplexity
 from lm.training.mesh import initialize_distributed
 
@@ -46,9 +47,9 @@ def main(experiment: Experiment, arguments: Any) -> int:
         parts += [hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:8]] if changes else []
         path = run.directory.evaluations / ('_'.join(parts) + '.json')
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(result, indent=2) + '\n')
+        write_atomically(path, to_json(result) + '\n')
         if arguments.json:
-            print(json.dumps(result, indent=2))
+            print(to_json(result))
         elif experiment.data.task:
             print(f'{result["split"]} at step {result["step"]}: {evaluator.describe(result)}\nwritten to {path}')
         else:

@@ -7,7 +7,7 @@ def _check_window(window: str) -> str | None:
     if window == 'disjoint':
         return None
     kind, _, stride = window.partition(':')
-    if kind == 'sliding' and stride.isdigit() and int(stride) > 0:
+    if kind == 'sliding' and stride.isdecimal() and int(stride) > 0:
         return None
     return "must be 'disjoint' or 'sliding:STRIDE', such as 'sliding:512'"
 

@@ -16,6 +16,7 @@ from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.masked import MaskedEvaluator, check_masked, hidden_scoring
 from lm.evaluation.perplexity import EvaluationWindows, Evaluator, scoring
 from lm.evaluation.sets import SetsEvaluator, open_sets
+from lm.model import ModelConfig
 from lm.training.config import TrainConfig
 from lm.training.objectives import check_objective
 from lm.training.step import TrainStep
@@ -71,6 +72,7 @@ def make_evaluator(
 def check_evaluation(
     config: EvaluateConfig,
     data: DataConfig,
+    model: ModelConfig,
     train: TrainConfig,
     store: Store,
     others: dict[str, tuple[TokenStore, str]],
@@ -78,7 +80,7 @@ def check_evaluation(
     """Raises the ConfigError that `make_evaluator` would, without devices; `others` is what `open_sets` returns."""
     split, context_length = what_is_scored(config, data, train)
     if data.task:
-        check_task(data.task, split, context_length, config.window)
+        check_task(data.task, split, context_length, config.window, model)
     else:
         check_windows(config, split, context_length, store, others, train.eval_tokens)
 

@@ -16,7 +16,7 @@ from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.evaluation.baseline import EmpiricalBaseline
 from lm.evaluation.config import EvaluateConfig
-from lm.evaluation.perplexity import EvaluationWindows, Evaluator
+from lm.evaluation.perplexity import EvaluationWindows, Evaluator, ScoredSums
 from lm.training.mesh import replicated
 from lm.training.objectives import Hiding
 from lm.training.step import TrainStep
@@ -81,3 +81,11 @@ class MaskedEvaluator(Evaluator):
 
     def targets(self, tokens: np.ndarray) -> np.ndarray:
         return tokens
+
+    def figures(self, sums: ScoredSums, store: Any) -> dict:
+        if not sums.tokens_L.sum():
+            raise ConfigError(
+                f'split {self.split!r} of {store.path}: none of the {self.windows.n_tokens} tokens is hidden; score a '
+                'longer split (evaluate.split), or more of it (train.eval_tokens)'
+            )
+        return super().figures(sums, store)

@@ -211,7 +211,7 @@ class PolysketchFormula(NormedMechanism):
 
     def __init__(
         self, heads, kv_heads, size, *, sketch, sketch_size, degree, local, block, per_head, denominator_bias,
-        network_width=8, implementation=None, gate=False,
+        network_width=8, gate=False,
     ):  # fmt: skip
         super().__init__()
         self.make_norms(size)

@@ -21,6 +21,7 @@ from lm.errors import ConfigError
 from lm.experiment import LoadedRun
 from lm.files import write_atomically
 from lm.harness.ruler import NEEDS_NOTHING, check_answers, check_fits, measured_by
+from lm.runs.records import to_json
 
 QUESTIONS = '.jsonl'
 """How the name of a questions file ends."""
@@ -126,9 +127,9 @@ def main(run: LoadedRun, arguments: Any) -> int:
     name = f'step-{run.step}_{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json'
     path = run.directory.evaluations / 'harness' / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(result, indent=2) + '\n')
+    write_atomically(path, to_json(result) + '\n')
     if arguments.json:
-        print(json.dumps(result, indent=2))
+        print(to_json(result))
         return 0
     _print_table(result)
     print(f'written to {path}')
@@ -138,7 +139,7 @@ def main(run: LoadedRun, arguments: Any) -> int:
 def read_questions(path: pathlib.Path) -> list[dict[str, Any]]:
     """The questions of a file, `answer` as an index. Raises ConfigError, which names the line."""
     try:
-        lines = path.read_text(encoding='utf-8').splitlines()
+        lines = path.read_text(encoding='utf-8-sig').split('\n')  # JSON may hold other ends of lines as they are
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'--tasks {path}: cannot be read ({error})') from None
     questions = []
@@ -148,8 +149,9 @@ def read_questions(path: pathlib.Path) -> list[dict[str, Any]]:
         try:
             entry = json.loads(line)
             choices, answer = [str(choice) for choice in entry['choices']], entry['answer']
-            answer = ord(answer.strip().upper()) - ord('A') if isinstance(answer, str) else int(answer)
-            if not (isinstance(entry['choices'], list) and len(choices) > 1 and 0 <= answer < len(choices)):
+            answer = ord(answer.strip().upper()) - ord('A') if isinstance(answer, str) else answer
+            is_index = type(answer) is int and 0 <= answer < len(choices)
+            if not (isinstance(entry['choices'], list) and len(choices) > 1 and is_index):
                 raise ValueError
             questions.append({'question': str(entry['question']), 'choices': choices, 'answer': answer})
         except (ValueError, KeyError, TypeError):

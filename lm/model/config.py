@@ -126,7 +126,7 @@ class ModelConfig:
         if self.learned_positions is not None and length > self.learned_positions:
             raise ConfigError(
                 f'model.learned_positions = {self.learned_positions}: fewer than the {length} tokens of the context; '
-                'shorten train.context_length, evaluate.context_length or the text'
+                'shorten train.context_length, evaluate.context_length, the lengths of the task or the text'
             )
 
     def flops_per_token(self, length: int) -> float:

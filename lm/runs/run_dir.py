@@ -85,9 +85,9 @@ class RunDir:
         Compared with config.gin and, since that may have been edited or lost, with the newest checkpoint's record.
 
         Raises:
-            MismatchError: a binding differs that may not (`lm.config.names.may_change`; where the run is rewound, the
-                optimizer's may too), the run was saved but its checkpoints are gone, or a file
-                of the run cannot be read.
+            MismatchError: a binding differs that may not (`lm.config.names.may_change`; where the run is rewound, those
+                of the optimizer, its rules and schedules may too), the run was saved but its checkpoints are gone, or
+                a file of the run cannot be read.
             ConfigError: `path` is a file, or holds files that are not of a run.
         """
         text = experiment if isinstance(experiment, str) else dump(experiment)
@@ -128,12 +128,15 @@ class RunDir:
         """Opens metrics.jsonl, without the lines of steps after `resume_at`; `trackers` get each record."""
         return MetricsFile(self.path / 'metrics.jsonl', resume_at, trackers)
 
-    def track(self, trackers: Sequence[Tracker], text: str, enabled: bool, tensorboard: bool = False) -> Trackers:
-        """The trackers of this run, whose configuration is `text`; see `lm.trackers.base.Trackers`. With `tensorboard`
-        summaries are written too, if the packages for it are installed and none of `trackers` does that."""
+    def track(
+        self, trackers: Sequence[Tracker], text: str, enabled: bool, tensorboard: bool = False, start: int = 0
+    ) -> Trackers:
+        """The trackers of this run, whose configuration is `text` and which goes on from `start`; see
+        `lm.trackers.base.Trackers`. With `tensorboard` summaries are written too, if the packages for it are installed
+        and none of `trackers` does that."""
         if tensorboard and not any(tracker.summaries for tracker in trackers):
             trackers = [*trackers, CluSummaries()]
-        return Trackers(trackers, RunFacts(self.path.name, self.path, bindings(text)), enabled)
+        return Trackers(trackers, RunFacts(self.path.name, self.path, bindings(text), start), enabled)
 
     def _note(self, what: Mapping[str, Any]) -> None:
         if jax.process_index() == 0:
@@ -283,7 +286,7 @@ class RunDir:
     ) -> None:
         refused = []
         for name, before, after in _differences(old, new):
-            allowed = may_change(name) or (rewound and _section(name) == 'optimizer') or _is_longer(name, old, new)
+            allowed = may_change(name) or (rewound and _is_of_optimizer(name)) or _is_longer(name, old, new)
             if before is None or after is None:
                 # a field that another version of the program added or removed, or that of a mechanism not used before
                 notes.append(f'{self.path}: {name} was {before or "absent"}, now {after or "absent"}')
@@ -376,6 +379,6 @@ def _is_longer(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> boo
     return getattr(REGISTRY.get(schedule.strip('@()').rpartition('/')[2]), 'is_open_ended', False)
 
 
-def _section(name: str) -> str:
-    """'a/model.depth' → 'model'"""
-    return name.rpartition('/')[2].partition('.')[0]
+def _is_of_optimizer(name: str) -> bool:
+    """Whether `a/adamw.b2` belongs to the optimizer, its rules or its schedules."""
+    return getattr(REGISTRY.get(name.rpartition('/')[2].partition('.')[0]), 'is_of_optimizer', False)

@@ -97,6 +97,7 @@ class MultiqueryRecall(AnswersApart):
         return {
             f'{pairs} pairs in {length}': Slice(np.arange(i, count, len(turn)), length)
             for i, (length, pairs) in enumerate(turn)
+            if i < count
         }
 
     def _turn(self, split: str) -> list[tuple[int, int]]:

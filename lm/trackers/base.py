@@ -19,11 +19,13 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """What a tracker may know about a run: its name, its directory, its configuration as binding → value."""
+    """What a tracker may know about a run: its name, its directory, its configuration as binding → value, and the step
+    that it goes on from."""
 
     name: str
     path: epath.Path
     bindings: Mapping[str, str]
+    start: int = 0
 
 
 class TrackerWriter:

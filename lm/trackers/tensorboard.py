@@ -26,7 +26,7 @@ class TensorBoard(Tracker):
     summaries = True
 
     def open(self, run: RunFacts) -> TrackerWriter:
-        return _TensorboardX(run.path / FOLDER)
+        return _TensorboardX(run.path / FOLDER, run.start)
 
 
 class CluSummaries(Tracker):
@@ -63,11 +63,12 @@ class _EventFiles(TrackerWriter):
 
 
 class _TensorboardX(_EventFiles):
-    def __init__(self, folder: epath.Path):
+    def __init__(self, folder: epath.Path, start: int):
         super().__init__(folder)
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(os.fspath(folder))
+        # What an earlier start has written of later steps, which are made again, is not shown.
+        self._writer = SummaryWriter(os.fspath(folder), purge_step=start + 1 if self._before else None)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():

@@ -21,6 +21,9 @@ from lm.training.schedules.linear import Linear
 class OptimizerConfig:
     """How gradients become steps; defaults are the paper's for 1M-token batches on PG-19 and Wiki-40B."""
 
+    is_of_optimizer = True
+    """As of rules and schedules: a run that is rewound may go on with other values."""
+
     rule: Rule = field(AdamW(), help='what makes directions out of gradients')
     schedule: Schedule = field(Linear(), formerly='decay', help='how the learning rate goes on after the warm-up')
     peak_learning_rate: float = field(7e-4, above=0)

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from lm.data.batches import BatchWindows
 from lm.model import ModelConfig
 from lm.text import duration, perplexity, si
 from lm.training.config import TrainConfig
@@ -32,6 +33,27 @@ def print_rows(rows: Mapping[str, str]) -> None:
     """The lines of a plan."""
     for name, value in rows.items():
         print_row(name, value)
+
+
+def divergence(
+    step: int,
+    bad_steps: int,
+    what: str,
+    windows: BatchWindows,
+    skip_batches: tuple[tuple[int, int], ...],
+    saved: int | None,
+) -> str:
+    """What went wrong in `bad_steps` steps up to `step`, and what can be done about it in this directory, whose newest
+    checkpoint is `saved`, and in a new one."""
+    first, last = windows.batch(step - bad_steps), windows.batch(step - 1)
+    others = [(a, b) for a, b in skip_batches if a < first or b > last + 1]
+    return (
+        f'loss, gradient or update was not finite for {bad_steps} steps in a row, up to step {step}, there first: '
+        f'{what}; {"no step is saved" if saved is None else f"the newest checkpoint is step {saved}"}: '
+        f"run it again with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave these "
+        'batches out, or with a lower optimizer.peak_learning_rate '
+        + ('in a new --run_dir' if saved is None else f'and --rewind_to {saved}')
+    )
 
 
 class Throughput:

@@ -553,6 +553,25 @@ def test_keep_best_counts_what_is_not_worse(tmp_path):
     assert Checkpointer(tmp_path, CheckpointConfig(keep_best=0)).is_among_best(0.0) is False
 
 
+def test_a_loss_that_comes_late_counts_like_one_that_was_saved(tmp_path):
+    config = CheckpointConfig(save_every_steps=None, save_every_minutes=None, keep_last=1, keep_best=1)
+
+    def save(step, **rest):
+        with Checkpointer(tmp_path, config) as checkpointer:
+            checkpointer.save(step, {'x': jnp.int32(step)}, **rest)
+
+    save(5, metrics={'loss': 3.0})
+    save(10)  # stopped in its evaluation, which the next session makes
+    with Checkpointer(tmp_path, config) as checkpointer:
+        assert checkpointer.restore({'x': jnp.int32(0)})[1] == 10
+        checkpointer.add_loss(10, 1.0)
+        assert not checkpointer.is_among_best(2.0)
+    for step in 20, 30:
+        save(step)
+        assert Checkpointer(tmp_path).all_steps() == [10, step]
+    assert Checkpointer(tmp_path).restore({'x': jnp.int32(0)}, 10)[0]['x'] == 10
+
+
 def test_policy_of_keeping(tmp_path):
     config = CheckpointConfig(save_every_steps=10, save_every_minutes=None, keep_last=2, keep_every=40, keep_best=1)
     losses = {25: 3.0, 50: 2.0, 75: 4.0, 100: float('nan')}

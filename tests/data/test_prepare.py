@@ -215,6 +215,19 @@ def test_bad_records_are_counted_and_named_or_stop(tmp_path):
         run(source, tmp_path / 'store', max_document_bytes=40_000, strict=True)
 
 
+def test_strict_trusts_no_shard_of_a_preparation_that_was_begun_without(tmp_path, monkeypatch):
+    lines = [json.dumps({'text': words(200, seed=i)}).encode() for i in range(30)]
+    for split in ('train', 'validation'):
+        (tmp_path / f'{split}.jsonl').write_bytes(b'\n'.join([*lines, b'{"text": ""}']))
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, 'assemble', lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(Jsonl(path=str(tmp_path)), tmp_path / 'store')
+    with pytest.raises(MismatchError, match=r'document .*jsonl@\d+: empty; mend it'):
+        run(Jsonl(path=str(tmp_path)), tmp_path / 'store', strict=True)
+    assert run(Jsonl(path=str(tmp_path)), tmp_path / 'store')['splits']['train']['bad_records'] == 1
+
+
 def test_published_word_counts_are_recorded(tmp_path):
     """Of a folder with PG-19's books as its authors distribute them, without its metadata.csv."""
     corpus = write_text(tmp_path / 'text', files=2)

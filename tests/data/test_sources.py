@@ -84,6 +84,27 @@ def test_a_single_file_is_cut_at_a_line(tmp_path):
     assert 0.03 < len(validation) / len(text) < 0.05
 
 
+@pytest.mark.parametrize(
+    ('text', 'end'),
+    [('word ' * 100, ' '), ('word ' * 100 + '\n', ' '), ('é' * 100, 'é'), ('a\n' + 'é' * 200 + '\n', 'é')],
+    ids=['words', 'words and an end', 'no space', 'a long last line'],
+)
+def test_a_single_line_is_cut_at_a_space_or_a_character(tmp_path, text, end):
+    (tmp_path / 'text8.txt').write_text(text)
+    source = TextFiles(path=str(tmp_path), validation_fraction=0.033)
+    train, validation = (texts(source, split)[0] for split in ('train', 'validation'))
+    assert train + validation == text
+    assert train.endswith(end)
+    assert 0.01 < len(validation) / len(text) < 0.04
+
+
+def test_names_of_files_need_not_be_utf_8(tmp_path):
+    for name in (b'caf\xe9.txt', b'tea.txt', b'water.txt'):
+        pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b'/' + name)).write_text(repr(name))
+    source = TextFiles(path=str(tmp_path), validation_fraction=0.3)
+    assert len(texts(source, 'train') + texts(source, 'validation')) == 3
+
+
 def test_bad_text_files_are_named(tmp_path):
     write_text(tmp_path, files=1)
     (tmp_path / 'train' / 'latin.txt').write_bytes('café'.encode('latin-1'))
@@ -107,6 +128,28 @@ def test_jsonl_by_split_and_by_share(tmp_path):
     train, validation = texts(source, 'train'), texts(source, 'validation')
     assert 40 < len(validation) < 80
     assert sorted(train + validation) == sorted(expected)
+
+
+def test_files_of_one_name_in_many_folders_are_held_out_one_by_one(tmp_path):
+    for i in range(60):
+        (tmp_path / f'{i}').mkdir()
+        (tmp_path / f'{i}' / 'data.jsonl').write_text(json.dumps({'text': f'document {i}'}))
+    (tmp_path / '0' / 'other.jsonl').write_text(json.dumps({'text': 'other'}))
+    source = Jsonl(path=f'{tmp_path}/*/*.jsonl', validation_fraction=0.3)
+    train, validation = texts(source, 'train'), texts(source, 'validation')
+    assert 8 < len(validation) < 30
+    assert len({*train, *validation}) == 61
+    # A name that no other file has counts alone, wherever it lies.
+    hashed = [source._hashed(f'{tmp_path}/0/{name}.jsonl@7') for name in ('other', 'data')]
+    assert hashed == ['other.jsonl@7', '/0/data.jsonl@7']
+
+
+def test_what_lies_there_packed_and_unpacked_is_refused(tmp_path):
+    (tmp_path / 'train.jsonl').write_text('{"text": "a"}')
+    (tmp_path / 'train.jsonl.gz').write_bytes(gzip.compress(b'{"text": "a"}'))
+    for path in (tmp_path, tmp_path / '*'):
+        with pytest.raises(ConfigError, match=r'train.jsonl.gz lies there both packed and unpacked; move one of the'):
+            Jsonl(path=str(path)).splits()
 
 
 def test_jsonl_does_not_depend_on_the_cuts(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ from flax import nnx
 from lm import cli
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
-from lm.evaluation.command import check_flags
+from lm.evaluation import command
 from lm.evaluation.perplexity import EvaluationWindows
-from lm.experiment import open_run
+from lm.experiment import Experiment, open_run
+from lm.runs.run_dir import RunDir
 
 FIGURES = ('sum_nats', 'perplexity', 'word_perplexity', 'bits_per_byte')
 
@@ -161,6 +163,21 @@ def test_a_table_for_people(reference_run):
         assert words in done.stdout
 
 
+def test_what_is_not_finite_is_json_too(tmp_path, monkeypatch, capsys):
+    store = types.SimpleNamespace(fingerprints={'data': 'd'})
+    run = types.SimpleNamespace(step=3, directory=RunDir(tmp_path), weights=None, store=store, changes={})
+    result = {'split': 'test', 'context_length': 8, 'loss': math.nan, 'perplexity': math.inf}
+    monkeypatch.setattr(command, 'initialize_distributed', lambda *_: None)
+    monkeypatch.setattr(command, 'load_run', lambda *_: run)
+    monkeypatch.setattr(command, 'evaluator_of', lambda run: lambda weights, step: dict(result))
+    told = dict.fromkeys(('coordinator_address', 'process_count', 'process_id', 'run_dir', 'step', 'tasks'))
+    command.main(Experiment(), types.SimpleNamespace(**told, json=True))
+    (written,) = (tmp_path / 'evaluations').glob('*.json')
+    for text in (capsys.readouterr().out, written.read_text()):
+        found = json.loads(text, parse_constant=pytest.fail)
+        assert (found['loss'], found['perplexity']) == ('NaN', 'Infinity')
+
+
 def test_a_full_disk_leaves_no_half_written_file(reference_run, base, monkeypatch, capsys):
     folder = reference_run[0] / 'evaluations'
     before = {path: path.read_bytes() for path in folder.iterdir()}
@@ -195,9 +212,9 @@ def test_a_context_longer_than_the_split_is_refused(reference_run):
 )
 def test_a_flag_that_would_be_ignored_is_refused(flags, said):
     with pytest.raises(ConfigError, match=said):
-        check_flags(cli.parse(['evaluate', '--run_dir', 'runs/x', *flags]))
-    check_flags(cli.parse(['evaluate', '--run_dir', 'runs/x', '--tasks', 'piqa', '--limit', '5', '--batch_size', '8']))
-    check_flags(cli.parse(['evaluate', '--run_dir', 'runs/x', '--split', 'test', '--window', 'disjoint']))
+        command.check_flags(cli.parse(['evaluate', '--run_dir', 'runs/x', *flags]))
+    command.check_flags(cli.parse(['evaluate', '--run_dir', 'runs/x', '--tasks', 'piqa', '--limit', '5']))
+    command.check_flags(cli.parse(['evaluate', '--run_dir', 'runs/x', '--split', 'test', '--window', 'disjoint']))
 
 
 def test_a_softmax_run_is_evaluated_under_hybrid_attention(reference_run, base):

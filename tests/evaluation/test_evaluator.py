@@ -164,6 +164,8 @@ def test_windows_that_cannot_be_are_refused():
     assert len(EvaluationWindows.create(33, 32, 'disjoint')) == 2
     assert EvaluationWindows.create(33, 32, 'Disjoint'.lower()).stride == 32  # as a file says it
     assert EvaluationWindows.create(64, 32, 'sliding:32').stride == 32
+    with pytest.raises(ConfigError, match=r"evaluate\.window = 'sliding:²': must be 'disjoint' or 'sliding:STRIDE'"):
+        EvaluateConfig(window='sliding:²')
     with pytest.raises(ConfigError, match=r"evaluate\.window = 'sliding:33': the stride must be at most .* 32"):
         EvaluationWindows.create(64, 32, 'sliding:33')
     with pytest.raises(ConfigError, match=r'evaluate\.context_length = 33: the split has only 32 tokens'):
@@ -192,22 +194,24 @@ def test_which_evaluator_a_run_gets():
 
 def test_an_evaluation_is_checked_without_devices():
     text, task = DataConfig(path='x'), DataConfig(task=InductionHeads())
-    check_evaluation(EvaluateConfig(), text, at(N), Store(), {})
-    check_evaluation(EvaluateConfig(), task, at(64), None, {})
+    check_evaluation(EvaluateConfig(), text, FUNCTIONS.model, at(N), Store(), {})
+    check_evaluation(EvaluateConfig(), task, FUNCTIONS.model, at(64), None, {})
     with pytest.raises(ConfigError, match=f'context_length = {N + 1}: the split has only'):
-        check_evaluation(EvaluateConfig(), text, at(N + 1), Store(), {})
+        check_evaluation(EvaluateConfig(), text, FUNCTIONS.model, at(N + 1), Store(), {})
     with pytest.raises(ConfigError, match='the stride must be at most the context, 8'):
-        check_evaluation(EvaluateConfig(window='sliding:9', context_length=8), text, at(20), Store(), {})
+        check_evaluation(
+            EvaluateConfig(window='sliding:9', context_length=8), text, FUNCTIONS.model, at(20), Store(), {}
+        )
     few = dataclasses.replace(at(16), eval_tokens=16)
-    check_evaluation(EvaluateConfig(), text, few, Store(), {})
+    check_evaluation(EvaluateConfig(), text, FUNCTIONS.model, few, Store(), {})
     with pytest.raises(ConfigError, match=r'train.eval_tokens = 16: a window has 20 tokens'):
-        check_evaluation(EvaluateConfig(context_length=20), text, few, Store(), {})
+        check_evaluation(EvaluateConfig(context_length=20), text, FUNCTIONS.model, few, Store(), {})
     with pytest.raises(ConfigError, match=r'train.eval_tokens = 16: the examples of a task are its own'):
-        check_evaluation(EvaluateConfig(), task, few, None, {})
+        check_evaluation(EvaluateConfig(), task, FUNCTIONS.model, few, None, {})
     with pytest.raises(ConfigError, match="'sliding:4': examples of a task are scored whole; set 'disjoint'"):
-        check_evaluation(EvaluateConfig(window='sliding:4'), task, at(64), None, {})
+        check_evaluation(EvaluateConfig(window='sliding:4'), task, FUNCTIONS.model, at(64), None, {})
     with pytest.raises(ConfigError, match=r'train\.context_length = 1: @induction_heads\(\) needs at least'):
-        check_evaluation(EvaluateConfig(context_length=1), task, at(64), None, {})
+        check_evaluation(EvaluateConfig(context_length=1), task, FUNCTIONS.model, at(64), None, {})
 
 
 @pytest.fixture
@@ -234,7 +238,7 @@ def answering(monkeypatch):
 
     def make(whole_answers=True, batch_size=4):
         object.__setattr__(task, 'whole_answers', whole_answers)
-        functions = types.SimpleNamespace(graph=None)
+        functions = types.SimpleNamespace(graph=None, model=ModelConfig())
         return TaskEvaluator(functions, mesh, task, 'validation', 12, 'disjoint', batch_size)
 
     return make

@@ -207,14 +207,14 @@ def test_what_needs_one_direction_is_refused(path):
     step, state = state_of(MODEL)
     for config, message in wrong:
         with pytest.raises(ConfigError, match=message):
-            check_evaluation(config, data, TRAIN, store, {})
+            check_evaluation(config, data, MODEL, TRAIN, store, {})
         with pytest.raises(ConfigError, match=message):
             make_evaluator(config, data, TRAIN, step, mesh_of(), store)
     causal = dataclasses.replace(TRAIN, objective=NextToken())
     with pytest.raises(ConfigError, match=r'^train\.objective = @next_token\(\): model\.causal = False'):
         make_evaluator(EvaluateConfig(), data, causal, step, mesh_of(), store)
     with pytest.raises(ConfigError, match=r'^evaluate\.chunk = 8: evaluate\.accuracy is of whole windows'):
-        check_evaluation(EvaluateConfig(chunk=8, accuracy=True), data, causal, store, {})
+        check_evaluation(EvaluateConfig(chunk=8, accuracy=True), data, MODEL, causal, store, {})
     with pytest.raises(ConfigError, match=r'^model\.causal = False: a text has no probability'):
         Scorer(step, mesh_of(), state, LENGTH, 4)
 
@@ -317,6 +317,13 @@ def test_families_are_a_function_of_the_arguments(tmp_path):
         assert np.mean([best_match(motif, member) >= len(motif) - 1 for member in found[i]]) > 0.8
     with pytest.raises(SystemExit):
         FAMILIES['main']([str(tmp_path / 'd'), '--families', '0'])
+
+
+def test_a_split_of_which_nothing_is_hidden_is_named(path):
+    with pytest.raises(
+        ConfigError, match=r"^split 'validation' of .*store: none of the \d+ tokens is hidden; score a "
+    ):
+        evaluated(path, objective=Masked(share=1e-9))
 
 
 def test_a_store_without_the_split_is_refused(path):

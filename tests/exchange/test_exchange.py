@@ -1,5 +1,6 @@
 """Weights out and in without PyTorch: names, round trips to the bit, refusals."""
 
+import ast
 import dataclasses
 import json
 
@@ -37,6 +38,20 @@ def test_weights_of_every_mechanism_come_back(form):
     assert sum(x.size for x in tensors.values()) == sum(x.size for x in jax.tree.leaves(weights))
     back = from_tensors(tensors, abstract_weights(config), 'x')
     jax.tree.map(np.testing.assert_array_equal, weights, back)
+
+
+def test_the_formulas_take_what_the_mechanisms_say():
+    """By the text of the file, which needs PyTorch: what `LmBlock` passes to `XFormula` is what this one takes."""
+    tree = ast.parse((tiny.ROOT / 'lm' / 'exchange' / 'attention_lm.py').read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    for form in MECHANISMS.values():
+        for mechanism in form if isinstance(form, tuple) else (form,):
+            name = f'{mechanism.gin_name}formula'
+            (formula,) = [node for key, node in classes.items() if key.lower() == name] or [None]
+            if formula is None:  # refused by `formulated`
+                continue
+            init = next(node for node in formula.body if getattr(node, 'name', '') == '__init__')
+            assert {a.arg for a in init.args.kwonlyargs} >= mechanism.portable().keys(), mechanism
 
 
 def test_names_are_those_of_layers():

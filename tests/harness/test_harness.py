@@ -34,9 +34,15 @@ def questions(tmp_path):
 
 def test_questions_are_read(questions):
     assert [entry['answer'] for entry in read_questions(questions)] == [0, 1]
+    text = 'what\u2028does\x85it do?'  # JSON may hold both as they are
+    line = json.dumps(QUESTIONS[0] | {'question': text}, ensure_ascii=False)
+    questions.write_bytes(f'\ufeff{line}\r\n{line}'.encode())
+    assert [entry['question'] for entry in read_questions(questions)] == [text, text]
 
 
 @pytest.mark.parametrize('line', ['{}', '[1]', 'x', '{"question": "a", "choices": ["b", "c"], "answer": 2}',
+                                  '{"question": "a", "choices": ["b", "c"], "answer": 0.9}',
+                                  '{"question": "a", "choices": ["b", "c"], "answer": true}',
                                   '{"question": "a", "choices": "bc", "answer": 0}'])  # fmt: skip
 def test_a_wrong_line_is_named(questions, line):
     questions.write_text(questions.read_text() + line + '\n')

@@ -302,6 +302,17 @@ def test_a_rewind_is_recorded_and_what_it_changed_stays_changed(tmp_path):
     refuse(run, MismatchError, 'clip_norm was 0.5, now 1.0', old)
 
 
+@pytest.mark.parametrize('name', ['adamw.b2', 'late/linear.final_fraction', 'muon.momentum'])
+def test_a_rewind_may_change_the_rule_and_the_schedule(tmp_path, name):
+    run = RunDir(tmp_path)
+    old, new = (f'{OLD}{name} = {value}\n' for value in (0.25, 0.5))
+    run.create_or_resume(old, {})
+    write_record(run, 10, old)
+    refuse(run, MismatchError, f'{name} was 0.25, now 0.5', new)
+    assert run.create_or_resume(new, {}, first_step=10, rewound=True)
+    assert run.create_or_resume(new, {}, first_step=10)
+
+
 @pytest.mark.parametrize('how', ['saved', 'older version', 'no run.json'])
 def test_a_run_without_its_checkpoints_is_not_started_again(tmp_path, how):
     run = RunDir(tmp_path)

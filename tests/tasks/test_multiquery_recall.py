@@ -115,6 +115,15 @@ def test_loss_and_accuracy_are_of_the_answers_at_the_questions():
     assert '3 pairs in 16: ' in evaluator.describe(result)
 
 
+def test_fewer_examples_than_segments_leave_no_slice_empty():
+    task = MultiqueryRecall(eval_examples=2)
+    slices = task.slices('validation', 64)
+    assert {name: part.index_N.tolist() for name, part in slices.items()} == {
+        '4 pairs in 64': [0],
+        '8 pairs in 64': [1],
+    }
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r'train.context_length = 8: .* has segments of 12 tokens in train'):
         TINY.examples('train', range(3), 8)

@@ -1,6 +1,7 @@
 """Trackers: what they get of a run, that they say how it ended, and that none of them stops it."""
 
 import contextlib
+import dataclasses
 import http.server
 import json
 import logging
@@ -124,20 +125,35 @@ def test_other_processes_do_nothing(facts, server):
     assert server[1] == []
 
 
+def events_of(path) -> list:
+    """What an event file holds."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    data, found = path.read_bytes(), []
+    while data:  # length, its checksum, the record, its checksum
+        size = int.from_bytes(data[:8], 'little')
+        found.append(Event.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
+    return found
+
+
 def test_tensorboard_holds_the_numbers_without_tensorflow(facts):
     with Trackers([TensorBoard()], facts) as trackers:
         trackers.write(RECORD)
         trackers.write(RECORD | {'step': 4, 'loss': 2.0})
-    (events,) = (facts.path / 'tensorboard').iterdir()
-    from tensorboardX.proto.event_pb2 import Event
-
-    data, found = events.read_bytes(), {}
-    while data:  # length, its checksum, the record, its checksum
-        size = int.from_bytes(data[:8], 'little')
-        event = Event.FromString(data[12 : 12 + size])
-        found |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
-        data = data[16 + size :]
+    (path,) = (facts.path / 'tensorboard').iterdir()
+    found = {(event.step, value.tag): value.simple_value for event in events_of(path) for value in event.summary.value}
     assert found == {(3, 'train/loss'): 2.5, (4, 'train/loss'): 2.0}
+
+
+def test_a_restart_hides_the_steps_that_are_made_again(facts):
+    (facts.path / 'tensorboard').mkdir()
+    old = facts.path / 'tensorboard' / 'events.out.tfevents.1'
+    old.touch()
+    with Trackers([TensorBoard()], dataclasses.replace(facts, start=3)) as trackers:
+        trackers.write(RECORD | {'step': 4})
+    (path,) = (path for path in old.parent.iterdir() if path != old)
+    assert [event.step for event in events_of(path) if event.HasField('session_log')] == [4]
 
 
 def test_what_train_tensorboard_asks_for_goes_through_clu(tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def test_the_plan_is_printed_before_anything_is_touched(until, capsys):
     ('rewind_to', 'is_rewound', 'asked', 'rewinds'),
     [(None, True, [], False), (0, False, [0], True), (3, False, [3], True), (3, True, [3], False)],
 )
-def test_a_rewind_is_made_once(until, monkeypatch, rewind_to, is_rewound, asked, rewinds):
+def test_a_rewind_is_made_once(until, monkeypatch, capsys, rewind_to, is_rewound, asked, rewinds):
     questions, checked = [], []
 
     @contextlib.contextmanager
@@ -94,6 +94,7 @@ def test_a_rewind_is_made_once(until, monkeypatch, rewind_to, is_rewound, asked,
     monkeypatch.setattr(train_module, 'branch_of', lambda *_: None)
     (folder, config, fingerprints, on_saved), _ = until('Checkpointer', rewind_to)
     assert (questions, checked) == (asked, [rewinds])
+    assert ('--rewind_to 3: done before' in capsys.readouterr().out) == (rewind_to == 3 and is_rewound)
     assert (folder, config, on_saved) == ('folder', EXPERIMENT.checkpoint, print)
     assert fingerprints
 

@@ -56,6 +56,9 @@ class Checkpoints:
         self.saved[step] = types.SimpleNamespace(count=state['params'], metadata=metadata, metrics=metrics)
         self.steps += [] if step in self.fails else [step]
 
+    def add_loss(self, step, loss):
+        self.diary.append(f'add {step}: {loss}')
+
     def check_for_errors(self):
         self.diary.append('check')
 
@@ -286,6 +289,16 @@ def test_an_evaluation_that_is_due_at_a_resume_is_made_up_for(start, evaluated, 
     session = Session(start=start, eval_every=2, evaluated=evaluated, saved=[start] if start else [])
     session.trainer.run()
     assert session.of('step', 'evaluating', 'eval')[:5] == first
+    assert session.of('add') == ([f'add {start}: {LOSS}'] if f'evaluating {start}' in first[:1] else [])
+
+
+def test_a_step_whose_evaluation_fails_is_saved_before_the_run_ends():
+    for bad, saved in ((), ['save 4']), ((4,), []):
+        session = Session(eval_every=4, bad=bad)
+        session.trainer.evaluator = lambda *_: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            session.trainer.run()
+        assert session.of('train', 'save')[-len(saved) - 1 :] == ['train 4', *saved]
 
 
 def test_a_session_that_is_told_to_stop_logs_saves_and_says_so():

@@ -65,6 +65,11 @@ class Preparation:
     def result(self, shard: Shard, index: int) -> 'Result':
         return Result(self.folder / shard.split / f'{index:06d}')
 
+    def is_finished(self, shard: Shard, index: int) -> bool:
+        """Whether the result is there. One with bad records, which was begun otherwise, is none if strict."""
+        counts = self.result(shard, index).counts()
+        return counts is not None and not (self.strict and counts['bad'])
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -115,7 +120,7 @@ def initialize(progress: Any) -> None:
 def tokenize(job: Preparation, shard: Shard, index: int) -> None:
     """Writes the intermediate files of a shard, if they are not there yet."""
     result = job.result(shard, index)
-    if result.counts():
+    if job.is_finished(shard, index):
         return
     tokenizer = _tokenizers.get(job.model) or job.tokenizer()
     _tokenizers[job.model] = tokenizer

@@ -104,7 +104,7 @@ def _prepare(
     )
     with _workers(processes) as (pool, progress):
         _train(config, job, shards, pool, console)
-        finished = [bool(job.result(shard, i).counts()) for shard, i in todo]
+        finished = [job.is_finished(shard, i) for shard, i in todo]
         done = sum(shard.bytes for (shard, _), is_done in zip(todo, finished, strict=True) if is_done)
         if done:
             console.print(f'{sum(finished)} of {len(todo)} shards were finished before', highlight=False)

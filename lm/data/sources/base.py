@@ -147,4 +147,4 @@ def file_size(path: Any) -> int:
 
 def hash_of(name: str) -> float:
     """Uniform in [0, 1), a pure function of the name: decides what is held out."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], 'big') / 2**48
+    return int.from_bytes(hashlib.sha256(name.encode(errors='surrogateescape')).digest()[:6], 'big') / 2**48

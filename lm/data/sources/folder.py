@@ -87,11 +87,17 @@ def _by_hash(parts: list[Part], fraction: float, split: str) -> list[Part]:
 
 
 def _end_of_file(path: Any, part: Part, fraction: float, split: str) -> Part:
-    """The file up to the line break before its last `fraction`, or what comes behind that."""
+    """The file up to the first line break in its last `fraction`, or what comes behind that. Where no line ends, the
+    first space counts, and where there is none, the first character."""
     cut = part.stop - max(1, math.ceil(fraction * part.stop))
     with path.open('rb') as file:
         file.seek(cut)
-        cut += len(file.readline())
-    cut = cut if cut < part.stop else part.stop
+        line = file.readline()
+    if cut + len(line) < part.stop:
+        cut += len(line)
+    elif 0 <= (space := line.find(b' ')) < len(line) - 1:
+        cut += space + 1
+    else:
+        cut += next((i for i, byte in enumerate(line) if byte & 0b1100_0000 != 0b1000_0000), 0)
     start, stop = (0, cut) if split == 'train' else (cut, part.stop)
     return Part(part.file, start, stop, stop - start)

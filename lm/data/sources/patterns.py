@@ -1,7 +1,9 @@
 """Files of many documents each: what the sources of such files share, which is all but reading one of them."""
 
 import abc
+import collections
 import dataclasses
+import functools
 import gzip
 import itertools
 import zlib
@@ -61,18 +63,31 @@ class FilePatterns(Source):
         return 'train', 'validation'
 
     def shards(self, split: str) -> list[Shard]:
-        files = self._files(split)
+        files, _ = self._files(split), self._repeated  # which travels with this object, and is not looked for again
         unit = shard_bytes(sum(map(file_size, files)))
         parts = [part for path in files for part in self.parts(path, unit)]
         return group(split, parts, None if self._by_split() else self.validation_fraction)
 
     def read(self, shard: Shard, max_bytes: int) -> Iterator[Document]:
         def wanted(identifier: str) -> bool:
-            held_out = shard.held_out is not None and hash_of(identifier.rsplit('/', 1)[-1]) < shard.held_out
+            held_out = shard.held_out is not None and hash_of(self._hashed(identifier)) < shard.held_out
             return shard.held_out is None or held_out == (shard.split == 'validation')
 
         for part in shard.parts:
             yield from self.read_part(part, max_bytes, wanted)
+
+    @functools.cached_property
+    def _repeated(self) -> frozenset[str]:
+        """The names that several files have, in folders of their own, where a share of the documents is held out."""
+        names = [] if self._by_split() else [path.name for path in self._files('train')]
+        return frozenset(name for name, count in collections.Counter(names).items() if count > 1)
+
+    def _hashed(self, identifier: str) -> str:
+        """The place of a document, FILE@PLACE, by the name of its file; the folders count where others have it too."""
+        name = identifier.rsplit('/', 1)[-1]
+        if name.rpartition('@')[0] not in self._repeated:
+            return name
+        return identifier.removeprefix(str(_fixed_folder(self._open('train'))[0]))
 
     def _open(self, split: str) -> Any:
         return open_path(self.path.replace('{split}', split), f'{self.gin_name}.path')
@@ -95,7 +110,14 @@ class FilePatterns(Source):
 
     def _files(self, split: str) -> list[Any]:
         names = [split, *(name for of, name in self.aliases if of == split)]
-        return next((found for name in names if (found := self._files_named(name))), [])
+        found = next((found for name in names if (found := self._files_named(name))), [])
+        plain = {str(path) for path in found}
+        if twice := [path for path in found if str(path).endswith(PACKED) and str(path)[: -len(PACKED)] in plain]:
+            raise ConfigError(
+                f'{self.gin_name}.path = {self.path!r}: {twice[0].name} lies there both packed and unpacked; move one '
+                'of the two away'
+            )
+        return found
 
     def _files_named(self, split: str) -> list[Any]:
         path = self._open(split)

@@ -21,6 +21,8 @@ PROBE = 256
 class Rule:
     """Base of the update rules (frozen dataclasses made by `@configurable`)."""
 
+    is_of_optimizer = True
+
     def build(self, declared: Declared) -> optax.GradientTransformation:
         """Gradients → directions. The optimizer subtracts them, with the weight decay added, times the learning rate.
         The state is a pytree of arrays; `declared` is for rules that treat matrices and others differently."""

@@ -10,6 +10,8 @@ import optax
 class Schedule:
     """Base of the schedules (frozen dataclasses made by `@configurable`)."""
 
+    is_of_optimizer = True
+
     is_open_ended = False
     """Whether no learning rate depends on how many steps there will be: such a run may be made longer."""
 
