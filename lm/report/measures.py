@@ -43,6 +43,12 @@ class Measures:
         ]
         return max(reversed(found), key=lambda r: r['step'], default={})
 
+    def is_of_part(self, run: Run) -> bool:
+        """Whether that is a periodic evaluation of the first train.eval_tokens alone, which says nothing per word."""
+        measured = self.newest(run)
+        is_periodic = any(measured is record for record in run.evals)
+        return is_periodic and bool(run.value('train.eval_tokens')) and 'word_perplexity' not in measured
+
     def perplexity(self, run: Run, context: int | None = None) -> float | None:
         """Per token, of a run on text; answers to a task have an accuracy. None where it is not finite."""
         measured = self.newest(run, context)

@@ -131,6 +131,8 @@ class Report:
         text = markdown_table(cells, [title for title, _ in shown.values()], left)
         if 'speed' in shown:
             text += '\n\nTokens/s: the median of the logged intervals, and their quartiles.'
+        if parts := [run.name for run in self.runs if self.measures.is_of_part(run)]:
+            text += f'\n\nOf the first train.eval_tokens alone, until lm evaluate scores the split: {", ".join(parts)}.'
         for row in self.absent:
             status = describe_status(row['status'], row['exit_code'])
             text += f'\n\nNo run directory: {row["point"]}, {status}' + (f': {row["error"]}' if row['error'] else '')

@@ -127,6 +127,21 @@ def test_the_newest_evaluation_at_the_runs_own_context_counts(tmp_path):
     assert 'perplexity_evaluated.png' in report.written
 
 
+def test_an_evaluation_of_a_part_is_marked(tmp_path):
+    """As with train.eval_tokens; the whole split, which lm evaluate scores at the same step, counts more."""
+    for name in ('a', 'b', 'c'):
+        run = write_run(tmp_path / name, Softmax())
+        if name != 'c':
+            config = (run / 'config.gin').read_text()
+            (run / 'config.gin').write_text(config.replace('train.eval_tokens = None', 'train.eval_tokens = 4096'))
+            lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
+            lines = [{k: v for k, v in line.items() if k != 'word_perplexity'} for line in lines]
+            (run / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    evaluate(tmp_path / 'b', word_perplexity=50.0)
+    text = Report(find_runs([str(tmp_path)]), tmp_path).markdown_table()
+    assert 'Of the first train.eval_tokens alone, until lm evaluate scores the split: a.\n' in f'{text}\n'
+
+
 def test_accuracy_of_tasks(tmp_path):
     write_run(tmp_path / 'a', Softmax(), accuracy=True, data=SelectiveCopying())
     assert main(['report', str(tmp_path / 'a'), '--out', str(tmp_path / 'out')]) == 0
