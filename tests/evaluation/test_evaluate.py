@@ -171,6 +171,7 @@ def test_what_is_not_finite_is_json_too(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, 'load_run', lambda *_: run)
     monkeypatch.setattr(command, 'evaluator_of', lambda run: lambda weights, step: dict(result))
     told = dict.fromkeys(('coordinator_address', 'process_count', 'process_id', 'run_dir', 'step', 'tasks'))
+    told |= dict.fromkeys(command.OF_TASKS)
     command.main(Experiment(), types.SimpleNamespace(**told, json=True))
     (written,) = (tmp_path / 'evaluations').glob('*.json')
     for text in (capsys.readouterr().out, written.read_text()):

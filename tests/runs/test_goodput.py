@@ -51,9 +51,10 @@ def test_lost_steps_and_the_time_between_are_charged():
 def test_the_time_after_a_run_has_finished_is_nobodys():
     before = {'seconds': {'step': 90.0}, 'share': 0.9, 'starts': 1, 'started': time.time() - 8000, 'updated': 0.0}
     before['updated'] = before['started'] + 100
-    assert Goodput(checked(before | {'finished': True})).seconds['restart'] == 0
-    assert Goodput(checked(before)).seconds['restart'] == pytest.approx(7900, abs=60)
-    again = Goodput(before | {'finished': True})
+    now = time.time()
+    assert Goodput(checked(before | {'finished': True}), now).seconds['restart'] == 0
+    assert Goodput(checked(before), now).seconds['restart'] == pytest.approx(7900, abs=60)
+    again = Goodput(before | {'finished': True}, now)
     assert not again.record()['finished'], 'what is killed while the run grows has time between again'
     assert again.record(finished=True)['finished']
 

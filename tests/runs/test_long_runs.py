@@ -65,7 +65,7 @@ def test_event_files_become_one_again(by, tracker, monkeypatch, tmp_path):
     folder = tmp_path / 'tensorboard'
     folder.mkdir()
 
-    def writer(path):
+    def writer(path, **_):
         file = pathlib.Path(path) / f'events.out.tfevents.{len(created):04d}'
         file.touch()
         created.append(file.name)
