@@ -2,8 +2,17 @@
 
 import os
 import pathlib
+import signal
 import sys
+import threading
 import tracemalloc  # noqa: F401  pytest imports it for a warning, which fails while a test runs lazy imports of etils
+
+if threading.current_thread() is threading.main_thread():
+    # A shell that starts the tests in the background, or `nohup`, has them ignored, which children would inherit; a
+    # handler they do not.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
