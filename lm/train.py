@@ -161,8 +161,7 @@ def set_up(
         branch.copy_metrics()
     programs.publish()
     progress = Progress(config.steps, enabled=is_leader)
-    told = config.trackers, dump(experiment), is_leader, config.tensorboard, start
-    trackers = stack.enter_context(run.track(*told))
+    trackers = stack.enter_context(run.track(config.trackers, dump(experiment), is_leader, config.tensorboard, start))
     metrics_file = stack.enter_context(run.metrics(start, trackers))
     profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))
     if restored:

@@ -144,7 +144,7 @@ class PolysketchAttention(NormedModule, LinearModule):
         length = q_BxLxHxD.shape[1] * sequence_shards()
         if config.local and length <= config.block:  # one block is exact: no sketch takes part
             scale = score_scale(config.degree, self.dims.head_dim)
-            named = {config.implementation} & ({'xla', 'reference'} if self.gate is not None else POLYNOMIAL.keys())
+            able = POLYNOMIAL if self.gate is None else ('xla', 'reference')  # no kernel of one block knows decay
             return polynomial_attention(
                 q_BxLxHxD,
                 k_BxLxKxD,
@@ -154,6 +154,6 @@ class PolysketchAttention(NormedModule, LinearModule):
                 denominator_bias=config.denominator_bias * scale**config.degree,
                 starts_BxL=starts_BxL,
                 log_decay_BxMxK=self.gate and self.gate.log_decay(k_BxLxKxD, gate_BxLxK),
-                implementation=next(iter(named), None),
+                implementation=config.implementation if config.implementation in able else None,
             )
         return super().attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, gate_BxLxK, starts_BxL=starts_BxL)

@@ -17,7 +17,17 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from lm.checkpoint.quiet import Quiet
-from lm.checkpoint.snapshot import COMMITTED, Damaged, Snapshot, flatten, make_record, one_line, some, steps_in
+from lm.checkpoint.snapshot import (
+    COMMITTED,
+    Damaged,
+    Snapshot,
+    committed_steps,
+    flatten,
+    make_record,
+    one_line,
+    some,
+    steps_in,
+)
 from lm.config.configurable import configurable, field
 from lm.errors import LmError, MismatchError
 from lm.files import is_remote
@@ -247,7 +257,7 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """Steps that are complete on disk, ascending; they may still turn out to be damaged."""
-        return [s for s in steps_in(self.directory) if Snapshot(self.directory, s).is_committed()]
+        return committed_steps(self.directory)
 
     def latest_step(self) -> int | None:
         """The newest of `all_steps`."""

@@ -209,6 +209,11 @@ def steps_in(directory: epath.Path) -> list[int]:
     return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and str(int(p.name)) == p.name)
 
 
+def committed_steps(directory: epath.Path) -> list[int]:
+    """Those of `steps_in` that are complete; they may still turn out to be damaged."""
+    return [step for step in steps_in(directory) if Snapshot(directory, step).is_committed()]
+
+
 def flatten(tree: Any) -> dict[str, Any]:
     """Dotted name → leaf, in the order of jax.tree.leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from lm.checkpoint.snapshot import Damaged, Snapshot, steps_in
+from lm.checkpoint.snapshot import Damaged, Snapshot, committed_steps
 from lm.config.configurable import REGISTRY
 from lm.config.names import may_change, up_to_date
 from lm.config.text import dump
@@ -106,7 +106,7 @@ class RunDir:
 
     def has_checkpoint(self) -> bool:
         """Whether there is a step to go on from; it may still turn out to be damaged."""
-        return any(Snapshot(self.checkpoints, step).is_committed() for step in steps_in(self.checkpoints))
+        return bool(committed_steps(self.checkpoints))
 
     def record_saved(self, step: int) -> None:
         """Notes in run.json that the checkpoint of `step` is complete. Only warns where that fails."""
@@ -188,7 +188,7 @@ class RunDir:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f'--run_dir {self.path}: is a file; name a directory')
         self._check_kinds()
-        steps = [s for s in steps_in(self.checkpoints) if Snapshot(self.checkpoints, s).is_committed()]
+        steps = committed_steps(self.checkpoints)
         info = read_raw(self.info)
         config = read_text(self.config)
         held = [p for p in (self.config, self.info, self.path / 'metrics.jsonl') if p.exists()]
