@@ -16,7 +16,7 @@ from lm.attention.recurrent.convolution import ShortConvolution
 from lm.model.config import ACTIVATIONS, ModelConfig
 from lm.model.dense import Dense
 from lm.ops.rotary import Rotation, rotate
-from lm.ops.tpu import tokens_on_lanes
+from lm.ops.tpu import lone_windows, tokens_on_lanes
 from lm.parameters import NORMS, declare, rms_norm, stack
 
 
@@ -130,14 +130,18 @@ class Block(nnx.Module):
             if self.output_gate is not None:
                 y_BxLxN *= jax.nn.silu(self.output_gate(normed_BxLxD))
             x_BxLxD = tokens_on_lanes(x_BxLxD + self.attention_out(y_BxLxN))
+        return self._feed_forward(lone_windows(x_BxLxD)).reshape(x_BxLxD.shape)
+
+    def _feed_forward(self, x_TxD):
+        """Of tokens in any number of axes."""
         with jax.named_scope('norms'):
-            normed_BxLxD = self.glu_norm(x_BxLxD)
+            normed_TxD = self.glu_norm(x_TxD)
         with jax.named_scope('glu'):
             if not self.gated:
-                return x_BxLxD + self.glu_out(self.activation(tokens_on_lanes(self.glu_in(normed_BxLxD))))
-            products = self.glu_in.pieces(normed_BxLxD, [self.glu_out.in_features] * 2)
-            value_BxLxF, gate_BxLxF = map(tokens_on_lanes, products)
-            return x_BxLxD + self.glu_out(value_BxLxF * self.activation(gate_BxLxF))
+                return x_TxD + self.glu_out(self.activation(tokens_on_lanes(self.glu_in(normed_TxD))))
+            products = self.glu_in.pieces(normed_TxD, [self.glu_out.in_features] * 2)
+            value_TxF, gate_TxF = map(tokens_on_lanes, products)
+            return x_TxD + self.glu_out(value_TxF * self.activation(gate_TxF))
 
 
 def stacked(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rngs) -> Block:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from lm.ops.platform import target_platform
+from lm.ops.platform import batch_shards, target_platform
 
 LANES = 128
 
@@ -50,9 +50,22 @@ def tokens_on_lanes(x_BxLxF: jax.Array) -> jax.Array:
     XLA lays what it saves for a backward pass out as the forward pass made it. Around kernels the gradients of a layer
     lie feature by token: what meets them had to be transposed, a pass over HBM for nothing.
     """
-    if target_platform() != 'tpu' or x_BxLxF.shape[1] < LANES:  # a few tokens, as in decoding, would fill no lanes
+    *rest, length, _ = x_BxLxF.shape
+    if target_platform() != 'tpu' or length < LANES:  # a few tokens, as in decoding, would fill no lanes
         return x_BxLxF
-    return with_layout_constraint(x_BxLxF, Layout(major_to_minor=(0, 2, 1)))
+    order = (*range(len(rest)), len(rest) + 1, len(rest))
+    return with_layout_constraint(x_BxLxF, Layout(major_to_minor=order))
+
+
+def lone_windows(x_BxLxF: jax.Array) -> jax.Array:
+    """[B L, F] for a TPU of which every device has one window, else x.
+
+    Of a batch of one XLA does not fuse what follows the product of a gradient, as it does of several and of none.
+    """
+    batch, length, size = x_BxLxF.shape
+    if target_platform() != 'tpu' or length < LANES or batch != batch_shards():
+        return x_BxLxF
+    return x_BxLxF.reshape(batch * length, size)
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:

@@ -15,6 +15,7 @@ from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig
+from lm.ops import tpu
 from lm.parameters import declarations
 from lm.training.step import count_parameters
 
@@ -193,6 +194,30 @@ def test_remat_and_unrolling_change_nothing_that_is_learned(change):
     plain, changed = gradients(), gradients(**change)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), plain, changed)
     assert model_lib.REMAT.keys() == {'none', *REMATS}
+
+
+def test_a_lone_window_on_a_tpu_is_computed_as_others_are(monkeypatch):
+    tokens = jnp.asarray(np.random.default_rng(6).integers(0, 97, (2, 161)))
+    config = ModelConfig(**TINY, attention=Softmax(implementation='xla'))
+    graph, params, rest = nnx.split(model_lib.build(config, seed=3), nnx.Param, ...)
+
+    def loss(params, tokens):
+        return nnx.merge(graph, params, rest).token_losses(tokens[:, :-1], tokens[:, 1:]).mean()
+
+    def hidden(tokens):
+        traced_anew = jax.make_jaxpr(lambda *arguments: loss(*arguments))(params, tokens)
+        return f'f32[160,{config.glu_dim}]' in str(traced_anew)
+
+    assert not hidden(tokens[:1])
+    others = jax.jit(jax.grad(loss))(params, tokens[:1])
+    monkeypatch.setattr(tpu, 'target_platform', lambda: 'tpu')
+    assert hidden(tokens[:1])
+    assert not hidden(tokens)
+    alone = jax.jit(jax.grad(lambda *arguments: loss(*arguments)))(params, tokens[:1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), others, alone)
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ('data',))):  # one for each of its devices
+        assert tpu.lone_windows(jnp.zeros((2, 160, 3))).shape == (320, 3)
+        assert tpu.lone_windows(jnp.zeros((4, 160, 3))).ndim == tpu.lone_windows(jnp.zeros((2, 1, 3))).ndim == 3
 
 
 def test_bfloat16_stays_close_to_float32():
