@@ -177,6 +177,8 @@ def describe_devices(topology: Topology) -> list[Any]:
     chip = topology.chip
     name = topology.slice_name.replace(chip.name, chip.libtpu or chip.name)
     options = dict(chip.options) | ({'num_slices': topology.slices} if topology.slices > 1 else {})
+    if math.prod(topology.shape) == 1:
+        options['chips_per_host_bounds'] = (1, 1, 1)  # older ones, such as 0.0.42, take it that a host has 2x2
     try:
         return list(topologies.get_topology_desc(name, platform='tpu', **options).devices)
     except Exception as error:  # libtpu raises several kinds

@@ -24,7 +24,7 @@ case " $* " in
 esac
 # libtpu compiles for TPUs that are not there, and JAX's CUDA plugin with ptxas for GPUs; both exist for Linux alone.
 compilers=()
-if [ "$(uname -sm)" = 'Linux x86_64' ]; then compilers=(libtpu==0.0.51); fi
+if [ "$(uname -sm)" = 'Linux x86_64' ]; then compilers=('jax[tpu]'); fi
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 pip install -c scripts/constraints.txt -e ".[$extras]" "${compilers[@]}"
 if [ -n "${GPU_COMPILER:-}" ]; then

@@ -15,7 +15,7 @@ from lm.ops import platform
 from lm.ops.blocks import even_block, fresh, loop, put, start, take
 from lm.ops.cross_entropy.cap import capped, capped_slope
 
-LOGIT_BYTES = {'cpu': 64 * 2**20, 'gpu': 512 * 2**20, 'tpu': 256 * 2**20}
+LOGIT_BYTES = {'cpu': 64 * 2**20, 'gpu': 512 * 2**20, 'tpu': 512 * 2**20}
 """The most bytes of float32 logits that a device has at a time (in two copies during the backward pass)."""
 
 CPU_TOKENS = 512
