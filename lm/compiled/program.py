@@ -74,7 +74,7 @@ class Instruction:
 
     @functools.cached_property
     def operands(self) -> list[str]:
-        return re.findall(r'%([\w.\-]+)', self.arguments)
+        return re.findall(r'%([\w.\-#]+)', self.arguments)
 
     @property
     def is_kernel(self) -> bool:
@@ -96,7 +96,7 @@ class HloProgram:
         starts = list(_COMPUTATION.finditer(text))
         for i, start in enumerate(starts):
             end = starts[i + 1].start() if i + 1 < len(starts) else len(text)
-            self.computations[start[2]] = list(_instructions(text[start.end() : end]))
+            self.computations[start[2]] = _with_elements(list(_instructions(text[start.end() : end])))
             if start[1]:
                 self.entry = start[2]
         self.by_name = {c: {i.name: i for i in body} for c, body in self.computations.items()}
@@ -226,6 +226,40 @@ def _instructions(text: str) -> Iterator[Instruction]:
         opcode, _, _ = rest.partition('(')
         close = _closing(rest, len(opcode))
         yield Instruction(start[2], opcode, result, rest[len(opcode) + 1 : close - 1], rest[close:], bool(start[1]))
+
+
+def _with_elements(instructions: list[Instruction]) -> list[Instruction]:
+    """Adds the get-tuple-elements that JAX 0.12 leaves out: it writes `%x#2` where the third element is used."""
+    named = {name for i in instructions for name in i.operands if '#' in name}
+    named |= {name[:at] for name in named for at, c in enumerate(name) if c == '#' and '#' in name[:at]}
+    elements: dict[str, list[str]] = {}
+    for name in sorted(named):
+        elements.setdefault(name.rpartition('#')[0], []).append(name)
+    if not elements:
+        return instructions
+    result: list[Instruction] = []
+
+    def add(instruction: Instruction) -> None:
+        result.append(instruction)
+        for name in elements.get(instruction.name, ()):
+            index = name.rpartition('#')[2]
+            kind, whole = _elements(instruction.result)[int(index)], f'{instruction.result} %{instruction.name}'
+            add(Instruction(name, 'get-tuple-element', kind, whole, f', index={index}', is_root=False))
+
+    for instruction in instructions:
+        add(instruction)
+    return result
+
+
+def _elements(kind: str) -> list[str]:
+    """The types in that of a tuple."""
+    depth, found, begin = 0, [], 1
+    for at, c in enumerate(kind):
+        if c == ',' and depth == 1:
+            found.append(kind[begin:at].strip())
+            begin = at + 1
+        depth += (c in '([{') - (c in ')]}')
+    return [*found, kind[begin : len(kind) - 1].strip()]
 
 
 def _closing(text: str, start: int) -> int:

@@ -1,6 +1,7 @@
 """What a compiled program does: its buffers, loops and collectives, read from its text."""
 
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.compiled.collectives import collectives, group_size, transfers
 from lm.compiled.program import Array, HloProgram
+from lm.compiled.traffic import hbm_bytes
 from lm.hardware import describe_devices, parse
 from lm.training.mesh import MeshConfig, make_mesh
 
@@ -88,6 +90,35 @@ def test_a_loop_and_its_collectives_count_as_often_as_they_run():
     (found,) = collectives(program)
     assert (found.kind, found.devices, found.times, found.bytes) == ('all-reduce', 4, 4, row)
     assert found.sent == 2 * 3 / 4 * row
+
+
+def test_elements_of_tuples_are_named_in_either_way():
+    before, loop = PROGRAM[: PROGRAM.index('%condition')], PROGRAM[PROGRAM.index('%condition') :]
+    for name, index in (('i', 0), ('x', 1)):  # as JAX 0.12 writes them
+        loop = re.sub(rf' *%{name} = .* get-tuple-element\(%state\).*\n', '', loop)
+        text, entry = loop.split('ENTRY')
+        loop = re.sub(rf'%{name}(?=[,)])', f'%state#{index}', text) + 'ENTRY' + entry
+    text = before + loop
+    assert (text.count('#0'), text.count('#1'), text.count('tuple-element')) == (4, 2, 1)
+    old, new = HloProgram(PROGRAM), HloProgram(text)
+    assert (new.times, new.unknown_loops) == (old.times, [])
+    element = new.by_name['body']['state#1']
+    assert (element.opcode, element.operands, element.arrays) == (
+        'get-tuple-element',
+        ['state'],
+        old.by_name['body']['x'].arrays,
+    )
+    assert hbm_bytes(new) == hbm_bytes(old) > 0
+
+
+def test_an_element_of_a_tuple_inside_a_tuple():
+    text = """ENTRY %main (x: (s32[], (f32[2,3], bf16[4]))) -> bf16[4] {
+  %x = (s32[], (f32[2,3]{1,0:T(8,128)}, /*index=1*/bf16[4]{0})) parameter(0)
+  ROOT %y = bf16[4]{0} negate(%x#1#1)
+}
+"""
+    (inner,) = (i for i in HloProgram(text).computations['main'] if i.name == 'x#1#1')
+    assert (inner.operands, inner.arrays) == (['x#1'], [Array('bf16', (4,), '0')])
 
 
 def test_an_unknown_end_of_a_loop_is_not_guessed():
