@@ -78,8 +78,7 @@ def kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -
     if unknown := [name for name in names if name not in cases()]:
         raise ConfigError(f'case {unknown[0]!r}: must be one of {", ".join(cases())}')
     with tempfile.TemporaryDirectory() as dump:
-        command = [sys.executable, '-m', 'lm.bench.kernels', '--worker', dump, '--topology', generation]
-        command += ['--parts', str(parts), *names]
+        command = [sys.executable, '-m', 'lm.bench.kernels', generation, dump, str(parts), *names]
         done = subprocess.run(command, env=schedules.environment(dump), capture_output=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
     errors = [row['error'] for row in rows if 'error' in row]
@@ -118,27 +117,8 @@ def total(rows: list[KernelRow]) -> dict[tuple[str, str], float]:
     return result
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog='lm bench kernels', description=__doc__.splitlines()[0])
-    parser.add_argument('--topology', default='v5e', help='v4, v5e, v5p, v6e, v7x; several with commas')
-    parser.add_argument('--json', help='also write the rows to this file')
-    parser.add_argument('--parts', type=int, default=1, help='chips that share a window')
-    parser.add_argument('--worker', help=argparse.SUPPRESS)
-    parser.add_argument('cases', nargs='*', metavar='case', help=f'of {", ".join(cases())}')
-    options = parser.parse_args(arguments)
-    if options.worker:
-        return _work(options.cases, options.topology, options.worker, options.parts)
-    topologies = options.topology.split(',')
-    rows = [row for topology in topologies for row in kernels(topology, options.cases or None, options.parts)]
-    print(table(rows))
-    if options.json:
-        with open(options.json, 'w') as file:
-            json.dump([dataclasses.asdict(row) for row in rows], file, indent=1)
-    return 0
-
-
 def run(arguments: argparse.Namespace) -> int:
-    """`lm bench kernels`: `main`, with a heading, and JSON that says with which versions it was made."""
+    """`lm bench kernels`: a table with a heading, and JSON that says with which versions it was made."""
     from lm.bench import results
 
     results.check_writable(arguments.json, None)
@@ -155,15 +135,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _work(cases: list[str], generation: str, dump: str, parts: int) -> int:
+def _work(generation: str, dump: str, parts: str, *cases: str) -> None:
     for case in cases:
         try:
-            rows = [dataclasses.asdict(row) for row in measure(case, generation, dump, parts)]
+            rows = [dataclasses.asdict(row) for row in measure(case, generation, dump, int(parts))]
         except Exception as error:  # The compiler raises many kinds; the parent process reports the first line.
             rows = [{'error': f'{case}: {str(error).strip().splitlines()[0]}'}]
         for row in rows:
             print(json.dumps(row), flush=True)
-    return 0
 
 
 def measure(case: str, generation: str, dump: str, parts: int = 1) -> list[KernelRow]:
@@ -232,4 +211,4 @@ def _vmem(text: str, name: str) -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    _work(*sys.argv[1:])

@@ -12,7 +12,7 @@ from lm.bench import kernels
 from lm.errors import ConfigError
 
 RECORD = pathlib.Path(__file__).parents[1] / 'data' / 'kernels.json'
-"""Made by `python -m lm.bench.kernels --topology v5e,v6e --json tests/data/kernels.json`."""
+"""Made by `lm bench kernels --topology v5e,v6e --json tests/data/kernels.json`."""
 
 GOALS = {
     ('polysketch r=32 block=256', 'v5e'): 10.5,
@@ -37,7 +37,7 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, re
 
 
 def recorded() -> list[kernels.KernelRow]:
-    return [kernels.KernelRow(**row) for row in json.loads(RECORD.read_text())]
+    return [kernels.KernelRow(**row) for row in json.loads(RECORD.read_text())['rows']]
 
 
 def grown(rows, limits) -> list[str]:
