@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from lm.attention import YARDSTICK
-from lm.bench import results, timing
+from lm.bench import results
 from lm.bench.candidates import Candidate, of_arguments
 from lm.bench.step import MODEL, at_context
-from lm.compiled.compiler import compile_with_text
+from lm.compiled.compiler import CompiledProgram, compile_with_text
 from lm.compiled.kernel_cycles import KernelCycles
 from lm.compiled.program import HloProgram
 from lm.compiled.step_time import PARTS, StepTime, step_time
@@ -124,19 +124,19 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
     )
     if found is None:
         return row
-    compiled, program = found[0], HloProgram(found[1])
+    program = HloProgram(found.text)
     time = step_time(program, topology, KernelCycles(program, topology))
     flops = model.flops_per_token(context) * tokens
     return dataclasses.replace(
         row,
-        peak_gib=timing.memory_mib(compiled)['peak_mib'] / 1024,
+        peak_gib=found.memory.peak / 2**30,
         time=time,
         mfu=flops / time.seconds / (chip.flops / chip.devices),
     )
 
 
-def compile_step(experiment: Experiment, topology: Topology) -> tuple[Any, str] | None:
-    """The compiled step of `lm train` on one device, and its text; None: it needs more memory than that has."""
+def compile_step(experiment: Experiment, topology: Topology) -> CompiledProgram | None:
+    """The step of `lm train` on one device; None: it needs more memory than that has."""
     mesh = make_mesh(MeshConfig(), describe_devices(topology)[:1])
     with jax.set_mesh(mesh):
         functions = training_step(experiment)

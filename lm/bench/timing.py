@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from lm.compiled.memory import program_memory
 from lm.errors import LmError
 
 LEAST_SECONDS = 0.01
@@ -115,12 +116,8 @@ def compile_if_fits(lowered: jax.stages.Lowered) -> tuple[Any, dict[str, float]]
 
 def memory_mib(compiled: Any) -> dict[str, float]:
     """Of a compiled program on one device: what it takes and gives, what it needs besides, and the peak."""
-    stats = compiled.memory_analysis()
-    if stats is None:
-        return {}
-    given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    peak = max(getattr(stats, 'peak_memory_in_bytes', 0), given + stats.temp_size_in_bytes)
-    return {'temporary_mib': stats.temp_size_in_bytes / 2**20, 'peak_mib': peak / 2**20}
+    found = program_memory(compiled)
+    return {} if found is None else {'temporary_mib': found.temporaries / 2**20, 'peak_mib': found.peak / 2**20}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

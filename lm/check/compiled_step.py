@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
-from lm.compiled.compiler import compile_with_text
+from lm.compiled.compiler import CompiledProgram, compile_with_text
 from lm.compiled.kernel_cycles import KernelCycles
+from lm.compiled.memory import ProgramMemory
 from lm.compiled.program import HloProgram
 from lm.compiled.roofline import Roofline, roofline
 from lm.compiled.step_time import StepTime, step_time
@@ -154,7 +155,7 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     experiment.train.check_parts(experiment.mesh.sequence)
     start = time.perf_counter()
     with jax.set_mesh(mesh):
-        compiled, text, needed = _compile(experiment, mesh, topology)
+        compiled, needed = _compile(experiment, mesh, topology)
     found = dict(
         topology=topology.name,
         chips=topology.chips,
@@ -165,7 +166,7 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     limit = topology.chip.hbm_gib
     if compiled is None:
         return Check(**found, fits=False, memory=Memory(limit, needed), roofline=None, speed=None)
-    memory = _memory(compiled, limit)
+    memory, text = _memory(compiled.memory, limit), compiled.text
     dims, length = experiment.model.dims, experiment.train.context_length
     undeclared = [a for a in experiment.model.pattern if not a.kernels_declare_cost(dims)]
     forward = sum(a.flops_per_token(dims, length) for a in undeclared) / max(1, len(undeclared))
@@ -193,27 +194,26 @@ def changed(experiment: Experiment, bindings: Mapping[str, Any]) -> Experiment:
     return experiment
 
 
-def _compile(experiment: Experiment, mesh: jax.sharding.Mesh, topology: Topology) -> tuple[Any, str, float]:
-    """(the compiled step, its text, 0), or (None, '', the GiB that it would need)."""
+def _compile(
+    experiment: Experiment, mesh: jax.sharding.Mesh, topology: Topology
+) -> tuple[CompiledProgram | None, float]:
+    """(the compiled step, 0), or (None, the GiB that it would need)."""
     functions = training_step(experiment)
     dtype = experiment.data.dtype(experiment.model.vocab_size)
     try:
         lowered = lower_step(functions, abstract_state(functions, mesh), experiment.train, dtype, mesh)
-        return *compile_with_text(lowered), 0.0
+        return compile_with_text(lowered), 0.0
     except jax.errors.JaxRuntimeError as error:
         needed = out_of_memory(str(error))
         if needed is None:
             line = next(iter(str(error).splitlines()), '')
             raise ConfigError(f'--topology {topology.name}: the compiler refuses the training step: {line}') from error
-        return None, '', needed
+        return None, needed
 
 
-def _memory(compiled: Any, limit: float) -> Memory:
-    stats = compiled.memory_analysis()
-    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
-    aliased, temporaries = stats.alias_size_in_bytes, stats.temp_size_in_bytes
-    peak = max(getattr(stats, 'peak_memory_in_bytes', 0), arguments + outputs - aliased + temporaries)
-    return Memory(limit, peak / GIB, arguments / GIB, outputs / GIB, aliased / GIB, temporaries / GIB)
+def _memory(found: ProgramMemory, limit: float) -> Memory:
+    parts = (found.peak, found.arguments, found.outputs, found.aliased, found.temporaries)
+    return Memory(limit, *(part / GIB for part in parts))
 
 
 def _speed(experiment: Experiment, seconds: float, topology: Topology) -> Speed:

@@ -5,7 +5,6 @@ import json
 import pathlib
 import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,8 @@ import pytest
 from lm.bench import forecast
 from lm.bench.step import at_context
 from lm.cli import main
+from lm.compiled.compiler import CompiledProgram
+from lm.compiled.memory import ProgramMemory
 from lm.errors import ConfigError
 from lm.experiment import load, training_step
 from lm.hardware import Topology, generation
@@ -45,10 +46,7 @@ MILLISECONDS = 1e3 * 2 * 2 * 1024 * 262_144 / 819e9
 """Of each of the two on a v5e: one array is read and one written."""
 
 
-class Compiled:
-    def memory_analysis(self):
-        names = ('argument', 'output', 'alias', 'temp')
-        return types.SimpleNamespace(**{f'{name}_size_in_bytes': 2**30 for name in names})
+COMPILED = CompiledProgram(None, PROGRAM, ProgramMemory(2**30, 2**30, 2**30, 2**30, 2**31))
 
 
 def small(*flags: str) -> list[str]:
@@ -57,7 +55,7 @@ def small(*flags: str) -> list[str]:
 
 
 def test_parts_are_printed_written_and_drawn(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(forecast, 'compile_step', lambda *_: (Compiled(), PROGRAM))
+    monkeypatch.setattr(forecast, 'compile_step', lambda *_: COMPILED)
     flags = small('--contexts', '64', '--mechanisms', 'softmax,polynomial')
     assert main([*flags, '--json', str(tmp_path / 's.json'), '--out', str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -81,7 +79,7 @@ def test_a_step_that_does_not_fit_recomputes_more(monkeypatch, tmp_path):
 
     def compile_step(experiment, topology):
         tried.append(experiment.model.remat)
-        return (Compiled(), PROGRAM) if tried[-1] == 'attention' else None
+        return COMPILED if tried[-1] == 'attention' else None
 
     monkeypatch.setattr(forecast, 'compile_step', compile_step)
     assert main([*small('--contexts', '64', '--mechanisms', 'softmax'), '--json', str(tmp_path / 's.json')]) == 0
@@ -100,7 +98,7 @@ def test_the_step_computes_as_on_the_chip_it_is_for(monkeypatch):
 
     monkeypatch.setattr(forecast, 'training_step', step)
     monkeypatch.setattr(forecast, 'lower_step', lambda *_: None)
-    monkeypatch.setattr(forecast, 'compile_with_text', lambda lowered: (Compiled(), PROGRAM))
+    monkeypatch.setattr(forecast, 'compile_with_text', lambda lowered: COMPILED)
     small_model = ['model.d_model = 32', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
     topology = Topology(generation('v5e'), (1, 1))
     assert forecast.compile_step(load([], small_model), topology) is not None
@@ -114,7 +112,7 @@ def test_the_step_is_the_one_that_is_configured(bindings, monkeypatch):
     """Documents that do not see each other, and what is asked for, are part of the program."""
     made = []
     monkeypatch.setattr(forecast, 'lower_step', lambda functions, *_: made.append(functions))
-    monkeypatch.setattr(forecast, 'compile_with_text', lambda lowered: (Compiled(), PROGRAM))
+    monkeypatch.setattr(forecast, 'compile_with_text', lambda lowered: COMPILED)
     monkeypatch.setattr(forecast, 'describe_devices', lambda topology: jax.devices())
     shape = ['model.d_model = 32', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
     for given in ([], bindings):

@@ -85,10 +85,10 @@ def lowered(topology):
 @needs_libtpu
 def test_a_kernel_has_the_same_schedule_alone(tmp_path):
     """The program compiled where libtpu writes the schedules of everything, against the kernel taken out of it."""
-    compiled, text = compile_with_text(lowered(V5E))
-    program = HloProgram(text)
+    found = compile_with_text(lowered(V5E))
+    program = HloProgram(found.text)
     (kernel,) = (i for body in program.computations.values() for i in body if i.is_kernel)
-    assert HloProgram(compiled.as_text()).by_name.keys() == program.by_name.keys()
+    assert HloProgram(found.executable.as_text()).by_name.keys() == program.by_name.keys()
     dump = tmp_path / 'dump'
     dump.mkdir()
     code = """
@@ -125,10 +125,9 @@ def test_steps_of_jax_splash_kernels(length, window, pairs):
         return softmax_attention(q, k, v, window=window, implementation='splash').astype(jnp.float32).sum()
 
     with jax.set_mesh(mesh):
-        _, text = compile_with_text(
-            jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, q, q).lower(lowering_platforms=('tpu',))
-        )
-    kernels = [i for body in HloProgram(text).computations.values() for i in body if i.is_kernel]
+        lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, q, q).lower(lowering_platforms=('tpu',))
+        program = HloProgram(compile_with_text(lowered).text)
+    kernels = [i for body in program.computations.values() for i in body if i.is_kernel]
     assert len(kernels) >= 2
     assert {kernel_cycles.grid_steps(kernel) / 4 for kernel in kernels} == {pairs}
 
@@ -141,6 +140,6 @@ def test_a_kernel_that_cannot_be_compiled_has_no_cycles():
 
 
 def test_other_compilers_are_asked_for_their_text():
-    compiled, text = compile_with_text(jax.jit(jnp.tanh).lower(jnp.ones(3)))
-    assert text.startswith('HloModule')
-    assert compiled(jnp.zeros(3)).sum() == 0
+    found = compile_with_text(jax.jit(jnp.tanh).lower(jnp.ones(3)))
+    assert found.text.startswith('HloModule')
+    assert found.executable(jnp.zeros(3)).sum() == 0
