@@ -502,6 +502,10 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
         assert capsys.readouterr().err.count('\n') == 1
     assert not (tmp_path / 'out').exists()
     run = write_run(tmp_path / 'run', Softmax(), steps=50)
+    monkeypatch.chdir(tmp_path)
+    assert main(['report', str(run), '--out', 'gs://b/out', '--no_pictures']) == 2
+    assert "--out 'gs://b/out': must lie on a disk" in capsys.readouterr().err
+    assert not (tmp_path / 'gs:').exists()
     (tmp_path / 'file').write_text('')
     assert main(['report', str(run), '--out', str(tmp_path / 'file')]) == 2
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
