@@ -59,7 +59,7 @@ def import_run(experiment: Experiment, arguments: Any) -> int:
     if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
     family, config = find(folder)
-    experiment = dataclasses.replace(experiment, model=family.model(folder, config))
+    experiment = dataclasses.replace(experiment, model=family.model(folder, config, arguments.allow_gin_imports))
     experiment.model.check_length(experiment.train.context_length)
     fingerprints = fingerprints_of(experiment, folder)
     theirs = read_tensors(folder)
