@@ -12,7 +12,7 @@ import pytest
 from lm import plots
 from lm.attention import HeadDims, mechanisms
 from lm.attention.linear import LinearAttention
-from lm.bench import attention, candidates, data, kernels, results, step, timing
+from lm.bench import attention, candidates, checkpoint, data, kernels, results, step, timing
 from lm.bench.formulations import COMPUTED, FORMULATIONS
 from lm.cli import main
 from lm.data.store import TokenStore
@@ -173,6 +173,9 @@ def test_mechanisms_by_file_and_by_scope():
         (['--passes', 'backward'], 'forward+backward'),
         (['--contexts', '0'], '--contexts'),
         (['--json', 'no/such/folder/a.json'], 'folder'),
+        (['--json', 'configs'], 'is a folder'),
+        (['--json', 'gs://b/a.json'], 'must lie on a disk'),
+        (['--out', 's3://b/pictures'], 'must lie on a disk'),
     ],
 )
 def test_mistakes_are_one_line(flags, words, capsys):
@@ -366,6 +369,15 @@ def test_made_up_text_is_prose_and_always_the_same():
     assert 19_990 < len(text.encode()) <= 20_000
     assert len(set(text.split())) > 500
     assert ''.join(data.cut(text, 300)) == text
+
+
+def test_checkpoint_mistakes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(checkpoint.subprocess, 'run', lambda *_, **__: pytest.fail('something was measured'))
+    assert '--folder' in error_of(['bench', 'checkpoint', '--folder', str(tmp_path / 'absent')], capsys)
+    (tmp_path / 'x.gin').write_text('import this_is_nothing')
+    flags = ['bench', 'checkpoint', '--gin_file', str(tmp_path / 'x.gin')]
+    assert 'would run code' in error_of(flags, capsys)
+    assert 'No module' in error_of([*flags, '--allow_gin_imports'], capsys)
 
 
 def test_data_mistakes(tmp_path, capsys):
