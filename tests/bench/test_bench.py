@@ -353,14 +353,17 @@ def test_data(tmp_path, capsys):
     assert math.isclose(batches['tokens_per_second'] * batches['seconds'], data.BATCHES * 4096)
 
 
-def test_batches_of_a_store(tmp_path):
+def test_batches_of_a_store(tmp_path, capsys):
     path = str(tmp_path / 'tokens')
     data.write_store(path, 10_000)
     assert TokenStore.open(path).tokens('train') == 10_000
-    flags = ['--path', path, '--context_length', '32', '--tokens_per_step', '1024', '--repeats', '1']
+    flags = ['--path', path, '--context_length', '32', '--tokens_per_step', '1050', '--repeats', '1']
     assert main(['bench', 'data', *flags, '--json', str(tmp_path / 'd.json')]) == 0
-    (row,) = read(tmp_path / 'd.json', 'data')['rows']
+    found = read(tmp_path / 'd.json', 'data')
+    (row,) = found['rows']
     assert row['name'] == 'batches'
+    assert found['settings']['tokens_per_step'] == 1024, 'windows are whole'
+    assert 'in steps of 1,024 tokens' in capsys.readouterr().out
 
 
 def test_made_up_text_is_prose_and_always_the_same():
