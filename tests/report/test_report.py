@@ -97,6 +97,16 @@ def test_what_else_differs_makes_another_series(tmp_path):
     ]
 
 
+def test_paths_that_end_alike_are_told_apart(tmp_path):
+    for name, data in (('a', 'data/one/tokens'), ('b', 'data/two/tokens'), ('c', 'data/other')):
+        write_run(tmp_path / name, Softmax(), steps=100, data=data)
+    assert [s.label for s in make_series(find_runs([str(tmp_path)]))] == [
+        'Softmax, path data/one/tokens',
+        'Softmax, path data/two/tokens',
+        'Softmax, path other',
+    ]
+
+
 def test_the_loss_curve_is_the_mean_of_what_was_logged(tmp_path):
     write_run(tmp_path / 'a', Softmax(), noise=0.0)
     write_run(tmp_path / 'b', Softmax(), noise=0.0, seed=1)
