@@ -37,6 +37,15 @@ def continued(model, prompts: list[list[int]], n: int, sampling: Sampling = GREE
     return np.concatenate([np.array([p[:1] for p in prompts]), *parts], axis=1)
 
 
+def test_what_the_tokenizer_lacks_is_never_drawn(model):
+    """A vocabulary is often larger than the tokenizer's, and such ids have no text."""
+    for sampling in (GREEDY, Sampling(temperature=100.0), Sampling(temperature=100.0, top_k=40)):
+        *_, tokens = generate(model, [np.array([1, 2])], 64, sampling, 0, pieces=10)
+        assert tokens.max() < 10
+    whole, all_of_them = (list(generate(model, [np.array([1])], 8, Sampling(), 0, n)) for n in (None, 50))
+    assert np.concatenate(whole, axis=1).tolist() == np.concatenate(all_of_them, axis=1).tolist()
+
+
 @pytest.fixture(scope='module')
 def model():
     return small(Polysketch(sketch='learned', sketch_size=8, block=8))
