@@ -278,17 +278,17 @@ def prompts_of(arguments: Any) -> list[str]:
             raise ConfigError('--prompt: is not text in UTF-8')
         return [prompt]
     path = pathlib.Path(getattr(arguments, given[0]))
-    if not path.is_file():
+    if not path.exists() or path.is_dir():  # a pipe will do
         raise ConfigError(f'--{given[0]} {path}: no such file')
     try:
-        text = path.read_text(encoding='utf-8')
+        text = path.read_bytes().decode()  # which leaves carriage returns as they are, as `lm prepare` does
     except UnicodeDecodeError:
         raise ConfigError(f'--{given[0]} {path}: is not text in UTF-8') from None
     if given == ['text_file']:
         return [text]
     if not text:
         raise ConfigError(f'--prompt_file {path}: is empty; write one prompt a line')
-    return text.removesuffix('\n').split('\n')
+    return [line.removesuffix('\r') for line in text.removesuffix('\n').split('\n')]
 
 
 call = continuations

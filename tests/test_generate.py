@@ -185,6 +185,8 @@ def test_a_whole_file_is_one_prompt(tmp_path):
     (tmp_path / 'text').write_text('two\nlines\n')
     arguments = argparse.Namespace(prompt=None, prompt_file=None, text_file=str(tmp_path / 'text'))
     assert prompts_of(arguments) == ['two\nlines\n']
+    (tmp_path / 'text').write_bytes(b'two\r\nlines\rhere\r\n')
+    assert prompts_of(arguments) == ['two\r\nlines\rhere\r\n'], 'as lm prepare would read it'
     arguments.prompt = 'a'
     with pytest.raises(ConfigError, match='--prompt and --text_file: give one of them'):
         prompts_of(arguments)
@@ -198,6 +200,8 @@ def test_a_line_of_a_file_is_one_prompt(tmp_path):
     arguments = argparse.Namespace(prompt=None, prompt_file=str(path), text_file=None)
     path.write_text('one\u2028with\x0c breaks\n\ntwo\n', encoding='utf-8')
     assert prompts_of(arguments) == ['one\u2028with\x0c breaks', '', 'two']
+    path.write_bytes(b'one\r\n\r\ntwo\r\n')
+    assert prompts_of(arguments) == ['one', '', 'two']
     path.write_bytes(b'caf\xe9\n')
     with pytest.raises(ConfigError, match='is not text in UTF-8'):
         prompts_of(arguments)
