@@ -42,8 +42,11 @@ def check_scheme(path: os.PathLike | str, name: str) -> None:
 def local_path(path: os.PathLike | str, name: str = 'path') -> pathlib.Path:
     """The path of a local file or folder, without file:// and with ~ expanded.
 
-    Raises ConfigError for a ~user that there is not; `name` is the field or flag that said `path`.
+    Raises ConfigError for an address, which would else become folders called `gs:` and so on, and for a ~user that
+    there is not; `name` is the field or flag that said `path`.
     """
+    if is_remote(path):
+        raise ConfigError(f'{_label(path, name)}: must lie on a disk of this machine; copy it from or to there')
     try:
         return pathlib.Path(os.fspath(path).removeprefix('file://')).expanduser()
     except RuntimeError:

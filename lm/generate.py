@@ -65,9 +65,18 @@ class Sampling:
 
 
 def generate(
-    model: Transformer, prompts: list[np.ndarray], max_tokens: int, sampling: Sampling, seed: int
+    model: Transformer,
+    prompts: list[np.ndarray],
+    max_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    pieces: int | None = None,
 ) -> Iterator[np.ndarray]:
     """Continues token-id prompts, none of them empty.
+
+    Args:
+        pieces: those of the tokenizer: of a model with a larger vocabulary, ids from there on mean nothing and are
+            never drawn; None: all.
 
     Yields:
         [B, t] token ids that follow one another on the time axis, starting at the second token of the prompts: prompt
@@ -84,7 +93,7 @@ def generate(
     def choose(logits_BxV, position, key, given):
         """The token at `position`: the prompt's own, or a sampled one behind its end."""
         forced_BxL, lengths_B = given
-        sampled = sampling(logits_BxV, jax.random.fold_in(key, position))
+        sampled = sampling(logits_BxV[:, :pieces], jax.random.fold_in(key, position))
         return jnp.where(position < lengths_B, forced_BxL[:, position], sampled)
 
     # Weights and prompts are arguments: captured ones would be compiled into the programs as constants.
@@ -151,7 +160,7 @@ def continuations(
     made = [np.zeros(0, np.int64)] * len(rows)
     results = [''] * len(rows)
     with jax.set_mesh(run.mesh):
-        for new_BxT in generate(run.model, rows, max_tokens, sampling, seed):
+        for new_BxT in generate(run.model, rows, max_tokens, sampling, seed, tokenizer.vocab_size):
             made = [np.concatenate(pair) for pair in zip(made, new_BxT, strict=True)]
             ended = []
             for i, (row, tokens) in enumerate(zip(rows, made, strict=True)):
@@ -224,7 +233,7 @@ def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Samp
     """Streams one continuation to the terminal; several are printed one after the other when they are complete."""
     stream = TextStream(tokenizer) if len(prompts) == 1 else None
     parts, times, made = [np.array([p[:1] for p in prompts])], [], []
-    for new in generate(model, prompts, max_tokens, sampling, seed):
+    for new in generate(model, prompts, max_tokens, sampling, seed, tokenizer.vocab_size):
         times.append(time.perf_counter())
         made.append(new.shape[1])
         if stream:
@@ -269,17 +278,17 @@ def prompts_of(arguments: Any) -> list[str]:
             raise ConfigError('--prompt: is not text in UTF-8')
         return [prompt]
     path = pathlib.Path(getattr(arguments, given[0]))
-    if not path.is_file():
+    if not path.exists() or path.is_dir():  # a pipe will do
         raise ConfigError(f'--{given[0]} {path}: no such file')
     try:
-        text = path.read_text(encoding='utf-8')
+        text = path.read_bytes().decode()  # which leaves carriage returns as they are, as `lm prepare` does
     except UnicodeDecodeError:
         raise ConfigError(f'--{given[0]} {path}: is not text in UTF-8') from None
     if given == ['text_file']:
         return [text]
     if not text:
         raise ConfigError(f'--prompt_file {path}: is empty; write one prompt a line')
-    return text.removesuffix('\n').split('\n')
+    return [line.removesuffix('\r') for line in text.removesuffix('\n').split('\n')]
 
 
 call = continuations

@@ -34,6 +34,8 @@ def test_paths_are_opened_or_refused_in_one_line(tmp_path, monkeypatch):
         open_path('ftp://x', '--run_dir')
     with pytest.raises(ConfigError, match=r"^path = '~nosuchuser'"):
         local_path('~nosuchuser')
+    with pytest.raises(ConfigError, match=r"^--out 'gs://b/x': must lie on a disk of this machine"):
+        local_path('gs://b/x', '--out')
 
 
 @pytest.mark.parametrize(('scheme', 'package'), files.PACKAGES.items())

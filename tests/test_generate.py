@@ -37,6 +37,15 @@ def continued(model, prompts: list[list[int]], n: int, sampling: Sampling = GREE
     return np.concatenate([np.array([p[:1] for p in prompts]), *parts], axis=1)
 
 
+def test_what_the_tokenizer_lacks_is_never_drawn(model):
+    """A vocabulary is often larger than the tokenizer's, and such ids have no text."""
+    for sampling in (GREEDY, Sampling(temperature=100.0), Sampling(temperature=100.0, top_k=40)):
+        *_, tokens = generate(model, [np.array([1, 2])], 64, sampling, 0, pieces=10)
+        assert tokens.max() < 10
+    whole, all_of_them = (list(generate(model, [np.array([1])], 8, Sampling(), 0, n)) for n in (None, 50))
+    assert np.concatenate(whole, axis=1).tolist() == np.concatenate(all_of_them, axis=1).tolist()
+
+
 @pytest.fixture(scope='module')
 def model():
     return small(Polysketch(sketch='learned', sketch_size=8, block=8))
@@ -176,6 +185,8 @@ def test_a_whole_file_is_one_prompt(tmp_path):
     (tmp_path / 'text').write_text('two\nlines\n')
     arguments = argparse.Namespace(prompt=None, prompt_file=None, text_file=str(tmp_path / 'text'))
     assert prompts_of(arguments) == ['two\nlines\n']
+    (tmp_path / 'text').write_bytes(b'two\r\nlines\rhere\r\n')
+    assert prompts_of(arguments) == ['two\r\nlines\rhere\r\n'], 'as lm prepare would read it'
     arguments.prompt = 'a'
     with pytest.raises(ConfigError, match='--prompt and --text_file: give one of them'):
         prompts_of(arguments)
@@ -189,6 +200,8 @@ def test_a_line_of_a_file_is_one_prompt(tmp_path):
     arguments = argparse.Namespace(prompt=None, prompt_file=str(path), text_file=None)
     path.write_text('one\u2028with\x0c breaks\n\ntwo\n', encoding='utf-8')
     assert prompts_of(arguments) == ['one\u2028with\x0c breaks', '', 'two']
+    path.write_bytes(b'one\r\n\r\ntwo\r\n')
+    assert prompts_of(arguments) == ['one', '', 'two']
     path.write_bytes(b'caf\xe9\n')
     with pytest.raises(ConfigError, match='is not text in UTF-8'):
         prompts_of(arguments)

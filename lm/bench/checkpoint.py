@@ -59,7 +59,10 @@ def run(arguments: Any) -> int:
     results.check_writable(arguments.json, None)
     if not RESET.exists():
         raise ConfigError('lm bench checkpoint: only Linux counts the peak of a process; run it there')
-    experiment = load(arguments.gin_file or [DEFAULT], arguments.gin_param)
+    if arguments.folder is not None and not pathlib.Path(arguments.folder).is_dir():
+        raise ConfigError(f'--folder {arguments.folder}: no such folder; make it')
+    allow_imports = arguments.allow_gin_imports
+    experiment = load(arguments.gin_file or [DEFAULT], arguments.gin_param, allow_imports=allow_imports)
     rows = []
     with tempfile.TemporaryDirectory(prefix='lm-bench-', dir=arguments.folder) as folder:
         pathlib.Path(folder, 'config.gin').write_text(dump(experiment))
@@ -144,7 +147,7 @@ MEASURED = {'save': _save, 'restore': _restore}
 
 
 def _measure(name: str, folder: str) -> None:
-    experiment: Experiment = load([f'{folder}/config.gin'])
+    experiment: Experiment = load([f'{folder}/config.gin'], allow_imports=True)  # which `run` has allowed
     mesh = make_mesh(experiment.mesh)
     with jax.set_mesh(mesh):
         abstract = abstract_state(TrainStep(experiment.model, experiment.optimizer, experiment.train.steps), mesh)

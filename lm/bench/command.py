@@ -144,6 +144,11 @@ def main(experiment: None, arguments: Any) -> int:
     if arguments.part is None:
         arguments.parser.print_help()
         return 2
+    from lm.files import local_path
+
+    for flag in ('json', 'out', 'folder'):
+        if (path := getattr(arguments, flag, None)) is not None:
+            setattr(arguments, flag, str(local_path(path, f'--{flag}')))
     return importlib.import_module(f'lm.bench.{arguments.part}').run(arguments) or 0
 
 

@@ -73,7 +73,7 @@ def run(arguments: Any) -> int:
     printer, machine = results.Printer(), results.machine()
     packages = ('jax', 'sentencepiece', 'tensorstore')
     printer.line(results.heading('lm bench data', machine, packages))
-    rows, settings = [], {'context_length': arguments.context_length, 'tokens_per_step': arguments.tokens_per_step}
+    rows, settings = [], {'context_length': arguments.context_length}
     with tempfile.TemporaryDirectory(prefix='lm-bench-') as folder:
         if arguments.path is None or arguments.text is not None:
             size = int(1e6 * arguments.megabytes) if arguments.megabytes else None
@@ -95,13 +95,14 @@ def run(arguments: Any) -> int:
         else:
             path = arguments.path
             split = next(iter(store.TokenStore.open(path).splits))
-        row = measure_batches(path, split, arguments.context_length, arguments.tokens_per_step, arguments.repeats)
+        context = arguments.context_length
+        row, step = measure_batches(path, split, context, arguments.tokens_per_step, arguments.repeats)
         rows.append(row)
         where = f'{path}, split {split}' if arguments.path else f'a new store of {arguments.tokens:,} tokens'
-        settings |= {'store': where}
+        settings |= {'store': where, 'tokens_per_step': step}
         printer.line(
-            f'batches: windows of {arguments.context_length:,} from {where}, in steps of {arguments.tokens_per_step:,} '
-            'tokens, onto the devices; files lie in the page cache'
+            f'batches: windows of {context:,} from {where}, in steps of {step:,} tokens, onto the devices; files lie '
+            'in the page cache'
         )
     printer.table([dataclasses.asdict(row) for row in rows], COLUMNS)
     share = row.tokens_per_second / GOAL
@@ -242,8 +243,9 @@ def write_store(path: str, tokens: int, vocab_size: int = 32_000) -> None:
     store.write_info(path, info)
 
 
-def measure_batches(path: str, split: str, context: int, tokens_per_step: int, repeats: int) -> DataRow:
-    """The rate at which `Batches.prefetch` delivers batches on the devices of this host."""
+def measure_batches(path: str, split: str, context: int, tokens_per_step: int, repeats: int) -> tuple[DataRow, int]:
+    """The rate at which `Batches.prefetch` delivers batches on the devices of this host, and the tokens of a batch: as
+    many whole windows for each device as `tokens_per_step` holds."""
     opened = store.TokenStore.open(path)
     mesh = make_mesh(MeshConfig())
     shards = data_shards(mesh)
@@ -263,13 +265,14 @@ def measure_batches(path: str, split: str, context: int, tokens_per_step: int, r
 
     found = timing.in_turns({'batches': read}, repeats)['batches']
     tokens = BATCHES * windows * context
-    return DataRow(
+    row = DataRow(
         name='batches',
         seconds=found.seconds,
         cpu_seconds=found.cpu_seconds,
         tokens_per_second=tokens / found.seconds,
         tokens_per_core_second=tokens / found.cpu_seconds,
     )
+    return row, windows * context
 
 
 COLUMNS = {

@@ -24,6 +24,7 @@ from lm.data.tokenizers import token_dtype
 from lm.experiment import Experiment, training_step
 from lm.hardware import Topology, describe_devices, generation, smallest
 from lm.model import REMAT
+from lm.text import short
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.program import abstract_state, lower_step, out_of_memory
 
@@ -168,7 +169,7 @@ def compared(rows: Sequence[ForecastRow]) -> list[ForecastRow]:
 
 def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
     """A table of parts by configurations, one generation."""
-    names = {i: f'{row.mechanism} {row.context // 1024}k' for i, row in enumerate(rows)}
+    names = {i: f'{row.mechanism} {short(row.context)}' for i, row in enumerate(rows)}
 
     def line(title, value):
         return {'part': title} | {i: value(row) if row.time else None for i, row in enumerate(rows)}
@@ -184,12 +185,19 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
         line('MFU', lambda row: f'{row.mfu:.1%}'),
         line('memory, GiB', lambda row: f'{row.peak_gib:.2f}'),
         line('remat', lambda row: row.remat),
-        line('× softmax', lambda row: f'{row.speed_over_softmax:.2f}' if row.speed_over_softmax else '1.00'),
     ]
+    if any(row.speed_over_softmax for row in rows):
+        lines.append(line(f'× {YARDSTICK.gin_name}', _ratio))
     printer.line('')
     printer.table(lines, {'part': (rows[0].generation, str)} | {i: (name, str) for i, name in names.items()})
     for name in sorted({name for row in rows if row.time for name in row.time.unknown_kernels}):
         printer.line(f'{name}: its schedule is not known; it counts by what it moves and declares')
+
+
+def _ratio(row: ForecastRow) -> str | None:
+    """Speed over softmax; None where that did not fit."""
+    ratio = 1.0 if row.mechanism == YARDSTICK.gin_name else row.speed_over_softmax
+    return ratio and f'{ratio:.2f}'
 
 
 def _pair(seconds: float, recomputed: float) -> str:

@@ -10,6 +10,7 @@ attention the same count reproduces the published forward time within 5 % and is
 import argparse
 import dataclasses
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -69,11 +70,15 @@ def kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -
         parts: chips that share a window, each with as many tokens as else the whole.
 
     Raises:
-        ConfigError: an unknown generation or case, or the compiler is missing or fails.
+        ConfigError: an unknown generation or case, more parts than chips, cases none of which has kernels for parts,
+            or the compiler is missing or fails.
     """
     generation = topology.split(':')[0].replace('tpu7x', 'v7x').replace('v5litepod', 'v5e')
     if generation not in TOPOLOGIES:
         raise ConfigError(f'--topology {topology}: the generation must be one of {", ".join(TOPOLOGIES)}')
+    chips = math.prod(map(int, TOPOLOGIES[generation].partition(':')[2].split('x')))
+    if parts > chips:
+        raise ConfigError(f'--parts {parts}: at most {chips}, the chips of {TOPOLOGIES[generation]}')
     names = list(cases() if names is None else names)
     if unknown := [name for name in names if name not in cases()]:
         raise ConfigError(f'case {unknown[0]!r}: must be one of {", ".join(cases())}')
@@ -82,7 +87,9 @@ def kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -
         done = subprocess.run(command, env=schedules.environment(dump), capture_output=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
     errors = [row['error'] for row in rows if 'error' in row]
-    if done.returncode or not rows:
+    if done.returncode == 0 and not rows:
+        raise ConfigError(f'--parts {parts}: no kernels of {", ".join(names)} work on a part of a window; leave it out')
+    if done.returncode:
         errors.append((done.stderr.strip().splitlines() or ['no output'])[-1] + ' (the `tpu` extra brings libtpu)')
     if errors:
         raise ConfigError(f'--topology {topology}: cannot compile {"; ".join(errors)}')

@@ -101,8 +101,14 @@ def write_json(path: str | None, part: str, found: dict[str, Any], settings: dic
 
 def check_writable(json_path: str | None, out: str | None) -> None:
     """Raises ConfigError before anything is measured if the results could not be kept."""
-    if json_path is not None and not pathlib.Path(json_path).absolute().parent.is_dir():
-        raise ConfigError(f'--json {json_path}: the folder does not exist; make it')
+    if json_path is not None:
+        file = pathlib.Path(json_path).absolute()
+        if not file.parent.is_dir():
+            raise ConfigError(f'--json {json_path}: the folder does not exist; make it')
+        if file.is_dir():
+            raise ConfigError(f'--json {json_path}: is a folder; name a file in it')
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ConfigError(f'--json {json_path}: cannot be written; name another file')
     if out is None:
         return
     try:

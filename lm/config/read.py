@@ -1,12 +1,13 @@
 """Gin files and parameters → statements whose names are checked. The only file that imports gin, and of it the parser.
 
 Nothing that a file says has run when this is done, unless imports were allowed: a value is a literal, a reference or
-the name of a macro.
+the name of a macro. An `import` of a module that is there and has defined configurables needs no permission.
 """
 
 import importlib
 import os
 import pathlib
+import sys
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -124,6 +125,10 @@ class _Reader:
                     self.statements.append(statement)
 
     def _import(self, item: Any, where: str) -> None:
+        if item.module in {configurable.__module__ for configurable in REGISTRY.values()}:
+            name = item.module if item.is_from or item.alias else item.module.partition('.')[0]
+            self._modules[item.bound_name()] = sys.modules.get(name)
+            return  # nothing has to run: what it defines is known
         if not self.allow_imports:
             raise ConfigError(
                 f'{where}: {item.format()!r} would run code; delete it, or pass --allow_gin_imports if you trust it'

@@ -72,6 +72,7 @@ def dump(experiment: Any) -> str:
     """The complete configuration as gin text, sorted, from which `lm.experiment.load` makes an equal experiment.
 
     Nested configurables become references. Where different ones share a name, each gets a scope: a, b, c, …
+    The modules of those that are none of ours are imported: without, the text would name what nobody knows.
 
     Raises:
         ConfigError: for a value that gin cannot express.
@@ -94,6 +95,7 @@ def dump(experiment: Any) -> str:
     for name, configs in nested.items():
         blocks += [(name, scope, c) for c in configs if (scope := scopes.get(_identity(c), '')) or name not in sections]
     lines = ['# A complete configuration, written by lm; a file to read and to run again (--gin_file).']
+    lines += [f'import {module}' for module in _foreign(config for *_, config in blocks)]
     for name, scope, config in sorted(
         blocks, key=lambda block: (block[0] not in sections, block[0], len(block[1]), block[1])
     ):
@@ -121,6 +123,12 @@ def _gather(config: Any, nested: dict[str, list[Any]]) -> None:
 
     for field in sorted(field.name for field in dataclasses.fields(config)):
         replace_nodes(getattr(config, field), visit)
+
+
+def _foreign(configs: Iterable[Any]) -> list[str]:
+    """The modules outside this package that define them. What a script or notebook itself defines has none."""
+    modules = {type(config).__module__ for config in configs}
+    return sorted(module for module in modules if module != '__main__' and module.partition('.')[0] != 'lm')
 
 
 def _identity(config: Any) -> str:

@@ -17,6 +17,7 @@ from lm.exchange.formats import FORMATS
 from lm.exchange.names import from_tensors
 from lm.exchange.tensors import check_safetensors, read_tensors
 from lm.experiment import Experiment, load_run
+from lm.files import local_path
 from lm.model import build
 from lm.runs.run_dir import RunDir
 from lm.training.inputs import check_vocabulary
@@ -31,7 +32,7 @@ SHAPE = 'model.gin'
 def export_run(experiment: Experiment, arguments: Any) -> int:
     """Writes the weights of a run as `arguments.format` to `arguments.out`."""
     check_safetensors()
-    format, folder = FORMATS[arguments.format], pathlib.Path(arguments.out).expanduser()
+    format, folder = FORMATS[arguments.format], local_path(arguments.out, '--out')
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f'--out {folder}: is there already; name a new or empty folder')
     format.check(experiment.model)
@@ -54,11 +55,11 @@ def import_run(experiment: Experiment, arguments: Any) -> int:
     Raises what `lm.exchange.families.find` and `from_tensors` raise.
     """
     check_safetensors()
-    folder, run = pathlib.Path(arguments.folder).expanduser(), RunDir(arguments.run_dir)
+    folder, run = local_path(arguments.folder, 'DIR'), RunDir(arguments.run_dir)
     if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
     family, config = find(folder)
-    experiment = dataclasses.replace(experiment, model=family.model(folder, config))
+    experiment = dataclasses.replace(experiment, model=family.model(folder, config, arguments.allow_gin_imports))
     experiment.model.check_length(experiment.train.context_length)
     fingerprints = fingerprints_of(experiment, folder)
     theirs = read_tensors(folder)

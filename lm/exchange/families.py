@@ -29,8 +29,8 @@ class Family:
         """What a model of ours cannot be told, in words; empty if it can be the same."""
         return []
 
-    def model(self, folder: pathlib.Path, config: Mapping[str, Any]) -> ModelConfig:
-        """The model that computes the same."""
+    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
+        """The model that computes the same; `allow_imports`: of its config.gin, where it has one of ours."""
         raise TypeError(f'{type(self).__name__} makes no model')
 
     def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
@@ -43,8 +43,8 @@ class Ours(Family):
 
     model_types = (MODEL_TYPE,)
 
-    def model(self, folder: pathlib.Path, config: Mapping[str, Any]) -> ModelConfig:
-        return load([str(folder / 'config.gin')]).model
+    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
+        return load([str(folder / 'config.gin')], allow_imports=allow_imports).model
 
     def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
         ours = dict(theirs)
@@ -73,7 +73,7 @@ class Llama(Family):
         }
         return [what for what, differs in found.items() if differs]
 
-    def model(self, folder: pathlib.Path, config: Mapping[str, Any]) -> ModelConfig:
+    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
         heads = config['num_attention_heads']
         return ModelConfig(
             vocab_size=config['vocab_size'],
@@ -139,7 +139,7 @@ class Gpt2(Family):
         }
         return [what for what, differs in found.items() if differs]
 
-    def model(self, folder: pathlib.Path, config: Mapping[str, Any]) -> ModelConfig:
+    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
         width, heads = config['n_embd'], config['n_head']
         return ModelConfig(
             vocab_size=config['vocab_size'],

@@ -1,6 +1,7 @@
 """What a run directory holds."""
 
 import datetime
+import re
 import time
 from typing import Any
 
@@ -8,9 +9,10 @@ from etils import epath
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import Damaged, Snapshot
-from lm.errors import MismatchError
+from lm.errors import ConfigError, MismatchError
 from lm.experiment import load
 from lm.runs.records import Run
+from lm.runs.run_dir import read_text
 from lm.training.step import count_parameters
 
 DELETION_SECONDS = 1.0
@@ -107,5 +109,11 @@ def size_of(path: epath.Path) -> int:
 
 
 def parameters(run: Run) -> dict[str, int]:
-    """Trainable parameters by part of the model."""
-    return count_parameters(load([str(run.directory.config)]).model)
+    """Trainable parameters by part of the model; in all, where modules would have to be imported to build it."""
+    try:
+        return count_parameters(load([str(run.directory.config)]).model)
+    except ConfigError:
+        total = run.info.get('parameters')
+        if total is None or not re.search(r'^import ', read_text(run.directory.config), re.MULTILINE):
+            raise
+        return {'in all': total}

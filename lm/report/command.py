@@ -6,14 +6,13 @@ paper.csv       the paper's numbers and ours   *.png, *.pdf    the pictures, a c
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from etils import epath
 
 from lm import plots
 from lm.errors import ConfigError
-from lm.files import open_path
+from lm.files import local_path, open_path
 from lm.report import paper
 from lm.report.report import Report
 from lm.runs import sweep_file
@@ -25,7 +24,7 @@ def main(_: Any, arguments: Any) -> int:
     runs = find_runs(arguments.paths)
     if arguments.pictures:
         plots.check_matplotlib()
-    out = Path(arguments.out).expanduser()
+    out = local_path(arguments.out, '--out')
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -44,12 +44,9 @@ def make_series(runs: Sequence[Run], axis: str = '') -> list[Series]:
     names = [(paper.label_of(run) or run.attention).replace(' (using FlashAttention)', '') for run in runs]
     described, standing = [], [status_of(run) for run in runs]
     for run, name, status in zip(runs, names, standing, strict=True):
-        differing = differing_bindings([other for other, n in zip(runs, names, strict=True) if n == name])
-        differing = [key for key in differing if key in run.config and key != axis]
-        parts = [
-            f'{key.rpartition(".")[2].removeprefix("n_").replace("_", " ")} {_brief(run.config[key])}'
-            for key in differing
-        ]
+        others = [other for other, n in zip(runs, names, strict=True) if n == name]
+        differing = [key for key in differing_bindings(others) if key in run.config and key != axis]
+        parts = [f'{words_of(key)} {_brief(run.config[key], {o.config.get(key) for o in others})}' for key in differing]
         ended = [status] if status != 'done' and len(set(standing)) > 1 else []
         described.append(', '.join([name, *parts, *ended]))
     groups: dict[str, list[Run]] = {}
@@ -181,5 +178,11 @@ def _counts(binding: str) -> bool:
     return binding == 'data.path' or not (binding in ignored or may_change(binding))
 
 
-def _brief(value: str) -> str:
-    return value.strip("'").rstrip('/').rpartition('/')[2]
+def _brief(value: str, values: set[str | None]) -> str:
+    """A value without its quotes, of a path the last part, where none of the other values has the same."""
+
+    def last(value: str) -> str:
+        return value.strip("'").rstrip('/').rpartition('/')[2]
+
+    is_alone = not any(last(other) == last(value) for other in values - {value, None})
+    return last(value) if is_alone else value.strip("'")

@@ -12,7 +12,7 @@ import pytest
 from lm import plots
 from lm.attention import HeadDims, mechanisms
 from lm.attention.linear import LinearAttention
-from lm.bench import attention, candidates, data, kernels, results, step, timing
+from lm.bench import attention, candidates, checkpoint, data, kernels, results, step, timing
 from lm.bench.formulations import COMPUTED, FORMULATIONS
 from lm.cli import main
 from lm.data.store import TokenStore
@@ -173,6 +173,9 @@ def test_mechanisms_by_file_and_by_scope():
         (['--passes', 'backward'], 'forward+backward'),
         (['--contexts', '0'], '--contexts'),
         (['--json', 'no/such/folder/a.json'], 'folder'),
+        (['--json', 'configs'], 'is a folder'),
+        (['--json', 'gs://b/a.json'], 'must lie on a disk'),
+        (['--out', 's3://b/pictures'], 'must lie on a disk'),
     ],
 )
 def test_mistakes_are_one_line(flags, words, capsys):
@@ -350,14 +353,17 @@ def test_data(tmp_path, capsys):
     assert math.isclose(batches['tokens_per_second'] * batches['seconds'], data.BATCHES * 4096)
 
 
-def test_batches_of_a_store(tmp_path):
+def test_batches_of_a_store(tmp_path, capsys):
     path = str(tmp_path / 'tokens')
     data.write_store(path, 10_000)
     assert TokenStore.open(path).tokens('train') == 10_000
-    flags = ['--path', path, '--context_length', '32', '--tokens_per_step', '1024', '--repeats', '1']
+    flags = ['--path', path, '--context_length', '32', '--tokens_per_step', '1050', '--repeats', '1']
     assert main(['bench', 'data', *flags, '--json', str(tmp_path / 'd.json')]) == 0
-    (row,) = read(tmp_path / 'd.json', 'data')['rows']
+    found = read(tmp_path / 'd.json', 'data')
+    (row,) = found['rows']
     assert row['name'] == 'batches'
+    assert found['settings']['tokens_per_step'] == 1024, 'windows are whole'
+    assert 'in steps of 1,024 tokens' in capsys.readouterr().out
 
 
 def test_made_up_text_is_prose_and_always_the_same():
@@ -366,6 +372,15 @@ def test_made_up_text_is_prose_and_always_the_same():
     assert 19_990 < len(text.encode()) <= 20_000
     assert len(set(text.split())) > 500
     assert ''.join(data.cut(text, 300)) == text
+
+
+def test_checkpoint_mistakes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(checkpoint.subprocess, 'run', lambda *_, **__: pytest.fail('something was measured'))
+    assert '--folder' in error_of(['bench', 'checkpoint', '--folder', str(tmp_path / 'absent')], capsys)
+    (tmp_path / 'x.gin').write_text('import this_is_nothing')
+    flags = ['bench', 'checkpoint', '--gin_file', str(tmp_path / 'x.gin')]
+    assert 'would run code' in error_of(flags, capsys)
+    assert 'No module' in error_of([*flags, '--allow_gin_imports'], capsys)
 
 
 def test_data_mistakes(tmp_path, capsys):

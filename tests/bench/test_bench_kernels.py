@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import pathlib
+import subprocess
 
 import pytest
 
@@ -85,6 +86,18 @@ def test_unknown_generation(topology):
 def test_unknown_case():
     with pytest.raises(ConfigError, match='r=33'):
         kernels.kernels('v5e', ['r=33'])
+
+
+def test_more_parts_than_chips():
+    with pytest.raises(ConfigError, match='--parts 8: at most 4, the chips of v5e:2x2'):
+        kernels.kernels('v5e', ['softmax'], 8)
+
+
+def test_a_case_without_kernels_for_parts_is_not_a_missing_compiler(monkeypatch):
+    done = subprocess.CompletedProcess([], 0, stdout='', stderr='')
+    monkeypatch.setattr(kernels.subprocess, 'run', lambda *_, **__: done)
+    with pytest.raises(ConfigError, match='--parts 2: no kernels of splash work on a part of a window'):
+        kernels.kernels('v5e', ['splash'], 2)
 
 
 @pytest.mark.slow

@@ -74,6 +74,18 @@ def test_parts_are_printed_written_and_drawn(monkeypatch, tmp_path, capsys):
         assert (tmp_path / f'step_time_v5e_64.{suffix}').stat().st_size > 1000
 
 
+def test_a_speed_over_softmax_is_told_where_that_was_compiled(monkeypatch, capsys):
+    monkeypatch.setattr(forecast, 'compile_step', lambda *_: (Compiled(), PROGRAM))
+    assert main(small('--contexts', '64,2048', '--mechanisms', 'polynomial')) == 0
+    printed = capsys.readouterr().out
+    assert '× softmax' not in printed
+    assert 'polynomial 64 ' in printed, 'no thousands'
+    assert 'polynomial 2k' in printed
+    assert main(small('--contexts', '64', '--mechanisms', 'polynomial,softmax')) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if '× softmax' in line)
+    assert line.count('1.00') == 2
+
+
 def test_a_step_that_does_not_fit_recomputes_more(monkeypatch, tmp_path):
     tried = []
 

@@ -282,6 +282,31 @@ def test_a_configurable_of_an_imported_module_can_be_named(tmp_path, monkeypatch
     assert resolve(files=(gin,), allow_imports=True).shapes.shape.size == 1
 
 
+def test_a_dump_imports_what_is_none_of_ours(tmp_path, monkeypatch):
+    (tmp_path / 'lm_test_own.py').write_text(
+        'from lm.config.configurable import configurable, field\n'
+        "from test_config import Shape\n@configurable('test_own')\nclass Own(Shape):\n  size: int = field(1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, 'test_config', sys.modules[__name__])
+    chosen = ('test_shapes.shape = @test_own()', 'test_own.size = 2')
+    (tmp_path / 'x.gin').write_text('\n'.join(['import lm_test_own', *chosen]))
+    text = dump(resolve(files=(tmp_path / 'x.gin',), allow_imports=True))
+    assert 'import lm_test_own\n' in text
+    assert 'import' not in dump(Experiment())
+    (tmp_path / 'config.gin').write_text(text)
+    again = dict(files=(tmp_path / 'config.gin',))
+    assert resolve(**again).shapes.shape.size == 2, 'here its module has run already'
+    # Another process, which knows nothing of it.
+    monkeypatch.delitem(REGISTRY, 'test_own')
+    monkeypatch.delitem(sys.modules, 'lm_test_own')
+    assert "'import lm_test_own' would run code" in refused(**again)
+    assert 'would run code' in refused(base=str(tmp_path / 'config.gin'))
+    assert resolve(**again, allow_imports=True).shapes.shape.size == 2
+    monkeypatch.setattr(type(resolve(**again).shapes.shape), '__module__', '__main__')  # of a script or notebook
+    assert 'lm_test_own' not in dump(resolve(*chosen))
+
+
 # ---------------------------------------------------------------------------------------------------- earlier versions
 
 

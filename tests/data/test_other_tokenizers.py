@@ -59,6 +59,10 @@ def rank_file() -> bytes:
     return b''.join(base64.b64encode(piece) + b' %d\n' % rank for piece, rank in ranks.items())
 
 
+def rank_file_of_bytes() -> bytes:
+    return b''.join(base64.b64encode(bytes([i])) + b' %d\n' % i for i in range(256))
+
+
 @pytest.fixture(scope='module')
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp('tokenizers')
@@ -210,6 +214,12 @@ def test_real_text_comes_back(tokenizer):
     tokens, lengths = tokenizer.encode_documents(found)
     documents = np.split(tokens, np.cumsum(lengths))[:-1]
     assert [tokenizer.decode(ids[:-1]) for ids in documents] == found
+
+
+def test_ids_between_ranks_and_special_tokens_have_no_text():
+    ranks = b'{"ranks": {"pattern": "[a-z]+|[^a-z]+", "special": {"<|endoftext|>": 258}}}\n' + rank_file_of_bytes()
+    tokenizer = tokenizers.from_bytes(ranks)
+    assert tokenizer.decode([97, 256, 257, 98, 258]) == 'ab'
 
 
 def test_special_tokens_and_masks_are_known(files):

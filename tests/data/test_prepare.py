@@ -24,7 +24,7 @@ from lm.data.dataset import DataConfig
 from lm.data.prepare import stages as prepare_module
 from lm.data.prepare.command import main
 from lm.data.prepare.config import PrepareConfig
-from lm.data.prepare.shards import Preparation, _sample
+from lm.data.prepare.shards import Preparation, Sample
 from lm.data.prepare.stages import prepare
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.text_files import TextFiles
@@ -276,12 +276,12 @@ def test_the_sample_is_bounded_and_from_all_over(tmp_path):
     job = Preparation(source, 'none', 10**8, tmp_path, False)
     shards = source.shards('train')
     total = sum(shard.bytes for shard in shards)
-    sample = list(_sample(job, 300_000, shards))
+    sample = list(Sample(job, 300_000, shards))
     assert 200_000 < len(''.join(sample)) <= 300_000
     texts = [path.read_text() for path in sorted((tmp_path / 'train').iterdir())]
     assert sum(any(piece in text for piece in sample) for text in texts) > 5
-    assert len(''.join(_sample(job, total, shards))) == total
-    assert sample == list(_sample(job, 300_000, shards))
+    assert len(''.join(Sample(job, total, shards))) == total
+    assert sample == list(Sample(job, 300_000, shards))
 
 
 def test_two_at_once_and_a_full_disk_are_one_line(tmp_path):

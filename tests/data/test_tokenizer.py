@@ -115,3 +115,13 @@ def test_where_a_model_cannot_be():
 def test_special_tokens_are_known():
     tokenizer = SentencePiece(MODELS['bpe'])
     assert (tokenizer.special_ids, tokenizer.mask_id) == ((0, 1, 2, 3), None)
+
+
+@pytest.mark.parametrize(
+    'texts', [['日本語中文字測試漢字天地人' * 400] * 3 + ['a b'], ['bb\n']], ids=['few spaces', 'none']
+)
+def test_spaces_come_back_where_the_text_has_hardly_any(texts):
+    """As Chinese has: SentencePiece leaves its rarest characters out of the pieces."""
+    tokenizer = SentencePiece(train(TokenizerConfig(vocab_size=280 if texts[1:] else 262), texts))
+    assert tokenizer.lossless
+    assert tokenizer.decode(tokenizer.encode('日 本  ▁ \n')) == '日 本  ▁ \n'

@@ -114,6 +114,10 @@ def test_a_run_goes_out_and_comes_back(reference_run, tmp_path, tokens, capsys):
     assert main(['export', '--run_dir', run_dir, '--out', str(out)]) == 2
     assert main(['import', str(out), '--run_dir', str(back)]) == 2
     assert capsys.readouterr().err.count('is there already') == 2
+    # Neither writes folders called gs: nor looks for them.
+    assert main(['export', '--run_dir', run_dir, '--out', 'gs://b/x']) == 2
+    assert main(['import', 'gs://b/x', '--run_dir', str(back.with_name('other'))]) == 2
+    assert capsys.readouterr().err.count('must lie on a disk of this machine') == 2
 
 
 def llama_config(**changes) -> dict:

@@ -62,6 +62,14 @@ def test_parameters_before_the_first_checkpoint(run, capsys):
     assert found['parameters'] == with_checkpoint['parameters']
 
 
+def test_what_only_an_import_would_build_is_counted_by_the_record(run, capsys):
+    config = run / 'config.gin'
+    config.write_text('import nobodys_module\n' + config.read_text().replace('@softmax()', '@nobodys()'))
+    code, found, _ = inspect(capsys, str(run))
+    assert code == 0
+    assert found['parameters'] == {'in all': json.loads((run / 'run.json').read_text())['parameters']}
+
+
 def test_damage_in_a_checkpoint_is_found_by_verify_alone(run, capsys):
     data = max((run / 'checkpoints' / '40' / 'state').rglob('*'), key=lambda p: p.stat().st_size if p.is_file() else 0)
     content = bytearray(data.read_bytes())

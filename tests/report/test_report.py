@@ -97,6 +97,16 @@ def test_what_else_differs_makes_another_series(tmp_path):
     ]
 
 
+def test_paths_that_end_alike_are_told_apart(tmp_path):
+    for name, data in (('a', 'data/one/tokens'), ('b', 'data/two/tokens'), ('c', 'data/other')):
+        write_run(tmp_path / name, Softmax(), steps=100, data=data)
+    assert [s.label for s in make_series(find_runs([str(tmp_path)]))] == [
+        'Softmax, path data/one/tokens',
+        'Softmax, path data/two/tokens',
+        'Softmax, path other',
+    ]
+
+
 def test_the_loss_curve_is_the_mean_of_what_was_logged(tmp_path):
     write_run(tmp_path / 'a', Softmax(), noise=0.0)
     write_run(tmp_path / 'b', Softmax(), noise=0.0, seed=1)
@@ -502,6 +512,10 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
         assert capsys.readouterr().err.count('\n') == 1
     assert not (tmp_path / 'out').exists()
     run = write_run(tmp_path / 'run', Softmax(), steps=50)
+    monkeypatch.chdir(tmp_path)
+    assert main(['report', str(run), '--out', 'gs://b/out', '--no_pictures']) == 2
+    assert "--out 'gs://b/out': must lie on a disk" in capsys.readouterr().err
+    assert not (tmp_path / 'gs:').exists()
     (tmp_path / 'file').write_text('')
     assert main(['report', str(run), '--out', str(tmp_path / 'file')]) == 2
     monkeypatch.setitem(sys.modules, 'matplotlib', None)

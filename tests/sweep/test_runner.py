@@ -106,8 +106,9 @@ class World:
         self.tables += 1
         return [self.result(point) for point in self.points]
 
-    def runner(self, jobs=1, gpus=None, retry=False):
-        return Runner(self, types.SimpleNamespace(jobs=jobs, gpus_per_job=gpus, retry_failed=retry))
+    def runner(self, jobs=1, gpus=None, retry=False, imports=False):
+        flags = dict(jobs=jobs, gpus_per_job=gpus, retry_failed=retry, allow_gin_imports=imports)
+        return Runner(self, types.SimpleNamespace(**flags))
 
 
 @pytest.fixture
@@ -147,6 +148,13 @@ def test_what_a_point_is_started_with(world, monkeypatch):
     assert (world.notes / 'a.log').read_text() == 'fine\n'
     with lock(world.notes / '.a.lock'):
         pass  # nobody holds it any more
+
+
+def test_what_a_sweep_may_import_its_points_may(world):
+    world.add('a')
+    world.runner(imports=True).run()
+    [process] = world.processes()
+    assert process.command[-3:] == ['--gin_file', 'a.gin', '--allow_gin_imports']
 
 
 def test_points_that_are_done_or_failed_for_good_are_left_out(world, capsys):

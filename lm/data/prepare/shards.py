@@ -156,7 +156,7 @@ def train_tokenizer(job: Preparation, config: TokenizerChoice, shards: list[Shar
     if config.model_path is not None:
         contents = tokenizers.load(config.model_path, config).model
     elif (contents := config.contents()) is None:
-        contents = train(config, _sample(job, config.sample_bytes, shards))
+        contents = train(config, Sample(job, config.sample_bytes, shards))
     write_atomically(job.model, contents)
 
 
@@ -241,30 +241,37 @@ def _batches(job: Preparation, shard: Shard) -> Iterator[tuple[list[Document], l
         yield batch, bad
 
 
-def _sample(job: Preparation, limit: int, shards: list[Shard]) -> Iterator[str]:
-    """Text of at most `limit` bytes from all over the shards.
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Text of at most `limit` bytes from all over the shards, the same whenever it is gone through.
 
     Shards spread evenly over the split are read, about SAMPLE_READ times the limit, and evenly spread pieces of their
     documents are taken, so that neither a few long books nor the beginning of the split prevail.
     """
-    total = sum(shard.bytes for shard in shards)
-    count = min(len(shards), max(1, -(-len(shards) * SAMPLE_READ * limit // max(1, total))))
-    chosen = [shards[i * len(shards) // count] for i in range(count)]
-    share = min(1.0, limit / max(1, sum(shard.bytes for shard in chosen)))
-    due, taken = 0.0, 0
-    for shard in chosen:
-        for document in documents(job, shard):
-            if document.error:
-                continue
-            for piece in sentences(document.text):
-                due += share
-                if due < 1:
+
+    job: Preparation
+    limit: int
+    shards: list[Shard]
+
+    def __iter__(self) -> Iterator[str]:
+        total = sum(shard.bytes for shard in self.shards)
+        count = min(len(self.shards), max(1, -(-len(self.shards) * SAMPLE_READ * self.limit // max(1, total))))
+        chosen = [self.shards[i * len(self.shards) // count] for i in range(count)]
+        share = min(1.0, self.limit / max(1, sum(shard.bytes for shard in chosen)))
+        due, taken = 0.0, 0
+        for shard in chosen:
+            for document in documents(self.job, shard):
+                if document.error:
                     continue
-                due -= 1
-                taken += len(piece.encode())
-                if taken > limit:
-                    return
-                yield piece
+                for piece in sentences(document.text):
+                    due += share
+                    if due < 1:
+                        continue
+                    due -= 1
+                    taken += len(piece.encode())
+                    if taken > self.limit:
+                        return
+                    yield piece
 
 
 def fingerprint(value: Any) -> str:

@@ -41,8 +41,9 @@ class Ranks(Tokenizer):
         try:
             head, _, lines = model.partition(b'\n')
             facts = json.loads(head)['ranks']
+            ranks = _parse(lines)
             self._encoding = tiktoken.Encoding(
-                'ranks', pat_str=facts['pattern'], mergeable_ranks=_parse(lines), special_tokens=facts['special']
+                'ranks', pat_str=facts['pattern'], mergeable_ranks=ranks, special_tokens=facts['special']
             )
         except (ValueError, KeyError, TypeError) as error:
             raise MismatchError(f'ranks of byte pairs: damaged ({error}); restore the file') from None
@@ -50,7 +51,8 @@ class Ranks(Tokenizer):
         if isinstance(eod, str) and eod not in special:
             raise ConfigError(f'tokenizer.end_of_document = {eod!r}: the tokenizer has {", ".join(special)}')
         eod_id = eod if isinstance(eod, int) else special[eod or next(iter(special))]
-        self._special = set(special.values())
+        # Vocabularies have ids between their ranks and their special tokens that nothing has.
+        self._special, self._pieces = set(special.values()), frozenset(ranks.values())
         super().__init__(model, self._encoding.max_token_value + 1, eod_id)
         self.special_ids = tuple(sorted(self._special | {eod_id}))
 
@@ -77,8 +79,7 @@ class Ranks(Tokenizer):
         return [np.array(self._encoding.encode_ordinary(text), np.int32) for text in texts]
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        known = [i for i in np.asarray(ids, np.int64).tolist() if i not in self._special]
-        return self._encoding.decode(known)
+        return self._encoding.decode([i for i in np.asarray(ids, np.int64).tolist() if i in self._pieces])
 
     def piece(self, index: int) -> str:
         return repr(self._encoding.decode_single_token_bytes(index))[2:-1]

@@ -109,10 +109,21 @@ def train(config: TokenizerConfig, texts: Iterable[str]) -> bytes:
 
     The same texts give the same bytes: the number of threads, on which SentencePiece's results depend, is fixed.
 
+    Args:
+        texts: may be gone through twice: SentencePiece leaves out the rarest characters, and where the space is one of
+            them, as in Chinese, it is asked for by name. Its bytes would be those of SPACE, and not come back.
+
     Raises:
         ConfigError: `vocab_size` does not fit to the texts.
         MismatchError: there is no text.
     """
+    model = _trained(config, texts)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    has_space = processor.piece_to_id(SPACE) != processor.unk_id()
+    return model if has_space else _trained(config, texts, required_chars=SPACE)
+
+
+def _trained(config: TokenizerConfig, texts: Iterable[str], **options: str) -> bytes:
     output, failures = io.BytesIO(), []
 
     def pieces() -> Iterator[str]:
@@ -142,6 +153,7 @@ def train(config: TokenizerConfig, texts: Iterable[str]) -> bytes:
             num_threads=8,
             train_extremely_large_corpus=config.sample_bytes > 1_000_000_000,
             minloglevel=2,
+            **options,
         )
     except RuntimeError as error:
         if failures:
