@@ -26,6 +26,10 @@ from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.ops.linear_attention import ExpKernel
 
+MOST_TERMS = 2**23
+"""Sums of a head, twice the paper's most: of each there are as many numbers as of a value. Listing many more would take
+all time and memory before anything is computed."""
+
 
 @configurable('hybrid')
 class Hybrid(LinearAttention):
@@ -41,6 +45,12 @@ class Hybrid(LinearAttention):
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'HybridAttention':
         if dims.head_dim % self.parts:
             raise ConfigError(f'hybrid.parts = {self.parts}: must divide model.head_dim = {dims.head_dim}')
+        terms = n_terms(dims.head_dim, self.degree, self.parts)
+        if terms > MOST_TERMS:
+            raise ConfigError(
+                f'hybrid.degree = {self.degree}, hybrid.parts = {self.parts}: make {terms:.2g} sums of a head of '
+                f'{dims.head_dim}, more than {MOST_TERMS:,}; lower one of them'
+            )
         return HybridAttention(self, dims)
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:

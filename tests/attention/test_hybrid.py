@@ -192,3 +192,5 @@ def test_wrong_values_are_named():
         Hybrid(approximation='pade')
     with pytest.raises(ConfigError, match=r'hybrid.window = 0'):
         Hybrid(window=0)
+    with pytest.raises(ConfigError, match=r'hybrid.degree = 6, hybrid.parts = 1: make 1.3e\+08 sums of a head of 64, '):
+        Hybrid(degree=6).build(HeadDims(2, 2, 64), nnx.Rngs(0))

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import types
 
 import jax
 import jax.numpy as jnp
@@ -314,6 +315,18 @@ def test_unsupported_calls_fall_back_and_say_so_once(target, dtype, options, rea
     assert messages == [f'softmax attention: {reason}; using the slower xla path']
     expected = exact_attention.softmax_attention(q, k, v, implementation='reference', **options)
     np.testing.assert_allclose(o.astype(jnp.float32), expected.astype(jnp.float32), atol=3e-2)
+
+
+@pytest.mark.parametrize(
+    ('capability', 'reason'), [('7.5', '7.5'), ('gfx942', 'gfx942'), ('8.0', None), ('12.0', None)]
+)
+def test_gpus_without_flash_attention_in_cudnn_do_without(capability, reason, monkeypatch):
+    """Turing and before, and AMD's: cuDNN's kernel would end the first step."""
+    gpu = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'gpu')
+    monkeypatch.setattr(jax, 'local_devices', lambda backend=None: [gpu])
+    found = exact_attention.SOFTMAX['cudnn'].unsupported(*draw(1, 8, 2, 2, dtype=jnp.bfloat16))
+    assert found == (reason and f'needs an NVIDIA GPU of compute capability 8 (A100, L4) or later, not {reason}')
 
 
 def test_accelerators_get_their_kernels(monkeypatch):

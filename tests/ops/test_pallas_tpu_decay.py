@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from lm.ops.linear_attention import PLAIN, SQUARE, xla
 from lm.ops.linear_attention.tpu import attention as pallas_tpu
 from lm.ops.linear_attention.types import Options, PolynomialKernel
+from lm.ops.tpu import by_token
 
 pytestmark = pytest.mark.usefixtures('no_races')
 TAYLOR = (1.0, 1.0, 0.5)
@@ -82,3 +83,26 @@ def test_nothing_crosses_a_reset():
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
         one, other = (run(pallas_tpu, options, each)[0] for each in (arrays, wild))
     np.testing.assert_array_equal(one[:, length // 2 :], other[:, length // 2 :])
+
+
+@pytest.mark.parametrize('name', ['exact blocks', 'features'])
+def test_running_sums_have_gradients_of_their_block_and_of_what_crosses_its_end(name):
+    """What a factor is worth to later blocks is not the sum over all tokens after it: in bfloat16 rounding outgrows
+    that, the longer the window."""
+    length, options = CASES[name]
+    q, k, v, g, *local = draw(length, jnp.float32)
+    arrays = [q, k, v, jnp.zeros_like(g), *(local if options.local else [])]
+    arguments = (arrays[3], *arrays[:3], *arrays[4:])
+    plan, maps, *inputs = pallas_tpu.arranged(options, None, *arguments, part=False)
+    do = jnp.cos(jnp.arange(4 * 32 * length)).reshape(1, length, 4, 32)
+
+    def gradient(c):
+        o, pull = jax.vjp(lambda c: pallas_tpu.attend(plan, *inputs[:3], maps, *inputs[3:-1], c), c)
+        return pull(by_token(do, o.shape[2], 4))[0]
+
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan')):
+        dc = jax.jit(gradient, compiler_options={'xla_backend_optimization_level': 0})(inputs[-1])
+    expected = run(xla, options, arrays)[4]
+    ends = np.arange(plan.block - 1, length, plan.block)
+    found = np.asarray(dc).reshape(2, 2, -1)[..., ends].sum(1)
+    np.testing.assert_allclose(found, np.asarray(expected)[0, ends].T, rtol=1e-3, atol=1e-3)

@@ -17,8 +17,8 @@ SERIES = (0.5, 0.0, 2.0)
 LOCAL = {'local': PolynomialKernel(4), 'block': 128}
 
 CASES = {
-    'exact blocks': (2, 512, Options(SQUARE, **LOCAL), False),
-    'one exact block a part, decay': (4, 512, Options(SQUARE, **LOCAL), True),
+    'exact blocks': (2, 512, Options(SQUARE, **LOCAL), True),
+    'one exact block a part': (4, 512, Options(SQUARE, **LOCAL), False),
     'odd parts': (2, 300, Options(SQUARE), False),
     'series, odd parts, decay': (2, 300, Options(SERIES, denominator_bias=0.1), True),
     'features': (2, 300, Options(PLAIN, denominator_bias=4.0), False),

@@ -1,10 +1,15 @@
 """Softmax attention on NVIDIA GPUs: cuDNN's flash attention through `jax.nn.dot_product_attention`."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.exact_attention.masks import is_whole
+
+RECENT = re.compile(r'([89]|\d\d+)\.\d+')
+"""Compute capabilities for which cuDNN has it, from 8.0 (A100) on."""
 
 
 def softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, scale, window=None, causal=True, **rest) -> jax.Array:
@@ -30,6 +35,8 @@ def unsupported(
     """Why cuDNN cannot compute this call, or None."""
     if platform.target_platform() != 'gpu':
         return 'needs an NVIDIA GPU'
+    if (capability := _compute_capability()) is not None and not RECENT.fullmatch(capability):
+        return f'needs an NVIDIA GPU of compute capability 8 (A100, L4) or later, not {capability}'
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
         return f'computes in bfloat16 or float16, not {q.dtype}'
     if q.shape[-1] % 8 or q.shape[-1] > 128 or q.shape[-1] != v.shape[-1]:
@@ -43,3 +50,11 @@ def unsupported(
     if window is not None and not causal:
         return 'takes a window only with the causal mask'
     return platform.uneven_batch(q.shape[0])
+
+
+def _compute_capability() -> str | None:
+    """Of this machine's GPUs: '7.5', or AMD's 'gfx942'; None where there are none, and programs are for others."""
+    try:
+        return getattr(jax.local_devices(backend='gpu')[0], 'compute_capability', None)
+    except RuntimeError:
+        return None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.linear_attention.tpu.features import TpuPlan
+from lm.ops.linear_attention.tpu.features import TpuPlan, expand
 from lm.ops.linear_attention.tpu.gradients import GradientRefs, HeadGradients
 from lm.ops.linear_attention.tpu.head import inputs_of
 from lm.ops.linear_attention.tpu.maps import features_and_gradient, of_heads
@@ -44,6 +44,7 @@ def backward(plan: TpuPlan, maps, inputs, o, do, inverse, sums, after=()) -> tup
     if plan.feature_map is not None and plan.feature_map.learns:
         shape = (n // plan.heads, plan.projection_rows, inputs[0].shape[1])
         learned = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
+    crossing = [jax.ShapeDtypeStruct((n, steps, 1, state[1]), jnp.float32)] if _crosses(plan) else []
 
     def tokens(a):
         return pl.BlockSpec((plan.heads, a.shape[1], plan.block), lambda i, j: (i, 0, steps - 1 - j))
@@ -64,15 +65,38 @@ def backward(plan: TpuPlan, maps, inputs, o, do, inverse, sums, after=()) -> tup
         + [before(a) for a in sums]
         + [whole(a) for a in after],
         out_specs=[tokens(a) for a in outputs]
+        + [before(a) for a in crossing]
         + [pl.BlockSpec((1, *w.shape[1:]), lambda i, j: (i, 0, 0)) for w in learned],
-        out_shape=outputs + learned,
+        out_shape=outputs + crossing + learned,
         scratch_shapes=[pltpu.VMEM((plan.heads, *shape), jnp.float32) for shape in (state, moment)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
-        cost_estimate=_cost(plan, inputs, (*read, *sums, *outputs)),
+        cost_estimate=_cost(plan, inputs, (*read, *sums, *outputs, *crossing)),
     )(*maps, *read, *sums, *after)
-    return gradients[: len(outputs)], gradients[len(outputs) :]
+    of_inputs, rest = list(gradients[: len(outputs)]), list(gradients[len(outputs) :])
+    if crossing:
+        of_inputs[-1] = _with_crossing(plan, of_inputs[-1], rest[0], features)
+    return of_inputs, rest[len(crossing) :]
+
+
+def _crosses(plan: TpuPlan) -> bool:
+    """Whether factors have gradients of pairs in different blocks."""
+    return plan.decay and not plan.single_block
+
+
+def _with_crossing(plan: TpuPlan, dc_Nx1xL, crossing_NxJx1xP, features: int) -> jax.Array:
+    """dc; the last running sum of a block counts for all pairs of a key up to it and a query of a later block, too.
+
+    The sum of all later tokens' dc would be the same, but for rounding: it is the small difference of what they are as
+    queries and as keys, and the longer the window, the less of it would be true.
+    """
+    if plan.squared:  # a pair of rows of different groups stands for its mirror image too
+        crossing_NxJx1xP *= expand(plan, jnp.ones((features, 1), jnp.float32), weighted=True)[:, 0]
+    crossing_NxJ = crossing_NxJx1xP.sum((2, 3))
+    n, steps = crossing_NxJ.shape
+    dc_NxJxT = dc_Nx1xL.reshape(n, steps, plan.block)
+    return dc_NxJxT.at[:, :-1, -1].add(crossing_NxJ[:, 1:]).reshape(dc_Nx1xL.shape)
 
 
 def _cost(plan: TpuPlan, inputs, arrays) -> pl.CostEstimate:
@@ -102,7 +126,8 @@ def _kernel(plan: TpuPlan, given: int, *refs):
     sums, after, refs = refs[:count], refs[count : count + given], refs[count + given :]
     dx, dy, dv, *outputs, state, moment = refs
     da_db, outputs = (outputs[:2], outputs[2:]) if plan.exact_local else ((), outputs)
-    dc, dmaps = (outputs[0], outputs[1:]) if plan.decay else (None, outputs)
+    dc, outputs = (outputs[0], outputs[1:]) if plan.decay else (None, outputs)
+    crossing, dmaps = (outputs[0], outputs[1:]) if _crosses(plan) else (None, outputs)
 
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -112,6 +137,7 @@ def _kernel(plan: TpuPlan, given: int, *refs):
             dmap[...] = jnp.zeros_like(dmap)
 
     written = dict(dx=dx, dy=dy, dv=dv, da_db=da_db, dc=dc, dmaps=dmaps, state=state, moment=moment)
+    written |= {'crossing': crossing}
     refs = GradientRefs(**inputs, o=o, do=do, inverse=inverse, sums=sums, **written)
     made = of_heads(features_and_gradient, plan, maps, refs.x, refs.y, refs.v.dtype)
     heads = [HeadGradients(plan, refs, head, made[head]) for head in range(plan.heads)]

@@ -24,14 +24,21 @@ def of_heads(log_decay_BxLxK: jax.Array, length: int, heads: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def block_sums(log_decay_Nx1xL: jax.Array, block: int) -> jax.Array:
-    """c. Its gradients are taken as those of sums over the whole sequence: what the sums of a block are relative to
-    changes no output."""
-    n, _, length = log_decay_Nx1xL.shape
-    g = jnp.maximum(log_decay_Nx1xL, RESET_LOG).reshape(n, length // block, block)
-    return jnp.cumsum(g, axis=-1).reshape(n, 1, length)
+    """c. A reset's own factor has the gradient 0."""
+    g = _in_blocks(jnp.maximum(log_decay_Nx1xL, RESET_LOG), block)
+    return jnp.cumsum(g, axis=-1).reshape(log_decay_Nx1xL.shape)
 
 
-block_sums.defvjp(lambda g, block: (block_sums(g, block), g), lambda block, g, dc: (backwards(dc, g < RESET),))
+def _in_blocks(x_Nx1xL: jax.Array, block: int) -> jax.Array:
+    return x_Nx1xL.reshape(x_Nx1xL.shape[0], -1, block)
+
+
+def _backwards(block, g_Nx1xL, dc_Nx1xL):
+    d = backwards(_in_blocks(dc_Nx1xL, block), _in_blocks(g_Nx1xL < RESET, block))
+    return (d.reshape(dc_Nx1xL.shape),)
+
+
+block_sums.defvjp(lambda g, block: (block_sums(g, block), g), _backwards)
 
 
 def column(c_1xT: jax.Array) -> jax.Array:

@@ -45,6 +45,7 @@ class GradientRefs(Refs):
     dv: Any
     da_db: Any
     dc: Any
+    crossing: Any
     dmaps: Any
 
 
@@ -202,7 +203,7 @@ class HeadGradients(Head):
                 continue
             for first, second in ((of_queries, fold), (of_keys, of_values)):
                 pieces += [piece for both in zip(first, second, strict=True) for piece in both]
-        return pieces
+        return [*pieces, self._crossing] if self.plan.decay else pieces
 
     def _read_sums(self) -> None:
         """Those over the keys before the block and over the queries after it, before this block is added."""
@@ -276,6 +277,23 @@ class HeadGradients(Head):
             x1_FxQ = with_one(plan, self.of('x', i))
             added_FxE = dot((x1_FxQ.astype(jnp.float32) * e_1xQ).astype(x1_FxQ.dtype), x1_FxQ, (1, 1))
             refs.moment[head] = faded(refs.moment[head], self.kept(i)) + added_FxE
+
+    def _crossing(self) -> None:
+        """Writes Σ w dw over all pairs of a key before the block and a query from its first on, in the sums by
+        now: each column of the state apart, with all of the moment in the first, which counts once."""
+        plan, refs, head = self.plan, self.refs, self.head
+        sums_RxP = 0.0
+        for at in range(0, refs.state.shape[1], ROWS):  # a float32 copy of all would need memory
+            rows = slice(at, at + ROWS)
+            sums_RxP += refs.sums[0][head, 0, rows].astype(jnp.float32) * refs.state[head, rows]
+        row_1xP = jnp.sum(sums_RxP, axis=0, keepdims=True)
+        if plan.squared and plan.normalize:
+            before_FxE, after_FxF = refs.sums[1][head, 0].astype(jnp.float32), refs.moment[head]
+            copies = before_FxE.shape[1] // after_FxF.shape[1]
+            both_FxE = before_FxE * jnp.concatenate([after_FxF] * copies, axis=1)
+            at = lax.broadcasted_iota(jnp.int32, row_1xP.shape, 1)
+            row_1xP += jnp.where(at == 0, jnp.sum(both_FxE, keepdims=True), 0.0)
+        refs.crossing[head, 0] = row_1xP
 
 
 def parts_of(x: jax.Array, dtype: jnp.dtype) -> list[jax.Array]:
