@@ -18,6 +18,7 @@ from lm.config.configurable import REGISTRY, configurable, field
 from lm.config.load import load as load_into
 from lm.config.names import may_change
 from lm.config.text import dump
+from lm.data.sources import Source
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
 
@@ -331,6 +332,13 @@ def test_fields_and_sections_say_what_may_change_on_resume():
             assert may_change(name) == may_change(f'a/b/{name}') == (name in allowed or section in whole), name
     assert not may_change('nothing.steps')
     assert not may_change('train.log')
+
+
+def test_where_the_text_of_a_store_came_from_may_change_on_resume():
+    sources = [name for name, cls in REGISTRY.items() if issubclass(cls, Source)]
+    assert {'tfds', 'jsonl', 'text_files', 'fasta'} <= set(sources)
+    for name in sources:
+        assert all(may_change(f'{name}.{field.name}') for field in dataclasses.fields(REGISTRY[name])), name
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes
