@@ -323,7 +323,7 @@ def test_fields_and_sections_say_what_may_change_on_resume():
     allowed = {f'train.{f}' for f in (
         'log_every', 'eval_every', 'eval_tokens', 'max_nonfinite_steps', 'profile', 'skip_batches', 'tensorboard',
         'hang_minutes', 'trackers', 'microbatches',
-    )} | {'data.path', 'model.remat', 'model.unroll'}  # fmt: skip
+    )} | {'data.path', 'model.remat', 'model.unroll', 'softmax.implementation'}  # fmt: skip
     whole = {'checkpoint', 'evaluate', 'mesh', 'prepare', 'tokenizer'}
     for line in dump(Experiment()).splitlines():
         name = line.partition(' = ')[0]
@@ -339,6 +339,13 @@ def test_where_the_text_of_a_store_came_from_may_change_on_resume():
     assert {'tfds', 'jsonl', 'text_files', 'fasta'} <= set(sources)
     for name in sources:
         assert all(may_change(f'{name}.{field.name}') for field in dataclasses.fields(REGISTRY[name])), name
+
+
+def test_how_a_mechanism_is_computed_may_change_on_resume_and_what_it_computes_may_not():
+    for name in ('softmax.implementation', 'polysketch.implementation', 'performer.block'):
+        assert may_change(name), name
+    for name in ('softmax.window', 'polysketch.block', 'performer.n_features'):
+        assert not may_change(name), name
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes
