@@ -143,7 +143,8 @@ def set_up(
         else:
             state, start, saved = init_state(functions, abstract, config.seed), 0, {'step_seconds': 0.0}
             if initial:
-                state['params'], line = initial.take(state['params'], abstract['params'])
+                taken, line = initial.take(weights(state), weights(abstract))
+                state |= taken
                 if is_leader:
                     print(line, flush=True)
     goodput.resumed(saved.get('step_seconds'))
