@@ -257,12 +257,13 @@ def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split
 
 
 def of_the_text(sum_nats: float, store: TokenStore, split: str) -> dict:
-    """What only the nats of a whole split tell."""
+    """What only the nats of a whole split tell; nothing per word and byte where its text has no words, as that of
+    white space or of tokens that stand for none."""
     n_bytes, n_words = store.bytes(split), store.words(split)
-    return {
-        'bytes': n_bytes,
-        'words': n_words,
-        'documents': store.documents(split),
+    counts = {'bytes': n_bytes, 'words': n_words, 'documents': store.documents(split)}
+    if not n_words:
+        return counts
+    return counts | {
         'word_perplexity': perplexity(sum_nats / n_words),
         'bits_per_byte': sum_nats / math.log(2) / n_bytes,
     }
