@@ -290,7 +290,8 @@ class Trainer:
         metrics = jax.device_get(metrics)
         if step == self.start + 1:
             self.progress.note(f'first step after {self.goodput.this_start()}')
-        by_source = self.batches.windows.by_source(step - 1, metrics.pop('window_loss', None))
+        of_windows = [metrics.pop(name, None) for name in ('window_loss', 'window_targets')]
+        by_source = self.batches.windows.by_source(step - 1, *of_windows)
         metrics = {name: value.item() for name, value in metrics.items()}
         self.bad_steps = metrics['in_a_row']
         if self.bad_steps >= config.max_nonfinite_steps:
