@@ -125,7 +125,7 @@ def set_up(
         branch.check(experiment)
     run.check_unchanged(experiment, rewinds)
     checkpointer = stack.enter_context(
-        Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints, run.record_saved)
+        Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints, run.record_saved, evaluator.measure)
     )
 
     # Restore this run, else its branching point, else start from another one's parameters, else from the seed.

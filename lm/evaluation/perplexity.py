@@ -144,6 +144,12 @@ class Evaluator:
         self._sharding = batch_sharding(mesh)
         self.program = program
 
+    @property
+    def measure(self) -> str:
+        """What the loss is of: losses of the same data compare where this is the same."""
+        windows, apart = self.windows, ' of single documents' if self.config.mask_documents else ''
+        return f'{windows.n_tokens} tokens of {self.split}, {windows.context_length} every {windows.stride}{apart}'
+
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
         """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` said so."""
         found = self.sums(weights, should_stop)
