@@ -125,7 +125,7 @@ def set_up(
         branch.check(experiment)
     run.check_unchanged(experiment, rewinds)
     checkpointer = stack.enter_context(
-        Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints, run.record_saved)
+        Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints, run.record_saved, evaluator.measure)
     )
 
     # Restore this run, else its branching point, else start from another one's parameters, else from the seed.
@@ -143,7 +143,8 @@ def set_up(
         else:
             state, start, saved = init_state(functions, abstract, config.seed), 0, {'step_seconds': 0.0}
             if initial:
-                state['params'], line = initial.take(state['params'], abstract['params'])
+                taken, line = initial.take(weights(state), weights(abstract))
+                state |= taken
                 if is_leader:
                     print(line, flush=True)
     goodput.resumed(saved.get('step_seconds'))
@@ -289,7 +290,8 @@ class Trainer:
         metrics = jax.device_get(metrics)
         if step == self.start + 1:
             self.progress.note(f'first step after {self.goodput.this_start()}')
-        by_source = self.batches.windows.by_source(step - 1, metrics.pop('window_loss', None))
+        of_windows = [metrics.pop(name, None) for name in ('window_loss', 'window_targets')]
+        by_source = self.batches.windows.by_source(step - 1, *of_windows)
         metrics = {name: value.item() for name, value in metrics.items()}
         self.bad_steps = metrics['in_a_row']
         if self.bad_steps >= config.max_nonfinite_steps:

@@ -30,7 +30,9 @@ class Performer(LinearAttention):
     scale: float | None = field(None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
     stabilizer: float = field(1e-6, minimum=0, help='keeps denominators of softmax estimators and signed ones from 0')
     kernel_epsilon: float = field(1e-3, minimum=0, help='added to the features of generalized kernels')
-    block: int | None = field(1024, minimum=1, help='tokens a block (changes speed, not results); None: the fastest')
+    block: int | None = field(
+        1024, minimum=1, resume=True, help='tokens a block (changes speed, not results); None: the fastest'
+    )
 
     def __post_init__(self):
         kind = FEATURES[self.features]

@@ -43,7 +43,10 @@ class Polysketch(LinearAttention):
     denominator_bias: float = field(1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
     gate: bool = field(False, help='each token decides, for each key head, how much it leaves of all weights before it')
     implementation: str | None = field(
-        None, choices=tuple(IMPLEMENTATIONS), help="how it is computed; None: the platform's best; results agree"
+        None,
+        choices=tuple(IMPLEMENTATIONS),
+        resume=True,
+        help="how it is computed; None: the platform's best; results agree",
     )
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'PolysketchAttention':

@@ -34,7 +34,10 @@ class Softmax(Attention):
 
     gate: bool = field(False, help='each token decides, for each key head, how much it leaves of all weights before it')
     implementation: str | None = field(
-        None, choices=tuple(SOFTMAX), help="how it is computed; None: the platform's best; results agree"
+        None,
+        choices=tuple(SOFTMAX),
+        resume=True,
+        help="how it is computed; None: the platform's best; results agree",
     )
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'SoftmaxAttention':

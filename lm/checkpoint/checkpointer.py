@@ -5,8 +5,8 @@ Orbax are dealt with: it returns flipped bits of array data silently, and its ma
 as done.
 """
 
+import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from lm.checkpoint.losses import Losses
 from lm.checkpoint.quiet import Quiet
 from lm.checkpoint.snapshot import (
     COMMITTED,
@@ -48,7 +49,9 @@ class CheckpointConfig:
     save_every_minutes: float | None = field(15.0, above=0, help='after so long without a checkpoint, one is written')
     keep_last: int = field(2, minimum=1, help='newest checkpoints that stay; one alone leaves nothing to fall back to')
     keep_every: int | None = field(None, minimum=1, help='checkpoints at multiples of this stay for ever')
-    keep_best: int = field(0, minimum=0, help='checkpoints with the lowest evaluation loss that stay')
+    keep_best: int = field(
+        0, minimum=0, help='checkpoints with the lowest evaluation loss that stay; where evaluations change, of each'
+    )
     on_failed_save: str = field('stop', choices=('stop', 'continue'), help="'continue': warn and train on")
 
 
@@ -63,6 +66,7 @@ class Checkpointer:
         config: when to save and what to keep.
         fingerprints: name → value of what a checkpoint depends on (data, tokenizer, …); compared by name on restore.
         on_saved: called with each step that has become complete on disk, in all processes.
+        measure: what evaluation losses are of; those of another measure do not compete for checkpoint.keep_best.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Checkpointer:
         config: CheckpointConfig | None = None,
         fingerprints: Mapping[str, str] | None = None,
         on_saved: Callable[[int], None] | None = None,
+        measure: str = '',
     ):
         path = epath.Path(directory)
         self.directory = path if is_remote(path) else path.expanduser().absolute()
@@ -83,7 +88,7 @@ class Checkpointer:
         self._restored: int | None = None
         self._ours: set[int] = set()
         self._damaged: set[int] = set()
-        self._losses: dict[int, float] = {}
+        self._losses = Losses(measure)
         self._clock = _Clock(self.config.save_every_minutes)
 
     # Saving
@@ -99,7 +104,7 @@ class Checkpointer:
         if not self.config.keep_best:
             return False
         self._manager()  # which reads the losses of the steps that are there
-        answer = math.isfinite(loss) and sum(other < loss for other in self._losses.values()) < self.config.keep_best
+        answer = self._losses.is_among_best(loss, self.config.keep_best)
         return bool(multihost_utils.broadcast_one_to_all(np.int32(answer))) if jax.process_count() > 1 else answer
 
     def save(
@@ -133,9 +138,9 @@ class Checkpointer:
                 if step in self._ours and not force:
                     return False
                 manager.delete(step)
-            record = make_record(step, arrays, self.fingerprints, metrics or {}, metadata or {})
-            if metrics and math.isfinite(metrics.get('loss', math.nan)):
-                self._losses[step] = float(metrics['loss'])
+            record = make_record(step, arrays, self.fingerprints, self._losses.noted(metrics or {}), metadata or {})
+            if metrics and 'loss' in metrics:
+                self._losses.add(step, metrics['loss'])
             self._ours.add(step)
             self._pending = step
             manager.write(step, arrays, record)
@@ -151,11 +156,10 @@ class Checkpointer:
     def add_loss(self, step: int, loss: float) -> None:
         """Has a step that is there count for checkpoint.keep_best as if it had been saved with this evaluation loss."""
         self._finish()
-        if math.isfinite(loss):
-            self._losses[step] = loss
+        self._losses.add(step, loss)
         if jax.process_index() == 0:
             try:
-                Snapshot(self.directory, step).add_metrics({'loss': loss})
+                Snapshot(self.directory, step).add_metrics(self._losses.noted({'loss': loss}))
             except (Damaged, LmError, OSError) as error:
                 log.warning('checkpoint step %d: its evaluation loss could not be noted: %s', step, one_line(error))
 
@@ -283,12 +287,8 @@ class Checkpointer:
                 self.directory, config.keep_last, config.keep_every, config.keep_best, self._losses
             )
             for step in self._lazy_manager.all_steps() if self.config.keep_best else ():
-                try:
-                    loss = self.read_record(step)['metrics'].get('loss')
-                except MismatchError:
-                    continue
-                if isinstance(loss, float):
-                    self._losses[step] = loss
+                with contextlib.suppress(MismatchError):
+                    self._losses.read(step, self.read_record(step)['metrics'])
         return self._lazy_manager
 
     def _tidy(self) -> None:
@@ -334,7 +334,7 @@ class Checkpointer:
 
     def _failed(self, step: int, error: Exception, is_fatal: bool = False) -> None:
         self._quiet.failed()
-        self._losses.pop(step, None)
+        self._losses.forget(step)
         self._ours.discard(step)
         if self._lazy_manager is not None:
             self._lazy_manager.reload()  # it counts the failed step, and has forgotten those that it was to replace

@@ -118,7 +118,7 @@ class Snapshot:
             raise Damaged(f'{self.path / "state"}: the checksum of {some(wrong)} does not match')
         return arrays
 
-    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+    def add_metrics(self, metrics: Mapping[str, float | str]) -> None:
         """Writes the record again, with these metrics too. Raises what `record` and writing raise."""
         record = self.record()
         record['metrics'] |= _plain(metrics)
@@ -183,7 +183,7 @@ def make_record(
     step: int,
     arrays: Mapping[str, jax.Array],
     fingerprints: Mapping[str, str],
-    metrics: Mapping[str, float],
+    metrics: Mapping[str, float | str],
     metadata: Mapping[str, Any],
 ) -> dict:
     """The record of a step about to be saved. Metrics that are not finite become strings: JSON has no such numbers."""
@@ -293,8 +293,8 @@ def one_line(error: BaseException) -> str:
     return f'{type(error).__name__}: {text}'
 
 
-def _plain(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    return {k: float(v) if math.isfinite(v) else str(v) for k, v in metrics.items()}
+def _plain(metrics: Mapping[str, float | str]) -> dict[str, float | str]:
+    return {k: float(v) if not isinstance(v, str) and math.isfinite(v) else str(v) for k, v in metrics.items()}
 
 
 def _sha256(record: dict) -> str:

@@ -7,6 +7,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
+from lm.checkpoint.losses import Losses
 from lm.checkpoint.object_storage import S3, teach_s3
 from lm.checkpoint.together import Together
 
@@ -17,7 +18,7 @@ class Writer(ocp.CheckpointManager):
     Args:
         directory: local path, or an address gs://… or s3://….
         keep_last, keep_every, keep_best: which steps stay (`lm.checkpoint.checkpointer.CheckpointConfig`).
-        losses: step → evaluation loss, for `keep_best`; what the caller changes in it later counts.
+        losses: for `keep_best`; what the caller changes in it later counts.
     """
 
     def __init__(
@@ -26,7 +27,7 @@ class Writer(ocp.CheckpointManager):
         keep_last: int,
         keep_every: int | None,
         keep_best: int,
-        losses: Mapping[int, float],
+        losses: Losses,
     ):
         if str(directory).startswith(S3):
             teach_s3()
@@ -70,10 +71,10 @@ def _together() -> Together | None:
 class _Best:
     """Orbax preservation policy: the `n` steps of lowest loss stay."""
 
-    def __init__(self, n: int, losses: Mapping[int, float]):
+    def __init__(self, n: int, losses: Losses):
         self.n, self.losses = n, losses
 
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
         steps = [info.step for info in checkpoints]
-        best = sorted((s for s in steps if s in self.losses), key=lambda s: (self.losses[s], s))[: self.n]
-        return [s in best for s in steps]
+        best = self.losses.best(steps, self.n)
+        return [step in best for step in steps]

@@ -56,7 +56,8 @@ def field(
 
 def configurable(name: str, *, resume: bool = False) -> Callable[[type], type]:
     """Class decorator: a frozen keyword-only dataclass, checked at construction, known to gin files as `name`.
-    `resume`: a run may be resumed with other values of all its fields."""
+    `resume`: a run may be resumed with other values of all its fields; a base may say so of all its classes, as
+    `gin_resume`."""
 
     def decorate(cls: type) -> type:
         refine = cls.__dict__.get('__post_init__')
@@ -68,7 +69,7 @@ def configurable(name: str, *, resume: bool = False) -> Callable[[type], type]:
 
         cls.__post_init__ = check
         cls.gin_name = name
-        cls.gin_resume = resume
+        cls.gin_resume = resume or getattr(cls, 'gin_resume', False)
         cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         known = REGISTRY.setdefault(name, cls)
         if known is not cls and known.__qualname__ != cls.__qualname__:

@@ -68,8 +68,9 @@ class BatchWindows(abc.ABC):
         """Start offsets, in the shape of `example`, of the windows that these examples are (numbers from 0)."""
 
     @abc.abstractmethod
-    def by_source(self, step: int, losses_AxB: np.ndarray) -> dict[str, float]:
-        """What is logged of step `step` besides its loss, from the mean losses of its windows, in their order."""
+    def by_source(self, step: int, losses_AxB: np.ndarray, targets_AxB: np.ndarray | None = None) -> dict[str, float]:
+        """What is logged of step `step` besides its loss, from the mean losses of its windows, in their order, and how
+        many targets these are of; None: of equally many."""
 
     @abc.abstractmethod
     def describe(self, steps: int, path: str) -> str:
@@ -134,7 +135,7 @@ class Windows(BatchWindows):
     def place(self, example: np.ndarray) -> np.ndarray:
         return self.order(example)
 
-    def by_source(self, step: int, losses_AxB: np.ndarray) -> dict[str, float]:
+    def by_source(self, step: int, losses_AxB: np.ndarray, targets_AxB: np.ndarray | None = None) -> dict[str, float]:
         """Nothing: there is one source."""
         return {}
 

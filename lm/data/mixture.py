@@ -144,12 +144,14 @@ class MixedWindows(BatchWindows):
         taken = self.shares.taken(self.batch(step) * self.batch_size)
         return {name: int(n) / order.count for name, n, order in zip(self.names, taken, self.orders, strict=True)}
 
-    def by_source(self, step: int, losses_AxB: np.ndarray) -> dict[str, float]:
-        """The mean loss of each source that has windows in the step, loss/NAME, and how often each has been seen after
-        it, epochs/NAME."""
+    def by_source(self, step: int, losses_AxB: np.ndarray, targets_AxB: np.ndarray | None = None) -> dict[str, float]:
+        """The mean loss over the targets of each source that has some in the step, loss/NAME, and how often each has
+        been seen after it, epochs/NAME."""
         sources, losses = self.sources(step), np.asarray(losses_AxB, np.float64).ravel()
-        here = {name: sources == i for i, name in enumerate(self.names) if (sources == i).any()}
-        means = {f'loss/{name}': float(losses[own].mean()) for name, own in here.items()}
+        targets = np.ones(len(losses)) if targets_AxB is None else np.asarray(targets_AxB, np.float64).ravel()
+        owned = {name: (sources == i) & (targets > 0) for i, name in enumerate(self.names)}
+        here = {name: own for name, own in owned.items() if own.any()}
+        means = {f'loss/{name}': float(np.average(losses[own], weights=targets[own])) for name, own in here.items()}
         return means | {f'epochs/{name}': seen for name, seen in self.epochs(step + 1).items()}
 
     def describe(self, steps: int, path: str) -> str:

@@ -81,6 +81,11 @@ class TaskEvaluator:
 
         self._score = jax.jit(score, out_shardings=replicated(mesh))
 
+    @property
+    def measure(self) -> str:
+        """What the loss is of: losses of the same task compare where this is the same."""
+        return f'{self.split}, {self.context_length}'
+
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
         """The result as a dict of plain numbers, or None when `should_stop` said so. `loss` is per answer."""
         tallies = {}

@@ -144,6 +144,12 @@ class Evaluator:
         self._sharding = batch_sharding(mesh)
         self.program = program
 
+    @property
+    def measure(self) -> str:
+        """What the loss is of: losses of the same data compare where this is the same."""
+        windows, apart = self.windows, ' of single documents' if self.config.mask_documents else ''
+        return f'{windows.n_tokens} tokens of {self.split}, {windows.context_length} every {windows.stride}{apart}'
+
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
         """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` said so."""
         found = self.sums(weights, should_stop)
@@ -257,12 +263,13 @@ def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split
 
 
 def of_the_text(sum_nats: float, store: TokenStore, split: str) -> dict:
-    """What only the nats of a whole split tell."""
+    """What only the nats of a whole split tell; nothing per word and byte where its text has no words, as that of
+    white space or of tokens that stand for none."""
     n_bytes, n_words = store.bytes(split), store.words(split)
-    return {
-        'bytes': n_bytes,
-        'words': n_words,
-        'documents': store.documents(split),
+    counts = {'bytes': n_bytes, 'words': n_words, 'documents': store.documents(split)}
+    if not n_words:
+        return counts
+    return counts | {
         'word_perplexity': perplexity(sum_nats / n_words),
         'bits_per_byte': sum_nats / math.log(2) / n_bytes,
     }

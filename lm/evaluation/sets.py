@@ -32,6 +32,11 @@ class SetsEvaluator:
         self._first = next(iter(parts.values()))
         self.split = self._first.split
 
+    @property
+    def measure(self) -> str:
+        """As that of `Evaluator`, of the data of the run."""
+        return '; '.join(part.measure for part in self.parts.values())
+
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
         """As that of `Evaluator`, with `sets`: name → the result of each text; None when `should_stop` said so."""
         sums, sets = [], {}

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 import lm.experiment  # noqa: F401 (fills the registry, which knows the names of bindings)
+from lm.attention import Attention
+from lm.config.configurable import REGISTRY
 from lm.config.names import may_change
 from lm.plots import Curve
 from lm.report import paper
@@ -173,9 +175,11 @@ def setting_curve(series: Series, values: Iterable[tuple[float, float | None]]) 
 
 
 def _counts(binding: str) -> bool:
-    """Whether a difference in this binding makes another series."""
+    """Whether a difference in this binding makes another series: in loss, or of a mechanism in speed alone."""
     ignored = {'train.seed', 'train.context_length', 'train.microbatches', 'model.attention'}
-    return binding == 'data.path' or not (binding in ignored or may_change(binding))
+    owner = REGISTRY.get(binding.rpartition('/')[2].partition('.')[0], object)
+    is_of_mechanism = issubclass(owner, Attention)
+    return binding == 'data.path' or not (binding in ignored or (may_change(binding) and not is_of_mechanism))
 
 
 def _brief(value: str, values: set[str | None]) -> str:

@@ -1,4 +1,5 @@
-"""The parameters that a new run takes from another one (`train.init_from`), by name."""
+"""The weights that a new run takes from another one (`train.init_from`), by name: parameters, and the random
+projections that they were learned with."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -29,15 +30,15 @@ class InitialParameters:
         with self._open() as other:
             self._check(other, params)
 
-    def take(self, params: dict, abstract: dict) -> tuple[dict, str]:
-        """Parameters in place of those that a seed has made.
+    def take(self, weights: dict, abstract: dict) -> tuple[dict, str]:
+        """Weights in place of those that a seed has made. Projections of another shape stay those of the seed.
 
         Args:
-            params: nested dict of arrays.
+            weights: `params` and `buffers`, nested dicts of arrays.
             abstract: the same as jax.ShapeDtypeStructs with the shardings of the result.
 
         Returns:
-            the parameters, and one line that says which of them were taken.
+            the weights, and one line that says which of them were taken.
 
         Raises:
             AbsentError: the other run has no checkpoint.
@@ -45,17 +46,19 @@ class InitialParameters:
                 these arrays.
         """
         with self._open() as other:
-            self._check(other, abstract)
-            taken, step, _ = other.restore({'params': abstract}, partial=True)
-        names = flatten(taken['params'])
-        left = [name for name in flatten(params) if name not in names]
+            saved = self._check(other, abstract['params'])
+            wanted = abstract | {'buffers': _alike(abstract['buffers'], saved, 'buffers.')}
+            taken, step, _ = other.restore(wanted, partial=True)
+        names = flatten(taken)
+        left = [name.removeprefix('params.') for name in flatten(weights) if name not in names]
         line = f'{len(names)} of {len(names) + len(left)} arrays taken from {self.run_dir} at step {step}'
-        return merged(params, taken['params']), f'{line}; these not: {", ".join(left)}' if left else line
+        return merged(weights, taken), f'{line}; these not: {", ".join(left)}' if left else line
 
     def _open(self) -> Checkpointer:
         return Checkpointer(RunDir(self.run_dir).checkpoints)
 
-    def _check(self, other: Checkpointer, params: dict) -> None:
+    def _check(self, other: Checkpointer, params: dict) -> dict[str, dict]:
+        """What the record says of each array of the checkpoint, by name."""
         step = other.latest_step()
         if step is None:
             raise AbsentError(f'{self._setting}: holds no checkpoint; name a run directory')
@@ -81,10 +84,23 @@ class InitialParameters:
             raise MismatchError(
                 f'{self._setting}: {"; ".join(wrong)}; give the model the sizes of that run, or start without it'
             )
+        return record['leaves']
 
     @property
     def _setting(self) -> str:
         return f'train.init_from = {self.run_dir!r}'
+
+
+def _alike(tree: dict, saved: Mapping[str, dict], prefix: str) -> dict:
+    """The nested dict without the arrays that have another shape or type in `saved`, or are not there."""
+    kept = {}
+    for name, value in tree.items():
+        path = f'{prefix}{name}'
+        if isinstance(value, dict):
+            kept[name] = _alike(value, saved, f'{path}.')
+        elif path in saved and (saved[path]['shape'], saved[path]['dtype']) == (list(value.shape), value.dtype.name):
+            kept[name] = value
+    return kept
 
 
 def merged(old: dict, new: dict) -> dict:

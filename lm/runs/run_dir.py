@@ -286,11 +286,12 @@ class RunDir:
     ) -> None:
         refused = []
         for name, before, after in _differences(old, new):
-            allowed = may_change(name) or (rewound and _is_of_optimizer(name)) or _is_longer(name, old, new)
+            if may_change(name) or (rewound and _is_of_optimizer(name)) or _is_longer(name, old, new):
+                continue
             if before is None or after is None:
                 # a field that another version of the program added or removed, or that of a mechanism not used before
                 notes.append(f'{self.path}: {name} was {before or "absent"}, now {after or "absent"}')
-            elif not allowed:
+            else:
                 refused.append(f'{name} was {before}, now {after}')
         if refused:
             more = f' (and {len(refused) - 1} more)' if len(refused) > 1 else ''

@@ -37,7 +37,7 @@ class TrainConfig:
         10.0, above=0, resume=True, help='a step that takes so long, and 20 median steps, ends with 42; None: never'
     )
     skip_batches: tuple[tuple[int, int], ...] = field((), resume=True, help='half-open ranges of batches to leave out')
-    init_from: str | None = field(None, help='run directory whose parameters this run starts from')
+    init_from: str | None = field(None, help='run directory whose weights this run starts from')
     profile: tuple[int, int] | None = field(
         None, resume=True, check=_check_traced, help='first and last step of a profiler trace, in RUN_DIR/profile'
     )

@@ -41,8 +41,8 @@ class TrainStep:
 
     `unpack` says what is read, what is asked for and which of that counts in the loss: tokens [B, L + 1] → ids, ids and
     bool, each [B, L] (`Task.unpack`, `Objective.unpack`); None: the next token, everywhere. `by_window`: the step tells
-    the loss of each window too, as the metric `window_loss`, [A, B]. `documents`: those of a window do not see each
-    other.
+    the loss of each window too, as the metric `window_loss`, [A, B], and where not all targets count, how many do, as
+    `window_targets`. `documents`: those of a window do not see each other.
     """
 
     def __init__(
@@ -213,8 +213,10 @@ class TrainStep:
 
         def of_windows(nats_BxL, counted_BxL):
             if counted_BxL is None:
-                return nats_BxL.mean(axis=1)
-            return nats_BxL.sum(axis=1, where=counted_BxL) / jnp.maximum(counted_BxL.sum(axis=1), 1)
+                return {'window_loss': nats_BxL.mean(axis=1)}
+            targets_B = counted_BxL.sum(axis=1)
+            nats_B = nats_BxL.sum(axis=1, where=counted_BxL)
+            return {'window_loss': nats_B / jnp.maximum(targets_B, 1), 'window_targets': targets_B}
 
         def objective(params, buffers, count, batch_BxL, *numbers_B):
             batch_BxL = batch_BxL.astype(jnp.int32)
@@ -225,7 +227,7 @@ class TrainStep:
                 share_BxL = jnp.where(counted_BxL, 1 / count, 0.0)
             weights = {'params': params, 'buffers': buffers}
             loss, nats_BxL = self.weighted_loss(weights, inputs_BxL, targets_BxL, share_BxL)
-            by_window = {'window_loss': of_windows(nats_BxL, counted_BxL)} if self.by_window else {}
+            by_window = of_windows(nats_BxL, counted_BxL) if self.by_window else {}
             nats = nats_BxL.mean() / parts if counted_BxL is None else nats_BxL.sum(where=counted_BxL) / count
             return loss, (nats, by_window)
 

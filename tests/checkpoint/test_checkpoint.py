@@ -553,6 +553,18 @@ def test_keep_best_counts_what_is_not_worse(tmp_path):
     assert Checkpointer(tmp_path, CheckpointConfig(keep_best=0)).is_among_best(0.0) is False
 
 
+def test_losses_of_another_measure_do_not_compete(tmp_path):
+    """A run that is resumed with a harder text goes on to keep its best, and keeps those of the text before."""
+    config = CheckpointConfig(save_every_steps=None, save_every_minutes=None, keep_last=1, keep_best=1)
+    for measure, losses in (('', {1: 3.0}), ('easy', {2: 2.0, 3: 2.5}), ('hard', {4: 9.0, 5: 7.0, 6: 8.0})):
+        with Checkpointer(tmp_path, config, measure=measure) as checkpointer:
+            for step, loss in losses.items():
+                assert checkpointer.is_among_best(loss) is (step not in (3, 6))
+                checkpointer.save(step, {'x': jnp.int32(step)}, metrics={'loss': loss})
+    assert Checkpointer(tmp_path).all_steps() == [2, 5, 6]
+    assert Checkpointer(tmp_path).read_record(5)['metrics'] == {'loss': 7.0, 'measure': 'hard'}
+
+
 def test_a_loss_that_comes_late_counts_like_one_that_was_saved(tmp_path):
     config = CheckpointConfig(save_every_steps=None, save_every_minutes=None, keep_last=1, keep_best=1)
 

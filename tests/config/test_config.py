@@ -18,6 +18,7 @@ from lm.config.configurable import REGISTRY, configurable, field
 from lm.config.load import load as load_into
 from lm.config.names import may_change
 from lm.config.text import dump
+from lm.data.sources import Source
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
 
@@ -347,7 +348,7 @@ def test_fields_and_sections_say_what_may_change_on_resume():
     allowed = {f'train.{f}' for f in (
         'log_every', 'eval_every', 'eval_tokens', 'max_nonfinite_steps', 'profile', 'skip_batches', 'tensorboard',
         'hang_minutes', 'trackers', 'microbatches',
-    )} | {'data.path', 'model.remat', 'model.unroll'}  # fmt: skip
+    )} | {'data.path', 'model.remat', 'model.unroll', 'softmax.implementation'}  # fmt: skip
     whole = {'checkpoint', 'evaluate', 'mesh', 'prepare', 'tokenizer'}
     for line in dump(Experiment()).splitlines():
         name = line.partition(' = ')[0]
@@ -356,6 +357,20 @@ def test_fields_and_sections_say_what_may_change_on_resume():
             assert may_change(name) == may_change(f'a/b/{name}') == (name in allowed or section in whole), name
     assert not may_change('nothing.steps')
     assert not may_change('train.log')
+
+
+def test_where_the_text_of_a_store_came_from_may_change_on_resume():
+    sources = [name for name, cls in REGISTRY.items() if issubclass(cls, Source)]
+    assert {'tfds', 'jsonl', 'text_files', 'fasta'} <= set(sources)
+    for name in sources:
+        assert all(may_change(f'{name}.{field.name}') for field in dataclasses.fields(REGISTRY[name])), name
+
+
+def test_how_a_mechanism_is_computed_may_change_on_resume_and_what_it_computes_may_not():
+    for name in ('softmax.implementation', 'polysketch.implementation', 'performer.block'):
+        assert may_change(name), name
+    for name in ('softmax.window', 'polysketch.block', 'performer.n_features'):
+        assert not may_change(name), name
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes

@@ -152,6 +152,11 @@ def test_losses_by_source(mixture):
     assert told['loss/web'] == np.mean([1, 5, 7])
     assert told['loss/code'] == 3
     assert told['epochs/books'] == 4 / 100
+    # where not all targets count, each that does counts alike, and a window without any not at all
+    told = made.by_source(0, losses, np.array([[3, 2, 0, 0], [1, 0, 0, 6]]))
+    assert told['loss/books'] == np.mean([0, 0, 0, 4])
+    assert told['loss/web'] == np.mean([1] * 2 + [7] * 6)
+    assert 'loss/code' not in told
     rare = MixedWindows(Mixture(mixture.stores, [1, 1e-3, 1]), 'train', L, B, 0)
     absent = [step for step in range(20) if 'loss/web' not in rare.by_source(step, losses)]
     assert absent  # a source without a window in a step has no loss there

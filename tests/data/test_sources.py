@@ -165,6 +165,12 @@ def test_jsonl_does_not_depend_on_the_cuts(tmp_path, monkeypatch):
         assert documents(source, 'train') == whole
 
 
+def test_a_byte_order_mark_before_json_is_none_of_it(tmp_path):
+    lines = [json.dumps({'text': text}, ensure_ascii=False) for text in ('\ufeffa', 'b')]
+    (tmp_path / 'train.jsonl').write_text('\n'.join(lines), encoding='utf-8-sig')
+    assert [d.text for d in documents(Jsonl(path=str(tmp_path)), 'train')] == ['\ufeffa', 'b']
+
+
 def test_bad_lines_are_named(tmp_path):
     good = json.dumps({'text': 'good'}).encode() + b'\n'
     bad = {

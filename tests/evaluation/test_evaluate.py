@@ -16,7 +16,7 @@ from lm import cli
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.evaluation import command
-from lm.evaluation.perplexity import EvaluationWindows
+from lm.evaluation.perplexity import EvaluationWindows, summarize
 from lm.experiment import Experiment, open_run
 from lm.runs.run_dir import RunDir
 
@@ -27,6 +27,17 @@ def evaluate(run, *flags, devices=1) -> dict:
     done = tiny.lm('evaluate', '--run_dir', str(run), '--json', *flags, devices=devices)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_a_text_without_words_has_no_figures_per_word_and_byte():
+    counts = {'tokens': 3, 'bytes': 4, 'words': 0, 'documents': 2}
+    store = types.SimpleNamespace(**{name: lambda split, n=n: n for name, n in counts.items()})
+    store.info = {'tokenizer': {'sha256': 't'}}
+    found = summarize(np.array([1.0, 2.0]), np.array([2, 1]), store, 'validation')
+    assert found | counts == found
+    assert found['perplexity'] == pytest.approx(math.e)
+    assert found.keys().isdisjoint({'word_perplexity', 'bits_per_byte'})
+    assert command.by_word_and_byte(found) == {}
 
 
 @pytest.mark.parametrize('n', [1, 5, 31, 32, 33, 100, 257])

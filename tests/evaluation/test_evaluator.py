@@ -185,9 +185,11 @@ def test_which_evaluator_a_run_gets():
     assert (type(made), made.split, made.windows.context_length) == (Evaluator, 'validation', 16)
     made = make_evaluator(EvaluateConfig(), text, TRAIN, FUNCTIONS, mesh, Store(), 20)
     assert (made.windows.n_tokens, len(made.windows)) == (20, 2)
+    assert made.measure == '20 tokens of validation, 16 every 16'
     config = EvaluateConfig(split='test', context_length=20, batch_size=3)
     made = make_evaluator(config, task, TRAIN, FUNCTIONS, mesh, None)
     assert (type(made), made.split, made.context_length, made.batch_size) == (TaskEvaluator, 'test', 20, 3)
+    assert made.measure == 'test, 20'
     assert what_is_scored(config, text, TRAIN) == ('test', 20)
     assert what_is_scored(EvaluateConfig(), DataConfig(path='x', eval_split='train'), TRAIN) == ('train', 16)
 

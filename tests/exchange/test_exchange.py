@@ -162,9 +162,10 @@ def test_a_llama_is_continued_under_the_hybrid(tmp_path, tokens):
     experiment = lm.configure([str(run / 'model.gin'), 'configs/attention/hybrid.gin'], params)
     assert experiment.model.norm == 'rms'
     assert experiment.model.pattern[0].gin_name == 'hybrid'
-    abstract = abstract_weights(experiment)['params']
+    abstract = abstract_weights(experiment)
     taken, line = InitialParameters(str(run), {}, str(tokens)).take(abstract, abstract)
     assert line == f'9 of 9 arrays taken from {run} at step 0'
+    taken = taken['params']
     np.testing.assert_array_equal(taken['head'], theirs['lm_head.weight'])
     up = taken['blocks'][0]['glu_in']['kernel'][1][:, :48]
     np.testing.assert_array_equal(up, theirs['model.layers.1.mlp.up_proj.weight'].T)

@@ -1,9 +1,14 @@
 """`train.init_from`: what is taken from another run is said, and what does not fit is refused by its name."""
 
+import jax
+import numpy as np
 import pytest
 import tiny
 
 from lm import cli
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.runs.initial import InitialParameters
+from lm.runs.run_dir import RunDir
 
 pytestmark = pytest.mark.usefixtures('kept_programs')
 
@@ -29,6 +34,27 @@ def test_the_arrays_that_were_not_taken_are_named(reference_run, tiny_flags, tmp
     left = line.partition('; these not: ')[2].split(', ')
     assert 0 < int(taken) < int(total) == int(taken) + len(left)
     assert all('attention' in name for name in left)
+
+
+@pytest.mark.parametrize('n_features', [4, 2])
+def test_random_projections_are_those_that_the_parameters_were_learned_with(tmp_path, n_features):
+    """Under those of another seed the features, and so the function, would be others."""
+
+    def weights(value, n_features):
+        projection = np.full((2, n_features, 3), value, np.float32)
+        return {
+            'params': {'out': np.full(3, value, np.float32)},
+            'buffers': {'blocks': {0: {'projection': projection}}},
+        }
+
+    there, here = weights(0, 4), weights(1, n_features)
+    with Checkpointer(RunDir(tmp_path).checkpoints) as checkpointer:
+        checkpointer.save(7, there)
+    taken, line = InitialParameters(str(tmp_path), {}, 'data').take(here, here)
+    is_alike = n_features == 4
+    jax.tree.map(np.testing.assert_array_equal, taken, there if is_alike else there | {'buffers': here['buffers']})
+    rest = '' if is_alike else '; these not: buffers.blocks.0.projection'
+    assert line == f'{1 + is_alike} of 2 arrays taken from {tmp_path} at step 7{rest}'
 
 
 def test_another_tokenizer_is_refused(reference_run, other_tokens, tiny_flags, tmp_path, capsys):

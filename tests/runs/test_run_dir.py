@@ -126,8 +126,9 @@ def test_another_configuration_is_refused(tmp_path, before, after, message):
 def test_bindings_of_another_version_are_noted(tmp_path, caplog):
     run = RunDir(tmp_path)
     run.create_or_resume(OLD, {})
-    run.create_or_resume(OLD + 'model.new = 1\n', {})
+    run.create_or_resume(OLD + "model.new = 1\n\njsonl.path = 'there'\n", {})
     assert 'model.new was absent, now 1' in caplog.text
+    assert 'jsonl' not in caplog.text, 'it may be anything'
 
 
 class Tool:

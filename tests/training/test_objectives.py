@@ -212,6 +212,7 @@ def test_the_loss_is_that_of_the_chosen_places(microbatches):
         np.testing.assert_allclose(metrics['loss'], expected, rtol=1e-5)
         windows = [row[of].mean() for row, of in zip(nats, chosen, strict=True)]
         np.testing.assert_allclose(np.ravel(metrics['window_loss']), windows, rtol=1e-4)
+        assert np.ravel(metrics['window_targets']).tolist() == chosen.sum(axis=1).tolist()
 
 
 def test_devices_and_microbatches_change_no_lot():

@@ -64,6 +64,8 @@ class Source(abc.ABC):
 
     holds_tokens = False
     """Whether the documents are token ids, of an existing tokenizer, in place of text."""
+    gin_resume = True
+    """A run learns from the store, which its fingerprint tells from others, wherever the text of it was."""
 
     def fetch(self, log) -> None:  # noqa: B027 - most sources have nothing to fetch
         """Downloads what is not there yet, if the source can; `log(line)` tells people."""

@@ -28,7 +28,7 @@ class Jsonl(LinePatterns):
 
     def _document(self, identifier: str, line: bytes) -> Document:
         try:
-            record = json.loads(line.decode('utf-8'))
+            record = json.loads(line.decode('utf-8-sig'))  # a byte order mark, as Windows writes, is none of the JSON
         except UnicodeDecodeError:
             return Document(identifier, error='invalid UTF-8')
         except (ValueError, RecursionError):
