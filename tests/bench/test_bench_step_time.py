@@ -75,7 +75,7 @@ def test_parts_are_printed_written_and_drawn(monkeypatch, tmp_path, capsys):
 
 
 def test_a_speed_over_softmax_is_told_where_that_was_compiled(monkeypatch, capsys):
-    monkeypatch.setattr(forecast, 'compile_step', lambda *_: (Compiled(), PROGRAM))
+    monkeypatch.setattr(forecast, 'compile_step', lambda *_: COMPILED)
     assert main(small('--contexts', '64,2048', '--mechanisms', 'polynomial')) == 0
     printed = capsys.readouterr().out
     assert '× softmax' not in printed
