@@ -124,7 +124,9 @@ class _Reader:
                     self.statements.append(statement)
 
     def _import(self, item: Any, where: str) -> None:
-        if not self.allow_imports:
+        if item.module in {cls.__module__ for cls in REGISTRY.values()}:
+            pass  # runs no code: its configurables are here already
+        elif not self.allow_imports:
             raise ConfigError(
                 f'{where}: {item.format()!r} would run code; delete it, or pass --allow_gin_imports if you trust it'
             )
@@ -138,8 +140,9 @@ class _Reader:
                 module = importlib.import_module(item.module)
                 module = module if item.alias else importlib.import_module(item.module.partition('.')[0])
         except Exception as error:
+            hint = '; PYTHONPATH must name its folder' if isinstance(error, ModuleNotFoundError) else ''
             raise ConfigError(
-                f'{where}: {item.format()!r} failed: {type(error).__name__}: {_first_line(error)}'
+                f'{where}: {item.format()!r} failed: {type(error).__name__}: {_first_line(error)}{hint}'
             ) from None
         self._modules[item.bound_name()] = module
 

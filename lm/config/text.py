@@ -72,6 +72,7 @@ def dump(experiment: Any) -> str:
     """The complete configuration as gin text, sorted, from which `lm.experiment.load` makes an equal experiment.
 
     Nested configurables become references. Where different ones share a name, each gets a scope: a, b, c, …
+    Modules from outside of `lm` that configurables come from are imported first.
 
     Raises:
         ConfigError: for a value that gin cannot express.
@@ -94,6 +95,8 @@ def dump(experiment: Any) -> str:
     for name, configs in nested.items():
         blocks += [(name, scope, c) for c in configs if (scope := scopes.get(_identity(c), '')) or name not in sections]
     lines = ['# A complete configuration, written by lm; a file to read and to run again (--gin_file).']
+    if outside := sorted({name for _, _, config in blocks if _is_outside(name := type(config).__module__)}):
+        lines += ['', *(f'import {name}' for name in outside)]
     for name, scope, config in sorted(
         blocks, key=lambda block: (block[0] not in sections, block[0], len(block[1]), block[1])
     ):
@@ -106,6 +109,11 @@ def dump(experiment: Any) -> str:
             except ConfigError as error:
                 raise ConfigError(f'{title}.{field} = {error}') from None
     return '\n'.join(lines) + '\n'
+
+
+def _is_outside(module: str) -> bool:
+    """Whether `lm` does not import the module itself. What a script or a notebook defines nobody can import."""
+    return module.partition('.')[0] not in ('lm', '__main__')
 
 
 def _gather(config: Any, nested: dict[str, list[Any]]) -> None:

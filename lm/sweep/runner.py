@@ -46,6 +46,7 @@ class Runner:
         if self.gpus_per_job:
             self._gpus(max(self.slots))  # refuses what is not there
         self.retry_failed = arguments.retry_failed
+        self.allows = ['--allow_gin_imports'] if arguments.allow_gin_imports else []
         self.waiting = [p for p in sweep.points if self._is_due(p)]
         self.running: list[RunningPoint] = []
         self.signals = 0
@@ -112,7 +113,7 @@ class Runner:
         slot = self.slots.pop(0)
         kept = self.sweep.notes / f'{point.name}.log'
         log = open(kept, 'ab') if self.sweep.is_local else tempfile.TemporaryFile()  # noqa: SIM115 (closed by _end)
-        command = ['train', '--run_dir', str(self.sweep.root / point.name), '--gin_file', config]
+        command = ['train', '--run_dir', str(self.sweep.root / point.name), '--gin_file', config, *self.allows]
         environment = dict(os.environ)
         if self.gpus_per_job:
             environment['CUDA_VISIBLE_DEVICES'] = ','.join(self._gpus(slot))

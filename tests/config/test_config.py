@@ -282,6 +282,34 @@ def test_a_configurable_of_an_imported_module_can_be_named(tmp_path, monkeypatch
     assert resolve(files=(gin,), allow_imports=True).shapes.shape.size == 1
 
 
+def test_the_configuration_of_a_run_imports_what_it_was_made_with(tmp_path, monkeypatch):
+    (tmp_path / 'lm_test_outside.py').write_text(
+        'from lm.config.configurable import configurable\nfrom test_config import Shape\n'
+        "@configurable('test_outside')\nclass Outside(Shape):\n  pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, 'test_config', sys.modules[__name__])
+    gin = tmp_path / 'x.gin'
+    gin.write_text('import lm_test_outside\ntest_shapes.shape = @test_outside()')
+    experiment = resolve(files=(gin,), allow_imports=True)
+    config = tmp_path / 'config.gin'
+    config.write_text(dump(experiment))
+    assert 'import lm_test_outside\n' in config.read_text()
+    assert resolve(base=str(config)) == experiment, 'its module is imported already, so no code would run'
+    # Another process, which has not: it is told how.
+    monkeypatch.delitem(REGISTRY, 'test_outside')
+    monkeypatch.delitem(sys.modules, 'lm_test_outside')
+    assert 'pass --allow_gin_imports if you trust it' in refused(base=str(config))
+    assert dump(resolve(base=str(config), allow_imports=True)) == config.read_text()
+    gin.write_text('import lm_test_not_there')
+    with pytest.raises(ConfigError, match='PYTHONPATH must name its folder'):
+        resolve(files=(gin,), allow_imports=True)
+
+
+def test_configurations_of_our_own_import_nothing():
+    assert 'import' not in dump(Experiment())
+
+
 # ---------------------------------------------------------------------------------------------------- earlier versions
 
 

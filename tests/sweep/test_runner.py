@@ -107,7 +107,8 @@ class World:
         return [self.result(point) for point in self.points]
 
     def runner(self, jobs=1, gpus=None, retry=False):
-        return Runner(self, types.SimpleNamespace(jobs=jobs, gpus_per_job=gpus, retry_failed=retry))
+        flags = dict(jobs=jobs, gpus_per_job=gpus, retry_failed=retry, allow_gin_imports=False)
+        return Runner(self, types.SimpleNamespace(**flags))
 
 
 @pytest.fixture
