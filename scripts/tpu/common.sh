@@ -296,9 +296,10 @@ complete_command() {
   esac
 }
 # Refuses on this machine what a pod would be paid for in vain: `lm check` with the configuration of an `lm train`, of the
-# run that it resumes or branches too, or `lm sweep`, compiled for ACCELERATOR_TYPE. Other commands, and CHECK=0, pass.
+# run that it resumes or branches too, or `lm sweep`, compiled for all SLICES of ACCELERATOR_TYPE. Other commands, and CHECK=0, pass.
 check_command() {
-  local words=() runs=() verb='' code=0 program
+  local words=() runs=() verb='' code=0 program topology=$ACCELERATOR_TYPE
+  if [ "$SLICES" -gt 1 ]; then topology="$SLICES*$topology"; fi
   while [ $# -gt 0 ]; do
     case $1 in
       train | sweep) verb=${verb:-$1} ;;
@@ -320,7 +321,7 @@ check_command() {
     words+=(${runs[@]+"${runs[@]}"})
     if ! has_flag --run_dir ${runs[@]+"${runs[@]}"}; then words+=(--run_dir "$RUN_DIR"); fi
   fi
-  words=(check ${words[@]+"${words[@]}"} --topology "$ACCELERATOR_TYPE" --if_possible)
+  words=(check ${words[@]+"${words[@]}"} --topology "$topology" --if_possible)
   if is_dry; then
     quote_all lm "${words[@]}"
     echo
