@@ -340,6 +340,22 @@ check_command() {
     exit "$code"
   fi
 }
+# Refuses a --run_dir among the arguments that goes with the machines when they are preempted or deleted.
+check_run_dir() {
+  local word next='' dir=''
+  for word in "$@"; do
+    if [ -n "$next" ]; then dir=$word; fi
+    next=''
+    case $word in
+      --run_dir) next=1 ;;
+      --run_dir=*) dir=${word#*=} ;;
+    esac
+  done
+  case $dir in
+    '' | gs://* | s3://* | /*) ;;
+    *) fail "--run_dir $dir: would be lost with the machines; name a folder in a bucket, such as gs://my-bucket/runs/small" ;;
+  esac
+}
 has_flag() {
   local flag=$1 word
   shift
