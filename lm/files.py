@@ -33,10 +33,18 @@ def is_remote(path: os.PathLike | str) -> bool:
 
 
 def check_scheme(path: os.PathLike | str, name: str) -> None:
-    """Raises ConfigError for an address that is neither file:// nor of a bucket; `name` is the field or flag."""
-    scheme, separator, _ = os.fspath(path).partition('://')
+    """Raises ConfigError for an address that is neither file:// nor of a bucket, and for one that is almost of a bucket
+    and would be a folder of this machine; `name` is the field or flag."""
+    text = os.fspath(path)
+    scheme, separator, rest = text.partition('://')
     if separator and scheme not in (*PACKAGES, 'file'):
         raise ConfigError(f'{_label(path, name)}: {scheme}:// is not supported; use a folder, gs://… or s3://…')
+    if separator and scheme in PACKAGES and not rest.partition('/')[0]:
+        raise ConfigError(f'{_label(path, name)}: names no bucket; write {scheme}://BUCKET/FOLDER')
+    # What pathlib makes of an address has one slash.
+    if not separator and (meant := re.match(rf'({"|".join(PACKAGES)})(?::|//)/*', text)):
+        address = f'{meant[1]}://{text[meant.end() :]}'
+        raise ConfigError(f'{_label(path, name)}: would be a folder of this machine; write {address!r}')
 
 
 def local_path(path: os.PathLike | str, name: str = 'path') -> pathlib.Path:

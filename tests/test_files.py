@@ -1,6 +1,7 @@
 """Paths, whole writes and locks."""
 
 import importlib.util
+import pathlib
 import subprocess
 import sys
 
@@ -26,6 +27,10 @@ def test_paths_are_opened_or_refused_in_one_line(tmp_path, monkeypatch):
     for path, message in (
         ('http://host/x', r"data.path = 'http://host/x': http:// is not supported; use a folder, gs://… or s3://…"),
         ('nonsense://x', 'nonsense:// is not supported'),
+        ('gs:///runs/x', r"data.path = 'gs:///runs/x': names no bucket; write gs://BUCKET/FOLDER"),
+        (pathlib.PurePosixPath('gs://bucket/x'), r"would be a folder of this machine; write 'gs://bucket/x'"),
+        ('s3:bucket/x', r"write 's3://bucket/x'"),
+        ('gs//bucket/x', r"write 'gs://bucket/x'"),
         ('~nosuchuser/x', "data.path = '~nosuchuser/x': no such user"),
     ):
         with pytest.raises(ConfigError, match=message):

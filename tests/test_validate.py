@@ -1,5 +1,6 @@
 """What `lm train` would refuse before its first step is refused by everything that plans a run, in the same words."""
 
+import shutil
 import subprocess
 import sys
 
@@ -60,6 +61,18 @@ def test_what_training_refuses_is_refused_before(name, plan, tmp_path, capsys):
     assert told[2] == told[3] == f'{told[0]} (in the point seed-0)'
     assert not (tmp_path / 'run').exists()
     assert not (tmp_path / 'root').exists()
+
+
+def test_a_store_without_its_tokenizer_is_refused_before_the_first_step(plan, tokens, tmp_path, capsys):
+    """The first evaluation needs it, a thousand steps later."""
+    store = tmp_path / 'store'
+    shutil.copytree(tokens, store)
+    (store / 'tokenizer.model').unlink()
+    flags, sweep = plan({'data.path': str(store)})
+    for command in (['train', '--run_dir', str(tmp_path / 'run'), *flags], ['check', *flags], sweep):
+        assert cli.main(command) == 44, command[0]
+        assert f'{store}: tokenizer.model is missing' in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / 'run').exists()
 
 
 def test_another_run_to_start_from_is_looked_at(plan, reference_run, tmp_path, capsys):

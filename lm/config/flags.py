@@ -10,7 +10,12 @@ def gin_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         '--gin_param', action='append', default=[], metavar="'X.Y = 1'", help='one binding; wins over files'
     )
-    group.add_argument(
+    imports_flag(group)
+
+
+def imports_flag(parser: argparse._ActionsContainer) -> None:
+    """What a verb needs that reads the configuration of a run."""
+    parser.add_argument(
         '--allow_gin_imports', action='store_true', help='let gin files import modules: they then run code'
     )
 

@@ -7,7 +7,6 @@ the name of a macro. An `import` of a module that is there and has defined confi
 import importlib
 import os
 import pathlib
-import sys
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -125,11 +124,8 @@ class _Reader:
                     self.statements.append(statement)
 
     def _import(self, item: Any, where: str) -> None:
-        if item.module in {configurable.__module__ for configurable in REGISTRY.values()}:
-            name = item.module if item.is_from or item.alias else item.module.partition('.')[0]
-            self._modules[item.bound_name()] = sys.modules.get(name)
-            return  # nothing has to run: what it defines is known
-        if not self.allow_imports:
+        is_here = item.module in {configurable.__module__ for configurable in REGISTRY.values()}  # and runs no code
+        if not (is_here or self.allow_imports):
             raise ConfigError(
                 f'{where}: {item.format()!r} would run code; delete it, or pass --allow_gin_imports if you trust it'
             )
@@ -143,8 +139,9 @@ class _Reader:
                 module = importlib.import_module(item.module)
                 module = module if item.alias else importlib.import_module(item.module.partition('.')[0])
         except Exception as error:
+            hint = '; PYTHONPATH must name its folder' if isinstance(error, ModuleNotFoundError) else ''
             raise ConfigError(
-                f'{where}: {item.format()!r} failed: {type(error).__name__}: {_first_line(error)}'
+                f'{where}: {item.format()!r} failed: {type(error).__name__}: {_first_line(error)}{hint}'
             ) from None
         self._modules[item.bound_name()] = module
 

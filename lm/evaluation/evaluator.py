@@ -77,7 +77,7 @@ def check_evaluation(
     store: Store,
     others: dict[str, tuple[TokenStore, str]],
 ) -> None:
-    """Raises the ConfigError that `make_evaluator` would, without devices; `others` is what `open_sets` returns."""
+    """Raises the errors that `make_evaluator` would, without devices; `others` is what `open_sets` returns."""
     split, context_length = what_is_scored(config, data, train)
     if data.task:
         check_task(data.task, split, context_length, config.window, model)
@@ -93,11 +93,13 @@ def check_windows(
     others: dict[str, tuple[TokenStore, str]],
     first_tokens: int | None = None,
 ) -> None:
-    """Raises ConfigError, which names the set: a split that is missing, a window longer than it or `first_tokens`."""
+    """Raises ConfigError, which names the set: a split that is missing, a window longer than it or `first_tokens`; and
+    what `TokenStore.tokenizer` raises, which else the first evaluation would, a thousand steps later."""
     parts = store.parts(split) if isinstance(store, Mixture) else {'': store}
     for name, (part, own) in ({name: (part, '') for name, part in parts.items()} | others).items():
         try:
             EvaluationWindows.create(part.tokens(own or split), context_length, config.window, first_tokens)
+            part.tokenizer()  # its end-of-document token opens the first window
         except ConfigError as error:
             raise ConfigError(f'{error} (the set {name!r})' if name else str(error)) from None
 

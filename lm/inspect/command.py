@@ -25,7 +25,7 @@ def main(_: Any, arguments: Any) -> int:
     if (path / 'dataset.json').exists():
         found, show = inspect_store(arguments.path, arguments.verify), print_store
     elif is_run(path):
-        found, show = inspect_run(path, arguments.verify), print_run
+        found, show = inspect_run(path, arguments.verify, arguments.allow_gin_imports), print_run
     elif sweep_file.is_sweep(path):
         found, show = {'kind': 'sweep', 'points': sweep_file.read_rows(path)}, print_sweep
     elif not path.exists():

@@ -19,11 +19,12 @@ DELETION_SECONDS = 1.0
 """After so long a step that looked damaged is read again: it counts as damaged if it is still there."""
 
 
-def inspect_run(path: epath.PathLike, verify: bool = False) -> dict[str, Any]:
+def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool = False) -> dict[str, Any]:
     """What the run in `path` was told, how far it is, and its checkpoints.
 
     Args:
         verify: read every checkpoint whole and compare checksums.
+        allow_imports: as in `lm.config.load.load`.
     """
     run = Run.read(path)
     steps, others = saved_steps(run.directory.checkpoints)
@@ -39,7 +40,7 @@ def inspect_run(path: epath.PathLike, verify: bool = False) -> dict[str, Any]:
         'goodput': run.goodput,
         'last_eval': run.last_evaluation,
         'evaluations': len(run.evaluations),
-        'parameters': parameters(run),
+        'parameters': parameters(run, allow_imports),
         'checkpoints': checkpoints,
         'set_aside': others,
         'fingerprints': {name: run.info.get(name) for name in ('data', 'tokenizer')},
@@ -108,10 +109,10 @@ def size_of(path: epath.Path) -> int:
     return total
 
 
-def parameters(run: Run) -> dict[str, int]:
+def parameters(run: Run, allow_imports: bool = False) -> dict[str, int]:
     """Trainable parameters by part of the model; in all, where modules would have to be imported to build it."""
     try:
-        return count_parameters(load([str(run.directory.config)]).model)
+        return count_parameters(load([str(run.directory.config)], allow_imports=allow_imports).model)
     except ConfigError:
         total = run.info.get('parameters')
         if total is None or not re.search(r'^import ', read_text(run.directory.config), re.MULTILINE):

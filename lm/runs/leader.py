@@ -1,12 +1,14 @@
-"""What process 0 alone does and all processes of a job share the outcome of."""
+"""What process 0 alone does and all processes of a job share the outcome of, and what all of them must agree on."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from lm.errors import LmError
+from lm.errors import ConfigError, LmError
 
 FAILED = 1000
 """Added to the exit code that process 0 tells the others."""
@@ -14,8 +16,7 @@ FAILED = 1000
 
 def on_leader(work: Callable[[], bool]) -> bool:
     """The result of `work` in process 0; where it fails, all processes fail with the same exit code."""
-    # To ask for the count before the processes have met would keep them from meeting.
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+    if _is_alone():
         return work()
     outcome, error = 0, None
     if jax.process_index() == 0:
@@ -31,3 +32,46 @@ def on_leader(work: Callable[[], bool]) -> bool:
         failure.exit_code = outcome - FAILED
         raise failure
     return bool(outcome)
+
+
+def told_by_leader(text: str) -> str:
+    """The `text` that process 0 has given."""
+    if _is_alone():
+        return text
+    data = np.frombuffer(text.encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    return bytes(multihost_utils.broadcast_one_to_all(np.resize(data, size))).decode()
+
+
+def check_all(problem: str | None) -> None:
+    """Raises ConfigError in all processes where one of them has a problem, which it tells."""
+    if _is_alone():
+        return
+    refused = multihost_utils.process_allgather(np.int32(problem is not None)).ravel()
+    if problem is not None:
+        raise ConfigError(problem)
+    if refused.any():
+        raise ConfigError(f'process {refused.argmax()} of {refused.size} cannot take part: see its message')
+
+
+def check_same(facts: Mapping[str, Any]) -> None:
+    """Raises ConfigError in all processes unless each has the same facts, by name, as process 0: others would be
+    trained to the end in silence, by steps that are not the same."""
+    if _is_alone():
+        return
+    mine, leaders = json.loads(json.dumps(facts)), json.loads(told_by_leader(json.dumps(facts)))
+    differing = [name for name in sorted(mine.keys() | leaders.keys()) if mine.get(name) != leaders.get(name)]
+    problem = None
+    if differing:
+        name = differing[0]
+        more = f' (and {len(differing) - 1} more differ)' if differing[1:] else ''
+        problem = (
+            f'{name}: process {jax.process_index()} has {mine.get(name)}, process 0 has {leaders.get(name)}{more}; '
+            'start the same command, with the same files, on all of them'
+        )
+    check_all(problem)
+
+
+def _is_alone() -> bool:
+    # To ask for the count before the processes have met would keep them from meeting.
+    return not jax.distributed.is_initialized() or jax.process_count() == 1

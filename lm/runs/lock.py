@@ -24,18 +24,21 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import jax
 import tensorstore as ts
 from etils import epath
 
 from lm.errors import ConfigError, LmError, last_act
 from lm.files import folder_spec, is_remote
-from lm.runs.leader import on_leader
+from lm.runs.leader import check_all, on_leader, told_by_leader
 
 NAME = 'lock.json'
 HEARTBEAT = 10.0
 """Seconds between two renewals."""
 EXPIRES = 60.0
 """Seconds without a renewal after which the lock of another host counts for nothing."""
+SEES = 30.0
+"""Seconds that a shared disk may take to show one host what another has written."""
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +46,10 @@ log = logging.getLogger(__name__)
 class RunLock:
     """A context inside which this job alone writes `directory`; process 0 holds the lock for all its processes.
 
-    Raises ConfigError on entry where another training is alive, before anything is written, and LmError where the
-    lock itself cannot be written. Only the lock is removed at the end, and a directory that was made for it alone.
+    Raises ConfigError on entry where another training is alive, before anything is written, and where a process does
+    not find the lock there, because the directory is on a disk of each host's own: the first checkpoint would wait for
+    its parts in vain. LmError where the lock itself cannot be written. Only the lock is removed at the end, and a
+    directory that was made for it alone.
     """
 
     def __init__(self, directory: epath.Path):
@@ -71,6 +76,11 @@ class RunLock:
         if self._generation is not None:
             self._heart.start()
             self._ending.__enter__()
+        try:
+            check_all(self._why_not_seen(told_by_leader(self._owner['uuid'])))
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_) -> None:
@@ -83,6 +93,21 @@ class RunLock:
         if not is_remote(self.directory):
             with contextlib.suppress(OSError):
                 os.rmdir(self.directory)  # only if nothing else was written
+
+    def _why_not_seen(self, uuid: str) -> str | None:
+        """What keeps this process from seeing the lock of process 0; None: nothing."""
+        end = time.monotonic() + SEES
+        while uuid != self._owner['uuid']:
+            with contextlib.suppress(OSError):
+                if _parse((self.directory / NAME).read_bytes()).get('uuid') == uuid:
+                    break
+            if time.monotonic() > end:
+                return (
+                    f'--run_dir {self.directory}: process {jax.process_index()}, on {socket.gethostname()}, does not '
+                    'find there what process 0 writes; name a folder that all hosts share, such as gs://BUCKET/runs/NAME'
+                )
+            time.sleep(0.5)
+        return None
 
     def check(self) -> None:
         """Raises ConfigError if the lock is another's by now: this process was suspended for longer than EXPIRES."""

@@ -25,7 +25,7 @@ from lm.errors import ConfigError, LmError, MismatchError, writing
 from lm.files import is_remote, open_path, write_atomically
 from lm.runs.goodput import checked
 from lm.runs.info import next_info, read_raw, to_text
-from lm.runs.leader import on_leader
+from lm.runs.leader import check_same, on_leader
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile, read_lines
 from lm.trackers.base import RunFacts, Tracker, Trackers
@@ -73,10 +73,11 @@ class RunDir:
             True when the directory held a run already.
 
         Raises:
-            MismatchError, ConfigError: as `check_unchanged`.
+            MismatchError, ConfigError: as `check_unchanged`; ConfigError too where processes have different `info`.
             LmError: the directory cannot be written to.
         """
         text = experiment if isinstance(experiment, str) else dump(experiment)
+        check_same(info)
         return on_leader(lambda: self._create_or_resume(text, info, first_step, rewound))
 
     def check_unchanged(self, experiment: Any, rewound: bool = False) -> None:
@@ -88,9 +89,12 @@ class RunDir:
             MismatchError: a binding differs that may not (`lm.config.names.may_change`; where the run is rewound, those
                 of the optimizer, its rules and schedules may too), the run was saved but its checkpoints are gone, or
                 a file of the run cannot be read.
-            ConfigError: `path` is a file, or holds files that are not of a run.
+            ConfigError: `path` is a file, or holds files that are not of a run; or processes of the job have been given
+                different configurations.
         """
         text = experiment if isinstance(experiment, str) else dump(experiment)
+        # Where the data lie may be a host's own affair: their fingerprints are compared.
+        check_same({name: value for name, value in bindings(text).items() if name != 'data.path'})
         on_leader(lambda: self._check(text, rewound).resumed)
 
     def is_rewound(self, step: int, experiment: Any) -> bool:

@@ -12,7 +12,7 @@ SETTINGS='PROJECT ZONE TPU_NAME ACCELERATOR_TYPE RUNTIME_VERSION PROVISIONING RE
 VALID_UNTIL_DURATION NETWORK SUBNETWORK SERVICE_ACCOUNT INTERNAL_IPS TUNNEL_THROUGH_IAP PROCESSES DEVICES RUN_DIR RUN_NAME
 LOG_URL DATA_PATH MIN_FREE_GB PYTHON_VERSION ALLOW_DIRTY MAX_ATTEMPTS MAX_FAILURES POLL_SECONDS BACKOFF_SECONDS
 MAX_BACKOFF_SECONDS RESET_SECONDS MAX_LOST_POLLS DELETE_WHEN_DONE PARALLEL SWEEP_LOG_DIR PREPARE_MACHINE_TYPE PREPARE_DISK_GB
-PREPARE_MAX_DURATION CHECK SLICES MAX_RUN_DURATION'
+PREPARE_MAX_DURATION CHECK SLICES MAX_RUN_DURATION EXTRAS'
 
 note() { echo "$SCRIPT: $*" >&2; }
 fail() {
@@ -104,7 +104,9 @@ load_settings() {
   : "${DELETE_WHEN_DONE:=always}"
   : "${PARALLEL:=4}" "${SWEEP_LOG_DIR:=runs/sweep-logs}" "${PREPARE_MACHINE_TYPE:=n2-standard-64}"
   : "${PREPARE_DISK_GB:=1000}" "${PREPARE_MAX_DURATION:=48h}" "${CHECK:=1}" "${SLICES:=1}" "${MAX_RUN_DURATION:=}"
+  : "${EXTRAS:=}"
   [[ $SLICES =~ ^[1-9][0-9]*$ ]] || fail "SLICES=$SLICES: give the number of slices, such as 1"
+  [[ $EXTRAS =~ ^([a-z0-9]+(,[a-z0-9]+)*)?$ ]] || fail "EXTRAS=$EXTRAS: give names of extras, such as tokenizers,wandb"
   RUN_DIR=${RUN_DIR%/}
   if [ -z "$RUN_NAME" ]; then RUN_NAME=${RUN_DIR##*/}; fi
   if [ -z "$RUN_NAME" ]; then RUN_NAME=$TPU_NAME; fi
@@ -296,9 +298,10 @@ complete_command() {
   esac
 }
 # Refuses on this machine what a pod would be paid for in vain: `lm check` with the configuration of an `lm train`, of the
-# run that it resumes or branches too, or `lm sweep`, compiled for ACCELERATOR_TYPE. Other commands, and CHECK=0, pass.
+# run that it resumes or branches too, or `lm sweep`, compiled for all SLICES of ACCELERATOR_TYPE. Other commands, and CHECK=0, pass.
 check_command() {
-  local words=() runs=() verb='' code=0 program
+  local words=() runs=() verb='' code=0 program topology=$ACCELERATOR_TYPE
+  if [ "$SLICES" -gt 1 ]; then topology="$SLICES*$topology"; fi
   while [ $# -gt 0 ]; do
     case $1 in
       train | sweep) verb=${verb:-$1} ;;
@@ -320,7 +323,7 @@ check_command() {
     words+=(${runs[@]+"${runs[@]}"})
     if ! has_flag --run_dir ${runs[@]+"${runs[@]}"}; then words+=(--run_dir "$RUN_DIR"); fi
   fi
-  words=(check ${words[@]+"${words[@]}"} --topology "$ACCELERATOR_TYPE" --if_possible)
+  words=(check ${words[@]+"${words[@]}"} --topology "$topology" --if_possible)
   if is_dry; then
     quote_all lm "${words[@]}"
     echo
@@ -336,6 +339,22 @@ check_command() {
     note "nothing was asked for; CHECK=0 before this command goes on without the check"
     exit "$code"
   fi
+}
+# Refuses a --run_dir among the arguments that goes with the machines when they are preempted or deleted.
+check_run_dir() {
+  local word next='' dir=''
+  for word in "$@"; do
+    if [ -n "$next" ]; then dir=$word; fi
+    next=''
+    case $word in
+      --run_dir) next=1 ;;
+      --run_dir=*) dir=${word#*=} ;;
+    esac
+  done
+  case $dir in
+    '' | gs://* | s3://* | /*) ;;
+    *) fail "--run_dir $dir: would be lost with the machines; name a folder in a bucket, such as gs://my-bucket/runs/small" ;;
+  esac
 }
 has_flag() {
   local flag=$1 word

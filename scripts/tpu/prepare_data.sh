@@ -72,7 +72,7 @@ case $state in
   *)
     pack_commit "$bundle"
     run gcloud compute scp "$BUNDLE" "$HERE/vm/setup.sh" "$vm:" "${LOCATION[@]}" "${ssh_flags[@]}" || leave "cannot be set up"
-    on_vm "bash setup.sh $(quote_all "$COMMIT" tfds "$PYTHON_VERSION")" || leave "cannot be set up"
+    on_vm "bash setup.sh $(quote_all "$COMMIT" "tfds${EXTRAS:+,$EXTRAS}" "$PYTHON_VERSION")" || leave "cannot be set up"
     on_vm "$(job start "$RUN_NAME-prepare" "$LOG_URL" "$@")" || leave "the command could not be started"
     ;;
 esac

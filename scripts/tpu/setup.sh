@@ -11,4 +11,4 @@ help_if_asked "$@"
 load_settings
 pack_commit
 tpu_vm scp "$BUNDLE" "$HERE/vm/setup.sh" "$TPU_NAME:" --worker=all
-on_workers all "bash setup.sh $(quote_all "$COMMIT" tpu "$PYTHON_VERSION")"
+on_workers all "bash setup.sh $(quote_all "$COMMIT" "tpu${EXTRAS:+,$EXTRAS}" "$PYTHON_VERSION")"

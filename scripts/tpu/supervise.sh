@@ -12,6 +12,7 @@
 # "In a row": an attempt of RESET_SECONDS or more starts the count and the pauses anew.
 # A job that runs already is joined as it is, so this script may be stopped and started again (put it into tmux, or on a
 # small VM). Settings and the commit are those of the first start: edits while it runs are not part of the run.
+# The run directory must outlive the machines: gs://, s3://, or an absolute path on a disk that they share.
 # The last action is to delete the pod, unless DELETE_WHEN_DONE says otherwise. No pod is deleted because something could
 # not be asked, nor one on which another command runs.
 . "$(dirname "$0")/common.sh"
@@ -20,6 +21,7 @@ if [ "${1:-}" = -- ]; then shift; fi
 [ $# -gt 0 ] || fail "no command; for example: $SCRIPT lm train --gin_file configs/models/small.gin"
 load_settings
 complete_command "$@"
+check_run_dir "${COMMAND[@]}"
 case $DELETE_WHEN_DONE in
   always | success | never) ;;
   *) fail "DELETE_WHEN_DONE=$DELETE_WHEN_DONE: use always, success or never" ;;

@@ -18,6 +18,8 @@ esac
 shift
 if [ "$1" = -- ]; then shift; fi
 load_settings
+has_flag --run_dir "$@" || fail "no --run_dir; name the folder of the sweep, such as gs://my-bucket/sweeps/a"
+check_run_dir "$@"
 [ "$first" -le "$last" ] || fail "the range $first-$last is empty"
 
 if is_dry; then

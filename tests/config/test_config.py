@@ -304,6 +304,9 @@ def test_a_dump_imports_what_is_none_of_ours(tmp_path, monkeypatch):
     assert "'import lm_test_own' would run code" in refused(**again)
     assert 'would run code' in refused(base=str(tmp_path / 'config.gin'))
     assert resolve(**again, allow_imports=True).shapes.shape.size == 2
+    (tmp_path / 'x.gin').write_text('import lm_test_not_there')
+    with pytest.raises(ConfigError, match='PYTHONPATH must name its folder'):
+        resolve(files=(tmp_path / 'x.gin',), allow_imports=True)
     monkeypatch.setattr(type(resolve(**again).shapes.shape), '__module__', '__main__')  # of a script or notebook
     assert 'lm_test_own' not in dump(resolve(*chosen))
 

@@ -52,6 +52,7 @@ DRY_RUNS = {
     'supervise_slices': (['supervise.sh', *TRAIN], SLICES),
     'logs_slices': (['logs.sh'], SLICES),
     'setup': (['setup.sh'], {}),
+    'setup_extras': (['setup.sh'], {'EXTRAS': 'tokenizers,wandb'}),
     'run': (['run.sh', *TRAIN], {'LOG_URL': 'gs://my-bucket/logs'}),
     'run_stop': (['run.sh', '--stop'], {'INTERNAL_IPS': '1'}),
     'status': (['status.sh'], {'TUNNEL_THROUGH_IAP': '1'}),
@@ -61,7 +62,7 @@ DRY_RUNS = {
     'supervise': (['supervise.sh', *TRAIN], {}),
     'sweep': (['sweep.sh', '2', 'lm', 'sweep', '--sweep_file', 'my sweep.gin', '--run_dir', 'gs://b/s'], {}),
     'delete': (['delete.sh'], {}),
-    'prepare_data': (['prepare_data.sh', 'lm', 'prepare', *TRAIN[2:]], {}),
+    'prepare_data': (['prepare_data.sh', 'lm', 'prepare', *TRAIN[2:]], {'EXTRAS': 'parquet'}),
     'xpk': (['examples/xpk.sh', *TRAIN], GKE),
     'xpk_tpu7x': (['examples/xpk.sh', *TRAIN], GKE | {'ACCELERATOR_TYPE': 'tpu7x-4x4x4', 'SLICES': '2'}),
     'gcluster': (['examples/gcluster.sh', *TRAIN], GKE),
@@ -174,6 +175,7 @@ def test_gcloud_itself_accepts_every_command(tmp_path):
         ),
         ({'PROVISIONING': 'flex-start'}, 'needs MAX_RUN_DURATION, at most 7d'),
         ({'PROVISIONING': 'reservation-bound'}, 'needs RESERVATION, the name of the reservation'),
+        ({'EXTRAS': 'wandb tokenizers'}, 'EXTRAS=wandb tokenizers: give names of extras, such as tokenizers,wandb'),
         ({'SLICES': 'two'}, 'SLICES=two: give the number of slices'),
         ({'ACCELERATOR_TYPE': 'tpu7x-16'}, 'is served by GKE only; see scripts/tpu/examples/gcluster.sh'),
         ({'ACCELERATOR_TYPE': 'v5e-16'}, 'gcloud calls it v5litepod-16'),
@@ -185,6 +187,24 @@ def test_gcloud_itself_accepts_every_command(tmp_path):
 )
 def test_wrong_settings_are_one_line(settings, message, tmp_path):
     done = FakeCloud(tmp_path / 'cloud').run('create.sh', **settings)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / 'cloud' / 'gcloud.calls').exists()
+
+
+@pytest.mark.parametrize(
+    ('command', 'message'),
+    [
+        (['supervise.sh', *TRAIN, '--run_dir', 'runs/a'], '--run_dir runs/a: would be lost with the machines'),
+        (['supervise.sh', *TRAIN, '--run_dir=~/a'], '--run_dir ~/a: would be lost'),
+        (['sweep.sh', '2', 'lm', 'sweep', '--run_dir', 'sweeps/a'], '--run_dir sweeps/a: would be lost'),
+        (['sweep.sh', '2', 'lm', 'sweep', '--sweep_file', 'a.gin'], 'no --run_dir; name the folder of the sweep'),
+    ],
+)
+def test_runs_that_would_go_with_the_machines_are_refused(command, message, tmp_path):
+    """The pod, and its disks, are deleted at the end, and by any preemption."""
+    done = FakeCloud(tmp_path / 'cloud').run(*command)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -380,12 +400,13 @@ def test_sweep_has_a_pod_for_each_point(tmp_path):
     cloud = FakeCloud(tmp_path / 'cloud', workers=1)
     (tmp_path / 'cloud' / 'pod-2.scenario').write_text('43')
     logs = str(tmp_path / 'logs')
-    done = cloud.run('sweep.sh', '3', 'lm', 'sweep', '--sweep_file', 'a b.gin', SWEEP_LOG_DIR=logs, PARALLEL='2')
+    command = ['lm', 'sweep', '--sweep_file', 'a b.gin', '--run_dir', 'gs://b/s']
+    done = cloud.run('sweep.sh', '3', *command, SWEEP_LOG_DIR=logs, PARALLEL='2')
     assert done.returncode == 1, done.stdout + done.stderr
     assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [['0', '0'], ['1', '0'], ['2', '43']]
     for i in range(3):
         (call,) = cloud.lm_calls(pod=f'pod-{i}')
-        assert call == ['sweep', '--sweep_file', 'a b.gin', '--index', str(i), '--gin_param', 'mesh.processes = 1']
+        assert call == [*command[1:], '--index', str(i), '--gin_param', 'mesh.processes = 1']
     assert cloud.pods() == []
 
 
