@@ -43,7 +43,7 @@ class KernelCall:
         inputs: its abstract arguments.
         steps: ('forward' or 'backward', name of the kernel) → tokens times heads that a grid step takes.
         skips: whether grid steps skip work, so that only the longest run of instructions counts.
-        part_steps: like `steps`, of the kernels that a part of a window takes besides; None: none is for parts.
+        part_steps: like `steps`, of the kernels that a part of a window takes; None: none is for parts.
     """
 
     function: Callable

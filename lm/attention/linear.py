@@ -165,9 +165,11 @@ def operation_call(inputs: dict[str, Any], options: dict[str, Any]) -> KernelCal
     sizes = (q.shape[-1], v.shape[-1], 0 if local is None else local.shape[-1], v.dtype.itemsize)
     made = kernels.made_by(options.get('feature_map'), q, inputs.get('q_parameters'))
     decay = 'log_decay_BxLxK' in inputs
-    plan = kernels.plan_for(Options(**options), q.shape[1], q.shape[2], *sizes, *made, decay)
-    tokens = plan.block * plan.heads
+    shape = (Options(**options), q.shape[1], q.shape[2], *sizes, *made, decay)
+    plan, part = kernels.plan_for(*shape), kernels.plan_for(*shape, part=True)
     names = ('forward', 'sums', 'backward') if plan.sums_again else ('forward', 'backward')
-    steps = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in names}
-    folds = {('2 folds', 'linear_attention_fold'): tokens / 2}  # over keys, and backward over queries
-    return KernelCall(function, tuple(inputs.values()), steps, part_steps=folds)
+    steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in names}
+    tokens = part.block * part.heads
+    of_part = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    of_part['2 folds', 'linear_attention_fold'] = tokens / 2  # over keys, and backward over queries
+    return KernelCall(function, tuple(inputs.values()), steps, part_steps=of_part)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from lm.compiled import schedules
 from lm.errors import ConfigError
@@ -152,6 +153,23 @@ def _work(generation: str, dump: str, parts: str, *cases: str) -> None:
             print(json.dumps(row), flush=True)
 
 
+def in_parts(inputs: Any, parts: int) -> tuple[Any, Any]:
+    """How chips share arrays [B, L, …], and the arrays with `parts` times as many tokens; each has the others whole."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    from lm.ops.platform import SEQUENCE_AXIS
+
+    def is_split(x):
+        return x.shape[1:2] == (LENGTH,)
+
+    def longer(x):
+        return jax.ShapeDtypeStruct((x.shape[0], parts * LENGTH, *x.shape[2:]), x.dtype) if is_split(x) else x
+
+    specs = jax.tree.map(lambda x: PartitionSpec(None, SEQUENCE_AXIS) if is_split(x) else PartitionSpec(), inputs)
+    return specs, jax.tree.map(longer, inputs)
+
+
 def measure(case: str, generation: str, dump: str, parts: int = 1) -> list[KernelRow]:
     """The rows of one case, in a process whose libtpu dumps to `dump`; none where parts of a window have no kernels."""
     import jax
@@ -170,13 +188,10 @@ def measure(case: str, generation: str, dump: str, parts: int = 1) -> list[Kerne
         if parts > 1:
             if call.part_steps is None:
                 return []
-            steps = steps | call.part_steps
-            split = PartitionSpec(None, SEQUENCE_AXIS)
-            specs = tuple(split if x.shape[1:2] == (LENGTH,) else PartitionSpec() for x in inputs)
-            function = jax.shard_map(function, in_specs=specs, out_specs=split, check_vma=False)
-            inputs = tuple(
-                x if spec != split else jax.ShapeDtypeStruct((x.shape[0], parts * LENGTH, *x.shape[2:]), x.dtype)
-                for x, spec in zip(inputs, specs, strict=True)
+            steps = call.part_steps
+            specs, inputs = in_parts(inputs, parts)
+            function = jax.shard_map(
+                function, in_specs=specs, out_specs=PartitionSpec(None, SEQUENCE_AXIS), check_vma=False
             )
 
         def step(inputs, gradient):

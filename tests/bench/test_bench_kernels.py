@@ -7,6 +7,7 @@ import json
 import pathlib
 import subprocess
 
+import jax
 import pytest
 
 from lm.bench import kernels
@@ -81,6 +82,15 @@ def test_gate_complains_of_growth():
 def test_unknown_generation(topology):
     with pytest.raises(ConfigError, match='v5e'):
         kernels.kernels(topology)
+
+
+def test_parts_share_the_tokens_alone():
+    arrays = {'x': (2, kernels.LENGTH, 64), 'projection': {'rows': (2048, 64), 'phases': (2048,)}}
+    inputs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, 'float32'), arrays, is_leaf=lambda s: isinstance(s, tuple))
+    specs, longer = kernels.in_parts(inputs, 2)
+    split, whole = jax.P(None, 'sequence'), jax.P()
+    assert specs == {'x': split, 'projection': {'rows': whole, 'phases': whole}}
+    assert jax.tree.map(lambda x: x.shape, longer) == arrays | {'x': (2, 2 * kernels.LENGTH, 64)}
 
 
 def test_unknown_case():
