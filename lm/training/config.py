@@ -26,7 +26,7 @@ class TrainConfig:
     objective: Objective = field(
         NextToken(), help='what is asked for: @next_token(), or @masked() where model.causal = False'
     )
-    seed: int = field(0, minimum=0, maximum=2**32 - 1, help="of weights and order; JAX's keys take 32 bits")
+    seed: int = field(0, minimum=0, maximum=2**63 - 1)
     log_every: int = field(10, minimum=1, resume=True)
     eval_every: int | None = field(1000, minimum=1, resume=True, help='None: only at the end')
     eval_tokens: int | None = field(

@@ -100,7 +100,7 @@ def test_a_last_save_that_fails_is_never_called_done(flags, tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     ('name', 'value', 'code'),
-    [('train__profile', (5, 3), 2), ('train__init_from', '/nowhere/at/all', 44), ('train__seed', 2**32, 2)],
+    [('train__profile', (5, 3), 2), ('train__init_from', '/nowhere/at/all', 44), ('train__seed', 2**63, 2)],
 )
 def test_a_wrong_setting_leaves_the_directory_as_it_was(flags, tmp_path, capsys, name, value, code):
     assert train(tmp_path / 'run', flags, **{name: value}) == code
