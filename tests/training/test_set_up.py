@@ -92,17 +92,18 @@ def test_a_rewind_is_made_once(until, monkeypatch, capsys, rewind_to, is_rewound
     )
     monkeypatch.setattr(train_module, 'RunDir', lambda path: run)
     monkeypatch.setattr(train_module, 'branch_of', lambda *_: None)
-    (folder, config, fingerprints, on_saved), _ = until('Checkpointer', rewind_to)
+    (folder, config, fingerprints, on_saved, measure), _ = until('Checkpointer', rewind_to)
     assert (questions, checked) == (asked, [rewinds])
     assert ('--rewind_to 3: done before' in capsys.readouterr().out) == (rewind_to == 3 and is_rewound)
     assert (folder, config, on_saved) == ('folder', EXPERIMENT.checkpoint, print)
     assert fingerprints
+    assert isinstance(measure, str)
 
 
 class Saved:
     """A checkpointer that has step 3 of a run, after 40 seconds of steps."""
 
-    def __init__(self, folder, config, fingerprints, on_saved):
+    def __init__(self, folder, config, fingerprints, on_saved, measure):
         self.rewound = []
 
     def __enter__(self):
