@@ -230,18 +230,19 @@ def _instructions(text: str) -> Iterator[Instruction]:
 
 def _with_elements(instructions: list[Instruction]) -> list[Instruction]:
     """Adds the get-tuple-elements that JAX 0.12 leaves out: it writes `%x#2` where the third element is used."""
-    named = {name for i in instructions for name in i.operands if '#' in name}
-    named |= {name[:at] for name in named for at, c in enumerate(name) if c == '#' and '#' in name[:at]}
-    elements: dict[str, list[str]] = {}
-    for name in sorted(named):
-        elements.setdefault(name.rpartition('#')[0], []).append(name)
+    elements: dict[str, set[str]] = {}
+    for name in {name for i in instructions for name in i.operands}:
+        while '#' in name:  # an element of an element, x#1#0, needs x#1
+            whole = name.rpartition('#')[0]
+            elements.setdefault(whole, set()).add(name)
+            name = whole
     if not elements:
         return instructions
     result: list[Instruction] = []
 
     def add(instruction: Instruction) -> None:
         result.append(instruction)
-        for name in elements.get(instruction.name, ()):
+        for name in sorted(elements.get(instruction.name, ())):
             index = name.rpartition('#')[2]
             kind, whole = _elements(instruction.result)[int(index)], f'{instruction.result} %{instruction.name}'
             add(Instruction(name, 'get-tuple-element', kind, whole, f', index={index}', is_root=False))
