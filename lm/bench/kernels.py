@@ -62,6 +62,14 @@ class KernelRow:
     temporaries_mib: float
 
 
+class Refused(ConfigError):
+    """Some cases do not compile; `rows` are those of the others."""
+
+    def __init__(self, message: str, rows: list[KernelRow]):
+        super().__init__(message)
+        self.rows = rows
+
+
 def kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -> list[KernelRow]:
     """Compiles the kernels for a TPU generation and reads their schedules; takes seconds a case.
 
@@ -71,8 +79,8 @@ def kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -
         parts: chips that share a window, each with as many tokens as else the whole.
 
     Raises:
-        ConfigError: an unknown generation or case, more parts than chips, cases none of which has kernels for parts,
-            or the compiler is missing or fails.
+        Refused: the compiler is missing, or fails with some of the cases.
+        ConfigError: an unknown generation or case, more parts than chips, cases none of which has kernels for parts.
     """
     generation = topology.split(':')[0].replace('tpu7x', 'v7x').replace('v5litepod', 'v5e')
     if generation not in TOPOLOGIES:
@@ -86,15 +94,16 @@ def kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -
     with tempfile.TemporaryDirectory() as dump:
         command = [sys.executable, '-m', 'lm.bench.kernels', generation, dump, str(parts), *names]
         done = subprocess.run(command, env=schedules.environment(dump), capture_output=True, text=True)
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
-    errors = [row['error'] for row in rows if 'error' in row]
-    if done.returncode == 0 and not rows:
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
+    errors = [line['error'] for line in lines if 'error' in line]
+    rows = [KernelRow(**line) for line in lines if 'error' not in line]
+    if done.returncode == 0 and not lines:
         raise ConfigError(f'--parts {parts}: no kernels of {", ".join(names)} work on a part of a window; leave it out')
     if done.returncode:
         errors.append((done.stderr.strip().splitlines() or ['no output'])[-1] + ' (the `tpu` extra brings libtpu)')
     if errors:
-        raise ConfigError(f'--topology {topology}: cannot compile {"; ".join(errors)}')
-    return [KernelRow(**row) for row in rows]
+        raise Refused(f'--topology {topology}: cannot compile {"; ".join(errors)}', rows)
+    return rows
 
 
 def table(rows: list[KernelRow]) -> str:
@@ -130,7 +139,16 @@ def run(arguments: argparse.Namespace) -> int:
     from lm.bench import results
 
     results.check_writable(arguments.json, None)
-    rows = [row for name in arguments.topology for row in kernels(name, arguments.cases or None, arguments.parts)]
+    rows: list[KernelRow] = []
+    refused: list[str] = []
+    for topology in arguments.topology:
+        try:
+            rows += kernels(topology, arguments.cases or None, arguments.parts)
+        except Refused as error:
+            rows += error.rows
+            refused.append(str(error))
+    if not rows:
+        raise ConfigError('; '.join(refused))
     machine = results.machine()
     printer = results.Printer()
     printer.line(results.heading('lm bench kernels', machine, ('jax', 'jaxlib', 'libtpu')))
@@ -140,6 +158,8 @@ def run(arguments: argparse.Namespace) -> int:
     settings = {'topologies': arguments.topology, 'length': LENGTH, 'heads': HEADS, 'head_dim': HEAD_DIM}
     settings |= {'parts': arguments.parts}
     results.write_json(arguments.json, 'kernels', machine, settings, rows)
+    if refused:
+        raise ConfigError('; '.join(refused))
     return 0
 
 

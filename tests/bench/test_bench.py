@@ -1,8 +1,10 @@
 """`lm bench`: what each part measures, prints and writes. No test depends on how long anything takes."""
 
+import dataclasses
 import json
 import math
 import pathlib
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -401,6 +403,19 @@ def test_kernels(monkeypatch, tmp_path, capsys):
     assert asked == [('v5e', ['splash'], 2), ('v6e', ['splash'], 2)]
     assert '12.5' in capsys.readouterr().out
     assert read(tmp_path / 'k.json', 'kernels')['rows'][0]['cycles'] == 12.5
+
+
+def test_kernels_that_compile_are_shown_beside_those_that_do_not(monkeypatch, tmp_path, capsys):
+    row = kernels.KernelRow('splash', 'v5e', 'forward', 12.5, 0.5, 0.5, 0, 1.0, 2.0)
+    lines = [json.dumps(dataclasses.asdict(row)), json.dumps({'error': 'softmax: out of VMEM'})]
+    done = subprocess.CompletedProcess([], 0, stdout='\n'.join(lines), stderr='')
+    monkeypatch.setattr(kernels.subprocess, 'run', lambda *_, **__: done)
+    command = ['bench', 'kernels', '--topology', 'v5e', 'splash', 'softmax']
+    assert main([*command, '--json', str(tmp_path / 'k.json')]) == 2
+    captured = capsys.readouterr()
+    assert '12.5' in captured.out
+    assert 'v5e: cannot compile softmax: out of VMEM' in captured.err
+    assert [row['case'] for row in read(tmp_path / 'k.json', 'kernels')['rows']] == ['splash']
 
 
 def test_unknown_topology(capsys):
