@@ -194,13 +194,27 @@ class NormedModule(AttentionModule):
 
     normed_dtype: ClassVar[Any] = None
 
-    def make_norms(self, head_dim: int, rngs: nnx.Rngs) -> None:
-        self.q_norm, self.k_norm = (layer_norm(head_dim, 'head', rngs) for _ in range(2))
+    def make_norms(self, head_dim: int, rngs: nnx.Rngs, gain: float = 1.0, bias: float = 0.0) -> None:
+        constant = nnx.initializers.constant
+        start = {'scale_init': constant(gain), 'bias_init': constant(bias)}
+        self.q_norm, self.k_norm = (layer_norm(head_dim, 'head', rngs, **start) for _ in range(2))
 
     @property
     def norms(self) -> HeadNorms | None:
         q, k = self.q_norm, self.k_norm
         return HeadNorms(q.scale[...], q.bias[...], k.scale[...], k.bias[...], self.normed_dtype)
+
+
+def score_start(offset: float, head_dim: int) -> dict[str, float]:
+    """The first gain and bias of `make_norms`, with which scores of unrelated vectors have the mean `offset` and a
+    standard deviation of 1.
+
+    Normalized vectors have a mean of zero, so nothing changes when the same number is added to all entries of the one
+    while the other has no such bias: biases that start at zero stay there, and even powers weigh opposite vectors like
+    equal ones. (PolySketchFormer, eq. 1 has the offset, α; §2.1 leaves it to the layer normalizations.)
+    """
+    gain = head_dim**-0.25
+    return {'gain': gain, 'bias': math.sqrt(offset / head_dim)}
 
 
 def score_scale(degree: int, head_dim: int) -> float:

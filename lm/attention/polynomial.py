@@ -16,6 +16,7 @@ from lm.attention.base import (
     flash_call,
     rotary_call,
     score_scale,
+    score_start,
 )
 from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
 from lm.config.configurable import configurable, field
@@ -30,6 +31,7 @@ class Polynomial(Attention):
         4, minimum=2, maximum=16, even=True, help='power of the scores; quality equals softmax from 4 on'
     )
     denominator_bias: float = field(1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
+    offset: float = field(2.0, minimum=0, resume=True, help='first mean of scores, in their standard deviations')
 
     gate: bool = field(False, help='each token decides, for each key head, how much it leaves of all weights before it')
 
@@ -73,7 +75,7 @@ class PolynomialAttention(NormedModule):
     def __init__(self, config: Polynomial, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
         self.dims = dims
-        self.make_norms(dims.head_dim, rngs)
+        self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim))
         self.gate = forget_gate(config.gate, dims.n_kv_heads)
 
     def attend(

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lm.attention.base import HeadDims, KernelCases, NormedModule, score_scale
+from lm.attention.base import HeadDims, KernelCases, NormedModule, score_scale, score_start
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.sketches import SKETCHES, networks_call
 from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
@@ -41,6 +41,7 @@ class Polysketch(LinearAttention):
     )
     per_head: bool = field(False, help='each key head has its own sketch; False: one for the layer')
     denominator_bias: float = field(1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
+    offset: float = field(2.0, minimum=0, resume=True, help='first mean of scores, in their standard deviations')
     gate: bool = field(False, help='each token decides, for each key head, how much it leaves of all weights before it')
     implementation: str | None = field(
         None,
@@ -89,7 +90,7 @@ class PolysketchAttention(NormedModule, LinearModule):
     def __init__(self, config: Polysketch, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
         self.dims = dims
-        self.make_norms(dims.head_dim, rngs)
+        self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim))
         self.gate = forget_gate(config.gate, dims.n_kv_heads)
         n = dims.n_kv_heads if config.per_head else 1
         self.sketch = SKETCHES[config.sketch](

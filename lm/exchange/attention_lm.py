@@ -112,7 +112,7 @@ def score_scale(degree, size):
 class PolynomialFormula(NormedMechanism):
     """⟨q', k'⟩^degree."""
 
-    def __init__(self, heads, kv_heads, size, *, degree, denominator_bias, gate=False):
+    def __init__(self, heads, kv_heads, size, *, degree, denominator_bias, gate=False, offset=None):
         super().__init__()
         self.make_norms(size)
         self.degree, self.scale = degree, score_scale(degree, size)
@@ -211,7 +211,7 @@ class PolysketchFormula(NormedMechanism):
 
     def __init__(
         self, heads, kv_heads, size, *, sketch, sketch_size, degree, local, block, per_head, denominator_bias,
-        network_width=8, gate=False,
+        network_width=8, gate=False, offset=None,
     ):  # fmt: skip
         super().__init__()
         self.make_norms(size)

@@ -125,6 +125,25 @@ def test_gradients_reach_the_normalizations():
     assert all(np.abs(g).min() > 0 for g in jax.tree.leaves(gradients))
 
 
+def test_first_scores_of_unrelated_vectors_have_the_mean_that_was_asked_for():
+    dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=64)
+    module = Polynomial(offset=3.0).build(dims, nnx.Rngs(0))
+    q, k = (norm(numbers) for norm, numbers in zip((module.q_norm, module.k_norm), draw(dims=dims)[:2], strict=True))
+    scores = np.einsum('blhd,bmkd->bhklm', q, k)
+    assert scores.mean() == pytest.approx(3.0, abs=0.1)
+    assert scores.std() == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize(('offset', 'learned'), [(0.0, False), (2.0, True)])
+def test_an_offset_is_learned_only_where_there_is_one(offset, learned):
+    """Adding one number to all entries of a query changes no score while the keys' mean is zero, and the reverse."""
+    module, (q, k, v) = Polynomial(offset=offset).build(DIMS, nnx.Rngs(0)), draw()
+    gradients = nnx.grad(lambda m: (m(q, k, v) ** 2).sum())(module)
+    for norm in (gradients.q_norm, gradients.k_norm):
+        bias = np.asarray(norm.bias[...])
+        assert (abs(bias.sum()) > 1e-3 * np.abs(bias).sum()) == learned
+
+
 @pytest.mark.parametrize('gain', [1.0, 4.0])
 def test_the_sixteenth_power_stays_in_range(gain):
     """As gains grow: scores up to 1,024, whose 16th power float32 cannot hold."""
@@ -144,7 +163,9 @@ def test_the_sixteenth_power_stays_in_range(gain):
 def test_the_sixteenth_power_of_wide_heads_vanishes_nowhere():
     """A first token that sees nothing like itself has the bias alone to divide by, which float32 must hold."""
     dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=256)
-    module = Polynomial(degree=16).build(dims, nnx.Rngs(0))
+    module = Polynomial(degree=16, offset=0.0).build(dims, nnx.Rngs(0))
+    for norm in (module.q_norm, module.k_norm):
+        norm.scale[...] = jnp.ones(256)
     q, k, v = draw(dims=dims)
     q = q.at[:, 0].set(jnp.tile(jnp.array([1.0, -1.0]), 128))
     k = k.at[:, 0].set(jnp.repeat(jnp.tile(jnp.array([1.0, -1.0]), 64), 2))
