@@ -31,7 +31,7 @@ class Polynomial(Attention):
         4, minimum=2, maximum=16, even=True, help='power of the scores; quality equals softmax from 4 on'
     )
     denominator_bias: float = field(1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
-    offset: float = field(2.0, minimum=0, resume=True, help='first mean of scores, in their standard deviations')
+    offset: float = field(2.0, minimum=0, help='first mean of scores, in their standard deviations')
 
     gate: bool = field(False, help='each token decides, for each key head, how much it leaves of all weights before it')
 

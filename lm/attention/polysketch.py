@@ -26,8 +26,8 @@ def power_of_two(value: int) -> str | None:
 class Polysketch(LinearAttention):
     """Weights ⟨ψ(q'_i), ψ(k'_j)⟩² / (b + Σ), where ' is layer normalization and ⟨ψ(x), ψ(y)⟩ ≈ ⟨x, y⟩^(degree/2);
     with `local`, ⟨q'_i, k'_j⟩^degree where i and j are in the same block. A context of one block is then computed
-    exactly. With `gate` all weights fade, far and near. The defaults are the paper's; its draft has block 256,
-    `sketch = 'srht'` and `per_head = True`."""
+    exactly. With `gate` all weights fade, far and near. The defaults are the paper's, which does not say where scores
+    start (`offset`); its draft has block 256, `sketch = 'srht'` and `per_head = True`."""
 
     featured = True
 
@@ -41,7 +41,7 @@ class Polysketch(LinearAttention):
     )
     per_head: bool = field(False, help='each key head has its own sketch; False: one for the layer')
     denominator_bias: float = field(1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
-    offset: float = field(2.0, minimum=0, resume=True, help='first mean of scores, in their standard deviations')
+    offset: float = field(2.0, minimum=0, help='first mean of scores, in their standard deviations')
     gate: bool = field(False, help='each token decides, for each key head, how much it leaves of all weights before it')
     implementation: str | None = field(
         None,
