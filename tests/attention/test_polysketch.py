@@ -104,6 +104,15 @@ def test_one_block_is_polynomial_attention():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_near_and_far_weights_start_at_one_scale():
+    """Exact weights a thousand times as large as those of sketches would hide what lies before a block."""
+    dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=64)
+    module = Polysketch(sketch_size=32, block=16).build(dims, nnx.Rngs(0))
+    q, k = module.normalize(*mechanisms.draw(dims=dims)[:2])
+    near, far = mechanisms.scores(q, k) ** 4, mechanisms.scores(*module.features(q, k)) ** 2
+    assert 1 < near.mean() / far.mean() < 50
+
+
 @pytest.mark.parametrize(('local', 'implementation'), [(True, None), (False, None), (True, 'reference')])
 def test_the_sixteenth_power_stays_in_range(local, implementation, monkeypatch):
     """Near and far; and what keeps it there changes no bit of what was in range."""
