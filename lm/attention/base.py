@@ -213,8 +213,7 @@ def score_start(offset: float, head_dim: int) -> dict[str, float]:
     while the other has no such bias: biases that start at zero stay there, and even powers weigh opposite vectors like
     equal ones. (PolySketchFormer, eq. 1 has the offset, α; §2.1 leaves it to the layer normalizations.)
     """
-    gain = head_dim**-0.25
-    return {'gain': gain, 'bias': math.sqrt(offset / head_dim)}
+    return {'gain': head_dim**-0.25, 'bias': math.sqrt(offset / head_dim)}
 
 
 def score_scale(degree: int, head_dim: int) -> float:
