@@ -16,7 +16,7 @@ from lm.attention import YARDSTICK
 from lm.bench import results
 from lm.bench.candidates import Candidate, of_arguments
 from lm.bench.step import MODEL, at_context
-from lm.compiled.compiler import CompiledProgram, compile_with_text
+from lm.compiled.compiler import CompiledProgram
 from lm.compiled.kernel_cycles import KernelCycles
 from lm.compiled.program import HloProgram
 from lm.compiled.step_time import PARTS, StepTime, step_time
@@ -26,7 +26,7 @@ from lm.hardware import Topology, describe_devices, generation, smallest
 from lm.model import REMAT
 from lm.text import short
 from lm.training.mesh import MeshConfig, make_mesh
-from lm.training.program import abstract_state, lower_step, out_of_memory
+from lm.training.program import compile_described
 
 CONTEXTS = (2048, 8192, 32_768)
 MICROBATCH_TOKENS = 32_768
@@ -139,16 +139,10 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
 def compile_step(experiment: Experiment, topology: Topology) -> CompiledProgram | None:
     """The step of `lm train` on one device; None: it needs more memory than that has."""
     mesh = make_mesh(MeshConfig(), describe_devices(topology)[:1])
+    dtype = token_dtype(experiment.model.vocab_size)
     with jax.set_mesh(mesh):
-        functions = training_step(experiment)
-        abstract, dtype = abstract_state(functions, mesh), token_dtype(experiment.model.vocab_size)
-        lowered = lower_step(functions, abstract, experiment.train, dtype, mesh)
-        try:
-            return compile_with_text(lowered)
-        except jax.errors.JaxRuntimeError as error:
-            if out_of_memory(str(error)) is None:
-                raise
-            return None
+        found = compile_described(training_step(experiment), experiment.train, dtype, mesh, topology)
+    return None if isinstance(found, float) else found
 
 
 def asdict(row: ForecastRow) -> dict[str, Any]:

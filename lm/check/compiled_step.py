@@ -12,18 +12,16 @@ from typing import Any
 
 import jax
 
-from lm.compiled.compiler import CompiledProgram, compile_with_text
 from lm.compiled.kernel_cycles import KernelCycles
 from lm.compiled.memory import ProgramMemory
 from lm.compiled.program import HloProgram
 from lm.compiled.roofline import Roofline, roofline
 from lm.compiled.step_time import StepTime, step_time
-from lm.errors import ConfigError
 from lm.experiment import Experiment, training_step
 from lm.hardware import Topology, describe_devices, parse
 from lm.ops.platform import data_shards
 from lm.training.mesh import make_mesh
-from lm.training.program import abstract_state, lower_step, out_of_memory
+from lm.training.program import compile_described
 from lm.training.step import count_parameters
 
 GIB = 2**30
@@ -153,9 +151,9 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     mesh = make_mesh(experiment.mesh, describe_devices(topology))
     experiment.train.check_divides(data_shards(mesh))
     experiment.train.check_parts(experiment.mesh.sequence)
-    start = time.perf_counter()
+    dtype, start = experiment.data.dtype(experiment.model.vocab_size), time.perf_counter()
     with jax.set_mesh(mesh):
-        compiled, needed = _compile(experiment, mesh, topology)
+        compiled = compile_described(training_step(experiment), experiment.train, dtype, mesh, topology)
     found = dict(
         topology=topology.name,
         chips=topology.chips,
@@ -164,8 +162,8 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
         compile_seconds=time.perf_counter() - start,
     )
     limit = topology.chip.hbm_gib
-    if compiled is None:
-        return Check(**found, fits=False, memory=Memory(limit, needed), roofline=None, speed=None)
+    if isinstance(compiled, float):
+        return Check(**found, fits=False, memory=Memory(limit, compiled), roofline=None, speed=None)
     memory, text = _memory(compiled.memory, limit), compiled.text
     dims, length = experiment.model.dims, experiment.train.context_length
     undeclared = [a for a in experiment.model.pattern if not a.kernels_declare_cost(dims)]
@@ -192,23 +190,6 @@ def changed(experiment: Experiment, bindings: Mapping[str, Any]) -> Experiment:
         new = dataclasses.replace(getattr(experiment, section), **{field: value})
         experiment = dataclasses.replace(experiment, **{section: new})
     return experiment
-
-
-def _compile(
-    experiment: Experiment, mesh: jax.sharding.Mesh, topology: Topology
-) -> tuple[CompiledProgram | None, float]:
-    """(the compiled step, 0), or (None, the GiB that it would need)."""
-    functions = training_step(experiment)
-    dtype = experiment.data.dtype(experiment.model.vocab_size)
-    try:
-        lowered = lower_step(functions, abstract_state(functions, mesh), experiment.train, dtype, mesh)
-        return compile_with_text(lowered), 0.0
-    except jax.errors.JaxRuntimeError as error:
-        needed = out_of_memory(str(error))
-        if needed is None:
-            line = next(iter(str(error).splitlines()), '')
-            raise ConfigError(f'--topology {topology.name}: the compiler refuses the training step: {line}') from error
-        return None, needed
 
 
 def _memory(found: ProgramMemory, limit: float) -> Memory:

@@ -9,7 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from lm.compiled.compiler import CompiledProgram, compile_with_text
 from lm.errors import ConfigError
+from lm.hardware import Topology
 from lm.training.config import TrainConfig
 from lm.training.mesh import batch_sharding, place, replicated
 from lm.training.step import State, TrainStep
@@ -73,6 +75,24 @@ def compile_step_aside(
     tracing, compiling = pool.submit(trace), pool.submit(work)
     pool.shutdown(wait=False)
     return tracing, compiling
+
+
+def compile_described(
+    functions: TrainStep, config: TrainConfig, dtype: np.dtype, mesh: Mesh, topology: Topology
+) -> CompiledProgram | float:
+    """The step (see `lower_step`) compiled for the described devices of `topology`, or the GiB of HBM that it needs
+    where one has less.
+
+    Raises:
+        ConfigError: the compiler refuses it for another reason.
+    """
+    try:
+        return compile_with_text(lower_step(functions, abstract_state(functions, mesh), config, dtype, mesh))
+    except jax.errors.JaxRuntimeError as error:
+        if (needed := out_of_memory(str(error))) is not None:
+            return needed
+        line = next(iter(str(error).splitlines()), '')
+        raise ConfigError(f'--topology {topology.name}: the compiler refuses the training step: {line}') from error
 
 
 def out_of_memory(message: str) -> float | None:

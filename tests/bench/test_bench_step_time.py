@@ -19,6 +19,7 @@ from lm.errors import ConfigError
 from lm.experiment import load, training_step
 from lm.hardware import Topology, generation
 from lm.model import REMAT
+from lm.training import program
 from lm.training.objectives.next_token import next_token
 
 RECORD = pathlib.Path(__file__).parents[1] / 'data' / 'step_time.json'
@@ -109,8 +110,8 @@ def test_the_step_computes_as_on_the_chip_it_is_for(monkeypatch):
         return training_step(experiment)
 
     monkeypatch.setattr(forecast, 'training_step', step)
-    monkeypatch.setattr(forecast, 'lower_step', lambda *_: None)
-    monkeypatch.setattr(forecast, 'compile_with_text', lambda lowered: COMPILED)
+    monkeypatch.setattr(program, 'lower_step', lambda *_: None)
+    monkeypatch.setattr(program, 'compile_with_text', lambda lowered: COMPILED)
     small_model = ['model.d_model = 32', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
     topology = Topology(generation('v5e'), (1, 1))
     assert forecast.compile_step(load([], small_model), topology) is not None
@@ -123,8 +124,8 @@ def test_the_step_computes_as_on_the_chip_it_is_for(monkeypatch):
 def test_the_step_is_the_one_that_is_configured(bindings, monkeypatch):
     """Documents that do not see each other, and what is asked for, are part of the program."""
     made = []
-    monkeypatch.setattr(forecast, 'lower_step', lambda functions, *_: made.append(functions))
-    monkeypatch.setattr(forecast, 'compile_with_text', lambda lowered: COMPILED)
+    monkeypatch.setattr(program, 'lower_step', lambda functions, *_: made.append(functions))
+    monkeypatch.setattr(program, 'compile_with_text', lambda lowered: COMPILED)
     monkeypatch.setattr(forecast, 'describe_devices', lambda topology: jax.devices())
     shape = ['model.d_model = 32', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
     for given in ([], bindings):

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import math
 import re
 import time
 
@@ -39,22 +38,6 @@ def on_cpus(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
-
-
-@pytest.mark.parametrize(
-    ('message', 'gib'),
-    [
-        ('RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO '
-         'temporaries (28.01G) exceeds available HBM (15.75G). HLO module: jit_train.', 28.01),
-        ('RESOURCE_EXHAUSTED: … on HBM, … temporaries (1.50T) exceeds available HBM (15.75G)', 1536),
-        ('RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 512.0M of 15.75G hbm.', 0.5),
-        ('RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm: too much', math.inf),
-        ('RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 20.0M of 16.0M vmem.', None),
-        ('INTERNAL: Mosaic failed to compile TPU kernel', None),
-    ],
-)  # fmt: skip
-def test_refusals_of_the_compiler(message, gib):
-    assert check.out_of_memory(message) == gib
 
 
 # --------------------------------------------------------------------------------------------------------------- advice

@@ -1,0 +1,55 @@
+"""The training step as a program: how compilers refuse it, and what is said of that."""
+
+import math
+
+import jax
+import pytest
+
+from lm.errors import ConfigError
+from lm.experiment import load, training_step
+from lm.hardware import parse
+from lm.training import program
+from lm.training.mesh import MeshConfig, make_mesh
+
+
+@pytest.mark.parametrize(
+    ('message', 'gib'),
+    [
+        ('RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO '
+         'temporaries (28.01G) exceeds available HBM (15.75G). HLO module: jit_train.', 28.01),
+        ('RESOURCE_EXHAUSTED: … on HBM, … temporaries (1.50T) exceeds available HBM (15.75G)', 1536),
+        ('RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 512.0M of 15.75G hbm.', 0.5),
+        ('RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm: too much', math.inf),
+        ('RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 20.0M of 16.0M vmem.', None),
+        ('INTERNAL: Mosaic failed to compile TPU kernel', None),
+    ],
+)  # fmt: skip
+def test_refusals_of_the_compiler(message, gib):
+    assert program.out_of_memory(message) == gib
+
+
+@pytest.mark.parametrize(
+    ('message', 'gib', 'said'),
+    [
+        ('RESOURCE_EXHAUSTED: … on HBM, … temporaries (28.01G) exceeds available HBM (15.75G)', 28.01, None),
+        ('INTERNAL: Mosaic failed to compile\nsecond line', None, 'v5e:1x1: .* training step: INTERNAL: .* compile$'),
+    ],
+)
+def test_steps_for_described_devices(message, gib, said, monkeypatch):
+    """The memory that a step would need, or one line of what the compiler says; never a stack of calls."""
+
+    def refuse(lowered):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(program, 'compile_with_text', refuse)
+    shape = ['model.d_model = 16', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
+    experiment = load([], [*shape, 'train.tokens_per_step = 64', 'train.context_length = 64'])
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        step = training_step(experiment)
+        arguments = step, experiment.train, experiment.data.dtype(64), mesh, parse('v5e:1x1')
+        if said is None:
+            assert program.compile_described(*arguments) == gib
+        else:
+            with pytest.raises(ConfigError, match=said):
+                program.compile_described(*arguments)
