@@ -249,5 +249,11 @@ def _alternating(size: float) -> nnx.Initializer:
 
 def build(config: ModelConfig, seed: int) -> Transformer:
     """The model with its initial parameters, a function of (config, seed) alone."""
-    key = jax.random.key(seed)
+    key = seed_key(seed)
     return Transformer(config, nnx.Rngs(params=key, projections=jax.random.fold_in(key, 1)))
+
+
+def seed_key(seed: int) -> jax.Array:
+    """What parameters and projections are drawn from. All bits of the seed count; JAX takes 32 of them."""
+    key = jax.random.key(seed % 2**32)
+    return jax.random.fold_in(key, seed >> 32) if seed >> 32 else key

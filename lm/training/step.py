@@ -136,7 +136,7 @@ class TrainStep:
     def redraw(self, weights: State, which: tuple[int, ...], seed: int, steps_done: jax.Array) -> Any:
         """The buffers with the projections of the mechanisms `which` replaced: a function of (seed, steps_done)."""
         model = nnx.merge(self.graph, weights['params'], weights['buffers'])
-        model.redraw(which, jax.random.fold_in(jax.random.key(seed), steps_done))
+        model.redraw(which, jax.random.fold_in(model_lib.seed_key(seed), steps_done))
         return split(model)[2]
 
     def token_losses(
