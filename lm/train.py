@@ -32,6 +32,7 @@ from lm.hardware import peak_flops
 from lm.runs.branch import branch_of
 from lm.runs.goodput import Goodput, describe, process_start
 from lm.runs.initial import InitialParameters
+from lm.runs.leader import check_same
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
@@ -115,11 +116,10 @@ def set_up(
         print_rows(rows | {'devices': describe_mesh(mesh, experiment.mesh, model.compute_dtype)})
     run = RunDir(run_dir)
     lock = stack.enter_context(run.lock())
-    if rewind_to is not None and run.is_rewound(rewind_to, experiment):
-        if is_leader:
-            print(f'--rewind_to {rewind_to}: done before by this configuration; going on from the newest', flush=True)
-        rewind_to = None
-    rewinds = rewind_to is not None
+    check_same({'--rewind_to': rewind_to, '--branch_from': branch_from, '--step': step})
+    rewinds = rewind_to is not None and not run.is_rewound(rewind_to, experiment)
+    if is_leader and rewind_to is not None and not rewinds:
+        print(f'--rewind_to {rewind_to}: done before by this configuration; going on from the newest', flush=True)
     branch = branch_of(run, branch_from, step)
     if branch:
         branch.check(experiment)
@@ -136,7 +136,7 @@ def set_up(
         initial.check(abstract['params'])  # before anything is compiled
     tracing, compiling = compile_step_aside(functions, abstract, config, batches.dtype, mesh)
     with goodput.spent('restore'):
-        restored = source.restore(abstract, branch.step if branch else rewind_to)
+        restored = source.restore(abstract, branch.step if branch else rewind_to if rewinds else None)
         if restored:
             state, start, saved = restored
             batches.windows.resume(start, saved.get('skipped_batches'))

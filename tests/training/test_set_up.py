@@ -100,6 +100,13 @@ def test_a_rewind_is_made_once(until, monkeypatch, capsys, rewind_to, is_rewound
     assert isinstance(measure, str)
 
 
+def test_processes_compare_what_the_run_goes_on_from(until, monkeypatch):
+    """It is asked of the directory together: of processes that ask for different things, one would wait for ever."""
+    monkeypatch.setattr(RunDir, 'lock', lambda self: contextlib.nullcontext())
+    (facts,), _ = until('check_same', 3, 'runs/a', 7)
+    assert facts == {'--rewind_to': 3, '--branch_from': 'runs/a', '--step': 7}
+
+
 class Saved:
     """A checkpointer that has step 3 of a run, after 40 seconds of steps."""
 
