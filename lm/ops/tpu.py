@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from lm.ops.platform import batch_shards, target_platform
+from lm.ops.platform import batch_shards, per_device, target_platform, uneven_batch
 
 LANES = 128
 
@@ -53,8 +53,12 @@ def tokens_on_lanes(x_BxLxF: jax.Array) -> jax.Array:
     *rest, length, _ = x_BxLxF.shape
     if target_platform() != 'tpu' or length < LANES:  # a few tokens, as in decoding, would fill no lanes
         return x_BxLxF
+    if uneven_batch(x_BxLxF.shape[0]):
+        return x_BxLxF
     order = (*range(len(rest)), len(rest) + 1, len(rest))
-    return with_layout_constraint(x_BxLxF, Layout(major_to_minor=order))
+    # The partitioner does not see through the constraint, and would have every device gather the whole batch.
+    lay = per_device(lambda x: with_layout_constraint(x, Layout(major_to_minor=order)), (True,))
+    return lay(x_BxLxF)
 
 
 def lone_windows(x_BxLxF: jax.Array) -> jax.Array:
