@@ -8,6 +8,7 @@ from etils import epath
 from lm.errors import ConfigError
 from lm.files import is_remote, open_path, write_atomically
 from lm.runs import sweep_file
+from lm.runs.lock import is_occupied
 from lm.runs.records import Run, is_run
 from lm.runs.run_dir import RunDir
 from lm.sweep.points import Point
@@ -35,6 +36,10 @@ class Sweep:
     def is_finished(self, point: Point) -> bool:
         path = self.root / point.name
         return is_run(path) and _has_finished(Run.read(path), point)
+
+    def is_occupied(self, point: Point) -> bool | None:
+        """Whether another process trains the point: `lm train`, or `lm sweep --index`; None: maybe, on another host."""
+        return is_occupied(self.root / point.name)
 
     def result(self, point: Point) -> dict[str, Any]:
         """The row of a point: status done, failed, interrupted or waiting, and what was measured."""
