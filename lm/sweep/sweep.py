@@ -60,10 +60,17 @@ class Sweep:
         return row
 
     def write_results(self) -> list[dict[str, Any]]:
-        """Writes sweep.json from what the directories hold, and returns its rows."""
+        """Writes sweep.json from what the directories hold, and returns its rows.
+
+        Others may write it too, one process a point: what one of them has added while this one read would be lost. So
+        the directories are read again, until nothing has ended meanwhile: the last one to write has seen all ends.
+        """
         rows = [self.result(point) for point in self.points]
-        sweep_file.write_rows(self.root, rows)
-        return rows
+        while True:
+            sweep_file.write_rows(self.root, rows)
+            written, rows = rows, [self.result(point) for point in self.points]
+            if [row['status'] for row in rows] == [row['status'] for row in written]:
+                return written
 
     def prepare(self, point: Point) -> str:
         """Writes the configuration of a point, forgets its last failure, and returns the path of the file."""

@@ -70,6 +70,22 @@ def test_a_failure_counts_until_the_point_is_done_or_starts_again(sweep):
     assert sweep.prepare(d)  # although there is no failure to forget
 
 
+def test_a_point_that_ends_while_another_process_reads_is_in_the_table(sweep, tmp_path, monkeypatch):
+    commit, other = tmp_path / 'b' / 'checkpoints' / '100' / 'commit_success.txt', Sweep(tmp_path, sweep.points)
+    read = Sweep.result
+
+    def result(self, point):
+        row = read(self, point)
+        if self is sweep and point.name == 'd' and not commit.exists():  # this one has read all
+            commit.write_text('')
+            other.write_results()
+        return row
+
+    monkeypatch.setattr(Sweep, 'result', result)
+    assert [row['status'] for row in sweep.write_results()] == ['done', 'done', 'waiting', 'failed']
+    assert json.loads((tmp_path / 'sweep.json').read_text())['points'][1]['status'] == 'done'
+
+
 def test_a_point_whose_steps_grew_is_not_finished(sweep):
     """`lm train` goes on with such a run; the configuration in its folder still names the old steps."""
     point = sweep.points[0]
