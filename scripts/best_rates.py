@@ -30,9 +30,11 @@ def last_loss(run: Run) -> float:
 def lowest(losses: dict[float, float]) -> tuple[float, float] | None:
     """(rate, loss) at the lowest point; None where no rate on both sides of the best one was tried.
 
-    `losses`: rate → loss.
+    `losses`: rate → loss. Those that are not finite, of runs that skipped a step, bound nothing.
     """
-    rates = sorted(losses)
+    rates = sorted(rate for rate, loss in losses.items() if math.isfinite(loss))
+    if not rates:
+        return None
     best = min(range(len(rates)), key=lambda i: losses[rates[i]])
     if not 0 < best < len(rates) - 1:
         return None

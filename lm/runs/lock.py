@@ -29,7 +29,7 @@ import tensorstore as ts
 from etils import epath
 
 from lm.errors import ConfigError, LmError, last_act
-from lm.files import folder_spec, is_remote
+from lm.files import folder_spec, is_remote, reaching
 from lm.runs.leader import check_all, on_leader, told_by_leader
 
 NAME = 'lock.json'
@@ -43,13 +43,17 @@ SEES = 30.0
 log = logging.getLogger(__name__)
 
 
+class OccupiedError(ConfigError):
+    """Another training is at work in the run directory, which says nothing about the one that is refused."""
+
+
 class RunLock:
     """A context inside which this job alone writes `directory`; process 0 holds the lock for all its processes.
 
-    Raises ConfigError on entry where another training is alive, before anything is written, and where a process does
-    not find the lock there, because the directory is on a disk of each host's own: the first checkpoint would wait for
-    its parts in vain. LmError where the lock itself cannot be written. Only the lock is removed at the end, and a
-    directory that was made for it alone.
+    Raises OccupiedError on entry where another training is alive, before anything is written, and ConfigError where a
+    process does not find the lock there, because the directory is on a disk of each host's own: the first checkpoint
+    would wait for its parts in vain. LmError where the lock itself cannot be written. Only the lock is removed at the
+    end, and a directory that was made for it alone.
     """
 
     def __init__(self, directory: epath.Path):
@@ -138,7 +142,7 @@ class RunLock:
                     alive = _is_alive(owner, self.directory)
                     renewed = watched is not None and watched != found.stamp.generation
                     if alive or (alive is None and renewed):
-                        raise ConfigError(
+                        raise OccupiedError(
                             f'--run_dir {self.directory}: {_name(owner)} trains in it; wait for it or end it, or '
                             'choose another --run_dir'
                         )
@@ -198,6 +202,16 @@ class RunLock:
             if not generation:
                 self._lost = True
                 return
+
+
+def is_occupied(directory: epath.Path) -> bool | None:
+    """Whether a training of another process is at work there; None where this one cannot tell, as of another host."""
+    try:
+        with reaching(directory):
+            data = (directory / NAME).read_bytes()
+    except OSError:
+        return False
+    return _is_alive(_parse(data), directory)
 
 
 def _one_line(error: Exception) -> str:

@@ -8,7 +8,8 @@
 
 A point is finished when its last step is evaluated and saved: it is not run again. An interrupted one continues
 exactly. One that diverged or does not fit its data (43, 44, 2) stays failed until --retry_failed; other failures are
-tried again. Whatever becomes of a sweep, its points end with it: they save and exit when it dies.
+tried again. One that another process trains is left to it, and is no failure. Whatever becomes of a sweep, its points
+end with it: they save and exit when it dies.
 """
 
 from typing import Any
@@ -18,6 +19,7 @@ import jax
 from lm import train
 from lm.errors import INTERRUPTED, AbsentError, ConfigError, LmError
 from lm.experiment import validate
+from lm.runs.lock import OccupiedError
 from lm.runs.run_dir import RunDir, check_path
 from lm.sweep.points import make_points
 from lm.sweep.runner import Runner
@@ -94,7 +96,7 @@ def run_one(sweep: Sweep, arguments: Any) -> int:
         code = train.main(point.experiment, arguments)
     except Exception as error:
         code = getattr(error, 'exit_code', 1)
-        if code not in INTERRUPTED and leads():
+        if code not in INTERRUPTED and not isinstance(error, OccupiedError) and leads():
             sweep.record_failure(point, code, ' '.join(str(error).split()))
         raise
     finally:

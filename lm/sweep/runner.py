@@ -17,6 +17,7 @@ from rich.console import Console
 from lm.errors import INTERRUPTED, ConfigError, LmError, Preempted
 from lm.files import LockedError, lock
 from lm.runs import sweep_file
+from lm.runs.lock import OccupiedError
 from lm.sweep.points import Point
 from lm.sweep.sweep import Sweep
 
@@ -97,7 +98,7 @@ class Runner:
         for point in list(self.waiting):
             if not self.slots or self.signals:
                 return
-            if held := self._lock(point):
+            if not self.sweep.is_occupied(point) and (held := self._lock(point)):
                 with held:
                     self.waiting.remove(point)
                     if self._is_due(point):  # the process that held it may have finished it
@@ -147,6 +148,8 @@ class Runner:
             self._say(f'{job.point.name}: interrupted ({code})')
             if not self.signals:
                 self._stop()
+        elif code == OccupiedError.exit_code and self.sweep.is_occupied(job.point) is not False:
+            self._say(f'{job.point.name}: another process runs it; left to that')
         else:
             error = f'killed by {signal.Signals(-code).name}; {last}' if code < 0 else last
             self.sweep.record_failure(job.point, code, error)

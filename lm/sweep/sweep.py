@@ -1,16 +1,22 @@
 """The points of a sweep and the folder in which they lie."""
 
+import contextlib
 import json
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 from etils import epath
 
-from lm.errors import ConfigError
-from lm.files import is_remote, open_path, write_atomically
+from lm.errors import ConfigError, writing
+from lm.files import is_remote, open_path, reaching, write_atomically
 from lm.runs import sweep_file
+from lm.runs.lock import is_occupied
 from lm.runs.records import Run, is_run
 from lm.runs.run_dir import RunDir
 from lm.sweep.points import Point
+
+log = logging.getLogger(__name__)
 
 
 class Sweep:
@@ -36,6 +42,10 @@ class Sweep:
         path = self.root / point.name
         return is_run(path) and _has_finished(Run.read(path), point)
 
+    def is_occupied(self, point: Point) -> bool | None:
+        """Whether another process trains the point: `lm train`, or `lm sweep --index`; None: maybe, on another host."""
+        return is_occupied(self.root / point.name)
+
     def result(self, point: Point) -> dict[str, Any]:
         """The row of a point: status done, failed, interrupted or waiting, and what was measured."""
         path, failure = self.root / point.name, sweep_file.failure_of(self.root, point.name)
@@ -55,22 +65,45 @@ class Sweep:
         return row
 
     def write_results(self) -> list[dict[str, Any]]:
-        """Writes sweep.json from what the directories hold, and returns its rows."""
+        """Writes sweep.json from what the directories hold, and returns its rows.
+
+        Others may write it too, one process a point: what one of them has added while this one read would be lost. So
+        the directories are read again, until nothing has ended meanwhile: the last one to write has seen all ends.
+        Only warns where the file cannot be written: it says nothing that the directories do not, and points go on.
+        """
         rows = [self.result(point) for point in self.points]
-        sweep_file.write_rows(self.root, rows)
-        return rows
+        while True:
+            with _noting(self.root / sweep_file.NAME):
+                sweep_file.write_rows(self.root, rows)
+            written, rows = rows, [self.result(point) for point in self.points]
+            if [row['status'] for row in rows] == [row['status'] for row in written]:
+                return written
 
     def prepare(self, point: Point) -> str:
-        """Writes the configuration of a point, forgets its last failure, and returns the path of the file."""
-        self.notes.mkdir(parents=True, exist_ok=True)
+        """Writes the configuration of a point, forgets its last failure, and returns the path of the file. Raises
+        LmError where that cannot be written."""
         path = self.notes / f'{point.name}.gin'
-        write_atomically(path, point.config)
-        (self.notes / f'{point.name}.json').unlink(missing_ok=True)
+        with writing(path), reaching(path):
+            self.notes.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, point.config)
+            (self.notes / f'{point.name}.json').unlink(missing_ok=True)
         return str(path)
 
     def record_failure(self, point: Point, exit_code: int, error: str) -> None:
-        failure = {'exit_code': exit_code, 'error': error}
-        write_atomically(self.notes / f'{point.name}.json', json.dumps(failure) + '\n')
+        """Keeps how a point failed. Only warns where that cannot be written: then it is tried again."""
+        failure, path = {'exit_code': exit_code, 'error': error}, self.notes / f'{point.name}.json'
+        with _noting(path):
+            write_atomically(path, json.dumps(failure) + '\n')
+
+
+@contextlib.contextmanager
+def _noting(path: epath.Path) -> Iterator[None]:
+    """A block whose failure to write `path` is only said: a full disk must not change how a point has ended."""
+    try:
+        with reaching(path):
+            yield
+    except OSError as error:
+        log.warning('%s could not be written: %s', path, error)
 
 
 def _has_finished(run: Run, point: Point) -> bool:

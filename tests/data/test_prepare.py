@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,6 +153,32 @@ def test_a_finished_store_is_left_alone(corpus, reference):
         with pytest.raises(ConfigError, match=f'{named}.*choose another data.path or delete it'):
             prepare(dataclasses.replace(config, **change), str(reference), console)
     assert digests(reference) == before
+
+
+def test_what_is_left_of_making_a_finished_store_goes(corpus, reference):
+    """It was killed between dataset.json and the end."""
+    before = digests(reference)
+    left = reference / 'unfinished' / 'train' / '000000.tokens'
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b'x' * 1000)
+    run(TextFiles(path=str(corpus)), reference)
+    assert not (reference / 'unfinished').exists()
+    assert digests(reference) == before
+
+
+def test_a_store_that_another_preparation_has_made_meanwhile_is_left_alone(corpus, reference, tmp_path, monkeypatch):
+    """Trainings may read it by then."""
+    path = tmp_path / 'store'
+    fetch = TextFiles.fetch
+
+    def slow(self, log):  # until the other one is done
+        shutil.copytree(reference, path)
+        fetch(self, log)
+
+    monkeypatch.setattr(TextFiles, 'fetch', slow)
+    monkeypatch.setattr(prepare_module, '_prepare', lambda *_: pytest.fail('it was made again'))
+    assert run(TextFiles(path=str(corpus)), path)['splits']['train']['documents'] == 8
+    assert digests(path) == digests(reference)
 
 
 def test_an_unfinished_store_is_not_mixed(tmp_path, monkeypatch):

@@ -221,6 +221,21 @@ def test_what_is_no_file_is_not_read(tmp_path):
         Jsonl(path='/dev/zero').splits()
 
 
+def test_brackets_are_a_pattern_where_no_file_or_folder_is_called_so(tmp_path):
+    for name in ('text [2]', 'text 2'):
+        (tmp_path / name).mkdir()
+        for file in ('part-0', 'part-1', 'part-2', 'part-[0-1]'):
+            (tmp_path / name / f'{file}.jsonl').write_text(json.dumps({'text': f'{name}/{file}'}) + '\n')
+
+    def found(pattern):
+        source = Jsonl(path=str(tmp_path / pattern))
+        return [d.text for split in source.splits() for shard in source.shards(split) for d in source.read(shard, 100)]
+
+    assert sorted(found('text [2]/part-?.jsonl')) == [f'text [2]/part-{i}' for i in range(3)]
+    assert sorted(found('text [12]/part-[01].jsonl')) == ['text 2/part-0', 'text 2/part-1']
+    assert found('text 2/part-[0-1].jsonl') == ['text 2/part-[0-1]']
+
+
 def test_patterns_that_are_none(tmp_path):
     with pytest.raises(ConfigError, match=r"jsonl.path = '.*/\*\*x': Invalid pattern.*; write another pattern"):
         Jsonl(path=f'{tmp_path}/**x').splits()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import subprocess
 import sys
 
@@ -67,3 +68,17 @@ def test_a_sweep_without_rates_is_one_line(tmp_path):
     assert done.returncode == 1
     assert 'seed-0 has no optimizer.peak_learning_rate; name a sweep over rates' in done.stderr
     assert done.stderr.count('\n') == 1
+
+
+def test_a_rate_whose_loss_is_not_finite_is_not_the_best_and_bounds_nothing(tmp_path):
+    """A run at a high rate may skip a step, whose loss is NaN, and end all the same."""
+    rates = [0.004, 0.008, 0.016, 0.032]
+    write_sweep(tmp_path, {64: 0.012, 128: 0.012, 256: 0.012}, rates)
+    for name in ('64-0.004', '64-0.032', '128-0.016', *(f'256-{rate}' for rate in rates)):
+        path = tmp_path / name / 'metrics.jsonl'
+        *rest, last = [json.loads(line) for line in path.read_text().splitlines() if '"kind": "train"' in line]
+        path.write_text(''.join(json.dumps(line) + '\n' for line in [*rest, last | {'loss': 'NaN'}]))
+    table = runpy.run_path(str(tiny.ROOT / 'scripts' / 'best_rates.py'))['table'](tmp_path)
+    rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in table.splitlines()[2:]]
+    assert [row[1:3] for row in rows] == [['not between', ''], ['0.012', '4.000'], ['not between', '']]
+    assert '0.032: nan' in rows[0][3]

@@ -1,5 +1,6 @@
 """What the folder of a sweep says of its points: in which state each is, and what was measured."""
 
+import errno
 import json
 import types
 
@@ -7,8 +8,9 @@ import made_up_runs
 import pytest
 
 from lm.attention.softmax import Softmax
-from lm.errors import ConfigError, MismatchError
+from lm.errors import ConfigError, LmError, MismatchError, Preempted
 from lm.runs.run_dir import RunDir
+from lm.sweep.command import run_one
 from lm.sweep.sweep import Sweep
 
 
@@ -70,6 +72,22 @@ def test_a_failure_counts_until_the_point_is_done_or_starts_again(sweep):
     assert sweep.prepare(d)  # although there is no failure to forget
 
 
+def test_a_point_that_ends_while_another_process_reads_is_in_the_table(sweep, tmp_path, monkeypatch):
+    commit, other = tmp_path / 'b' / 'checkpoints' / '100' / 'commit_success.txt', Sweep(tmp_path, sweep.points)
+    read = Sweep.result
+
+    def result(self, point):
+        row = read(self, point)
+        if self is sweep and point.name == 'd' and not commit.exists():  # this one has read all
+            commit.write_text('')
+            other.write_results()
+        return row
+
+    monkeypatch.setattr(Sweep, 'result', result)
+    assert [row['status'] for row in sweep.write_results()] == ['done', 'done', 'waiting', 'failed']
+    assert json.loads((tmp_path / 'sweep.json').read_text())['points'][1]['status'] == 'done'
+
+
 def test_a_point_whose_steps_grew_is_not_finished(sweep):
     """`lm train` goes on with such a run; the configuration in its folder still names the old steps."""
     point = sweep.points[0]
@@ -82,6 +100,33 @@ def test_a_point_whose_steps_grew_is_not_finished(sweep):
 def test_prepare_makes_the_folder(tmp_path):
     point = types.SimpleNamespace(name='p', config='# p\n')
     assert Sweep(tmp_path / 'new' / 'root', [point]).prepare(point) == str(tmp_path / 'new/root/points/p.gin')
+
+
+def test_a_full_disk_changes_nothing_of_how_points_end(sweep, monkeypatch, caplog):
+    _, _, c, d = sweep.points
+
+    def full(path, *_):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    for module in ('lm.sweep.sweep', 'lm.runs.sweep_file'):
+        monkeypatch.setattr(f'{module}.write_atomically', full)
+    assert [row['status'] for row in sweep.write_results()] == ['done', 'interrupted', 'waiting', 'failed']
+    sweep.record_failure(c, 43, 'it diverged')
+    assert [r.message.partition(' could')[0] for r in caplog.records] == [
+        *(str(sweep.root / 'sweep.json'), str(sweep.notes / 'c.json'))
+    ]
+    with pytest.raises(LmError, match=r'd.gin cannot be written .No space left on device.; make room'):
+        sweep.prepare(d)
+    assert sweep.result(d)['exit_code'] == 43
+
+    # The end of a point that runs in this process, which who started it goes by.
+    def stopped(*_):
+        raise Preempted('stopped at step 3')
+
+    monkeypatch.setattr(Sweep, 'prepare', lambda *_: '')
+    monkeypatch.setattr('lm.train.main', stopped)
+    with pytest.raises(Preempted):
+        run_one(sweep, types.SimpleNamespace(index=2))
 
 
 def test_a_directory_of_another_configuration_is_refused(sweep):

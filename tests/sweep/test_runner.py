@@ -45,6 +45,7 @@ class World:
         self.root, self.notes, self.is_local = root, root / 'points', True
         self.points, self.status, self.exit_codes, self.ends = [], {}, {}, {}
         self.started, self.failures, self.prepared, self.tables = [], {}, [], 0
+        self.occupied = {}
         self.notes.mkdir(parents=True)
         self.now = 0.0
         monkeypatch.setattr(subprocess, 'Popen', self.popen)
@@ -93,6 +94,9 @@ class World:
             'steps': 9000,
             'error': None,
         }
+
+    def is_occupied(self, point):
+        return self.occupied.get(point.name, False)
 
     def prepare(self, point):
         self.prepared.append(point.name)
@@ -246,6 +250,25 @@ def test_a_point_that_another_process_runs_comes_later(world, capsys):
     assert world.runner(2).run() == 0
     assert world.names() == ['b']
     assert capsys.readouterr().out.count('a: another process runs it; waiting for that') == 1
+
+
+def test_a_point_that_another_command_trains_comes_later_or_is_left_to_it(world, capsys):
+    """`lm train` and `lm sweep --index` hold no lock of the sweep but that of the run, which refuses the point's."""
+    world.add('a')
+    world.add('b', ends=2)
+    world.add('c', ends=2)
+    world.occupied = {'a': True, 'b': None}  # b: by another host, of which nothing is known
+
+    def leave():
+        if world.now > 5:
+            world.occupied['a'] = False
+
+    world.on_sleep = leave
+    with pytest.raises(LmError, match='2 of 3 points did not succeed: b, c'):
+        world.runner().run()
+    assert world.names() == ['b', 'c', 'a']
+    assert world.failures == {'c': (2, 'it ended with 2')}  # b is tried again by the same command
+    assert 'b: another process runs it; left to that' in capsys.readouterr().out
 
 
 def test_a_remote_sweep_keeps_no_logs_and_no_locks(world):

@@ -12,7 +12,7 @@ from corpora import CORPORA, needs_corpora
 
 from lm.cli import main
 from lm.errors import ConfigError
-from lm.runs.run_dir import check_name
+from lm.runs.run_dir import RunDir, check_name
 from lm.sweep.points import LONGEST_NAME, make_points
 
 
@@ -225,6 +225,16 @@ def test_one_point_in_this_process_fails_like_lm_train(sweep, tmp_path, capsys):
     assert 'set model.vocab_size = 400' in capsys.readouterr().err
     rows = results(tmp_path / 'root')
     assert [rows[name]['status'] for name in ('vocab_size-100', 'vocab_size-400')] == ['failed', 'waiting']
+
+
+def test_a_point_that_is_trained_by_another_process_has_not_failed(sweep, tmp_path, capsys):
+    command, root = sweep('optimizer.peak_learning_rate = [1e-3, 3e-3]\n'), tmp_path / 'root'
+    with RunDir(root / 'peak_learning_rate-0.001').lock():
+        assert main([*command, '--index', '0']) == 2
+        assert 'trains in it; wait for it or end it' in capsys.readouterr().err
+    assert {row['status'] for row in results(root).values()} == {'waiting'}
+    assert main([*command, '--dry_run']) == 0
+    assert 'failed' not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGKILL])

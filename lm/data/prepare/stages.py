@@ -48,30 +48,23 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
         raise ConfigError("data.path = '': say where the token store goes, for example data.path = 'data/my_text'")
     if config.source is None:
         raise ConfigError('prepare.source = None: choose a source, for example with --gin_file data/text.gin')
-    info = store.read_info(path)
-    if info is not None:
-        try:
-            settings, remark = _settings(config), ''
-        except ConfigError:
-            settings, remark = None, ' (its source is not there any more, so it was not compared)'
-        if settings:
-            _compare(info['settings'], settings, f'{path} is finished and was prepared')
-        _check_strict(config, path, info)
-        console.print(f'{path} is already prepared: nothing to do{remark}', highlight=False)
-        console.print(_table(info))
-        return info
+    folder = _folder(path)
+    if (info := store.read_info(path)) is not None:
+        return _already(config, path, folder, info, console)
     _check_ready_tokens(config)
     config.source.fetch(lambda line: console.print(line, highlight=False))
     settings = _settings(config)
-    folder = _folder(path)
     with _alone(folder):
+        made = store.read_info(path)  # by another preparation, until now
         try:
-            info = _prepare(config, path, folder, settings, console)
+            info = made or _prepare(config, path, folder, settings, console)
         finally:
             if info or not (folder / 'tokenizer.model').exists():  # done, or nothing done that is worth keeping
                 shutil.rmtree(folder)
                 if not info and not is_remote(path) and not any(folder.parent.iterdir()):
                     folder.parent.rmdir()
+    if made:
+        return _already(config, path, folder, made, console)
     console.print(_table(info))
     decoded, unchanged = (sum(split[key] for split in info['splits'].values()) for key in ('decoded', 'unchanged'))
     if decoded:
@@ -82,6 +75,25 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
     if bad:
         console.print(f'{bad} bad records were skipped: {path}/bad_records.jsonl names them', highlight=False)
     console.print(f'prepared {path}  (fingerprint {info["fingerprint"][:16]})', highlight=False)
+    return info
+
+
+def _already(
+    config: PrepareConfig, path: str, folder: pathlib.Path, info: dict[str, Any], console: Console
+) -> dict[str, Any]:
+    """`info`, of a store that is there and is of this configuration; what is left of making it goes."""
+    try:
+        settings, remark = _settings(config), ''
+    except ConfigError:
+        settings, remark = None, ' (its source is not there any more, so it was not compared)'
+    if settings:
+        _compare(info['settings'], settings, f'{path} is finished and was prepared')
+    _check_strict(config, path, info)
+    if folder.exists():  # killed before it could go
+        with contextlib.suppress(LmError, OSError), _alone(folder):
+            shutil.rmtree(folder)
+    console.print(f'{path} is already prepared: nothing to do{remark}', highlight=False)
+    console.print(_table(info))
     return info
 
 

@@ -23,9 +23,9 @@ PACKED = '.gz'
 class FilePatterns(Source):
     """Base of the sources that read files of many documents.
 
-    `path` is a folder with files {split}SUFFIX, {split}-…SUFFIX or {split}.…SUFFIX; or a pattern that says where the
-    split's name stands, such as 'c4/en/c4-{split}.*.json.gz'; or one file or a pattern without {split}, of whose
-    documents a share, chosen by a hash of their places, is held out for validation.
+    `path` is a folder with files {split}SUFFIX, {split}-…SUFFIX or {split}.…SUFFIX; or a pattern of *, ? and [] that
+    says where the split's name stands, such as 'c4/en/c4-{split}.*.json.gz'; or one file or a pattern without {split},
+    of whose documents a share, chosen by a hash of their places, is held out for validation.
     """
 
     path: str = field(help="a file, a folder of files by split, or a pattern with * and possibly '{split}'")
@@ -123,7 +123,7 @@ class FilePatterns(Source):
         path = self._open(split)
         if path.is_dir() and '{split}' not in self.path:
             return self._named(split, path) or self._unsplit()
-        if '*' not in str(path) and '?' not in str(path):
+        if path.exists() or not _is_pattern(path):
             return regular([path] if path.exists() else [])
         folder, pattern = _fixed_folder(path)
         try:
@@ -182,9 +182,14 @@ def _skip_line(stream: BinaryIO, length: int) -> int:
     return length
 
 
+def _is_pattern(path: Any) -> bool:
+    return any(sign in str(path) for sign in '*?[')
+
+
 def _fixed_folder(path: Any) -> tuple[Any, str]:
-    """The part of a pattern before its first wildcard, and the rest."""
-    fixed = path
-    while any(sign in str(fixed) for sign in '*?['):
+    """The part of a pattern before its first wildcard, and the rest. A folder that is there is no wildcard, such as
+    'text [2]'."""
+    fixed = path.parent
+    while _is_pattern(fixed) and not fixed.exists():
         fixed = fixed.parent
     return fixed, str(path.relative_to(fixed))
