@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -148,6 +149,22 @@ def write_llama(folder, **changes):
     index = {name: part for part, names in parts.items() for name in names}
     (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': index}))
     return tensors
+
+
+@pytest.mark.parametrize(
+    ('asked', 'told'),
+    [
+        ('model.attention = @hybrid()', 'model.attention = @hybrid(): an import keeps .* has @softmax()'),
+        ('softmax.window = 16', 'softmax.window = 16: .* has None'),
+        ('model.dtype = "bfloat16"', "model.dtype = 'bfloat16': .* has 'auto'; leave this out"),
+    ],
+)
+def test_an_import_does_not_ignore_what_is_asked_of_the_model(asked, told, tmp_path, capsys):
+    write_llama(tmp_path / 'llama')
+    command = ['import', str(tmp_path / 'llama'), '--run_dir', str(tmp_path / 'run'), '--gin_param']
+    assert main([*command, asked]) == 2
+    assert re.search(told.replace('()', r'\(\)'), capsys.readouterr().err)
+    assert not (tmp_path / 'run').exists()
 
 
 def test_a_llama_is_continued_under_the_hybrid(tmp_path, tokens):
