@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 from lm import __version__
 from lm.bench.command import bench_flags
-from lm.check.flags import check_flags
+from lm.check.flags import check_flags, check_together
 from lm.config.flags import distributed_flags, gin_flags
 from lm.data.prepare.flags import prepare_flags
 from lm.evaluation.flags import evaluate_flags
@@ -103,6 +103,7 @@ def from_files(arguments: argparse.Namespace, params: Sequence[str], base: str |
 def for_check(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
     """What `lm train` would make of the same flags, or with --sweep_file the point --index of the sweep; None where
     --if_possible is given and the run that they change is not to be seen from here."""
+    check_together(arguments)
     if not arguments.sweep_file:
         from lm.check.base import is_in_reach
         from lm.runs.base import base_of
@@ -111,9 +112,10 @@ def for_check(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
     from lm.sweep.points import make_points
 
     points = make_points(arguments.gin_file, arguments.sweep_file, params, allow_imports=arguments.allow_gin_imports)
-    if not 0 <= arguments.index < len(points):
-        raise ConfigError(f'--index {arguments.index}: must be 0 to {len(points) - 1}')
-    return points[arguments.index].experiment
+    index = arguments.index or 0
+    if not 0 <= index < len(points):
+        raise ConfigError(f'--index {index}: must be 0 to {len(points) - 1}')
+    return points[index].experiment
 
 
 def from_new_or_old_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:

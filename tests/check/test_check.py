@@ -265,6 +265,32 @@ def test_a_point_of_a_sweep_is_checked(tmp_path, capsys):
     assert 'must be 0 to 1' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ('flags', 'said'),
+    [
+        ('--price_per_chip_hour 1.2', '--price_per_chip_hour 1.2: needs --topology'),
+        ('--topology v5e:2x2 --price_per_chip_hour=-1', 'must be a number of at least 0'),
+        ('--topology v5e:2x2 --best --no_advice', 'give one of them'),
+        ('--index 1', '--index 1: is of a sweep; add --sweep_file'),
+        ('--sweep_file s.gin --run_dir runs/x', '--run_dir runs/x: the points of a sweep are new runs'),
+    ],
+)
+def test_no_flag_is_ignored(flags, said, capsys):
+    assert cli.main(['check', *flags.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_price_is_in_the_json_too(on_cpus, monkeypatch, capsys):
+    fake = pretend(lambda e: 30 / e.train.microbatches, lambda e: 3.6)
+    monkeypatch.setattr(command, 'check', fake)
+    monkeypatch.setattr(advice, 'check', fake)
+    flags = ['--topology', 'v5e:2x2', '--json', '--price_per_chip_hour', '2.5', *tiny.params(tiny.MODEL)]
+    assert cli.main(['check', *flags]) == 2
+    (found,) = json.loads(capsys.readouterr().out)['checks']
+    speed = found['advice']['check']['predicted']
+    assert speed['run_price'] == 2.5 * speed['run_chip_hours'] == 10
+
+
 def test_the_plan_needs_no_compiler(capsys):
     assert cli.main(['check', *tiny.params(tiny.MODEL)]) == 0
     printed = capsys.readouterr().out
