@@ -83,7 +83,13 @@ def generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--prompt', help='the beginning of the text; default: none')
     parser.add_argument('--prompt_file', metavar='FILE', help='one prompt a line')
     parser.add_argument('--text_file', metavar='FILE', help='the beginning of the text, of any length: a whole file')
-    parser.add_argument('--max_tokens', type=int, default=256, metavar='N', help='tokens to add; default: 256')
+    parser.add_argument(
+        '--max_tokens',
+        type=int,
+        default=256,
+        metavar='N',
+        help='tokens to add, behind the end of a document too, where the name of its token is shown; default: 256',
+    )
     parser.add_argument('--temperature', type=float, default=1.0, metavar='T', help='0 takes the most probable token')
     parser.add_argument('--top_k', type=int, metavar='K', help='only the K most probable tokens')
     parser.add_argument('--top_p', type=float, metavar='P', help='only the most probable tokens that make up P')
