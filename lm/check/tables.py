@@ -123,10 +123,12 @@ def print_advice(check: Check, budget: Budget, price: float | None = None) -> No
         nearest = f'; nearest: {advice.nearest.needed_gib:.2f} GiB' if advice.nearest else ''
         row('advice', f'nothing fits{nearest}: take a larger topology, or a shorter train.context_length')
         return
-    if best is check or not best.bindings:
-        row('advice', f'none: of what fits with {MARGIN:.0%} of the memory to spare this is the fastest by prediction')
+    spare = f'{MARGIN:.0%} of the memory to spare'
+    if not best.bindings:
+        roomy, tight = f'of what fits with {spare} this is the fastest by prediction', f'nothing fits with {spare}'
+        row('advice', f'none: {roomy if best.has_headroom else f"{tight}, and of what fits this needs least"}')
         return
-    how = f'the fastest by prediction with {MARGIN:.0%} of the memory to spare'
+    how = f'the fastest by prediction with {spare}'
     row('advice', f'{how if best.has_headroom else "what needs least; it hardly fits"}; add to the configuration:')
     for binding in best.bindings:
         row('', binding)

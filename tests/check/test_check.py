@@ -230,6 +230,21 @@ def test_the_best_of_what_fits_is_printed_as_gin(on_cpus, monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.parametrize(
+    ('needed', 'said'),
+    [
+        (15.8, 'none: nothing fits with 3% of the memory to spare, and of what fits this needs least'),
+        (12.0, 'none: of what fits with 3% of the memory to spare this is the fastest by prediction'),
+    ],
+)
+def test_no_advice_says_whether_there_is_room(needed, said, on_cpus, monkeypatch, capsys):
+    fake = pretend(lambda e: needed if (e.model.remat, e.train.microbatches) == ('none', 1) else 20, lambda e: 1.0)
+    monkeypatch.setattr(command, 'check', fake)
+    monkeypatch.setattr(advice, 'check', fake)
+    assert cli.main(['check', '--topology', 'v5e:2x2', '--best', *tiny.params(tiny.MODEL)]) == 0
+    assert said in capsys.readouterr().out
+
+
 def test_without_libtpu_the_error_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     assert cli.main(['check', '--topology', 'v5e:2x2']) == 2
