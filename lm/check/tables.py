@@ -5,7 +5,7 @@ from lm.check.compiled_step import MARGIN, Budget, Check, Speed
 from lm.compiled.roofline import Roofline
 from lm.experiment import Experiment
 from lm.hardware import Chip, parse
-from lm.text import duration, si
+from lm.text import digits, duration, si
 from lm.training.progress import plan_rows, print_row
 
 WIDTH = 24
@@ -109,7 +109,8 @@ def print_prediction(check: Check) -> None:
 
 def cost_of(run: Speed, price: float | None) -> str:
     """Time, chip-hours and what they cost."""
-    text = f'{duration(run.run_hours * 3600)}: {run.run_hours:,.1f} hours, {run.run_chip_hours:,.0f} chip-hours'
+    time, hours = duration(run.run_hours * 3600), digits(run.run_hours)
+    text = f'{time}: {hours} hours, {digits(run.run_chip_hours)} chip-hours'
     return text if price is None else f'{text}, {price * run.run_chip_hours:,.2f} at {price:g} each'
 
 

@@ -295,6 +295,13 @@ def test_no_flag_is_ignored(flags, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_what_costs_little_costs_something():
+    run = check.Speed(2.0, 0.5, 1.0, 0.5, run_hours=0.02, run_chip_hours=0.08)
+    assert tables.cost_of(run, 1.2) == '1m12s: 0.0200 hours, 0.0800 chip-hours, 0.10 at 1.2 each'
+    long = dataclasses.replace(run, run_hours=123.45, run_chip_hours=15_802.0)
+    assert tables.cost_of(long, None) == '5d03h: 123 hours, 15,802 chip-hours'
+
+
 def test_the_price_is_in_the_json_too(on_cpus, monkeypatch, capsys):
     fake = pretend(lambda e: 30 / e.train.microbatches, lambda e: 3.6)
     monkeypatch.setattr(command, 'check', fake)
