@@ -30,6 +30,10 @@ WRONG = {
         | {'evaluate.context_length': 128},
         *(2, 'evaluate.context_length = 128: @state_tracking() is scored at lengths of its own, 32, 64'),
     ),
+    'evaluation of a task': (
+        {'data.path': '', 'data.task': '@induction_heads()', 'evaluate.context_length': 1},
+        *(2, 'evaluate.context_length = 1: @induction_heads() needs at least'),
+    ),
     'task': ({'data.path': '', 'data.task': '@associative_recall()'}, 2, 'train.context_length = 4'),
 }  # fmt: skip
 
