@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 from lm import __version__
 from lm.bench.command import bench_flags
-from lm.check.flags import check_flags
+from lm.check.flags import check_flags, check_together
 from lm.config.flags import distributed_flags, gin_flags
 from lm.data.prepare.flags import prepare_flags
 from lm.evaluation.flags import evaluate_flags
@@ -83,7 +83,13 @@ def generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--prompt', help='the beginning of the text; default: none')
     parser.add_argument('--prompt_file', metavar='FILE', help='one prompt a line')
     parser.add_argument('--text_file', metavar='FILE', help='the beginning of the text, of any length: a whole file')
-    parser.add_argument('--max_tokens', type=int, default=256, metavar='N', help='tokens to add; default: 256')
+    parser.add_argument(
+        '--max_tokens',
+        type=int,
+        default=256,
+        metavar='N',
+        help='tokens to add, behind the end of a document too, where the name of its token is shown; default: 256',
+    )
     parser.add_argument('--temperature', type=float, default=1.0, metavar='T', help='0 takes the most probable token')
     parser.add_argument('--top_k', type=int, metavar='K', help='only the K most probable tokens')
     parser.add_argument('--top_p', type=float, metavar='P', help='only the most probable tokens that make up P')
@@ -103,6 +109,7 @@ def from_files(arguments: argparse.Namespace, params: Sequence[str], base: str |
 def for_check(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
     """What `lm train` would make of the same flags, or with --sweep_file the point --index of the sweep; None where
     --if_possible is given and the run that they change is not to be seen from here."""
+    check_together(arguments)
     if not arguments.sweep_file:
         from lm.check.base import is_in_reach
         from lm.runs.base import base_of
@@ -111,9 +118,10 @@ def for_check(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
     from lm.sweep.points import make_points
 
     points = make_points(arguments.gin_file, arguments.sweep_file, params, allow_imports=arguments.allow_gin_imports)
-    if not 0 <= arguments.index < len(points):
-        raise ConfigError(f'--index {arguments.index}: must be 0 to {len(points) - 1}')
-    return points[arguments.index].experiment
+    index = arguments.index or 0
+    if not 0 <= index < len(points):
+        raise ConfigError(f'--index {index}: must be 0 to {len(points) - 1}')
+    return points[index].experiment
 
 
 def from_new_or_old_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:

@@ -6,10 +6,11 @@ tokens as the shortest has are read that way, and while one prompt is still bein
 """
 
 import dataclasses
+import functools
 import pathlib
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -210,8 +211,8 @@ class TextStream:
     LONGEST = 64
     """Tokens that may wait: a longer row of broken bytes will not become a character."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._decode = tokenizer.decode
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        self._decode = decode
         self._before: list[int] = []  # the last token written: tokenizers may drop a space in front of the first one
         self._waiting: list[int] = []
         self._written = 0  # characters of the waiting tokens that are out already
@@ -229,9 +230,17 @@ class TextStream:
         return new
 
 
+def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of token ids for people: between two documents stands the name of the end-of-document token, which has
+    no text."""
+    parts = np.split(np.asarray(ids), np.flatnonzero(np.asarray(ids) == tokenizer.eod_id))
+    return tokenizer.piece(tokenizer.eod_id).join(map(tokenizer.decode, parts))
+
+
 def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Sampling, seed: int) -> None:
     """Streams one continuation to the terminal; several are printed one after the other when they are complete."""
-    stream = TextStream(tokenizer) if len(prompts) == 1 else None
+    decode = functools.partial(shown, tokenizer)
+    stream = TextStream(decode) if len(prompts) == 1 else None
     parts, times, made = [np.array([p[:1] for p in prompts])], [], []
     for new in generate(model, prompts, max_tokens, sampling, seed, tokenizer.vocab_size):
         times.append(time.perf_counter())
@@ -246,7 +255,7 @@ def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Samp
         tokens = np.concatenate(parts, axis=1)
         for prompt, row in zip(prompts, tokens, strict=True):
             print('-' * 20)
-            print(tokenizer.decode(row[1 : len(prompt) + max_tokens]))
+            print(decode(row[1 : len(prompt) + max_tokens]))
     size = state_bytes(model, 1 + sum(made))
     print(f'[{_speed(times, made, len(prompts))}; decoding state {size:,} bytes a sequence]', file=sys.stderr)
 

@@ -1,6 +1,7 @@
 """`lm generate`: batches equal single prompts, sampling draws what it says, text streams in parts, small states."""
 
 import argparse
+import functools
 import io
 import re
 
@@ -19,7 +20,7 @@ from lm.attention.softmax import Softmax
 from lm.data.store import TokenStore
 from lm.data.tokenizers.sentencepiece import SentencePiece
 from lm.errors import ConfigError
-from lm.generate import Sampling, TextStream, generate, prompts_of, state_bytes
+from lm.generate import Sampling, TextStream, generate, prompts_of, shown, state_bytes
 
 GREEDY = Sampling(temperature=0)
 
@@ -120,7 +121,7 @@ def test_wrong_sampling_is_named(wrong):
 
 
 def streamed(tokenizer: SentencePiece, ids: list[int], cuts: list[int]) -> str:
-    stream, start, text = TextStream(tokenizer), 0, ''
+    stream, start, text = TextStream(tokenizer.decode), 0, ''
     for end in [*sorted(min(c, len(ids)) for c in cuts), len(ids)]:
         text += stream(ids[start:end])
         start = end
@@ -154,10 +155,19 @@ def test_a_tokenizer_that_marks_the_beginning_of_words():
         assert streamed(Fake(), ids, cuts) == 'the old whale and a man'
 
 
+def test_documents_do_not_run_together(tokens):
+    tokenizer = TokenStore.open(str(tokens)).tokenizer()
+    ids = tokenizer.encode_documents(['the end', 'é'])[0].tolist()
+    assert shown(tokenizer, ids) == 'the end</s>é</s>'
+    stream = TextStream(functools.partial(shown, tokenizer))
+    assert ''.join(stream([token]) for token in ids) + stream([], last=True) == 'the end</s>é</s>'
+    assert shown(tokenizer, []) == ''
+
+
 def test_broken_bytes_do_not_wait_for_ever(tokens):
     tokenizer = TokenStore.open(str(tokens)).tokenizer()
     broken = next(i for i in range(300) if tokenizer.piece(i) == '<0xE6>')
-    stream = TextStream(tokenizer)
+    stream = TextStream(tokenizer.decode)
     assert stream([broken] * TextStream.LONGEST) == ''
     assert '\ufffd' in stream([broken])
 

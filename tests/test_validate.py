@@ -25,6 +25,15 @@ WRONG = {
         | {'model.learned_positions': 32},
         *(2, 'model.learned_positions = 32: fewer than the 64 tokens'),
     ),
+    'lengths of a task': (
+        {'data.path': '', 'data.task': '@state_tracking()', 'state_tracking.eval_lengths': '[32, 64]'}
+        | {'evaluate.context_length': 128},
+        *(2, 'evaluate.context_length = 128: @state_tracking() is scored at lengths of its own, 32, 64'),
+    ),
+    'evaluation of a task': (
+        {'data.path': '', 'data.task': '@induction_heads()', 'evaluate.context_length': 1},
+        *(2, 'evaluate.context_length = 1: @induction_heads() needs at least'),
+    ),
     'task': ({'data.path': '', 'data.task': '@associative_recall()'}, 2, 'train.context_length = 4'),
 }  # fmt: skip
 

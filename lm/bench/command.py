@@ -89,7 +89,10 @@ def _step(parser: argparse.ArgumentParser) -> None:
         '--tokens_per_step', type=_count, metavar='N', help='over all devices; the same at all contexts'
     )
     parser.add_argument(
-        '--microbatch_tokens', type=_count, metavar='N', help='of one device at a time; default: 16384, or a sequence'
+        '--microbatch_tokens',
+        type=_count,
+        metavar='N',
+        help='of one device at a time; default: 16384, with --topology 32768, or a sequence',
     )
     parser.add_argument(
         '--topology',

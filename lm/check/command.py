@@ -21,8 +21,6 @@ from lm.runs.records import to_json
 def main(experiment: Experiment, arguments: Any) -> int:
     """The `lm check` command. No experiment: there is nothing to check, which has been said. Raises what `validate`
     raises, and ConfigError, after everything was printed, if the step does not fit."""
-    if arguments.best and not arguments.topology:
-        raise ConfigError('--best: needs --topology, such as --topology v5e:4x8')
     if experiment is None:
         return 0
     # Nothing is run; an accelerator of this machine may be busy.
@@ -42,10 +40,21 @@ def main(experiment: Experiment, arguments: Any) -> int:
         (show or print_check)(found, planned, arguments.price_per_chip_hour)
         checks.append(found)
     if arguments.json:
-        print(to_json({'plan': dataclasses.asdict(planned), 'checks': [dataclasses.asdict(c) for c in checks]}))
+        found = [priced(dataclasses.asdict(c), arguments.price_per_chip_hour) for c in checks]
+        print(to_json({'plan': dataclasses.asdict(planned), 'checks': found}))
     if failed := [c for c in checks if not c.fits]:
         raise ConfigError(failure(failed[0]))
     return 0
+
+
+def priced(found: dict[str, Any], price: float | None) -> dict[str, Any]:
+    """A check as a dict, and in it `run_price` beside every `run_chip_hours`; None: it is left as it is."""
+    if price is not None:
+        for run in filter(None, (found['speed'], found['predicted'])):
+            run['run_price'] = price * run['run_chip_hours']
+        if found['advice'] and found['advice']['check']:
+            priced(found['advice']['check'], price)
+    return found
 
 
 def slices(names: Sequence[str], if_possible: bool) -> Iterator[Topology]:

@@ -5,7 +5,7 @@ from lm.check.compiled_step import MARGIN, Budget, Check, Speed
 from lm.compiled.roofline import Roofline
 from lm.experiment import Experiment
 from lm.hardware import Chip, parse
-from lm.text import duration, si
+from lm.text import digits, duration, si
 from lm.training.progress import plan_rows, print_row
 
 WIDTH = 24
@@ -109,7 +109,8 @@ def print_prediction(check: Check) -> None:
 
 def cost_of(run: Speed, price: float | None) -> str:
     """Time, chip-hours and what they cost."""
-    text = f'{duration(run.run_hours * 3600)}: {run.run_hours:,.1f} hours, {run.run_chip_hours:,.0f} chip-hours'
+    time, hours = duration(run.run_hours * 3600), digits(run.run_hours)
+    text = f'{time}: {hours} hours, {digits(run.run_chip_hours)} chip-hours'
     return text if price is None else f'{text}, {price * run.run_chip_hours:,.2f} at {price:g} each'
 
 
@@ -123,10 +124,12 @@ def print_advice(check: Check, budget: Budget, price: float | None = None) -> No
         nearest = f'; nearest: {advice.nearest.needed_gib:.2f} GiB' if advice.nearest else ''
         row('advice', f'nothing fits{nearest}: take a larger topology, or a shorter train.context_length')
         return
-    if best is check or not best.bindings:
-        row('advice', f'none: of what fits with {MARGIN:.0%} of the memory to spare this is the fastest by prediction')
+    spare = f'{MARGIN:.0%} of the memory to spare'
+    if not best.bindings:
+        roomy, tight = f'of what fits with {spare} this is the fastest by prediction', f'nothing fits with {spare}'
+        row('advice', f'none: {roomy if best.has_headroom else f"{tight}, and of what fits this needs least"}')
         return
-    how = f'the fastest by prediction with {MARGIN:.0%} of the memory to spare'
+    how = f'the fastest by prediction with {spare}'
     row('advice', f'{how if best.has_headroom else "what needs least; it hardly fits"}; add to the configuration:')
     for binding in best.bindings:
         row('', binding)

@@ -28,6 +28,21 @@ def check_task(task: Task, split: str, context_length: int, window: str, model: 
         task.examples(split, part.index_N[:1], part.context_length)
 
 
+def check_context(task: Task, split: str, context_length: int) -> None:
+    """Raises ConfigError where a context is asked for that holds no example, or the examples of the split have lengths
+    of their own."""
+    own = sorted({part.context_length for part in task.slices(split, context_length).values()})
+    if own != [context_length]:
+        raise ConfigError(
+            f'evaluate.context_length = {context_length}: @{task.gin_name}() is scored at lengths of its own, '
+            f'{", ".join(map(str, own))}; leave this out, or change them in the settings of the task'
+        )
+    if context_length < task.shortest_context():
+        raise ConfigError(
+            f'evaluate.context_length = {context_length}: @{task.gin_name}() needs at least {task.shortest_context()}'
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Tally:
     """What was counted: examples, their answers, those that are right, examples without a mistake, nats of the answers.

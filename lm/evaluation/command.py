@@ -32,7 +32,7 @@ def main(experiment: Experiment, arguments: Any) -> int:
         experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
     )
     run = load_run(experiment, arguments.run_dir, arguments.step)
-    if arguments.tasks:
+    if arguments.tasks is not None:
         from lm.harness.tasks import main as evaluate_tasks
 
         return evaluate_tasks(run, arguments)
@@ -58,11 +58,15 @@ def main(experiment: Experiment, arguments: Any) -> int:
 
 
 def check_flags(arguments: Any) -> None:
-    """Raises ConfigError for a flag that would be ignored."""
-    for flag in OF_SPLITS if arguments.tasks else OF_TASKS:
+    """Raises ConfigError for a flag that would be ignored, and for numbers that the harness would take for others."""
+    of_tasks = arguments.tasks is not None
+    for flag in OF_SPLITS if of_tasks else OF_TASKS:
         if (value := getattr(arguments, flag)) is not None:
-            remedy = 'is of a split, not of --tasks; leave out one' if arguments.tasks else 'is of tasks; add --tasks'
+            remedy = 'is of a split, not of --tasks; leave out one' if of_tasks else 'is of tasks; add --tasks'
             raise ConfigError(f'--{flag} {value}: {remedy}')
+    for flag, least in (('limit', 1), ('num_fewshot', 0)):
+        if (value := getattr(arguments, flag)) is not None and value < least:
+            raise ConfigError(f'--{flag} {value}: must be at least {least}')
 
 
 def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from lm.data.dataset import DataConfig, Store
 from lm.data.mixture import Mixture
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
-from lm.evaluation.accuracy import TaskEvaluator, check_task
+from lm.evaluation.accuracy import TaskEvaluator, check_context, check_task
 from lm.evaluation.baseline import EmpiricalBaseline
 from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.masked import MaskedEvaluator, check_masked, hidden_scoring
@@ -112,8 +112,11 @@ def what_is_scored(config: EvaluateConfig, data: DataConfig, train: TrainConfig)
         raise ConfigError(f'evaluate.chunk = {config.chunk}: the examples of a task are computed whole; delete this')
     if data.task and train.eval_tokens:
         raise ConfigError(f'train.eval_tokens = {train.eval_tokens}: the examples of a task are its own; delete this')
+    split = config.split or data.eval_split
+    if data.task and config.context_length:
+        check_context(data.task, split, config.context_length)
     if train.objective.looks_ahead:
         check_masked(config)
     elif config.accuracy and config.chunk:
         raise ConfigError(f'evaluate.chunk = {config.chunk}: evaluate.accuracy is of whole windows; delete one')
-    return config.split or data.eval_split, config.context_length or train.context_length
+    return split, config.context_length or train.context_length

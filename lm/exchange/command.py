@@ -19,7 +19,7 @@ from lm.exchange.tensors import check_safetensors, read_tensors
 from lm.experiment import Experiment, load_run
 from lm.files import local_path
 from lm.model import build
-from lm.runs.run_dir import RunDir
+from lm.runs.run_dir import RunDir, bindings, config_differences
 from lm.training.inputs import check_vocabulary
 from lm.training.step import count_parameters, split
 
@@ -49,17 +49,19 @@ def import_run(experiment: Experiment, arguments: Any) -> int:
     """Makes a run directory of a checkpoint in `arguments.folder`: its step 0, without optimizer state, and beside
     it model.gin, the model without its mechanism.
 
-    The model is the checkpoint's, all else the given configuration's. With data, the vocabulary is compared, and the
-    tokenizer where one lies beside the checkpoint.
+    The model is the checkpoint's, all else the given configuration's, which must not ask for another model. With data,
+    the vocabulary is compared, and the tokenizer where one lies beside the checkpoint.
 
-    Raises what `lm.exchange.families.find` and `from_tensors` raise.
+    Raises what `lm.exchange.families.find`, `check_given` and `from_tensors` raise.
     """
     check_safetensors()
     folder, run = local_path(arguments.folder, 'DIR'), RunDir(arguments.run_dir)
     if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
     family, config = find(folder)
-    experiment = dataclasses.replace(experiment, model=family.model(folder, config, arguments.allow_gin_imports))
+    given = experiment
+    experiment = dataclasses.replace(given, model=family.model(folder, config, arguments.allow_gin_imports))
+    check_given(given, experiment, folder)
     experiment.model.check_length(experiment.train.context_length)
     fingerprints = fingerprints_of(experiment, folder)
     theirs = read_tensors(folder)
@@ -82,6 +84,18 @@ def import_run(experiment: Experiment, arguments: Any) -> int:
         f'lm train --gin_file {run.path / SHAPE} --gin_param "train.init_from = {str(run.path)!r}" …'
     )
     return 0
+
+
+def check_given(given: Experiment, imported: Experiment, folder: pathlib.Path) -> None:
+    """Raises ConfigError where something was said of the model that the checkpoint's is not: it would not count."""
+    default = bindings(dump(Experiment()))
+    for name, own, wanted in config_differences(dump(imported), dump(given)):
+        if wanted is not None and wanted != default.get(name):
+            has = 'has none' if own is None else f'has {own}'
+            raise ConfigError(
+                f'{name} = {wanted}: an import keeps the model of the checkpoint, and {folder} {has}; leave this out, '
+                'and give it to the run that starts from the import, or to lm evaluate'
+            )
 
 
 def shape_of(experiment: Experiment) -> str:

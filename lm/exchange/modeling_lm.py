@@ -135,6 +135,11 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
         width = self.config.hidden_size
         x_BxLxD = self.embedding(input_ids)
         if self.positions is not None:
+            if input_ids.shape[1] > self.config.learned_positions:
+                raise ValueError(
+                    f'input_ids: {input_ids.shape[1]} tokens a row, and the model has learned_positions = '
+                    f'{self.config.learned_positions}; give shorter rows'
+                )
             x_BxLxD = x_BxLxD + self.positions.weight[: input_ids.shape[1]]
         x_BxLxD = x_BxLxD * math.sqrt(width)
         if self.config.sinusoids:

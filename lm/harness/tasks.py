@@ -50,11 +50,12 @@ def evaluate_tasks(
         step, tasks → metric → value (and `…_stderr`), versions and n-shot of each task, all plain JSON.
 
     Raises:
-        ConfigError: lm_eval is not installed, there is no such task, its data cannot be had, or a questions file is
-            wrong.
+        ConfigError: lm_eval is not installed, there is no such task, its data cannot be had, a questions file is wrong,
+            or two tasks have one name.
     """
     if importlib.util.find_spec('lm_eval') is None:
         raise ConfigError("--tasks: needs lm-evaluation-harness: pip install -e '.[harness]'")
+    check_names(tasks)
     os.environ.setdefault('DISABLE_MULTIPROC', '1')  # its pool of processes would be forked under JAX's threads
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -115,7 +116,7 @@ def _load(task: str | dict[str, Any], manager: Any, run: LoadedRun, task_data: s
 
 def main(run: LoadedRun, arguments: Any) -> int:
     """`lm evaluate --tasks`: prints a table and writes evaluations/harness/*.json."""
-    tasks = [name.strip() for name in arguments.tasks.split(',') if name.strip()]
+    tasks = list(dict.fromkeys(name.strip() for name in arguments.tasks.split(',') if name.strip()))
     result = evaluate_tasks(
         run, tasks, arguments.num_fewshot, arguments.include_path, arguments.limit, arguments.task_data
     )
@@ -134,6 +135,19 @@ def main(run: LoadedRun, arguments: Any) -> int:
     _print_table(result)
     print(f'written to {path}')
     return 0
+
+
+def check_names(tasks: list[str]) -> None:
+    """Raises ConfigError where no task is named, or two whose results would have one name: a questions file is called
+    like the file."""
+    if not tasks:
+        raise ConfigError('--tasks: names none; write tasks of lm-evaluation-harness, or .jsonl files, with commas')
+    called: dict[str, str] = {}
+    for task in tasks:
+        name = pathlib.Path(task).stem if task.endswith(QUESTIONS) else task
+        if name in called:
+            raise ConfigError(f'--tasks {task}: is called {name} in the results, as {called[name]} is; rename the file')
+        called[name] = task
 
 
 def read_questions(path: pathlib.Path) -> list[dict[str, Any]]:

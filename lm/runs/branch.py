@@ -16,7 +16,7 @@ from lm.checkpoint.snapshot import some
 from lm.config.text import dump
 from lm.errors import AbsentError, ConfigError, MismatchError, writing
 from lm.files import write_atomically
-from lm.runs.info import read_raw
+from lm.runs.info import check_not_imported, read_raw
 from lm.runs.leader import on_leader
 from lm.runs.metrics_file import read_lines
 from lm.runs.run_dir import RunDir, config_differences, read_text
@@ -61,6 +61,7 @@ class Branch:
                 write_atomically(path, b''.join(past))
 
     def _check(self, experiment: Any) -> bool:
+        check_not_imported(read_raw(self.parent.info), '--branch_from', self.parent.path)
         with Checkpointer(self.parent.checkpoints) as checkpointer:
             known = checkpointer.all_steps()
         if self.step not in known:

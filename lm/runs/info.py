@@ -2,6 +2,7 @@
 
     {"started": …, "parameters": …, <fingerprints>, "saved_step": the newest checkpoint that is complete,
      "starts": [{"when", "first_step", "command", "versions", "git_commit", devices …}, …],
+     "imported": the checkpoint that `lm import` made the run of,
      "branch": {"from", "step", "changed"} of a run that began as one (`lm.runs.branch`),
      "rewinds": [{"when", "to", "from", "changed": [[binding, old, new], …]}, …]}
 
@@ -25,7 +26,7 @@ import jax
 from etils import epath
 
 import lm
-from lm.errors import LmError
+from lm.errors import ConfigError, LmError
 from lm.files import GONE, reaching
 
 PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
@@ -168,3 +169,13 @@ def git_commit() -> str | None:
         return git('describe', '--always', '--dirty', '--abbrev=40', '--exclude=*')
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def check_not_imported(info: Mapping[str, Any], flag: str, path: Any) -> None:
+    """Raises ConfigError where run.json says that `lm import` has made the run, which then has weights alone; `flag`:
+    what names its `path`."""
+    if 'imported' in info:
+        raise ConfigError(
+            f'{flag} {path}: was made by lm import and has no optimizer state to go on with; train a new run from it: '
+            f'--run_dir NEW --gin_file {path}/model.gin --gin_param "train.init_from = \'{path}\'"'
+        )

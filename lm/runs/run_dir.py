@@ -24,7 +24,7 @@ from lm.config.text import dump
 from lm.errors import ConfigError, LmError, MismatchError, writing
 from lm.files import is_remote, open_path, write_atomically
 from lm.runs.goodput import checked
-from lm.runs.info import next_info, read_raw, to_text
+from lm.runs.info import check_not_imported, next_info, read_raw, to_text
 from lm.runs.leader import check_same, on_leader
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile, read_lines
@@ -89,8 +89,8 @@ class RunDir:
             MismatchError: a binding differs that may not (`lm.config.names.may_change`; where the run is rewound, those
                 of the optimizer, its rules and schedules may too), the run was saved but its checkpoints are gone, or
                 a file of the run cannot be read.
-            ConfigError: `path` is a file, or holds files that are not of a run; or processes of the job have been given
-                different configurations.
+            ConfigError: `path` is a file, holds files that are not of a run, or imported weights; or processes
+                of the job have been given different configurations.
         """
         text = experiment if isinstance(experiment, str) else dump(experiment)
         # Where the data lie may be a host's own affair: their fingerprints are compared.
@@ -194,6 +194,7 @@ class RunDir:
         self._check_kinds()
         steps = committed_steps(self.checkpoints)
         info = read_raw(self.info)
+        check_not_imported(info, '--run_dir', self.path)
         config = read_text(self.config)
         held = [p for p in (self.config, self.info, self.path / 'metrics.jsonl') if p.exists()]
         if held and not info and not steps and not config.startswith(TITLE):

@@ -213,6 +213,21 @@ def test_the_best_of_what_fits_is_printed_as_gin(on_cpus, monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.parametrize(
+    ('needed', 'said'),
+    [
+        (15.8, 'none: nothing fits with 3% of the memory to spare, and of what fits this needs least'),
+        (12.0, 'none: of what fits with 3% of the memory to spare this is the fastest by prediction'),
+    ],
+)
+def test_no_advice_says_whether_there_is_room(needed, said, on_cpus, monkeypatch, capsys):
+    fake = pretend(lambda e: needed if (e.model.remat, e.train.microbatches) == ('none', 1) else 20, lambda e: 1.0)
+    monkeypatch.setattr(command, 'check', fake)
+    monkeypatch.setattr(advice, 'check', fake)
+    assert cli.main(['check', '--topology', 'v5e:2x2', '--best', *tiny.params(tiny.MODEL)]) == 0
+    assert said in capsys.readouterr().out
+
+
 def test_without_libtpu_the_error_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     assert cli.main(['check', '--topology', 'v5e:2x2']) == 2
@@ -246,6 +261,39 @@ def test_a_point_of_a_sweep_is_checked(tmp_path, capsys):
         assert f'({layers} layers of width 32' in capsys.readouterr().out
     assert cli.main([*command, '--index', '2']) == 2
     assert 'must be 0 to 1' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('flags', 'said'),
+    [
+        ('--price_per_chip_hour 1.2', '--price_per_chip_hour 1.2: needs --topology'),
+        ('--topology v5e:2x2 --price_per_chip_hour=-1', 'must be a number of at least 0'),
+        ('--topology v5e:2x2 --best --no_advice', 'give one of them'),
+        ('--index 1', '--index 1: is of a sweep; add --sweep_file'),
+        ('--sweep_file s.gin --run_dir runs/x', '--run_dir runs/x: the points of a sweep are new runs'),
+    ],
+)
+def test_no_flag_is_ignored(flags, said, capsys):
+    assert cli.main(['check', *flags.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_costs_little_costs_something():
+    run = check.Speed(2.0, 0.5, 1.0, 0.5, run_hours=0.02, run_chip_hours=0.08)
+    assert tables.cost_of(run, 1.2) == '1m12s: 0.0200 hours, 0.0800 chip-hours, 0.10 at 1.2 each'
+    long = dataclasses.replace(run, run_hours=123.45, run_chip_hours=15_802.0)
+    assert tables.cost_of(long, None) == '5d03h: 123 hours, 15,802 chip-hours'
+
+
+def test_the_price_is_in_the_json_too(on_cpus, monkeypatch, capsys):
+    fake = pretend(lambda e: 30 / e.train.microbatches, lambda e: 3.6)
+    monkeypatch.setattr(command, 'check', fake)
+    monkeypatch.setattr(advice, 'check', fake)
+    flags = ['--topology', 'v5e:2x2', '--json', '--price_per_chip_hour', '2.5', *tiny.params(tiny.MODEL)]
+    assert cli.main(['check', *flags]) == 2
+    (found,) = json.loads(capsys.readouterr().out)['checks']
+    speed = found['advice']['check']['predicted']
+    assert speed['run_price'] == 2.5 * speed['run_chip_hours'] == 10
 
 
 def test_the_plan_needs_no_compiler(capsys):

@@ -201,7 +201,7 @@ def test_generated_text_is_written_as_it_comes(tokenizer):
     from lm.generate import TextStream
 
     text = 'Größe 👩‍👩‍👧 12 €, WE see.\n'
-    stream, ids = TextStream(tokenizer), [*tokenizer.encode(text), tokenizer.eod_id]
+    stream, ids = TextStream(tokenizer.decode), [*tokenizer.encode(text), tokenizer.eod_id]
     parts = [stream([i]) for i in ids] + [stream([], last=True)]
     assert ''.join(parts) == text
     assert sum(map(bool, parts)) > 5

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -150,10 +151,33 @@ def write_llama(folder, **changes):
     return tensors
 
 
-def test_a_llama_is_continued_under_the_hybrid(tmp_path, tokens):
+@pytest.mark.parametrize(
+    ('asked', 'told'),
+    [
+        ('model.attention = @hybrid()', 'model.attention = @hybrid(): an import keeps .* has @softmax()'),
+        ('softmax.window = 16', 'softmax.window = 16: .* has None'),
+        ('model.dtype = "bfloat16"', "model.dtype = 'bfloat16': .* has 'auto'; leave this out"),
+    ],
+)
+def test_an_import_does_not_ignore_what_is_asked_of_the_model(asked, told, tmp_path, capsys):
+    write_llama(tmp_path / 'llama')
+    command = ['import', str(tmp_path / 'llama'), '--run_dir', str(tmp_path / 'run'), '--gin_param']
+    assert main([*command, asked]) == 2
+    assert re.search(told.replace('()', r'\(\)'), capsys.readouterr().err)
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_llama_is_continued_under_the_hybrid(tmp_path, tokens, capsys):
     theirs = write_llama(tmp_path / 'llama')
     run = tmp_path / 'run'
     assert main(['import', str(tmp_path / 'llama'), '--run_dir', str(run)]) == 0
+    data = tiny.params({'data.path': str(tokens)})
+    for flags in (
+        ['--run_dir', str(run)],
+        ['--run_dir', str(tmp_path / 'new'), '--branch_from', str(run), '--step', '0'],
+    ):
+        assert main(['train', *flags, *data]) == 2
+        assert f'{run}: was made by lm import and has no optimizer state' in capsys.readouterr().err
     bindings = {name: value for name, value in tiny.MODEL.items() if not name.startswith('model.')} | {
         'data.path': str(tokens),
         'train.init_from': str(run),

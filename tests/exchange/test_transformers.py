@@ -162,3 +162,5 @@ def test_gpt2_comes_in_and_goes_out(tied, tmp_path, tokens):
     model = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
     with torch.no_grad():
         check_equal(expected, model(torch.tensor(tokens)).logits.numpy())
+    with pytest.raises(ValueError, match=r'41 tokens a row, and the model has learned_positions = 32; give shorter'):
+        model(torch.zeros(1, 41, dtype=torch.long))

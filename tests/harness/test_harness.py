@@ -16,8 +16,9 @@ from lm.cli import main
 from lm.data.store import TokenStore
 from lm.data.tokenizers import from_bytes
 from lm.errors import ConfigError
+from lm.evaluation.command import OF_SPLITS, OF_TASKS, check_flags
 from lm.harness.ruler import NEEDS_NOTHING, SENTENCE, check_answers, check_fits
-from lm.harness.tasks import evaluate_tasks, known_task, read_questions
+from lm.harness.tasks import check_names, evaluate_tasks, known_task, read_questions
 
 QUESTIONS = [
     {'question': 'What does import do?', 'choices': ['import sys', 'qqq zzz 7#', '@@@@'], 'answer': 0},
@@ -54,6 +55,23 @@ def test_a_wrong_line_is_named(questions, line):
 def test_without_the_package_it_says_what_to_install():
     with pytest.raises(ConfigError, match=r"pip install -e '.\[harness\]'"):
         evaluate_tasks(None, ['piqa'])
+
+
+def test_no_result_hides_another():
+    check_names(['a/one.jsonl', 'two.jsonl', 'hellaswag'])
+    with pytest.raises(ConfigError, match=r'--tasks b/q\.jsonl: is called q in the results, as a/q\.jsonl is; rename'):
+        check_names(['a/q.jsonl', 'b/q.jsonl'])
+    with pytest.raises(ConfigError, match='--tasks: names none'):
+        check_names([])
+
+
+@pytest.mark.parametrize(('name', 'number'), [('limit', 0), ('num_fewshot', -1)])
+def test_numbers_of_tasks_are_checked(name, number):
+    arguments = types.SimpleNamespace(tasks='q.jsonl', **dict.fromkeys(OF_TASKS + OF_SPLITS))
+    check_flags(arguments)
+    setattr(arguments, name, number)
+    with pytest.raises(ConfigError, match=f'--{name} {number}: must be at least {number + 1}'):
+        check_flags(arguments)
 
 
 def test_ruler_is_refused_where_no_text_fits():
