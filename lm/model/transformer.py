@@ -255,5 +255,6 @@ def build(config: ModelConfig, seed: int) -> Transformer:
 
 def seed_key(seed: int) -> jax.Array:
     """What parameters and projections are drawn from. All bits of the seed count; JAX takes 32 of them."""
-    key = jax.random.key(seed % 2**32)
-    return jax.random.fold_in(key, seed >> 32) if seed >> 32 else key
+    if isinstance(seed, int) and seed >= 2**32:  # a traced one has no more bits
+        return jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32)
+    return jax.random.key(seed)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from lm.errors import ConfigError
 from lm.ops.platform import SEQUENCE_AXIS as AXIS
-from lm.ops.platform import sequence_shards
+from lm.ops.platform import per_device, sequence_shards, uneven_batch
 
 
 def over_tokens(function: Callable, token_axes: tuple[int | None, ...]) -> Callable:
@@ -53,7 +53,12 @@ def index() -> jax.Array | int:
 
 def gathered(x: jax.Array) -> jax.Array:
     """[B, L, …] of the whole window from that of each part."""
-    return lax.all_gather(x, AXIS, axis=1, tiled=True)
+
+    def gather(x):
+        return lax.all_gather(x, AXIS, axis=1, tiled=True)
+
+    # Of rows whose split is left to the compiler, every device would gather those of all the others as well.
+    return gather(x) if uneven_batch(x.shape[0]) else per_device(gather, (True,))(x)
 
 
 def tokens_before(x: jax.Array, count: int) -> jax.Array:

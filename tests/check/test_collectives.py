@@ -64,3 +64,11 @@ def test_devices_that_share_matrices_gather_these_alone():
     gathered = [result for kind, result in found if kind == 'all-gather']
     assert gathered
     assert not [result for result in gathered if re.search(rf'\b{LENGTH}\b|\b{4 * LENGTH}\b', result)]
+
+
+def test_devices_that_share_windows_gather_their_own_windows_alone():
+    """Keys and values, [windows, tokens, heads, numbers]; in a region where the split of the batch is left to the
+    compiler, each device gathered the windows of all."""
+    found = collectives('softmax', train__tokens_per_step=8 * LENGTH, mesh__sequence=2)
+    gathered = {re.search(r'\[([\d,]+)\]', result)[1] for kind, result in found if kind == 'all-gather'}
+    assert {shape for shape in gathered if shape.count(',') == 3} == {f'4,{LENGTH},4,64'}
