@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import HeadDims, KernelCall, KernelCases, NormedModule
+from lm.attention.base import HeadDims, KernelCall, KernelCases, NormedModule, score_start
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token, operation_call
 from lm.attention.maps.products import ProductFeatures
 from lm.config.configurable import configurable, field
@@ -36,6 +36,7 @@ class Llops(LinearAttention):
     affine: bool = field(False, help='projections of [1, x], which reach the powers below p too')
     init: str = field('random_sketch', choices=('random_sketch', 'flatten', 'based'))
     layer_norm: bool = field(True, help='layer normalization of q and k, as in polynomial attention')
+    offset: float = field(0.0, minimum=0, help='first mean of scores q·k, in their standard deviations')
     renormalize: bool = field(True, help='divide by the sum of the weights')
     denominator_bias: float = field(1.0, minimum=0, formerly='bias', help='b: added to the sum of the weights')
     stabilizer: float = field(1e-6, minimum=0, help='where weights can be negative, keeps their sum this far from 0')
@@ -52,6 +53,8 @@ class Llops(LinearAttention):
         if self.nonnegative and self.renormalize and self.denominator_bias == 0:
             raise ConfigError('llops.denominator_bias = 0.0: must be above 0, for all weights of a query may vanish')
 
+        if self.offset and not self.layer_norm:
+            raise ConfigError(f'llops.offset = {self.offset}: is of biases that llops.layer_norm = False does not have')
         if not self.layer_norm and self.degree > MOST_WITHOUT_NORM:
             raise ConfigError(
                 f'llops.layer_norm = False: products of llops.degree = {self.degree} unnormalized vectors leave '
@@ -146,7 +149,8 @@ class LlopsAttention(NormedModule, LinearModule):
         says = declare('matrix', 'factor', 'rank', 'head', 'features')
         self.q_factors, self.k_factors = nnx.Param(q_factors, **says), nnx.Param(k_factors, **says)
         if config.layer_norm:
-            self.make_norms(dims.head_dim, rngs)
+            start = score_start(config.offset, dims.head_dim)
+            self.make_norms(dims.head_dim, rngs, bias=start['bias'] / start['gain'])  # gains of 1, as before
 
     @property
     def norms(self) -> HeadNorms | None:

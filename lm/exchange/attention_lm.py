@@ -302,7 +302,7 @@ class LlopsFormula(NormedMechanism):
 
     def __init__(
         self, heads, kv_heads, size, *, degree, n_features, rank, nonnegative, affine, layer_norm, renormalize,
-        denominator_bias, stabilizer, init=None,
+        denominator_bias, stabilizer, init=None, offset=None,
     ):  # fmt: skip
         super().__init__()
         shape = (degree // 2 if nonnegative else degree, rank, size + affine, n_features)

@@ -74,6 +74,14 @@ def test_lengths(length):
     mechanisms.check_values(module, reference, mechanisms.draw(1, length, dims))
 
 
+def test_first_scores_have_the_offset_that_was_asked_for():
+    module = Llops(offset=2.0).build(HeadDims(n_heads=2, n_kv_heads=1, head_dim=64), nnx.Rngs(0))
+    drawn = np.random.default_rng(0).standard_normal((2, 1000, 64)).astype(np.float32)
+    scores = np.asarray(module.q_norm(drawn[0])) @ np.asarray(module.k_norm(drawn[1])).T
+    assert scores.mean() / scores.std() == pytest.approx(2.0, abs=0.1)
+    assert scores.std() == pytest.approx(8.0, abs=0.5)  # gains of 1
+
+
 def test_weights_are_not_negative():
     """§3.2: squares of the products."""
     module = mechanisms.build(Llops(n_features=16), HeadDims(4, 2, 16))
@@ -206,7 +214,9 @@ def test_parameters_and_cost():
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
+        (dict(offset=1.0, layer_norm=False), 'llops.offset = 1.0: is of biases'),
         ({'degree': 3}, 'llops.degree = 3: must be even'),
+        ({'offset': 1.0, 'layer_norm': False}, 'llops.offset = 1.0: is of biases'),
         ({'init': 'based'}, "llops.init = 'based': "),
         ({'denominator_bias': 0.0}, 'llops.denominator_bias = 0.0: must be above 0'),
         ({'layer_norm': False, 'degree': 8}, 'llops.layer_norm = False: products of llops.degree = 8 unnorm'),
