@@ -201,3 +201,9 @@ def test_rooms_have_their_tests():
     rooms = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != '__pycache__'}
     without = {room for room in rooms if not list((tests / room).glob('test_*.py'))}
     assert not without
+
+
+def test_one_file_a_name_of_tests():
+    """pytest imports them by name alone, and refuses the second one."""
+    names = collections.Counter(path.name for path in pathlib.Path(__file__).parent.rglob('*.py'))
+    assert {name for name, n in names.items() if n > 1} == set()
