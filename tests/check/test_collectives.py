@@ -46,7 +46,7 @@ def check_data_parallel(mechanism: str, windows: int) -> None:
     assert {kind for kind, _ in found} == {'all-reduce'}, found
 
 
-@pytest.mark.parametrize('windows', [1, 2])
+@pytest.mark.parametrize('windows', [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_devices_that_share_no_matrices_exchange_gradients_alone(windows):
     """Layouts that the model asks for on TPUs were opaque to the partitioner: each device gathered the activations of
     all, in every layer. `windows`: of a device."""
@@ -66,6 +66,7 @@ def test_devices_that_share_matrices_gather_these_alone():
     assert not [result for result in gathered if re.search(rf'\b{LENGTH}\b|\b{4 * LENGTH}\b', result)]
 
 
+@pytest.mark.slow
 def test_devices_that_share_windows_gather_their_own_windows_alone():
     """Keys and values, [windows, tokens, heads, numbers]; in a region where the split of the batch is left to the
     compiler, each device gathered the windows of all."""

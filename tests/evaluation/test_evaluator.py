@@ -212,7 +212,7 @@ def test_an_evaluation_is_checked_without_devices():
         check_evaluation(EvaluateConfig(), task, FUNCTIONS.model, few, None, {})
     with pytest.raises(ConfigError, match="'sliding:4': examples of a task are scored whole; set 'disjoint'"):
         check_evaluation(EvaluateConfig(window='sliding:4'), task, FUNCTIONS.model, at(64), None, {})
-    with pytest.raises(ConfigError, match=r'train\.context_length = 1: @induction_heads\(\) needs at least'):
+    with pytest.raises(ConfigError, match=r'evaluate\.context_length = 1: @induction_heads\(\) needs at least'):
         check_evaluation(EvaluateConfig(context_length=1), task, FUNCTIONS.model, at(64), None, {})
 
 
