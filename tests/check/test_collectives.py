@@ -48,8 +48,8 @@ def check_data_parallel(mechanism: str, windows: int) -> None:
 
 @pytest.mark.parametrize('windows', [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_devices_that_share_no_matrices_exchange_gradients_alone(windows):
-    """Layouts that the model asks for on TPUs were opaque to the partitioner: each device gathered the activations of
-    all, in every layer. `windows`: of a device."""
+    """Layouts that the model asks for on TPUs are opaque to the partitioner of JAX 0.10: each device gathered the
+    activations of all, in every layer. `windows`: of a device."""
     check_data_parallel('softmax', windows)
 
 
