@@ -205,15 +205,16 @@ class NormedModule(AttentionModule):
         return HeadNorms(q.scale[...], q.bias[...], k.scale[...], k.bias[...], self.normed_dtype)
 
 
-def score_start(offset: float, head_dim: int) -> dict[str, float]:
-    """The first gain and bias of `make_norms`, with which scores of unrelated vectors have the mean `offset` and a
-    standard deviation of 1.
+def score_start(offset: float, head_dim: int, gain: float | None = None) -> dict[str, float]:
+    """The first gain and bias of `make_norms`, with which scores of unrelated vectors have the mean `offset`, in their
+    standard deviations, and a standard deviation of gain² √head_dim; `gain`: None is the one that makes it 1.
 
     Normalized vectors have a mean of zero, so nothing changes when the same number is added to all entries of the one
     while the other has no such bias: biases that start at zero stay there, and even powers weigh opposite vectors like
     equal ones. (PolySketchFormer, eq. 1 has the offset, α; §2.1 leaves it to the layer normalizations.)
     """
-    return {'gain': head_dim**-0.25, 'bias': math.sqrt(offset / head_dim)}
+    gain = head_dim**-0.25 if gain is None else gain
+    return {'gain': gain, 'bias': gain * math.sqrt(offset) * head_dim**-0.25}
 
 
 def score_scale(degree: int, head_dim: int) -> float:

@@ -149,8 +149,7 @@ class LlopsAttention(NormedModule, LinearModule):
         says = declare('matrix', 'factor', 'rank', 'head', 'features')
         self.q_factors, self.k_factors = nnx.Param(q_factors, **says), nnx.Param(k_factors, **says)
         if config.layer_norm:
-            start = score_start(config.offset, dims.head_dim)
-            self.make_norms(dims.head_dim, rngs, bias=start['bias'] / start['gain'])  # gains of 1, as before
+            self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim, gain=1.0))
 
     @property
     def norms(self) -> HeadNorms | None:

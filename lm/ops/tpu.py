@@ -51,14 +51,12 @@ def tokens_on_lanes(x_BxLxF: jax.Array) -> jax.Array:
     lie feature by token: what meets them had to be transposed, a pass over HBM for nothing.
     """
     *rest, length, _ = x_BxLxF.shape
-    if target_platform() != 'tpu' or length < LANES:  # a few tokens, as in decoding, would fill no lanes
-        return x_BxLxF
-    if uneven_batch(x_BxLxF.shape[0]):
+    # A few tokens, as in decoding, would fill no lanes.
+    if target_platform() != 'tpu' or length < LANES or uneven_batch(x_BxLxF.shape[0]):
         return x_BxLxF
     order = (*range(len(rest)), len(rest) + 1, len(rest))
     # The partitioner does not see through the constraint, and would have every device gather the whole batch.
-    lay = per_device(lambda x: with_layout_constraint(x, Layout(major_to_minor=order)), (True,))
-    return lay(x_BxLxF)
+    return per_device(lambda x: with_layout_constraint(x, Layout(major_to_minor=order)), (True,))(x_BxLxF)
 
 
 def lone_windows(x_BxLxF: jax.Array) -> jax.Array:
