@@ -88,7 +88,7 @@ def check_gradients(module, reference, inputs, tolerance=1e-5):
     def loss(parameters, *inputs):
         return jnp.sum(nnx.merge(graph, parameters, rest)(*inputs) * cotangent)
 
-    of_inputs = 'qkvg'[: len(inputs)]  # a gate's logits come last
+    of_inputs = 'qkvgh'[: len(inputs)]  # what gates are made of comes last
     d_parameters, *d_inputs = jax.jit(jax.grad(loss, range(1 + len(inputs))))(parameters, *inputs)
     names = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(d_parameters))
     gradients = {'/'.join(str(entry.key) for entry in path): x for path, x in names}

@@ -11,6 +11,7 @@ from lm.attention.llops import Llops
 from lm.attention.performer import Performer
 from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
+from lm.attention.recurrent.delta import Delta
 from lm.attention.recurrent.gated_linear import GatedLinear
 from lm.attention.recurrent.retention import Retention
 from lm.attention.softmax import Softmax
@@ -35,6 +36,8 @@ FORMS = {
     'retention': Retention(),
     'gated_linear': GatedLinear(),
     'gated_linear ssd': GatedLinear(gate='ssd', degree=2),
+    'delta': Delta(),
+    'delta gate': Delta(gate=True, negative=True),
     'polysketch gate': Polysketch(sketch_size=8, block=8, gate=True),
     'polynomial gate': Polynomial(degree=4, gate=True),
     'softmax gate': Softmax(window=7, gate=True),
@@ -44,7 +47,15 @@ KNOWN = {type(one) for form in FORMS.values() for one in (form if isinstance(for
 OTHERS = {name: mechanism() for name, mechanism in mechanisms().items() if mechanism not in KNOWN}
 MECHANISMS = FORMS | OTHERS
 
-QUICK = ('softmax window', 'polynomial 4', 'polysketch learned local', 'performer', 'hybrid', 'gated_linear')
+QUICK = (
+    'softmax window',
+    'polynomial 4',
+    'polysketch learned local',
+    'performer',
+    'hybrid',
+    'gated_linear',
+    'delta gate',
+)
 """One of each way to compute: what must hold for all forms, and takes long, is tried with these by default."""
 QUICK_FIRST = [
     pytest.param(form, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, form in MECHANISMS.items()

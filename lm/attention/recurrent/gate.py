@@ -32,8 +32,32 @@ class ForgetGate(nnx.Module):
 
     def log_decay(self, k_BxLxKxD: jax.Array, gate_BxLxK: jax.Array | None) -> jax.Array:
         """[B, L, K] float32. Of the keys only the shape counts."""
-        logits_BxLxK = jnp.zeros(k_BxLxKxD.shape[:3]) if gate_BxLxK is None else gate_BxLxK.astype(jnp.float32)
-        return jax.nn.log_sigmoid(logits_BxLxK + self.bias[...])
+        return jax.nn.log_sigmoid(_logits(k_BxLxKxD, gate_BxLxK) + self.bias[...])
+
+
+class StepGate(nnx.Module):
+    """a = exp(-A Δ), Δ = softplus(x W + b), as in Mamba-2 and Gated DeltaNet.
+
+    A from 1 to 16, Δ at first from 0.001 to 0.1 (as in the code of Mamba-2).
+    """
+
+    def __init__(self, heads: int, rngs: nnx.Rngs):
+        step = jnp.exp(jax.random.uniform(rngs.params(), (heads,), minval=jnp.log(0.001), maxval=jnp.log(0.1)))
+        rate = jax.random.uniform(rngs.params(), (heads,), minval=1.0, maxval=16.0)
+        self.bias = nnx.Param(jnp.log(jnp.expm1(step)), **declare('bias', 'heads'))
+        self.log_rate = nnx.Param(jnp.log(rate), **declare('bias', 'heads'))
+
+    def steps(self, k_BxLxKxD: jax.Array, gate_BxLxK: jax.Array | None) -> jax.Array:
+        """Δ, [B, L, K] float32. Of the keys only the shape counts."""
+        return jax.nn.softplus(_logits(k_BxLxKxD, gate_BxLxK) + self.bias[...])
+
+    def log_decay(self, k_BxLxKxD: jax.Array, gate_BxLxK: jax.Array | None) -> jax.Array:
+        """[B, L, K] float32."""
+        return -jnp.exp(self.log_rate[...]) * self.steps(k_BxLxKxD, gate_BxLxK)
+
+
+def _logits(k_BxLxKxD, gate_BxLxK):
+    return jnp.zeros(k_BxLxKxD.shape[:3]) if gate_BxLxK is None else gate_BxLxK.astype(jnp.float32)
 
 
 def forget_gate(gate: bool, heads: int) -> ForgetGate | None:

@@ -18,7 +18,7 @@ from flax import nnx
 
 from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
-from lm.attention.recurrent.gate import ForgetGate, gate_projections
+from lm.attention.recurrent.gate import ForgetGate, StepGate, gate_projections
 from lm.config.configurable import configurable, field
 from lm.ops.linear_attention import PLAIN, SQUARE
 from lm.parameters import declare, rms_norm
@@ -41,23 +41,17 @@ class SigmoidGate(ForgetGate):
         return o_BxLxHxD
 
 
-class StepGate(nnx.Module):
-    """gate = 'ssd'. A from 1 to 16, Δ at first from 0.001 to 0.1 (as in the code of Mamba-2), D = 1."""
+class SkippedStepGate(StepGate):
+    """gate = 'ssd'. D = 1 at first."""
 
     def __init__(self, dims: HeadDims, rngs: nnx.Rngs):
-        heads = (dims.n_kv_heads,)
-        step = jnp.exp(jax.random.uniform(rngs.params(), heads, minval=jnp.log(0.001), maxval=jnp.log(0.1)))
-        rate = jax.random.uniform(rngs.params(), heads, minval=1.0, maxval=16.0)
-        self.bias = nnx.Param(jnp.log(jnp.expm1(step)), **declare('bias', 'heads'))
-        self.log_rate = nnx.Param(jnp.log(rate), **declare('bias', 'heads'))
+        super().__init__(dims.n_kv_heads, rngs)
         self.skip = nnx.Param(jnp.ones(dims.n_heads), **declare('gain', 'heads'))
 
     def gated(self, v_BxLxKxD: jax.Array, gate_BxLxK: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """(u, log a)."""
-        logits_BxLxK = jnp.zeros(v_BxLxKxD.shape[:3]) if gate_BxLxK is None else gate_BxLxK.astype(jnp.float32)
-        step_BxLxK = jax.nn.softplus(logits_BxLxK + self.bias[...])
-        u_BxLxKxD = (v_BxLxKxD * step_BxLxK[..., None]).astype(v_BxLxKxD.dtype)
-        return u_BxLxKxD, -jnp.exp(self.log_rate[...]) * step_BxLxK
+        step_BxLxKx1 = self.steps(v_BxLxKxD, gate_BxLxK)[..., None]
+        return (v_BxLxKxD * step_BxLxKx1).astype(v_BxLxKxD.dtype), self.log_decay(v_BxLxKxD, gate_BxLxK)
 
     def skipped(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         """The output, with what goes around the state."""
@@ -65,7 +59,7 @@ class StepGate(nnx.Module):
         return o_BxLxHxD + self.skip[...][:, None] * v_BxLxHxD
 
 
-GATES = {'sigmoid': SigmoidGate, 'ssd': StepGate}
+GATES = {'sigmoid': SigmoidGate, 'ssd': SkippedStepGate}
 
 
 @configurable('gated_linear')

@@ -1,0 +1,102 @@
+"""The delta rule: a token takes out of the state what stood at its key before it adds the new value there.
+
+    S_i = a_i S_{i-1} + β_i k_i (v_i - a_i S_{i-1}ᵀ k_i)ᵀ     o_i = RMSNorm(S_iᵀ q_i / √d)     β = σ(x W)
+
+with q and k of length 1: DeltaNet (Yang et al. 2024); with `gate` and its a = exp(-A softplus(x W' + b)) Gated DeltaNet
+(Yang et al. 2025, §3), else a = 1. Their blocks have `model.convolution` and `model.output_gate` too (the latter after
+the norm), and no rotary positions.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lm.attention.base import Attention, AttentionModule, HeadDims
+from lm.attention.recurrent.gate import StepGate
+from lm.config.configurable import configurable, field
+from lm.ops.delta_rule import delta_rule
+from lm.ops.delta_rule.xla import CHUNK
+from lm.ops.documents import forgetting
+from lm.parameters import rms_norm
+
+
+@configurable('delta')
+class Delta(Attention):
+    """Each key unlearns what it held before it learns anew; each head's output is normalized."""
+
+    gate: bool = field(False, help='tokens decide how much of the state they leave: Gated DeltaNet')
+    negative: bool = field(False, help='a token may turn around what its key held: beta up to 2 (Grazzi et al. 2025)')
+
+    def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'DeltaAttention':
+        return DeltaAttention(self, dims, rngs)
+
+    def projections(self, dims: HeadDims) -> dict[str, int]:
+        names = ('beta_BxLxK', 'gate_BxLxK') if self.gate else ('beta_BxLxK',)
+        return dict.fromkeys(names, dims.n_kv_heads)
+
+    def flops_per_token(self, dims: HeadDims, length: int) -> float:
+        """Of a key head: products of keys, the triangular system for values and keys, a read of the state for each and
+        what is added to it; of a query: its products with the keys and values of half a chunk, and its read."""
+        size, chunk = dims.head_dim, min(CHUNK, length)
+        return dims.n_kv_heads * (3 * chunk * size + 4 * size**2) + dims.n_heads * (2 * chunk * size + 2 * size**2)
+
+
+class DeltaAttention(AttentionModule):
+    """The gate, and the gain of the normalization, which the heads share. A state is [B, K, D, D], float32."""
+
+    def __init__(self, config: Delta, dims: HeadDims, rngs: nnx.Rngs):
+        self.config = config
+        self.dims = dims
+        self.gate = StepGate(dims.n_kv_heads, rngs) if config.gate else None
+        self.out_norm = rms_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32)
+
+    def attend(
+        self,
+        q_BxLxHxD: jax.Array,
+        k_BxLxKxD: jax.Array,
+        v_BxLxKxD: jax.Array,
+        beta_BxLxK: jax.Array | None = None,
+        gate_BxLxK: jax.Array | None = None,
+        *,
+        starts_BxL: jax.Array | None = None,
+    ) -> jax.Array:
+        arguments = self._arguments(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, beta_BxLxK, gate_BxLxK, starts_BxL)
+        return self._normed(delta_rule(*arguments))
+
+    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> jax.Array:
+        return jnp.zeros((batch, self.dims.n_kv_heads, self.dims.head_dim, self.dims.head_dim), jnp.float32)
+
+    def decode_step(
+        self,
+        state: jax.Array,
+        q_BxTxHxD: jax.Array,
+        k_BxTxKxD: jax.Array,
+        v_BxTxKxD: jax.Array,
+        beta_BxLxK: jax.Array | None = None,
+        gate_BxLxK: jax.Array | None = None,
+        *,
+        starts_BxT: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        arguments = self._arguments(q_BxTxHxD, k_BxTxKxD, v_BxTxKxD, beta_BxLxK, gate_BxLxK, starts_BxT)
+        o_BxTxHxD, state = delta_rule(*arguments, initial_state=state, return_state=True)
+        return state, self._normed(o_BxTxHxD)
+
+    def _arguments(self, q, k, v, beta_BxLxK, gate_BxLxK, starts_BxL):
+        """Of the operation, for queries and keys that `normalize` gave."""
+        logits_BxLxK = jnp.zeros(k.shape[:3]) if beta_BxLxK is None else beta_BxLxK.astype(jnp.float32)
+        beta_BxLxK = jax.nn.sigmoid(logits_BxLxK) * (2.0 if self.config.negative else 1.0)
+        decay_BxLxK = None if self.gate is None else self.gate.log_decay(k, gate_BxLxK)
+        if starts_BxL is not None:
+            decay_BxLxK = forgetting(starts_BxL, decay_BxLxK, self.dims.n_kv_heads)
+        return unit(q, self.dims.head_dim**-0.5), unit(k), v, beta_BxLxK, decay_BxLxK
+
+    def _normed(self, o_BxLxHxD):
+        return self.out_norm(o_BxLxHxD).astype(o_BxLxHxD.dtype)
+
+
+def unit(x: jax.Array, length: float = 1.0) -> jax.Array:
+    """Vectors along the last axis, of this length."""
+    wide = x.astype(jnp.float32)
+    return (wide * length * jax.lax.rsqrt((wide**2).sum(-1, keepdims=True) + 1e-6)).astype(x.dtype)

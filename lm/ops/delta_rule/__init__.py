@@ -1,0 +1,67 @@
+"""The delta rule: a state that unlearns what a key held before it learns the key's new value, linear in the length.
+
+    S_i = a_i S_{i-1} + β_i k_i (v_i - a_i S_{i-1}ᵀ k_i)ᵀ          o_i = S_iᵀ q_i
+
+(Schlag et al. 2021; Yang et al. 2024, DeltaNet; with factors a Yang et al. 2025, Gated DeltaNet, eq. 10.) A token
+multiplies the state by a_i (I - β_i k_i k_iᵀ): with keys of length 1 and β from 0 to 1 it takes a part β of what stands
+at the key out, with β up to 2 it can also turn it around (Grazzi et al. 2025).
+
+B batch, L length, H query heads, K key and value heads (K divides H; head h reads key head h // (H / K)), E key size,
+D value size.
+"""
+
+import jax
+
+from lm.errors import ConfigError
+from lm.ops import platform
+
+IMPLEMENTATIONS = platform.Implementations(__name__, reference='reference', xla='xla')
+PARTS = platform.Implementations(__name__, xla='parts')
+"""For windows that are split over devices (`lm.ops.sequence`)."""
+
+
+def delta_rule(
+    q_BxLxHxE: jax.Array,
+    k_BxLxKxE: jax.Array,
+    v_BxLxKxD: jax.Array,
+    beta_BxLxK: jax.Array,
+    log_decay_BxLxK: jax.Array | None = None,
+    *,
+    initial_state: jax.Array | None = None,
+    return_state: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """What the queries read of the state, each after its own token.
+
+    Args:
+        q_BxLxHxE: queries.
+        k_BxLxKxE: keys; of length 1, or the state grows where β ⟨k, k⟩ > 2.
+        v_BxLxKxD: values.
+        beta_BxLxK: how much of the difference is learned; float32.
+        log_decay_BxLxK: logs of the factors a, at most 0; float32. -inf, and all below -104, forget all that was before
+            (`lm.ops.decay`). None: no factors.
+        initial_state: [B, K, E, D] float32, as an earlier call returned it; None: zeros.
+        return_state: also return the state after the last token.
+        implementation: one of `IMPLEMENTATIONS`, on parts of a window of `PARTS`; None picks the platform's.
+
+    Returns:
+        [B, L, H, D] in the dtype of v; with `return_state` also the state. Sums are float32.
+
+    Raises:
+        ConfigError: heads that do not fit, an unknown implementation, or a state on parts of a window.
+    """
+    if q_BxLxHxE.shape[2] % k_BxLxKxE.shape[2]:
+        raise ConfigError(f'n_kv_heads = {k_BxLxKxE.shape[2]}: must divide n_heads = {q_BxLxHxE.shape[2]}')
+    arrays = (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, beta_BxLxK, log_decay_BxLxK)
+    if platform.sequence_shards() > 1:
+        if initial_state is not None or return_state:
+            raise ConfigError('mesh.sequence: a window on many devices has no states of its own')
+        operation = 'the delta rule on parts of a window'
+        return platform.choose(operation, PARTS, {}, implementation, *arrays).delta_rule(*arrays)
+    arrays += (initial_state,)
+    chosen = platform.choose('the delta rule', IMPLEMENTATIONS, {}, implementation, *arrays)
+    o_BxLxHxD, state = chosen.delta_rule(*arrays)
+    return (o_BxLxHxD, state) if return_state else o_BxLxHxD
+
+
+__all__ = ['IMPLEMENTATIONS', 'PARTS', 'delta_rule']

@@ -1,0 +1,38 @@
+"""The delta rule token by token, as its formula reads. For tests and for reading."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def delta_rule(
+    q_BxLxHxE: jax.Array,
+    k_BxLxKxE: jax.Array,
+    v_BxLxKxD: jax.Array,
+    beta_BxLxK: jax.Array,
+    log_decay_BxLxK: jax.Array | None,
+    initial_state: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Arguments as in `lm.ops.delta_rule`; outputs, and the state after the last token."""
+    batch, _, heads, size = k_BxLxKxE.shape
+    groups, dtype = q_BxLxHxE.shape[2] // heads, v_BxLxKxD.dtype
+    if log_decay_BxLxK is None:
+        log_decay_BxLxK = jnp.zeros_like(beta_BxLxK)
+    if initial_state is None:
+        initial_state = jnp.zeros((batch, heads, size, v_BxLxKxD.shape[-1]), jnp.float32)
+
+    def step(state, token):
+        q_BxHxE, k_BxKxE, v_BxKxD, beta_BxK, log_decay_BxK = token
+        state *= jnp.exp(log_decay_BxK)[..., None, None]
+        new_BxKxD = beta_BxK[..., None] * (v_BxKxD - jnp.einsum('bked,bke->bkd', state, k_BxKxE))
+        state += k_BxKxE[..., :, None] * new_BxKxD[..., None, :]
+        return state, jnp.einsum('bhed,bhe->bhd', jnp.repeat(state, groups, axis=1), q_BxHxE)
+
+    tokens = (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, beta_BxLxK, log_decay_BxLxK)
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(jnp.float32), 1, 0), tokens)
+    state, o_LxBxHxD = lax.scan(step, initial_state, tokens)
+    return jnp.moveaxis(o_LxBxHxD, 0, 1).astype(dtype), state
+
+
+def unsupported(*args) -> None:
+    """Everything is supported."""
