@@ -44,7 +44,7 @@ def check(found, expected, tolerance):
 
 @pytest.mark.parametrize('length', LENGTHS)
 def test_chunks_agree_with_the_recurrence(length, monkeypatch):
-    monkeypatch.setattr(xla, 'SEGMENT', 2)
+    monkeypatch.setattr(xla, 'SEGMENT', 128)
     arrays = draw(length)
     check(results(arrays, 'xla'), results(arrays, 'reference'), 2e-6)
 

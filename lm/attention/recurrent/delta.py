@@ -17,9 +17,11 @@ from lm.attention.base import Attention, AttentionModule, HeadDims
 from lm.attention.recurrent.gate import StepGate
 from lm.config.configurable import configurable, field
 from lm.ops.delta_rule import delta_rule
-from lm.ops.delta_rule.xla import CHUNK
 from lm.ops.documents import forgetting
 from lm.parameters import rms_norm
+
+COUNTED_CHUNK = 64
+"""Tokens a chunk in `flops_per_token`, wherever it runs: what the authors' kernels take."""
 
 
 @configurable('delta')
@@ -39,7 +41,7 @@ class Delta(Attention):
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         """Of a key head: products of keys, the triangular system for values and keys, a read of the state for each and
         what is added to it; of a query: its products with the keys and values of half a chunk, and its read."""
-        size, chunk = dims.head_dim, min(CHUNK, length)
+        size, chunk = dims.head_dim, min(COUNTED_CHUNK, length)
         return dims.n_kv_heads * (3 * chunk * size + 4 * size**2) + dims.n_heads * (2 * chunk * size + 2 * size**2)
 
 
