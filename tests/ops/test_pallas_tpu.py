@@ -95,6 +95,7 @@ CASES = {
     'degree 2': (SQUARE, LOCAL | {'local': PolynomialKernel(2)}, {'length': 200}),
     'degree 8, scaled': (SQUARE, LOCAL | {'local': PolynomialKernel(8, scale=0.75)}, {'length': 200}),
     'one short block': (SQUARE, {'local': PolynomialKernel(4), 'block': 1000}, {'length': 77}),
+    'one block of an odd size': (SQUARE, {'local': PolynomialKernel(4), 'block': 200}, {'length': 190}),
     'one short block without local': (SQUARE, {}, {'length': 50}),
     'tiles': (SQUARE, {'local': PolynomialKernel(4), 'block': 512}, {'length': 700}),
     'grouped queries': (SQUARE, LOCAL, {'length': 200, 'batch': 2, 'heads': 4, 'kv_heads': 2}),

@@ -258,7 +258,7 @@ def plan_for(
     else:
         wanted = options.block or LOCAL_BLOCK
         degree, scale = local.degree, local.scale
-    block = min(wanted, -(-length // LANES) * LANES)
+    block = -(-min(wanted, length) // LANES) * LANES
     tile = next(size for size in (256, LANES) if block % size == 0)
     available, limit = platform.vmem()
     plan = TpuPlan(
