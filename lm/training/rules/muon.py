@@ -80,8 +80,12 @@ def _orthogonal_piece(x_xMxN: jax.Array) -> jax.Array:
     m, n = x_xMxN.shape[-2:]
     if m > n:
         return _orthogonal_piece(x_xMxN.mT).mT
-    norm = jnp.linalg.norm(x_xMxN, axis=(-2, -1), keepdims=True)
-    x = x_xMxN / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
+    # Its squares leave float32 where a gradient has long been 0, and momentum is what is left of earlier ones.
+    tiny = jnp.finfo(jnp.float32).tiny
+    largest = jnp.max(jnp.abs(x_xMxN), axis=(-2, -1), keepdims=True)
+    # Divided by a power of two, which rounds nothing.
+    x = x_xMxN / jnp.maximum(jax.lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=0), tiny)
+    x = x / jnp.maximum(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True), tiny)
     a, b, c = COEFFICIENTS
     for _ in range(STEPS):
         square_xMxM = x @ x.mT
