@@ -2,7 +2,8 @@
 
     φ(x) = [softmax(W x), softmax(-W x)]
 
-with W of each head its own, which starts at the identity, and softmax over the features. No weight is negative.
+with W of each head its own, which starts at the identity, and softmax over the features. No weight is negative; a
+`FLOOR` under the features keeps those of long vectors from vanishing all together.
 """
 
 import dataclasses
@@ -18,6 +19,10 @@ from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_
 from lm.attention.maps.products import ProductFeatures
 from lm.config.configurable import configurable, field
 from lm.parameters import declare
+
+FLOOR = 1e-12
+"""Added to each feature: where W x of a query and of all keys it sees are far apart in different places, no product of
+theirs would be left in float32, and no denominator."""
 
 
 @configurable('hedgehog')
@@ -50,7 +55,7 @@ class TwoSidedSoftmax(ProductFeatures):
 
     def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
         parts = [jnp.exp(s - lax.stop_gradient(s.max(0, keepdims=True))) for s in (wx_RxT, -wx_RxT)]
-        return jnp.concatenate([part / part.sum(0, keepdims=True) for part in parts])
+        return jnp.concatenate([part / part.sum(0, keepdims=True) + FLOOR for part in parts])
 
 
 class HedgehogAttention(LinearModule):

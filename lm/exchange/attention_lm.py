@@ -258,7 +258,7 @@ class HybridFormula(Mechanism):
 
 
 class HedgehogFormula(Mechanism):
-    """⟨φ(q), φ(k)⟩ with φ(x) = [softmax(W x), softmax(-W x)]."""
+    """⟨φ(q), φ(k)⟩ with φ(x) = [softmax(W x), softmax(-W x)] + 1e-12."""
 
     def __init__(self, heads, kv_heads, size, *, per_head):
         super().__init__()
@@ -271,7 +271,7 @@ class HedgehogFormula(Mechanism):
     @staticmethod
     def features(x, weight):
         wx = torch.einsum('nre,blne->blnr' if weight.ndim == 3 else 're,blne->blnr', weight, x)
-        return torch.cat([torch.softmax(wx, dim=-1), torch.softmax(-wx, dim=-1)], dim=-1)
+        return torch.cat([torch.softmax(wx, dim=-1), torch.softmax(-wx, dim=-1)], dim=-1) + 1e-12
 
 
 class TaylorFormula(Mechanism):

@@ -31,6 +31,20 @@ def test_agrees_with_the_formula(per_head):
     mechanisms.check_gradients(module, reference, mechanisms.draw())
 
 
+def test_long_vectors_leave_values_and_gradients_finite():
+    """Softmax that has one feature left has none in common with that of another vector."""
+    module = mechanisms.build(Hedgehog())
+    graph, state = nnx.split(module)
+
+    def loss(state, *inputs):
+        o = nnx.merge(graph, state)(*inputs)
+        return (o**2).sum(), o
+
+    gradients, o = jax.jit(jax.grad(loss, range(4), has_aux=True))(state, *mechanisms.draw(size=300.0))
+    assert np.abs(o).max() <= 300 * 6
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((gradients, o)))
+
+
 def test_steps_equal_the_whole():
     mechanisms.check_steps(mechanisms.build(Hedgehog()), mechanisms.draw())
 
