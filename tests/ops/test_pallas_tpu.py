@@ -172,16 +172,24 @@ def test_denominators_of_concentrated_keys_stay_positive():
     np.testing.assert_allclose(den, want, rtol=2e-2)
 
 
-@pytest.mark.parametrize(('r', 'head_dim', 'block', 'fits'), [(64, 64, 1024, True), (96, 128, 512, False)])
-def test_what_the_compiler_refuses_on_small_chips_stays_on_xla(r, head_dim, block, fits, monkeypatch):
-    """v4, without a gate: the second takes 16.9 of the 16 MiB on chip."""
+@pytest.mark.parametrize(
+    ('r', 'head_dim', 'block', 'dtype', 'fits'),
+    [
+        (64, 64, 1024, 'bfloat16', True),
+        (96, 128, 512, 'bfloat16', False),
+        (64, 64, 256, 'float32', True),
+        (32, 64, 1024, 'float32', False),
+    ],
+)
+def test_what_the_compiler_refuses_on_small_chips_stays_on_xla(r, head_dim, block, dtype, fits, monkeypatch):
+    """v4, without a gate: the second takes 16.9 of the 16 MiB on chip, the last 16.7."""
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     monkeypatch.setattr(platform, 'vmem', lambda: (16 * 2**20, None))
-    x, v = (jax.ShapeDtypeStruct((1, 2048, 1, n), jnp.bfloat16) for n in (r, head_dim))
+    x, v = (jax.ShapeDtypeStruct((1, 2048, 1, n), dtype) for n in (r, head_dim))
     options = Options(powers=SQUARE, local=PolynomialKernel(4), block=block)
     reason = pallas_tpu.unsupported(x, x, v, None, None, v, v, None, options=options)
     assert (reason is None) == fits
-    assert fits or reason == 'would not fit its VMEM with 96 features and blocks of 512'
+    assert fits or reason == f'would not fit its VMEM with {r} features and blocks of {block}'
 
 
 def test_batch_split_over_a_mesh():
