@@ -32,7 +32,7 @@ def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool 
     return {
         'kind': 'run',
         'path': str(run.directory.path),
-        'status': 'finished' if run.is_finished() else 'not finished',
+        'status': 'imported' if run.imported else 'finished' if run.is_finished() else 'not finished',
         'step': run.step,
         'steps': run.total_steps,
         'last_train': run.train[-1] if run.train else None,

@@ -1,5 +1,6 @@
 """What `lm inspect` prints for people."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +20,9 @@ def print_run(found: dict[str, Any], console: Console) -> None:
     resumed = len(info.get('resumed', [])) + starts_left_out(info)
     rows = {
         'run': found['path'],
-        'status': f'{found["status"]}, step {found["step"]:,} of {steps:,} ({found["step"] / max(steps, 1):.0%})',
+        'status': f'imported from {info["imported"]}, not trained'
+        if found['status'] == 'imported'
+        else f'{found["status"]}, step {found["step"]:,} of {steps:,} ({found["step"] / max(steps, 1):.0%})',
         'started': ', resumed '.join([str(info.get('started')), *info.get('resumed', [])[-1:]])
         + (
             f' ({resumed} times in all)'
@@ -34,8 +37,7 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         + ')',
         'training': f'{get("train.tokens_per_step")} tokens a step in windows of {get("train.context_length")}, '
         f'peak learning rate {get("optimizer.peak_learning_rate")}, seed {get("train.seed")}',
-        'data': f'{get("data.path")}{_mixture(get("data.mixture"))}, '
-        f'fingerprint {_short(found["fingerprints"]["data"])}',
+        'data': f'{data_of(found["configuration"])}, fingerprint {_short(found["fingerprints"]["data"])}',
         'tokenizer': _short(found['fingerprints']['tokenizer']),
         'machine': f'{info.get("device_count")} × {info.get("device_kind")}, {info.get("process_count")} process'
         + ('es' if info.get('process_count') != 1 else ''),
@@ -97,8 +99,13 @@ def print_sweep(found: dict[str, Any], console: Console) -> None:
     console.print(sweep_file.results_table(found['points']))
 
 
-def _mixture(stores: Any) -> str:
-    return f' {stores}' if stores and stores != '[]' else ''
+def data_of(config: Mapping[str, str]) -> str:
+    """The task, or the store or mixture that a run learns; an import may have none of them."""
+    task, path, stores = (config.get(f'data.{name}') for name in ('task', 'path', 'mixture'))
+    if task not in (None, 'None'):
+        return task
+    found = [text for text in (path, stores) if text not in (None, 'None', "''", '[]', '{}')]
+    return ' '.join(found) or '–'
 
 
 def _pairs(rows: dict[str, str]) -> str:

@@ -98,6 +98,11 @@ class Run:
         branch = self.info.get('branch')
         return branch['step'] if isinstance(branch, dict) and isinstance(branch.get('step'), int) else 0
 
+    @property
+    def imported(self) -> str | None:
+        """The checkpoint that `lm import` made it of; None: it is trained."""
+        return self.info.get('imported')
+
     def is_finished(self) -> bool:
         """Whether the last step was evaluated and its checkpoint is complete on disk.
 

@@ -10,7 +10,7 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import Snapshot
 from lm.cli import main
 from lm.errors import LmError
-from lm.inspect import runs
+from lm.inspect import runs, tables
 from lm.runs.records import Run, find_runs
 
 
@@ -60,6 +60,33 @@ def test_parameters_before_the_first_checkpoint(run, capsys):
     assert found['checkpoints'] == []
     assert found['status'] == 'not finished'
     assert found['parameters'] == with_checkpoint['parameters']
+
+
+def test_imported_weights_are_not_called_a_run_that_has_not_finished(run, tmp_path, capsys):
+    shutil.rmtree(run / 'evaluations', ignore_errors=True)
+    (run / 'metrics.jsonl').unlink()
+    info = json.loads((run / 'run.json').read_text())
+    (run / 'run.json').write_text(json.dumps(info | {'imported': 'exports/theirs'}))
+    assert inspect(capsys, str(run))[1]['status'] == 'imported'
+    assert main(['inspect', str(run)]) == 0
+    assert 'imported from exports/theirs, not trained' in capsys.readouterr().out
+    assert main(['report', str(run), '--out', str(tmp_path / 'out'), '--no_pictures']) == 0
+    shown = capsys.readouterr().out
+    assert 'imported' in shown
+    assert 'not finished' not in shown
+
+
+@pytest.mark.parametrize(
+    ('lines', 'shown'),
+    [
+        ({'data.path': "''", 'data.task': '@listops()', 'data.mixture': '[]'}, '@listops()'),
+        ({'data.path': "'data'", 'data.task': 'None', 'data.mixture': "[('a', 1.0)]"}, "'data' [('a', 1.0)]"),
+        ({'data.path': "''", 'data.task': 'None', 'data.mixture': '[]'}, '–'),
+        ({}, '–'),
+    ],
+)
+def test_what_a_run_learns_is_a_task_or_a_store_or_a_mixture(lines, shown):
+    assert tables.data_of(lines) == shown
 
 
 def test_what_only_an_import_would_build_is_counted_by_the_record(run, capsys):
