@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lm.config.flags import distributed_flags, gin_flags
+from lm.errors import ConfigError
 
 EXAMPLES = {
     'attention': (
@@ -58,7 +59,7 @@ def _measuring(parser: argparse.ArgumentParser) -> None:
         'attention also has plain and scan, polysketch computed in other ways',
     )
     parser.add_argument('--contexts', type=_list(_count), metavar='LENGTHS', help='tokens a sequence, with commas')
-    parser.add_argument('--repeats', type=_count, default=5, metavar='N', help='a figure is a median of N; default: 5')
+    parser.add_argument('--repeats', type=_count, metavar='N', help='a figure is a median of N; default: 5')
     parser.add_argument('--out', metavar='DIR', help='draw pictures (PNG and PDF) in this folder')
 
 
@@ -117,11 +118,13 @@ def _kernels(parser: argparse.ArgumentParser) -> None:
 def _data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--text', metavar='FILE', help='UTF-8 text to tokenise; default: made from the documentation')
     parser.add_argument('--megabytes', type=_number, metavar='X', help='of text; default: the file, or 4')
-    parser.add_argument('--document_bytes', type=_count, default=8192, metavar='N', help='of a document; default: 8192')
+    parser.add_argument('--document_bytes', type=_count, metavar='N', help='of a document; default: 8192')
     parser.add_argument('--vocab_size', type=_count, metavar='N', help='default: 32000, or what the text gives')
-    parser.add_argument('--path', metavar='STORE', help='read batches from this store; prepare is then not measured')
+    parser.add_argument(
+        '--path', metavar='STORE', help='read batches from this store; prepare is then measured with --text alone'
+    )
     parser.add_argument('--context_length', type=_count, default=2048, metavar='N', help='of batches; default: 2048')
-    parser.add_argument('--tokens', type=_count, default=2**26, metavar='N', help='of the store that is made')
+    parser.add_argument('--tokens', type=_count, metavar='N', help='of the store that is made; default: 67108864')
     parser.add_argument(
         '--tokens_per_step', type=_count, default=2**19, metavar='N', help='of a batch; default: 524288'
     )
@@ -141,6 +144,13 @@ FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     'checkpoint': _checkpoint,
 }
 
+DEFAULTS: dict[str, dict[str, int]] = {
+    'attention': {'repeats': 5},
+    'step': {'repeats': 5},
+    'data': {'document_bytes': 8192, 'tokens': 2**26},
+}
+"""Part → defaults of flags that `_check_together` must know to have been left out."""
+
 
 def main(experiment: None, arguments: Any) -> int:
     """The `lm bench` command."""
@@ -149,10 +159,30 @@ def main(experiment: None, arguments: Any) -> int:
         return 2
     from lm.files import local_path
 
+    _check_together(arguments)
+    for flag, default in DEFAULTS.get(arguments.part, {}).items():
+        if getattr(arguments, flag) is None:
+            setattr(arguments, flag, default)
     for flag in ('json', 'out', 'folder'):
         if (path := getattr(arguments, flag, None)) is not None:
             setattr(arguments, flag, str(local_path(path, f'--{flag}')))
     return importlib.import_module(f'lm.bench.{arguments.part}').run(arguments) or 0
+
+
+def _check_together(arguments: Any) -> None:
+    """Raises ConfigError for a flag that would be ignored."""
+    given = {name for name, value in vars(arguments).items() if value is not None}
+    void: dict[str, tuple[str, ...]] = {}
+    if arguments.part == 'step' and arguments.topology:
+        flags = ('steps', 'repeats', 'coordinator_address', 'process_count', 'process_id')
+        void['is of steps that run; with --topology the step is compiled alone'] = flags
+    if arguments.part == 'data' and arguments.path is not None:
+        void['is of the store that is made; leave this or --path out'] = ('tokens',)
+        if arguments.text is None:
+            void['is of a text; add --text, or leave --path out'] = ('megabytes', 'document_bytes', 'vocab_size')
+    for why, flags in void.items():
+        if found := [flag for flag in flags if flag in given]:
+            raise ConfigError(f'--{found[0]} {getattr(arguments, found[0])}: {why}')
 
 
 def _list(kind: Callable[[str], Any]) -> Callable[[str], list]:

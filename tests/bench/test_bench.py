@@ -422,6 +422,20 @@ def test_unknown_topology(capsys):
     assert 'v6e' in error_of(['bench', 'kernels', '--topology', 'v99'], capsys)
 
 
+@pytest.mark.parametrize(
+    ('flags', 'named'),
+    [
+        (['step', '--topology', 'v5e', '--steps', '7'], '--steps 7'),
+        (['step', '--topology', 'v5e', '--repeats', '5'], '--repeats 5'),
+        (['step', '--topology', 'v5e', '--process_id', '0'], '--process_id 0'),
+        (['data', '--path', 'data/mine', '--tokens', '67108864'], '--tokens 67108864'),
+        (['data', '--path', 'data/mine', '--document_bytes', '8192'], '--document_bytes 8192'),
+    ],
+)
+def test_flags_that_would_not_count_are_refused(flags, named, capsys):
+    assert named in error_of(['bench', *flags], capsys)
+
+
 def test_unusable_step_of_tokens():
     with pytest.raises(ConfigError, match='multiple'):
         step.at_context(candidates.candidates(['softmax'], [], SMALL_MODEL)[0].experiment, 48, 256, 256)
