@@ -90,7 +90,7 @@ def kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -
         raise ConfigError(f'--parts {parts}: at most {chips}, the chips of {TOPOLOGIES[generation]}')
     names = list(cases() if names is None else names)
     if unknown := [name for name in names if name not in cases()]:
-        raise ConfigError(f'case {unknown[0]!r}: must be one of {", ".join(cases())}')
+        raise ConfigError(f'case {unknown[0]!r}: must be one of {", ".join(map(repr, cases()))}')
     with tempfile.TemporaryDirectory() as dump:
         command = [sys.executable, '-m', 'lm.bench.kernels', generation, dump, str(parts), *names]
         done = subprocess.run(command, env=schedules.environment(dump), capture_output=True, text=True)
