@@ -1,6 +1,7 @@
 """`import lm`: what it offers to notebooks, and that it takes no time."""
 
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -96,6 +97,19 @@ def test_generate_ends_where_it_is_told(run):
 def test_a_path_without_a_run(tmp_path):
     with pytest.raises(lm.errors.ConfigError, match=r'holds no config.gin'):
         lm.load(str(tmp_path / 'nothing'))
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'named'),
+    [
+        (('configs/experiments/quickstart.gin',), 'gin_files'),
+        ((pathlib.Path('configs/experiments/quickstart.gin'),), 'gin_files'),
+        (((), 'train.steps = 3'), 'gin_params'),
+    ],
+)
+def test_one_name_in_place_of_a_list_is_said(arguments, named):
+    with pytest.raises(lm.errors.ConfigError, match=f'{named} = .*must be a list'):
+        lm.configure(*arguments)
 
 
 def test_the_notebook_of_thirty_lines(reference_run, tmp_path):

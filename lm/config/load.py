@@ -8,12 +8,14 @@ from the statements that are in effect for it (`lm.config.resolve`). Afterwards 
 (`lm.config.checks`). Nothing of this is kept or shared: any number of threads may load at once.
 """
 
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from lm.config.checks import check_used
 from lm.config.read import read
 from lm.config.resolve import resolve, sections_of
+from lm.errors import ConfigError
 
 
 def load(
@@ -40,6 +42,9 @@ def load(
     Raises:
         ConfigError: one line that names file and line, the binding and a remedy.
     """
+    for name, given in (('gin_files', gin_files), ('gin_params', gin_params)):
+        if isinstance(given, str | os.PathLike):
+            raise ConfigError(f'{name} = {str(given)!r}: must be a list, such as [{str(given)!r}]')
     if base is not None:
         alone = load([base], allow_imports=allow_imports, root=root)
         if not gin_files and not gin_params and not leave_out:

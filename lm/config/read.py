@@ -127,7 +127,8 @@ class _Reader:
         is_here = item.module in {configurable.__module__ for configurable in REGISTRY.values()}  # and runs no code
         if not (is_here or self.allow_imports):
             raise ConfigError(
-                f'{where}: {item.format()!r} would run code; delete it, or pass --allow_gin_imports if you trust it'
+                f'{where}: {item.format()!r} would run code; delete it, or if you trust it pass --allow_gin_imports '
+                '(in Python import it first)'
             )
         if item.module == '__gin__.dynamic_registration':
             return  # `module.Class` is looked up in imported modules anyway
