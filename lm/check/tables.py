@@ -26,7 +26,7 @@ def print_budget(budget: Budget, experiment: Experiment) -> None:
 def print_check(check: Check, budget: Budget, price: float | None = None) -> None:
     """One topology; `price`: of a chip-hour."""
     topology = parse(check.topology)
-    chip, unit = topology.chip, 'chip' if check.devices == check.chips else 'core'
+    unit = unit_of(check)
     print()
     row(
         'topology',
@@ -43,10 +43,16 @@ def print_check(check: Check, budget: Budget, price: float | None = None) -> Non
         row('  arguments', f'{memory.arguments_gib:.2f} GiB: parameters, optimizer state, batch')
         row('  outputs', f'{memory.outputs_gib:.2f} GiB, {memory.aliased_gib:.2f} of it in place of the arguments')
         row('  temporaries', f'{memory.temporaries_gib:.2f} GiB: gradients, activations')
-    if check.advice is not None:
+    if check.roofline is not None and check.fits:
+        print_times(check, budget, price)
+    if check.advice is not None:  # with the table of another step, so it comes last
         print_advice(check, budget, price)
-    if check.roofline is None or not check.fits:
-        return
+
+
+def print_times(check: Check, budget: Budget, price: float | None) -> None:
+    """Bound and prediction of a step that fits, and of the whole run."""
+    topology = parse(check.topology)
+    chip, unit = topology.chip, unit_of(check)
     bound, speed, predicted = check.roofline, check.speed, check.predicted
     n = check.devices // check.chips
     model_share = budget.flops_per_token * budget.tokens_per_step / check.devices / (bound.hardware_teraflops * 1e12)
@@ -83,6 +89,11 @@ def print_check(check: Check, budget: Budget, price: float | None = None) -> Non
     for text in bound.notes:
         row('note', text)
     row('note', 'a bound and a model of data-sheet peaks, not measurements: a real step takes longer (docs/check.md)')
+
+
+def unit_of(check: Check) -> str:
+    """What a device is called."""
+    return 'chip' if check.devices == check.chips else 'core'
 
 
 def between_slices(bound: Roofline, chip: Chip, unit: str) -> str:

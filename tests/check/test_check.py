@@ -210,6 +210,18 @@ def test_the_best_of_what_fits_is_printed_as_gin(on_cpus, monkeypatch, capsys):
     assert '--topology' in capsys.readouterr().err
 
 
+def test_a_step_is_told_whole_before_the_one_that_is_advised(on_cpus, monkeypatch, capsys):
+    made = pretend(lambda e: 1 + KEPT[e.model.remat] / 2, lambda e: TIMES[e.model.remat])
+    for module in (command, advice):
+        monkeypatch.setattr(module, 'check', lambda *a: dataclasses.replace(made(*a), roofline='a roofline'))
+    monkeypatch.setattr(tables, 'print_times', lambda found, *_: print(f'times of {found.memory.needed_gib}'))
+    flags = tiny.params(tiny.MODEL | {'model.remat': 'full'})
+    assert cli.main(['check', '--best', '--topology', 'v5e:2x2', *flags]) == 0
+    printed = capsys.readouterr().out
+    order = ['topology', 'times of 3.5', 'tried', 'advice', 'topology', 'times of 11']
+    assert [word for line in printed.splitlines() for word in sorted(set(order)) if line.startswith(word)] == order
+
+
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
