@@ -1,6 +1,7 @@
 """The commands of the documentation: every script exists, every `lm` command parses and its configuration resolves."""
 
 import dataclasses
+import pathlib
 import re
 import shlex
 
@@ -55,6 +56,21 @@ def pretend(experiment, arguments) -> int:
     """Stands in for the verb, which would run for hours."""
     assert experiment is not None or cli.VERBS[arguments.verb].configure is None
     return 0
+
+
+@pytest.mark.parametrize('folder', ['configs', 'data', 'scripts'])
+def test_commands_of_headers_parse(folder, monkeypatch):
+    monkeypatch.chdir(tiny.ROOT)
+    found = set()
+    for path in (p for p in pathlib.Path(folder).rglob('*') if p.suffix in ('.gin', '.md', '.py', '.sh')):
+        text = '\n'.join(line.lstrip('# ') for line in path.read_text().splitlines()).replace('\\\n', ' ')
+        found |= set(re.findall(r'^(?:lm|python scripts/\S+) .*[^…\n]$', text, re.M))
+    assert found
+    for words in map(shlex.split, sorted(found)):
+        if words[0] == 'lm':
+            assert cli.parse(words[1:]).verb == words[1]
+        else:
+            assert pathlib.Path(words[1]).exists()
 
 
 def test_files_that_the_readme_names_exist():
