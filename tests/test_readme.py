@@ -73,8 +73,12 @@ def test_commands_of_headers_parse(folder, monkeypatch):
             assert pathlib.Path(words[1]).exists()
 
 
-def test_files_that_the_readme_names_exist():
+def test_files_that_the_documentation_names_exist():
     for name in re.findall(r'`((?:configs|data|docs|scripts|tests)/[\w./-]+)`', README):
+        assert (tiny.ROOT / name).exists(), name
+    for name in re.findall(
+        r'(?<![\w./])(?:configs|docs|lm|scripts|tests)/[\w/]+\.(?:gin|json|md|py|sh)\b', '\n'.join(PAGES)
+    ):
         assert (tiny.ROOT / name).exists(), name
 
 
