@@ -41,6 +41,8 @@ def main(_: Any, arguments: Any) -> int:
     check_path(arguments.run_dir)
     sweep = Sweep(arguments.run_dir, points)
     if arguments.index is not None:
+        if arguments.dry_run:
+            raise ConfigError(f'--index {arguments.index} and --dry_run: give one of them; --dry_run lists all points')
         sweep.check()
         return run_one(sweep, arguments)
     # The points are processes of their own, which need the accelerator of this machine.

@@ -144,6 +144,8 @@ def test_dry_run_and_count_write_nothing(tmp_path, capsys):
     assert main([*command, '--count']) == 0
     assert capsys.readouterr().out == '2\n'
     assert main([*command, '--index', '2']) == 2
+    assert main([*command, '--index', '1', '--dry_run']) == 2
+    assert '--index 1 and --dry_run' in capsys.readouterr().err
     assert main([*command, '--jobs', '0']) == 2
     assert main(['sweep', '--sweep_file', str(tmp_path / 's.gin')]) == 2
     assert main(['sweep', '--run_dir', str(tmp_path / 'root')]) == 2
