@@ -7,10 +7,9 @@ exit code or None.
 
 import gc
 import os
-import signal
 import sys
 
-from lm.errors import ENDING, EXIT_CODES, ConfigError, LmError, Preempted, end_on_signals
+from lm.errors import EXIT_CODES, ConfigError, LmError, Preempted, end_on_signals, end_plainly, signals
 from lm.output import lasting, prepare_streams
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
@@ -27,9 +26,8 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from lm import __version__
@@ -340,28 +338,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
-    return function(experiment, arguments) or 0
-
-
-@contextlib.contextmanager
-def _signals(verb: Verb, label: str) -> Iterator[None]:
-    """SIGTERM or a closed terminal means 42 for a verb that resumes, from the first import on, and Ctrl-C ends it in C,
-    too; the training has its own handlers while it has something to save. Other verbs end by signal or exception."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.getsignal(number) for number in ENDING}
-    if verb.resumes:
-        end_on_signals(label)
-    else:
-        for number in ENDING:
-            if previous[number] is not signal.SIG_IGN:
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    # Not while libraries are imported: a KeyboardInterrupt in there may become a failed import.
+    with contextlib.nullcontext() if verb.resumes else signals(end_plainly):
+        return function(experiment, arguments) or 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -377,7 +356,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _exit_code(verb: Verb, label: str, arguments: argparse.Namespace) -> int:
     try:
-        with _signals(verb, label):
+        # From the first import on; a training has its own handlers while it has something to save.
+        with signals(lambda: end_on_signals(label)) if verb.resumes else contextlib.nullcontext():
             return run(arguments)
     except KeyboardInterrupt:
         print(f'{label}: interrupted', file=sys.stderr)

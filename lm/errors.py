@@ -132,3 +132,28 @@ def end_on_signals(label: str) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as shells begin what runs in the background, and nohup
             signal.signal(number, end)
     threading.Thread(target=listen, args=(reading,), name='signals', daemon=True).start()
+
+
+def end_plainly() -> None:
+    """Makes the signals do what they do to other Python programs: Ctrl-C is KeyboardInterrupt, the others kill."""
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def signals(install: Callable[[], object]) -> Iterator[None]:
+    """A block in which the signals that end a process do what `install` makes of them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.getsignal(number) for number in ENDING}
+    # Who listens there would act on a signal a second time, if the handlers of before are back when it is told.
+    listened = signal.set_wakeup_fd(-1)
+    install()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(listened, warn_on_full_buffer=False)
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

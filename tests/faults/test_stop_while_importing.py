@@ -1,4 +1,4 @@
-"""A pod that is taken away while the program starts has not failed."""
+"""A pod that is taken away, or a Ctrl-C, while the program starts."""
 
 import subprocess
 import sys
@@ -35,3 +35,42 @@ def test_a_signal_while_libraries_are_imported_ends_the_program(tmp_path):
         assert (done.returncode, done.stdout) == (code, ''), done.stderr
         assert done.stderr == f'lm train: {words}\n'
     assert not (tmp_path / 'run').exists()
+
+
+PROGRAM = """
+import os, signal, sys, time
+sys.orig_argv = ['lm']  # it is the program
+import lm.cli
+{}
+sys.exit(lm.cli.main(sys.argv[1:]))
+"""
+WHILE_IMPORTING = """
+class Importing:
+    def find_spec(self, name, path=None, target=None):
+        if name == 'numpy._core.einsumfunc':  # while numpy's C code imports numpy
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Importing())
+"""
+QUICKLY_OVER = """
+import lm.data.prepare.command
+sys.setswitchinterval(10)  # the thread that listens is told when all is over
+lm.data.prepare.command.prepare = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+lm.cli.main(sys.argv[1:])
+time.sleep(0.5)
+sys.exit(42)
+"""
+
+
+def run_prepare(what: str) -> tuple[int, str]:
+    command = [sys.executable, '-c', PROGRAM.format(what), 'prepare']
+    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, cwd=tiny.ROOT)
+    return done.returncode, done.stderr
+
+
+def test_ctrl_c_while_libraries_are_imported_is_no_failed_import():
+    assert run_prepare(WHILE_IMPORTING) == (130, 'lm: interrupted\n')
+
+
+def test_one_ctrl_c_is_answered_once():
+    assert run_prepare(QUICKLY_OVER) == (42, 'lm prepare: stopped; the same command goes on from here\n')
