@@ -141,6 +141,11 @@ def end_plainly() -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
+def end_in_order() -> None:
+    """Makes SIGTERM what Ctrl-C is, KeyboardInterrupt, for what has workers or files to put away."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 @contextlib.contextmanager
 def signals(install: Callable[[], object]) -> Iterator[None]:
     """A block in which the signals that end a process do what `install` makes of them."""

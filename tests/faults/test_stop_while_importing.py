@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import tiny
 
 CODE = """
@@ -55,10 +56,10 @@ sys.meta_path.insert(0, Importing())
 QUICKLY_OVER = """
 import lm.data.prepare.command
 sys.setswitchinterval(10)  # the thread that listens is told when all is over
-lm.data.prepare.command.prepare = lambda *_: os.kill(os.getpid(), signal.SIGINT)
-lm.cli.main(sys.argv[1:])
+lm.data.prepare.command.prepare = lambda *_: os.kill(os.getpid(), signal.NAME)
+code = lm.cli.main(sys.argv[1:])
 time.sleep(0.5)
-sys.exit(42)
+sys.exit(code)
 """
 
 
@@ -72,5 +73,9 @@ def test_ctrl_c_while_libraries_are_imported_is_no_failed_import():
     assert run_prepare(WHILE_IMPORTING) == (130, 'lm: interrupted\n')
 
 
-def test_one_ctrl_c_is_answered_once():
-    assert run_prepare(QUICKLY_OVER) == (42, 'lm prepare: stopped; the same command goes on from here\n')
+@pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
+def test_what_goes_on_from_there_ends_with_42_and_says_so_once(name):
+    assert run_prepare(QUICKLY_OVER.replace('NAME', name)) == (
+        42,
+        'lm prepare: stopped; the same command goes on from here\n',
+    )

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from lm.data.prepare.stages import prepare
-from lm.errors import ConfigError, LmError, Preempted
+from lm.errors import ConfigError, LmError, Preempted, end_in_order, signals
 
 
 def main(experiment: Any, _: Any) -> int:
@@ -16,7 +16,8 @@ def main(experiment: Any, _: Any) -> int:
         MismatchError: the source is damaged, or has bad records and `prepare.strict` is set.
     """
     try:
-        prepare(experiment.prepare, experiment.data.path)
+        with signals(end_in_order):
+            prepare(experiment.prepare, experiment.data.path)
     except concurrent.futures.process.BrokenProcessPool:
         raise LmError(
             'a worker process was killed, most likely for want of memory; run the same command again (finished shards '
