@@ -19,6 +19,7 @@ from lm.exchange.tensors import check_safetensors, read_tensors
 from lm.experiment import Experiment, load_run
 from lm.files import local_path
 from lm.model import build
+from lm.runs.info import read_raw
 from lm.runs.run_dir import RunDir, bindings, config_differences
 from lm.training.inputs import check_vocabulary
 from lm.training.step import count_parameters, split
@@ -39,7 +40,12 @@ def export_run(experiment: Experiment, arguments: Any) -> int:
     run = load_run(experiment, arguments.run_dir, arguments.step)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    format.write(run, folder)
+    try:
+        format.write(run, folder)
+    except BaseException:  # a full disk, Ctrl-C: half an export would stand in the way of the same command
+        for path in folder.iterdir():
+            path.unlink()
+        raise
     names = ', '.join(sorted(path.name for path in folder.iterdir()))
     print(f'step {run.step} of {arguments.run_dir} written to {folder}: {names}')
     return 0
@@ -56,7 +62,8 @@ def import_run(experiment: Experiment, arguments: Any) -> int:
     """
     check_safetensors()
     folder, run = local_path(arguments.folder, 'DIR'), RunDir(arguments.run_dir)
-    if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+    unfinished = 'imported' in read_raw(run.info) and not run.has_checkpoint()  # killed, or on a full disk
+    if run.path.exists() and not unfinished and (not run.path.is_dir() or any(run.path.iterdir())):
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
     family, config = find(folder)
     given = experiment
@@ -73,12 +80,15 @@ def import_run(experiment: Experiment, arguments: Any) -> int:
         raise ConfigError(f'{folder}: a model that no model here equals: it has {", ".join(sorted(theirs)[:3])}')
     weights = from_tensors(tensors, abstract_weights(experiment), str(folder))
     parameters = sum(count_parameters(experiment.model).values())
+    if unfinished:
+        for path in (run.config, run.info):  # the one that tells so goes last
+            path.unlink(missing_ok=True)
     run.create_or_resume(experiment, {'parameters': parameters, 'imported': str(folder), **fingerprints})
-    with Checkpointer(run.checkpoints, experiment.checkpoint, fingerprints, run.record_saved) as checkpointer:
-        checkpointer.save(0, jax.tree.map(jnp.asarray, weights), metadata={'config': dump(experiment)})
-        checkpointer.wait()
     with writing(run.path / SHAPE):
         (run.path / SHAPE).write_text(shape_of(experiment))
+    with Checkpointer(run.checkpoints, experiment.checkpoint, fingerprints, run.record_saved) as checkpointer:
+        checkpointer.save(0, jax.tree.map(jnp.asarray, weights), metadata={'config': dump(experiment)})
+        checkpointer.wait()  # which makes it an import
     print(
         f'{parameters:,} parameters of {folder} written to {run.path}; to go on from them, with any mechanism:\n'
         f'lm train --gin_file {run.path / SHAPE} --gin_param "train.init_from = {str(run.path)!r}" …'

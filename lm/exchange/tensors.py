@@ -22,11 +22,15 @@ def check_safetensors() -> None:
 
 
 def write_tensors(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Writes model.safetensors; `metadata` stands in its header."""
+    """Writes model.safetensors; `metadata` stands in its header. Raises LmError where it cannot be written."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     with writing(folder / WEIGHTS):
-        save_file(dict(tensors), folder / WEIGHTS, {'format': 'pt', **metadata})
+        try:
+            save_file(dict(tensors), folder / WEIGHTS, {'format': 'pt', **metadata})
+        except SafetensorError as error:  # of names and sizes, which are right here, or of the system
+            raise OSError(str(error).rpartition('I/O error: ')[2]) from error
 
 
 def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:

@@ -1,9 +1,11 @@
 """Weights out and in without PyTorch: names, round trips to the bit, refusals."""
 
 import ast
+import contextlib
 import dataclasses
 import json
 import re
+import resource
 
 import jax
 import numpy as np
@@ -119,6 +121,30 @@ def test_a_run_goes_out_and_comes_back(reference_run, tmp_path, tokens, capsys):
     assert main(['export', '--run_dir', run_dir, '--out', 'gs://b/x']) == 2
     assert main(['import', 'gs://b/x', '--run_dir', str(back.with_name('other'))]) == 2
     assert capsys.readouterr().err.count('must lie on a disk of this machine') == 2
+
+
+@contextlib.contextmanager
+def hardly_any_room():
+    """As on a full disk, for files over 50 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_a_full_disk_has_stopped_is_done_by_the_same_command_later(reference_run, tokens, tmp_path, capsys):
+    out, back = tmp_path / 'out', tmp_path / 'back'
+    export = ['export', '--run_dir', str(reference_run[0]), '--out', str(out)]
+    again = ['import', str(out), '--run_dir', str(back), *tiny.params({'data.path': str(tokens)})]
+    for command, said in ((export, 'model.safetensors cannot be written (File too large'), (again, 'could not be')):
+        with hardly_any_room():
+            assert main(command) == 1
+        assert said in capsys.readouterr().err
+        assert main(command) == 0
+    assert lm.load(str(back)).step == 0
+    assert (back / 'model.gin').exists()
 
 
 def llama_config(**changes) -> dict:
