@@ -6,6 +6,7 @@ exit code or None.
 """
 
 import gc
+import logging
 import os
 import sys
 
@@ -16,6 +17,8 @@ if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.
     # As the program, not as a module of another one or of its workers; before anything that takes its time.
     end_on_signals('lm')
     prepare_streams()
+    # Warnings are plain lines: else the first library that logs by absl, as Orbax does, gives them another form.
+    logging.getLogger().addHandler(logging.lastResort)
     # What is imported stays: looking for garbage in it would be a sixth of the time until a verb begins (`run`).
     gc.disable()
 

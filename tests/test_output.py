@@ -118,3 +118,17 @@ def test_a_command_that_only_prints_says_that_there_is_no_room(reference_run):
 def test_the_exit_code_of_an_error_needs_no_reader(tmp_path, unread):
     refused = 'train', '--run_dir', str(tmp_path / 'run'), '--gin_param', 'train.steps = -1'
     assert run_into(unread, *refused, stderr=unread).returncode == 2
+
+
+def test_warnings_look_alike_before_and_after_a_library_has_logged():
+    code = """
+import logging, sys
+sys.orig_argv = ['lm']  # it is the program
+import lm.cli
+import absl.logging
+for _ in range(2):
+    logging.getLogger('lm.training.preemption').warning('told to stop')
+    absl.logging.vlog(1, 'which sets a form of its own where there is none')
+"""
+    done = subprocess.run([sys.executable, '-c', code], env=tiny.environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, 'told to stop\n' * 2)
