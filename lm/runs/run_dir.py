@@ -172,8 +172,9 @@ class RunDir:
                 self.checkpoints.mkdir(exist_ok=True)
             if rewound:
                 self._abandon_evaluations(first_step)
-            write_atomically(self.config, text)
+            # What a rewind changes is told by comparing with config.gin: written first, a kill would lose it.
             write_atomically(self.info, to_text(new))
+            write_atomically(self.config, text)
         return found.resumed
 
     def _abandon_evaluations(self, step: int) -> None:

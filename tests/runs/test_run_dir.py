@@ -15,6 +15,7 @@ import lm.experiment  # noqa: F401 (fills the registry)
 from lm.checkpoint.snapshot import COMMITTED, make_record
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError, LmError, MismatchError
+from lm.files import write_atomically
 from lm.runs import info as run_info
 from lm.runs import metrics_file
 from lm.runs.info import git_commit, read_info
@@ -301,6 +302,28 @@ def test_a_rewind_is_recorded_and_what_it_changed_stays_changed(tmp_path):
     assert not run.is_rewound(5, new)
     assert run.create_or_resume(new, {}, first_step=10), 'preempted before its next checkpoint'
     refuse(run, MismatchError, 'clip_norm was 0.5, now 1.0', old)
+
+
+def test_a_rewind_that_is_killed_while_it_is_written_is_done_by_the_same_command(tmp_path, monkeypatch):
+    old, run = 'train.seed = 0\noptimizer.clip_norm = 1.0\n', RunDir(tmp_path)
+    new = old.replace('1.0', '0.5')
+    run.create_or_resume(old, {})
+    write_record(run, 10, old)
+
+    written = []
+
+    def write_one(path, text):
+        if written:
+            raise KeyboardInterrupt
+        written.append(write_atomically(path, text))
+
+    with monkeypatch.context() as patched:
+        patched.setattr('lm.runs.run_dir.write_atomically', write_one)
+        with pytest.raises(KeyboardInterrupt):
+            run.create_or_resume(new, {}, first_step=10, rewound=True)
+    assert not run.is_rewound(10, new)
+    run.create_or_resume(new, {}, first_step=10, rewound=True)
+    run.check_unchanged(new)  # as after another kill, before anything is saved
 
 
 @pytest.mark.parametrize('name', ['adamw.b2', 'late/linear.final_fraction', 'muon.momentum'])
