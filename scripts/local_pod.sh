@@ -88,12 +88,13 @@ show() { # the output of process $1
   done
 }
 
+exec 3>&2 2>/dev/null # or bash shows a line of this script for a process that was killed
 for ((i = 0; i < count; i++)); do
   mkfifo "$folder/$i"
   # The readers outlive a Ctrl-C, to show what the processes say while they save.
-  (trap '' TERM INT && show "$i" <"$folder/$i") &
+  (trap '' TERM INT && show "$i" <"$folder/$i") 3>&- &
   readers[i]=$!
-  "$@" --coordinator_address "localhost:$port" --process_count "$count" --process_id "$i" </dev/null >"$folder/$i" 2>&1 &
+  "$@" --coordinator_address "localhost:$port" --process_count "$count" --process_id "$i" </dev/null >"$folder/$i" 2>&1 3>&- &
   pids[i]=$!
 done
 
@@ -121,13 +122,14 @@ while [ "$alive" -gt 0 ]; do
     if [ -z "$terminated" ]; then terminate; fi
   fi
   if [ -n "$deadline" ] && [ "$SECONDS" -ge "$deadline" ] && [ "$alive" -gt 0 ]; then
-    echo "$name: killing $alive process(es) that did not end within $grace s" >&2
+    echo "$name: killing $alive process(es) that did not end within $grace s" >&3
     for ((i = 0; i < count; i++)); do
       if [ -z "${codes[$i]:-}" ]; then kill -KILL "${pids[$i]}" 2>/dev/null || true; fi
     done
     deadline=$((SECONDS + grace))
   fi
 done
+exec 2>&3 3>&-
 for reader in "${readers[@]}"; do wait "$reader" || true; done
 if [ -n "$first" ]; then
   for ((i = 0; i < count; i++)); do

@@ -128,3 +128,8 @@ def test_help(pod):
     code, lines, _ = finish(pod(SHOW, '-h'))
     assert code == 0
     assert any('scripts/local_pod.sh 2 -- lm train' in line for line in lines)
+
+
+def test_of_a_process_that_is_killed_its_code_is_said_and_no_line_of_the_script(pod):
+    code, _, err = finish(pod('if [ $id = 1 ]; then kill -KILL $$; fi', '2', '--', 'lm'))
+    assert (code, err) == (137, 'local_pod.sh: process 1 ended with exit code 137\n')
