@@ -15,6 +15,7 @@ from lm.attention.llops import Llops
 from lm.attention.performer import Performer
 from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
+from lm.attention.recurrent.delta import Delta
 from lm.attention.recurrent.gated_linear import GatedLinear
 from lm.attention.recurrent.retention import Retention
 from lm.attention.softmax import Softmax
@@ -43,6 +44,7 @@ CAUSAL = {
     'polysketch.gate = True': Polysketch(local=False, gate=True),
     '@hybrid()': Hybrid(),
     '@retention()': Retention(),
+    '@delta()': Delta(),
     '@gated_linear()': GatedLinear(),
 }
 
