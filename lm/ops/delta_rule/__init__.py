@@ -11,6 +11,7 @@ D value size.
 """
 
 import jax
+import jax.numpy as jnp
 
 from lm.errors import ConfigError
 from lm.ops import platform
@@ -58,6 +59,9 @@ def delta_rule(
             raise ConfigError('mesh.sequence: a window on many devices has no states of its own')
         operation = 'the delta rule on parts of a window'
         return platform.choose(operation, PARTS, {}, implementation, *arrays).delta_rule(*arrays)
+    if initial_state is None:
+        batch, _, heads, size = k_BxLxKxE.shape
+        initial_state = jnp.zeros((batch, heads, size, v_BxLxKxD.shape[-1]), jnp.float32)
     arrays += (initial_state,)
     chosen = platform.choose('the delta rule', IMPLEMENTATIONS, {}, implementation, *arrays)
     o_BxLxHxD, state = chosen.delta_rule(*arrays)

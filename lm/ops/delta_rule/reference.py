@@ -11,15 +11,12 @@ def delta_rule(
     v_BxLxKxD: jax.Array,
     beta_BxLxK: jax.Array,
     log_decay_BxLxK: jax.Array | None,
-    initial_state: jax.Array | None,
+    initial_state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments as in `lm.ops.delta_rule`; outputs, and the state after the last token."""
-    batch, _, heads, size = k_BxLxKxE.shape
-    groups, dtype = q_BxLxHxE.shape[2] // heads, v_BxLxKxD.dtype
+    groups, dtype = q_BxLxHxE.shape[2] // k_BxLxKxE.shape[2], v_BxLxKxD.dtype
     if log_decay_BxLxK is None:
         log_decay_BxLxK = jnp.zeros_like(beta_BxLxK)
-    if initial_state is None:
-        initial_state = jnp.zeros((batch, heads, size, v_BxLxKxD.shape[-1]), jnp.float32)
 
     def step(state, token):
         q_BxHxE, k_BxKxE, v_BxKxD, beta_BxK, log_decay_BxK = token

@@ -46,14 +46,11 @@ def delta_rule(
     v_BxLxKxD: jax.Array,
     beta_BxLxK: jax.Array,
     log_decay_BxLxK: jax.Array | None,
-    initial_state: jax.Array | None,
+    initial_state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments as in `lm.ops.delta_rule`; outputs, and the state after the last token."""
-    batch, _, heads, size = k_BxLxKxE.shape
-    if initial_state is None:
-        initial_state = jnp.zeros((batch, heads, size, v_BxLxKxD.shape[-1]), jnp.float32)
     arrays = (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, beta_BxLxK, log_decay_BxLxK, initial_state)
-    if platform.uneven_batch(batch):
+    if platform.uneven_batch(q_BxLxHxE.shape[0]):
         return _of_device(*arrays)
     # The partitioner would gather what a triangular system is solved for.
     return platform.per_device(_of_device, (True,) * len(arrays))(*arrays)
