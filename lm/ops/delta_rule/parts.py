@@ -5,6 +5,8 @@ its part once, with the columns of the state that hold R, begun at 0, beside tho
 logarithmic number of exchanges what the parts before it come to; and adds what its queries read of that.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -21,17 +23,29 @@ def delta_rule(
     log_decay_BxLxK: jax.Array | None,
 ) -> jax.Array:
     """The outputs [B, L, H, D] of this part; arguments as in `lm.ops.delta_rule`."""
-    batch, length, heads, size = k_BxLxKxE.shape
-    identity = jnp.eye(size, dtype=jnp.float32)
+    wide = v_BxLxKxD.astype(jnp.float32)
+    o_BxLxHxD = of_part(xla.delta_rule, q_BxLxHxE, k_BxLxKxE, wide, beta_BxLxK, log_decay_BxLxK)
+    return o_BxLxHxD.astype(v_BxLxKxD.dtype)
+
+
+def of_part(walk: Callable, q, k, v, beta, log_decay) -> jax.Array:
+    """The outputs of this part; `walk`: an implementation's `delta_rule`, which walks it once."""
+    size = v.shape[-1]
+    columns, start = extended(k, v)
+    o, state = walk(q, k, columns, beta, log_decay, start)
+    own, through = jnp.split(o, [size], axis=-1)
+    before = _carried(*jnp.split(state - start, [size], axis=-1))
+    through = through.reshape(*k.shape[:3], -1, k.shape[-1])
+    return own + dot('blkge,bked->blkgd', through, before).reshape(own.shape).astype(v.dtype)
+
+
+def extended(k_BxLxKxE: jax.Array, v_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The values, [B, L, K, D + E], and the state before them, [B, K, E, D + E], columns for P beside those of R."""
+    batch, _, heads, size = k_BxLxKxE.shape
     zeros = jnp.zeros((batch, heads, size, v_BxLxKxD.shape[-1]), jnp.float32)
-    start = jnp.concatenate([zeros, jnp.broadcast_to(identity, (batch, heads, size, size))], axis=-1)
-    columns = jnp.pad(v_BxLxKxD.astype(jnp.float32), ((0, 0), (0, 0), (0, 0), (0, size)))
-    o, state = xla.delta_rule(q_BxLxHxE, k_BxLxKxE, columns, beta_BxLxK, log_decay_BxLxK, start)
-    own, through = jnp.split(o, [v_BxLxKxD.shape[-1]], axis=-1)
-    before = _carried(*jnp.split(state - start, [v_BxLxKxD.shape[-1]], axis=-1))
-    through = through.reshape(batch, length, heads, -1, size)
-    o = own + dot('blkge,bked->blkgd', through, before).reshape(own.shape)
-    return o.astype(v_BxLxKxD.dtype)
+    identity = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), (batch, heads, size, size))
+    columns = jnp.pad(v_BxLxKxD, ((0, 0), (0, 0), (0, 0), (0, size)))
+    return columns, jnp.concatenate([zeros, identity], axis=-1)
 
 
 def unsupported(*args) -> None:

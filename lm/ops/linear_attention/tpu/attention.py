@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.linear_attention.tpu.backward import backward
-from lm.ops.linear_attention.tpu.decay import block_sums, of_heads
 from lm.ops.linear_attention.tpu.features import TpuPlan
 from lm.ops.linear_attention.tpu.fold import sums_before
 from lm.ops.linear_attention.tpu.forward import forward
@@ -28,6 +27,7 @@ from lm.ops.linear_attention.tpu.maps import operand
 from lm.ops.linear_attention.types import LOCAL_BLOCK, PLAIN, SQUARE, Options, PolynomialKernel, ProductMap, State
 from lm.ops.residuals import saved
 from lm.ops.tpu import LANES, ROWS, by_head, by_token, padded_rows
+from lm.ops.tpu.decay import block_sums, of_heads
 
 WIDE = 1024
 """Features of a map beyond which more than two heads a grid step gain nothing and take long to compile."""

@@ -40,7 +40,7 @@ class TpuPlan:
         projection_rows: rows of its matrix.
         single_block: one block is all there is, so that nothing is summed.
         normalize: whether to divide by the denominators.
-        decay: the last of the inputs are running sums of log factors, as `lm.ops.linear_attention.tpu.decay` has them.
+        decay: the last of the inputs are running sums of log factors, as `lm.ops.tpu.decay` has them.
         part: tokens, where they are one part of a window, with sums over keys before it; 0: all of a window.
         sums_again: whether the backward pass forms the sums before each block again, instead of keeping them.
         joined: whether products of values and gradients add those of denominators too: there is room for more rows.

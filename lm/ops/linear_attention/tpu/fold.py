@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.linear_attention.tpu.decay import times
 from lm.ops.linear_attention.tpu.features import TpuPlan, expand, extended, state_operand, with_one
 from lm.ops.linear_attention.tpu.maps import features
 from lm.ops.tpu import dot
+from lm.ops.tpu.decay import times
 
 
 def fold(plan: TpuPlan, queries: bool, y, u, w, maps=()) -> list[jax.Array]:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.linear_attention.tpu.decay import faded, pairs, times
 from lm.ops.linear_attention.tpu.features import (
     TpuPlan,
     causal,
@@ -31,6 +30,7 @@ from lm.ops.linear_attention.tpu.head import Head, Refs, inputs_of
 from lm.ops.linear_attention.tpu.maps import features, of_heads
 from lm.ops.linear_attention.tpu.order import Piece, Total, ahead, in_turn
 from lm.ops.tpu import dot
+from lm.ops.tpu.decay import faded, pairs, times
 
 
 def forward(plan: TpuPlan, save: bool, x, y, v, maps, *local, before=()) -> list[jax.Array]:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from lm.ops.dots import in_three
-from lm.ops.linear_attention.tpu.decay import column, faded, pairs, times
 from lm.ops.linear_attention.tpu.features import (
     TpuPlan,
     causal,
@@ -30,6 +29,7 @@ from lm.ops.linear_attention.tpu.features import (
 from lm.ops.linear_attention.tpu.head import Head, Refs, once
 from lm.ops.linear_attention.tpu.order import Piece, Total
 from lm.ops.tpu import ROWS, dot
+from lm.ops.tpu.decay import column, faded, pairs, times
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lm.ops.linear_attention.tpu.decay import column, last
 from lm.ops.linear_attention.tpu.features import TpuPlan, tiles
+from lm.ops.tpu.decay import column, last
 
 
 def once(method: Callable) -> Callable:

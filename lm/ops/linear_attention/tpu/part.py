@@ -18,13 +18,13 @@ from lm.ops import platform
 from lm.ops.linear_attention.parts import carried
 from lm.ops.linear_attention.tpu import attention
 from lm.ops.linear_attention.tpu.backward import backward
-from lm.ops.linear_attention.tpu.decay import times
 from lm.ops.linear_attention.tpu.features import TpuPlan, expand, moment_operand, state_operand
 from lm.ops.linear_attention.tpu.fold import fold
 from lm.ops.linear_attention.tpu.forward import forward
 from lm.ops.linear_attention.types import Options
 from lm.ops.residuals import saved
 from lm.ops.tpu import ROWS, by_head
+from lm.ops.tpu.decay import times
 
 
 class Factors(NamedTuple):

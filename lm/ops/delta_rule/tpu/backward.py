@@ -1,0 +1,113 @@
+"""The backward kernel of the delta rule on TPUs: one sweep from the last chunk to the first.
+
+A chunk is computed again from the state before it, which the forward kernel saved. With dW what the outputs and the
+state after the chunk want of W = R (I + M)⁻¹, R = β (V - exp(c) S K):
+
+    dR = dW (I + M)⁻ᵀ          dM = -Wᵀ dR
+
+Letters as in the forward kernel.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from lm.ops.delta_rule.tpu.chunk import Chunk, Turns, in_turn
+from lm.ops.delta_rule.tpu.plan import DeltaPlan
+from lm.ops.tpu import SUBLANES, dot
+
+
+def backward(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter) -> list[jax.Array]:
+    """The gradients of q, k, v, beta, c and of the states before the first token.
+
+    Args:
+        plan: the forward kernel's.
+        q, k, v, beta, c: likewise.
+        states: what it saved.
+        do: the gradient of its outputs.
+        dafter: that of the states after the last token.
+    """
+    inputs = (q, k, v, beta, c, states, do, dafter)
+    outputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, k, v, beta, c, dafter)]
+    queries, whole = plan.queries(q, backwards=True), plan.whole(dafter)
+    keys = [plan.keys(a, backwards=True) for a in (k, v, beta, c)]
+    return pl.pallas_call(
+        functools.partial(_kernel, plan),
+        name='delta_rule_backward',
+        grid=(k.shape[0] // plan.heads, plan.steps),
+        in_specs=[queries, *keys, plan.state(states, backwards=True), plan.queries(do, backwards=True), whole],
+        out_specs=[queries, *keys, whole],
+        out_shape=outputs,
+        scratch_shapes=[pltpu.VMEM((plan.heads, *dafter.shape[1:]), jnp.float32)],
+        compiler_params=plan.compiler_params,
+        cost_estimate=plan.cost(9 + 7 * plan.groups, inputs, outputs),
+    )(*inputs)
+
+
+def _kernel(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter, dq, dk, dv, dbeta, dc, dbefore, dstate):
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        dstate[...] = dafter[...]
+
+    def head(n: int) -> Turns:
+        chunk = Chunk(k[n], v[n], beta[n], c[n], states[n, 0])
+        dtype = chunk.dtype
+        queries = range(n * plan.groups, (n + 1) * plan.groups)
+        products = [(dot(chunk.k, q[m], (0, 0)), dot(chunk.state, q[m], (1, 0))) for m in queries]
+        wanted = dstate[n].astype(dtype)
+        folded = chunk.until * dot(wanted, chunk.k, (1, 0))
+        yield from chunk.solve()
+        new = chunk.new.astype(dtype)
+        dnew, weights = folded, []
+        for m, (of_query, _) in zip(queries, products, strict=True):
+            weights.append(chunk.weights(of_query))
+            dnew += dot(do[m], weights[-1].astype(dtype), (1, 1))
+        yield
+        dgiven = dot(dnew.astype(dtype), chunk.inverse, (1, 1))
+        yield
+        dgiven_operand = dgiven.astype(dtype)
+        dsystem = -dot(new, dgiven_operand, (0, 0))
+        dweights = [dot(new, do[m], (0, 0)) for m in queries]
+        ddifference = chunk.beta * dgiven
+        dv[n] = ddifference.astype(dtype)
+        dread = (-chunk.since * ddifference).astype(dtype)
+        yield
+        of_system = dsystem * chunk.products
+        dbeta[n] = sum_rows(dgiven * chunk.difference) + sum_rows(of_system)
+        dproducts = (dsystem * chunk.strictly * chunk.beta).astype(dtype)
+        of_pairs = of_system * chunk.beta
+        dc_1xC = -sum_rows(ddifference * chunk.read)
+        dstates = chunk.whole * dstate[n] + dot(dread, chunk.k, (1, 1))
+        dkeys = dot(chunk.state, dread, (0, 0)) + chunk.until * dot(wanted, new, (0, 0))
+        dkeys += dot(chunk.k, dproducts, (1, 1)) + dot(chunk.k, dproducts, (1, 0))
+        yield
+        for m, dweight, weight, (_, read) in zip(queries, dweights, weights, products, strict=True):
+            of_pairs += dweight * weight
+            dc_1xC += sum_rows(do[m].astype(jnp.float32) * read) * chunk.since
+            dproduct = (dweight * chunk.within).astype(dtype)
+            dq[m] = (chunk.since * dot(chunk.state, do[m], (0, 0)) + dot(chunk.k, dproduct, (1, 0))).astype(dtype)
+            dkeys += dot(q[m], dproduct, (1, 1))
+            dstates += dot((chunk.since * do[m].astype(jnp.float32)).astype(dtype), q[m], (1, 1))
+        dk[n] = dkeys.astype(dtype)
+        of_added = sum_rows(folded * chunk.new)
+        of_state = jnp.sum(dstate[n] * chunk.state.astype(jnp.float32), keepdims=True) * chunk.whole
+        ones = jnp.ones((SUBLANES, of_pairs.shape[0]), jnp.float32)
+        dc_1xC += sum_rows(of_pairs) - dot(ones, of_pairs, (1, 1))[:1] - of_added
+        is_last = lax.broadcasted_iota(jnp.int32, dc_1xC.shape, 1) == dc_1xC.shape[1] - 1
+        dc[n] = dc_1xC + jnp.where(is_last, jnp.sum(of_added, keepdims=True) + of_state, 0.0)
+        dstate[n] = dstates
+
+    in_turn(head(n) for n in range(plan.heads))
+
+    @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+    def _():
+        dbefore[...] = dstate[...]
+
+
+def sum_rows(x: jax.Array) -> jax.Array:
+    """Over all rows, [1, columns]."""
+    return jnp.sum(x, axis=0, keepdims=True)

@@ -1,0 +1,102 @@
+"""A chunk of one head, as the forward and the backward kernel both compute it.
+
+Letters: C tokens, E key size, D value size, G queries of a key head; [j, i] of a pair is key j and query i. With c the
+running sums of the log factors, M_ji = β_i ⟨k_j, k_i⟩ exp(c_i - c_j) for j < i, and S the state before the chunk, what
+its tokens add to the state at their keys are the columns of
+
+    W = β (V - exp(c) S K) (I + M)⁻¹,           and what they read
+    O = exp(c) S Q + W P,                       P_ji = ⟨k_j, q_i⟩ exp(c_i - c_j) for j <= i.
+
+Computations are generators: what follows a `yield` needs the product before it, and chunks of other heads take their
+turn there, since matrix units keep the order in which products are written.
+"""
+
+import functools
+from collections.abc import Generator, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lm.ops.delta_rule.tpu.inverse import inverse
+from lm.ops.tpu import dot
+from lm.ops.tpu.decay import column, last, pairs
+
+Turns = Generator[None, None, Any]
+
+
+def in_turn(computations: Iterable[Turns]) -> None:
+    """Runs them side by side, each up to its next `yield`."""
+    running = list(computations)
+    while running:
+        running = [each for each in running if next(each, StopIteration) is None]
+
+
+class Chunk:
+    """What the tokens of a chunk do to the state and to each other.
+
+    Attributes:
+        dtype: of the operands of products.
+        k: keys, [E, C].
+        beta: [1, C].
+        state: S as an operand, [D, E].
+        difference: V - exp(c) S K, [D, C] float32.
+        inverse: (I + M)⁻¹ as an operand, [C, C].
+        new: W, [D, C] float32.
+    """
+
+    def __init__(self, k_ExC, v_DxC, beta_1xC, c_1xC, state_DxE):
+        self.dtype = v_DxC.dtype
+        self.k, self.beta, self.state = k_ExC, beta_1xC, state_DxE.astype(self.dtype)
+        self._v, self._c = v_DxC, c_1xC
+
+    def solve(self) -> Turns:
+        """Makes `difference`, `inverse` and `new`."""
+        of_keys = dot(self.k, self.k, (0, 0))
+        read = dot(self.state, self.k, (1, 0))
+        yield
+        self.products = of_keys * self.strictly
+        self.read = self.since * read
+        self.difference = self._v.astype(jnp.float32) - self.read
+        solved = yield from inverse(self.products * self.beta, split=self.dtype != jnp.float32)
+        self.inverse = solved.astype(self.dtype)
+        self.new = dot((self.beta * self.difference).astype(self.dtype), self.inverse, (1, 0))
+        yield
+
+    def weights(self, of_query_CxC: jax.Array) -> jax.Array:
+        """P of the products of keys and queries, float32."""
+        return of_query_CxC * self.within
+
+    @functools.cached_property
+    def within(self) -> jax.Array:
+        """exp(c_i - c_j), 0 where j > i."""
+        factors = pairs(self._c, column(self._c))
+        return jnp.where(self._order[1], factors, 0.0)
+
+    @functools.cached_property
+    def strictly(self) -> jax.Array:
+        """The same, 0 where j = i too."""
+        return jnp.where(self._order[0], self.within, 0.0)
+
+    @functools.cached_property
+    def since(self) -> jax.Array:
+        """What is left for each token of what was before the chunk, exp(c), [1, C]."""
+        return jnp.exp(self._c)
+
+    @functools.cached_property
+    def until(self) -> jax.Array:
+        """What is left of each token after the chunk, [1, C]."""
+        return jnp.exp(last(self._c) - self._c)
+
+    @functools.cached_property
+    def whole(self) -> jax.Array:
+        """What is left after the chunk of what was before it, [1, 1]."""
+        return jnp.exp(last(self._c))
+
+    @functools.cached_property
+    def _order(self):
+        """Whether j < i, and whether j <= i."""
+        size = self.k.shape[1]
+        j, i = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+        return j < i, j <= i

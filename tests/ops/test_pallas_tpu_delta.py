@@ -1,0 +1,131 @@
+"""The TPU kernels of the delta rule, interpreted on the CPU, against the recurrence token by token."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from test_delta_rule import draw
+
+from lm.ops import platform, sequence
+from lm.ops.delta_rule import reference
+from lm.ops.delta_rule.tpu import inverse as inverses
+from lm.ops.delta_rule.tpu import parts, rule
+
+pytestmark = pytest.mark.usefixtures('no_races')
+NAMES = ('o', 'state', 'dq', 'dk', 'dv', 'dbeta', 'dg', 'dstate')
+interpreted = functools.partial(
+    pltpu.force_tpu_interpret_mode, pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
+)
+
+
+def both(function, *arrays):
+    """Outputs, the last state, and the gradients of all arrays."""
+    (o, state), pull = jax.vjp(function, *arrays)
+    wanted = jnp.cos(jnp.arange(o.size)).reshape(o.shape).astype(o.dtype)
+    return o, state, *pull((wanted, jnp.sin(jnp.arange(state.size)).reshape(state.shape)))
+
+
+kernels = jax.jit(functools.partial(both, rule.delta_rule))
+recurrence = jax.jit(functools.partial(both, reference.delta_rule))
+
+
+def by_kernels(arrays):
+    with interpreted():
+        return kernels(*arrays)
+
+
+def assert_near(got, expected, tolerance):
+    for name, a, e in zip(NAMES, got, expected, strict=True):
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        assert np.isfinite(a).all(), name
+        assert np.linalg.norm(a - e) <= tolerance * max(np.linalg.norm(e), 1.0), (name, np.linalg.norm(a - e))
+
+
+@pytest.mark.parametrize(
+    ('length', 'dtype', 'tolerance'),
+    [(300, jnp.float32, 3e-5), (256, jnp.bfloat16, 1.5e-2), (1, jnp.float32, 1e-5)],
+)
+def test_kernels_agree_with_the_recurrence(length, dtype, tolerance):
+    """Two queries a key head, factors of 0, β up to 2, a state to begin with, sizes that fill no register."""
+    arrays = draw(length, seed=length, dtype=dtype)
+    assert_near(by_kernels(arrays), recurrence(*(a.astype(jnp.float32) for a in arrays)), tolerance)
+
+
+def test_without_factors():
+    q, k, v, beta, decay, state = draw(200)
+    arrays = (q, k, v, beta, jnp.zeros_like(decay), state)
+    with interpreted():
+        o = jax.jit(rule.delta_rule)(q, k, v, beta, None, state)[0]
+    np.testing.assert_array_equal(o, by_kernels(arrays)[0])
+    assert_near(by_kernels(arrays), recurrence(*arrays), 1e-5)
+
+
+@pytest.mark.parametrize('beta', [1.0, 2.0])
+def test_one_key_again_and_again(beta):
+    q, k, v, *_ = draw(200)
+    k = jnp.broadcast_to(k[:, :1], k.shape)
+    arrays = (q, k, v, jnp.full(k.shape[:3], beta), jnp.zeros(k.shape[:3]), jnp.zeros((2, 2, 8, 12)))
+    assert_near(by_kernels(arrays), recurrence(*arrays), 1e-3)
+
+
+def test_what_a_token_forgets_counts_for_nothing():
+    q, k, v, beta, decay, state = draw(200)
+    decay = decay.at[:, 150].set(-jnp.inf)
+    arrays = (q, k, v, beta, decay, state)
+    o = by_kernels(arrays)[0]
+    wild = by_kernels((q, k.at[:, 30].mul(50), v.at[:, 140].set(1e4), beta, decay, state))[0]
+    np.testing.assert_array_equal(o[:, 150:], wild[:, 150:])
+
+
+def test_later_tokens_do_not_matter():
+    q, k, v, *rest = draw(200)
+    o = by_kernels((q, k, v, *rest))[0]
+    other = by_kernels((q, k.at[:, 130].set(-k[:, 130]), v.at[:, 130].add(1.0), *rest))[0]
+    np.testing.assert_array_equal(o[:, :130], other[:, :130])
+    assert (o[:, 130:] != other[:, 130:]).any()
+
+
+@pytest.mark.parametrize(('split', 'tolerance'), [(False, 2e-6), (True, 1e-4)])
+@pytest.mark.parametrize('same', [False, True])
+def test_inverse(split, tolerance, same, monkeypatch):
+    """With one key again and again the powers of the matrix reach 10^37."""
+    rng = np.random.default_rng(0)
+    k = np.repeat(rng.normal(size=(64, 1)), 128, 1) if same else rng.normal(size=(64, 128))
+    k /= np.linalg.norm(k, axis=0)
+    m = np.triu(2 * k.T @ k, 1)
+
+    monkeypatch.setattr(inverses, '_rolled', lambda x, by: jnp.roll(x, by, 1))
+
+    def solved():
+        turns = inverses.inverse(jnp.asarray(m, jnp.float32), split)
+        while True:
+            try:
+                next(turns)
+            except StopIteration as done:
+                return done.value
+
+    np.testing.assert_allclose(jax.jit(solved)(), np.linalg.inv(np.eye(128) + m), atol=tolerance)
+
+
+@pytest.mark.parametrize('devices', [2, 4])
+def test_parts_of_a_window(devices):
+    *tokens, _ = draw(600)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), (platform.SEQUENCE_AXIS,))
+
+    def outputs_and_gradients(function, *tokens):
+        o, pull = jax.vjp(function, *tokens)
+        return o, *pull(jnp.cos(jnp.arange(o.size)).reshape(o.shape))
+
+    def whole(*tokens):
+        return reference.delta_rule(*tokens, jnp.zeros((2, 2, 8, 12)))[0]
+
+    def on_parts(*tokens):
+        return sequence.over_tokens(parts.delta_rule, (1,) * len(tokens))(*tokens)
+
+    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+        got = jax.jit(functools.partial(outputs_and_gradients, on_parts))(*tokens)
+    for a, e in zip(got, outputs_and_gradients(whole, *tokens), strict=True):
+        assert np.linalg.norm(a - e) <= 1e-4 * np.linalg.norm(e)
