@@ -31,12 +31,14 @@ class LoneKernel:
 
     Attributes:
         config: its program and limits, JSON.
-        operands, results: dtype and shape of each.
+        arrays, results: dtype and shape of each.
+        operands: which of the arrays each is: some kernels read one twice, of which there is room for one on chip.
         skips: whether its grid steps skip work (`lm.compiled.schedules.SKIPPING`).
     """
 
     config: str
-    operands: tuple[tuple[str, tuple[int, ...]], ...]
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    operands: tuple[int, ...]
     results: tuple[tuple[str, tuple[int, ...]], ...]
     skips: bool
 
@@ -46,6 +48,7 @@ def take_out(kernel: Instruction, names: Mapping[str, Instruction]) -> LoneKerne
     found = re.search(r'backend_config=(\{.*\})', kernel.attributes)
     try:
         config = {key: value for key, value in json.loads(found[1] if found else '').items() if key in CONFIG}
+        distinct = list(dict.fromkeys(kernel.operands))
         operands = [names[name].arrays[0] for name in kernel.operands]
         # What the compiler keeps on chip around it needs no copies within.
         near = [n for n, array in enumerate(operands) if _on_chip(array)]
@@ -56,7 +59,8 @@ def take_out(kernel: Instruction, names: Mapping[str, Instruction]) -> LoneKerne
         ]
         return LoneKernel(
             json.dumps(config, sort_keys=True),
-            tuple(map(_described, operands)),
+            tuple(_described(names[name].arrays[0]) for name in distinct),
+            tuple(map(distinct.index, kernel.operands)),
             tuple(map(_described, kernel.arrays)),
             any(name in kernel.name for name in schedules.SKIPPING),
         )
@@ -106,12 +110,12 @@ def _lower(kernel, device):
     import jax
 
     sharding = jax.sharding.SingleDeviceSharding(device)
-    operands = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype, shape in kernel['operands']]
+    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype, shape in kernel['arrays']]
     results = [jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in kernel['results']]
     call = jax.ffi.ffi_call(
         'tpu_custom_call', results, custom_call_api_version=1, legacy_backend_config=kernel['config']
     )
-    return jax.jit(lambda *arrays: call(*arrays)).lower(*operands)
+    return jax.jit(lambda *arrays: call(*(arrays[n] for n in kernel['operands']))).lower(*arrays)
 
 
 def _on_chip(array: Array) -> bool:

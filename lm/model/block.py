@@ -105,11 +105,9 @@ class Block(nnx.Module):
         """Queries above keys, values, and what the convolution keeps."""
         H, K, C = self.dims.n_heads, self.dims.n_kv_heads, self.dims.head_dim
         sizes = (H + K) * C, K * C
+        parts = self.qkv.pieces(normed_BxLxD, sizes)
         if self.convolution:
-            qkv_BxLxN, before = self.convolution(self.qkv(normed_BxLxD), before, starts_BxL)
-            parts = jnp.split(qkv_BxLxN, sizes[:1], axis=-1)
-        else:
-            parts = self.qkv.pieces(normed_BxLxD, sizes)
+            parts, before = self.convolution(parts, before, starts_BxL)
         qk_BxLxNxC, v_BxLxKxC = (part.reshape(*part.shape[:2], -1, C) for part in parts)
         if self.q_norm is not None:
             normal = self.q_norm(qk_BxLxNxC[:, :, :H]), self.k_norm(qk_BxLxNxC[:, :, H:])

@@ -172,10 +172,11 @@ def test_a_short_convolution_is_a_sum_over_the_last_tokens():
     x = jax.random.normal(jax.random.key(0), (2, 11, 6))
     kernel, padded = np.asarray(module.kernel[...], np.float64), np.pad(np.asarray(x), ((0, 0), (3, 0), (0, 0)))
     expected = sum(kernel[s] * padded[:, 3 - s : 14 - s] for s in range(4))
-    y, _ = module(x)
+    (y,), _ = module([x])
     np.testing.assert_allclose(y, expected * sigmoid(expected), rtol=1e-5, atol=1e-6)
     state, parts = module.init_state(2, jnp.float32), []
     for cut in (slice(0, 1), slice(1, 3), slice(3, 11)):
-        part, state = module(x[:, cut], state)
-        parts.append(part)
+        # In any number of pieces.
+        part, state = module(jnp.split(x[:, cut], [2], axis=-1), state)
+        parts.append(jnp.concatenate(part, axis=-1))
     np.testing.assert_array_equal(jnp.concatenate(parts, 1), y)

@@ -20,6 +20,7 @@ from lm.compiled.program import HloProgram
 from lm.compiled.schedules import Grid
 from lm.hardware import describe_devices, parse
 from lm.ops.exact_attention import softmax_attention
+from lm.ops.short_convolution import short_convolution
 
 V5E, V4 = parse('v5e:2x2'), parse('v4:2x2x1')
 CONFIG = '{"custom_call_config":{"body":"x"},"retry_config":{}}'
@@ -53,7 +54,8 @@ def test_equal_kernels_are_compiled_once_and_cores_share_their_grid(monkeypatch)
     found = {i.name: cycles.of(i) for i in program.computations['main']}
     assert found == {'x': None, 'a.1': 7 * 6, 'a.2': 7 * 6, 'other': None, 'b': None, 'c': None}
     ((chip, (kernel,)),) = asked
-    assert (chip, kernel.operands, kernel.results) == ('v5e', (('bfloat16', (8, 16)),), (('float32', (4,)),))
+    assert (chip, kernel.arrays, kernel.results) == ('v5e', (('bfloat16', (8, 16)),), (('float32', (4,)),))
+    assert kernel.operands == (0,)
     assert json.loads(kernel.config)['custom_call_config']['body'] == 'x'
     assert 'retry_config' not in kernel.config
     lone_kernels._known.cache_clear()
@@ -135,8 +137,24 @@ def test_steps_of_jax_splash_kernels(length, window, pairs):
 @needs_libtpu
 def test_a_kernel_that_cannot_be_compiled_has_no_cycles():
     lone_kernels._known.cache_clear()
-    broken = lone_kernels.LoneKernel(CONFIG, (('bfloat16', (8, 16)),), (('float32', (4,)),), False)
+    broken = lone_kernels.LoneKernel(CONFIG, (('bfloat16', (8, 16)),), (0,), (('float32', (4,)),), False)
     assert lone_kernels.bundles([broken], 'v5e') == {}
+
+
+@needs_libtpu
+def test_an_array_that_a_kernel_reads_twice_is_on_chip_once():
+    """100 MB, for which the compiler finds room on chip once."""
+    mesh = jax.sharding.Mesh(np.array(describe_devices(V5E)[:1]), ('data',))
+    x, kernel = jax.ShapeDtypeStruct((1, 32768, 1536), jnp.bfloat16), jax.ShapeDtypeStruct((4, 1536), jnp.float32)
+
+    def gradient(x, kernel, dy):
+        return jax.vjp(lambda x: short_convolution(2 * x, kernel), x)[1](dy)
+
+    with jax.set_mesh(mesh):
+        program = HloProgram(compile_with_text(jax.jit(gradient).lower(x, kernel, x)).text)
+    (backward,) = (i for body in program.computations.values() for i in body if i.is_kernel)
+    assert len(set(backward.operands)) < len(backward.operands)
+    assert KernelCycles(program, V5E).of(backward) > 0
 
 
 def test_other_compilers_are_asked_for_their_text():

@@ -1,12 +1,15 @@
-"""Short causal convolutions of queries, keys and values along the tokens, each channel on its own (Mamba; Mamba-2)."""
+"""Short causal convolutions of queries, keys and values (`lm.ops.short_convolution`)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from lm.ops import sequence
+from lm.ops import platform, sequence
+from lm.ops.short_convolution import short_convolution
 from lm.parameters import declare
 
 
@@ -27,27 +30,40 @@ class ShortConvolution(nnx.Module):
         return jnp.zeros((batch, width - 1, channels), dtype)
 
     def __call__(
-        self, x_BxLxN: jax.Array, before_BxSxN: jax.Array | None = None, starts_BxL: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """(y, the state after x).
+        self,
+        xs: Sequence[jax.Array],
+        before_BxRxN: jax.Array | None = None,
+        starts_BxL: jax.Array | None = None,
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """(ys, the state after the tokens).
 
         Args:
-            x_BxLxN: tokens of a window, or of one part of it (`lm.ops.sequence`).
-            before_BxSxN: the state before them; None: a window begins.
+            xs: the channels in pieces, [B, L, …] each: tokens of a window, or of one part of it (`lm.ops.sequence`).
+            before_BxRxN: the state before them; None: a window begins.
             starts_BxL: the first token of each token's document, before which x is 0.
         """
-        kernel_SxN = self.kernel[...]
-        width, length = kernel_SxN.shape[0], x_BxLxN.shape[1]
-        if before_BxSxN is None:
-            before_BxSxN = sequence.tokens_before(x_BxLxN, width - 1)
-        all_BxMxN = jnp.concatenate([before_BxSxN.astype(x_BxLxN.dtype), x_BxLxN], axis=1)
-        index_L = sequence.index() * length + jnp.arange(length)
+        width, length = self.kernel.shape[0], xs[0].shape[1]
+        reach_BxL = None
+        if starts_BxL is not None:
+            reach_BxL = sequence.index() * length + jnp.arange(length) - starts_BxL
+        cuts = np.cumsum([x.shape[-1] for x in xs])[:-1]
+        kernels = jnp.split(self.kernel[...], cuts, axis=1)
+        if before_BxRxN is not None:
+            befores = jnp.split(before_BxRxN, cuts, axis=-1)
+        elif platform.sequence_shards() > 1:
+            befores = [sequence.tokens_before(x, width - 1) for x in xs]
+        else:
+            befores = [None] * len(xs)
+        ys = [short_convolution(*arrays, reach_BxL) for arrays in zip(xs, kernels, befores, strict=True)]
+        return ys, self._after(xs, befores)
 
-        def term(s):
-            x = all_BxMxN[:, width - 1 - s : width - 1 - s + length].astype(jnp.float32)
-            if starts_BxL is not None and s:
-                x = jnp.where((index_L - s >= starts_BxL)[..., None], x, 0.0)
-            return kernel_SxN[s] * x
+    def _after(self, xs, befores):
+        """The last tokens of all channels."""
+        count = self.kernel.shape[0] - 1
 
-        y_BxLxN = sum(map(term, range(width)))
-        return jax.nn.silu(y_BxLxN).astype(x_BxLxN.dtype), all_BxMxN[:, length:]
+        def last(x, before):
+            if before is None:
+                before = jnp.zeros((x.shape[0], count, x.shape[2]), x.dtype)
+            return jnp.concatenate([before.astype(x.dtype), x], axis=1)[:, x.shape[1] :]
+
+        return jnp.concatenate([last(*pair) for pair in zip(xs, befores, strict=True)], axis=-1)

@@ -16,9 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.delta_rule.tpu.chunk import Chunk, Turns, in_turn
+from lm.ops.delta_rule.tpu.chunk import Chunk
 from lm.ops.delta_rule.tpu.plan import DeltaPlan
 from lm.ops.tpu import SUBLANES, dot
+from lm.ops.tpu.order import Turns, side_by_side
 
 
 def backward(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter) -> list[jax.Array]:
@@ -101,7 +102,7 @@ def _kernel(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter, dq, dk, dv, d
         dc[n] = dc_1xC + jnp.where(is_last, jnp.sum(of_added, keepdims=True) + of_state, 0.0)
         dstate[n] = dstates
 
-    in_turn(head(n) for n in range(plan.heads))
+    side_by_side(head(n) for n in range(plan.heads))
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():

@@ -12,8 +12,6 @@ turn there, since matrix units keep the order in which products are written.
 """
 
 import functools
-from collections.abc import Generator, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +20,7 @@ from jax import lax
 from lm.ops.delta_rule.tpu.inverse import inverse
 from lm.ops.tpu import dot
 from lm.ops.tpu.decay import column, last, pairs
-
-Turns = Generator[None, None, Any]
-
-
-def in_turn(computations: Iterable[Turns]) -> None:
-    """Runs them side by side, each up to its next `yield`."""
-    running = list(computations)
-    while running:
-        running = [each for each in running if next(each, StopIteration) is None]
+from lm.ops.tpu.order import Turns
 
 
 class Chunk:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.delta_rule.tpu.chunk import Chunk, Turns, in_turn
+from lm.ops.delta_rule.tpu.chunk import Chunk
 from lm.ops.delta_rule.tpu.plan import DeltaPlan
 from lm.ops.tpu import dot
+from lm.ops.tpu.order import Turns, side_by_side
 
 
 def forward(plan: DeltaPlan, save: bool, q, k, v, beta, c, before) -> list[jax.Array]:
@@ -72,7 +73,7 @@ def _kernel(plan: DeltaPlan, q, k, v, beta, c, before, o, after, *refs):
         added = dot((chunk.until * chunk.new).astype(chunk.dtype), chunk.k, (1, 1))
         state[n] = chunk.whole * state[n] + added
 
-    in_turn(head(n) for n in range(plan.heads))
+    side_by_side(head(n) for n in range(plan.heads))
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():

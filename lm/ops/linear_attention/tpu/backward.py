@@ -16,7 +16,7 @@ from lm.ops.linear_attention.tpu.features import TpuPlan, expand
 from lm.ops.linear_attention.tpu.gradients import GradientRefs, HeadGradients
 from lm.ops.linear_attention.tpu.head import inputs_of
 from lm.ops.linear_attention.tpu.maps import features_and_gradient, of_heads
-from lm.ops.linear_attention.tpu.order import ahead, in_turn
+from lm.ops.tpu.order import ahead, in_turn
 
 
 def backward(plan: TpuPlan, maps, inputs, o, do, inverse, sums, after=()) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -28,9 +28,9 @@ from lm.ops.linear_attention.tpu.features import (
 )
 from lm.ops.linear_attention.tpu.head import Head, Refs, inputs_of
 from lm.ops.linear_attention.tpu.maps import features, of_heads
-from lm.ops.linear_attention.tpu.order import Piece, Total, ahead, in_turn
 from lm.ops.tpu import dot
 from lm.ops.tpu.decay import faded, pairs, times
+from lm.ops.tpu.order import Piece, Total, ahead, in_turn
 
 
 def forward(plan: TpuPlan, save: bool, x, y, v, maps, *local, before=()) -> list[jax.Array]:

@@ -27,9 +27,9 @@ from lm.ops.linear_attention.tpu.features import (
     with_one,
 )
 from lm.ops.linear_attention.tpu.head import Head, Refs, once
-from lm.ops.linear_attention.tpu.order import Piece, Total
 from lm.ops.tpu import ROWS, dot
 from lm.ops.tpu.decay import column, faded, pairs, times
+from lm.ops.tpu.order import Piece, Total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

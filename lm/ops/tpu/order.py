@@ -4,11 +4,21 @@ A product whose operand the vector units have still to make holds up every produ
 pieces, functions without arguments, of several independent kinds that take turns.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
 
 import jax
 
 Piece = Callable[[], None]
+Turns = Generator[None, None, Any]
+"""A computation that others may go on beside: what follows a `yield` waits for what is before it."""
+
+
+def side_by_side(computations: Iterable[Turns]) -> None:
+    """Runs them all, each up to its next `yield`, in turn."""
+    running = list(computations)
+    while running:
+        running = [each for each in running if next(each, StopIteration) is None]
 
 
 def ahead(pairs: Iterable[tuple[Callable, Callable]], count: int) -> list[Piece]:

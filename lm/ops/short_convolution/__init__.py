@@ -1,0 +1,43 @@
+"""Short causal convolutions along the tokens, each channel on its own, then SiLU (Mamba; Mamba-2).
+
+    y_t = silu(Σ_{0 ≤ s < S} w_s x_{t-s})
+
+B batch, L length, N channels, S tokens that a convolution sees.
+"""
+
+import jax
+
+from lm.ops import platform
+
+IMPLEMENTATIONS = platform.Implementations(__name__, xla='xla', pallas_tpu='tpu')
+PREFERRED = {'tpu': ('pallas_tpu',)}
+FEW = 128
+"""Tokens: for fewer, as in decoding, a kernel is not worth it."""
+
+
+def short_convolution(
+    x_BxLxN: jax.Array,
+    kernel_SxN: jax.Array,
+    before_BxRxN: jax.Array | None = None,
+    reach_BxL: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """y, [B, L, N] in the dtype of x; sums are float32.
+
+    Args:
+        x_BxLxN: tokens.
+        kernel_SxN: w; float32.
+        before_BxRxN: the R = S - 1 tokens before x; None: zeros.
+        reach_BxL: how many tokens before each it sees, at most: those of its document; int32. None: all.
+        implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
+
+    Raises ConfigError for an unknown implementation, or one that does not support the call.
+    """
+    arrays = (x_BxLxN, kernel_SxN, before_BxRxN, reach_BxL)
+    preferred = PREFERRED if x_BxLxN.shape[1] >= FEW else {}
+    chosen = platform.choose('short convolution', IMPLEMENTATIONS, preferred, implementation, *arrays)
+    return chosen.short_convolution(*arrays)
+
+
+__all__ = ['IMPLEMENTATIONS', 'PREFERRED', 'short_convolution']
