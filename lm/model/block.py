@@ -66,9 +66,9 @@ class Block(nnx.Module):
         with jax.named_scope('norms'):
             x_BxLxD = tokens_on_lanes(x_BxLxD)
             normed_BxLxD = self.attention_norm(x_BxLxD)
-        qk_BxLxNxC, v_BxLxKxC, _ = self._products(normed_BxLxD, starts_BxL=starts_BxL)
+        qk, v_BxLxKxC, _ = self._products(normed_BxLxD, rotation, starts_BxL=starts_BxL)
         with jax.named_scope('qkv'):
-            qk = self.attention.prepare(qk_BxLxNxC, rotation)
+            qk = self.attention.prepare(*qk, rotation) if len(qk) == 1 else qk
         own = self._own(normed_BxLxD)
         with jax.named_scope('attention'):
             y_BxLxHxC = self.attention.attend(*qk, v_BxLxKxC, starts_BxL=starts_BxL, **own)
@@ -96,23 +96,27 @@ class Block(nnx.Module):
     @jax.named_scope('qkv')
     def _rotated(self, normed_BxLxD, rotation, before=None, starts_BxL=None):
         """q, k, v, and what the convolution keeps."""
-        qk_BxLxNxC, v_BxLxKxC, before = self._products(normed_BxLxD, before, starts_BxL)
-        # A few tokens at a time, in general, which fill no kernel.
-        return *rotate(qk_BxLxNxC, rotation, self.dims.n_heads, implementation='xla'), v_BxLxKxC, before
+        qk, v_BxLxKxC, before = self._products(normed_BxLxD, rotation, before, starts_BxL)
+        if len(qk) == 1:  # A few tokens at a time, in general, which fill no kernel.
+            qk = rotate(*qk, rotation, self.dims.n_heads, implementation='xla')
+        return *qk, v_BxLxKxC, before
 
     @jax.named_scope('qkv')
-    def _products(self, normed_BxLxD, before=None, starts_BxL=None):
-        """Queries above keys, values, and what the convolution keeps."""
+    def _products(self, normed_BxLxD, rotation, before=None, starts_BxL=None):
+        """Queries above keys, or each alone where nothing is done to both at once; values; and what the convolution
+        keeps."""
         H, K, C = self.dims.n_heads, self.dims.n_kv_heads, self.dims.head_dim
-        sizes = (H + K) * C, K * C
-        parts = self.qkv.pieces(normed_BxLxD, sizes)
+        joined = rotation is not None or self.attention.norms is not None
+        heads = (H + K, K) if joined else (H, K, K)
+        parts = self.qkv.pieces(normed_BxLxD, [n * C for n in heads])
         if self.convolution:
             parts, before = self.convolution(parts, before, starts_BxL)
-        qk_BxLxNxC, v_BxLxKxC = (part.reshape(*part.shape[:2], -1, C) for part in parts)
+        *qk, v_BxLxKxC = (part.reshape(*part.shape[:2], -1, C) for part in parts)
         if self.q_norm is not None:
-            normal = self.q_norm(qk_BxLxNxC[:, :, :H]), self.k_norm(qk_BxLxNxC[:, :, H:])
-            qk_BxLxNxC = jnp.concatenate(normal, axis=2)
-        return qk_BxLxNxC, v_BxLxKxC, before
+            q_BxLxHxC, k_BxLxKxC = jnp.split(*qk, [H], axis=2) if joined else qk
+            qk = [self.q_norm(q_BxLxHxC), self.k_norm(k_BxLxKxC)]
+            qk = [jnp.concatenate(qk, axis=2)] if joined else qk
+        return qk, v_BxLxKxC, before
 
     @jax.named_scope('qkv')
     def _own(self, normed_BxLxD):
