@@ -63,6 +63,16 @@ def test_without_factors():
     assert_near(by_kernels(arrays), recurrence(*arrays), 1e-5)
 
 
+def test_vectors_are_brought_to_their_length():
+    q, k, *rest = draw(130)
+    arrays = (3 * q, k.at[:, 7].set(0.0) / 2, *rest)
+    of_length = (functools.partial(each.delta_rule, query_length=0.5) for each in (rule, reference))
+    got, expected = (functools.partial(both, function) for function in of_length)
+    with interpreted():
+        got = jax.jit(got)(*arrays)
+    assert_near(got, jax.jit(expected)(*arrays), 3e-5)
+
+
 @pytest.mark.parametrize('beta', [1.0, 2.0])
 def test_one_key_again_and_again(beta):
     q, k, v, *_ = draw(200)

@@ -55,6 +55,7 @@ class DeltaAttention(AttentionModule):
     def __init__(self, config: Delta, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
         self.dims = dims
+        self.query_length = dims.head_dim**-0.5
         self.gate = StepGate(dims.n_kv_heads, rngs) if config.gate else None
         self.out_norm = rms_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32)
 
@@ -69,7 +70,7 @@ class DeltaAttention(AttentionModule):
         starts_BxL: jax.Array | None = None,
     ) -> jax.Array:
         arguments = self._arguments(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, beta_BxLxK, gate_BxLxK, starts_BxL)
-        return self._normed(delta_rule(*arguments))
+        return self._normed(delta_rule(*arguments, query_length=self.query_length))
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> jax.Array:
         return jnp.zeros((batch, self.dims.n_kv_heads, self.dims.head_dim, self.dims.head_dim), jnp.float32)
@@ -86,7 +87,9 @@ class DeltaAttention(AttentionModule):
         starts_BxT: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         arguments = self._arguments(q_BxTxHxD, k_BxTxKxD, v_BxTxKxD, beta_BxLxK, gate_BxLxK, starts_BxT)
-        o_BxTxHxD, state = delta_rule(*arguments, initial_state=state, return_state=True)
+        o_BxTxHxD, state = delta_rule(
+            *arguments, query_length=self.query_length, initial_state=state, return_state=True
+        )
         return state, self._normed(o_BxTxHxD)
 
     def _arguments(self, q, k, v, beta_BxLxK, gate_BxLxK, starts_BxL):
@@ -96,16 +99,10 @@ class DeltaAttention(AttentionModule):
         decay_BxLxK = None if self.gate is None else self.gate.log_decay(k, gate_BxLxK)
         if starts_BxL is not None:
             decay_BxLxK = forgetting(starts_BxL, decay_BxLxK, self.dims.n_kv_heads)
-        return unit(q, self.dims.head_dim**-0.5), unit(k), v, beta_BxLxK, decay_BxLxK
+        return q, k, v, beta_BxLxK, decay_BxLxK
 
     def _normed(self, o_BxLxHxD):
         return self.out_norm(o_BxLxHxD).astype(o_BxLxHxD.dtype)
-
-
-def unit(x: jax.Array, length: float = 1.0) -> jax.Array:
-    """Vectors along the last axis, of this length."""
-    wide = x.astype(jnp.float32)
-    return (wide * length * jax.lax.rsqrt((wide**2).sum(-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
 def delta_call(dims: HeadDims, length: int) -> KernelCall:
@@ -113,7 +110,7 @@ def delta_call(dims: HeadDims, length: int) -> KernelCall:
     from lm.ops.delta_rule.tpu.plan import CHUNK, plan_for
 
     def function(q, k, v, beta, log_decay):
-        return delta_rule(q, k, v, beta, log_decay, implementation='pallas_tpu')
+        return delta_rule(q, k, v, beta, log_decay, query_length=dims.head_dim**-0.5, implementation='pallas_tpu')
 
     q, k = (jax.ShapeDtypeStruct((1, length, n, dims.head_dim), jnp.bfloat16) for n in (dims.n_heads, dims.n_kv_heads))
     gate = jax.ShapeDtypeStruct(k.shape[:3], jnp.float32)

@@ -31,6 +31,7 @@ def delta_rule(
     beta_BxLxK: jax.Array,
     log_decay_BxLxK: jax.Array | None = None,
     *,
+    query_length: float | None = None,
     initial_state: jax.Array | None = None,
     return_state: bool = False,
     implementation: str | None = None,
@@ -39,11 +40,12 @@ def delta_rule(
 
     Args:
         q_BxLxHxE: queries.
-        k_BxLxKxE: keys; of length 1, or the state grows where β ⟨k, k⟩ > 2.
+        k_BxLxKxE: keys; the state grows where β ⟨k, k⟩ > 2.
         v_BxLxKxD: values.
         beta_BxLxK: how much of the difference is learned; float32.
         log_decay_BxLxK: logs of the factors a, at most 0; float32. -inf, and all below -104, forget all that was before
             (`lm.ops.decay`). None: no factors.
+        query_length: queries are brought to this length first, and keys to length 1; None: both are as they are.
         initial_state: [B, K, E, D] float32, as an earlier call returned it; None: zeros.
         return_state: also return the state after the last token.
         implementation: one of `IMPLEMENTATIONS`, on parts of a window of `PARTS`; None picks the platform's.
@@ -61,14 +63,14 @@ def delta_rule(
         if initial_state is not None or return_state:
             raise ConfigError('mesh.sequence: a window on many devices has no states of its own')
         operation = 'the delta rule on parts of a window'
-        return platform.choose(operation, PARTS, PREFERRED, implementation, *arrays).delta_rule(*arrays)
+        return platform.choose(operation, PARTS, PREFERRED, implementation, *arrays).delta_rule(*arrays, query_length)
     if initial_state is None:
         batch, _, heads, size = k_BxLxKxE.shape
         initial_state = jnp.zeros((batch, heads, size, v_BxLxKxD.shape[-1]), jnp.float32)
     arrays += (initial_state,)
     preferred = PREFERRED if k_BxLxKxE.shape[1] >= FEW else {}
     chosen = platform.choose('the delta rule', IMPLEMENTATIONS, preferred, implementation, *arrays)
-    o_BxLxHxD, state = chosen.delta_rule(*arrays)
+    o_BxLxHxD, state = chosen.delta_rule(*arrays, query_length)
     return (o_BxLxHxD, state) if return_state else o_BxLxHxD
 
 

@@ -21,18 +21,19 @@ def delta_rule(
     v_BxLxKxD: jax.Array,
     beta_BxLxK: jax.Array,
     log_decay_BxLxK: jax.Array | None,
+    query_length: float | None = None,
 ) -> jax.Array:
     """The outputs [B, L, H, D] of this part; arguments as in `lm.ops.delta_rule`."""
     wide = v_BxLxKxD.astype(jnp.float32)
-    o_BxLxHxD = of_part(xla.delta_rule, q_BxLxHxE, k_BxLxKxE, wide, beta_BxLxK, log_decay_BxLxK)
+    o_BxLxHxD = of_part(xla.delta_rule, q_BxLxHxE, k_BxLxKxE, wide, beta_BxLxK, log_decay_BxLxK, query_length)
     return o_BxLxHxD.astype(v_BxLxKxD.dtype)
 
 
-def of_part(walk: Callable, q, k, v, beta, log_decay) -> jax.Array:
+def of_part(walk: Callable, q, k, v, beta, log_decay, query_length) -> jax.Array:
     """The outputs of this part; `walk`: an implementation's `delta_rule`, which walks it once."""
     size = v.shape[-1]
     columns, start = extended(k, v)
-    o, state = walk(q, k, columns, beta, log_decay, start)
+    o, state = walk(q, k, columns, beta, log_decay, start, query_length)
     own, through = jnp.split(o, [size], axis=-1)
     before = _carried(*jnp.split(state - start, [size], axis=-1))
     through = through.reshape(*k.shape[:3], -1, k.shape[-1])

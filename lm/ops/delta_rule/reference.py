@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lm.ops.delta_rule.unit import lengths
+
 
 def delta_rule(
     q_BxLxHxE: jax.Array,
@@ -12,8 +14,10 @@ def delta_rule(
     beta_BxLxK: jax.Array,
     log_decay_BxLxK: jax.Array | None,
     initial_state: jax.Array,
+    query_length: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments as in `lm.ops.delta_rule`; outputs, and the state after the last token."""
+    q_BxLxHxE, k_BxLxKxE = lengths(q_BxLxHxE, k_BxLxKxE, query_length)
     groups, dtype = q_BxLxHxE.shape[2] // k_BxLxKxE.shape[2], v_BxLxKxD.dtype
     if log_decay_BxLxK is None:
         log_decay_BxLxK = jnp.zeros_like(beta_BxLxK)

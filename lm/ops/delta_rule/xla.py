@@ -21,6 +21,7 @@ from jax import lax
 
 from lm.ops import decay as decays
 from lm.ops import platform
+from lm.ops.delta_rule.unit import lengths
 from lm.ops.dots import dot
 from lm.ops.residuals import saved
 
@@ -47,8 +48,10 @@ def delta_rule(
     beta_BxLxK: jax.Array,
     log_decay_BxLxK: jax.Array | None,
     initial_state: jax.Array,
+    query_length: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments as in `lm.ops.delta_rule`; outputs, and the state after the last token."""
+    q_BxLxHxE, k_BxLxKxE = lengths(q_BxLxHxE, k_BxLxKxE, query_length)
     arrays = (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, beta_BxLxK, log_decay_BxLxK, initial_state)
     if platform.uneven_batch(q_BxLxHxE.shape[0]):
         return _of_device(*arrays)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.delta_rule.tpu.chunk import Chunk
+from lm.ops.delta_rule.tpu.chunk import Chunk, Vectors, sum_rows
 from lm.ops.delta_rule.tpu.plan import DeltaPlan
 from lm.ops.tpu import SUBLANES, dot
 from lm.ops.tpu.order import Turns, side_by_side
@@ -55,10 +55,12 @@ def _kernel(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter, dq, dk, dv, d
         dstate[...] = dafter[...]
 
     def head(n: int) -> Turns:
-        chunk = Chunk(k[n], v[n], beta[n], c[n], states[n, 0])
+        keys = Vectors(k[n], plan.query_length and 1.0)
+        chunk = Chunk(keys.x, v[n], beta[n], c[n], states[n, 0])
         dtype = chunk.dtype
         queries = range(n * plan.groups, (n + 1) * plan.groups)
-        products = [(dot(chunk.k, q[m], (0, 0)), dot(chunk.state, q[m], (1, 0))) for m in queries]
+        vectors = [Vectors(q[m], plan.query_length) for m in queries]
+        products = [(dot(chunk.k, each.x, (0, 0)), dot(chunk.state, each.x, (1, 0))) for each in vectors]
         wanted = dstate[n].astype(dtype)
         folded = chunk.until * dot(wanted, chunk.k, (1, 0))
         yield from chunk.solve()
@@ -86,14 +88,15 @@ def _kernel(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter, dq, dk, dv, d
         dkeys = dot(chunk.state, dread, (0, 0)) + chunk.until * dot(wanted, new, (0, 0))
         dkeys += dot(chunk.k, dproducts, (1, 1)) + dot(chunk.k, dproducts, (1, 0))
         yield
-        for m, dweight, weight, (_, read) in zip(queries, dweights, weights, products, strict=True):
+        for m, each, dweight, weight, (_, read) in zip(queries, vectors, dweights, weights, products, strict=True):
             of_pairs += dweight * weight
             dc_1xC += sum_rows(do[m].astype(jnp.float32) * read) * chunk.since
             dproduct = (dweight * chunk.within).astype(dtype)
-            dq[m] = (chunk.since * dot(chunk.state, do[m], (0, 0)) + dot(chunk.k, dproduct, (1, 0))).astype(dtype)
-            dkeys += dot(q[m], dproduct, (1, 1))
-            dstates += dot((chunk.since * do[m].astype(jnp.float32)).astype(dtype), q[m], (1, 1))
-        dk[n] = dkeys.astype(dtype)
+            dquery = chunk.since * dot(chunk.state, do[m], (0, 0)) + dot(chunk.k, dproduct, (1, 0))
+            dq[m] = each.backwards(dquery).astype(dtype)
+            dkeys += dot(each.x, dproduct, (1, 1))
+            dstates += dot((chunk.since * do[m].astype(jnp.float32)).astype(dtype), each.x, (1, 1))
+        dk[n] = keys.backwards(dkeys).astype(dtype)
         of_added = sum_rows(folded * chunk.new)
         of_state = jnp.sum(dstate[n] * chunk.state.astype(jnp.float32), keepdims=True) * chunk.whole
         ones = jnp.ones((SUBLANES, of_pairs.shape[0]), jnp.float32)
@@ -107,8 +110,3 @@ def _kernel(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter, dq, dk, dv, d
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():
         dbefore[...] = dstate[...]
-
-
-def sum_rows(x: jax.Array) -> jax.Array:
-    """Over all rows, [1, columns]."""
-    return jnp.sum(x, axis=0, keepdims=True)

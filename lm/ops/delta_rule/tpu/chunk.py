@@ -18,9 +18,38 @@ import jax.numpy as jnp
 from jax import lax
 
 from lm.ops.delta_rule.tpu.inverse import inverse
+from lm.ops.delta_rule.unit import EPSILON
 from lm.ops.tpu import dot
 from lm.ops.tpu.decay import column, last, pairs
 from lm.ops.tpu.order import Turns
+
+
+class Vectors:
+    """Queries or keys of a chunk, and what brings them to their length.
+
+    Attributes:
+        x: the vectors as operands, [E, C].
+    """
+
+    def __init__(self, x_ExC: jax.Array, length: float | None):
+        self.x, self._length = x_ExC, length
+        if length is not None:
+            wide = x_ExC.astype(jnp.float32)
+            self._rate = length * lax.rsqrt(sum_rows(wide * wide) + EPSILON)
+            self.x = (wide * self._rate).astype(x_ExC.dtype)
+
+    def backwards(self, dx_ExC: jax.Array) -> jax.Array:
+        """The gradient of the vectors as they came, from that of `x`; float32."""
+        if self._length is None:
+            return dx_ExC
+        x = self.x.astype(jnp.float32)
+        along = sum_rows(dx_ExC * x) * self._length**-2
+        return self._rate * (dx_ExC - along * x)
+
+
+def sum_rows(x: jax.Array) -> jax.Array:
+    """Over all rows, [1, columns]."""
+    return jnp.sum(x, axis=0, keepdims=True)
 
 
 class Chunk:

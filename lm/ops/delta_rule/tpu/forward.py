@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.delta_rule.tpu.chunk import Chunk
+from lm.ops.delta_rule.tpu.chunk import Chunk, Vectors
 from lm.ops.delta_rule.tpu.plan import DeltaPlan
 from lm.ops.tpu import dot
 from lm.ops.tpu.order import Turns, side_by_side
@@ -60,11 +60,12 @@ def _kernel(plan: DeltaPlan, q, k, v, beta, c, before, o, after, *refs):
         state[...] = before[...]
 
     def head(n: int) -> Turns:
-        chunk = Chunk(k[n], v[n], beta[n], c[n], state[n])
+        chunk = Chunk(Vectors(k[n], plan.query_length and 1.0).x, v[n], beta[n], c[n], state[n])
         for states in saved:
             states[n, 0] = chunk.state
         queries = range(n * plan.groups, (n + 1) * plan.groups)
-        products = [(dot(chunk.k, q[m], (0, 0)), dot(chunk.state, q[m], (1, 0))) for m in queries]
+        vectors = [Vectors(q[m], plan.query_length).x for m in queries]
+        products = [(dot(chunk.k, x, (0, 0)), dot(chunk.state, x, (1, 0))) for x in vectors]
         yield from chunk.solve()
         new = chunk.new.astype(chunk.dtype)
         for m, (of_query, read) in zip(queries, products, strict=True):

@@ -23,12 +23,14 @@ class DeltaPlan:
         heads: key heads of a grid step; divides those of all sequences.
         groups: queries of a key head.
         steps: chunks of a sequence.
+        query_length: queries are brought to this length and keys to length 1; None: both are as they are.
         vmem_limit_bytes: to ask the compiler for; None: its default.
     """
 
     heads: int
     groups: int
     steps: int
+    query_length: float | None
     vmem_limit_bytes: int | None
 
     def keys(self, array, backwards: bool = False) -> pl.BlockSpec:
@@ -68,12 +70,14 @@ class DeltaPlan:
         return self.steps - 1 - j if backwards else j
 
 
-def plan_for(n: int, groups: int, length: int, size: int, value_size: int, itemsize: int) -> DeltaPlan:
+def plan_for(
+    n: int, groups: int, length: int, size: int, value_size: int, itemsize: int, query_length: float | None = None
+) -> DeltaPlan:
     """How `n` key heads of `length` tokens are computed, of which `size` and `value_size` rows are padded."""
     available, limit = platform.vmem()
     fit = max(1, available // vmem_estimate(groups, size, value_size, itemsize))
     heads = max(heads for heads in range(1, min(MOST_HEADS, fit) + 1) if n % heads == 0)
-    return DeltaPlan(heads, groups, -(-length // CHUNK), limit)
+    return DeltaPlan(heads, groups, -(-length // CHUNK), query_length, limit)
 
 
 def vmem_estimate(groups: int, size: int, value_size: int, itemsize: int) -> int:

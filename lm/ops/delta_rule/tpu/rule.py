@@ -28,10 +28,12 @@ def delta_rule(
     beta_BxLxK: jax.Array,
     log_decay_BxLxK: jax.Array | None,
     initial_state: jax.Array,
+    query_length: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments as in `lm.ops.delta_rule`; outputs, and the state after the last token."""
     arrays = (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, beta_BxLxK, log_decay_BxLxK, initial_state)
-    return platform.per_device(_of_device, (True,) * len(arrays))(*arrays)
+    run = functools.partial(_of_device, query_length)
+    return platform.per_device(run, (True,) * len(arrays))(*arrays)
 
 
 def unsupported(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *rest) -> str | None:
@@ -52,11 +54,11 @@ def _sizes(q, k, v):
     return q.shape[2] // k.shape[2], padded_rows(k.shape[-1]), padded_rows(v.shape[-1]), v.dtype.itemsize
 
 
-def _of_device(q, k, v, beta, log_decay, state):
+def _of_device(query_length, q, k, v, beta, log_decay, state):
     batch, length, heads, size = k.shape
     value_size = v.shape[-1]
     groups, *sizes = _sizes(q, k, v)
-    plan = plan_for(batch * heads, groups, length, *sizes)
+    plan = plan_for(batch * heads, groups, length, *sizes, query_length)
     padded = plan.steps * CHUNK
     # Zero tokens after the last leave the state as it is.
     arrays = (by_token(a, padded, a.shape[2]) for a in (q, k, v))
