@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lm.attention.base import Attention, AttentionModule, HeadDims, KernelCall, KernelCases
+from lm.attention.recurrent.convolution import convolution_call
 from lm.attention.recurrent.gate import StepGate
 from lm.config.configurable import configurable, field
 from lm.ops.delta_rule import delta_rule
@@ -46,7 +47,7 @@ class Delta(Attention):
 
     @classmethod
     def kernel_cases(cls) -> KernelCases:
-        return {'delta': delta_call}
+        return {'delta': delta_call, 'short convolution': convolution_call}
 
 
 class DeltaAttention(AttentionModule):

@@ -49,6 +49,12 @@ def unsupported(x: jax.Array, kernel: jax.Array, before: jax.Array | None, reach
     return platform.uneven_batch(batch)
 
 
+def block_sizes(channels: int, length: int) -> tuple[int, int]:
+    """Channels and tokens of a grid step."""
+    rows = next(n for n in range(CHANNELS, 0, -ROWS) if channels % n == 0)
+    return rows, next(n for n in range(TOKENS, 0, -LANES) if length % n == 0)
+
+
 def _of_device(x_BxLxN, kernel_SxN, before_BxRxN, reach_BxL):
     x_BxNxL = x_BxLxN.swapaxes(1, 2)
     before = None
@@ -85,8 +91,7 @@ def _call(function, name, arrays, outputs, kernel, before, reach, back=False):
     """The kernel `function`; `back`: from the last token to the first, with the tokens before each block as well."""
     x = arrays[0]
     batch, channels, length = x.shape
-    rows = next(n for n in range(CHANNELS, 0, -ROWS) if channels % n == 0)
-    block = next(n for n in range(TOKENS, 0, -LANES) if length % n == 0)
+    rows, block = block_sizes(channels, length)
     steps = length // block
 
     def at(j):
