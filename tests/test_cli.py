@@ -285,6 +285,19 @@ def test_help_lists_the_verbs_without_importing_jax():
     assert min(times) < 1.0
 
 
+def test_python_m_lm_is_the_command(tmp_path):
+    """With its exit codes, and under its name."""
+    found = []
+    for module in ('lm', 'lm.cli'):
+        for arguments in (['--help'], ['train'], ['inspect', str(tmp_path / 'nothing')]):
+            command = [sys.executable, '-m', module, *arguments]
+            done = subprocess.run(command, cwd=PROJECT, env=tiny.environment(), capture_output=True, text=True)
+            found.append((done.returncode, done.stdout, done.stderr))
+    assert found[:3] == found[3:]
+    assert [code for code, *_ in found[:3]] == [0, 2, 2]
+    assert found[1][2].startswith('lm train: error: ')
+
+
 def test_a_dumped_experiment_is_a_run_configuration(project, calls):
     run = project / 'runs' / 'r'
     run.mkdir(parents=True)

@@ -34,6 +34,7 @@ FLOORS = (
         'evaluation.command', 'data.prepare.command',
     ),
     ('cli',),
+    ('__main__',),
 )  # fmt: skip
 """From the ground up. A file belongs to the longest entry that its name begins with; rooms of one floor do not meet."""
 
@@ -180,7 +181,8 @@ def test_no_file_but_its_own_names_a_mechanism():
 
 
 def test_rooms_are_small():
-    sizes = collections.Counter(path.parent for path in ROOT.rglob('*.py'))
+    # `__main__.py` is but the other name of a door.
+    sizes = collections.Counter(path.parent for path in ROOT.rglob('*.py') if path.name != '__main__.py')
     assert {str(folder): n for folder, n in sizes.items() if n > 12} == {}
     lines = {str(path): len(path.read_text().splitlines()) for path in ROOT.rglob('*.py')}
     assert {path: n for path, n in lines.items() if n > 400} == {}
