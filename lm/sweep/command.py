@@ -21,6 +21,7 @@ from lm.errors import INTERRUPTED, AbsentError, ConfigError, LmError
 from lm.experiment import validate
 from lm.runs.lock import OccupiedError
 from lm.runs.run_dir import RunDir, check_path
+from lm.sweep.flags import check_together
 from lm.sweep.points import make_points
 from lm.sweep.runner import Runner
 from lm.sweep.sweep import Sweep
@@ -28,6 +29,7 @@ from lm.sweep.sweep import Sweep
 
 def main(_: Any, arguments: Any) -> int:
     """The `lm sweep` command."""
+    check_together(arguments)
     if not arguments.sweep_file:
         raise ConfigError('--sweep_file: name a gin file whose values are lists')
     points = make_points(
@@ -41,15 +43,11 @@ def main(_: Any, arguments: Any) -> int:
     check_path(arguments.run_dir)
     sweep = Sweep(arguments.run_dir, points)
     if arguments.index is not None:
-        if arguments.dry_run:
-            raise ConfigError(f'--index {arguments.index} and --dry_run: give one of them; --dry_run lists all points')
         sweep.check()
         return run_one(sweep, arguments)
     # The points are processes of their own, which need the accelerator of this machine.
     jax.config.update('jax_platforms', 'cpu')
     sweep.check()
-    if arguments.coordinator_address or arguments.process_count is not None or arguments.process_id is not None:
-        raise ConfigError('--coordinator_address: runs of several processes need --index, one point for all of them')
     print(f'{len(points)} points in {sweep.root}')
     for point in points:
         print(f'{point.index:>4}  {point.name}  [{sweep.result(point)["status"]}]')

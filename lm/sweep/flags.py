@@ -2,6 +2,8 @@
 
 import argparse
 
+from lm.errors import ConfigError
+
 
 def sweep_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--run_dir', metavar='ROOT', help='the folder that gets a run directory for each point')
@@ -14,7 +16,28 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--dry_run', action='store_true', help='print the list of runs and stop')
     parser.add_argument('--count', action='store_true', help='print the number of points and stop')
-    parser.add_argument('--jobs', type=int, default=1, metavar='N', help='points at a time; default: 1')
+    parser.add_argument('--jobs', type=int, metavar='N', help='points at a time; default: 1')
     parser.add_argument('--gpus_per_job', type=int, metavar='K', help='share the GPUs out, K to a point')
     parser.add_argument('--index', type=int, metavar='I', help='run only point I, from 0, in this process')
     parser.add_argument('--retry_failed', action='store_true', help='run points again that diverged or were refused')
+
+
+def check_together(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for flags of which one would be ignored, and for numbers that are too small."""
+    index, jobs, gpus = arguments.index, arguments.jobs, arguments.gpus_per_job
+    for flag, number in (('--jobs', jobs), ('--gpus_per_job', gpus)):
+        if number is not None and number < 1:
+            raise ConfigError(f'{flag} {number}: must be at least 1')
+        if number is not None and index is not None:
+            raise ConfigError(
+                f'--index {index} and {flag} {number}: give one of them; --index runs one point, in this process'
+            )
+    if index is not None and arguments.dry_run:
+        raise ConfigError(f'--index {index} and --dry_run: give one of them; --dry_run lists all points')
+    if index is not None and arguments.count:
+        raise ConfigError(f'--index {index} and --count: give one of them; --count is of all points')
+    if arguments.count and arguments.dry_run:
+        raise ConfigError('--count and --dry_run: give one of them; --dry_run lists the points as well')
+    given = arguments.coordinator_address, arguments.process_count, arguments.process_id
+    if index is None and given != (None, None, None):
+        raise ConfigError('--coordinator_address: runs of several processes need --index, one point for all of them')

@@ -39,10 +39,8 @@ class Runner:
     """Runs the points of a sweep as processes, a few at a time."""
 
     def __init__(self, sweep: Sweep, arguments: Any):
-        if arguments.jobs < 1:
-            raise ConfigError(f'--jobs {arguments.jobs}: must be at least 1')
         self.sweep = sweep
-        self.slots = list(range(arguments.jobs))
+        self.slots = list(range(arguments.jobs or 1))
         self.gpus_per_job = arguments.gpus_per_job
         if self.gpus_per_job:
             self._gpus(max(self.slots))  # refuses what is not there

@@ -110,7 +110,7 @@ class World:
         self.tables += 1
         return [self.result(point) for point in self.points]
 
-    def runner(self, jobs=1, gpus=None, retry=False, imports=False):
+    def runner(self, jobs=None, gpus=None, retry=False, imports=False):
         flags = dict(jobs=jobs, gpus_per_job=gpus, retry_failed=retry, allow_gin_imports=imports)
         return Runner(self, types.SimpleNamespace(**flags))
 
@@ -120,15 +120,15 @@ def world(tmp_path, monkeypatch):
     return World(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize('jobs', [1, 2, 9])
+@pytest.mark.parametrize('jobs', [None, 1, 2, 9])
 def test_so_many_points_run_at_a_time(world, jobs, capsys):
     for name in 'abcd':
         world.add(name, looks=3)
     runner = world.runner(jobs)
     assert runner.run() == 0
     assert world.names() == world.prepared == list('abcd')
-    assert max(process.others for process in world.processes()) == min(jobs, 4) - 1
-    assert (runner.running, runner.waiting, runner.slots) == ([], [], list(range(jobs)))
+    assert max(process.others for process in world.processes()) == min(jobs or 1, 4) - 1
+    assert (runner.running, runner.waiting, runner.slots) == ([], [], list(range(jobs or 1)))
     assert world.failures == {}
     out = capsys.readouterr().out
     assert f'a: started, see {world.notes / "a.log"}  (3 waiting)' in out
@@ -316,8 +316,6 @@ def test_each_point_gets_gpus_of_its_own(world, monkeypatch):
     assert [p.options.env['CUDA_VISIBLE_DEVICES'] for p in world.processes()] == ['4,5', '6,7', '4,5']
     with pytest.raises(ConfigError, match='--gpus_per_job 3: CUDA_VISIBLE_DEVICES has only 4 GPUs'):
         world.runner(2, gpus=3)
-    with pytest.raises(ConfigError, match='--jobs 0: must be at least 1'):
-        world.runner(0)
 
 
 @pytest.mark.parametrize(

@@ -144,11 +144,32 @@ def test_dry_run_and_count_write_nothing(tmp_path, capsys):
     assert main([*command, '--count']) == 0
     assert capsys.readouterr().out == '2\n'
     assert main([*command, '--index', '2']) == 2
-    assert main([*command, '--index', '1', '--dry_run']) == 2
-    assert '--index 1 and --dry_run' in capsys.readouterr().err
-    assert main([*command, '--jobs', '0']) == 2
     assert main(['sweep', '--sweep_file', str(tmp_path / 's.gin')]) == 2
     assert main(['sweep', '--run_dir', str(tmp_path / 'root')]) == 2
+    assert not (tmp_path / 'root').exists()
+
+
+@pytest.mark.parametrize(
+    ('flags', 'expected'),
+    [
+        ('--index 1 --dry_run', '--index 1 and --dry_run: give one of them'),
+        ('--index 1 --jobs 2', '--index 1 and --jobs 2: give one of them'),
+        ('--index 1 --jobs 1', '--index 1 and --jobs 1: give one of them'),
+        ('--index 0 --gpus_per_job 1', '--index 0 and --gpus_per_job 1: give one of them'),
+        ('--index 0 --count', '--index 0 and --count: give one of them'),
+        ('--count --dry_run', '--count and --dry_run: give one of them'),
+        ('--count --process_id 0', '--coordinator_address: runs of several processes need --index'),
+        ('--dry_run --jobs 0', '--jobs 0: must be at least 1'),
+        ('--gpus_per_job 0', '--gpus_per_job 0: must be at least 1'),
+    ],
+)
+def test_no_flag_is_ignored(flags, expected, tmp_path, capsys):
+    (tmp_path / 's.gin').write_text('train.seed = [0, 1]')
+    command = ['sweep', '--run_dir', str(tmp_path / 'root'), '--sweep_file', str(tmp_path / 's.gin')]
+    assert main([*command, *flags.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f'lm sweep: error: {expected}')
+    assert (printed.out, printed.err.count('\n')) == ('', 1)
     assert not (tmp_path / 'root').exists()
 
 
