@@ -36,6 +36,11 @@ def digits(value: float) -> str:
     return f'{value:,.{max(0, 2 - exponent)}f}'
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """1 and 'step' → '1 step', 2000 → '2,000 steps'; `plural` where it does not end in -s alone."""
+    return f'{number:,} {noun if number == 1 else plural or f"{noun}s"}'
+
+
 def markdown_table(rows: Sequence[Sequence[str]], headings: Sequence[str], left: int = 1) -> str:
     """A table in Markdown.
 

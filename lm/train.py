@@ -36,7 +36,7 @@ from lm.runs.leader import check_same
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
-from lm.text import duration, si
+from lm.text import counted, duration, si
 from lm.training.config import TrainConfig
 from lm.training.inputs import make_batches, open_store
 from lm.training.mesh import describe_mesh, initialize_distributed, make_mesh, meet
@@ -242,7 +242,7 @@ class Trainer:
         with self.goodput.spent('step'):
             self.run_steps()
         self.progress.note(
-            f'done: {config.steps} steps in {duration(self.throughput.seconds)}, '
+            f'done: {counted(config.steps, "step")} in {duration(self.throughput.seconds)}, '
             f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.run_directory.path}'
         )
         self.progress.note(f'goodput {describe(self.record_goodput(finished=True))}')

@@ -23,7 +23,7 @@ from lm.bench.candidates import Candidate, of_arguments
 from lm.bench.formulations import COMPUTED, FORMULATIONS
 from lm.errors import ConfigError
 from lm.ops.linear_attention import linear_attention
-from lm.text import digits
+from lm.text import counted, digits
 
 PASSES = ('forward', 'forward+backward')
 BASELINES = (YARDSTICK.gin_name, *FORMULATIONS)
@@ -93,7 +93,8 @@ def run(arguments: Any) -> int:
     printer, machine = results.Printer(), results.machine() | {'device_count': 1}
     printer.line(results.heading('lm bench attention', machine))
     what = 'the operation of a layer, its arguments given' if arguments.features_given else 'one layer'
-    printer.line(f'{what}, {heads} heads of {arguments.head_dim}, {dtype}, at least {tokens:,} tokens a call')
+    size = f'{counted(heads, "head")} of {arguments.head_dim}'
+    printer.line(f'{what}, {size}, {dtype}, at least {tokens:,} tokens a call')
     dims = HeadDims(heads, heads, arguments.head_dim)
     given = arguments.features_given
     sizes = contexts, arguments.passes, tokens, dims, jnp.dtype(dtype), arguments.repeats

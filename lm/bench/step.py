@@ -19,7 +19,7 @@ from lm.data.tokenizers import token_dtype
 from lm.errors import ConfigError
 from lm.experiment import Experiment, training_step
 from lm.hardware import peak_flops
-from lm.text import digits
+from lm.text import counted, digits
 from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh
 from lm.training.program import abstract_state, init_state, lower_step
 from lm.training.step import count_parameters
@@ -139,7 +139,7 @@ def run(arguments: Any) -> int:
     printer.line(results.heading('lm bench step', machine))
     model = found[0].experiment.model
     printer.line(
-        f'{model.n_layers} layers of width {model.d_model}, {tokens:,} tokens a step, '
+        f'{counted(model.n_layers, "layer")} of width {model.d_model}, {tokens:,} tokens a step, '
         f'{jnp.dtype(model.compute_dtype).name}'
     )
     rows = []

@@ -5,7 +5,7 @@ from lm.check.compiled_step import MARGIN, Budget, Check, Speed
 from lm.compiled.roofline import Roofline
 from lm.experiment import Experiment
 from lm.hardware import Chip, parse
-from lm.text import digits, duration, si
+from lm.text import counted, digits, duration, si
 from lm.training.progress import plan_rows, print_row
 
 WIDTH = 24
@@ -30,8 +30,8 @@ def print_check(check: Check, budget: Budget, price: float | None = None) -> Non
     print()
     row(
         'topology',
-        f'{check.topology}: {f"{topology.slices} slices, " if topology.slices > 1 else ""}{check.chips} chips, '
-        f'{check.devices} devices; '
+        f'{check.topology}: {f"{topology.slices} slices, " if topology.slices > 1 else ""}'
+        f'{counted(check.chips, "chip")}, {counted(check.devices, "device")}; '
         f'{"compiled in" if check.roofline else "refused by the compiler after"} {check.compile_seconds:.0f} s'
         + (f' with {", ".join(check.bindings)}' if check.bindings else ''),
     )

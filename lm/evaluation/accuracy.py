@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.tasks.base import Slice, Task
-from lm.text import perplexity
+from lm.text import counted, perplexity
 from lm.training.mesh import batch_sharding, replicated, shared_rows
 from lm.training.step import TrainStep
 
@@ -143,6 +143,7 @@ class TaskEvaluator:
 
     def describe(self, result: dict) -> str:
         """The result in one line."""
-        unit = f'{result["examples"]:,} examples' if self.task.whole_answers else f'{result["answers"]:,} answers'
+        noun = 'example' if self.task.whole_answers else 'answer'
+        unit = counted(result[f'{noun}s'], noun)
         parts = [f'\n  {name}: {100 * share:.2f} %' for name, share in result.get('accuracy_by_slice', {}).items()]
         return f'accuracy {100 * result["accuracy"]:.2f} % of {unit}  loss {result["loss"]:.4f}{"".join(parts)}'

@@ -9,7 +9,7 @@ from rich.table import Table
 from lm.runs import sweep_file
 from lm.runs.goodput import describe
 from lm.runs.info import starts_left_out
-from lm.text import duration, perplexity, si
+from lm.text import counted, duration, perplexity, si
 
 
 def print_run(found: dict[str, Any], console: Console) -> None:
@@ -30,8 +30,8 @@ def print_run(found: dict[str, Any], console: Console) -> None:
             else ''
         ),
         **_branch(info.get('branch')),
-        'model': f'{get("model.n_layers")} layers of width {get("model.d_model")}, {get("model.n_heads")} heads of '
-        f'{get("model.head_dim")}, {found["attention"]}',
+        'model': f'{_counted(get("model.n_layers"), "layer")} of width {get("model.d_model")}, '
+        f'{_counted(get("model.n_heads"), "head")} of {get("model.head_dim")}, {found["attention"]}',
         'parameters': f'{sum(found["parameters"].values()):,} ('
         + ', '.join(f'{part} {count:,}' for part, count in found['parameters'].items() if count)
         + ')',
@@ -39,8 +39,8 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         f'peak learning rate {get("optimizer.peak_learning_rate")}, seed {get("train.seed")}',
         'data': f'{data_of(found["configuration"])}, fingerprint {_short(found["fingerprints"]["data"])}',
         'tokenizer': _short(found['fingerprints']['tokenizer']),
-        'machine': f'{info.get("device_count")} × {info.get("device_kind")}, {info.get("process_count")} process'
-        + ('es' if info.get('process_count') != 1 else ''),
+        'machine': f'{info.get("device_count")} × {info.get("device_kind")}, '
+        + _counted(info.get('process_count'), 'process', 'processes'),
         'code': f'{info.get("git_commit") or "no git commit"}, lm {info.get("versions", {}).get("lm")}, '
         f'jax {info.get("versions", {}).get("jax")}',
         'last step': '–'
@@ -49,7 +49,7 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         f'gradient norm {train["grad_norm"]:.3f}, {si(found["tokens_per_second"] or 0)} tokens/s'
         + (f', MFU {train["mfu"]:.1%}' if train.get('mfu') else '')
         + f', {duration(train["seconds"])} of training'
-        + (f', {train["skipped_steps"]} steps skipped' if train.get('skipped_steps') else ''),
+        + (f', {counted(train["skipped_steps"], "step")} skipped' if train.get('skipped_steps') else ''),
         'goodput': describe(found['goodput']) if found['goodput'] else '–',
         'last evaluation': '–'
         if evaluation is None
@@ -119,6 +119,11 @@ def _table(*headings: str) -> Table:
         left = heading in ('saved', 'health', 'split')
         table.add_column(heading, justify='left' if left else 'right')
     return table
+
+
+def _counted(number: Any, noun: str, plural: str | None = None) -> str:
+    """Of what a file says, which may be text or missing."""
+    return counted(int(number), noun, plural) if str(number).isdecimal() else f'{number} {plural or f"{noun}s"}'
 
 
 def _short(digest: str | None) -> str:

@@ -17,6 +17,7 @@ from lm.report import paper
 from lm.report.report import Report
 from lm.runs import sweep_file
 from lm.runs.records import find_runs
+from lm.text import counted
 
 
 def main(_: Any, arguments: Any) -> int:
@@ -34,7 +35,7 @@ def main(_: Any, arguments: Any) -> int:
     print(report.markdown_table())
     if missing := paper.without_match(report.comparison, arguments.paper):
         print(f'\n{missing}')
-    print(f'\n{len(report.written)} files in {out}: {", ".join(report.written)}')
+    print(f'\n{counted(len(report.written), "file")} in {out}: {", ".join(report.written)}')
     return 0
 
 

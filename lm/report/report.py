@@ -13,7 +13,7 @@ from lm.report.pictures import Pictures
 from lm.runs.goodput import describe
 from lm.runs.records import Run
 from lm.runs.sweep_file import MEASURES, describe_status
-from lm.text import digits, markdown_table, short
+from lm.text import counted, digits, markdown_table, short
 
 HAVE_COLUMNS = ('train.seed', 'train.steps', 'train.context_length', 'model.n_layers')
 """Bindings with a column of their own, by this or another name."""
@@ -152,7 +152,7 @@ class Report:
             f'`{run.name}`: {run.directory.path}; commit {info.get("git_commit") or "unknown"}, '
             f'{paper.devices_of(run)}, data {str(info.get("data"))[:12]}, '
             f'tokenizer {str(info.get("tokenizer"))[:12]}, started {info.get("started")}, '
-            f'resumed {len(info.get("resumed", []))} times'
+            f'resumed {counted(len(info.get("resumed", [])), "time")}'
             + (f'; goodput {describe(run.goodput)}' if run.goodput else '')
         )
 

@@ -25,6 +25,7 @@ from lm.sweep.flags import check_together
 from lm.sweep.points import make_points
 from lm.sweep.runner import Runner
 from lm.sweep.sweep import Sweep
+from lm.text import counted
 
 
 def main(_: Any, arguments: Any) -> int:
@@ -48,7 +49,7 @@ def main(_: Any, arguments: Any) -> int:
     # The points are processes of their own, which need the accelerator of this machine.
     jax.config.update('jax_platforms', 'cpu')
     sweep.check()
-    print(f'{len(points)} points in {sweep.root}')
+    print(f'{counted(len(points), "point")} in {sweep.root}')
     for point in points:
         print(f'{point.index:>4}  {point.name}  [{sweep.result(point)["status"]}]')
     absent = validate_points(sweep, arguments.gpus_per_job)

@@ -21,6 +21,7 @@ from lm.config.configurable import configurable, field
 from lm.errors import ConfigError, end_process
 from lm.ops.platform import DATA_AXES, SEQUENCE_AXIS, SHARED_AXIS, data_shards
 from lm.parameters import shared_axis
+from lm.text import counted
 
 TPU_VARIABLES = ('TPU_WORKER_ID', 'TPU_WORKER_HOSTNAMES')
 """Set on every worker of a slice."""
@@ -193,7 +194,7 @@ def _slices(config: MeshConfig, devices: list) -> list[list]:
     if count != len(slices) or len({len(members) for members in slices.values()}) > 1:
         sizes = ' and '.join(str(len(members)) for members in slices.values())
         raise ConfigError(
-            f'mesh.slices = {count}: but there are {len(slices)} slice(s), of {sizes} devices; '
+            f'mesh.slices = {count}: but JAX sees {counted(len(slices), "slice")}, of {sizes} devices; '
             'start the same command on every worker of all slices, or correct the number'
         )
     return [slices[index] for index in sorted(slices)]
@@ -205,7 +206,7 @@ def describe_mesh(mesh: Mesh, config: MeshConfig, compute_dtype: Any) -> str:
     axes = ', '.join(f'{name} {size}' for name, size in mesh.shape.items())
     return (
         f'{mesh.size} × {jax.devices()[0].device_kind} ({axes}), {f"{slices} slices, " if slices > 1 else ""}'
-        f'{processes} process{"es" if processes > 1 else ""}, {np.dtype(compute_dtype).name} compute'
+        f'{counted(processes, "process", "processes")}, {np.dtype(compute_dtype).name} compute'
     )
 
 

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 
 from lm.data.batches import BatchWindows
 from lm.model import ModelConfig
-from lm.text import duration, perplexity, si
+from lm.text import counted, duration, perplexity, si
 from lm.training.config import TrainConfig
 
 
 def plan_rows(model: ModelConfig, config: TrainConfig, parameters: int, epochs: str = '') -> dict[str, str]:
     """What a configuration is about to do, by name; `epochs` says how often it will see which data."""
     mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
-    microbatches = f'{config.microbatches} microbatch{"es" if config.microbatches > 1 else ""}'
-    windows = f'{config.batch_size:,} windows of {config.context_length:,}'
-    total = f'{config.steps * config.tokens_per_step:,} ({config.steps:,} steps{epochs and f", {epochs}"})'
+    microbatches = counted(config.microbatches, 'microbatch', 'microbatches')
+    windows = f'{counted(config.batch_size, "window")} of {config.context_length:,}'
+    total = f'{config.steps * config.tokens_per_step:,} ({counted(config.steps, "step")}{epochs and f", {epochs}"})'
     return {
-        'parameters': f'{parameters:,} ({model.n_layers} layers of width {model.d_model}, {mechanisms})',
+        'parameters': f'{parameters:,} ({counted(model.n_layers, "layer")} of width {model.d_model}, {mechanisms})',
         'tokens per step': f'{config.tokens_per_step:,} ({windows}, {microbatches})',
         'tokens in total': total,
         'FLOPs per token': si(model.flops_per_token(config.context_length)),
@@ -48,8 +48,8 @@ def divergence(
     first, last = windows.batch(step - bad_steps), windows.batch(step - 1)
     others = [(a, b) for a, b in skip_batches if a < first or b > last + 1]
     return (
-        f'loss, gradient or update was not finite for {bad_steps} steps in a row, up to step {step}, there first: '
-        f'{what}; {"no step is saved" if saved is None else f"the newest checkpoint is step {saved}"}: '
+        f'loss, gradient or update was not finite for {counted(bad_steps, "step")} in a row, up to step {step}, '
+        f'there first: {what}; {"no step is saved" if saved is None else f"the newest checkpoint is step {saved}"}: '
         f"run it again with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave these "
         'batches out, or with a lower optimizer.peak_learning_rate '
         + ('in a new --run_dir' if saved is None else f'and --rewind_to {saved}')

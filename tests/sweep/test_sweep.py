@@ -149,6 +149,12 @@ def test_dry_run_and_count_write_nothing(tmp_path, capsys):
     assert not (tmp_path / 'root').exists()
 
 
+def test_one_point_is_one_point(tmp_path, capsys):
+    (tmp_path / 's.gin').write_text('train.seed = [0]')
+    assert main(['sweep', '--run_dir', 'root', '--sweep_file', str(tmp_path / 's.gin'), '--dry_run']) == 0
+    assert capsys.readouterr().out.startswith('1 point in ')
+
+
 @pytest.mark.parametrize(
     ('flags', 'expected'),
     [

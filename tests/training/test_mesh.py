@@ -60,9 +60,9 @@ def test_more_devices_than_a_slice_has_cannot_share():
         (None, [1, 1, 0, 0], [[2, 3], [0, 1]]),
         (2, [0, 1, 0, 1], [[0, 2], [1, 3]]),
         (1, [0, 0, 0, 0], [[0, 1, 2, 3]]),
-        (2, [0, 0, 0, 0], 'mesh.slices = 2: but there are 1 slice(s), of 4 devices'),
-        (1, [0, 0, 1, 1], 'mesh.slices = 1: but there are 2 slice(s), of 2 and 2 devices'),
-        (None, [0, 0, 0, 1], 'there are 2 slice(s), of 3 and 1 devices'),
+        (2, [0, 0, 0, 0], 'mesh.slices = 2: but JAX sees 1 slice, of 4 devices'),
+        (1, [0, 0, 1, 1], 'mesh.slices = 1: but JAX sees 2 slices, of 2 and 2 devices'),
+        (None, [0, 0, 0, 1], 'JAX sees 2 slices, of 3 and 1 devices'),
     ],
 )
 def test_tpus_say_their_slices(slices, indices, found):
@@ -76,7 +76,7 @@ def test_tpus_say_their_slices(slices, indices, found):
 
 
 def test_simulated_devices_that_do_not_divide_form_no_slices():
-    with pytest.raises(ConfigError, match=r'mesh\.slices = 3: but there are 1 slice'):
+    with pytest.raises(ConfigError, match=r'mesh\.slices = 3: but JAX sees 1 slice'):
         make_mesh(MeshConfig(slices=3))
 
 

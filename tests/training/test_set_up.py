@@ -67,7 +67,7 @@ def test_the_plan_is_printed_before_anything_is_touched(until, capsys):
     assert path == 'unused'
     rows = {line[:17].strip(): line[17:] for line in capsys.readouterr().out.splitlines()}
     assert rows.keys() == {'parameters', 'tokens per step', 'tokens in total', 'FLOPs per token', 'devices'}
-    assert rows['parameters'].endswith('(1 layers of width 16, softmax)')
+    assert rows['parameters'].endswith('(1 layer of width 16, softmax)')
     assert ' epochs of ' in rows['tokens in total']
     assert rows['devices'].startswith('8 × cpu (data 8, fsdp 1), 1 process, ')
 

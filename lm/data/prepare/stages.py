@@ -36,7 +36,7 @@ from lm.data.prepare.meter import Meter
 from lm.data.sources.base import Shard
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import LockedError, is_remote, local_path, lock, write_atomically
-from lm.text import si
+from lm.text import counted, si
 
 FORMAT = 1
 
@@ -69,11 +69,13 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
     decoded, unchanged = (sum(split[key] for split in info['splits'].values()) for key in ('decoded', 'unchanged'))
     if decoded:
         share = f'{100 * unchanged / decoded:.4g} %'
+        compared = counted(decoded, 'document that was compared', 'documents that were compared')
         verb = 'encode' if config.source.holds_tokens else 'decode'
-        console.print(f'{share} of {decoded:,} documents that were compared {verb} to themselves', highlight=False)
+        console.print(f'{share} of {compared} {verb} to themselves', highlight=False)
     bad = sum(split['bad_records'] for split in info['splits'].values())
     if bad:
-        console.print(f'{bad} bad records were skipped: {path}/bad_records.jsonl names them', highlight=False)
+        skipped = counted(bad, 'bad record was', 'bad records were')
+        console.print(f'{skipped} skipped: {path}/bad_records.jsonl names them', highlight=False)
     console.print(f'prepared {path}  (fingerprint {info["fingerprint"][:16]})', highlight=False)
     return info
 
@@ -110,8 +112,8 @@ def _prepare(
     total = sum(shard.bytes for shard, _ in todo)
     processes = max(1, min(config.processes or os.cpu_count() or 1, len(todo)))
     console.print(
-        f'{settings["source"]["kind"]}: {", ".join(names)}, about {si(total)}B in {len(todo)} shards, '
-        f'{processes} processes',
+        f'{settings["source"]["kind"]}: {", ".join(names)}, about {si(total)}B in {counted(len(todo), "shard")}, '
+        f'{counted(processes, "process", "processes")}',
         highlight=False,
     )
     with _workers(processes) as (pool, progress):
@@ -119,7 +121,7 @@ def _prepare(
         finished = [job.is_finished(shard, i) for shard, i in todo]
         done = sum(shard.bytes for (shard, _), is_done in zip(todo, finished, strict=True) if is_done)
         if done:
-            console.print(f'{sum(finished)} of {len(todo)} shards were finished before', highlight=False)
+            console.print(f'{sum(finished)} of {counted(len(todo), "shard")} were finished before', highlight=False)
         futures = [
             pool.submit(work.tokenize, job, shard, i)
             for (shard, i), is_done in zip(todo, finished, strict=True)
