@@ -5,24 +5,26 @@ runs.csv        a row a run                    curves.csv      the points of all
 paper.csv       the paper's numbers and ours   *.png, *.pdf    the pictures, a column wide
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from etils import epath
 
 from lm import plots
+from lm.config.text import listed
 from lm.errors import ConfigError
 from lm.files import local_path, open_path
 from lm.report import paper
 from lm.report.report import Report
 from lm.runs import sweep_file
-from lm.runs.records import find_runs
+from lm.runs.records import Run, find_runs
 from lm.text import counted
 
 
 def main(_: Any, arguments: Any) -> int:
     """The `lm report` command."""
     runs = find_runs(arguments.paths)
+    check_split(runs, arguments.split)
     if arguments.pictures:
         plots.check_matplotlib()
     out = local_path(arguments.out, '--out')
@@ -37,6 +39,16 @@ def main(_: Any, arguments: Any) -> int:
         print(f'\n{missing}')
     print(f'\n{counted(len(report.written), "file")} in {out}: {", ".join(report.written)}')
     return 0
+
+
+def check_split(runs: Sequence[Run], split: str | None) -> None:
+    """Raises ConfigError where no run was ever evaluated on `split`; None stands for that of training."""
+    known = {str(r['split']) for run in runs for r in [*run.evals, *run.evaluations] if r.get('split')}
+    if split is not None and split not in known:
+        others = f'those are of {listed(sorted(known))}' if known else 'nor of any other'
+        raise ConfigError(
+            f'--split {split}: no evaluation of these runs is of it, {others}; run lm evaluate --split {split} first'
+        )
 
 
 def points_without_runs(paths: Iterable[str]) -> list[dict[str, Any]]:

@@ -137,6 +137,17 @@ def test_the_newest_evaluation_at_the_runs_own_context_counts(tmp_path):
     assert 'perplexity_evaluated.png' in report.written
 
 
+def test_a_split_that_no_run_was_evaluated_on_is_refused(tmp_path, capsys):
+    run, command = write_run(tmp_path / 'a', Softmax()), ['report', str(tmp_path / 'a'), '--no_pictures']
+    assert main([*command, '--out', str(tmp_path / 'out'), '--split', 'nothing']) == 2
+    expected = '--split nothing: no evaluation of these runs is of it, those are of validation; run lm evaluate'
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / 'out').exists()
+    evaluate(run, split='nothing', perplexity=11.0, step=2000)
+    assert main([*command, '--out', str(tmp_path / 'out'), '--split', 'nothing']) == 0
+    assert '| nothing | 11.000 |' in capsys.readouterr().out
+
+
 def test_an_evaluation_of_a_part_is_marked(tmp_path):
     """As with train.eval_tokens; the whole split, which lm evaluate scores at the same step, counts more."""
     for name in ('a', 'b', 'c'):
