@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.config import load as gin
+from lm.config.configurable import check_kind
 from lm.config.text import dump
 from lm.data.dataset import DataConfig, Store
 from lm.data.prepare.config import PrepareConfig
@@ -36,6 +37,8 @@ from lm.training.optimizer import OptimizerConfig
 from lm.training.program import abstract_state
 from lm.training.step import State, TrainStep, weights
 
+OPENED = "such as lm.load('runs/mine') gives"
+"""Where functions for users get a `LoadedRun` from."""
 OF_THE_JOB = ('mesh.processes', 'mesh.slices')
 """What a run says of the job that trained it, and not of those that read its weights."""
 PATIENCE_SECONDS = 20.0
@@ -54,6 +57,11 @@ class Experiment:
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+
+    def __post_init__(self):
+        for section in dataclasses.fields(self):
+            given = getattr(self, section.name)
+            check_kind(section.name, given, section.type, f'such as lm.{section.type.__name__}() is')
 
 
 def load(
@@ -83,6 +91,11 @@ def load_of_run(
     return gin.load(gin_files, gin_params, root=Experiment, **options)
 
 
+def check_experiment(given: Any) -> None:
+    """Raises ConfigError where a function for users is given something else for an experiment, such as a path."""
+    check_kind('experiment', given, Experiment, "such as lm.configure(['FILE.gin']) gives")
+
+
 def validate(
     experiment: Experiment, devices: int | None = None, known: dict | None = None, begun: bool = False
 ) -> list[str]:
@@ -98,6 +111,7 @@ def validate(
 
     Raises ConfigError or MismatchError.
     """
+    check_experiment(experiment)
     train, model, data = experiment.train, experiment.model, experiment.data
     if devices is not None:
         experiment.mesh.check_divides(devices)

@@ -19,9 +19,10 @@ import numpy as np
 from flax import nnx
 
 from lm import make_callable
+from lm.config.configurable import check_kind
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
-from lm.experiment import Experiment, LoadedRun, load_run
+from lm.experiment import OPENED, Experiment, LoadedRun, load_run
 from lm.model import Transformer
 from lm.training.mesh import initialize_distributed
 
@@ -150,6 +151,9 @@ def continuations(
 
     Raises ConfigError for settings out of range (`Sampling`).
     """
+    check_kind('run', run, LoadedRun, OPENED)
+    if isinstance(until, str):
+        raise ConfigError(f'until = {until!r}: must be a list, such as [{until!r}]')
     if max_tokens < 1:
         raise ConfigError(f'max_tokens = {max_tokens}: must be at least 1')
     sampling, tokenizer = Sampling(temperature, top_k, top_p), run.tokenizer

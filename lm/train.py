@@ -27,7 +27,7 @@ from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator
 from lm.evaluation.sets import SetsEvaluator, flat
-from lm.experiment import Experiment, training_step
+from lm.experiment import Experiment, check_experiment, training_step
 from lm.hardware import peak_flops
 from lm.runs.branch import branch_of
 from lm.runs.goodput import Goodput, describe, process_start
@@ -82,6 +82,7 @@ def train(
 
     Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
     """
+    check_experiment(experiment)
     with contextlib.ExitStack() as stack:
         goodput = Goodput(RunDir(run_dir).read_goodput(), time.time() if begun is None else begun)
         folder = None if compile_cache == 'none' else compile_cache or RunDir(run_dir).path / 'compiled'
@@ -345,7 +346,6 @@ class Trainer:
         """Starts to write a checkpoint; `loss` is that of an evaluation after `step`."""
         self.lock.check()
         self.metrics_file.flush()
-        evaluation = {} if loss is None else {'loss': loss}
         metadata = {
             'seconds': self.throughput.seconds,
             'step_seconds': self.goodput.total('step'),
@@ -353,7 +353,7 @@ class Trainer:
             'skipped_batches': self.batches.windows.skipped_before(step),
         }
         with self.pause('checkpoint'):
-            self.checkpointer.save(step, self.state, metadata=metadata, metrics=evaluation)
+            self.checkpointer.save(step, self.state, metadata=metadata, metrics={} if loss is None else {'loss': loss})
             self.record_goodput()
             self.programs.publish()
         self.is_save_due = False

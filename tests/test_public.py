@@ -112,6 +112,41 @@ def test_one_name_in_place_of_a_list_is_said(arguments, named):
         lm.configure(*arguments)
 
 
+EXPERIMENT = lm.Experiment()
+
+
+@pytest.mark.parametrize(
+    ('name', 'arguments', 'kind'),
+    [
+        ('evaluate', ('runs/x',), 'LoadedRun'),
+        ('generate', ('runs/x', 'def main('), 'LoadedRun'),
+        ('generate', (EXPERIMENT, 'def main('), 'LoadedRun'),
+        ('prepare', ('data/quickstart.gin', 'data/x'), 'PrepareConfig'),
+        ('prepare', (EXPERIMENT, 'data/x'), 'PrepareConfig'),
+        ('train', ('configs/experiments/quickstart.gin', 'runs/x'), 'Experiment'),
+        ('train', (EXPERIMENT.train, 'runs/x'), 'Experiment'),
+        ('validate', ('configs/experiments/quickstart.gin',), 'Experiment'),
+        ('dump', ('runs/x',), 'Experiment'),
+        ('dump', (EXPERIMENT.model,), 'Experiment'),
+    ],
+)
+def test_what_takes_an_object_of_ours_says_so(name, arguments, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        lm.errors.ConfigError, match=rf'^(run|config|experiment) = .*must be an? .*{kind}, such as'
+    ) as it:
+        getattr(lm, name)(*arguments)
+    assert len(str(it.value)) < 200
+    assert not list(tmp_path.iterdir())
+
+
+def test_sections_and_lists_say_what_they_are(run):
+    with pytest.raises(lm.errors.ConfigError, match=r"^model = 'small': must be a value of type ModelConfig, such as"):
+        lm.Experiment(model='small')
+    with pytest.raises(lm.errors.ConfigError, match=r"^until = 'END': must be a list, such as \['END'\]"):
+        lm.generate(run, 'x', until='END')
+
+
 def test_the_notebook_of_thirty_lines(reference_run, tmp_path):
     script = tiny.ROOT / 'scripts' / 'notebook.py'
     text = tmp_path / 'text.py'

@@ -98,6 +98,15 @@ def check_fields(config: Any) -> None:
         _check_range(label, converted, spec.metadata.get('rules', {}))
 
 
+def check_kind(name: str, given: Any, kind: type, remedy: str) -> None:
+    """Raises ConfigError unless the argument `name` of a function for users is of `kind`, such as where a path or the
+    whole experiment is given for it."""
+    if not isinstance(given, kind):
+        text = repr(given)
+        text = f'{text[:40]}…' if len(text) > 80 else text
+        raise ConfigError(f'{name} = {text}: must be a value of type {kind.__name__}, {remedy}')
+
+
 def convert(value: Any, annotation: Any) -> Any:
     """`value` as `annotation` demands, or TypeError. Only lossless conversions: int → float, list → tuple, dict →
     tuple of pairs."""

@@ -77,8 +77,11 @@ def dump(experiment: Any) -> str:
     Raises:
         ConfigError: for a value that gin cannot express.
     """
-    sections = {field.name: getattr(experiment, field.name) for field in dataclasses.fields(experiment)}
-    sections = {config.gin_name: config for config in sections.values()}
+    is_whole = dataclasses.is_dataclass(experiment) and not isinstance(experiment, type)
+    sections = [getattr(experiment, field.name) for field in dataclasses.fields(experiment)] if is_whole else [None]
+    if not all(hasattr(config, 'gin_name') for config in sections):
+        raise ConfigError(f'experiment = {repr(experiment)[:80]}: must be an Experiment, such as lm.configure makes')
+    sections = {config.gin_name: config for config in sections}
     nested: dict[str, list[Any]] = {}
     for name in sorted(sections):
         _gather(sections[name], nested)

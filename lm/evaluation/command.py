@@ -9,11 +9,12 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from lm.config.configurable import check_kind
 from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator, by_word
-from lm.experiment import Experiment, LoadedRun, load_run
+from lm.experiment import OPENED, Experiment, LoadedRun, load_run
 from lm.files import write_atomically
 from lm.runs.records import to_json
 from lm.text import perplexity
@@ -83,6 +84,7 @@ def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:
 
 def evaluator_of(run: LoadedRun, **settings: Any) -> Evaluator | TaskEvaluator:
     """What scores the weights of a run as its configuration says, but for `settings`."""
+    check_kind('run', run, LoadedRun, OPENED)
     experiment = run.experiment
     config = dataclasses.replace(experiment.evaluate, **settings)
     return make_evaluator(config, experiment.data, experiment.train, run.functions, run.mesh, run.store)

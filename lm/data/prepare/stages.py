@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lm
+from lm.config.configurable import check_kind
 from lm.data import store, tokenizers
 from lm.data.prepare import shards as work
 from lm.data.prepare.config import PrepareConfig
@@ -43,6 +44,7 @@ FORMAT = 1
 
 def prepare(config: PrepareConfig, path: str, console: Console | None = None) -> dict[str, Any]:
     """Makes the token store `path`, or finds it made; returns the contents of dataset.json."""
+    check_kind('config', config, PrepareConfig, 'such as experiment.prepare')
     console = console or Console()
     if not path:
         raise ConfigError("data.path = '': say where the token store goes, for example data.path = 'data/my_text'")
