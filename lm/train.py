@@ -133,10 +133,10 @@ def set_up(
     abstract = abstract_state(functions, mesh)
     source = stack.enter_context(branch.checkpointer(store.fingerprints)) if branch else checkpointer
     initial = InitialParameters(config.init_from, store.fingerprints, store.path) if config.init_from else None
-    if initial and source.latest_step() is None:
+    if (is_new := source.latest_step() is None) and initial:
         initial.check(abstract['params'])  # before anything is compiled
     tracing, compiling = compile_step_aside(functions, abstract, config, batches.dtype, mesh)
-    with goodput.spent('restore'):
+    with goodput.spent('initialize' if is_new else 'restore'):
         restored = source.restore(abstract, branch.step if branch else rewind_to if rewinds else None)
         if restored:
             state, start, saved = restored

@@ -6,9 +6,10 @@ accounts add up to the wall clock since the first start, but for the time in whi
     step        steps that the run kept: the productive time       data         waiting for batches
     imports     from the begin of the process to that of the run   checkpoint   waiting for saves
     start       checks, devices, opening data                      evaluation
-    restore     reading a checkpoint, or initialising              lost         steps done again after a restart
-    trace       waiting for JAX to trace the step                  restart      between the last record of a process
-    compile     waiting for the compiler                                        and the begin of the next
+    initialize  making the state of a new run                      lost         steps done again after a restart
+    restore     reading a checkpoint of this run or its parent     restart      between the last record of a process
+    trace       waiting for JAX to trace the step                               and the begin of the next
+    compile     waiting for the compiler
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from lm.text import duration
 T = TypeVar('T')
 
 ACCOUNTS = (
-    *('step', 'imports', 'start', 'restore', 'trace', 'compile'),
+    *('step', 'imports', 'start', 'initialize', 'restore', 'trace', 'compile'),
     *('data', 'checkpoint', 'evaluation', 'lost', 'restart'),
 )
 

@@ -90,7 +90,8 @@ def test_a_run_that_is_killed_and_stopped_accounts_for_its_wall_clock(tiny_flags
     assert sum(seconds.values()) == pytest.approx(record['updated'] - record['started'], abs=0.1)
     assert ended - begun - 2 < sum(seconds.values()) < ended - begun + 0.1
     assert seconds['restart'] >= 1
-    for account in ('step', 'imports', 'start', 'restore', 'trace', 'compile', 'data', 'checkpoint', 'evaluation'):
+    accounts = ('step', 'imports', 'start', 'initialize', 'restore', 'trace', 'compile', 'data', 'checkpoint')
+    for account in (*accounts, 'evaluation'):
         assert seconds[account] > 0, account
     assert re.search(r'\nfirst step after \d+\.\ds: (\w+ \d+\.\ds, )*(imports|start) \d', output)
     assert output.splitlines()[-1] == f'goodput {describe(record)}'
@@ -117,6 +118,13 @@ def test_inspect_and_report_show_it(reference_run, tmp_path, capsys):
     assert cli.main(['report', str(run), '--out', str(tmp_path), '--no_pictures']) == 0
     assert f'{goodput(run)["share"]:.1%}' in capsys.readouterr().out
     assert describe(goodput(run)) in (tmp_path / 'report.md').read_text()
+
+
+def test_a_new_run_restores_nothing(reference_run):
+    run, output = reference_run
+    assert goodput(run)['seconds']['restore'] == 0
+    assert goodput(run)['seconds']['initialize'] > 0
+    assert 'restore' not in output
 
 
 @pytest.mark.parametrize('record', [None, {}, 'nothing', {'seconds': 3}, {'seconds': {'step': 'x'}}, [1]])
