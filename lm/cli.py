@@ -127,11 +127,10 @@ def for_check(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
 
 def from_new_or_old_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
     """--gin_file and --gin_param, on top of what `base_of` finds; checks the name of the run first."""
-    from lm.runs.base import base_of
+    from lm.runs.base import base_of, check_start
 
     check_run_dir(arguments.run_dir)
-    if arguments.branch_from is not None and arguments.rewind_to is not None:
-        raise ConfigError('--branch_from and --rewind_to: give one of them')
+    check_start(arguments.branch_from, arguments.step, arguments.rewind_to)
     return from_files(arguments, params, base=base_of(arguments))
 
 

@@ -121,7 +121,7 @@ def set_up(
     rewinds = rewind_to is not None and not run.is_rewound(rewind_to, experiment)
     if is_leader and rewind_to is not None and not rewinds:
         print(f'--rewind_to {rewind_to}: done before by this configuration; going on from the newest', flush=True)
-    branch = branch_of(run, branch_from, step)
+    branch = branch_of(run, branch_from, step, rewind_to)
     if branch:
         branch.check(experiment)
     run.check_unchanged(experiment, rewinds)

@@ -6,6 +6,15 @@ from lm.errors import ConfigError
 from lm.runs.run_dir import RunDir
 
 
+def check_start(branch_from: str | None, step: int | None, rewind_to: int | None) -> None:
+    """Raises ConfigError where these flags of `lm train` say nothing together."""
+    if (branch_from is None) != (step is None):
+        given = f'--step {step}' if branch_from is None else f'--branch_from {branch_from}'
+        raise ConfigError(f'{given}: give both --branch_from and --step, or none of them')
+    if branch_from is not None and rewind_to is not None:
+        raise ConfigError('--branch_from and --rewind_to: give one of them')
+
+
 def base_of(arguments: Any) -> str | None:
     """The run's own config.gin if it exists and no --gin_file is given, or that of the run that it is a branch of.
 

@@ -16,6 +16,7 @@ from lm.checkpoint.snapshot import some
 from lm.config.text import dump
 from lm.errors import AbsentError, ConfigError, MismatchError, writing
 from lm.files import write_atomically
+from lm.runs.base import check_start
 from lm.runs.info import check_not_imported, read_raw
 from lm.runs.leader import on_leader
 from lm.runs.metrics_file import read_lines
@@ -89,15 +90,14 @@ class Branch:
         return text or read_text(self.parent.config)
 
 
-def branch_of(run: RunDir, parent: str | None, step: int | None) -> Branch | None:
+def branch_of(run: RunDir, parent: str | None, step: int | None, rewind_to: int | None = None) -> Branch | None:
     """The branch as which `run` is to start: the one that is asked for, or the one that run.json records. None for
     what is no branch, or has checkpoints of its own to go on from.
 
-    Raises ConfigError where `parent` is the run itself or has no `step`, MismatchError where the run has begun
-    otherwise.
+    Raises ConfigError where `parent` is the run itself, has no `step`, or the run is to be rewound as well,
+    MismatchError where the run has begun otherwise.
     """
-    if (parent is None) != (step is None):
-        raise ConfigError('--branch_from and --step: give both or none')
+    check_start(parent, step, rewind_to)
     recorded = read_raw(run.info).get('branch') or {}
     recorded = recorded if {'from', 'step'} <= recorded.keys() else {}
     if parent is not None:

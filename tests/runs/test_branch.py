@@ -6,6 +6,7 @@ import shutil
 import pytest
 import tiny
 
+import lm
 from lm import cli
 from lm.runs.records import Run
 
@@ -107,8 +108,8 @@ def test_a_directory_that_has_begun_is_refused(reference_run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ('flags', 'message'),
     [
-        (['--step', '30'], '--branch_from and --step: give both'),
-        (['--branch_from', 'BASE'], '--branch_from and --step: give both'),
+        (['--step', '30'], '--step 30: give both --branch_from and --step'),
+        (['--branch_from', 'BASE'], 'reference0/run: give both --branch_from and --step'),
         (['--branch_from', 'BASE', '--step', '30', '--rewind_to', '30'], '--branch_from and --rewind_to'),
         (['--branch_from', '/no/such/run', '--step', '30'], 'holds no config.gin'),
     ],
@@ -116,5 +117,14 @@ def test_a_directory_that_has_begun_is_refused(reference_run, tmp_path, capsys):
 def test_flags_that_do_not_go_together(reference_run, tiny_flags, tmp_path, capsys, flags, message):
     flags = [str(reference_run[0]) if word == 'BASE' else word for word in flags]
     assert cli.main(['train', '--run_dir', str(tmp_path / 'run'), *tiny_flags, *flags]) == 2
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == '', 'work was done before'
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_branch_is_not_rewound_from_python_either(reference_run, tmp_path):
+    run = lm.load(str(reference_run[0]))
+    with pytest.raises(lm.errors.ConfigError, match='--branch_from and --rewind_to: give one of them'):
+        lm.train(run.experiment, str(tmp_path / 'run'), rewind_to=30, branch_from=str(reference_run[0]), step=30)
     assert not (tmp_path / 'run').exists()
