@@ -53,7 +53,9 @@ EXIT_CODES = '\n'.join(['exit codes:', '  0  done', *(f'  {kind.exit_code:<3}{ki
 """The table for `--help`. Only what was preempted is safe to run again as it is."""
 FINAL = (ConfigError.exit_code, Diverged.exit_code, MismatchError.exit_code)
 """Exit codes that the same command would give again."""
-INTERRUPTED = (Preempted.exit_code, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT)
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals that tell a process to stop; the last one, that its terminal is closed."""
+INTERRUPTED = (Preempted.exit_code, *(128 + number for number in ENDING), *(-number for number in ENDING))
 """Exit codes of a process that was told to stop; negative ones as `subprocess` gives them."""
 
 
@@ -69,8 +71,6 @@ def writing(path: os.PathLike | str) -> Iterator[None]:
         ) from error
 
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""The signals that tell a process to stop; the last one, that its terminal is closed."""
 LAST_ACT_SECONDS = 5.0
 """What `end_process` waits for the last acts: storage may hang, too."""
 _last_acts: list[Callable[[], object]] = []
@@ -142,8 +142,16 @@ def end_plainly() -> None:
 
 
 def end_in_order() -> None:
-    """Makes SIGTERM what Ctrl-C is, KeyboardInterrupt, for what has workers or files to put away."""
+    """Makes SIGTERM and a closed terminal what Ctrl-C is, KeyboardInterrupt, for what has workers or files to put away.
+    A terminal may be told to be closed more than once, by the system and by its shell: once is enough."""
+
+    def hang_up(*_) -> NoReturn:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup has started it
+        signal.signal(signal.SIGHUP, hang_up)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from rich.console import Console
 
-from lm.errors import INTERRUPTED, ConfigError, LmError, Preempted
+from lm.errors import ENDING, INTERRUPTED, ConfigError, LmError, Preempted
 from lm.files import LockedError, lock
 from lm.runs import sweep_file
 from lm.runs.lock import OccupiedError
@@ -164,7 +164,8 @@ class Runner:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        taken = [n for n in ENDING if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]  # else: nohup
+        previous = {number: signal.signal(number, self._on_signal) for number in taken}
         try:
             yield
         finally:
@@ -172,7 +173,8 @@ class Runner:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self._stop()
+        if number != signal.SIGHUP or not self.signals:  # both the system and a shell tell of a closed terminal
+            self._stop()
 
     def _lock(self, point: Point) -> BinaryIO | None:
         """A file that is locked until it and its copy in the point's process are closed; None: somebody has it."""

@@ -17,6 +17,7 @@ import types
 
 import numpy as np
 import pytest
+import tiny
 from corpora import CORPORA, needs_corpora, words, write_real_tfds, write_text
 from rich.console import Console
 
@@ -129,6 +130,36 @@ def test_killed_at_any_time_it_goes_on_and_changes_no_byte(corpus, reference, tm
     assert 'shards were finished before' in output
     assert 'training the tokenizer' not in output
     assert digests(path) == digests(reference)
+
+
+TERMINAL = """
+import pathlib, sys, time
+from lm.cli import main
+from lm.data.prepare import stages
+
+def hold(config, job, shards, pool, console):
+    pool.submit(pathlib.Path(sys.argv[1]).touch).result()
+    time.sleep(100)
+
+if __name__ == '__main__':
+    stages._train = hold
+    sys.exit(main(['prepare', *sys.argv[2:]]))
+"""
+
+
+def test_a_closed_terminal_ends_the_command_and_its_workers(corpus, tmp_path):
+    """The system tells all of them at once."""
+    (tmp_path / 'program.py').write_text(TERMINAL)
+    bindings = {'prepare.source': '@text_files()', 'text_files.path': str(corpus), 'prepare.processes': 2}
+    flags = tiny.params(bindings | {'data.path': str(tmp_path / 'store')})
+    command = [sys.executable, str(tmp_path / 'program.py'), str(tmp_path / 'started'), *flags]
+    options = dict(env=tiny.environment(), cwd=ROOT, text=True, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options)
+    while not (tmp_path / 'started').exists() and process.poll() is None:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGHUP)
+    errors = process.communicate(timeout=60)[1]  # which ends when the last one does that could write there
+    assert (process.returncode, errors) == (42, 'lm prepare: stopped; the same command goes on from here\n')
 
 
 def test_a_url_is_a_path_too(corpus, reference, tmp_path):

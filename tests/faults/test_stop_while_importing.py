@@ -73,9 +73,20 @@ def test_ctrl_c_while_libraries_are_imported_is_no_failed_import():
     assert run_prepare(WHILE_IMPORTING) == (130, 'lm: interrupted\n')
 
 
-@pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
+@pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM', 'SIGHUP'])
 def test_what_goes_on_from_there_ends_with_42_and_says_so_once(name):
     assert run_prepare(QUICKLY_OVER.replace('NAME', name)) == (
         42,
         'lm prepare: stopped; the same command goes on from here\n',
     )
+
+
+NOHUP = """
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+import lm.data.prepare.command
+lm.data.prepare.command.prepare = lambda *_: [os.kill(os.getpid(), signal.SIGHUP), print('went on')]
+"""
+
+
+def test_a_closed_terminal_ends_nothing_that_nohup_has_started():
+    assert run_prepare(NOHUP) == (0, '')

@@ -106,7 +106,8 @@ def initialize(progress: Any) -> None:
     """Runs first in each worker: `progress` is a shared array of bytes read and tokens made."""
     global _progress
     _progress = progress
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
+    for number in (signal.SIGINT, signal.SIGHUP):  # which the terminal sends to all; the parent answers
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 
     def leave_with_parent() -> None:  # a worker whose parent was killed would wait for work for ever

@@ -16,9 +16,11 @@ import hashlib
 import importlib.metadata
 import json
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import pathlib
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -181,6 +183,7 @@ def _workers(processes: int) -> Iterator[tuple[concurrent.futures.ProcessPoolExe
 
     Leaving ends the workers at once: what they have not finished will be done again.
     """
+    _start_tracker()
     context, others = multiprocessing.get_context('spawn'), multiprocessing.active_children()
     progress = context.Array('q', 2)
     pool = concurrent.futures.ProcessPoolExecutor(processes, context, work.initialize, (progress,))
@@ -194,6 +197,16 @@ def _workers(processes: int) -> Iterator[tuple[concurrent.futures.ProcessPoolExe
         for worker in own:
             while worker.is_alive():  # the pool's own thread may have reaped it without having said so yet
                 worker.join(0.1)
+
+
+def _start_tracker() -> None:
+    """Starts Python's process that removes what a killed process leaves behind, such as semaphores. It ignores SIGINT
+    and SIGTERM by itself, and here the signal of a closed terminal, which would end it too early with a warning."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # a new process inherits it
+    try:
+        multiprocessing.resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def assemble(
