@@ -1,8 +1,10 @@
 """`lm export` and `lm import`: the weights of a run for other programs, and those of others as a run."""
 
+import contextlib
 import dataclasses
 import logging
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,11 +15,11 @@ from lm.config.text import dump
 from lm.data import tokenizers
 from lm.errors import ConfigError, MismatchError, writing
 from lm.exchange.families import find
-from lm.exchange.formats import FORMATS
+from lm.exchange.formats import FORMATS, NAMES
 from lm.exchange.names import from_tensors
 from lm.exchange.tensors import check_safetensors, read_tensors
 from lm.experiment import Experiment, load_run
-from lm.files import local_path
+from lm.files import LockedError, local_path, lock
 from lm.model import build
 from lm.runs.info import read_raw
 from lm.runs.run_dir import RunDir, bindings, config_differences
@@ -26,6 +28,8 @@ from lm.training.step import count_parameters, split
 
 log = logging.getLogger(__name__)
 
+UNFINISHED = '.unfinished_export'
+"""A file that lies in the folder of an export until that is whole."""
 SHAPE = 'model.gin'
 """What of an imported model a gin file with another mechanism is combined with."""
 
@@ -34,21 +38,60 @@ def export_run(experiment: Experiment, arguments: Any) -> int:
     """Writes the weights of a run as `arguments.format` to `arguments.out`."""
     check_safetensors()
     format, folder = FORMATS[arguments.format], local_path(arguments.out, '--out')
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f'--out {folder}: is there already; name a new or empty folder')
+    check_out(folder)
     format.check(experiment.model)
     run = load_run(experiment, arguments.run_dir, arguments.step)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
+    with exporting(folder):
         format.write(run, folder)
-    except BaseException:  # a full disk, Ctrl-C: half an export would stand in the way of the same command
-        for path in folder.iterdir():
-            path.unlink()
-        raise
     names = ', '.join(sorted(path.name for path in folder.iterdir()))
     print(f'step {run.step} of {arguments.run_dir} written to {folder}: {names}')
     return 0
+
+
+def check_out(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files in `folder` of an export that was killed; raises ConfigError where anything else is there."""
+    if not folder.exists():
+        return []
+    mark = folder / UNFINISHED
+    others = [path for path in sorted(folder.iterdir()) if path != mark] if folder.is_dir() else [folder]
+    is_unfinished = folder.is_dir() and mark.is_file() and mark.stat().st_size > 0
+    for path in others:
+        if not (is_unfinished and path.name in NAMES and path.is_file()):
+            why = f'an export was stopped there, but {path.name} is not of it' if is_unfinished else 'is there already'
+            raise ConfigError(f'--out {folder}: {why}; name a new or empty folder')
+    return others
+
+
+@contextlib.contextmanager
+def exporting(folder: pathlib.Path) -> Iterator[None]:
+    """A block that writes an export: inside there is the file `UNFINISHED`, which is locked. Half an export goes if the
+    block fails, and if the process is killed, when the next one begins: it would stand in the way of the same command.
+
+    Raises ConfigError where another process writes there or has just done so, LmError where nothing can be written.
+    """
+    mark = folder / UNFINISHED
+    try:
+        with writing(mark):
+            held = lock(mark)
+    except LockedError:
+        raise ConfigError(f'--out {folder}: another process exports to it; wait for its end') from None
+    with held, contextlib.ExitStack() as stack:
+        if not held.tell():  # it is new, and goes also where the folder is refused
+            stack.callback(mark.unlink, missing_ok=True)
+        left = check_out(folder)
+        with writing(mark):
+            held.write(b'The files beside this one are half an export of lm.\n')
+            held.flush()
+        for path in left:
+            path.unlink()
+        try:
+            yield
+        except BaseException:
+            for name in NAMES:
+                (folder / name).unlink(missing_ok=True)
+            raise
+        finally:
+            mark.unlink(missing_ok=True)
 
 
 def import_run(experiment: Experiment, arguments: Any) -> int:

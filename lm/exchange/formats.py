@@ -7,16 +7,20 @@ import pathlib
 from typing import Any, ClassVar
 
 from lm.config.text import dump
+from lm.data.tokenizers import FILE_NAMES
 from lm.errors import ConfigError, writing
 from lm.exchange.names import to_tensors
-from lm.exchange.tensors import write_tensors
+from lm.exchange.tensors import WEIGHTS, write_tensors
 from lm.experiment import LoadedRun
 from lm.model import ModelConfig
 
 MODEL_TYPE = 'lm_tpu'
 """In config.json."""
+CONFIG, TRANSFORMERS_CONFIG = 'config.gin', 'config.json'
 SOURCES = ('modeling_lm.py', 'attention_lm.py')
 """The model for transformers, beside this file."""
+NAMES = {WEIGHTS, CONFIG, TRANSFORMERS_CONFIG, *SOURCES, *FILE_NAMES}
+"""Of all files that any format writes."""
 FIELDS = {
     'vocab_size': 'vocab_size',
     'n_layers': 'num_hidden_layers',
@@ -49,7 +53,7 @@ class Safetensors:
     def write(self, run: LoadedRun, folder: pathlib.Path) -> None:
         facts = {'step': str(run.step), 'tokenizer': run.store.fingerprints.get('tokenizer', '')}
         write_tensors(folder, to_tensors(run.weights), facts)
-        files = {'config.gin': dump(run.experiment).encode()}
+        files = {CONFIG: dump(run.experiment).encode()}
         if run.experiment.data.task is None:
             files[run.tokenizer.file_name] = run.tokenizer.model
         for name, contents in (files | self.others(run)).items():
@@ -89,7 +93,7 @@ class TransformersFormat(Safetensors):
         here = pathlib.Path(__file__).parent
         sources = {name: (here / name).read_text().replace('from lm.exchange.', 'from .') for name in SOURCES}
         config = json.dumps(describe(run), indent=2) + '\n'
-        return {name: text.encode() for name, text in (sources | {'config.json': config}).items()}
+        return {name: text.encode() for name, text in (sources | {TRANSFORMERS_CONFIG: config}).items()}
 
 
 FORMATS = {format.name: format for format in (Safetensors(), TransformersFormat())}

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 import resource
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -26,10 +28,11 @@ from lm.data.tokenizers import from_bytes
 from lm.data.tokenizers.config import TokenizerConfig
 from lm.data.tokenizers.sentencepiece import train
 from lm.errors import ConfigError, MismatchError
-from lm.exchange.command import abstract_weights, fingerprints_of
+from lm.exchange.command import UNFINISHED, abstract_weights, exporting, fingerprints_of
 from lm.exchange.formats import FORMATS, formulated
 from lm.exchange.names import from_tensors, places, to_tensors
 from lm.exchange.tensors import read_tensors
+from lm.files import lock
 from lm.runs.initial import InitialParameters
 
 
@@ -145,6 +148,50 @@ def test_what_a_full_disk_has_stopped_is_done_by_the_same_command_later(referenc
         assert main(command) == 0
     assert lm.load(str(back)).step == 0
     assert (back / 'model.gin').exists()
+
+
+KILLED = """
+import os, signal, sys
+from lm.cli import main
+from lm.exchange.formats import TransformersFormat
+
+TransformersFormat.others = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # the weights are written
+main(['export', '--format', 'huggingface', *sys.argv[1:]])
+"""
+
+
+def test_what_was_killed_is_done_by_the_same_command_later(reference_run, tmp_path, capsys):
+    out = tmp_path / 'out'
+    flags = ['--run_dir', str(reference_run[0]), '--out', str(out)]
+    subprocess.run([sys.executable, '-c', KILLED, *flags], env=tiny.environment(), cwd=tiny.ROOT)
+    (out / 'config.json').write_text('half')  # of another format than the one below
+    assert (out / 'model.safetensors').exists()
+    # Nothing goes that is not of the export, and nothing of an export that is still being written.
+    (out / 'notes.txt').write_text('mine')
+    assert main(['export', *flags]) == 2
+    assert 'an export was stopped there, but notes.txt is not of it' in capsys.readouterr().err
+    with lock(out / UNFINISHED):
+        (out / 'notes.txt').unlink()
+        assert main(['export', *flags]) == 2
+    assert 'another process exports to it' in capsys.readouterr().err
+    assert (out / 'config.json').read_text() == 'half'
+    assert main(['export', *flags]) == 0
+    assert {path.name for path in out.iterdir()} == {'model.safetensors', 'config.gin', 'tokenizer.model'}
+
+
+def test_an_export_that_fails_takes_away_nothing_but_its_files(tmp_path):
+    def fail(folder):
+        with exporting(folder):
+            (folder / 'model.safetensors').write_text('half')
+            (folder / 'notes.txt').write_text('mine')
+            raise OSError
+
+    with pytest.raises(OSError):  # noqa: PT011
+        fail(tmp_path / 'out')
+    assert [path.name for path in (tmp_path / 'out').iterdir()] == ['notes.txt']
+    with pytest.raises(ConfigError, match='is there already'):
+        fail(tmp_path / 'out')
+    assert [path.name for path in (tmp_path / 'out').iterdir()] == ['notes.txt']
 
 
 def llama_config(**changes) -> dict:
