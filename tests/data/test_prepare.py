@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import re
 import resource
 import shutil
 import signal
@@ -21,13 +22,14 @@ import tiny
 from corpora import CORPORA, needs_corpora, words, write_real_tfds, write_text
 from rich.console import Console
 
-from lm.data import tokenizers
+from lm.data import store, tokenizers
 from lm.data.dataset import DataConfig
 from lm.data.prepare import stages as prepare_module
 from lm.data.prepare.command import main
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.shards import Preparation, Sample
 from lm.data.prepare.stages import prepare
+from lm.data.sources.base import Shard, inventory
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.text_files import TextFiles
 from lm.data.sources.tfds import Tfds
@@ -166,6 +168,62 @@ def test_a_url_is_a_path_too(corpus, reference, tmp_path):
     run(TextFiles(path=str(corpus)), f'file://{tmp_path}/store')
     assert digests(tmp_path / 'store') == digests(reference)
     assert TokenStore.open(f'file://{tmp_path}/store/').fingerprint == TokenStore.open(str(reference)).fingerprint
+
+
+def test_a_source_that_has_changed_since_is_told(tmp_path):
+    def say() -> str:
+        console = Console(file=io.StringIO(), width=400)
+        prepare(config, str(tmp_path / 'store'), console)
+        return console.file.getvalue()
+
+    text = write_text(tmp_path / 'text', files=4, n=20_000)
+    config = PrepareConfig(source=TextFiles(path=str(text)), tokenizer=SMALL, processes=1)
+    say()
+    held = digests(tmp_path / 'store')
+    assert 'has changed' not in say()
+    first = next((text / 'train').iterdir())
+    (text / 'train' / 'another.txt').write_text('x' * 1000)
+    assert re.search(
+        r'nothing to do\nbut its source has changed since, from 6 files of [\d.]+kB to 7 files of [\d.]+kB; to prepare '
+        r'it anew, delete .*store or name another data\.path\n',
+        said := say(),
+    ), said
+    (text / 'train' / 'another.txt').unlink()
+    os.utime(first)  # a copy has other times
+    assert 'has changed' not in say()
+    first.rename(first.with_name('moved.txt'))
+    assert 'kB to others of that size' in say()
+    first.with_name('moved.txt').rename(first)
+    # Nothing is made up of a source that is gone, or of a store of an earlier version.
+    for path in (text / 'train').iterdir():
+        path.unlink()
+    assert 'has changed' not in say()
+    shutil.rmtree(text)
+    assert 'its source is not there any more' in (said := say())
+    assert 'has changed' not in said
+    assert digests(tmp_path / 'store') == held
+
+
+def test_a_store_of_an_earlier_version_says_nothing_of_its_files(corpus, tmp_path):
+    source = TextFiles(path=str(corpus))
+    run(source, tmp_path / 'store')
+    info = {k: v for k, v in store.read_info(str(tmp_path / 'store')).items() if k not in ('files', 'checksum')}
+    store.write_info(str(tmp_path / 'store'), info)
+    console = quiet()
+    prepare(PrepareConfig(source=source, tokenizer=SMALL), str(tmp_path / 'store'), console)
+    assert 'has changed' not in console.file.getvalue()
+
+
+@pytest.mark.parametrize('unit', [1000, 10**9])
+def test_what_tells_that_files_have_changed_does_not_depend_on_how_they_are_cut(unit, tmp_path):
+    for name in 'ab':
+        (tmp_path / f'{name}.jsonl').write_text('{"text": "one"}\n' * 500)
+    source = Jsonl(path=str(tmp_path / '*.jsonl'))
+    parts = [part for path in sorted(tmp_path.iterdir()) for part in source.parts(path, unit)]
+    both = [Shard(split, tuple(parts), 0.05) for split in ('train', 'validation')]
+    found = inventory(both)
+    assert (found['count'], found['bytes']) == (2, 2 * 500 * 16)
+    assert found == inventory(shard for split in source.splits() for shard in source.shards(split))
 
 
 def test_a_finished_store_is_left_alone(corpus, reference):

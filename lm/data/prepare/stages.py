@@ -36,7 +36,7 @@ from lm.data import store, tokenizers
 from lm.data.prepare import shards as work
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.meter import Meter
-from lm.data.sources.base import Shard
+from lm.data.sources.base import Shard, inventory
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import LockedError, is_remote, local_path, lock, write_atomically
 from lm.text import counted, si
@@ -99,8 +99,26 @@ def _already(
         with contextlib.suppress(LmError, OSError), _alone(folder):
             shutil.rmtree(folder)
     console.print(f'{path} is already prepared: nothing to do{remark}', highlight=False)
+    if settings and (change := _change(config, info)):
+        remedy = f'to prepare it anew, delete {path} or name another data.path'
+        console.print(f'but its source has changed since, from {change}; {remedy}', highlight=False)
     console.print(_table(info))
     return info
+
+
+def _change(config: PrepareConfig, info: dict[str, Any]) -> str | None:
+    """How the files of the source differ, by their names and sizes, from those that a store was made of. None where
+    they do not, where nobody can tell (they are gone, or an earlier version made the store), and of files in a bucket,
+    which would be asked for one by one."""
+    was, values = info.get('files'), dataclasses.asdict(config.source).values()
+    if was is None or any(isinstance(value, str) and is_remote(value) for value in values):
+        return None
+    try:
+        now = inventory(shard for name in _split_names(config) for shard in config.source.shards(name))
+    except (LmError, OSError):
+        return None
+    old, new = (f'{counted(files["count"], "file")} of {si(files["bytes"])}B' for files in (was, now))
+    return None if now == was else f'{old} to {"others of that size" if new == old else new}'
 
 
 def _prepare(
@@ -248,6 +266,7 @@ def assemble(
         'source': settings['source'],
         'cleaning': config.cleaning,
         'dtype': tokenizer.dtype.name,
+        'files': inventory(shard for own in shards.values() for shard in own),
         'splits': splits,
         'tokenizer': {
             'file': tokenizer.file_name,
