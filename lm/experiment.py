@@ -117,6 +117,7 @@ def validate(
         experiment.mesh.check_divides(devices)
         train.check_divides(devices // experiment.mesh.sequence)
     train.check_parts(experiment.mesh.sequence)
+    model.check_parts(experiment.mesh.sequence)
     check_objective(train.objective, data, model)
     for length in (train.context_length, experiment.evaluate.context_length or 0):
         model.check_length(length)
@@ -221,6 +222,7 @@ def training_step(experiment: Experiment, store: Store | None = None) -> TrainSt
     """The functions of the steps that `experiment` describes. Without the store an objective asks nothing of its
     tokenizer. Build it under the mesh: what that is for decides in which type the model computes."""
     model, config, data = experiment.model, experiment.train, experiment.data
+    model.check_parts(experiment.mesh.sequence)
     unpack = unpacking(data, config, model, store)
     return TrainStep(model, experiment.optimizer, config.steps, unpack, bool(data.mixture), data.documents(store))
 
@@ -231,7 +233,9 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
     Raises MismatchError where the checkpoint does not fit the model or was trained with another tokenizer.
     """
     store = experiment.data.open(experiment.train.context_length)
-    mesh = make_mesh(experiment.mesh.fitted(jax.devices()))
+    fitted = experiment.mesh.fitted(jax.devices())
+    experiment.model.check_parts(fitted.sequence)
+    mesh = make_mesh(fitted)
     directory = RunDir(run_dir)
     with jax.set_mesh(mesh):
         functions = TrainStep(experiment.model, experiment.optimizer, experiment.train.steps)

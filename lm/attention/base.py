@@ -86,6 +86,11 @@ class Attention(abc.ABC):
         """Why no token can see later ones (`HeadDims.causal = False`), and what to do about it; None: they can."""
         return f'@{self.gin_name}() weighs earlier tokens alone; choose another one, such as @softmax()'
 
+    def why_whole(self, causal: bool) -> str | None:
+        """Why devices cannot share a window (`mesh.sequence`), `causal` being the model's, and what to do about it;
+        None: they can."""
+        return None
+
     def projections(self, dims: HeadDims) -> dict[str, int]:
         """What the module takes besides queries, keys and values: argument → width. The model multiplies the layer's
         normalized input with a matrix of its own for each, and passes [B, L, width] by name, in decoding too."""

@@ -25,6 +25,12 @@ PARAMETERS = ('q_parameters', 'k_parameters')
 class LinearAttention(Attention):
     """A configuration whose module is a `LinearModule`."""
 
+    def why_whole(self, causal: bool) -> str | None:
+        if causal and self.causal:
+            return None
+        setting = f'{self.gin_name if causal else "model"}.causal = False'
+        return f'@{self.gin_name}() shares no window where {setting}; set mesh.sequence = 1, or take @softmax()'
+
     @classmethod
     def kernel_cases(cls) -> KernelCases:
         return {cls.gin_name: cls().kernel_call}

@@ -129,6 +129,12 @@ class ModelConfig:
                 'shorten train.context_length, evaluate.context_length, the lengths of the task or the text'
             )
 
+    def check_parts(self, parts: int) -> None:
+        """Raises ConfigError for a mechanism of which so many devices (`mesh.sequence`) cannot share a window."""
+        reasons = (one.why_whole(self.causal) for one in self.pattern if parts > 1)
+        if reason := next(filter(None, reasons), None):
+            raise ConfigError(f'mesh.sequence = {parts}: {reason}')
+
     def flops_per_token(self, length: int) -> float:
         """Floating-point operations of a training step per token at context `length`: forward plus twice that.
 

@@ -1,5 +1,6 @@
 """One window over many devices: losses, gradients and evaluations are those of one device, in every mechanism."""
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from flax import nnx
 from mechanisms_list import QUICK_FIRST
 
@@ -14,6 +16,7 @@ from lm.attention.hybrid import Hybrid
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
+from lm.experiment import load, training_step, validate
 from lm.hardware import describe_devices, parse
 from lm.model import ModelConfig
 from lm.ops.documents import Documents
@@ -147,6 +150,28 @@ def test_kernels_of_what_every_device_computes_whole(attention, axes):
 
         traced = jax.jit(hidden).trace(state['params'], state['buffers'], tokens_BxL)
         assert 'tpu_custom_call' in traced.lower(lowering_platforms=('tpu',)).as_text()
+
+
+CUT = {
+    'mesh.sequence': 2,
+    'train.objective': '@masked()',
+    'model.n_layers': 1,
+    'model.d_model': 16,
+    'model.n_heads': 1,
+    'model.head_dim': 16,
+}
+
+
+@pytest.mark.parametrize('setting', ['performer.causal', 'model.causal'])
+def test_a_mechanism_that_cannot_share_a_window_is_named(setting):
+    given = CUT | {'model.attention': '@performer()', setting: False}
+    experiment = load([], [word for word in tiny.params(given) if word != '--gin_param'])
+    for refuse in (validate, training_step):
+        with pytest.raises(ConfigError, match=rf'mesh.sequence = 2: @performer\(\) shares .* {setting} = False; set'):
+            refuse(experiment)
+    alone = dataclasses.replace(experiment, mesh=MeshConfig())
+    alone.model.check_parts(alone.mesh.sequence)
+    ModelConfig(**TINY, attention=Softmax(), causal=False).check_parts(2)
 
 
 def test_what_cannot_be_split_is_refused():
