@@ -142,8 +142,11 @@ class TaskEvaluator:
         return total
 
     def describe(self, result: dict) -> str:
-        """The result in one line."""
-        noun = 'example' if self.task.whole_answers else 'answer'
-        unit = counted(result[f'{noun}s'], noun)
+        """The result in a line, and one for each slice. Of whole examples that have several answers, those too."""
+        of_answers = f'{100 * result["accuracy_per_answer"]:.2f} % of {counted(result["answers"], "answer")}'
+        shares = of_answers
+        if self.task.whole_answers:
+            shares = f'{100 * result["accuracy"]:.2f} % of {counted(result["examples"], "example")}'
+            shares += f', {of_answers}' if result['answers'] > result['examples'] else ''
         parts = [f'\n  {name}: {100 * share:.2f} %' for name, share in result.get('accuracy_by_slice', {}).items()]
-        return f'accuracy {100 * result["accuracy"]:.2f} % of {unit}  loss {result["loss"]:.4f}{"".join(parts)}'
+        return f'accuracy {shares}  loss {result["loss"]:.4f}{"".join(parts)}'

@@ -266,7 +266,9 @@ def test_examples_and_answers_are_counted_once(answering, batch_size):
 
 def test_what_counts_is_said_by_the_task(answering):
     whole = answering(True)
-    assert whole.describe(whole(WEIGHTS, 3)).startswith('accuracy 40.00 % of 5 examples  loss ')
+    assert whole.describe(whole(WEIGHTS, 3)).startswith('accuracy 40.00 % of 5 examples, 60.00 % of 10 answers  loss ')
+    figures = whole(WEIGHTS, 3) | {'answers': 5, 'accuracy_per_answer': 0.4}  # one each: it is said once
+    assert whole.describe(figures).startswith('accuracy 40.00 % of 5 examples  loss ')
     single = answering(False)
     assert single.describe(single(WEIGHTS, 3)).startswith('accuracy 60.00 % of 10 answers  loss ')
 
