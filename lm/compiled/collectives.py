@@ -21,6 +21,7 @@ class Collective:
         times: runs per step.
         bytes: of the whole array (the input of a reduction, the output of a gather) on one device, per run.
         sent: bytes that each device must send per run, by the bandwidth-optimal algorithm.
+        shapes: of the arrays that come out of it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Collective:
     times: int
     bytes: float
     sent: float
+    shapes: tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,8 @@ def collectives(program: HloProgram) -> list[Collective]:
             if kind == 'all-reduce' and owner.startswith('all-reduce-scatter'):
                 kind = 'reduce-scatter'  # how the TPU compiler writes it: a fusion that keeps a slice
             share = {'all-reduce': 2 * (n - 1) / n, 'collective-permute': 1.0}.get(kind, (n - 1) / n)
-            result.append(Collective(outer.name, computation, kind, n, times, size, share * size))
+            shapes = tuple(tuple(a.shape) for a in arrays)
+            result.append(Collective(outer.name, computation, kind, n, times, size, share * size, shapes))
     return result
 
 

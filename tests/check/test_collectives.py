@@ -2,12 +2,13 @@
 flows through the layers, each device's own."""
 
 import importlib.util
-import re
 
 import jax
 import pytest
 import tiny
 
+from lm.compiled.collectives import Collective, collectives
+from lm.compiled.program import HloProgram
 from lm.experiment import load, training_step
 from lm.hardware import describe_devices, parse
 from lm.training.mesh import make_mesh
@@ -28,8 +29,8 @@ SMALL = {
 }
 
 
-def collectives(mechanism: str, **params) -> list[tuple[str, str]]:
-    """(kind, what comes out) of each collective in the program."""
+def exchanged(mechanism: str, **params) -> list[Collective]:
+    """The collectives of the program."""
     settings = SMALL | {name.replace('__', '.'): value for name, value in params.items()}
     experiment = load([str(CONFIGS / f'{mechanism}.gin')], [f'{name} = {value}' for name, value in settings.items()])
     topology = parse(TOPOLOGY)
@@ -37,13 +38,18 @@ def collectives(mechanism: str, **params) -> list[tuple[str, str]]:
     with jax.set_mesh(mesh):
         step, dtype = training_step(experiment), experiment.data.dtype(experiment.model.vocab_size)
         text = compile_described(step, experiment.train, dtype, mesh, topology).text
-    kinds = 'all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter'
-    return [(kind, result) for result, kind in re.findall(rf' = (.*?) ({kinds})(?:-start)?\(', text)]
+    return collectives(HloProgram(text))
+
+
+def gathered(mechanism: str, **params) -> set[tuple[int, ...]]:
+    """The shapes of what a device gathers."""
+    found = exchanged(mechanism, **params)
+    return {shape for collective in found if collective.kind == 'all-gather' for shape in collective.shapes}
 
 
 def check_data_parallel(mechanism: str, windows: int) -> None:
-    found = collectives(mechanism, train__tokens_per_step=4 * windows * LENGTH)
-    assert {kind for kind, _ in found} == {'all-reduce'}, found
+    found = exchanged(mechanism, train__tokens_per_step=4 * windows * LENGTH)
+    assert {collective.kind for collective in found} == {'all-reduce'}, found
 
 
 @pytest.mark.parametrize('windows', [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -60,16 +66,14 @@ def test_no_mechanism_exchanges_activations(mechanism):
 
 
 def test_devices_that_share_matrices_gather_these_alone():
-    found = collectives('softmax', train__tokens_per_step=4 * LENGTH, mesh__fsdp=4)
-    gathered = [result for kind, result in found if kind == 'all-gather']
-    assert gathered
-    assert not [result for result in gathered if re.search(rf'\b{LENGTH}\b|\b{4 * LENGTH}\b', result)]
+    shapes = gathered('softmax', train__tokens_per_step=4 * LENGTH, mesh__fsdp=4)
+    assert shapes
+    assert not [shape for shape in shapes if {LENGTH, 4 * LENGTH} & set(shape)]
 
 
 @pytest.mark.slow
 def test_devices_that_share_windows_gather_their_own_windows_alone():
     """Keys and values, [windows, tokens, heads, numbers]; in a region where the split of the batch is left to the
     compiler, each device gathered the windows of all."""
-    found = collectives('softmax', train__tokens_per_step=8 * LENGTH, mesh__sequence=2)
-    gathered = {re.search(r'\[([\d,]+)\]', result)[1] for kind, result in found if kind == 'all-gather'}
-    assert {shape for shape in gathered if shape.count(',') == 3} == {f'4,{LENGTH},4,64'}
+    shapes = gathered('softmax', train__tokens_per_step=8 * LENGTH, mesh__sequence=2)
+    assert {shape for shape in shapes if len(shape) == 4} == {(4, LENGTH, 4, 64)}

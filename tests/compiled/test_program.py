@@ -135,7 +135,7 @@ def test_the_parts_of_a_chain_of_collectives_count_once():
     )
     text = f'ENTRY %main (x: f32[32]) -> f32[64] {{\n  %x = f32[32]{{0}} parameter(0)\n{lines}\n}}\n'
     (found,) = collectives(HloProgram(text))
-    assert (found.kind, found.bytes, found.sent) == ('all-gather', 256, 128)
+    assert (found.kind, found.bytes, found.sent, found.shapes) == ('all-gather', 256, 128, ((64,),))
 
 
 def test_collectives_of_one_shard_map_share_a_channel_and_count_each():
