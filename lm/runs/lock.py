@@ -69,7 +69,7 @@ class RunLock:
             'uuid': uuid.uuid4().hex,
         }
         self._generation: bytes | None = None
-        self._lost = False
+        self._lost: str | None = None
         self._over = threading.Event()
         self._writing = threading.Lock()
         self._heart = threading.Thread(target=self._renew, name='run-lock', daemon=True)
@@ -114,12 +114,10 @@ class RunLock:
         return None
 
     def check(self) -> None:
-        """Raises ConfigError if the lock is another's by now: this process was suspended for longer than EXPIRES."""
+        """Raises ConfigError if the lock is another's by now, because this process was suspended for longer than
+        EXPIRES, or gone with its folder."""
         if self._lost:
-            raise ConfigError(
-                f'--run_dir {self.directory}: another training took it over while this process stood still; '
-                'nothing more is written here'
-            )
+            raise ConfigError(f'--run_dir {self.directory}: {self._lost}; nothing more is written here')
 
     def _release(self) -> None:
         """Removes the lock, if it is still this object's, and nobody renews it after that."""
@@ -200,8 +198,15 @@ class RunLock:
                 warned = True
                 continue
             if not generation:
-                self._lost = True
+                self._lost = self._how_lost()
                 return
+
+    def _how_lost(self) -> str:
+        """What has become of the lock, which is not this object's any more."""
+        with contextlib.suppress(ValueError):
+            if self._store.read(NAME).result().state == 'missing':
+                return f'its {NAME} is gone: the folder was moved, emptied or taken over by a training that has ended'
+        return 'another training took it over while this process stood still'
 
 
 def is_occupied(directory: epath.Path) -> bool | None:

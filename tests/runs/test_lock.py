@@ -192,6 +192,16 @@ def test_another_hosts_lock_that_is_renewed_is_respected_whatever_the_clocks_say
         first.check()
 
 
+def test_who_writes_into_a_folder_that_was_moved_notices(tmp_path):
+    with RunLock(tmp_path / 'run') as first:
+        (tmp_path / 'run').rename(tmp_path / 'moved')
+        (tmp_path / 'run').mkdir()
+        first._heart.join(60)
+        with pytest.raises(ConfigError, match=r'its lock.json is gone: the folder was moved, .* is written here'):
+            first.check()
+    assert (tmp_path / 'moved' / lock.NAME).exists()
+
+
 def test_who_was_robbed_while_it_slept_notices(tmp_path):
     with RunLock(tmp_path) as first:
         with first._writing:
