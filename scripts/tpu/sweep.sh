@@ -5,19 +5,27 @@
 #   scripts/tpu/sweep.sh 3-5 lm sweep …       points 3, 4 and 5
 #   DRY_RUN=1 scripts/tpu/sweep.sh 8 …        prints the commands
 #
-# Adds --index I to the command. Each point is compiled by `lm check` on this machine first (CHECK=0 skips it). Pods are called TPU_NAME-I, jobs RUN_NAME-I; their output goes to SWEEP_LOG_DIR. Ends with
-# a table of exit codes; the exit code is 0 if all are, else 1. Look at the points first: lm sweep … --dry_run
+# Adds --index I to the command. Each point is compiled by `lm check` on this machine first (CHECK=0 skips it). Pods are
+# called TPU_NAME-I, jobs RUN_NAME-I; their output goes to SWEEP_LOG_DIR. Ends with a table of exit codes; the exit code
+# is 0 if all are, else 1. Look at the points first: lm sweep … --dry_run
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"
 [ $# -ge 2 ] || fail "give the number of points (or a range, 3-5) and the command; see $SCRIPT --help"
 case $1 in
   *[!0-9-]* | -* | *- | *-*-*) fail "$1: give a number of points, or a range such as 3-5" ;;
-  *-*) first=${1%-*} last=${1#*-} ;;
-  *) first=0 last=$(($1 - 1)) ;;
+  *-*) first=$((10#${1%-*})) last=$((10#${1#*-})) ;;
+  *) first=0 last=$((10#$1 - 1)) ;;
 esac
 shift
 if [ "$1" = -- ]; then shift; fi
 load_settings
+case " $* " in
+  *' sweep '*) ;;
+  *) fail "$*: give a command of lm sweep" ;;
+esac
+for flag in --index --jobs --gpus_per_job --dry_run --count; do
+  if has_flag "$flag" "$@"; then fail "$flag: each point has a pod and an --index of its own; leave this out"; fi
+done
 has_flag --run_dir "$@" || fail "no --run_dir; name the folder of the sweep, such as gs://my-bucket/sweeps/a"
 check_run_dir "$@"
 [ "$first" -le "$last" ] || fail "the range $first-$last is empty"

@@ -211,6 +211,32 @@ def test_runs_that_would_go_with_the_machines_are_refused(command, message, tmp_
     assert not (tmp_path / 'cloud' / 'gcloud.calls').exists()
 
 
+SWEEP = ['lm', 'sweep', '--sweep_file', 'a.gin', '--run_dir', 'gs://b/s']
+
+
+@pytest.mark.parametrize(
+    ('command', 'message'),
+    [
+        (['2', *SWEEP, '--index', '1'], '--index: each point has a pod and an --index of its own'),
+        (['2', *SWEEP, '--jobs=2'], '--jobs: each point has a pod'),
+        (['2', *SWEEP, '--dry_run'], '--dry_run: each point has a pod'),
+        (['2', 'lm', 'train', '--run_dir', 'gs://b/s'], 'lm train --run_dir gs://b/s: give a command of lm sweep'),
+        (['5-3', *SWEEP], 'the range 5-3 is empty'),
+    ],
+)
+def test_a_sweep_whose_pods_would_be_refused_is_not_begun(command, message, tmp_path):
+    done = FakeCloud(tmp_path / 'cloud').run('sweep.sh', *command)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / 'cloud' / 'gcloud.calls').exists()
+
+
+def test_a_range_of_a_sweep_may_have_zeros_in_front(tmp_path):
+    printed = dry_run(['sweep.sh', '08-09', *SWEEP], {}, tmp_path)
+    assert [line.rpartition(' ')[2] for line in printed.splitlines()] == ['8', '9']
+
+
 def test_a_misspelt_setting_is_refused(tmp_path):
     cloud = FakeCloud(tmp_path / 'cloud')
     cloud.settings['ACCELERATOR_TIPE'] = 'v4-8'
