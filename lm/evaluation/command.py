@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lm.config.configurable import check_kind
-from lm.errors import ConfigError
+from lm.errors import ConfigError, writing
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator, by_word
@@ -47,14 +47,17 @@ def main(experiment: Experiment, arguments: Any) -> int:
         parts += [experiment.evaluate.window.replace(':', '-')]
         parts += [hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:8]] if changes else []
         path = run.directory.evaluations / ('_'.join(parts) + '.json')
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, to_json(result) + '\n')
         if arguments.json:
-            print(to_json(result))
+            print(to_json(result), flush=True)
         elif experiment.data.task:
-            print(f'{result["split"]} at step {result["step"]}: {evaluator.describe(result)}\nwritten to {path}')
+            print(f'{result["split"]} at step {result["step"]}: {evaluator.describe(result)}', flush=True)
         else:
-            print_table(result, str(path))
+            print_table(result)
+        with writing(path):  # by then the figures are told, such as of somebody else's run
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, to_json(result) + '\n')
+        if not arguments.json:
+            print(f'written to {path}')
     return 0
 
 
@@ -90,7 +93,7 @@ def evaluator_of(run: LoadedRun, **settings: Any) -> Evaluator | TaskEvaluator:
     return make_evaluator(config, experiment.data, experiment.train, run.functions, run.mesh, run.store)
 
 
-def print_table(result: dict, path: str) -> None:
+def print_table(result: dict) -> None:
     """The result for people."""
     table = Table(title=f'{result["split"]} at step {result["step"]}', show_header=False, title_justify='left')
     rows = {
@@ -116,7 +119,6 @@ def print_table(result: dict, path: str) -> None:
     if result.get('sets'):
         console.print(table_of_sets(result['sets']))
     console.print(by_position)
-    console.print(f'written to {path}', soft_wrap=True)
 
 
 def table_of_sets(sets: dict[str, dict]) -> Table:

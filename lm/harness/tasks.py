@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from lm.errors import ConfigError
+from lm.errors import ConfigError, writing
 from lm.experiment import LoadedRun
 from lm.files import write_atomically
 from lm.harness.ruler import NEEDS_NOTHING, check_answers, check_fits, measured_by
@@ -127,13 +127,15 @@ def main(run: LoadedRun, arguments: Any) -> int:
     asked = json.dumps([tasks, arguments.num_fewshot, arguments.limit, result['context_length'], run.changes, sources])
     name = f'step-{run.step}_{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json'
     path = run.directory.evaluations / 'harness' / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, to_json(result) + '\n')
     if arguments.json:
-        print(to_json(result))
-        return 0
-    _print_table(result)
-    print(f'written to {path}')
+        print(to_json(result), flush=True)
+    else:
+        _print_table(result)
+    with writing(path):  # by then the figures are told, such as of somebody else's run
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, to_json(result) + '\n')
+    if not arguments.json:
+        print(f'written to {path}')
     return 0
 
 
