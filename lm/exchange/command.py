@@ -108,6 +108,8 @@ def import_run(experiment: Experiment, arguments: Any) -> int:
     unfinished = 'imported' in read_raw(run.info) and not run.has_checkpoint()  # killed, or on a full disk
     if run.path.exists() and not unfinished and (not run.path.is_dir() or any(run.path.iterdir())):
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
+    if (folder / UNFINISHED).exists():
+        raise MismatchError(f'{folder}: holds half an export; run that lm export again, or wait for its end')
     family, config = find(folder)
     given = experiment
     experiment = dataclasses.replace(given, model=family.model(folder, config, arguments.allow_gin_imports))

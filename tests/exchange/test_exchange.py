@@ -173,7 +173,11 @@ def test_what_was_killed_is_done_by_the_same_command_later(reference_run, tmp_pa
     with lock(out / UNFINISHED):
         (out / 'notes.txt').unlink()
         assert main(['export', *flags]) == 2
-    assert 'another process exports to it' in capsys.readouterr().err
+        assert main(['import', str(out), '--run_dir', str(tmp_path / 'back')]) == 44
+    printed = capsys.readouterr().err
+    assert 'another process exports to it' in printed
+    assert 'out: holds half an export; run that lm export again' in printed
+    assert not (tmp_path / 'back').exists()
     assert (out / 'config.json').read_text() == 'half'
     assert main(['export', *flags]) == 0
     assert {path.name for path in out.iterdir()} == {'model.safetensors', 'config.gin', 'tokenizer.model'}
