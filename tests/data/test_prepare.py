@@ -172,7 +172,7 @@ def test_a_url_is_a_path_too(corpus, reference, tmp_path):
 
 def test_a_source_that_has_changed_since_is_told(tmp_path):
     def say() -> str:
-        console = Console(file=io.StringIO(), width=400)
+        console = Console(file=io.StringIO(), width=60)
         prepare(config, str(tmp_path / 'store'), console)
         return console.file.getvalue()
 

@@ -98,10 +98,10 @@ def _already(
     if folder.exists():  # killed before it could go
         with contextlib.suppress(LmError, OSError), _alone(folder):
             shutil.rmtree(folder)
-    console.print(f'{path} is already prepared: nothing to do{remark}', highlight=False)
+    console.print(f'{path} is already prepared: nothing to do{remark}', highlight=False, soft_wrap=True)
     if settings and (change := _change(config, info)):
         remedy = f'to prepare it anew, delete {path} or name another data.path'
-        console.print(f'but its source has changed since, from {change}; {remedy}', highlight=False)
+        console.print(f'but its source has changed since, from {change}; {remedy}', highlight=False, soft_wrap=True)
     console.print(_table(info))
     return info
 
