@@ -7,6 +7,7 @@ run.score('some text').nats
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -232,6 +233,8 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
 
     Raises MismatchError where the checkpoint does not fit the model or was trained with another tokenizer.
     """
+    if step is not None and not isinstance(step, numbers.Integral):
+        raise ConfigError(f'step = {step!r}: must be an int')
     store = experiment.data.open(experiment.train.context_length)
     fitted = experiment.mesh.fitted(jax.devices())
     experiment.model.check_parts(fitted.sequence)

@@ -149,7 +149,7 @@ def continuations(
 
     A text ends with its document, before the first string of `until`, or after `max_tokens` tokens.
 
-    Raises ConfigError for settings out of range (`Sampling`).
+    Raises ConfigError for settings out of range (`Sampling`), and for ids that no piece of the tokenizer has.
     """
     check_kind('run', run, LoadedRun, OPENED)
     if isinstance(until, str):
@@ -162,6 +162,9 @@ def continuations(
         return []
     encoded = (tokenizer.encode(text) if isinstance(text, str) else text for text in texts)
     rows = [np.concatenate([[tokenizer.eod_id], tokens]) for tokens in encoded]
+    for row in rows:
+        if (wrong := row[(row < 0) | (row >= tokenizer.vocab_size)]).size:
+            raise ConfigError(f'prompts: token id {wrong[0]}: must be 0 to {tokenizer.vocab_size - 1}')
     made = [np.zeros(0, np.int64)] * len(rows)
     results = [''] * len(rows)
     with jax.set_mesh(run.mesh):

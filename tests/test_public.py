@@ -145,6 +145,12 @@ def test_sections_and_lists_say_what_they_are(run):
         lm.Experiment(model='small')
     with pytest.raises(lm.errors.ConfigError, match=r"^until = 'END': must be a list, such as \['END'\]"):
         lm.generate(run, 'x', until='END')
+    for ids in ([5, 400], [-1]):
+        with pytest.raises(lm.errors.ConfigError, match=f'^prompts: token id {ids[-1]}: must be 0 to 399'):
+            lm.generate(run, [np.array(ids)])
+    with pytest.raises(lm.errors.ConfigError, match=r"^step = '30': must be an int"):
+        lm.load(str(run.directory.path), step='30')
+    assert lm.load(str(run.directory.path), step=np.int64(30)).step == 30
 
 
 def test_the_notebook_of_thirty_lines(reference_run, tmp_path):
