@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 
-FILES = ('attention', 'blocks', 'losses', 'runs')
+FILES = ('attention', 'recurrences', 'blocks', 'losses', 'runs')
 
 
 def measure(bits: int, only: str) -> list[dict]:

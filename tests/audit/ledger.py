@@ -76,8 +76,9 @@ class Wider(ModuleType):
 
 def widen() -> None:
     """Every module of `lm` that has been imported computes in double precision from here on."""
-    for operation in ('cross_entropy', 'exact_attention', 'linear_attention'):
-        importlib.import_module(f'lm.ops.{operation}.xla')  # else imported when it is first used
+    for operation in ('cross_entropy', 'delta_rule', 'exact_attention', 'linear_attention'):
+        for implementation in ('reference', 'xla'):  # else imported when it is first used
+            importlib.import_module(f'lm.ops.{operation}.{implementation}')
     jax.config.update('jax_enable_x64', True)
     wider = Wider('jax.numpy')
     for name, module in list(sys.modules.items()):

@@ -1,0 +1,90 @@
+"""Mechanisms whose tokens fade or are taken out again: the operations, and retention with its norm."""
+
+from unittest import mock
+
+import numpy as np
+import torch
+from attention import ALIKE, GROUPED, B, D, H, L, module
+from ledger import compares, draw, values_and_gradients
+from strangers import fla, head_first
+from torch.nn import functional as F
+
+from lm.attention.recurrent.retention import Retention
+from lm.ops.delta_rule import delta_rule
+from lm.ops.exact_attention import softmax_attention
+from lm.ops.linear_attention import linear_attention
+
+
+def double(function):
+    """A function of fla's, which makes float32 of what it is given, in float64."""
+
+    def run(*arrays, **options):
+        wide = dict.fromkeys(('float32', 'float'), torch.float64)
+        with mock.patch.multiple(torch, **wide), mock.patch.object(torch.Tensor, 'float', torch.Tensor.double):
+            return function(*arrays, **options)
+
+    return run
+
+
+def factors(seed: int, heads: int) -> np.ndarray:
+    """Logs of factors, 0.9 and less."""
+    (x,) = draw(seed, (B, L, heads))
+    return -np.logaddexp(0, x - 2)
+
+
+@compares('retention, the mechanism', 'fla-core naive_retention, torch rms_norm')
+def _(dtype):
+    naive = head_first(double(fla('ops/retention/naive').naive_retention))
+    theirs = lambda *qkv: F.rms_norm(naive(*qkv), (D,), eps=1e-5)  # noqa: E731
+    return values_and_gradients(module(Retention()), theirs, draw(30, *ALIKE), dtype)
+
+
+def faded_row(name, against, **options):
+    @compares(f'linear attention with factors, {name}', f'fla-core {against}')
+    def row(dtype):
+        ours = lambda q, k, v, g: linear_attention(q, k, v, log_decay_BxLxK=g, normalize=False, **options)  # noqa: E731
+        naive = double(getattr(fla('ops/simple_gla/naive'), against))
+        theirs = lambda *arrays: naive(*arrays, scale=1.0)[0]  # noqa: E731
+        return values_and_gradients(ours, theirs, [*draw(31, *ALIKE), factors(32, H)], dtype)
+
+
+faded_row('blocks of 16', 'naive_chunk_simple_gla', block=16)
+faded_row('token by token', 'naive_recurrent_simple_gla', implementation='reference')
+
+
+@compares('softmax with factors, grouped heads', 'fla-core naive_forgetting_attn')
+def _(dtype):
+    ours = lambda q, k, v, g: softmax_attention(q, k, v, log_decay_BxMxK=g, implementation='xla')  # noqa: E731
+    naive = double(fla('ops/forgetting_attn/naive').naive_forgetting_attn)
+    theirs = lambda q, k, v, g: naive(q, k, v, g.repeat_interleave(2, dim=2))  # noqa: E731
+    return values_and_gradients(ours, theirs, [*draw(33, *GROUPED), factors(34, 2)], dtype)
+
+
+def delta_row(name, against, theirs, with_factors, implementation):
+    @compares(f'delta rule, {name}', f'fla-core {against}')
+    def row(dtype):
+        q, k, v = draw(35, *ALIKE)
+        k /= np.linalg.norm(k, axis=-1, keepdims=True)
+        (x,) = draw(36, (B, L, H))
+        arrays = [q, k, v, 2 / (1 + np.exp(-x)), *([factors(37, H)] if with_factors else [])]
+        ours = lambda q, *rest: delta_rule(q * D**-0.5, *rest, implementation=implementation)  # noqa: E731
+        return values_and_gradients(ours, theirs, arrays, dtype)
+
+
+def recurrence(*arrays):
+    heads_first = (x.transpose(1, 2) for x in arrays)
+    return double(fla('ops/delta_rule/naive').delta_rule_recurrence)(*heads_first)[0].transpose(1, 2)
+
+
+def gated(name):
+    def run(q, k, v, beta, g):
+        naive = double(getattr(fla('ops/gated_delta_rule/naive'), name))
+        return naive(q, k, v, beta=beta, g=g)[0]
+
+    return run
+
+
+delta_row('in chunks', 'delta_rule_recurrence', recurrence, False, 'xla')
+delta_row('token by token', 'delta_rule_recurrence', recurrence, False, 'reference')
+for against in ('naive_recurrent_gated_delta_rule', 'naive_chunk_gated_delta_rule'):
+    delta_row('with factors, in chunks', against, gated(against), True, 'xla')
