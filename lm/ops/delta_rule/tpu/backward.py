@@ -1,9 +1,13 @@
 """The backward kernel of the delta rule on TPUs: one sweep from the last chunk to the first.
 
-A chunk is computed again from the state before it, which the forward kernel saved. With dW what the outputs and the
-state after the chunk want of W = R (I + M)⁻¹, R = β (V - exp(c) S K):
+A chunk is computed again from the state before it, which the forward kernel saved. With S' the state after the chunk,
+b = exp(c_C - c) what is left after it of each token, R = β (V - exp(c) S K), W = R (I + M)⁻¹ (`chunk`), and dX the
+gradient of X:
 
-    dR = dW (I + M)⁻ᵀ          dM = -Wᵀ dR
+    dW = dO Pᵀ + b (dS' K)        dR = dW (I + M)⁻ᵀ        dM = -Wᵀ dR        dP = Wᵀ dO
+
+and from there the gradients of what M, P and R are made of. c stands in differences alone: a pair of tokens adds to the
+one and takes from the other.
 
 Letters as in the forward kernel.
 """
@@ -64,6 +68,7 @@ def _kernel(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter, dq, dk, dv, d
         wanted = dstate[n].astype(dtype)
         folded = chunk.until * dot(wanted, chunk.k, (1, 0))
         yield from chunk.solve()
+        # dW, then dR, dM and dP.
         new = chunk.new.astype(dtype)
         dnew, weights = folded, []
         for m, (of_query, _) in zip(queries, products, strict=True):
@@ -75,10 +80,12 @@ def _kernel(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter, dq, dk, dv, d
         dgiven_operand = dgiven.astype(dtype)
         dsystem = -dot(new, dgiven_operand, (0, 0))
         dweights = [dot(new, do[m], (0, 0)) for m in queries]
+        # Of R: v, β, and what S and k give through the difference.
         ddifference = chunk.beta * dgiven
         dv[n] = ddifference.astype(dtype)
         dread = (-chunk.since * ddifference).astype(dtype)
         yield
+        # Of M: β, and both sides of ⟨k_j, k_i⟩.
         of_system = dsystem * chunk.products
         dbeta[n] = sum_rows(dgiven * chunk.difference) + sum_rows(of_system)
         dproducts = (dsystem * chunk.strictly * chunk.beta).astype(dtype)
@@ -88,6 +95,7 @@ def _kernel(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter, dq, dk, dv, d
         dkeys = dot(chunk.state, dread, (0, 0)) + chunk.until * dot(wanted, new, (0, 0))
         dkeys += dot(chunk.k, dproducts, (1, 1)) + dot(chunk.k, dproducts, (1, 0))
         yield
+        # Of P and of what the queries read.
         for m, each, dweight, weight, (_, read) in zip(queries, vectors, dweights, weights, products, strict=True):
             of_pairs += dweight * weight
             dc_1xC += sum_rows(do[m].astype(jnp.float32) * read) * chunk.since
@@ -97,6 +105,7 @@ def _kernel(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter, dq, dk, dv, d
             dkeys += dot(each.x, dproduct, (1, 1))
             dstates += dot((chunk.since * do[m].astype(jnp.float32)).astype(dtype), each.x, (1, 1))
         dk[n] = keys.backwards(dkeys).astype(dtype)
+        # Of c, besides: what is left of the chunk's tokens and of S after it; of pairs, minus the sum over queries.
         of_added = sum_rows(folded * chunk.new)
         of_state = jnp.sum(dstate[n] * chunk.state.astype(jnp.float32), keepdims=True) * chunk.whole
         ones = jnp.ones((SUBLANES, of_pairs.shape[0]), jnp.float32)
