@@ -43,7 +43,7 @@ from lm.ops.linear_attention.plan import BlockPlan
 from lm.ops.linear_attention.types import LOCAL_BLOCK, Options, State, faded
 from lm.ops.residuals import saved
 
-BLOCK = {'cpu': 256}
+BLOCK = {'cpu': 64}
 """Where the result does not depend on it."""
 
 TILE = {'cpu': 256}
