@@ -1,5 +1,6 @@
 """Every test sees 8 simulated CPU devices; the environment is set before jax is first imported."""
 
+import gc
 import os
 import pathlib
 import signal
@@ -26,6 +27,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+# Tracing makes many objects that live on, and little garbage: by default to look for it takes a tenth of the time.
+gc.set_threshold(10_000, 20, 20)
 # The `lm` commands that tests start share one cache of compiled programs; this process, which has read its environment
 # already, compiles for itself, except in tests of whole commands (`kept_programs`).
 assert jax.devices()
@@ -36,6 +39,11 @@ os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
 if sys.platform == 'linux':
     tiny.WARM.update(tiny.variables())
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # what is imported stays: nobody need look for garbage in it
 
 
 @pytest.fixture(scope='session')
