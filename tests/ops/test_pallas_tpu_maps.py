@@ -47,20 +47,27 @@ def definition(options, features, q, k, v, parameters, q_local=None, k_local=Non
     return o.swapaxes(1, 2)
 
 
+@functools.cache
+def defined(options, *features):
+    def outputs_and_gradients(do, *inputs):
+        o, vjp = jax.vjp(functools.partial(definition, options, features), *inputs)
+        return (o, *vjp(do))
+
+    return quick(outputs_and_gradients)
+
+
 def by_definition(options, features, arrays, parameters=(None, None)):
     """Outputs and gradients in float64."""
     with jax.enable_x64(True):
         q, k, v, q_local, k_local, do = (jnp.asarray(np.asarray(a, np.float64)) for a in arrays)
         local = () if options.local is None else (q_local, k_local)
         parameters = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), parameters)
-        function = jax.jit(functools.partial(definition, options, features))
-        o, vjp = jax.vjp(function, q, k, v, parameters, *local)
-        return jax.tree.map(np.asarray, (o, *vjp(do)))
+        return jax.tree.map(np.asarray, defined(options, *features)(do, q, k, v, parameters, *local))
 
 
-def by_kernels(options, arrays, parameters=(None, None)):
-    *inputs, do = arrays
-    local = () if options.local is None else tuple(inputs[3:])
+@functools.cache
+def program(options, planner, sums_before):
+    """Compiled once for arrays of one shape; the functions are those in force, which some tests change."""
 
     def function(q, k, v, parameters, *local):
         call = (q, k, v, *parameters, *(local or (None, None)), None)
@@ -70,8 +77,15 @@ def by_kernels(options, arrays, parameters=(None, None)):
         o, vjp = jax.vjp(function, *inputs)
         return (o, *vjp(do))
 
+    return quick(outputs_and_gradients)
+
+
+def by_kernels(options, arrays, parameters=(None, None)):
+    *inputs, do = arrays
+    local = () if options.local is None else tuple(inputs[3:])
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)):
-        return quick(outputs_and_gradients)(do, *inputs[:3], parameters, *local)
+        run = program(options, pallas_tpu.plan_for, pallas_tpu.sums_before)
+        return run(do, *inputs[:3], parameters, *local)
 
 
 def quick(function):
@@ -132,6 +146,7 @@ def llops64(factors, x):
     return jnp.prod(products, axis=0).sum(-2) ** 2
 
 
+@functools.cache
 def performer(n_features=64, head_dim=16, seed=1):
     """A feature map, its parameters for queries and for keys, and the same in float64."""
     projection = jnp.asarray(np.random.default_rng(seed).standard_normal((n_features, head_dim)), jnp.float32)
@@ -142,6 +157,7 @@ def performer(n_features=64, head_dim=16, seed=1):
     return feature_map, (Projection(projection),) * 2, exact
 
 
+@functools.cache
 def llops(n_features=32, head_dim=16, rank=1, seed=1):
     config = Llops(n_features=n_features, rank=rank)
     rng = np.random.default_rng(seed)
