@@ -28,7 +28,7 @@ def test_all_arrays_of_the_same_model_are_taken(reference_run, tiny_flags, tmp_p
 
 
 def test_the_arrays_that_were_not_taken_are_named(reference_run, tiny_flags, tmp_path, capsys):
-    assert start(reference_run, tiny_flags, tmp_path / 'run', model__attention='@polysketch()') == 0
+    assert start(reference_run, tiny_flags, tmp_path / 'run', model__attention='@polynomial()') == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if 'arrays taken' in line]
     taken, _, total, *_ = line.split()
     left = line.partition('; these not: ')[2].split(', ')
