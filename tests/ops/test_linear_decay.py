@@ -116,23 +116,26 @@ def with_gradients(function):
 
 
 @functools.cache
-def programs(name, implementation):
-    options = CASES[name][1]
-    run = with_gradients(functools.partial(call, **options, implementation=implementation))
-    return run, with_gradients(functools.partial(recurrence, **options))
+def program(name, implementation):
+    return with_gradients(functools.partial(call, **CASES[name][1], implementation=implementation))
 
 
-def recurrent(name, implementation, arrays):
+@functools.cache
+def recurrence_program(name):
+    return with_gradients(functools.partial(recurrence, **CASES[name][1]))
+
+
+def recurrent(name, arrays):
     """Outputs and gradients of the recurrence in float64."""
     with jax.enable_x64(True):
         arrays = (np.asarray(a, np.float64) for a in arrays)
-        found = programs(name, implementation)[1](np.ones(CASES[name][0], bool), *arrays)
+        found = recurrence_program(name)(np.ones(CASES[name][0], bool), *arrays)
         return [np.asarray(a) for a in found]
 
 
 def check(name, implementation, arrays, tolerance=2e-5):
-    expected = recurrent(name, implementation, arrays)
-    got = programs(name, implementation)[0](np.ones(CASES[name][0], bool), *arrays)
+    expected = recurrent(name, arrays)
+    got = program(name, implementation)(np.ones(CASES[name][0], bool), *arrays)
     for label, a, e in zip(('o', 'dx', 'dy', 'dv', 'dq', 'dk', 'dg'), got, expected, strict=True):
         a = np.asarray(a, np.float64)
         assert np.isfinite(a).all(), label
@@ -172,7 +175,7 @@ def test_a_reset_hides_all_before_it(name):
     # Exact blocks are cut where the sequence begins, so that a document keeps its weights only from a block on.
     at = 16 if 'blocks' in name else 13
     arrays = (*draw(length), draw_decay(length, resets=[at]))
-    run, _ = programs(name, 'xla')
+    run = program(name, 'xla')
     counted = np.arange(length) >= at
     (o, *after), (_, *before) = run(counted, *arrays), run(~counted, *arrays)
     # Alone is first: what follows it then cannot be seen.
@@ -191,7 +194,7 @@ def test_bfloat16_stays_close():
     for name in ('exact blocks', 'window'):
         length, options = CASES[name]
         arrays = (*draw(length, dtype=jnp.bfloat16), draw_decay(length, resets=[9]))
-        expected, *_ = recurrent(name, 'xla', arrays)
+        expected, *_ = recurrent(name, arrays)
         got = jit(functools.partial(call, **options))(*arrays)
         assert got.dtype == jnp.bfloat16
         assert np.linalg.norm(np.asarray(got, np.float64) - expected) < 2e-2 * np.linalg.norm(expected)
