@@ -78,7 +78,7 @@ def kernel_of(options):
     return polynomial.polynomial_attention if 'degree' in options else softmax.softmax_attention
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)  # they take memory
 def program(planner, **options):
     """Compiled once for arrays of one shape; `planner` is the one in force, which some tests change."""
 
