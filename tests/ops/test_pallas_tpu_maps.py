@@ -47,7 +47,7 @@ def definition(options, features, q, k, v, parameters, q_local=None, k_local=Non
     return o.swapaxes(1, 2)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def defined(options, *features):
     def outputs_and_gradients(do, *inputs):
         o, vjp = jax.vjp(functools.partial(definition, options, features), *inputs)
@@ -65,7 +65,7 @@ def by_definition(options, features, arrays, parameters=(None, None)):
         return jax.tree.map(np.asarray, defined(options, *features)(do, q, k, v, parameters, *local))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=12)  # they take memory
 def program(options, planner, sums_before):
     """Compiled once for arrays of one shape; the functions are those in force, which some tests change."""
 
