@@ -9,7 +9,7 @@ formula is known, and is part of what is expected:
     packed features    x ⊗ x comes in strips of 8 rows: 640 products at r = 32, where r (r + 1) / 2 = 528 are distinct
 
 With these the two agree within 3 %, forward everywhere, and forward and backward for exact attention and the model. The
-backward pass of a linear mechanism is twice the forward pass and what it recomputes, which is at most 0.6 of it.
+backward pass of a linear mechanism is twice the forward pass and what it recomputes, which is at most 0.7 of it.
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ from lm.attention.softmax import Softmax
 from lm.attention.taylor import Taylor
 from lm.compiled.program import HloProgram
 from lm.model import ModelConfig
+from lm.ops.linear_attention import xla
 from lm.training.optimizer import OptimizerConfig
 from lm.training.step import TrainStep
 
@@ -38,6 +39,8 @@ DIMS = HeadDims(n_heads=4, n_kv_heads=4, head_dim=64)
 LENGTH, ONE_BLOCK = 2048, 128
 TILE = 256
 """Queries at a time inside a block, on a CPU: keys after a tile are not computed."""
+WHOLE = 2 * xla.BLOCK['cpu']
+"""Of blocks that the operation chooses, on a CPU no longer than a tile: as if twice as long and half of it computed."""
 NO_ENDS = 2**40
 """A length at which the first and the last block count for nothing."""
 TOLERANCE = 0.03
@@ -56,10 +59,10 @@ LINEAR = {
         (2080, 64, 512),
         (packed(64) + 32, 64, 512 + TILE),
     ),
-    'polysketch not local': (Polysketch(local=False), (528, 32, DEFAULT_BLOCK), (packed(32) + 8, 32, 256 + TILE)),
+    'polysketch not local': (Polysketch(local=False), (528, 32, DEFAULT_BLOCK), (packed(32) + 8, 32, WHOLE)),
     'performer': (Performer(n_features=512, block=512), (512, 512, 512), (512, 512, 512 + TILE)),
-    'llops': (Llops(), (256, 256, DEFAULT_BLOCK), (256, 256, 256 + TILE)),
-    'taylor': (Taylor(), (1 + 16 + 136, 16, DEFAULT_BLOCK), (1 + 16 + packed(16) + 4, 16, 256 + TILE)),
+    'llops': (Llops(), (256, 256, DEFAULT_BLOCK), (256, 256, WHOLE)),
+    'taylor': (Taylor(), (1 + 16 + 136, 16, DEFAULT_BLOCK), (1 + 16 + packed(16) + 4, 16, WHOLE)),
 }
 """Denominators of squares are r × r forms, two products of r² per token: counted as r² / 128 features."""
 
@@ -167,7 +170,7 @@ def test_the_first_block_reads_no_sums_and_the_last_adds_none():
 def test_backward_of_linear_attention(name):
     config, _, _ = LINEAR[name]
     forward, both = (counted(attention_program(config, LENGTH, backward=b)) for b in (False, True))
-    assert 2.5 * forward < both < (3 + 3 * 0.6) * forward
+    assert 2.5 * forward < both < (3 + 3 * 0.7) * forward
 
 
 COUNTED = {Softmax, Polynomial} | {type(config) for config, _, _ in LINEAR.values()}
@@ -182,7 +185,7 @@ OTHERS = [Hybrid(window=256)] + [
 @pytest.mark.parametrize('config', OTHERS, ids=lambda c: c.gin_name)
 def test_any_other_mechanism(config, monkeypatch):
     """With the blocks that run, what is computed is the formula and at most 0.7 of it: masks, packing and the ends."""
-    monkeypatch.setattr('lm.attention.linear.DEFAULT_BLOCK', 256 + TILE)
+    monkeypatch.setattr('lm.attention.linear.DEFAULT_BLOCK', WHOLE)
     formula = LENGTH * config.flops_per_token(DIMS, LENGTH)
     assert 1 - TOLERANCE < counted(attention_program(config, LENGTH)) / formula < 1.7
 
