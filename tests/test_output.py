@@ -92,12 +92,12 @@ def test_a_closed_terminal_saves_the_run(tiny_flags, reference_run, tmp_path):
     )
     os.close(its_end)
     said = b''
-    while b'step  3/40' not in said:
+    while b'step  1/40' not in said:  # all of them take half a second
         said += os.read(terminal, 1000)
     os.close(terminal)
     assert process.wait(timeout=120) == 42
     saved = max(int(path.name) for path in (run / 'checkpoints').iterdir() if path.name.isdigit())
-    assert 3 <= saved < 40
+    assert 1 <= saved < 40
     assert tiny.lm('train', '--run_dir', str(run), *tiny_flags).returncode == 0
     assert tiny.losses(run) == tiny.losses(reference_run[0])
 
