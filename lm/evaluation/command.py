@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lm.config.configurable import check_kind
-from lm.errors import ConfigError, writing
+from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator, by_word
 from lm.experiment import OPENED, Experiment, LoadedRun, load_run
-from lm.files import write_atomically
 from lm.runs.records import to_json
 from lm.text import perplexity
 from lm.training.mesh import initialize_distributed
@@ -53,9 +52,7 @@ def main(experiment: Experiment, arguments: Any) -> int:
             print(f'{result["split"]} at step {result["step"]}: {evaluator.describe(result)}', flush=True)
         else:
             print_table(result)
-        with writing(path):  # by then the figures are told, such as of somebody else's run
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, to_json(result) + '\n')
+        run.directory.keep_evaluation(path, to_json(result) + '\n')  # by now the figures are told
         if not arguments.json:
             print(f'written to {path}')
     return 0

@@ -17,9 +17,8 @@ from typing import Any
 
 import jax
 
-from lm.errors import ConfigError, writing
+from lm.errors import ConfigError
 from lm.experiment import LoadedRun
-from lm.files import write_atomically
 from lm.harness.ruler import NEEDS_NOTHING, check_answers, check_fits, measured_by
 from lm.runs.records import to_json
 
@@ -131,9 +130,7 @@ def main(run: LoadedRun, arguments: Any) -> int:
         print(to_json(result), flush=True)
     else:
         _print_table(result)
-    with writing(path):  # by then the figures are told, such as of somebody else's run
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, to_json(result) + '\n')
+    run.directory.keep_evaluation(path, to_json(result) + '\n')  # by now the figures are told
     if not arguments.json:
         print(f'written to {path}')
     return 0

@@ -177,6 +177,12 @@ class RunDir:
             write_atomically(self.config, text)
         return found.resumed
 
+    def keep_evaluation(self, path: epath.Path, text: str) -> None:
+        """Writes a file below `evaluations`; raises LmError where it cannot be, as in the run of somebody else."""
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, text)
+
     def _abandon_evaluations(self, step: int) -> None:
         """Moves aside what later weights were worth, which are thrown away; a bucket cannot rename: it is deleted."""
         folders = [f for f in (self.evaluations, self.evaluations / 'harness') if f.exists()]
