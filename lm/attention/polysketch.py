@@ -103,7 +103,7 @@ class PolysketchAttention(NormedModule, LinearModule):
         (batch, length, heads), kv_heads = q_BxLxHxD.shape[:3], k_BxLxKxD.shape[2]
         n = kv_heads if self.config.per_head else 1
         grouped = (x.reshape(batch, length, n, -1, x.shape[-1]) for x in (q_BxLxHxD, k_BxLxKxD))
-        q, k = self.sketch.of_each(*grouped, beside=self.config.implementation)
+        q, k = self.sketch.of_each(*grouped)
         return q.reshape(batch, length, heads, -1), k.reshape(batch, length, kv_heads, -1)
 
     def arguments(

@@ -28,7 +28,7 @@ SEQUENCE_AXIS = 'sequence'
 """The axis over which the tokens of a window are split (`lm.ops.sequence`)."""
 
 HOPPER = re.compile(r'\bG?H(20|100|200|800)\b')
-MOSAIC_GPU_JAX = (0, 12)
+MOSAIC_GPU_JAX = (0, 11)
 """The JAX that has what our Mosaic GPU kernels use."""
 
 

@@ -6,6 +6,8 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from lm.ops import platform
+
 RESIDUAL_NAME = 'attention_residuals'
 """`jax.checkpoint` policies that save this name do not run the attention again in the backward pass."""
 
@@ -17,6 +19,9 @@ def saved(x: jax.Array) -> jax.Array:
     the precision that they have: behind a kernel that is one more pass over memory.
     """
     bits = lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')
+    if platform.target_platform() == 'gpu':
+        # XLA would run a kernel whose result a scan stacks twice: a copy of it writes into the stack.
+        bits = lax.optimization_barrier(bits)
     return lax.bitcast_convert_type(checkpoint_name(bits, RESIDUAL_NAME), x.dtype)
 
 

@@ -13,7 +13,6 @@ from jax.ad_checkpoint import print_saved_residuals
 from mechanisms import DIMS
 
 from lm.attention import HeadDims
-from lm.attention.maps import sketches
 from lm.attention.maps.sketches import SKETCHES
 from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
@@ -151,23 +150,12 @@ def test_one_block_is_computed_as_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(
         'lm.attention.polysketch.polynomial_attention', lambda q, k, v, **options: asked.append(options) or v
     )
-    for name in (None, 'reference', 'pallas_gpu'):  # the last one has no kernels of one block
+    for name in (None, 'reference', 'pallas_gpu'):
         mechanisms.build(Polysketch(implementation=name))(*mechanisms.draw())
-    assert [options['implementation'] for options in asked] == [None, 'reference', None]
+    assert [options['implementation'] for options in asked] == [None, 'reference', 'pallas_gpu']
     q, k, v = mechanisms.draw()
     mechanisms.build(Polysketch(implementation='pallas_tpu', gate=True))(q, k, v, jnp.zeros(k.shape[:3]))
     assert asked[-1]['implementation'] is None, 'its kernels of one block know no decay'
-
-
-def test_networks_of_learned_sketches_know_how_the_rest_is_computed(monkeypatch):
-    asked, real = [], sketches.networks.sketch_networks
-    monkeypatch.setattr(
-        sketches.networks, 'sketch_networks', lambda *arrays, beside: asked.append(beside) or real(*arrays)
-    )
-    names = (None, 'xla', 'pallas_gpu')
-    for name in names:
-        mechanisms.build(Polysketch(implementation=name)).arguments(*mechanisms.draw())
-    assert asked == list(names)
 
 
 def test_chunks_change_nothing():

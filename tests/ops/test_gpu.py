@@ -68,7 +68,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize('length', [1024, 1003])
+@pytest.mark.parametrize('length', [1024, 1003, 4501])
 @pytest.mark.parametrize('case', EXACT)
 def test_exact_attention(case, length):
     """The platform's own choice (cuDNN for softmax) against the reference in float32."""

@@ -4,7 +4,9 @@ Interpreted on the CPU, uninitialised memory being NaN and races detected; and c
 plugin is installed.
 """
 
+import functools
 import importlib.metadata
+import re
 import shutil
 
 import jax
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from test_pallas_tpu import by_definition, errors, example, quick
 
-from lm.ops import platform
+from lm.ops import exact_attention, platform
 from lm.ops.linear_attention import IMPLEMENTATIONS, PREFERRED
 from lm.ops.linear_attention.gpu import attention as pallas_gpu
 from lm.ops.linear_attention.gpu.plan import squares
@@ -22,7 +24,7 @@ from lm.ops.linear_attention.types import ExpKernel, Options, PolynomialKernel
 SQUARE = (0.0, 0.0, 1.0)
 
 interpreter = pytest.mark.skipif(
-    jax.__version_info__ < platform.MOSAIC_GPU_JAX,
+    jax.__version_info__ < (0, 12),
     reason=f'the interpreter of JAX {jax.__version__} lacks what the kernels use; 0.12 has it',
 )
 
@@ -63,6 +65,10 @@ CASES = {
     'one block, degree 8, scaled': (
         {'local': PolynomialKernel(8, scale=0.75), 'block': 512},
         {'length': 270, 'features': 32, **FULL},
+    ),
+    'one block of no whole tiles': (
+        {'local': PolynomialKernel(4), 'block': 100},
+        {'length': 90, 'features': 32, **FULL},
     ),
     'one block without local, no bias': ({'denominator_bias': 0.0}, {'length': 50, 'features': 32, **FULL}),
 }
@@ -171,9 +177,48 @@ def test_unsupported_elsewhere(monkeypatch):
         assert ('needs a GPU' not in str(refusal(Options(powers=SQUARE)))) == works
 
 
-def test_only_by_name():
-    assert IMPLEMENTATIONS['pallas_gpu'] is pallas_gpu
-    assert not any('pallas_gpu' in names for names in PREFERRED.values())
+def test_hoppers_get_their_kernels(hopper, monkeypatch):
+    *arrays, _ = example(300, dtype=jnp.bfloat16)
+    q, k, v, *local = arrays
+    call = {'options': Options(powers=SQUARE, local=PolynomialKernel(4), block=128), 'with_state': False}
+    for kind, name in (('NVIDIA H100 80GB HBM3', 'pallas_gpu'), ('NVIDIA A100-SXM4-80GB', 'xla')):
+        monkeypatch.setattr(platform, 'device_kind', lambda kind=kind: kind)
+        chosen = platform.choose('', IMPLEMENTATIONS, PREFERRED, None, q, k, v, None, None, *local, None, **call)
+        assert chosen is IMPLEMENTATIONS[name]
+        exact = '', exact_attention.POLYNOMIAL, exact_attention.PREFERRED_POLYNOMIAL, None, q, k, v
+        assert platform.choose(*exact, degree=4) is exact_attention.POLYNOMIAL[name]
+
+
+def test_unsupported_calls_of_polynomial_attention_say_why(hopper):
+    q, k, v = example(300, dtype=jnp.bfloat16)[:3]
+    refused = exact_attention.POLYNOMIAL['pallas_gpu'].unsupported
+    assert refused(q, k, v, degree=4) is None
+    assert 'degree' in refused(q, k, v, degree=6)
+    assert 'documents' in refused(q, k, v, degree=4, starts=jnp.zeros((1, 300), jnp.int32))
+    assert 'causal' in refused(q, k, v, degree=4, causal=False)
+    assert 'decay' in refused(q, k, v, degree=4, log_decay_BxMxK=jnp.zeros(k.shape[:3]))
+
+
+@pytest.mark.smoke
+@interpreter
+def test_polynomial_attention():
+    """Three tiles of queries and fewer key heads, against the formulas in float32."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, do = (jax.random.normal(key, (1, 150, n, 64)) for key, n in zip(keys, (2, 1, 1, 2), strict=True))
+    options = {'degree': 4, 'scale': 0.5, 'denominator_bias': 0.25}
+
+    def run(implementation, *inputs):
+        q, k, v, do = (x.astype(jnp.bfloat16) for x in inputs)
+        if implementation == 'reference':
+            q, k, v, do = (x.astype(jnp.float32) for x in (q, k, v, do))
+        attend = exact_attention.POLYNOMIAL[implementation].polynomial_attention
+        o, vjp = jax.vjp(lambda *qkv: attend(*qkv, **options), q, k, v)
+        return [o, *vjp(do)]
+
+    with interpreted():
+        got = quick(functools.partial(run, 'pallas_gpu'))(q / 8, k, v, do)
+    for g, w in zip(got, run('reference', q / 8, k, v, do), strict=True):
+        assert np.linalg.norm(np.asarray(g, np.float64) - w) <= 2e-2 * np.linalg.norm(w)
 
 
 # An H200 as XLA describes it: what a compiler needs to know of a GPU that is not there.
@@ -213,3 +258,32 @@ def test_compiles_for_an_h200(features, local):
     with jax.set_mesh(mesh):
         compiled = jax.jit(jax.grad(loss, argnums=range(5))).trace(*arrays).lower().compile()
     assert compiled.memory_analysis().output_size_in_bytes > 0
+
+
+@pytest.mark.skipif(not can_compile(), reason="needs JAX's CUDA plugin and ptxas")
+def test_a_scan_over_layers_runs_no_kernel_twice():
+    """XLA runs a kernel whose result is used and stacked once for each, unless they are told apart (`saved`)."""
+    from jax.experimental import topologies
+
+    from lm.ops.linear_attention import linear_attention
+
+    topology = topologies.get_topology_desc(topology_name='h200', platform='cuda', target_config=H200, topology='1x1x1')
+    mesh = jax.sharding.Mesh(np.array(topology.devices), ('data',))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x = jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16, sharding=replicated)
+    weights = jax.ShapeDtypeStruct((3, 64, 64), jnp.bfloat16, sharding=replicated)
+
+    def loss(weights, x):
+        def layer(x, w):
+            y = x @ w
+            near = {'local': PolynomialKernel(4), 'q_local_BxLxHxC': y, 'k_local_BxLxKxC': y}
+            o = linear_attention(y, y, y, powers=SQUARE, implementation='pallas_gpu', **near)
+            return x + jnp.tanh(o), None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss)).trace(weights, x).lower().compile().as_text()
+    calls = re.findall(r'custom-call\(.*(linear_attention_[a-z_]+)/', text)
+    once = ('linear_attention_outputs', 'linear_attention_query_gradients', 'linear_attention_key_gradients')
+    assert sorted(calls) == sorted([*once, *2 * ['linear_attention_block_sums']])

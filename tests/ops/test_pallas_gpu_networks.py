@@ -87,17 +87,15 @@ def test_unsupported_elsewhere(hopper, monkeypatch):
     assert 'needs a GPU' in pallas_gpu.unsupported(*example(**USUAL)[:2])
 
 
-def test_only_by_name(hopper, monkeypatch):
-    """Of its own, or of the linear attention beside it."""
+def test_hoppers_get_their_kernels(hopper, monkeypatch):
     nodes, xs, _ = example(**USUAL)
     chosen = []
     for name in op.IMPLEMENTATIONS:
         monkeypatch.setattr(op.IMPLEMENTATIONS[name], 'sketch_networks', lambda *_, name=name: chosen.append(name))
-    for choice in ({}, {'beside': 'xla'}, {'beside': 'pallas_gpu'}, {'implementation': 'pallas_gpu'}):
-        op.sketch_networks(nodes, *xs, **choice)
-    assert chosen == ['xla', 'xla', 'pallas_gpu', 'pallas_gpu']
-    op.sketch_networks(*example(**USUAL | {'r': 16})[:1], *xs, beside='pallas_gpu')
-    assert chosen[-1] == 'xla'
+    for implementation in (None, 'xla', 'pallas_gpu'):
+        op.sketch_networks(nodes, *xs, implementation=implementation)
+    op.sketch_networks(*example(**USUAL | {'r': 16})[:1], *xs)
+    assert chosen == ['pallas_gpu', 'xla', 'pallas_gpu', 'xla']
 
 
 def test_thread_blocks_fit():

@@ -52,8 +52,8 @@ class Sketch(nnx.Module):
             node += len(pairs)
         return level[0]
 
-    def of_each(self, *xs_BxLxNxGxM: jax.Array, beside: str | None = None) -> tuple[jax.Array, ...]:
-        """ψ of the vectors of each array; `beside` as in `lm.ops.sketch_networks`."""
+    def of_each(self, *xs_BxLxNxGxM: jax.Array) -> tuple[jax.Array, ...]:
+        """ψ of the vectors of each array."""
         if self.power == 1:
             return xs_BxLxNxGxM
         graph, state = nnx.split(self)
@@ -124,11 +124,11 @@ class Learned(Sketch):
     def __call__(self, x_BxLxNxGxM: jax.Array) -> jax.Array:
         return self.of_each(x_BxLxNxGxM)[0]
 
-    def of_each(self, *xs_BxLxNxGxM: jax.Array, beside: str | None = None) -> tuple[jax.Array, ...]:
+    def of_each(self, *xs_BxLxNxGxM: jax.Array) -> tuple[jax.Array, ...]:
         if self.power == 1:
             return xs_BxLxNxGxM
         nodes = tuple(tuple(network.parameters() for network in pair) for pair in self.maps)
-        return networks.sketch_networks(nodes, *xs_BxLxNxGxM, beside=beside)
+        return networks.sketch_networks(nodes, *xs_BxLxNxGxM)
 
     @classmethod
     def map_flops(cls, size: int, r: int, width: int) -> float:

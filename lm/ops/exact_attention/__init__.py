@@ -16,9 +16,11 @@ from lm.ops.platform import sequence_shards
 SOFTMAX = platform.Implementations(
     __name__, reference='reference', xla='xla', pallas_tpu='tpu.softmax', splash='tpu.splash', cudnn='cudnn'
 )
-POLYNOMIAL = platform.Implementations(__name__, reference='reference', xla='xla', pallas_tpu='tpu.polynomial')
+POLYNOMIAL = platform.Implementations(
+    __name__, reference='reference', xla='xla', pallas_tpu='tpu.polynomial', pallas_gpu='gpu'
+)
 PREFERRED = {'tpu': ('pallas_tpu', 'splash'), 'gpu': ('cudnn',)}
-PREFERRED_POLYNOMIAL = {'tpu': ('pallas_tpu',)}
+PREFERRED_POLYNOMIAL = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu',)}
 
 
 def softmax_attention(

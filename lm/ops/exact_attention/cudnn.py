@@ -16,7 +16,10 @@ def softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, scale, window=None, ca
     """Arguments as in `lm.ops.exact_attention.softmax_attention`; calls that `unsupported` refuses are wrong here."""
 
     def attend(q, k, v):
-        return jax.nn.dot_product_attention(
+        length = q.shape[1]
+        # Gradients take an even number of tokens; one after the last is hidden from all others.
+        q, k, v = (jnp.pad(x, ((0, 0), (0, length % 2), (0, 0), (0, 0))) for x in (q, k, v))
+        o = jax.nn.dot_product_attention(
             q,
             k,
             v,
@@ -25,6 +28,7 @@ def softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, scale, window=None, ca
             local_window_size=None if window is None else (window - 1, 0),
             implementation='cudnn',
         )
+        return o[:, :length]
 
     return platform.per_device(attend, split=(True, True, True))(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
 
@@ -49,6 +53,8 @@ def unsupported(
         return 'cannot tell documents apart'
     if window is not None and not causal:
         return 'takes a window only with the causal mask'
+    if q.shape[1] % 2 and not causal:
+        return f'takes an odd number of tokens, {q.shape[1]}, only with the causal mask'
     return platform.uneven_batch(q.shape[0])
 
 

@@ -47,7 +47,8 @@ IMPLEMENTATIONS = platform.Implementations(
 )
 PARTS = platform.Implementations(__name__, xla='parts', pallas_tpu='tpu.part')
 """For windows that are split over devices (`lm.ops.sequence`)."""
-PREFERRED = {'tpu': ('pallas_tpu',)}
+PREFERRED = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu',)}
+PREFERRED_PARTS = {'tpu': ('pallas_tpu',)}
 
 
 def linear_attention(
@@ -120,7 +121,7 @@ def linear_attention(
             )
         _check_parts(options, q_BxLxHxE.shape[1])
         operation = 'linear attention on parts of a window'
-        chosen = platform.choose(operation, PARTS, PREFERRED, implementation, *arrays, options=options)
+        chosen = platform.choose(operation, PARTS, PREFERRED_PARTS, implementation, *arrays, options=options)
         return chosen.linear_attention(*arrays, options=options)
     chosen = platform.choose('linear attention', IMPLEMENTATIONS, PREFERRED, implementation, *arrays, **call)
     o_BxLxHxD, state = chosen.linear_attention(*arrays, **call)

@@ -15,14 +15,10 @@ from lm.ops.sketch_networks.types import NetworkWeights, Nodes
 IMPLEMENTATIONS = platform.Implementations(
     __name__, reference='reference', xla='xla', pallas_tpu='tpu.networks', pallas_gpu='gpu.networks'
 )
-PREFERRED = {'tpu': ('pallas_tpu',)}
-BESIDE = {'pallas_gpu': {'gpu': ('pallas_gpu',)}}
-"""What is preferred, in place of `PREFERRED`, beside linear attention whose implementation was asked for by name."""
+PREFERRED = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu',)}
 
 
-def sketch_networks(
-    nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str | None = None, beside: str | None = None
-) -> tuple[jax.Array, ...]:
+def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str | None = None) -> tuple[jax.Array, ...]:
     """ψ of the vectors of each array, [B, L, N, G, r] in its dtype.
 
     Args:
@@ -30,14 +26,12 @@ def sketch_networks(
             first, the root last, P - 1 of them; P is a power of two above 1.
         xs_BxLxNxGxM: arrays, of the same dtype, whose vectors share the sketches (queries and keys); G may differ.
         implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
-        beside: the implementation that was asked for of the linear attention that takes the sketches, or None.
 
     Raises:
         ConfigError: an unknown implementation, or one that does not support the call.
     """
-    preferred = BESIDE.get(beside, PREFERRED)
-    chosen = platform.choose('sketch networks', IMPLEMENTATIONS, preferred, implementation, nodes, xs_BxLxNxGxM)
+    chosen = platform.choose('sketch networks', IMPLEMENTATIONS, PREFERRED, implementation, nodes, xs_BxLxNxGxM)
     return chosen.sketch_networks(nodes, xs_BxLxNxGxM)
 
 
-__all__ = ['BESIDE', 'IMPLEMENTATIONS', 'PREFERRED', 'NetworkWeights', 'Nodes', 'sketch_networks']
+__all__ = ['IMPLEMENTATIONS', 'PREFERRED', 'NetworkWeights', 'Nodes', 'sketch_networks']

@@ -3,9 +3,6 @@
 Supports φ(x) = x ⊗ x in bfloat16, with or without an exact polynomial kernel inside each block. All blocks are computed
 at once, by many small thread blocks: sums over each block, their running totals (plain XLA), then every tile of
 queries against the sums before its block and the keys inside it. Expanded features never reach the GPU's memory.
-
-The kernels compile for the H100 and H200 and run in JAX's interpreter; they have not been timed on a GPU, and so are
-chosen by name only.
 """
 
 import functools
@@ -80,6 +77,11 @@ def unsupported(
     return platform.uneven_batch(q.shape[0])
 
 
+def one_block(length: int) -> int:
+    """The shortest block that holds so many tokens."""
+    return -(-length // TILE) * TILE
+
+
 def _block(options: Options) -> int:
     # Without an exact kernel the block does not matter to the result; shorter ones compute less and save more sums.
     return options.block or (FREE_BLOCK if options.local is None else LOCAL_BLOCK)
@@ -110,7 +112,7 @@ def plan_for(options: Options, length: int, exact_local: bool) -> GpuPlan:
     local = options.local
     wanted = _block(options)
     return GpuPlan(
-        block=min(wanted, -(-length // TILE) * TILE) if length <= wanted else wanted,
+        block=one_block(length) if length <= wanted else wanted,
         exact_local=exact_local,
         degree=2 if local is None else local.degree,
         scale=1.0 if local is None else local.scale,

@@ -80,7 +80,8 @@ def _call(plan: GpuPlan, kernel, name: str, near, far, results) -> list[jax.Arra
 def _query_gradients(plan: GpuPlan, a, b, v, g, e, *refs):
     *refs, register, (a_smem, g_smem, ready), (e_smem, e_ready) = refs
     far, results = ([], refs) if plan.single_block else (refs[:4], refs[4:])
-    tile, head = lax.axis_index('tile'), lax.axis_index('head')
+    # The last tiles first: in long blocks they have the most keys.
+    tile, head = a.shape[1] // TILE - 1 - lax.axis_index('tile'), lax.axis_index('head')
     inside, block = lax.rem(tile, plan.tiles), lax.div(tile, plan.tiles)
     tokens = pl.ds(tile * TILE, TILE)
     plgpu.copy_gmem_to_smem(a.at[head, tokens], a_smem, ready)

@@ -116,7 +116,8 @@ def outputs(plan: GpuPlan, x, xt, a, b, v, moment=None, state=None) -> tuple[jax
 
 def _outputs(plan: GpuPlan, a, b, v, *refs):
     *far, o, inverse, register, a_smem, a_ready = refs
-    tile, head = lax.axis_index('tile'), lax.axis_index('head')
+    # The last tiles first: in long blocks they have the most keys.
+    tile, head = a.shape[1] // TILE - 1 - lax.axis_index('tile'), lax.axis_index('head')
     inside, block = lax.rem(tile, plan.tiles), lax.div(tile, plan.tiles)
     tokens = pl.ds(tile * TILE, TILE)
     plgpu.copy_gmem_to_smem(a.at[head, tokens], a_smem, a_ready)

@@ -1,8 +1,4 @@
-"""The learned sketch on Hopper GPUs: fused Mosaic GPU kernels of a node, whose hidden layers never reach memory.
-
-The kernels compile for the H100 and H200 and run in JAX's interpreter; they have not been timed on a GPU, and so are
-chosen by name only.
-"""
+"""The learned sketch on Hopper GPUs: fused Mosaic GPU kernels of a node, whose hidden layers never reach memory."""
 
 import functools
 
