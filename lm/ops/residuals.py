@@ -19,8 +19,8 @@ def saved(x: jax.Array) -> jax.Array:
     the precision that they have: behind a kernel that is one more pass over memory.
     """
     bits = lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')
-    if platform.target_platform() == 'gpu':
-        # XLA would run a kernel whose result a scan stacks twice: a copy of it writes into the stack.
+    if platform.target_platform() == 'gpu' and jax.__version_info__ < (0, 12):
+        # That XLA runs a kernel whose result a scan stacks twice: a copy of it writes into the stack.
         bits = lax.optimization_barrier(bits)
     return lax.bitcast_convert_type(checkpoint_name(bits, RESIDUAL_NAME), x.dtype)
 
