@@ -329,6 +329,30 @@ def test_gpus_without_flash_attention_in_cudnn_do_without(capability, reason, mo
     assert found == (reason and f'needs an NVIDIA GPU of compute capability 8 (A100, L4) or later, not {reason}')
 
 
+@pytest.mark.parametrize('window', [None, 3])
+def test_cudnn_gets_an_even_number_of_tokens(window, monkeypatch):
+    """Gradients refuse an odd one: the token more is seen by none, and cut off. Without the causal mask it would be."""
+    q, k, v = draw(1, 9, 2, 2)
+    lengths, cudnn = [], jax.nn.dot_product_attention
+
+    def attend(q, k, v, *, implementation, **options):
+        lengths.append((implementation, q.shape[1], k.shape[1]))
+        return cudnn(q, k, v, implementation='xla', **options)
+
+    monkeypatch.setattr(jax.nn, 'dot_product_attention', attend)
+    found = values_and_gradients(
+        functools.partial(exact_attention.SOFTMAX['cudnn'].softmax_attention, scale=0.5, window=window), q, k, v
+    )
+    expected = functools.partial(exact_attention.softmax_attention, scale=0.5, window=window)
+    assert set(lengths) == {('cudnn', 10, 10)}
+    for got, want in zip(found, values_and_gradients(expected, q, k, v), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'gpu')
+    q, k, v = draw(1, 9, 2, 2, dtype=jnp.bfloat16)
+    assert 'odd number' in exact_attention.SOFTMAX['cudnn'].unsupported(q, k, v, causal=False)
+    assert exact_attention.SOFTMAX['cudnn'].unsupported(q, k, v) is None
+
+
 def test_accelerators_get_their_kernels(monkeypatch):
     q, k, v = draw(1, 8, 2, 2, dtype=jnp.bfloat16)
     for target, name in (('gpu', 'cudnn'), ('tpu', 'pallas_tpu'), ('cpu', 'xla')):
