@@ -12,7 +12,7 @@ from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_
 from lm.attention.maps.sketches import SKETCHES, networks_call
 from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
 from lm.config.configurable import configurable, field
-from lm.ops.exact_attention import POLYNOMIAL, polynomial_attention
+from lm.ops.exact_attention import polynomial_attention
 from lm.ops.linear_attention import IMPLEMENTATIONS, SQUARE, PolynomialKernel
 from lm.ops.platform import sequence_shards
 
@@ -148,7 +148,8 @@ class PolysketchAttention(NormedModule, LinearModule):
         length = q_BxLxHxD.shape[1] * sequence_shards()
         if config.local and length <= config.block:  # one block is exact: no sketch takes part
             scale = score_scale(config.degree, self.dims.head_dim)
-            able = POLYNOMIAL if self.gate is None else ('xla', 'reference')  # no kernel of one block knows decay
+            # No kernel of one block knows decay.
+            able = self.gate is None or config.implementation in ('xla', 'reference')
             return polynomial_attention(
                 q_BxLxHxD,
                 k_BxLxKxD,
@@ -158,6 +159,6 @@ class PolysketchAttention(NormedModule, LinearModule):
                 denominator_bias=config.denominator_bias * scale**config.degree,
                 starts_BxL=starts_BxL,
                 log_decay_BxMxK=self.gate and self.gate.log_decay(k_BxLxKxD, gate_BxLxK),
-                implementation=config.implementation if config.implementation in able else None,
+                implementation=config.implementation if able else None,
             )
         return super().attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, gate_BxLxK, starts_BxL=starts_BxL)
