@@ -30,6 +30,9 @@ SEQUENCE_AXIS = 'sequence'
 HOPPER = re.compile(r'\bG?H(20|100|200|800)\b')
 MOSAIC_GPU_JAX = (0, 11)
 """The JAX that has what our Mosaic GPU kernels use."""
+KERNELS = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu',)}
+"""What platforms prefer of an operation that says nothing else."""
+FEW_TOKENS = 128
 
 
 def target_platform() -> str:
@@ -122,12 +125,28 @@ def matrix_side() -> int:
 
 
 class Implementations(Mapping[str, ModuleType]):
-    """Name → the module of an implementation, which is imported when it is first asked for: importing Pallas takes a
-    good part of the time in which a restarted run reaches its first step, and a CPU has no use for it."""
+    """The implementations of an operation, name → module, and which of them a platform prefers.
 
-    def __init__(self, package: str, **modules: str):
-        """`modules`: name → module below `package`."""
+    A module is imported when it is first asked for: importing Pallas takes a good part of the time in which a restarted
+    run reaches its first step, and a CPU has no use for it. Each has `unsupported(*args, **options)`, which says why it
+    cannot compute a call, or None; 'xla' is the portable one.
+    """
+
+    def __init__(
+        self, operation: str, package: str, preferred: Mapping[str, tuple[str, ...]] = KERNELS, **modules: str
+    ):
+        """
+        Args:
+            operation: what messages call it.
+            package: where the modules are.
+            preferred: platform → names, the best first; those that the operation lacks are passed over.
+            modules: name → module below `package`.
+        """
+        self._operation = operation
         self._modules = {name: f'{package}.{module}' for name, module in modules.items()}
+        self._preferred = {
+            target: tuple(name for name in names if name in modules) for target, names in preferred.items()
+        }
 
     def __getitem__(self, name: str) -> ModuleType:
         return importlib.import_module(self._modules[name])
@@ -141,39 +160,39 @@ class Implementations(Mapping[str, ModuleType]):
     def __len__(self) -> int:
         return len(self._modules)
 
+    def choose(self, requested: str | None, *args: Any, **options: Any) -> ModuleType:
+        """The implementation for the platform in context, or the requested one.
 
-def choose(
-    operation: str,
-    implementations: Mapping[str, ModuleType],
-    preferred: Mapping[str, tuple[str, ...]],
-    requested: str | None,
-    *args: Any,
-    **options: Any,
-) -> ModuleType:
-    """The implementation of `operation` for this platform, or the requested one.
+        Where none of those that the platform prefers can compute the call, the portable one does, and the log says so
+        once.
 
-    Each implementation has `unsupported(*args, **options)`, which says why it cannot compute a call, or None.
-    Where none of those that the platform prefers can, the portable 'xla' one does, and the log says so once.
+        Raises:
+            ConfigError: an unknown name, or a requested implementation that does not support the call.
+        """
+        if requested is not None:
+            if requested not in self:
+                names = ', '.join(sorted(self))
+                raise ConfigError(f'implementation = {requested!r}: {self._operation} has only {names}')
+            if reason := self[requested].unsupported(*args, **options):
+                raise ConfigError(
+                    f'implementation = {requested!r}: {self._operation} {reason}; leave it unset to use the best'
+                )
+            return self[requested]
+        reasons = []
+        for name in self._preferred.get(target_platform(), ()):
+            reason = self[name].unsupported(*args, **options)
+            if reason is None:
+                return self[name]
+            reasons.append(f'{name} {reason}')
+        if reasons:
+            _say_once(f'{self._operation}: {", ".join(reasons)}; using the slower xla path')
+        return self['xla']
 
-    Raises:
-        ConfigError: an unknown name, or a requested implementation that does not support the call.
-    """
-    if requested is not None:
-        if requested not in implementations:
-            names = ', '.join(sorted(implementations))
-            raise ConfigError(f'implementation = {requested!r}: {operation} has only {names}')
-        if reason := implementations[requested].unsupported(*args, **options):
-            raise ConfigError(f'implementation = {requested!r}: {operation} {reason}; leave it unset to use the best')
-        return implementations[requested]
-    reasons = []
-    for name in preferred.get(target_platform(), ()):
-        reason = implementations[name].unsupported(*args, **options)
-        if reason is None:
-            return implementations[name]
-        reasons.append(f'{name} {reason}')
-    if reasons:
-        _say_once(f'{operation}: {", ".join(reasons)}; using the slower xla path')
-    return implementations['xla']
+
+def for_few(tokens: int) -> str | None:
+    """What to request of an operation whose kernels work in chunks: 'xla' where so few tokens, as in decoding, are not
+    worth one."""
+    return 'xla' if tokens < FEW_TOKENS else None
 
 
 @functools.cache

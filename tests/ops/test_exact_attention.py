@@ -357,7 +357,7 @@ def test_accelerators_get_their_kernels(monkeypatch):
     q, k, v = draw(1, 8, 2, 2, dtype=jnp.bfloat16)
     for target, name in (('gpu', 'cudnn'), ('tpu', 'pallas_tpu'), ('cpu', 'xla')):
         monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
-        chosen = platform.choose('', exact_attention.SOFTMAX, exact_attention.PREFERRED, None, q, k, v)
+        chosen = exact_attention.SOFTMAX.choose(None, q, k, v)
         assert chosen is exact_attention.SOFTMAX[name]
 
 

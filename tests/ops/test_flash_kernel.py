@@ -368,19 +368,18 @@ def test_tpus_get_the_kernel(monkeypatch):
     arrays = example(8)[:3]
     for target, module in (('tpu', polynomial), ('cpu', xla), ('gpu', xla)):
         monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
-        options = ('', exact_attention.POLYNOMIAL, exact_attention.PREFERRED_POLYNOMIAL, None)
-        assert platform.choose(*options, *arrays, degree=4) is module
+        assert exact_attention.POLYNOMIAL.choose(None, *arrays, degree=4) is module
 
 
 def test_windows_of_softmax_go_to_splash(monkeypatch):
     arrays = example(8)[:3]
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     monkeypatch.setattr(platform.logging, 'warning', lambda message: pytest.fail(message))
-    options = ('', exact_attention.SOFTMAX, exact_attention.PREFERRED, None)
-    assert platform.choose(*options, *arrays, scale=1.0) is softmax
-    assert platform.choose(*options, *arrays, scale=1.0, window=4) is splash
+    choose = exact_attention.SOFTMAX.choose
+    assert choose(None, *arrays, scale=1.0) is softmax
+    assert choose(None, *arrays, scale=1.0, window=4) is splash
     wide = example(8, size=256)[:3]
-    assert platform.choose(*options, *wide, scale=1.0) is splash
+    assert choose(None, *wide, scale=1.0) is splash
 
 
 @pytest.mark.parametrize('degree', [1, 2, 4, 6, 8, 10, 12, 14, 16])

@@ -15,7 +15,7 @@ import pytest
 from test_pallas_tpu import by_definition, errors, example, quick
 
 from lm.ops import exact_attention, platform
-from lm.ops.linear_attention import IMPLEMENTATIONS, PREFERRED
+from lm.ops.linear_attention import IMPLEMENTATIONS
 from lm.ops.linear_attention.gpu import attention as pallas_gpu
 from lm.ops.linear_attention.gpu.plan import squares
 from lm.ops.linear_attention.types import ExpKernel, Options, PolynomialKernel
@@ -182,10 +182,9 @@ def test_hoppers_get_their_kernels(hopper, monkeypatch):
     call = {'options': Options(powers=SQUARE, local=PolynomialKernel(4), block=128), 'with_state': False}
     for kind, name in (('NVIDIA H100 80GB HBM3', 'pallas_gpu'), ('NVIDIA A100-SXM4-80GB', 'xla')):
         monkeypatch.setattr(platform, 'device_kind', lambda kind=kind: kind)
-        chosen = platform.choose('', IMPLEMENTATIONS, PREFERRED, None, q, k, v, None, None, *local, None, **call)
+        chosen = IMPLEMENTATIONS.choose(None, q, k, v, None, None, *local, None, **call)
         assert chosen is IMPLEMENTATIONS[name]
-        exact = '', exact_attention.POLYNOMIAL, exact_attention.PREFERRED_POLYNOMIAL, None, q, k, v
-        assert platform.choose(*exact, degree=4) is exact_attention.POLYNOMIAL[name]
+        assert exact_attention.POLYNOMIAL.choose(None, q, k, v, degree=4) is exact_attention.POLYNOMIAL[name]
 
 
 def test_unsupported_calls_of_polynomial_attention_say_why(hopper):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from lm.ops import platform
+from lm.ops import cross_entropy, platform
 
 
 def mesh_of(**axes):
@@ -75,3 +75,15 @@ def test_implementations_are_imported_when_they_are_asked_for():
         "assert IMPLEMENTATIONS['pallas_tpu'] is sys.modules[kernels]\n"
     )
     subprocess.run([sys.executable, '-c', code], env=tiny.environment(), cwd=tiny.ROOT, check=True)
+
+
+def test_kernels_that_an_operation_lacks_are_passed_over(monkeypatch):
+    monkeypatch.setattr(platform.logging, 'warning', lambda message: pytest.fail(message))
+    for target in ('cpu', 'tpu', 'gpu'):
+        monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
+        assert cross_entropy.IMPLEMENTATIONS.choose(None, None, None) is cross_entropy.IMPLEMENTATIONS['xla']
+
+
+def test_few_tokens_are_no_work_for_kernels():
+    assert platform.for_few(1) == platform.for_few(127) == 'xla'
+    assert platform.for_few(128) is None

@@ -5,7 +5,7 @@ import jax
 from lm.ops import platform
 from lm.ops.cross_entropy.cap import capped
 
-IMPLEMENTATIONS = platform.Implementations(__name__, reference='reference', xla='xla')
+IMPLEMENTATIONS = platform.Implementations('cross-entropy', __name__, reference='reference', xla='xla')
 
 
 def cross_entropy(
@@ -41,7 +41,7 @@ def cross_entropy(
         ConfigError: an unknown implementation.
     """
     arrays = (x_BxLxD, embedding_VxD, bias_V, targets_BxL)
-    chosen = platform.choose('cross-entropy', IMPLEMENTATIONS, {}, implementation, *arrays)
+    chosen = IMPLEMENTATIONS.choose(implementation, *arrays)
     return chosen.cross_entropy(*arrays, cap=cap, normalizer=normalizer, chunk=chunk)
 
 
@@ -74,7 +74,7 @@ def weighted_cross_entropy(
         ConfigError: an unknown implementation.
     """
     arrays = (x_BxLxD, embedding_VxD, bias_V, targets_BxL, weights_BxL)
-    chosen = platform.choose('cross-entropy', IMPLEMENTATIONS, {}, implementation, *arrays)
+    chosen = IMPLEMENTATIONS.choose(implementation, *arrays)
     return chosen.weighted_cross_entropy(*arrays, cap=cap, z_loss=z_loss, chunk=chunk)
 
 

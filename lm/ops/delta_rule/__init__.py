@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from lm.errors import ConfigError
 from lm.ops import platform
 
-IMPLEMENTATIONS = platform.Implementations(__name__, reference='reference', xla='xla', pallas_tpu='tpu.rule')
-PARTS = platform.Implementations(__name__, xla='parts', pallas_tpu='tpu.parts')
+IMPLEMENTATIONS = platform.Implementations(
+    'the delta rule', __name__, reference='reference', xla='xla', pallas_tpu='tpu.rule'
+)
+PARTS = platform.Implementations('the delta rule on parts of a window', __name__, xla='parts', pallas_tpu='tpu.parts')
 """For windows that are split over devices (`lm.ops.sequence`)."""
-PREFERRED = {'tpu': ('pallas_tpu',)}
-FEW = 128
-"""Tokens: for fewer, as in decoding, kernels are not worth their chunks."""
 
 
 def delta_rule(
@@ -62,14 +61,12 @@ def delta_rule(
     if platform.sequence_shards() > 1:
         if initial_state is not None or return_state:
             raise ConfigError('mesh.sequence: a window on many devices has no states of its own')
-        operation = 'the delta rule on parts of a window'
-        return platform.choose(operation, PARTS, PREFERRED, implementation, *arrays).delta_rule(*arrays, query_length)
+        return PARTS.choose(implementation, *arrays).delta_rule(*arrays, query_length)
     if initial_state is None:
         batch, _, heads, size = k_BxLxKxE.shape
         initial_state = jnp.zeros((batch, heads, size, v_BxLxKxD.shape[-1]), jnp.float32)
     arrays += (initial_state,)
-    preferred = PREFERRED if k_BxLxKxE.shape[1] >= FEW else {}
-    chosen = platform.choose('the delta rule', IMPLEMENTATIONS, preferred, implementation, *arrays)
+    chosen = IMPLEMENTATIONS.choose(implementation or platform.for_few(k_BxLxKxE.shape[1]), *arrays)
     o_BxLxHxD, state = chosen.delta_rule(*arrays, query_length)
     return (o_BxLxHxD, state) if return_state else o_BxLxHxD
 

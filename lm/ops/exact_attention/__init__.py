@@ -14,13 +14,18 @@ from lm.ops import platform, sequence
 from lm.ops.platform import sequence_shards
 
 SOFTMAX = platform.Implementations(
-    __name__, reference='reference', xla='xla', pallas_tpu='tpu.softmax', splash='tpu.splash', cudnn='cudnn'
+    'softmax attention',
+    __name__,
+    preferred={'tpu': ('pallas_tpu', 'splash'), 'gpu': ('cudnn',)},
+    reference='reference',
+    xla='xla',
+    pallas_tpu='tpu.softmax',
+    splash='tpu.splash',
+    cudnn='cudnn',
 )
 POLYNOMIAL = platform.Implementations(
-    __name__, reference='reference', xla='xla', pallas_tpu='tpu.polynomial', pallas_gpu='gpu'
+    'polynomial attention', __name__, reference='reference', xla='xla', pallas_tpu='tpu.polynomial', pallas_gpu='gpu'
 )
-PREFERRED = {'tpu': ('pallas_tpu', 'splash'), 'gpu': ('cudnn',)}
-PREFERRED_POLYNOMIAL = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu',)}
 
 
 def softmax_attention(
@@ -72,8 +77,7 @@ def softmax_attention(
     visible |= {'log_decay_BxMxK': log_decay_BxMxK}
     arrays, visible = _with_other_parts((q_BxLxHxD, k_BxMxKxD, v_BxMxKxD), visible)
     options = {'scale': scale, 'block': block, **visible}
-    chosen = platform.choose('softmax attention', SOFTMAX, PREFERRED, implementation, *arrays, **options)
-    return chosen.softmax_attention(*arrays, **options)
+    return SOFTMAX.choose(implementation, *arrays, **options).softmax_attention(*arrays, **options)
 
 
 def polynomial_attention(
@@ -107,10 +111,7 @@ def polynomial_attention(
     visible |= {'log_decay_BxMxK': log_decay_BxMxK}
     arrays, visible = _with_other_parts((q_BxLxHxD, k_BxMxKxD, v_BxMxKxD), visible)
     options |= visible
-    chosen = platform.choose(
-        'polynomial attention', POLYNOMIAL, PREFERRED_POLYNOMIAL, implementation, *arrays, **options
-    )
-    return chosen.polynomial_attention(*arrays, **options)
+    return POLYNOMIAL.choose(implementation, *arrays, **options).polynomial_attention(*arrays, **options)
 
 
 def _with_other_parts(arrays: tuple[jax.Array, ...], visible: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -159,8 +160,6 @@ def _check_decay(k: jax.Array, log_decay: jax.Array | None, causal: bool) -> Non
 
 __all__ = [
     'POLYNOMIAL',
-    'PREFERRED',
-    'PREFERRED_POLYNOMIAL',
     'SOFTMAX',
     'polynomial_attention',
     'softmax_attention',

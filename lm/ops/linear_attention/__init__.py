@@ -43,12 +43,15 @@ from lm.ops.linear_attention.types import (
 )
 
 IMPLEMENTATIONS = platform.Implementations(
-    __name__, reference='reference', xla='xla', pallas_tpu='tpu.attention', pallas_gpu='gpu.attention'
+    'linear attention',
+    __name__,
+    reference='reference',
+    xla='xla',
+    pallas_tpu='tpu.attention',
+    pallas_gpu='gpu.attention',
 )
-PARTS = platform.Implementations(__name__, xla='parts', pallas_tpu='tpu.part')
+PARTS = platform.Implementations('linear attention on parts of a window', __name__, xla='parts', pallas_tpu='tpu.part')
 """For windows that are split over devices (`lm.ops.sequence`)."""
-PREFERRED = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu',)}
-PREFERRED_PARTS = {'tpu': ('pallas_tpu',)}
 
 
 def linear_attention(
@@ -120,10 +123,9 @@ def linear_attention(
                 'mesh.sequence: a window on many devices needs causal attention without states of its own'
             )
         _check_parts(options, q_BxLxHxE.shape[1])
-        operation = 'linear attention on parts of a window'
-        chosen = platform.choose(operation, PARTS, PREFERRED_PARTS, implementation, *arrays, options=options)
+        chosen = PARTS.choose(implementation, *arrays, options=options)
         return chosen.linear_attention(*arrays, options=options)
-    chosen = platform.choose('linear attention', IMPLEMENTATIONS, PREFERRED, implementation, *arrays, **call)
+    chosen = IMPLEMENTATIONS.choose(implementation, *arrays, **call)
     o_BxLxHxD, state = chosen.linear_attention(*arrays, **call)
     return (o_BxLxHxD, state) if return_state else o_BxLxHxD
 
@@ -166,7 +168,6 @@ def _check_decay(options: Options, k: jax.Array, log_decay: jax.Array | None) ->
 __all__ = [
     'IMPLEMENTATIONS',
     'PLAIN',
-    'PREFERRED',
     'SQUARE',
     'ExpKernel',
     'FeatureMap',

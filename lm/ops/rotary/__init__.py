@@ -9,8 +9,7 @@ import jax
 from lm.ops import platform
 from lm.ops.rotary.types import HeadNorms, Rotation
 
-IMPLEMENTATIONS = platform.Implementations(__name__, reference='reference', xla='xla', pallas_tpu='tpu')
-PREFERRED = {'tpu': ('pallas_tpu',)}
+IMPLEMENTATIONS = platform.Implementations('rotary', __name__, reference='reference', xla='xla', pallas_tpu='tpu')
 
 
 def rotate(
@@ -36,9 +35,9 @@ def rotate(
     """
     if rotation is None and norms is None:
         return qk_BxLxNxC[:, :, :n_heads], qk_BxLxNxC[:, :, n_heads:]
-    chosen = platform.choose('rotary', IMPLEMENTATIONS, PREFERRED, implementation, qk_BxLxNxC, rotation, norms)
+    chosen = IMPLEMENTATIONS.choose(implementation, qk_BxLxNxC, rotation, norms)
     with jax.named_scope('rotary'):
         return chosen.rotate(qk_BxLxNxC, rotation, n_heads, norms)
 
 
-__all__ = ['IMPLEMENTATIONS', 'PREFERRED', 'HeadNorms', 'Rotation', 'rotate']
+__all__ = ['IMPLEMENTATIONS', 'HeadNorms', 'Rotation', 'rotate']

@@ -9,10 +9,7 @@ import jax
 
 from lm.ops import platform
 
-IMPLEMENTATIONS = platform.Implementations(__name__, xla='xla', pallas_tpu='tpu')
-PREFERRED = {'tpu': ('pallas_tpu',)}
-FEW = 128
-"""Tokens: for fewer, as in decoding, a kernel is not worth it."""
+IMPLEMENTATIONS = platform.Implementations('short convolution', __name__, xla='xla', pallas_tpu='tpu')
 
 
 def short_convolution(
@@ -35,9 +32,8 @@ def short_convolution(
     Raises ConfigError for an unknown implementation, or one that does not support the call.
     """
     arrays = (x_BxLxN, kernel_SxN, before_BxRxN, reach_BxL)
-    preferred = PREFERRED if x_BxLxN.shape[1] >= FEW else {}
-    chosen = platform.choose('short convolution', IMPLEMENTATIONS, preferred, implementation, *arrays)
+    chosen = IMPLEMENTATIONS.choose(implementation or platform.for_few(x_BxLxN.shape[1]), *arrays)
     return chosen.short_convolution(*arrays)
 
 
-__all__ = ['IMPLEMENTATIONS', 'PREFERRED', 'short_convolution']
+__all__ = ['IMPLEMENTATIONS', 'short_convolution']

@@ -13,9 +13,13 @@ from lm.ops import platform
 from lm.ops.sketch_networks.types import NetworkWeights, Nodes
 
 IMPLEMENTATIONS = platform.Implementations(
-    __name__, reference='reference', xla='xla', pallas_tpu='tpu.networks', pallas_gpu='gpu.networks'
+    'sketch networks',
+    __name__,
+    reference='reference',
+    xla='xla',
+    pallas_tpu='tpu.networks',
+    pallas_gpu='gpu.networks',
 )
-PREFERRED = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu',)}
 
 
 def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str | None = None) -> tuple[jax.Array, ...]:
@@ -30,8 +34,8 @@ def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str 
     Raises:
         ConfigError: an unknown implementation, or one that does not support the call.
     """
-    chosen = platform.choose('sketch networks', IMPLEMENTATIONS, PREFERRED, implementation, nodes, xs_BxLxNxGxM)
+    chosen = IMPLEMENTATIONS.choose(implementation, nodes, xs_BxLxNxGxM)
     return chosen.sketch_networks(nodes, xs_BxLxNxGxM)
 
 
-__all__ = ['IMPLEMENTATIONS', 'PREFERRED', 'NetworkWeights', 'Nodes', 'sketch_networks']
+__all__ = ['IMPLEMENTATIONS', 'NetworkWeights', 'Nodes', 'sketch_networks']
