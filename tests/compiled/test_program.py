@@ -127,6 +127,28 @@ def test_an_unknown_end_of_a_loop_is_not_guessed():
     assert program.times['body'] == 1
 
 
+@pytest.mark.parametrize('branches', ['branch_computations={%long, %short}', 'branch_computations={%short, %long}'])
+def test_of_two_branches_the_cheaper_one_counts(branches):
+    text = """%short (x: f32[8]) -> f32[] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %y = f32[] reduce(%x)
+}
+
+%long (x: f32[8]) -> f32[] {
+  %x = f32[8]{0} parameter(0)
+  %z = f32[8]{0} exponential(%x)
+  ROOT %y = f32[] reduce(%z)
+}
+
+ENTRY %main (i: s32[], x: f32[8]) -> f32[] {
+  %i = s32[] parameter(0)
+  %x = f32[8]{0} parameter(1)
+  ROOT %found = f32[] conditional(%i, %x, %x), BRANCHES
+}
+"""
+    assert HloProgram(text.replace('BRANCHES', branches)).times == {'main': 1, 'short': 1}
+
+
 def test_the_parts_of_a_chain_of_collectives_count_once():
     lines = '\n'.join(
         f'  %part.{i} = f32[64]{{0}} all-gather(%x), channel_id=7, replica_groups={{{{0,1}}}}, dimensions={{0}}, '

@@ -56,6 +56,28 @@ def test_agrees_with_float64(batch, length, chunk, bias, implementation):
     assert_close(got, numpy_nats_and_gradients(*arguments), 1e-5)
 
 
+@pytest.mark.parametrize('beyond', [-100.0, -88.0, -70.0, 80.0, 100.0])
+@pytest.mark.parametrize('everywhere', [True, False])
+def test_sums_of_exponentials_that_float32_does_not_hold(beyond, everywhere):
+    x, embedding, bias, targets = draw(2, 24)
+    if everywhere:
+        bias = bias + beyond
+    else:  # the logits of three tokens, two of one chunk, are as large
+        direction = embedding[0] / jnp.linalg.norm(embedding[0])
+        embedding = embedding + direction
+        x = x.at[jnp.array([0, 0, 1]), jnp.array([3, 5, 20])].add(beyond * direction)
+    got = values_and_gradients(functools.partial(cross_entropy, chunk=8), x, embedding, bias, targets)
+    assert_close(got, numpy_nats_and_gradients(x, embedding, bias, targets), 1e-4)
+
+
+def test_a_token_that_is_not_finite_spoils_no_other():
+    x, embedding, bias, targets = draw(2, 24)
+    want = cross_entropy(x, embedding, bias, targets, chunk=8)
+    got = cross_entropy(x.at[0, 3].set(jnp.nan), embedding, bias, targets, chunk=8)
+    assert jnp.isnan(got[0, 3])
+    np.testing.assert_allclose(got.at[0, 3].set(0.0), want.at[0, 3].set(0.0), rtol=1e-6)
+
+
 def numpy_capped(x, embedding, bias, targets, cap):
     """Nats, log-normalizers, and the gradients for the cotangents cos(index) and sin(index) of the two, in float64."""
     x, embedding = np.asarray(x, np.float64), np.asarray(embedding, np.float64)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lm.ops import platform
 from lm.ops.blocks import even_block, fresh, loop, put, start, take
@@ -20,6 +21,9 @@ LOGIT_BYTES = {'cpu': 64 * 2**20, 'gpu': 512 * 2**20, 'tpu': 512 * 2**20}
 
 CPU_TOKENS = 512
 """Measured: fewer tokens a chunk spend their time on the embedding's gradient, more leave the cache."""
+
+LEAST_SUM = 1e-26
+"""Of exponentials, in which what counts of a sum over a million of them is no subnormal number."""
 
 
 def cross_entropy(
@@ -53,7 +57,7 @@ def weighted_cross_entropy(
     chunk = _chunk(chunk, targets_BxL.shape, embedding_VxD.shape[0])
     run = _per_device(functools.partial(_weighted, chunk, cap, z_loss), (True, False, False, True, True), targets_BxL)
     total_Px1, nats_BxL = run(x_BxLxD, embedding_VxD, bias_V, targets_BxL, weights_BxL)
-    return total_Px1, jax.lax.stop_gradient(nats_BxL)
+    return total_Px1, lax.stop_gradient(nats_BxL)
 
 
 def unsupported(*args, **options) -> None:
@@ -79,9 +83,20 @@ def _logits(x_BxCxD: jax.Array, embedding_VxD: jax.Array, bias_V: jax.Array | No
     return capped(logits_BxCxV if bias_V is None else logits_BxCxV + bias_V.astype(jnp.float32), cap)
 
 
+def _log_normalizers(logits_BxCxV: jax.Array) -> jax.Array:
+    """log Σ_v exp(logit_v), [B, C].
+
+    A sum that no maximum precedes is formed by the product that makes the logits: a pass over them less. Where one
+    leaves the range of float32, all are formed again, with their maxima.
+    """
+    sum_BxC = jnp.exp(logits_BxCxV).sum(-1)
+    precise = ((sum_BxC > LEAST_SUM) & (sum_BxC < jnp.inf)).all()
+    return lax.cond(precise, lambda: jnp.log(sum_BxC), lambda: jax.nn.logsumexp(logits_BxCxV, axis=-1))
+
+
 def _losses(logits_BxCxV: jax.Array, targets_BxC: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Nats, and the log-normalizers."""
-    total_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
+    total_BxC = _log_normalizers(logits_BxCxV)
     return total_BxC - jnp.take_along_axis(logits_BxCxV, targets_BxC[..., None], -1)[..., 0], total_BxC
 
 
