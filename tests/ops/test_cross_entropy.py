@@ -1,6 +1,7 @@
 """Chunked cross-entropy against a float64 numpy formula: values, gradients, memory, split batches."""
 
 import functools
+import importlib.util
 import re
 
 import jax
@@ -8,7 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lm.compiled.program import HloProgram
+from lm.compiled.traffic import hbm_bytes
 from lm.errors import ConfigError
+from lm.hardware import describe_devices, parse
+from lm.ops import platform
 from lm.ops.cross_entropy import cross_entropy, weighted_cross_entropy
 
 VOCABULARY, SIZE = 53, 16
@@ -186,6 +191,37 @@ def test_weighted_sum_takes_three_products():
 
     assert products(lambda x, e: weighted_cross_entropy(x, e, None, targets, weights, chunk=8)[0].sum()) == 3
     assert products(lambda x, e: cross_entropy(x, e, None, targets, chunk=8).sum()) == 4
+
+
+def test_tpus_form_the_gradients_of_logits_for_each_product(monkeypatch):
+    arguments = (*draw(2, 29), jnp.cos(jnp.arange(58.0)).reshape(2, 29))
+    loss = functools.partial(weighted_cross_entropy, z_loss=0.1, chunk=8)
+    want = weighted_and_gradients(loss, *arguments)
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
+    got = weighted_and_gradients(functools.partial(loss), *arguments)
+    for g, e in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, e, rtol=0, atol=1e-6 * np.abs(e).max())
+
+
+@pytest.mark.parametrize('generation', ['v5e:2x2', 'v6e:2x2'])
+def test_tpus_write_logits_once_and_read_them_twice(generation):
+    """In float32; three products are all that sees them."""
+    if importlib.util.find_spec('libtpu') is None:
+        pytest.skip('libtpu is not installed')
+    mesh = jax.sharding.Mesh(np.array(describe_devices(parse(generation))[:1]), ('data',))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    length, vocabulary, size = 8192, 32_000, 128
+    shapes = [(1, length, size), (vocabulary, size), (1, length), (1, length)]
+    dtypes = [jnp.bfloat16, jnp.float32, jnp.int32, jnp.float32]
+    given = [jax.ShapeDtypeStruct(*each, sharding=whole) for each in zip(shapes, dtypes, strict=True)]
+
+    def loss(x, embedding, targets, weights):
+        return weighted_cross_entropy(x, embedding, None, targets, weights)[0].sum()
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(*given).compile().as_text()
+    logits = length * vocabulary * 4
+    assert 3.0 * logits < hbm_bytes(HloProgram(text)) < 3.3 * logits
 
 
 def test_bfloat16_activations():

@@ -100,6 +100,17 @@ def _losses(logits_BxCxV: jax.Array, targets_BxC: jax.Array) -> tuple[jax.Array,
     return total_BxC - jnp.take_along_axis(logits_BxCxV, targets_BxC[..., None], -1)[..., 0], total_BxC
 
 
+def _logit_gradients(logits_BxCxV, *rest) -> tuple[jax.Array, jax.Array]:
+    """The gradient of the logits twice, for the two products that take it.
+
+    On TPUs each product forms its own from the logits while it runs; one for both v6e and v7x would write to memory.
+    """
+    first_BxCxV = _logit_gradient(logits_BxCxV, *rest)
+    if platform.target_platform() != 'tpu':
+        return first_BxCxV, first_BxCxV
+    return first_BxCxV, _logit_gradient(lax.optimization_barrier(logits_BxCxV), *rest)
+
+
 def _logit_gradient(logits_BxCxV, total_BxC, targets_BxC, dnats_BxC, dtotal_BxC, cap) -> jax.Array:
     """That of the logits before their cap, from those of the losses and, if not None, of the log-normalizers."""
     weight_BxCxV = jnp.exp(logits_BxCxV - total_BxC[..., None])
@@ -116,12 +127,13 @@ def _no_gradients(x_BxLxD, embedding_VxD, bias_V):
     return jnp.zeros_like(x_BxLxD), jnp.zeros(embedding_VxD.shape, jnp.float32), dbias_V
 
 
-def _added(gradients, dlogits_BxCxV, x_BxCxD, weights_VxD, i, chunk):
-    """The gradients with those of chunk i; what of it the chunk before has had, too, counts once."""
+def _added(gradients, dlogits, x_BxCxD, weights_VxD, i, chunk):
+    """The gradients with those of chunk i; what of it the chunk before has had, too, counts once. `dlogits`: what
+    `_logit_gradients` gives."""
     dx_BxLxD, dembedding_VxD, dbias_V = gradients
     length = dx_BxLxD.shape[1]
-    dlogits_BxCxV = dlogits_BxCxV.astype(dx_BxLxD.dtype)
-    dx_BxCxD = jnp.einsum('bcv,vd->bcd', dlogits_BxCxV, weights_VxD, preferred_element_type=jnp.float32)
+    for_x_BxCxV, dlogits_BxCxV = (a.astype(dx_BxLxD.dtype) for a in dlogits)
+    dx_BxCxD = jnp.einsum('bcv,vd->bcd', for_x_BxCxV, weights_VxD, preferred_element_type=jnp.float32)
     dx_BxLxD = put(dx_BxLxD, dx_BxCxD, start(i, chunk, length), 1)
     if length % chunk:
         x_BxCxD = jnp.where(fresh(i, chunk, length)[:, None], x_BxCxD, 0)
@@ -165,8 +177,8 @@ def _backward(chunk, cap, normalizer, residuals, cotangents):
         x_BxCxD = take(x_BxLxD, at, chunk, 1)
         each = (total_BxL, targets_BxL, dnats_BxL, dtotal_BxL)
         each = (None if x_BxL is None else take(x_BxL, at, chunk, 1) for x_BxL in each)
-        dlogits_BxCxV = _logit_gradient(_logits(x_BxCxD, weights_VxD, bias_V, cap), *each, cap)
-        return _added(gradients, dlogits_BxCxV, x_BxCxD, weights_VxD, i, chunk)
+        dlogits = _logit_gradients(_logits(x_BxCxD, weights_VxD, bias_V, cap), *each, cap)
+        return _added(gradients, dlogits, x_BxCxD, weights_VxD, i, chunk)
 
     n_chunks = -(-length // chunk)
     gradients = loop(0, n_chunks, one_chunk, _no_gradients(x_BxLxD, embedding_VxD, bias_V), n_chunks == 1)
@@ -208,8 +220,8 @@ def _weighted_forward(chunk, cap, z_loss, x_BxLxD, embedding_VxD, bias_V, target
         nats_BxC, total_BxC = _losses(logits_BxCxV, targets_BxC)
         outputs = tuple(put(*pair, at, 1) for pair in zip(outputs, (nats_BxC, total_BxC), strict=True))
         dtotal_BxC = 2.0 * z_loss * total_BxC * weights_BxC if z_loss else None
-        dlogits_BxCxV = _logit_gradient(logits_BxCxV, total_BxC, targets_BxC, weights_BxC, dtotal_BxC, cap)
-        return outputs, _added(gradients, dlogits_BxCxV, x_BxCxD, weights_VxD, i, chunk)
+        dlogits = _logit_gradients(logits_BxCxV, total_BxC, targets_BxC, weights_BxC, dtotal_BxC, cap)
+        return outputs, _added(gradients, dlogits, x_BxCxD, weights_VxD, i, chunk)
 
     zeros_BxL = jnp.zeros(targets_BxL.shape, jnp.float32)
     n_chunks = -(-length // chunk)
