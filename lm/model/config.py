@@ -14,16 +14,25 @@ from lm.parameters import NORMS
 
 _POLICIES = jax.checkpoint_policies
 _RESIDUALS, _DOTS = _POLICIES.save_only_these_names(RESIDUAL_NAME), _POLICIES.dots_with_no_batch_dims_saveable
+
+
+def _dots(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+    """Whether the result of an operation is kept by 'dots'. Sums are of norms: a number a token, for which the backward
+    pass would read the activations of a layer once more."""
+    kept = _DOTS(primitive, *arguments, **parameters) or _RESIDUALS(primitive, *arguments, **parameters)
+    return kept or primitive.name == 'reduce_sum'
+
+
 REMAT = {
     'none': _POLICIES.everything_saveable,
-    'dots': _POLICIES.save_from_both_policies(_DOTS, _RESIDUALS),
+    'dots': _dots,
     'dense': _DOTS,
     'attention': _RESIDUALS,
     'full': _POLICIES.nothing_saveable,
 }
-"""What a layer keeps for its backward pass, from the most memory to the least: products with parameters and what
-attention's backward pass takes, the products alone, attention alone, nothing. The layer's input is always kept. What
-attention keeps holds its output, so nothing else needs to."""
+"""What a layer keeps for its backward pass, from the most memory to the least: products with parameters, sums of norms
+and what attention's backward pass takes; the products alone; attention alone; nothing. The layer's input is always
+kept. What attention keeps holds its output, so nothing else needs to."""
 
 ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
 """GELU by its tanh approximation."""
