@@ -80,6 +80,13 @@ def tokenizer(request, files):
 texts = st.text(st.characters(codec='utf-8')) | st.text(alphabet="ab'sLL1234 \n\t\r\0▁é😀<|endoftext|>")
 
 
+@pytest.mark.parametrize('text', ['a' + ' ' * 1_500_000 + '\nb', '\n' * 2_100_000, ' \n' * 999_900])
+def test_white_space_of_any_length_comes_back(files, text):
+    """tiktoken panics at a million in a row, and no process can hand that panic to another."""
+    ranks = tokenizers.load(files / 'own.tiktoken')
+    assert ranks.decode(ranks.encode(text)) == text
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=texts)
 @example(text='')
@@ -184,6 +191,9 @@ def test_what_is_wrong_is_said(files, tmp_path):
     (tmp_path / 'bad.json').write_text('{"model": 3}')
     with pytest.raises(ConfigError, match=r"model_path = '.*bad.json': tokenizer.json: "):
         tokenizers.load(tmp_path / 'bad.json')
+    hf.Tokenizer(hf.models.WordLevel({'<|endoftext|>': 0, 'the': 1})).save(str(tmp_path / 'words.json'))
+    with pytest.raises(ConfigError, match=r"words.json': tokenizer.json: cannot encode every text .*; give it a token"):
+        tokenizers.load(tmp_path / 'words.json')
     (tmp_path / 'few.tiktoken').write_bytes(rank_file().partition(b'\n')[2])
     with pytest.raises(ConfigError, match=r"few.tiktoken': ranks of byte pairs: without the byte 0; every byte needs"):
         tokenizers.load(tmp_path / 'few.tiktoken')

@@ -56,7 +56,12 @@ class HuggingFace(Tokenizer):
             return False
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library knows no other class
+            raise MismatchError(
+                f'tokenizer.json: cannot encode every text ({error}); give it a token for what it does not know'
+            ) from None
         return [np.array(one.ids, np.int32) for one in found]
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:

@@ -23,6 +23,10 @@ PUBLISHED_ENDS = {50_256: 50_256, 50_280: 50_256, 100_256: 100_257, 199_998: 199
 """Number of ranks → id of END in the vocabularies that OpenAI has published; in others it is the next free one."""
 _LINE = re.compile(rb'[A-Za-z0-9+/=]+ \d+\r?(\n|\Z)')
 _HEAD = b'{"ranks": '
+MOST_SPACES = 999_000
+"""White space in a row that tiktoken splits: its regular expressions give up after a million steps, which is a panic.
+Longer runs are cut, for it has no tokens of them."""
+_LONG_SPACES = re.compile(rf'((?<!\s)\s{{{MOST_SPACES},}})')
 
 
 class Ranks(Tokenizer):
@@ -76,13 +80,24 @@ class Ranks(Tokenizer):
         return _HEAD + json.dumps(facts).encode() + b'}\n' + content
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(self._encoding.encode_ordinary(text), np.int32) for text in texts]
+        encode = self._encoding.encode_ordinary
+        return [np.array([i for part in _cut(text) for i in encode(part)], np.int32) for text in texts]
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         return self._encoding.decode([i for i in np.asarray(ids, np.int64).tolist() if i in self._pieces])
 
     def piece(self, index: int) -> str:
         return repr(self._encoding.decode_single_token_bytes(index))[2:-1]
+
+
+def _cut(text: str) -> list[str]:
+    """Parts of a text, the text itself but for the longest runs of white space."""
+    if len(text) < MOST_SPACES:
+        return [text]
+    parts = _LONG_SPACES.split(text)
+    for i in range(len(parts) - 2, 0, -2):
+        parts[i : i + 1] = [parts[i][j : j + MOST_SPACES] for j in range(0, len(parts[i]), MOST_SPACES)]
+    return parts
 
 
 def _parse(lines: bytes) -> dict[bytes, int]:
