@@ -206,6 +206,20 @@ def test_what_is_wrong_is_said(files, tmp_path):
         tokenizers.from_bytes(b'anything', name='tokenizer.json')
 
 
+@pytest.mark.parametrize('end', ['<|im_end|>', '<|endoftext|>'])
+def test_the_end_of_a_document_is_text_where_it_stands_in_one(end, tmp_path):
+    """Though the file does not call it special."""
+    made = hf.Tokenizer.from_str(hugging_face().decode())
+    made.add_tokens([hf.AddedToken('<|im_end|>', special=False), hf.AddedToken('[MASK]', special=False)])
+    made.save(str(tmp_path / 'tokenizer.json'))
+    found = tokenizers.load(tmp_path / 'tokenizer.json', TokenizerConfig(end_of_document=end))
+    text = f'a {end} b [MASK]'
+    ids = found.encode(text)
+    assert not {found.eod_id, found.mask_id} & set(ids.tolist())
+    assert {found.eod_id, found.mask_id} <= set(found.special_ids)
+    assert found.decode([*ids, found.eod_id, found.mask_id]) == text
+
+
 def test_generated_text_is_written_as_it_comes(tokenizer):
     """Characters of several tokens appear when they are whole."""
     from lm.generate import TextStream

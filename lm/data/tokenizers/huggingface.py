@@ -43,10 +43,14 @@ class HuggingFace(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        super().__init__(model, max(vocabulary.values()) + 1, _end(vocabulary, eod))
+        end = _end(vocabulary, eod)
+        self.mask_id = next((vocabulary[name] for name in MASKS if name in vocabulary), None)
+        # A file may have them as tokens that are found in a text, where they would end a document in its middle.
+        names = [self._tokenizer.id_to_token(i) for i in (end, self.mask_id) if i is not None]
+        self._tokenizer.add_special_tokens([name for name in names if name is not None])
+        super().__init__(model, max(vocabulary.values()) + 1, end)
         special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         self.special_ids = tuple(sorted(special | {self.eod_id}))
-        self.mask_id = next((vocabulary[name] for name in MASKS if name in vocabulary), None)
 
     @classmethod
     def recognises(cls, model: bytes) -> bool:
