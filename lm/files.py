@@ -1,6 +1,7 @@
 """Files, local ones and those in buckets: what an address is, writing whole files, locks between processes."""
 
 import contextlib
+import errno
 import fcntl
 import importlib.util
 import os
@@ -130,6 +131,20 @@ def write_atomically(path: os.PathLike | str, content: str | bytes | Iterable[An
             os.unlink(temporary)
         raise
     return size
+
+
+def settle(path: os.PathLike | str) -> None:
+    """Returns when the disk has a local folder, what is in it, and its name: a crash of the machine takes none."""
+    path = pathlib.Path(path)
+    for place in (path, *path.rglob('*'), path.parent):
+        descriptor = os.open(place, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # a file system that has no such thing
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def is_damage(error: Exception | str) -> bool:

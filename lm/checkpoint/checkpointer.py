@@ -31,7 +31,7 @@ from lm.checkpoint.snapshot import (
 )
 from lm.config.configurable import configurable, field
 from lm.errors import LmError, MismatchError
-from lm.files import is_remote
+from lm.files import is_remote, settle
 
 if TYPE_CHECKING:
     from lm.checkpoint.writer import Writer
@@ -326,6 +326,8 @@ class Checkpointer:
         step, self._pending = self._pending, None
         try:
             self._manager().wait_until_finished()
+            if jax.process_index() == 0 and not is_remote(self.directory):
+                settle(self.directory / str(step))  # Orbax leaves its small files to the system
         except Exception as error:
             self._failed(step, error)
         else:
@@ -338,8 +340,8 @@ class Checkpointer:
         self._ours.discard(step)
         if self._lazy_manager is not None:
             self._lazy_manager.reload()  # it counts the failed step, and has forgotten those that it was to replace
-        if jax.process_index() == 0 and self.directory.exists():
-            for path in list(self.directory.iterdir()):
+        with contextlib.suppress(OSError):  # of a file system that takes nothing any more
+            for path in list(self.directory.iterdir()) if jax.process_index() == 0 else ():
                 if path.name.startswith(f'{step}{TEMPORARY}'):
                     path.rmtree(missing_ok=True)
         message = (

@@ -85,7 +85,10 @@ class MetricsFile:
         return step in self._evaluated
 
     def flush(self) -> None:
-        """On an object store, writes what is there only in memory. Call it before a checkpoint is saved."""
+        """Returns when all lines are on the disk, or in the object store. Call it before a checkpoint is saved."""
+        if self._file:
+            with writing(self.path):
+                os.fsync(self._file.fileno())
         if self._unwritten:
             with writing(self.path):
                 write_atomically(self.path, ''.join(self._lines))

@@ -75,6 +75,41 @@ def two_steps(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def settled(monkeypatch) -> list:
+    """Grows by what the disk was asked to take at once: a crash of the machine loses the rest."""
+    found, fsync = [], os.fsync
+    monkeypatch.setattr(os, 'fsync', lambda number: (fsync(number), found.append(os.fstat(number).st_ino)))
+    return found
+
+
+def test_a_step_that_counts_outlasts_a_crash_of_the_machine(tmp_path, settled):
+    counted = []
+
+    def on_saved(step: int) -> None:
+        missing = [p for p in (tmp_path, *tmp_path.rglob('*')) if p.stat().st_ino not in settled]
+        counted.append((step, missing))
+
+    with Checkpointer(tmp_path, EVERYTHING, FINGERPRINTS, on_saved) as checkpointer:
+        checkpointer.save(1, {'x': jnp.ones(4)})
+    assert counted == [(1, [])]
+
+
+def test_a_disk_that_takes_nothing_any_more_is_named(tmp_path, monkeypatch):
+    """Of a file system that the system has made read-only what is half-written cannot be removed either."""
+
+    def refuse(*_, **__):
+        raise OSError(30, 'Read-only file system')
+
+    monkeypatch.setattr('lm.checkpoint.writer.Writer.write', refuse)
+    with Checkpointer(tmp_path, EVERYTHING, FINGERPRINTS) as checkpointer:
+        (tmp_path / '1.orbax-checkpoint-tmp').mkdir()
+        monkeypatch.setattr(checkpointer, '_tidy', lambda: None)
+        monkeypatch.setattr(type(checkpointer.directory), 'rmtree', refuse)
+        with pytest.raises(LmError, match=r'step 1 could not be written to .*Read-only file system.*make room'):
+            checkpointer.save(1, {'x': jnp.ones(4)})
+
+
+@pytest.fixture
 def copied(two_steps, tmp_path) -> Path:
     return Path(shutil.copytree(two_steps, tmp_path / 'checkpoints'))
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -528,6 +529,15 @@ def test_metrics_after_a_restart_hold_each_step_once(tmp_path):
         assert metrics.has_evaluation(4)
         assert len(lines(run)) == 6, 'a line must be on disk as soon as it is written'
     assert [p.name for p in run.path.iterdir()] == ['metrics.jsonl']
+
+
+def test_metrics_that_a_checkpoint_covers_outlast_a_crash_of_the_machine(tmp_path, monkeypatch):
+    settled, fsync = [], os.fsync
+    monkeypatch.setattr(os, 'fsync', lambda number: (fsync(number), settled.append(os.fstat(number).st_size)))
+    with metrics_file.MetricsFile(tmp_path / 'metrics.jsonl') as metrics:
+        metrics.write({'kind': 'train', 'step': 1, 'loss': 2.0})
+        metrics.flush()
+        assert (tmp_path / 'metrics.jsonl').stat().st_size in settled
 
 
 def test_a_line_that_lacks_only_its_end_is_cut_off(tmp_path):
