@@ -103,7 +103,8 @@ def _losses(logits_BxCxV: jax.Array, targets_BxC: jax.Array) -> tuple[jax.Array,
 def _logit_gradients(logits_BxCxV, *rest) -> tuple[jax.Array, jax.Array]:
     """The gradient of the logits twice, for the two products that take it.
 
-    On TPUs each product forms its own from the logits while it runs; one for both v6e and v7x would write to memory.
+    On TPUs each product forms its own from the logits while it runs: one for both would be written to memory, on all
+    chips but v5e.
     """
     first_BxCxV = _logit_gradient(logits_BxCxV, *rest)
     if platform.target_platform() != 'tpu':
