@@ -46,6 +46,20 @@ def pytest_collection_finish():
     gc.freeze()  # what is imported stays: nobody need look for garbage in it
 
 
+MOST_MAPS = 15_000
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _bounded_maps():
+    """Each compiled program is a few mappings of memory, of which Linux lets a process have 65,530: one that ran all
+    tests would end in a segmentation fault."""
+    yield
+    maps = pathlib.Path('/proc/self/maps')
+    if maps.exists() and maps.read_bytes().count(b'\n') > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture(scope='session')
 def tokens(tmp_path_factory):
     """A small token store of real text, made by `lm prepare`."""
