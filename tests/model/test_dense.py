@@ -69,6 +69,6 @@ def test_sharded_matrices_are_gathered_and_their_gradients_scattered():
         step = jax.jit(jax.grad(loss)).lower(kernel, rows).compile()
     found = step(kernel, rows)
     assert found.sharding.is_equivalent_to(sharded, 2)
-    np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-2 * np.abs(expected).max())  # both are bfloat16 sums
     shapes = re.findall(r'= \w+\[([\d,]*)\]\S* all-gather', step.as_text())
     assert set(shapes) == {'4,8,16'}  # the matrix, part by part, not the activations
