@@ -84,8 +84,10 @@ COMPILING = """
 import jax, jax.numpy as jnp, time
 from lm.training.preemption import Preemption
 
+jax.config.update('jax_enable_compilation_cache', False)  # each run of this test compiles
+
 def slow(x):
-    for i in range(250):
+    for i in range(1000):
         x = jnp.sin(x @ x) + i
     return x
 
