@@ -340,10 +340,11 @@ class Checkpointer:
         self._ours.discard(step)
         if self._lazy_manager is not None:
             self._lazy_manager.reload()  # it counts the failed step, and has forgotten those that it was to replace
-        with contextlib.suppress(OSError):  # of a file system that takes nothing any more
-            for path in list(self.directory.iterdir()) if jax.process_index() == 0 else ():
-                if path.name.startswith(f'{step}{TEMPORARY}'):
-                    path.rmtree(missing_ok=True)
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):  # of a file system that takes nothing any more
+                for path in list(self.directory.iterdir()):
+                    if path.name.startswith(f'{step}{TEMPORARY}'):
+                        path.rmtree(missing_ok=True)
         message = (
             f'checkpoint step {step} could not be written to {self.directory} ({one_line(error)}); '
             f'the newest complete one is {some(self.all_steps()[-1:])}; '

@@ -81,7 +81,7 @@ class Ranks(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encode = self._encoding.encode_ordinary
-        return [np.array([i for part in _cut(text) for i in encode(part)], np.int32) for text in texts]
+        return [np.concatenate([np.array(encode(part), np.int32) for part in _cut(text)]) for text in texts]
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         return self._encoding.decode([i for i in np.asarray(ids, np.int64).tolist() if i in self._pieces])
