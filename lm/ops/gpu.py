@@ -4,6 +4,8 @@ and stores, walks over tiles of tokens.
 A warpgroup is 128 threads and holds a tile.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,11 +19,12 @@ WALKED = 3
 """Tiles in shared memory: two to come, and one in use."""
 
 
-def matrix(*shape: int) -> plgpu.SMEM:
-    """bfloat16 matrices in shared memory, as `wgmma` wants them."""
-    swizzle = plgpu.find_swizzle(16 * shape[-1])
-    tiling = plgpu.TilingTransform((8, swizzle // 2))
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+def matrix(*shape: int, dtype: jnp.dtype = jnp.bfloat16) -> plgpu.SMEM:
+    """Matrices in shared memory, as `wgmma` wants them."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(8 * size * shape[-1])
+    tiling = plgpu.TilingTransform((8, swizzle // size))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
 def multiply(accumulator, a: jax.Array, b, spare) -> None:
@@ -45,6 +48,22 @@ def product(a, b) -> jax.Array:
         return accumulator[...]
 
     return pl.run_scoped(compute, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def together(*sums, spare=()) -> list[jax.Array]:
+    """Σ a · b for each list of pairs (a, b), all in flight at once; float32.
+
+    Factors are in shared memory, `a` may be in registers: see `multiply` for `spare`.
+    """
+
+    def compute(*accumulators):
+        for accumulator, pairs in zip(accumulators, sums, strict=True):
+            for a, b in pairs:
+                multiply(accumulator, a, b, spare if isinstance(a, jax.Array) else ())
+        return [accumulator[...] for accumulator in accumulators]
+
+    shapes = [(pairs[0][0].shape[0], pairs[0][1].shape[1]) for pairs in sums]
+    return pl.run_scoped(compute, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
 def release() -> None:
@@ -83,6 +102,22 @@ def zeros(*shape: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
+def zero_columns(size: int) -> jax.Array:
+    """Float32 zeros, a number for each column of a product."""
+    return plgpu.layout_cast(jnp.zeros((size,), jnp.float32), plgpu.Layout.WGMMA.reduce(0))
+
+
+def send(value: jax.Array, staging, destination) -> None:
+    """`value` to memory through `staging`, which may be used again after `sent()`."""
+    staging[...] = value.astype(staging.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging, destination)
+
+
+def sent() -> None:
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
 def write(value: jax.Array, destination, staging=None) -> None:
     """`value` to memory, as bfloat16 unless there is other `staging`."""
 
@@ -95,8 +130,8 @@ def write(value: jax.Array, destination, staging=None) -> None:
     pl.run_scoped(copy, staging or matrix(*value.shape))
 
 
-def walk(sources, start, first, stop, use, carry=()):
-    """carry = use(step, tiles, carry) for tiles in order, copied while those before are used.
+def walk(sources, start, first, stop, use, carry=(), backwards=False, slots=WALKED):
+    """carry = use(number, tiles, carry) for tiles in order, copied while those before are used.
 
     Args:
         sources: arrays in memory, bfloat16 [L, C] or float32 [L].
@@ -105,6 +140,8 @@ def walk(sources, start, first, stop, use, carry=()):
         stop: one more than that of the last.
         use: gets a tile of each source in shared memory.
         carry: what the first call gets.
+        backwards: from the last tile to the first.
+        slots: how many tiles there is room for.
 
     Returns:
         What the last call returned.
@@ -113,30 +150,34 @@ def walk(sources, start, first, stop, use, carry=()):
     def scoped(*scratch):
         *buffers, arrived = scratch
 
+        def number(step):
+            return stop - 1 - (step - first) if backwards else step
+
         def fetch(step):
-            slot, tokens = lax.rem(step, WALKED), pl.ds(start + step * TILE, TILE)
+            slot, tokens = lax.rem(step, slots), pl.ds(start + number(step) * TILE, TILE)
             for source, buffer in zip(sources, buffers, strict=True):
                 plgpu.copy_gmem_to_smem(source.at[tokens], buffer.at[slot], arrived.at[slot])
 
         def step_of(step, carry):
-            slot = lax.rem(step, WALKED)
+            slot = lax.rem(step, slots)
             plgpu.wgmma_wait(0)
 
-            @pl.when(step + WALKED - 1 < stop)
+            @pl.when(step + slots - 1 < stop)
             def _():
                 release()
-                fetch(step + WALKED - 1)
+                fetch(step + slots - 1)
 
             plgpu.barrier_wait(arrived.at[slot])
-            return use(step, [buffer.at[slot] for buffer in buffers], carry)
+            return use(number(step), [buffer.at[slot] for buffer in buffers], carry)
 
         fetch(jnp.int32(first))
-        pl.when(first + 1 < stop)(lambda: fetch(first + 1))
+        for ahead in range(1, slots - 1):
+            pl.when(first + ahead < stop)(functools.partial(fetch, first + ahead))
         result = lax.fori_loop(first, stop, step_of, carry)
         plgpu.wgmma_wait(0)
         release()
         return result
 
-    shapes = [(WALKED, TILE, *source.shape[1:]) for source in sources]
+    shapes = [(slots, TILE, *source.shape[1:]) for source in sources]
     buffers = [matrix(*s) if len(s) == 3 else plgpu.SMEM(s, jnp.float32) for s in shapes]
-    return pl.run_scoped(scoped, *buffers, plgpu.Barrier(num_arrivals=len(sources), num_barriers=WALKED))
+    return pl.run_scoped(scoped, *buffers, plgpu.Barrier(num_arrivals=len(sources), num_barriers=slots))

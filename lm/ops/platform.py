@@ -30,7 +30,7 @@ SEQUENCE_AXIS = 'sequence'
 HOPPER = re.compile(r'\bG?H(20|100|200|800)\b')
 MOSAIC_GPU_JAX = (0, 11)
 """The JAX that has what our Mosaic GPU kernels use."""
-KERNELS = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu',)}
+KERNELS = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu', 'pallas_gpu_recurrent')}
 """What platforms prefer of an operation that says nothing else."""
 FEW_TOKENS = 128
 

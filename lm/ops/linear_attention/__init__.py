@@ -49,6 +49,7 @@ IMPLEMENTATIONS = platform.Implementations(
     xla='xla',
     pallas_tpu='tpu.attention',
     pallas_gpu='gpu.attention',
+    pallas_gpu_recurrent='gpu.recurrent.attention',
 )
 PARTS = platform.Implementations('linear attention on parts of a window', __name__, xla='parts', pallas_tpu='tpu.part')
 """For windows that are split over devices (`lm.ops.sequence`)."""

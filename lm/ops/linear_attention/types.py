@@ -46,6 +46,24 @@ class ProductMap(Protocol):
         """
 
 
+@runtime_checkable
+class ElementwiseMap(Protocol):
+    """A feature map φ(x)_m = f(⟨w_m, x⟩ - s(x)), of which kernels can compute some features apart from the others.
+
+    It is a `FeatureMap` too, and hashable. W has no gradient.
+    """
+
+    def rows(self, parameters: Any) -> jax.Array:
+        """The w_m, [M, E] float32."""
+
+    def shift(self, x: jax.Array, queries: bool) -> jax.Array | None:
+        """s, [..., E] → [...] float32, differentiable in x; None where it is the token's largest ⟨w_m, x⟩, of which no
+        gradient is taken."""
+
+    def of_shifted(self, z: jax.Array, features: int) -> jax.Array:
+        """f, elementwise and differentiable in float32, for M = features."""
+
+
 @dataclasses.dataclass(frozen=True)
 class PolynomialKernel:
     """Exact weights (scale ⟨q, k⟩)^degree (PolySketchFormer §3.2)."""

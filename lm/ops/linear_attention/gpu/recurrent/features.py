@@ -1,0 +1,91 @@
+"""Features of queries or keys, tile by tile in the recurrent GPU kernels.
+
+T tokens of a tile, C chunks of 64 features, E size of the vectors that a feature map takes.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lm.ops.gpu import TILE, by_row, load_rows, matrix, release, together
+from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan
+
+FAST = plgpu.CompilerParams(approx_math=True)
+"""Exponentials are an instruction."""
+
+
+class Features:
+    """Of one side of a thread block.
+
+    Given features are one array [N, M / 64, L, 64]. Those that the kernel makes are of four: vectors [N, L, E], shifts
+    float32 [N, L], the rows w [M / 64, 64, E] in bfloat16, and what that leaves of them. Queries and keys have the same
+    rows.
+    """
+
+    def __init__(self, plan: RecurrentPlan, sources: list, made: list, rows: list):
+        """
+        Args:
+            plan: the call.
+            sources: in memory, [L, …] of one head: the chunks, or vectors and shifts.
+            made: shared memory for features that are `placed`.
+            rows: of the slice, high and low parts in shared memory.
+        """
+        self.plan, self.sources, self.made, self.rows = plan, sources, made, rows
+
+    @staticmethod
+    def both(plan: RecurrentPlan, one: list, other: list, scratch: list) -> list['Features']:
+        """Of queries and of keys, in any order, once the rows are there."""
+        part, head = lax.axis_index('slice'), lax.axis_index('head')
+        chunks, first = range(plan.chunks), part * plan.chunks
+        if plan.feature_map is None:
+            return [Features(plan, [x.at[head, first + c] for c in chunks], [], []) for (x,) in (one, other)]
+        made, rows, ready = scratch
+        for array, placed in zip(one[2:], rows, strict=True):
+            for c in chunks:
+                plgpu.copy_gmem_to_smem(array.at[first + c], placed[c], ready)
+        plgpu.barrier_wait(ready)
+        sides = zip((one, other), made, strict=True)
+        return [Features(plan, [a.at[head] for a in arrays[:2]], to, rows) for arrays, to in sides]
+
+    @staticmethod
+    def arrays(plan: RecurrentPlan) -> int:
+        """How many there are in memory."""
+        return 1 if plan.feature_map is None else 4
+
+    @staticmethod
+    def scratch(plan: RecurrentPlan, placed: tuple[bool, bool]) -> list:
+        """`placed`: whether the features of either side ever are."""
+        if plan.feature_map is None:
+            return []
+        made, rows = (
+            [[matrix(TILE, CHUNK) for _ in range(plan.chunks if wanted else 0)] for wanted in pair]
+            for pair in (placed, (True, True))
+        )
+        return [made, rows, plgpu.Barrier(num_arrivals=2 * plan.chunks)]
+
+    def tile(self, tiles: list, placed: bool = True) -> list:
+        """The features of a tile of each source, [T, 64], C of them: in shared memory, or where the kernel makes them and
+        they are not to be `placed` in registers."""
+        if self.plan.feature_map is None:
+            return tiles
+        made = (self._of_shifted(self._shifted(tiles, c)).astype(jnp.bfloat16) for c in range(self.plan.chunks))
+        if not placed:
+            return list(made)
+        release()
+        for to, phi_TxF in zip(self.made, made, strict=True):
+            to[...] = phi_TxF
+        plgpu.commit_smem()
+        return self.made
+
+    def pulled(self, tiles: list, c: int, dphi_TxF: jax.Array) -> jax.Array:
+        """The gradient of z = ⟨w_m, x⟩ - s(x), for that of the features of chunk c."""
+        return jax.vjp(self._of_shifted, self._shifted(tiles, c))[1](dphi_TxF)[0]
+
+    def _of_shifted(self, z_TxF):
+        return self.plan.feature_map.of_shifted(z_TxF, self.plan.slices * self.plan.chunks * CHUNK)
+
+    def _shifted(self, tiles, c):
+        x_TxE, shift_T = tiles
+        products = [(x_TxE, w[c].transpose((1, 0))) for w in self.rows]
+        return together(products)[0] - by_row(load_rows(shift_T), CHUNK)

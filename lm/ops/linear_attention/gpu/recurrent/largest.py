@@ -1,0 +1,34 @@
+"""The largest product of each query with the rows of a feature map, on Hopper GPUs."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lm.ops.gpu import TILE, matrix, product, walk, write, zeros
+from lm.ops.linear_attention.gpu.recurrent.plan import RecurrentPlan
+
+
+def largest(plan: RecurrentPlan, x_NxLxE: jax.Array, w_MxE: jax.Array) -> jax.Array:
+    """max_m ⟨w_m, x⟩, float32 [N, L], one thread block a tile of tokens."""
+    n, length, size = x_NxLxE.shape
+
+    def linear_attention_recurrent_largest(x, w, result, x_smem, ready):
+        head, tokens = lax.axis_index('head'), pl.ds(lax.axis_index('tile') * TILE, TILE)
+        plgpu.copy_gmem_to_smem(x.at[head, tokens], x_smem, ready)
+        plgpu.barrier_wait(ready)
+
+        def rows(number, tiles, most_T):
+            return jnp.maximum(most_T, jnp.max(product(x_smem, tiles[0].transpose((1, 0))), axis=1))
+
+        most_T = walk((w,), 0, 0, w.shape[0] // TILE, rows, zeros(TILE) - jnp.inf)
+        write(most_T, result.at[head, tokens], plgpu.SMEM((TILE,), jnp.float32))
+
+    return plgpu.kernel(
+        linear_attention_recurrent_largest,
+        out_type=jax.ShapeDtypeStruct((n, length), jnp.float32),
+        grid=(length // TILE, n),
+        grid_names=('tile', 'head'),
+        scratch_types=[matrix(TILE, size), plgpu.Barrier()],
+    )(x_NxLxE, w_MxE)
