@@ -1,9 +1,12 @@
 """What needs an NVIDIA GPU: `scripts/test.sh -m gpu`. Each path that is only taken there, against the formulas."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_pallas_gpu_recurrent as recurrent
 import test_sketch_networks as sketches
 from test_pallas_gpu import CASES, FULL, SQUARE, attend
 from test_pallas_gpu_networks import CASES as NETWORKS
@@ -41,6 +44,25 @@ def test_kernels_of_polysketch(case):
         return [o, *vjp(do)]
 
     found = errors(jax.jit(outputs_and_gradients)(*inputs, do=do), by_definition(options, *inputs, do))
+    assert all(error <= 2e-2 for error in found.values()), found
+
+
+RECURRENT = {
+    name: dataclasses.replace(case, length=2500, heads=(4, 2), segment=None) for name, case in recurrent.CASES.items()
+} | {
+    'Performer, 2048 features': dataclasses.replace(recurrent.CASES['Performer'], length=1500, rows=2048),
+    'many heads': dataclasses.replace(recurrent.CASES['two chunks'], length=300, heads=(70, 70)),
+}
+
+
+@pytest.mark.parametrize('name', RECURRENT)
+def test_recurrent_kernels(name):
+    case = RECURRENT[name]
+    arrays, do = recurrent.example(case)
+    got = jax.jit(recurrent.outputs_and_gradients(case, 'pallas_gpu_recurrent'))(arrays, do)
+    with jax.default_matmul_precision('highest'):
+        want = jax.jit(recurrent.outputs_and_gradients(case, 'xla', jnp.float32))(arrays, do)
+    found = recurrent.errors(got, want)
     assert all(error <= 2e-2 for error in found.values()), found
 
 

@@ -8,6 +8,7 @@ A kernel's *own* side is the one whose gradients it forms, the *other* one is su
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -15,14 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, by_column, by_row, load_columns, load_rows, matrix, sent, together, walk
+from lm.ops.gpu import TILE, by_column, by_row, load_columns, load_rows, sent, together, walk
 from lm.ops.linear_attention.gpu.features import spare
 from lm.ops.linear_attention.gpu.recurrent.fading import Fading, masked, met
 from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features
 from lm.ops.linear_attention.gpu.recurrent.forward import split
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, SLOTS, RecurrentPlan
 from lm.ops.linear_attention.gpu.recurrent.results import Results
-from lm.ops.linear_attention.gpu.recurrent.state import State
+from lm.ops.linear_attention.gpu.recurrent.sums import RunningSums
 
 
 def query_gradients(plan: RecurrentPlan, queries: tuple, keys: tuple, v, g, *more) -> list[jax.Array]:
@@ -87,14 +88,25 @@ def _call(plan: RecurrentPlan, step_of, name: str, own, other, v, *more) -> list
         own, other = Features.both(plan, own_arrays, other_arrays, features_scratch)
         results = Results(plan, own, outputs, results_scratch, register)
 
-        def run(sums: State):
+        def run(sums: RunningSums):
             def step(number, tiles, carry):
                 sources, others, (v, g), e, t = split(tiles, len(own.sources), len(other.sources), 2, plan.normalize)
                 fading, features = Fading(*t) if plan.decay else None, other.tile(others)
                 sums.place(carry)
                 e = e[0] if e else None
-                make = lambda: own.tile(sources, placed=False)
-                step_of(_Tile(number, sources, make, features, v, g, e, fading, sums.placed, carry[1]), results, register)
+                tile = _Tile(
+                    number=number,
+                    sources=sources,
+                    own=functools.partial(own.tile, sources, placed=False),
+                    other=features,
+                    v=v,
+                    g=g,
+                    e=e,
+                    fading=fading,
+                    sums=sums.placed,
+                    totals=carry[1],
+                )
+                step_of(tile, results, register)
                 values, weight_T, total_T = v, fading and fading.until_end, None
                 if is_key:
                     values, weight_T = g, fading and fading.since_start
@@ -104,7 +116,7 @@ def _call(plan: RecurrentPlan, step_of, name: str, own, other, v, *more) -> list
             sources = [*own.sources, *other.sources, *(a.at[lax.axis_index('head')] for a in shared)]
             walk(sources, 0, 0, v.shape[1] // TILE, step, sums.start(start), is_key, SLOTS)
 
-        State.run(plan, state_scratch, run)
+        RunningSums.run(plan, state_scratch, run)
         plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = f'linear_attention_recurrent_{name}_gradients'
@@ -116,7 +128,7 @@ def _call(plan: RecurrentPlan, step_of, name: str, own, other, v, *more) -> list
         compiler_params=FAST,
         scratch_types=[
             Features.scratch(plan, placed=(False, True)),
-            State.scratch(plan),
+            RunningSums.scratch(plan),
             Results.scratch(plan, with_values=is_key),
             spare(plan),
         ],
@@ -140,7 +152,7 @@ def _query_step(tile: _Tile, results: Results, register: list) -> None:
 
 
 def _key_step(tile: _Tile, results: Results, register: list) -> None:
-    """dv_j = b_j ⟨y_j, R⟩ + Σ_{i ≥ j} w_ij g_i and dy_j = b_j (R v_j + Σ e x) + Σ_{i ≥ j} (⟨g_i, v_j⟩ + e_i) x_i, faded."""
+    """dv_j = b_j ⟨y_j, R⟩ + Σ_{i ≥ j} w_ij g_i; dy_j = b_j (R v_j + Σ e x) + Σ_{i ≥ j} (⟨g_i, v_j⟩ + e_i) x_i."""
     y_TxF, factor_T = tile.own(), tile.fading and tile.fading.until_end
     s_TxQ = together([(y, x.transpose((1, 0))) for x, y in zip(tile.other, y_TxF, strict=True)], spare=register)[0]
     w_TxQ = masked(s_TxQ, tile.fading, keys=0).astype(jnp.bfloat16)

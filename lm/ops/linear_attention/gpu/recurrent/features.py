@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, by_row, load_rows, matrix, release, together
+from lm.ops.gpu import TILE, by_row, load_matrix, load_rows, matrix, release, together
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan
 
 FAST = plgpu.CompilerParams(approx_math=True)
@@ -65,8 +65,10 @@ class Features:
         return [made, rows, plgpu.Barrier(num_arrivals=2 * plan.chunks)]
 
     def tile(self, tiles: list, placed: bool = True) -> list:
-        """The features of a tile of each source, [T, 64], C of them: in shared memory, or where the kernel makes them and
-        they are not to be `placed` in registers."""
+        """The features of a tile of each source, [T, 64], C of them.
+
+        In shared memory, or in registers where the kernel makes them and they are not to be `placed`.
+        """
         if self.plan.feature_map is None:
             return tiles
         made = (self._of_shifted(self._shifted(tiles, c)).astype(jnp.bfloat16) for c in range(self.plan.chunks))
@@ -89,3 +91,8 @@ class Features:
         x_TxE, shift_T = tiles
         products = [(x_TxE, w[c].transpose((1, 0))) for w in self.rows]
         return together(products)[0] - by_row(load_rows(shift_T), CHUNK)
+
+
+def widened(phi_TxF) -> jax.Array:
+    """Features of a tile as float32, whether they are in registers or in shared memory."""
+    return (phi_TxF if isinstance(phi_TxF, jax.Array) else load_matrix(phi_TxF)).astype(jnp.float32)

@@ -19,7 +19,7 @@ from lm.ops.linear_attention.gpu.features import spare
 from lm.ops.linear_attention.gpu.recurrent.fading import Fading, masked, met
 from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, SLOTS, RecurrentPlan
-from lm.ops.linear_attention.gpu.recurrent.state import State
+from lm.ops.linear_attention.gpu.recurrent.sums import RunningSums
 
 
 def outputs(plan: RecurrentPlan, queries: tuple, keys: tuple, v, *more) -> list[jax.Array]:
@@ -48,8 +48,8 @@ def outputs(plan: RecurrentPlan, queries: tuple, keys: tuple, v, *more) -> list[
         grid_names=('slice', 'head'),
         compiler_params=FAST,
         scratch_types=[
-            Features.scratch(plan, placed=(True, True)),
-            State.scratch(plan),
+            Features.scratch(plan, placed=(False, True)),
+            RunningSums.scratch(plan),
             [matrix(TILE, size, dtype=jnp.float32), plgpu.SMEM((TILE,), jnp.float32)],
             spare(plan),
         ],
@@ -59,18 +59,19 @@ def outputs(plan: RecurrentPlan, queries: tuple, keys: tuple, v, *more) -> list[
 def _outputs(plan: RecurrentPlan, *refs):
     *refs, features_scratch, state_scratch, (num_smem, den_smem), register = refs
     part, head, count = lax.axis_index('slice'), lax.axis_index('head'), Features.arrays(plan)
-    *refs, (num, *den) = split(refs, len(refs) - 1 - plan.normalize)
-    queries, keys, shared, before = split(*refs, count, count, 1 + plan.decay)
+    refs, (num, *den) = split(refs, len(refs) - 1 - plan.normalize)
+    queries, keys, (v, *t), before = split(refs, count, count, 1 + plan.decay)
     x, y = Features.both(plan, queries, keys, features_scratch)
 
-    def run(sums: State):
+    def run(sums: RunningSums):
         def step(number, tiles, carry):
             x_tiles, y_tiles, (v_TxD, *t) = split(tiles, len(x.sources), len(y.sources))
             tokens = pl.ds(number * TILE, TILE)
             fading = Fading(*t) if plan.decay else None
-            x_TxF, y_TxF = x.tile(x_tiles), y.tile(y_tiles)
+            x_TxF, y_TxF = x.tile(x_tiles, placed=False), y.tile(y_tiles)
             sums.place(carry)
-            s_TxK = together([(a, b.transpose((1, 0))) for a, b in zip(x_TxF, y_TxF, strict=True)])[0]
+            scores = [(a, b.transpose((1, 0))) for a, b in zip(x_TxF, y_TxF, strict=True)]
+            s_TxK = together(scores, spare=register)[0]
             w_TxK = masked(s_TxK, fading, keys=1)
             before, inside = list(zip(x_TxF, sums.placed, strict=True)), [(w_TxK.astype(v.dtype), v_TxD)]
             num_TxD = met(before, inside, fading and fading.since_start, spare=register)
@@ -82,11 +83,10 @@ def _outputs(plan: RecurrentPlan, *refs):
             send(num_TxD, num_smem, num.at[part, head, tokens])
             return sums.advance(carry, y_TxF, v_TxD, fading, fading and fading.until_end)
 
-        sources = [*x.sources, *y.sources, *(a.at[head] for a in shared)]
+        sources = [*x.sources, *y.sources, *(a.at[head] for a in (v, *t))]
         walk(sources, 0, 0, v.shape[1] // TILE, step, sums.start(before), slots=SLOTS)
 
-    v = shared[0]
-    State.run(plan, state_scratch, run)
+    RunningSums.run(plan, state_scratch, run)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -116,7 +116,7 @@ def sums(plan: RecurrentPlan, features: tuple, v, *more, backwards: bool = False
         compiler_params=FAST,
         scratch_types=[
             Features.scratch(plan, placed=(True, False)),
-            State.scratch(plan),
+            RunningSums.scratch(plan),
             [matrix(CHUNK, v.shape[2], dtype=jnp.float32), plgpu.SMEM((CHUNK,), jnp.float32)],
         ],
     )(*features, v, *more)
@@ -125,11 +125,11 @@ def sums(plan: RecurrentPlan, features: tuple, v, *more, backwards: bool = False
 def _sums(plan: RecurrentPlan, backwards: bool, *refs):
     *refs, features_scratch, state_scratch, (state_smem, total_smem) = refs
     part, head, count = lax.axis_index('slice'), lax.axis_index('head'), Features.arrays(plan)
-    *refs, outputs = split(refs, len(refs) - 1 - plan.normalize)
-    features, shared = split(*refs, count)
+    refs, outputs = split(refs, len(refs) - 1 - plan.normalize)
+    features, shared = split(refs, count)
     y, _ = Features.both(plan, features, features, features_scratch)
 
-    def run(sums: State):
+    def run(sums: RunningSums):
         def step(number, tiles, carry):
             y_tiles, (v_TxD,), e, t = split(tiles, len(y.sources), 1, plan.normalize and backwards)
             fading = Fading(*t) if plan.decay else None
@@ -145,7 +145,7 @@ def _sums(plan: RecurrentPlan, backwards: bool, *refs):
             if plan.normalize:
                 send(carry[1][c], total_smem, outputs[1].at[head, part * plan.chunks + c])
 
-    State.run(plan, state_scratch, run)
+    RunningSums.run(plan, state_scratch, run)
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
 from lm.ops.linear_attention.types import ElementwiseMap
 
 CHUNK = 64

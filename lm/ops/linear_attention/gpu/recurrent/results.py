@@ -8,8 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, load_matrix, matrix, send, sent, together
-from lm.ops.linear_attention.gpu.recurrent.features import Features
+from lm.ops.gpu import TILE, matrix, send, sent, together
+from lm.ops.linear_attention.gpu.recurrent.features import Features, widened
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan
 
 
@@ -70,8 +70,7 @@ class Results:
         for c in range(self.plan.chunks):
             dphi_TxF = gradient(c)
             if self.plan.decay:
-                phi = phi_TxF[c] if isinstance(phi_TxF[c], jax.Array) else load_matrix(phi_TxF[c])
-                met_T += jnp.sum(phi.astype(jnp.float32) * dphi_TxF, axis=1)
+                met_T += jnp.sum(widened(phi_TxF[c]) * dphi_TxF, axis=1)
             if self.plan.feature_map is None:
                 place = self.outputs[0].at[head, part * self.plan.chunks + c, pl.ds(number * TILE, TILE)]
                 send(dphi_TxF, self.chunks[c], place)

@@ -8,10 +8,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import TILE, by_column, by_row, load_columns, load_matrix, matrix, together, zero_columns, zeros
 from lm.ops.linear_attention.gpu.recurrent.fading import Fading
+from lm.ops.linear_attention.gpu.recurrent.features import widened
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan
 
 
-class State:
+class RunningSums:
     """Z = Σ y vᵀ [64, D] for each chunk of a slice, and where plan.normalize Σ y [64]."""
 
     def __init__(self, plan: RecurrentPlan, scratch: list, accumulators: tuple):
@@ -26,10 +27,10 @@ class State:
     def run(plan: RecurrentPlan, scratch: list, function) -> None:
         """function(the sums over no tokens)."""
         accumulators = [] if plan.carried else [plgpu.ACC((CHUNK, TILE), jnp.float32) for _ in range(plan.chunks)]
-        pl.run_scoped(lambda *accumulators: function(State(plan, scratch, accumulators)), *accumulators)
+        pl.run_scoped(lambda *accumulators: function(RunningSums(plan, scratch, accumulators)), *accumulators)
 
     def start(self, arrays: list) -> tuple:
-        """What the walk carries at first, from the sums [N, M / 64, …] before each segment in memory, if there are any."""
+        """What the walk carries at first: the sums [N, M / 64, …] before each segment in memory, if there are any."""
         part, head = lax.axis_index('slice'), lax.axis_index('head')
         chunks = range(self.plan.chunks)
         state, totals = [zeros(CHUNK, TILE) for _ in chunks], [zero_columns(CHUNK) for _ in chunks]
@@ -52,7 +53,7 @@ class State:
     def read_totals(self, carry: tuple, x_TxF: list) -> jax.Array:
         """⟨x, Σ y⟩, [T]."""
         parts = zip(x_TxF, carry[1], strict=True)
-        return sum(jnp.sum(load_matrix(x).astype(jnp.float32) * by_column(total, TILE), axis=1) for x, total in parts)
+        return sum(jnp.sum(widened(x) * by_column(total, TILE), axis=1) for x, total in parts)
 
     def advance(self, carry: tuple, y_TxF: list, v_TxD, fading: Fading | None, weight_T, more_T=None) -> tuple:
         """What the walk carries after the tokens of a tile.
@@ -78,7 +79,7 @@ class State:
             return state, totals
         if fading is not None:
             (weighted,) = self._weighted
-            weighted[...] = (load_matrix(v_TxD).astype(jnp.float32) * by_row(weight_T, TILE)).astype(weighted.dtype)
+            weighted[...] = (widened(v_TxD) * by_row(weight_T, TILE)).astype(weighted.dtype)
             plgpu.commit_smem()
             v_TxD = weighted
         added = together(*([(y.transpose((1, 0)), v_TxD)] for y in y_TxF))
@@ -91,5 +92,5 @@ def _faded(sums: jax.Array, fading: Fading | None) -> jax.Array:
 
 def _summed(x_TxF, weight_T: jax.Array | None) -> jax.Array:
     """Σ weight_i x_i over the tokens of a tile, a number for each column."""
-    x = load_matrix(x_TxF).astype(jnp.float32)
+    x = widened(x_TxF)
     return jnp.sum(x if weight_T is None else x * by_row(weight_T, x_TxF.shape[1]), axis=0)
