@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_pallas_gpu_delta as delta
 import test_pallas_gpu_recurrent as recurrent
 import test_sketch_networks as sketches
 from test_pallas_gpu import CASES, FULL, SQUARE, attend
@@ -63,6 +64,19 @@ def test_recurrent_kernels(name):
     with jax.default_matmul_precision('highest'):
         want = jax.jit(recurrent.outputs_and_gradients(case, 'xla', jnp.float32))(arrays, do)
     found = recurrent.errors(got, want)
+    assert all(error <= 2e-2 for error in found.values()), found
+
+
+DELTA = {name: settings | {'length': 2500} for name, settings in delta.CASES.items()}
+
+
+@pytest.mark.parametrize('name', DELTA)
+def test_kernel_of_the_delta_rule(name):
+    arrays, cotangents = delta.example(**DELTA[name])
+    got = jax.jit(delta.results('pallas_gpu'))(arrays, cotangents)
+    with jax.default_matmul_precision('highest'):
+        want = jax.jit(delta.results('reference', jnp.float32))(arrays, cotangents)
+    found = delta.errors(got, want)
     assert all(error <= 2e-2 for error in found.values()), found
 
 

@@ -17,7 +17,7 @@ from lm.errors import ConfigError
 from lm.ops import platform
 
 IMPLEMENTATIONS = platform.Implementations(
-    'the delta rule', __name__, reference='reference', xla='xla', pallas_tpu='tpu.rule'
+    'the delta rule', __name__, reference='reference', xla='xla', pallas_tpu='tpu.rule', pallas_gpu='gpu.rule'
 )
 PARTS = platform.Implementations('the delta rule on parts of a window', __name__, xla='parts', pallas_tpu='tpu.parts')
 """For windows that are split over devices (`lm.ops.sequence`)."""

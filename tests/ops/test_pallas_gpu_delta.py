@@ -1,0 +1,127 @@
+"""The GPU kernel of the delta rule, without a GPU, as `test_pallas_gpu` has those of polysketch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_pallas_gpu import H200, can_compile, interpreted, interpreter
+from test_pallas_tpu import quick
+
+from lm.ops import platform
+from lm.ops.delta_rule import IMPLEMENTATIONS, delta_rule
+from lm.ops.delta_rule.gpu import rule
+from lm.ops.delta_rule.gpu.inverse import inverse
+
+NAMES = ('o', 'state', 'dq', 'dk', 'dv', 'dbeta', 'dlog_decay', 'dinitial_state')
+CASES = {
+    'without factors': {'length': 130, 'decay': False},
+    'factors and resets': {'length': 150},
+    'odd sizes, grouped, negative': {'length': 140, 'heads': (4, 2), 'sizes': (40, 48), 'beta': 2.0},
+    'less than a chunk': {'length': 20},
+}
+
+
+def example(length, *, heads=(1, 1), sizes=(64, 64), beta=1.0, decay=True, one_key=False):
+    """The arguments of an implementation, and gradients of its results."""
+    keys = jax.random.split(jax.random.key(0), 8)
+    (n, kv), (e, d) = heads, sizes
+    shapes = [(n, e), (kv, e), (kv, d), (n, d)]
+    q, k, v, do = (jax.random.normal(key, (1, length, *s)) for key, s in zip(keys[:4], shapes, strict=True))
+    k = jnp.broadcast_to(k[:, :1], k.shape) if one_key else k
+    beta = beta * (1.0 if one_key else jax.nn.sigmoid(jax.random.normal(keys[4], (1, length, kv))))
+    logs = -jax.nn.softplus(jax.random.normal(keys[5], (1, length, kv)) - 2)
+    logs = logs.at[:, 17].set(-jnp.inf).at[:, 80:82].set(-jnp.inf) if decay else None
+    state, dstate = (jax.random.normal(key, (1, kv, e, d)) for key in keys[6:])
+    wide = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    return [*wide, jnp.broadcast_to(beta, (1, length, kv)), logs, state], (do.astype(jnp.bfloat16), dstate)
+
+
+def results(implementation, dtype=jnp.bfloat16):
+    """Outputs, the last state and all gradients."""
+
+    def function(arrays, cotangents):
+        arrays = [x if x is None or x.dtype == jnp.float32 else x.astype(dtype) for x in arrays]
+        (o, state), vjp = jax.vjp(lambda *a: IMPLEMENTATIONS[implementation].delta_rule(*a, 1.0), *arrays)
+        do, dstate = cotangents
+        return [o, state, *vjp((do.astype(o.dtype), dstate))]
+
+    return function
+
+
+def errors(got, want) -> dict[str, float]:
+    """Relative errors by name."""
+    triples = zip(NAMES, got, want, strict=True)
+    return {
+        n: float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b))
+        for n, a, b in triples
+        if b is not None
+    }
+
+
+@pytest.mark.smoke  # on Python 3.12 pip has a JAX that can interpret it
+@interpreter
+@pytest.mark.parametrize('name', CASES)
+def test_agrees_with_the_recurrence(name):
+    arrays, cotangents = example(**CASES[name])
+    with interpreted():
+        got = quick(results('pallas_gpu'))(arrays, cotangents)
+    found = errors(got, results('reference', jnp.float32)(arrays, cotangents))
+    assert all(error <= 1e-2 for error in found.values()), found
+
+
+@interpreter
+def test_one_key_again_and_again():
+    arrays, cotangents = example(128, decay=False, one_key=True)
+    with interpreted():
+        got = quick(results('pallas_gpu'))(arrays, cotangents)
+    found = errors(got, results('reference', jnp.float32)(arrays, cotangents))
+    assert all(error <= 3e-2 for error in found.values()), found
+
+
+@pytest.mark.parametrize('kind', ['random', 'one key', 'one key, negative'])
+def test_inverse(kind):
+    a = np.tril(np.random.default_rng(0).standard_normal((3, 64, 64)) / 8, -1)
+    if kind != 'random':
+        a = np.tril(np.full((3, 64, 64), 1.0 if kind == 'one key' else 2.0), -1)
+    want = np.linalg.inv(np.eye(64) + a)
+    dx = np.random.default_rng(1).standard_normal(a.shape)
+    x, vjp = jax.vjp(inverse, jnp.asarray(a, jnp.float32))
+    np.testing.assert_allclose(x, want, atol=2e-6 * np.abs(want).max())
+    transposed = want.swapaxes(1, 2)
+    da = np.tril(-transposed @ dx @ transposed, -1)
+    np.testing.assert_allclose(vjp(jnp.asarray(dx, jnp.float32))[0], da, atol=2e-5 * np.abs(da).max())
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'gpu')
+    monkeypatch.setattr(platform, 'device_kind', lambda: 'NVIDIA H100 80GB HBM3')
+    monkeypatch.setattr(platform, 'MOSAIC_GPU_JAX', (0, 1))
+
+
+def test_chosen_and_refused(hopper, monkeypatch):
+    arrays, _ = example(100)
+    assert IMPLEMENTATIONS.choose(None, *arrays) is rule
+    assert 'bfloat16, not float32' in rule.unsupported(arrays[0].astype(jnp.float32), *arrays[1:])
+    assert 'heads of up to 64' in rule.unsupported(*example(100, sizes=(64, 128))[0])
+    monkeypatch.setattr(platform, 'device_kind', lambda: 'NVIDIA A100-SXM4-80GB')
+    assert IMPLEMENTATIONS.choose(None, *arrays) is IMPLEMENTATIONS['xla']
+
+
+@pytest.mark.skipif(not can_compile(), reason="needs JAX's CUDA plugin and ptxas")
+@pytest.mark.parametrize('decay', [True, False])
+def test_compiles_for_an_h200(decay):
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(topology_name='h200', platform='cuda', target_config=H200, topology='1x1x1')
+    mesh = jax.sharding.Mesh(np.array(topology.devices), ('data',))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    arrays = [x for x in example(1000, heads=(4, 2), decay=decay)[0][:5] if x is not None]
+    arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated) for a in arrays]
+
+    def loss(*arrays):
+        return jnp.sum(delta_rule(*arrays, query_length=1.0, implementation='pallas_gpu').astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss, argnums=range(len(arrays)))).trace(*arrays).lower().compile()
+    assert compiled.memory_analysis().output_size_in_bytes > 0
