@@ -48,7 +48,7 @@ def outputs(plan: RecurrentPlan, queries: tuple, keys: tuple, v, *more) -> list[
         grid_names=('slice', 'head'),
         compiler_params=FAST,
         scratch_types=[
-            Features.scratch(plan, placed=(False, True)),
+            Features.scratch(plan, placed=(True, True)),
             RunningSums.scratch(plan),
             [matrix(TILE, size, dtype=jnp.float32), plgpu.SMEM((TILE,), jnp.float32)],
             spare(plan),
@@ -68,10 +68,10 @@ def _outputs(plan: RecurrentPlan, *refs):
             x_tiles, y_tiles, (v_TxD, *t) = split(tiles, len(x.sources), len(y.sources))
             tokens = pl.ds(number * TILE, TILE)
             fading = Fading(*t) if plan.decay else None
-            x_TxF, y_TxF = x.tile(x_tiles, placed=False), y.tile(y_tiles)
+            x_TxF, y_TxF = x.tile(x_tiles), y.tile(y_tiles)
             sums.place(carry)
             scores = [(a, b.transpose((1, 0))) for a, b in zip(x_TxF, y_TxF, strict=True)]
-            s_TxK = together(scores, spare=register)[0]
+            s_TxK = together(scores)[0]
             w_TxK = masked(s_TxK, fading, keys=1)
             before, inside = list(zip(x_TxF, sums.placed, strict=True)), [(w_TxK.astype(v.dtype), v_TxD)]
             num_TxD = met(before, inside, fading and fading.since_start, spare=register)
