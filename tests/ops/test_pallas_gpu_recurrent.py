@@ -163,8 +163,10 @@ def test_unsupported_calls_say_why(reason, hopper):
     assert reason in recurrent.unsupported(*call(**sizes), options=options)
 
 
-def test_states_are_refused(hopper):
+def test_states_and_maps_of_two_kinds_are_refused(hopper):
     assert 'state' in recurrent.unsupported(*call(), options=POSITIVE, with_state=True)
+    q, k, v, ours, _, *rest = call(rows=2048)
+    assert 'same parameters' in recurrent.unsupported(q, k, v, ours, Projection(*ours), *rest, options=PERFORMER)
 
 
 def test_hoppers_get_them(hopper, monkeypatch):

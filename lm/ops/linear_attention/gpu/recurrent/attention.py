@@ -46,27 +46,29 @@ def linear_attention(
     with_state: bool,
 ) -> tuple[jax.Array, None]:
     """Arguments as in `lm.ops.linear_attention`; calls that `unsupported` refuses are wrong here."""
-    features = _count(options, k_parameters, k_BxLxKxE)
+    batch, length, heads, _ = q_BxLxHxE.shape
+    features, decay = _count(options, k_parameters, k_BxLxKxE), log_decay_BxLxK is not None
     made = features > MOST_GIVEN
     plan = RecurrentPlan(
-        *pieces(features, q_BxLxHxE.shape[0] * q_BxLxHxE.shape[2], q_BxLxHxE.shape[1], log_decay_BxLxK is not None),
+        *pieces(features, batch // platform.batch_shards() * heads, length, decay),
         normalize=options.normalize,
-        decay=log_decay_BxLxK is not None,
+        decay=decay,
         feature_map=options.feature_map if made else None,
         interpreted=platform.target_platform() != 'gpu',
     )
     if made:
-        rows = tuple(options.feature_map.rows(parameters) for parameters in (q_parameters, k_parameters))
-        arrays = (q_BxLxHxE, k_BxLxKxE)
+        rows, arrays = options.feature_map.rows(k_parameters), (q_BxLxHxE, k_BxLxKxE)
     else:
-        rows = (None, None)
-        arrays = (
-            _features(options, q_parameters, q_BxLxHxE, queries=True).astype(v_BxLxKxD.dtype),
-            _features(options, k_parameters, k_BxLxKxE, queries=False).astype(v_BxLxKxD.dtype),
+        rows, arrays = (
+            None,
+            (
+                _features(options, q_parameters, q_BxLxHxE, queries=True).astype(v_BxLxKxD.dtype),
+                _features(options, k_parameters, k_BxLxKxE, queries=False).astype(v_BxLxKxD.dtype),
+            ),
         )
     function = functools.partial(_by_head, plan, options)
-    function = platform.per_device(function, split=(True, True, True, True, False, False))
-    return function(*arrays, v_BxLxKxD, log_decay_BxLxK, *rows), None
+    function = platform.per_device(function, split=(True, True, True, True, False))
+    return function(*arrays, v_BxLxKxD, log_decay_BxLxK, rows), None
 
 
 def unsupported(
@@ -90,6 +92,8 @@ def unsupported(
             return f'takes up to {MOST_GIVEN} features, not {count}'
         if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16 or q.shape[-1] > WIDEST or count % CHUNK:
             return f'makes multiples of {CHUNK} features of bfloat16 vectors of up to {WIDEST}'
+        if q_parameters is not k_parameters:
+            return 'makes features of queries and keys by the same parameters'
     return platform.uneven_batch(q.shape[0])
 
 
@@ -124,7 +128,7 @@ def _features(options: Options, parameters: Any, x_BxLxNxE: jax.Array, queries: 
     return jnp.concatenate(pieces, axis=2).transpose(0, 3, 1, 2)
 
 
-def _by_head(plan: RecurrentPlan, options: Options, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, log_decay_BxLxK, *rows):
+def _by_head(plan: RecurrentPlan, options: Options, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, log_decay_BxLxK, rows_MxE):
     batch, length, heads, _ = q_BxLxHxE.shape
     step = TILE * plan.segments
     padded = -(-length // step) * step
@@ -136,31 +140,35 @@ def _by_head(plan: RecurrentPlan, options: Options, q_BxLxHxE, k_BxLxKxE, v_BxLx
         a_BxHxLxF = jnp.repeat(jnp.pad(a_BxLxNxF, pad).swapaxes(1, 2), heads // a_BxLxNxF.shape[2], axis=1)
         return a_BxHxLxF.reshape(batch * heads * plan.segments, padded // plan.segments, size)
 
-    def side(x_BxLxNxF, rows, queries):
-        x_NxLxF = heads_apart(x_BxLxNxF, size)
-        if plan.feature_map is None:
-            return (x_NxLxF.reshape(*x_NxLxF.shape[:2], -1, CHUNK).swapaxes(1, 2),)
-        w_MxE = jnp.pad(rows, ((0, 0), (0, WIDEST - rows.shape[1])))
-        # Not a cast there and back, which XLA may leave out.
-        high_MxE = jax.lax.reduce_precision(w_MxE, exponent_bits=8, mantissa_bits=7)
-        high_MxE, low_MxE = high_MxE.astype(jnp.bfloat16), (w_MxE - high_MxE).astype(jnp.bfloat16)
-        shift_NxL = plan.feature_map.shift(x_NxLxF.astype(jnp.float32), queries)
-        if shift_NxL is None:
-            shift_NxL = _largest(plan, x_NxLxF, high_MxE)
-        return x_NxLxF, shift_NxL, *(w.reshape(-1, CHUNK, WIDEST) for w in (high_MxE, low_MxE))
+    rows = () if rows_MxE is None else _in_two(jnp.pad(rows_MxE, ((0, 0), (0, WIDEST - rows_MxE.shape[1]))))
 
-    q, k = side(q_BxLxHxE, rows[0], True), side(k_BxLxKxE, rows[1], False)
+    def side(x_BxLxNxF, queries):
+        x_NxLxF = heads_apart(x_BxLxNxF, size)
+        if not rows:
+            return (x_NxLxF.reshape(*x_NxLxF.shape[:2], -1, CHUNK).swapaxes(1, 2),)
+        shift_NxL = plan.feature_map.shift(x_NxLxF.astype(jnp.float32), queries)
+        return x_NxLxF, _largest(x_NxLxF, rows[0]) if shift_NxL is None else shift_NxL
+
+    q, k = side(q_BxLxHxE, True), side(k_BxLxKxE, False)
     decay = None if log_decay_BxLxK is None else heads_apart(log_decay_BxLxK[..., None], 1)[..., 0]
-    o_NxLxD = _attend(plan, options.denominator_bias, q, k, heads_apart(v_BxLxKxD, WIDEST), decay)
+    rows = tuple(w.reshape(-1, CHUNK, WIDEST) for w in rows)
+    o_NxLxD = _attend(plan, options.denominator_bias, q, k, rows, heads_apart(v_BxLxKxD, WIDEST), decay)
     o_BxHxLxD = o_NxLxD.reshape(batch, heads, padded, WIDEST)[:, :, :length, : v_BxLxKxD.shape[-1]]
     return o_BxHxLxD.swapaxes(1, 2)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _largest(plan, x_NxLxE, w_MxE):
+def _in_two(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two bfloat16 arrays whose sum is w to 16 bits."""
+    # Not a cast there and back, which XLA may leave out.
+    high = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
+    return high.astype(jnp.bfloat16), (w - high).astype(jnp.bfloat16)
+
+
+@jax.jit
+def _largest(x_NxLxE, w_MxE):
     from lm.ops.linear_attention.gpu.recurrent.largest import largest
 
-    return largest(plan, *jax.lax.stop_gradient((x_NxLxE, w_MxE)))
+    return largest(*jax.lax.stop_gradient((x_NxLxE, w_MxE)))
 
 
 def _running(log_decay_NxL: jax.Array) -> jax.Array:
@@ -170,20 +178,21 @@ def _running(log_decay_NxL: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(plan, bias, queries, keys, v_NxLxD, log_decay_NxL):
-    return _forward(plan, bias, queries, keys, v_NxLxD, log_decay_NxL)[0]
+def _attend(plan, bias, *inputs):
+    """Of queries and keys, tuples of arrays as in `Features`, rows, v [N, L, D] and log factors [N, L] or None."""
+    return _forward(plan, bias, *inputs)[0]
 
 
 # Compiled as one function, which all layers share: lowering the kernels takes seconds.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(plan, bias, queries, keys, v, log_decay):
+def _forward(plan, bias, queries, keys, rows, v, log_decay):
     """Outputs, inverse denominators, and the sums before each segment."""
     # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
     from lm.ops.linear_attention.gpu.recurrent.forward import outputs, sums
 
     more = () if log_decay is None else (_running(log_decay),)
-    before = _outside(plan, sums(plan, keys, v, *more), more) if plan.segments > 1 else ()
-    num, *den = (a.sum(axis=0) for a in outputs(plan, queries, keys, v, *more, *before))
+    before = _outside(plan, sums(plan, keys, rows, v, *more), more) if plan.segments > 1 else ()
+    num, *den = (a.sum(axis=0) for a in outputs(plan, queries, keys, rows, v, *more, *before))
     if not den:
         return num.astype(v.dtype), None, before
     total = den[0] + bias
@@ -229,7 +238,7 @@ def _attend_backward(plan, bias, residuals, do):
     from lm.ops.linear_attention.gpu.recurrent.backward import key_gradients, query_gradients
     from lm.ops.linear_attention.gpu.recurrent.forward import sums
 
-    (queries, keys, v, log_decay), o, inverse, before = residuals
+    (queries, keys, rows, v, log_decay), o, inverse, before = residuals
     tokens, g = [], do
     if plan.normalize:
         do = do.astype(jnp.float32)
@@ -240,9 +249,9 @@ def _attend_backward(plan, bias, residuals, do):
     g = g.astype(v.dtype)
     after = ()
     if plan.segments > 1:
-        after = _outside(plan, sums(plan, queries, g, *tokens, backwards=True), running, later=True)
-    dqueries = query_gradients(plan, queries, keys, v, g, *tokens, *before)
-    *dkeys, dv = key_gradients(plan, queries, keys, v, g, *tokens, *after)
+        after = _outside(plan, sums(plan, queries, rows, g, *tokens, backwards=True), running, later=True)
+    dqueries = query_gradients(plan, queries, keys, rows, v, g, *tokens, *before)
+    *dkeys, dv = key_gradients(plan, queries, keys, rows, v, g, *tokens, *after)
     dlog_decay = None
     if log_decay is not None:
         (*dqueries, met), (*dkeys, met_by) = dqueries, dkeys
@@ -250,14 +259,11 @@ def _attend_backward(plan, bias, residuals, do):
         resets = (log_decay < decays.RESET).reshape(1, *whole)
         dlog_decay = decays.backwards((met - met_by).sum(axis=0).reshape(1, *whole), resets).reshape(log_decay.shape)
 
-    def of_side(arrays, gradients):
-        if plan.feature_map is None:
-            return tuple(gradients)
-        x, _, *rows = arrays
-        dx, dshift = (a.sum(axis=0) for a in gradients)
-        return dx.astype(x.dtype), dshift, *(jnp.zeros_like(w) for w in rows)
-
-    return of_side(queries, dqueries), of_side(keys, dkeys), dv.sum(axis=0).astype(v.dtype), dlog_decay
+    if plan.feature_map is not None:
+        (dq, *dqueries), (dk, *dkeys) = ([a.sum(axis=0) for a in side] for side in (dqueries, dkeys))
+        dqueries, dkeys = (dq.astype(v.dtype), *dqueries), (dk.astype(v.dtype), *dkeys)
+    drows = jax.tree.map(jnp.zeros_like, rows)
+    return tuple(dqueries), tuple(dkeys), drows, dv.sum(axis=0).astype(v.dtype), dlog_decay
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -26,26 +26,27 @@ from lm.ops.linear_attention.gpu.recurrent.results import Results
 from lm.ops.linear_attention.gpu.recurrent.sums import RunningSums
 
 
-def query_gradients(plan: RecurrentPlan, queries: tuple, keys: tuple, v, g, *more) -> list[jax.Array]:
+def query_gradients(plan: RecurrentPlan, queries: tuple, keys: tuple, rows: tuple, v, g, *more) -> list[jax.Array]:
     """What `Results` says, of queries.
 
     Args:
         plan: the forward kernel's.
         queries: arrays of `Features`.
         keys: arrays of `Features`.
+        rows: those that both share.
         v: [N, L, D].
         g: [N, L, D].
         more: e float32 [N, L] where plan.normalize, t where plan.decay; the sums before each segment.
     """
-    return _call(plan, _query_step, 'query', queries, keys, v, g, *more)
+    return _call(plan, _query_step, 'query', queries, keys, rows, v, g, *more)
 
 
-def key_gradients(plan: RecurrentPlan, queries: tuple, keys: tuple, v, g, *more) -> list[jax.Array]:
+def key_gradients(plan: RecurrentPlan, queries: tuple, keys: tuple, rows: tuple, v, g, *more) -> list[jax.Array]:
     """What `Results` says, of keys, then the part of each slice of the gradient of v, float32 [S, N, L, D].
 
     Arguments as in `query_gradients`, but the sums are those after each segment.
     """
-    return _call(plan, _key_step, 'key', keys, queries, v, g, *more)
+    return _call(plan, _key_step, 'key', keys, queries, rows, v, g, *more)
 
 
 @dataclasses.dataclass
@@ -77,15 +78,15 @@ class _Tile:
     totals: list
 
 
-def _call(plan: RecurrentPlan, step_of, name: str, own, other, v, *more) -> list[jax.Array]:
-    count, per_token, is_key = Features.arrays(plan), 2 + plan.normalize + plan.decay, name == 'key'
+def _call(plan: RecurrentPlan, step_of, name: str, own, other, rows, v, *more) -> list[jax.Array]:
+    (count, shared), is_key = Features.arrays(plan), name == 'key'
     out = Results.types(plan, v.shape, with_values=is_key)
 
     def body(*refs):
         *refs, features_scratch, state_scratch, results_scratch, register = refs
         refs, outputs = split(refs, len(refs) - len(out))
-        own_arrays, other_arrays, shared, start = split(refs, count, count, per_token)
-        own, other = Features.both(plan, own_arrays, other_arrays, features_scratch)
+        *sides, rows, per_token, start = split(refs, count, count, shared, 2 + plan.normalize + plan.decay)
+        own, other = Features.sides(plan, sides, rows, features_scratch)
         results = Results(plan, own, outputs, results_scratch, register)
 
         def run(sums: RunningSums):
@@ -113,7 +114,7 @@ def _call(plan: RecurrentPlan, step_of, name: str, own, other, v, *more) -> list
                     total_T = None if e is None else load_rows(e)
                 return sums.advance(carry, features, values, fading, weight_T, total_T)
 
-            sources = [*own.sources, *other.sources, *(a.at[lax.axis_index('head')] for a in shared)]
+            sources = [*own.sources, *other.sources, *(a.at[lax.axis_index('head')] for a in per_token)]
             walk(sources, 0, 0, v.shape[1] // TILE, step, sums.start(start), is_key, SLOTS)
 
         RunningSums.run(plan, state_scratch, run)
@@ -132,7 +133,7 @@ def _call(plan: RecurrentPlan, step_of, name: str, own, other, v, *more) -> list
             Results.scratch(plan, with_values=is_key),
             spare(plan),
         ],
-    )(*own, *other, v, *more)
+    )(*own, *other, *rows, v, *more)
 
 
 def _query_step(tile: _Tile, results: Results, register: list) -> None:

@@ -18,9 +18,9 @@ FAST = plgpu.CompilerParams(approx_math=True)
 class Features:
     """Of one side of a thread block.
 
-    Given features are one array [N, M / 64, L, 64]. Those that the kernel makes are of four: vectors [N, L, E], shifts
-    float32 [N, L], the rows w [M / 64, 64, E] in bfloat16, and what that leaves of them. Queries and keys have the same
-    rows.
+    Given features are one array [N, M / 64, L, 64]. Those that the kernel makes are of two, vectors [N, L, E] and
+    shifts float32 [N, L], and of two that queries and keys share: the rows w [M / 64, 64, E] in bfloat16, and what that
+    leaves of them.
     """
 
     def __init__(self, plan: RecurrentPlan, sources: list, made: list, rows: list):
@@ -34,33 +34,34 @@ class Features:
         self.plan, self.sources, self.made, self.rows = plan, sources, made, rows
 
     @staticmethod
-    def both(plan: RecurrentPlan, one: list, other: list, scratch: list) -> list['Features']:
-        """Of queries and of keys, in any order, once the rows are there."""
+    def sides(plan: RecurrentPlan, sides: list[list], rows: list, scratch: list) -> list['Features']:
+        """Of the arrays of each side, once the rows are there."""
         part, head = lax.axis_index('slice'), lax.axis_index('head')
         chunks, first = range(plan.chunks), part * plan.chunks
         if plan.feature_map is None:
-            return [Features(plan, [x.at[head, first + c] for c in chunks], [], []) for (x,) in (one, other)]
-        made, rows, ready = scratch
-        for array, placed in zip(one[2:], rows, strict=True):
+            return [Features(plan, [x.at[head, first + c] for c in chunks], [], []) for (x,) in sides]
+        made, placed, ready = scratch
+        for array, parts in zip(rows, placed, strict=True):
             for c in chunks:
-                plgpu.copy_gmem_to_smem(array.at[first + c], placed[c], ready)
+                plgpu.copy_gmem_to_smem(array.at[first + c], parts[c], ready)
         plgpu.barrier_wait(ready)
-        sides = zip((one, other), made, strict=True)
-        return [Features(plan, [a.at[head] for a in arrays[:2]], to, rows) for arrays, to in sides]
+        return [
+            Features(plan, [a.at[head] for a in arrays], to, placed) for arrays, to in zip(sides, made, strict=True)
+        ]
 
     @staticmethod
-    def arrays(plan: RecurrentPlan) -> int:
-        """How many there are in memory."""
-        return 1 if plan.feature_map is None else 4
+    def arrays(plan: RecurrentPlan) -> tuple[int, int]:
+        """How many arrays there are in memory of a side, and of rows."""
+        return (1, 0) if plan.feature_map is None else (2, 2)
 
     @staticmethod
-    def scratch(plan: RecurrentPlan, placed: tuple[bool, bool]) -> list:
-        """`placed`: whether the features of either side ever are."""
+    def scratch(plan: RecurrentPlan, placed: tuple[bool, ...]) -> list:
+        """`placed`: of each side, whether its features ever are."""
         if plan.feature_map is None:
             return []
         made, rows = (
-            [[matrix(TILE, CHUNK) for _ in range(plan.chunks if wanted else 0)] for wanted in pair]
-            for pair in (placed, (True, True))
+            [[matrix(TILE, CHUNK) for _ in range(plan.chunks)] if wanted else [] for wanted in several]
+            for several in (placed, (True, True))
         )
         return [made, rows, plgpu.Barrier(num_arrivals=2 * plan.chunks)]
 

@@ -22,13 +22,14 @@ from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, SLOTS, RecurrentPl
 from lm.ops.linear_attention.gpu.recurrent.sums import RunningSums
 
 
-def outputs(plan: RecurrentPlan, queries: tuple, keys: tuple, v, *more) -> list[jax.Array]:
+def outputs(plan: RecurrentPlan, queries: tuple, keys: tuple, rows: tuple, v, *more) -> list[jax.Array]:
     """Numerators float32 [S, N, L, D] and, where plan.normalize, denominators [S, N, L]: the part of each slice.
 
     Args:
         plan: what to compute.
         queries: arrays of `Features`.
         keys: arrays of `Features`.
+        rows: those that both share.
         v: [N, L, D] bfloat16.
         more: t float32 [N, L] where plan.decay; then, where plan.segments > 1, the sums before each segment, float32
             [N, M / 64, 64, D] and, where plan.normalize, [N, M / 64, 64].
@@ -53,15 +54,15 @@ def outputs(plan: RecurrentPlan, queries: tuple, keys: tuple, v, *more) -> list[
             [matrix(TILE, size, dtype=jnp.float32), plgpu.SMEM((TILE,), jnp.float32)],
             spare(plan),
         ],
-    )(*queries, *keys, v, *more)
+    )(*queries, *keys, *rows, v, *more)
 
 
 def _outputs(plan: RecurrentPlan, *refs):
     *refs, features_scratch, state_scratch, (num_smem, den_smem), register = refs
-    part, head, count = lax.axis_index('slice'), lax.axis_index('head'), Features.arrays(plan)
+    part, head, (count, shared) = lax.axis_index('slice'), lax.axis_index('head'), Features.arrays(plan)
     refs, (num, *den) = split(refs, len(refs) - 1 - plan.normalize)
-    queries, keys, (v, *t), before = split(refs, count, count, 1 + plan.decay)
-    x, y = Features.both(plan, queries, keys, features_scratch)
+    *sides, rows, (v, *t), before = split(refs, count, count, shared, 1 + plan.decay)
+    x, y = Features.sides(plan, sides, rows, features_scratch)
 
     def run(sums: RunningSums):
         def step(number, tiles, carry):
@@ -90,12 +91,13 @@ def _outputs(plan: RecurrentPlan, *refs):
     plgpu.wait_smem_to_gmem(0)
 
 
-def sums(plan: RecurrentPlan, features: tuple, v, *more, backwards: bool = False) -> list[jax.Array]:
+def sums(plan: RecurrentPlan, features: tuple, rows: tuple, v, *more, backwards: bool = False) -> list[jax.Array]:
     """Over the tokens of each segment: float32 [N, M / 64, 64, D] and, where plan.normalize, [N, M / 64, 64].
 
     Args:
         plan: what to compute.
         features: arrays of `Features`, of keys, or backwards of queries.
+        rows: its other ones.
         v: [N, L, D] bfloat16, of queries g.
         more: e float32 [N, L] where plan.normalize, backwards only; t where plan.decay.
         backwards: as of the segment's start, not its end.
@@ -115,19 +117,19 @@ def sums(plan: RecurrentPlan, features: tuple, v, *more, backwards: bool = False
         grid_names=('slice', 'head'),
         compiler_params=FAST,
         scratch_types=[
-            Features.scratch(plan, placed=(True, False)),
+            Features.scratch(plan, placed=(True,)),
             RunningSums.scratch(plan),
             [matrix(CHUNK, v.shape[2], dtype=jnp.float32), plgpu.SMEM((CHUNK,), jnp.float32)],
         ],
-    )(*features, v, *more)
+    )(*features, *rows, v, *more)
 
 
 def _sums(plan: RecurrentPlan, backwards: bool, *refs):
     *refs, features_scratch, state_scratch, (state_smem, total_smem) = refs
-    part, head, count = lax.axis_index('slice'), lax.axis_index('head'), Features.arrays(plan)
+    part, head, counts = lax.axis_index('slice'), lax.axis_index('head'), Features.arrays(plan)
     refs, outputs = split(refs, len(refs) - 1 - plan.normalize)
-    features, shared = split(refs, count)
-    y, _ = Features.both(plan, features, features, features_scratch)
+    features, rows, per_token = split(refs, *counts)
+    (y,) = Features.sides(plan, [features], rows, features_scratch)
 
     def run(sums: RunningSums):
         def step(number, tiles, carry):
@@ -137,8 +139,8 @@ def _sums(plan: RecurrentPlan, backwards: bool, *refs):
             more_T = load_rows(e[0]) if e else None
             return sums.advance(carry, y.tile(y_tiles), v_TxD, fading, weight_T, more_T)
 
-        sources = [*y.sources, *(a.at[head] for a in shared)]
-        carry = walk(sources, 0, 0, shared[0].shape[1] // TILE, step, sums.start([]), backwards, SLOTS)
+        sources = [*y.sources, *(a.at[head] for a in per_token)]
+        carry = walk(sources, 0, 0, per_token[0].shape[1] // TILE, step, sums.start([]), backwards, SLOTS)
         for c in range(plan.chunks):
             sent()
             send(sums.sums(carry, c), state_smem, outputs[0].at[head, part * plan.chunks + c])

@@ -7,10 +7,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import TILE, matrix, product, walk, write, zeros
-from lm.ops.linear_attention.gpu.recurrent.plan import RecurrentPlan
 
 
-def largest(plan: RecurrentPlan, x_NxLxE: jax.Array, w_MxE: jax.Array) -> jax.Array:
+def largest(x_NxLxE: jax.Array, w_MxE: jax.Array) -> jax.Array:
     """max_m ⟨w_m, x⟩, float32 [N, L], one thread block a tile of tokens."""
     n, length, size = x_NxLxE.shape
 
