@@ -166,7 +166,8 @@ def test_unsupported_calls_say_why(reason, hopper):
 def test_states_and_maps_of_two_kinds_are_refused(hopper):
     assert 'state' in recurrent.unsupported(*call(), options=POSITIVE, with_state=True)
     q, k, v, ours, _, *rest = call(rows=2048)
-    assert 'same parameters' in recurrent.unsupported(q, k, v, ours, Projection(*ours), *rest, options=PERFORMER)
+    theirs = Projection(ours.projection_RxE + 1)
+    assert 'same parameters' in recurrent.unsupported(q, k, v, ours, theirs, *rest, options=PERFORMER)
 
 
 def test_hoppers_get_them(hopper, monkeypatch):

@@ -92,7 +92,7 @@ def unsupported(
             return f'takes up to {MOST_GIVEN} features, not {count}'
         if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16 or q.shape[-1] > WIDEST or count % CHUNK:
             return f'makes multiples of {CHUNK} features of bfloat16 vectors of up to {WIDEST}'
-        if q_parameters is not k_parameters:
+        if any(a is not b for a, b in zip(*map(jax.tree.leaves, (q_parameters, k_parameters)), strict=True)):
             return 'makes features of queries and keys by the same parameters'
     return platform.uneven_batch(q.shape[0])
 
@@ -147,7 +147,7 @@ def _by_head(plan: RecurrentPlan, options: Options, q_BxLxHxE, k_BxLxKxE, v_BxLx
         if not rows:
             return (x_NxLxF.reshape(*x_NxLxF.shape[:2], -1, CHUNK).swapaxes(1, 2),)
         shift_NxL = plan.feature_map.shift(x_NxLxF.astype(jnp.float32), queries)
-        return x_NxLxF, _largest(x_NxLxF, rows[0]) if shift_NxL is None else shift_NxL
+        return x_NxLxF, saved(_largest(x_NxLxF, rows[0])) if shift_NxL is None else shift_NxL
 
     q, k = side(q_BxLxHxE, True), side(k_BxLxKxE, False)
     decay = None if log_decay_BxLxK is None else heads_apart(log_decay_BxLxK[..., None], 1)[..., 0]
@@ -226,11 +226,9 @@ def _outside(plan: RecurrentPlan, sums: list[jax.Array], running: tuple, later: 
 
 def _attend_forward(plan, bias, *inputs):
     o, inverse, before = _forward(plan, bias, *inputs)
-    before = tuple(map(saved, before))
-    if not plan.normalize:
-        return o, (inputs, None, None, before)
-    o = saved(o)
-    return o, (inputs, o, saved(inverse), before)
+    # The layer's own backward pass wants outputs, too.
+    o, before = saved(o), tuple(map(saved, before))
+    return o, (inputs, *((o, saved(inverse)) if plan.normalize else (None, None)), before)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
