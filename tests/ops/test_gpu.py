@@ -71,7 +71,7 @@ DELTA = {name: settings | {'length': 2500} for name, settings in delta.CASES.ite
 
 
 @pytest.mark.parametrize('name', DELTA)
-def test_kernel_of_the_delta_rule(name):
+def test_kernels_of_the_delta_rule(name):
     arrays, cotangents = delta.example(**DELTA[name])
     got = jax.jit(delta.results('pallas_gpu'))(arrays, cotangents)
     with jax.default_matmul_precision('highest'):

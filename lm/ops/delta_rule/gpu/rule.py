@@ -1,6 +1,6 @@
-"""The delta rule on Hopper GPUs: XLA solves the systems of all chunks at once, a kernel walks from chunk to chunk.
+"""The delta rule on Hopper GPUs: kernels solve the systems of all chunks at once, and one walks from chunk to chunk.
 
-Formulas as in `lm.ops.delta_rule.xla`, with factors from t, the sums of the logs of a chunk's tokens. XLA prepares what
+Formulas as in `lm.ops.delta_rule.xla`, with factors from t, the sums of the logs of a chunk's tokens. First comes what
 depends on no state; n_t = U_t - W_t S_t and S_{t+1} are the kernel's, and so are their gradients, which are of the
 same form. Kept for the backward pass are the arguments and the state before each chunk.
 
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from lm.ops import decay as decays
 from lm.ops import platform
-from lm.ops.delta_rule.gpu.inverse import inverse
 from lm.ops.delta_rule.unit import lengths
 from lm.ops.dots import dot
 from lm.ops.residuals import saved
@@ -90,29 +89,70 @@ def _of_device(q, k, v, beta, log_decay, state):
 def prepare(q_NxGxTxCxE, k_NxTxCxE, v_NxTxCxD, beta_NxTxC, log_decay_NxTxC) -> Prepared:
     """Of all chunks, side by side."""
     dtype, earlier = v_NxTxCxD.dtype, jnp.tri(CHUNK, dtype=bool)
-    if log_decay_NxTxC is None:
-        since = until = jnp.ones(beta_NxTxC.shape, jnp.float32)
-        within = earlier.astype(jnp.float32)
-    else:
-        t = jnp.cumsum(jnp.where(log_decay_NxTxC < decays.RESET, RESET, log_decay_NxTxC), axis=-1)
-        since, until = jnp.exp(t), jnp.exp(t[..., -1:] - t)
-        within = jnp.exp(jnp.where(earlier, t[..., :, None] - t[..., None, :], -jnp.inf))
-    met = dot('ntie,ntje->ntij', k_NxTxCxE, k_NxTxCxE)
-    x = inverse(jnp.tril(beta_NxTxC[..., None] * met * within, -1))
-    k, v = k_NxTxCxE.astype(jnp.float32), v_NxTxCxD.astype(jnp.float32)
-    given = jnp.concatenate([v * beta_NxTxC[..., None], k * (-beta_NxTxC * since)[..., None]], axis=-1)
-    solved = jnp.matmul(x, given, precision='highest').astype(dtype)
+    t_NxTxC = jnp.zeros_like(beta_NxTxC)
+    if log_decay_NxTxC is not None:
+        t_NxTxC = jnp.cumsum(jnp.where(log_decay_NxTxC < decays.RESET, RESET, log_decay_NxTxC), axis=-1)
+    new, seen = _solved(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD)
+    since, until = jnp.exp(t_NxTxC), jnp.exp(t_NxTxC[..., -1:] - t_NxTxC)
     weights = dot('ngtie,ntje->ngtij', q_NxGxTxCxE, k_NxTxCxE)
-    weights *= within if within.ndim == 2 else within[:, None]
-    faded = q_NxGxTxCxE.astype(jnp.float32) * since[:, None, ..., None]
+    if log_decay_NxTxC is None:
+        weights = jnp.where(earlier, weights, 0.0)
+    else:
+        weights *= jnp.exp(jnp.where(earlier, _between(t_NxTxC), -jnp.inf))[:, None]
+    k, q = k_NxTxCxE.astype(jnp.float32), q_NxGxTxCxE.astype(jnp.float32)
     return Prepared(
-        solved[..., :CHUNK],
-        solved[..., CHUNK:],
+        new,
+        seen,
         (k * until[..., None]).astype(dtype),
         since[..., -1],
-        faded.astype(dtype),
+        (q * since[:, None, ..., None]).astype(dtype),
         weights.astype(dtype),
     )
+
+
+def _between(t_NxTxC: jax.Array) -> jax.Array:
+    """The logs of the factors from a token (the last axis) to a later one."""
+    return t_NxTxC[..., :, None] - t_NxTxC[..., None, :]
+
+
+@jax.custom_vjp
+def _solved(k, beta, t, v) -> tuple[jax.Array, jax.Array]:
+    """U and -W, from keys, β, sums of logs and values."""
+    # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
+    from lm.ops.delta_rule.gpu.systems import solutions
+
+    return tuple(solutions(k, beta, t, v))
+
+
+def _solved_forward(*inputs):
+    solved = _solved(*inputs)
+    return solved, (inputs, solved)
+
+
+def _solved_backward(residuals, cotangents):
+    from lm.ops.delta_rule.gpu.systems import gradients
+
+    (k, beta, t, v), (new, seen) = residuals
+    # X (…) = U: the gradient of (…) is Xᵀ dU, and that of A is -Xᵀ dU Uᵀ.
+    dvalues, dkeys = gradients(k, beta, t, *cotangents)
+    dsystem = -dot('ntid,ntjd->ntij', dvalues, new) - dot('ntid,ntjd->ntij', dkeys, seen)
+    dk, dbeta, dt = jax.vjp(_system, k, beta, t)[1](dsystem)
+    more = jax.vjp(_right_sides, k, beta, t, v)[1]((dvalues.astype(jnp.float32), dkeys.astype(jnp.float32)))
+    return dk + more[0], dbeta + more[1], dt + more[2], more[3]
+
+
+_solved.defvjp(_solved_forward, _solved_backward)
+
+
+def _system(k, beta, t):
+    """A."""
+    faded = jnp.exp(jnp.where(jnp.tri(CHUNK, k=-1, dtype=bool), _between(t), -jnp.inf))
+    return beta[..., None] * dot('ntie,ntje->ntij', k, k) * faded
+
+
+def _right_sides(k, beta, t, v):
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    return v * beta[..., None], k * (-beta * jnp.exp(t))[..., None]
 
 
 @jax.custom_vjp
@@ -124,7 +164,6 @@ def _rule(q, k, v, beta, log_decay, state):
 @jax.jit
 def _forward(q, k, v, beta, log_decay, state):
     """Outputs, the state after all, and those before each chunk."""
-    # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
     from lm.ops.delta_rule.gpu.states import states
 
     p = prepare(q, k, v, beta, log_decay)
