@@ -37,7 +37,7 @@ class ForecastRow:
     """One configuration at one context length on one device of a generation (a chip; on v7x one of its two cores).
 
     Attributes:
-        remat: `model.remat`: what is configured, or the first level after it that fits.
+        remat: `model.remat`: what is configured or, where that does not fit, the fastest level after it.
         peak_gib: HBM; 0 where the step does not fit.
         time: None where it does not fit.
         mfu: that the model of the time means.
@@ -108,26 +108,36 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
     """
     experiment = dataclasses.replace(candidate.experiment, mesh=MeshConfig())
     experiment = at_context(experiment, context, tokens, limit, devices=1)
-    levels = list(REMAT)[list(REMAT).index(experiment.model.remat) :]
-    for remat in levels:
-        experiment = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, remat=remat))
-        if (found := compile_step(experiment, topology)) is not None:
-            break
-    model, config, chip = experiment.model, experiment.train, topology.chip
-    row = ForecastRow(
-        generation=chip.name,
-        mechanism=candidate.name,
-        context=context,
-        windows=config.batch_size,
-        microbatches=config.microbatches,
-        remat=model.remat,
-        peak_gib=0.0,
-    )
+    chip, config = topology.chip, experiment.train
+    rows = [
+        ForecastRow(
+            generation=chip.name,
+            mechanism=candidate.name,
+            context=context,
+            windows=config.batch_size,
+            microbatches=config.microbatches,
+            remat=remat,
+            peak_gib=0.0,
+        )
+        for remat in list(REMAT)[list(REMAT).index(experiment.model.remat) :]
+    ]
+    configured, *others = rows
+    if timed := _timed(configured, experiment, topology):
+        return timed
+    # Which level is the fastest depends on the context: what attention is computed again costs, or products.
+    fitting = list(filter(None, (_timed(row, experiment, topology) for row in others)))
+    return min(fitting, key=lambda row: row.milliseconds, default=rows[-1])
+
+
+def _timed(row: ForecastRow, experiment: Experiment, topology: Topology) -> ForecastRow | None:
+    """The row with memory and time of the step at its level of `remat`; None where it does not fit."""
+    model = dataclasses.replace(experiment.model, remat=row.remat)
+    found = compile_step(dataclasses.replace(experiment, model=model), topology)
     if found is None:
-        return row
+        return None
     program = HloProgram(found.text)
-    time = step_time(program, topology, KernelCycles(program, topology))
-    flops = model.flops_per_token(context) * tokens
+    time, chip = step_time(program, topology, KernelCycles(program, topology)), topology.chip
+    flops = model.flops_per_token(row.context) * experiment.train.batch_size * row.context
     return dataclasses.replace(
         row,
         peak_gib=found.memory.peak / 2**30,
