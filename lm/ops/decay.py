@@ -17,6 +17,10 @@ RESET = -104.0
 """Below it exp gives 0 in float32: such a factor, -inf among them, is a reset."""
 
 
+IN_TILE = -128.0
+"""What stands for a factor of 0 in `in_tile`: exp of it is 0, and so small a number costs the sums little precision."""
+
+
 class Decay(NamedTuple):
     """Running sums [B, K, S + 1]: entry j + 1 is after token j, entry 0 before the first. Gradients go through `total`
     alone."""
@@ -90,6 +94,12 @@ def between(later: Decay, earlier: Decay) -> jax.Array:
     """
     difference = (later.total - earlier.total) + (later.rest - earlier.rest)
     return jnp.where(later.segment == earlier.segment, difference, -jnp.inf)
+
+
+def in_tile(log_decay: jax.Array) -> jax.Array:
+    """The sums of log factors from the start of the last axis to after each token, for axes so short that one float32
+    number does; no gradient goes to a reset's own factor."""
+    return jnp.cumsum(jnp.where(log_decay < RESET, IN_TILE, log_decay), axis=-1)
 
 
 def entries(decay: Decay, first: int, last: int | None = None) -> Decay:

@@ -20,8 +20,6 @@ from lm.ops.dots import dot
 from lm.ops.residuals import saved
 
 CHUNK = 64
-RESET = -128.0
-"""What stands for a factor of 0: exp of it is 0, and so small a number costs a sum of logs little precision."""
 
 
 class Prepared(NamedTuple):
@@ -91,7 +89,7 @@ def prepare(q_NxGxTxCxE, k_NxTxCxE, v_NxTxCxD, beta_NxTxC, log_decay_NxTxC) -> P
     dtype, earlier = v_NxTxCxD.dtype, jnp.tri(CHUNK, dtype=bool)
     t_NxTxC = jnp.zeros_like(beta_NxTxC)
     if log_decay_NxTxC is not None:
-        t_NxTxC = jnp.cumsum(jnp.where(log_decay_NxTxC < decays.RESET, RESET, log_decay_NxTxC), axis=-1)
+        t_NxTxC = decays.in_tile(log_decay_NxTxC)
     new, seen = _solved(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD)
     since, until = jnp.exp(t_NxTxC), jnp.exp(t_NxTxC[..., -1:] - t_NxTxC)
     weights = dot('ngtie,ntje->ngtij', q_NxGxTxCxE, k_NxTxCxE)

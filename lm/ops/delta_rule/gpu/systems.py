@@ -25,7 +25,6 @@ from lm.ops.gpu import (
     product,
     release,
     send,
-    sent,
     together,
 )
 
@@ -47,8 +46,7 @@ def solutions(k, beta, t, v) -> list[jax.Array]:
         beta = load_columns(beta_C)
         factors = beta, -beta * jnp.exp(load_columns(t_C))
         parts = [_two(x * by_column(factor, TILE)) for factor in factors]
-        pairs = [[(part, b) for part in two] for two, b in zip(parts, (v_CxD, k_CxE), strict=True)]
-        return pairs
+        return [[(part, b) for part in two] for two, b in zip(parts, (v_CxD, k_CxE), strict=True)]
 
     return _call('solutions', apply, k, beta, t, v)
 
@@ -93,7 +91,6 @@ def _call(name: str, apply, k, beta, t, *factors) -> list[jax.Array]:
         pairs = apply(x, k_CxE, beta_C, t_C, *factors_smem, *more)
         for value, staging, to in zip(together(*pairs, spare=register), out_smem, out, strict=True):
             send(value, staging, to.at[head, chunk])
-        sent()
         plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = f'delta_rule_{name}'

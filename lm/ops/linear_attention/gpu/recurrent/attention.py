@@ -27,8 +27,6 @@ BUSY = 132
 """Thread blocks."""
 SHORTEST = 1024
 """Tokens of a segment."""
-RESET = -128.0
-"""What stands for a factor of 0: exp of it is 0, and so small a number costs a sum of logs little precision."""
 
 
 def linear_attention(
@@ -173,8 +171,7 @@ def _largest(x_NxLxE, w_MxE):
 
 def _running(log_decay_NxL: jax.Array) -> jax.Array:
     """The sums of the logs from the start of a tile to after each token."""
-    logs = jnp.where(log_decay_NxL < decays.RESET, RESET, log_decay_NxL)
-    return jnp.cumsum(logs.reshape(logs.shape[0], -1, TILE), axis=2).reshape(logs.shape)
+    return decays.in_tile(log_decay_NxL.reshape(log_decay_NxL.shape[0], -1, TILE)).reshape(log_decay_NxL.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
