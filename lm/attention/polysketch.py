@@ -9,7 +9,7 @@ from flax import nnx
 
 from lm.attention.base import HeadDims, KernelCases, NormedModule, score_scale, score_start
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
-from lm.attention.maps.sketches import SKETCHES, networks_call
+from lm.attention.maps.sketches import SKETCHES, Sketched, networks_call
 from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import polynomial_attention
@@ -98,13 +98,14 @@ class PolysketchAttention(NormedModule, LinearModule):
         )
 
     @jax.named_scope('sketches')
-    def features(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """ψ of normalized queries and keys, [B, L, H, r] and [B, L, K, r]."""
-        (batch, length, heads), kv_heads = q_BxLxHxD.shape[:3], k_BxLxKxD.shape[2]
-        n = kv_heads if self.config.per_head else 1
-        grouped = (x.reshape(batch, length, n, -1, x.shape[-1]) for x in (q_BxLxHxD, k_BxLxKxD))
-        q, k = self.sketch.of_each(*grouped)
-        return q.reshape(batch, length, heads, -1), k.reshape(batch, length, kv_heads, -1)
+    def sketched(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> Sketched:
+        """ψ of normalized queries and keys, [B, L, H, r] and [B, L, K, r], and these for what else reads them."""
+        n = self.dims.n_kv_heads if self.config.per_head else 1
+        grouped = (x.reshape(*x.shape[:2], n, -1, x.shape[-1]) for x in (q_BxLxHxD, k_BxLxKxD))
+        found = self.sketch.of_each(*grouped)
+        return jax.tree.map(
+            lambda x_BxLxNxGxM: x_BxLxNxGxM.reshape(*x_BxLxNxGxM.shape[:2], -1, x_BxLxNxGxM.shape[-1]), found
+        )
 
     def arguments(
         self,
@@ -116,7 +117,7 @@ class PolysketchAttention(NormedModule, LinearModule):
         # The sketch sees what the exact kernel sees, so that both weigh a pair alike: the paper considers q and k only
         # after layer normalization (§2.1). (The published code feeds its networks the vectors before it.)
         config = self.config
-        q_BxLxHxR, k_BxLxKxR = self.features(q_BxLxHxD, k_BxLxKxD)
+        (q_BxLxHxR, k_BxLxKxR), (q_BxLxHxD, k_BxLxKxD) = self.sketched(q_BxLxHxD, k_BxLxKxD)
         scale = score_scale(config.degree, self.dims.head_dim)
         if scale != 1.0:  # sketches multiply to scores' power degree / 2
             q_BxLxHxR, k_BxLxKxR = (x * scale ** (config.degree // 4) for x in (q_BxLxHxR, k_BxLxKxR))

@@ -108,7 +108,7 @@ def test_near_and_far_weights_start_at_one_scale():
     dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=64)
     module = Polysketch(sketch_size=32, block=16).build(dims, nnx.Rngs(0))
     q, k = module.normalize(*mechanisms.draw(dims=dims)[:2])
-    near, far = mechanisms.scores(q, k) ** 4, mechanisms.scores(*module.features(q, k)) ** 2
+    near, far = mechanisms.scores(q, k) ** 4, mechanisms.scores(*module.sketched(q, k).sketches) ** 2
     assert 1 < near.mean() / far.mean() < 50
 
 
@@ -176,7 +176,7 @@ def test_random_sketches_keep_no_products(name, capsys):
     sketch = SKETCHES[name](1, 16, 8, 4, 8, nnx.Rngs(0))
 
     def loss(x):
-        return jnp.sin(sketch.of_each(x)[0].astype(jnp.float32)).sum()
+        return jnp.sin(sketch.of_each(x).sketches[0].astype(jnp.float32)).sum()
 
     kept = jax.checkpoint(loss, policy=REMAT['dots'])
     print_saved_residuals(kept, x)

@@ -119,7 +119,7 @@ def test_compiles_for_an_h200(r, power, capfd, monkeypatch):
     nodes, xs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated), arrays)
 
     def loss(nodes, xs):
-        psis = op.sketch_networks(nodes, *xs, implementation='pallas_gpu')
+        psis = op.sketch_networks(nodes, *xs, implementation='pallas_gpu').sketches
         return sum(jnp.sum(psi.astype(jnp.float32)) for psi in psis)
 
     with jax.set_mesh(mesh):

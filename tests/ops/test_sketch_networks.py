@@ -39,25 +39,27 @@ def example(length, *, batch=1, sketches=1, heads=(1,), size=16, r=16, hidden=No
     return nodes, xs, tuple(draw(batch, length, sketches, h, r).astype(dtype) for h in heads)
 
 
-def outputs_and_gradients(function, nodes, xs, dpsis):
-    def both(nodes, xs, dpsis):
-        psis, vjp = jax.vjp(function, nodes, xs)
-        return psis, vjp(dpsis)
+def outputs_and_gradients(function, nodes, xs, *gradients):
+    """`gradients`: of the sketches and, where something else reads the vectors, of these."""
+
+    def both(nodes, xs, gradients):
+        found, vjp = jax.vjp(lambda nodes, xs: tuple(function(nodes, xs))[: len(gradients)], nodes, xs)
+        return found, vjp(gradients)
 
     # Compiling is what takes the time here.
-    return jax.jit(both, compiler_options={'xla_backend_optimization_level': 0})(nodes, xs, dpsis)
+    return jax.jit(both, compiler_options={'xla_backend_optimization_level': 0})(nodes, xs, gradients)
 
 
-def by_definition(nodes, xs, dpsis):
+def by_definition(*arrays):
     """In float64, from the same rounded inputs."""
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (nodes, xs, dpsis))
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), arrays)
         return jax.tree.map(np.asarray, outputs_and_gradients(reference.sketch_networks, *wide))
 
 
-def by_kernels(nodes, xs, dpsis):
+def by_kernels(*arrays):
     with interpreted():
-        return outputs_and_gradients(pallas_tpu.sketch_networks, nodes, xs, dpsis)
+        return outputs_and_gradients(pallas_tpu.sketch_networks, *arrays)
 
 
 def errors(got, want) -> dict[str, float]:
@@ -104,11 +106,22 @@ def test_vector_units_that_compute_in_bfloat16(dtype, monkeypatch):
     assert {key: error for key, error in found.items() if not error <= limit} == {}
 
 
-def test_several_tiles_a_block(monkeypatch):
+@pytest.mark.parametrize('case', ['several blocks', 'degree 8', 'r = 32'])
+def test_vectors_that_something_else_reads(case):
+    nodes, xs, dpsis = example(**CASES[case])
+    dxs = tuple(jnp.sin(x) for x in xs)
+    found = errors(by_kernels(nodes, xs, dpsis, dxs), by_definition(nodes, xs, dpsis, dxs))
+    assert {key: error for key, error in found.items() if not error <= 1e-5} == {}
+
+
+@pytest.mark.parametrize('read', [False, True])
+def test_several_tiles_a_block(read, monkeypatch):
     """As where longer ones do not fit: gradients of all but a block's last tile wait for the next step."""
     monkeypatch.setattr(pallas_tpu, 'TILE', 128)
     assert pallas_tpu.plan_for(900, 1, 16, 32, 16, 4).tile == 128
     arrays = example(900)
+    if read:
+        arrays = (*arrays, tuple(jnp.cos(x) for x in arrays[1]))
     found = errors(by_kernels(*arrays), by_definition(*arrays))
     assert {key: error for key, error in found.items() if not error <= 1e-5} == {}
 
@@ -132,7 +145,7 @@ def test_batch_split_over_a_mesh():
     with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
         xs, dpsis = jax.device_put((xs, dpsis), rows)
         got = outputs_and_gradients(pallas_tpu.sketch_networks, nodes, xs, dpsis)
-    assert all(psi.sharding.is_equivalent_to(rows, psi.ndim) for psi in got[0])
+    assert all(psi.sharding.is_equivalent_to(rows, psi.ndim) for psi in got[0][0])
     assert max(errors(got, want).values()) <= 1e-5
 
 
@@ -140,7 +153,7 @@ def test_policies_can_save_the_sketches(capfd):
     nodes, xs, _ = example(256)
     for names, saved in (((RESIDUAL_NAME,), True), ((), False)):
         policy = jax.checkpoint_policies.save_only_these_names(*names)
-        sketch = jax.checkpoint(lambda x: jnp.sin(pallas_tpu.sketch_networks(nodes, (x,))[0]), policy=policy)
+        sketch = jax.checkpoint(lambda x: jnp.sin(pallas_tpu.sketch_networks(nodes, (x,)).sketches[0]), policy=policy)
         jax.ad_checkpoint.print_saved_residuals(sketch, xs[0])
         assert (f"u32[1,1,16,256] named '{RESIDUAL_NAME}'" in capfd.readouterr().out) == saved
 
@@ -164,7 +177,7 @@ def test_unsupported_calls_say_why(reason, monkeypatch):
 def test_implementations_by_name():
     nodes, xs, _ = example(16)
     np.testing.assert_allclose(
-        op.sketch_networks(nodes, *xs)[0], op.sketch_networks(nodes, *xs, implementation='reference')[0], atol=1e-5
+        *(op.sketch_networks(nodes, *xs, implementation=name).sketches[0] for name in (None, 'reference')), atol=1e-5
     )
     with pytest.raises(ConfigError, match='needs a TPU'):
         op.sketch_networks(nodes, *xs, implementation='pallas_tpu')

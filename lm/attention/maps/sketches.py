@@ -18,6 +18,7 @@ from lm.attention.maps.projections import hadamard_matrix
 from lm.ops import sketch_networks as networks
 from lm.ops.dots import dense
 from lm.ops.residuals import recomputed
+from lm.ops.sketch_networks import Sketched
 from lm.parameters import Buffer, declare
 
 
@@ -52,13 +53,13 @@ class Sketch(nnx.Module):
             node += len(pairs)
         return level[0]
 
-    def of_each(self, *xs_BxLxNxGxM: jax.Array) -> tuple[jax.Array, ...]:
-        """ψ of the vectors of each array."""
+    def of_each(self, *xs_BxLxNxGxM: jax.Array) -> Sketched:
+        """ψ of the vectors of each array, and the arrays for what else reads them."""
         if self.power == 1:
-            return xs_BxLxNxGxM
+            return Sketched(xs_BxLxNxGxM, xs_BxLxNxGxM)
         graph, state = nnx.split(self)
         sketch = recomputed(lambda state, x_BxLxNxGxM: nnx.merge(graph, state)(x_BxLxNxGxM))
-        return tuple(sketch(state, x_BxLxNxGxM) for x_BxLxNxGxM in xs_BxLxNxGxM)
+        return Sketched(tuple(sketch(state, x_BxLxNxGxM) for x_BxLxNxGxM in xs_BxLxNxGxM), xs_BxLxNxGxM)
 
     @classmethod
     def flops(cls, size: int, r: int, power: int, width: int) -> float:
@@ -122,11 +123,11 @@ class Learned(Sketch):
         self.maps = nnx.List([nnx.List([Network(n, m, r, width, rngs) for _ in range(2)]) for m in sizes])
 
     def __call__(self, x_BxLxNxGxM: jax.Array) -> jax.Array:
-        return self.of_each(x_BxLxNxGxM)[0]
+        return self.of_each(x_BxLxNxGxM).sketches[0]
 
-    def of_each(self, *xs_BxLxNxGxM: jax.Array) -> tuple[jax.Array, ...]:
+    def of_each(self, *xs_BxLxNxGxM: jax.Array) -> Sketched:
         if self.power == 1:
-            return xs_BxLxNxGxM
+            return super().of_each(*xs_BxLxNxGxM)
         nodes = tuple(tuple(network.parameters() for network in pair) for pair in self.maps)
         return networks.sketch_networks(nodes, *xs_BxLxNxGxM)
 

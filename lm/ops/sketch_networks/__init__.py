@@ -10,7 +10,7 @@ numbers a vector and node, many times the vector itself, so no implementation ke
 import jax
 
 from lm.ops import platform
-from lm.ops.sketch_networks.types import NetworkWeights, Nodes
+from lm.ops.sketch_networks.types import NetworkWeights, Nodes, Sketched
 
 IMPLEMENTATIONS = platform.Implementations(
     'sketch networks',
@@ -22,8 +22,8 @@ IMPLEMENTATIONS = platform.Implementations(
 )
 
 
-def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str | None = None) -> tuple[jax.Array, ...]:
-    """ψ of the vectors of each array, [B, L, N, G, r] in its dtype.
+def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str | None = None) -> Sketched:
+    """ψ of the vectors of each array, [B, L, N, G, r] in its dtype, and the vectors, for what reads them too.
 
     Args:
         nodes: the two networks of each node of a binary tree over P copies of the vector: the P / 2 above the leaves
@@ -38,4 +38,4 @@ def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str 
     return chosen.sketch_networks(nodes, xs_BxLxNxGxM)
 
 
-__all__ = ['IMPLEMENTATIONS', 'NetworkWeights', 'Nodes', 'sketch_networks']
+__all__ = ['IMPLEMENTATIONS', 'NetworkWeights', 'Nodes', 'Sketched', 'sketch_networks']

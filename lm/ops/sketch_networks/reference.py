@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from lm.ops.sketch_networks.types import EPSILON, NetworkWeights, Nodes, climb
+from lm.ops.sketch_networks.types import EPSILON, NetworkWeights, Nodes, Sketched, climb
 
 
-def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> Sketched:
     """Arguments as in `lm.ops.sketch_networks`."""
-    return tuple(climb(nodes, x_BxLxNxGxM, _join) for x_BxLxNxGxM in xs_BxLxNxGxM)
+    return Sketched(tuple(climb(nodes, x_BxLxNxGxM, _join) for x_BxLxNxGxM in xs_BxLxNxGxM), xs_BxLxNxGxM)
 
 
 def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:

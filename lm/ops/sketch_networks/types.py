@@ -27,6 +27,19 @@ Nodes = tuple[tuple[NetworkWeights, NetworkWeights], ...]
 """The two networks of each node of the tree: those above the leaves first, the root last."""
 
 
+class Sketched(NamedTuple):
+    """What becomes of arrays of vectors.
+
+    Attributes:
+        sketches: of each array, [B, L, N, G, r].
+        vectors: the arrays as they were given. What reads them from here gets its gradient added to that of the
+            networks where this is formed, which on TPUs is on chip.
+    """
+
+    sketches: tuple[jax.Array, ...]
+    vectors: tuple[jax.Array, ...]
+
+
 def climb(
     nodes: Nodes, leaf: jax.Array, join: Callable[[NetworkWeights, NetworkWeights, jax.Array, jax.Array], jax.Array]
 ):

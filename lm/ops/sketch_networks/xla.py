@@ -5,12 +5,13 @@ import jax.numpy as jnp
 
 from lm.ops.chunks import map_together
 from lm.ops.dots import dense
-from lm.ops.sketch_networks.types import EPSILON, NetworkWeights, Nodes, climb
+from lm.ops.sketch_networks.types import EPSILON, NetworkWeights, Nodes, Sketched, climb
 
 
-def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> Sketched:
     """Arguments as in `lm.ops.sketch_networks`."""
-    return map_together(lambda nodes, x_BxLxNxGxM: climb(nodes, x_BxLxNxGxM, _join), nodes, xs_BxLxNxGxM)
+    sketches = map_together(lambda nodes, x_BxLxNxGxM: climb(nodes, x_BxLxNxGxM, _join), nodes, xs_BxLxNxGxM)
+    return Sketched(sketches, xs_BxLxNxGxM)
 
 
 def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:

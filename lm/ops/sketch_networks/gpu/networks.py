@@ -9,17 +9,17 @@ from lm.ops import platform
 from lm.ops.residuals import saved
 from lm.ops.sketch_networks.folding import fold
 from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan, warpgroups
-from lm.ops.sketch_networks.types import NetworkWeights, Nodes, climb
+from lm.ops.sketch_networks.types import NetworkWeights, Nodes, Sketched, climb
 
 SIZES = (32, 64)
 THREAD_BLOCKS = 256
 """Of the kernel of the weights' gradients: two for each of 132 processors, nearly."""
 
 
-def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> Sketched:
     """Arguments as in `lm.ops.sketch_networks`; calls that `unsupported` refuses are wrong here."""
     by_device = platform.per_device(_sketch, split=(False, True))
-    return tuple(by_device(nodes, x_BxLxNxGxM) for x_BxLxNxGxM in xs_BxLxNxGxM)
+    return Sketched(tuple(by_device(nodes, x_BxLxNxGxM) for x_BxLxNxGxM in xs_BxLxNxGxM), xs_BxLxNxGxM)
 
 
 def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:

@@ -57,9 +57,16 @@ def forward(plan: NodePlan, inputs: Sequence[jax.Array], maps: Sequence[jax.Arra
 
 
 def backward(
-    plan: NodePlan, inputs: Sequence[jax.Array], maps: Sequence[jax.Array], dpsi: jax.Array
+    plan: NodePlan,
+    inputs: Sequence[jax.Array],
+    maps: Sequence[jax.Array],
+    dpsi: jax.Array,
+    others: Sequence[jax.Array | None],
 ) -> list[jax.Array]:
     """The gradients of the inputs and, in float32 and for each of plan.parts, of the maps.
+
+    Args:
+        others: gradients that the inputs have from elsewhere, to which theirs are added.
 
     Returns:
         S arrays like the inputs; then [N, parts, 2, M, E], [N, parts, 2, r, E], [N, parts, 2, r, E] and
@@ -75,18 +82,21 @@ def backward(
     kept = kept_shapes(plan, len(inputs), size, hidden, r, dtype)
     dzs = tuple(packed(hidden, plan.tile, dtype) for _ in range(4))
     waiting = tuple(pltpu.VMEM((size, plan.block - plan.tile), dtype) for _ in inputs)
+    added = [a for a in others if a is not None]
     dxs_and_sums = pl.pallas_call(
-        functools.partial(_backward_kernel, plan, len(inputs)),
+        functools.partial(_backward_kernel, plan, [a is not None for a in others]),
         name='sketch_networks_backward',
         grid=(n, plan.parts, _steps(plan, inputs[0], plan.block) + 1),
-        in_specs=[_tokens(plan, a, plan.block) for a in (*inputs, dpsi)] + [_whole(a) for a in read],
+        in_specs=[_tokens(plan, a, plan.block) for a in (*inputs, dpsi)]
+        + [_tokens(plan, a, plan.block, late=1) for a in added]
+        + [_whole(a) for a in read],
         out_specs=[_tokens(plan, a, plan.block, late=1) for a in inputs]
         + [pl.BlockSpec((None, None, *a.shape[2:]), lambda i, p, s: (i, p, 0, 0, 0)) for a in sums],
         out_shape=[*map(_flat, outputs[: len(inputs)]), *sums],
         scratch_shapes=(waiting, kept, kept, dzs),
         compiler_params=_compiler_params(plan),
-        cost_estimate=_cost(3, maps, (*inputs, dpsi, *outputs)),
-    )(*map(_by_row, (*inputs, dpsi)), *read)
+        cost_estimate=_cost(3, maps, (*inputs, dpsi, *added, *outputs)),
+    )(*map(_by_row, (*inputs, dpsi, *added)), *read)
     return [a.reshape(o.shape) for a, o in zip(dxs_and_sums, outputs, strict=True)]
 
 
@@ -159,23 +169,26 @@ def _forward_kernel(plan: NodePlan, n_inputs: int, *refs):
     )
 
 
-def _backward_kernel(plan: NodePlan, n_inputs: int, *refs):
+def _backward_kernel(plan: NodePlan, added: Sequence[bool], *refs):
     """A step's tiles from left to right: what the backward pass of one needs, beside the backward pass of the tile
     before it, which for the first is the last tile of the step before. So a block's gradients are complete a step late,
     and the first step's backward pass has read nothing: what it adds is not kept."""
-    inputs, dpsi, refs = refs[:n_inputs], refs[n_inputs], refs[n_inputs + 1 :]
+    n_inputs = len(added)
+    inputs, dpsi, refs = refs[:n_inputs], refs[n_inputs], list(refs[n_inputs + 1 :])
+    others = [refs.pop(0) if there else None for there in added]
     maps, turned, dxs, sums, (waiting, *kept, dzs) = (
         refs[:4], refs[4:8], refs[8 : 8 + n_inputs], refs[8 + n_inputs : 12 + n_inputs], refs[12 + n_inputs :]
     )  # fmt: skip
     step, last = pl.program_id(2), plan.block - plan.tile
     counts = (step < pl.num_programs(2) - 1).astype(jnp.float32)
-    for dx, before in zip(dxs, waiting, strict=True):
-        dx[:, :last] = before[...]
+    for dx, before, other in zip(dxs, waiting, others, strict=True):
+        dx[:, :last] = before[...] if other is None else before[...] + other[:, :last]
     for i, at in enumerate(range(0, plan.block, plan.tile)):
         tokens, before = slice(at, at + plan.tile), slice(at - plan.tile, at)
         into = [dx.at[:, last:] for dx in dxs] if i == 0 else [dx.at[:, before] for dx in waiting]
+        beside = [other.at[:, last:] if other is not None and i == 0 else None for other in others]
         fresh = step == 0 if i == 0 else None
         together(
-            behind(plan, Kept(*kept[(i + 1) % 2]), turned, into, sums, dzs, fresh),
+            behind(plan, Kept(*kept[(i + 1) % 2]), turned, into, beside, sums, dzs, fresh),
             ahead(plan, [x[:, tokens] for x in inputs], dpsi[:, tokens], counts, maps, Kept(*kept[i % 2])),
         )

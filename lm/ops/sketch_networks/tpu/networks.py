@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from lm.ops import platform
 from lm.ops.residuals import saved
@@ -14,7 +15,7 @@ from lm.ops.sketch_networks.folding import fold
 from lm.ops.sketch_networks.tpu.kernels import backward, forward
 from lm.ops.sketch_networks.tpu.plan import NodePlan
 from lm.ops.sketch_networks.tpu.tiles import OFFSET
-from lm.ops.sketch_networks.types import NetworkWeights, Nodes, climb
+from lm.ops.sketch_networks.types import NetworkWeights, Nodes, Sketched, climb
 from lm.ops.tpu import LANES, ROWS
 
 BLOCK, TILE = 1024, 512
@@ -22,10 +23,10 @@ BLOCK, TILE = 1024, 512
 long enough for the matrix units to have the products of one network while the other's hidden units are computed."""
 
 
-def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> Sketched:
     """Arguments as in `lm.ops.sketch_networks`; calls that `unsupported` refuses are wrong here."""
     by_device = platform.per_device(_sketch, split=(False, True))
-    return tuple(by_device(nodes, x_BxLxNxGxM) for x_BxLxNxGxM in xs_BxLxNxGxM)
+    return Sketched(*zip(*(by_device(nodes, x_BxLxNxGxM) for x_BxLxNxGxM in xs_BxLxNxGxM), strict=True))
 
 
 def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:
@@ -73,21 +74,30 @@ def vmem_estimate(tile: int, size: int, hidden: int, r: int, itemsize: int) -> i
     return (4 * itemsize + 8) * weights + 24 * itemsize * hidden * tile
 
 
-def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
+def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> tuple[jax.Array, jax.Array]:
     batch, length, n, heads, size = x_BxLxNxGxM.shape
     r = nodes[0][0].kernels[-1].shape[-1]
     hidden = nodes[0][0].kernels[0].shape[-1]
     plan = plan_for(length, heads, size, hidden, r, x_BxLxNxGxM.dtype.itemsize)
     # Zero tokens after the last: their sketches are cut off, and their gradients are 0.
     x_BxNxGxMxL = jnp.pad(x_BxLxNxGxM.transpose(0, 2, 3, 4, 1), ((0, 0),) * 4 + ((0, -length % plan.block),))
-    leaf_BxHxMxL = x_BxNxGxMxL.reshape(batch, n * heads, size, -1)
+    leaf_BxHxMxL = passed_BxHxMxL = x_BxNxGxMxL.reshape(batch, n * heads, size, -1)
 
     def join(first: NetworkWeights, second: NetworkWeights, left: jax.Array, right: jax.Array) -> jax.Array:
-        inputs = (left,) if left is right else (left, right)
-        return node(plan, inputs, _with_biases(first, second))
+        nonlocal passed_BxHxMxL
+        weights = _with_biases(first, second)
+        if left is right:  # the vectors, from hand to hand, so that their gradients are added on the way back
+            psi, (passed_BxHxMxL,) = node(plan, (passed_BxHxMxL,), weights)
+        else:
+            psi, _ = node(plan, (left, right), weights)
+        return psi
 
-    psi_BxHxRxL = climb(nodes, leaf_BxHxMxL, join)[..., :length]
-    return psi_BxHxRxL.reshape(batch, n, heads, r, length).transpose(0, 4, 1, 2, 3)
+    def as_given(a_BxHxFxL: jax.Array) -> jax.Array:
+        a_BxNxGxFxL = a_BxHxFxL[..., :length].reshape(batch, n, heads, -1, length)
+        return a_BxNxGxFxL.transpose(0, 4, 1, 2, 3)
+
+    psi_BxHxRxL = climb(nodes, leaf_BxHxMxL, join)
+    return as_given(psi_BxHxRxL), as_given(passed_BxHxMxL)
 
 
 def _with_biases(first: NetworkWeights, second: NetworkWeights) -> tuple[jax.Array, ...]:
@@ -104,31 +114,38 @@ def _with_biases(first: NetworkWeights, second: NetworkWeights) -> tuple[jax.Arr
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def node(plan: NodePlan, inputs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> jax.Array:
-    """ψ [B, H, r, L] of one node.
+def node(
+    plan: NodePlan, inputs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """ψ [B, H, r, L] of one node, and its inputs for what else reads them.
 
     Args:
         plan: how it is computed.
         inputs: its children [B, H, M, L], one array where they are the same.
         weights: of `_with_biases`.
     """
-    return forward(plan, inputs, _maps(weights, inputs[0].dtype))
+    return forward(plan, inputs, _maps(weights, inputs[0].dtype)), inputs
 
 
 def _node_forward(plan, inputs, weights):
+    inputs, weights = jax.tree.map(lambda primal: primal.value, (inputs, weights))
     psi = saved(forward(plan, inputs, _maps(weights, inputs[0].dtype)))
-    return psi, (inputs, weights)
+    return (psi, inputs), (inputs, weights)
 
 
-def _node_backward(plan, residuals, dpsi):
+def _node_backward(plan, residuals, cotangents):
     inputs, weights = residuals
+    dpsi, others = cotangents
+    if isinstance(dpsi, SymbolicZero):
+        dpsi = jnp.zeros(dpsi.shape, dpsi.dtype)
     count = len(inputs)
-    gradients = backward(plan, inputs, _maps(weights, inputs[0].dtype), dpsi)
+    others = [None if isinstance(d, SymbolicZero) else d for d in others]
+    gradients = backward(plan, inputs, _maps(weights, inputs[0].dtype), dpsi, others)
     dw1, dv1, dw2, dv2 = (g.sum(axis=1) for g in gradients[count:])
     return tuple(gradients[:count]), (dw1.swapaxes(2, 3), dv1, dw2.swapaxes(2, 3), dv2)
 
 
-node.defvjp(_node_forward, _node_backward)
+node.defvjp(_node_forward, _node_backward, symbolic_zeros=True)
 
 
 def _maps(weights: tuple[jax.Array, ...], dtype) -> list[jax.Array]:

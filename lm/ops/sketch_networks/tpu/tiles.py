@@ -141,11 +141,12 @@ def ahead(plan: NodePlan, inputs, dpsi_RxT: jax.Array, counts: jax.Array, maps, 
     yield progress.of(2 * _rows(r, hidden))
 
 
-def behind(plan: NodePlan, kept: Kept, turned, into, sums, dzs, fresh: jax.Array | None) -> Iterator[float]:
+def behind(plan: NodePlan, kept: Kept, turned, into, beside, sums, dzs, fresh: jax.Array | None) -> Iterator[float]:
     """The gradients of a tile's inputs, written to `into`; those of the maps are added to `sums`.
 
     Args:
         turned: the maps turned over.
+        beside: of each input a gradient to which its own is added, or None.
         dzs: memory for gradients of hidden units.
         fresh: whether the sums begin after this tile, which then adds nothing; None: they do not.
     """
@@ -183,7 +184,8 @@ def behind(plan: NodePlan, kept: Kept, turned, into, sums, dzs, fresh: jax.Array
                 dxs.append(dot(wide[i], _get(dz[i], dtype), (1, 0)))
                 yield progress.of(wide_rows)
             for i, d in enumerate([dxs[0] + dxs[1]] if len(into) == 1 else dxs):
-                into[i][...] = _standardize_backward(standard[i][...], inverse[i][...], d).astype(dtype)
+                dx = _standardize_backward(standard[i][...], inverse[i][...], d)
+                into[i][...] = (dx if beside[i] is None else dx + beside[i][...].astype(jnp.float32)).astype(dtype)
             for i in range(2):
                 x = _shifted(standard[i % len(into)][...], dtype)
                 add(dwide, i, dot(x, _get(dz[i], dtype), (1, 1)))
