@@ -5,7 +5,7 @@ A state is a dict of arrays:
     buffers     nested dict of non-trainable arrays (random projections)
     optimizer   the optax state
     step        int32, batches consumed
-    skipped     int32, updates skipped because loss, gradient or the update itself were not finite
+    skipped     int32, updates skipped because loss, gradient or learning rate were not finite
     in_a_row    int32, of these, how many since the last good one
 """
 
@@ -88,8 +88,10 @@ class TrainStep:
     def train(self, state: State, batch_AxBxL: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         """One optimizer step on a batch of A microbatches of windows of L = context_length + 1 tokens.
 
-        An update is made only if loss, gradient, new parameters and new optimizer state are all finite. Else the state
-        keeps its values, `skipped` and `in_a_row` grow, and the next batch gets its chance.
+        An update is made only if loss, gradient (its norm too) and learning rate are finite. Else the state keeps its
+        values, `skipped` and `in_a_row` grow, and the next batch gets its chance. A number of the state that an update
+        would make infinite in spite of that keeps its value, alone: to wait with all of them until each is known would
+        read and write the state twice.
 
         Returns:
             the new state, and scalars: loss (nats per token), grad_norm, learning_rate, skipped, in_a_row, and
@@ -99,14 +101,16 @@ class TrainStep:
         if isinstance(self.unpack, Hiding):
             windows += (self._numbers(state['step'], batch_AxBxL),)
         loss, gradients, by_window = self._gradients(state['params'], state['buffers'], *windows)
-        norm = optax.global_norm(gradients)
+        squares = jax.tree.map(lambda x: optax.tree.norm(x, squared=True), gradients)
+        norm = jnp.sqrt(optax.tree.sum(squares))
         updates, optimizer = self.transform.update(gradients, state['optimizer'], state['params'])
         proposal = {'params': optax.apply_updates(state['params'], updates), 'optimizer': optimizer}
-        finite_N = jnp.stack([jnp.isfinite(x).all() for x in _checked(loss, gradients, norm, proposal).values()])
+        rate = jnp.asarray(self.schedule(state['step'] - state['skipped']))
+        finite_N = jnp.isfinite(jnp.stack(list(_checked(loss, squares, norm, rate).values())))
         finite = finite_N.all()
         kept = {name: state[name] for name in proposal}
         bad = 1 - finite.astype(jnp.int32)
-        new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), proposal, kept) | {
+        new = jax.tree.map(lambda new, old: jnp.where(finite & jnp.isfinite(new), new, old), proposal, kept) | {
             'buffers': state['buffers'],
             'step': state['step'] + 1,
             'skipped': state['skipped'] + bad,
@@ -115,7 +119,7 @@ class TrainStep:
         metrics = {
             'loss': loss,
             'grad_norm': norm,
-            'learning_rate': self.schedule(state['step'] - state['skipped']),
+            'learning_rate': rate,
             'skipped': new['skipped'],
             'in_a_row': new['in_a_row'],
             'first_bad': jnp.where(finite, -1, jnp.argmin(finite_N)),
@@ -124,9 +128,8 @@ class TrainStep:
         return new, metrics
 
     def name_of(self, first_bad: int) -> str:
-        """What the metric `first_bad` points at: 'loss', 'gradient of …', 'parameter …' or 'optimizer …'."""
-        state = self.abstract()
-        return list(_checked(state['step'], state['params'], state['step'], state))[first_bad]
+        """What the metric `first_bad` points at: 'loss', 'gradient of …', 'gradient norm' or 'learning rate'."""
+        return list(_checked(None, self._params, None, None))[first_bad]
 
     def redraws(self, steps_done: int) -> tuple[int, ...]:
         """Which mechanisms of the pattern draw new random projections before the next step (`redraw_every`)."""
@@ -260,18 +263,11 @@ class TrainStep:
         return *jax.tree.map(lambda x: x / microbatches, total), by_window
 
 
-def _checked(loss: jax.Array, gradients: Any, norm: jax.Array, proposal: State) -> dict[str, jax.Array]:
-    """Name → array of what must be finite in a step, causes before their effects."""
-
-    def named(label: str, tree: Any) -> dict[str, jax.Array]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {f'{label} {jax.tree_util.keystr(path, simple=True, separator="/")}': leaf for path, leaf in leaves}
-
-    return (
-        {'loss': loss, **named('gradient of', gradients), 'gradient norm': norm}
-        | named('parameter', proposal['params'])
-        | named('optimizer', proposal['optimizer'])
-    )
+def _checked(loss: Any, squares: Any, norm: Any, rate: Any) -> dict[str, Any]:
+    """Name → what must be finite in a step, causes before their effects; of gradients the sums of their squares."""
+    leaves = jax.tree_util.tree_leaves_with_path(squares)
+    named = {f'gradient of {jax.tree_util.keystr(path, simple=True, separator="/")}': leaf for path, leaf in leaves}
+    return {'loss': loss, **named, 'gradient norm': norm, 'learning rate': rate}
 
 
 def split(model: model_lib.Transformer) -> tuple[Any, dict, dict]:
