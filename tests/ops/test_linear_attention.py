@@ -242,13 +242,15 @@ def test_packing(size):
 
         @jax.jit
         def value(x, y, powers=powers, weights=weights):
-            pairs = zip(expansion.expand(powers, x), expansion.expand(powers, y), weights, strict=True)
-            return sum((a * b * w[:, None]).sum(2) for a, b, w in pairs)
+            (phi, x), (psi, _) = (expansion.expand(powers, z) for z in (x, y))
+            return sum((a * b * w[:, None]).sum(2) for a, b, w in zip(phi, psi, weights, strict=True)) + jnp.sin(x).sum(
+                2
+            )
 
         @jax.jit
         def direct(x, y, powers=powers):
             s = (x * y).sum(2)
-            return sum(c * s**n for n, c in enumerate(powers))
+            return sum(c * s**n for n, c in enumerate(powers)) + jnp.sin(x).sum(2)
 
         np.testing.assert_allclose(value(x, y), direct(x, y), rtol=1e-4, atol=1e-4)
         got, expected = (jax.jit(jax.grad(lambda x, f=f: f(x, y).sum()))(x) for f in (value, direct))

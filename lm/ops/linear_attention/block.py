@@ -137,9 +137,12 @@ def numerators(
     if shape.reads:
         sums = _weighted(shape, sums, x.shape[2])
     count, tiles = (x if queries.q_local is None else queries.q_local).shape[-1], []
-    for top in range(0, count, shape.tile):
-        rows = slice(top, min(top + shape.tile, count))
-        x_rows, q_rows = (None if a is None else a[..., rows] for a in (x, queries.q_local))
+    tops = range(0, count, shape.tile)
+    # Split, not sliced: the gradient is then their concatenation, not a sum of padded ones.
+    sizes = [min(shape.tile, count - top) for top in tops]
+    xs, qs = ([None] * len(tops) if a is None else lax.split(a, sizes, a.ndim - 1) for a in (x, queries.q_local))
+    for top, size, x_rows, q_rows in zip(tops, sizes, xs, qs, strict=True):
+        rows = slice(top, top + size)
         row_T = jnp.arange(rows.start, rows.stop)
         fade = None
         if decay is not None:
@@ -243,10 +246,8 @@ def _tile(shape, rows, row_T, x, y, q, k, v, sums, bounds, start, fade):
         num_BxKxDxGxT += dot('bkds,bksgt->bkdgt', values, w_BxKxSxGxT.astype(v.dtype))
         den_BxKxGxT += w_BxKxSxGxT.sum(2)
     if shape.reads:
-        read_BxKxDxGxT = sum(
-            dot('bkrd,bkrgt->bkdgt', kv, phi)
-            for kv, phi in zip(sums.kv, expansion.expand(options.powers, x), strict=True)
-        )
+        phis, x = expansion.expand(options.powers, x)
+        read_BxKxDxGxT = sum(dot('bkrd,bkrgt->bkdgt', kv, phi) for kv, phi in zip(sums.kv, phis, strict=True))
         total_BxKxGxT = expansion.read_totals(options.powers, x, sums.totals)
         if fade is not None:
             read_BxKxDxGxT *= fade.of_sums()[:, :, None]
@@ -274,12 +275,12 @@ def fold(
         one = (index >= bounds.first) & (index < bounds.last)
         fade_BxKxS = None if fade_BxKxS is None else jnp.where(one, fade_BxKxS, -jnp.inf)
         y, one = jnp.where(one, y, 0), one.astype(jnp.float32)
-    phi = expansion.expand(shape.options.powers, y, one)
+    phis, y = expansion.expand(shape.options.powers, y, one)
     v = keys.v.astype(shape.dtype)
     if fade_BxKxS is not None:
         factors = jnp.exp(fade_BxKxS)
         v = (keys.v.astype(jnp.float32) * factors[:, :, None]).astype(shape.dtype)
-    kv = tuple(dot('bkrt,bkdt->bkrd', p, v) for p in phi)
+    kv = tuple(dot('bkrt,bkdt->bkrd', phi, v) for phi in phis)
     return Sums(kv, expansion.totals(shape.options.powers, y, one, factors))
 
 

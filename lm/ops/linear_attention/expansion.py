@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from lm.ops.dots import dot
+
 STRIP = 8
 """Measured on a CPU and by compiling for TPUs: shorter strips save products and lose as much to their number."""
 
@@ -22,20 +24,24 @@ MOST_WRITTEN_OUT = 64
 """Features up to which the gradient of their products is written out."""
 
 
-def expand(powers: tuple[float, ...], x_BxKxFxT: jax.Array, one: jax.Array | None = None) -> tuple[jax.Array, ...]:
-    """φ(x) in pieces [B, K, Rᵢ, …T], in the dtype of x; products are formed in float32.
+def expand(
+    powers: tuple[float, ...], x_BxKxFxT: jax.Array, one: jax.Array | None = None
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """φ(x) in pieces [B, K, Rᵢ, …T], in the dtype of x, and x in float32 for what else reads it.
+
+    Products are formed in float32. What reads x from here gets its gradient added where that of φ is formed.
 
     Args:
         powers: coefficients of the polynomial; only which are 0 matters here.
         x_BxKxFxT: features; any number of axes may follow.
         one: what stands for x^{⊗0}, [T]; None is 1.
     """
-    wide, result, power = x_BxKxFxT.astype(jnp.float32), [], None
+    wide, result, power = x_BxKxFxT.astype(jnp.float32), [], []
     for n in range(len(powers)):
-        power = _raise(power, wide, one, n)
+        power, wide = _raise(power, wide, one, n)
         if powers[n]:
             result += power
-    return tuple(piece.astype(x_BxKxFxT.dtype) for piece in result)
+    return tuple(piece.astype(x_BxKxFxT.dtype) for piece in result), wide
 
 
 def weights(powers: tuple[float, ...], size: int) -> tuple[np.ndarray, ...]:
@@ -58,15 +64,16 @@ def _strip_counts(size: int, start: int) -> np.ndarray:
     return np.tile(np.r_[np.ones(rows), np.full(size - start - rows, 2.0)], rows)
 
 
-def _raise(power: list[jax.Array] | None, x: jax.Array, one: jax.Array | None, n: int) -> list[jax.Array]:
+def _raise(power: list[jax.Array], x: jax.Array, one: jax.Array | None, n: int) -> tuple[list[jax.Array], jax.Array]:
+    """x^{⊗n} of x^{⊗n-1}, and x."""
     if n == 0:
         shape = (*x.shape[:2], 1, *x.shape[3:])
-        return [jnp.ones(shape, x.dtype) if one is None else jnp.broadcast_to(one.astype(x.dtype), shape)]
+        return [jnp.ones(shape, x.dtype) if one is None else jnp.broadcast_to(one.astype(x.dtype), shape)], x
     if n == 1:
-        return [x]
+        return [x], x
     if n == 2:
-        return list(_square(x))
-    return [_outer(piece, x) for piece in power]
+        return _square(x)
+    return [_outer(piece, x) for piece in power], x
 
 
 def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -74,22 +81,23 @@ def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _square(x: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(_outer(x[:, :, g : g + STRIP], x[:, :, g:]) for g in range(0, x.shape[2], STRIP))
+def _square(x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    return [_outer(x[:, :, g : g + STRIP], x[:, :, g:]) for g in range(0, x.shape[2], STRIP)], x
 
 
-def _square_backward(x: jax.Array, d: tuple[jax.Array, ...]) -> tuple[jax.Array]:
+def _square_backward(x: jax.Array, gradients: tuple[list[jax.Array], jax.Array]) -> tuple[jax.Array]:
     """Sums of whole vectors of tokens, tile by tile of STRIP × STRIP products.
 
     Written out as additions, because XLA makes one loop of them; of the reductions that they are it makes a kernel
-    each, which takes twenty times as long on a CPU. Many tiles would compile slowly.
+    each, which takes twenty times as long on a CPU; nor does it make a quick one of what is added to their
+    concatenation (three times as long), so that x has its other gradients added here. Many tiles would compile slowly.
     """
+    d, dx = gradients
     size, lead, rest = x.shape[2], x.shape[:2], x.shape[3:]
     starts = range(0, size, STRIP)
     if size > MOST_WRITTEN_OUT:
-        return jax.vjp(lambda x: tuple(_outer(x[:, :, g : g + STRIP], x[:, :, g:]) for g in starts), x)[1](d)
-    rows = [x[:, :, g : g + STRIP] for g in starts]
-    result = [jnp.zeros_like(row) for row in rows]
+        return (jax.vjp(lambda x: _square.fun(x)[0], x)[1](d)[0] + dx,)
+    rows, result = ([a[:, :, g : g + STRIP] for g in starts] for a in (x, dx))
     for a, (g, strip) in enumerate(zip(starts, d, strict=True)):
         strip = strip.reshape(*lead, -1, size - g, *rest)
         for b in range(a, len(rows)):
@@ -125,7 +133,7 @@ def totals(
             left = weighted
             for _ in range(n - 2):
                 left = _outer(left, y)
-            power = jnp.einsum('bklt,bkft->bklf', left, y, precision=lax.Precision.HIGHEST)
+            power = dot('bklt,bkft->bklf', left, y, lax.Precision.HIGHEST)
             result.append(power.reshape(*y.shape[:2], *[y.shape[2]] * n))
     return tuple(result)
 
@@ -138,10 +146,10 @@ def read_totals(powers: tuple[float, ...], x_BxKxFxGxT: jax.Array, sums: tuple[j
         if n == 0:
             read = jnp.broadcast_to(total[:, :, None, None], (*x.shape[:2], *x.shape[3:]))
         elif n == 1:
-            read = jnp.einsum('bkf,bkfgt->bkgt', total, x, precision=lax.Precision.HIGHEST)
+            read = dot('bkf,bkfgt->bkgt', total, x, lax.Precision.HIGHEST)
         else:
             flat = total.reshape(*total.shape[:2], x.shape[2], -1)
-            rest = jnp.einsum('bkfl,bkfgt->bklgt', flat, x, precision=lax.Precision.HIGHEST)
+            rest = dot('bkfl,bkfgt->bklgt', flat, x, lax.Precision.HIGHEST)
             for _ in range(n - 1):
                 rest = (x[:, :, :, None] * rest.reshape(*x.shape[:3], -1, *x.shape[3:])).sum(2)
             read = rest[:, :, 0]

@@ -23,6 +23,7 @@ from jax import lax
 
 from lm.ops import decay as decays
 from lm.ops import platform
+from lm.ops.blocks import apart
 from lm.ops.linear_attention.block import (
     BlockKeys,
     BlockQueries,
@@ -46,7 +47,7 @@ from lm.ops.residuals import saved
 BLOCK = {'cpu': 64}
 """Where the result does not depend on it."""
 
-TILE = {'cpu': 256}
+TILE = {'cpu': 64}
 
 
 def linear_attention(
@@ -192,16 +193,19 @@ def _forward(plan, queries, keys, parameters, initial_state, bounds, decay):
     lead = (batch, plan.heads, plan.values, total // plan.heads, plan.length)
 
     def folded(start, size, sums):
-        fading = _part(decay, start, size + 1)
-        return advance(plan.shape, sums, _part(keys, start, size), parameters[1], bounds, start, fading)
+        return _advanced(plan, start, sums, _part(keys, start, size), parameters, bounds, _part(decay, start, size + 1))
 
     if not plan.options.causal:
         sums = plan.walk(folded, sums)
 
     def body(start, size, carry):
         o, inverse, sums = carry
-        seen, fading = _part(keys, start, size + plan.lag), _part(decay, start, size + plan.lag + 1)
-        num, den = numerators(plan.shape, _part(queries, start, size), seen, parameters, sums, bounds, start, fading)
+        tokens, seen = _part(queries, start, size), _part(keys, start, size + plan.lag)
+
+        def compute(tokens, seen, fading, sums):
+            return numerators(plan.shape, tokens, seen, parameters, sums, bounds, start, fading)
+
+        num, den = apart(start, compute, tokens, seen, _part(decay, start, size + plan.lag + 1), sums)
         if plan.options.normalize:
             inverse = _put(inverse, 1.0 / den, start)
             num *= (1.0 / den)[:, :, None]
@@ -243,46 +247,55 @@ def _attend_backward(plan, residuals, cotangents):
     direct = BlockKeys(keys.k if shape.compares else None, keys.v if causal else None, keys.k_local)
     wide = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
 
-    def with_all(part, start, size):
-        return BlockKeys(*(a if b is None else b for a, b in zip(_part(keys, start, size), part, strict=True)))
+    def inputs(start, size):
+        """Queries of a block, the keys that they meet, the decay of these, and the cotangents."""
+        tokens, seen = _part(queries, start, size), _part(keys, start, size + lag)
+        return tokens, seen, _part(decay, start, size + lag + 1), cotangent(start, size)
 
     def forwards(start, size, carry):
         dqueries, dkeys, dparameters, dtotal, sums = carry
-        fading = _part(decay, start, size + lag + 1)
 
-        def call(tokens, seen, parameters, total):
-            seen = with_all(seen, start, size + lag)
-            return numerators(shape, tokens, seen, parameters, sums, bounds, start, _with_total(fading, total))
+        def compute(tokens, seen, fading, d, sums):
+            def call(tokens, met, parameters, total):
+                all_seen = BlockKeys(*(a if b is None else b for a, b in zip(seen, met, strict=True)))
+                return numerators(shape, tokens, all_seen, parameters, sums, bounds, start, _with_total(fading, total))
 
-        arguments = _part(queries, start, size), _part(direct, start, size + lag), parameters, _total(fading)
-        dtokens, dseen, dpart, dfading = jax.vjp(call, *arguments)[1](cotangent(start, size))
+            met = BlockKeys(*(None if a is None else b for a, b in zip(direct, seen, strict=True)))
+            return jax.vjp(call, tokens, met, parameters, _total(fading))[1](d)
+
+        dtokens, dseen, dpart, dfading = apart(start, compute, *inputs(start, size), sums)
         if causal and plan.folds:
-            part = _part(keys, start, size)
-            sums = advance(shape, sums, part, parameters[1], bounds, start, _part(decay, start, size + 1))
+            part, fading = _part(keys, start, size), _part(decay, start, size + 1)
+            sums = _advanced(plan, start, sums, part, parameters, bounds, fading)
         dkeys = (_add if lag else _put)(dkeys, dseen, start)
         # The first entry is the moment of the sums, not a token's.
         dtotal = _add(dtotal, None if dfading is None else dfading.at[..., 0].set(0.0), start)
         return _put(dqueries, dtokens, start), dkeys, _sum(dparameters, dpart), dtotal, sums
 
     def read_gradient(start, size):
-        def call(sums):
-            tokens, seen = _part(queries, start, size), _part(keys, start, size + lag)
-            fading = _part(decay, start, size + lag + 1)
-            return numerators(shape, tokens, seen, parameters, sums, bounds, start, fading)
+        def compute(tokens, seen, fading, d):
+            def call(sums):
+                return numerators(shape, tokens, seen, parameters, sums, bounds, start, fading)
 
-        return jax.vjp(call, plan.no_keys(batch))[1](cotangent(start, size))[0]
+            return jax.vjp(call, plan.no_keys(batch))[1](d)[0]
+
+        return apart(start, compute, *inputs(start, size))
 
     def backwards(start, size, carry):
         dkeys, dparameters, dtotal, dsums = carry
         if plan.folds:
-            part, fading = _part(keys, start, size), _part(decay, start, size + 1)
+            fading = _part(decay, start, size + 1)
             last = None if decay is None else last_entry(fading, bounds, start)
 
-            def call(k, v, parameters, total):
-                fade = None if decay is None else decays.between(last, decays.entries(_with_total(fading, total), 1))
-                return fold(shape, BlockKeys(k, v, None), parameters, bounds, start, fade)
+            def compute(part, last, fading, dsums):
+                def call(k, v, parameters, total):
+                    later = None if decay is None else decays.entries(_with_total(fading, total), 1)
+                    fade = None if decay is None else decays.between(last, later)
+                    return fold(shape, BlockKeys(k, v, None), parameters, bounds, start, fade)
 
-            dk, dv, dpart, dfading = jax.vjp(call, part.k, part.v, parameters[1], _total(fading))[1](dsums)
+                return jax.vjp(call, part.k, part.v, parameters[1], _total(fading))[1](dsums)
+
+            dk, dv, dpart, dfading = apart(start, compute, _part(keys, start, size), last, fading, dsums)
             if decay is not None:
                 dsums = faded(dsums, decays.between(last, decays.entries(fading, 0, 1))[..., 0])
             dtotal = _add(dtotal, dfading, start)
@@ -320,6 +333,13 @@ def _attend_backward(plan, residuals, cotangents):
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _advanced(plan, start, sums, part, parameters, bounds, fading):
+    def compute(sums, part, fading):
+        return advance(plan.shape, sums, part, parameters[1], bounds, start, fading)
+
+    return apart(start, compute, sums, part, fading)
 
 
 def _total(decay):

@@ -119,7 +119,7 @@ def pieces(features: int, heads: int, length: int, decay: bool) -> tuple[int, in
 def _features(options: Options, parameters: Any, x_BxLxNxE: jax.Array, queries: bool) -> jax.Array:
     """[B, L, N, M]; the powers' weights are part of those of queries."""
     x_BxNxFxL = options.features(parameters, x_BxLxNxE, queries).transpose(0, 2, 3, 1)
-    pieces = expansion.expand(options.powers, x_BxNxFxL)
+    pieces, _ = expansion.expand(options.powers, x_BxNxFxL)
     if queries:
         weights = expansion.weights(options.powers, x_BxNxFxL.shape[2])
         pieces = [piece * w[:, None] for piece, w in zip(pieces, weights, strict=True)]
