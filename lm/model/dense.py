@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from lm.ops.dots import product
 from lm.ops.platform import SHARED_AXIS, batch_axes, uneven_batch
 from lm.parameters import shared_axis
 
@@ -43,7 +44,7 @@ def gathered_products(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[
     """
 
     def products(x_BxLxD: jax.Array, kernel_DxN: jax.Array) -> list[jax.Array]:
-        return [x_BxLxD @ columns_DxN for columns_DxN in jnp.split(kernel_DxN, cuts, axis=1)]
+        return [product(x_BxLxD, columns_DxN) for columns_DxN in jnp.split(kernel_DxN, cuts, axis=1)]
 
     def of_parts(x_BxLxD: jax.Array, part: jax.Array) -> list[jax.Array]:
         return products(x_BxLxD, gathered(part, axis))

@@ -15,6 +15,7 @@ from jax import lax
 from lm.ops import platform
 from lm.ops.blocks import even_block, fresh, loop, put, start, take
 from lm.ops.cross_entropy.cap import capped, capped_slope
+from lm.ops.dots import dot
 
 LOGIT_BYTES = {'cpu': 64 * 2**20, 'gpu': 512 * 2**20, 'tpu': 512 * 2**20}
 """The most bytes of float32 logits that a device has at a time (in two copies during the backward pass)."""
@@ -79,7 +80,7 @@ def _per_device(function: Callable, split: tuple[bool, ...], targets_BxL: jax.Ar
 
 
 def _logits(x_BxCxD: jax.Array, embedding_VxD: jax.Array, bias_V: jax.Array | None, cap: float | None) -> jax.Array:
-    logits_BxCxV = jnp.einsum('bcd,vd->bcv', x_BxCxD, embedding_VxD, preferred_element_type=jnp.float32)
+    logits_BxCxV = dot('bcd,vd->bcv', x_BxCxD, embedding_VxD)
     return capped(logits_BxCxV if bias_V is None else logits_BxCxV + bias_V.astype(jnp.float32), cap)
 
 
@@ -134,11 +135,11 @@ def _added(gradients, dlogits, x_BxCxD, weights_VxD, i, chunk):
     dx_BxLxD, dembedding_VxD, dbias_V = gradients
     length = dx_BxLxD.shape[1]
     for_x_BxCxV, dlogits_BxCxV = (a.astype(dx_BxLxD.dtype) for a in dlogits)
-    dx_BxCxD = jnp.einsum('bcv,vd->bcd', for_x_BxCxV, weights_VxD, preferred_element_type=jnp.float32)
+    dx_BxCxD = dot('bcv,vd->bcd', for_x_BxCxV, weights_VxD)
     dx_BxLxD = put(dx_BxLxD, dx_BxCxD, start(i, chunk, length), 1)
     if length % chunk:
         x_BxCxD = jnp.where(fresh(i, chunk, length)[:, None], x_BxCxD, 0)
-    dembedding_VxD += jnp.einsum('bcv,bcd->vd', dlogits_BxCxV, x_BxCxD, preferred_element_type=jnp.float32)
+    dembedding_VxD += dot('bcv,bcd->vd', dlogits_BxCxV, x_BxCxD)
     if dbias_V is not None:
         fresh_C = fresh(i, chunk, length).astype(dlogits_BxCxV.dtype)
         dbias_V += jnp.einsum('bcv,c->v', dlogits_BxCxV, fresh_C, preferred_element_type=jnp.float32)

@@ -47,7 +47,7 @@ from lm.ops.residuals import saved
 BLOCK = {'cpu': 64}
 """Where the result does not depend on it."""
 
-TILE = {'cpu': 64}
+TILE = {'cpu': 256}
 
 
 def linear_attention(
