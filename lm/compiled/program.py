@@ -151,11 +151,18 @@ class HloProgram:
                     branches = re.search(r'branch_computations=\{([^}]*)\}', i.attributes)
                     names = re.findall(r'%([\w.\-]+)', branches[1]) if branches else []
                     names += [i.attribute(b) for b in ('true_computation', 'false_computation') if i.attribute(b)]
+                    names = [name for name in names if self._reads(name)] or names  # not what is never run
                     if names:  # the cheapest: what a step takes at least
                         visit(min(names, key=self._written), n)
 
         visit(self.entry, 1)
         return {name: n for name, n in times.items() if name in self.computations}
+
+    def _reads(self, computation: str) -> bool:
+        """Whether it depends on what it is given: the branches of `lm.ops.blocks.apart` that are never taken do not."""
+        instructions = self.computations.get(computation, ())
+        given = {i.name for i in instructions if i.opcode == 'parameter'}
+        return any(given.intersection(i.operands) for i in instructions)
 
     def _written(self, computation: str) -> int:
         """Numbers that the instructions of a computation make."""

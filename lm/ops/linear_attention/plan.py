@@ -37,6 +37,11 @@ class BlockPlan:
         return self.after or self.length > self.block or not self.options.causal
 
     @property
+    def reuses(self) -> bool:
+        """Whether a block's keys are compared and folded by their features, which then are formed once for both."""
+        return self.options.causal and self.folds and self.shape.compares
+
+    @property
     def shape(self) -> Shape:
         """What a block has to do."""
         reads = self.before or self.length > self.block or not self.options.causal

@@ -192,25 +192,24 @@ def _forward(plan, queries, keys, parameters, initial_state, bounds, decay):
     queries, keys, sums = _arranged(plan, queries, keys, initial_state)
     lead = (batch, plan.heads, plan.values, total // plan.heads, plan.length)
 
-    def folded(start, size, sums):
-        return _advanced(plan, start, sums, _part(keys, start, size), parameters, bounds, _part(decay, start, size + 1))
-
+    after = functools.partial(_after, plan, keys, parameters, bounds, decay)
     if not plan.options.causal:
-        sums = plan.walk(folded, sums)
+        sums = plan.walk(after, sums)
 
     def body(start, size, carry):
         o, inverse, sums = carry
-        tokens, seen = _part(queries, start, size), _part(keys, start, size + plan.lag)
 
         def compute(tokens, seen, fading, sums):
-            return numerators(plan.shape, tokens, seen, parameters, sums, bounds, start, fading)
+            read = numerators(plan.shape, tokens, seen, parameters, sums, bounds, start, fading)
+            return read, _shared(plan, seen, parameters, bounds, fading, start, size, sums)
 
-        num, den = apart(start, compute, tokens, seen, _part(decay, start, size + plan.lag + 1), sums)
+        tokens, seen = _part(queries, start, size), _part(keys, start, size + plan.lag)
+        (num, den), then = apart(start, compute, tokens, seen, _part(decay, start, size + plan.lag + 1), sums)
         if plan.options.normalize:
             inverse = _put(inverse, 1.0 / den, start)
             num *= (1.0 / den)[:, :, None]
         if plan.options.causal and plan.folds:
-            sums = folded(start, size, sums)
+            sums = then if plan.reuses else after(start, size, sums)
         return _put(o, num, start), inverse, sums
 
     inverse = jnp.zeros(lead[:2] + lead[3:], jnp.float32) if plan.options.normalize else None
@@ -223,16 +222,8 @@ def _attend_forward(plan, queries, keys, parameters, initial_state, bounds, deca
     o = saved(o)
     kept = (o, saved(inverse)) if plan.options.normalize else (None, None)
     final = None if plan.options.causal else sums
-    return (o, join(sums) if plan.after else None), (
-        queries,
-        keys,
-        parameters,
-        initial_state,
-        bounds,
-        decay,
-        final,
-        *kept,
-    )
+    residuals = (queries, keys, parameters, initial_state, bounds, decay, final, *kept)
+    return (o, join(sums) if plan.after else None), residuals
 
 
 def _attend_backward(plan, residuals, cotangents):
@@ -261,12 +252,12 @@ def _attend_backward(plan, residuals, cotangents):
                 return numerators(shape, tokens, all_seen, parameters, sums, bounds, start, _with_total(fading, total))
 
             met = BlockKeys(*(None if a is None else b for a, b in zip(direct, seen, strict=True)))
-            return jax.vjp(call, tokens, met, parameters, _total(fading))[1](d)
+            gradients = jax.vjp(call, tokens, met, parameters, _total(fading))[1](d)
+            return gradients, _shared(plan, seen, parameters, bounds, fading, start, size, sums)
 
-        dtokens, dseen, dpart, dfading = apart(start, compute, *inputs(start, size), sums)
+        (dtokens, dseen, dpart, dfading), then = apart(start, compute, *inputs(start, size), sums)
         if causal and plan.folds:
-            part, fading = _part(keys, start, size), _part(decay, start, size + 1)
-            sums = _advanced(plan, start, sums, part, parameters, bounds, fading)
+            sums = then if plan.reuses else _after(plan, keys, parameters, bounds, decay, start, size, sums)
         dkeys = (_add if lag else _put)(dkeys, dseen, start)
         # The first entry is the moment of the sums, not a token's.
         dtotal = _add(dtotal, None if dfading is None else dfading.at[..., 0].set(0.0), start)
@@ -335,11 +326,18 @@ def _attend_backward(plan, residuals, cotangents):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _advanced(plan, start, sums, part, parameters, bounds, fading):
+def _shared(plan, seen, parameters, bounds, fading, start, size, sums):
+    """The sums after a block whose queries meet the keys `seen`, where the features of these serve both, or None."""
+    if not plan.reuses:
+        return None
+    return advance(plan.shape, sums, _part(seen, 0, size), parameters[1], bounds, start, _part(fading, 0, size + 1))
+
+
+def _after(plan, keys, parameters, bounds, decay, start, size, sums):
     def compute(sums, part, fading):
         return advance(plan.shape, sums, part, parameters[1], bounds, start, fading)
 
-    return apart(start, compute, sums, part, fading)
+    return apart(start, compute, sums, _part(keys, start, size), _part(decay, start, size + 1))
 
 
 def _total(decay):
