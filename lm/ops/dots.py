@@ -19,11 +19,10 @@ def dot(formula: str, a: jax.Array, b: jax.Array, precision: lax.Precision | Non
     made float32 first: the result is the same, since products of two bfloat16 numbers are exact in float32.
     """
     if platform.target_platform() == 'cpu':
-        return _with_least_copies(formula, a.astype(jnp.float32), b.astype(jnp.float32))
+        return _dot_on_cpu(formula, a.astype(jnp.float32), b.astype(jnp.float32))
     return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_least_copies(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """The product as XLA's CPU backend multiplies, [N, M, K] by [N, K, L].
 
@@ -35,6 +34,11 @@ def _with_least_copies(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return min((_Product(*order, letters) for order in orders), key=lambda product: product.cost).compute()
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot_on_cpu(formula, a, b):
+    return _with_least_copies(formula, a, b)
+
+
 def _backward(formula, factors, d):
     letters_a, letters_b, letters = re.split(',|->', formula)
     a, b = factors
@@ -42,7 +46,8 @@ def _backward(formula, factors, d):
     return da, _with_least_copies(f'{letters_a},{letters}->{letters_b}', a, d)
 
 
-_with_least_copies.defvjp(lambda formula, a, b: (_with_least_copies(formula, a, b), (a, b)), _backward)
+# The product itself is called here: `model.remat` does not see into what has a gradient of its own.
+_dot_on_cpu.defvjp(lambda formula, a, b: (_with_least_copies(formula, a, b), (a, b)), _backward)
 
 
 class _Product:

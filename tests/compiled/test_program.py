@@ -149,6 +149,26 @@ ENTRY %main (i: s32[], x: f32[8]) -> f32[] {
     assert HloProgram(text.replace('BRANCHES', branches)).times == {'main': 1, 'short': 1}
 
 
+def test_a_branch_that_reads_nothing_is_never_taken():
+    text = """%never (x: f32[8]) -> f32[] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %y = f32[] constant(0)
+}
+
+%always (x: f32[8]) -> f32[] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %y = f32[] reduce(%x)
+}
+
+ENTRY %main (i: s32[], x: f32[8]) -> f32[] {
+  %i = s32[] parameter(0)
+  %x = f32[8]{0} parameter(1)
+  ROOT %found = f32[] conditional(%i, %x, %x), branch_computations={%never, %always}
+}
+"""
+    assert HloProgram(text).times == {'main': 1, 'always': 1}
+
+
 def test_the_parts_of_a_chain_of_collectives_count_once():
     lines = '\n'.join(
         f'  %part.{i} = f32[64]{{0}} all-gather(%x), channel_id=7, replica_groups={{{{0,1}}}}, dimensions={{0}}, '
