@@ -17,6 +17,10 @@ EXAMPLES = {
         'whole training steps a second at constant tokens a step, over context lengths',
         'lm bench step --mechanisms softmax,polysketch --contexts 512,2048 --json step.json',
     ),
+    'precision': (
+        'whether the kernels of this machine compute what XLA alone computes: loss and gradients of a small model',
+        'lm bench precision --mechanisms softmax,configs/attention/polysketch.gin',
+    ),
     'kernels': (
         'cycles of the TPU kernels, read from what the compiler schedules: needs libtpu, no TPU',
         'lm bench kernels --topology v5e,v6e',
@@ -50,7 +54,7 @@ def bench_flags(parser: argparse.ArgumentParser) -> None:
         part.set_defaults(parser=part)
 
 
-def _measuring(parser: argparse.ArgumentParser) -> None:
+def _candidates(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--mechanisms',
         type=_list(str),
@@ -59,6 +63,10 @@ def _measuring(parser: argparse.ArgumentParser) -> None:
         'attention also has plain and scan, polysketch computed in other ways',
     )
     parser.add_argument('--contexts', type=_list(_count), metavar='LENGTHS', help='tokens a sequence, with commas')
+
+
+def _measuring(parser: argparse.ArgumentParser) -> None:
+    _candidates(parser)
     parser.add_argument('--repeats', type=_count, metavar='N', help='a figure is a median of N; default: 5')
     parser.add_argument('--out', metavar='DIR', help='draw pictures (PNG and PDF) in this folder')
 
@@ -107,6 +115,12 @@ def _step(parser: argparse.ArgumentParser) -> None:
     distributed_flags(parser)
 
 
+def _precision(parser: argparse.ArgumentParser) -> None:
+    _candidates(parser)
+    gin_flags(parser)
+    distributed_flags(parser)
+
+
 def _kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--topology', type=_list(str), default=['v5e'], metavar='NAMES', help='v4, v5e, v5p, v6e, v7x; with commas'
@@ -139,6 +153,7 @@ def _checkpoint(parser: argparse.ArgumentParser) -> None:
 FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     'attention': _attention,
     'step': _step,
+    'precision': _precision,
     'kernels': _kernels,
     'data': _data,
     'checkpoint': _checkpoint,

@@ -4,11 +4,13 @@ Both are read from the mesh in context (`with jax.set_mesh(mesh):`), which is pa
 when a step is compiled on a laptop for a TPU topology. Without a mesh the platform is `jax.default_backend()`.
 """
 
+import contextlib
 import functools
 import importlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +35,23 @@ MOSAIC_GPU_JAX = (0, 11)
 KERNELS = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu', 'pallas_gpu_recurrent')}
 """What platforms prefer of an operation that says nothing else."""
 FEW_TOKENS = 128
+_CHOICES: ContextVar[dict[str, str] | None] = ContextVar('choices', default=None)
+_PORTABLE: ContextVar[bool] = ContextVar('portable', default=False)
+
+
+@contextlib.contextmanager
+def choices(portable: bool = False) -> Iterator[dict[str, str]]:
+    """Operation → implementation, of what is traced in the context, as it is chosen.
+
+    `portable`: it is 'xla' for all, also where another one is requested.
+    """
+    found: dict[str, str] = {}
+    tokens = _CHOICES.set(found), _PORTABLE.set(portable)
+    try:
+        yield found
+    finally:
+        _CHOICES.reset(tokens[0])
+        _PORTABLE.reset(tokens[1])
 
 
 def target_platform() -> str:
@@ -169,6 +188,12 @@ class Implementations(Mapping[str, ModuleType]):
         Raises:
             ConfigError: an unknown name, or a requested implementation that does not support the call.
         """
+        name = 'xla' if _PORTABLE.get() else self._chosen(requested, *args, **options)
+        if (noted := _CHOICES.get()) is not None:
+            noted[self._operation] = name
+        return self[name]
+
+    def _chosen(self, requested: str | None, *args: Any, **options: Any) -> str:
         if requested is not None:
             if requested not in self:
                 names = ', '.join(sorted(self))
@@ -177,16 +202,16 @@ class Implementations(Mapping[str, ModuleType]):
                 raise ConfigError(
                     f'implementation = {requested!r}: {self._operation} {reason}; leave it unset to use the best'
                 )
-            return self[requested]
+            return requested
         reasons = []
         for name in self._preferred.get(target_platform(), ()):
             reason = self[name].unsupported(*args, **options)
             if reason is None:
-                return self[name]
+                return name
             reasons.append(f'{name} {reason}')
         if reasons:
             _say_once(f'{self._operation}: {", ".join(reasons)}; using the slower xla path')
-        return self['xla']
+        return 'xla'
 
 
 def for_few(tokens: int) -> str | None:

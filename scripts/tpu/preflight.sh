@@ -4,6 +4,9 @@
 #
 #   scripts/tpu/preflight.sh
 #   scripts/tpu/preflight.sh --fix             removes a stale /tmp/libtpu_lockfile
+#   scripts/tpu/preflight.sh --precision --mechanisms configs/attention/polysketch.gin
+#                                              then compares the kernels with XLA alone on a chip of each worker; what
+#                                              follows goes to `lm bench precision`
 #   DRY_RUN=1 scripts/tpu/preflight.sh         prints the command
 #
 # The bucket is the one of RUN_DIR, the token store DATA_PATH. Exit codes: 0 all is well, 44 the tokenizer is not the
@@ -11,13 +14,21 @@
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"
 fix=()
-case ${1:-} in
-  '') ;;
-  --fix) fix=(--fix) ;;
-  *) fail "$1: unknown argument; see $SCRIPT --help" ;;
-esac
+precision=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --fix) fix=(--fix) ;;
+    --precision)
+      precision=(.venv/bin/lm bench precision "${@:2}")
+      break
+      ;;
+    *) fail "$1: unknown argument; see $SCRIPT --help" ;;
+  esac
+  shift
+done
 load_settings
 check=(.venv/bin/python scripts/tpu/vm/preflight.py --processes "$PROCESSES" --devices "$DEVICES" --min_free_gb "$MIN_FREE_GB")
 if [ -n "$RUN_DIR" ]; then check+=(--writable "${RUN_DIR%/*}"); fi
 if [ -n "$DATA_PATH" ]; then check+=(--data "$DATA_PATH"); fi
 on_workers all "cd lm && $(quote_all "${check[@]}" ${fix[@]+"${fix[@]}"})"
+if [ ${#precision[@]} -gt 0 ]; then on_workers all "cd lm && $(quote_all "${precision[@]}")"; fi

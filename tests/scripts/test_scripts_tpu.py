@@ -59,6 +59,7 @@ DRY_RUNS = {
     'logs': (['logs.sh', '-n', '200', '--worker', '3', '--follow'], {}),
     'logs_fetch': (['logs.sh', '--fetch', 'logs of today'], {}),
     'preflight': (['preflight.sh', '--fix'], {}),
+    'preflight_precision': (['preflight.sh', '--precision', '--gin_param', "model.dtype = 'bfloat16'"], {}),
     'supervise': (['supervise.sh', *TRAIN], {}),
     'sweep': (['sweep.sh', '2', 'lm', 'sweep', '--sweep_file', 'my sweep.gin', '--run_dir', 'gs://b/s'], {}),
     'delete': (['delete.sh'], {}),

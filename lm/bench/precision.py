@@ -1,0 +1,186 @@
+"""`lm bench precision`: whether the kernels of this machine compute what XLA alone computes.
+
+The loss of a model on random tokens and its gradients, three times on one device: as configured, the same without any
+kernel of ours, and without kernels in float32 with products of full precision. The model has one layer of each
+mechanism of its pattern, and is as configured otherwise, so that all that a step computes is compared: rotary
+positions, sketches, attention, cross-entropy. Errors of the first two against the third should be alike.
+"""
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lm.bench import results
+from lm.bench.candidates import Candidate, of_arguments
+from lm.errors import ConfigError
+from lm.experiment import Experiment, training_step
+from lm.ops.platform import choices
+from lm.training.mesh import MeshConfig, initialize_distributed, make_mesh
+from lm.training.step import weights
+
+CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
+CPU_CONTEXTS, CONTEXTS = (512,), (4096,)
+ALLOWED, ROUNDING = 3.0, 0.01
+"""Wrong is a gradient whose error is more than so many times that of XLA alone, and one percent."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionRow:
+    """One configuration at one context length. Errors are against float32, relative to the norm.
+
+    Attributes:
+        kernels: what else than XLA computed, operation by operation.
+        loss, gradients: errors; the latter of all gradients as one vector.
+        portable_loss, portable_gradients: the same where XLA alone computes.
+        worst: the parameter whose error is largest beside that of XLA alone.
+        worst_error, portable_error: of it.
+        repeats: whether a second run gave the same bits.
+        right: whether every gradient is finite and within what is allowed.
+    """
+
+    mechanism: str
+    context: int
+    kernels: str
+    loss: float
+    portable_loss: float
+    gradients: float
+    portable_gradients: float
+    worst: str
+    worst_error: float
+    portable_error: float
+    repeats: bool
+    right: bool
+
+
+COLUMNS = {
+    'mechanism': ('mechanism', str),
+    'context': ('context', '{:,}'.format),
+    'loss': ('loss', '{:.2%}'.format),
+    'portable_loss': ('XLA', '{:.2%}'.format),
+    'gradients': ('gradients', '{:.2%}'.format),
+    'portable_gradients': ('XLA', '{:.2%}'.format),
+    'worst_error': ('worst', '{:.2%}'.format),
+    'portable_error': ('XLA', '{:.2%}'.format),
+    'worst': ('worst of', str),
+    'repeats': ('repeats', lambda same: 'yes' if same else 'NO'),
+    'right': ('right', lambda right: 'yes' if right else 'NO'),
+    'kernels': ('kernels', str),
+}
+
+
+def run(arguments: Any) -> int:
+    """The command; 1 where something is wrong."""
+    results.check_writable(arguments.json, None)
+    initialize_distributed(MeshConfig(), arguments.coordinator_address, arguments.process_count, arguments.process_id)
+    is_cpu = jax.default_backend() == 'cpu'
+    if not any(text.lstrip().startswith('model.d_model') for text in arguments.gin_param):
+        arguments.gin_file = arguments.gin_file or [CPU_MODEL if is_cpu else MODEL]
+    found = of_arguments(arguments)
+    printer, machine = results.Printer(), results.machine()
+    printer.line(results.heading('lm bench precision', machine))
+    printer.line('errors against float32 without kernels, and beside each that of XLA alone in the same type')
+    rows = []
+    for candidate in found:
+        for context in arguments.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS):
+            printer.progress(f'{candidate.name}, {context:,} tokens …')
+            rows.append(compared(candidate, context))
+    printer.progress()
+    printer.table([dataclasses.asdict(row) for row in rows], COLUMNS)
+    settings = {'gin_files': arguments.gin_file, 'gin_params': arguments.gin_param}
+    results.write_json(arguments.json, 'precision', machine, settings, rows)
+    for row in rows:
+        if not (row.right and row.repeats):
+            print(failure(row), file=sys.stderr, flush=True)
+    return 0 if all(row.right and row.repeats for row in rows) else 1
+
+
+def failure(row: PrecisionRow) -> str:
+    """One line: what is wrong, and what to do about it."""
+    name = f'{row.mechanism}, {row.context:,} tokens'
+    if row.right:
+        return f'{name}: two runs differ; report it, with the table above'
+    return (
+        f'{name}: the gradient of {row.worst} is wrong by {row.worst_error:.2%}, by {row.portable_error:.2%} with XLA '
+        f"alone; set the mechanism's implementation = 'xla', and report it with the table above"
+    )
+
+
+def compared(candidate: Candidate, context: int) -> PrecisionRow:
+    """What the three programs say of one configuration.
+
+    Raises ConfigError where the mechanisms cannot compute a window of so many tokens.
+    """
+    model = candidate.experiment.model
+    if not model.causal:
+        raise ConfigError(f'{candidate.name}: lm bench precision is for causal models')
+    small = dataclasses.replace(model, n_layers=len(model.pattern))
+    experiment = dataclasses.replace(candidate.experiment, model=small, mesh=MeshConfig())
+    exact = dataclasses.replace(experiment, model=dataclasses.replace(small, dtype='float32'))
+    (configured, again), used = values_of(experiment, context, runs=2)
+    (portable,), _ = values_of(experiment, context, portable=True)
+    with jax.default_matmul_precision('highest'):
+        (reference,), _ = values_of(exact, context, portable=True)
+    loss, *of_loss = (found.pop('loss') for found in (reference, configured, portable, again))
+    errors, others = (errors_of(found, reference) for found in (configured, portable))
+    excess = {name: errors[name] / (ALLOWED * others[name] + ROUNDING) for name in errors}
+    worst = max(excess, key=lambda name: np.nan_to_num(excess[name], nan=np.inf))
+    return PrecisionRow(
+        mechanism=candidate.name,
+        context=context,
+        kernels=', '.join(f'{operation}: {name}' for operation, name in used.items() if name != 'xla') or '–',
+        loss=abs(float(of_loss[0] / loss - 1)),
+        portable_loss=abs(float(of_loss[1] / loss - 1)),
+        gradients=norm_of_difference(configured, reference),
+        portable_gradients=norm_of_difference(portable, reference),
+        worst=worst,
+        worst_error=errors[worst],
+        portable_error=others[worst],
+        repeats=all(np.array_equal(configured[name], again[name], equal_nan=True) for name in configured),
+        right=all(value <= 1 for value in excess.values()),
+    )
+
+
+def values_of(
+    experiment: Experiment, context: int, portable: bool = False, runs: int = 1
+) -> tuple[list[dict[str, np.ndarray]], dict[str, str]]:
+    """Loss and gradients by name, of each of some runs; and what computed, operation by operation."""
+    mesh = make_mesh(experiment.mesh, jax.local_devices()[:1])
+    with jax.set_mesh(mesh), choices(portable) as used:
+        functions = training_step(experiment)
+        tokens = jax.random.randint(jax.random.key(1), (1, context + 1), 0, experiment.model.vocab_size)
+
+        def loss(params, buffers, tokens):
+            share = jnp.full((1, context), 1 / context, jnp.float32)
+            state = {'params': params, 'buffers': buffers}
+            return functions.weighted_loss(state, tokens[:, :-1], tokens[:, 1:], share)[0]
+
+        state = weights(jax.jit(functions.init)(experiment.train.seed))
+        program = jax.jit(jax.value_and_grad(loss))
+        found = [jax.device_get(program(state['params'], state['buffers'], tokens)) for _ in range(runs)]
+    return [{'loss': value, **named(gradients)} for value, gradients in found], used
+
+
+def named(tree: Any) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(leaf, np.float64) for path, leaf in leaves
+    }
+
+
+def errors_of(found: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> dict[str, float]:
+    """Of each gradient, relative to its norm; of one that is zero, to nothing."""
+    norms = {name: float(np.linalg.norm(value)) for name, value in reference.items()}
+    return {name: float(np.linalg.norm(found[name] - reference[name])) / (norms[name] or 1.0) for name in reference}
+
+
+def norm_of_difference(found: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> float:
+    """Of all gradients as one vector, relative to its norm."""
+    above, below = (
+        sum(float(np.sum(np.square(x))) for x in values)
+        for values in ([found[name] - reference[name] for name in reference], reference.values())
+    )
+    return (above / below) ** 0.5

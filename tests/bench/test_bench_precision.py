@@ -1,0 +1,105 @@
+"""`lm bench precision`: kernels that are right pass, one that is wrong is named and ends the command with 1."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from lm.bench import precision
+from lm.bench.candidates import candidates
+from lm.cli import main
+from lm.ops import exact_attention, linear_attention, platform
+from lm.ops.exact_attention import reference as exact_reference
+
+MODEL = ['model.vocab_size = 64', 'model.n_layers = 2', 'model.d_model = 32', 'model.n_heads = 2']
+MODEL += ['model.head_dim = 16', 'optimizer.warmup_steps = 1', "model.dtype = 'bfloat16'"]
+FLAGS = [word for binding in MODEL for word in ('--gin_param', binding)]
+MECHANISMS = 'softmax,gated_linear'
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The readable formulas in the place of kernels: another program, but the same numbers."""
+    for implementations in (exact_attention.SOFTMAX, linear_attention.IMPLEMENTATIONS):
+        monkeypatch.setitem(implementations._preferred, 'cpu', ('reference',))
+    return monkeypatch
+
+
+def test_kernels_that_are_right(kernels, capsys, tmp_path):
+    flags = ['--mechanisms', MECHANISMS, '--contexts', '40', '--json', str(tmp_path / 'found.json'), *FLAGS]
+    assert main(['bench', 'precision', *flags]) == 0
+    softmax, linear = json.loads((tmp_path / 'found.json').read_text())['rows']
+    assert softmax['kernels'].endswith(': reference')
+    assert linear['kernels'] == 'linear attention: reference'
+    for row in (softmax, linear):
+        assert row['right']
+        assert row['repeats']
+        assert 0 < row['gradients'] < 0.05
+        assert row['gradients'] != row['portable_gradients'] == pytest.approx(row['gradients'], rel=0.5)
+    printed = capsys.readouterr()
+    assert 'reference' in printed.out
+    assert printed.err.count('\n') <= 1
+
+
+def test_a_kernel_that_is_wrong(kernels, capsys):
+    right = exact_reference.softmax_attention
+    kernels.setattr(exact_reference, 'softmax_attention', lambda *arrays, **rest: 1.1 * right(*arrays, **rest))
+    assert main(['bench', 'precision', '--mechanisms', MECHANISMS, '--contexts', '40', *FLAGS]) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if 'wrong' in line)
+    assert line.startswith('softmax, 40 tokens: the gradient of blocks/0/')
+    assert "set the mechanism's implementation = 'xla'" in line
+
+
+def test_what_is_not_finite_is_wrong(kernels):
+    right = exact_reference.softmax_attention
+    kernels.setattr(exact_reference, 'softmax_attention', lambda *arrays, **rest: right(*arrays, **rest) * jnp.nan)
+    (candidate,) = candidates(['softmax'], [], MODEL)
+    row = precision.compared(candidate, 40)
+    assert not row.right
+    assert np.isnan(row.worst_error)
+
+
+def test_runs_that_differ_are_said_to(kernels):
+    (candidate,) = candidates(['softmax'], [], MODEL)
+    row = dataclasses.replace(precision.compared(candidate, 40), repeats=False)
+    assert precision.failure(row) == 'softmax, 40 tokens: two runs differ; report it, with the table above'
+
+
+def test_models_that_are_not_causal_are_refused(capsys):
+    flags = ['--gin_param', 'model.causal = False', '--mechanisms', 'softmax', *FLAGS]
+    assert main(['bench', 'precision', *flags]) == 2
+    assert 'is for causal models' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('mechanism', 'bindings'),
+    [
+        ('softmax', []),
+        ('polysketch', ['polysketch.sketch_size = 16', 'polysketch.block = 128']),
+        ('gated_linear', []),
+        ('delta', []),
+    ],
+)
+def test_the_kernels_of_tpus_interpreted(mechanism, bindings, monkeypatch):
+    """All of them in one model, whose gradients are those of XLA."""
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
+    (candidate,) = candidates([mechanism], [], [*MODEL, 'model.head_dim = 32', *bindings])
+    with pltpu.force_tpu_interpret_mode():
+        row = precision.compared(candidate, 256)
+    assert row.right
+    assert row.repeats
+    assert 'rotary: pallas_tpu' in row.kernels
+    assert row.kernels.count('pallas_tpu') >= 2
+
+
+def test_choices_are_noted_and_can_be_portable(monkeypatch):
+    arrays = [jnp.ones((1, 4, 1, 8))] * 3
+    with platform.choices() as found:
+        jax.eval_shape(lambda *arrays: exact_attention.softmax_attention(*arrays, implementation='reference'), *arrays)
+    with platform.choices(portable=True) as portable:
+        jax.eval_shape(lambda *arrays: exact_attention.softmax_attention(*arrays, implementation='reference'), *arrays)
+    assert [set(names.values()) for names in (found, portable)] == [{'reference'}, {'xla'}]
