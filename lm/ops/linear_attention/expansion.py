@@ -80,9 +80,13 @@ def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
     return (a[:, :, :, None] * b[:, :, None]).reshape(*a.shape[:2], -1, *a.shape[3:])
 
 
+def _strips(x: jax.Array) -> list[jax.Array]:
+    return [_outer(x[:, :, g : g + STRIP], x[:, :, g:]) for g in range(0, x.shape[2], STRIP)]
+
+
 @jax.custom_vjp
 def _square(x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    return [_outer(x[:, :, g : g + STRIP], x[:, :, g:]) for g in range(0, x.shape[2], STRIP)], x
+    return _strips(x), x
 
 
 def _square_backward(x: jax.Array, gradients: tuple[list[jax.Array], jax.Array]) -> tuple[jax.Array]:
@@ -96,7 +100,7 @@ def _square_backward(x: jax.Array, gradients: tuple[list[jax.Array], jax.Array])
     size, lead, rest = x.shape[2], x.shape[:2], x.shape[3:]
     starts = range(0, size, STRIP)
     if size > MOST_WRITTEN_OUT:
-        return (jax.vjp(lambda x: _square.fun(x)[0], x)[1](d)[0] + dx,)
+        return (jax.vjp(_strips, x)[1](d)[0] + dx,)
     rows, result = ([a[:, :, g : g + STRIP] for g in starts] for a in (x, dx))
     for a, (g, strip) in enumerate(zip(starts, d, strict=True)):
         strip = strip.reshape(*lead, -1, size - g, *rest)
