@@ -15,7 +15,7 @@ from lm import plots
 from lm.attention import HeadDims, mechanisms
 from lm.attention.linear import LinearAttention
 from lm.bench import attention, candidates, checkpoint, data, kernels, results, step, timing
-from lm.bench.formulations import COMPUTED, FORMULATIONS
+from lm.bench.attention.formulations import COMPUTED, FORMULATIONS
 from lm.cli import main
 from lm.data.store import TokenStore
 from lm.errors import ConfigError

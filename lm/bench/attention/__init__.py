@@ -2,7 +2,7 @@
 
 The number of tokens of a call is the same at every context length (the batch makes up for it), as in PolySketchFormer's
 Figure 1; all candidates take turns in random order, so that ratios hold on a busy machine too. `plain` and `scan` are
-polysketch computed in other ways (`lm.bench.formulations`): `plain`, the formulas of the paper, is a yardstick too.
+polysketch computed in other ways (`formulations`): `plain`, the formulas of the paper, is a yardstick too.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from flax import nnx
 from lm.attention import YARDSTICK, HeadDims
 from lm.attention.linear import TOKENS, LinearAttention, LinearModule
 from lm.bench import results, timing
+from lm.bench.attention.formulations import COMPUTED, FORMULATIONS
 from lm.bench.candidates import Candidate, of_arguments
-from lm.bench.formulations import COMPUTED, FORMULATIONS
 from lm.errors import ConfigError
 from lm.ops.linear_attention import linear_attention
 from lm.text import counted, digits
