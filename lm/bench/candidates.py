@@ -18,6 +18,8 @@ from lm.config.text import Reference, listed
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 
+CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -81,6 +83,14 @@ def candidates(
     if twice := {label for label in labels if labels.count(label) > 1}:
         raise ConfigError(f'--mechanisms: two of them are called {min(twice)}; name one of them, or use a scope')
     return [candidate for candidate, *_ in resolved]
+
+
+def of_models(arguments: Any, on_cpu: bool) -> list[Candidate]:
+    """The candidates of a command line about whole models, which are small, and smaller on a CPU, unless it says what
+    they are."""
+    if not any(text.lstrip().startswith('model.d_model') for text in arguments.gin_param):
+        arguments.gin_file = arguments.gin_file or [CPU_MODEL if on_cpu else MODEL]
+    return of_arguments(arguments)
 
 
 def of_arguments(arguments: Any, **options: Any) -> list[Candidate]:

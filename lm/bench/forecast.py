@@ -14,8 +14,8 @@ import numpy as np
 
 from lm.attention import YARDSTICK
 from lm.bench import results
-from lm.bench.candidates import Candidate, of_arguments
-from lm.bench.step import MODEL, at_context
+from lm.bench.candidates import Candidate, of_models
+from lm.bench.step import at_context
 from lm.compiled.compiler import CompiledProgram
 from lm.compiled.kernel_cycles import KernelCycles
 from lm.compiled.program import HloProgram
@@ -64,9 +64,7 @@ def run(arguments: Any) -> int:
     """The command."""
     results.check_writable(arguments.json, arguments.out)
     jax.config.update('jax_platforms', 'cpu')  # Nothing is run; an accelerator of this machine may be busy.
-    if not any(text.lstrip().startswith('model.d_model') for text in arguments.gin_param):
-        arguments.gin_file = arguments.gin_file or [MODEL]
-    found, chips = of_arguments(arguments), [generation(name) for name in arguments.topology]
+    found, chips = of_models(arguments, on_cpu=False), [generation(name) for name in arguments.topology]
     contexts = sorted(set(arguments.contexts or CONTEXTS))
     tokens = arguments.tokens_per_step or contexts[-1]
     limit = arguments.microbatch_tokens or MICROBATCH_TOKENS

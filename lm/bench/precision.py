@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from lm.bench import results
-from lm.bench.candidates import Candidate, of_arguments
+from lm.bench.candidates import Candidate, of_models
 from lm.errors import ConfigError
 from lm.experiment import Experiment, training_step
 from lm.ops.platform import choices
 from lm.training.mesh import MeshConfig, initialize_distributed, make_mesh
 from lm.training.step import weights
 
-CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
 CPU_CONTEXTS, CONTEXTS = (512,), (4096,)
 ALLOWED, ROUNDING = 3.0, 0.01
 """Wrong is a gradient whose error is more than so many times that of XLA alone, and one percent."""
@@ -77,9 +76,7 @@ def run(arguments: Any) -> int:
     results.check_writable(arguments.json, None)
     initialize_distributed(MeshConfig(), arguments.coordinator_address, arguments.process_count, arguments.process_id)
     is_cpu = jax.default_backend() == 'cpu'
-    if not any(text.lstrip().startswith('model.d_model') for text in arguments.gin_param):
-        arguments.gin_file = arguments.gin_file or [CPU_MODEL if is_cpu else MODEL]
-    found = of_arguments(arguments)
+    found = of_models(arguments, is_cpu)
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench precision', machine))
     printer.line('errors against float32 without kernels, and beside each that of XLA alone in the same type')

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from lm.attention import YARDSTICK
 from lm.bench import results, timing
-from lm.bench.candidates import Candidate, of_arguments
+from lm.bench.candidates import Candidate, of_models
 from lm.data.tokenizers import token_dtype
 from lm.errors import ConfigError
 from lm.experiment import Experiment, training_step
@@ -24,7 +24,6 @@ from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed,
 from lm.training.program import abstract_state, init_state, lower_step
 from lm.training.step import count_parameters
 
-CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
 CPU_CONTEXTS = (512, 1024, 2048)
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 MICROBATCH_TOKENS = 16_384
@@ -129,9 +128,7 @@ def run(arguments: Any) -> int:
     distributed = arguments.coordinator_address, arguments.process_count, arguments.process_id
     initialize_distributed(MeshConfig(), *distributed)
     is_cpu = jax.default_backend() == 'cpu'
-    if not any(text.lstrip().startswith('model.d_model') for text in arguments.gin_param):
-        arguments.gin_file = arguments.gin_file or [CPU_MODEL if is_cpu else MODEL]
-    found = of_arguments(arguments)
+    found = of_models(arguments, is_cpu)
     contexts = sorted(set(arguments.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
     tokens = arguments.tokens_per_step or jax.device_count() * contexts[-1]
     limit, steps = arguments.microbatch_tokens or MICROBATCH_TOKENS, arguments.steps or (1 if is_cpu else 3)
