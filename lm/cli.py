@@ -39,9 +39,9 @@ from lm.check.flags import check_flags, check_together
 from lm.config.flags import distributed_flags, gin_flags
 from lm.data.prepare.flags import prepare_flags
 from lm.evaluation.flags import evaluate_flags
-from lm.exchange.flags import export_flags, import_flags
-from lm.inspect.flags import inspect_flags
+from lm.interop.flags import export_flags, import_flags
 from lm.report.flags import report_flags
+from lm.summary.flags import inspect_flags
 from lm.sweep.flags import sweep_flags
 
 # --------------------------------------------------------------------------------------------------------------- flags
@@ -221,14 +221,14 @@ VERBS = {
     'export': Verb(
         help='write the weights of a run for other programs',
         example='lm export --run_dir runs/tiny --format huggingface --out exports/tiny',
-        main='lm.exchange.command:export_run',
+        main='lm.interop.command:export_run',
         flags=(run_flags, export_flags, gin_flags),
         configure=from_run,
     ),
     'import': Verb(
         help='make a run of a Llama-shaped checkpoint, or of what lm export has written',
         example='lm import checkpoints/llama --run_dir runs/llama',
-        main='lm.exchange.command:import_run',
+        main='lm.interop.command:import_run',
         flags=(import_flags, gin_flags),
     ),
     'check': Verb(
@@ -264,7 +264,7 @@ VERBS = {
     'inspect': Verb(
         help='show what a run, a sweep or a token store holds',
         example='lm inspect runs/tiny --verify',
-        main='lm.inspect.command:main',
+        main='lm.summary.command:main',
         flags=(inspect_flags,),
         configure=None,
         only_prints=True,

@@ -19,7 +19,7 @@ import jax
 from lm import make_callable
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import some
-from lm.compiled.cache import CompileCache
+from lm.compilation.cache import CompileCache
 from lm.config.text import dump
 from lm.data.batches import Batches
 from lm.errors import Diverged, LmError, Preempted
@@ -32,15 +32,15 @@ from lm.hardware import peak_flops
 from lm.runs.branch import branch_of
 from lm.runs.goodput import Goodput, describe, process_start
 from lm.runs.initial import InitialParameters
-from lm.runs.leader import check_same
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
+from lm.runs.process_zero import check_same
 from lm.runs.run_dir import RunDir
 from lm.text import counted, duration, si
 from lm.training.config import TrainConfig
+from lm.training.heartbeat import Peers
 from lm.training.inputs import make_batches, open_store
 from lm.training.mesh import describe_mesh, initialize_distributed, make_mesh, meet
-from lm.training.peers import Peers
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
 from lm.training.program import abstract_state, compile_step_aside, init_state, shardings_of

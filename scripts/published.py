@@ -10,7 +10,7 @@ import dataclasses
 import sys
 from typing import Any
 
-from lm.check.compiled_step import check
+from lm.cost_model.compiled_step import check
 from lm.experiment import Experiment, load
 from lm.hardware import parse
 from lm.text import markdown_table

@@ -29,7 +29,7 @@ theirs would be left in float32, and no denominator."""
 class Hedgehog(LinearAttention):
     """Weights ⟨φ(q_i), φ(k_j)⟩ / Σ_j' ⟨φ(q_i), φ(k_j')⟩, with two features for each number of a head."""
 
-    per_head: bool = field(True, help='W of each head its own; False: one for all, which TPU kernels compute')
+    per_head: bool = field(default=True, help='W of each head its own; False: one for all, which TPU kernels compute')
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'HedgehogAttention':
         return HedgehogAttention(self, dims)

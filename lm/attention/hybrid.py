@@ -35,12 +35,16 @@ all time and memory before anything is computed."""
 class Hybrid(LinearAttention):
     """Exact softmax nearby, a polynomial of it far away; `softmax` checkpoints run under it."""
 
-    window: int = field(200, minimum=1, help='most recent keys, the own included, that are weighed exactly (N)')
-    degree: int = field(2, minimum=1, maximum=8, help='of the polynomial (n)')
-    parts: int = field(1, minimum=1, help='partial products into which the dot product is split (p)')
-    approximation: str = field('taylor', choices=tuple(APPROXIMATIONS), help='how the polynomial approximates exp')
-    radius: float = field(1.0, above=0, help='scores in [-radius, radius] are approximated (chebyshev, minimax)')
-    scale: float | None = field(None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
+    window: int = field(default=200, minimum=1, help='most recent keys, the own included, that are weighed exactly (N)')
+    degree: int = field(default=2, minimum=1, maximum=8, help='of the polynomial (n)')
+    parts: int = field(default=1, minimum=1, help='partial products into which the dot product is split (p)')
+    approximation: str = field(
+        default='taylor', choices=tuple(APPROXIMATIONS), help='how the polynomial approximates exp'
+    )
+    radius: float = field(
+        default=1.0, above=0, help='scores in [-radius, radius] are approximated (chebyshev, minimax)'
+    )
+    scale: float | None = field(default=None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'HybridAttention':
         if dims.head_dim % self.parts:

@@ -29,17 +29,21 @@ MOST_WITHOUT_NORM = 4
 class Llops(LinearAttention):
     """Weights ⟨φ_Q(q_i), φ_K(k_j)⟩ / (b + Σ_j' ⟨φ_Q(q_i), φ_K(k_j')⟩)."""
 
-    degree: int = field(4, minimum=1, maximum=16, help='power p of the kernel that the sketch stands for')
-    n_features: int = field(256, minimum=1, help='features of each query and key')
-    rank: int = field(1, minimum=1, help='terms t of the tensor rank decomposition')
-    nonnegative: bool = field(True, help='square products of p/2 projections, so that no weight is negative (§3.2)')
-    affine: bool = field(False, help='projections of [1, x], which reach the powers below p too')
-    init: str = field('random_sketch', choices=('random_sketch', 'flatten', 'based'))
-    layer_norm: bool = field(True, help='layer normalization of q and k, as in polynomial attention')
-    offset: float = field(0.0, minimum=0, help='first mean of scores q·k, in their standard deviations')
-    renormalize: bool = field(True, help='divide by the sum of the weights')
-    denominator_bias: float = field(1.0, minimum=0, formerly='bias', help='b: added to the sum of the weights')
-    stabilizer: float = field(1e-6, minimum=0, help='where weights can be negative, keeps their sum this far from 0')
+    degree: int = field(default=4, minimum=1, maximum=16, help='power p of the kernel that the sketch stands for')
+    n_features: int = field(default=256, minimum=1, help='features of each query and key')
+    rank: int = field(default=1, minimum=1, help='terms t of the tensor rank decomposition')
+    nonnegative: bool = field(
+        default=True, help='square products of p/2 projections, so that no weight is negative (§3.2)'
+    )
+    affine: bool = field(default=False, help='projections of [1, x], which reach the powers below p too')
+    init: str = field(default='random_sketch', choices=('random_sketch', 'flatten', 'based'))
+    layer_norm: bool = field(default=True, help='layer normalization of q and k, as in polynomial attention')
+    offset: float = field(default=0.0, minimum=0, help='first mean of scores q·k, in their standard deviations')
+    renormalize: bool = field(default=True, help='divide by the sum of the weights')
+    denominator_bias: float = field(default=1.0, minimum=0, formerly='bias', help='b: added to the sum of the weights')
+    stabilizer: float = field(
+        default=1e-6, minimum=0, help='where weights can be negative, keeps their sum this far from 0'
+    )
 
     def __post_init__(self):
         if self.nonnegative and self.degree % 2:

@@ -21,17 +21,25 @@ class Performer(LinearAttention):
     """Weights ⟨φ(q_i), φ(k_j)⟩ / Σ_j' ⟨φ(q_i), φ(k_j')⟩; the defaults are PolySketchFormer's (§4): FAVOR+, 2048
     features, block 1024, one φ for the heads of a layer. The protein models of 2020 are `features = 'relu'`, 256."""
 
-    features: str = field('positive', choices=tuple(FEATURES), help='the random feature map')
-    n_features: int = field(2048, minimum=2, even=True, help='features of each query and key')
-    projection: str = field('orthogonal', choices=tuple(PROJECTIONS), help='how the rows of the projection are drawn')
-    redraw_every: int | None = field(None, minimum=1, help='training steps after which it is drawn anew; None: never')
-    renormalize: bool = field(True, help='divide by the sum of the weights')
-    causal: bool = field(True, help='False: every token sees all others, as with model.causal = False in any mechanism')
-    scale: float | None = field(None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
-    stabilizer: float = field(1e-6, minimum=0, help='keeps denominators of softmax estimators and signed ones from 0')
-    kernel_epsilon: float = field(1e-3, minimum=0, help='added to the features of generalized kernels')
+    features: str = field(default='positive', choices=tuple(FEATURES), help='the random feature map')
+    n_features: int = field(default=2048, minimum=2, even=True, help='features of each query and key')
+    projection: str = field(
+        default='orthogonal', choices=tuple(PROJECTIONS), help='how the rows of the projection are drawn'
+    )
+    redraw_every: int | None = field(
+        default=None, minimum=1, help='training steps after which it is drawn anew; None: never'
+    )
+    renormalize: bool = field(default=True, help='divide by the sum of the weights')
+    causal: bool = field(
+        default=True, help='False: every token sees all others, as with model.causal = False in any mechanism'
+    )
+    scale: float | None = field(default=None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
+    stabilizer: float = field(
+        default=1e-6, minimum=0, help='keeps denominators of softmax estimators and signed ones from 0'
+    )
+    kernel_epsilon: float = field(default=1e-3, minimum=0, help='added to the features of generalized kernels')
     block: int | None = field(
-        1024, minimum=1, resume=True, help='tokens a block (changes speed, not results); None: the fastest'
+        default=1024, minimum=1, resume=True, help='tokens a block (changes speed, not results); None: the fastest'
     )
 
     def __post_init__(self):

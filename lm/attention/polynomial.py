@@ -28,12 +28,18 @@ class Polynomial(Attention):
     """Weights ⟨q'_i, k'_j⟩^degree / (b + Σ_j' ⟨q'_i, k'_j'⟩^degree), where ' is layer normalization."""
 
     degree: int = field(
-        4, minimum=2, maximum=16, even=True, help='power of the scores; from 4 on close to softmax, in heads of 64'
+        default=4,
+        minimum=2,
+        maximum=16,
+        even=True,
+        help='power of the scores; from 4 on close to softmax, in heads of 64',
     )
-    denominator_bias: float = field(1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
-    offset: float = field(2.0, minimum=0, help='first mean of scores, in their standard deviations')
+    denominator_bias: float = field(default=1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
+    offset: float = field(default=2.0, minimum=0, help='first mean of scores, in their standard deviations')
 
-    gate: bool = field(False, help='each token decides, for each key head, how much it leaves of all weights before it')
+    gate: bool = field(
+        default=False, help='each token decides, for each key head, how much it leaves of all weights before it'
+    )
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'PolynomialAttention':
         return PolynomialAttention(self, dims, rngs)

@@ -31,20 +31,26 @@ class Polysketch(LinearAttention):
 
     featured = True
 
-    sketch: str = field('learned', choices=tuple(SKETCHES), help='how the polynomial is sketched')
-    sketch_size: int = field(32, minimum=1, help='numbers a sketch has (r); the features are their r² products')
-    degree: int = field(4, minimum=2, maximum=16, check=power_of_two, help='power of the scores; at 2 nothing is lost')
-    local: bool = field(True, help='exact weights inside a block')
-    block: int = field(1024, minimum=1, help='tokens a block of exact weights; without `local` it has no effect')
-    network_width: int = field(
-        8, minimum=1, help="hidden units of a learned sketch's networks, in multiples of sketch_size"
+    sketch: str = field(default='learned', choices=tuple(SKETCHES), help='how the polynomial is sketched')
+    sketch_size: int = field(default=32, minimum=1, help='numbers a sketch has (r); the features are their r² products')
+    degree: int = field(
+        default=4, minimum=2, maximum=16, check=power_of_two, help='power of the scores; at 2 nothing is lost'
     )
-    per_head: bool = field(False, help='each key head has its own sketch; False: one for the layer')
-    denominator_bias: float = field(1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
-    offset: float = field(2.0, minimum=0, help='first mean of scores, in their standard deviations')
-    gate: bool = field(False, help='each token decides, for each key head, how much it leaves of all weights before it')
+    local: bool = field(default=True, help='exact weights inside a block')
+    block: int = field(
+        default=1024, minimum=1, help='tokens a block of exact weights; without `local` it has no effect'
+    )
+    network_width: int = field(
+        default=8, minimum=1, help="hidden units of a learned sketch's networks, in multiples of sketch_size"
+    )
+    per_head: bool = field(default=False, help='each key head has its own sketch; False: one for the layer')
+    denominator_bias: float = field(default=1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
+    offset: float = field(default=2.0, minimum=0, help='first mean of scores, in their standard deviations')
+    gate: bool = field(
+        default=False, help='each token decides, for each key head, how much it leaves of all weights before it'
+    )
     implementation: str | None = field(
-        None,
+        default=None,
         choices=tuple(IMPLEMENTATIONS),
         resume=True,
         help="how it is computed; None: the platform's best; results agree",

@@ -29,12 +29,14 @@ class Softmax(Attention):
 
     yardstick = True
 
-    scale: float | None = field(None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
-    window: int | None = field(None, minimum=1, help='tokens that a query sees, itself included; None sees all')
+    scale: float | None = field(default=None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
+    window: int | None = field(default=None, minimum=1, help='tokens that a query sees, itself included; None sees all')
 
-    gate: bool = field(False, help='each token decides, for each key head, how much it leaves of all weights before it')
+    gate: bool = field(
+        default=False, help='each token decides, for each key head, how much it leaves of all weights before it'
+    )
     implementation: str | None = field(
-        None,
+        default=None,
         choices=tuple(SOFTMAX),
         resume=True,
         help="how it is computed; None: the platform's best; results agree",

@@ -23,8 +23,10 @@ SERIES = (1.0, 1.0, 0.5)
 class Taylor(LinearAttention):
     """Weights 1 + s + s²/2 with s = ⟨W_q q, W_k k⟩ / sqrt(feature_dim), normalised."""
 
-    feature_dim: int | None = field(16, minimum=1, help='size of compressed queries and keys; None: not compressed')
-    per_head: bool = field(True, help='W_q and W_k of each head its own (BASED); False: one pair a layer')
+    feature_dim: int | None = field(
+        default=16, minimum=1, help='size of compressed queries and keys; None: not compressed'
+    )
+    per_head: bool = field(default=True, help='W_q and W_k of each head its own (BASED); False: one pair a layer')
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'TaylorAttention':
         return TaylorAttention(self, dims, rngs)

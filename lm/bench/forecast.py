@@ -1,6 +1,6 @@
 """`lm bench step --topology`: where the time of a training step goes on a TPU that is not there.
 
-The step is compiled for one described chip, and each instruction costs what `lm.compiled.step_time` says: a model, not
+The step is compiled for one described chip, and each instruction costs what `lm.cost_model.step_time` says: a model, not
 a measurement.
 """
 
@@ -16,10 +16,10 @@ from lm.attention import YARDSTICK
 from lm.bench import results
 from lm.bench.candidates import Candidate, of_models
 from lm.bench.step import at_context
-from lm.compiled.compiler import CompiledProgram
-from lm.compiled.kernel_cycles import KernelCycles
-from lm.compiled.program import HloProgram
-from lm.compiled.step_time import PARTS, StepTime, step_time
+from lm.compilation.compiler import CompiledProgram
+from lm.cost_model.kernel_cycles import KernelCycles
+from lm.cost_model.program import HloProgram
+from lm.cost_model.step_time import PARTS, StepTime, step_time
 from lm.data.tokenizers import token_dtype
 from lm.experiment import Experiment, training_step
 from lm.hardware import Topology, describe_devices, generation, smallest

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lm.compiled import schedules
+from lm.cost_model import schedules
 from lm.errors import ConfigError
 
 TOPOLOGIES = {'v4': 'v4:2x2x1', 'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'v7x': 'tpu7x:2x2x1'}

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from lm.compiled.memory import program_memory
+from lm.compilation.memory import program_memory
 from lm.errors import LmError
 
 LEAST_SECONDS = 0.01

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lm.check.compiled_step import Check, check
+from lm.cost_model.compiled_step import Check, check
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import Topology

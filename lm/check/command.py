@@ -10,8 +10,8 @@ import jax
 
 from lm.check.advice import advise
 from lm.check.base import has_begun
-from lm.check.compiled_step import Check, budget, check
 from lm.check.tables import print_budget, print_check
+from lm.cost_model.compiled_step import Check, budget, check
 from lm.errors import ConfigError
 from lm.experiment import Experiment, validate
 from lm.hardware import Topology, check_libtpu, parse

@@ -1,8 +1,8 @@
 """What `lm check` prints for people."""
 
 from lm.check.advice import Tried
-from lm.check.compiled_step import MARGIN, Budget, Check, Speed
-from lm.compiled.roofline import Roofline
+from lm.cost_model.compiled_step import MARGIN, Budget, Check, Speed
+from lm.cost_model.roofline import Roofline
 from lm.experiment import Experiment
 from lm.hardware import Chip, parse
 from lm.text import counted, digits, duration, si

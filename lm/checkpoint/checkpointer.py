@@ -16,8 +16,8 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from lm.checkpoint.log_filter import Quiet
 from lm.checkpoint.losses import Losses
-from lm.checkpoint.quiet import Quiet
 from lm.checkpoint.snapshot import (
     COMMITTED,
     Damaged,
@@ -45,14 +45,22 @@ log = logging.getLogger(__name__)
 class CheckpointConfig:
     """When checkpoints are written and which of them stay."""
 
-    save_every_steps: int | None = field(1000, minimum=1, help='None: only by time, on preemption and at the end')
-    save_every_minutes: float | None = field(15.0, above=0, help='after so long without a checkpoint, one is written')
-    keep_last: int = field(2, minimum=1, help='newest checkpoints that stay; one alone leaves nothing to fall back to')
-    keep_every: int | None = field(None, minimum=1, help='checkpoints at multiples of this stay for ever')
-    keep_best: int = field(
-        0, minimum=0, help='checkpoints with the lowest evaluation loss that stay; where evaluations change, of each'
+    save_every_steps: int | None = field(
+        default=1000, minimum=1, help='None: only by time, on preemption and at the end'
     )
-    on_failed_save: str = field('stop', choices=('stop', 'continue'), help="'continue': warn and train on")
+    save_every_minutes: float | None = field(
+        default=15.0, above=0, help='after so long without a checkpoint, one is written'
+    )
+    keep_last: int = field(
+        default=2, minimum=1, help='newest checkpoints that stay; one alone leaves nothing to fall back to'
+    )
+    keep_every: int | None = field(default=None, minimum=1, help='checkpoints at multiples of this stay for ever')
+    keep_best: int = field(
+        default=0,
+        minimum=0,
+        help='checkpoints with the lowest evaluation loss that stay; where evaluations change, of each',
+    )
+    on_failed_save: str = field(default='stop', choices=('stop', 'continue'), help="'continue': warn and train on")
 
 
 class Checkpointer:

@@ -8,8 +8,8 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from lm.checkpoint.losses import Losses
+from lm.checkpoint.multiprocess import Together
 from lm.checkpoint.object_storage import S3, teach_s3
-from lm.checkpoint.together import Together
 
 
 class Writer(ocp.CheckpointManager):

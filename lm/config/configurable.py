@@ -2,7 +2,7 @@
 
     @configurable('polynomial')
     class Polynomial(Attention):
-        degree: int = field(4, minimum=2, even=True)
+        degree: int = field(default=4, minimum=2, even=True)
 
 makes `Polynomial` a frozen, keyword-only dataclass whose values are checked at construction, and lets a gin file
 write `polynomial.degree = 8` and `model.attention = @polynomial()`. Nothing here knows gin: `lm.config.read` does.
@@ -12,9 +12,11 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from lm.errors import ConfigError
+
+T = TypeVar('T')
 
 REGISTRY: dict[str, type] = {}
 """Gin name → dataclass. Filled by `configurable` when the module that holds the class is imported."""
@@ -37,7 +39,7 @@ def field(
     """A dataclass field with the range of its values.
 
     Args:
-        default: the default; without one the field is required.
+        default: the default; without one the field is required. Type checkers read it only by name.
         minimum, maximum: inclusive bounds.
         above, below: exclusive bounds.
         even: the value must be divisible by 2.
@@ -54,7 +56,8 @@ def field(
     )
 
 
-def configurable(name: str, *, resume: bool = False) -> Callable[[type], type]:
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def configurable(name: str, *, resume: bool = False) -> Callable[[type[T]], type[T]]:
     """Class decorator: a frozen keyword-only dataclass, checked at construction, known to gin files as `name`.
     `resume`: a run may be resumed with other values of all its fields; a base may say so of all its classes, as
     `gin_resume`."""

@@ -18,15 +18,17 @@ Store = TokenStore | Mixture | TaskStore
 class DataConfig:
     """Which prepared tokens, or which synthetic task, to train and evaluate on."""
 
-    path: str = field('', resume=True, help='the token store that `lm prepare` writes: a folder, gs://… or s3://…')
-    mixture: tuple[tuple[str, float], ...] = field(
-        (), check=check_mixture, help="token stores below `path` and their shares: {'books': 0.7, 'web': 0.3}"
+    path: str = field(
+        default='', resume=True, help='the token store that `lm prepare` writes: a folder, gs://… or s3://…'
     )
-    train_split: str = field('train', help='the split to train on')
-    eval_split: str = field('validation', help='the split of the periodic evaluation')
-    task: Task | None = field(None, help='a synthetic task in place of a token store')
-    mask_documents: bool = field(False, help='no token sees another document; False: a window is one text')
-    restart_positions: bool = field(False, help='positions count from the beginning of each masked document')
+    mixture: tuple[tuple[str, float], ...] = field(
+        default=(), check=check_mixture, help="token stores below `path` and their shares: {'books': 0.7, 'web': 0.3}"
+    )
+    train_split: str = field(default='train', help='the split to train on')
+    eval_split: str = field(default='validation', help='the split of the periodic evaluation')
+    task: Task | None = field(default=None, help='a synthetic task in place of a token store')
+    mask_documents: bool = field(default=False, help='no token sees another document; False: a window is one text')
+    restart_positions: bool = field(default=False, help='positions count from the beginning of each masked document')
 
     def __post_init__(self):
         if self.restart_positions and not self.mask_documents:

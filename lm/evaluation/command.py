@@ -33,7 +33,7 @@ def main(experiment: Experiment, arguments: Any) -> int:
     )
     run = load_run(experiment, arguments.run_dir, arguments.step)
     if arguments.tasks is not None:
-        from lm.harness.tasks import main as evaluate_tasks
+        from lm.eval_harness.tasks import main as evaluate_tasks
 
         return evaluate_tasks(run, arguments)
     evaluator = evaluator_of(run)

@@ -23,18 +23,22 @@ def _check_sets(sets: tuple[tuple[str, str], ...]) -> str | None:
 class EvaluateConfig:
     """Which tokens are scored and with how much context."""
 
-    split: str | None = field(None, help='None: data.eval_split')
+    split: str | None = field(default=None, help='None: data.eval_split')
     sets: tuple[tuple[str, str], ...] = field(
-        (), check=_check_sets, help="other token stores to score: {'books': 'data/books', 'test': 'data/web@test'}"
+        default=(),
+        check=_check_sets,
+        help="other token stores to score: {'books': 'data/books', 'test': 'data/web@test'}",
     )
-    context_length: int | None = field(None, minimum=1, help='None: train.context_length')
-    window: str = field('disjoint', check=_check_window, help="'disjoint' or 'sliding:STRIDE'")
-    mask_documents: bool | None = field(None, help='no token sees another document; None: data.mask_documents')
+    context_length: int | None = field(default=None, minimum=1, help='None: train.context_length')
+    window: str = field(default='disjoint', check=_check_window, help="'disjoint' or 'sliding:STRIDE'")
+    mask_documents: bool | None = field(default=None, help='no token sees another document; None: data.mask_documents')
     accuracy: bool = field(
-        False,
+        default=False,
         help='how often no token is more probable, too, and what frequencies alone give; @masked(): always',
     )
-    batch_size: int = field(8, minimum=1, help='windows at a time, rounded up to a multiple of the devices')
+    batch_size: int = field(default=8, minimum=1, help='windows at a time, rounded up to a multiple of the devices')
     chunk: int | None = field(
-        None, minimum=1, help='tokens of a window computed at a time, states or keys carried on; None: the whole window'
+        default=None,
+        minimum=1,
+        help='tokens of a window computed at a time, states or keys carried on; None: the whole window',
     )

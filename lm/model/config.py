@@ -42,44 +42,64 @@ ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
 class ModelConfig:
     """Shape and numerics of the model; the defaults are GPT-2 small (110M parameters)."""
 
-    vocab_size: int = field(32_000, minimum=2)
-    n_layers: int = field(12, minimum=1)
-    d_model: int = field(768, minimum=2, even=True)
+    vocab_size: int = field(default=32_000, minimum=2)
+    n_layers: int = field(default=12, minimum=1)
+    d_model: int = field(default=768, minimum=2, even=True)
     base_width: int | None = field(
-        None, minimum=2, help='the learning rate is that of a model of this d_model; others take it over (µP); None: no'
+        default=None,
+        minimum=2,
+        help='the learning rate is that of a model of this d_model; others take it over (µP); None: no',
     )
-    n_heads: int = field(12, minimum=1)
-    n_kv_heads: int | None = field(None, minimum=1, help='grouped-query attention; None: as many as n_heads')
-    head_dim: int = field(64, minimum=2, even=True)
+    n_heads: int = field(default=12, minimum=1)
+    n_kv_heads: int | None = field(default=None, minimum=1, help='grouped-query attention; None: as many as n_heads')
+    head_dim: int = field(default=64, minimum=2, even=True)
     hidden_dim: int | None = field(
-        None, minimum=1, help='GLU width; None: 8·d_model/3 rounded down to a multiple of 8, without gates 4·d_model'
+        default=None,
+        minimum=1,
+        help='GLU width; None: 8·d_model/3 rounded down to a multiple of 8, without gates 4·d_model',
     )
     attention: Attention | tuple[Attention, ...] = field(
-        YARDSTICK(), help='one mechanism, or a list cycled over layers'
+        default=YARDSTICK(), help='one mechanism, or a list cycled over layers'
     )
     causal: bool = field(
-        True, help='False: every token sees all others, as models of @masked() do; softmax, performer and some more can'
+        default=True,
+        help='False: every token sees all others, as models of @masked() do; softmax, performer and some more can',
     )
-    norm: str = field('layer', choices=tuple(NORMS), help='layer normalization, or RMSNorm: neither mean nor bias')
-    activation: str = field('gelu', choices=tuple(ACTIVATIONS), help='of the gate of the linear units')
-    gated: bool = field(True, help='gated linear units; False: a linear map, the activation, a linear map')
-    biases: bool = field(False, help='biases of the linear maps of every layer')
-    sinusoids: bool = field(True, help='sinusoidal positions, added to the embeddings')
-    rotary_base: float | None = field(10_000.0, above=1, help='of the wavelengths of rotary positions; None: no such')
+    norm: str = field(
+        default='layer', choices=tuple(NORMS), help='layer normalization, or RMSNorm: neither mean nor bias'
+    )
+    activation: str = field(default='gelu', choices=tuple(ACTIVATIONS), help='of the gate of the linear units')
+    gated: bool = field(default=True, help='gated linear units; False: a linear map, the activation, a linear map')
+    biases: bool = field(default=False, help='biases of the linear maps of every layer')
+    sinusoids: bool = field(default=True, help='sinusoidal positions, added to the embeddings')
+    rotary_base: float | None = field(
+        default=10_000.0, above=1, help='of the wavelengths of rotary positions; None: no such'
+    )
     learned_positions: int | None = field(
-        None, minimum=1, help='so many positions have embeddings of their own, added to those of tokens'
+        default=None, minimum=1, help='so many positions have embeddings of their own, added to those of tokens'
     )
     convolution: int | None = field(
-        None, minimum=2, maximum=16, help='tokens of a causal convolution of queries, keys and values; usual is 4'
+        default=None,
+        minimum=2,
+        maximum=16,
+        help='tokens of a causal convolution of queries, keys and values; usual is 4',
     )
-    qk_norm: bool = field(False, help='RMSNorm of the queries and keys of each head, before they are rotated')
-    output_gate: bool = field(False, help='what attention gives is multiplied by silu(x W), as in RetNet and Mamba-2')
-    tied: bool = field(True, help='the output matrix is the input embedding; False: it has parameters of its own')
-    logit_cap: float | None = field(None, above=0, help='soft cap of the logits, cap · tanh(logit / cap); None: no cap')
-    dtype: str = field('auto', choices=('auto', 'float32', 'bfloat16'), help='auto: bfloat16, but float32 on CPU')
-    remat: str = field('none', choices=tuple(REMAT), resume=True)
+    qk_norm: bool = field(default=False, help='RMSNorm of the queries and keys of each head, before they are rotated')
+    output_gate: bool = field(
+        default=False, help='what attention gives is multiplied by silu(x W), as in RetNet and Mamba-2'
+    )
+    tied: bool = field(
+        default=True, help='the output matrix is the input embedding; False: it has parameters of its own'
+    )
+    logit_cap: float | None = field(
+        default=None, above=0, help='soft cap of the logits, cap · tanh(logit / cap); None: no cap'
+    )
+    dtype: str = field(
+        default='auto', choices=('auto', 'float32', 'bfloat16'), help='auto: bfloat16, but float32 on CPU'
+    )
+    remat: str = field(default='none', choices=tuple(REMAT), resume=True)
     unroll: int = field(
-        1, minimum=1, resume=True, help='layers per scan iteration; n_layers: no loop, where remat saves less'
+        default=1, minimum=1, resume=True, help='layers per scan iteration; n_layers: no loop, where remat saves less'
     )
 
     def __post_init__(self):

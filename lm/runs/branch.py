@@ -18,8 +18,8 @@ from lm.errors import AbsentError, ConfigError, MismatchError, writing
 from lm.files import write_atomically
 from lm.runs.base import check_start
 from lm.runs.info import check_not_imported, read_raw
-from lm.runs.leader import on_leader
 from lm.runs.metrics_file import read_lines
+from lm.runs.process_zero import on_leader
 from lm.runs.run_dir import RunDir, config_differences, read_text
 
 FIXED = ('train.tokens_per_step', 'train.context_length', 'train.seed')

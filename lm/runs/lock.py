@@ -30,7 +30,7 @@ from etils import epath
 
 from lm.errors import ConfigError, LmError, last_act
 from lm.files import folder_spec, is_remote, reaching
-from lm.runs.leader import check_all, on_leader, told_by_leader
+from lm.runs.process_zero import check_all, on_leader, told_by_leader
 
 NAME = 'lock.json'
 HEARTBEAT = 10.0

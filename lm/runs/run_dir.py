@@ -25,9 +25,9 @@ from lm.errors import ConfigError, LmError, MismatchError, writing
 from lm.files import is_remote, open_path, write_atomically
 from lm.runs.goodput import checked
 from lm.runs.info import check_not_imported, next_info, read_raw, to_text
-from lm.runs.leader import check_same, on_leader
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile, read_lines
+from lm.runs.process_zero import check_same, on_leader
 from lm.trackers.base import RunFacts, Tracker, Trackers
 from lm.trackers.tensorboard import CluSummaries
 

@@ -23,9 +23,11 @@ FILLER = 0
 class AssociativeRecall(Task):
     """Which value was paired with this key?"""
 
-    vocab_size: int = field(8192, minimum=4, even=True, help='half keys (without 0, the filler), half values')
-    n_pairs: int = field(64, minimum=1, help='key-value pairs, each asked once')
-    power: float = field(0.01, above=0, maximum=1, help='1: all slots are alike; smaller: questions come sooner')
+    vocab_size: int = field(default=8192, minimum=4, even=True, help='half keys (without 0, the filler), half values')
+    n_pairs: int = field(default=64, minimum=1, help='key-value pairs, each asked once')
+    power: float = field(
+        default=0.01, above=0, maximum=1, help='1: all slots are alike; smaller: questions come sooner'
+    )
 
     whole_answers = False
 

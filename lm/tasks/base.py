@@ -36,9 +36,9 @@ class Slice:
 class Task(abc.ABC):
     """Base of the tasks (frozen dataclasses made by `@configurable`)."""
 
-    train_examples: int = field(65_536, minimum=1, help='they come again every epoch')
-    eval_examples: int = field(4096, minimum=1, help='in each of validation and test')
-    seed: int = field(0, minimum=0, help='which examples there are; train.seed decides their order')
+    train_examples: int = field(default=65_536, minimum=1, help='they come again every epoch')
+    eval_examples: int = field(default=4096, minimum=1, help='in each of validation and test')
+    seed: int = field(default=0, minimum=0, help='which examples there are; train.seed decides their order')
 
     whole_answers = True
     """What accuracy counts: examples whose answers are all right (True) or single answers (False)."""

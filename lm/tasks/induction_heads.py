@@ -19,7 +19,7 @@ from lm.tasks.draws import Draws
 class InductionHeads(Task):
     """Which token came after the special one?"""
 
-    n_symbols: int = field(16, minimum=2, help='ordinary tokens; the special one comes on top')
+    n_symbols: int = field(default=16, minimum=2, help='ordinary tokens; the special one comes on top')
 
     @property
     def vocab_size(self) -> int:

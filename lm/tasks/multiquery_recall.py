@@ -17,9 +17,9 @@ import numpy as np
 
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
-from lm.tasks.apart import AnswersApart
 from lm.tasks.base import Slice
 from lm.tasks.draws import Draws
+from lm.tasks.separate_answers import AnswersApart
 
 
 def _check_segments(segments: tuple[tuple[int, ...], ...]) -> str | None:
@@ -33,21 +33,23 @@ class MultiqueryRecall(AnswersApart):
     """Which value was paired with this key? Examples of a split take their segments in turn."""
 
     vocab_size: int = field(
-        8192, minimum=4, maximum=AnswersApart.LARGEST, even=True, help='half keys (without 0), half values'
+        default=8192, minimum=4, maximum=AnswersApart.LARGEST, even=True, help='half keys (without 0), half values'
     )
     train_segments: tuple[tuple[int, int, int], ...] = field(
-        ((64, 4, 5), (128, 8, 1), (256, 16, 1), (256, 32, 1), (256, 64, 1)),
+        default=((64, 4, 5), (128, 8, 1), (256, 16, 1), (256, 32, 1), (256, 64, 1)),
         check=_check_segments,
         help='(tokens, pairs, share of the examples)',
     )
     eval_segments: tuple[tuple[int, int], ...] = field(
-        ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)),
+        default=((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)),
         check=_check_segments,
         help='(tokens, pairs), equal shares; each is scored at its own length, whatever the context',
     )
-    train_examples: int = field(180_000, minimum=1, help='they come again every epoch')
-    eval_examples: int = field(7000, minimum=1, help='in each of validation and test')
-    power: float = field(0.01, above=0, maximum=1, help='1: all slots are alike; smaller: questions come sooner')
+    train_examples: int = field(default=180_000, minimum=1, help='they come again every epoch')
+    eval_examples: int = field(default=7000, minimum=1, help='in each of validation and test')
+    power: float = field(
+        default=0.01, above=0, maximum=1, help='1: all slots are alike; smaller: questions come sooner'
+    )
 
     whole_answers = False
 

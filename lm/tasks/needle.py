@@ -23,10 +23,13 @@ MARK = 0
 class Needle(Task):
     """Which value was paired with this key? Examples take the depths in turn."""
 
-    vocab_size: int = field(128, minimum=4, even=True, help='the mark, keys, and half values; all but the mark are hay')
-    depths: int = field(5, minimum=1, help='equal parts of the context, in one of which the needle lies')
+    vocab_size: int = field(
+        default=128, minimum=4, even=True, help='the mark, keys, and half values; all but the mark are hay'
+    )
+    depths: int = field(default=5, minimum=1, help='equal parts of the context, in one of which the needle lies')
     eval_lengths: tuple[int, ...] = field(
-        (), check=lambda lengths: None if all(n >= 4 for n in lengths) else 'must list contexts of at least 4 tokens',
+        default=(),
+        check=lambda lengths: None if all(n >= 4 for n in lengths) else 'must list contexts of at least 4 tokens',
         help='contexts that are evaluated; none: that of the training',
     )  # fmt: skip
 

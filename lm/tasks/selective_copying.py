@@ -22,8 +22,8 @@ NOISE = 0
 class SelectiveCopying(Task):
     """Write down the coloured tokens in the order in which they came."""
 
-    vocab_size: int = field(16, minimum=4, help='noise, colours and the marker')
-    n_copied: int = field(16, minimum=1, help='coloured tokens in an example')
+    vocab_size: int = field(default=16, minimum=4, help='noise, colours and the marker')
+    n_copied: int = field(default=16, minimum=1, help='coloured tokens in an example')
 
     def shortest_context(self) -> int:
         return 2 * self.n_copied

@@ -12,9 +12,9 @@ import itertools
 import numpy as np
 
 from lm.config.configurable import configurable, field
-from lm.tasks.apart import AnswersApart
 from lm.tasks.base import Slice
 from lm.tasks.draws import Draws
+from lm.tasks.separate_answers import AnswersApart
 
 GROUPS = {'parity': 2, 's3': 3, 's4': 4, 's5': 5}
 """Name → how many things are permuted."""
@@ -24,9 +24,9 @@ GROUPS = {'parity': 2, 's3': 3, 's4': 4, 's5': 5}
 class StateTracking(AnswersApart):
     """What do all elements so far make together?"""
 
-    group: str = field('parity', choices=tuple(GROUPS), help='of two things, which is parity, up to five')
+    group: str = field(default='parity', choices=tuple(GROUPS), help='of two things, which is parity, up to five')
     eval_lengths: tuple[int, ...] = field(
-        (), check=lambda lengths: None if all(n >= 1 for n in lengths) else 'must list lengths of at least 1',
+        default=(), check=lambda lengths: None if all(n >= 1 for n in lengths) else 'must list lengths of at least 1',
         help='lengths that are evaluated; none: that of the training',
     )  # fmt: skip
 

@@ -14,9 +14,9 @@ from lm.trackers.base import RunFacts, Tracker, TrackerWriter
 class Wandb(Tracker):
     """https://wandb.ai; the key is the environment's (WANDB_API_KEY), files lie in RUN_DIR/wandb."""
 
-    project: str = field('lm', help='of the account')
-    entity: str | None = field(None, help='account or team; None: the default one')
-    mode: str = field('online', choices=('online', 'offline'), help='offline: to be sent by `wandb sync`')
+    project: str = field(default='lm', help='of the account')
+    entity: str | None = field(default=None, help='account or team; None: the default one')
+    mode: str = field(default='online', choices=('online', 'offline'), help='offline: to be sent by `wandb sync`')
 
     def open(self, run: RunFacts) -> TrackerWriter:
         # The same run again, whichever machine resumes it.
@@ -30,7 +30,7 @@ class Wandb(Tracker):
 class Trackio(Tracker):
     """Local and free; `trackio show` draws what lies in TRACKIO_DIR."""
 
-    project: str = field('lm', help='one page of the dashboard')
+    project: str = field(default='lm', help='one page of the dashboard')
 
     def open(self, run: RunFacts) -> TrackerWriter:
         return _Service('trackio', project=self.project, name=run.name, config=dict(run.bindings))

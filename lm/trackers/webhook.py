@@ -23,7 +23,9 @@ class Webhook(Tracker):
     """POST of JSON: event (done, preempted, diverged, failed), run, run_dir, step, message, host, time, text."""
 
     url: str = field(
-        '$LM_WEBHOOK', check=_check_url, help="an address, or '$NAME' of the environment, which config.gin then keeps"
+        default='$LM_WEBHOOK',
+        check=_check_url,
+        help="an address, or '$NAME' of the environment, which config.gin then keeps",
     )
 
     def open(self, run: RunFacts) -> TrackerWriter:

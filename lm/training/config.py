@@ -17,32 +17,49 @@ def _check_traced(steps: tuple[int, int]) -> str | None:
 class TrainConfig:
     """How long, on how much at a time, and what is written down on the way."""
 
-    steps: int = field(125_000, minimum=1)
-    tokens_per_step: int = field(2**20, minimum=1, help='tokens predicted per optimizer step, over all devices')
-    context_length: int = field(1024, minimum=1)
+    steps: int = field(default=125_000, minimum=1)
+    tokens_per_step: int = field(default=2**20, minimum=1, help='tokens predicted per optimizer step, over all devices')
+    context_length: int = field(default=1024, minimum=1)
     microbatches: int = field(
-        1, minimum=1, resume=True, help='gradient accumulation: parts that a batch is processed in'
+        default=1, minimum=1, resume=True, help='gradient accumulation: parts that a batch is processed in'
     )
     objective: Objective = field(
-        NextToken(), help='what is asked for: @next_token(), or @masked() where model.causal = False'
+        default=NextToken(), help='what is asked for: @next_token(), or @masked() where model.causal = False'
     )
-    seed: int = field(0, minimum=0, maximum=2**63 - 1)
-    log_every: int = field(10, minimum=1, resume=True)
-    eval_every: int | None = field(1000, minimum=1, resume=True, help='None: only at the end')
+    seed: int = field(default=0, minimum=0, maximum=2**63 - 1)
+    log_every: int = field(default=10, minimum=1, resume=True)
+    eval_every: int | None = field(default=1000, minimum=1, resume=True, help='None: only at the end')
     eval_tokens: int | None = field(
-        None, minimum=1, resume=True, help='only so many of each text are scored while training; None: all of them'
+        default=None,
+        minimum=1,
+        resume=True,
+        help='only so many of each text are scored while training; None: all of them',
     )
-    max_nonfinite_steps: int = field(10, minimum=1, resume=True, help='stop (exit code 43) after so many in a row')
+    max_nonfinite_steps: int = field(
+        default=10, minimum=1, resume=True, help='stop (exit code 43) after so many in a row'
+    )
     hang_minutes: float | None = field(
-        10.0, above=0, resume=True, help='a step that takes so long, and 20 median steps, ends with 42; None: never'
+        default=10.0,
+        above=0,
+        resume=True,
+        help='a step that takes so long, and 20 median steps, ends with 42; None: never',
     )
-    skip_batches: tuple[tuple[int, int], ...] = field((), resume=True, help='half-open ranges of batches to leave out')
-    init_from: str | None = field(None, help='run directory whose weights this run starts from')
+    skip_batches: tuple[tuple[int, int], ...] = field(
+        default=(), resume=True, help='half-open ranges of batches to leave out'
+    )
+    init_from: str | None = field(default=None, help='run directory whose weights this run starts from')
     profile: tuple[int, int] | None = field(
-        None, resume=True, check=_check_traced, help='first and last step of a profiler trace, in RUN_DIR/profile'
+        default=None,
+        resume=True,
+        check=_check_traced,
+        help='first and last step of a profiler trace, in RUN_DIR/profile',
     )
-    tensorboard: bool = field(True, resume=True, help="write summaries when the 'tensorboard' extra is installed")
-    trackers: tuple[Tracker, ...] = field((), resume=True, help='what follows the run from outside: [@webhook(), …]')
+    tensorboard: bool = field(
+        default=True, resume=True, help="write summaries when the 'tensorboard' extra is installed"
+    )
+    trackers: tuple[Tracker, ...] = field(
+        default=(), resume=True, help='what follows the run from outside: [@webhook(), …]'
+    )
 
     def __post_init__(self):
         if self.tokens_per_step % self.context_length:

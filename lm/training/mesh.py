@@ -33,17 +33,19 @@ MIN_SHARDED_SIZE = 2**14
 class MeshConfig:
     """How the devices are used."""
 
-    fsdp: int = field(1, minimum=1, help='devices that share one copy of parameters and optimizer state')
-    sequence: int = field(1, minimum=1, help='devices that share a window: each has a part of its tokens')
-    processes: int | None = field(None, minimum=1, help='refuse to start with any other number of processes')
+    fsdp: int = field(default=1, minimum=1, help='devices that share one copy of parameters and optimizer state')
+    sequence: int = field(default=1, minimum=1, help='devices that share a window: each has a part of its tokens')
+    processes: int | None = field(default=None, minimum=1, help='refuse to start with any other number of processes')
     slices: int | None = field(
-        None,
+        default=None,
         minimum=1,
         help='refuse to start on any other number of slices; CPU devices, which are of none, form so many',
     )
-    heartbeat_seconds: float = field(60.0, above=0, help='a process that is silent for so long ends the job with 42')
+    heartbeat_seconds: float = field(
+        default=60.0, above=0, help='a process that is silent for so long ends the job with 42'
+    )
     join_seconds: float = field(
-        300.0, above=0, help='what a process waits for the others when the job starts, before it ends with 42'
+        default=300.0, above=0, help='what a process waits for the others when the job starts, before it ends with 42'
     )
 
     def check_divides(self, devices: int) -> None:
@@ -77,7 +79,7 @@ def initialize_distributed(
     Raises ConfigError when the number of processes is not `mesh.processes`: a worker that trains alone is the
     commonest way to lose a day on a pod.
     """
-    # `lm.training.peers` and `_all_within` act before JAX does, which aborts.
+    # `lm.training.heartbeat` and `_all_within` act before JAX does, which aborts.
     timeouts = {
         'heartbeat_timeout_seconds': int(config.heartbeat_seconds) + 30,
         'initialization_timeout': int(config.join_seconds) + 30,

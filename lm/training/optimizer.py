@@ -24,14 +24,18 @@ class OptimizerConfig:
     is_of_optimizer = True
     """As of rules and schedules: a run that is rewound may go on with other values."""
 
-    rule: Rule = field(AdamW(), help='what makes directions out of gradients')
-    schedule: Schedule = field(Linear(), formerly='decay', help='how the learning rate goes on after the warm-up')
-    peak_learning_rate: float = field(7e-4, above=0)
-    warmup_steps: int = field(10_000, minimum=0)
-    weight_decay: float = field(0.1, minimum=0, help='applied to matrices, not to biases, norms or embeddings')
-    clip_norm: float | None = field(1.0, above=0, help='global gradient norm; None: no clipping')
+    rule: Rule = field(default=AdamW(), help='what makes directions out of gradients')
+    schedule: Schedule = field(
+        default=Linear(), formerly='decay', help='how the learning rate goes on after the warm-up'
+    )
+    peak_learning_rate: float = field(default=7e-4, above=0)
+    warmup_steps: int = field(default=10_000, minimum=0)
+    weight_decay: float = field(default=0.1, minimum=0, help='applied to matrices, not to biases, norms or embeddings')
+    clip_norm: float | None = field(default=1.0, above=0, help='global gradient norm; None: no clipping')
     z_loss: float = field(
-        0.0, minimum=0, help='times the mean squared log-normalizer of the logits, added to what is minimized; 1e-4'
+        default=0.0,
+        minimum=0,
+        help='times the mean squared log-normalizer of the logits, added to what is minimized; 1e-4',
     )
 
     def learning_rate(self, steps: int) -> optax.Schedule:

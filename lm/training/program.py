@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lm.compiled.compiler import CompiledProgram, compile_with_text
+from lm.compilation.compiler import CompiledProgram, compile_with_text
 from lm.errors import ConfigError
 from lm.hardware import Topology
 from lm.training.config import TrainConfig

@@ -1,6 +1,6 @@
 """The FLOP count behind MFU against the compiled program, for every mechanism: what README and `flops_per_token` say.
 
-`lm.compiled.program` counts the products of a compiled program with its loops; the first tests hold it to the
+`lm.cost_model.program` counts the products of a compiled program with its loops; the first tests hold it to the
 compiler's own count where that can be trusted, which is where there are no loops. What a program computes beyond the
 formula is known, and is part of what is expected:
 
@@ -29,7 +29,7 @@ from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.attention.taylor import Taylor
-from lm.compiled.program import HloProgram
+from lm.cost_model.program import HloProgram
 from lm.model import ModelConfig
 from lm.ops.linear_attention import xla
 from lm.training.optimizer import OptimizerConfig

@@ -15,8 +15,8 @@ from ledger import compares, draw, values_and_gradients
 from torch.nn import functional as F
 from transformers.models.llama import modeling_llama
 
-from lm.exchange.families import Llama
-from lm.exchange.names import from_tensors
+from lm.interop.families import Llama
+from lm.interop.names import from_tensors
 from lm.model import build
 from lm.model.positions import rotary
 from lm.ops.rotary import rotate

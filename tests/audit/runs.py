@@ -19,8 +19,8 @@ import tiny
 
 import lm
 from lm.checkpoint.snapshot import flatten
-from lm.exchange.names import to_tensors
-from lm.harness.tasks import evaluate_tasks
+from lm.eval_harness.tasks import evaluate_tasks
+from lm.interop.names import to_tensors
 
 RESTORE = """
 import io, pathlib, sys

@@ -14,9 +14,9 @@ import pytest
 from lm.bench import forecast
 from lm.bench.step import at_context
 from lm.cli import main
-from lm.compiled.compiler import CompiledProgram
-from lm.compiled.memory import ProgramMemory
-from lm.compiled.step_time import PartTime, StepTime
+from lm.compilation.compiler import CompiledProgram
+from lm.compilation.memory import ProgramMemory
+from lm.cost_model.step_time import PartTime, StepTime
 from lm.errors import ConfigError
 from lm.experiment import load, training_step
 from lm.hardware import Topology, generation

@@ -13,9 +13,9 @@ import tiny
 from lm import cli
 from lm.attention.softmax import Softmax
 from lm.check import advice, base, command, tables
-from lm.check import compiled_step as check
-from lm.compiled.roofline import Roofline
 from lm.config.text import dump
+from lm.cost_model import compiled_step as check
+from lm.cost_model.roofline import Roofline
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
 from lm.hardware import parse
@@ -379,8 +379,8 @@ def test_the_command_compiles_for_a_pod(capsys):
 def check_tables_print(found, capsys):
     """The table of what was found has every figure a newcomer looks for."""
     from lm.check.tables import print_check
-    from lm.compiled.roofline import CollectiveTotals, Roofline
-    from lm.compiled.step_time import PartTime, StepTime
+    from lm.cost_model.roofline import CollectiveTotals, Roofline
+    from lm.cost_model.step_time import PartTime, StepTime
 
     parts = found['predicted_step'].pop('parts')
     collectives = tuple(CollectiveTotals(**e) for e in found['roofline'].pop('collectives'))

@@ -7,8 +7,8 @@ import jax
 import pytest
 import tiny
 
-from lm.compiled.collectives import Collective, collectives
-from lm.compiled.program import HloProgram
+from lm.cost_model.collectives import Collective, collectives
+from lm.cost_model.program import HloProgram
 from lm.experiment import load, training_step
 from lm.hardware import describe_devices, parse
 from lm.training.mesh import make_mesh

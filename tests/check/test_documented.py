@@ -12,7 +12,7 @@ import shlex
 import pytest
 import tiny
 
-from lm.check.compiled_step import check
+from lm.cost_model.compiled_step import check
 from lm.experiment import load
 from lm.hardware import parse
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lm.checkpoint.quiet import LOGGERS, Quiet
+from lm.checkpoint.log_filter import LOGGERS, Quiet
 from lm.checkpoint.snapshot import one_line
 
 LATE = 'Task exception was never retrieved\nfuture: <Task finished coro=<write() at /x/orbax/serialization.py:190>>'

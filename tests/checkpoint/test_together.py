@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
-from lm.checkpoint import together
-from lm.checkpoint.together import ALWAYS, ElsewhereError, Together
+from lm.checkpoint import multiprocess as together
+from lm.checkpoint.multiprocess import ALWAYS, ElsewhereError, Together
 
 
 class Store:

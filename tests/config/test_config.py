@@ -33,26 +33,26 @@ class Shape:
 
 @configurable('test_disc')
 class Disc(Shape):
-    radius: float = field(1.0, above=0)
-    label: str | None = field(None)
+    radius: float = field(default=1.0, above=0)
+    label: str | None = field(default=None)
 
 
 @configurable('test_pair')
 class Pair(Shape):
-    first: Shape = field(Disc())
-    others: tuple[Shape, ...] = field(())
+    first: Shape = field(default=Disc())
+    others: tuple[Shape, ...] = field(default=())
 
 
 @configurable('test_ring')
 class Ring(Shape):
-    inner_radius: float = field(0.5, formerly='hole')
-    colour: str = field('red', formerly='test_shapes.colour')
-    width: float = field(1.0, formerly='test_shapes.width')
+    inner_radius: float = field(default=0.5, formerly='hole')
+    colour: str = field(default='red', formerly='test_shapes.colour')
+    width: float = field(default=1.0, formerly='test_shapes.width')
 
 
 @configurable('test_frame')
 class Frame(Shape):
-    border: float = field(1.0, formerly='test_shapes.width')
+    border: float = field(default=1.0, formerly='test_shapes.width')
 
 
 @configurable('test_needy')
@@ -62,19 +62,19 @@ class Needy(Shape):
 
 @configurable('test_shapes')
 class Shapes:
-    shape: Shape | tuple[Shape, ...] | None = field(Disc())
-    spare: Shape | None = field(None, formerly='reserve')
+    shape: Shape | tuple[Shape, ...] | None = field(default=Disc())
+    spare: Shape | None = field(default=None, formerly='reserve')
 
 
 @configurable('test_values')
 class Values:
-    steps: int = field(10, minimum=1)
-    rate: float = field(0.5)
-    flag: bool = field(False)
-    name: str = field('x')
-    maybe: int | None = field(None)
-    ranges: tuple[tuple[int, int], ...] = field(())
-    words: tuple[str, ...] = field(('a', 'b'))
+    steps: int = field(default=10, minimum=1)
+    rate: float = field(default=0.5)
+    flag: bool = field(default=False)
+    name: str = field(default='x')
+    maybe: int | None = field(default=None)
+    ranges: tuple[tuple[int, int], ...] = field(default=())
+    words: tuple[str, ...] = field(default=('a', 'b'))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import tiny
 from lm import cli
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.snapshot import COMMITTED
-from lm.compiled.cache import CompileCache
+from lm.compilation.cache import CompileCache
 from lm.errors import ConfigError
 from lm.files import open_path
 from lm.runs import lock

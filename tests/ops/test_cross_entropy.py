@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lm.compiled.program import HloProgram
-from lm.compiled.traffic import hbm_bytes
+from lm.cost_model.program import HloProgram
+from lm.cost_model.traffic import hbm_bytes
 from lm.errors import ConfigError
 from lm.hardware import describe_devices, parse
 from lm.ops import platform

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from lm.errors import ConfigError, LmError, MismatchError
-from lm.runs import leader, lock
+from lm.runs import lock
+from lm.runs import process_zero as leader
 from lm.runs.lock import RunLock
 
 HOLD = """

@@ -139,20 +139,20 @@ class Tool:
 
 @configurable('test_hammer')
 class Hammer(Tool):
-    mass: float = field(1.0, formerly='test_bench.mass')
-    length: int = field(3, formerly='size', resume=True)
+    mass: float = field(default=1.0, formerly='test_bench.mass')
+    length: int = field(default=3, formerly='size', resume=True)
 
 
 @configurable('test_saw')
 class Saw(Tool):
-    mass: float = field(2.0, formerly='test_bench.mass')
+    mass: float = field(default=2.0, formerly='test_bench.mass')
 
 
 @configurable('test_bench')
 class Bench:
-    tool: Tool = field(Hammer(), formerly='kind')
-    spare: Tool = field(Saw())
-    width: int = field(7)
+    tool: Tool = field(default=Hammer(), formerly='kind')
+    spare: Tool = field(default=Saw())
+    width: int = field(default=7)
 
 
 def test_names_of_another_version_are_those_of_today():

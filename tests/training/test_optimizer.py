@@ -44,7 +44,7 @@ DECLARED = {
 class Sign(Rule):
     """The sign of a running mean of the gradients: all that a new rule needs."""
 
-    momentum: float = field(0.5, minimum=0, below=1)
+    momentum: float = field(default=0.5, minimum=0, below=1)
 
     def build(self, declared) -> optax.GradientTransformation:
         sign = optax.stateless(lambda mean, _: jax.tree.map(jnp.sign, mean))

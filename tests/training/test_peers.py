@@ -20,8 +20,8 @@ from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 from lm.errors import Diverged, MismatchError
 from lm.training.mesh import MeshConfig, initialize_distributed
-from lm.training import peers
-from lm.training.peers import Peers
+from lm.training import heartbeat as peers
+from lm.training.heartbeat import Peers
 
 address, index, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 initialize_distributed(MeshConfig(heartbeat_seconds=4.0), address, 3, index, meets=False)

@@ -9,7 +9,7 @@ import pytest
 from lm import experiment as experiment_module
 from lm import train as train_module
 from lm.attention.softmax import Softmax
-from lm.compiled.cache import CompileCache
+from lm.compilation.cache import CompileCache
 from lm.config.text import dump
 from lm.data.dataset import DataConfig
 from lm.evaluation.config import EvaluateConfig

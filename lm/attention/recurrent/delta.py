@@ -29,8 +29,10 @@ COUNTED_CHUNK = 64
 class Delta(Attention):
     """Each key unlearns what it held before it learns anew; each head's output is normalized."""
 
-    gate: bool = field(False, help='tokens decide how much of the state they leave: Gated DeltaNet')
-    negative: bool = field(False, help='a token may turn around what its key held: beta up to 2 (Grazzi et al. 2025)')
+    gate: bool = field(default=False, help='tokens decide how much of the state they leave: Gated DeltaNet')
+    negative: bool = field(
+        default=False, help='a token may turn around what its key held: beta up to 2 (Grazzi et al. 2025)'
+    )
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'DeltaAttention':
         return DeltaAttention(self, dims, rngs)

@@ -66,8 +66,8 @@ GATES = {'sigmoid': SigmoidGate, 'ssd': SkippedStepGate}
 class GatedLinear(LinearAttention):
     """Weights Π_{j < m ≤ i} a_m ⟨q_i, k_j⟩^degree without a denominator; each head's output is normalized instead."""
 
-    gate: str = field('sigmoid', choices=tuple(GATES), help='how a token decides what it leaves of the state')
-    degree: int = field(1, choices=tuple(POWERS), help='power of the scores; 2 is power attention')
+    gate: str = field(default='sigmoid', choices=tuple(GATES), help='how a token decides what it leaves of the state')
+    degree: int = field(default=1, choices=tuple(POWERS), help='power of the scores; 2 is power attention')
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'GatedLinearAttention':
         return GatedLinearAttention(self, dims, rngs)

@@ -10,10 +10,14 @@ from lm.data.tokenizers import TokenizerChoice, TokenizerConfig
 class PrepareConfig:
     """How `lm prepare` makes the token store `data.path`."""
 
-    source: Source | None = field(None, help='where the documents come from: @tfds(), @text_files(), @jsonl() …')
-    splits: tuple[str, ...] | None = field(None, help='the splits to prepare; None: all that the source has')
-    cleaning: str = field('none', choices=tuple(CLEANINGS), help='what is done to the text before it is tokenised')
-    tokenizer: TokenizerChoice = field(TokenizerConfig(), help='@tokenizer(), or @amino_acids() for proteins')
-    max_document_bytes: int = field(100_000_000, minimum=1, help='longer documents are bad records')
-    strict: bool = field(False, help='stop at the first bad record instead of listing it in bad_records.jsonl')
-    processes: int | None = field(None, minimum=1, help='worker processes; None: one a CPU core')
+    source: Source | None = field(
+        default=None, help='where the documents come from: @tfds(), @text_files(), @jsonl() …'
+    )
+    splits: tuple[str, ...] | None = field(default=None, help='the splits to prepare; None: all that the source has')
+    cleaning: str = field(
+        default='none', choices=tuple(CLEANINGS), help='what is done to the text before it is tokenised'
+    )
+    tokenizer: TokenizerChoice = field(default=TokenizerConfig(), help='@tokenizer(), or @amino_acids() for proteins')
+    max_document_bytes: int = field(default=100_000_000, minimum=1, help='longer documents are bad records')
+    strict: bool = field(default=False, help='stop at the first bad record instead of listing it in bad_records.jsonl')
+    processes: int | None = field(default=None, minimum=1, help='worker processes; None: one a CPU core')

@@ -24,7 +24,7 @@ class Arrow(FilePatterns):
     one of its cache, which `load_dataset` leaves (NAME-{split}.arrow or NAME-{split}-….arrow).
     """
 
-    text_field: str = field('text', help='the column that holds the text')
+    text_field: str = field(default='text', help='the column that holds the text')
 
     suffixes = ('.arrow',)
     below = ('{split}/data-*.arrow', '*-{split}.arrow', '*-{split}-?????-of-?????.arrow')

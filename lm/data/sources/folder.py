@@ -19,7 +19,7 @@ class Folder(Source):
     A share of the files, by a hash of their names, is held out for validation; of a single file its end.
     """
 
-    validation_fraction: float = field(0.05, above=0, below=1, help='of the files')
+    validation_fraction: float = field(default=0.05, above=0, below=1, help='of the files')
 
     @abc.abstractmethod
     def folder(self) -> Any:

@@ -12,7 +12,7 @@ from lm.data.sources.patterns import LinePatterns, lines
 class Jsonl(LinePatterns):
     """JSON lines, one document each, plain or gzipped; a folder holds files {split}.jsonl[.gz] and the like."""
 
-    text_field: str = field('text', help='the key that holds the text')
+    text_field: str = field(default='text', help='the key that holds the text')
 
     suffixes = ('.jsonl', '.jsonl.gz')
 

@@ -19,7 +19,7 @@ class Parquet(FilePatterns):
     {split}/….parquet.
     """
 
-    text_field: str = field('text', help='the column that holds the text')
+    text_field: str = field(default='text', help='the column that holds the text')
 
     suffixes = ('.parquet',)
     below = ('data/{split}-*.parquet', '{split}/*.parquet')

@@ -29,7 +29,7 @@ class FilePatterns(Source):
     """
 
     path: str = field(help="a file, a folder of files by split, or a pattern with * and possibly '{split}'")
-    validation_fraction: float = field(0.05, above=0, below=1, help='of files that belong to no split')
+    validation_fraction: float = field(default=0.05, above=0, below=1, help='of files that belong to no split')
 
     suffixes = ('',)
     """How the files in a folder end."""

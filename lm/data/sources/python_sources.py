@@ -25,7 +25,7 @@ class PythonSources(Folder):
     Without tests (not every distribution has them) and files that belong to the machine.
     """
 
-    packages: tuple[str, ...] = field((), help="installed packages that are read, too, such as 'jax'")
+    packages: tuple[str, ...] = field(default=(), help="installed packages that are read, too, such as 'jax'")
 
     def identity(self) -> dict[str, Any]:
         versions = {'packages': {name: _version(name) for name in self.packages}} if self.packages else {}

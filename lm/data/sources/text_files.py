@@ -19,7 +19,9 @@ class TextFiles(Folder):
     """
 
     path: str = field(help='a folder of .txt files, or one that holds train/ validation/ test/')
-    validation_fraction: float = field(0.05, above=0, below=1, help='of a folder without folders for the splits')
+    validation_fraction: float = field(
+        default=0.05, above=0, below=1, help='of a folder without folders for the splits'
+    )
 
     def identity(self) -> dict[str, Any]:
         return super().identity() | ({'layout': 'pg19'} if (self.folder() / 'metadata.csv').exists() else {})

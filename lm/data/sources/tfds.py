@@ -30,11 +30,11 @@ class Tfds(Source):
     """
 
     name: str = field(help="the dataset, such as 'pg19', 'wiki40b/en' or 'c4/en'")
-    data_dir: str | None = field(None, help='TFDS data_dir; None: $TFDS_DATA_DIR or ~/tensorflow_datasets')
+    data_dir: str | None = field(default=None, help='TFDS data_dir; None: $TFDS_DATA_DIR or ~/tensorflow_datasets')
     text_feature: str | None = field(
-        None, help="the feature that holds the text; None: book_text for pg19, else 'text'"
+        default=None, help="the feature that holds the text; None: book_text for pg19, else 'text'"
     )
-    version: str | None = field(None, help='the version of the dataset; None: the newest under data_dir')
+    version: str | None = field(default=None, help='the version of the dataset; None: the newest under data_dir')
 
     def identity(self) -> dict[str, Any]:
         return {'kind': 'tfds', 'name': self.name, 'version': self._folder().name, 'text_feature': self._feature()}

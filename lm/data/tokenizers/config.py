@@ -27,14 +27,18 @@ class TokenizerChoice:
 class TokenizerConfig(TokenizerChoice):
     """The tokenizer that `lm prepare` trains on a sample of the training split, or an existing one."""
 
-    vocab_size: int = field(32_000, minimum=261, maximum=2**31 - 1, help='pieces, with 256 bytes and 4 special ones')
-    model_type: str = field('bpe', choices=('bpe', 'unigram'), help='of SentencePiece')
-    sample_bytes: int = field(200_000_000, minimum=1, help='train on at most so many bytes')
-    model_path: str | None = field(
-        None, help='use this SentencePiece model, tokenizer.json or rank file; vocab_size is then taken from it'
+    vocab_size: int = field(
+        default=32_000, minimum=261, maximum=2**31 - 1, help='pieces, with 256 bytes and 4 special ones'
     )
-    end_of_document: str | None = field(None, help='its token behind each document; None: what it says itself')
-    pattern: str = field('gpt2', choices=tuple(PATTERNS), help='how text is split where model_path is a file of ranks')
+    model_type: str = field(default='bpe', choices=('bpe', 'unigram'), help='of SentencePiece')
+    sample_bytes: int = field(default=200_000_000, minimum=1, help='train on at most so many bytes')
+    model_path: str | None = field(
+        default=None, help='use this SentencePiece model, tokenizer.json or rank file; vocab_size is then taken from it'
+    )
+    end_of_document: str | None = field(default=None, help='its token behind each document; None: what it says itself')
+    pattern: str = field(
+        default='gpt2', choices=tuple(PATTERNS), help='how text is split where model_path is a file of ranks'
+    )
 
     def settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ('vocab_size', 'model_type', 'sample_bytes', 'model_path')}

@@ -49,8 +49,8 @@ class FromFiles(Classification):
     """Base of the tasks whose examples lie in files, as their authors distribute them."""
 
     path: str = field(help='the folder of the files, a local one', resume=True)
-    train_examples: int = field(2**31 - 1, minimum=1, help='at most; there are as many as the files hold')
-    eval_examples: int = field(2**31 - 1, minimum=1, help='at most, in each of validation and test')
+    train_examples: int = field(default=2**31 - 1, minimum=1, help='at most; there are as many as the files hold')
+    eval_examples: int = field(default=2**31 - 1, minimum=1, help='at most, in each of validation and test')
 
     @property
     def folder(self) -> pathlib.Path:

@@ -33,12 +33,12 @@ LIST_PROBABILITY = 0.25
 class ListOps(Task):
     """The value of a nested expression."""
 
-    min_length: int = field(500, minimum=2, help='expressions have more tokens than this')
-    max_length: int = field(2000, minimum=5, help='and fewer than this')
-    max_depth: int = field(10, minimum=2, help='of nested expressions, and the digits in them')
-    max_arguments: int = field(10, minimum=2)
-    train_examples: int = field(96_000, minimum=1, help='they come again every epoch')
-    eval_examples: int = field(2000, minimum=1, help='in each of validation and test')
+    min_length: int = field(default=500, minimum=2, help='expressions have more tokens than this')
+    max_length: int = field(default=2000, minimum=5, help='and fewer than this')
+    max_depth: int = field(default=10, minimum=2, help='of nested expressions, and the digits in them')
+    max_arguments: int = field(default=10, minimum=2)
+    train_examples: int = field(default=96_000, minimum=1, help='they come again every epoch')
+    eval_examples: int = field(default=2000, minimum=1, help='in each of validation and test')
 
     def __post_init__(self):
         if self.max_length < self.min_length + 3:

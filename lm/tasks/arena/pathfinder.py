@@ -43,13 +43,15 @@ class Dash(NamedTuple):
 class Pathfinder(Classification):
     """Whether one path joins the dots of a picture."""
 
-    size: int = field(32, minimum=16, maximum=256, help='pixels of an edge; the picture is read row by row')
-    contour_length: int = field(14, minimum=3, maximum=20, help='dashes of the two long paths')
-    distractors: int = field(6, minimum=0, maximum=10, help='short paths')
-    distractor_length: int = field(4, minimum=1, maximum=6, help='dashes of a short path')
-    turn: float = field(1.0, minimum=0.0, maximum=2.0, help='radians that a path turns by from dash to dash, at most')
-    train_examples: int = field(160_000, minimum=1, help='they come again every epoch')
-    eval_examples: int = field(20_000, minimum=1, help='in each of validation and test')
+    size: int = field(default=32, minimum=16, maximum=256, help='pixels of an edge; the picture is read row by row')
+    contour_length: int = field(default=14, minimum=3, maximum=20, help='dashes of the two long paths')
+    distractors: int = field(default=6, minimum=0, maximum=10, help='short paths')
+    distractor_length: int = field(default=4, minimum=1, maximum=6, help='dashes of a short path')
+    turn: float = field(
+        default=1.0, minimum=0.0, maximum=2.0, help='radians that a path turns by from dash to dash, at most'
+    )
+    train_examples: int = field(default=160_000, minimum=1, help='they come again every epoch')
+    eval_examples: int = field(default=20_000, minimum=1, help='in each of validation and test')
 
     symbols = 3
     classes = 2

@@ -25,7 +25,7 @@ SEPARATOR = 256
 class ArenaRetrieval(FromFiles):
     """Whether two texts belong together."""
 
-    max_length: int = field(4000, minimum=1, help='bytes of each text; what is behind them is cut off')
+    max_length: int = field(default=4000, minimum=1, help='bytes of each text; what is behind them is cut off')
 
     symbols = 257
     classes = 2

@@ -24,7 +24,7 @@ UNLABELLED = 'unsup'
 class ArenaTexts(FromFiles):
     """The class of a text in bytes."""
 
-    max_length: int = field(4000, minimum=1, help='bytes of a text; what is behind them is cut off')
+    max_length: int = field(default=4000, minimum=1, help='bytes of a text; what is behind them is cut off')
 
     symbols = 256
 

@@ -28,13 +28,15 @@ TRAINING = 'training'
 class Masked(Objective):
     """What stands at places that are hidden; the model sees both sides (`model.causal = False`)."""
 
-    share: float = field(0.15, above=0, below=1, help='of the tokens is chosen')
-    mask_share: float = field(0.8, minimum=0, maximum=1, help='of those chosen becomes the mask token')
-    random_share: float = field(0.1, minimum=0, maximum=1, help='of those chosen becomes any token; the rest stays')
-    mask_id: int | None = field(
-        None, minimum=0, help="the mask token; None: the tokenizer's own, else the first id behind its pieces"
+    share: float = field(default=0.15, above=0, below=1, help='of the tokens is chosen')
+    mask_share: float = field(default=0.8, minimum=0, maximum=1, help='of those chosen becomes the mask token')
+    random_share: float = field(
+        default=0.1, minimum=0, maximum=1, help='of those chosen becomes any token; the rest stays'
     )
-    seed: int = field(0, minimum=0, maximum=2**31 - 1, help='which places are chosen')
+    mask_id: int | None = field(
+        default=None, minimum=0, help="the mask token; None: the tokenizer's own, else the first id behind its pieces"
+    )
+    seed: int = field(default=0, minimum=0, maximum=2**31 - 1, help='which places are chosen')
 
     looks_ahead = True
     remedy = 'hidden tokens are told from both sides, and the model sees earlier ones alone; set model.causal = False'

@@ -10,9 +10,9 @@ from lm.training.rules.base import Declared, Rule
 class AdamW(Rule):
     """The running mean of the gradients divided by the root of that of their squares, both corrected for the start."""
 
-    b1: float = field(0.95, minimum=0, below=1, formerly='optimizer.b1')
-    b2: float = field(0.98, minimum=0, below=1, formerly='optimizer.b2')
-    epsilon: float = field(1e-8, above=0, formerly='optimizer.epsilon')
+    b1: float = field(default=0.95, minimum=0, below=1, formerly='optimizer.b1')
+    b2: float = field(default=0.98, minimum=0, below=1, formerly='optimizer.b2')
+    epsilon: float = field(default=1e-8, above=0, formerly='optimizer.epsilon')
 
     def build(self, declared: Declared) -> optax.GradientTransformation:
         return optax.scale_by_adam(self.b1, self.b2, self.epsilon)

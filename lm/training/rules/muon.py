@@ -28,11 +28,13 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 class Muon(Rule):
     """Orthogonalized momentum for matrices, `rest` for everything else."""
 
-    momentum: float = field(0.95, minimum=0, below=1, help="Nesterov's")
+    momentum: float = field(default=0.95, minimum=0, below=1, help="Nesterov's")
     rms: float = field(
-        0.2, above=0, help="root mean square of a matrix's step at a learning rate of 1; that of Adam's is 0.2 to 0.4"
+        default=0.2,
+        above=0,
+        help="root mean square of a matrix's step at a learning rate of 1; that of Adam's is 0.2 to 0.4",
     )
-    rest: Rule = field(AdamW(), help='the rule of embeddings, gains and biases')
+    rest: Rule = field(default=AdamW(), help='the rule of embeddings, gains and biases')
 
     def build(self, declared: Declared) -> optax.GradientTransformation:
         told_by_path = dict(jax.tree_util.tree_leaves_with_path(declared))

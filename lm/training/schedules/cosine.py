@@ -11,7 +11,11 @@ class Cosine(Schedule):
     """peak · (final_fraction + (1 − final_fraction) · (1 + cos(π t / steps)) / 2)."""
 
     final_fraction: float = field(
-        0.0, minimum=0, maximum=1, formerly='optimizer.final_fraction', help='last value as a fraction of the peak'
+        default=0.0,
+        minimum=0,
+        maximum=1,
+        formerly='optimizer.final_fraction',
+        help='last value as a fraction of the peak',
     )
 
     def build(self, peak: float, steps: int) -> optax.Schedule:

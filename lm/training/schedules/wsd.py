@@ -25,9 +25,9 @@ class Wsd(Schedule):
     """The peak, then peak · (final_fraction + (1 − final_fraction) · shape(t)), where t goes from 0 to 1 over the last
     `decay_share` of the updates after the warm-up."""
 
-    decay_share: float = field(0.1, above=0, maximum=1, help='of the updates after the warm-up')
-    shape: str = field('linear', choices=tuple(SHAPES), help="how it goes down; 'sqrt' is 1 − √t")
-    final_fraction: float = field(0.0, minimum=0, maximum=1, help='last value as a fraction of the peak')
+    decay_share: float = field(default=0.1, above=0, maximum=1, help='of the updates after the warm-up')
+    shape: str = field(default='linear', choices=tuple(SHAPES), help="how it goes down; 'sqrt' is 1 − √t")
+    final_fraction: float = field(default=0.0, minimum=0, maximum=1, help='last value as a fraction of the peak')
 
     def build(self, peak: float, steps: int) -> optax.Schedule:
         decay = max(1, round(self.decay_share * steps))

@@ -26,7 +26,9 @@ class Fasta(LinePatterns):
     """
 
     max_length: int | None = field(
-        None, minimum=1, help='longer sequences are cut to so many amino acids (Performer App. C.1: 1024); None: none'
+        default=None,
+        minimum=1,
+        help='longer sequences are cut to so many amino acids (Performer App. C.1: 1024); None: none',
     )
 
     suffixes = tuple(f'.{name}{packed}' for name in ('fasta', 'fa', 'faa') for packed in ('', PACKED))

@@ -1,0 +1,141 @@
+"""What the devices of a compiled program tell each other, loops counted (`lm.cost_model.program`)."""
+
+import dataclasses
+import math
+import re
+
+from lm.cost_model.program import HloProgram, Instruction
+
+COLLECTIVES = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One communication between the chips, as often as it runs.
+
+    Attributes:
+        name: of its first instruction.
+        computation: where that is.
+        kind: one of `COLLECTIVES`.
+        devices: how many take part.
+        times: runs per step.
+        bytes: of the whole array (the input of a reduction, the output of a gather) on one device, per run.
+        sent: bytes that each device must send per run, by the bandwidth-optimal algorithm.
+        shapes: of the arrays that come out of it.
+    """
+
+    name: str
+    computation: str
+    kind: str
+    devices: int
+    times: int
+    bytes: float
+    sent: float
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class AsyncFusion:
+    """The first or the last of the fusions over which TPU's compiler spreads a collective: products run between them.
+
+    Attributes:
+        chain: by which the parts of the collective are known in their computation.
+        ends: whether this is the last.
+    """
+
+    chain: str
+    ends: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceTransfer:
+    """What a device gives to the network between slices: its share of an array that a slice has reduced already.
+
+    Attributes:
+        name: of the instruction that sends.
+        computation: where that is.
+        kind: the compiler's word, such as 'ALL_REDUCE'.
+        times: runs per step.
+        bytes: of the share, per run.
+    """
+
+    name: str
+    computation: str
+    kind: str
+    times: int
+    bytes: float
+
+    def sent(self, slices: int) -> float:
+        """Bytes that the device must send to other slices per run, by the bandwidth-optimal algorithm."""
+        n = slices
+        share = {'ALL_REDUCE': 2 * (n - 1) / n, 'REDUCE_SCATTER': (n - 1) / n, 'ALL_GATHER': n - 1}
+        return share.get(self.kind, 1.0) * self.bytes
+
+
+def async_fusion(program: HloProgram, instruction: Instruction) -> AsyncFusion | None:
+    """What a fusion that begins or ends a collective says of it; None: it is none."""
+    inside = [inner for inner, _ in program.within(instruction)]
+    targets = {t[1] for i in inside if (t := re.search(r'custom_call_target="AsyncCollective(\w+)"', i.attributes))}
+    chain = next((c for c in map(_chain, inside) if c), None)
+    return AsyncFusion(chain, 'Done' in targets) if chain and targets else None
+
+
+def collectives(program: HloProgram) -> list[Collective]:
+    """All collectives of one run of the program; the parts of one that is split into a chain count once."""
+    result, seen = [], set()
+    for computation, times in program.times.items():
+        for outer, instruction, owner in program.sequence(computation):
+            kind = instruction.opcode.removesuffix('-start')
+            if kind not in COLLECTIVES:
+                continue
+            # Those of one shard_map share a channel; only the parts of a chain are known by its number.
+            key = (computation, kind, _chain(instruction) or instruction.name)
+            if key in seen:
+                continue
+            seen.add(key)
+            n, arrays = group_size(instruction.attributes), instruction.arrays
+            if instruction.opcode.endswith('-start') and kind != 'all-reduce':
+                arrays = [a for a in arrays if a.shape or a.dtype != 'u32']  # not what a permute is known by
+                arrays = arrays[len(arrays) // 2 :]  # behind the operands
+            size = sum(a.size for a in arrays) * (n if kind == 'reduce-scatter' else 1)
+            if kind == 'all-reduce' and owner.startswith('all-reduce-scatter'):
+                kind = 'reduce-scatter'  # how the TPU compiler writes it: a fusion that keeps a slice
+            share = {'all-reduce': 2 * (n - 1) / n, 'collective-permute': 1.0}.get(kind, (n - 1) / n)
+            shapes = tuple(tuple(a.shape) for a in arrays)
+            result.append(Collective(outer.name, computation, kind, n, times, size, share * size, shapes))
+    return result
+
+
+def transfers(program: HloProgram) -> list[SliceTransfer]:
+    """All that goes from slice to slice in one run of the program."""
+    result = []
+    for computation, times in program.times.items():
+        for i in program.computations[computation]:
+            kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
+            if kind and i.opcode == 'send':
+                result.append(SliceTransfer(i.name, computation, kind[1], times, i.arrays[0].size))
+    return result
+
+
+def _chain(collective: Instruction) -> str | None:
+    """The number that its parts share, where the compiler has cut it."""
+    chain = re.search(r'chain_id="(\d+)"', collective.attributes)
+    return chain and chain[1]
+
+
+def group_size(attributes: str) -> int:
+    """Devices of one replica group, in any of the three notations."""
+    if found := re.search(r'replica_groups=\{\{([\d,]*)\}', attributes):
+        return len(found[1].split(','))
+    if found := re.search(r'replica_groups=\[\d+,(\d+)\]<=', attributes):
+        return int(found[1])
+    if found := re.search(r'replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}', attributes):
+        axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        return math.prod(int(axes[name]) for name in re.findall(r"'(\w+)'", found[2]))
+    return 1 if 'source_target_pairs' not in attributes else 2
+
+
+def rendezvous(instruction: Instruction) -> str | None:
+    """What a `send` and the `recv` of its result have in common."""
+    found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attributes)
+    return found and found[1]

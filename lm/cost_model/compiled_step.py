@@ -1,0 +1,212 @@
+"""The training step compiled for a TPU slice that is not there: its memory, its collectives, the least time that it can
+take and the time that a model predicts; and what follows from the configuration alone.
+
+The step is the one that `lm train` runs: same function, shardings, donated state, batch and kernels; only the devices
+are described ones. Compiling takes a minute or two for a large model on a laptop.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from lm.compilation.memory import ProgramMemory
+from lm.cost_model.kernel_cycles import KernelCycles
+from lm.cost_model.program import HloProgram
+from lm.cost_model.roofline import Roofline, roofline
+from lm.cost_model.step_time import StepTime, step_time
+from lm.experiment import Experiment, training_step
+from lm.hardware import Topology, describe_devices, parse
+from lm.ops.platform import data_shards
+from lm.training.mesh import make_mesh
+from lm.training.program import compile_described
+from lm.training.step import count_parameters
+
+GIB = 2**30
+MARGIN = 0.03
+"""Share of the memory that advice leaves free: an evaluation, or another compiler, may need a little more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What follows from the configuration alone.
+
+    Attributes:
+        parameters: trainable ones by part of the model.
+        flops_per_token: of the MFU: forward and backward, nothing recomputed.
+    """
+
+    parameters: dict[str, int]
+    parameters_total: int
+    windows_per_step: int
+    tokens_per_window: int
+    tokens_per_step: int
+    steps: int
+    tokens_total: int
+    flops_per_token: float
+    flops_total: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """HBM of one JAX device (a chip; on v7x half of one), GiB. A compiler that refuses a step says only `needed_gib`.
+
+    Attributes:
+        limit_gib: what a program may use.
+        needed_gib: at the peak.
+        arguments_gib: parameters, optimizer state and batch.
+        outputs_gib: the new state.
+        aliased_gib: of the outputs, what takes the place of the arguments.
+        temporaries_gib: gradients, and what the forward pass keeps for the backward pass.
+    """
+
+    limit_gib: float
+    needed_gib: float
+    arguments_gib: float | None = None
+    outputs_gib: float | None = None
+    aliased_gib: float | None = None
+    temporaries_gib: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """The run at some time a step."""
+
+    seconds_per_step: float
+    steps_per_second: float
+    tokens_per_second: float
+    mfu: float
+    run_hours: float
+    run_chip_hours: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """The step of one configuration on one topology.
+
+    Attributes:
+        bindings: what was changed in the configuration, as gin; empty: nothing.
+        roofline, speed: a bound, which nothing beats; None when the compiler refused the step.
+        predicted_step, predicted: the model of `lm.cost_model.step_time`, and the run at its time; None too where the
+            compiled program cannot be read.
+        compile_seconds: on this machine.
+        advice: what to change, when it does not fit (see `lm.check.advice`).
+    """
+
+    topology: str
+    chips: int
+    devices: int
+    bindings: tuple[str, ...]
+    fits: bool
+    memory: Memory
+    roofline: Roofline | None
+    speed: Speed | None
+    compile_seconds: float
+    predicted_step: StepTime | None = None
+    predicted: Speed | None = None
+    advice: Any = None
+
+    @property
+    def has_headroom(self) -> bool:
+        """Whether it fits with `MARGIN` of the memory to spare."""
+        return self.memory.needed_gib <= (1 - MARGIN) * self.memory.limit_gib
+
+
+def budget(experiment: Experiment) -> Budget:
+    """What needs no compilation."""
+    model, config = experiment.model, experiment.train
+    parts = count_parameters(model)
+    total = config.steps * config.tokens_per_step
+    flops = model.flops_per_token(config.context_length)
+    return Budget(
+        parameters=parts,
+        parameters_total=sum(parts.values()),
+        windows_per_step=config.batch_size,
+        tokens_per_window=config.context_length,
+        tokens_per_step=config.tokens_per_step,
+        steps=config.steps,
+        tokens_total=total,
+        flops_per_token=flops,
+        flops_total=flops * total,
+    )
+
+
+def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[str, Any] | None = None) -> Check:
+    """Compiles the training step for `topology` and reads its costs.
+
+    Args:
+        experiment: the configuration.
+        topology: such as 'v5e:4x8'.
+        bindings: changes to try, by gin name: {'model.remat': 'dots'}.
+
+    Raises:
+        ConfigError: an unknown topology, libtpu is missing, the batch or `mesh.fsdp` does not divide by the devices, or
+            the compiler refuses the step for another reason than memory.
+    """
+    topology = parse(topology) if isinstance(topology, str) else topology
+    bindings = dict(bindings or {})
+    experiment = changed(experiment, bindings)
+    mesh = make_mesh(experiment.mesh, describe_devices(topology))
+    experiment.train.check_divides(data_shards(mesh))
+    experiment.train.check_parts(experiment.mesh.sequence)
+    dtype, start = experiment.data.dtype(experiment.model.vocab_size), time.perf_counter()
+    with jax.set_mesh(mesh):
+        compiled = compile_described(training_step(experiment), experiment.train, dtype, mesh, topology)
+    found = dict(
+        topology=topology.name,
+        chips=topology.chips,
+        devices=mesh.size,
+        bindings=tuple(f'{name} = {value!r}' for name, value in bindings.items()),
+        compile_seconds=time.perf_counter() - start,
+    )
+    limit = topology.chip.hbm_gib
+    if isinstance(compiled, float):
+        return Check(**found, fits=False, memory=Memory(limit, compiled), roofline=None, speed=None)
+    memory, text = _memory(compiled.memory, limit), compiled.text
+    dims, length = experiment.model.dims, experiment.train.context_length
+    undeclared = [a for a in experiment.model.pattern if not a.kernels_declare_cost(dims)]
+    forward = sum(a.flops_per_token(dims, length) for a in undeclared) / max(1, len(undeclared))
+    least = experiment.model.flops_per_token(length) * experiment.train.tokens_per_step / mesh.size
+    bound, program = roofline(text, topology, forward, least), HloProgram(text)
+    model = step_time(program, topology, KernelCycles(program, topology)) if text else None
+    return Check(
+        **found,
+        fits=memory.needed_gib <= limit,
+        memory=memory,
+        roofline=bound,
+        speed=_speed(experiment, bound.seconds, topology),
+        predicted_step=model,
+        # What nothing beats is not beaten by a model either.
+        predicted=model and _speed(experiment, max(model.seconds, bound.seconds), topology),
+    )
+
+
+def changed(experiment: Experiment, bindings: Mapping[str, Any]) -> Experiment:
+    """The experiment with other values of `section.field`."""
+    for name, value in bindings.items():
+        section, _, field = name.partition('.')
+        new = dataclasses.replace(getattr(experiment, section), **{field: value})
+        experiment = dataclasses.replace(experiment, **{section: new})
+    return experiment
+
+
+def _memory(found: ProgramMemory, limit: float) -> Memory:
+    parts = (found.peak, found.arguments, found.outputs, found.aliased, found.temporaries)
+    return Memory(limit, *(part / GIB for part in parts))
+
+
+def _speed(experiment: Experiment, seconds: float, topology: Topology) -> Speed:
+    config = experiment.train
+    tokens = config.tokens_per_step / seconds
+    flops = experiment.model.flops_per_token(config.context_length)
+    hours = config.steps * seconds / 3600
+    return Speed(
+        seconds_per_step=seconds,
+        steps_per_second=1 / seconds,
+        tokens_per_second=tokens,
+        mfu=flops * tokens / (topology.chip.flops * topology.chips),
+        run_hours=hours,
+        run_chip_hours=hours * topology.chips,
+    )

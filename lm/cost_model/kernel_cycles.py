@@ -1,0 +1,51 @@
+"""How long the kernels of a compiled program take: the bundles of their schedules times the steps of their grids."""
+
+import math
+import re
+
+from lm.cost_model import lone_kernels
+from lm.cost_model.program import HloProgram, Instruction
+from lm.cost_model.schedules import ALL_PAIRS, causal_share, read_grid
+from lm.hardware import Topology
+
+
+class KernelCycles:
+    """The cycles of the hand-written kernels of one program, as far as they can be compiled alone."""
+
+    def __init__(self, program: HloProgram, topology: Topology):
+        """Compiles each kernel that this process has not met, in another process; seconds each."""
+        chip = topology.chip
+        steps, taken = {}, {}
+        for computation in program.times:
+            for i in program.computations[computation]:
+                if not i.is_kernel:
+                    continue
+                # Equal kernels may stand there more than once, under other names.
+                lone = lone_kernels.take_out(i, program.by_name[computation])
+                runs = grid_steps(i, chip.cores // chip.devices)
+                if lone is not None and runs is not None:
+                    taken[i.name], steps[i.name] = lone, runs
+        bundles = lone_kernels.bundles(taken.values(), chip.name)
+        self._cycles = {name: bundles[lone] * steps[name] for name, lone in taken.items() if lone in bundles}
+
+    def of(self, kernel: Instruction) -> float | None:
+        """Cycles of one run of a kernel on a device; None: not known."""
+        return self._cycles.get(kernel.name)
+
+
+def grid_steps(kernel: Instruction, cores: int = 1) -> float | None:
+    """Steps of a kernel's grid that do work, on each of so many cores of a device; None: the grid cannot be read."""
+    body = re.search(r'"body":"([^"]+)"', kernel.attributes)
+    grid = read_grid(body[1]) if body else None
+    if grid is None:
+        return None
+    steps = float(grid.steps_of_a_core(cores))
+    if any(name in kernel.name for name in ALL_PAIRS):
+        heads, length, _ = kernel.arrays[-1].shape[-3:]
+        pairs = list(grid.steps)
+        pairs.remove(heads)  # not always the first axis
+        queries, keys = (block[-2] for block in grid.blocks[:2])
+        # The grid of a sliding window has fewer pairs than there are: it was narrowed to what counts.
+        if math.prod(pairs[-2:]) * queries * keys == length**2:
+            steps *= causal_share(*pairs[-2:])
+    return steps

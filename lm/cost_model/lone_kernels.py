@@ -1,0 +1,136 @@
+"""Kernels taken out of a compiled program and compiled alone, for the schedule that the compiler gives them.
+
+Libtpu writes the schedules of everything it compiles, or of nothing, and packs the code of everything again to do so:
+of a whole training step that takes three times as long as to compile it (`small`, 94 → 360 s of processor time), of its
+kernels a few seconds. It reads its flags once, when it is loaded, so this has a process of its own.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+
+from lm.cost_model import schedules
+from lm.cost_model.program import Array, Instruction
+from lm.hardware import describe_devices, generation, smallest
+
+CONFIG = ('custom_call_config', 'scoped_memory_configs', 'flag_configs')
+"""Of what the compiled program says of a kernel, that which was said to the compiler."""
+NAME = 'ffi_call'
+"""As the compiler calls a kernel that JAX knows nothing of."""
+_NUMBER = re.compile(r'(bf|f|s|u)(\d+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class LoneKernel:
+    """What a kernel is compiled from.
+
+    Attributes:
+        config: its program and limits, JSON.
+        arrays, results: dtype and shape of each.
+        operands: which of the arrays each is: some kernels read one twice, of which there is room for one on chip.
+        skips: whether its grid steps skip work (`lm.cost_model.schedules.SKIPPING`).
+    """
+
+    config: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    operands: tuple[int, ...]
+    results: tuple[tuple[str, tuple[int, ...]], ...]
+    skips: bool
+
+
+def take_out(kernel: Instruction, names: Mapping[str, Instruction]) -> LoneKernel | None:
+    """The kernel without its program; None where that cannot be read. `names`: the instructions around it, by name."""
+    found = re.search(r'backend_config=(\{.*\})', kernel.attributes)
+    try:
+        config = {key: value for key, value in json.loads(found[1] if found else '').items() if key in CONFIG}
+        distinct = list(dict.fromkeys(kernel.operands))
+        operands = [names[name].arrays[0] for name in kernel.operands]
+        # What the compiler keeps on chip around it needs no copies within.
+        near = [n for n, array in enumerate(operands) if _on_chip(array)]
+        config['custom_call_config']['input_memory_space_colors'] = [{'operand_index': n, 'color': 1} for n in near]
+        near = [n for n, array in enumerate(kernel.arrays) if _on_chip(array)]
+        config['custom_call_config']['output_memory_space_colors'] = [
+            {'color': 1} | ({'shape_index': [n]} if len(kernel.arrays) > 1 else {}) for n in near
+        ]
+        return LoneKernel(
+            json.dumps(config, sort_keys=True),
+            tuple(_described(names[name].arrays[0]) for name in distinct),
+            tuple(map(distinct.index, kernel.operands)),
+            tuple(map(_described, kernel.arrays)),
+            any(name in kernel.name for name in schedules.SKIPPING),
+        )
+    except (ValueError, LookupError):
+        return None
+
+
+def bundles(kernels: Iterable[LoneKernel], chip: str) -> dict[LoneKernel, int]:
+    """The bundles of one grid step of each on a generation such as 'v5e', of those that could be compiled.
+
+    What was compiled once in this process is not compiled again.
+    """
+    known = _known(chip)
+    missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in known]
+    if missing:
+        known |= zip(missing, _compile(missing, chip), strict=True)
+    return {kernel: known[kernel] for kernel in kernels if known[kernel] is not None}
+
+
+@functools.cache
+def _known(chip: str) -> dict[LoneKernel, int | None]:
+    return {}
+
+
+def _compile(kernels: Sequence[LoneKernel], chip: str) -> list[int | None]:
+    with tempfile.TemporaryDirectory(prefix='lm_schedules_') as dump:
+        command = [sys.executable, '-m', 'lm.cost_model.lone_kernels', chip, dump]
+        request = json.dumps([dataclasses.asdict(kernel) for kernel in kernels])
+        done = subprocess.run(command, env=schedules.environment(dump), input=request, capture_output=True, text=True)
+    found = [json.loads(line) for line in done.stdout.splitlines() if re.fullmatch(r'\d+|null', line)]
+    return found + [None] * (len(kernels) - len(found))  # It may have died of the rest.
+
+
+def main(chip: str, dump: str) -> None:
+    """The other process: kernels come in as JSON, and for each its bundles, or null, go out as a line."""
+    (device, *_) = describe_devices(smallest(generation(chip)))
+    for kernel in json.load(sys.stdin):
+        schedules.clear(dump)
+        try:
+            _lower(kernel, device).compile()
+            print(schedules.read_schedule(dump, NAME, longest=kernel['skips']).bundles, flush=True)
+        except Exception:  # The compiler raises many kinds; a kernel without a schedule counts by what it declares.
+            print('null', flush=True)
+
+
+def _lower(kernel, device):
+    import jax
+
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype, shape in kernel['arrays']]
+    results = [jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in kernel['results']]
+    call = jax.ffi.ffi_call(
+        'tpu_custom_call', results, custom_call_api_version=1, legacy_backend_config=kernel['config']
+    )
+    return jax.jit(lambda *arrays: call(*(arrays[n] for n in kernel['operands']))).lower(*arrays)
+
+
+def _on_chip(array: Array) -> bool:
+    return 'S(1)' in array.layout
+
+
+def _described(array: Array) -> tuple[str, tuple[int, ...]]:
+    """Of XLA's name of a type JAX's: bf16 → bfloat16, s32 → int32."""
+    if array.dtype == 'pred':
+        return 'bool', array.shape
+    if not (found := _NUMBER.fullmatch(array.dtype)):
+        raise ValueError(array.dtype)
+    kind, bits = found.groups()
+    return {'bf': 'bfloat', 'f': 'float', 's': 'int', 'u': 'uint'}[kind] + bits, array.shape
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])

@@ -1,0 +1,233 @@
+"""`lm evaluate --tasks`: tasks of lm-evaluation-harness, local ones, and multiple-choice questions from a file.
+
+A questions file has one JSON object a line: {"question": "…", "choices": ["…", …], "answer": 0}, the answer being the
+index of a choice or its letter.
+"""
+
+import contextlib
+import difflib
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+import jax
+
+from lm.errors import ConfigError
+from lm.eval_harness.ruler import NEEDS_NOTHING, check_answers, check_fits, measured_by
+from lm.experiment import LoadedRun
+from lm.runs.records import to_json
+
+QUESTIONS = '.jsonl'
+"""How the name of a questions file ends."""
+BOOTSTRAP = 1000
+"""Draws for the standard error of metrics that have no formula for it."""
+
+
+def evaluate_tasks(
+    run: LoadedRun,
+    tasks: list[str],
+    num_fewshot: int | None = None,
+    include_path: str | None = None,
+    limit: int | None = None,
+    task_data: str | None = None,
+) -> dict[str, Any]:
+    """What the harness finds with the weights of a run.
+
+    Args:
+        tasks: names of the harness's, of those in `include_path`, or questions files.
+        num_fewshot: examples in front of each question; None: as the task says.
+        include_path: a folder of the user's own tasks (YAML files).
+        limit: examples of each task, for trying.
+        task_data: a folder of data sets, each in a folder of its task's name, in place of those of the hub.
+
+    Returns:
+        step, tasks → metric → value (and `…_stderr`), versions and n-shot of each task, all plain JSON.
+
+    Raises:
+        ConfigError: lm_eval is not installed, there is no such task, its data cannot be had, a questions file is wrong,
+            or two tasks have one name.
+    """
+    if importlib.util.find_spec('lm_eval') is None:
+        raise ConfigError("--tasks: needs lm-evaluation-harness: pip install -e '.[harness]'")
+    check_names(tasks)
+    os.environ.setdefault('DISABLE_MULTIPROC', '1')  # its pool of processes would be forked under JAX's threads
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from lm.eval_harness.adapter import RunModel
+
+    # What the tasks of RULER are told; others do not ask.
+    told = {'tokenizer': run.store.fingerprints['tokenizer'], 'max_seq_lengths': [run.scorer.context_length]}
+    # To read the descriptions of the harness's own tasks takes it many seconds: only where they are asked for.
+    manager = TaskManager(include_path=include_path, include_defaults=False, metadata=told)
+    if any(not name.endswith(QUESTIONS) and name not in manager.all_tasks for name in tasks):
+        manager = TaskManager(include_path=include_path, metadata=told)
+    chosen = [known_task(name, manager.all_tasks) for name in tasks]
+    if task_data is not None and not pathlib.Path(task_data).expanduser().is_dir():
+        raise ConfigError(f'--task_data {task_data}: is no folder')
+    found = lm_eval.simple_evaluate(
+        RunModel(run),
+        tasks=[each for task in chosen for each in _load(task, manager, run, task_data)],
+        num_fewshot=num_fewshot,
+        limit=limit,
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=BOOTSTRAP,
+    )
+    kept = {name: found.get(name, {}) for name in ('results', 'n-shot', 'versions', 'n-samples')}
+    facts = {'step': run.step, 'context_length': run.scorer.context_length, 'limit': limit}
+    return facts | json.loads(json.dumps(kept, default=str))
+
+
+def _load(task: str | dict[str, Any], manager: Any, run: LoadedRun, task_data: str | None) -> list[Any]:
+    """Tasks of the harness, or a group of them, with their data. Raises ConfigError where these cannot be had."""
+    if isinstance(task, dict):
+        return list(manager.load(task)['tasks'].values())
+    path = manager.task_index[task].yaml_path
+    is_ruler = path is not None and path.parent.name == 'ruler'
+    remedy = f'put them into a folder {task} and name the one above with --task_data'
+    if is_ruler:
+        check_fits(task, run.tokenizer, run.scorer.context_length)
+        remedy = f'without a network there are {", ".join(NEEDS_NOTHING)}'
+    with contextlib.ExitStack() as stack:
+        own = pathlib.Path(task_data or '').expanduser().absolute() / task
+        spec = task
+        if task_data and path is not None and own.is_dir():
+            spec = str(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())) / f'{task}.yaml')
+            changes = {'include': str(path), 'task': task, 'dataset_path': str(own), 'dataset_name': None}
+            pathlib.Path(spec).write_text(json.dumps(changes | {'dataset_kwargs': None}))  # JSON is YAML
+        stack.enter_context(measured_by(run.tokenizer) if is_ruler else contextlib.nullcontext())
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # what some say of their progress
+        try:
+            found = manager.load(spec)
+        except (OSError, ValueError, LookupError) as error:  # all that data sets, the hub and parsers raise
+            reason = str(error).strip().partition('\n')[0] or type(error).__name__
+            raise ConfigError(f'--tasks {task}: its data cannot be had: {reason}; {remedy}') from None
+    if is_ruler:
+        check_answers(found['tasks'], run.scorer.context_length)
+    return [found['groups'][task]] if task in found['groups'] else list(found['tasks'].values())
+
+
+def main(run: LoadedRun, arguments: Any) -> int:
+    """`lm evaluate --tasks`: prints a table and writes evaluations/harness/*.json."""
+    tasks = list(dict.fromkeys(name.strip() for name in arguments.tasks.split(',') if name.strip()))
+    result = evaluate_tasks(
+        run, tasks, arguments.num_fewshot, arguments.include_path, arguments.limit, arguments.task_data
+    )
+    if jax.process_index():
+        return 0
+    result['overrides'] = run.changes
+    sources = [arguments.task_data, arguments.include_path]
+    asked = json.dumps([tasks, arguments.num_fewshot, arguments.limit, result['context_length'], run.changes, sources])
+    name = f'step-{run.step}_{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json'
+    path = run.directory.evaluations / 'harness' / name
+    if arguments.json:
+        print(to_json(result), flush=True)
+    else:
+        _print_table(result)
+    run.directory.keep_evaluation(path, to_json(result) + '\n')  # by now the figures are told
+    if not arguments.json:
+        print(f'written to {path}')
+    return 0
+
+
+def check_names(tasks: list[str]) -> None:
+    """Raises ConfigError where no task is named, or two whose results would have one name: a questions file is called
+    like the file."""
+    if not tasks:
+        raise ConfigError('--tasks: names none; write tasks of lm-evaluation-harness, or .jsonl files, with commas')
+    called: dict[str, str] = {}
+    for task in tasks:
+        name = pathlib.Path(task).stem if task.endswith(QUESTIONS) else task
+        if name in called:
+            raise ConfigError(f'--tasks {task}: is called {name} in the results, as {called[name]} is; rename the file')
+        called[name] = task
+
+
+def read_questions(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The questions of a file, `answer` as an index. Raises ConfigError, which names the line."""
+    try:
+        lines = path.read_text(encoding='utf-8-sig').split('\n')  # JSON may hold other ends of lines as they are
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f'--tasks {path}: cannot be read ({error})') from None
+    questions = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            choices, answer = [str(choice) for choice in entry['choices']], entry['answer']
+            answer = ord(answer.strip().upper()) - ord('A') if isinstance(answer, str) else answer
+            is_index = type(answer) is int and 0 <= answer < len(choices)
+            if not (isinstance(entry['choices'], list) and len(choices) > 1 and is_index):
+                raise ValueError
+            questions.append({'question': str(entry['question']), 'choices': choices, 'answer': answer})
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f'--tasks {path}: line {number} is not {{"question": …, "choices": [two or more], "answer": index or '
+                'letter of one}'
+            ) from None
+    if not questions:
+        raise ConfigError(f'--tasks {path}: holds no question')
+    return questions
+
+
+def known_task(name: str, known: list[str]) -> str | dict[str, Any]:
+    """The name of a task that is known, or the description of one that asks the questions of a file.
+
+    Raises ConfigError for any other name.
+    """
+    if not name.endswith(QUESTIONS):
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f'did you mean {close[0]}?' if close else 'name a folder of your own tasks with --include_path'
+            raise ConfigError(f'--tasks {name}: there is no such task; {hint}')
+        return name
+    import datasets
+
+    path = pathlib.Path(name).expanduser().absolute()
+    questions = read_questions(path)
+    return {
+        'task': path.stem,
+        'custom_dataset': lambda **_: {'test': datasets.Dataset.from_list(questions)},
+        'test_split': 'test',
+        'fewshot_split': 'test',
+        'output_type': 'multiple_choice',
+        'doc_to_text': 'Question: {{question}}\nAnswer:',
+        'doc_to_choice': 'choices',
+        'doc_to_target': 'answer',
+        'metric_list': [
+            {'metric': metric, 'aggregation': 'mean', 'higher_is_better': True} for metric in ('acc', 'acc_norm')
+        ],
+    }
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f'tasks at step {result["step"]}', title_justify='left')
+    for heading, justify in (
+        ('task', 'left'),
+        ('shots', 'right'),
+        ('metric', 'left'),
+        ('value', 'right'),
+        ('±', 'right'),
+    ):
+        table.add_column(heading, justify=justify)
+    for task, metrics in result['results'].items():
+        shots = str(result['n-shot'].get(task, ''))
+        for key, value in metrics.items():
+            metric, _, kind = key.partition(',')
+            if not isinstance(value, int | float) or metric.endswith('_stderr') or not kind:
+                continue
+            if metric.isdigit() and value < 0:  # RULER's lengths that were not asked for
+                continue
+            error = metrics.get(f'{metric}_stderr,{kind}')
+            table.add_row(task, shots, metric, f'{value:.4f}', f'{error:.4f}' if isinstance(error, float) else '')
+    Console().print(table)

@@ -1,0 +1,126 @@
+"""What `lm export` writes, one class a format."""
+
+import ast
+import dataclasses
+import json
+import pathlib
+from typing import Any, ClassVar
+
+from lm.config.text import dump
+from lm.data.tokenizers import FILE_NAMES
+from lm.errors import ConfigError, writing
+from lm.experiment import LoadedRun
+from lm.interop.names import to_tensors
+from lm.interop.tensors import WEIGHTS, write_tensors
+from lm.model import ModelConfig
+
+MODEL_TYPE = 'lm_tpu'
+"""In config.json."""
+CONFIG, TRANSFORMERS_CONFIG = 'config.gin', 'config.json'
+SOURCES = ('modeling_lm.py', 'attention_lm.py')
+"""The model for transformers, beside this file."""
+NAMES = {WEIGHTS, CONFIG, TRANSFORMERS_CONFIG, *SOURCES, *FILE_NAMES}
+"""Of all files that any format writes."""
+FIELDS = {
+    'vocab_size': 'vocab_size',
+    'n_layers': 'num_hidden_layers',
+    'd_model': 'hidden_size',
+    'n_heads': 'num_attention_heads',
+    'head_dim': 'head_dim',
+    'norm': 'norm',
+    'activation': 'activation',
+    'gated': 'gated',
+    'biases': 'biases',
+    'sinusoids': 'sinusoids',
+    'learned_positions': 'learned_positions',
+    'rotary_base': 'rotary_base',
+    'tied': 'tied',
+    'logit_cap': 'logit_cap',
+}
+"""Of the model → in config.json."""
+OTHER_FIELDS = {'base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'dtype', 'remat', 'unroll'}
+"""Which config.json holds in another form, or which change nothing about the results."""
+
+
+class Safetensors:
+    """model.safetensors by `lm.interop.names`, config.gin, and the tokenizer: `lm import` reads it back."""
+
+    name: ClassVar[str] = 'safetensors'
+
+    def check(self, model: ModelConfig) -> None:
+        """Raises ConfigError for a model that this format cannot hold."""
+
+    def write(self, run: LoadedRun, folder: pathlib.Path) -> None:
+        facts = {'step': str(run.step), 'tokenizer': run.store.fingerprints.get('tokenizer', '')}
+        write_tensors(folder, to_tensors(run.weights), facts)
+        files = {CONFIG: dump(run.experiment).encode()}
+        if run.experiment.data.task is None:
+            files[run.tokenizer.file_name] = run.tokenizer.model
+        for name, contents in (files | self.others(run)).items():
+            with writing(folder / name):
+                (folder / name).write_bytes(contents)
+
+    def others(self, run: LoadedRun) -> dict[str, bytes]:
+        """File name → contents of what is written besides."""
+        return {}
+
+
+class TransformersFormat(Safetensors):
+    """The same, with config.json and the model in PyTorch, which transformers loads with trust_remote_code = True."""
+
+    name = 'huggingface'
+
+    def check(self, model: ModelConfig) -> None:
+        for field in dataclasses.fields(model):
+            if field.name not in FIELDS.keys() | OTHER_FIELDS and getattr(model, field.name) != field.default:
+                raise ConfigError(
+                    f'model.{field.name} = {getattr(model, field.name)!r}: the model for transformers has no such '
+                    'option; export with --format safetensors'
+                )
+        for attention in model.pattern:
+            if attention.projections(model.dims):
+                raise ConfigError(
+                    f'model.attention = @{attention.gin_name}() has a gate: the model for transformers has none; '
+                    'export with --format safetensors'
+                )
+        if unknown := {attention.gin_name for attention in model.pattern} - formulated():
+            raise ConfigError(
+                f'model.attention: the model for transformers does not know @{min(unknown)}(); export with --format '
+                'safetensors'
+            )
+
+    def others(self, run: LoadedRun) -> dict[str, bytes]:
+        here = pathlib.Path(__file__).parent
+        sources = {name: (here / name).read_text().replace('from lm.interop.', 'from .') for name in SOURCES}
+        config = json.dumps(describe(run), indent=2) + '\n'
+        return {name: text.encode() for name, text in (sources | {TRANSFORMERS_CONFIG: config}).items()}
+
+
+FORMATS = {format.name: format for format in (Safetensors(), TransformersFormat())}
+
+
+def describe(run: LoadedRun) -> dict[str, Any]:
+    """config.json."""
+    model, train = run.experiment.model, run.experiment.train
+    eod = None if run.experiment.data.task else run.tokenizer.eod_id
+    return {
+        'model_type': MODEL_TYPE,
+        'architectures': ['LmForCausalLM'],
+        'auto_map': {'AutoConfig': 'modeling_lm.LmConfig', 'AutoModelForCausalLM': 'modeling_lm.LmForCausalLM'},
+        **{theirs: getattr(model, ours) for ours, theirs in FIELDS.items()},
+        'num_key_value_heads': model.dims.n_kv_heads,
+        'intermediate_size': model.glu_dim,
+        'attention': [{'name': attention.gin_name, **attention.portable()} for attention in model.pattern],
+        'max_position_embeddings': train.context_length,
+        'bos_token_id': eod,
+        'eos_token_id': eod,
+        'torch_dtype': 'float32',
+        'use_cache': False,
+    }
+
+
+def formulated() -> set[str]:
+    """The mechanisms that the model for transformers knows; read from its text, for it needs PyTorch to be imported."""
+    tree = ast.parse((pathlib.Path(__file__).parent / SOURCES[1]).read_text())
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    return {name.removesuffix('Formula').lower() for name in classes if name.endswith('Formula')}

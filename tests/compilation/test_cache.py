@@ -1,0 +1,136 @@
+"""Compiled programs survive the process; damaged ones are compiled again."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+PROGRAM = """
+import logging, sys
+import jax, jax.numpy as jnp
+from lm.compilation.cache import CompileCache
+
+logging.basicConfig(format='%(message)s')
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if 'cache_hits' in event else None)
+x = jnp.ones((8, 8))
+with CompileCache(sys.argv[1]) as cache:
+    def f(x):
+        for i in range(40):
+            x = jnp.sin(x @ x) + i
+        return x
+    result = float(jax.jit(f)(x).sum())
+    private = str(cache._private)
+    cache.publish()
+import os
+assert not os.path.exists(private)
+print(len(hits), result)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch):
+    """Other tests share JAX's own cache, before which ours stands back."""
+    monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR', raising=False)
+
+
+def compute(folder) -> tuple[int, str, str]:
+    """(programs found in the cache, result, messages) of a process."""
+    done = subprocess.run(
+        [sys.executable, '-c', PROGRAM, str(folder)],
+        env=tiny.environment(XLA_FLAGS=''),  # else it compiles in less time than is worth a file
+        cwd=tiny.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    hits, result = done.stdout.split()
+    return int(hits), result, done.stderr
+
+
+def programs(folder) -> list:
+    return sorted(path for path in folder.rglob('*') if path.is_file())
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    'flipped': flip,
+    'truncated': lambda path: path.write_bytes(path.read_bytes()[:-7]),
+    'empty': lambda path: path.write_bytes(b''),
+}
+
+
+@pytest.mark.smoke
+def test_the_second_process_compiles_nothing_unless_the_file_is_damaged(tmp_path):
+    hits, expected, _ = compute(tmp_path)
+    assert hits == 0
+    kept = len(programs(tmp_path))
+    assert kept
+    found, result, _ = compute(tmp_path)
+    assert found >= kept
+    assert result == expected
+    shutil.copytree(tmp_path, tmp_path.with_name('moved'))
+    hits, result, _ = compute(tmp_path.with_name('moved'))
+    assert hits >= found  # A busy machine may have found one more to be worth a file.
+    assert result == expected
+    for name, damage in DAMAGES.items():
+        for path in programs(tmp_path):
+            damage(path)
+        hits, result, messages = compute(tmp_path)
+        assert (hits, result) == (0, expected), name
+        assert 'is damaged and not used' in messages
+        hits, result, messages = compute(tmp_path)  # it was written anew
+        assert (hits > 0, result, messages) == (True, expected, ''), name
+
+
+def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path):
+    (tmp_path / 'file').write_text('')
+    hits, _, messages = compute(tmp_path / 'file' / 'cache')
+    assert hits == 0
+    assert 'file' in messages
+
+
+def test_a_run_keeps_its_programs_and_goes_on_without_them(tiny_flags, reference_run, tmp_path):
+    run = tmp_path / 'run'
+    done = tiny.lm('train', '--run_dir', str(run), *tiny_flags)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(run / 'checkpoints' / '40')
+    kept = programs(run / 'compiled')
+    assert kept
+    for path, damage in zip(kept, [*DAMAGES.values()] * len(kept), strict=False):
+        damage(path)
+    done = tiny.lm('train', '--run_dir', str(run), *tiny_flags)
+    assert done.returncode == 0, done.stderr
+    assert 'Traceback' not in done.stderr
+    assert tiny.losses(run) == tiny.losses(reference_run[0])
+    assert tiny.checksums(run, 40) == tiny.checksums(reference_run[0], 40)
+
+    # Whole again, they make a start that compiles nothing, and changes nothing.
+    shutil.rmtree(run / 'checkpoints' / '40')
+    before = set(run.glob('compiled/*/jit_train-*'))  # others compile in about the time that is worth a file
+    assert before
+    done = tiny.lm('train', '--run_dir', str(run), *tiny_flags)
+    assert done.returncode == 0, done.stderr
+    assert set(run.glob('compiled/*/jit_train-*')) == before
+    assert tiny.checksums(run, 40) == tiny.checksums(reference_run[0], 40)
+    assert json.loads((run / 'run.json').read_text())['goodput']['starts'] == 3
+
+
+def test_where_they_stay_is_a_flag(tiny_flags, tmp_path):
+    run, elsewhere = tmp_path / 'run', tmp_path / 'elsewhere'
+    few = tiny.params({'train.steps': 2, 'optimizer.warmup_steps': 1})
+    done = tiny.lm('train', '--run_dir', str(run), '--compile_cache', str(elsewhere), *tiny_flags, *few)
+    assert done.returncode == 0, done.stderr
+    assert programs(elsewhere)
+    assert not (run / 'compiled').exists()
+    done = tiny.lm('train', '--run_dir', str(tmp_path / 'none'), '--compile_cache', 'none', *tiny_flags, *few)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / 'none' / 'compiled').exists()

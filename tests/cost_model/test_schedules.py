@@ -1,0 +1,42 @@
+"""Static schedules as libtpu writes them, and which blocks of a kernel's grid are skipped."""
+
+import pytest
+
+from lm.cost_model import schedules
+from lm.errors import ConfigError
+
+
+def test_schedules_are_read_from_the_dump(tmp_path):
+    lines = ['', 'MATMUL, VALU, VSTORE:SPILL', '4 4 1', '== UTILIZATION:', '4 0 0', '0 2 1', '2 2 0', '0 0 0']
+    prefix = '17-jvp_some_kernel_.1-0'
+    (tmp_path / f'{prefix}2-final_hlo-static-per-bundle-utilization.txt').write_text('\n'.join(lines))
+    (tmp_path / f'{prefix}4-final_bundles.txt').write_text(
+        '  0  : > { }\n  0x1 PF: > { }\n  0x2  : > { }\n0x3 LB: > { }\n'
+    )
+    whole = schedules.read_schedule(str(tmp_path), 'some_kernel')
+    assert (whole.bundles, whole.use('MATMUL'), whole.count('VSTORE:SPILL')) == (4, 6 / 16, 1)
+    longest = schedules.read_schedule(str(tmp_path), 'some_kernel', longest=True)
+    assert (longest.bundles, longest.use('VALU')) == (2, 0.5)
+    with pytest.raises(ConfigError, match='other'):
+        schedules.read_schedule(str(tmp_path), 'other')
+
+
+@pytest.mark.parametrize(
+    ('grid', 'share'),
+    [
+        ((4, 4), 10 / 16),
+        ((8, 4), (2 * (1 + 2 + 3 + 4)) / 32),  # blocks of keys twice as long, either axis first
+        ((4, 8), (2 * (1 + 2 + 3 + 4)) / 32),
+    ],
+)
+def test_blocks_above_the_diagonal_are_skipped(grid, share):
+    assert schedules.causal_share(*grid) == share
+
+
+@pytest.mark.parametrize(
+    ('parallel', 'steps'),
+    [((True, True), 8), ((True, False), 10), ((False, True), 9), ((False, False), 15)],
+)
+def test_cores_share_the_parallel_axes_of_a_grid(parallel, steps):
+    grid = schedules.Grid((3, 5), parallel)
+    assert (grid.steps_of_a_core(1), grid.steps_of_a_core(2)) == (15, steps)

@@ -1,0 +1,303 @@
+"""Tasks of lm-evaluation-harness over a run: the harness itself by `scripts/test.sh -m interop`."""
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import random
+import types
+
+import numpy as np
+import pytest
+import tiny
+
+import lm
+from lm.cli import main
+from lm.data.store import TokenStore
+from lm.data.tokenizers import from_bytes
+from lm.errors import ConfigError
+from lm.eval_harness.ruler import NEEDS_NOTHING, SENTENCE, check_answers, check_fits
+from lm.eval_harness.tasks import check_names, evaluate_tasks, known_task, read_questions
+from lm.evaluation.command import OF_SPLITS, OF_TASKS, check_flags
+
+QUESTIONS = [
+    {'question': 'What does import do?', 'choices': ['import sys', 'qqq zzz 7#', '@@@@'], 'answer': 0},
+    {'question': 'What is a function?', 'choices': ['()=)(', 'def main():'], 'answer': 'B'},
+]
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / 'physics.jsonl'
+    path.write_text('\n'.join(map(json.dumps, QUESTIONS)) + '\n\n')
+    return path
+
+
+def test_questions_are_read(questions):
+    assert [entry['answer'] for entry in read_questions(questions)] == [0, 1]
+    text = 'what\u2028does\x85it do?'  # JSON may hold both as they are
+    line = json.dumps(QUESTIONS[0] | {'question': text}, ensure_ascii=False)
+    questions.write_bytes(f'\ufeff{line}\r\n{line}'.encode())
+    assert [entry['question'] for entry in read_questions(questions)] == [text, text]
+
+
+@pytest.mark.parametrize('line', ['{}', '[1]', 'x', '{"question": "a", "choices": ["b", "c"], "answer": 2}',
+                                  '{"question": "a", "choices": ["b", "c"], "answer": 0.9}',
+                                  '{"question": "a", "choices": ["b", "c"], "answer": true}',
+                                  '{"question": "a", "choices": "bc", "answer": 0}'])  # fmt: skip
+def test_a_wrong_line_is_named(questions, line):
+    questions.write_text(questions.read_text() + line + '\n')
+    with pytest.raises(ConfigError, match=r'physics.jsonl: line 4 is not'):
+        read_questions(questions)
+
+
+@pytest.mark.skipif(importlib.util.find_spec('lm_eval') is not None, reason='lm_eval is installed')
+def test_without_the_package_it_says_what_to_install():
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[harness\]'"):
+        evaluate_tasks(None, ['piqa'])
+
+
+def test_no_result_hides_another():
+    check_names(['a/one.jsonl', 'two.jsonl', 'hellaswag'])
+    with pytest.raises(ConfigError, match=r'--tasks b/q\.jsonl: is called q in the results, as a/q\.jsonl is; rename'):
+        check_names(['a/q.jsonl', 'b/q.jsonl'])
+    with pytest.raises(ConfigError, match='--tasks: names none'):
+        check_names([])
+
+
+@pytest.mark.parametrize(('name', 'number'), [('limit', 0), ('num_fewshot', -1)])
+def test_numbers_of_tasks_are_checked(name, number):
+    arguments = types.SimpleNamespace(tasks='q.jsonl', **dict.fromkeys(OF_TASKS + OF_SPLITS))
+    check_flags(arguments)
+    setattr(arguments, name, number)
+    with pytest.raises(ConfigError, match=f'--{name} {number}: must be at least {number + 1}'):
+        check_flags(arguments)
+
+
+def test_ruler_is_refused_where_no_text_fits():
+    def tokenizer(rate):
+        return types.SimpleNamespace(encode=lambda text: [0] * round(len(text) / rate))
+
+    check_fits('ruler_vt', tokenizer(4), 1024)
+    with pytest.raises(ConfigError, match=r'--context_length 512: too short for ruler_vt, whose texts have at least 7'):
+        check_fits('ruler_vt', tokenizer(4), 512)
+    with pytest.raises(ConfigError, match=r'the tokenizer of the run has 1.5 characters a token of English'):
+        check_fits('ruler_vt', tokenizer(1.5), 10_000)
+
+
+def test_a_task_of_ruler_without_answers_is_refused():
+    made = {'ruler_cwe': types.SimpleNamespace(dataset={'test': {'outputs': [['word'], []]}})}
+    with pytest.raises(ConfigError, match=r'--context_length 900: too short for ruler_cwe'):
+        check_answers(made, 900)
+
+
+@pytest.fixture(scope='module')
+def run(reference_run):
+    pytest.importorskip('lm_eval', reason='needs lm-evaluation-harness: scripts/test.sh -m interop')
+    return lm.load(str(reference_run[0]))
+
+
+def likelihood(run, context, continuation, length=33):
+    """Straight from the logits, and whether it is greedy."""
+    encode = lambda text: run.tokenizer.encode(text).tolist()  # noqa: E731
+    n = len(encode(context + continuation)) - len(encode(context))
+    row = np.array([run.tokenizer.eod_id, *encode(context + continuation)][-length:], np.int32)
+    logits = np.asarray(run.model(row[None, :-1])[0], np.float64)
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    own = logits[np.arange(len(row) - 1), row[1:]][-n:]
+    return own.sum(), bool((logits.argmax(-1) == row[1:])[-n:].all())
+
+
+@pytest.mark.interop
+def test_questions_of_a_file(run, questions, reference_run, capsys):
+    expected = []
+    for entry in read_questions(questions):
+        text = f'Question: {entry["question"]}\nAnswer:'
+        own = [likelihood(run, text, f' {choice}')[0] for choice in entry['choices']]
+        expected.append(int(np.argmax(own)) == entry['answer'])
+    result = evaluate_tasks(run, [str(questions)], num_fewshot=0)
+    assert result['results']['physics']['acc,none'] == np.mean(expected)
+    assert main(['evaluate', '--run_dir', str(reference_run[0]), '--tasks', str(questions), '--limit', '1']) == 0
+    assert 'acc_norm' in capsys.readouterr().out
+    (written,) = (reference_run[0] / 'evaluations' / 'harness').glob('*.json')
+    assert json.loads(written.read_text())['limit'] == 1
+
+
+@pytest.fixture
+def folder(run, tmp_path):
+    """A folder of tasks in the harness's format: perplexity of the validation split, and an answer to be written."""
+    text = run.tokenizer.decode(run.store.read('validation', 0, run.store.tokens('validation') - 1))
+    (tmp_path / 'text.json').write_text(json.dumps({'page': text}) + '\n')
+    (tmp_path / 'asked.json').write_text('\n'.join(json.dumps({'q': q, 'a': 'x'}) for q in ('import ', 'def ')))
+    (tmp_path / 'own_text.yaml').write_text(f"""
+task: own_text
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / 'text.json'}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{page}}}}"
+metric_list:
+  - {{metric: bits_per_byte}}
+  - {{metric: word_perplexity}}
+""")
+    (tmp_path / 'own_answers.yaml').write_text(f"""
+task: own_answers
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / 'asked.json'}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{q}}}}"
+doc_to_target: "{{{{a}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 8, do_sample: false}}
+metric_list:
+  - {{metric: exact_match}}
+""")
+    return tmp_path
+
+
+@pytest.mark.interop
+def test_bits_per_byte_are_those_of_lm_evaluate(run, folder):
+    result = evaluate_tasks(run, ['own_text', 'own_answers'], include_path=str(folder))
+    theirs = result['results']['own_text']['bits_per_byte,none']
+    assert theirs == pytest.approx(lm.evaluate(run)['bits_per_byte'], rel=1e-6)
+    assert result['results']['own_answers']['exact_match,none'] == 0.0
+
+
+def test_an_unknown_task_gets_a_hint():
+    with pytest.raises(ConfigError, match=r'no such task; did you mean own_answers'):
+        known_task('own_answer', ['own_answers', 'own_text'])
+    assert known_task('own_text', ['own_text']) == 'own_text'
+
+
+@pytest.mark.interop
+def test_requests_are_answered_by_the_model(run):
+    from lm_eval.api.instance import Instance
+
+    from lm.eval_harness.adapter import RunModel
+
+    def instance(kind, *arguments):
+        return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+    model = RunModel(run)
+    # No context ends with white space: the harness gives that to the continuation.
+    greedy = lm.generate(run, 'import', max_tokens=4, temperature=0)
+    pairs = [('def main', '(x):'), ('', 'import sys'), ('import', greedy), ('x = 1\n' * 30 + 'y', ' = 2')]
+    found = model.loglikelihood([instance('loglikelihood', *pair) for pair in pairs])
+    for pair, (value, is_greedy) in zip(pairs, found, strict=True):
+        expected = likelihood(run, *pair)
+        assert value == pytest.approx(expected[0], abs=1e-4), pair
+        assert is_greedy == expected[1]
+    options = {'until': ['('], 'max_gen_toks': 12}
+    prompts = ['import ', 'def m', 'class A']
+    answers = model.generate_until([instance('generate_until', prompt, options) for prompt in prompts])
+    assert answers == lm.generate(run, prompts, max_tokens=12, temperature=0, until=['('])
+
+
+@pytest.fixture
+def without_hub(monkeypatch):
+    """As if there were no network; the harness's libraries read that when they are imported."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(datasets.config, 'HF_HUB_OFFLINE', True)
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+
+
+@pytest.fixture
+def data_sets(tmp_path):
+    """Made-up rows in the formats of HellaSwag and PIQA."""
+    for split in ('train', 'validation'):
+        swag = [
+            {
+                'ind': i,
+                'activity_label': 'Coding',
+                'ctx_a': f'{split} {i}: somebody writes import',
+                'ctx_b': 'they',
+                'ctx': f'{split} {i}: somebody writes import They',
+                'endings': [f'choose ending {k} of {i}. [title] And' for k in range(4)],
+                'label': str(i % 4),
+            }
+            for i in range(6)
+        ]
+        piqa = [{'goal': f'{split} {i}?', 'sol1': 'import sys', 'sol2': f'def {i}', 'label': i % 2} for i in range(6)]
+        for name, rows in {'hellaswag': swag, 'piqa': piqa}.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / f'{split}.jsonl').write_text('\n'.join(map(json.dumps, rows)) + '\n')
+    return tmp_path
+
+
+@pytest.mark.interop
+def test_hellaswag_and_piqa_from_local_files(run, reference_run, data_sets, without_hub, capsys):
+    evaluate = dataclasses.replace(run.experiment.evaluate, context_length=256)
+    wide = dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, evaluate=evaluate))
+    found = evaluate_tasks(wide, ['hellaswag', 'piqa'], 0, task_data=str(data_sets))
+    assert found['n-samples']['hellaswag']['effective'] == 6
+    right = []
+    for i in range(6):  # PIQA as its paper says: the solution that is more probable
+        own = [likelihood(wide, f'Question: validation {i}?\nAnswer:', f' {s}', 257)[0]
+               for s in ('import sys', f'def {i}')]  # fmt: skip
+        right.append(int(np.argmax(own)) == i % 2)
+    assert found['results']['piqa']['acc,none'] == pytest.approx(np.mean(right))
+    shown = evaluate_tasks(wide, ['hellaswag', 'piqa'], 2, task_data=str(data_sets))
+    assert shown['n-shot'] == {'hellaswag': 2, 'piqa': 2}
+    assert 0 <= shown['results']['hellaswag']['acc_norm,none'] <= 1
+    with pytest.raises(ConfigError, match=r"piqa: its data cannot be had: Couldn't reach 'baber/piqa' on.*--task_data"):
+        evaluate_tasks(wide, ['piqa'])
+    where = ['evaluate', '--run_dir', str(reference_run[0]), '--tasks', 'piqa', '--task_data', str(data_sets / 'no')]
+    assert main(where) == 2
+    assert 'no: is no folder' in capsys.readouterr().err
+
+
+@pytest.fixture
+def english(run, tmp_path):
+    """The run with a tokenizer of its size that knows the words of RULER's texts, which are too long with its own."""
+    import tokenizers
+    from lm_eval.tasks.ruler.vt_utils import TEMPLATE
+
+    texts = [SENTENCE, TEMPLATE] * 9
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator(texts, vocab_size=399, special_tokens=['</s>'], show_progress=False)
+    tokenizer = from_bytes(made.to_str().encode())
+    store = tiny.write_store(tmp_path / 'english', {'validation': [SENTENCE * 99]}, tokenizer)
+    evaluate = dataclasses.replace(run.experiment.evaluate, context_length=3072, batch_size=1)
+    experiment = dataclasses.replace(run.experiment, evaluate=evaluate)
+    return dataclasses.replace(run, experiment=experiment, store=TokenStore.open(str(store)))
+
+
+@pytest.mark.interop
+def test_ruler_is_made_and_measured_by_the_tokenizer_of_the_run(english, without_hub, monkeypatch, capsys):
+    from lm_eval.api.task import ConfigurableTask
+
+    from lm.eval_harness import adapter
+
+    made = {}
+    turn = itertools.cycle([False, True])
+
+    def answers(run, prompts, *, max_tokens, **_):
+        """In place of the model, which would take minutes: the right answers to every other question."""
+        return [' '.join(expected[run.tokenizer.decode(p)]) if next(turn) else 'Answer' for p in prompts]
+
+    expected = {}
+    build = ConfigurableTask.build_all_requests
+
+    def noted(task, *args, **options):
+        build(task, *args, **options)
+        made[task.config.task] = task.dataset['test']
+        expected.update({request.args[0]: request.doc['outputs'] for request in task.instances})
+
+    monkeypatch.setattr(ConfigurableTask, 'build_all_requests', noted)
+    monkeypatch.setattr(adapter, 'continuations', answers)
+    random.seed(0)
+    with pytest.raises(
+        ConfigError, match=r"its data cannot be had: Couldn't reach.*without a network there are niah_si"
+    ):
+        evaluate_tasks(english, ['niah_single_2'])
+    result = evaluate_tasks(english, list(NEEDS_NOTHING), limit=4)
+    assert 'Max length' not in capsys.readouterr().out
+    assert set(made) == set(NEEDS_NOTHING)
+    for name, rows in made.items():
+        assert len(rows) == 500, name
+        lengths = [len(english.tokenizer.encode(row['input'])) for row in rows.select(range(20))]
+        assert 0.5 * 3072 < np.mean(lengths) < 3072, name
+        assert result['results'][name]['3072,none'] == 0.5, name

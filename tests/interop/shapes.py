@@ -1,0 +1,43 @@
+"""Small models with random weights, and runs of them that lie nowhere, for the tests of exporting and importing."""
+
+import types
+
+import jax
+import numpy as np
+
+from lm.data.dataset import DataConfig
+from lm.experiment import Experiment
+from lm.interop.command import abstract_weights
+from lm.model import ModelConfig
+from lm.tasks.induction_heads import InductionHeads
+from lm.training.config import TrainConfig
+
+SIZES = dict(vocab_size=97, n_layers=4, d_model=32, n_heads=4, n_kv_heads=2, head_dim=8)
+LLAMA = dict(norm='rms', activation='silu', sinusoids=False, tied=False, rotary_base=500_000.0)
+GPT2 = dict(gated=False, biases=True, learned_positions=32, sinusoids=False, rotary_base=None, n_kv_heads=4)
+
+
+def experiment(attention, **changes) -> Experiment:
+    """Without data: a task needs no tokenizer."""
+    model = ModelConfig(**(SIZES | {'attention': attention} | changes))
+    train = TrainConfig(context_length=32, tokens_per_step=64)
+    return Experiment(model=model, train=train, data=DataConfig(task=InductionHeads()))
+
+
+def random_weights(config: Experiment, seed: int = 0):
+    """Params and buffers whose every array is random, of a size that keeps activations near 1."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        name = jax.tree_util.keystr(path)
+        spread = 0.3 if 'blocks' in name else 1.0
+        around = 1.0 if 'scale' in name else 0.0
+        return (around + spread * rng.normal(size=leaf.shape) * 0.5).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, abstract_weights(config))
+
+
+def run_of(config: Experiment, weights):
+    """What a format writes of."""
+    store = types.SimpleNamespace(fingerprints={})
+    return types.SimpleNamespace(experiment=config, weights=weights, store=store, step=7, tokenizer=None)

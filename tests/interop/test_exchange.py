@@ -1,0 +1,434 @@
+"""Weights out and in without PyTorch: names, round trips to the bit, refusals."""
+
+import ast
+import contextlib
+import dataclasses
+import json
+import re
+import resource
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import shapes
+import tiny
+from mechanisms_list import MECHANISMS
+from safetensors.numpy import load_file, save_file
+
+import lm
+from lm.attention import HeadDims, mechanisms
+from lm.attention.hybrid import Hybrid
+from lm.attention.softmax import Softmax
+from lm.cli import main
+from lm.data.dataset import DataConfig
+from lm.data.store import TokenStore
+from lm.data.tokenizers import from_bytes
+from lm.data.tokenizers.config import TokenizerConfig
+from lm.data.tokenizers.sentencepiece import train
+from lm.errors import ConfigError, MismatchError
+from lm.files import lock
+from lm.interop.command import UNFINISHED, abstract_weights, exporting, fingerprints_of
+from lm.interop.formats import FORMATS, formulated
+from lm.interop.names import from_tensors, places, to_tensors
+from lm.interop.tensors import read_tensors
+from lm.runs.initial import InitialParameters
+
+
+@pytest.mark.parametrize('form', MECHANISMS)
+def test_weights_of_every_mechanism_come_back(form):
+    config = shapes.experiment(MECHANISMS[form])
+    weights = shapes.random_weights(config)
+    tensors = to_tensors(weights)
+    assert sum(x.size for x in tensors.values()) == sum(x.size for x in jax.tree.leaves(weights))
+    back = from_tensors(tensors, abstract_weights(config), 'x')
+    jax.tree.map(np.testing.assert_array_equal, weights, back)
+
+
+def test_the_formulas_take_what_the_mechanisms_say():
+    """By the text of the file, which needs PyTorch: what `LmBlock` passes to `XFormula` is what this one takes."""
+    tree = ast.parse((tiny.ROOT / 'lm' / 'exchange' / 'attention_lm.py').read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    for form in MECHANISMS.values():
+        for mechanism in form if isinstance(form, tuple) else (form,):
+            name = f'{mechanism.gin_name}formula'
+            (formula,) = [node for key, node in classes.items() if key.lower() == name] or [None]
+            if formula is None:  # refused by `formulated`
+                continue
+            init = next(node for node in formula.body if getattr(node, 'name', '') == '__init__')
+            assert {a.arg for a in init.args.kwonlyargs} >= mechanism.portable().keys(), mechanism
+
+
+def test_names_are_those_of_layers():
+    config = shapes.experiment((Softmax(window=4), Softmax()))
+    weights = shapes.random_weights(config)
+    tensors = to_tensors(weights)
+    assert len(places(weights)) == len(tensors) == 2 + 1 + 4 * (4 + 4)
+    # Layer 3 is the second layer of the second mechanism; PyTorch has outputs first.
+    kernel = weights['params']['blocks'][1]['qkv']['kernel'][1]
+    np.testing.assert_array_equal(tensors['layers.3.qkv.weight'], kernel.T)
+    np.testing.assert_array_equal(tensors['embedding.weight'], weights['params']['embedding']['embedding'])
+
+
+def test_what_does_not_fit_is_named():
+    config = shapes.experiment(Softmax())
+    tensors = to_tensors(shapes.random_weights(config))
+    abstract = abstract_weights(config)
+    with pytest.raises(MismatchError, match=r'x: lacks layers.2.glu_out.weight'):
+        from_tensors({k: v for k, v in tensors.items() if k != 'layers.2.glu_out.weight'}, abstract, 'x')
+    with pytest.raises(MismatchError, match=r'has extra'):
+        from_tensors(tensors | {'extra': np.zeros(1)}, abstract, 'x')
+    with pytest.raises(MismatchError, match=r'embedding.weight is \[3, 32\], of the model \[97, 32\]'):
+        from_tensors(tensors | {'embedding.weight': np.zeros((3, 32))}, abstract, 'x')
+
+
+def test_every_mechanism_is_formulated_for_transformers():
+    """But for those that always have gates, which are refused by name."""
+    gated = {name for name, mechanism in mechanisms().items() if mechanism().projections(HeadDims(1, 1, 1))}
+    assert formulated() >= set(mechanisms()) - gated
+    for attention in (Softmax(gate=True), *(mechanisms()[name]() for name in gated)):
+        with pytest.raises(ConfigError, match=rf'@{attention.gin_name}\(\) has a gate: .*--format safetensors'):
+            FORMATS['huggingface'].check(shapes.experiment(attention).model)
+
+
+def test_options_that_transformers_is_not_told_are_refused(monkeypatch):
+    FORMATS['huggingface'].check(shapes.experiment(Hybrid(), **shapes.LLAMA).model)
+    monkeypatch.delitem(__import__('lm.interop.formats', fromlist=['']).FIELDS, 'norm')
+    with pytest.raises(ConfigError, match=r"model.norm = 'rms': the model for transformers has no such option"):
+        FORMATS['huggingface'].check(shapes.experiment(Softmax(), norm='rms').model)
+
+
+def test_a_run_goes_out_and_comes_back(reference_run, tmp_path, tokens, capsys):
+    out, back = tmp_path / 'out', tmp_path / 'back'
+    run_dir = str(reference_run[0])
+    assert main(['export', '--run_dir', run_dir, '--format', 'huggingface', '--out', str(out)]) == 0
+    files = {path.name for path in out.iterdir()}
+    assert files == {
+        'model.safetensors', 'config.gin', 'tokenizer.model', 'config.json', 'modeling_lm.py', 'attention_lm.py',
+    }  # fmt: skip
+    assert (out / 'tokenizer.model').read_bytes() == (tokens / 'tokenizer.model').read_bytes()
+    assert 'lm.interop' not in (out / 'modeling_lm.py').read_text()
+    data = ['--gin_param', f"data.path = '{tokens}'"]
+    assert main(['import', str(out), '--run_dir', str(back), *data]) == 0
+    before, after = lm.load(run_dir), lm.load(str(back))
+    jax.tree.map(np.testing.assert_array_equal, before.weights, after.weights)
+    assert after.step == 0
+    assert after.experiment.model == before.experiment.model
+    # It is whole: a second export over it, and a second import into it, are refused.
+    capsys.readouterr()
+    assert main(['export', '--run_dir', run_dir, '--out', str(out)]) == 2
+    assert main(['import', str(out), '--run_dir', str(back)]) == 2
+    assert capsys.readouterr().err.count('is there already') == 2
+    # Neither writes folders called gs: nor looks for them.
+    assert main(['export', '--run_dir', run_dir, '--out', 'gs://b/x']) == 2
+    assert main(['import', 'gs://b/x', '--run_dir', str(back.with_name('other'))]) == 2
+    assert capsys.readouterr().err.count('must lie on a disk of this machine') == 2
+
+
+@contextlib.contextmanager
+def hardly_any_room():
+    """As on a full disk, for files over 50 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_a_full_disk_has_stopped_is_done_by_the_same_command_later(reference_run, tokens, tmp_path, capsys):
+    out, back = tmp_path / 'out', tmp_path / 'back'
+    export = ['export', '--run_dir', str(reference_run[0]), '--out', str(out)]
+    again = ['import', str(out), '--run_dir', str(back), *tiny.params({'data.path': str(tokens)})]
+    for command, said in ((export, 'model.safetensors cannot be written (File too large'), (again, 'could not be')):
+        with hardly_any_room():
+            assert main(command) == 1
+        assert said in capsys.readouterr().err
+        assert main(command) == 0
+    assert lm.load(str(back)).step == 0
+    assert (back / 'model.gin').exists()
+
+
+KILLED = """
+import os, signal, sys
+from lm.cli import main
+from lm.interop.formats import TransformersFormat
+
+TransformersFormat.others = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # the weights are written
+main(['export', '--format', 'huggingface', *sys.argv[1:]])
+"""
+
+
+def test_what_was_killed_is_done_by_the_same_command_later(reference_run, tmp_path, capsys):
+    out = tmp_path / 'out'
+    flags = ['--run_dir', str(reference_run[0]), '--out', str(out)]
+    subprocess.run([sys.executable, '-c', KILLED, *flags], env=tiny.environment(), cwd=tiny.ROOT)
+    (out / 'config.json').write_text('half')  # of another format than the one below
+    assert (out / 'model.safetensors').exists()
+    # Nothing goes that is not of the export, and nothing of an export that is still being written.
+    (out / 'notes.txt').write_text('mine')
+    assert main(['export', *flags]) == 2
+    assert 'an export was stopped there, but notes.txt is not of it' in capsys.readouterr().err
+    with lock(out / UNFINISHED):
+        (out / 'notes.txt').unlink()
+        assert main(['export', *flags]) == 2
+        assert main(['import', str(out), '--run_dir', str(tmp_path / 'back')]) == 44
+    printed = capsys.readouterr().err
+    assert 'another process exports to it' in printed
+    assert 'out: holds half an export; run that lm export again' in printed
+    assert not (tmp_path / 'back').exists()
+    assert (out / 'config.json').read_text() == 'half'
+    assert main(['export', *flags]) == 0
+    assert {path.name for path in out.iterdir()} == {'model.safetensors', 'config.gin', 'tokenizer.model'}
+
+
+def test_an_export_that_fails_takes_away_nothing_but_its_files(tmp_path):
+    def fail(folder):
+        with exporting(folder):
+            (folder / 'model.safetensors').write_text('half')
+            (folder / 'notes.txt').write_text('mine')
+            raise OSError
+
+    with pytest.raises(OSError):  # noqa: PT011
+        fail(tmp_path / 'out')
+    assert [path.name for path in (tmp_path / 'out').iterdir()] == ['notes.txt']
+    with pytest.raises(ConfigError, match='is there already'):
+        fail(tmp_path / 'out')
+    assert [path.name for path in (tmp_path / 'out').iterdir()] == ['notes.txt']
+
+
+def llama_config(**changes) -> dict:
+    """config.json as transformers 4 writes it."""
+    return {
+        'model_type': 'llama', 'vocab_size': 400, 'num_hidden_layers': 2, 'hidden_size': 32, 'num_attention_heads': 2,
+        'num_key_value_heads': 1, 'head_dim': 16, 'intermediate_size': 48, 'hidden_act': 'silu', 'rms_norm_eps': 1e-5,
+        'rope_theta': 500000.0, 'tie_word_embeddings': False,
+    } | changes  # fmt: skip
+
+
+def write_llama(folder, **changes):
+    """A checkpoint with random weights, in two files."""
+    rng = np.random.default_rng(0)
+    sizes = {
+        'input_layernorm': (32,), 'self_attn.q_proj': (32, 32), 'self_attn.k_proj': (16, 32),
+        'self_attn.v_proj': (16, 32), 'self_attn.o_proj': (32, 32), 'post_attention_layernorm': (32,),
+        'mlp.up_proj': (48, 32), 'mlp.gate_proj': (48, 32), 'mlp.down_proj': (32, 48),
+    }  # fmt: skip
+    named = {f'model.layers.{i}.{name}.weight': size for i in range(2) for name, size in sizes.items()}
+    named |= {'model.embed_tokens.weight': (400, 32), 'model.norm.weight': (32,), 'lm_head.weight': (400, 32)}
+    tensors = {name: rng.normal(size=size).astype(np.float32) for name, size in named.items()}
+    folder.mkdir()
+    (folder / 'config.json').write_text(json.dumps(llama_config(**changes)))
+    parts = {'a.safetensors': sorted(tensors)[:10], 'b.safetensors': sorted(tensors)[10:]}
+    for part, names in parts.items():
+        save_file({name: tensors[name] for name in names}, folder / part)
+    index = {name: part for part, names in parts.items() for name in names}
+    (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': index}))
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ('asked', 'told'),
+    [
+        ('model.attention = @hybrid()', 'model.attention = @hybrid(): an import keeps .* has @softmax()'),
+        ('softmax.window = 16', 'softmax.window = 16: .* has None'),
+        ('model.dtype = "bfloat16"', "model.dtype = 'bfloat16': .* has 'auto'; leave this out"),
+    ],
+)
+def test_an_import_does_not_ignore_what_is_asked_of_the_model(asked, told, tmp_path, capsys):
+    write_llama(tmp_path / 'llama')
+    command = ['import', str(tmp_path / 'llama'), '--run_dir', str(tmp_path / 'run'), '--gin_param']
+    assert main([*command, asked]) == 2
+    assert re.search(told.replace('()', r'\(\)'), capsys.readouterr().err)
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_llama_is_continued_under_the_hybrid(tmp_path, tokens, capsys):
+    theirs = write_llama(tmp_path / 'llama')
+    run = tmp_path / 'run'
+    assert main(['import', str(tmp_path / 'llama'), '--run_dir', str(run)]) == 0
+    data = tiny.params({'data.path': str(tokens)})
+    for flags in (
+        ['--run_dir', str(run)],
+        ['--run_dir', str(tmp_path / 'new'), '--branch_from', str(run), '--step', '0'],
+    ):
+        assert main(['train', *flags, *data]) == 2
+        assert f'{run}: was made by lm import and has no optimizer state' in capsys.readouterr().err
+    bindings = {name: value for name, value in tiny.MODEL.items() if not name.startswith('model.')} | {
+        'data.path': str(tokens),
+        'train.init_from': str(run),
+    }
+    params = [word for word in tiny.params(bindings) if word != '--gin_param']
+    experiment = lm.configure([str(run / 'model.gin'), 'configs/attention/hybrid.gin'], params)
+    assert experiment.model.norm == 'rms'
+    assert experiment.model.pattern[0].gin_name == 'hybrid'
+    abstract = abstract_weights(experiment)
+    taken, line = InitialParameters(str(run), {}, str(tokens)).take(abstract, abstract)
+    assert line == f'9 of 9 arrays taken from {run} at step 0'
+    taken = taken['params']
+    np.testing.assert_array_equal(taken['head'], theirs['lm_head.weight'])
+    up = taken['blocks'][0]['glu_in']['kernel'][1][:, :48]
+    np.testing.assert_array_equal(up, theirs['model.layers.1.mlp.up_proj.weight'].T)
+    assert lm.validate(experiment) == []
+
+
+@pytest.mark.parametrize(
+    ('changes', 'said'),
+    [
+        ({'rms_norm_eps': 1e-6}, 'rms_norm_eps = 1e-06'),
+        ({'rope_scaling': {'rope_type': 'llama3'}}, "rotary positions scaled by 'llama3'"),
+        ({'attention_bias': True}, 'biases in attention'),
+        ({'sliding_window': 64}, 'a sliding window'),
+        ({'model_type': 'gpt2', 'activation_function': 'relu'}, "activation_function = 'relu'"),
+        ({'model_type': 'gpt2', 'scale_attn_by_inverse_layer_idx': True}, 'attention that is scaled by the layer'),
+        ({'model_type': 'bert'}, "model_type = 'bert': can be imported are"),
+    ],
+)
+def test_what_differs_is_said(tmp_path, capsys, changes, said):
+    write_llama(tmp_path / 'llama', **changes)
+    run = tmp_path / 'run'
+    assert main(['import', str(tmp_path / 'llama'), '--run_dir', str(run)]) == 2
+    assert said in capsys.readouterr().err
+    assert not run.exists()
+
+
+def gpt2_logits(w: dict, tokens_T: np.ndarray, heads: int) -> np.ndarray:
+    """What a GPT-2 computes, as Radford et al. (2019) describe it, [T, V]; its matrices have inputs first."""
+
+    def norm(x, name):
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * w[f'{name}.weight'] + w[f'{name}.bias']
+
+    def linear(x, name):
+        return x @ w[f'{name}.weight'] + w[f'{name}.bias']
+
+    T = len(tokens_T)
+    x_TxD = w['wte.weight'][tokens_T] + w['wpe.weight'][:T]
+    for i in range(sum(name.endswith('ln_1.weight') for name in w)):
+        q, k, v = np.split(linear(norm(x_TxD, f'h.{i}.ln_1'), f'h.{i}.attn.c_attn'), 3, axis=-1)
+        parts = []
+        for q, k, v in zip(*(np.split(part, heads, axis=-1) for part in (q, k, v)), strict=True):  # noqa: B020
+            scores = np.where(np.tri(T, dtype=bool), q @ k.T / np.sqrt(q.shape[-1]), -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            parts.append(weights / weights.sum(-1, keepdims=True) @ v)
+        x_TxD = x_TxD + linear(np.concatenate(parts, axis=-1), f'h.{i}.attn.c_proj')
+        h = linear(norm(x_TxD, f'h.{i}.ln_2'), f'h.{i}.mlp.c_fc')
+        h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+        x_TxD = x_TxD + linear(h, f'h.{i}.mlp.c_proj')
+    return norm(x_TxD, 'ln_f') @ w['wte.weight'].T
+
+
+def test_a_gpt2_comes_in(tmp_path, tokens, capsys):
+    """With the names of the files of the first GPT-2, masks and all."""
+    maps = {'attn.c_attn': (32, 96), 'attn.c_proj': (32, 32), 'mlp.c_fc': (32, 128), 'mlp.c_proj': (128, 32)}
+    named = {f'h.{i}.{name}.weight': size for i in range(2) for name, size in maps.items()}
+    named |= {f'h.{i}.{name}.bias': size[1:] for i in range(2) for name, size in maps.items()}
+    norms = ['ln_f', *(f'h.{i}.ln_{j}' for i in range(2) for j in (1, 2))]
+    named |= {f'{norm}.{part}': (32,) for norm in norms for part in ('weight', 'bias')}
+    named |= {'wte.weight': (400, 32), 'wpe.weight': (40, 32)}
+    rng = np.random.default_rng(0)
+    theirs = {name: (0.5 * rng.normal(size=size)).astype(np.float32) for name, size in named.items()}
+    folder, run = tmp_path / 'gpt2', tmp_path / 'run'
+    folder.mkdir()
+    masks = {f'h.{i}.attn.bias': np.tri(40, dtype=np.float32)[None, None] for i in range(2)}
+    save_file(theirs | masks, folder / 'model.safetensors')
+    sizes = {'vocab_size': 400, 'n_layer': 2, 'n_embd': 32, 'n_head': 4, 'n_positions': 40}
+    (folder / 'config.json').write_text(json.dumps({'model_type': 'gpt2', **sizes}))
+    assert main(['import', str(folder), '--run_dir', str(run), *tiny.params({'train.context_length': 64})]) == 2
+    assert 'model.learned_positions = 40: fewer than the 64 tokens' in capsys.readouterr().err
+    assert not run.exists()
+    bindings = {'train.context_length': 32, 'train.tokens_per_step': 256, 'data.path': str(tokens)}
+    assert main(['import', str(folder), '--run_dir', str(run), *tiny.params(bindings)]) == 0
+    loaded = lm.load(str(run))
+    asked = rng.integers(0, 400, 40)
+    logits = np.asarray(loaded.model(asked[None])[0])
+    expected = gpt2_logits(theirs, asked, heads=4)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    # It writes as far as it has positions, and no further.
+    lm.generate(loaded, 'import', max_tokens=40 - len(loaded.tokenizer.encode('import')), temperature=0)
+    with pytest.raises(ConfigError, match='fewer than the 41 tokens'):
+        lm.generate(loaded, 'import', max_tokens=41 - len(loaded.tokenizer.encode('import')), temperature=0)
+    with pytest.raises(ConfigError, match=r'fewer than the 41 tokens of the context; shorten train.context_length'):
+        lm.evaluate(loaded, context_length=41)
+    named = tiny.params({'data.path': str(tokens), 'evaluate.context_length': 41})
+    assert main(['check', '--gin_file', str(run / 'config.gin'), *named]) == 2
+    assert 'fewer than the 41 tokens' in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_refused(tmp_path, tokens, capsys):
+    write_llama(tmp_path / 'llama')
+    text = (tokens.parent / 'text' / 'train' / 'typing.txt').read_text()
+    model = train(TokenizerConfig(vocab_size=360), [text])
+    (tmp_path / 'llama' / 'tokenizer.model').write_bytes(model)
+    command = ['import', str(tmp_path / 'llama'), '--run_dir', str(tmp_path / 'run')]
+    assert main([*command, '--gin_param', f"data.path = '{tokens}'"]) == 44
+    assert 'is not the tokenizer of' in capsys.readouterr().err
+
+
+@pytest.fixture
+def hugging_face(tokens, tmp_path):
+    """A store, and the tokenizer.json that it was made with."""
+    import tokenizers
+
+    text = (tokens.parent / 'text' / 'train' / 'typing.txt').read_text()
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator([text], vocab_size=300, special_tokens=['</s>'], show_progress=False)
+    tokenizer = from_bytes(made.to_str().encode())
+    return tiny.write_store(tmp_path / 'store', {'train': [text], 'validation': [text[:3000]]}, tokenizer), tokenizer
+
+
+def test_a_tokenizer_goes_out_under_the_name_of_its_kind(hugging_face, tmp_path):
+    store, tokenizer = hugging_face
+    config = dataclasses.replace(shapes.experiment(Softmax()), data=DataConfig(path=str(store)))
+    run = shapes.run_of(config, shapes.random_weights(config))
+    run.tokenizer = tokenizer
+    (tmp_path / 'out').mkdir()
+    FORMATS['safetensors'].write(run, tmp_path / 'out')
+    assert (tmp_path / 'out' / 'tokenizer.json').read_bytes() == tokenizer.model
+    assert not (tmp_path / 'out' / 'tokenizer.model').exists()
+
+
+def test_tokenizers_of_every_kind_and_mixtures_are_compared(hugging_face, tokens, tmp_path, caplog):
+    store, tokenizer = hugging_face
+    folder = tmp_path / 'checkpoint'
+    folder.mkdir()
+    model = shapes.experiment(Softmax(), vocab_size=400).model
+
+    def known(**data):
+        return fingerprints_of(lm.Experiment(model=model, data=DataConfig(**data)), folder)
+
+    assert known() == {}
+    (folder / 'tokenizer.json').write_bytes(tokenizer.model)
+    assert known() == known(path=str(store)) == {'tokenizer': tokenizer.sha256}
+    assert known(mixture={str(store): 1}) == {'tokenizer': tokenizer.sha256}
+    with pytest.raises(MismatchError, match=r'tokenizer.json: is not the tokenizer of .*tokens; prepare the data with'):
+        known(mixture={str(tokens): 1})
+    # Two kinds of the same tokenizer, as many checkpoints have them: the data say which of them it is.
+    (folder / 'tokenizer.model').write_bytes((tokens / 'tokenizer.model').read_bytes())
+    assert known() == {}
+    assert known(mixture={str(store): 1}) == {'tokenizer': tokenizer.sha256}
+    assert known(path=str(tokens)) == {'tokenizer': TokenStore.open(str(tokens)).fingerprints['tokenizer']}
+    (folder / 'tokenizer.model').write_bytes(b'broken')
+    assert known(path=str(store)) == {'tokenizer': tokenizer.sha256}
+    assert 'is not compared: tokenizer.model_path' in caplog.text
+
+
+def test_bfloat16_becomes_float32(tmp_path):
+    import jax.numpy as jnp
+    from safetensors.flax import save_file as save_flax
+
+    save_flax({'x': jnp.array([1.5, -2.0], jnp.bfloat16)}, str(tmp_path / 'model.safetensors'))
+    x = read_tensors(tmp_path)['x']
+    assert x.dtype == np.float32
+    assert x.tolist() == [1.5, -2.0]
+    (tmp_path / 'model.safetensors').write_bytes(b'broken')
+    with pytest.raises(MismatchError, match='cannot be read'):
+        read_tensors(tmp_path)
+
+
+def test_safetensors_hold_the_step(tmp_path):
+    config = shapes.experiment(Softmax())
+    FORMATS['safetensors'].write(shapes.run_of(config, shapes.random_weights(config)), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {'model.safetensors', 'config.gin'}
+    assert load_file(tmp_path / 'model.safetensors')['final_norm.weight'].shape == (32,)

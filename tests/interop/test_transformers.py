@@ -1,0 +1,166 @@
+"""Weights out and in against `transformers` itself; needs PyTorch: `scripts/test.sh -m interop`."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import shapes
+from flax import nnx
+from mechanisms_list import MECHANISMS
+
+from lm.attention import HeadDims
+from lm.attention.hybrid import Hybrid
+from lm.attention.llops import Llops
+from lm.attention.performer import Performer
+from lm.attention.polynomial import Polynomial
+from lm.attention.polysketch import Polysketch
+from lm.attention.softmax import Softmax
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.cli import main
+from lm.experiment import load
+from lm.interop.command import abstract_weights
+from lm.interop.formats import FORMATS
+from lm.model import build
+from lm.training.step import split
+
+pytestmark = pytest.mark.interop
+torch = pytest.importorskip('torch', reason='needs PyTorch: scripts/test.sh -m interop')
+transformers = pytest.importorskip('transformers', reason='needs transformers: scripts/test.sh -m interop')
+
+MORE = {
+    'softmax scale': Softmax(scale=0.7),
+    'polysketch learned 8': Polysketch(sketch='learned', sketch_size=4, degree=8, block=8, per_head=True),
+    'polysketch narrow networks': Polysketch(sketch_size=4, degree=8, block=8, network_width=2),
+    'polysketch 2': Polysketch(degree=2, block=8),
+    'polysketch 16': Polysketch(degree=16, sketch_size=4, block=8),
+    'polynomial 16': Polynomial(degree=16),
+    'polysketch srht local': Polysketch(sketch='srht', sketch_size=8, block=8),
+    'hybrid parts': Hybrid(window=5, degree=3, parts=2, approximation='minimax'),
+    'hybrid long window': Hybrid(window=64),
+    'llops signed': Llops(n_features=16, nonnegative=False, affine=True, rank=2, layer_norm=False),
+    'performer sums': Performer(n_features=16, renormalize=False),
+    'performer both ways': Performer(n_features=16, causal=False),
+    **{f'performer {kind}': Performer(n_features=32, features=kind, block=8) for kind in
+       ('hyperbolic', 'trigonometric', 'random_phases', 'gelu', 'exp')},
+}  # fmt: skip
+FORMS = {
+    name: form
+    for name, form in (MECHANISMS | MORE).items()
+    if not any(one.projections(HeadDims(1, 1, 1)) for one in (form if isinstance(form, tuple) else (form,)))
+}
+"""Those with gates are refused."""
+SIGNED = dict.fromkeys(('performer trigonometric', 'performer random_phases', 'llops signed'), 1e-4)
+SIGNED['performer gelu'] = 1e-2
+"""Whose weights may be negative: part of the largest logit up to which two programs agree."""
+
+
+def our_logits(config, weights, tokens):
+    graph, _, _ = split(nnx.eval_shape(lambda: build(config.model, 0)))
+    model = nnx.merge(graph, weights['params'], weights['buffers'])
+    return np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens)))
+
+
+def check_equal(ours, theirs, tolerance=1e-5):
+    """To a part of the largest logit."""
+    assert np.isfinite(ours).all()
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=tolerance * np.abs(ours).max())
+
+
+@pytest.fixture
+def tokens():
+    return np.random.default_rng(1).integers(0, 97, (2, 24))
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_transformers_computes_the_same(form, tmp_path, tokens):
+    others = {'hybrid long window': shapes.GPT2, 'softmax window': {'logit_cap': 2.0}}
+    changes = ({'softmax scale': shapes.LLAMA} | others).get(form, {})
+    config = shapes.experiment(FORMS[form], **changes)
+    weights = shapes.random_weights(config)
+    FORMATS['huggingface'].check(config.model)
+    FORMATS['huggingface'].write(shapes.run_of(config, weights), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
+    with torch.no_grad():
+        result = model(torch.tensor(tokens), labels=torch.tensor(tokens))
+    ours = our_logits(config, weights, tokens)
+    # Sums of signed weights come near zero, and what is divided by them is rounded as differently.
+    check_equal(ours, result.logits.numpy(), SIGNED.get(form, 1e-5))
+    if form == 'softmax':
+        normal = ours - np.log(np.exp(ours).sum(-1, keepdims=True))
+        expected = -np.take_along_axis(normal[:, :-1], tokens[:, 1:, None], axis=-1).mean()
+        assert result.loss.item() == pytest.approx(expected, rel=1e-5)
+        written = model.generate(torch.tensor(tokens[:, :8]), max_new_tokens=4, do_sample=False)
+        first = our_logits(config, weights, tokens[:, :8])[:, -1].argmax(-1)
+        np.testing.assert_array_equal(written[:, 8].numpy(), first)
+
+
+@pytest.mark.parametrize('form', sorted(FORMS.keys() - SIGNED.keys()))
+def test_half_the_bits_are_enough_to_load_it(form, tmp_path, tokens):
+    """Attention stays in float32, where powers and sums need it."""
+    config = shapes.experiment(FORMS[form])
+    FORMATS['huggingface'].write(shapes.run_of(config, shapes.random_weights(config)), tmp_path)
+    load_model = transformers.AutoModelForCausalLM.from_pretrained
+    models = [load_model(tmp_path, trust_remote_code=True, dtype=d) for d in (torch.float32, torch.bfloat16)]
+    whole, half = (model(torch.tensor(tokens)).logits for model in models)
+    assert half.dtype == torch.bfloat16
+    assert half.isfinite().all()
+    assert (whole - half).abs().mean() < 0.1 * whole.abs().mean()
+    half.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in models[1].parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize('tied', [False, True])
+def test_llama_comes_in(tied, tmp_path, tokens):
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=56, rms_norm_eps=1e-5, tie_word_embeddings=tied, initializer_range=0.3,
+            rope_parameters={'rope_type': 'default', 'rope_theta': 5000.0},
+        )
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if 'norm' in name:
+                parameter.uniform_(0.5, 1.5)
+    theirs.save_pretrained(tmp_path / 'llama')
+    run = tmp_path / 'run'
+    assert main(['import', str(tmp_path / 'llama'), '--run_dir', str(run)]) == 0
+    config = load([str(run / 'config.gin')])
+    with Checkpointer(run / 'checkpoints') as saved:
+        weights, _, _ = saved.restore(abstract_weights(config))
+    with torch.no_grad():
+        check_equal(our_logits(config, weights, tokens), theirs(torch.tensor(tokens)).logits.numpy())
+
+
+@pytest.mark.parametrize('tied', [False, True])
+def test_gpt2_comes_in_and_goes_out(tied, tmp_path, tokens):
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32, n_inner=56, tie_word_embeddings=tied,
+            initializer_range=0.3,
+        )
+    ).eval()  # fmt: skip
+    with torch.no_grad():  # transformers begins with biases of 0 and gains of 1
+        for name, parameter in theirs.named_parameters():
+            if name.endswith('bias') or '.ln_' in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / 'gpt2')
+    run = tmp_path / 'run'
+    length = ['--gin_param', 'train.context_length = 32']
+    assert main(['import', str(tmp_path / 'gpt2'), '--run_dir', str(run), *length]) == 0
+    config = load([str(run / 'config.gin')])
+    with Checkpointer(run / 'checkpoints') as saved:
+        weights, _, _ = saved.restore(abstract_weights(config))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    check_equal(our_logits(config, weights, tokens), expected)
+    out = tmp_path / 'out'
+    out.mkdir()
+    task = dataclasses.replace(config, data=shapes.experiment(Softmax()).data)  # needs no tokenizer
+    FORMATS['huggingface'].write(shapes.run_of(task, weights), out)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
+    with torch.no_grad():
+        check_equal(expected, model(torch.tensor(tokens)).logits.numpy())
+    with pytest.raises(ValueError, match=r'41 tokens a row, and the model has learned_positions = 32; give shorter'):
+        model(torch.zeros(1, 41, dtype=torch.long))
