@@ -9,8 +9,7 @@ from flax import nnx
 
 from lm.attention.base import Attention, AttentionModule, HeadDims, KernelCall, KernelCases
 from lm.ops.documents import forgetting
-from lm.ops.linear_attention import decode, linear_attention
-from lm.ops.linear_attention.types import Options
+from lm.ops.linear_attention import LinearCall, compute, decode
 from lm.ops.powers import quotient
 
 DEFAULT_BLOCK = 128
@@ -87,7 +86,8 @@ class LinearModule(AttentionModule):
         arguments = self.arguments(q_BxLxHxD, k_BxLxKxD, self._columns(v_BxLxKxD), *own, **named)
         if not self.dims.causal:
             arguments |= {'causal': False}
-        o_BxLxHxC = linear_attention(**self._apart(arguments, starts_BxL))
+        call = LinearCall.from_arguments(self._apart(arguments, starts_BxL))
+        o_BxLxHxC = compute(call, arguments.get('implementation')).o_BxLxHxD
         return self.outputs(self._divided(o_BxLxHxC, v_BxLxKxD.dtype), v_BxLxKxD)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> decode.DecodeState:
@@ -96,7 +96,7 @@ class LinearModule(AttentionModule):
         q_Bx1xHxD, k_Bx1xKxD, v_Bx1xKxD = (jnp.zeros((batch, 1, n, self.dims.head_dim), dtype) for n in heads)
         arguments = self.arguments(*self.normalize(q_Bx1xHxD, k_Bx1xKxD), self._columns(v_Bx1xKxD))
         starts_Bx1 = jnp.zeros((batch, 1), jnp.int32) if documents else None
-        return decode.init_state(**self._apart(arguments, starts_Bx1), max_length=max_length)
+        return decode.init_state(LinearCall.from_arguments(self._apart(arguments, starts_Bx1)), max_length)
 
     def decode_step(
         self,
@@ -110,7 +110,7 @@ class LinearModule(AttentionModule):
     ) -> tuple[decode.DecodeState, jax.Array]:
         v_BxTxKxC = self._columns(v_BxTxKxD)
         arguments = self.arguments(*self.normalize(q_BxTxHxD, k_BxTxKxD), v_BxTxKxC, *own, **named)
-        state, o_BxTxHxC = decode.decode_step(state, **self._apart(arguments, starts_BxT))
+        state, o_BxTxHxC = decode.decode_step(state, LinearCall.from_arguments(self._apart(arguments, starts_BxT)))
         return state, self.outputs(self._divided(o_BxTxHxC, v_BxTxKxD.dtype), v_BxTxKxD)
 
     def _apart(self, arguments, starts_BxL):
@@ -160,19 +160,14 @@ def linear_flops_per_token(
 
 def operation_call(inputs: dict[str, Any], options: dict[str, Any]) -> KernelCall:
     """The kernels of one call of the operation, of abstract arrays by the names of its arguments."""
-    from lm.ops.linear_attention.tpu import attention as kernels
-
-    options = {name: value for name, value in options.items() if name != 'implementation'}
+    from lm.ops.linear_attention.tpu.plan import Sizes, make_plan
 
     def function(*arrays):
-        return linear_attention(**dict(zip(inputs, arrays, strict=True)), **options, implementation='pallas_tpu')
+        call = LinearCall.from_arguments(dict(zip(inputs, arrays, strict=True)) | options)
+        return compute(call, 'pallas_tpu').o_BxLxHxD
 
-    q, v, local = (inputs.get(name) for name in ('q_BxLxHxE', 'v_BxLxKxD', 'q_local_BxLxHxC'))
-    sizes = (q.shape[-1], v.shape[-1], 0 if local is None else local.shape[-1], v.dtype.itemsize)
-    made = kernels.made_by(options.get('feature_map'), q, inputs.get('q_parameters'))
-    decay = 'log_decay_BxLxK' in inputs
-    shape = (Options(**options), q.shape[1], q.shape[2], *sizes, *made, decay)
-    plan, part = kernels.plan_for(*shape), kernels.plan_for(*shape, part=True)
+    call = LinearCall.from_arguments(inputs | options)
+    plan, part = make_plan(Sizes.of_call(call)), make_plan(Sizes.of_call(call, part=True))
     names = ('forward', 'sums', 'backward') if plan.sums_again else ('forward', 'backward')
     steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in names}
     tokens = part.block * part.heads

@@ -134,11 +134,11 @@ def walk(sources, start, first, stop, use, carry=(), backwards=False, slots=WALK
     """carry = use(number, tiles, carry) for tiles in order, copied while those before are used.
 
     Args:
-        sources: arrays in memory, bfloat16 [L, C] or float32 [L].
+        sources: arrays in memory, bfloat16 [L, C] or float32 [L]; a tuple with names, or any other tree of them.
         start: the first token of tile 0.
         first: the number of the first tile.
         stop: one more than that of the last.
-        use: gets a tile of each source in shared memory.
+        use: gets a tile of each source in shared memory, in a tree like that of the sources.
         carry: what the first call gets.
         backwards: from the last tile to the first.
         slots: how many tiles there is room for.
@@ -146,6 +146,8 @@ def walk(sources, start, first, stop, use, carry=(), backwards=False, slots=WALK
     Returns:
         What the last call returned.
     """
+
+    arrays, tree = jax.tree.flatten(sources)
 
     def scoped(*scratch):
         *buffers, arrived = scratch
@@ -155,7 +157,7 @@ def walk(sources, start, first, stop, use, carry=(), backwards=False, slots=WALK
 
         def fetch(step):
             slot, tokens = lax.rem(step, slots), pl.ds(start + number(step) * TILE, TILE)
-            for source, buffer in zip(sources, buffers, strict=True):
+            for source, buffer in zip(arrays, buffers, strict=True):
                 plgpu.copy_gmem_to_smem(source.at[tokens], buffer.at[slot], arrived.at[slot])
 
         def step_of(step, carry):
@@ -168,7 +170,7 @@ def walk(sources, start, first, stop, use, carry=(), backwards=False, slots=WALK
                 fetch(step + slots - 1)
 
             plgpu.barrier_wait(arrived.at[slot])
-            return use(number(step), [buffer.at[slot] for buffer in buffers], carry)
+            return use(number(step), tree.unflatten([buffer.at[slot] for buffer in buffers]), carry)
 
         fetch(jnp.int32(first))
         for ahead in range(1, slots - 1):
@@ -178,6 +180,6 @@ def walk(sources, start, first, stop, use, carry=(), backwards=False, slots=WALK
         release()
         return result
 
-    shapes = [(slots, TILE, *source.shape[1:]) for source in sources]
+    shapes = [(slots, TILE, *source.shape[1:]) for source in arrays]
     buffers = [matrix(*s) if len(s) == 3 else plgpu.SMEM(s, jnp.float32) for s in shapes]
-    return pl.run_scoped(scoped, *buffers, plgpu.Barrier(num_arrivals=len(sources), num_barriers=slots))
+    return pl.run_scoped(scoped, *buffers, plgpu.Barrier(num_arrivals=len(arrays), num_barriers=slots))

@@ -10,7 +10,7 @@ from flax import nnx
 from lm.attention import HeadDims
 from lm.attention.hedgehog import Hedgehog, TwoSidedSoftmax
 from lm.ops.linear_attention.tpu import attention as pallas_tpu
-from lm.ops.linear_attention.types import Options
+from lm.ops.linear_attention.types import LinearCall, Options
 
 
 def features(weight, x):
@@ -68,6 +68,7 @@ def test_which_form_the_tpu_kernels_take(per_head, monkeypatch):
     monkeypatch.setattr(pallas_tpu.platform, 'vmem', lambda: (32 * 2**20, None))
     module = Hedgehog(per_head=per_head).build(HeadDims(2, 2, 64), nnx.Rngs(0))
     q = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.float32)
-    given = (q, q, q, module.q_weight[...], module.k_weight[...], None, None, None)
-    reason = pallas_tpu.unsupported(*given, options=Options(feature_map=TwoSidedSoftmax(), denominator_bias=0.0))
+    options = Options(feature_map=TwoSidedSoftmax(), denominator_bias=0.0)
+    call = LinearCall(q, q, q, module.q_weight[...], module.k_weight[...], options=options)
+    reason = pallas_tpu.unsupported(call)
     assert (reason is None) == (not per_head)

@@ -10,7 +10,7 @@ import pytest
 from lm.attention.maps.products import ProductFeatures
 from lm.ops.linear_attention import linear_attention
 from lm.ops.linear_attention.tpu import attention as pallas_tpu
-from lm.ops.linear_attention.types import Options
+from lm.ops.linear_attention.types import LinearCall, Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,6 @@ def test_kernels_refuse_matrices_of_each_head(monkeypatch):
     q = jnp.zeros((1, 256, 2, 16))
     for lead, reason in (((), None), ((2,), 'does not compute the feature map Shifted')):
         parameters = (jnp.zeros((*lead, 32, 16)), None)
-        found = pallas_tpu.unsupported(
-            q, q, q, parameters, parameters, None, None, None, options=Options(feature_map=Shifted())
-        )
+        call = LinearCall(q, q, q, parameters, parameters, options=Options(feature_map=Shifted()))
+        found = pallas_tpu.unsupported(call)
         assert (found is None) if reason is None else reason in found

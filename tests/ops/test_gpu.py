@@ -11,7 +11,7 @@ import test_pallas_gpu_recurrent as recurrent
 import test_sketch_networks as sketches
 from test_pallas_gpu import CASES, FULL, SQUARE, attend
 from test_pallas_gpu_networks import CASES as NETWORKS
-from test_pallas_tpu import by_definition, errors, example
+from test_pallas_tpu import by_definition, errors, example, make_call
 
 from lm.ops import exact_attention
 from lm.ops.linear_attention import linear_attention
@@ -37,7 +37,7 @@ def test_kernels_of_polysketch(case):
     settings, sizes = KERNELS[case]
     options = Options(powers=SQUARE, **settings)
     *inputs, do = example(**sizes, dtype=jnp.bfloat16)
-    if reason := pallas_gpu.unsupported(*inputs[:3], None, None, *inputs[3:], None, options=options):
+    if reason := pallas_gpu.unsupported(make_call(options, *inputs)):
         pytest.skip(reason)
 
     def outputs_and_gradients(*inputs, do):

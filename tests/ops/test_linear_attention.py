@@ -12,6 +12,7 @@ from lm.ops.linear_attention import (
     PLAIN,
     SQUARE,
     ExpKernel,
+    LinearCall,
     PolynomialKernel,
     decode,
     expansion,
@@ -213,9 +214,9 @@ def test_decoding_equals_the_parallel_form(options):
         local = dict(zip(LOCAL, (q, k), strict=True)) if 'local' in options else {}
         return dict(q_BxLxHxE=x, k_BxLxKxE=y, v_BxLxKxD=v, **local)
 
-    step = jit(lambda state, arrays: decode.decode_step(state, **arrays, **options))
+    step = jit(lambda state, arrays: decode.decode_step(state, LinearCall.from_arguments(arrays | options)))
     for cuts in (range(31), (0, 30), (0, 14, 15, 29, 30)):
-        state, outputs = decode.init_state(**arguments(slice(0, 1)), **options), []
+        state, outputs = decode.init_state(LinearCall.from_arguments(arguments(slice(0, 1)) | options)), []
         size = sum(x.nbytes for x in jax.tree.leaves(state))
         for part in map(slice, cuts, cuts[1:]):
             state, o = step(state, arguments(part))

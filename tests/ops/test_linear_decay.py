@@ -14,12 +14,13 @@ from lm.ops.linear_attention import (
     PLAIN,
     SQUARE,
     ExpKernel,
+    LinearCall,
+    Options,
     PolynomialKernel,
+    decay_state,
     decode,
-    faded,
     linear_attention,
 )
-from lm.ops.linear_attention.types import Options
 
 TAYLOR = (1.0, 1.0, 0.5)
 jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
@@ -74,14 +75,14 @@ def weigh(options, x, y, q, k):
     """[B, K, G, L, L] weights without decay, by the formulas."""
     length, groups = x.shape[1], x.shape[2] // y.shape[2]
     pair = lambda a, b: jnp.einsum('blkgf,bmkf->bkglm', a.reshape(*b.shape[:3], groups, -1), b)  # noqa: E731
-    x, y = options.features(MATRIX, x, True), options.features(MATRIX, y, False)
+    x, y = options.compute_features(MATRIX, x, True), options.compute_features(MATRIX, y, False)
     w = sum(c * pair(x, y) ** n for n, c in enumerate(options.powers))
     if options.local is None:
         return w
     i, j = np.arange(length)[:, None], np.arange(length)
     near = j > i - options.window if options.window else i // options.block == j // options.block
     s = pair(q, k) * options.local.scale
-    exact = jnp.exp(s) if options.local.stable else s**options.local.degree
+    exact = jnp.exp(s) if isinstance(options.local, ExpKernel) else s**options.local.degree
     return jnp.where(near, exact, w)
 
 
@@ -229,10 +230,10 @@ def test_decoding_equals_the_parallel_form(name):
         local = dict(zip(LOCAL, (q, k), strict=True)) if 'local' in options else {}
         return dict(q_BxLxHxE=x, k_BxLxKxE=y, v_BxLxKxD=v, log_decay_BxLxK=g, **local)
 
-    step = jit(lambda state, arrays: decode.decode_step(state, **arrays, **options))
+    step = jit(lambda state, arrays: decode.decode_step(state, LinearCall.from_arguments(arrays | options)))
     n = length // 2 - 1  # no end of a block, and a size that is compiled once
     for cuts in (range(length + 1), (0, length), (0, n, n + 1, *range(2 * n + 1, length + 1))):
-        state, outputs = decode.init_state(**arguments(slice(0, 1)), **options), []
+        state, outputs = decode.init_state(LinearCall.from_arguments(arguments(slice(0, 1)) | options)), []
         for part in map(slice, cuts, cuts[1:]):
             state, o = step(state, arguments(part))
             outputs.append(o)
@@ -252,7 +253,7 @@ def segments(implementation):
         head, state = attend(*first, log_decay_BxLxK=g[:, :17], return_state=True)
         tail, handed = attend(*last, log_decay_BxLxK=g[:, 17:], return_state=True, initial_state=state)
         _, alone = attend(*last, log_decay_BxLxK=g[:, 17:], return_state=True)
-        added = jax.tree.map(jnp.add, faded(state, g[:, 17:].sum(1)), alone)
+        added = jax.tree.map(jnp.add, decay_state(state, g[:, 17:].sum(1)), alone)
         return jnp.concatenate([head, tail], 1), jax.tree.map(lambda a, b: (a + b) / 2, handed, added)
 
     def both(function, *arrays):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_pallas_tpu import by_definition, errors, example, quick
+from test_pallas_tpu import by_definition, errors, example, make_call, quick
 
 from lm.ops import exact_attention, platform
 from lm.ops.linear_attention import IMPLEMENTATIONS
@@ -35,11 +35,7 @@ def interpreted():
 
 
 def attend(options):
-    def function(q, k, v, q_local, k_local):
-        none = (None, None)
-        return pallas_gpu.linear_attention(q, k, v, *none, q_local, k_local, None, options=options, with_state=False)[0]
-
-    return function
+    return lambda *arrays: pallas_gpu.linear_attention(make_call(options, *arrays)).o_BxLxHxD
 
 
 def by_kernels(options, *inputs, do):
@@ -152,8 +148,8 @@ def hopper(monkeypatch):
 
 
 def refusal(options, dtype=jnp.bfloat16, **sizes):
-    q, k, v, q_local, k_local, _ = example(300, dtype=dtype, **sizes)
-    return pallas_gpu.unsupported(q, k, v, None, None, q_local, k_local, None, options=options)
+    *arrays, _ = example(300, dtype=dtype, **sizes)
+    return pallas_gpu.unsupported(make_call(options, *arrays))
 
 
 @pytest.mark.parametrize('reason', REFUSED)
@@ -178,11 +174,11 @@ def test_unsupported_elsewhere(monkeypatch):
 
 def test_hoppers_get_their_kernels(hopper, monkeypatch):
     *arrays, _ = example(300, dtype=jnp.bfloat16)
-    q, k, v, *local = arrays
-    call = {'options': Options(powers=SQUARE, local=PolynomialKernel(4), block=128), 'with_state': False}
+    q, k, v, *_ = arrays
+    call = make_call(Options(powers=SQUARE, local=PolynomialKernel(4), block=128), *arrays)
     for kind, name in (('NVIDIA H100 80GB HBM3', 'pallas_gpu'), ('NVIDIA A100-SXM4-80GB', 'xla')):
         monkeypatch.setattr(platform, 'device_kind', lambda kind=kind: kind)
-        chosen = IMPLEMENTATIONS.choose(None, q, k, v, None, None, *local, None, **call)
+        chosen = IMPLEMENTATIONS.choose(None, call)
         assert chosen is IMPLEMENTATIONS[name]
         assert exact_attention.POLYNOMIAL.choose(None, q, k, v, degree=4) is exact_attention.POLYNOMIAL[name]
 

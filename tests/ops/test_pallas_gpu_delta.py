@@ -8,7 +8,7 @@ from test_pallas_gpu import H200, can_compile, interpreted, interpreter
 from test_pallas_tpu import quick
 
 from lm.ops import platform
-from lm.ops.delta_rule import IMPLEMENTATIONS, delta_rule
+from lm.ops.delta_rule import IMPLEMENTATIONS, DeltaCall, delta_rule
 from lm.ops.delta_rule.gpu import rule
 
 NAMES = ('o', 'state', 'dq', 'dk', 'dv', 'dbeta', 'dlog_decay', 'dinitial_state')
@@ -40,7 +40,8 @@ def results(implementation, dtype=jnp.bfloat16):
 
     def function(arrays, cotangents):
         arrays = [x if x is None or x.dtype == jnp.float32 else x.astype(dtype) for x in arrays]
-        (o, state), vjp = jax.vjp(lambda *a: IMPLEMENTATIONS[implementation].delta_rule(*a, 1.0), *arrays)
+        rule = IMPLEMENTATIONS[implementation].delta_rule
+        (o, state), vjp = jax.vjp(lambda *a: rule(DeltaCall(*a, query_length=1.0)), *arrays)
         do, dstate = cotangents
         return [o, state, *vjp((do.astype(o.dtype), dstate))]
 
@@ -81,7 +82,7 @@ def test_one_key_again_and_again():
 @pytest.mark.parametrize('kind', ['random', 'one key', 'one key, negative'])
 def test_systems(kind):
     """Against the inverse in float64: powers of a system with one key reach 10^18, its inverse stays at 1 (or 2)."""
-    from lm.ops.delta_rule.gpu.systems import gradients, solutions
+    from lm.ops.delta_rule.gpu.systems import solve, solve_transposed
 
     rng, shape = np.random.default_rng(0), (1, 2, 64, 64)
     k, v, du, dw = (rng.standard_normal(shape) for _ in range(4))
@@ -93,7 +94,7 @@ def test_systems(kind):
     k, v, du, dw = (jnp.asarray(a, jnp.bfloat16) for a in (k, v, du, dw))
     with interpreted():
         beta_t = jnp.asarray(beta, jnp.float32), jnp.asarray(t, jnp.float32)
-        got = quick(lambda: [*solutions(k, *beta_t, v), *gradients(k, *beta_t, du, dw)])()
+        got = quick(lambda: [*solve(k, *beta_t, v), *solve_transposed(k, *beta_t, du, dw)])()
     k, v, du, dw = (np.asarray(a, np.float64) for a in (k, v, du, dw))
     between = np.minimum(t[..., :, None] - t[..., None, :], 0.0)
     x = np.linalg.inv(np.eye(64) + np.tril(beta[..., None] * (k @ k.swapaxes(2, 3)) * np.exp(between), -1))
@@ -112,11 +113,12 @@ def hopper(monkeypatch):
 
 def test_chosen_and_refused(hopper, monkeypatch):
     arrays, _ = example(100)
-    assert IMPLEMENTATIONS.choose(None, *arrays) is rule
-    assert 'bfloat16, not float32' in rule.unsupported(arrays[0].astype(jnp.float32), *arrays[1:])
-    assert 'heads of up to 64' in rule.unsupported(*example(100, sizes=(64, 128))[0])
+    call = DeltaCall(*arrays)
+    assert IMPLEMENTATIONS.choose(None, call) is rule
+    assert 'bfloat16, not float32' in rule.unsupported(DeltaCall(arrays[0].astype(jnp.float32), *arrays[1:]))
+    assert 'heads of up to 64' in rule.unsupported(DeltaCall(*example(100, sizes=(64, 128))[0]))
     monkeypatch.setattr(platform, 'device_kind', lambda: 'NVIDIA A100-SXM4-80GB')
-    assert IMPLEMENTATIONS.choose(None, *arrays) is IMPLEMENTATIONS['xla']
+    assert IMPLEMENTATIONS.choose(None, call) is IMPLEMENTATIONS['xla']
 
 
 @pytest.mark.skipif(not can_compile(), reason="needs JAX's CUDA plugin and ptxas")

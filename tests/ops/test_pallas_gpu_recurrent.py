@@ -13,7 +13,7 @@ from lm.attention.maps.random_features import Hyperbolic, Positive, Projection
 from lm.ops import platform
 from lm.ops.linear_attention import IMPLEMENTATIONS, PLAIN, linear_attention
 from lm.ops.linear_attention.gpu.recurrent import attention as recurrent
-from lm.ops.linear_attention.types import Options, PolynomialKernel
+from lm.ops.linear_attention.types import LinearCall, Options, PolynomialKernel
 
 POSITIVE = Options(PLAIN, denominator_bias=0.0)
 TAYLOR = Options((1.0, 1.0, 0.5), denominator_bias=0.0)
@@ -85,12 +85,10 @@ def example(case: Case) -> tuple[list[jax.Array], jax.Array]:
 
 def outputs_and_gradients(case: Case, implementation: str, dtype=jnp.bfloat16):
     parameters = case.rows and Projection(jax.random.normal(jax.random.key(9), (case.rows, case.size)))
-    none = (None, None, None)
 
     def function(q, k, v, log_decay=None):
-        module = IMPLEMENTATIONS[implementation]
-        arrays = (q, k, v, parameters, parameters, *none, log_decay)
-        return module.linear_attention(*arrays, options=case.options, with_state=False)[0]
+        call = LinearCall(q, k, v, parameters, parameters, log_decay_BxLxK=log_decay, options=case.options)
+        return IMPLEMENTATIONS[implementation].linear_attention(call).o_BxLxHxD
 
     def both(arrays, do):
         o, vjp = jax.vjp(function, *(a if a.dtype == jnp.float32 else a.astype(dtype) for a in arrays))
@@ -149,32 +147,32 @@ def hopper(monkeypatch):
     monkeypatch.setattr(platform, 'MOSAIC_GPU_JAX', (0, 1))
 
 
-def call(dtype=jnp.bfloat16, size=64, head_dim=64, rows=None):
+def make_call(options, dtype=jnp.bfloat16, size=64, head_dim=64, rows=None):
     q, v = jnp.zeros((1, 100, 2, size), dtype), jnp.zeros((1, 100, 2, head_dim), dtype)
     parameters = rows and Projection(jnp.zeros((rows, size)))
-    return q, q, v, parameters, parameters, None, None, None
+    return LinearCall(q, q, v, parameters, parameters, options=options)
 
 
 @pytest.mark.parametrize('reason', REFUSED)
 def test_unsupported_calls_say_why(reason, hopper):
-    assert recurrent.unsupported(*call(), options=POSITIVE) is None
-    assert recurrent.unsupported(*call(rows=2048), options=PERFORMER) is None
+    assert recurrent.unsupported(make_call(POSITIVE)) is None
+    assert recurrent.unsupported(make_call(PERFORMER, rows=2048)) is None
     options, sizes = REFUSED[reason]
-    assert reason in recurrent.unsupported(*call(**sizes), options=options)
+    assert reason in recurrent.unsupported(make_call(options, **sizes))
 
 
 def test_states_and_maps_of_two_kinds_are_refused(hopper):
-    assert 'state' in recurrent.unsupported(*call(), options=POSITIVE, with_state=True)
-    q, k, v, ours, _, *rest = call(rows=2048)
-    theirs = Projection(ours.projection_RxE + 1)
-    assert 'same parameters' in recurrent.unsupported(q, k, v, ours, theirs, *rest, options=PERFORMER)
+    assert 'state' in recurrent.unsupported(dataclasses.replace(make_call(POSITIVE), with_state=True))
+    call = make_call(PERFORMER, rows=2048)
+    theirs = Projection(call.q_parameters.projection_RxE + 1)
+    assert 'same parameters' in recurrent.unsupported(dataclasses.replace(call, k_parameters=theirs))
 
 
 def test_hoppers_get_them(hopper, monkeypatch):
     for kind, name in (('NVIDIA H200', 'pallas_gpu_recurrent'), ('NVIDIA A100-SXM4-80GB', 'xla')):
         monkeypatch.setattr(platform, 'device_kind', lambda kind=kind: kind)
         for options, sizes in ((POSITIVE, {}), (TAYLOR, {'size': 16}), (PERFORMER, {'rows': 2048})):
-            chosen = IMPLEMENTATIONS.choose(None, *call(**sizes), options=options, with_state=False)
+            chosen = IMPLEMENTATIONS.choose(None, make_call(options, **sizes))
             assert chosen is IMPLEMENTATIONS[name]
 
 

@@ -8,9 +8,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops import platform
 from lm.ops.linear_attention.tpu import attention as pallas_tpu
-from lm.ops.linear_attention.tpu.features import pack, packed_width
+from lm.ops.linear_attention.tpu.features import pack
 from lm.ops.linear_attention.tpu.forward import forward
-from lm.ops.linear_attention.types import ExpKernel, Options, PolynomialKernel
+from lm.ops.linear_attention.tpu.plan import KernelInputs, Sizes, make_plan, packed_width
+from lm.ops.linear_attention.types import ExpKernel, LinearCall, Options, PolynomialKernel
 
 SQUARE, PLAIN = (0.0, 0.0, 1.0), (0.0, 1.0)
 NAMES = ('o', 'dq', 'dk', 'dv', 'dq_local', 'dk_local')
@@ -32,6 +33,10 @@ def example(length, *, batch=1, heads=1, kv_heads=None, features=16, head_dim=16
     arrays = [s * rng.standard_normal((batch, length, *shape)) for s, shape in zip(scales, shapes, strict=True)]
     do = rng.standard_normal((batch, length, heads, head_dim))
     return [jnp.asarray(a, dtype) for a in (*arrays, do)]
+
+
+def make_call(options, q, k, v, q_local=None, k_local=None, **more):
+    return LinearCall(q, k, v, q_local_BxLxHxC=q_local, k_local_BxLxKxC=k_local, options=options, **more)
 
 
 def by_definition(options, q, k, v, q_local, k_local, do):
@@ -62,9 +67,8 @@ def by_definition(options, q, k, v, q_local, k_local, do):
 
 
 def by_kernels(options, q, k, v, q_local, k_local, do):
-    def function(q, k, v, q_local, k_local):
-        none = (None, None)
-        return pallas_tpu.linear_attention(q, k, v, *none, q_local, k_local, None, options=options, with_state=False)[0]
+    def function(*arrays):
+        return pallas_tpu.linear_attention(make_call(options, *arrays)).o_BxLxHxD
 
     def outputs_and_gradients(*inputs, do):
         o, vjp = jax.vjp(function, *inputs)
@@ -160,12 +164,11 @@ def test_denominators_of_concentrated_keys_stay_positive():
     rounded = np.asarray(jnp.asarray(y64[:384].T @ y64[:384], jnp.bfloat16), np.float64)
     assert (np.einsum('ti,ij,tj->t', x64[384:], rounded, x64[384:]) < 0).any()
 
-    plan = pallas_tpu.plan_for(
-        Options(powers=SQUARE, denominator_bias=1e-3, block=128, local=PolynomialKernel(2)), length, 1, 16, 16, 16, 2
-    )
-    turned = [a[0].transpose(1, 2, 0) for a in (x, y, v, x, y)]
+    options = Options(powers=SQUARE, denominator_bias=1e-3, block=128, local=PolynomialKernel(2))
+    plan = make_plan(Sizes.of_call(make_call(options, x, y, v, x, y)))
+    inputs = KernelInputs(*(a[0].transpose(1, 2, 0) for a in (x, y, v, x, y)))
     with interpreted():
-        inverse = quick(lambda *a: forward(plan, False, *a[:3], (), *a[3:])[1])(*turned)
+        inverse = quick(lambda inputs: forward(plan, False, inputs, None).inverse_Nx1xL)(inputs)
     den = 1 / np.asarray(inverse, np.float64)[0, 0]
     want = 1e-3 + np.tril((x64 @ y64.T) ** 2).sum(1)
     assert den.min() > 0
@@ -187,7 +190,7 @@ def test_what_the_compiler_refuses_on_small_chips_stays_on_xla(r, head_dim, bloc
     monkeypatch.setattr(platform, 'vmem', lambda: (16 * 2**20, None))
     x, v = (jax.ShapeDtypeStruct((1, 2048, 1, n), dtype) for n in (r, head_dim))
     options = Options(powers=SQUARE, local=PolynomialKernel(4), block=block)
-    reason = pallas_tpu.unsupported(x, x, v, None, None, v, v, None, options=options)
+    reason = pallas_tpu.unsupported(make_call(options, x, x, v, v, v))
     assert (reason is None) == fits
     assert fits or reason == f'would not fit its VMEM with {r} features and blocks of {block}'
 
@@ -201,9 +204,7 @@ def test_batch_split_over_a_mesh():
 
     def loss(*inputs):
         *inputs, do = inputs
-        o, _ = pallas_tpu.linear_attention(
-            *inputs[:3], None, None, *inputs[3:], None, options=options, with_state=False
-        )
+        o, _ = pallas_tpu.linear_attention(make_call(options, *inputs))
         return jnp.sum(o * do), o
 
     with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
@@ -227,13 +228,12 @@ REFUSED = {
 @pytest.mark.parametrize('reason', REFUSED)
 def test_unsupported_calls_say_why(reason, monkeypatch):
     monkeypatch.setattr(pallas_tpu.platform, 'target_platform', lambda: 'tpu')
-    q, k, v, q_local, k_local, _ = example(300)
-    inputs = (q, k, v, None, None, q_local, k_local, None)
-    assert pallas_tpu.unsupported(*inputs, options=Options(powers=SQUARE, **LOCAL)) is None
+    *arrays, _ = example(300)
+    assert pallas_tpu.unsupported(make_call(Options(powers=SQUARE, **LOCAL), *arrays)) is None
     options = Options(**{'powers': SQUARE} | REFUSED[reason])
-    assert reason in pallas_tpu.unsupported(*inputs, options=options)
+    assert reason in pallas_tpu.unsupported(make_call(options, *arrays))
 
 
 def test_unsupported_elsewhere():
-    q, k, v, q_local, k_local, _ = example(16)
-    assert 'TPU' in pallas_tpu.unsupported(q, k, v, None, None, q_local, k_local, None, options=Options(powers=SQUARE))
+    *arrays, _ = example(16)
+    assert 'TPU' in pallas_tpu.unsupported(make_call(Options(powers=SQUARE), *arrays))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from test_pallas_tpu import make_call
 
 from lm.ops.linear_attention import PLAIN, SQUARE, xla
 from lm.ops.linear_attention.tpu import attention as pallas_tpu
@@ -42,8 +43,7 @@ def draw(length, dtype):
 @functools.cache
 def program(implementation, options):
     def function(q, k, v, g, *local):
-        arguments = (q, k, v, None, None, *(local or (None, None)), None, g)
-        return implementation.linear_attention(*arguments, options=options, with_state=False)[0]
+        return implementation.linear_attention(make_call(options, q, k, v, *local, log_decay_BxLxK=g)).o_BxLxHxD
 
     @jax.jit
     def both(*arrays):
@@ -92,16 +92,16 @@ def test_running_sums_have_gradients_of_their_block_and_of_what_crosses_its_end(
     length, options = CASES[name]
     q, k, v, g, *local = draw(length, jnp.float32)
     arrays = [q, k, v, jnp.zeros_like(g), *(local if options.local else [])]
-    arguments = (arrays[3], *arrays[:3], *arrays[4:])
-    plan, maps, *inputs = pallas_tpu.arranged(options, None, *arguments, part=False)
+    call = make_call(options, *arrays[:3], *arrays[4:], log_decay_BxLxK=arrays[3])
+    plan, inputs, maps = pallas_tpu.arrange(call, part=False)
     do = jnp.cos(jnp.arange(4 * 32 * length)).reshape(1, length, 4, 32)
 
     def gradient(c):
-        o, pull = jax.vjp(lambda c: pallas_tpu.attend(plan, *inputs[:3], maps, *inputs[3:-1], c), c)
+        o, pull = jax.vjp(lambda c: pallas_tpu.attend(plan, inputs._replace(c_Nx1xL=c), maps), c)
         return pull(by_token(do, o.shape[2], 4))[0]
 
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan')):
-        dc = jax.jit(gradient, compiler_options={'xla_backend_optimization_level': 0})(inputs[-1])
+        dc = jax.jit(gradient, compiler_options={'xla_backend_optimization_level': 0})(inputs.c_Nx1xL)
     expected = run(xla, options, arrays)[4]
     ends = np.arange(plan.block - 1, length, plan.block)
     found = np.asarray(dc).reshape(2, 2, -1)[..., ends].sum(1)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from test_delta_rule import draw
 
 from lm.ops import platform, sequence
-from lm.ops.delta_rule import reference
+from lm.ops.delta_rule import DeltaCall, reference
 from lm.ops.delta_rule.tpu import inverse as inverses
 from lm.ops.delta_rule.tpu import parts, rule
 
@@ -28,8 +28,12 @@ def both(function, *arrays):
     return o, state, *pull((wanted, jnp.sin(jnp.arange(state.size)).reshape(state.shape)))
 
 
-kernels = jax.jit(functools.partial(both, rule.delta_rule))
-recurrence = jax.jit(functools.partial(both, reference.delta_rule))
+def of_arrays(implementation, **static):
+    return lambda *arrays: implementation.delta_rule(DeltaCall(*arrays, **static))
+
+
+kernels = jax.jit(functools.partial(both, of_arrays(rule)))
+recurrence = jax.jit(functools.partial(both, of_arrays(reference)))
 
 
 def by_kernels(arrays):
@@ -58,7 +62,7 @@ def test_without_factors():
     q, k, v, beta, decay, state = draw(300)
     arrays = (q, k, v, beta, jnp.zeros_like(decay), state)
     with interpreted():
-        o = jax.jit(rule.delta_rule)(q, k, v, beta, None, state)[0]
+        o = jax.jit(of_arrays(rule))(q, k, v, beta, None, state)[0]
     np.testing.assert_array_equal(o, by_kernels(arrays)[0])
     assert_near(by_kernels(arrays), recurrence(*arrays), 1e-5)
 
@@ -66,7 +70,7 @@ def test_without_factors():
 def test_vectors_are_brought_to_their_length():
     q, k, *rest = draw(130)
     arrays = (3 * q, k.at[:, 7].set(0.0) / 2, *rest)
-    of_length = (functools.partial(each.delta_rule, query_length=0.5) for each in (rule, reference))
+    of_length = (of_arrays(each, query_length=0.5) for each in (rule, reference))
     got, expected = (functools.partial(both, function) for function in of_length)
     with interpreted():
         got = jax.jit(got)(*arrays)
@@ -130,7 +134,7 @@ def of_whole_window(length):
     """What parts of it must give, token by token."""
 
     def whole(*tokens):
-        return reference.delta_rule(*tokens, jnp.zeros((2, 2, 8, 12)))[0]
+        return reference.delta_rule(DeltaCall(*tokens)).o_BxLxHxD
 
     return jax.jit(functools.partial(outputs_and_gradients, whole))(*draw(length)[:-1])
 
@@ -141,7 +145,7 @@ def test_parts_of_a_window(devices):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), (platform.SEQUENCE_AXIS,))
 
     def on_parts(*tokens):
-        return sequence.over_tokens(parts.delta_rule, (1,) * len(tokens))(*tokens)
+        return sequence.over_tokens(lambda *a: of_arrays(parts)(*a).o_BxLxHxD, (1,) * len(tokens))(*tokens)
 
     with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
         got = jax.jit(functools.partial(outputs_and_gradients, on_parts))(*tokens)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
-from test_pallas_tpu import example
+from test_pallas_tpu import example, make_call
 
 from lm.attention.base import HeadDims
 from lm.attention.llops import Llops
@@ -20,7 +20,7 @@ from lm.attention.taylor import Taylor
 from lm.hardware import LIBTPU_ENVIRONMENT
 from lm.ops.linear_attention.tpu import attention as pallas_tpu
 from lm.ops.linear_attention.tpu import fold
-from lm.ops.linear_attention.tpu.attention import plan_for
+from lm.ops.linear_attention.tpu.plan import make_plan
 from lm.ops.linear_attention.types import Options, PolynomialKernel
 
 SERIES = (1.0, 1.0, 0.5)
@@ -66,12 +66,12 @@ def by_definition(options, features, arrays, parameters=(None, None)):
 
 
 @functools.lru_cache(maxsize=12)  # they take memory
-def program(options, planner, sums_before):
+def program(options, planner, sum_before):
     """Compiled once for arrays of one shape; the functions are those in force, which some tests change."""
 
     def function(q, k, v, parameters, *local):
-        call = (q, k, v, *parameters, *(local or (None, None)), None)
-        return pallas_tpu.linear_attention(*call, options=options, with_state=False)[0]
+        call = make_call(options, q, k, v, *local, q_parameters=parameters[0], k_parameters=parameters[1])
+        return pallas_tpu.linear_attention(call).o_BxLxHxD
 
     def outputs_and_gradients(do, *inputs):
         o, vjp = jax.vjp(function, *inputs)
@@ -84,7 +84,7 @@ def by_kernels(options, arrays, parameters=(None, None)):
     *inputs, do = arrays
     local = () if options.local is None else tuple(inputs[3:])
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)):
-        run = program(options, pallas_tpu.plan_for, pallas_tpu.sums_before)
+        run = program(options, pallas_tpu.make_plan, pallas_tpu.sum_before)
         return run(do, *inputs[:3], parameters, *local)
 
 
@@ -194,10 +194,8 @@ def test_feature_maps(case):
         arrays[:2] = example(**{'features': head_dim} | sizes)[:2]
         feature_map = dataclasses.replace(feature_map, dtype=jnp.dtype(dtype))
     options = Options(feature_map=feature_map, **settings)
-    assert pallas_tpu.unsupported(*arrays[:3], *parameters, *arrays[3:5], None, options=options) in (
-        None,
-        'needs a TPU',
-    )
+    call = make_call(options, *arrays[:5], q_parameters=parameters[0], k_parameters=parameters[1])
+    assert pallas_tpu.unsupported(call) in (None, 'needs a TPU')
     got, want = by_kernels(options, arrays, parameters), by_definition(options, exact, arrays, parameters)
     if not feature_map.learns:
         assert not any(np.asarray(d).any() for d in jax.tree.leaves(got[4]))
@@ -215,8 +213,8 @@ def test_sums_that_the_backward_pass_forms_again(case, monkeypatch):
     options = Options(feature_map=feature_map, **settings)
     kept = by_kernels(options, arrays, parameters)
     calls = []
-    monkeypatch.setattr(pallas_tpu, 'sums_before', lambda *a: calls.append(a) or fold.sums_before(*a))
-    monkeypatch.setattr(pallas_tpu, 'plan_for', lambda *a: dataclasses.replace(plan_for(*a), sums_again=True))
+    monkeypatch.setattr(pallas_tpu, 'sum_before', lambda *a: calls.append(a) or fold.sum_before(*a))
+    monkeypatch.setattr(pallas_tpu, 'make_plan', lambda *a: dataclasses.replace(make_plan(*a), sums_again=True))
     again = by_kernels(options, arrays, parameters)
     assert len(calls) == 1
     jax.tree.map(np.testing.assert_array_equal, again, kept)
@@ -232,8 +230,8 @@ def test_batch_split_over_a_mesh():
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(('data', 'fsdp')))
 
     def loss(q, k, v, parameters, do):
-        call = (q, k, v, *parameters, None, None, None)
-        o, _ = pallas_tpu.linear_attention(*call, options=options, with_state=False)
+        call = make_call(options, q, k, v, q_parameters=parameters[0], k_parameters=parameters[1])
+        o, _ = pallas_tpu.linear_attention(call)
         return jnp.sum(o * do), o
 
     with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
@@ -277,8 +275,9 @@ def test_unsupported_maps_say_why(reason, monkeypatch):
     monkeypatch.setattr(pallas_tpu.platform, 'vmem', lambda: (16 * 2**20, None))
     feature_map, parameters, settings = refusals()[reason]
     q, k, v, *_ = example(300)
-    inputs = (q, k, v, *parameters, None, None, None)
-    assert reason in pallas_tpu.unsupported(*inputs, options=Options(feature_map=feature_map, **settings))
+    options = Options(feature_map=feature_map, **settings)
+    call = make_call(options, q, k, v, q_parameters=parameters[0], k_parameters=parameters[1])
+    assert reason in pallas_tpu.unsupported(call)
 
 
 LAYERS = {

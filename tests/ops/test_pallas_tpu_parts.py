@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from test_pallas_tpu import make_call
 from test_pallas_tpu_maps import llops, quick
 
 from lm.ops import platform, sequence
@@ -47,10 +48,14 @@ def outputs_and_gradients(function, arrays, parameters):
     return quick(both)(arrays, parameters)
 
 
+def call_of(options, q, k, v, g, q_local, k_local, parameters):
+    more = dict(zip(('q_parameters', 'k_parameters'), parameters, strict=True))
+    return make_call(options, q, k, v, q_local, k_local, log_decay_BxLxK=g, **more)
+
+
 def whole(options, arrays, parameters):
     def function(arrays, parameters):
-        q, k, v, g, *local = arrays
-        return reference.linear_attention(q, k, v, *parameters, *local, None, g, options=options, with_state=False)[0]
+        return reference.linear_attention(call_of(options, *arrays, parameters)).o_BxLxHxD
 
     return outputs_and_gradients(function, arrays, parameters)
 
@@ -68,10 +73,7 @@ def on_parts(function, arrays, parameters, devices, fsdp=1):
 
 
 def by_kernels(options):
-    def function(q, k, v, g, q_local, k_local, parameters):
-        return part.linear_attention(q, k, v, *parameters, q_local, k_local, None, g, options=options)
-
-    return function
+    return lambda *arrays: part.linear_attention(call_of(options, *arrays)).o_BxLxHxD
 
 
 def assert_near(got, expected, tolerance):
@@ -117,15 +119,16 @@ def test_tpus_take_the_kernels_whatever_else_is_split(monkeypatch):
 
     arrays = draw(256, True, batch=2, groups=2)
     assert_near(on_parts(function, arrays, (None, None), devices, fsdp=2), whole(options, arrays, (None, None)), 1e-5)
-    assert {y.shape[0] for _, _, y, *_ in folds} == {2, 4}  # of one row: key heads, query heads
+    assert {tokens.y_NxFxL.shape[0] for _, _, tokens, _ in folds} == {2, 4}  # of one row: key heads, query heads
 
 
 def test_what_stays_on_xla_says_why(monkeypatch):
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
-    q, k, v, _, *local = draw(256, False)
-    call = (q, k, v, None, None, *local, None, None)
-    assert part.unsupported(*call, options=Options(SQUARE, **LOCAL)) is None
-    assert 'not a window' in part.unsupported(*call, options=Options(SQUARE, local=PolynomialKernel(4), window=64))
-    assert 'multiples of 128, not 64' in part.unsupported(
-        *call, options=Options(SQUARE, local=PolynomialKernel(4), block=64)
-    )
+    arrays = draw(256, False)
+
+    def refusal(**settings):
+        return part.unsupported(call_of(Options(SQUARE, **settings), *arrays, (None, None)))
+
+    assert refusal(**LOCAL) is None
+    assert 'not a window' in refusal(local=PolynomialKernel(4), window=64)
+    assert 'multiples of 128, not 64' in refusal(local=PolynomialKernel(4), block=64)

@@ -9,7 +9,6 @@ loop   the same formulas block by block, in a loop whose steps the backward pass
 scan   ours, block by block the same, with all blocks at once and an associative scan over their sums
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,19 +18,20 @@ from jax import lax
 
 from lm.attention import FEATURED
 from lm.attention.linear import TOKENS
-from lm.ops.linear_attention import xla
+from lm.ops.linear_attention import LinearCall, xla
 from lm.ops.linear_attention.block import (
+    BlockInputs,
     BlockKeys,
     BlockQueries,
     Shape,
     fold,
-    grouped,
-    numerators,
-    token_minor,
-    ungrouped,
+    group,
+    move_tokens_last,
+    read,
+    ungroup,
 )
 from lm.ops.linear_attention.reference import plain_blocks
-from lm.ops.linear_attention.types import Options
+from lm.ops.linear_attention.types import Parameters
 
 
 def _tokens(arguments: Mapping[str, Any]) -> list[jax.Array]:
@@ -77,8 +77,8 @@ def scan(arguments: Mapping[str, Any]) -> jax.Array:
     batch, length, heads, _ = v_BxLxHxD.shape
     block = min(arguments['block'], length)
     blocks = length // block
-    options = {spec.name: arguments[spec.name] for spec in dataclasses.fields(Options) if spec.name in arguments}
-    shape = Shape(Options(**options), xla.TILE['cpu'], True, v_BxLxHxD.dtype)
+    options = LinearCall.from_arguments(arguments).options
+    shape = Shape(options, xla.TILE['cpu'], True, v_BxLxHxD.dtype)
 
     def cut(x):
         return x.reshape(batch * blocks, block, *x.shape[2:])
@@ -87,11 +87,11 @@ def scan(arguments: Mapping[str, Any]) -> jax.Array:
         each = sums.reshape(batch, blocks, *sums.shape[1:])
         return (lax.associative_scan(jnp.add, each, axis=1) - each).reshape(sums.shape)
 
-    queries = BlockQueries(*(grouped(cut(x), heads) for x in (q_BxLxHxE, q_local_BxLxHxC)))
-    keys = BlockKeys(*(token_minor(cut(x)) for x in (k_BxLxHxE, v_BxLxHxD, k_local_BxLxHxC)))
-    sums = jax.tree.map(earlier, fold(shape, keys, None, None, 0))
-    num, den = numerators(shape, queries, keys, (None, None), sums, None, 0)
-    return ungrouped(num / den[:, :, None]).reshape(v_BxLxHxD.shape).astype(v_BxLxHxD.dtype)
+    queries = BlockQueries(*(group(cut(x), heads) for x in (q_BxLxHxE, q_local_BxLxHxC)))
+    keys = BlockKeys(*(move_tokens_last(cut(x)) for x in (k_BxLxHxE, v_BxLxHxD, k_local_BxLxHxC)))
+    sums = jax.tree.map(earlier, fold(shape, keys.folded, None, None, 0))
+    num, den = read(shape, BlockInputs(queries, keys, Parameters(None, None), sums, None, 0, None))
+    return ungroup(num / den[:, :, None]).reshape(v_BxLxHxD.shape).astype(v_BxLxHxD.dtype)
 
 
 FORMULATIONS: dict[str, Callable[[Mapping[str, Any]], jax.Array]] = {'plain': plain, 'loop': loop, 'scan': scan}

@@ -3,24 +3,25 @@
     S_i = a_i S_{i-1} + β_i k_i (v_i - a_i S_{i-1}ᵀ k_i)ᵀ          o_i = S_iᵀ q_i
 
 (Schlag et al. 2021; Yang et al. 2024, DeltaNet; with factors a Yang et al. 2025, Gated DeltaNet, eq. 10.) A token
-multiplies the state by a_i (I - β_i k_i k_iᵀ): with keys of length 1 and β from 0 to 1 it takes a part β of what stands
-at the key out, with β up to 2 it can also turn it around (Grazzi et al. 2025).
+multiplies the state by a_i (I - β_i k_i k_iᵀ). With keys of length 1 and β from 0 to 1 it removes a part β of what
+stands at the key; with β up to 2 it can also turn it around (Grazzi et al. 2025).
 
 B batch, L length, H query heads, K key and value heads (K divides H; head h reads key head h // (H / K)), E key size,
 D value size.
 """
 
 import jax
-import jax.numpy as jnp
 
 from lm.errors import ConfigError
 from lm.ops import platform
+from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 
 IMPLEMENTATIONS = platform.Implementations(
     'the delta rule', __name__, reference='reference', xla='xla', pallas_tpu='tpu.rule', pallas_gpu='gpu.rule'
 )
+"""Each module has `delta_rule(call: DeltaCall) -> DeltaResult` and `unsupported(call) -> str | None`."""
 PARTS = platform.Implementations('the delta rule on parts of a window', __name__, xla='parts', pallas_tpu='tpu.parts')
-"""For windows that are split over devices (`lm.ops.sequence`)."""
+"""The same for windows that are split over devices (`lm.ops.sequence`)."""
 
 
 def delta_rule(
@@ -35,7 +36,7 @@ def delta_rule(
     return_state: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """What the queries read of the state, each after its own token.
+    """Computes what the queries read of the state, each after its own token.
 
     Args:
         q_BxLxHxE: queries.
@@ -55,20 +56,24 @@ def delta_rule(
     Raises:
         ConfigError: heads that do not fit, an unknown implementation, or a state on parts of a window.
     """
-    if q_BxLxHxE.shape[2] % k_BxLxKxE.shape[2]:
-        raise ConfigError(f'n_kv_heads = {k_BxLxKxE.shape[2]}: must divide n_heads = {q_BxLxHxE.shape[2]}')
-    arrays = (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, beta_BxLxK, log_decay_BxLxK)
+    call = DeltaCall(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, beta_BxLxK, log_decay_BxLxK, initial_state, query_length)
+    if return_state and platform.sequence_shards() > 1:
+        raise ConfigError('mesh.sequence: a window on many devices has no states of its own')
+    o_BxLxHxD, state_BxKxExD = compute(call, implementation)
+    return o_BxLxHxD if state_BxKxExD is None or not return_state else (o_BxLxHxD, state_BxKxExD)
+
+
+def compute(call: DeltaCall, implementation: str | None = None) -> DeltaResult:
+    """Computes a call, and raises errors, as `delta_rule` does."""
+    heads, key_heads = call.q_BxLxHxE.shape[2], call.k_BxLxKxE.shape[2]
+    if heads % key_heads:
+        raise ConfigError(f'n_kv_heads = {key_heads}: must divide n_heads = {heads}')
     if platform.sequence_shards() > 1:
-        if initial_state is not None or return_state:
+        if call.initial_state_BxKxExD is not None:
             raise ConfigError('mesh.sequence: a window on many devices has no states of its own')
-        return PARTS.choose(implementation, *arrays).delta_rule(*arrays, query_length)
-    if initial_state is None:
-        batch, _, heads, size = k_BxLxKxE.shape
-        initial_state = jnp.zeros((batch, heads, size, v_BxLxKxD.shape[-1]), jnp.float32)
-    arrays += (initial_state,)
-    chosen = IMPLEMENTATIONS.choose(implementation or platform.for_few(k_BxLxKxE.shape[1]), *arrays)
-    o_BxLxHxD, state = chosen.delta_rule(*arrays, query_length)
-    return (o_BxLxHxD, state) if return_state else o_BxLxHxD
+        return PARTS.choose(implementation, call).delta_rule(call)
+    implementation = implementation or platform.for_few(call.k_BxLxKxE.shape[1])
+    return IMPLEMENTATIONS.choose(implementation, call).delta_rule(call)
 
 
-__all__ = ['IMPLEMENTATIONS', 'PARTS', 'delta_rule']
+__all__ = ['IMPLEMENTATIONS', 'PARTS', 'DeltaCall', 'DeltaResult', 'compute', 'delta_rule']

@@ -1,18 +1,25 @@
 """Vectors of a given length."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+
+from lm.ops.delta_rule.types import DeltaCall
 
 EPSILON = 1e-6
 """Added to the square of a length."""
 
 
-def of_length(x: jax.Array, length: float = 1.0) -> jax.Array:
-    """x with vectors of this length along the last axis."""
+def scale_to_length(x: jax.Array, length: float = 1.0) -> jax.Array:
+    """Brings vectors along the last axis to this length."""
     wide = x.astype(jnp.float32)
     return (wide * length * jax.lax.rsqrt((wide**2).sum(-1, keepdims=True) + EPSILON)).astype(x.dtype)
 
 
-def lengths(q: jax.Array, k: jax.Array, query_length: float | None) -> tuple[jax.Array, jax.Array]:
-    """Queries of this length and keys of length 1; None: both as they are."""
-    return (q, k) if query_length is None else (of_length(q, query_length), of_length(k))
+def scale_vectors(call: DeltaCall) -> DeltaCall:
+    """Brings queries to the call's `query_length` and keys to length 1; None: leaves both as they are."""
+    if call.query_length is None:
+        return call
+    q, k = scale_to_length(call.q_BxLxHxE, call.query_length), scale_to_length(call.k_BxLxKxE)
+    return dataclasses.replace(call, q_BxLxHxE=q, k_BxLxKxE=k, query_length=None)

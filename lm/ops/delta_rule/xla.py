@@ -21,7 +21,8 @@ from jax import lax
 
 from lm.ops import decay as decays
 from lm.ops import platform
-from lm.ops.delta_rule.unit import lengths
+from lm.ops.delta_rule.types import DeltaCall, DeltaResult
+from lm.ops.delta_rule.unit import scale_vectors
 from lm.ops.dots import dot
 from lm.ops.residuals import saved
 
@@ -41,30 +42,21 @@ class Tokens(NamedTuple):
     log_decay_BxKxNxC: jax.Array | None
 
 
-def delta_rule(
-    q_BxLxHxE: jax.Array,
-    k_BxLxKxE: jax.Array,
-    v_BxLxKxD: jax.Array,
-    beta_BxLxK: jax.Array,
-    log_decay_BxLxK: jax.Array | None,
-    initial_state: jax.Array,
-    query_length: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Arguments as in `lm.ops.delta_rule`; outputs, and the state after the last token."""
-    q_BxLxHxE, k_BxLxKxE = lengths(q_BxLxHxE, k_BxLxKxE, query_length)
-    arrays = (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, beta_BxLxK, log_decay_BxLxK, initial_state)
-    if platform.uneven_batch(q_BxLxHxE.shape[0]):
-        return _of_device(*arrays)
+def delta_rule(call: DeltaCall) -> DeltaResult:
+    """Computes the call."""
+    call = scale_vectors(call.fill_state())
+    if platform.uneven_batch(call.q_BxLxHxE.shape[0]):
+        return _compute(call)
     # The partitioner would gather what a triangular system is solved for.
-    return platform.per_device(_of_device, (True,) * len(arrays))(*arrays)
+    return platform.per_device(_compute, (True,))(call)
 
 
-def unsupported(*args) -> None:
+def unsupported(call: DeltaCall) -> None:
     """Everything is supported."""
 
 
-def _of_device(q, k, v, beta, log_decay, state):
-    batch, length, heads, _ = q.shape
+def _compute(call: DeltaCall) -> DeltaResult:
+    batch, length, heads, key_size = call.q_BxLxHxE.shape
     chunk = min(length, CHUNK.get(platform.target_platform(), 128))
     chunks = math.ceil(length / chunk)
     segments = math.ceil(chunks * chunk / SEGMENT)
@@ -75,18 +67,20 @@ def _of_device(q, k, v, beta, log_decay, state):
         x = jnp.pad(x, [(0, 0), (0, math.prod(shape) - length)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(batch, *shape, *x.shape[2:]), 1, 0)
 
-    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    k, v, beta = (jnp.moveaxis(cut(x), 4, 2) for x in (k, v, beta))
-    log_decay = None if log_decay is None else jnp.moveaxis(cut(log_decay.astype(jnp.float32)), 4, 2)
+    q = call.q_BxLxHxE.reshape(batch, length, -1, call.groups, key_size)
+    k, v, beta = (jnp.moveaxis(cut(x), 4, 2) for x in (call.k_BxLxKxE, call.v_BxLxKxD, call.beta_BxLxK))
+    log_decay = call.log_decay_BxLxK
+    if log_decay is not None:
+        log_decay = jnp.moveaxis(cut(log_decay.astype(jnp.float32)), 4, 2)
     tokens = Tokens(cut(q).transpose(0, 1, 4, 2, 5, 3, 6), k, v, beta.astype(jnp.float32), log_decay)
-    state, o_SxBxKxNxGxCxD = _walk(tokens, state)
+    state, o_SxBxKxNxGxCxD = _walk(tokens, call.first_state_BxKxExD)
     o = o_SxBxKxNxGxCxD.transpose(1, 0, 3, 5, 2, 4, 6)
-    return o.reshape(batch, -1, heads, v.shape[-1])[:, :length], state
+    return DeltaResult(o.reshape(batch, -1, heads, v.shape[-1])[:, :length], state)
 
 
 @jax.custom_vjp
 def _walk(tokens, state):
-    """(the state after all segments, the outputs), of tokens with an axis over segments in front."""
+    """Returns (the state after all segments, the outputs) for tokens with an axis over segments in front."""
     return lax.scan(lambda state, part: _segment(part, state), state, tokens)
 
 
@@ -115,42 +109,77 @@ def _walk_backward(residuals, cotangents):
 _walk.defvjp(_walk_forward, _walk_backward)
 
 
+class ChunkFactors(NamedTuple):
+    """Products of the factors a in chunks.
+
+    Attributes:
+        within_BxKxNxCxC: from token j (the last axis) to a later token i; 0 elsewhere.
+        since_start_BxKxNxCx1: from the start to each token.
+        until_end_BxKxNxCx1: from each token to the end.
+        whole_BxKxN: from the start to the end.
+    """
+
+    within_BxKxNxCxC: jax.Array
+    since_start_BxKxNxCx1: jax.Array
+    until_end_BxKxNxCx1: jax.Array
+    whole_BxKxN: jax.Array
+
+
+class ChunkSides(NamedTuple):
+    """What a chunk multiplies with the state before it and with what its tokens add to it.
+
+    Attributes:
+        q_BxKxGxCxE: queries times the factors since the start.
+        k_BxKxCxE: keys times the factors until the end.
+        u_BxKxCxD: what the tokens would add if the state were 0.
+        w_BxKxCxE: times the state, what they add less because of it.
+        weights_BxKxGxCxC: of what the tokens add, for the queries.
+        whole_BxK: the factor of the whole chunk.
+    """
+
+    q_BxKxGxCxE: jax.Array
+    k_BxKxCxE: jax.Array
+    u_BxKxCxD: jax.Array
+    w_BxKxCxE: jax.Array
+    weights_BxKxGxCxC: jax.Array
+    whole_BxK: jax.Array
+
+
 def _segment(tokens: Tokens, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the state after its chunks, their outputs [B, K, N, G, C, D])."""
+    """Returns (the state after its chunks, their outputs [B, K, N, G, C, D])."""
     q, k, v, beta, _ = tokens
     dtype, size = v.dtype, v.shape[-1]
-    within_ij, since_start, until_end, whole = _factors(tokens)
+    factors = _multiply_factors(tokens)
     beta = beta[..., None]
-    system = beta * dot('bknie,bknje->bknij', k, k) * jnp.tril(within_ij, -1)
-    given = jnp.concatenate([beta * v, beta * since_start * k], axis=-1).astype(jnp.float32)
+    system = beta * dot('bknie,bknje->bknij', k, k) * jnp.tril(factors.within_BxKxNxCxC, -1)
+    given = [beta * v, beta * factors.since_start_BxKxNxCx1 * k]
+    given = jnp.concatenate(given, axis=-1).astype(jnp.float32)
     solved = lax.linalg.triangular_solve(system, given, left_side=True, lower=True, unit_diagonal=True)
-    weights = dot('bkngie,bknje->bkngij', q, k) * within_ij[:, :, :, None]
-    q, k = q * since_start[:, :, :, None], k * until_end
+    weights = dot('bkngie,bknje->bkngij', q, k) * factors.within_BxKxNxCxC[:, :, :, None]
+    q, k = q * factors.since_start_BxKxNxCx1[:, :, :, None], k * factors.until_end_BxKxNxCx1
 
-    def step(state, chunk):
-        q_BxKxGxCxE, k_BxKxCxE, u_BxKxCxD, w_BxKxCxE, weights_BxKxGxCxC, whole_BxK = chunk
-        new_BxKxCxD = u_BxKxCxD - dot('bkce,bked->bkcd', w_BxKxCxE, state)
-        o = dot('bkgce,bked->bkgcd', q_BxKxGxCxE, state) + dot('bkgij,bkjd->bkgid', weights_BxKxGxCxC, new_BxKxCxD)
-        state = whole_BxK[..., None, None] * state + dot('bkce,bkcd->bked', k_BxKxCxE, new_BxKxCxD)
-        return state, o.astype(dtype)
+    def step(state, chunk: ChunkSides):
+        new_BxKxCxD = chunk.u_BxKxCxD - dot('bkce,bked->bkcd', chunk.w_BxKxCxE, state)
+        o = dot('bkgce,bked->bkgcd', chunk.q_BxKxGxCxE, state)
+        o += dot('bkgij,bkjd->bkgid', chunk.weights_BxKxGxCxC, new_BxKxCxD)
+        added = dot('bkce,bkcd->bked', chunk.k_BxKxCxE, new_BxKxCxD)
+        return chunk.whole_BxK[..., None, None] * state + added, o.astype(dtype)
 
-    chunks = (q, k, solved[..., :size], solved[..., size:], weights, whole)
+    chunks = ChunkSides(q, k, solved[..., :size], solved[..., size:], weights, factors.whole_BxKxN)
     state, o_NxBxKxGxCxD = lax.scan(step, state_BxKxExD, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), chunks))
     return state, jnp.moveaxis(o_NxBxKxGxCxD, 0, 2)
 
 
-def _factors(tokens):
-    """Products of the factors a, of the chunks: from token j to a later token i, [B, K, N, C, C], 0 elsewhere; from the
-    start to each token and from each to the end, [B, K, N, C, 1]; from the start to the end, [B, K, N]."""
+def _multiply_factors(tokens: Tokens) -> ChunkFactors:
     *lead, length = tokens.beta_BxKxNxC.shape
     lower = jnp.tril(jnp.ones((length, length), jnp.float32))
     if tokens.log_decay_BxKxNxC is None:
         ones = jnp.ones((*lead, length, 1), jnp.float32)
-        return jnp.broadcast_to(lower, (*lead, length, length)), ones, ones, ones[..., 0, 0]
+        return ChunkFactors(jnp.broadcast_to(lower, (*lead, length, length)), ones, ones, ones[..., 0, 0])
     decay = decays.accumulate(tokens.log_decay_BxKxNxC.reshape(-1, length)[..., None])
     decay = jax.tree.map(lambda x: x.reshape(*lead, length + 1), decay)
     first, each, last = (decays.entries(decay, *of) for of in ((0, 1), (1,), (length,)))
     later, earlier = jax.tree.map(lambda x: x[..., :, None], each), jax.tree.map(lambda x: x[..., None, :], each)
     within = jnp.exp(jnp.where(lower > 0, decays.between(later, earlier), -jnp.inf))
     start, end = (jnp.exp(decays.between(*pair))[..., None] for pair in ((each, first), (last, each)))
-    return within, start, end, jnp.exp(decays.between(last, first))[..., 0]
+    return ChunkFactors(within, start, end, jnp.exp(decays.between(last, first))[..., 0])

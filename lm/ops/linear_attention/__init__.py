@@ -3,20 +3,20 @@
     weight of key j for query i     w_ij = Σ_n powers[n] ⟨x_i, y_j⟩^n     x, y features of queries and keys
     output                          o_i  = Σ_{j ≤ i} w_ij v_j / (denominator_bias + Σ_{j ≤ i} w_ij)
 
-by block lower triangular multiplication (PolySketchFormer §3.1; draft Theorem 3.1): sums over the keys of earlier
-blocks, direct products inside a block. The powers of the features are formed block by block and never exist whole:
-`powers = SQUARE` is PolySketchFormer's ψ ⊗ ψ, (1, 1, 1/2) the second-order Taylor series of exp, PLAIN a feature map
-as it is. An exact kernel may replace w_ij nearby:
+It is computed by block lower triangular multiplication (PolySketchFormer §3.1; draft Theorem 3.1): sums over the keys
+of earlier blocks, direct products inside a block. The powers of the features are formed block by block and never exist
+whole. `powers = SQUARE` is PolySketchFormer's ψ ⊗ ψ, (1, 1, 1/2) the second-order Taylor series of exp, PLAIN a feature
+map as it is. An exact kernel may replace w_ij nearby:
 
-    local, window=None      for the keys of the query's own block: key j with j // block == i // block (§3.2)
-    local, window=N         for the N most recent keys, the query's own included (approximate attention, eq. 2.1)
+    local, window=None      for the keys of the query's block: key j with j // block == i // block (§3.2)
+    local, window=N         for the N most recent keys, the query's included (approximate attention, eq. 2.1)
 
 With decay the weight of key j for query i is also multiplied by the factors of the tokens between, exact or not:
 
     log_decay       w_ij · Π_{j < m ≤ i} exp(log_decay_m)        S_i = exp(log_decay_i) S_{i-1} + φ(k_i) v_iᵀ
 
-(RetNet, constant; Mamba-2 and gated linear attention, of the token; -inf where a document begins). Sums over keys are
-then as of the last key in them, so that segments compose (`faded`).
+(RetNet, constant; Mamba-2 and gated linear attention, per token; -inf where a document begins). Sums over keys are then
+as of their last key, so that segments compose (`decay_state`).
 
 B batch, L length, H query heads, K key and value heads (K divides H; head h reads key head h // (H / K); the sums are
 kept once per key head), E inputs and F outputs of the feature map (E = F without one), D value size, C size of the
@@ -35,11 +35,13 @@ from lm.ops.linear_attention.types import (
     SQUARE,
     ExpKernel,
     FeatureMap,
+    LinearCall,
+    LinearResult,
     LocalKernel,
     Options,
     PolynomialKernel,
     State,
-    faded,
+    decay_state,
 )
 
 IMPLEMENTATIONS = platform.Implementations(
@@ -51,8 +53,9 @@ IMPLEMENTATIONS = platform.Implementations(
     pallas_gpu='gpu.attention',
     pallas_gpu_recurrent='gpu.recurrent.attention',
 )
+"""Each module has `linear_attention(call: LinearCall) -> LinearResult` and `unsupported(call) -> str | None`."""
 PARTS = platform.Implementations('linear attention on parts of a window', __name__, xla='parts', pallas_tpu='tpu.part')
-"""For windows that are split over devices (`lm.ops.sequence`)."""
+"""The same for windows that are split over devices (`lm.ops.sequence`)."""
 
 
 def linear_attention(
@@ -77,11 +80,11 @@ def linear_attention(
     return_state: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, State]:
-    """Attention with weights that factor over features, and exact ones nearby.
+    """Computes attention with weights that factor over features, and exact ones nearby.
 
     Args:
-        q_BxLxHxE: features of the queries, or what `feature_map` makes them of.
-        k_BxLxKxE: the same of the keys.
+        q_BxLxHxE: features of the queries, or the inputs of `feature_map`.
+        k_BxLxKxE: the same for the keys.
         v_BxLxKxD: values.
         powers: coefficients of the polynomial in ⟨x, y⟩; any number, any sign.
         feature_map: computed block by block, and again in the backward pass, so that wide features (Performer's 2048)
@@ -92,15 +95,15 @@ def linear_attention(
         q_local_BxLxHxC: what the exact kernel compares; required with `local`.
         k_local_BxLxKxC: what the exact kernel compares; required with `local`.
         window: the exact kernel's reach in keys; None: the query's block.
-        block: tokens a block. It is part of the definition where `local` is set and `window` is not (default 1024,
-            the paper's); elsewhere the result does not depend on it, and None picks what is fast.
+        block: tokens per block. It is part of the definition where `local` is set and `window` is not (default 1024,
+            the paper's). Elsewhere the result does not depend on it, and None picks what is fast.
         denominator_bias: added to the denominator.
         normalize: whether to divide by the denominator.
         causal: whether keys after a query are hidden; `local` needs it.
         initial_state: sums over keys before the first, as an earlier call returned them.
-        log_decay_BxLxK: logs of the factors, at most 0, by which a token multiplies all before it; float32. -inf, and
-            all below -104 where exp is 0 in float32: nothing before the token counts for it and those after it, and no
-            gradient crosses it. None: no decay. Gradients flow to it.
+        log_decay_BxLxK: logs of the factors, at most 0, by which a token multiplies all before it; float32. Below -104
+            (-inf too) exp is 0 in float32: nothing before the token counts for it and those after it, and no gradient
+            crosses it. None: no decay. Gradients flow to it.
         return_state: also return the sums over all keys so far. The exact kernel's keys are among them: a later call
             starts a new block, and cannot reach back with its window (`lm.ops.linear_attention.decode` can).
         implementation: one of `IMPLEMENTATIONS`, on parts of a window of `PARTS`; None picks the platform's.
@@ -112,69 +115,84 @@ def linear_attention(
         ConfigError: options that do not fit together, or an unknown implementation; on parts of a window that are
             shorter than the `window`, or no multiple of the exact blocks.
     """
-    options = Options(tuple(powers), feature_map, local, window, block, denominator_bias, normalize, causal)
-    _check(options, q_BxLxHxE, k_BxLxKxE, q_local_BxLxHxC, k_local_BxLxKxC)
-    _check_decay(options, k_BxLxKxE, log_decay_BxLxK)
-    arrays = (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, q_parameters, k_parameters)
-    arrays += (q_local_BxLxHxC, k_local_BxLxKxC, initial_state, log_decay_BxLxK)
-    call = {'options': options, 'with_state': return_state}
+    call = LinearCall(
+        q_BxLxHxE,
+        k_BxLxKxE,
+        v_BxLxKxD,
+        q_parameters,
+        k_parameters,
+        q_local_BxLxHxC,
+        k_local_BxLxKxC,
+        initial_state,
+        log_decay_BxLxK,
+        Options(tuple(powers), feature_map, local, window, block, denominator_bias, normalize, causal),
+        return_state,
+    )
+    o_BxLxHxD, state = compute(call, implementation)
+    return o_BxLxHxD if state is None else (o_BxLxHxD, state)
+
+
+def compute(call: LinearCall, implementation: str | None = None) -> LinearResult:
+    """Computes a call, and raises errors, as `linear_attention` does."""
+    _check(call)
+    implementations = IMPLEMENTATIONS
     if platform.sequence_shards() > 1:
-        if not causal or initial_state is not None or return_state:
-            raise ConfigError(
-                'mesh.sequence: a window on many devices needs causal attention without states of its own'
-            )
-        _check_parts(options, q_BxLxHxE.shape[1])
-        chosen = PARTS.choose(implementation, *arrays, options=options)
-        return chosen.linear_attention(*arrays, options=options)
-    chosen = IMPLEMENTATIONS.choose(implementation, *arrays, **call)
-    o_BxLxHxD, state = chosen.linear_attention(*arrays, **call)
-    return (o_BxLxHxD, state) if return_state else o_BxLxHxD
+        _check_part(call)
+        implementations = PARTS
+    return implementations.choose(implementation, call).linear_attention(call)
 
 
-def _check(options: Options, q: jax.Array, k: jax.Array, q_local: jax.Array | None, k_local: jax.Array | None) -> None:
-    if q.shape[2] % k.shape[2]:
-        raise ConfigError(f'n_kv_heads = {k.shape[2]}: must divide n_heads = {q.shape[2]}')
+def _check(call: LinearCall) -> None:
+    options, heads, key_heads = call.options, call.q_BxLxHxE.shape[2], call.k_BxLxKxE.shape[2]
+    if heads % key_heads:
+        raise ConfigError(f'n_kv_heads = {key_heads}: must divide n_heads = {heads}')
     if not any(options.powers):
         raise ConfigError(f'powers = {options.powers}: must hold a coefficient other than 0')
     if options.local is None and options.window is not None:
         raise ConfigError(f'window = {options.window}: needs the exact kernel `local`')
-    if options.local is not None and (q_local is None or k_local is None):
+    if options.local is not None and call.local is None:
         raise ConfigError('local: needs q_local and k_local, the vectors that the exact kernel compares')
     if options.local is not None and not options.causal:
         raise ConfigError('causal = False: the exact kernel `local` needs causal attention; leave it out')
-    if options.local is not None and options.local.stable and not options.normalize:
+    if isinstance(options.local, ExpKernel) and not options.normalize:
         raise ConfigError('normalize = False: the weights of this `local` are known but for a common factor')
     for name, value in (('window', options.window), ('block', options.block)):
         if value is not None and value < 1:
             raise ConfigError(f'{name} = {value}: must be at least 1')
-
-
-def _check_parts(options: Options, length: int) -> None:
-    window, block = options.window, options.block or LOCAL_BLOCK
-    if window is not None and window > length:
-        raise ConfigError(f'mesh.sequence: parts of {length} tokens are shorter than the window of {window}')
-    if window is None and options.local is not None and length % block:
-        raise ConfigError(f'mesh.sequence: parts of {length} tokens are no multiple of the exact blocks of {block}')
-
-
-def _check_decay(options: Options, k: jax.Array, log_decay: jax.Array | None) -> None:
-    if log_decay is None:
+    if call.log_decay_BxLxK is None:
         return
-    if log_decay.shape != k.shape[:3]:
-        raise ConfigError(f'log_decay of shape {log_decay.shape}: must be {k.shape[:3]}, batch, length and key heads')
+    if call.log_decay_BxLxK.shape != call.k_BxLxKxE.shape[:3]:
+        shape, needed = call.log_decay_BxLxK.shape, call.k_BxLxKxE.shape[:3]
+        raise ConfigError(f'log_decay of shape {shape}: must be {needed}, batch, length and key heads')
     if not options.causal:
         raise ConfigError('causal = False: decay needs causal attention; leave log_decay out')
 
 
+def _check_part(call: LinearCall) -> None:
+    options, length = call.options, call.q_BxLxHxE.shape[1]
+    if not options.causal or call.initial_state is not None or call.with_state:
+        raise ConfigError('mesh.sequence: a window on many devices needs causal attention without states of its own')
+    if options.window is not None and options.window > length:
+        raise ConfigError(f'mesh.sequence: parts of {length} tokens are shorter than the window of {options.window}')
+    if (block := options.exact_block) is not None and length % block:
+        raise ConfigError(f'mesh.sequence: parts of {length} tokens are no multiple of the exact blocks of {block}')
+
+
 __all__ = [
     'IMPLEMENTATIONS',
+    'LOCAL_BLOCK',
+    'PARTS',
     'PLAIN',
     'SQUARE',
     'ExpKernel',
     'FeatureMap',
+    'LinearCall',
+    'LinearResult',
     'LocalKernel',
+    'Options',
     'PolynomialKernel',
     'State',
-    'faded',
+    'compute',
+    'decay_state',
     'linear_attention',
 ]

@@ -6,7 +6,7 @@ then ordinary causal attention to them, the exact part sees entries i + 1 … i 
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +16,34 @@ from lm.ops import decay as decays
 from lm.ops.decay import Decay
 from lm.ops.dots import dot
 from lm.ops.linear_attention import expansion
-from lm.ops.linear_attention.types import Options, State, faded
+from lm.ops.linear_attention.types import ExpKernel, LocalKernel, Options, Parameters, State, decay_state
 
 
 class BlockQueries(NamedTuple):
-    """Inputs of the feature map [B, K, E, G, T], and what the exact kernel compares [B, K, C, G, T]."""
+    """Inputs of the feature map, and what the exact kernel compares."""
 
-    q: jax.Array | None
-    q_local: jax.Array | None
+    q_BxKxExGxT: jax.Array | None
+    q_local_BxKxCxGxT: jax.Array | None
 
 
 class BlockKeys(NamedTuple):
-    """Inputs of the feature map [B, K, E, S], values [B, K, D, S], what the exact kernel compares [B, K, C, S]."""
+    """Inputs of the feature map, values, and what the exact kernel compares."""
 
-    k: jax.Array | None
-    v: jax.Array | None
-    k_local: jax.Array | None
+    k_BxKxExS: jax.Array | None
+    v_BxKxDxS: jax.Array
+    k_local_BxKxCxS: jax.Array | None
+
+    @property
+    def folded(self) -> 'FoldedKeys':
+        """The part that goes into the sums; k is there wherever keys are folded."""
+        return FoldedKeys(cast(jax.Array, self.k_BxKxExS), self.v_BxKxDxS)
+
+
+class FoldedKeys(NamedTuple):
+    """Inputs of the feature map, and values."""
+
+    k_BxKxExS: jax.Array
+    v_BxKxDxS: jax.Array
 
 
 class Bounds(NamedTuple):
@@ -52,17 +64,46 @@ class Sums(NamedTuple):
     totals: tuple[jax.Array, ...]
 
 
+class BlockInputs(NamedTuple):
+    """The arrays of one block.
+
+    Attributes:
+        queries: T tokens.
+        keys: T tokens, with a window N + T.
+        parameters: the feature map's.
+        sums: over the keys before the block; None where there are none to read.
+        bounds: on the indices of keys; None: no bounds.
+        start: index of the block's first key.
+        decay: running sums of the keys' log factors; the sums over earlier keys are as of its entry 0. None: no decay.
+    """
+
+    queries: BlockQueries
+    keys: BlockKeys
+    parameters: Parameters
+    sums: Sums | None
+    bounds: Bounds | None
+    start: jax.Array | int
+    decay: Decay | None
+
+
+class Fraction(NamedTuple):
+    """Σ_j w_ij v_j and denominator_bias + Σ_j w_ij of queries, float32."""
+
+    numerator_BxKxDxGxT: jax.Array
+    denominator_BxKxGxT: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a block has to do."""
+    """The static side of a block."""
 
     options: Options
     tile: int
     """Rows of queries at a time: work above the diagonal is skipped tile by tile."""
     reads: bool
     """Whether there are sums to read."""
-    dtype: Any
-    """Of the operands of the large products: the values'."""
+    dtype: jnp.dtype
+    """The type of the operands of the large products: the values'."""
 
     @property
     def lag(self) -> int:
@@ -73,237 +114,298 @@ class Shape:
         """Whether features are compared inside the block."""
         return self.options.causal and (self.options.local is None or self.options.window is not None)
 
-    def features(self, parameters: Any, x: jax.Array) -> jax.Array:
-        """[B, K, E, T] of keys or [B, K, E, G, T] of queries to [B, K, F, …, T]."""
+    def map_keys(self, parameters: Any, k_BxKxExS: jax.Array) -> jax.Array:
+        """Computes features [B, K, F, S]."""
         if self.options.feature_map is None:
-            return x.astype(self.dtype)
-        if x.ndim == 4:
-            y_BxTxKxF = self.options.features(parameters, x.transpose(0, 3, 1, 2), False)
-            return y_BxTxKxF.astype(self.dtype).transpose(0, 2, 3, 1)
-        batch, heads, size, groups, count = x.shape
-        x_BxTxHxE = x.transpose(0, 4, 1, 3, 2).reshape(batch, count, heads * groups, size)
-        y_BxTxHxF = self.options.features(parameters, x_BxTxHxE, True).astype(self.dtype)
-        return y_BxTxHxF.reshape(batch, count, heads, groups, -1).transpose(0, 2, 4, 3, 1)
+            return k_BxKxExS.astype(self.dtype)
+        y_BxSxKxF = self.options.compute_features(parameters, k_BxKxExS.transpose(0, 3, 1, 2), False)
+        return y_BxSxKxF.astype(self.dtype).transpose(0, 2, 3, 1)
+
+    def map_queries(self, parameters: Any, q_BxKxExGxT: jax.Array) -> jax.Array:
+        """Computes features [B, K, F, G, T]."""
+        if self.options.feature_map is None:
+            return q_BxKxExGxT.astype(self.dtype)
+        x_BxTxHxF = self.options.compute_features(parameters, ungroup(q_BxKxExGxT), True)
+        return group(x_BxTxHxF.astype(self.dtype), q_BxKxExGxT.shape[1])
 
 
-def token_minor(x_BxSxKxF: jax.Array | None) -> jax.Array | None:
-    """[B, K, F, S]."""
-    return None if x_BxSxKxF is None else x_BxSxKxF.transpose(0, 2, 3, 1)
+def move_tokens_last(x_BxSxKxF: jax.Array) -> jax.Array:
+    """Returns [B, K, F, S]."""
+    return x_BxSxKxF.transpose(0, 2, 3, 1)
 
 
-def grouped(x_BxTxHxF: jax.Array | None, heads: int) -> jax.Array | None:
-    """[B, K, F, G, T]."""
-    if x_BxTxHxF is None:
-        return None
+def group(x_BxTxHxF: jax.Array, heads: int) -> jax.Array:
+    """Returns [B, K, F, G, T] for K = `heads` key heads."""
     batch, count, total, size = x_BxTxHxF.shape
     return x_BxTxHxF.reshape(batch, count, heads, total // heads, size).transpose(0, 2, 4, 3, 1)
 
 
-def ungrouped(x_BxKxFxGxT: jax.Array) -> jax.Array:
-    """[B, T, H, F]."""
+def ungroup(x_BxKxFxGxT: jax.Array) -> jax.Array:
+    """Returns [B, T, H, F]."""
     batch, heads, size, groups, count = x_BxKxFxGxT.shape
     return x_BxKxFxGxT.transpose(0, 4, 1, 3, 2).reshape(batch, count, heads * groups, size)
 
 
-def numerators(
-    shape: Shape,
-    queries: BlockQueries,
-    keys: BlockKeys,
-    parameters: Any,
-    sums: Sums | None,
-    bounds: Bounds | None,
-    start: Any,
-    decay: Decay | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Σ_j w_ij v_j and denominator_bias + Σ_j w_ij for the queries of a block.
-
-    [B, K, D, G, T] and [B, K, G, T] float32.
-
-    Args:
-        shape: what to do.
-        queries: T tokens.
-        keys: T tokens, with a window N + T.
-        parameters: the feature map's, for queries and for keys.
-        sums: over the keys before the block.
-        bounds: of the indices of keys; None: none.
-        start: index of the block's first key.
-        decay: running sums of the keys' log factors; the sums over earlier keys are as of its entry 0. None: no decay.
-    """
-    x = shape.features(parameters[0], queries.q) if shape.reads or shape.compares else None
-    y = None
-    if shape.compares:
-        count = x.shape[-1]
-        y = shape.features(parameters[1], keys.k[..., :count])
-    if shape.reads:
-        sums = _weighted(shape, sums, x.shape[2])
-    count, tiles = (x if queries.q_local is None else queries.q_local).shape[-1], []
+def read(shape: Shape, block: BlockInputs) -> Fraction:
+    """Computes what the queries of a block read of all keys."""
+    queries, keys, x, y = block.queries, block.keys, None, None
+    if queries.q_BxKxExGxT is not None:
+        x = shape.map_queries(block.parameters.queries, queries.q_BxKxExGxT)
+    if shape.compares and x is not None and keys.k_BxKxExS is not None:
+        y = shape.map_keys(block.parameters.keys, keys.k_BxKxExS[..., : x.shape[-1]])
+    sums = None if x is None or not shape.reads else _weigh_sums(shape, block.sums, x.shape[2])
+    count, fractions = _count_tokens(queries), []
     tops = range(0, count, shape.tile)
     # Split, not sliced: the gradient is then their concatenation, not a sum of padded ones.
     sizes = [min(shape.tile, count - top) for top in tops]
-    xs, qs = ([None] * len(tops) if a is None else lax.split(a, sizes, a.ndim - 1) for a in (x, queries.q_local))
+    xs, qs = (
+        [None] * len(tops) if a is None else lax.split(a, sizes, a.ndim - 1) for a in (x, queries.q_local_BxKxCxGxT)
+    )
     for top, size, x_rows, q_rows in zip(tops, sizes, xs, qs, strict=True):
         rows = slice(top, top + size)
-        row_T = jnp.arange(rows.start, rows.stop)
-        fade = None
-        if decay is not None:
+        fading = None
+        if block.decay is not None:
             first, last = rows.start + 1, rows.stop + 1
-            newest = decays.entries(decay, first, last) if shape.lag else decays.entries(decay, 0, 1)
-            fade = _Fade(decay, decays.entries(decay, first + shape.lag, last + shape.lag), newest)
-        tiles.append(_tile(shape, rows, row_T, x_rows, y, q_rows, keys.k_local, keys.v, sums, bounds, start, fade))
-    return tuple(parts[0] if len(tiles) == 1 else jnp.concatenate(parts, -1) for parts in zip(*tiles, strict=True))
+            newest = decays.entries(block.decay, *((first, last) if shape.lag else (0, 1)))
+            fading = _Fading(block.decay, decays.entries(block.decay, first + shape.lag, last + shape.lag), newest)
+        row_T = jnp.arange(rows.start, rows.stop)
+        fractions.append(_read_tile(_Tile(shape, block, rows, row_T, x_rows, q_rows, y, sums, fading)))
+    if len(fractions) == 1:
+        return fractions[0]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, -1), *fractions)
 
 
-def one_row(
-    shape: Shape,
-    queries: BlockQueries,
-    keys: BlockKeys,
-    parameters: Any,
-    sums: Sums,
-    bounds: Bounds,
-    at: jax.Array,
-    decay: Decay | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """As `numerators` for the query of token `at` of a block, of whose keys those up to `at` have been filled in."""
-    x = shape.features(parameters[0], queries.q)
-    rows = slice(keys.v.shape[-1] - 1, keys.v.shape[-1])
-    sums = _weighted(shape, sums, x.shape[2])
-    fade = None if decay is None else _Fade(decay, decays.entry(decay, at + 1), decays.entries(decay, 0, 1))
-    return _tile(shape, rows, at[None], x, None, queries.q_local, keys.k_local, keys.v, sums, bounds, 0, fade)
+def read_one(shape: Shape, block: BlockInputs, at: jax.Array) -> Fraction:
+    """Computes what one query reads: token `at` of a block, whose keys up to `at` are filled in."""
+    queries, count = block.queries, block.keys.v_BxKxDxS.shape[-1]
+    x = shape.map_queries(block.parameters.queries, cast(jax.Array, queries.q_BxKxExGxT))
+    sums = _weigh_sums(shape, block.sums, x.shape[2])
+    fading = None
+    if block.decay is not None:
+        fading = _Fading(block.decay, decays.entry(block.decay, at + 1), decays.entries(block.decay, 0, 1))
+    rows = slice(count - 1, count)
+    return _read_tile(_Tile(shape, block, rows, at[None], x, queries.q_local_BxKxCxGxT, None, sums, fading))
 
 
-def _weighted(shape: Shape, sums: Sums, features: int) -> Sums:
-    """The sums with coefficients and counts multiplied in, as operands."""
+def _count_tokens(queries: BlockQueries) -> int:
+    return next(x.shape[-1] for x in reversed(queries) if x is not None)
+
+
+def _weigh_sums(shape: Shape, sums: Sums | None, features: int) -> Sums | None:
+    """Multiplies coefficients and counts into the sums, and makes operands of them."""
+    if sums is None:
+        return None
     weights = expansion.weights(shape.options.powers, features)
     return Sums(
         tuple((kv * w[:, None]).astype(shape.dtype) for kv, w in zip(sums.kv, weights, strict=True)), sums.totals
     )
 
 
-class _Fade(NamedTuple):
-    """The decay of some rows."""
+class _Fading(NamedTuple):
+    """The decay of some rows.
+
+    Attributes:
+        keys: of the block's keys, with the entry before.
+        rows: after the rows' tokens, [B, K, T].
+        newest: after the newest key out of the exact kernel's reach, [B, K, T] or [B, K, 1].
+    """
 
     keys: Decay
-    """Of the block's keys, with the entry before."""
-    own: Decay
-    """After the rows' own tokens, [B, K, T]."""
+    rows: Decay
     newest: Decay
-    """After the newest key out of the exact kernel's reach, [B, K, T] or [B, K, 1]."""
 
-    def of_keys(self, first: int, last: int, visible: jax.Array) -> jax.Array:
-        """Log factors of keys `first` to before `last`, [B, K, S, 1, T]; -inf where they are not visible."""
-        later = jax.tree.map(lambda a: a[:, :, None, None], self.own)
+    def log_factors(self, first: int, last: int, visible: jax.Array) -> jax.Array:
+        """Computes the logs for keys `first` to before `last`, [B, K, S, 1, T]; -inf where they are not visible."""
+        later = jax.tree.map(lambda a: a[:, :, None, None], self.rows)
         earlier = jax.tree.map(lambda a: a[:, :, first + 1 : last + 1, None, None], self.keys)
         return jnp.where(visible, decays.between(later, earlier), -jnp.inf)
 
-    def of_sums(self) -> jax.Array:
-        """Factors of the sums over the keys before the block, [B, K, 1, T]."""
-        return jnp.exp(decays.between(self.own, decays.entries(self.keys, 0, 1)))[:, :, None]
+    def sum_factors(self) -> jax.Array:
+        """Computes the factors of the sums over the keys before the block, [B, K, 1, T]."""
+        return jnp.exp(decays.between(self.rows, decays.entries(self.keys, 0, 1)))[:, :, None]
 
-    def older(self) -> jax.Array:
+    def has_older(self) -> jax.Array:
         """Whether no reset hides the keys out of the exact kernel's reach, [B, K, 1, T]."""
-        return (self.own.segment == self.newest.segment)[:, :, None]
+        return (self.rows.segment == self.newest.segment)[:, :, None]
 
 
-def _tile(shape, rows, row_T, x, y, q, k, v, sums, bounds, start, fade):
-    """As `numerators`, for some rows of the block; x and q hold those alone. `row_T`: their indices in the block."""
-    options, parts, shrink = shape.options, [], None
-    if options.local is not None:
-        first, last = (rows.start + 1, rows.stop + shape.lag) if shape.lag else (0, rows.stop)
-        s_BxKxSxGxT = dot('bkcs,bkcgt->bksgt', k[..., first:last], q)
-        j = jnp.arange(first, last)[:, None, None]
-        visible = ((j > row_T) & (j <= row_T + shape.lag)) if shape.lag else j <= row_T
-        if bounds is not None:
-            visible &= start + j >= bounds.first
-        log_factors = None if fade is None else fade.of_keys(first, last, visible)
-        if options.local.stable:
-            s_BxKxSxGxT = jnp.where(visible, s_BxKxSxGxT * options.local.scale, -jnp.inf)
-            s_BxKxSxGxT = s_BxKxSxGxT if fade is None else s_BxKxSxGxT + log_factors
-            m_BxKxGxT = lax.stop_gradient(s_BxKxSxGxT.max(2))
-            # Bias and approximate part are multiplied by exp(-m), which must not overflow; where there is neither,
-            # only the largest exponent itself keeps its weight from underflow.
-            has_older_T = start + row_T >= bounds.older if not options.denominator_bias else jnp.ones_like(row_T, bool)
-            if fade is not None and not options.denominator_bias:
-                has_older_T = has_older_T & fade.older()
-            m_BxKxGxT = jnp.maximum(m_BxKxGxT, jnp.where(has_older_T, 0.0, -jnp.inf))
-            shrink = jnp.where(has_older_T, jnp.exp(-jnp.maximum(m_BxKxGxT, 0.0)), 0.0)
-            exact_BxKxSxGxT = jnp.exp(s_BxKxSxGxT - m_BxKxGxT[:, :, None])
-        else:
-            exact_BxKxSxGxT = jnp.where(visible, options.local.weights(s_BxKxSxGxT), 0.0)
-            exact_BxKxSxGxT = exact_BxKxSxGxT if fade is None else exact_BxKxSxGxT * jnp.exp(log_factors)
-        parts.append((exact_BxKxSxGxT, v[..., first:last]))
-    if y is not None:
-        s_BxKxSxGxT = dot('bkfs,bkfgt->bksgt', y[..., : rows.stop], x)
-        j = jnp.arange(rows.stop)[:, None, None]
-        visible = j <= row_T if bounds is None else (j <= row_T) & (start + j >= bounds.first)
-        w_BxKxSxGxT = jnp.where(visible, options.approximate(s_BxKxSxGxT), 0.0)
-        if fade is not None:
-            w_BxKxSxGxT *= jnp.exp(fade.of_keys(0, rows.stop, visible))
-        parts.append((w_BxKxSxGxT if shrink is None else w_BxKxSxGxT * shrink[:, :, None], v[..., : rows.stop]))
-    num_BxKxDxGxT = jnp.float32(0.0)
-    den_BxKxGxT = jnp.full(v.shape[:2] + (q if x is None else x).shape[3:], options.denominator_bias, jnp.float32)
-    den_BxKxGxT = den_BxKxGxT if shrink is None else den_BxKxGxT * shrink
-    for w_BxKxSxGxT, values in parts:
-        num_BxKxDxGxT += dot('bkds,bksgt->bkdgt', values, w_BxKxSxGxT.astype(v.dtype))
-        den_BxKxGxT += w_BxKxSxGxT.sum(2)
-    if shape.reads:
-        phis, x = expansion.expand(options.powers, x)
-        read_BxKxDxGxT = sum(dot('bkrd,bkrgt->bkdgt', kv, phi) for kv, phi in zip(sums.kv, phis, strict=True))
-        total_BxKxGxT = expansion.read_totals(options.powers, x, sums.totals)
-        if fade is not None:
-            read_BxKxDxGxT *= fade.of_sums()[:, :, None]
-            total_BxKxGxT *= fade.of_sums()
-        num_BxKxDxGxT += read_BxKxDxGxT if shrink is None else read_BxKxDxGxT * shrink[:, :, None]
-        den_BxKxGxT += total_BxKxGxT if shrink is None else total_BxKxGxT * shrink
-    return num_BxKxDxGxT, den_BxKxGxT
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Some rows of a block's queries.
+
+    Attributes:
+        shape: the block's.
+        block: the whole block.
+        rows: which rows at most; keys after them are skipped.
+        row_T: their indices in the block.
+        x: features of the rows; None where nothing reads them.
+        q_local: what the exact kernel compares of the rows.
+        y: features of the block's keys; None where no features are compared.
+        sums: those before the block as operands; None where there are none to read.
+        fading: None without decay.
+    """
+
+    shape: Shape
+    block: BlockInputs
+    rows: slice
+    row_T: jax.Array
+    x: jax.Array | None
+    q_local: jax.Array | None
+    y: jax.Array | None
+    sums: Sums | None
+    fading: _Fading | None
+
+    def is_visible(self, j: jax.Array, visible: jax.Array) -> jax.Array:
+        """Hides keys j that do not exist."""
+        bounds = self.block.bounds
+        return visible if bounds is None else visible & (self.block.start + j >= bounds.first)
+
+
+class _Part(NamedTuple):
+    """Weights of some keys, [B, K, S, G, T], and their values."""
+
+    weights: jax.Array
+    values: jax.Array
+
+    def scaled(self, scale: jax.Array | None) -> '_Part':
+        return self if scale is None else self._replace(weights=self.weights * scale[:, :, None])
+
+
+def _read_tile(tile: _Tile) -> Fraction:
+    """Adds the exact part, the approximate part and what the rows read of the sums."""
+    options, keys, v = tile.shape.options, tile.block.keys, tile.block.keys.v_BxKxDxS
+    parts, scale_BxKxGxT = [], None
+    if options.local is not None and tile.q_local is not None and keys.k_local_BxKxCxS is not None:
+        part, scale_BxKxGxT = weigh_exactly(tile, options.local, tile.q_local, keys.k_local_BxKxCxS)
+        parts.append(part)
+    if tile.y is not None and tile.x is not None:
+        parts.append(weigh_features(tile, tile.x, tile.y).scaled(scale_BxKxGxT))
+    lead = v.shape[:2] + cast(jax.Array, tile.q_local if tile.x is None else tile.x).shape[3:]
+    num_BxKxDxGxT, den_BxKxGxT = jnp.float32(0.0), jnp.full(lead, options.denominator_bias, jnp.float32)
+    den_BxKxGxT = den_BxKxGxT if scale_BxKxGxT is None else den_BxKxGxT * scale_BxKxGxT
+    for part in parts:
+        num_BxKxDxGxT += dot('bkds,bksgt->bkdgt', part.values, part.weights.astype(v.dtype))
+        den_BxKxGxT += part.weights.sum(2)
+    if tile.x is not None and tile.sums is not None:
+        num, den = read_sums(tile, tile.x, tile.sums)
+        num_BxKxDxGxT += num if scale_BxKxGxT is None else num * scale_BxKxGxT[:, :, None]
+        den_BxKxGxT += den if scale_BxKxGxT is None else den * scale_BxKxGxT
+    return Fraction(num_BxKxDxGxT, den_BxKxGxT)
+
+
+def weigh_exactly(
+    tile: _Tile, local: LocalKernel, q_local: jax.Array, k_local: jax.Array
+) -> tuple[_Part, jax.Array | None]:
+    """Computes the exact weights, and the scale of all else [B, K, G, T]; None: 1."""
+    shape, row_T = tile.shape, tile.row_T
+    first, last = (tile.rows.start + 1, tile.rows.stop + shape.lag) if shape.lag else (0, tile.rows.stop)
+    s_BxKxSxGxT = dot('bkcs,bkcgt->bksgt', k_local[..., first:last], q_local)
+    j = jnp.arange(first, last)[:, None, None]
+    visible = ((j > row_T) & (j <= row_T + shape.lag)) if shape.lag else j <= row_T
+    visible = tile.is_visible(j, visible)
+    log_factors = None if tile.fading is None else tile.fading.log_factors(first, last, visible)
+    values = tile.block.keys.v_BxKxDxS[..., first:last]
+    if not isinstance(local, ExpKernel):
+        w_BxKxSxGxT = jnp.where(visible, local.weigh(s_BxKxSxGxT), 0.0)
+        return _Part(w_BxKxSxGxT if log_factors is None else w_BxKxSxGxT * jnp.exp(log_factors), values), None
+    s_BxKxSxGxT = jnp.where(visible, s_BxKxSxGxT * local.scale, -jnp.inf)
+    s_BxKxSxGxT = s_BxKxSxGxT if log_factors is None else s_BxKxSxGxT + log_factors
+    m_BxKxGxT = lax.stop_gradient(s_BxKxSxGxT.max(2))
+    # Bias and approximate part are multiplied by exp(-m), which must not overflow; where there is neither,
+    # only the largest exponent itself keeps its weight from underflow.
+    has_older_T = _has_older(tile)
+    m_BxKxGxT = jnp.maximum(m_BxKxGxT, jnp.where(has_older_T, 0.0, -jnp.inf))
+    scale_BxKxGxT = jnp.where(has_older_T, jnp.exp(-jnp.maximum(m_BxKxGxT, 0.0)), 0.0)
+    return _Part(jnp.exp(s_BxKxSxGxT - m_BxKxGxT[:, :, None]), values), scale_BxKxGxT
+
+
+def _has_older(tile: _Tile) -> jax.Array:
+    """Whether anything but exact weights counts for a row."""
+    bounds = tile.block.bounds
+    if tile.shape.options.denominator_bias or bounds is None:
+        return jnp.ones_like(tile.row_T, bool)
+    has_older_T = tile.block.start + tile.row_T >= bounds.older
+    return has_older_T if tile.fading is None else has_older_T & tile.fading.has_older()
+
+
+def weigh_features(tile: _Tile, x: jax.Array, y: jax.Array) -> _Part:
+    """Computes the approximate weights of the block's keys."""
+    stop = tile.rows.stop
+    s_BxKxSxGxT = dot('bkfs,bkfgt->bksgt', y[..., :stop], x)
+    j = jnp.arange(stop)[:, None, None]
+    visible = tile.is_visible(j, j <= tile.row_T)
+    w_BxKxSxGxT = jnp.where(visible, tile.shape.options.weigh(s_BxKxSxGxT), 0.0)
+    if tile.fading is not None:
+        w_BxKxSxGxT *= jnp.exp(tile.fading.log_factors(0, stop, visible))
+    return _Part(w_BxKxSxGxT, tile.block.keys.v_BxKxDxS[..., :stop])
+
+
+def read_sums(tile: _Tile, x: jax.Array, sums: Sums) -> Fraction:
+    """Computes what the rows read of the keys before the block."""
+    powers = tile.shape.options.powers
+    phis, x = expansion.expand(powers, x)
+    num_BxKxDxGxT = sum(dot('bkrd,bkrgt->bkdgt', kv, phi) for kv, phi in zip(sums.kv, phis, strict=True))
+    den_BxKxGxT = expansion.read_totals(powers, x, sums.totals)
+    if tile.fading is not None:
+        num_BxKxDxGxT *= tile.fading.sum_factors()[:, :, None]
+        den_BxKxGxT *= tile.fading.sum_factors()
+    return Fraction(cast(jax.Array, num_BxKxDxGxT), den_BxKxGxT)
 
 
 def fold(
     shape: Shape,
-    keys: BlockKeys,
+    keys: FoldedKeys,
     parameters: Any,
     bounds: Bounds | None,
-    start: Any,
-    fade_BxKxS: jax.Array | None = None,
+    start: jax.Array | int,
+    log_factors_BxKxS: jax.Array | None = None,
 ) -> Sums:
-    """The sums over these keys, of index `start` and on, except those outside of the bounds.
+    """Computes the sums over these keys, from index `start` on, except those outside of the bounds.
 
-    `fade_BxKxS`: the logs of the keys' factors at the moment for which the sums are; None: 1.
+    `log_factors_BxKxS`: the logs of the keys' factors at the moment for which the sums are; None: 1.
     """
-    y, one, factors = shape.features(parameters, keys.k), None, None
+    y, one, factors = shape.map_keys(parameters, keys.k_BxKxExS), None, None
     if bounds is not None:
         index = start + jnp.arange(y.shape[-1])
-        one = (index >= bounds.first) & (index < bounds.last)
-        fade_BxKxS = None if fade_BxKxS is None else jnp.where(one, fade_BxKxS, -jnp.inf)
-        y, one = jnp.where(one, y, 0), one.astype(jnp.float32)
+        inside = (index >= bounds.first) & (index < bounds.last)
+        if log_factors_BxKxS is not None:
+            log_factors_BxKxS = jnp.where(inside, log_factors_BxKxS, -jnp.inf)
+        y, one = jnp.where(inside, y, 0), inside.astype(jnp.float32)
     phis, y = expansion.expand(shape.options.powers, y, one)
-    v = keys.v.astype(shape.dtype)
-    if fade_BxKxS is not None:
-        factors = jnp.exp(fade_BxKxS)
-        v = (keys.v.astype(jnp.float32) * factors[:, :, None]).astype(shape.dtype)
+    v = keys.v_BxKxDxS.astype(shape.dtype)
+    if log_factors_BxKxS is not None:
+        factors = jnp.exp(log_factors_BxKxS)
+        v = (keys.v_BxKxDxS.astype(jnp.float32) * factors[:, :, None]).astype(shape.dtype)
     kv = tuple(dot('bkrt,bkdt->bkrd', phi, v) for phi in phis)
     return Sums(kv, expansion.totals(shape.options.powers, y, one, factors))
 
 
-def last_entry(decay: Decay, bounds: Bounds | None, start: Any) -> Decay:
-    """The entry after a block, or after the last of its keys that belongs to the sums."""
+def last_entry(decay: Decay, bounds: Bounds | None, start: jax.Array | int) -> Decay:
+    """Returns the entry after a block, or after the last of its keys that belongs to the sums."""
     size = decay.total.shape[-1] - 1
     return decays.entry(decay, size if bounds is None else jnp.clip(bounds.last - start, 0, size))
 
 
 def advance(
-    shape: Shape, sums: Sums, keys: BlockKeys, parameters: Any, bounds: Bounds | None, start: Any, decay: Decay | None
+    shape: Shape,
+    sums: Sums,
+    keys: FoldedKeys,
+    parameters: Any,
+    bounds: Bounds | None,
+    start: jax.Array | int,
+    decay: Decay | None,
 ) -> Sums:
-    """The sums after a block: those before it, faded, and its keys. As of the `last_entry` of the decay."""
-    fade_BxKxS = None
+    """Computes the sums after a block from those before it, as of the `last_entry` of the decay."""
+    log_factors_BxKxS = None
     if decay is not None:
         last = last_entry(decay, bounds, start)
-        sums = faded(sums, decays.between(last, decays.entries(decay, 0, 1))[..., 0])
-        fade_BxKxS = decays.between(last, decays.entries(decay, 1))
-    return jax.tree.map(jnp.add, sums, fold(shape, keys, parameters, bounds, start, fade_BxKxS))
+        sums = decay_state(sums, decays.between(last, decays.entries(decay, 0, 1))[..., 0])
+        log_factors_BxKxS = decays.between(last, decays.entries(decay, 1))
+    return jax.tree.map(jnp.add, sums, fold(shape, keys, parameters, bounds, start, log_factors_BxKxS))
 
 
 def split(options: Options, state: State, features: int) -> Sums:
-    """The state's kv cut in pieces."""
+    """Cuts the state's kv in pieces."""
     pieces, at = [], 0
     for w in expansion.weights(options.powers, features):
         pieces.append(state.kv_BxKxRxD[:, :, at : at + len(w)])
@@ -312,12 +414,12 @@ def split(options: Options, state: State, features: int) -> Sums:
 
 
 def join(sums: Sums) -> State:
-    """The inverse of `split`."""
+    """Inverts `split`."""
     return State(jnp.concatenate(sums.kv, axis=2), sums.totals)
 
 
-def no_keys(options: Options, batch: int, heads: int, features: int, values: int) -> Sums:
-    """The sums over no keys, for F = features and D = values."""
+def make_empty(options: Options, batch: int, heads: int, features: int, values: int) -> Sums:
+    """Makes the sums over no keys, for F = features and D = values."""
     sizes = [len(w) for w in expansion.weights(options.powers, features)]
     kv = tuple(jnp.zeros((batch, heads, size, values), jnp.float32) for size in sizes)
     return Sums(kv, expansion.empty_totals(options.powers, batch, heads, features))

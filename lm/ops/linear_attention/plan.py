@@ -1,18 +1,35 @@
-"""How a sequence is cut into blocks, and what the walk over them carries."""
+"""How a sequence is cut into blocks, and how a walk goes over them."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 
-from lm.ops.linear_attention.block import Shape, Sums, no_keys
+from lm.ops.linear_attention.block import Shape, Sums, make_empty
 from lm.ops.linear_attention.types import Options
+
+Carry = TypeVar('Carry')
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
-    """The static side of a call."""
+    """The static side of a call.
+
+    Attributes:
+        options: of the call.
+        length: tokens.
+        block: tokens per block.
+        tile: rows of queries at a time.
+        heads: key heads.
+        features: of a key.
+        values: size of a value.
+        dtype: of the values.
+        before: whether there are sums over keys before the first block.
+        after: whether the caller asks for the sums over all keys.
+    """
 
     options: Options
     length: int
@@ -21,11 +38,9 @@ class BlockPlan:
     heads: int
     features: int
     values: int
-    dtype: Any
+    dtype: jnp.dtype
     before: bool
-    """Whether there are sums over keys before the first block."""
     after: bool
-    """Whether the sums over all keys are wanted."""
 
     @property
     def lag(self) -> int:
@@ -38,34 +53,37 @@ class BlockPlan:
 
     @property
     def reuses(self) -> bool:
-        """Whether a block's keys are compared and folded by their features, which then are formed once for both."""
+        """Whether features of a block's keys are compared and folded, and then are formed once for both."""
         return self.options.causal and self.folds and self.shape.compares
 
     @property
     def shape(self) -> Shape:
-        """What a block has to do."""
+        """The static side of a block."""
         reads = self.before or self.length > self.block or not self.options.causal
         return Shape(self.options, self.tile, reads, self.dtype)
 
-    def no_keys(self, batch: int) -> Sums | None:
-        """The sums over no keys, where any are needed."""
+    def make_empty(self, batch: int) -> Sums | None:
+        """Makes the sums over no keys; None where no sums are needed."""
         if not (self.folds or self.shape.reads):
             return None
-        return no_keys(self.options, batch, self.heads, self.features, self.values)
+        return make_empty(self.options, batch, self.heads, self.features, self.values)
 
-    def walk(self, body: Callable[[Any, int, Any], Any], carry: Any, reverse: bool = False) -> Any:
-        """body(start, size, carry) for each block in order."""
+    def walk(self, body: Callable[[jax.Array | int, int, Carry], Carry], carry: Carry, reverse: bool = False) -> Carry:
+        """Applies body(start, size, carry) to each block in order.
+
+        What is left of a length that the block does not divide is a shorter block at the end.
+        """
         whole, rest = divmod(self.length, self.block)
 
-        def tail(carry):
+        def walk_rest(carry: Carry) -> Carry:
             return body(whole * self.block, rest, carry) if rest else carry
 
-        def index(i):
+        def find_start(i):
             return (whole - 1 - i if reverse else i) * self.block
 
-        carry = tail(carry) if reverse else carry
+        carry = walk_rest(carry) if reverse else carry
         if whole == 1:
             carry = body(0, self.block, carry)
         elif whole:
-            carry = lax.fori_loop(0, whole, lambda i, c: body(index(i), self.block, c), carry)
-        return carry if reverse else tail(carry)
+            carry = lax.fori_loop(0, whole, lambda i, c: body(find_start(i), self.block, c), carry)
+        return carry if reverse else walk_rest(carry)

@@ -1,17 +1,17 @@
-"""What the implementations of linear attention share: local kernels, the state, the options of a call."""
+"""The call of linear attention and what it is made of: local kernels, feature maps, the state, the options."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 FeatureMap = Callable[[Any, jax.Array, bool], jax.Array]
-"""(parameters, [B, T, heads, E], queries) → [B, T, heads, F], each token on its own; `queries` says whether the tokens
-are queries or keys. A plain function: arrays, random projections too, go through the parameters (a pytree of
-floating-point arrays), never through its closure."""
+"""(parameters, [B, T, heads, E], queries) → [B, T, heads, F], each token by itself. `queries` is True for queries and
+False for keys. A feature map is a plain function: arrays, random projections too, go through the parameters (a pytree
+of floating-point arrays), never through its closure."""
 
 PLAIN = (0.0, 1.0)
 """Powers: features as they are."""
@@ -21,47 +21,59 @@ SQUARE = (0.0, 0.0, 1.0)
 
 
 LOCAL_BLOCK = 1024
-"""Tokens a block of exact weights; the paper's."""
+"""Tokens per block of exact weights; the paper's."""
+
+Tree = TypeVar('Tree')
 
 
 @runtime_checkable
 class ProductMap(Protocol):
-    """A feature map φ(x) = f(W x, x) that kernels can compute block by block on chip; the others run on XLA.
+    """A feature map φ(x) = f(W x, x) that kernels can compute block by block on chip; other maps run on XLA.
 
     It is a `FeatureMap` too, and hashable: the kernels are compiled for it. They form W x themselves, as precisely as
-    the features' type deserves, apply f in float32 and round its result; backward they do so again and differentiate.
+    the features' type deserves, apply f in float32 and round its result. In the backward pass they do so again and
+    differentiate.
     """
 
     learns: bool
-    """Whether W has a gradient. Without, the gradient of the parameters is zero and costs nothing."""
+    """Whether W has a gradient. Without one, the gradient of the parameters is zero and costs nothing."""
+
+    def __call__(self, parameters: Any, x: jax.Array, queries: bool, /) -> jax.Array:
+        """Computes the features, as any `FeatureMap`."""
+        ...
 
     def matrix(self, parameters: Any) -> jax.Array | None:
-        """W, [R, E] float32, differentiable in the parameters; None where these settings have no such form."""
+        """Returns W, [R, E] float32, differentiable in the parameters; None where these settings have no such form."""
 
     def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
-        """f, float32: [R, T] and [E, T] → [M, T], tokens last and each on its own; E may be padded with zeros.
+        """Computes f in float32: [R, T] and [E, T] → [M, T], each token by itself; E may be padded with zeros.
 
         It must lower in a Pallas kernel and be differentiable: elementwise operations, sums and maxima over rows,
         slices of multiples of 8 rows.
         """
+        ...
 
 
 @runtime_checkable
 class ElementwiseMap(Protocol):
-    """A feature map φ(x)_m = f(⟨w_m, x⟩ - s(x)), of which kernels can compute some features apart from the others.
+    """A feature map φ(x)_m = f(⟨w_m, x⟩ - s(x)). Kernels can compute some of its features without the others.
 
     It is a `FeatureMap` too, and hashable. W has no gradient.
     """
 
     def rows(self, parameters: Any) -> jax.Array:
-        """The w_m, [M, E] float32."""
+        """Returns the w_m, [M, E] float32."""
+        ...
 
     def shift(self, x: jax.Array, queries: bool) -> jax.Array | None:
-        """s, [..., E] → [...] float32, differentiable in x; None where it is the token's largest ⟨w_m, x⟩, of which no
-        gradient is taken."""
+        """Computes s, [..., E] → [...] float32, differentiable in x.
+
+        None: s is the token's largest ⟨w_m, x⟩, and no gradient flows through it.
+        """
 
     def of_shifted(self, z: jax.Array, features: int) -> jax.Array:
-        """f, elementwise and differentiable in float32, for M = features."""
+        """Computes f, elementwise and differentiable in float32, for M = features."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,54 +83,53 @@ class PolynomialKernel:
     degree: int
     scale: float = 1.0
 
-    stable = False
-
-    def weights(self, s: jax.Array) -> jax.Array:
+    def weigh(self, s: jax.Array) -> jax.Array:
+        """Computes the weights of inner products s."""
         return lax.integer_pow(s * self.scale if self.scale != 1.0 else s, self.degree)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpKernel:
-    """Exact weights exp(scale ⟨q, k⟩). Numerator and denominator of a query, approximate part included, are scaled by
-    exp(-m), m the largest exponent of its exact part, or 0 where it has an approximate part (approximate attention,
-    eq. 2.3-2.4)."""
+    """Exact weights exp(scale ⟨q, k⟩).
+
+    A query's numerator and denominator, approximate part included, are scaled by exp(-m). m is the largest exponent of
+    the exact part, or 0 where the query has an approximate part (approximate attention, eq. 2.3-2.4).
+    """
 
     scale: float = 1.0
-
-    stable = True
 
 
 LocalKernel = PolynomialKernel | ExpKernel
 
 
 class State(NamedTuple):
-    """The sums over keys that later queries need, float32. Its size does not depend on the number of keys.
+    """The sums over keys that later queries need, float32. Their size does not depend on the number of keys.
 
-    `kv_BxKxRxD` holds Σ_j φ(k_j) v_jᵀ, where ⟨φ(q), φ(k)⟩ is the approximate weight and φ the implementation's
-    (packed) expansion. `totals` holds Σ_j y_j^{⊗n} for each power n with a coefficient other than 0, in order: [B, K]
-    for n = 0, [B, K, F] for n = 1, [B, K, F, F] for n = 2.
+    `kv_BxKxRxD` holds Σ_j φ(k_j) v_jᵀ. ⟨φ(q), φ(k)⟩ is the approximate weight, and φ the implementation's (packed)
+    expansion. `totals` holds Σ_j y_j^{⊗n} for each power n with a coefficient other than 0, in order: [B, K] for n = 0,
+    [B, K, F] for n = 1, [B, K, F, F] for n = 2.
     """
 
     kv_BxKxRxD: jax.Array
     totals: tuple[jax.Array, ...]
 
 
-def faded(sums: Any, log_factor_BxK: jax.Array) -> Any:
-    """A `State`, or other sums [B, K, …], times a factor of each key head.
+def decay_state(sums: Tree, log_factor_BxK: jax.Array) -> Tree:
+    """Multiplies a `State`, or other sums [B, K, …], by one factor per key head.
 
-    States compose: with S of some tokens after others whose sums are S₀, and g the sum of the log factors of the
-    former, the sums over all are faded(S₀, g) + S.
+    States compose. Let S₀ be the sums over some tokens, S the sums over the tokens after them, and g the sum of the
+    later tokens' log factors. The sums over all tokens are decay_state(S₀, g) + S.
     """
 
-    def times(x):
+    def multiply(x):
         return x * jnp.exp(log_factor_BxK).reshape(*x.shape[:2], *[1] * (x.ndim - 2))
 
-    return jax.tree.map(times, sums)
+    return jax.tree.map(multiply, sums)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The static arguments of a call. Meanings: `lm.ops.linear_attention.linear_attention`."""
+    """The static arguments of a call. `lm.ops.linear_attention.linear_attention` explains them."""
 
     powers: tuple[float, ...] = PLAIN
     feature_map: FeatureMap | None = None
@@ -129,10 +140,98 @@ class Options:
     normalize: bool = True
     causal: bool = True
 
-    def features(self, parameters: Any, x: jax.Array, queries: bool) -> jax.Array:
-        """The features of x, [..., T, heads, E] → [..., T, heads, F]."""
+    @property
+    def exact_block(self) -> int | None:
+        """Tokens per block of exact weights; None where there are no such blocks."""
+        return (self.block or LOCAL_BLOCK) if self.local is not None and self.window is None else None
+
+    def compute_features(self, parameters: Any, x: jax.Array, queries: bool) -> jax.Array:
+        """Maps [..., T, heads, E] to features [..., T, heads, F]."""
         return x if self.feature_map is None else self.feature_map(parameters, x, queries)
 
-    def approximate(self, s: jax.Array) -> jax.Array:
-        """The weight of a pair whose features have inner product s."""
-        return sum(c * lax.integer_pow(s, n) if n else c * jnp.ones_like(s) for n, c in enumerate(self.powers) if c)
+    def weigh(self, s: jax.Array) -> jax.Array:
+        """Computes the approximate weights of pairs whose features have inner products s."""
+        terms = (c * lax.integer_pow(s, n) if n else c * jnp.ones_like(s) for n, c in enumerate(self.powers) if c)
+        return cast(jax.Array, sum(terms))  # some power has a coefficient, so that it is no plain 0
+
+
+class Parameters(NamedTuple):
+    """The pytrees that the feature map gets with queries and with keys."""
+
+    queries: Any
+    keys: Any
+
+
+class LocalVectors(NamedTuple):
+    """The vectors of queries and keys that the exact kernel compares."""
+
+    q_BxLxHxC: jax.Array
+    k_BxLxKxC: jax.Array
+
+
+class Keys(NamedTuple):
+    """The arrays of a call that have one entry per key."""
+
+    k_BxSxKxE: jax.Array
+    v_BxSxKxD: jax.Array
+    k_local_BxSxKxC: jax.Array | None
+    log_decay_BxSxK: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LinearCall:
+    """One call of the operation: what `linear_attention` is given, for all implementations alike.
+
+    The arrays are the pytree's leaves; `options` and `with_state` are static. `with_state`: also return the sums over
+    all keys.
+    """
+
+    q_BxLxHxE: jax.Array
+    k_BxLxKxE: jax.Array
+    v_BxLxKxD: jax.Array
+    q_parameters: Any = None
+    k_parameters: Any = None
+    q_local_BxLxHxC: jax.Array | None = None
+    k_local_BxLxKxC: jax.Array | None = None
+    initial_state: State | None = None
+    log_decay_BxLxK: jax.Array | None = None
+    options: Options = dataclasses.field(default=Options(), metadata={'static': True})
+    with_state: bool = dataclasses.field(default=False, metadata={'static': True})
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> 'LinearCall':
+        """Makes the call of `linear_attention(**arguments)`; `implementation` does not belong to it."""
+        static = {field.name for field in dataclasses.fields(Options)}
+        arrays = {name: value for name, value in arguments.items() if name not in static | {'implementation'}}
+        with_state = arrays.pop('return_state', False)
+        options = Options(**{name: arguments[name] for name in static & arguments.keys()})
+        return cls(**arrays, options=options, with_state=with_state)
+
+    @property
+    def parameters(self) -> Parameters:
+        return Parameters(self.q_parameters, self.k_parameters)
+
+    @property
+    def local(self) -> LocalVectors | None:
+        """What the exact kernel compares; None where the call has no exact kernel."""
+        if self.options.local is None or self.q_local_BxLxHxC is None or self.k_local_BxLxKxC is None:
+            return None
+        return LocalVectors(self.q_local_BxLxHxC, self.k_local_BxLxKxC)
+
+    @property
+    def keys(self) -> Keys:
+        k_local = None if self.local is None else self.local.k_BxLxKxC
+        return Keys(self.k_BxLxKxE, self.v_BxLxKxD, k_local, self.log_decay_BxLxK)
+
+    def replace_keys(self, keys: Keys) -> 'LinearCall':
+        """Returns the call with other keys, which may be more or fewer than the queries."""
+        k, v, k_local, log_decay = keys
+        return dataclasses.replace(self, k_BxLxKxE=k, v_BxLxKxD=v, k_local_BxLxKxC=k_local, log_decay_BxLxK=log_decay)
+
+
+class LinearResult(NamedTuple):
+    """Outputs in the dtype of v, and the sums over all keys so far; None unless the call asks for them."""
+
+    o_BxLxHxD: jax.Array
+    state: State | None

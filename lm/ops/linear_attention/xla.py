@@ -1,21 +1,23 @@
 """Linear attention in blocks, in plain XLA: time and memory linear in the length.
 
-Forward, one walk over the blocks: a query reads the sums over the keys of earlier blocks, adds the keys of its own
-block directly, and the block's keys are then folded into the sums. Backward, two walks, neither of which keeps
-features or sums of more than one block: forwards with the sums recomputed, for the gradients of queries and of what
-they compared directly; backwards with the gradient of the sums, for the gradients of the keys and values that were
-folded. Only inputs, outputs and one denominator a query are kept.
+Forward, one walk over the blocks: a query reads the sums over the keys of earlier blocks, adds the keys of its block
+directly, and the block's keys are then folded into the sums. Backward, two walks, neither of which keeps features or
+sums of more than one block. The walk forwards computes the sums again, for the gradients of queries and of what they
+compared directly. The walk backwards carries the gradient of the sums, for the gradients of the keys and values that
+were folded. Only inputs, outputs and one denominator per query are kept.
 
 Numerator and denominator are differentiated as one linear operation: with o = num / den the cotangents are
 do / den and -⟨do, o⟩ / den. What is left of a length that the block does not divide is a shorter block: nothing is
 padded. Recovering the sums by subtraction in a single backward walk would save a third of it, and loses four digits.
 
 With decay the sums are always as of the last key folded. The result does not depend on that choice, so the running
-sums of log factors have gradients as those of a query and of a key alone, and, where sums are given out, as their last.
+sums of log factors have gradients as those of a query and of a key alone, and, where sums are returned, as their last.
 """
 
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,351 +26,485 @@ from jax import lax
 from lm.ops import decay as decays
 from lm.ops import platform
 from lm.ops.blocks import apart
+from lm.ops.decay import Decay
 from lm.ops.linear_attention.block import (
+    BlockInputs,
     BlockKeys,
     BlockQueries,
     Bounds,
+    FoldedKeys,
+    Fraction,
     Shape,
+    Sums,
     advance,
     fold,
-    grouped,
+    group,
     join,
     last_entry,
-    no_keys,
-    numerators,
+    make_empty,
+    move_tokens_last,
+    read,
     split,
-    token_minor,
-    ungrouped,
+    ungroup,
 )
 from lm.ops.linear_attention.plan import BlockPlan
-from lm.ops.linear_attention.types import LOCAL_BLOCK, Options, State, faded
+from lm.ops.linear_attention.types import (
+    LOCAL_BLOCK,
+    ExpKernel,
+    Keys,
+    LinearCall,
+    LinearResult,
+    Options,
+    Parameters,
+    State,
+    decay_state,
+)
 from lm.ops.residuals import saved
 
 BLOCK = {'cpu': 64}
-"""Where the result does not depend on it."""
+"""Tokens per block by platform, elsewhere 512, where the result does not depend on it."""
 
 TILE = {'cpu': 256}
+"""Queries per tile by platform, elsewhere 512."""
+
+Tree = TypeVar('Tree')
 
 
-def linear_attention(
-    q_BxLxHxE: jax.Array,
-    k_BxLxKxE: jax.Array,
-    v_BxLxKxD: jax.Array,
-    q_parameters: Any,
-    k_parameters: Any,
-    q_local_BxLxHxC: jax.Array | None,
-    k_local_BxLxKxC: jax.Array | None,
-    initial_state: State | None,
-    log_decay_BxLxK: jax.Array | None = None,
-    *,
-    options: Options,
-    with_state: bool,
-) -> tuple[jax.Array, State | None]:
-    """Arguments as in `lm.ops.linear_attention`."""
-    if options.local is None:
-        q_local_BxLxHxC = k_local_BxLxKxC = None
-    length, window = q_BxLxHxE.shape[1], options.window
-    arrays, bounds = (k_BxLxKxE, v_BxLxKxD, k_local_BxLxKxC), None
-    older = jnp.int32(0 if initial_state is not None else window or options.block or LOCAL_BLOCK)
+def linear_attention(call: LinearCall) -> LinearResult:
+    """Computes the call."""
+    options, length, window = call.options, call.q_BxLxHxE.shape[1], call.options.window
+    keys, bounds = call.keys, None
+    older = jnp.int32(0 if call.initial_state is not None else window or options.block or LOCAL_BLOCK)
     if window is not None:
-        arrays = tuple(jnp.pad(x, ((0, 0), (window, 0), (0, 0), (0, 0))) for x in arrays)
-        if log_decay_BxLxK is not None:
-            log_decay_BxLxK = jnp.pad(log_decay_BxLxK, ((0, 0), (window, 0), (0, 0)))
+        keys = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (window, 0), *[(0, 0)] * (x.ndim - 2))), keys)
         bounds = Bounds(jnp.int32(window), jnp.int32(window + length), older)
-    elif options.local is not None and options.local.stable:
+    elif isinstance(options.local, ExpKernel):
         bounds = Bounds(jnp.int32(0), jnp.int32(length), older)
-    parameters = (q_parameters, k_parameters)
-    queries = (q_BxLxHxE, q_local_BxLxHxC)
-    o_BxLxHxD, state = attend(
-        queries, arrays, parameters, initial_state, bounds, log_decay_BxLxK, options=options, with_state=with_state
-    )
-    if with_state and window is not None:
-        # The window's own keys have not been folded.
-        *rest, log_decay = (None if x is None else x[:, length:] for x in (*arrays, log_decay_BxLxK))
+    o_BxLxHxD, state = attend(call.replace_keys(keys), bounds)
+    if state is not None and window is not None:
+        # The window's keys have not been folded.
+        rest = jax.tree.map(lambda x: x[:, length:], keys)
         inside = Bounds(jnp.int32(max(window - length, 0)), jnp.int32(window), older)
-        state = add_keys(options, k_parameters, rest, state, inside, log_decay)
-    return o_BxLxHxD, state
+        state = add_keys(options, call.k_parameters, rest, state, inside)
+    return LinearResult(o_BxLxHxD, state)
 
 
-def unsupported(*args, **options) -> None:
+def unsupported(call: LinearCall) -> None:
     """Everything is supported."""
 
 
-def attend(
-    queries: tuple[jax.Array, jax.Array | None],
-    keys: tuple[jax.Array, jax.Array, jax.Array | None],
-    parameters: tuple[Any, Any],
-    initial_state: State | None,
-    bounds: Bounds | None,
-    log_decay_BxSxK: jax.Array | None = None,
-    *,
-    options: Options,
-    with_state: bool,
-) -> tuple[jax.Array, State | None]:
-    """Outputs, and the sums over the keys inside of the bounds that stand beside a query.
+def attend(call: LinearCall, bounds: Bounds | None) -> LinearResult:
+    """Computes outputs, and the sums over the keys inside of the bounds that stand beside a query.
 
     Args:
-        queries: q and q_local, L tokens.
-        keys: k, v and k_local, L tokens, with a window N + L.
-        parameters: the feature map's, for queries and for keys.
-        initial_state: sums over keys before.
-        bounds: of the indices of keys. None: no bounds.
-        log_decay_BxSxK: of the keys; None: no decay. The sums before are as of the token before the first key, those
-            given out as of the last key among them.
-        options: as in `lm.ops.linear_attention`.
-        with_state: whether the sums over all keys are wanted.
+        call: has L queries and L keys, with a window N + L keys. The initial state is as of the token before the first
+            key, and the state returned as of the last key among those beside a query.
+        bounds: on the indices of keys; None: no bounds.
     """
-    (batch, length), target = queries[0].shape[:2], platform.target_platform()
-    exact_blocks = options.local is not None and options.window is None
-    block = options.block or (LOCAL_BLOCK if exact_blocks else BLOCK.get(target, 512))
+    options, length, target = call.options, call.q_BxLxHxE.shape[1], platform.target_platform()
+    block = options.exact_block or options.block or BLOCK.get(target, 512)
     plan = BlockPlan(
         options,
         length,
-        min(block, length),
-        TILE.get(target, 512),
-        keys[1].shape[2],
-        n_features(options, parameters[1], keys[0]),
-        keys[1].shape[3],
-        keys[1].dtype,
-        initial_state is not None,
-        with_state,
+        block=min(block, length),
+        tile=TILE.get(target, 512),
+        heads=call.v_BxLxKxD.shape[2],
+        features=count_features(options, call.k_parameters, call.k_BxLxKxE),
+        values=call.v_BxLxKxD.shape[3],
+        dtype=call.v_BxLxKxD.dtype,
+        before=call.initial_state is not None,
+        after=call.with_state,
     )
-    function = functools.partial(_attend, plan)
-    if jax.tree.leaves(parameters) and batch % platform.batch_shards() == 0:
-        function = platform.per_device(function, split=(True, True, False, True, False, True))
-    decay = None if log_decay_BxSxK is None else decays.accumulate(log_decay_BxSxK)
-    return function(queries, keys, parameters, initial_state, bounds, decay)
+    inputs = WalkInputs(
+        call.q_BxLxHxE,
+        None if call.local is None else call.local.q_BxLxHxC,
+        call.k_BxLxKxE,
+        call.v_BxLxKxD,
+        call.keys.k_local_BxSxKxC,
+        call.parameters,
+        call.initial_state,
+        bounds,
+        None if call.log_decay_BxLxK is None else decays.accumulate(call.log_decay_BxLxK),
+    )
+
+    def function(*fields) -> tuple[jax.Array, State | None]:
+        return _attend(plan, WalkInputs(*fields))
+
+    if jax.tree.leaves(call.parameters) and call.q_BxLxHxE.shape[0] % platform.batch_shards() == 0:
+        function = platform.per_device(
+            function, tuple(name not in ('parameters', 'bounds') for name in WalkInputs._fields)
+        )
+    return LinearResult(*function(*inputs))
 
 
-def add_keys(
-    options: Options,
-    parameters: Any,
-    keys: tuple,
-    state: State,
-    bounds: Bounds | None = None,
-    log_decay_BxSxK: jax.Array | None = None,
-) -> State:
-    """The state with these keys (k, v, …) folded in, except those outside of the bounds."""
-    shape = Shape(options, 0, False, keys[1].dtype)
-    features = n_features(options, parameters, keys[0])
-    keys = BlockKeys(token_minor(keys[0]), token_minor(keys[1]), None)
-    decay = None if log_decay_BxSxK is None else decays.accumulate(log_decay_BxSxK)
-    return join(advance(shape, split(options, state, features), keys, parameters, bounds, 0, decay))
+def add_keys(options: Options, parameters: Any, keys: Keys, state: State, bounds: Bounds | None = None) -> State:
+    """Folds these keys into the state, except those outside of the bounds."""
+    shape = Shape(options, tile=0, reads=False, dtype=keys.v_BxSxKxD.dtype)
+    sums = split(options, state, count_features(options, parameters, keys.k_BxSxKxE))
+    folded = FoldedKeys(move_tokens_last(keys.k_BxSxKxE), move_tokens_last(keys.v_BxSxKxD))
+    decay = None if keys.log_decay_BxSxK is None else decays.accumulate(keys.log_decay_BxSxK)
+    return join(advance(shape, sums, folded, parameters, bounds, 0, decay))
 
 
-def n_features(options: Options, parameters: Any, k_BxLxKxE: jax.Array) -> int:
-    """F."""
+def count_features(options: Options, parameters: Any, k_BxLxKxE: jax.Array) -> int:
+    """Returns F."""
     batch, _, heads, size = k_BxLxKxE.shape
     one = jax.ShapeDtypeStruct((batch, 1, heads, size), k_BxLxKxE.dtype)
-    return jax.eval_shape(lambda parameters, k: options.features(parameters, k, False), parameters, one).shape[-1]
+    features = jax.eval_shape(lambda parameters, k: options.compute_features(parameters, k, False), parameters, one)
+    return features.shape[-1]
 
 
-def empty_state(options: Options, batch: int, heads: int, features: int, values: int) -> State:
-    """The sums over no keys, for F = features and D = values."""
-    return join(no_keys(options, batch, heads, features, values))
+def make_empty_state(options: Options, batch: int, heads: int, features: int, values: int) -> State:
+    """Makes the sums over no keys, for F = features and D = values."""
+    return join(make_empty(options, batch, heads, features, values))
+
+
+class WalkInputs(NamedTuple):
+    """The arrays of a walk over blocks, before they are cut; S keys, L of them without a window.
+
+    The backward pass lays its gradients out alike.
+    """
+
+    q_BxLxHxE: jax.Array
+    q_local_BxLxHxC: jax.Array | None
+    k_BxSxKxE: jax.Array
+    v_BxSxKxD: jax.Array
+    k_local_BxSxKxC: jax.Array | None
+    parameters: Parameters
+    initial_state: State | None
+    bounds: Bounds | None
+    decay: Decay | None
+
+
+class Residuals(NamedTuple):
+    """What the backward pass keeps; None where the plan has no use for it."""
+
+    inputs: WalkInputs
+    final_sums: Sums | None
+    o_BxLxHxD: jax.Array | None
+    inverse_BxKxGxL: jax.Array | None
+
+
+class Slices(NamedTuple):
+    """The tokens of one block, cut from the arrays of a walk."""
+
+    queries: BlockQueries
+    keys: BlockKeys
+    decay: Decay | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The arrays of a walk with tokens last; only what is needed.
+
+    Attributes:
+        sums: those before the first block; None where the plan needs none.
+    """
+
+    plan: BlockPlan
+    queries: BlockQueries
+    keys: BlockKeys
+    parameters: Parameters
+    sums: Sums | None
+    bounds: Bounds | None
+    decay: Decay | None
+
+    @classmethod
+    def arrange(cls, plan: BlockPlan, inputs: WalkInputs) -> 'Walk':
+        shape, q, k, sums = plan.shape, None, None, None
+        if shape.reads or shape.compares:
+            q = group(inputs.q_BxLxHxE, plan.heads)
+        if plan.folds or shape.compares:
+            k = move_tokens_last(inputs.k_BxSxKxE)
+        q_local, k_local = inputs.q_local_BxLxHxC, inputs.k_local_BxSxKxC
+        queries = BlockQueries(q, None if q_local is None else group(q_local, plan.heads))
+        v = move_tokens_last(inputs.v_BxSxKxD)
+        keys = BlockKeys(k, v, None if k_local is None else move_tokens_last(k_local))
+        if inputs.initial_state is None:
+            sums = plan.make_empty(v.shape[0])
+        else:
+            sums = split(plan.options, inputs.initial_state, plan.features)
+        return cls(plan, queries, keys, inputs.parameters, sums, inputs.bounds, inputs.decay)
+
+    def cut(self, start: jax.Array | int, size: int) -> Slices:
+        """Cuts the queries of a block, the keys that they see, and the decay of these."""
+        seen = size + self.plan.lag
+        return Slices(_cut(self.queries, start, size), _cut(self.keys, start, seen), _cut(self.decay, start, seen + 1))
+
+    def block(self, slices: Slices, sums: Sums | None, start: jax.Array | int) -> BlockInputs:
+        return BlockInputs(slices.queries, slices.keys, self.parameters, sums, self.bounds, start, slices.decay)
+
+    def advance(self, start: jax.Array | int, size: int, sums: Tree) -> Tree:
+        """Computes the sums after a block."""
+
+        def compute(sums, keys, decay):
+            return advance(self.plan.shape, sums, keys.folded, self.parameters.keys, self.bounds, start, decay)
+
+        return apart(start, compute, sums, _cut(self.keys, start, size), _cut(self.decay, start, size + 1))
+
+    def advance_beside(self, slices: Slices, start: jax.Array | int, size: int, sums: Sums | None) -> Sums | None:
+        """Computes the sums after a block where its features serve its queries too; else None."""
+        if not self.plan.reuses:
+            return None
+        keys, decay = _cut(slices.keys, 0, size), _cut(slices.decay, 0, size + 1)
+        return advance(self.plan.shape, cast(Sums, sums), keys.folded, self.parameters.keys, self.bounds, start, decay)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan, queries, keys, parameters, initial_state, bounds, decay):
-    o, _, sums = _forward(plan, queries, keys, parameters, initial_state, bounds, decay)
-    return o, join(sums) if plan.after else None
+def _attend(plan: BlockPlan, inputs: WalkInputs) -> tuple[jax.Array, State | None]:
+    o, _, sums = _forward(plan, inputs)
+    return o, join(sums) if plan.after and sums is not None else None
 
 
-def _arranged(plan, queries, keys, initial_state):
-    """Tokens last; only what is needed."""
-    shape = plan.shape
-    queries = BlockQueries(*(grouped(x, plan.heads) for x in queries))
-    keys = BlockKeys(*(token_minor(x) for x in keys))
-    if not (shape.reads or shape.compares):
-        queries = queries._replace(q=None)
-    if not (plan.folds or shape.compares):
-        keys = keys._replace(k=None)
-    sums = split(plan.options, initial_state, plan.features) if plan.before else plan.no_keys(keys.v.shape[0])
-    return queries, keys, sums
-
-
-def _forward(plan, queries, keys, parameters, initial_state, bounds, decay):
-    batch, _, total = queries[0].shape[:3]
-    queries, keys, sums = _arranged(plan, queries, keys, initial_state)
-    lead = (batch, plan.heads, plan.values, total // plan.heads, plan.length)
-
-    after = functools.partial(_after, plan, keys, parameters, bounds, decay)
+def _forward(plan: BlockPlan, inputs: WalkInputs) -> tuple[jax.Array, jax.Array | None, Sums | None]:
+    """Computes outputs, inverse denominators and the sums after all blocks."""
+    walk = Walk.arrange(plan, inputs)
+    batch, _, total, _ = inputs.q_BxLxHxE.shape
+    groups, sums = total // plan.heads, walk.sums
     if not plan.options.causal:
-        sums = plan.walk(after, sums)
+        sums = plan.walk(walk.advance, sums)
 
     def body(start, size, carry):
         o, inverse, sums = carry
 
-        def compute(tokens, seen, fading, sums):
-            read = numerators(plan.shape, tokens, seen, parameters, sums, bounds, start, fading)
-            return read, _shared(plan, seen, parameters, bounds, fading, start, size, sums)
+        def compute(slices, sums):
+            fraction = read(plan.shape, walk.block(slices, sums, start))
+            return fraction, walk.advance_beside(slices, start, size, sums)
 
-        tokens, seen = _part(queries, start, size), _part(keys, start, size + plan.lag)
-        (num, den), then = apart(start, compute, tokens, seen, _part(decay, start, size + plan.lag + 1), sums)
+        (num, den), after = apart(start, compute, walk.cut(start, size), sums)
         if plan.options.normalize:
             inverse = _put(inverse, 1.0 / den, start)
             num *= (1.0 / den)[:, :, None]
         if plan.options.causal and plan.folds:
-            sums = then if plan.reuses else after(start, size, sums)
+            sums = after if plan.reuses else walk.advance(start, size, sums)
         return _put(o, num, start), inverse, sums
 
-    inverse = jnp.zeros(lead[:2] + lead[3:], jnp.float32) if plan.options.normalize else None
-    o, inverse, sums = plan.walk(body, (jnp.zeros(lead, plan.dtype), inverse, sums))
-    return ungrouped(o), inverse, sums
+    inverse = jnp.zeros((batch, plan.heads, groups, plan.length), jnp.float32) if plan.options.normalize else None
+    o = jnp.zeros((batch, plan.heads, plan.values, groups, plan.length), plan.dtype)
+    o, inverse, sums = plan.walk(body, (o, inverse, sums))
+    return ungroup(o), inverse, sums
 
 
-def _attend_forward(plan, queries, keys, parameters, initial_state, bounds, decay):
-    o, inverse, sums = _forward(plan, queries, keys, parameters, initial_state, bounds, decay)
-    o = saved(o)
-    kept = (o, saved(inverse)) if plan.options.normalize else (None, None)
-    final = None if plan.options.causal else sums
-    residuals = (queries, keys, parameters, initial_state, bounds, decay, final, *kept)
-    return (o, join(sums) if plan.after else None), residuals
+def _attend_forward(plan: BlockPlan, inputs: WalkInputs):
+    o, inverse, sums = _forward(plan, inputs)
+    o, final = saved(o), None if plan.options.causal else sums
+    residuals = Residuals(inputs, final, None, None)
+    if inverse is not None:
+        residuals = residuals._replace(o_BxLxHxD=o, inverse_BxKxGxL=saved(inverse))
+    return (o, join(sums) if plan.after and sums is not None else None), residuals
 
 
-def _attend_backward(plan, residuals, cotangents):
-    outer_queries, outer_keys, parameters, initial_state, bounds, decay, final, o, inverse = residuals
-    do, dstate = cotangents
-    shape, causal, lag = plan.shape, plan.options.causal, plan.lag
-    queries, keys, sums = _arranged(plan, outer_queries, outer_keys, initial_state)
-    batch = keys.v.shape[0]
-    cotangent = _output_cotangents(plan, do, o, inverse)
+class MetKeys(NamedTuple):
+    """Gradients of keys, laid out as `BlockKeys`; None where there are none so far."""
 
-    # Those that a query meets directly get their gradient on the way forwards, those that are folded backwards.
-    direct = BlockKeys(keys.k if shape.compares else None, keys.v if causal else None, keys.k_local)
-    wide = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
+    k: jax.Array | None
+    v: jax.Array | None
+    k_local: jax.Array | None
 
-    def inputs(start, size):
-        """Queries of a block, the keys that they meet, the decay of these, and the cotangents."""
-        tokens, seen = _part(queries, start, size), _part(keys, start, size + lag)
-        return tokens, seen, _part(decay, start, size + lag + 1), cotangent(start, size)
 
-    def forwards(start, size, carry):
-        dqueries, dkeys, dparameters, dtotal, sums = carry
+class ForwardCarry(NamedTuple):
+    """The gradients that the walk forwards adds up, and the sums before a block."""
 
-        def compute(tokens, seen, fading, d, sums):
-            def call(tokens, met, parameters, total):
-                all_seen = BlockKeys(*(a if b is None else b for a, b in zip(seen, met, strict=True)))
-                return numerators(shape, tokens, all_seen, parameters, sums, bounds, start, _with_total(fading, total))
+    queries: BlockQueries
+    keys: MetKeys
+    parameters: Parameters
+    log_total: jax.Array | None
+    sums: Sums | None
 
-            met = BlockKeys(*(None if a is None else b for a, b in zip(direct, seen, strict=True)))
-            gradients = jax.vjp(call, tokens, met, parameters, _total(fading))[1](d)
-            return gradients, _shared(plan, seen, parameters, bounds, fading, start, size, sums)
 
-        (dtokens, dseen, dpart, dfading), then = apart(start, compute, *inputs(start, size), sums)
-        if causal and plan.folds:
-            sums = then if plan.reuses else _after(plan, keys, parameters, bounds, decay, start, size, sums)
-        dkeys = (_add if lag else _put)(dkeys, dseen, start)
+class BackwardCarry(NamedTuple):
+    """The gradients that the walk backwards adds up; `parameters` are those of keys."""
+
+    keys: MetKeys
+    parameters: Any
+    log_total: jax.Array | None
+    sums: Sums | None
+
+
+class Backward:
+    """The two walks of the backward pass.
+
+    Keys that a query meets directly get their gradient on the walk forwards, those that are folded on the walk
+    backwards.
+    """
+
+    def __init__(self, walk: Walk, cotangents: Callable[[jax.Array | int, int], Fraction]):
+        """`cotangents`: takes start and size of a block, and returns the gradients of what its queries read."""
+        self.arrays, self.plan, self.cotangents = walk, walk.plan, cotangents
+        compares, causal = walk.plan.shape.compares, walk.plan.options.causal
+        self.met = MetKeys(
+            walk.keys.k_BxKxExS if compares else None,
+            walk.keys.v_BxKxDxS if causal else None,
+            walk.keys.k_local_BxKxCxS,
+        )
+
+    def walk_forwards(self, sums: Sums | None) -> ForwardCarry:
+        """`sums`: those before the first block; without causality those over all keys."""
+        dqueries = jax.tree.map(jnp.zeros_like, self.arrays.queries)
+        dtotal = _make_zeros(_total(self.arrays.decay))
+        carry = ForwardCarry(dqueries, _make_zeros(self.met), _make_zeros(self.arrays.parameters), dtotal, sums)
+        return self.plan.walk(self.step_forwards, carry)
+
+    def step_forwards(self, start: jax.Array | int, size: int, carry: ForwardCarry) -> ForwardCarry:
+        """Adds the gradients of a block's queries and of the keys that they meet directly."""
+        walk, plan = self.arrays, self.plan
+
+        def compute(slices, cotangents, sums):
+            def call(queries, met, parameters, total):
+                block = walk.block(slices, sums, start)
+                keys = BlockKeys(*(a if b is None else b for a, b in zip(slices.keys, met, strict=True)))
+                decay = _replace_total(slices.decay, total)
+                return read(plan.shape, block._replace(queries=queries, keys=keys, parameters=parameters, decay=decay))
+
+            met = MetKeys(*(None if a is None else b for a, b in zip(self.met, slices.keys, strict=True)))
+            pull = jax.vjp(call, slices.queries, met, walk.parameters, _total(slices.decay))[1]
+            return pull(cotangents), walk.advance_beside(slices, start, size, sums)
+
+        arguments = walk.cut(start, size), self.cotangents(start, size), carry.sums
+        (dqueries, dmet, dparameters, dtotal), after = apart(start, compute, *arguments)
+        sums = carry.sums
+        if plan.options.causal and plan.folds:
+            sums = after if plan.reuses else walk.advance(start, size, sums)
         # The first entry is the moment of the sums, not a token's.
-        dtotal = _add(dtotal, None if dfading is None else dfading.at[..., 0].set(0.0), start)
-        return _put(dqueries, dtokens, start), dkeys, _sum(dparameters, dpart), dtotal, sums
+        dtotal = None if dtotal is None else dtotal.at[..., 0].set(0.0)
+        return ForwardCarry(
+            _put(carry.queries, dqueries, start),
+            (_add if plan.lag else _put)(carry.keys, dmet, start),
+            _sum(carry.parameters, dparameters),
+            _add(carry.log_total, dtotal, start),
+            sums,
+        )
 
-    def read_gradient(start, size):
-        def compute(tokens, seen, fading, d):
+    def differentiate_read(self, start: jax.Array | int, size: int) -> Sums:
+        """Computes the gradient of the sums before a block, from what its queries read of them."""
+        walk, plan = self.arrays, self.plan
+
+        def compute(slices, cotangents):
             def call(sums):
-                return numerators(shape, tokens, seen, parameters, sums, bounds, start, fading)
+                return read(plan.shape, walk.block(slices, sums, start))
 
-            return jax.vjp(call, plan.no_keys(batch))[1](d)[0]
+            return jax.vjp(call, plan.make_empty(walk.keys.v_BxKxDxS.shape[0]))[1](cotangents)[0]
 
-        return apart(start, compute, *inputs(start, size))
+        return apart(start, compute, walk.cut(start, size), self.cotangents(start, size))
 
-    def backwards(start, size, carry):
-        dkeys, dparameters, dtotal, dsums = carry
+    def step_reads(self, start: jax.Array | int, size: int, sums: Sums | None) -> Sums | None:
+        """Adds the gradient of the sums over all keys that a block's queries read."""
+        return _sum(sums, self.differentiate_read(start, size))
+
+    def step_backwards(self, start: jax.Array | int, size: int, carry: BackwardCarry) -> BackwardCarry:
+        """Adds the gradients of a block's keys, and turns those of the sums after it into those of the sums before."""
+        plan = self.plan
         if plan.folds:
-            fading = _part(decay, start, size + 1)
-            last = None if decay is None else last_entry(fading, bounds, start)
+            carry = self.differentiate_fold(start, size, carry)
+        if plan.options.causal and plan.shape.reads:
+            carry = carry._replace(sums=_sum(carry.sums, self.differentiate_read(start, size)))
+        return carry
 
-            def compute(part, last, fading, dsums):
-                def call(k, v, parameters, total):
-                    later = None if decay is None else decays.entries(_with_total(fading, total), 1)
-                    fade = None if decay is None else decays.between(last, later)
-                    return fold(shape, BlockKeys(k, v, None), parameters, bounds, start, fade)
+    def differentiate_fold(self, start: jax.Array | int, size: int, carry: BackwardCarry) -> BackwardCarry:
+        """Adds the gradients of the keys that a block folds into the sums."""
+        walk, plan = self.arrays, self.plan
+        decay = _cut(walk.decay, start, size + 1)
+        last = None if decay is None else last_entry(decay, walk.bounds, start)
 
-                return jax.vjp(call, part.k, part.v, parameters[1], _total(fading))[1](dsums)
+        def compute(keys, last, decay, dsums):
+            def call(k, v, parameters, total):
+                log_factors = None
+                if decay is not None:
+                    log_factors = decays.between(last, decays.entries(decay._replace(total=total), 1))
+                return fold(plan.shape, FoldedKeys(k, v), parameters, walk.bounds, start, log_factors)
 
-            dk, dv, dpart, dfading = apart(start, compute, _part(keys, start, size), last, fading, dsums)
-            if decay is not None:
-                dsums = faded(dsums, decays.between(last, decays.entries(fading, 0, 1))[..., 0])
-            dtotal = _add(dtotal, dfading, start)
-            dk = (_add if direct.k is not None else _put)(dkeys.k, dk, start)
-            dkeys = dkeys._replace(k=dk, v=_add(dkeys.v, dv, start))
-            dparameters = _sum(dparameters, dpart)
-        if causal and shape.reads:
-            dsums = _sum(dsums, read_gradient(start, size))
-        return dkeys, dparameters, dtotal, dsums
+            folded = keys.folded
+            pull = jax.vjp(call, folded.k_BxKxExS, folded.v_BxKxDxS, walk.parameters.keys, _total(decay))[1]
+            return pull(dsums)
 
-    dqueries = jax.tree.map(jnp.zeros_like, queries)
-    carry = (dqueries, wide(direct), wide(parameters), wide(_total(decay)), sums if causal else final)
-    dqueries, dkeys, (dq_parameters, dk_parameters), dtotal, sums = plan.walk(forwards, carry)
+        dk, dv, dparameters, dtotal = apart(start, compute, _cut(walk.keys, start, size), last, decay, carry.sums)
+        sums = carry.sums
+        if decay is not None and last is not None:
+            sums = decay_state(sums, decays.between(last, decays.entries(decay, 0, 1))[..., 0])
+        dk = (_put if self.met.k is None else _add)(carry.keys.k, dk, start)
+        return BackwardCarry(
+            carry.keys._replace(k=dk, v=_add(carry.keys.v, dv, start)),
+            _sum(carry.parameters, dparameters),
+            _add(carry.log_total, dtotal, start),
+            sums,
+        )
+
+
+def _attend_backward(plan: BlockPlan, residuals: Residuals, cotangents: tuple[jax.Array, State | None]):
+    inputs, (do, dstate) = residuals.inputs, cotangents
+    walk, causal = Walk.arrange(plan, inputs), plan.options.causal
+    backward = Backward(walk, _make_cotangents(plan, do, residuals))
+    forwards = backward.walk_forwards(walk.sums if causal else residuals.final_sums)
+
     # What is met only where it is folded has no gradient so far.
-    dkeys = BlockKeys(*(wide(a) if b is None else b for a, b in zip(keys, dkeys, strict=True)))
-    dsums = plan.no_keys(batch) if dstate is None else split(plan.options, dstate, plan.features)
-    if decay is not None and dstate is not None:
-        end = plan.length if bounds is None else jnp.minimum(bounds.last, plan.length)
-        dlast_BxK = sum((d * x).sum(tuple(range(2, x.ndim))) for d, x in zip(_flat(dsums), _flat(sums), strict=True))
+    dkeys = MetKeys(*(_make_zeros(a) if b is None else b for a, b in zip(walk.keys, forwards.keys, strict=True)))
+    dsums = plan.make_empty(do.shape[0]) if dstate is None else split(plan.options, dstate, plan.features)
+    dtotal = forwards.log_total
+    if walk.decay is not None and dstate is not None:
+        end = plan.length if walk.bounds is None else jnp.minimum(walk.bounds.last, plan.length)
+        products = zip(jax.tree.leaves(dsums), jax.tree.leaves(forwards.sums), strict=True)
+        dlast_BxK = cast(jax.Array, sum((d * x).sum(tuple(range(2, x.ndim))) for d, x in products))
         dtotal = _add(dtotal, dlast_BxK[..., None], end)
     if not causal:
-        dsums = plan.walk(lambda start, size, total: _sum(total, read_gradient(start, size)), dsums)
+        dsums = plan.walk(backward.step_reads, dsums)
+    carry = BackwardCarry(dkeys, forwards.parameters.keys, dtotal, dsums)
     if plan.folds or plan.before:
-        carry = (dkeys, dk_parameters, dtotal, dsums)
-        dkeys, dk_parameters, dtotal, dsums = plan.walk(backwards, carry, reverse=True)
-    dinitial = join(dsums) if plan.before else None
-    dqueries = tuple(None if d is None else ungrouped(d) for d in dqueries)
-    dkeys = tuple(None if d is None else d.transpose(0, 3, 1, 2) for d in dkeys)
-    given = (outer_queries, outer_keys, parameters)
-    result = (dqueries, dkeys, (dq_parameters, dk_parameters))
-    result = jax.tree.map(
-        lambda x, d: jnp.zeros_like(x) if d is None else d.astype(x.dtype), given, _like(given, result)
-    )
-    return *result, dinitial, None, None if decay is None else decays.Decay(dtotal, None, None)
+        carry = plan.walk(backward.step_backwards, carry, reverse=True)
+
+    def finish(x, d):
+        return jnp.zeros_like(x) if d is None else d.astype(x.dtype)
+
+    dq, dq_local = (None if d is None else ungroup(d) for d in forwards.queries)
+    dk, dv, dk_local = (None if d is None else d.transpose(0, 3, 1, 2) for d in carry.keys)
+    parameters = Parameters(forwards.parameters.queries, carry.parameters)
+    given = inputs._replace(initial_state=None, bounds=None, decay=None)
+    found = given._replace(q_BxLxHxE=dq, q_local_BxLxHxC=dq_local, parameters=parameters)
+    found = found._replace(k_BxSxKxE=dk, v_BxSxKxD=dv, k_local_BxSxKxC=dk_local)
+    dstate = join(cast(Sums, carry.sums)) if plan.before else None
+    ddecay = None if walk.decay is None else walk.decay._replace(total=carry.log_total, rest=None, segment=None)
+    return (jax.tree.map(finish, given, found)._replace(initial_state=dstate, decay=ddecay),)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _shared(plan, seen, parameters, bounds, fading, start, size, sums):
-    """The sums after a block whose queries meet the keys `seen`, where the features of these serve both, or None."""
-    if not plan.reuses:
-        return None
-    return advance(plan.shape, sums, _part(seen, 0, size), parameters[1], bounds, start, _part(fading, 0, size + 1))
+def _make_cotangents(
+    plan: BlockPlan, do: jax.Array, residuals: Residuals
+) -> Callable[[jax.Array | int, int], Fraction]:
+    """Makes the function (start, size) → the cotangents of numerator and denominator of a block."""
+    do_BxKxDxGxL, o, inverse = group(do, plan.heads), residuals.o_BxLxHxD, residuals.inverse_BxKxGxL
+    if o is None or inverse is None:
+        zeros = jnp.zeros((*do_BxKxDxGxL.shape[:2], *do_BxKxDxGxL.shape[3:]), jnp.float32)
+        return lambda start, size: Fraction(
+            _cut(do_BxKxDxGxL, start, size).astype(jnp.float32), _cut(zeros, start, size)
+        )
+    row = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
+    dden = -group(row[..., None], plan.heads)[:, :, 0] * inverse
+
+    def cotangents(start, size):
+        dnum = _cut(do_BxKxDxGxL, start, size).astype(jnp.float32) * _cut(inverse, start, size)[:, :, None]
+        return Fraction(dnum, _cut(dden, start, size))
+
+    return cotangents
 
 
-def _after(plan, keys, parameters, bounds, decay, start, size, sums):
-    def compute(sums, part, fading):
-        return advance(plan.shape, sums, part, parameters[1], bounds, start, fading)
-
-    return apart(start, compute, sums, _part(keys, start, size), _part(decay, start, size + 1))
-
-
-def _total(decay):
+def _total(decay: Decay | None) -> jax.Array | None:
     return None if decay is None else decay.total
 
 
-def _with_total(decay, total):
+def _replace_total(decay: Decay | None, total: jax.Array) -> Decay | None:
     return None if decay is None else decay._replace(total=total)
 
 
-def _output_cotangents(plan, do, o, inverse):
-    """(start, size) → the cotangents of numerator and denominator of a block."""
-    do_BxKxDxGxL = grouped(do, plan.heads)
-    if not plan.options.normalize:
-        zeros = jnp.zeros((*do_BxKxDxGxL.shape[:2], *do_BxKxDxGxL.shape[3:]), jnp.float32)
-        return lambda start, size: (_part(do_BxKxDxGxL, start, size).astype(jnp.float32), _part(zeros, start, size))
-    row = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
-    dden = -grouped(row[..., None], plan.heads)[:, :, 0] * inverse
-
-    def cotangent(start, size):
-        dnum = _part(do_BxKxDxGxL, start, size).astype(jnp.float32) * _part(inverse, start, size)[:, :, None]
-        return dnum, _part(dden, start, size)
-
-    return cotangent
+def _make_zeros(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
 
-def _part(tree: Any, start: jax.Array | int, size: int) -> Any:
+def _cut(tree: Tree, start: jax.Array | int, size: int) -> Tree:
     return jax.tree.map(lambda x: x if size == x.shape[-1] else lax.dynamic_slice_in_dim(x, start, size, -1), tree)
 
 
-def _put(tree: Any, parts: Any, start: jax.Array | int) -> Any:
+def _put(tree: Tree, parts: Tree, start: jax.Array | int) -> Tree:
     def put(x, part):
         part = part.astype(x.dtype)
         return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, start, x.ndim - 1)
@@ -376,20 +512,9 @@ def _put(tree: Any, parts: Any, start: jax.Array | int) -> Any:
     return jax.tree.map(put, tree, parts)
 
 
-def _add(tree: Any, parts: Any, start: jax.Array | int) -> Any:
-    return _put(tree, jax.tree.map(lambda x, part: _part(x, start, part.shape[-1]) + part, tree, parts), start)
+def _add(tree: Tree, parts: Tree, start: jax.Array | int) -> Tree:
+    return _put(tree, jax.tree.map(lambda x, part: _cut(x, start, part.shape[-1]) + part, tree, parts), start)
 
 
-def _sum(a: Any, b: Any) -> Any:
+def _sum(a: Tree, b: Tree) -> Tree:
     return jax.tree.map(jnp.add, a, b)
-
-
-def _like(given: Any, result: Any) -> Any:
-    """`result` with None kept as a leaf wherever `given` has an array."""
-    leaves = jax.tree.structure(given)
-    flat = [r for g, r in zip(_flat(given), _flat(result), strict=True) if g is not None]
-    return jax.tree.unflatten(leaves, flat)
-
-
-def _flat(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: x is None)

@@ -5,6 +5,8 @@
 N key heads of all sequences, T chunks of CHUNK tokens, E key size, D value size, both CHUNK.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,54 +18,61 @@ from lm.ops.gpu import TILE, load_matrix, matrix, product, sent, walk, write
 CHUNK = TILE
 
 
-def states(a, b, c, w, start, d=None, *, backwards: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """S before each chunk, bfloat16 [N, T, E, D], the n, bfloat16 [N, T, C, D], and S after all, float32 [N, E, D].
+class WalkSides(NamedTuple):
+    """The arrays of the formula; bfloat16, but w float32. d: None for 0."""
 
-    One thread block a head, with S in registers.
+    a_NxTxCxE: jax.Array
+    b_NxTxCxE: jax.Array
+    c_NxTxCxD: jax.Array
+    w_NxT: jax.Array
+    d_NxTxExD: jax.Array | None = None
 
-    Args:
-        a: [N, T, C, E] bfloat16.
-        b: [N, T, C, E] bfloat16.
-        c: [N, T, C, D] bfloat16.
-        w: [N, T] float32.
-        start: the first S, float32 [N, E, D].
-        d: [N, T, E, D] bfloat16; None: 0.
-        backwards: from the last chunk to the first; "before" is then after.
+
+class WalkedStates(NamedTuple):
+    """S before each chunk and the n, bfloat16, and S after all chunks, float32; references inside of the kernel."""
+
+    before_NxTxExD: Any
+    new_NxTxCxD: Any
+    after_NxExD: Any
+
+
+def walk_states(sides: WalkSides, start_NxExD: jax.Array, *, backwards: bool = False) -> WalkedStates:
+    """Walks from the first S, float32; `backwards` from the last chunk to the first, and "before" is then after.
+
+    One thread block per head, with S in registers.
     """
-    n, chunks, _, size = c.shape
+    n, chunks, _, size = sides.c_NxTxCxD.shape
 
-    def delta_rule_states(*refs):
-        (a, b, c, w, *d), (start, before, news, after, before_smem, new_smem) = refs[:-6], refs[-6:]
+    def delta_rule_states(sides, start, results, before_smem, new_smem):
         head = lax.axis_index('head')
 
-        def step(number, tiles, state_ExD):
-            a_CxE, b_CxE, c_CxD, w_C, *d_ExD = tiles
+        def step(number, tiles: WalkSides, state_ExD):
             rows = pl.ds(number * TILE, TILE)
             sent()
             before_smem[...] = state_ExD.astype(before_smem.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(before_smem, before.at[head, rows])
-            new_CxD = load_matrix(c_CxD).astype(jnp.float32) + product(a_CxE, before_smem)
+            plgpu.copy_smem_to_gmem(before_smem, results.before_NxTxExD.at[head, rows])
+            new_CxD = load_matrix(tiles.c_NxTxCxD).astype(jnp.float32) + product(tiles.a_NxTxCxE, before_smem)
             new_smem[...] = new_CxD.astype(new_smem.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(new_smem, news.at[head, rows])
-            state_ExD = state_ExD * w_C[0] + product(b_CxE.transpose((1, 0)), new_smem)
-            return state_ExD + load_matrix(d_ExD[0]).astype(jnp.float32) if d_ExD else state_ExD
+            plgpu.copy_smem_to_gmem(new_smem, results.new_NxTxCxD.at[head, rows])
+            state_ExD = state_ExD * tiles.w_NxT[0] + product(tiles.b_NxTxCxE.transpose((1, 0)), new_smem)
+            if tiles.d_NxTxExD is None:
+                return state_ExD
+            return state_ExD + load_matrix(tiles.d_NxTxExD).astype(jnp.float32)
 
-        sources = [x.at[head] for x in (a, b, c, w, *d)]
+        sources = jax.tree.map(lambda x: x.at[head], sides)
         state_ExD = walk(sources, 0, 0, chunks, step, load_matrix(start.at[head]), backwards)
-        write(state_ExD, after.at[head], matrix(TILE, size, dtype=jnp.float32))
+        write(state_ExD, results.after_NxExD.at[head], matrix(TILE, size, dtype=jnp.float32))
 
     rows = jax.ShapeDtypeStruct((n, chunks * TILE, size), jnp.bfloat16)
-    before, news, after = plgpu.kernel(
+    by_row = jax.tree.map(lambda x: x.reshape(n, chunks * TILE, -1), sides._replace(w_NxT=None))
+    (results,) = plgpu.kernel(
         delta_rule_states,
-        out_type=[rows, rows, jax.ShapeDtypeStruct(start.shape, jnp.float32)],
+        out_type=(WalkedStates(rows, rows, jax.ShapeDtypeStruct(start_NxExD.shape, jnp.float32)),),
         grid=(n,),
         grid_names=('head',),
         scratch_types=[matrix(TILE, size), matrix(TILE, size)],
-    )(*(x.reshape(n, chunks * TILE, -1) for x in (a, b, c)), jnp.repeat(w, TILE, axis=1), *_rows(d), start)
-    return before.reshape(c.shape), news.reshape(c.shape), after
-
-
-def _rows(d_NxTxExD: jax.Array | None) -> list[jax.Array]:
-    return [] if d_NxTxExD is None else [d_NxTxExD.reshape(d_NxTxExD.shape[0], -1, d_NxTxExD.shape[-1])]
+    )(by_row._replace(w_NxT=jnp.repeat(sides.w_NxT, TILE, axis=1)), start_NxExD)
+    shape = sides.c_NxTxCxD.shape
+    return WalkedStates(results.before_NxTxExD.reshape(shape), results.new_NxTxCxD.reshape(shape), results.after_NxExD)

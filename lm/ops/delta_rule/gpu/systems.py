@@ -9,6 +9,9 @@ numbers a factor, 16 bits.
 N key heads of all sequences, T chunks of CHUNK tokens, E key size, D value size, both CHUNK.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -32,121 +35,136 @@ FIRST = 8
 """Powers of a larger block's A reach 10^18 where all keys are one."""
 
 
-def solutions(k, beta, t, v) -> list[jax.Array]:
-    """X diag(β) V and -X diag(β exp(t)) K, bfloat16 [N, T, C, D] and [N, T, C, E].
+class Staging(NamedTuple):
+    """Shared memory of a chunk.
 
-    Args:
-        k: [N, T, C, E] bfloat16.
-        beta: [N, T, C] float32.
-        t: the sums of the logs of a chunk's tokens, [N, T, C] float32.
-        v: [N, T, C, D] bfloat16.
+    Attributes:
+        k_CxE: keys.
+        factors: [C, D] or [C, E] each, what the inverse is multiplied with besides.
+        beta_C: float32.
+        t_C: the sums of the logs of the chunk's tokens, float32.
+        high: where an operand's first bfloat16 part is placed.
+        low: where its second part is placed.
+        register: `multiply`'s place for operands, where the kernel is interpreted; else an empty list.
     """
 
-    def apply(x, k_CxE, beta_C, t_C, v_CxD):
-        beta = load_columns(beta_C)
-        factors = beta, -beta * jnp.exp(load_columns(t_C))
-        parts = [_two(x * by_column(factor, TILE)) for factor in factors]
-        return [[(part, b) for part in two] for two, b in zip(parts, (v_CxD, k_CxE), strict=True)]
+    k_CxE: Any
+    factors: list
+    beta_C: Any
+    t_C: Any
+    high: Any
+    low: Any
+    register: list
 
-    return _call('solutions', apply, k, beta, t, v)
+
+def solve(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD) -> list[jax.Array]:
+    """Computes X diag(β) V and -X diag(β exp(t)) K, bfloat16 [N, T, C, D] and [N, T, C, E]; β and t are float32."""
+
+    def pair(x, staging: Staging):
+        beta, (v_CxD,) = load_columns(staging.beta_C), staging.factors
+        factors = beta, -beta * jnp.exp(load_columns(staging.t_C))
+        parts = [_split(x * by_column(factor, TILE)) for factor in factors]
+        return [[(part, b) for part in two] for two, b in zip(parts, (v_CxD, staging.k_CxE), strict=True)]
+
+    return _call('solutions', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [v_NxTxCxD])
 
 
-def gradients(k, beta, t, du, dw) -> list[jax.Array]:
-    """Xᵀ of the gradients of both solutions, in their shapes; arguments as in `solutions`."""
+def solve_transposed(k_NxTxCxE, beta_NxTxC, t_NxTxC, dnew_NxTxCxD, dseen_NxTxCxE) -> list[jax.Array]:
+    """Computes Xᵀ times the gradients of both solutions, in their shapes; arguments as in `solve`."""
 
-    def apply(x, k_CxE, beta_C, t_C, du_CxD, dw_CxE, high, low):
+    def pair(x, staging: Staging):
+        high, low = staging.high, staging.low
         release()
-        high[...], low[...] = _two(x)
+        high[...], low[...] = _split(x)
         plgpu.commit_smem()
-        return [[(part.transpose((1, 0)), d) for part in (high, low)] for d in (du_CxD, dw_CxE)]
+        return [[(part.transpose((1, 0)), d) for part in (high, low)] for d in staging.factors]
 
-    return _call('gradients', apply, k, beta, t, du, dw)
+    return _call('gradients', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [dnew_NxTxCxD, dseen_NxTxCxE])
 
 
-def _call(name: str, apply, k, beta, t, *factors) -> list[jax.Array]:
+def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> list[jax.Array]:
+    """Runs the kernel: `pair` takes the inverse and `Staging`, and returns pairs of operands for each result."""
     n, chunks, _, size = k.shape
     interpreted = platform.target_platform() != 'gpu'
 
-    def body(k, beta, t, *refs):
-        *refs, (k_CxE, factors_smem, ready), (beta_C, t_C, tokens_ready), (high, low), out_smem, register = refs
-        factors, out = refs[: len(factors_smem)], refs[len(factors_smem) :]
+    def body(k, beta, t, factors, out, staging: Staging, out_smem, ready, tokens_ready):
         chunk, head = lax.axis_index('chunk'), lax.axis_index('head')
-        for source, to in zip((k, *factors), (k_CxE, *factors_smem), strict=True):
+        for source, to in zip((k, *factors), (staging.k_CxE, *staging.factors), strict=True):
             plgpu.copy_gmem_to_smem(source.at[head, chunk], to, ready)
-        for source, to in ((beta, beta_C), (t, t_C)):
+        for source, to in ((beta, staging.beta_C), (t, staging.t_C)):
             plgpu.copy_gmem_to_smem(source.at[head, chunk], to, tokens_ready)
         plgpu.barrier_wait(ready)
         plgpu.barrier_wait(tokens_ready)
 
-        def multiplied(a, b):
-            """a · b of float32 [C, C] in registers."""
+        def multiply(a, b):
+            """Computes a · b of float32 [C, C] in registers."""
             release()
-            high[...], low[...] = _two(b)
+            staging.high[...], staging.low[...] = _split(b)
             plgpu.commit_smem()
-            a_high, a_low = _two(a)
-            return together([(a_high, high), (a_high, low), (a_low, high)], spare=register)[0]
+            a_high, a_low = _split(a)
+            pairs = [(a_high, staging.high), (a_high, staging.low), (a_low, staging.high)]
+            return together(pairs, spare=staging.register)[0]
 
-        x = _inverse(_system(k_CxE, beta_C, t_C), multiplied)
-        more = (high, low) if name == 'gradients' else ()
-        pairs = apply(x, k_CxE, beta_C, t_C, *factors_smem, *more)
-        for value, staging, to in zip(together(*pairs, spare=register), out_smem, out, strict=True):
-            send(value, staging, to.at[head, chunk])
+        x = _invert(_make_system(staging), multiply)
+        results = together(*pair(x, staging), spare=staging.register)
+        for value, place, to in zip(results, out_smem, out, strict=True):
+            send(value, place, to.at[head, chunk])
         plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = f'delta_rule_{name}'
-    tile = matrix(TILE, size)
-    return plgpu.kernel(
+    tile, tokens = matrix(TILE, size), plgpu.SMEM((TILE,), jnp.float32)
+    (results,) = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(k.shape, jnp.bfloat16)] * 2,
+        out_type=([jax.ShapeDtypeStruct(k.shape, jnp.bfloat16)] * 2,),
         grid=(chunks, n),
         grid_names=('chunk', 'head'),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=[
-            [tile, [tile] * len(factors), plgpu.Barrier(num_arrivals=1 + len(factors))],
-            [plgpu.SMEM((TILE,), jnp.float32)] * 2 + [plgpu.Barrier(num_arrivals=2)],
+            Staging(tile, [tile] * len(factors), tokens, tokens, tile, tile, [tile] if interpreted else []),
             [tile, tile],
-            [tile, tile],
-            [tile] if interpreted else [],
+            plgpu.Barrier(num_arrivals=1 + len(factors)),
+            plgpu.Barrier(num_arrivals=2),
         ],
-    )(k, beta, t, *factors)
+    )(k, beta, t, factors)
+    return results
 
 
-def _two(x: jax.Array) -> list[jax.Array]:
-    """Two bfloat16 arrays whose sum is x to 16 bits."""
+def _split(x: jax.Array) -> list[jax.Array]:
+    """Splits x into two bfloat16 arrays whose sum is x to 16 bits."""
     high = x.astype(jnp.bfloat16)
     return [high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)]
 
 
-def _system(k_CxE, beta_C, t_C) -> jax.Array:
-    """A, float32 in registers."""
-    t_rows = by_row(load_rows(t_C), TILE)
-    met = product(k_CxE, k_CxE.transpose((1, 0))) * by_row(load_rows(beta_C), TILE)
-    later = t_rows - by_column(load_columns(t_C), TILE)
-    row, column = _index()
-    return jnp.where(column < row, met * jnp.exp(jnp.minimum(later, 0.0)), 0.0)
+def _make_system(staging: Staging) -> jax.Array:
+    """Makes A, float32 in registers."""
+    k_CxE, t_rows = staging.k_CxE, by_row(load_rows(staging.t_C), TILE)
+    products = product(k_CxE, k_CxE.transpose((1, 0))) * by_row(load_rows(staging.beta_C), TILE)
+    later = t_rows - by_column(load_columns(staging.t_C), TILE)
+    row, column = _number()
+    return jnp.where(column < row, products * jnp.exp(jnp.minimum(later, 0.0)), 0.0)
 
 
-def _index() -> list[jax.Array]:
-    """Rows and columns."""
+def _number() -> list[jax.Array]:
+    """Returns the numbers of rows and of columns, [C, C]."""
     layout = plgpu.Layout.WGMMA
     return [plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), axis, layout=layout) for axis in (0, 1)]
 
 
-def _inverse(a: jax.Array, multiplied) -> jax.Array:
-    """(I + A)⁻¹ of [C, C] in registers."""
-    row, column = _index()
+def _invert(a: jax.Array, multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """Computes (I + A)⁻¹ of [C, C] in registers."""
+    row, column = _number()
 
     def inside(size):
         return row // size == column // size
 
     blocks = jnp.where(inside(FIRST), a, 0.0)
-    square = multiplied(blocks, blocks)
+    square = multiply(blocks, blocks)
     x = jnp.where(row == column, 1.0, 0.0) - blocks
-    x = x + multiplied(x, square)
-    x = x + multiplied(x, multiplied(square, square))
+    x = x + multiply(x, square)
+    x = x + multiply(x, multiply(square, square))
     joined = FIRST
     while joined < TILE:
         joined *= 2
         below = jnp.where(inside(joined // 2), 0.0, jnp.where(inside(joined), a, 0.0))
-        x = x - multiplied(multiplied(x, below), x)
+        x = x - multiply(multiply(x, below), x)
     return x

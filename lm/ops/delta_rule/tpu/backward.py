@@ -13,6 +13,7 @@ Letters as in the forward kernel.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,45 +22,69 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.delta_rule.tpu.chunk import Chunk, Vectors, sum_rows
-from lm.ops.delta_rule.tpu.plan import DeltaPlan
+from lm.ops.delta_rule.tpu.plan import DeltaPlan, DeltaTokens
 from lm.ops.tpu import SUBLANES, dot
 from lm.ops.tpu.order import Turns, side_by_side
 
 
-def backward(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter) -> list[jax.Array]:
-    """The gradients of q, k, v, beta, c and of the states before the first token.
+class BackwardStates(NamedTuple):
+    """What the backward kernel writes: the gradients of the tokens' arrays and of the states before the first token.
+
+    Inside of the kernel they are references.
+    """
+
+    tokens: DeltaTokens
+    before_NxDxE: Any
+
+
+def backward(
+    plan: DeltaPlan,
+    tokens: DeltaTokens,
+    states_NxTxDxE: jax.Array,
+    do_MxDxL: jax.Array,
+    dafter_NxDxE: jax.Array,
+) -> BackwardStates:
+    """Computes the gradients.
 
     Args:
         plan: the forward kernel's.
-        q, k, v, beta, c: likewise.
-        states: what it saved.
-        do: the gradient of its outputs.
-        dafter: that of the states after the last token.
+        tokens: the forward kernel's.
+        states_NxTxDxE: the states that it saved.
+        do_MxDxL: the gradient of its outputs.
+        dafter_NxDxE: the gradient of the states after the last token.
     """
-    inputs = (q, k, v, beta, c, states, do, dafter)
-    outputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, k, v, beta, c, dafter)]
-    queries, whole = plan.queries(q, backwards=True), plan.whole(dafter)
-    keys = [plan.keys(a, backwards=True) for a in (k, v, beta, c)]
+    inputs = (tokens, states_NxTxDxE, do_MxDxL, dafter_NxDxE)
+    results = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), BackwardStates(tokens, dafter_NxDxE))
+    specs, whole = plan.specify_tokens(tokens, backwards=True), plan.specify_whole(dafter_NxDxE)
+    states, do = (
+        plan.specify_states(states_NxTxDxE, backwards=True),
+        plan.specify_queries(do_MxDxL, backwards=True),
+    )
     return pl.pallas_call(
         functools.partial(_kernel, plan),
         name='delta_rule_backward',
-        grid=(k.shape[0] // plan.heads, plan.steps),
-        in_specs=[queries, *keys, plan.state(states, backwards=True), plan.queries(do, backwards=True), whole],
-        out_specs=[queries, *keys, whole],
-        out_shape=outputs,
-        scratch_shapes=[pltpu.VMEM((plan.heads, *dafter.shape[1:]), jnp.float32)],
+        grid=(tokens.k_NxExL.shape[0] // plan.heads, plan.steps),
+        in_specs=[specs, states, do, whole],
+        out_specs=(BackwardStates(specs, whole),),
+        out_shape=(results,),
+        scratch_shapes=[pltpu.VMEM((plan.heads, *dafter_NxDxE.shape[1:]), jnp.float32)],
         compiler_params=plan.compiler_params,
-        cost_estimate=plan.cost(9 + 7 * plan.groups, inputs, outputs),
-    )(*inputs)
+        cost_estimate=plan.estimate_cost(9 + 7 * plan.groups, tokens, (inputs, results)),
+    )(*inputs)[0]
 
 
-def _kernel(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter, dq, dk, dv, dbeta, dc, dbefore, dstate):
+def _kernel(
+    plan: DeltaPlan, tokens: DeltaTokens, states: Any, do: Any, dafter: Any, results: BackwardStates, dstate: Any
+) -> None:
+    q, k, v, beta, c = tokens
+    dq, dk, dv, dbeta, dc = results.tokens
+
     @pl.when(pl.program_id(1) == 0)
     def _():
         dstate[...] = dafter[...]
 
-    def head(n: int) -> Turns:
-        keys = Vectors(k[n], plan.query_length and 1.0)
+    def compute_head(n: int) -> Turns:
+        keys = Vectors(k[n], plan.key_length)
         chunk = Chunk(keys.x, v[n], beta[n], c[n], states[n, 0])
         dtype = chunk.dtype
         queries = range(n * plan.groups, (n + 1) * plan.groups)
@@ -72,7 +97,7 @@ def _kernel(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter, dq, dk, dv, d
         new = chunk.new.astype(dtype)
         dnew, weights = folded, []
         for m, (of_query, _) in zip(queries, products, strict=True):
-            weights.append(chunk.weights(of_query))
+            weights.append(chunk.weigh(of_query))
             dnew += dot(do[m], weights[-1].astype(dtype), (1, 1))
         yield
         dgiven = dot(dnew.astype(dtype), chunk.inverse, (1, 1))
@@ -114,8 +139,8 @@ def _kernel(plan: DeltaPlan, q, k, v, beta, c, states, do, dafter, dq, dk, dv, d
         dc[n] = dc_1xC + jnp.where(is_last, jnp.sum(of_added, keepdims=True) + of_state, 0.0)
         dstate[n] = dstates
 
-    side_by_side(head(n) for n in range(plan.heads))
+    side_by_side(compute_head(n) for n in range(plan.heads))
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():
-        dbefore[...] = dstate[...]
+        results.before_NxDxE[...] = dstate[...]

@@ -83,8 +83,8 @@ class Chunk:
         self.new = dot((self.beta * self.difference).astype(self.dtype), self.inverse, (1, 0))
         yield
 
-    def weights(self, of_query_CxC: jax.Array) -> jax.Array:
-        """P of the products of keys and queries, float32."""
+    def weigh(self, of_query_CxC: jax.Array) -> jax.Array:
+        """Makes P of the products of keys and queries, float32."""
         return of_query_CxC * self.within
 
     @functools.cached_property

@@ -2,16 +2,16 @@
 
 import jax
 
-from lm.ops.delta_rule.parts import extended, of_part
+from lm.ops.delta_rule.parts import compute_part, extend
 from lm.ops.delta_rule.tpu import rule
+from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 
 
-def delta_rule(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, beta_BxLxK, log_decay_BxLxK, query_length=None) -> jax.Array:
-    """The outputs [B, L, H, D] of this part; arguments as in `lm.ops.delta_rule`."""
-    return of_part(rule.delta_rule, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, beta_BxLxK, log_decay_BxLxK, query_length)
+def delta_rule(call: DeltaCall) -> DeltaResult:
+    """Computes the outputs of this part."""
+    return DeltaResult(compute_part(rule.delta_rule, call), None)
 
 
-def unsupported(q, k, v, beta, log_decay) -> str | None:
-    """Why the kernels cannot compute this call, or None."""
-    columns, start = jax.eval_shape(extended, k, v)
-    return rule.unsupported(q, k, columns, beta, log_decay, start)
+def unsupported(call: DeltaCall) -> str | None:
+    """Returns why the kernels cannot compute this call, or None."""
+    return rule.unsupported(jax.eval_shape(extend, call))

@@ -1,27 +1,78 @@
 """How the kernels of the delta rule cut their arrays."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
+import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops import platform
-from lm.ops.tpu import LANES
+from lm.ops.delta_rule.types import DeltaCall
+from lm.ops.tpu import LANES, padded_rows
 
 CHUNK = LANES
 """Tokens."""
 MOST_HEADS = 12
-"""Of a grid step. Static cycles a token and head on v5e, forward and backward: 16.3 with two, 13.4 with four, 10.5 with
-twelve."""
+"""Heads per grid step. Static cycles per token and head on v5e, forward and backward: 16.3 with two, 13.4 with four,
+10.5 with twelve."""
+
+
+class DeltaTokens(NamedTuple):
+    """Arrays of L tokens that lie feature by token: N key heads of all sequences, G queries of each.
+
+    Attributes:
+        q_MxExL: queries of N G heads.
+        k_NxExL: keys.
+        v_NxDxL: values.
+        beta_Nx1xL: float32.
+        c_Nx1xL: the running sums of log factors in each chunk, float32.
+    """
+
+    q_MxExL: jax.Array
+    k_NxExL: jax.Array
+    v_NxDxL: jax.Array
+    beta_Nx1xL: jax.Array
+    c_Nx1xL: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaSizes:
+    """What of a call decides how the kernels cut it.
+
+    Attributes:
+        heads: key heads of all sequences.
+        groups: queries per key head.
+        length: tokens.
+        key_rows: rows of keys, padded.
+        value_rows: rows of values, padded.
+        itemsize: bytes of a number.
+        query_length: of the call.
+    """
+
+    heads: int
+    groups: int
+    length: int
+    key_rows: int
+    value_rows: int
+    itemsize: int
+    query_length: float | None
+
+    @classmethod
+    def of_call(cls, call: DeltaCall) -> 'DeltaSizes':
+        batch, length, heads, size = call.k_BxLxKxE.shape
+        rows, value_rows = padded_rows(size), padded_rows(call.v_BxLxKxD.shape[-1])
+        itemsize = call.v_BxLxKxD.dtype.itemsize
+        return cls(batch * heads, call.groups, length, rows, value_rows, itemsize, call.query_length)
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaPlan:
-    """Which part of each array a grid step sees.
+    """The part of each array that a grid step sees.
 
     Attributes:
-        heads: key heads of a grid step; divides those of all sequences.
-        groups: queries of a key head.
+        heads: key heads per grid step; divides those of all sequences.
+        groups: queries per key head.
         steps: chunks of a sequence.
         query_length: queries are brought to this length and keys to length 1; None: both are as they are.
         vmem_limit_bytes: to ask the compiler for; None: its default.
@@ -33,22 +84,26 @@ class DeltaPlan:
     query_length: float | None
     vmem_limit_bytes: int | None
 
-    def keys(self, array, backwards: bool = False) -> pl.BlockSpec:
-        """Of [N, rows, L], the tokens of a chunk."""
-        return pl.BlockSpec((self.heads, array.shape[1], CHUNK), lambda i, j: (i, 0, self._step(j, backwards)))
+    @property
+    def key_length(self) -> float | None:
+        return self.query_length and 1.0
 
-    def queries(self, array, backwards: bool = False) -> pl.BlockSpec:
-        """Of [N G, rows, L], likewise."""
-        block = self.heads * self.groups, array.shape[1], CHUNK
-        return pl.BlockSpec(block, lambda i, j: (i, 0, self._step(j, backwards)))
+    def specify_tokens(self, tokens: DeltaTokens, backwards: bool = False) -> DeltaTokens:
+        """Returns the spec of a chunk of each array."""
+        specs = jax.tree.map(lambda x: self._specify(self.heads, x, backwards), tokens)
+        return specs._replace(q_MxExL=self.specify_queries(tokens.q_MxExL, backwards))
 
-    def state(self, array, backwards: bool = False) -> pl.BlockSpec:
-        """Of the states before each chunk, [N, L / C, D, E]."""
+    def specify_queries(self, array, backwards: bool = False) -> pl.BlockSpec:
+        """Returns the spec of a chunk of [N G, rows, L]."""
+        return self._specify(self.heads * self.groups, array, backwards)
+
+    def specify_states(self, array, backwards: bool = False) -> pl.BlockSpec:
+        """Returns the spec of the state before a chunk, of [N, L / C, D, E]."""
         block = self.heads, 1, *array.shape[2:]
         return pl.BlockSpec(block, lambda i, j: (i, self._step(j, backwards), 0, 0))
 
-    def whole(self, array) -> pl.BlockSpec:
-        """Of [N, D, E], the same for all chunks."""
+    def specify_whole(self, array) -> pl.BlockSpec:
+        """Returns the spec of [N, D, E], the same for all chunks."""
         return pl.BlockSpec((self.heads, *array.shape[1:]), lambda i, j: (i, 0, 0))
 
     @property
@@ -57,31 +112,39 @@ class DeltaPlan:
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=self.vmem_limit_bytes
         )
 
-    def cost(self, rows: int, inputs, outputs) -> pl.CostEstimate:
-        """`rows`: products of matrices that a chunk of a head takes, as rows of `CHUNK` times `CHUNK`."""
-        chunks = inputs[0].shape[0] // self.groups * self.steps
+    def estimate_cost(self, rows: int, tokens: DeltaTokens, moved: Any) -> pl.CostEstimate:
+        """Estimates the cost of a kernel.
+
+        Args:
+            rows: products of matrices that a chunk of a head takes, as rows of `CHUNK` times `CHUNK`.
+            tokens: its inputs.
+            moved: all arrays that are read or written.
+        """
+        chunks = tokens.k_NxExL.shape[0] * self.steps
         return pl.CostEstimate(
             flops=2 * chunks * rows * CHUNK**2,
             transcendentals=chunks * CHUNK**2,
-            bytes_accessed=sum(a.size * a.dtype.itemsize for a in (*inputs, *outputs)),
+            bytes_accessed=sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(moved)),
         )
 
-    def _step(self, j, backwards):
+    def _specify(self, heads: int, array, backwards: bool) -> pl.BlockSpec:
+        return pl.BlockSpec((heads, array.shape[1], CHUNK), lambda i, j: (i, 0, self._step(j, backwards)))
+
+    def _step(self, j, backwards: bool):
         return self.steps - 1 - j if backwards else j
 
 
-def plan_for(
-    n: int, groups: int, length: int, size: int, value_size: int, itemsize: int, query_length: float | None = None
-) -> DeltaPlan:
-    """How `n` key heads of `length` tokens are computed, of which `size` and `value_size` rows are padded."""
+def make_plan(sizes: DeltaSizes) -> DeltaPlan:
+    """Plans the kernels of a call: as many heads per step as divide those of the call and fit."""
     available, limit = platform.vmem()
-    fit = max(1, available // vmem_estimate(groups, size, value_size, itemsize))
-    heads = max(heads for heads in range(1, min(MOST_HEADS, fit) + 1) if n % heads == 0)
-    return DeltaPlan(heads, groups, -(-length // CHUNK), query_length, limit)
+    fit = max(1, available // estimate_vmem(sizes))
+    heads = max(heads for heads in range(1, min(MOST_HEADS, fit) + 1) if sizes.heads % heads == 0)
+    return DeltaPlan(heads, sizes.groups, -(-sizes.length // CHUNK), sizes.query_length, limit)
 
 
-def vmem_estimate(groups: int, size: int, value_size: int, itemsize: int) -> int:
-    """Bytes of VMEM that a head of the backward kernel, the larger one, takes."""
+def estimate_vmem(sizes: DeltaSizes) -> int:
+    """Estimates the bytes of VMEM that a head of the backward kernel, the larger one, takes."""
+    groups, size, value_size, itemsize = sizes.groups, sizes.key_rows, sizes.value_rows, sizes.itemsize
     blocks = 2 * itemsize * CHUNK * ((1 + groups) * (2 * size + 2 * value_size)) + 2 * itemsize * size * value_size
     states = 4 * 5 * size * value_size
     pairs = (2 + 4 * itemsize + 3 * groups) * 4 * CHUNK**2

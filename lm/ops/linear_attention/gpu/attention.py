@@ -13,46 +13,30 @@ import jax.numpy as jnp
 from lm.ops import platform
 from lm.ops.dots import in_three
 from lm.ops.linear_attention.gpu.plan import GROUP, TILE, GpuPlan, squares
-from lm.ops.linear_attention.types import LOCAL_BLOCK, SQUARE, Options, PolynomialKernel, State
+from lm.ops.linear_attention.types import LOCAL_BLOCK, SQUARE, LinearCall, LinearResult, Options, PolynomialKernel
 from lm.ops.residuals import saved
 
 DEGREES = (2, 4, 8)
 SIZES = (32, 64)
 
 
-def linear_attention(
-    q_BxLxHxE: jax.Array,
-    k_BxLxKxE: jax.Array,
-    v_BxLxKxD: jax.Array,
-    q_parameters,
-    k_parameters,
-    q_local_BxLxHxC: jax.Array | None,
-    k_local_BxLxKxC: jax.Array | None,
-    initial_state: State | None,
-    log_decay_BxLxK: None = None,
-    *,
-    options: Options,
-    with_state: bool,
-) -> tuple[jax.Array, None]:
-    """Arguments as in `lm.ops.linear_attention`; calls that `unsupported` refuses are wrong here."""
-    arrays = [q_BxLxHxE, k_BxLxKxE, v_BxLxKxD]
-    if options.local is not None:
-        arrays += [q_local_BxLxHxC, k_local_BxLxKxC]
-    function = platform.per_device(functools.partial(_by_head, options), split=(True,) * len(arrays))
-    return function(*arrays), None
+def linear_attention(call: LinearCall) -> LinearResult:
+    """Computes the call, which `unsupported` must not refuse."""
+    arrays = [call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, *(call.local or ())]
+    function = platform.per_device(functools.partial(_by_head, call.options), split=(True,) * len(arrays))
+    return LinearResult(function(*arrays), None)
 
 
-def unsupported(
-    q, k, v, q_parameters, k_parameters, q_local, k_local, initial_state, log_decay=None, *, options, with_state=False
-) -> str | None:
-    """Why the kernels cannot compute this call, or None."""
+def unsupported(call: LinearCall) -> str | None:
+    """Returns why the kernels cannot compute this call, or None."""
+    options, local = call.options, call.options.local
     if reason := platform.without_mosaic_gpu():
         return reason
     if not options.causal or not options.normalize:
         return 'is causal and normalised only'
-    if log_decay is not None:
+    if call.log_decay_BxLxK is not None:
         return 'has no decay'
-    if initial_state is not None or with_state:
+    if call.initial_state is not None or call.with_state:
         return 'takes no state in and gives none out'
     if options.feature_map is not None:
         return 'takes features, not a feature map'
@@ -60,20 +44,19 @@ def unsupported(
         return f'takes powers {SQUARE}, not {tuple(options.powers)}'
     if options.denominator_bias < 0:
         return f'takes no negative denominator_bias, {options.denominator_bias}'
-    arrays = [q, k, v]
-    if options.local is not None:
+    arrays = [call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, *(call.local or ())]
+    if local is not None:
         if options.window is not None:
             return 'takes exact blocks, not a window'
-        if not isinstance(options.local, PolynomialKernel) or options.local.degree not in DEGREES:
+        if not isinstance(local, PolynomialKernel) or local.degree not in DEGREES:
             return f'takes a polynomial of degree {DEGREES} as exact kernel'
-        arrays += [q_local, k_local]
-    if _block(options) % TILE and q.shape[1] > _block(options):
+    if _block(options) % TILE and call.q_BxLxHxE.shape[1] > _block(options):
         return f'takes blocks that are multiples of {TILE}, not {options.block}'
     if dtypes := {a.dtype for a in arrays} - {jnp.dtype('bfloat16')}:
         return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}'
     if (widest := max(a.shape[-1] for a in arrays)) > TILE:
         return f'takes features and heads of up to {TILE}, not {widest}'
-    return platform.uneven_batch(q.shape[0])
+    return platform.uneven_batch(call.q_BxLxHxE.shape[0])
 
 
 def one_block(length: int) -> int:

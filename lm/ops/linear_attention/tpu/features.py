@@ -1,11 +1,11 @@
-"""What the TPU kernels of linear attention are made of: products, packed features, weights inside a block.
+"""The arithmetic inside the TPU kernels of linear attention: packed features, operands, weights inside a block.
 
 Everything lies feature by token ([F, T]): a feature of x ⊗ x is then a row times eight rows, without moving a lane. The
 grain of its symmetric packing is `SUBLANES`.
 """
 
-import dataclasses
 import functools
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,149 +13,75 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.dots import in_three
-from lm.ops.linear_attention.types import ProductMap
+from lm.ops.linear_attention.tpu.plan import TpuPlan, packed_width
 from lm.ops.powers import power_and_slope
-from lm.ops.tpu import LANES, ROWS, SUBLANES, dot
-
-UNUSED = (SUBLANES, LANES)
-"""The smallest scratch array, where a plan has no use for one."""
+from lm.ops.tpu import ROWS, SUBLANES, dot
 
 
-@dataclasses.dataclass(frozen=True)
-class TpuPlan:
-    """What the kernels compute, and how they cut it into steps.
+class Granule(NamedTuple):
+    """Eight rows of `pack`: one row of x times a group of eight rows."""
 
-    Attributes:
-        block: tokens a grid step; inside one the weights are (scale ⟨a, b⟩)^degree, before it ⟨φ(x), φ(y)⟩.
-        tile: tokens at a time, queries as well as keys.
-        heads: heads a grid step; the compiler overlaps their work.
-        squared: φ(x) holds x ⊗ x, formed in VMEM; else φ is the map's or φ(x) = x.
-        exact_local: a and b are arrays of their own; else they are x and y.
-        degree: of the weights inside a block, a power of two.
-        scale: of the weights inside a block.
-        denominator_bias: what the denominator starts from.
-        series: (c0, c1, c2), where φ is squared and ⟨φ(x), φ(y)⟩ = c0 + c1 s + c2 s² with s = ⟨x, y⟩; (): it is s².
-        feature_map: makes the features of x in the kernels; None: x is features.
-        features: that the map makes.
-        projection_rows: rows of its matrix.
-        single_block: one block is all there is, so that nothing is summed.
-        normalize: whether to divide by the denominators.
-        decay: the last of the inputs are running sums of log factors, as `lm.ops.tpu.decay` has them.
-        part: tokens, where they are one part of a window, with sums over keys before it; 0: all of a window.
-        sums_again: whether the backward pass forms the sums before each block again, instead of keeping them.
-        joined: whether products of values and gradients add those of denominators too: there is room for more rows.
-        columns: of the state, those that the backward kernel multiplies at a time, in turn with others; 0: all.
-        bfloat16_vectors: whether vector units multiply bfloat16 numbers.
-        vmem_limit_bytes: what the compiler may use; None: its default.
-    """
-
-    block: int
-    tile: int
-    heads: int
-    squared: bool
-    exact_local: bool
-    degree: int
-    scale: float
-    denominator_bias: float
-    series: tuple[float, ...] = ()
-    feature_map: ProductMap | None = None
-    features: int = 0
-    projection_rows: int = 0
-    single_block: bool = False
-    normalize: bool = True
-    decay: bool = False
-    part: int = 0
-    sums_again: bool = False
-    joined: bool = False
-    columns: int = 0
-    bfloat16_vectors: bool = False
-    vmem_limit_bytes: int | None = None
-
-    def state_shape(self, features: int, head_dim: int) -> tuple[int, int]:
-        """Of Σ v φ(y)ᵀ; for plain features `ROWS` rows below hold Σ φ(y), all the same."""
-        if self.single_block:
-            return UNUSED
-        if not self.squared:
-            return head_dim + ROWS, features
-        return head_dim, packed_width(features) + (features + ROWS if self.series else 0)
-
-    def moment_shape(self, features: int) -> tuple[int, int]:
-        """Of Σ y yᵀ, from which the denominator comes if φ is squared; with a series y has a one below."""
-        if self.single_block or not self.squared or not self.normalize:
-            return UNUSED
-        return (features + ROWS if self.series else features,) * 2
-
-    def sums_shapes(self, features: int, head_dim: int) -> list[tuple[int, int]]:
-        """Of what is summed over the keys: state and, where denominators need it, moment."""
-        shapes = [self.state_shape(features, head_dim), self.moment_shape(features)]
-        return shapes if self.squared and self.normalize else shapes[:1]
+    row: int
+    group: int
 
     @property
-    def near_series(self) -> tuple[float, ...]:
-        """The series, where it makes the weights inside a block too."""
-        return () if self.exact_local else self.series
+    def is_diagonal(self) -> bool:
+        """Whether the row belongs to the group."""
+        return self.group == self.row // SUBLANES
+
+    @property
+    def group_rows(self) -> slice:
+        return slice(self.group * SUBLANES, (self.group + 1) * SUBLANES)
 
 
-def packed_width(rows: int) -> int:
-    """Rows of `pack`: 640 for 32, 2304 for 64, where x ⊗ x has 1024 and 4096."""
-    groups = rows // SUBLANES
-    return SUBLANES**2 * groups * (groups + 1) // 2
+def list_granules(rows: int) -> list[Granule]:
+    """Lists the granules of `pack` in their order.
 
-
-def granules(rows: int) -> list[tuple[int, int]]:
-    """What `pack` makes: (row, the group of eight that it multiplies), of 8 rows of the result each, in their order.
-
-    Each group meets itself and those after it. Two that follow one another fill a bfloat16 register of 16 rows: they
-    multiply two groups that share one, or the same group.
+    Each group meets itself and those after it. Two granules that follow one another fill a bfloat16 register of 16
+    rows: they multiply two groups that share a row, or the same group.
     """
     groups, order = rows // SUBLANES, []
     for i in range(0, rows, 2):
         group = i // SUBLANES
         alone = [] if group % 2 == 0 else [group]
-        order += [(row, each) for each in alone for row in (i, i + 1)]
-        order += [(row, other) for row in (i, i + 1) for other in range(group + len(alone), groups)]
+        order += [Granule(row, each) for each in alone for row in (i, i + 1)]
+        order += [Granule(row, other) for row in (i, i + 1) for other in range(group + len(alone), groups)]
     return order
 
 
 def pack(x_FxT: jax.Array, weighted: bool, bfloat16_vectors: bool = False) -> jax.Array:
-    """x ⊗ x without the half that symmetry repeats: each row times the rows from its group of eight onwards.
+    """Computes x ⊗ x without the half that symmetry repeats: each row times the rows from its group of eight onwards.
 
     ⟨pack(x, weighted=True), pack(y, weighted=False)⟩ = ⟨x, y⟩²: a pair of two groups stands for its mirror image too,
-    and so is doubled on the weighted side. Formed in float32 and rounded once to the type of x, as vector units do that
-    multiply bfloat16 numbers (`bfloat16_vectors`).
+    and so is doubled on the weighted side. The products are formed in float32 and rounded once to the type of x, as
+    vector units do that multiply bfloat16 numbers (`bfloat16_vectors`).
     """
-    rows, dtype = x_FxT.shape[0], x_FxT.dtype
+    dtype = x_FxT.dtype
     wide_FxT = x_FxT.astype(jnp.float32)
     beyond_FxT = 2.0 * wide_FxT if weighted else wide_FxT
-    order = granules(rows)
+    granules = list_granules(x_FxT.shape[0])
 
-    def of_group(row: int, group: int) -> jax.Array:
-        x = wide_FxT if group == row // SUBLANES else beyond_FxT
-        return x[group * SUBLANES : (group + 1) * SUBLANES]
+    def take_group(granule: Granule) -> jax.Array:
+        return (wide_FxT if granule.is_diagonal else beyond_FxT)[granule.group_rows]
 
     if not (bfloat16_vectors and dtype == jnp.bfloat16):
-        return jnp.concatenate([wide_FxT[i : i + 1] * of_group(i, group) for i, group in order], axis=0).astype(dtype)
+        return jnp.concatenate([wide_FxT[g.row : g.row + 1] * take_group(g) for g in granules], axis=0).astype(dtype)
 
-    repeated = functools.cache(lambda i: jnp.broadcast_to(wide_FxT[i : i + 1], (SUBLANES, x_FxT.shape[1])))
-
-    @functools.cache
-    def left(i: int, j: int) -> jax.Array:
-        return jnp.concatenate([repeated(i), repeated(j)], axis=0).astype(dtype)
-
-    @functools.cache
-    def right(*each: tuple[bool, int]) -> jax.Array:
-        parts = [(wide_FxT if own else beyond_FxT)[g * SUBLANES : (g + 1) * SUBLANES] for own, g in each]
-        return jnp.concatenate(parts, axis=0).astype(dtype)
-
-    parts = [
-        left(i, j) * right(*((row // SUBLANES == group, group) for row, group in ((i, of_i), (j, of_j))))
-        for (i, of_i), (j, of_j) in zip(order[::2], order[1::2], strict=True)
-    ]
+    # Operands that several pairs of granules share are formed once.
+    repeat_row = functools.cache(lambda i: jnp.broadcast_to(wide_FxT[i : i + 1], (SUBLANES, x_FxT.shape[1])))
+    left_sides, right_sides, parts = {}, {}, []
+    for pair in zip(granules[::2], granules[1::2], strict=True):
+        rows, groups = tuple(g.row for g in pair), tuple((g.is_diagonal, g.group) for g in pair)
+        if rows not in left_sides:
+            left_sides[rows] = jnp.concatenate([repeat_row(i) for i in rows], axis=0).astype(dtype)
+        if groups not in right_sides:
+            right_sides[groups] = jnp.concatenate([take_group(g) for g in pair], axis=0).astype(dtype)
+        parts.append(left_sides[rows] * right_sides[groups])
     return jnp.concatenate(parts, axis=0)
 
 
 def unpack_gradient(x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
-    """The float32 gradient of x [F, T] from that of `pack(x, weighted=True)` [P, T].
+    """Computes the float32 gradient of x [F, T] from the gradient of `pack(x, weighted=True)` [P, T].
 
     The gradients of two features that are mirror images inside one group of eight must be the same, as they are for
     every state made of `pack`; then all of it carries the factor 2.
@@ -165,20 +91,20 @@ def unpack_gradient(x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
     groups = [x_FxT[at : at + SUBLANES] for at in range(0, rows, SUBLANES)]
     sums: list = [0.0] * len(groups)
     across: list = [0.0] * rows
-    for number, (i, group) in enumerate(granules(rows)):
+    for number, granule in enumerate(list_granules(rows)):
         part = gradient_PxT[number * SUBLANES : (number + 1) * SUBLANES]
-        sums[group] += x_FxT[i : i + 1] * part
-        if group > i // SUBLANES:
-            across[i] += groups[group] * part
+        sums[granule.group] += x_FxT[granule.row : granule.row + 1] * part
+        if not granule.is_diagonal:
+            across[granule.row] += groups[granule.group] * part
     for group in range(len(groups) - 1):
-        sums[group] += row_sums(across[group * SUBLANES : (group + 1) * SUBLANES])
+        sums[group] += sum_rows(across[group * SUBLANES : (group + 1) * SUBLANES])
     return 2.0 * jnp.concatenate(sums, axis=0)
 
 
-def row_sums(arrays: list[jax.Array]) -> jax.Array:
-    """Of eight arrays [8, T]: row i is the sum over the rows of array i.
+def sum_rows(arrays: list[jax.Array]) -> jax.Array:
+    """Sums the rows of each of eight arrays [8, T]: row i of the result is the sum over the rows of array i.
 
-    Each step halves their number: a row of the result adds, of the array that it stands for, its own and one more row.
+    Each step halves their number: a row of the result adds two rows of the array that it stands for.
     """
     row = lax.broadcasted_iota(jnp.int32, arrays[0].shape, 0)
     for distance in (1, 2, 4):
@@ -191,52 +117,52 @@ def row_sums(arrays: list[jax.Array]) -> jax.Array:
 
 
 def expand(plan: TpuPlan, x_FxT: jax.Array, weighted: bool) -> jax.Array:
-    """φ(x) of a squared plan: `pack`, with a series x and a one below. Its coefficients are the states' part."""
+    """Computes φ(x) of a squared plan: `pack`, with a series x and a one below; the states hold its coefficients."""
     packed_PxT = pack(x_FxT, weighted, plan.bfloat16_vectors)
-    return jnp.concatenate([packed_PxT, x_FxT, one(x_FxT)], axis=0) if plan.series else packed_PxT
+    return jnp.concatenate([packed_PxT, x_FxT, make_one(x_FxT)], axis=0) if plan.series else packed_PxT
 
 
 def expand_gradient(plan: TpuPlan, x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
-    """The float32 gradient of x [F, T] from that of `expand(plan, x, weighted=True)` [P, T]."""
+    """Computes the float32 gradient of x [F, T] from the gradient of `expand(plan, x, weighted=True)` [P, T]."""
     if not plan.series:
         return unpack_gradient(x_FxT, gradient_PxT)
     width, rows = packed_width(x_FxT.shape[0]), x_FxT.shape[0]
     return unpack_gradient(x_FxT, gradient_PxT[:width]) + gradient_PxT[width : width + rows]
 
 
-def one(x_FxT: jax.Array) -> jax.Array:
-    """A row of ones, filled up with zeros to `ROWS` rows."""
+def make_one(x_FxT: jax.Array) -> jax.Array:
+    """Makes a row of ones, filled up with zeros to `ROWS` rows."""
     row = lax.broadcasted_iota(jnp.int32, (ROWS, x_FxT.shape[1]), 0)
     return jnp.where(row == 0, 1.0, 0.0).astype(x_FxT.dtype)
 
 
-def with_one(plan: TpuPlan, x_FxT: jax.Array) -> jax.Array:
-    """What the moment is made of and meets."""
-    return jnp.concatenate([x_FxT, one(x_FxT)], axis=0) if plan.series else x_FxT
+def append_one(plan: TpuPlan, x_FxT: jax.Array) -> jax.Array:
+    """Returns the vectors that the moment sums and multiplies: x, with a series a one below."""
+    return jnp.concatenate([x_FxT, make_one(x_FxT)], axis=0) if plan.series else x_FxT
 
 
-def moment_operand(plan: TpuPlan, moment_FxF: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The moment as left side of a product that keeps its 24 bits.
+def make_moment_operand(plan: TpuPlan, moment_FxF: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Makes of the moment the left side of a product that keeps its 24 bits.
 
-    Side by side its three parts meet three copies of x in one pass: the contraction has room to spare.
-    The coefficients of a series are multiplied in, half of c1 on either side of the diagonal.
+    Side by side its three parts meet three copies of x in one pass: the contraction has room for them. The coefficients
+    of a series are multiplied in, half of c1 on either side of the diagonal.
     """
     if plan.series:
         constant, linear, square = plan.series
         row, column = (lax.broadcasted_iota(jnp.int32, moment_FxF.shape, axis) for axis in (0, 1))
         size = moment_FxF.shape[0] - ROWS
-        apart = jnp.where((row < size) | (column < size), linear / 2, constant)
-        moment_FxF *= jnp.where((row < size) & (column < size), square, apart)
+        border = jnp.where((row < size) | (column < size), linear / 2, constant)
+        moment_FxF *= jnp.where((row < size) & (column < size), square, border)
     return moment_FxF if dtype == jnp.float32 else jnp.concatenate(in_three(moment_FxF), axis=1)
 
 
-def moment_times(operand: jax.Array, x_FxT: jax.Array) -> jax.Array:
-    """moment · x in float32."""
+def multiply_moment(operand: jax.Array, x_FxT: jax.Array) -> jax.Array:
+    """Computes moment · x in float32."""
     return dot(operand, x_FxT if x_FxT.dtype == jnp.float32 else jnp.concatenate([x_FxT] * 3, axis=0), (1, 0))
 
 
-def state_operand(plan: TpuPlan, state: jax.Array, features: int, dtype: jnp.dtype) -> jax.Array:
-    """The float32 state as an operand of the given type, with the coefficients of a series.
+def make_state_operand(plan: TpuPlan, state: jax.Array, features: int, dtype: jnp.dtype) -> jax.Array:
+    """Makes of the float32 state an operand of the given type, with the coefficients of a series.
 
     The rows of Σ φ(y) become its three parts.
     """
@@ -247,23 +173,35 @@ def state_operand(plan: TpuPlan, state: jax.Array, features: int, dtype: jnp.dty
         state *= jnp.where(column < packed_width(features), square, others)
     if plan.squared:
         return state.astype(dtype)
-    values, sums = state[:-ROWS], state[-ROWS:]
-    row = lax.broadcasted_iota(jnp.int32, sums.shape, 0)
-    parts = [sums] if dtype == jnp.float32 else [part.astype(jnp.float32) for part in in_three(sums)]
-    chosen = sum(jnp.where(row == i, part, 0.0) for i, part in enumerate(parts))
-    return jnp.concatenate([values, chosen], axis=0).astype(dtype)
+    values, sums, number_RxP = state[:-ROWS], state[-ROWS:], number_rows(state.shape[1])
+    return jnp.concatenate([values, fill_rows(split_float32(sums, dtype), number_RxP)], axis=0).astype(dtype)
 
 
-def extended(plan: TpuPlan, x_DxT: jax.Array, row_1xT: jax.Array | float) -> jax.Array:
-    """What meets the state: x itself, or for plain features with `ROWS` equal rows below."""
+def split_float32(x: jax.Array, dtype: jnp.dtype) -> list[jax.Array]:
+    """Splits a float32 array into what rows of the given type hold: itself, or its three bfloat16 parts."""
+    return [x] if dtype == jnp.float32 else [part.astype(jnp.float32) for part in in_three(x)]
+
+
+def number_rows(columns: int) -> jax.Array:
+    """Makes `ROWS` rows [R, columns] of their numbers."""
+    return lax.broadcasted_iota(jnp.int32, (ROWS, columns), 0)
+
+
+def fill_rows(parts: list[jax.Array], number_RxT: jax.Array) -> jax.Array:
+    """Fills rows: row i is row i of part i, which may have one row alone; the others are 0."""
+    return cast(jax.Array, sum(jnp.where(number_RxT == i, part, 0.0) for i, part in enumerate(parts)))
+
+
+def extend(plan: TpuPlan, x_DxT: jax.Array, row_1xT: jax.Array | float) -> jax.Array:
+    """Returns what meets the state: x, for plain features with `ROWS` equal rows below."""
     if plan.squared:
         return x_DxT
     rows = jnp.broadcast_to(jnp.asarray(row_1xT, jnp.float32), (ROWS, x_DxT.shape[1]))
     return jnp.concatenate([x_DxT, rows.astype(x_DxT.dtype)], axis=0)
 
 
-def weights_and_slope(plan: TpuPlan, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The weights inside a block of inner products s, and their slope / `slope_factor` (None: 1)."""
+def weigh(plan: TpuPlan, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Computes the weights inside a block of inner products s, and their slope / `slope_factor` (None: 1)."""
     if plan.near_series:
         constant, linear, square = plan.near_series
         return constant + s * (linear + square * s), linear + (2.0 * square) * s
@@ -271,16 +209,16 @@ def weights_and_slope(plan: TpuPlan, s: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def slope_factor(plan: TpuPlan) -> float:
-    """What `weights_and_slope` leaves out of the slope."""
+    """Returns the factor that `weigh` leaves out of the slope."""
     return 1.0 if plan.near_series else plan.degree * plan.scale
 
 
-def causal(weights: jax.Array, key_axis: int = 0) -> jax.Array:
-    """Zero where the key comes after the query, both of the same tile."""
+def mask(weights: jax.Array, key_axis: int = 0) -> jax.Array:
+    """Sets to zero where the key comes after the query, both of the same tile."""
     key, query = (lax.broadcasted_iota(jnp.int32, weights.shape, axis) for axis in (key_axis, 1 - key_axis))
     return jnp.where(key <= query, weights, 0.0)
 
 
-def tiles(plan: TpuPlan) -> list[slice]:
-    """The tokens of each tile of a block."""
+def cut_tiles(plan: TpuPlan) -> list[slice]:
+    """Returns the tokens of each tile of a block."""
     return [slice(at, at + plan.tile) for at in range(0, plan.block, plan.tile)]

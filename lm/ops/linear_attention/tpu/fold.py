@@ -1,115 +1,139 @@
 """The kernels that sum over tokens alone.
 
-`fold` does over the keys of a part of a window, for later parts to read, and backward over its queries, for the
-gradients of the keys of earlier parts. `sums_before` gives the sums before each block, for a backward pass that did not
-keep them: of many features they are several times as large as all else that a layer keeps. Letters as in the forward
-kernel.
+`fold` sums over the keys of a part of a window, for later parts to read, and backward over its queries, for the
+gradients of the keys of earlier parts. `sum_before` computes the sums before each block, for a backward pass that did
+not keep them: with many features they are several times as large as all else that a layer keeps. Letters as in the
+forward kernel.
 """
 
 import functools
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.linear_attention.tpu.features import TpuPlan, expand, extended, state_operand, with_one
-from lm.ops.linear_attention.tpu.maps import features
+from lm.ops.linear_attention.tpu.features import append_one, expand, extend, make_state_operand
+from lm.ops.linear_attention.tpu.maps import make_features
+from lm.ops.linear_attention.tpu.plan import KernelSums, Ref, TpuPlan
+from lm.ops.linear_attention.types import ProductMap
 from lm.ops.tpu import dot
 from lm.ops.tpu.decay import times
 
 
-def fold(plan: TpuPlan, queries: bool, y, u, w, maps=()) -> list[jax.Array]:
-    """Σ u φ(y)ᵀ and Σ w y yᵀ, or with plain features Σ w φ(y) below the former: of plan.sums_shapes, float32.
+class FoldInputs(NamedTuple):
+    """Arrays of the tokens that `fold` sums over.
+
+    Attributes:
+        y_NxFxL: features; with plan.feature_map its inputs [N, E, L].
+        u_NxDxL: what the state multiplies with the features.
+        w_Nx1xL: weights of the tokens in the moment, float32; for plain features in Σ φ(y).
+    """
+
+    y_NxFxL: jax.Array
+    u_NxDxL: jax.Array
+    w_Nx1xL: jax.Array
+
+
+def fold(
+    plan: TpuPlan, queries: bool, tokens: FoldInputs, operand_RxC: jax.Array | None = None
+) -> KernelSums[jax.Array]:
+    """Computes Σ u φ(y)ᵀ and Σ w y yᵀ, or with plain features Σ w φ(y) below the former; of plan.sums_shapes, float32.
 
     Args:
         plan: as in `forward`, but any number N of heads.
-        queries: whether the feature map is that of queries.
-        y: [N, F, L], or with plan.feature_map its inputs [N, E, L].
-        u: [N, D, L].
-        w: [N, 1, L] float32.
-        maps: the map's operand [R, C], where plan.feature_map.
+        queries: whether the feature map takes y as queries.
+        tokens: what is summed.
+        operand_RxC: the map's, where plan.feature_map.
     """
-    n, head_dim, length = u.shape
-    shapes = plan.sums_shapes(plan.features or y.shape[1], head_dim)
+    n, head_dim, length = tokens.u_NxDxL.shape
+    shapes = plan.sums_shapes(plan.features or tokens.y_NxFxL.shape[1], head_dim)
+    sums = KernelSums(*(None if s is None else jax.ShapeDtypeStruct((n, *s), jnp.float32) for s in shapes))
     heads = max(h for h in range(1, plan.heads + 1) if n % h == 0)
-    inputs = (y, u, w)
-    read = sum(a.size * a.dtype.itemsize for a in inputs)
-    products = sum(rows * columns for rows, columns in shapes) + plan.projection_rows * y.shape[1]
-    return pl.pallas_call(
-        functools.partial(_kernel, plan, queries, heads),
+    read = sum(a.size * a.dtype.itemsize for a in tokens)
+    products = sum(a.shape[1] * a.shape[2] for a in jax.tree.leaves(sums))
+    products += plan.projection_rows * tokens.y_NxFxL.shape[1]
+    (sums,) = pl.pallas_call(
+        functools.partial(_fold_kernel, plan, queries, heads),
         name='linear_attention_fold',
         grid=(n // heads, length // plan.block),
-        in_specs=[pl.BlockSpec(m.shape, lambda i, j: (0, 0)) for m in maps]
-        + [pl.BlockSpec((heads, a.shape[1], plan.block), lambda i, j: (i, 0, j)) for a in inputs],
-        out_specs=[pl.BlockSpec((heads, *shape), lambda i, j: (i, 0, 0)) for shape in shapes],
-        out_shape=[jax.ShapeDtypeStruct((n, *shape), jnp.float32) for shape in shapes],
+        in_specs=[
+            jax.tree.map(lambda w: pl.BlockSpec(w.shape, lambda i, j: (0, 0)), operand_RxC),
+            jax.tree.map(lambda a: pl.BlockSpec((heads, a.shape[1], plan.block), lambda i, j: (i, 0, j)), tokens),
+        ],
+        out_specs=(jax.tree.map(lambda a: pl.BlockSpec((heads, *a.shape[1:]), lambda i, j: (i, 0, 0)), sums),),
+        out_shape=(sums,),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
         cost_estimate=pl.CostEstimate(flops=2 * n * length * products, transcendentals=0, bytes_accessed=read),
-    )(*maps, *inputs)
+    )(operand_RxC, tokens)
+    return sums
 
 
-def sums_before(plan: TpuPlan, y, v, matrix) -> list[jax.Array]:
-    """What `forward` with `save` gives besides outputs and denominators, of a feature map, from keys alone.
+def sum_before(plan: TpuPlan, y_NxExL: jax.Array, v_NxDxL: jax.Array, operand_RxC: jax.Array) -> KernelSums[jax.Array]:
+    """Computes, of a feature map and from keys alone, the sums that `forward` with `save` returns.
 
     Args:
         plan: as in `forward`.
-        y: as in `forward`.
-        v: as in `forward`.
-        matrix: the map's operand for keys.
+        y_NxExL: inputs of the map.
+        v_NxDxL: values.
+        operand_RxC: the map's operand for keys.
     """
-    n, head_dim, length = v.shape
+    n, head_dim, length = v_NxDxL.shape
     steps = length // plan.block
     rows, columns = plan.state_shape(plan.features, head_dim)
-    inputs = (y, v)
-    result = jax.ShapeDtypeStruct((n, steps, rows, columns), v.dtype)
-    products = rows * columns + plan.projection_rows * y.shape[1]
+    inputs = (y_NxExL, v_NxDxL)
+    result = jax.ShapeDtypeStruct((n, steps, rows, columns), v_NxDxL.dtype)
+    products = rows * columns + plan.projection_rows * y_NxExL.shape[1]
     moved = sum(a.size * a.dtype.itemsize for a in (*inputs, result))
-    return pl.pallas_call(
-        functools.partial(_kernel_before, plan),
+    state = pl.pallas_call(
+        functools.partial(_before_kernel, plan),
         name='linear_attention_sums',
         grid=(n // plan.heads, steps),
-        in_specs=[pl.BlockSpec(matrix.shape, lambda i, j: (0, 0))]
+        in_specs=[pl.BlockSpec(operand_RxC.shape, lambda i, j: (0, 0))]
         + [pl.BlockSpec((plan.heads, a.shape[1], plan.block), lambda i, j: (i, 0, j)) for a in inputs],
-        out_specs=[pl.BlockSpec((plan.heads, 1, rows, columns), lambda i, j: (i, j, 0, 0))],
-        out_shape=[result],
+        out_specs=pl.BlockSpec((plan.heads, 1, rows, columns), lambda i, j: (i, j, 0, 0)),
+        out_shape=result,
         scratch_shapes=[pltpu.VMEM((plan.heads, rows, columns), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
         cost_estimate=pl.CostEstimate(flops=2 * n * length * products, transcendentals=0, bytes_accessed=moved),
-    )(matrix, *inputs)
+    )(operand_RxC, *inputs)
+    return KernelSums(state, None)
 
 
-def _kernel_before(plan: TpuPlan, matrix, y, v, sums, state):
+def _before_kernel(plan: TpuPlan, operand: Ref, y: Ref, v: Ref, saved: Ref, state: Ref) -> None:
     @pl.when(pl.program_id(1) == 0)
     def _():
         state[...] = jnp.zeros_like(state)
 
-    made = [features(plan, matrix[...], y[head], False, v.dtype) for head in range(plan.heads)]  # as in `of_heads`
+    feature_map = cast(ProductMap, plan.feature_map)  # no other plan has this kernel
+    # All of them before anything reads one, as in `make_of_heads`.
+    made = [make_features(feature_map, operand[...], y[head], False, v.dtype).phi_MxT for head in range(plan.heads)]
     for head, y_FxT in enumerate(made):
-        sums[head, 0] = state_operand(plan, state[head], y_FxT.shape[0], v.dtype)
-        state[head] += dot(extended(plan, v[head], 1.0), y_FxT, (1, 1))
+        saved[head, 0] = make_state_operand(plan, state[head], y_FxT.shape[0], v.dtype)
+        state[head] += dot(extend(plan, v[head], 1.0), y_FxT, (1, 1))
 
 
-def _kernel(plan: TpuPlan, queries: bool, heads: int, *refs):
-    maps, (y, u, w, state, *moment) = (refs[:1], refs[1:]) if plan.feature_map else ((), refs)
-
+def _fold_kernel(
+    plan: TpuPlan, queries: bool, heads: int, operand: Ref | None, tokens: FoldInputs, sums: KernelSums[Ref]
+) -> None:
     @pl.when(pl.program_id(1) == 0)
     def _():
-        for sums in (state, *moment):
-            sums[...] = jnp.zeros_like(sums)
+        for ref in jax.tree.leaves(sums):
+            ref[...] = jnp.zeros_like(ref)
 
     for head in range(heads):
-        y_FxT, u_DxT, w_1xT = y[head], u[head], w[head]
-        if plan.feature_map:
-            y_FxT = features(plan, maps[0][...], y_FxT, queries, u.dtype)
+        y_FxT, u_DxT, w_1xT = (ref[head] for ref in tokens)
+        if plan.feature_map is not None and operand is not None:
+            y_FxT = make_features(plan.feature_map, operand[...], y_FxT, queries, tokens.u_NxDxL.dtype).phi_MxT
         if plan.squared:
-            state[head] += dot(u_DxT, expand(plan, y_FxT, weighted=False), (1, 1))
+            sums.state[head] += dot(u_DxT, expand(plan, y_FxT, weighted=False), (1, 1))
         else:
-            state[head] += dot(extended(plan, u_DxT, w_1xT), y_FxT, (1, 1))
-        if moment:
-            y1_FxT = with_one(plan, y_FxT)
-            moment[0][head] += dot(times(y1_FxT, w_1xT), y1_FxT, (1, 1))
+            sums.state[head] += dot(extend(plan, u_DxT, w_1xT), y_FxT, (1, 1))
+        if sums.moment is not None:
+            y1_FxT = append_one(plan, y_FxT)
+            sums.moment[head] += dot(times(y1_FxT, w_1xT), y1_FxT, (1, 1))

@@ -3,122 +3,166 @@
 Letters as in the forward kernel; Q queries and K keys of one tile.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.ops.dots import in_three
 from lm.ops.linear_attention.tpu.features import (
-    TpuPlan,
-    causal,
+    append_one,
     expand,
     expand_gradient,
-    extended,
-    moment_operand,
-    moment_times,
+    extend,
+    fill_rows,
+    make_moment_operand,
+    make_state_operand,
+    mask,
+    multiply_moment,
+    number_rows,
     slope_factor,
-    state_operand,
-    weights_and_slope,
-    with_one,
+    split_float32,
+    weigh,
 )
-from lm.ops.linear_attention.tpu.head import Head, Refs, once
+from lm.ops.linear_attention.tpu.head import Head, once
+from lm.ops.linear_attention.tpu.maps import HeadFeatures, MapFeatures
+from lm.ops.linear_attention.tpu.plan import A, KernelInputs, KernelSums, Maps, Ref, ScratchSums, TpuPlan
 from lm.ops.tpu import ROWS, dot
 from lm.ops.tpu.decay import column, faded, pairs, times
 from lm.ops.tpu.order import Piece, Total
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GradientRefs(Refs):
-    """What the backward kernel reads besides, and writes; None or () where a plan has no use."""
+class BackwardInputs(NamedTuple):
+    """What the backward kernel reads besides the forward kernel's inputs.
 
-    o: Any
-    do: Any
-    inverse: Any
-    sums: Any
-    dx: Any
-    dy: Any
-    dv: Any
-    da_db: Any
-    dc: Any
-    crossing: Any
-    dmaps: Any
+    Attributes:
+        o_NxDxL: outputs.
+        do_NxDxL: their gradient.
+        inverse_Nx1xL: inverse denominators.
+        sums: operands of the sums before each block; None with a single block.
+    """
+
+    o_NxDxL: jax.Array
+    do_NxDxL: jax.Array
+    inverse_Nx1xL: jax.Array
+    sums: KernelSums[jax.Array] | None
+
+
+class Gradients(NamedTuple, Generic[A]):
+    """What the backward kernel writes.
+
+    Attributes:
+        inputs: the gradients of its inputs.
+        crossing: what pairs of a key before a block and a query from its first on add to the gradient of the block's
+            first running sum, [N, L / block, 1, P]; None where there are no such pairs, or no decay.
+        maps: the gradients of the matrices of each step's heads, [N / heads, R, E] float32, to be summed; None unless
+            the map learns.
+    """
+
+    inputs: KernelInputs
+    crossing: A | None
+    maps: Maps[A] | None
+
+
+class QueryGradient(NamedTuple):
+    """The gradients of some queries' numerators and denominators, g and e, and ⟨do, o⟩."""
+
+    g_DxQ: jax.Array
+    e_1xQ: jax.Array
+    row_1xQ: jax.Array
+
+
+class _Side:
+    """How the gradients of queries, or of keys, leave a head: tile by tile, or with a map all at once."""
+
+    def __init__(self, made: MapFeatures | None, features: Ref, compared: Ref | None, matrix: Ref | None):
+        """References for the gradients of x (or y), of a (or b), and of the map's matrix; None where there are none."""
+        self.pull = None if made is None else made.pull
+        self.features, self.compared, self.matrix = features, compared, matrix
+        self.tiles: list[tuple[int, jax.Array]] = []
 
 
 class HeadGradients(Head):
     """One head: `inside` and `outside` are the pieces; they write the gradients as soon as they are complete."""
 
-    def __init__(self, plan: TpuPlan, refs: GradientRefs, head: int, made: tuple):
-        """`made`: features of queries and keys, each with what makes gradients of theirs; () without a map."""
-        super().__init__(plan, refs, head, tuple(features for features, _ in made))
-        self.pulls = [pull for _, pull in made]
-        count = len(self.cut)
-        outside = not plan.single_block
-        up, down = range(1, count + 1), range(count, 0, -1)
-        separate = plan.exact_local
+    def __init__(
+        self,
+        plan: TpuPlan,
+        inputs: KernelInputs,
+        sums: ScratchSums,
+        head: int,
+        made: HeadFeatures | None,
+        given: BackwardInputs,
+        gradients: Gradients[Ref],
+    ):
+        super().__init__(plan, inputs, sums, head, made)
+        self.given, self.gradients = given, gradients
+        written, maps = gradients.inputs, gradients.maps
+        queries = _Side(made and made.queries, written.x_NxFxL, written.a_NxCxL, maps and maps.queries)
+        keys = _Side(made and made.keys, written.y_NxFxL, written.b_NxCxL, maps and maps.keys)
+        count, outside = len(self.tiles), not plan.single_block
+        up, down = list(range(1, count + 1)), list(range(count, 0, -1))
         # Terms of each tile's gradients: one for each tile of keys or queries inside the block, one for those outside.
-        self.da = Total(up, functools.partial(self._factored, 0))
-        self.db = Total(down, functools.partial(self._factored, 1))
-        self.dx = Total([outside + (not separate)] * count, functools.partial(self._through, 0))
-        self.dy = Total([outside + (not separate)] * count, functools.partial(self._through, 1))
-        self.dv = Total([n + outside for n in down], self._dv)
-        self.through: tuple[list, list] = ([], [])
-        self.done = [0.0] * count
+        self.dx = Total([outside + (not plan.exact_local)] * count, functools.partial(self._write_features, queries))
+        self.dy = Total([outside + (not plan.exact_local)] * count, functools.partial(self._write_features, keys))
+        self.da = Total(up, functools.partial(self._finish_compared, queries, self.dx))
+        self.db = Total(down, functools.partial(self._finish_compared, keys, self.dy))
+        self.dv = Total([n + outside for n in down], self._write_values)
+        self.moment_terms: list[jax.Array | float] = [0.0] * count
+        """Σ w dw of keys i and all later queries, through the moment."""
 
     @once
-    def gradient(self, i: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """g, e and ⟨do, o⟩ of queries i."""
-        refs, head, at = self.refs, self.head, self.cut[i]
-        do_DxQ, inverse_1xQ = refs.do[head, :, at].astype(jnp.float32), refs.inverse[head, :, at]
-        row_1xQ = jnp.sum(do_DxQ * refs.o[head, :, at].astype(jnp.float32), axis=0, keepdims=True)
+    def gradient(self, i: int) -> QueryGradient:
+        """Computes the gradients of what queries i read."""
+        given, head, at = self.given, self.head, self.tiles[i]
+        do_DxQ, inverse_1xQ = given.do_NxDxL[head, :, at].astype(jnp.float32), given.inverse_Nx1xL[head, :, at]
+        row_1xQ = jnp.sum(do_DxQ * given.o_NxDxL[head, :, at].astype(jnp.float32), axis=0, keepdims=True)
         e_1xQ = -inverse_1xQ * row_1xQ if self.plan.normalize else jnp.zeros_like(row_1xQ)
-        return (do_DxQ * inverse_1xQ).astype(refs.v.dtype), e_1xQ, row_1xQ
+        return QueryGradient((do_DxQ * inverse_1xQ).astype(self.dtype), e_1xQ, row_1xQ)
 
     # What is written.
 
-    def _factored(self, side: int, i: int, gradient_CxT: jax.Array) -> None:
+    def _finish_compared(self, side: _Side, features: Total, i: int, gradient_CxT: jax.Array) -> None:
+        """Writes a gradient of a or b; where these are x and y, adds it to theirs."""
         gradient_CxT = slope_factor(self.plan) * gradient_CxT
-        if self.plan.exact_local:
-            ref = self.refs.da_db[side]
-            ref[self.head, :, self.cut[i]] = gradient_CxT.astype(ref.dtype)
+        if side.compared is None:
+            features.add(i, gradient_CxT)
         else:
-            (self.dx, self.dy)[side].add(i, gradient_CxT)
+            side.compared[self.head, :, self.tiles[i]] = gradient_CxT.astype(side.compared.dtype)
 
-    def _through(self, side: int, i: int, gradient_FxT: jax.Array) -> None:
-        """Writes a gradient of x or y; with a map that of its inputs, when all tiles are there."""
-        ref = (self.refs.dx, self.refs.dy)[side]
-        if not self.pulls:
-            ref[self.head, :, self.cut[i]] = gradient_FxT.astype(ref.dtype)
+    def _write_features(self, side: _Side, i: int, gradient_FxT: jax.Array) -> None:
+        """Writes a gradient of x or y; with a map the gradient of its inputs, when all tiles are there."""
+        if side.pull is None:
+            side.features[self.head, :, self.tiles[i]] = gradient_FxT.astype(side.features.dtype)
             return
-        tiles_FxT = self.through[side]
-        tiles_FxT.append((i, gradient_FxT))
-        if len(tiles_FxT) < len(self.cut):
+        side.tiles.append((i, gradient_FxT))
+        if len(side.tiles) < len(self.tiles):
             return
-        whole_FxT = jnp.concatenate([tile for _, tile in sorted(tiles_FxT, key=lambda each: each[0])], axis=1)
-        gradient_ExT, dw_RxE = self.pulls[side](whole_FxT)
-        ref[self.head] = gradient_ExT.astype(ref.dtype)
-        if self.refs.dmaps:
-            self.refs.dmaps[side][0] += dw_RxE
+        whole_FxT = jnp.concatenate([tile for _, tile in sorted(side.tiles, key=lambda each: each[0])], axis=1)
+        gradient = side.pull(whole_FxT)
+        side.features[self.head] = gradient.dx_ExT.astype(side.features.dtype)
+        if side.matrix is not None:
+            side.matrix[0] += gradient.dw_RxE
 
-    def _dv(self, i: int, dv_DxK: jax.Array) -> None:
+    def _write_values(self, i: int, dv_DxK: jax.Array) -> None:
         """Writes dv and, with decay, the gradient of a token's running sum.
 
-        That is what its weights as a query would gain, less what they would as a key: Σ_j w_ij dw_ij of query i is
-        ⟨do, o⟩, with a denominator only denominator_bias / denominator of it, and Σ_i w_ij dw_ij of key j is ⟨v, dv⟩ +
-        Σ_i w_ij e_i: no pair has to be looked at.
+        That gradient is what its weights as a query would gain, less what they would as a key. Σ_j w_ij dw_ij of query
+        i is ⟨do, o⟩, with a denominator only denominator_bias / denominator of it. Σ_i w_ij dw_ij of key j is
+        ⟨v, dv⟩ + Σ_i w_ij e_i. No pair has to be looked at.
         """
-        refs, head, at = self.refs, self.head, self.cut[i]
-        size = refs.dv.shape[1]
-        if self.plan.decay:
-            _, e_1xT, row_1xT = self.gradient(i)
-            as_query_1xT = -self.plan.denominator_bias * e_1xT if self.plan.normalize else row_1xT
-            as_key_1xT = jnp.sum(self.of('v', i).astype(jnp.float32) * dv_DxK[:size], axis=0, keepdims=True)
-            refs.dc[head, :, at] = as_query_1xT - as_key_1xT - dv_DxK[size : size + 1]
-        refs.dv[head, :, at] = dv_DxK[:size].astype(refs.dv.dtype)
+        written, at, size = self.gradients.inputs, self.tiles[i], self.head_dim
+        if written.c_Nx1xL is not None:
+            gradient = self.gradient(i)
+            as_query_1xT = -self.plan.denominator_bias * gradient.e_1xQ if self.plan.normalize else gradient.row_1xQ
+            as_key_1xT = jnp.sum(self.v(i).astype(jnp.float32) * dv_DxK[:size], axis=0, keepdims=True)
+            self._write(written.c_Nx1xL, at, as_query_1xT - as_key_1xT - dv_DxK[size : size + 1])
+        self._write(written.v_NxDxL, at, dv_DxK[:size].astype(self.dtype))
+
+    def _write(self, ref: Ref, at: slice, value: jax.Array) -> None:
+        ref[self.head, :, at] = value
 
     # Inside the block.
 
@@ -129,187 +173,203 @@ class HeadGradients(Head):
 
     @once
     def g_and_e(self, i: int) -> jax.Array:
-        """g of queries i; where the product is to add e, below it e's parts, as many as keep its 24 bits."""
+        """Returns g of queries i; where the product is to add e, below it e's parts, as many as keep its 24 bits."""
         g_DxQ, e_1xQ, _ = self.gradient(i)
         if not self.joined:
             return g_DxQ
-        return jnp.concatenate([g_DxQ, in_rows(parts_of(e_1xQ, g_DxQ.dtype)).astype(g_DxQ.dtype)], axis=0)
+        rows = fill_rows(split_float32(e_1xQ, g_DxQ.dtype), number_rows(e_1xQ.shape[1]))
+        return jnp.concatenate([g_DxQ, rows.astype(g_DxQ.dtype)], axis=0)
 
     @once
     def v_and_ones(self, i: int) -> jax.Array:
-        """Values i; ones below, for the parts of e."""
-        v_DxK = self.of('v', i)
+        """Returns values i; ones below, for the parts of e."""
+        v_DxK = self.v(i)
         if not self.joined:
             return v_DxK
         ones = [jnp.ones((1, v_DxK.shape[1]), jnp.float32)] * (1 if v_DxK.dtype == jnp.float32 else 3)
-        return jnp.concatenate([v_DxK, in_rows(ones).astype(v_DxK.dtype)], axis=0)
+        return jnp.concatenate([v_DxK, fill_rows(ones, number_rows(v_DxK.shape[1])).astype(v_DxK.dtype)], axis=0)
 
     def inside(self) -> list[tuple[Callable, Callable]]:
-        """(start, finish) of each pair of tiles."""
-        numbers = range(len(self.cut))
+        """Returns (start, finish) of each pair of tiles."""
+        numbers = range(len(self.tiles))
         return [
-            (functools.partial(self._products, i, j), functools.partial(self._weights, i, j))
+            (functools.partial(self._multiply, i, j), functools.partial(self._add_pair, i, j))
             for i in numbers
             for j in numbers[: i + 1]
         ]
 
-    def _products(self, i: int, j: int) -> tuple[jax.Array, jax.Array]:
-        s_QxK = dot(self.of('a', i), self.of('b', j), (0, 0))
+    def _multiply(self, i: int, j: int) -> tuple[jax.Array, jax.Array]:
+        s_QxK = dot(self.a(i), self.b(j), (0, 0))
         return s_QxK, dot(self.g_and_e(i), self.v_and_ones(j), (0, 0))
 
-    def _weights(self, i: int, j: int, products: tuple[jax.Array, jax.Array]) -> None:
-        """Queries are rows: of the three products with weights only one then needs them the other way round."""
-        plan, dtype = self.plan, self.refs.v.dtype
+    def _add_pair(self, i: int, j: int, products: tuple[jax.Array, jax.Array]) -> None:
+        """Adds the gradients of queries i and keys j.
+
+        Queries are rows: of the three products with weights only one then needs them the other way round.
+        """
+        plan = self.plan
         s_QxK, dw_QxK = products
         g_DxQ, e_1xQ, _ = self.gradient(i)
         if plan.normalize and not self.joined:
             dw_QxK += column(e_1xQ)
-        w_QxK, slope_QxK = weights_and_slope(plan, s_QxK)
-        if plan.decay:
-            c_Tx1, c_1xT = self.fading[:2]
-            factors_QxK = pairs(c_Tx1[self.cut[i]], c_1xT[:, self.cut[j]])
+        w_QxK, slope_QxK = weigh(plan, s_QxK)
+        if self.factors is not None:
+            factors_QxK = pairs(self.factors.c_Tx1[self.tiles[i]], self.factors.c_1xT[:, self.tiles[j]])
             w_QxK, dw_QxK = w_QxK * factors_QxK, dw_QxK * factors_QxK
         ds_QxK = dw_QxK if slope_QxK is None else dw_QxK * slope_QxK
         if i == j:
-            w_QxK, ds_QxK = causal(w_QxK, 1), causal(ds_QxK, 1)
-        w_QxK, ds_QxK = w_QxK.astype(dtype), ds_QxK.astype(dtype)
-        self.da.add(i, dot(self.of('b', j), ds_QxK, (1, 1)))
-        self.db.add(j, dot(self.of('a', i), ds_QxK, (1, 0)))
-        # With decay Σ w e over a key's queries is asked for too.
-        self.dv.add(j, dot(extended_by(plan, g_DxQ, e_1xQ), w_QxK, (1, 0)))
+            w_QxK, ds_QxK = mask(w_QxK, 1), mask(ds_QxK, 1)
+        w_QxK, ds_QxK = w_QxK.astype(self.dtype), ds_QxK.astype(self.dtype)
+        self.da.add(i, dot(self.b(j), ds_QxK, (1, 1)))
+        self.db.add(j, dot(self.a(i), ds_QxK, (1, 0)))
+        # With decay Σ w e over a key's queries is needed too.
+        self.dv.add(j, dot(self._extend_by(g_DxQ, e_1xQ), w_QxK, (1, 0)))
+
+    def _extend_by(self, g_DxQ: jax.Array, e_1xQ: jax.Array) -> jax.Array:
+        """Returns g; with decay e below it, all rows the same."""
+        if not self.plan.decay:
+            return g_DxQ
+        rows_RxQ = jnp.broadcast_to(e_1xQ, (ROWS, e_1xQ.shape[1]))
+        return jnp.concatenate([g_DxQ, rows_RxQ.astype(g_DxQ.dtype)], axis=0)
 
     # Before and after the block.
 
     @once
     def read(self, i: int) -> tuple[jax.Array, jax.Array]:
-        """g and e of queries i, for what they read of the sums, which has faded since the block began."""
+        """Returns g and e of queries i, for what they read of the sums, which have decayed since the block began."""
         g_DxQ, e_1xQ, _ = self.gradient(i)
         return times(g_DxQ, self.reads(i)), times(e_1xQ, self.reads(i))
 
     def outside(self) -> list[Piece]:
-        """With plan.columns products with much to load and little to multiply alternate with the opposite kind."""
-        width = self.refs.state.shape[2]
+        """Returns the pieces for what is before and after the block.
+
+        With plan.columns products with much to load and little to multiply alternate with the opposite kind.
+        """
+        width = self.width
         size = self.plan.columns or width
         parts = [slice(at, min(at + size, width)) for at in range(0, width, size)]
         pieces: list[Piece] = [self._read_sums]
-        for i in range(len(self.cut)):
+        for i in range(len(self.tiles)):
             queries, keys, values = [], [], []
-            of_queries = [functools.partial(self._queries, i, part, queries) for part in parts]
-            of_keys = [functools.partial(self._keys, i, part, keys) for part in parts]
-            of_values = [functools.partial(self._values, i, part, values) for part in parts]
+            of_queries = [functools.partial(self._add_queries, i, part, queries) for part in parts]
+            of_keys = [functools.partial(self._add_keys, i, part, keys) for part in parts]
+            of_values = [functools.partial(self._add_values, i, part, values) for part in parts]
             fold = [functools.partial(self._fold, i, part) for part in parts]
             if not self.plan.columns:
                 pieces += of_queries + of_keys + of_values + fold
                 continue
             for first, second in ((of_queries, fold), (of_keys, of_values)):
                 pieces += [piece for both in zip(first, second, strict=True) for piece in both]
-        return [*pieces, self._crossing] if self.plan.decay else pieces
+        return [*pieces, self._write_crossing] if self.plan.decay else pieces
+
+    @property
+    def width(self) -> int:
+        """The number of columns of the state."""
+        return self.sums.state.shape[2]
+
+    @property
+    def before(self) -> KernelSums[Ref]:
+        """The sums over the keys before each block, as operands."""
+        return cast(KernelSums, self.given.sums)  # they are there wherever there is anything outside of the block
 
     def _read_sums(self) -> None:
-        """Those over the keys before the block and over the queries after it, before this block is added."""
-        plan, refs, head, dtype = self.plan, self.refs, self.head, self.refs.v.dtype
-        self.before_DxP = refs.sums[0][head, 0]
-        self.after_DxP = state_operand(plan, refs.state[head], self.features, dtype)
-        if plan.squared and plan.normalize:
-            self.moment_after_FxE = moment_operand(plan, refs.moment[head], dtype)
+        """Reads the sums over the keys before the block and over the queries after it, before this block is added."""
+        plan, sums, head = self.plan, self.sums, self.head
+        self.before_DxP = self.before.state[head, 0]
+        self.after_DxP = make_state_operand(plan, sums.state[head], self.features, self.dtype)
+        if plan.has_moment:
+            self.moment_after_FxE = make_moment_operand(plan, sums.moment[head], self.dtype)
 
-    def _queries(self, i: int, part: slice, found: list[jax.Array]) -> None:
-        """What queries i get from the keys before the block: a part of the features' gradients, with the last all."""
-        plan, refs = self.plan, self.refs
-        x_FxQ, (g_DxQ, e_1xQ) = self.of('x', i), self.read(i)
-        found.append(dot(self.before_DxP[:, part], extended(plan, g_DxQ, e_1xQ), (0, 0)))
-        if part.stop < refs.state.shape[2]:
+    def _add_queries(self, i: int, part: slice, found: list[jax.Array]) -> None:
+        """Computes what queries i get from the keys before the block.
+
+        That is a part of the features' gradients; with the last part all of them are added.
+        """
+        plan = self.plan
+        x_FxQ, (g_DxQ, e_1xQ) = self.x(i), self.read(i)
+        found.append(dot(self.before_DxP[:, part], extend(plan, g_DxQ, e_1xQ), (0, 0)))
+        if part.stop < self.width:
             return
         dx_FxQ = jnp.concatenate(found, axis=0)
         if plan.squared:
             dx_FxQ = expand_gradient(plan, x_FxQ, dx_FxQ)
             if plan.normalize:
-                of_queries_FxQ = moment_times(refs.sums[1][self.head, 0], with_one(plan, x_FxQ))
+                moment = cast(Ref, self.before.moment)[self.head, 0]
+                of_queries_FxQ = multiply_moment(moment, append_one(plan, x_FxQ))
                 dx_FxQ += (2.0 * e_1xQ) * of_queries_FxQ[: x_FxQ.shape[0]]
         self.dx.add(i, dx_FxQ)
 
-    def _keys(self, i: int, part: slice, found: list[jax.Array]) -> None:
-        """What keys i get from the queries after the block, likewise."""
-        plan, y_FxK, fade_1xK = self.plan, self.of('y', i), self.adds(i)
-        v_DxK = times(extended(plan, self.of('v', i), 1.0), fade_1xK)
+    def _add_keys(self, i: int, part: slice, found: list[jax.Array]) -> None:
+        """Computes what keys i get from the queries after the block, likewise."""
+        plan, y_FxK, factors_1xK = self.plan, self.y(i), self.adds(i)
+        v_DxK = times(extend(plan, self.v(i), 1.0), factors_1xK)
         found.append(dot(self.after_DxP[:, part], v_DxK, (0, 0)))
-        if part.stop < self.refs.state.shape[2]:
+        if part.stop < self.width:
             return
         dy_FxK = jnp.concatenate(found, axis=0)
         if plan.squared:
             dy_FxK = expand_gradient(plan, y_FxK, dy_FxK)
             if plan.normalize:
-                y1_FxK = with_one(plan, y_FxK)
-                of_keys_FxK = moment_times(self.moment_after_FxE, y1_FxK)
-                dy_FxK += 2.0 * faded(of_keys_FxK[: y_FxK.shape[0]], fade_1xK)
-                if plan.decay:
-                    self.done[i] = jnp.sum(of_keys_FxK * y1_FxK.astype(jnp.float32), axis=0, keepdims=True) * fade_1xK
+                y1_FxK = append_one(plan, y_FxK)
+                of_keys_FxK = multiply_moment(self.moment_after_FxE, y1_FxK)
+                dy_FxK += 2.0 * faded(of_keys_FxK[: y_FxK.shape[0]], factors_1xK)
+                if factors_1xK is not None:
+                    products_FxK = of_keys_FxK * y1_FxK.astype(jnp.float32)
+                    self.moment_terms[i] = jnp.sum(products_FxK, axis=0, keepdims=True) * factors_1xK
         self.dy.add(i, dy_FxK)
 
     @once
-    def expanded(self, name: str, i: int) -> jax.Array:
-        """What queries (x) add to the sums, or what of keys (y) meets them."""
-        a_FxT = self.of(name, i)
-        return expand(self.plan, a_FxT, weighted=name == 'y') if self.plan.squared else a_FxT
+    def expanded_x(self, i: int) -> jax.Array:
+        """Returns what queries i add to the sums."""
+        return expand(self.plan, self.x(i), weighted=False) if self.plan.squared else self.x(i)
 
-    def _values(self, i: int, part: slice, found: list[jax.Array]) -> None:
-        """What values i get from the queries after the block, likewise."""
-        plan, width, size = self.plan, self.refs.state.shape[2], self.refs.v.shape[1]
+    @once
+    def expanded_y(self, i: int) -> jax.Array:
+        """Returns what of keys i meets the sums."""
+        return expand(self.plan, self.y(i), weighted=True) if self.plan.squared else self.y(i)
+
+    def _add_values(self, i: int, part: slice, found: list[jax.Array]) -> None:
+        """Computes what values i get from the queries after the block, likewise."""
+        plan, size = self.plan, self.head_dim
         # The rows below are for decay alone.
         after_DxP = self.after_DxP if plan.decay else self.after_DxP[:size]
-        found.append(dot(after_DxP[:, part], self.expanded('y', i)[part], (1, 0)))
-        if part.stop < width:
+        found.append(dot(after_DxP[:, part], self.expanded_y(i)[part], (1, 0)))
+        if part.stop < self.width:
             return
-        dv_DxK = faded(sum(found), self.adds(i))
+        dv_DxK = faded(cast(jax.Array, sum(found)), self.adds(i))
         if plan.decay:
-            done_1xK = self.done[i] if plan.squared else jnp.sum(dv_DxK[size:], axis=0, keepdims=True)
-            done_RxK = jnp.broadcast_to(jnp.asarray(done_1xK, jnp.float32), (ROWS, dv_DxK.shape[1]))
-            dv_DxK = jnp.concatenate([dv_DxK[:size], done_RxK], axis=0)
+            term_1xK = self.moment_terms[i] if plan.squared else jnp.sum(dv_DxK[size:], axis=0, keepdims=True)
+            term_RxK = jnp.broadcast_to(jnp.asarray(term_1xK, jnp.float32), (ROWS, dv_DxK.shape[1]))
+            dv_DxK = jnp.concatenate([dv_DxK[:size], term_RxK], axis=0)
         self.dv.add(i, dv_DxK)
 
     def _fold(self, i: int, part: slice) -> None:
         """Adds a part of the features of queries i to the sums."""
-        plan, refs, head = self.plan, self.refs, self.head
+        plan, sums, head = self.plan, self.sums, self.head
         g_DxQ, e_1xQ = self.read(i)
-        added_DxP = dot(extended(plan, g_DxQ, e_1xQ), self.expanded('x', i)[part], (1, 1))
-        refs.state[head, :, part] = faded(refs.state[head, :, part], self.kept(i)) + added_DxP
-        if plan.squared and plan.normalize and part.start == 0:
-            x1_FxQ = with_one(plan, self.of('x', i))
+        added_DxP = dot(extend(plan, g_DxQ, e_1xQ), self.expanded_x(i)[part], (1, 1))
+        sums.state[head, :, part] = faded(sums.state[head, :, part], self.kept(i)) + added_DxP
+        if plan.has_moment and part.start == 0:
+            x1_FxQ = append_one(plan, self.x(i))
             added_FxE = dot((x1_FxQ.astype(jnp.float32) * e_1xQ).astype(x1_FxQ.dtype), x1_FxQ, (1, 1))
-            refs.moment[head] = faded(refs.moment[head], self.kept(i)) + added_FxE
+            sums.moment[head] = faded(sums.moment[head], self.kept(i)) + added_FxE
 
-    def _crossing(self) -> None:
-        """Writes Σ w dw over all pairs of a key before the block and a query from its first on, in the sums by
-        now: each column of the state apart, with all of the moment in the first, which counts once."""
-        plan, refs, head = self.plan, self.refs, self.head
-        sums_RxP = 0.0
-        for at in range(0, refs.state.shape[1], ROWS):  # a float32 copy of all would need memory
+    def _write_crossing(self) -> None:
+        """Writes Σ w dw over all pairs of a key before the block and a query from its first on.
+
+        These queries are in the sums by now. Each column of the state stands by itself, with all of the moment in the
+        first one, which counts once.
+        """
+        before, sums, head = self.before, self.sums, self.head
+        sums_RxP: jax.Array | float = 0.0
+        for at in range(0, sums.state.shape[1], ROWS):  # a float32 copy of all would need memory
             rows = slice(at, at + ROWS)
-            sums_RxP += refs.sums[0][head, 0, rows].astype(jnp.float32) * refs.state[head, rows]
+            sums_RxP += before.state[head, 0, rows].astype(jnp.float32) * sums.state[head, rows]
         row_1xP = jnp.sum(sums_RxP, axis=0, keepdims=True)
-        if plan.squared and plan.normalize:
-            before_FxE, after_FxF = refs.sums[1][head, 0].astype(jnp.float32), refs.moment[head]
+        if before.moment is not None:
+            before_FxE, after_FxF = before.moment[head, 0].astype(jnp.float32), sums.moment[head]
             copies = before_FxE.shape[1] // after_FxF.shape[1]
             both_FxE = before_FxE * jnp.concatenate([after_FxF] * copies, axis=1)
             at = lax.broadcasted_iota(jnp.int32, row_1xP.shape, 1)
             row_1xP += jnp.where(at == 0, jnp.sum(both_FxE, keepdims=True), 0.0)
-        refs.crossing[head, 0] = row_1xP
-
-
-def parts_of(x: jax.Array, dtype: jnp.dtype) -> list[jax.Array]:
-    """What of a float32 array goes into rows of the given type: itself, or its three bfloat16 parts."""
-    return [x] if dtype == jnp.float32 else [part.astype(jnp.float32) for part in in_three(x)]
-
-
-def in_rows(parts_1xT: list[jax.Array]) -> jax.Array:
-    """`ROWS` rows [R, T], of which the first are the given ones and the others 0."""
-    row = lax.broadcasted_iota(jnp.int32, (ROWS, parts_1xT[0].shape[1]), 0)
-    return sum(jnp.where(row == i, part, 0.0) for i, part in enumerate(parts_1xT))
-
-
-def extended_by(plan: TpuPlan, g_DxQ: jax.Array, e_1xQ: jax.Array) -> jax.Array:
-    """g; with decay e below it, all rows the same."""
-    if not plan.decay:
-        return g_DxQ
-    rows_RxQ = jnp.broadcast_to(e_1xQ, (ROWS, e_1xQ.shape[1]))
-    return jnp.concatenate([g_DxQ, rows_RxQ.astype(g_DxQ.dtype)], axis=0)
+        cast(Ref, self.gradients.crossing)[head, 0] = row_1xP

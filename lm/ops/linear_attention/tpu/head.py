@@ -1,19 +1,22 @@
 """One head in one block, as the forward and the backward kernel read it: tile by tile."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
-from lm.ops.linear_attention.tpu.features import TpuPlan, tiles
+from lm.ops.linear_attention.tpu.features import cut_tiles
+from lm.ops.linear_attention.tpu.maps import HeadFeatures
+from lm.ops.linear_attention.tpu.plan import KernelInputs, Ref, ScratchSums, TpuPlan
 from lm.ops.tpu.decay import column, last
 
+Method = TypeVar('Method', bound=Callable)
 
-def once(method: Callable) -> Callable:
-    """A method whose result for the same arguments is kept as long as its object is."""
+
+def once(method: Method) -> Method:
+    """Decorates a method to keep its result for the same arguments as long as its object is there."""
 
     @functools.wraps(method)
     def call(self, *arguments):
@@ -23,67 +26,101 @@ def once(method: Callable) -> Callable:
             kept[key] = method(self, *arguments)
         return kept[key]
 
-    return call
+    return cast(Method, call)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs:
-    """What both kernels read, and the sums that they keep, of all heads of a grid step; None: of no use to the plan."""
+class BlockFactors(NamedTuple):
+    """The decay of a block.
 
-    x: Any
-    y: Any
-    v: Any
-    a: Any
-    b: Any
-    c: Any
-    state: Any
-    moment: Any
+    Attributes:
+        c_Tx1: running sums of log factors.
+        c_1xT: the same as a row.
+        whole_1x1: the factor of the whole block.
+        since_start_1xT: from the block's start to each token: what a query reads of the sums.
+        until_end_1xT: from each token to the block's end: what later queries see of a key.
+    """
 
-
-def inputs_of(plan: TpuPlan, refs: tuple) -> tuple[tuple, dict[str, Any], tuple]:
-    """A kernel's references taken apart: the maps, x to c by name, and those behind them."""
-    maps, (x, y, v, *refs) = (refs[:2], refs[2:]) if plan.feature_map else ((), refs)
-    (a, b), refs = (refs[:2], refs[2:]) if plan.exact_local else ((x, y), refs)
-    c, refs = (refs[0], refs[1:]) if plan.decay else (None, refs)
-    return maps, dict(x=x, y=y, v=v, a=a, b=b, c=c), refs
+    c_Tx1: jax.Array
+    c_1xT: jax.Array
+    whole_1x1: jax.Array
+    since_start_1xT: jax.Array
+    until_end_1xT: jax.Array
 
 
 class Head:
-    """Attributes: plan; refs: of all heads of a grid step; head: its number; cut: the tokens of each tile."""
+    """Attributes: plan; inputs, sums: references for all heads of a grid step; head: its number; tiles: of tokens."""
 
-    def __init__(self, plan: TpuPlan, refs: Refs, head: int, made: tuple):
-        """`made`: features of queries and of keys, [M, T] each; () without a map."""
-        self.plan, self.refs, self.head = plan, refs, head
-        self.cut = tiles(plan)
-        self._made = dict(zip('xy' if plan.exact_local else 'xyab', made * 2, strict=False)) if made else {}
+    def __init__(self, plan: TpuPlan, inputs: KernelInputs, sums: ScratchSums, head: int, made: HeadFeatures | None):
+        """`made`: features of queries and of keys; None without a map."""
+        self.plan, self.inputs, self.sums, self.head, self.made = plan, inputs, sums, head, made
+        self.tiles = cut_tiles(plan)
+
+    def _take(self, ref: Ref, i: int) -> jax.Array:
+        return ref[self.head, :, self.tiles[i]]
+
+    def _take_x(self, i: int) -> jax.Array:
+        return self._take(self.inputs.x_NxFxL, i) if self.made is None else self.made.queries.phi_MxT[:, self.tiles[i]]
+
+    def _take_y(self, i: int) -> jax.Array:
+        return self._take(self.inputs.y_NxFxL, i) if self.made is None else self.made.keys.phi_MxT[:, self.tiles[i]]
 
     @once
-    def of(self, name: str, i: int) -> jax.Array:
-        """Tile i of an array: x, y, v, a, b, or features where a map makes them."""
-        at = self.cut[i]
-        if name in self._made:
-            return self._made[name][:, at]
-        return getattr(self.refs, name)[self.head, :, at]
+    def x(self, i: int) -> jax.Array:
+        """Returns features of queries i."""
+        return self._take_x(i)
+
+    @once
+    def y(self, i: int) -> jax.Array:
+        """Returns features of keys i."""
+        return self._take_y(i)
+
+    @once
+    def v(self, i: int) -> jax.Array:
+        """Returns values i."""
+        return self._take(self.inputs.v_NxDxL, i)
+
+    # Where a and b are x and y, they are loaded once more: registers need not hold them for what is outside the block.
+
+    @once
+    def a(self, i: int) -> jax.Array:
+        """Returns what weights inside the block compare of queries i."""
+        return self._take_x(i) if self.inputs.a_NxCxL is None else self._take(self.inputs.a_NxCxL, i)
+
+    @once
+    def b(self, i: int) -> jax.Array:
+        """Returns what weights inside the block compare of keys i."""
+        return self._take_y(i) if self.inputs.b_NxCxL is None else self._take(self.inputs.b_NxCxL, i)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of the operands of products."""
+        return self.inputs.v_NxDxL.dtype
+
+    @property
+    def head_dim(self) -> int:
+        return self.inputs.v_NxDxL.shape[1]
 
     @functools.cached_property
     def features(self) -> int:
-        """Of x and y."""
-        return self._made['x'].shape[0] if self._made else self.refs.x.shape[1]
+        """The number of features."""
+        return self.inputs.x_NxFxL.shape[1] if self.made is None else self.made.queries.phi_MxT.shape[0]
 
     @functools.cached_property
-    def fading(self) -> tuple[jax.Array, ...]:
-        """Of decay: c as column and as row, and the factors of the block, of what a query reads, of what a key adds."""
-        c_1xT = self.refs.c[self.head]
-        return column(c_1xT), c_1xT, jnp.exp(last(c_1xT)), jnp.exp(c_1xT), jnp.exp(last(c_1xT) - c_1xT)
+    def factors(self) -> BlockFactors | None:
+        """The decay; None without."""
+        if self.inputs.c_Nx1xL is None:
+            return None
+        c_1xT = self.inputs.c_Nx1xL[self.head]
+        return BlockFactors(column(c_1xT), c_1xT, jnp.exp(last(c_1xT)), jnp.exp(c_1xT), jnp.exp(last(c_1xT) - c_1xT))
 
     def kept(self, i: int) -> jax.Array | None:
-        """What tile i leaves of the sums before it: the first one all that the block does; None: all."""
-        return self.fading[2] if self.plan.decay and i == 0 else None
+        """Returns what tile i leaves of the sums before it: the first one all that the block does; None: all."""
+        return self.factors.whole_1x1 if self.factors is not None and i == 0 else None
 
     def reads(self, i: int) -> jax.Array | None:
-        """What queries i see of the sums, which have faded since the block began; None: all."""
-        return self.fading[3][:, self.cut[i]] if self.plan.decay else None
+        """Returns what queries i see of the sums, which have decayed since the block began; None: all."""
+        return None if self.factors is None else self.factors.since_start_1xT[:, self.tiles[i]]
 
     def adds(self, i: int) -> jax.Array | None:
-        """What queries after the block see of keys i, as of the block's end; None: all."""
-        return self.fading[4][:, self.cut[i]] if self.plan.decay else None
+        """Returns what queries after the block see of keys i, as of the block's end; None: all."""
+        return None if self.factors is None else self.factors.until_end_1xT[:, self.tiles[i]]

@@ -8,17 +8,47 @@ E rows of x, R of W, M features, T tokens.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.ops.linear_attention.tpu.features import TpuPlan
+from lm.ops.linear_attention.tpu.plan import KernelInputs, Maps, Ref, TpuPlan
+from lm.ops.linear_attention.types import ProductMap
 from lm.ops.tpu import dot
 
 
-def operand(matrix_RxE: jax.Array, x_dtype: jnp.dtype, dtype: jnp.dtype) -> jax.Array:
-    """W as the kernels read it: itself for float32 features; else its bfloat16 parts, as many as meet x's, [R, n E]."""
+class InputGradient(NamedTuple):
+    """The gradients of x and, where the map learns, of W."""
+
+    dx_ExT: jax.Array
+    dw_RxE: jax.Array | None
+
+
+class MapFeatures(NamedTuple):
+    """Features φ(x), and the function that makes of their float32 gradient the gradients of what they are made of."""
+
+    phi_MxT: jax.Array
+    pull: Callable[[jax.Array], InputGradient] | None
+
+
+class HeadFeatures(NamedTuple):
+    """The features that a map makes of one head's queries and keys."""
+
+    queries: MapFeatures
+    keys: MapFeatures
+
+
+Make = Callable[[ProductMap, jax.Array, jax.Array, bool, jnp.dtype], MapFeatures]
+"""`make_features` or `make_with_gradient`."""
+
+
+def make_operand(matrix_RxE: jax.Array, x_dtype: jnp.dtype, dtype: jnp.dtype) -> jax.Array:
+    """Makes W as the kernels read it.
+
+    That is W itself for float32 features; else its bfloat16 parts, as many as meet the parts of x, [R, n E].
+    """
     if dtype == jnp.float32:
         return matrix_RxE
     # Not a cast there and back, which XLA may leave out.
@@ -27,8 +57,17 @@ def operand(matrix_RxE: jax.Array, x_dtype: jnp.dtype, dtype: jnp.dtype) -> jax.
     return jnp.concatenate(parts, axis=1).astype(dtype)
 
 
-def products(operand_RxC: jax.Array, x_ExT: jax.Array) -> jax.Array:
-    """W x in float32, to 16 bits or for a float32 operand to 24."""
+def make_operands(maps: Maps[jax.Array] | None, inputs: KernelInputs) -> Maps[jax.Array] | None:
+    """Makes the matrices of a map as the kernels read them."""
+    if maps is None:
+        return None
+    dtype = inputs.v_NxDxL.dtype
+    queries = make_operand(maps.queries, inputs.x_NxFxL.dtype, dtype)
+    return Maps(queries, make_operand(maps.keys, inputs.y_NxFxL.dtype, dtype))
+
+
+def multiply(operand_RxC: jax.Array, x_ExT: jax.Array) -> jax.Array:
+    """Computes W x in float32, to 16 bits or for a float32 operand to 24."""
     if operand_RxC.dtype == jnp.float32:
         return dot(operand_RxC, x_ExT.astype(jnp.float32), (1, 0))
     high_ExT = x_ExT.astype(operand_RxC.dtype)
@@ -38,35 +77,23 @@ def products(operand_RxC: jax.Array, x_ExT: jax.Array) -> jax.Array:
     return dot(operand_RxC, jnp.concatenate(parts, axis=0), (1, 0))
 
 
-def features(plan: TpuPlan, operand_RxC: jax.Array, x_ExT: jax.Array, queries: bool, dtype: jnp.dtype) -> jax.Array:
-    """φ(x) [M, T]."""
-    return plan.feature_map.of_products(products(operand_RxC, x_ExT), x_ExT.astype(jnp.float32), queries).astype(dtype)
+def make_features(
+    feature_map: ProductMap, operand_RxC: jax.Array, x_ExT: jax.Array, queries: bool, dtype: jnp.dtype
+) -> MapFeatures:
+    """Computes features of queries or keys x."""
+    wx_RxT = multiply(operand_RxC, x_ExT)
+    return MapFeatures(feature_map.of_products(wx_RxT, x_ExT.astype(jnp.float32), queries).astype(dtype), None)
 
 
-def of_heads(make: Callable, plan: TpuPlan, operands, x, y, dtype: jnp.dtype) -> list[tuple]:
-    """(for queries, for keys) of each head, by `features` or `features_and_gradient`; () without a map.
-
-    All of them before anything reads one: the matrix units keep the order in which products are written, and so have
-    those of one head while features are made of another's.
-    """
-    if plan.feature_map is None:
-        return [()] * plan.heads
-    made = [
-        [make(plan, operand[...], z[head], z is x, dtype) for head in range(plan.heads)]
-        for operand, z in zip(operands, (x, y), strict=True)
-    ]
-    return list(zip(*made, strict=True))
-
-
-def features_and_gradient(
-    plan: TpuPlan, operand_RxC: jax.Array, x_ExT: jax.Array, queries: bool, dtype: jnp.dtype
-) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array | None]]]:
-    """φ(x), and what makes of its float32 gradient that of x and, where the map learns, that of W [R, E]."""
+def make_with_gradient(
+    feature_map: ProductMap, operand_RxC: jax.Array, x_ExT: jax.Array, queries: bool, dtype: jnp.dtype
+) -> MapFeatures:
+    """Computes features of queries or keys x, and the function for their gradient."""
     wide_ExT = x_ExT.astype(jnp.float32)
-    wx_RxT = products(operand_RxC, x_ExT)
-    phi_MxT, pull = jax.vjp(lambda wx, x: plan.feature_map.of_products(wx, x, queries), wx_RxT, wide_ExT)
+    wx_RxT = multiply(operand_RxC, x_ExT)
+    phi_MxT, pull = jax.vjp(lambda wx, x: feature_map.of_products(wx, x, queries), wx_RxT, wide_ExT)
 
-    def gradient(dphi_MxT):
+    def differentiate(dphi_MxT: jax.Array) -> InputGradient:
         dwx_RxT, dx_ExT = pull(dphi_MxT)
         dwx_RxT, size = dwx_RxT.astype(dtype), x_ExT.shape[0]
         if dtype == jnp.float32:
@@ -74,6 +101,22 @@ def features_and_gradient(
         else:
             parts = dot(operand_RxC[:, : 2 * size], dwx_RxT, (0, 0))
             dx_ExT += parts[:size] + parts[size:]
-        return dx_ExT, dot(dwx_RxT, x_ExT.astype(dtype), (1, 1)) if plan.feature_map.learns else None
+        return InputGradient(dx_ExT, dot(dwx_RxT, x_ExT.astype(dtype), (1, 1)) if feature_map.learns else None)
 
-    return phi_MxT.astype(dtype), gradient
+    return MapFeatures(phi_MxT.astype(dtype), differentiate)
+
+
+def make_of_heads(
+    make: Make, plan: TpuPlan, operands: Maps[Ref] | None, inputs: KernelInputs
+) -> list[HeadFeatures | None]:
+    """Makes the features of each head; None without a map.
+
+    All of them are written before anything reads one: the matrix units keep the order in which products are written,
+    and so have the products of one head while features are made of another's.
+    """
+    if plan.feature_map is None or operands is None:
+        return [None] * plan.heads
+    dtype, made = inputs.v_NxDxL.dtype, []
+    for operand, x, queries in ((operands.queries, inputs.x_NxFxL, True), (operands.keys, inputs.y_NxFxL, False)):
+        made.append([make(plan.feature_map, operand[...], x[head], queries, dtype) for head in range(plan.heads)])
+    return [HeadFeatures(*both) for both in zip(*made, strict=True)]

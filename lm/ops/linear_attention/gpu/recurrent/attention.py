@@ -15,7 +15,7 @@ from lm.ops import decay as decays
 from lm.ops import platform
 from lm.ops.linear_attention import expansion
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan
-from lm.ops.linear_attention.types import ElementwiseMap, Options, State
+from lm.ops.linear_attention.types import ElementwiseMap, LinearCall, LinearResult, Options
 from lm.ops.residuals import saved
 
 TILE = 64
@@ -29,23 +29,10 @@ SHORTEST = 1024
 """Tokens of a segment."""
 
 
-def linear_attention(
-    q_BxLxHxE: jax.Array,
-    k_BxLxKxE: jax.Array,
-    v_BxLxKxD: jax.Array,
-    q_parameters: Any,
-    k_parameters: Any,
-    q_local: None,
-    k_local: None,
-    initial_state: State | None,
-    log_decay_BxLxK: jax.Array | None = None,
-    *,
-    options: Options,
-    with_state: bool,
-) -> tuple[jax.Array, None]:
-    """Arguments as in `lm.ops.linear_attention`; calls that `unsupported` refuses are wrong here."""
-    batch, length, heads, _ = q_BxLxHxE.shape
-    features, decay = _count(options, k_parameters, k_BxLxKxE), log_decay_BxLxK is not None
+def linear_attention(call: LinearCall) -> LinearResult:
+    """Computes the call, which `unsupported` must not refuse."""
+    options, (batch, length, heads, _) = call.options, call.q_BxLxHxE.shape
+    features, decay = _count(options, call.k_parameters, call.k_BxLxKxE), call.log_decay_BxLxK is not None
     made = features > MOST_GIVEN
     plan = RecurrentPlan(
         *pieces(features, batch // platform.batch_shards() * heads, length, decay),
@@ -54,43 +41,39 @@ def linear_attention(
         feature_map=options.feature_map if made else None,
         interpreted=platform.target_platform() != 'gpu',
     )
+    q, k, rows = call.q_BxLxHxE, call.k_BxLxKxE, None
     if made:
-        rows, arrays = options.feature_map.rows(k_parameters), (q_BxLxHxE, k_BxLxKxE)
+        rows = options.feature_map.rows(call.k_parameters)
     else:
-        rows, arrays = (
-            None,
-            (
-                _features(options, q_parameters, q_BxLxHxE, queries=True).astype(v_BxLxKxD.dtype),
-                _features(options, k_parameters, k_BxLxKxE, queries=False).astype(v_BxLxKxD.dtype),
-            ),
-        )
+        dtype = call.v_BxLxKxD.dtype
+        q = _features(options, call.q_parameters, q, queries=True).astype(dtype)
+        k = _features(options, call.k_parameters, k, queries=False).astype(dtype)
     function = functools.partial(_by_head, plan, options)
     function = platform.per_device(function, split=(True, True, True, True, False))
-    return function(*arrays, v_BxLxKxD, log_decay_BxLxK, rows), None
+    return LinearResult(function(q, k, call.v_BxLxKxD, call.log_decay_BxLxK, rows), None)
 
 
-def unsupported(
-    q, k, v, q_parameters, k_parameters, q_local, k_local, initial_state, log_decay=None, *, options, with_state=False
-) -> str | None:
-    """Why the kernels cannot compute this call, or None."""
+def unsupported(call: LinearCall) -> str | None:
+    """Returns why the kernels cannot compute this call, or None."""
+    options, q, k, v = call.options, call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD
     if reason := platform.without_mosaic_gpu():
         return reason
     if not options.causal:
         return 'is causal only'
     if options.local is not None:
         return 'has no exact kernel'
-    if initial_state is not None or with_state:
+    if call.initial_state is not None or call.with_state:
         return 'takes no state in and gives none out'
     if v.dtype != jnp.bfloat16:
         return f'takes values that are bfloat16, not {v.dtype}'
     if v.shape[-1] > WIDEST:
         return f'takes heads of up to {WIDEST}, not {v.shape[-1]}'
-    if (count := _count(options, k_parameters, k)) > MOST_GIVEN:
+    if (count := _count(options, call.k_parameters, k)) > MOST_GIVEN:
         if not isinstance(options.feature_map, ElementwiseMap) or tuple(options.powers) != (0.0, 1.0):
             return f'takes up to {MOST_GIVEN} features, not {count}'
         if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16 or q.shape[-1] > WIDEST or count % CHUNK:
             return f'makes multiples of {CHUNK} features of bfloat16 vectors of up to {WIDEST}'
-        if any(a is not b for a, b in zip(*map(jax.tree.leaves, (q_parameters, k_parameters)), strict=True)):
+        if any(a is not b for a, b in zip(*map(jax.tree.leaves, call.parameters), strict=True)):
             return 'makes features of queries and keys by the same parameters'
     return platform.uneven_batch(q.shape[0])
 
@@ -98,7 +81,7 @@ def unsupported(
 def _count(options: Options, parameters: Any, k_BxLxKxE: jax.Array) -> int:
     """Features, powers and all."""
     one = jax.ShapeDtypeStruct((1, 1, *k_BxLxKxE.shape[2:]), k_BxLxKxE.dtype)
-    size = jax.eval_shape(lambda parameters, k: options.features(parameters, k, False), parameters, one).shape[-1]
+    size = jax.eval_shape(lambda parameters, k: options.compute_features(parameters, k, False), parameters, one).shape[-1]
     return sum(len(w) for w in expansion.weights(options.powers, size))
 
 
@@ -118,7 +101,7 @@ def pieces(features: int, heads: int, length: int, decay: bool) -> tuple[int, in
 
 def _features(options: Options, parameters: Any, x_BxLxNxE: jax.Array, queries: bool) -> jax.Array:
     """[B, L, N, M]; the powers' weights are part of those of queries."""
-    x_BxNxFxL = options.features(parameters, x_BxLxNxE, queries).transpose(0, 2, 3, 1)
+    x_BxNxFxL = options.compute_features(parameters, x_BxLxNxE, queries).transpose(0, 2, 3, 1)
     pieces, _ = expansion.expand(options.powers, x_BxNxFxL)
     if queries:
         weights = expansion.weights(options.powers, x_BxNxFxL.shape[2])
