@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lm.config.configurable import Configurable
 from lm.ops.rotary import HeadNorms, Rotation, rotate
 from lm.ops.rotary.xla import normalize
 from lm.parameters import layer_norm
@@ -57,7 +58,7 @@ KernelCases = dict[str, Callable[[HeadDims, int], KernelCall]]
 """Name → what makes of heads and a length the call that `lm bench kernels` compiles under that name."""
 
 
-class Attention(abc.ABC):
+class Attention(Configurable, abc.ABC):
     """Base of the attention configurations (frozen dataclasses made by `@configurable`)."""
 
     yardstick: ClassVar[bool] = False
