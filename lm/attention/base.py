@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
+from lm.config.configurable import Configurable
 from lm.ops.rotary import HeadNorms, Rotation, rotate
 from lm.ops.rotary.xla import normalize
 from lm.parameters import layer_norm
@@ -32,7 +33,7 @@ class HeadDims:
     causal: bool = True
 
 
-class Attention(abc.ABC):
+class Attention(Configurable, abc.ABC):
     """Base of the attention configurations (frozen dataclasses made by `@configurable`)."""
 
     is_default: ClassVar[bool] = False

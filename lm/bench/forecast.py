@@ -1,7 +1,7 @@
 """`lm bench step --topology`: where the time of a training step goes on a TPU that is not there.
 
-The step is compiled for one described chip, and each instruction costs what `lm.cost_model.step_time` says: a model, not
-a measurement.
+The step is compiled for one described chip, and each instruction costs what `lm.cost_model.step_time` says: a model,
+not a measurement.
 """
 
 import dataclasses

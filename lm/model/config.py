@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lm.attention import DEFAULT, Attention, HeadDims
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.ops.platform import target_platform
 from lm.ops.residuals import RESIDUAL_NAME
@@ -39,7 +39,7 @@ ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
 
 
 @configurable('model')
-class ModelConfig:
+class ModelConfig(Configurable):
     """Shape and numerics of the model; the defaults are GPT-2 small (110M parameters)."""
 
     vocab_size: int = field(default=32_000, minimum=2)
