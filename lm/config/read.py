@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from lm.config.checks import Statement, did_you_mean, parameters_of
-from lm.config.configurable import REGISTRY
+from lm.config.configurable import REGISTRY, Configurable
 from lm.config.names import names_today, renewed
 from lm.config.text import Macro, Reference, format_value, listed, replace_nodes
 from lm.errors import ConfigError
@@ -191,7 +191,7 @@ class _Reader:
         thing = self._modules.get(first)
         for attribute in attributes:
             thing = getattr(thing, attribute, None)
-        if hasattr(thing, 'gin_name'):
+        if isinstance(thing, type) and issubclass(thing, Configurable) and thing in REGISTRY.values():
             return thing.gin_name
         owners = [f'{n}{after}' for n in REGISTRY if after[1:] in parameters_of(n)]
         hint = did_you_mean(name, REGISTRY, before, after) or did_you_mean(f'{name}{after}', owners)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.cli import VERBS, parse
-from lm.config.configurable import REGISTRY, configurable, field
+from lm.config.configurable import REGISTRY, Configurable, configurable, field
 from lm.config.load import load as load_into
 from lm.config.names import may_change
 from lm.config.read import read
@@ -28,7 +28,7 @@ from lm.experiment import Experiment, load
 PROJECT = pathlib.Path(__file__).resolve().parents[2]
 
 
-class Shape:
+class Shape(Configurable):
     """Base of the nested configurables below."""
 
 
@@ -62,13 +62,13 @@ class Needy(Shape):
 
 
 @configurable('test_shapes')
-class Shapes:
+class Shapes(Configurable):
     shape: Shape | tuple[Shape, ...] | None = field(default=Disc())
     spare: Shape | None = field(default=None, formerly='reserve')
 
 
 @configurable('test_values')
-class Values:
+class Values(Configurable):
     steps: int = field(default=10, minimum=1)
     rate: float = field(default=0.5)
     flag: bool = field(default=False)
@@ -269,7 +269,7 @@ def test_overriding_a_run_drops_what_it_said_about_the_replaced_only(tmp_path):
 
 def test_a_configurable_of_an_imported_module_can_be_named(tmp_path, monkeypatch):
     (tmp_path / 'lm_test_mine.py').write_text(
-        'from lm.config.configurable import REGISTRY, configurable, field\n'
+        'from lm.config.configurable import REGISTRY, Configurable, configurable, field\n'
         "from test_config import Shape\n@configurable('test_mine')\nclass Mine(Shape):\n  size: int = field(1)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

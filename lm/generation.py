@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lm import make_callable
 from lm.config.configurable import check_kind
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
@@ -66,7 +65,7 @@ class Sampling:
         return jax.random.categorical(key, logits_BxV)
 
 
-def generate(
+def generate_tokens(
     model: Transformer,
     prompts: list[np.ndarray],
     max_tokens: int,
@@ -133,7 +132,7 @@ def generate(
         yield np.asarray(tokens)[:, : total - 1 - position]
 
 
-def continuations(
+def generate(
     run: LoadedRun,
     prompts: str | Sequence[str | np.ndarray],
     *,
@@ -168,7 +167,7 @@ def continuations(
     made = [np.zeros(0, np.int64)] * len(rows)
     results = [''] * len(rows)
     with jax.set_mesh(run.mesh):
-        for new_BxT in generate(run.model, rows, max_tokens, sampling, seed, tokenizer.vocab_size):
+        for new_BxT in generate_tokens(run.model, rows, max_tokens, sampling, seed, tokenizer.vocab_size):
             made = [np.concatenate(pair) for pair in zip(made, new_BxT, strict=True)]
             ended = []
             for i, (row, tokens) in enumerate(zip(rows, made, strict=True)):
@@ -249,7 +248,7 @@ def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Samp
     decode = functools.partial(shown, tokenizer)
     stream = TextStream(decode) if len(prompts) == 1 else None
     parts, times, made = [np.array([p[:1] for p in prompts])], [], []
-    for new in generate(model, prompts, max_tokens, sampling, seed, tokenizer.vocab_size):
+    for new in generate_tokens(model, prompts, max_tokens, sampling, seed, tokenizer.vocab_size):
         times.append(time.perf_counter())
         made.append(new.shape[1])
         if stream:
@@ -305,7 +304,3 @@ def prompts_of(arguments: Any) -> list[str]:
     if not text:
         raise ConfigError(f'--prompt_file {path}: is empty; write one prompt a line')
     return [line.removesuffix('\r') for line in text.removesuffix('\n').split('\n')]
-
-
-call = continuations
-make_callable(__name__)

@@ -7,7 +7,6 @@ import types
 import pytest
 
 from lm import experiment as experiment_module
-from lm import train as train_module
 from lm.attention.softmax import Softmax
 from lm.compilation.cache import CompileCache
 from lm.config.text import dump
@@ -17,8 +16,9 @@ from lm.experiment import Experiment, training_step
 from lm.model import ModelConfig
 from lm.runs.goodput import Goodput
 from lm.runs.run_dir import RunDir
+from lm.session import train as train_module
+from lm.session.train import main, set_up, train
 from lm.tasks.induction_heads import InductionHeads
-from lm.train import main, set_up, train
 from lm.training.config import TrainConfig
 from lm.training.optimizer import OptimizerConfig
 from lm.training.step import count_parameters

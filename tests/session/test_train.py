@@ -172,7 +172,7 @@ from lm.experiment import Experiment
 from lm.model import ModelConfig
 from lm.training.optimizer import OptimizerConfig
 from lm.training.config import TrainConfig
-from lm.train import train
+from lm.session.train import train
 state = train(Experiment(
     model=ModelConfig(vocab_size=400, n_layers=1, d_model=16, n_heads=1, head_dim=16),
     data=DataConfig(path={str(tokens)!r}),

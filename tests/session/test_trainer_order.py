@@ -13,7 +13,7 @@ import pytest
 from lm.data.batches import Windows
 from lm.errors import Diverged, LmError, Preempted
 from lm.runs.goodput import Goodput
-from lm.train import Trainer
+from lm.session.trainer import Trainer
 from lm.training.config import TrainConfig
 from lm.training.progress import Throughput
 
