@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from lm.config.read import PROJECT
+from lm.config.project import project_root
 
 WORDS = {('sketch', 'gaussian'): 'random', ('local', True): ' + local', ('local', False): ''}
 """(field, value) → its text in a label, if that is not the value."""
@@ -69,7 +69,7 @@ class PaperTable:
 @functools.cache
 def tables() -> dict[str, PaperTable]:
     """Returns key → table, in the order of the files."""
-    files = sorted((PROJECT / 'configs' / 'papers').rglob('published*.toml'))
+    files = sorted((project_root() / 'configs' / 'papers').rglob('published*.toml'))
     found = [_table(tomllib.loads(path.read_text(encoding='utf-8'))) for path in files]
     return {table.key: table for table in found}
 
