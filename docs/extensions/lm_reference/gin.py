@@ -26,7 +26,7 @@ def choices() -> dict[type, dict[str, type]]:
     """Base class → gin name → dataclass, of everything that is the value of a field."""
     found: dict[type, dict[str, type]] = {base: {} for base in _takers()}
     for name, cls in sorted(REGISTRY.items()):
-        if name not in sections():
+        if name not in sections() and cls.__module__.startswith('lm.'):
             found[_base(cls)][name] = cls
     return found
 
