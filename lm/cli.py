@@ -144,7 +144,7 @@ def from_run(arguments: argparse.Namespace, params: Sequence[str]) -> Any:
 
 def check_run_dir(path: str) -> None:
     """Raises ConfigError unless the last part of `path` is a good name for a run and no part is `..`."""
-    from lm.runs.run_dir import check_name, check_path
+    from lm.runs.paths import check_name, check_path
 
     check_path(path)
     check_name(path.rstrip('/').rpartition('/')[2])

@@ -6,7 +6,8 @@ import threading
 from typing import Any
 
 from lm.files import is_remote
-from lm.runs.run_dir import RunDir, check_path
+from lm.runs.paths import check_path
+from lm.runs.run_dir import RunDir
 
 PATIENCE_SECONDS = 20.0
 """How long a bucket may keep us waiting."""

@@ -19,7 +19,8 @@ import jax
 from lm.errors import INTERRUPTED, AbsentError, ConfigError, LmError
 from lm.experiment import validate
 from lm.runs.lock import OccupiedError
-from lm.runs.run_dir import RunDir, check_path
+from lm.runs.paths import check_path
+from lm.runs.run_dir import RunDir
 from lm.session import train
 from lm.sweep.flags import check_together
 from lm.sweep.points import make_points
