@@ -12,11 +12,10 @@ What `PUBLIC` names is imported when it is first used, so that `import lm` and `
 """
 
 import importlib
-import sys
-import types
 from typing import Any
 
-__version__ = '0.1.0'
+__version__ = '1.0.0'
+"""Its only place: `pyproject.toml` reads it from here, without importing the module."""
 
 PUBLIC = {
     'CheckpointConfig': 'lm.checkpoint.checkpointer:CheckpointConfig',
@@ -32,34 +31,21 @@ PUBLIC = {
     'configure': 'lm.experiment:load',
     'dump': 'lm.config.text:dump',
     'evaluate': 'lm.evaluation.command:evaluate',
-    'generate': 'lm.generate',
+    'generate': 'lm.generation:generate',
     'load': 'lm.experiment:open_run',
     'mechanisms': 'lm.attention:mechanisms',
     'prepare': 'lm.data.prepare.stages:prepare',
-    'train': 'lm.train',
+    'train': 'lm.session.train:train',
     'validate': 'lm.experiment:validate',
 }
-"""What `import lm` offers → where it is made. Without a colon it is a module, which is called itself."""
-
-
-class CallableModule(types.ModuleType):
-    """A module that stands for its function `call` too: `lm.train` is lm/train.py and what it is for."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.call(*arguments, **options)
-
-
-def make_callable(module: str) -> None:
-    """Makes the module of this name, which has a function `call`, a `CallableModule`."""
-    sys.modules[module].__class__ = CallableModule
+"""What `import lm` offers → 'module:name' of where it is made."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in PUBLIC:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     module, _, attribute = PUBLIC[name].partition(':')
-    found = importlib.import_module(module)
-    return getattr(found, attribute) if attribute else found
+    return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

@@ -191,7 +191,7 @@ VERBS = {
     'train': Verb(
         help='train a model, or resume a run: the same command does both',
         example='lm train --run_dir runs/tiny --gin_file configs/experiments/quickstart.gin',
-        main='lm.train:main',
+        main='lm.session.train:main',
         flags=(train_flags, branch_flags, gin_flags, distributed_flags),
         configure=from_new_or_old_run,
         resumes=True,
@@ -213,7 +213,7 @@ VERBS = {
     'generate': Verb(
         help='continue a text with the weights of a run',
         example="lm generate --run_dir runs/tiny --prompt 'def main(' --max_tokens 200",
-        main='lm.generate:main',
+        main='lm.generation:main',
         flags=(run_flags, generate_flags, gin_flags, distributed_flags),
         configure=from_run,
         only_prints=True,

@@ -311,7 +311,7 @@ def test_a_start_imports_no_more_than_it_needs(tmp_path):
     meanwhile."""
     late = ['orbax', 'clu', 'tensorflow', 'tensorflow_datasets', 'matplotlib', 'pyarrow', 'array_record', 'pandas']
     code = (
-        f"import gc, sys; sys.orig_argv[0] = 'lm'; import lm.cli; assert not gc.isenabled(); import lm.train\n"
+        f"import gc, sys; sys.orig_argv[0] = 'lm'; import lm.cli; assert not gc.isenabled(); import lm.session.train\n"
         f'print(sorted(set({late}) & {{name.partition(".")[0] for name in sys.modules}}))\n'
         f'assert lm.cli.main(["inspect", {str(tmp_path / "nothing")!r}]) == 2 and gc.isenabled()\n'
     )

@@ -20,7 +20,7 @@ from lm.attention.softmax import Softmax
 from lm.data.store import TokenStore
 from lm.data.tokenizers.sentencepiece import SentencePiece
 from lm.errors import ConfigError
-from lm.generate import Sampling, TextStream, generate, prompts_of, shown, state_bytes
+from lm.generation import Sampling, TextStream, generate_tokens, prompts_of, shown, state_bytes
 
 GREEDY = Sampling(temperature=0)
 
@@ -34,16 +34,16 @@ def small(attention) -> model_lib.Transformer:
 
 def continued(model, prompts: list[list[int]], n: int, sampling: Sampling = GREEDY, seed: int = 0) -> np.ndarray:
     """[B, …] the prompts and what follows, as `generate` gives it."""
-    parts = list(generate(model, [np.array(p) for p in prompts], n, sampling, seed))
+    parts = list(generate_tokens(model, [np.array(p) for p in prompts], n, sampling, seed))
     return np.concatenate([np.array([p[:1] for p in prompts]), *parts], axis=1)
 
 
 def test_what_the_tokenizer_lacks_is_never_drawn(model):
     """A vocabulary is often larger than the tokenizer's, and such ids have no text."""
     for sampling in (GREEDY, Sampling(temperature=100.0), Sampling(temperature=100.0, top_k=40)):
-        *_, tokens = generate(model, [np.array([1, 2])], 64, sampling, 0, pieces=10)
+        *_, tokens = generate_tokens(model, [np.array([1, 2])], 64, sampling, 0, pieces=10)
         assert tokens.max() < 10
-    whole, all_of_them = (list(generate(model, [np.array([1])], 8, Sampling(), 0, n)) for n in (None, 50))
+    whole, all_of_them = (list(generate_tokens(model, [np.array([1])], 8, Sampling(), 0, n)) for n in (None, 50))
     assert np.concatenate(whole, axis=1).tolist() == np.concatenate(all_of_them, axis=1).tolist()
 
 
@@ -73,7 +73,7 @@ def test_a_prompt_is_read_in_pieces(monkeypatch):
     prompts = [list(range(1, 38)), list(range(3, 33))]
     expected = continued(model, prompts, 12)
     lengths, extend = [], model_lib.Transformer.extend
-    monkeypatch.setattr('lm.generate.PIECE', 8)
+    monkeypatch.setattr('lm.generation.PIECE', 8)
     monkeypatch.setattr(model_lib.Transformer, 'extend', lambda *a: (lengths.append(a[2].shape[1]), extend(*a))[1])
     assert continued(model, prompts, 12).tolist() == expected.tolist()
     assert lengths[:2] == [30 % 8, 8]

@@ -28,7 +28,7 @@ FLOORS = (
     ('evaluation',),
     ('experiment',),
     ('cost_model',),
-    ('train', 'generate'),
+    ('session', 'generation'),
     ('eval_harness',),
     (
         'check', 'sweep', 'report', 'bench', 'summary', 'interop',
@@ -39,7 +39,7 @@ FLOORS = (
 )  # fmt: skip
 """From the ground up. A file belongs to the longest entry that its name begins with; rooms of one floor do not meet."""
 
-GROUND = {'__version__', 'make_callable'}
+GROUND = {'__version__'}
 """What the modules of `lm` take from `lm` itself, which stands on the ground. All else that it offers (`lm.PUBLIC`) is
 above every floor, imported when a user asks for it, and for nobody inside."""
 

@@ -31,14 +31,11 @@ def test_import_is_light():
     assert done.stdout.strip() == '[]', done.stderr
 
 
-def test_train_is_a_module_and_what_it_is_for(monkeypatch):
-    seen = []
-    monkeypatch.setattr('lm.train.call', lambda *a, **k: seen.append((a, k)))
-    lm.train('experiment', 'runs/x', rewind_to=3)
-    assert seen == [(('experiment', 'runs/x'), {'rewind_to': 3})]
-    from lm.train import train
+def test_functions_stay_functions_after_their_modules_are_imported():
+    from lm.generation import generate
+    from lm.session.train import train
 
-    assert lm.train.train is train
+    assert (lm.train, lm.generate) == (train, generate)
 
 
 def test_scores_of_a_text_are_those_of_the_model(run):

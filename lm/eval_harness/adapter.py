@@ -11,7 +11,7 @@ from lm_eval.api.model import TemplateLM
 
 from lm.errors import ConfigError
 from lm.experiment import LoadedRun
-from lm.generate import continuations
+from lm.generation import generate
 
 MAX_TOKENS = 256
 """New tokens of an answer where a task does not say."""
@@ -74,12 +74,12 @@ class RunModel(TemplateLM):
             for first in range(0, len(indices), size):
                 chosen = indices[first : first + size]
                 prompts = [self.run.tokenizer.encode(requests[i].args[0])[-kept:] for i in chosen]
-                for i, text in zip(chosen, continuations(self.run, prompts, **options), strict=True):
+                for i, text in zip(chosen, generate(self.run, prompts, **options), strict=True):
                     answers[i] = text
         return answers
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Those of `continuations`, of the harness's."""
+        """Those of `generate`, of the harness's."""
         until = given.get('until') or []
         samples = given.get('do_sample', False) or given.get('temperature', 0.0) > 0
         return {

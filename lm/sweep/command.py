@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 
-from lm import train
 from lm.errors import INTERRUPTED, AbsentError, ConfigError, LmError
 from lm.experiment import validate
 from lm.runs.lock import OccupiedError
 from lm.runs.run_dir import RunDir, check_path
+from lm.session import train
 from lm.sweep.flags import check_together
 from lm.sweep.points import make_points
 from lm.sweep.runner import Runner

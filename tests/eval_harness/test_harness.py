@@ -287,7 +287,7 @@ def test_ruler_is_made_and_measured_by_the_tokenizer_of_the_run(english, without
         expected.update({request.args[0]: request.doc['outputs'] for request in task.instances})
 
     monkeypatch.setattr(ConfigurableTask, 'build_all_requests', noted)
-    monkeypatch.setattr(adapter, 'continuations', answers)
+    monkeypatch.setattr(adapter, 'generate', answers)
     random.seed(0)
     with pytest.raises(
         ConfigError, match=r"its data cannot be had: Couldn't reach.*without a network there are niah_si"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
+from lm.train import train
 from rich.console import Console
 
 from lm.attention.performer import Performer
@@ -30,9 +31,8 @@ from lm.evaluation.evaluator import check_evaluation, make_evaluator
 from lm.evaluation.scoring import Scorer
 from lm.evaluation.sets import flat, open_sets
 from lm.experiment import Experiment, open_run, validate
-from lm.generate import continuations
+from lm.generation import generate
 from lm.model import ModelConfig
-from lm.train import train
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.objectives.masked import Masked
@@ -42,7 +42,7 @@ from lm.training.rules.muon import Muon
 from lm.training.schedules.constant import Constant
 from lm.training.step import TrainStep, weights
 
-FAMILIES = runpy.run_path(str(tiny.ROOT / 'scripts' / 'protein_families.py'))
+FAMILIES = runpy.run_path(str(tiny.ROOT / 'configs/papers/performer/table_2_proteins/protein_families.py'))
 LENGTH = 48
 MODEL = ModelConfig(vocab_size=28, n_layers=2, d_model=32, n_heads=2, head_dim=16, attention=Softmax(), causal=False)
 TRAIN = TrainConfig(steps=60, tokens_per_step=8 * LENGTH, context_length=LENGTH, objective=Masked())
@@ -285,7 +285,7 @@ def test_a_small_training_beats_the_baseline_and_resumes_to_the_bit(experiment, 
     assert tiny.checksums(tmp_path / 'run', 150) == first
     capsys.readouterr()
     loaded = open_run(str(tmp_path / 'run'))
-    for use in (lambda: loaded.score('ACD'), lambda: continuations(loaded, 'ACD', max_tokens=2)):
+    for use in (lambda: loaded.score('ACD'), lambda: generate(loaded, 'ACD', max_tokens=2)):
         with pytest.raises(ConfigError, match=r'^model\.causal = False: '):
             use()
 

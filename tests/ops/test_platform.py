@@ -68,7 +68,7 @@ def test_vmem_follows_the_kind_of_device(kind, mebibytes, asked, monkeypatch):
 
 def test_implementations_are_imported_when_they_are_asked_for():
     code = (
-        'import sys, lm.train; from lm.ops.linear_attention import IMPLEMENTATIONS\n'
+        'import sys, lm.session.train; from lm.ops.linear_attention import IMPLEMENTATIONS\n'
         "kernels = 'lm.ops.linear_attention.tpu.attention'\n"
         "assert 'pallas_tpu' in IMPLEMENTATIONS and kernels not in sys.modules\n"
         "assert 'jax.experimental.pallas' not in sys.modules\n"

@@ -124,7 +124,7 @@ def test_a_full_disk_changes_nothing_of_how_points_end(sweep, monkeypatch, caplo
         raise Preempted('stopped at step 3')
 
     monkeypatch.setattr(Sweep, 'prepare', lambda *_: '')
-    monkeypatch.setattr('lm.train.main', stopped)
+    monkeypatch.setattr('lm.session.train.main', stopped)
     with pytest.raises(Preempted):
         run_one(sweep, types.SimpleNamespace(index=2))
 
