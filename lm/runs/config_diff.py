@@ -4,8 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lm.config.configurable import REGISTRY
-from lm.config.names import may_change, up_to_date
+from lm.config.names import class_in, may_change, up_to_date
 
 
 class Change(NamedTuple):
@@ -45,19 +44,14 @@ def compare_bindings(old: Mapping[str, str], new: Mapping[str, str]) -> list[Cha
 
 
 def is_permitted(change: Change, old: Mapping[str, str], new: Mapping[str, str], rewound: bool) -> bool:
-    """Returns whether a run may go on with this change. A run that is rewound may also change its optimizer."""
-    name = change.binding
-    return may_change(name) or (rewound and _belongs_to_optimizer(name)) or _lengthens(name, old, new)
+    """Returns whether a run may go on with this change. `rewound`: the run goes back to a checkpoint."""
+    return may_change(change.binding, rewound=rewound) or (change.binding == 'train.steps' and _may_grow(old, new))
 
 
-def _lengthens(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> bool:
-    """Returns whether `name` is the number of steps, and it grows under a schedule that does not depend on it."""
+def _may_grow(old: Mapping[str, str], new: Mapping[str, str]) -> bool:
+    """Returns whether the number of steps grows, under a schedule that does not depend on it."""
     schedule = new.get('optimizer.schedule', '')
-    if name != 'train.steps' or old.get('optimizer.schedule') != schedule or int(new[name]) <= int(old[name]):
+    if old.get('optimizer.schedule') != schedule or int(new['train.steps']) <= int(old['train.steps']):
         return False
-    return getattr(REGISTRY.get(schedule.strip('@()').rpartition('/')[2]), 'is_open_ended', False)
-
-
-def _belongs_to_optimizer(name: str) -> bool:
-    """Returns whether a binding such as `a/adamw.b2` belongs to the optimizer, its rules or its schedules."""
-    return getattr(REGISTRY.get(name.rpartition('/')[2].partition('.')[0]), 'is_of_optimizer', False)
+    chosen = class_in(schedule)
+    return chosen is not None and chosen.is_open_ended
