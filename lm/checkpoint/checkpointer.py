@@ -29,7 +29,7 @@ from lm.checkpoint.snapshot import (
     some,
     steps_in,
 )
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.errors import LmError, MismatchError
 from lm.files import is_remote, settle
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 @configurable('checkpoint', resume=True)
-class CheckpointConfig:
+class CheckpointConfig(Configurable):
     """When checkpoints are written and which of them stay."""
 
     save_every_steps: int | None = field(

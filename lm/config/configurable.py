@@ -1,7 +1,7 @@
 """Typed, frozen configuration dataclasses and the registry of those that a gin file can name.
 
     @configurable('polynomial')
-    class Polynomial(Attention):
+    class Polynomial(Attention):              # Attention is a Configurable
         degree: int = field(default=4, minimum=2, even=True)
 
 makes `Polynomial` a frozen, keyword-only dataclass whose values are checked at construction, and lets a gin file
@@ -12,13 +12,28 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from lm.errors import ConfigError
 
-T = TypeVar('T')
 
-REGISTRY: dict[str, type] = {}
+class Configurable:
+    """Base of every class that `configurable` registers, and of the bases of such classes."""
+
+    gin_name: ClassVar[str]
+    """The name in gin files; `configurable` sets it, so that the bases have none."""
+    gin_resume: ClassVar[bool] = False
+    """A run may be resumed with other values of all fields. Subclasses inherit it."""
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a value of a wrong type or outside its range."""
+        check_fields(self)
+
+
+T = TypeVar('T', bound=Configurable)
+
+REGISTRY: dict[str, type[Configurable]] = {}
 """Gin name → dataclass. Filled by `configurable` when the module that holds the class is imported."""
 
 
@@ -58,21 +73,24 @@ def field(
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def configurable(name: str, *, resume: bool = False) -> Callable[[type[T]], type[T]]:
-    """Class decorator: a frozen keyword-only dataclass, checked at construction, known to gin files as `name`.
-    `resume`: a run may be resumed with other values of all its fields; a base may say so of all its classes, as
-    `gin_resume`."""
+    """Makes a class a frozen keyword-only dataclass, checked at construction, that gin files know as `name`.
 
-    def decorate(cls: type) -> type:
+    Args:
+        name: unique in the registry.
+        resume: a run may be resumed with other values of all its fields.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
         refine = cls.__dict__.get('__post_init__')
 
-        def check(self) -> None:
+        def check(self: T) -> None:
             check_fields(self)
             if refine:
                 refine(self)
 
         cls.__post_init__ = check
         cls.gin_name = name
-        cls.gin_resume = resume or getattr(cls, 'gin_resume', False)
+        cls.gin_resume = resume or cls.gin_resume
         cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         known = REGISTRY.setdefault(name, cls)
         if known is not cls and known.__qualname__ != cls.__qualname__:
@@ -83,7 +101,7 @@ def configurable(name: str, *, resume: bool = False) -> Callable[[type[T]], type
     return decorate
 
 
-def check_fields(config: Any) -> None:
+def check_fields(config: Configurable) -> None:
     """Raises ConfigError for the first field whose type or range is wrong; lists become tuples, ints become floats."""
     annotations = typing.get_type_hints(type(config))
     for spec in dataclasses.fields(config):
@@ -165,7 +183,7 @@ def describe(annotation: Any) -> str:
     name = getattr(annotation, '__name__', str(annotation))
     if annotation in (int, float, str, bool):
         return ('an ' if name == 'int' else 'a ') + {'str': 'string', 'bool': 'bool (True or False)'}.get(name, name)
-    options = [key for key, cls in REGISTRY.items() if isinstance(cls, type) and issubclass(cls, annotation)]
+    options = [key for key, cls in REGISTRY.items() if issubclass(cls, annotation)]
     return f'one of {", ".join("@" + o + "()" for o in sorted(options))}' if options else name
 
 

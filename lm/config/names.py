@@ -7,7 +7,7 @@ import re
 import typing
 from typing import Any
 
-from lm.config.configurable import REGISTRY, classes_in
+from lm.config.configurable import REGISTRY, Configurable, classes_in
 from lm.config.text import Reference, format_value, replace_nodes
 from lm.errors import ConfigError
 
@@ -60,7 +60,9 @@ def up_to_date(bindings: dict[str, str]) -> dict[str, str]:
     for title in dict.fromkeys(map(_title, found)):
         name = title.rpartition('/')[2]
         for field in _fields(name) if name in REGISTRY else ():
-            default = replace_nodes(field.default, lambda v: Reference('', v.gin_name) if hasattr(v, 'gin_name') else v)
+            default = replace_nodes(
+                field.default, lambda v: Reference('', v.gin_name) if isinstance(v, Configurable) else v
+            )
             with contextlib.suppress(ConfigError):  # it has no default
                 found.setdefault(f'{title}.{field.name}', format_value(default))
     # What moved to several configurables counts in those that are selected.

@@ -4,19 +4,24 @@ Nothing that a file says has run when this is done, unless imports were allowed:
 the name of a macro. An `import` of a module that is there and has defined configurables needs no permission.
 """
 
+import functools
 import importlib
+import logging
 import os
 import pathlib
 import threading
+import tomllib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from lm.config.checks import Statement, did_you_mean, parameters_of
-from lm.config.configurable import REGISTRY
+from lm.config.configurable import REGISTRY, Configurable
 from lm.config.names import names_today, renewed
 from lm.config.text import Macro, Reference, format_value, listed, replace_nodes
 from lm.errors import ConfigError
 from lm.files import is_remote, open_path
+
+log = logging.getLogger(__name__)
 
 PROJECT = pathlib.Path(__file__).resolve().parents[2]
 """The checkout: `configs/…` and `data/…` are found here from any working directory."""
@@ -186,7 +191,7 @@ class _Reader:
         thing = self._modules.get(first)
         for attribute in attributes:
             thing = getattr(thing, attribute, None)
-        if hasattr(thing, 'gin_name'):
+        if isinstance(thing, type) and issubclass(thing, Configurable) and thing in REGISTRY.values():
             return thing.gin_name
         owners = [f'{n}{after}' for n in REGISTRY if after[1:] in parameters_of(n)]
         hint = did_you_mean(name, REGISTRY, before, after) or did_you_mean(f'{name}{after}', owners)
@@ -232,9 +237,22 @@ def _find_file(name: str, includer: Any = None, where: str = '') -> Any:
     for path in candidates:
         if os.path.isfile(path):
             return path
+    for path in candidates:
+        if moved := _moved_files().get(os.path.abspath(path)):
+            log.warning('%s%s has moved to %s', where, name, moved)
+            return moved
     folders = [path.parent for path in candidates if os.path.isdir(path.parent)]
     siblings = [os.path.join(os.path.dirname(name), p.name) for folder in folders[:1] for p in folder.glob('*.gin')]
     raise ConfigError(f'{where}{name!r}: no such file{did_you_mean(name, siblings)}')
+
+
+@functools.cache
+def _moved_files() -> dict[str, pathlib.Path]:
+    """Returns former path → path today of the project's gin files, from configs/moved.toml. Old commands still work."""
+    folder = PROJECT / 'configs'
+    table = folder / 'moved.toml'
+    moves = tomllib.loads(table.read_text(encoding='utf-8')) if table.is_file() else {}
+    return {str(folder / old): folder / new for old, new in moves.items()}
 
 
 def _is_inside(path: Any, folder: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lm.config.checks import Statement, check_macros, in_effect
-from lm.config.configurable import REGISTRY
+from lm.config.configurable import REGISTRY, Configurable
 from lm.config.text import Macro, Reference, replace_nodes
 from lm.errors import ConfigError
 
@@ -87,8 +87,9 @@ def _selected_by_default(bindings: dict[str, Statement], sections: Iterable[str]
     found = {}
     for section in sections:
         for field in dataclasses.fields(REGISTRY[section]):
-            name = getattr(field.default, 'gin_name', None)
-            key = f'{section}.{field.name}'
+            if not isinstance(field.default, Configurable):
+                continue
+            name, key = field.default.gin_name, f'{section}.{field.name}'
             if key not in bindings and any(s.selector == name and s.parameter for s in bindings.values()):
                 found[key] = Statement('', section, field.name, Reference('', name), 'default', False)
     return found

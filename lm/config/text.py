@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from lm.config.configurable import Configurable
 from lm.errors import ConfigError
 
 
@@ -78,11 +79,11 @@ def dump(experiment: Any) -> str:
         ConfigError: for a value that gin cannot express.
     """
     is_whole = dataclasses.is_dataclass(experiment) and not isinstance(experiment, type)
-    sections = [getattr(experiment, field.name) for field in dataclasses.fields(experiment)] if is_whole else [None]
-    if not all(hasattr(config, 'gin_name') for config in sections):
+    values = [getattr(experiment, field.name) for field in dataclasses.fields(experiment)] if is_whole else []
+    sections = {config.gin_name: config for config in values if isinstance(config, Configurable)}
+    if not is_whole or len(sections) < len(values):
         raise ConfigError(f'experiment = {repr(experiment)[:80]}: must be an Experiment, such as lm.configure makes')
-    sections = {config.gin_name: config for config in sections}
-    nested: dict[str, list[Any]] = {}
+    nested: dict[str, list[Configurable]] = {}
     for name in sorted(sections):
         _gather(sections[name], nested)
     scopes: dict[str, str] = {}
@@ -92,7 +93,8 @@ def dump(experiment: Any) -> str:
             scopes |= {_identity(config): _scope(i) for i, config in enumerate(configs)}
 
     def reference(value: Any) -> Any:
-        return Reference(scopes.get(_identity(value), ''), value.gin_name) if hasattr(value, 'gin_name') else value
+        is_nested = isinstance(value, Configurable)
+        return Reference(scopes.get(_identity(value), ''), value.gin_name) if is_nested else value
 
     blocks = [(name, '', config) for name, config in sections.items()]
     for name, configs in nested.items():
@@ -113,11 +115,11 @@ def dump(experiment: Any) -> str:
     return '\n'.join(lines) + '\n'
 
 
-def _gather(config: Any, nested: dict[str, list[Any]]) -> None:
+def _gather(config: Configurable, nested: dict[str, list[Configurable]]) -> None:
     """Adds the different configurables inside `config` to `nested`, by gin name, in a fixed order."""
 
     def visit(value: Any) -> Any:
-        if hasattr(value, 'gin_name'):
+        if isinstance(value, Configurable):
             known = nested.setdefault(value.gin_name, [])
             if _identity(value) not in map(_identity, known):
                 known.append(value)
@@ -128,13 +130,13 @@ def _gather(config: Any, nested: dict[str, list[Any]]) -> None:
         replace_nodes(getattr(config, field), visit)
 
 
-def _foreign(configs: Iterable[Any]) -> list[str]:
+def _foreign(configs: Iterable[Configurable]) -> list[str]:
     """The modules outside this package that define them. What a script or notebook itself defines has none."""
     modules = {type(config).__module__ for config in configs}
     return sorted(module for module in modules if module != '__main__' and module.partition('.')[0] != 'lm')
 
 
-def _identity(config: Any) -> str:
+def _identity(config: Configurable) -> str:
     """Equal for configurations that build the same thing; unlike ==, tells 1 from True."""
     return repr(config)
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.data.mixture import Mixture, check_mixture
 from lm.data.store import TokenStore
 from lm.data.tokenizers import token_dtype
@@ -15,7 +15,7 @@ Store = TokenStore | Mixture | TaskStore
 
 
 @configurable('data')
-class DataConfig:
+class DataConfig(Configurable):
     """Which prepared tokens, or which synthetic task, to train and evaluate on."""
 
     path: str = field(

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lm.attention import YARDSTICK, Attention, HeadDims
-from lm.config.configurable import configurable, field
+from lm.attention import DEFAULT, Attention, HeadDims
+from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.ops.platform import target_platform
 from lm.ops.residuals import RESIDUAL_NAME
@@ -39,7 +39,7 @@ ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
 
 
 @configurable('model')
-class ModelConfig:
+class ModelConfig(Configurable):
     """Shape and numerics of the model; the defaults are GPT-2 small (110M parameters)."""
 
     vocab_size: int = field(default=32_000, minimum=2)
@@ -59,7 +59,7 @@ class ModelConfig:
         help='GLU width; None: 8·d_model/3 rounded down to a multiple of 8, without gates 4·d_model',
     )
     attention: Attention | tuple[Attention, ...] = field(
-        default=YARDSTICK(), help='one mechanism, or a list cycled over layers'
+        default=DEFAULT(), help='one mechanism, or a list cycled over layers'
     )
     causal: bool = field(
         default=True,

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lm.config.configurable import field
+from lm.config.configurable import Configurable, field
 from lm.errors import ConfigError
 from lm.tasks.draws import Draws
 
@@ -33,7 +33,7 @@ class Slice:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task(abc.ABC):
+class Task(Configurable, abc.ABC):
     """Base of the tasks (frozen dataclasses made by `@configurable`)."""
 
     train_examples: int = field(default=65_536, minimum=1, help='they come again every epoch')

@@ -1,6 +1,6 @@
 """What a gin file says of a training."""
 
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.trackers import Tracker
 from lm.training.objectives import Objective
@@ -14,7 +14,7 @@ def _check_traced(steps: tuple[int, int]) -> str | None:
 
 
 @configurable('train')
-class TrainConfig:
+class TrainConfig(Configurable):
     """How long, on how much at a time, and what is written down on the way."""
 
     steps: int = field(default=125_000, minimum=1)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError, end_process
 from lm.ops.platform import DATA_AXES, SEQUENCE_AXIS, SHARED_AXIS, data_shards
 from lm.parameters import shared_axis
@@ -30,7 +30,7 @@ MIN_SHARDED_SIZE = 2**14
 
 
 @configurable('mesh', resume=True)
-class MeshConfig:
+class MeshConfig(Configurable):
     """How the devices are used."""
 
     fsdp: int = field(default=1, minimum=1, help='devices that share one copy of parameters and optimizer state')

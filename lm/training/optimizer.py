@@ -8,7 +8,7 @@ import operator
 import jax
 import optax
 
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.model.width import rate_scale
 from lm.training.rules import Declared, Rule
@@ -18,7 +18,7 @@ from lm.training.schedules.linear import Linear
 
 
 @configurable('optimizer')
-class OptimizerConfig:
+class OptimizerConfig(Configurable):
     """How gradients become steps; defaults are the paper's for 1M-token batches on PG-19 and Wiki-40B."""
 
     is_of_optimizer = True

@@ -14,7 +14,7 @@ import pytest
 
 import lm.experiment  # noqa: F401 (fills the registry)
 from lm.checkpoint.snapshot import COMMITTED, make_record
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import write_atomically
 from lm.runs import info as run_info
@@ -133,7 +133,7 @@ def test_bindings_of_another_version_are_noted(tmp_path, caplog):
     assert 'jsonl' not in caplog.text, 'it may be anything'
 
 
-class Tool:
+class Tool(Configurable):
     """Base of the configurables below."""
 
 
@@ -149,7 +149,7 @@ class Saw(Tool):
 
 
 @configurable('test_bench')
-class Bench:
+class Bench(Configurable):
     tool: Tool = field(default=Hammer(), formerly='kind')
     spare: Tool = field(default=Saw())
     width: int = field(default=7)

@@ -1,13 +1,13 @@
 """What `lm prepare` can be told."""
 
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.data.prepare.cleaning import CLEANINGS
 from lm.data.sources import Source
 from lm.data.tokenizers import TokenizerChoice, TokenizerConfig
 
 
 @configurable('prepare', resume=True)
-class PrepareConfig:
+class PrepareConfig(Configurable):
     """How `lm prepare` makes the token store `data.path`."""
 
     source: Source | None = field(

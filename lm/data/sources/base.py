@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from lm.config.configurable import Configurable
 from lm.errors import MismatchError
 
 SPLITS = ('train', 'validation', 'test')
@@ -61,7 +62,7 @@ class Document:
     """In place of the text: its token ids, with or without the end-of-document token [tokens], integers."""
 
 
-class Source(abc.ABC):
+class Source(Configurable, abc.ABC):
     """Base of the sources. Instances are frozen dataclasses and travel to the worker processes."""
 
     holds_tokens = False
@@ -69,10 +70,10 @@ class Source(abc.ABC):
     gin_resume = True
     """A run learns from the store, which its fingerprint tells from others, wherever the text of it was."""
 
-    def fetch(self, log) -> None:  # noqa: B027 - most sources have nothing to fetch
+    def fetch(self, log) -> None:
         """Downloads what is not there yet, if the source can; `log(line)` tells people."""
 
-    def check_eod(self, eod: int) -> None:  # noqa: B027 - most sources hold text
+    def check_eod(self, eod: int) -> None:
         """Raises ConfigError unless `eod` ends the documents of ready tokens."""
 
     def identity(self) -> dict[str, Any]:

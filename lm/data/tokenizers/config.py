@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.data.tokenizers.patterns import PATTERNS
 
 
-class TokenizerChoice:
+class TokenizerChoice(Configurable):
     """Base of what `prepare.tokenizer` may be (frozen dataclasses made by `@configurable`)."""
 
     model_path: str | None = None

@@ -6,8 +6,10 @@ Adding a schedule means adding one file. The peak and the warm-up are the same f
 
 import optax
 
+from lm.config.configurable import Configurable
 
-class Schedule:
+
+class Schedule(Configurable):
     """Base of the schedules (frozen dataclasses made by `@configurable`)."""
 
     is_of_optimizer = True
