@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
-from lm.train import train
 from rich.console import Console
 
 from lm.attention.performer import Performer
@@ -33,6 +32,7 @@ from lm.experiment import Experiment, open_run, validate
 from lm.inference.evaluation import print_table
 from lm.inference.generation import generate
 from lm.model import ModelConfig
+from lm.session.train import train
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.objectives.masked import Masked
