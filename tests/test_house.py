@@ -7,6 +7,7 @@ import ast
 import collections
 import functools
 import pathlib
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,10 +19,10 @@ from lm.config.configurable import REGISTRY
 ROOT = pathlib.Path(lm.__file__).parent
 
 FLOORS = (
+    ('ops',),
     ('lm', 'errors', 'output', 'text'),
     ('files', 'hardware', 'plots', 'parameters'),
     ('config', 'compilation'),
-    ('ops',),
     ('attention', 'tasks', 'checkpoint', 'trackers'),
     ('model', 'data', 'runs'),
     ('training',),
@@ -57,9 +58,6 @@ OWNERS = {
 
 FORMULAS = 'lm.interop.formulas.'
 """Files that belong to the mechanism of their name."""
-
-ALLOWED_WORDS = {'lm.report.paper', 'lm.report.paper_tables'}
-"""Files that say which mechanism a published number is of, and so name them."""
 
 
 @functools.cache
@@ -148,6 +146,17 @@ def test_no_circles():
         visit(module, ())
 
 
+def test_operations_import_only_jax_and_numpy():
+    """Besides the standard library and themselves, so that they serve programs that use nothing else of `lm`."""
+    allowed = {*sys.stdlib_module_names, 'jax', 'numpy'}
+    wrong = []
+    for module in (m for m in trees() if m == 'lm.ops' or m.startswith('lm.ops.')):
+        outside = {name for name, _ in imports(trees()[module]) if not name.startswith('lm.')}
+        wrong += [f'{module} imports {name}' for name in outside if name.split('.')[0] not in allowed]
+        wrong += [f'{module} imports {name}' for name in graph()[module] if not f'{name}.'.startswith('lm.ops.')]
+    assert not wrong
+
+
 @pytest.mark.parametrize('library', OWNERS)
 def test_one_owner_a_library(library):
     users = {m for m, tree in trees().items() for name, _ in imports(tree) if name.split('.')[0] == library}
@@ -177,7 +186,7 @@ def test_no_file_but_its_own_names_a_mechanism():
     wrong = []
     for module, tree in trees().items():
         wrong += [f'{module} imports {t}' for t in graph()[module] if t in known.values()]
-        if module in ALLOWED_WORDS or place(module)[1] == 'attention':
+        if place(module)[1] == 'attention':
             continue
         words = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         if module.startswith(FORMULAS):

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from lm.errors import INTERRUPTED, AbsentError, ConfigError, LmError
+from lm.errors import INTERRUPTED, AbsentError, ConfigError, LmError, exit_code_of
 from lm.experiment import validate
 from lm.runs.lock import OccupiedError
 from lm.runs.run_dir import RunDir, check_path
@@ -96,7 +96,7 @@ def run_one(sweep: Sweep, arguments: Any) -> int:
     try:
         code = train.main(point.experiment, arguments)
     except Exception as error:
-        code = getattr(error, 'exit_code', 1)
+        code = exit_code_of(error)
         if code not in INTERRUPTED and not isinstance(error, OccupiedError) and leads():
             sweep.record_failure(point, code, ' '.join(str(error).split()))
         raise
