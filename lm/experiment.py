@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.config import load as gin
-from lm.config.configurable import check_kind
+from lm.config.configurable import REGISTRY, check_kind
 from lm.config.text import dump
 from lm.data.dataset import DataConfig, Store
 from lm.data.prepare.config import PrepareConfig
@@ -63,6 +63,11 @@ class Experiment:
         for section in dataclasses.fields(self):
             given = getattr(self, section.name)
             check_kind(section.name, given, section.type, f'such as lm.{section.type.__name__}() is')
+
+
+def load_registry() -> dict[str, type]:
+    """Returns everything that a gin file can name: gin name → class. To import this module is to register all of it."""
+    return REGISTRY
 
 
 def load(

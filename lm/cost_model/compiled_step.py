@@ -161,7 +161,7 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
         bindings=tuple(f'{name} = {value!r}' for name, value in bindings.items()),
         compile_seconds=time.perf_counter() - start,
     )
-    limit = topology.chip.hbm_gib
+    limit = topology.chip.limits.hbm_gib
     if isinstance(compiled, float):
         return Check(**found, fits=False, memory=Memory(limit, compiled), roofline=None, speed=None)
     memory, text = _memory(compiled.memory, limit), compiled.text

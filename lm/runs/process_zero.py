@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from lm.errors import ConfigError, LmError
+from lm.errors import ConfigError, LmError, exit_code_of
 
 FAILED = 1000
 """Added to the exit code that process 0 tells the others."""
@@ -23,7 +23,7 @@ def on_leader(work: Callable[[], bool]) -> bool:
         try:
             outcome = int(work())
         except Exception as problem:
-            error, outcome = problem, FAILED + getattr(problem, 'exit_code', LmError.exit_code)
+            error, outcome = problem, FAILED + exit_code_of(problem)
     outcome = int(multihost_utils.broadcast_one_to_all(np.int32(outcome)))
     if error:
         raise error

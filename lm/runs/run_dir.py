@@ -18,8 +18,7 @@ import jax
 from etils import epath
 
 from lm.checkpoint.snapshot import Damaged, Snapshot, committed_steps
-from lm.config.configurable import REGISTRY
-from lm.config.names import may_change, up_to_date
+from lm.config.names import class_in, may_change, up_to_date
 from lm.config.text import dump
 from lm.errors import ConfigError, LmError, MismatchError, writing
 from lm.files import is_remote, open_path, write_atomically
@@ -146,7 +145,7 @@ class RunDir:
         if jax.process_index() == 0:
             try:
                 if info := read_raw(self.info):
-                    write_atomically(self.info, to_text(info | what))
+                    write_atomically(self.info, to_text({**info, **what}))
             except (OSError, LmError) as error:
                 log.warning('%s could not be written: %s', self.info, error)
 
@@ -298,7 +297,7 @@ class RunDir:
     ) -> None:
         refused = []
         for name, before, after in _differences(old, new):
-            if may_change(name) or (rewound and _is_of_optimizer(name)) or _is_longer(name, old, new):
+            if may_change(name, rewound=rewound) or _is_longer(name, old, new):
                 continue
             if before is None or after is None:
                 # a field that another version of the program added or removed, or that of a mechanism not used before
@@ -385,13 +384,9 @@ def read_text(path: epath.Path) -> str:
 
 
 def _is_longer(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> bool:
-    """Whether `name` are steps that grow, under a schedule that does not depend on them."""
+    """Returns whether `name` is the number of steps, which grows under a schedule that does not depend on it."""
     schedule = new.get('optimizer.schedule', '')
     if name != 'train.steps' or old.get('optimizer.schedule') != schedule or int(new[name]) <= int(old[name]):
         return False
-    return getattr(REGISTRY.get(schedule.strip('@()').rpartition('/')[2]), 'is_open_ended', False)
-
-
-def _is_of_optimizer(name: str) -> bool:
-    """Whether `a/adamw.b2` belongs to the optimizer, its rules or its schedules."""
-    return getattr(REGISTRY.get(name.rpartition('/')[2].partition('.')[0]), 'is_of_optimizer', False)
+    chosen = class_in(schedule)
+    return chosen is not None and chosen.is_open_ended

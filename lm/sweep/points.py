@@ -22,7 +22,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from lm.attention import Attention
 from lm.config.checks import Statement, check_used, used_bindings
+from lm.config.names import classes_of
 from lm.config.read import read
 from lm.config.resolve import resolve, sections_of
 from lm.config.text import Reference, dump, format_value
@@ -110,6 +112,13 @@ def make_points(
     return points
 
 
+def find_point(points: Sequence[Point], index: int) -> Point:
+    """Returns the point at `index`. Raises ConfigError where there is none."""
+    if not 0 <= index < len(points):
+        raise ConfigError(f'--index {index}: must be 0 to {len(points) - 1}')
+    return points[index]
+
+
 def _axes(statements: list[Statement], files: str) -> tuple[dict[str, Statement], list[Axis]]:
     """The statements that are no lists, by key, and the axes in the order of the file."""
     groups: dict[str, list[Statement]] = {}
@@ -161,7 +170,7 @@ def _names(keys: list[str], points: list[dict[str, Statement]]) -> list[str]:
         for key, label in labels.items():
             if key in settings:
                 value = settings[key].value
-                is_mechanism = key == 'model.attention'
+                is_mechanism = any(issubclass(cls, Attention) for cls in classes_of(key))
                 parts.append(_plain(value) if is_mechanism else f'{label}-{_plain(value)}')
         name = re.sub('[^A-Za-z0-9._-]+', '-', '_'.join(parts))
         names.append(re.sub(r'\.\.+', '.', name).strip('-._') or 'point')

@@ -20,6 +20,7 @@ from lm.experiment import load, training_step, validate
 from lm.hardware import describe_devices, parse
 from lm.model import ModelConfig
 from lm.ops.documents import Documents
+from lm.ops.errors import OperationError
 from lm.training import mesh as mesh_lib
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
@@ -183,5 +184,5 @@ def test_what_cannot_be_split_is_refused():
         (Polysketch(block=6), 'exact blocks of 6'),
         (Hybrid(window=9), 'shorter than the window of 9'),
     ):
-        with pytest.raises(ConfigError, match=f'mesh.sequence: parts of 8 tokens are .*{text}'):
+        with pytest.raises(OperationError, match=f'mesh.sequence: parts of 8 tokens are .*{text}'):
             gradients(attention, None, 4, sequence=4)

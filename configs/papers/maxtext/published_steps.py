@@ -135,7 +135,8 @@ def row_of(name: str, published: Published) -> list[str]:
     row = [name, published.source, f'{measured:.2f} s']
     if not found.fits:
         return [*row, f'needs {found.memory.needed_gib:.1f} of {found.memory.limit_gib:.1f} GiB', '', '', '']
-    assert found.predicted and found.speed, 'a step that fits a TPU has both'
+    assert found.predicted is not None
+    assert found.speed is not None
     predicted, bound = found.predicted.seconds_per_step, found.speed.seconds_per_step
     return [*row, f'{bound:.2f} s', f'{predicted:.2f} s', f'{predicted / measured:.2f}', published.difference]
 
