@@ -23,12 +23,12 @@ from lm.checkpoint.losses import Losses
 from lm.checkpoint.snapshot import (
     Damaged,
     Snapshot,
-    committed_steps,
+    describe_error,
+    find_committed_steps,
+    find_steps,
     flatten,
+    list_last,
     make_record,
-    one_line,
-    some,
-    steps_in,
 )
 from lm.errors import LmError, MismatchError
 from lm.files import is_remote, settle
@@ -128,7 +128,9 @@ class Checkpointer:
                 if step in self._ours and not force:
                     return False
                 manager.delete(step)
-            record = make_record(step, arrays, self.fingerprints, self._losses.noted(metrics or {}), metadata or {})
+            record = make_record(
+                step, arrays, self.fingerprints, self._losses.add_measure(metrics or {}), metadata or {}
+            )
             if metrics and 'loss' in metrics:
                 self._losses.add(step, metrics['loss'])
             self._ours.add(step)
@@ -149,9 +151,11 @@ class Checkpointer:
         self._losses.add(step, loss)
         if jax.process_index() == 0:
             try:
-                Snapshot(self.directory, step).add_metrics(self._losses.noted({'loss': loss}))
+                Snapshot(self.directory, step).add_metrics(self._losses.add_measure({'loss': loss}))
             except (Damaged, LmError, OSError) as error:
-                log.warning('checkpoint step %d: its evaluation loss could not be noted: %s', step, one_line(error))
+                log.warning(
+                    'checkpoint step %d: its evaluation loss could not be noted: %s', step, describe_error(error)
+                )
 
     def check_for_errors(self) -> None:
         """Raises LmError if a save failed in the background (or warns: checkpoint.on_failed_save). Cheap."""
@@ -203,7 +207,7 @@ class Checkpointer:
         known = agree_on_steps(self.directory)
         if step is not None and step not in known:
             raise MismatchError(
-                f'checkpoint step {step}: not in {self.directory}, which has {some(known)}; choose one of these'
+                f'checkpoint step {step}: not in {self.directory}, which has {list_last(known)}; choose one of these'
             )
         tried: set[int] = set()
         while left := {step} if step is not None else set(known) - tried:
@@ -225,7 +229,7 @@ class Checkpointer:
                 return Restored(state, candidate, record['metadata'])
         if known:
             raise MismatchError(
-                f'{self.directory}: no checkpoint is sound (tried {some(known)}); '
+                f'{self.directory}: no checkpoint is sound (tried {list_last(known)}); '
                 'restore a copy of the directory, or start again in a new run directory'
             )
         return None
@@ -245,7 +249,7 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """Returns the steps that are complete on disk, ascending. They may still turn out to be damaged."""
-        return committed_steps(self.directory)
+        return find_committed_steps(self.directory)
 
     def latest_step(self) -> int | None:
         """Returns the newest of `all_steps`."""
@@ -276,7 +280,7 @@ class Checkpointer:
         else they would block saves of the same number, or be taken for the newest after a restart."""
         if jax.process_index() == 0:
             remove_unfinished(self.directory)
-            for step in steps_in(self.directory):
+            for step in find_steps(self.directory):
                 if step in self._damaged:
                     set_aside(self.directory, step, 'damaged')
                 elif self._restored is not None and step > self._restored:
@@ -307,8 +311,8 @@ class Checkpointer:
         if jax.process_index() == 0:
             remove_failed(self.directory, step)
         message = (
-            f'checkpoint step {step} could not be written to {self.directory} ({one_line(error)}); '
-            f'the newest complete one is {some(self.all_steps()[-1:])}; '
+            f'checkpoint step {step} could not be written to {self.directory} ({describe_error(error)}); '
+            f'the newest complete one is {list_last(self.all_steps()[-1:])}; '
             'make room or repair the storage, then run it again'
         )
         if is_fatal or self.config.on_failed_save == 'stop':

@@ -8,7 +8,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from lm.checkpoint.snapshot import COMMITTED, committed_steps, steps_in
+from lm.checkpoint.snapshot import COMMITTED, find_committed_steps, find_steps
 from lm.files import is_remote
 
 TEMPORARY = '.orbax-checkpoint-tmp'
@@ -51,7 +51,7 @@ def set_aside(directory: epath.Path, step: int, why: str) -> None:
 def agree_on_steps(directory: epath.Path) -> list[int]:
     """Returns the steps that process 0 finds, in all processes. Unfinished ones count where a rename completes a step,
     not where a marker does."""
-    steps = committed_steps(directory) if is_remote(directory) else steps_in(directory)
+    steps = find_committed_steps(directory) if is_remote(directory) else find_steps(directory)
     if jax.process_count() == 1:
         return steps
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.checksum import checksums
 from lm.checkpoint.folder import agree_on_steps
-from lm.checkpoint.snapshot import Damaged, Snapshot, _Agreement, flatten, make_record, one_line, some
+from lm.checkpoint.snapshot import Damaged, Snapshot, _Agreement, describe_error, flatten, list_last, make_record
 from lm.errors import ConfigError, LmError, MismatchError
 
 ROOT = Path(__file__).parents[2]
@@ -492,10 +492,10 @@ def test_rewinding_twice_replaces_what_was_abandoned_before(copied, caplog):
 
 
 def test_messages_are_short():
-    assert one_line(ValueError('two\n  lines')) == 'ValueError: two lines'
-    assert one_line(OSError('x' * 400)) == 'OSError: ' + 'x' * 400
-    assert one_line(OSError('x' * 200 + 'y' * 201)) == 'OSError: ' + 'x' * 180 + ' … ' + 'y' * 200
-    assert [some(list(range(n))) for n in (0, 4, 5)] == ['none', '0, 1, 2, 3', '… 1, 2, 3, 4']
+    assert describe_error(ValueError('two\n  lines')) == 'ValueError: two lines'
+    assert describe_error(OSError('x' * 400)) == 'OSError: ' + 'x' * 400
+    assert describe_error(OSError('x' * 200 + 'y' * 201)) == 'OSError: ' + 'x' * 180 + ' … ' + 'y' * 200
+    assert [list_last(list(range(n))) for n in (0, 4, 5)] == ['none', '0, 1, 2, 3', '… 1, 2, 3, 4']
 
 
 @pytest.mark.parametrize(
