@@ -29,7 +29,7 @@ from lm.config.read import read
 from lm.config.resolve import resolve, sections_of
 from lm.config.text import Reference, dump, format_value
 from lm.errors import ConfigError
-from lm.runs.run_dir import check_name
+from lm.runs.paths import check_name
 
 LONGEST_NAME = 100
 """Longer names are cut and end in a hash, which leaves room for suffixes within the 128 characters of a run name."""
@@ -41,7 +41,7 @@ class Point:
 
     Attributes:
         index: its place in the list, from 0.
-        name: made of its values on the axes; a name of `lm.runs.run_dir.check_name`.
+        name: made of its values on the axes; a name of `lm.runs.paths.check_name`.
         settings: binding → gin text, for the axes that the point uses.
         experiment: the resolved configuration.
     """
