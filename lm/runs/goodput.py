@@ -1,15 +1,7 @@
 """Goodput: which share of the wall clock of a run went into steps that count, and where the rest went.
 
 The ledger is cumulative over all starts of a run. At each moment the time is charged to one account, so that the
-accounts add up to the wall clock since the first start, but for the time in which the run was finished:
-
-    step        steps that the run kept: the productive time       data         waiting for batches
-    imports     from the begin of the process to that of the run   checkpoint   waiting for saves
-    start       checks, devices, opening data                      evaluation
-    initialize  making the state of a new run                      lost         steps done again after a restart
-    restore     reading a checkpoint of this run or its parent     restart      between the last record of a process
-    trace       waiting for JAX to trace the step                               and the begin of the next
-    compile     waiting for the compiler
+accounts (`Accounts`) add up to the wall clock since the first start, but for the time in which the run was finished.
 """
 
 import contextlib
@@ -17,16 +9,42 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from lm.text import duration
 
 T = TypeVar('T')
 
-ACCOUNTS = (
-    *('step', 'imports', 'start', 'initialize', 'restore', 'trace', 'compile'),
-    *('data', 'checkpoint', 'evaluation', 'lost', 'restart'),
-)
+
+class Accounts(TypedDict):
+    """Seconds by what they were spent on."""
+
+    step: float  #: steps that the run kept: the productive time
+    imports: float  #: from the begin of the process to the begin of the run
+    start: float  #: checks, devices, opening data
+    initialize: float  #: making the state of a new run
+    restore: float  #: reading a checkpoint of this run or of its parent
+    trace: float  #: waiting for JAX to trace the step
+    compile: float  #: waiting for the compiler
+    data: float  #: waiting for batches
+    checkpoint: float  #: waiting for saves
+    evaluation: float  #: evaluations
+    lost: float  #: steps that were done again after a restart
+    restart: float  #: between the last record of a process and the begin of the next process
+
+
+class Ledger(TypedDict):
+    """Where the time of a run went, over all its starts."""
+
+    share: float  #: share of the time that went into steps
+    seconds: Accounts  #: seconds by account
+    starts: int  #: starts of the run
+    started: float  #: first start, in seconds since the epoch
+    updated: float  #: when this was written, in seconds since the epoch
+    finished: bool  #: whether the last step is done
+
+
+ACCOUNTS = tuple(Accounts.__annotations__)
 
 
 class Goodput:
