@@ -39,7 +39,7 @@ LISTINGS = 'found or every_source or every_tokenizer or every_tracker or says_so
 READ = """
 import sys
 from lm.data.store import TokenStore
-store = TokenStore(sys.argv[1])
+store = TokenStore.open(sys.argv[1])
 print(store.tokenizer().decode(store.read('train', 0, store.tokens('train'))))
 """
 """Prints the training text of a token store."""
