@@ -11,7 +11,7 @@ from lm_eval.api.model import TemplateLM
 
 from lm.errors import ConfigError
 from lm.experiment import LoadedRun
-from lm.generation import generate
+from lm.inference.generation import generate
 
 MAX_TOKENS = 256
 """New tokens of an answer where a task does not say."""

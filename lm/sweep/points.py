@@ -29,7 +29,7 @@ from lm.config.read import read
 from lm.config.resolve import resolve, sections_of
 from lm.config.text import Reference, dump, format_value
 from lm.errors import ConfigError
-from lm.runs.run_dir import check_name
+from lm.runs.paths import check_name
 
 LONGEST_NAME = 100
 """Longer names are cut and end in a hash, which leaves room for suffixes within the 128 characters of a run name."""
@@ -41,7 +41,7 @@ class Point:
 
     Attributes:
         index: its place in the list, from 0.
-        name: made of its values on the axes; a name of `lm.runs.run_dir.check_name`.
+        name: made of its values on the axes; a name of `lm.runs.paths.check_name`.
         settings: binding → gin text, for the axes that the point uses.
         experiment: the resolved configuration.
     """
@@ -110,6 +110,13 @@ def make_points(
     for i, (name, (settings, experiment)) in enumerate(zip(names, found.values(), strict=True)):
         points.append(Point(i, name, {key: format_value(s.value) for key, s in settings.items()}, experiment))
     return points
+
+
+def find_point(points: Sequence[Point], index: int) -> Point:
+    """Returns the point at `index`. Raises ConfigError where there is none."""
+    if not 0 <= index < len(points):
+        raise ConfigError(f'--index {index}: must be 0 to {len(points) - 1}')
+    return points[index]
 
 
 def _axes(statements: list[Statement], files: str) -> tuple[dict[str, Statement], list[Axis]]:
