@@ -41,7 +41,7 @@ __version__ = '1.0.0'
 """Its only place: `pyproject.toml` reads it from here, without importing the module."""
 
 PUBLIC = {
-    'CheckpointConfig': 'lm.checkpoint.checkpointer:CheckpointConfig',
+    'CheckpointConfig': 'lm.checkpoint.config:CheckpointConfig',
     'DataConfig': 'lm.data.dataset:DataConfig',
     'EvaluateConfig': 'lm.evaluation.config:EvaluateConfig',
     'Experiment': 'lm.experiment:Experiment',
