@@ -64,7 +64,7 @@ def get_status(run: Run) -> str:
     """Returns 'done', 'diverged (43)', 'failed (44)', 'not finite', 'not finished', or 'imported' for no training."""
     if run.imported:
         return 'imported'
-    failure = sweep_file.failure_of(run.directory.path.parent, run.name)
+    failure = sweep_file.read_failure(run.directory.path.parent, run.name)
     if run.train and not math.isfinite(run.train[-1]['loss']):
         return sweep_file.describe_status('failed', failure.get('exit_code')) if failure else 'not finite'
     if run.is_finished():

@@ -13,7 +13,7 @@ from typing import Any
 from etils import epath
 
 from lm import plots
-from lm.config.text import listed
+from lm.config.text import join_names
 from lm.errors import ConfigError
 from lm.files import local_path, open_path
 from lm.report import paper
@@ -54,7 +54,7 @@ def check_split(runs: Sequence[Run], split: str | None) -> None:
     """Raises ConfigError where no run was ever evaluated on `split`; None is the split of training."""
     known = {str(r['split']) for run in runs for r in [*run.evals, *run.evaluations] if r.get('split')}
     if split is not None and split not in known:
-        others = f'those are of {listed(sorted(known))}' if known else 'nor of any other'
+        others = f'those are of {join_names(sorted(known))}' if known else 'nor of any other'
         raise ConfigError(
             f'--split {split}: no evaluation of these runs is of it, {others}; run lm evaluate --split {split} first'
         )
