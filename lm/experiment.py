@@ -15,7 +15,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.config import CheckpointConfig
 from lm.config import load as gin
 from lm.config.configurable import REGISTRY, check_kind
 from lm.config.text import dump

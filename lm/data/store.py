@@ -194,7 +194,7 @@ class TokenStore:
         digest, ends, total = hashlib.sha256(), self.document_ends(split), self.tokens(split)
         for start in range(0, total, 2**24):
             digest.update(self.read(split, start, min(start + 2**24, total)).tobytes())
-        if split_digest(digest, ends) != self._split(split)['sha256']:
+        if digest_split(digest, ends) != self._split(split)['sha256']:
             raise MismatchError(
                 f'{self.path}: split {split!r} is not what dataset.json describes; prepare the data again'
             )
@@ -299,7 +299,7 @@ def write_array(path: str, split: str, name: str, blocks: Iterable[np.ndarray], 
         raise MismatchError(f'{path}: {start} of {count} elements came for {split}/{name}; run `lm prepare` again')
 
 
-def split_digest(tokens: 'hashlib._Hash', ends: np.ndarray) -> str:
+def digest_split(tokens: 'hashlib._Hash', ends: np.ndarray) -> str:
     """SHA-256 that identifies a split: of its tokens (little-endian bytes, already digested) and document ends."""
     digest = tokens.copy()
     digest.update(ends.astype('<i8').tobytes())

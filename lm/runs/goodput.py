@@ -57,7 +57,7 @@ class Goodput:
 
     def __init__(self, record: Mapping[str, Any] | None = None, begun: float | None = None):
         now = time.time()
-        begun = process_start() if begun is None else begun
+        begun = read_process_start() if begun is None else begun
         self.seconds = dict.fromkeys(ACCOUNTS, 0.0)
         self.starts = 1
         self.started = begun
@@ -109,7 +109,7 @@ class Goodput:
         before, self._laps[account] = self._laps[account], self.total(account)
         return self._laps[account] - before
 
-    def this_start(self) -> str:
+    def describe_start(self) -> str:
         """What this process has spent so far, in a line: '5.0s: imports 1.9s, compile 1.2s, …', the largest first."""
         self._charge()
         spent = {account: self.seconds[account] - before for account, before in self._before.items()}
@@ -172,7 +172,7 @@ def describe(record: Mapping[str, Any]) -> str:
     return f'{100 * share(seconds):.1f}% of {duration(total)} in steps{starts}' + (f'; {places}' if places else '')
 
 
-def process_start() -> float:
+def read_process_start() -> float:
     """When this process began, in seconds since the epoch; where Linux's /proc is missing, now."""
     try:
         # The name of the program, in brackets, may contain anything.

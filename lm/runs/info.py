@@ -119,7 +119,7 @@ def read_raw(path: epath.Path) -> dict[str, Any]:
     return info
 
 
-def next_info(
+def make_info(
     old: Mapping[str, Any],
     first_step: int,
     facts: Mapping[str, Any],
@@ -140,7 +140,7 @@ def next_info(
         starts = [{'when': old['started'], **machine}, *({'when': when} for when in old.get('resumed', []))]
     known = {key: value for start in starts for key, value in start.items() if key not in OWN}
     start = {'when': now, 'first_step': first_step, **describe_machine()}
-    if changes := version_changes(known.get('versions'), start['versions']):
+    if changes := find_version_changes(known.get('versions'), start['versions']):
         start['version_changes'] = changes
     starts.append({key: value for key, value in start.items() if known.get(key) != value})
     left_out = starts_left_out(old)
@@ -164,7 +164,7 @@ def next_info(
     }
 
 
-def version_changes(before: Any, now: Mapping[str, str | None]) -> dict[str, list[str]]:
+def find_version_changes(before: Any, now: Mapping[str, str | None]) -> dict[str, list[str]]:
     """Package → [version before, version now] of JAX's parts that are other ones; those that were or are not installed
     do not count."""
     before = before if isinstance(before, dict) else {}

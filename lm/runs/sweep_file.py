@@ -68,7 +68,7 @@ def write_rows(root: epath.Path, rows: list[dict[str, Any]]) -> None:
     write_atomically(root / NAME, to_json({'kind': 'sweep', 'points': rows}) + '\n')
 
 
-def failure_of(root: epath.Path, point: str) -> dict[str, Any]:
+def read_failure(root: epath.Path, point: str) -> dict[str, Any]:
     """How a point failed: exit_code and error; {} where it did not."""
     found = read_json(root / NOTES / f'{point}.json')
     return found if isinstance(found, dict) else {}
@@ -86,7 +86,7 @@ def is_final(row: dict[str, Any]) -> bool:
     return row['status'] == 'failed' and row['exit_code'] in FINAL
 
 
-def results_table(rows: list[dict[str, Any]]) -> Table:
+def make_results_table(rows: list[dict[str, Any]]) -> Table:
     """The results for people."""
     measures = [m for m in ('perplexity', 'accuracy') if any(row[m] is not None for row in rows)] or ['perplexity']
     split = ', '.join(sorted({row['split'] for row in rows if row['split']}))

@@ -19,8 +19,8 @@ from lm.config.text import dump
 from lm.evaluation.evaluator import make_evaluator
 from lm.experiment import Experiment, check_experiment, training_step
 from lm.hardware import peak_flops
-from lm.runs.branch import branch_of
-from lm.runs.goodput import Goodput, process_start
+from lm.runs.branch import find_branch
+from lm.runs.goodput import Goodput, read_process_start
 from lm.runs.initial import InitialParameters
 from lm.runs.process_zero import check_same
 from lm.runs.run_dir import RunDir
@@ -50,7 +50,7 @@ def train_in_job(
     initialize_distributed(experiment.mesh, job, meets=False)
     with Peers(experiment.mesh.heartbeat_seconds):
         meet(experiment.mesh)
-        train(experiment, run_dir, rewind_to, compile_cache, process_start(), branch_from, step)
+        train(experiment, run_dir, rewind_to, compile_cache, read_process_start(), branch_from, step)
 
 
 def train(
@@ -111,7 +111,7 @@ def set_up(
     rewinds = rewind_to is not None and not run.is_rewound(rewind_to, experiment)
     if is_leader and rewind_to is not None and not rewinds:
         print(f'--rewind_to {rewind_to}: done before by this configuration; going on from the newest', flush=True)
-    branch = branch_of(run, branch_from, step, rewind_to)
+    branch = find_branch(run, branch_from, step, rewind_to)
     if branch:
         branch.check(experiment)
     run.check_unchanged(experiment, rewinds)

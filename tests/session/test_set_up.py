@@ -92,7 +92,7 @@ def test_a_rewind_is_made_once(until, monkeypatch, capsys, rewind_to, is_rewound
         record_saved=print,
     )
     monkeypatch.setattr(train_module, 'RunDir', lambda path: run)
-    monkeypatch.setattr(train_module, 'branch_of', lambda *_: None)
+    monkeypatch.setattr(train_module, 'find_branch', lambda *_: None)
     (folder, config, fingerprints, on_saved, measure), _ = until('Checkpointer', rewind_to)
     assert (questions, checked) == (asked, [rewinds])
     assert ('--rewind_to 3: done before' in capsys.readouterr().out) == (rewind_to == 3 and is_rewound)
@@ -198,7 +198,7 @@ def test_a_job_is_joined_before_it_trains(monkeypatch):
     seen = []
     monkeypatch.setattr(train_module, 'initialize_distributed', lambda *arguments, meets: seen.append(arguments))
     monkeypatch.setattr(train_module, 'train', lambda *arguments: seen.append(arguments))
-    monkeypatch.setattr(train_module, 'process_start', lambda: 3000.0)
+    monkeypatch.setattr(train_module, 'read_process_start', lambda: 3000.0)
     job = JobAddress('host:1', None, 0)
     train_in_job(EXPERIMENT, 'RUN', job, rewind_to=5, compile_cache='none', branch_from='OTHER', step=7)
     train_in_job(EXPERIMENT, 'RUN', job)  # as `lm sweep` calls it
