@@ -23,8 +23,7 @@ def rotary_call(normed: bool, dims: HeadDims, length: int) -> KernelCall:
     heads = dims.n_heads + dims.n_kv_heads
     qk = jax.ShapeDtypeStruct((1, length, heads, dims.head_dim), jnp.bfloat16)
     angles = jax.ShapeDtypeStruct((length, 1, dims.head_dim // 2), jnp.float32)
-    gain = jax.ShapeDtypeStruct((dims.head_dim,), jnp.float32)
-    norms = HeadNorms(gain, gain, gain, gain) if normed else None
+    norms = jax.eval_shape(HeadNorms, *[jnp.zeros(dims.head_dim)] * 4) if normed else None
 
     def function(qk, cos, sin, norms):
         return rotate(qk, (cos, sin), dims.n_heads, norms, implementation='pallas_tpu')
