@@ -25,7 +25,8 @@ class LinearAttention(Attention):
     """A configuration whose module is a `LinearModule`."""
 
     @abc.abstractmethod
-    def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'LinearModule': ...
+    def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'LinearModule':
+        """Returns the module of one layer."""
 
     def why_whole(self, causal: bool) -> str | None:
         if causal and self.causal:

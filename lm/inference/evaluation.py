@@ -13,6 +13,7 @@ from lm.config.configurable import check_kind
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.perplexity import Evaluator, by_word
+from lm.evaluation.sets import SetsEvaluator
 from lm.experiment import OPENED, Experiment, LoadedRun, load_run
 from lm.runs.records import to_json
 from lm.text import perplexity
@@ -30,7 +31,7 @@ def evaluate_split(
     initialize_distributed(experiment.mesh, job)
     run = load_run(experiment, run_dir, step)
     evaluator = make_run_evaluator(run)
-    result = evaluator(run.weights, run.step)
+    result = _score(run, evaluator)
     if jax.process_index() != 0:
         return
     # A model that is run otherwise than it was trained, other data and other figures have a file of their own.
@@ -60,15 +61,21 @@ def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:
 
     Raises ConfigError where they do not fit the split.
     """
-    return make_run_evaluator(run, **settings)(run.weights, run.step)
+    return _score(run, make_run_evaluator(run, **settings))
 
 
-def make_run_evaluator(run: LoadedRun, **settings: Any) -> Evaluator | TaskEvaluator:
-    """What scores the weights of a run as its configuration says, but for `settings`."""
+def make_run_evaluator(run: LoadedRun, **settings: Any) -> Evaluator | SetsEvaluator | TaskEvaluator:
+    """Returns what scores the weights of a run as its configuration says, but for `settings`."""
     check_kind('run', run, LoadedRun, OPENED)
     experiment = run.experiment
     config = dataclasses.replace(experiment.evaluate, **settings)
     return make_evaluator(config, experiment.data, experiment.train, run.functions, run.mesh, run.store)
+
+
+def _score(run: LoadedRun, evaluator: Evaluator | SetsEvaluator | TaskEvaluator) -> dict[str, Any]:
+    result = evaluator(run.weights, run.step)
+    assert result is not None  # nothing tells it to stop
+    return result
 
 
 def print_table(result: dict) -> None:
