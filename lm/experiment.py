@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
@@ -28,15 +28,15 @@ from lm.evaluation.evaluator import check_evaluation
 from lm.evaluation.scoring import Scorer, Scores
 from lm.evaluation.sets import open_sets
 from lm.model import ModelConfig, Transformer
+from lm.model.functions import ModelFunctions, Weights
 from lm.runs.initial import InitialParameters
 from lm.runs.run_dir import RunDir, config_differences
 from lm.training.config import TrainConfig
 from lm.training.inputs import check_vocabulary, make_windows, unpacking
-from lm.training.mesh import MeshConfig, make_mesh
+from lm.training.mesh import MeshConfig, make_mesh, place, platform_of
 from lm.training.objectives import check_objective
 from lm.training.optimizer import OptimizerConfig
-from lm.training.program import abstract_state
-from lm.training.step import State, TrainStep, weights
+from lm.training.step import TrainStep
 
 OPENED = "such as lm.load('runs/mine') gives"
 """Where functions for users get a `LoadedRun` from."""
@@ -125,7 +125,7 @@ def validate(
     known = {} if known is None else known
     step, tokens = (model, experiment.optimizer, train.steps), (data, train.context_length if data.task else None)
     if step not in known:
-        known[step] = TrainStep(*step)
+        known[step] = TrainStep(ModelFunctions(model, jnp.float32), *step[1:])
     if tokens not in known:
         known[tokens] = _open_or_say(data, train.context_length)
     store = known[tokens]
@@ -142,7 +142,7 @@ def validate(
         return [known[sets]]
     check_evaluation(experiment.evaluate, data, model, train, store, known[sets])
     if train.init_from and not begun:
-        params = known[step].abstract()['params']
+        params = known[step].functions.abstract['params']
         try:
             InitialParameters(train.init_from, store.fingerprints, store.path).check(params)
         except AbsentError as error:
@@ -176,8 +176,8 @@ class LoadedRun:
     directory: RunDir
     store: Store
     mesh: Mesh
-    functions: TrainStep
-    weights: State
+    functions: ModelFunctions
+    weights: Weights
     step: int
 
     @property
@@ -194,7 +194,7 @@ class LoadedRun:
     @functools.cached_property
     def model(self) -> Transformer:
         """Tokens [B, L] → logits [B, L, V]."""
-        return nnx.merge(self.functions.graph, self.weights['params'], self.weights['buffers'])
+        return self.functions.merge(self.weights)
 
     @functools.cached_property
     def scorer(self) -> Scorer:
@@ -219,13 +219,14 @@ def open_run(run_dir: str, gin_params: Sequence[str] = (), step: int | None = No
     return load_run(load_of_run(run_dir, (), gin_params), run_dir, step)
 
 
-def training_step(experiment: Experiment, store: Store | None = None) -> TrainStep:
-    """The functions of the steps that `experiment` describes. Without the store an objective asks nothing of its
-    tokenizer. Build it under the mesh: what that is for decides in which type the model computes."""
+def training_step(experiment: Experiment, platform: str, store: Store | None = None) -> TrainStep:
+    """The training step that `experiment` describes, on a platform. Without the store an objective asks nothing of its
+    tokenizer."""
     model, config, data = experiment.model, experiment.train, experiment.data
     model.check_parts(experiment.mesh.sequence)
     unpack = unpacking(data, config, model, store)
-    return TrainStep(model, experiment.optimizer, config.steps, unpack, bool(data.mixture), data.documents(store))
+    functions = ModelFunctions(model, model.resolve_dtype(platform))
+    return TrainStep(functions, experiment.optimizer, config.steps, unpack, bool(data.mixture), data.documents(store))
 
 
 def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> LoadedRun:
@@ -240,9 +241,8 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
     experiment.model.check_parts(fitted.sequence)
     mesh = make_mesh(fitted)
     directory = RunDir(run_dir)
-    with jax.set_mesh(mesh):
-        functions = TrainStep(experiment.model, experiment.optimizer, experiment.train.steps)
-        abstract = weights(abstract_state(functions, mesh))
+    functions = ModelFunctions(experiment.model, experiment.model.resolve_dtype(platform_of(mesh)))
+    abstract = place(functions.abstract, mesh, functions.declared)
     # Other data may be scored, but only tokens of the same kind.
     tokenizer = {name: value for name, value in store.fingerprints.items() if name == 'tokenizer'}
     with Checkpointer(directory.checkpoints, experiment.checkpoint, tokenizer) as saved:

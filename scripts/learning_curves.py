@@ -13,12 +13,11 @@ import sys
 
 import jax
 
-from lm.experiment import load
+from lm.experiment import load, training_step
 from lm.text import markdown_table
 from lm.training.inputs import make_batches, open_store
-from lm.training.mesh import make_mesh
+from lm.training.mesh import make_mesh, platform_of
 from lm.training.program import abstract_state, init_state, lower_step
-from lm.training.step import TrainStep
 
 CONFIGS = pathlib.Path(__file__).resolve().parent.parent / 'configs'
 MEAN_OF = 10
@@ -43,10 +42,10 @@ def losses(mechanism: str, layers: int, seed: int) -> list[float]:
     mesh = make_mesh(experiment.mesh)
     with jax.set_mesh(mesh):
         batches = make_batches(data, config, store, mesh)
-        functions = TrainStep(experiment.model, experiment.optimizer, config.steps)
-        abstract = abstract_state(functions, mesh)
-        advance = lower_step(functions, abstract, config, batches.dtype, mesh).compile()
-        state, found = init_state(functions, abstract, seed), []
+        step = training_step(experiment, platform_of(mesh), store)
+        abstract = abstract_state(step, mesh)
+        advance = lower_step(step, abstract, config, batches.dtype, mesh).compile()
+        state, found = init_state(step, abstract, seed), []
         for batch in batches.prefetch(0, config.steps):
             state, metrics = advance(state, batch)
             found.append(float(metrics['loss']))

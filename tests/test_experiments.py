@@ -16,13 +16,13 @@ import tiny
 
 from lm.experiment import load
 from lm.model import ModelConfig
+from lm.model.functions import count_parameters
 from lm.report import paper
 from lm.runs.records import Run
 from lm.runs.run_dir import bindings
 from lm.sweep.points import Point, make_points
 from lm.training.rules.adamw import AdamW
 from lm.training.schedules.linear import Linear
-from lm.training.step import count_parameters
 
 CONFIGS = tiny.ROOT / 'configs'
 EXPERIMENTS = sorted([*CONFIGS.glob('experiments/*.gin'), *CONFIGS.glob('tasks/*.gin')])

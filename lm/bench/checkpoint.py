@@ -23,10 +23,10 @@ from lm.bench import results
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.config.text import dump
 from lm.errors import ConfigError, LmError
-from lm.experiment import Experiment, load
-from lm.training.mesh import make_mesh
+from lm.experiment import Experiment, load, training_step
+from lm.training.mesh import make_mesh, platform_of
 from lm.training.program import abstract_state
-from lm.training.step import State, TrainStep
+from lm.training.step import State
 
 DEFAULT = 'configs/models/small.gin'
 STATUS = pathlib.Path('/proc/self/status')
@@ -150,7 +150,7 @@ def _measure(name: str, folder: str) -> None:
     experiment: Experiment = load([f'{folder}/config.gin'], allow_imports=True)  # which `run` has allowed
     mesh = make_mesh(experiment.mesh)
     with jax.set_mesh(mesh):
-        abstract = abstract_state(TrainStep(experiment.model, experiment.optimizer, experiment.train.steps), mesh)
+        abstract = abstract_state(training_step(experiment, platform_of(mesh)), mesh)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) / 2**20
         print(json.dumps(dataclasses.asdict(MEASURED[name](pathlib.Path(folder), abstract, size))))
 

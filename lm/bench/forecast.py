@@ -25,7 +25,7 @@ from lm.experiment import Experiment, training_step
 from lm.hardware import Topology, describe_devices, generation, smallest
 from lm.model import REMAT
 from lm.text import short
-from lm.training.mesh import MeshConfig, make_mesh
+from lm.training.mesh import MeshConfig, make_mesh, platform_of
 from lm.training.program import compile_described
 
 CONTEXTS = (2048, 8192, 32_768)
@@ -149,7 +149,7 @@ def compile_step(experiment: Experiment, topology: Topology) -> CompiledProgram 
     mesh = make_mesh(MeshConfig(), describe_devices(topology)[:1])
     dtype = token_dtype(experiment.model.vocab_size)
     with jax.set_mesh(mesh):
-        found = compile_described(training_step(experiment), experiment.train, dtype, mesh, topology)
+        found = compile_described(training_step(experiment, platform_of(mesh)), experiment.train, dtype, mesh, topology)
     return None if isinstance(found, float) else found
 
 

@@ -19,10 +19,10 @@ from lm.data.tokenizers import token_dtype
 from lm.errors import ConfigError
 from lm.experiment import Experiment, training_step
 from lm.hardware import peak_flops
+from lm.model.functions import count_parameters
 from lm.text import counted, digits
-from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh
+from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh, platform_of
 from lm.training.program import abstract_state, init_state, lower_step
-from lm.training.step import count_parameters
 
 CPU_CONTEXTS = (512, 1024, 2048)
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -82,12 +82,12 @@ class TimedStep:
         self.experiment, self._state, self._steps, self.loss, self._metrics = experiment, state, steps, None, None
         config, model = experiment.train, experiment.model
         self.mesh = make_mesh(experiment.mesh)
-        functions = training_step(experiment)
-        abstract, dtype = abstract_state(functions, self.mesh), token_dtype(model.vocab_size)
+        step = training_step(experiment, platform_of(self.mesh))
+        abstract, dtype = abstract_state(step, self.mesh), token_dtype(model.vocab_size)
         with jax.set_mesh(self.mesh):
-            lowered = lower_step(functions, abstract, config, dtype, self.mesh)
+            lowered = lower_step(step, abstract, config, dtype, self.mesh)
             self.compiled, self.memory = timing.compile_if_fits(lowered)
-            self._init = lambda: init_state(functions, abstract, config.seed)
+            self._init = lambda: init_state(step, abstract, config.seed)
             self._draw = jax.jit(
                 lambda: jax.random.randint(jax.random.key(1), config.batch_shape, 0, model.vocab_size).astype(dtype),
                 out_shardings=batch_sharding(self.mesh, axis=1),
@@ -135,10 +135,8 @@ def run(arguments: Any) -> int:
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench step', machine))
     model = found[0].experiment.model
-    printer.line(
-        f'{counted(model.n_layers, "layer")} of width {model.d_model}, {tokens:,} tokens a step, '
-        f'{jnp.dtype(model.compute_dtype).name}'
-    )
+    dtype = model.resolve_dtype(jax.default_backend()).name
+    printer.line(f'{counted(model.n_layers, "layer")} of width {model.d_model}, {tokens:,} tokens a step, {dtype}')
     rows = []
     # An accelerator's memory should hold one state; on a CPU that others share, all take turns.
     for group in [found] if is_cpu else [[candidate] for candidate in found]:
@@ -154,7 +152,7 @@ def run(arguments: Any) -> int:
         'mechanisms': {c.name: [str(a) for a in c.experiment.model.pattern] for c in found},
     }
     results.write_json(arguments.json, 'step', machine, settings, rows)
-    for name in draw(rows, arguments.out, jnp.dtype(model.compute_dtype).name) if arguments.out else ():
+    for name in draw(rows, arguments.out, dtype) if arguments.out else ():
         printer.line(f'wrote {name}')
     return 0
 

@@ -19,10 +19,10 @@ from lm.cost_model.roofline import Roofline, roofline
 from lm.cost_model.step_time import StepTime, step_time
 from lm.experiment import Experiment, training_step
 from lm.hardware import Topology, describe_devices, parse
+from lm.model.functions import count_parameters
 from lm.ops.platform import data_shards
-from lm.training.mesh import make_mesh
+from lm.training.mesh import make_mesh, platform_of
 from lm.training.program import compile_described
-from lm.training.step import count_parameters
 
 GIB = 2**30
 MARGIN = 0.03
@@ -152,8 +152,9 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     experiment.train.check_divides(data_shards(mesh))
     experiment.train.check_parts(experiment.mesh.sequence)
     dtype, start = experiment.data.dtype(experiment.model.vocab_size), time.perf_counter()
+    step = training_step(experiment, platform_of(mesh))
     with jax.set_mesh(mesh):
-        compiled = compile_described(training_step(experiment), experiment.train, dtype, mesh, topology)
+        compiled = compile_described(step, experiment.train, dtype, mesh, topology)
     found = dict(
         topology=topology.name,
         chips=topology.chips,

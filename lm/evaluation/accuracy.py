@@ -7,15 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from lm.errors import ConfigError
 from lm.model import ModelConfig
+from lm.model.functions import ModelFunctions
 from lm.tasks.base import Slice, Task
 from lm.text import counted, perplexity
 from lm.training.mesh import batch_sharding, replicated, shared_rows
-from lm.training.step import TrainStep
 
 
 def check_task(task: Task, split: str, context_length: int, window: str, model: ModelConfig) -> None:
@@ -72,7 +71,7 @@ class TaskEvaluator:
 
     def __init__(
         self,
-        functions: TrainStep,
+        functions: ModelFunctions,
         mesh: Mesh,
         task: Task,
         split: str,
@@ -81,13 +80,13 @@ class TaskEvaluator:
         batch_size: int,
     ):
         """Raises what `check_task` raises."""
-        check_task(task, split, context_length, window, functions.model)
+        check_task(task, split, context_length, window, functions.config)
         self.task, self.split, self.mesh, self.context_length = task, split, mesh, context_length
         self.batch_size = shared_rows(batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
         def score(weights, tokens_BxN):
-            model = nnx.merge(functions.graph, weights['params'], weights['buffers'])
+            model = functions.merge(weights)
             inputs_BxL, targets_BxL, scored_BxL = task.unpack(tokens_BxN)
             logits_BxLxV = model(inputs_BxL)
             nats_BxL = -jnp.take_along_axis(jax.nn.log_softmax(logits_BxLxV), targets_BxL[..., None], axis=-1)[..., 0]

@@ -13,29 +13,29 @@ from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator, check_context, check_task
 from lm.evaluation.baseline import EmpiricalBaseline
 from lm.evaluation.config import EvaluateConfig
-from lm.evaluation.masked import MaskedEvaluator, check_masked, hidden_scoring
-from lm.evaluation.perplexity import EvaluationWindows, Evaluator, scoring
+from lm.evaluation.masked import MaskedEvaluator, check_masked, make_hidden_scoring_program
+from lm.evaluation.perplexity import EvaluationWindows, Evaluator, make_scoring_program
 from lm.evaluation.sets import SetsEvaluator, open_sets
 from lm.model import ModelConfig
+from lm.model.functions import ModelFunctions
 from lm.training.config import TrainConfig
 from lm.training.objectives import check_objective
-from lm.training.step import TrainStep
 
 
 def make_evaluator(
     config: EvaluateConfig,
     data: DataConfig,
     train: TrainConfig,
-    functions: TrainStep,
+    functions: ModelFunctions,
     mesh: Mesh,
     store: Store,
     first_tokens: int | None = None,
 ) -> Evaluator | SetsEvaluator | TaskEvaluator:
     """Perplexity on text, or what the objective of the training asks for; accuracy on a task. With `first_tokens` only
     so many of each text are scored, which must be a window at least; a task has its own number of examples."""
-    check_objective(train.objective, data, functions.model)
+    check_objective(train.objective, data, functions.config)
     split, context_length = what_is_scored(config, data, train)
-    functions.model.check_length(context_length)
+    functions.config.check_length(context_length)
     others = open_sets(config, store)
     if data.task:
         return TaskEvaluator(functions, mesh, data.task, split, context_length, config.window, config.batch_size)
@@ -43,16 +43,16 @@ def make_evaluator(
     config = dataclasses.replace(config, mask_documents=bool(documents))
     check_windows(config, split, context_length, store, others, first_tokens)
 
-    text = scoring(functions, mesh, documents, config.chunk, config.accuracy)
+    text = make_scoring_program(functions, mesh, documents, config.chunk, config.accuracy)
     baseline = EmpiricalBaseline(store, data.train_split) if config.accuracy else None
 
     @functools.cache
     def parts_of(split: str) -> tuple[type[Evaluator], Any, EmpiricalBaseline | None]:
         """What scores a split, its program, and the baseline."""
-        hiding = train.objective.hiding(store, functions.model.vocab_size, split)
+        hiding = train.objective.hiding(store, functions.config.vocab_size, split)
         if hiding is None:
             return Evaluator, text, baseline
-        hidden = hidden_scoring(functions, mesh, hiding)
+        hidden = make_hidden_scoring_program(functions, mesh, hiding)
         return MaskedEvaluator, hidden, EmpiricalBaseline(store, data.train_split, hiding.special)
 
     def evaluator(store: TokenStore, split: str) -> Evaluator:

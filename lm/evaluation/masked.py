@@ -17,9 +17,9 @@ from lm.errors import ConfigError
 from lm.evaluation.baseline import EmpiricalBaseline
 from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.perplexity import EvaluationWindows, Evaluator, ScoredSums
+from lm.model.functions import ModelFunctions, Scored, Weights
 from lm.training.mesh import replicated
 from lm.training.objectives import Hiding
-from lm.training.step import TrainStep
 
 
 def check_masked(config: EvaluateConfig) -> None:
@@ -34,13 +34,15 @@ def check_masked(config: EvaluateConfig) -> None:
         raise ConfigError('evaluate.mask_documents = True: is for tokens that see earlier ones alone; delete this')
 
 
-def hidden_scoring(functions: TrainStep, mesh: Mesh, hiding: Hiding) -> Callable[..., tuple[jax.Array, ...]]:
-    """(weights, tokens [B, L], numbers of the windows [B]) → nats, whether no token is more probable than the right
-    one, and whether a place is chosen, each [B, L] on all devices; compiled once a shape."""
+def make_hidden_scoring_program(
+    functions: ModelFunctions, mesh: Mesh, hiding: Hiding
+) -> Callable[[Weights, jax.Array, np.ndarray], Scored]:
+    """Makes the program (weights, tokens [B, L], numbers of the windows [B]) → scores on all devices. Places that are
+    not hidden do not count. The program is compiled once per shape."""
 
-    def score(weights, tokens_BxL, numbers_B):
+    def score(weights: Weights, tokens_BxL: jax.Array, numbers_B: jax.Array) -> Scored:
         inputs_BxL, chosen_BxL = hiding.hide(tokens_BxL, numbers_B)
-        return *functions.judged(weights, inputs_BxL, tokens_BxL), chosen_BxL
+        return functions.score_targets(weights, inputs_BxL, tokens_BxL)._replace(counted=chosen_BxL)
 
     return jax.jit(score, out_shardings=replicated(mesh))
 
@@ -63,7 +65,7 @@ class MaskedEvaluator(Evaluator):
 
     def __init__(
         self,
-        program: Callable[..., tuple[jax.Array, ...]],
+        program: Callable[..., Scored],
         mesh: Mesh,
         store: TokenStore,
         config: EvaluateConfig,
@@ -72,11 +74,11 @@ class MaskedEvaluator(Evaluator):
         baseline: EmpiricalBaseline,
         first_tokens: int | None = None,
     ):
-        """`program` is made by `hidden_scoring`."""
+        """`program` is made by `make_hidden_scoring_program`."""
         super().__init__(program, mesh, store, config, split, context_length, baseline, first_tokens)
         self.windows = WholeWindows(**dataclasses.asdict(self.windows))
 
-    def dispatch(self, weights: Any, tokens: jax.Array, first: int) -> Any:
+    def dispatch(self, weights: Weights, tokens: jax.Array, first: int) -> Scored:
         return self.program(weights, tokens, np.arange(first, first + len(tokens), dtype=np.uint32))
 
     def targets(self, tokens: np.ndarray) -> np.ndarray:

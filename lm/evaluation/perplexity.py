@@ -7,22 +7,21 @@ the first token, so that every token of the split is predicted. Results do not d
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.evaluation.baseline import EmpiricalBaseline
-from lm.evaluation.chunks import losses_in_chunks
+from lm.evaluation.chunks import compute_losses_in_chunks
 from lm.evaluation.config import EvaluateConfig
+from lm.model.functions import ModelFunctions, Scored, Weights
 from lm.ops.documents import Documents
 from lm.text import perplexity
 from lm.training.mesh import batch_sharding, replicated, shared_rows
-from lm.training.step import TrainStep
 
 LONG_WORDS = 1e9
 """Perplexities per word above it are written as powers of ten."""
@@ -75,28 +74,30 @@ class EvaluationWindows:
         return tokens, scored
 
 
-def scoring(
-    functions: TrainStep,
+def make_scoring_program(
+    functions: ModelFunctions,
     mesh: Mesh,
     documents: Documents | None = None,
     chunk: int | None = None,
     accuracy: bool = False,
-) -> Callable[[Any, jax.Array], Any]:
-    """(weights, tokens [B, L + 1]) → nats of each target [B, L] on all devices; compiled once a shape.
+) -> Callable[[Weights, jax.Array], Scored]:
+    """Makes the program (weights, tokens [B, L + 1]) → scores of the targets on all devices, compiled once per shape.
 
-    With `documents` those of a window do not see each other. With `chunk` a longer window is walked in parts of so many
-    tokens (`lm.evaluation.chunks`). With `accuracy` also whether no token is more probable, bool [B, L].
+    Args:
+        documents: the documents of a window do not see each other; None: a window is one document.
+        chunk: a longer window is walked in parts of so many tokens (`lm.evaluation.chunks`).
+        accuracy: also compute which targets no other token beats.
     """
 
-    def token_losses(weights, tokens_BxL):
-        if chunk is not None and tokens_BxL.shape[1] - 1 > chunk:
-            model = nnx.merge(functions.graph, weights['params'], weights['buffers'])
-            return losses_in_chunks(model, tokens_BxL, chunk, documents)
+    def score(weights: Weights, tokens_BxN: jax.Array) -> Scored:
+        inputs_BxL, targets_BxL = tokens_BxN[:, :-1], tokens_BxN[:, 1:]
+        if chunk is not None and targets_BxL.shape[1] > chunk:
+            return Scored(compute_losses_in_chunks(functions.merge(weights), tokens_BxN, chunk, documents))
         if accuracy:
-            return functions.judged(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:], documents)
-        return functions.token_losses(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:], documents)
+            return functions.score_targets(weights, inputs_BxL, targets_BxL, documents)
+        return Scored(functions.token_losses(weights, inputs_BxL, targets_BxL, documents))
 
-    return jax.jit(token_losses, out_shardings=replicated(mesh))
+    return jax.jit(score, out_shardings=replicated(mesh))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +119,30 @@ class ScoredSums:
     def __add__(self, other: 'ScoredSums') -> 'ScoredSums':
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
         return ScoredSums(*(None if a is None else a + b for a, b in pairs))
+
+
+class ScoredBatch(NamedTuple):
+    """The scores of one batch.
+
+    Attributes:
+        scored: of all targets of the batch, on the devices.
+        counted: bool [B, L], the targets that no other window scores.
+        targets: token ids [B, L].
+    """
+
+    scored: Scored
+    counted: np.ndarray
+    targets: np.ndarray
+
+    def sum(self, vocab_size: int) -> ScoredSums:
+        """Fetches the scores and sums them over the windows."""
+        scored = jax.device_get(self.scored)
+        counted_BxL = self.counted if scored.counted is None else self.counted & scored.counted
+        nats_L = np.where(counted_BxL, scored.nats.astype(np.float64), 0.0).sum(axis=0)
+        if scored.correct is None:
+            return ScoredSums(nats_L, counted_BxL.sum(axis=0))
+        asked_V = np.bincount(self.targets[counted_BxL], minlength=vocab_size)
+        return ScoredSums(nats_L, counted_BxL.sum(axis=0), (scored.correct & counted_BxL).sum(axis=0), asked_V)
 
 
 class Evaluator:
@@ -152,21 +177,15 @@ class Evaluator:
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
         """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` said so."""
-        found = self.sums(weights, should_stop)
+        found = self.sum_scores(weights, should_stop)
         return None if found is None else self.result(found, step)
 
-    def sums(self, weights: Any, should_stop: Callable[[], bool]) -> ScoredSums | None:
-        """Of all windows; None when `should_stop` said so."""
+    def sum_scores(self, weights: Any, should_stop: Callable[[], bool]) -> ScoredSums | None:
+        """Sums the scores of all windows; None when `should_stop` returned True."""
         total = None
-        for found, scored_BxL, targets_BxL in self._scores(weights):
-            nats_BxL, *judged = found
-            for chosen_BxL in judged[1:]:
-                scored_BxL = scored_BxL & chosen_BxL
-            sums = [np.where(scored_BxL, nats_BxL.astype(np.float64), 0.0).sum(axis=0), scored_BxL.sum(axis=0)]
-            if judged:
-                asked_V = np.bincount(targets_BxL[scored_BxL], minlength=self.store.vocab_size)
-                sums += [(judged[0] & scored_BxL).sum(axis=0), asked_V]
-            total = ScoredSums(*sums) if total is None else total + ScoredSums(*sums)
+        for batch in self._score_batches(weights):
+            sums = batch.sum(self.store.vocab_size)
+            total = sums if total is None else total + sums
             if should_stop():
                 return None
         return total
@@ -200,20 +219,18 @@ class Evaluator:
             parts.append(f'accuracy {100 * result["accuracy"]:.2f} %  (frequencies alone: {baseline})')
         return '  '.join(parts)
 
-    def _scores(self, weights) -> Iterator[tuple[list[np.ndarray], np.ndarray, np.ndarray]]:
-        """(what the program gives, scored, targets), each [B, L], of each batch, fetched one batch late so that the
-        devices never wait."""
+    def _score_batches(self, weights: Weights) -> Iterator[ScoredBatch]:
+        """Scores batch after batch. Each is fetched one batch late, so that the devices never wait."""
         eod = self.store.tokenizer().eod_id
-        pending = None
+        pending: list[ScoredBatch] = []
         with jax.set_mesh(self.mesh):
             for first in range(0, len(self.windows), self.batch_size):
-                tokens, scored = self.windows.batch(self.store, self.split, eod, first, self.batch_size)
+                tokens, counted = self.windows.batch(self.store, self.split, eod, first, self.batch_size)
                 array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
-                found = self.dispatch(weights, array, first)
-                if pending:
-                    yield _fetched(*pending)
-                pending = found, scored, self.targets(tokens)
-        yield _fetched(*pending)
+                pending.append(ScoredBatch(self.dispatch(weights, array, first), counted, self.targets(tokens)))
+                if len(pending) > 1:
+                    yield pending.pop(0)
+        yield from pending
 
     def dispatch(self, weights: Any, tokens: jax.Array, first: int) -> Any:
         """What the program gives of a batch whose first window is `first`."""
@@ -228,10 +245,6 @@ def by_word(result: dict, digits: int) -> str:
     """Its perplexity per word for people: a word may be a whole protein, and the figure have a hundred digits."""
     value = result['word_perplexity']
     return f'{value:.{digits}f}' if value < LONG_WORDS else f'{value:.{digits}e}'
-
-
-def _fetched(found, scored, targets):
-    return [np.asarray(x) for x in jax.tree.leaves(found)], scored, targets
 
 
 def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split: str) -> dict:

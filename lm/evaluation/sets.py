@@ -41,7 +41,7 @@ class SetsEvaluator:
         """As that of `Evaluator`, with `sets`: name → the result of each text; None when `should_stop` said so."""
         sums, sets = [], {}
         for name, evaluator in (self.parts | self.others).items():
-            found = evaluator.sums(weights, should_stop)
+            found = evaluator.sum_scores(weights, should_stop)
             if found is None:
                 return None
             sums.append(found)

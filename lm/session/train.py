@@ -20,6 +20,7 @@ from lm.config.text import dump
 from lm.evaluation.evaluator import make_evaluator
 from lm.experiment import Experiment, check_experiment, training_step
 from lm.hardware import peak_flops
+from lm.model.functions import select_weights
 from lm.runs.branch import branch_of
 from lm.runs.goodput import Goodput, process_start
 from lm.runs.initial import InitialParameters
@@ -28,12 +29,12 @@ from lm.runs.run_dir import RunDir
 from lm.session.trainer import Trainer
 from lm.training.heartbeat import Peers
 from lm.training.inputs import make_batches, open_store
-from lm.training.mesh import describe_mesh, initialize_distributed, make_mesh, meet
+from lm.training.mesh import describe_mesh, initialize_distributed, make_mesh, meet, platform_of
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
 from lm.training.program import abstract_state, compile_step_aside, init_state, shardings_of
 from lm.training.progress import Progress, Throughput, plan_rows, print_rows
-from lm.training.step import State, weights
+from lm.training.step import State
 from lm.training.watchdog import Watchdog
 
 
@@ -93,13 +94,14 @@ def set_up(
     mesh = make_mesh(experiment.mesh)
     stack.enter_context(jax.set_mesh(mesh))
     batches = make_batches(data, config, store, mesh)
-    functions = training_step(experiment, store)
+    train_step = training_step(experiment, platform_of(mesh), store)
+    functions = train_step.functions
     evaluator = make_evaluator(experiment.evaluate, data, config, functions, mesh, store, config.eval_tokens)
     parameters = sum(functions.count_parameters().values())
     is_leader = jax.process_index() == 0
     if is_leader:
         rows = plan_rows(model, config, parameters, batches.windows.describe(config.steps, store.path))
-        print_rows(rows | {'devices': describe_mesh(mesh, experiment.mesh, model.compute_dtype)})
+        print_rows(rows | {'devices': describe_mesh(mesh, experiment.mesh, functions.dtype)})
     run = RunDir(run_dir)
     lock = stack.enter_context(run.lock())
     check_same({'--rewind_to': rewind_to, '--branch_from': branch_from, '--step': step})
@@ -115,21 +117,21 @@ def set_up(
     )
 
     # Restore this run, else its branching point, else start from another one's parameters, else from the seed.
-    abstract = abstract_state(functions, mesh)
+    abstract = abstract_state(train_step, mesh)
     source = stack.enter_context(branch.checkpointer(store.fingerprints)) if branch else checkpointer
     initial = InitialParameters(config.init_from, store.fingerprints, store.path) if config.init_from else None
     if (is_new := source.latest_step() is None) and initial:
         initial.check(abstract['params'])  # before anything is compiled
-    tracing, compiling = compile_step_aside(functions, abstract, config, batches.dtype, mesh)
+    tracing, compiling = compile_step_aside(train_step, abstract, config, batches.dtype, mesh)
     with goodput.spent('initialize' if is_new else 'restore'):
         restored = source.restore(abstract, branch.step if branch else rewind_to if rewinds else None)
         if restored:
             state, start, saved = restored
             batches.windows.resume(start, saved.get('skipped_batches'))
         else:
-            state, start, saved = init_state(functions, abstract, config.seed), 0, {'step_seconds': 0.0}
+            state, start, saved = init_state(train_step, abstract, config.seed), 0, {'step_seconds': 0.0}
             if initial:
-                taken, line = initial.take(weights(state), weights(abstract))
+                taken, line = initial.take(select_weights(state), select_weights(abstract))
                 state |= taken
                 if is_leader:
                     print(line, flush=True)
@@ -159,7 +161,7 @@ def set_up(
         text=dump(experiment),
         run_directory=run,
         lock=lock,
-        functions=functions,
+        step=train_step,
         state=state,
         start=start,
         batches=batches,

@@ -18,6 +18,7 @@ from lm.errors import Diverged, LmError, Preempted
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.perplexity import Evaluator
 from lm.evaluation.sets import SetsEvaluator, flat
+from lm.model.functions import select_weights
 from lm.runs.goodput import Goodput, describe
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
@@ -27,7 +28,7 @@ from lm.training.config import TrainConfig
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
 from lm.training.progress import Progress, Throughput, divergence
-from lm.training.step import State, TrainStep, weights
+from lm.training.step import State, TrainStep
 from lm.training.watchdog import Watchdog
 
 GOODPUT_SECONDS = 60.0
@@ -50,7 +51,7 @@ class Trainer:
     text: str
     run_directory: RunDir
     lock: RunLock
-    functions: TrainStep
+    step: TrainStep
     state: State
     start: int
     batches: Batches
@@ -102,8 +103,8 @@ class Trainer:
                 self.log_pending()
                 self.stop(step - 1)
             self.profiler.at(step)
-            if which := self.functions.redraws(step - 1):
-                self.state['buffers'] = self.redraw(weights(self.state), which, config.seed, step - 1)
+            if which := self.step.functions.choose_redrawn(step - 1):
+                self.state['buffers'] = self.redraw(select_weights(self.state), which, config.seed, step - 1)
             self.state, metrics = self.advance(self.state, batch)
             self.checkpointer.check_for_errors()
             self.log_pending()
@@ -135,7 +136,7 @@ class Trainer:
         self.bad_steps = metrics['in_a_row']
         if self.bad_steps >= config.max_nonfinite_steps:
             self.checkpointer.wait()
-            what, saved = self.functions.name_of(metrics['first_bad']), self.checkpointer.latest_step()
+            what, saved = self.step.name_of(metrics['first_bad']), self.checkpointer.latest_step()
             raise Diverged(divergence(step, self.bad_steps, what, self.batches.windows, config.skip_batches, saved))
         if step % config.log_every and step != config.steps:
             return
@@ -168,7 +169,7 @@ class Trainer:
         evaluation fails, the step is saved first."""
         try:
             with self.throughput.pause(), self.pause('evaluation'):
-                result = self.evaluator(weights(self.state), step, lambda: self.preemption.requested(step))
+                result = self.evaluator(select_weights(self.state), step, lambda: self.preemption.requested(step))
         except Exception:
             if jax.process_count() == 1 and not self.bad_steps:  # other processes may have no error, and would not save
                 with contextlib.suppress(LmError):  # the first error is the one to report

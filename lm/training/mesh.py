@@ -202,6 +202,11 @@ def _slices(config: MeshConfig, devices: list) -> list[list]:
     return [slices[index] for index in sorted(slices)]
 
 
+def platform_of(mesh: Mesh) -> str:
+    """The platform of the devices: 'cpu', 'gpu' or 'tpu'."""
+    return next(mesh.devices.flat).platform
+
+
 def describe_mesh(mesh: Mesh, config: MeshConfig, compute_dtype: Any) -> str:
     """The devices of a mesh and how they are used."""
     processes, slices = jax.process_count(), len(_slices(config, list(mesh.devices.flat)))

@@ -17,9 +17,9 @@ from lm.training.mesh import batch_sharding, place, replicated
 from lm.training.step import State, TrainStep
 
 
-def abstract_state(functions: TrainStep, mesh: Mesh) -> State:
+def abstract_state(step: TrainStep, mesh: Mesh) -> State:
     """The training state as jax.ShapeDtypeStructs that say where each array lies."""
-    return place(functions.abstract(), mesh, functions.declared)
+    return place(step.abstract(), mesh, step.functions.declared)
 
 
 def shardings_of(abstract: Any) -> Any:
@@ -27,13 +27,13 @@ def shardings_of(abstract: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def init_state(functions: TrainStep, abstract: State, seed: int) -> State:
+def init_state(step: TrainStep, abstract: State, seed: int) -> State:
     """The state before the first step, made where it shall lie."""
-    return jax.jit(lambda: functions.init(seed), out_shardings=shardings_of(abstract))()
+    return jax.jit(lambda: step.init(seed), out_shardings=shardings_of(abstract))()
 
 
 def lower_step(
-    functions: TrainStep, abstract: State, config: TrainConfig, dtype: np.dtype, mesh: Mesh
+    step: TrainStep, abstract: State, config: TrainConfig, dtype: np.dtype, mesh: Mesh
 ) -> jax.stages.Lowered:
     """The step for batches of tokens [A, B, L + 1] of `dtype`, split over all devices; compile it under the mesh.
 
@@ -41,11 +41,11 @@ def lower_step(
     """
     batch = jax.ShapeDtypeStruct(config.batch_shape, dtype, sharding=batch_sharding(mesh, axis=1))
     results = shardings_of(abstract), replicated(mesh)
-    return jax.jit(functions.train, donate_argnums=0, out_shardings=results).lower(abstract, batch)
+    return jax.jit(step.train, donate_argnums=0, out_shardings=results).lower(abstract, batch)
 
 
 def compile_step_aside(
-    functions: TrainStep, abstract: State, config: TrainConfig, dtype: np.dtype, mesh: Mesh
+    step: TrainStep, abstract: State, config: TrainConfig, dtype: np.dtype, mesh: Mesh
 ) -> tuple[Future[jax.stages.Lowered], Future[jax.stages.Compiled]]:
     """The step (see `lower_step`) traced, and compiled, by a thread while this one does something else.
 
@@ -55,7 +55,7 @@ def compile_step_aside(
 
     def trace() -> jax.stages.Lowered:
         with jax.set_mesh(mesh):
-            return lower_step(functions, abstract, config, dtype, mesh)
+            return lower_step(step, abstract, config, dtype, mesh)
 
     def work() -> jax.stages.Compiled:
         lowered = tracing.result()
@@ -78,7 +78,7 @@ def compile_step_aside(
 
 
 def compile_described(
-    functions: TrainStep, config: TrainConfig, dtype: np.dtype, mesh: Mesh, topology: Topology
+    step: TrainStep, config: TrainConfig, dtype: np.dtype, mesh: Mesh, topology: Topology
 ) -> CompiledProgram | float:
     """The step (see `lower_step`) compiled for the described devices of `topology`, or the GiB of HBM that it needs
     where one has less.
@@ -87,7 +87,7 @@ def compile_described(
         ConfigError: the compiler refuses it for another reason.
     """
     try:
-        return compile_with_text(lower_step(functions, abstract_state(functions, mesh), config, dtype, mesh))
+        return compile_with_text(lower_step(step, abstract_state(step, mesh), config, dtype, mesh))
     except jax.errors.JaxRuntimeError as error:
         if (needed := out_of_memory(str(error))) is not None:
             return needed

@@ -295,7 +295,7 @@ def test_a_step_that_does_not_fit_is_tried_with_remat(monkeypatch):
         return (pretend_step if len(tried) == 2 else None), {'peak_mib': 9.0}
 
     monkeypatch.setattr(timing, 'compile_if_fits', compile_if_fits)
-    monkeypatch.setattr(step, 'lower_step', lambda step, *_: step.model.remat)
+    monkeypatch.setattr(step, 'lower_step', lambda step, *_: step.functions.config.remat)
     monkeypatch.setattr(TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
     monkeypatch.setattr(TrainStep, 'abstract', lambda self: {'step': jax.ShapeDtypeStruct((), jnp.int32)})
     found = candidates.candidates(['softmax'], [], SMALL_MODEL)

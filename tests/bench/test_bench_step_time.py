@@ -18,7 +18,7 @@ from lm.compilation.compiler import CompiledProgram
 from lm.compilation.memory import ProgramMemory
 from lm.cost_model.step_time import PartTime, StepTime
 from lm.errors import ConfigError
-from lm.experiment import load, training_step
+from lm.experiment import load
 from lm.hardware import Topology, generation
 from lm.model import REMAT
 from lm.training import program
@@ -120,12 +120,7 @@ def test_the_step_computes_as_on_the_chip_it_is_for(monkeypatch):
     """In bfloat16, though this machine is a CPU: the model is made where the described chip is known."""
     made = []
 
-    def step(experiment):
-        made.append(experiment.model.compute_dtype)
-        return training_step(experiment)
-
-    monkeypatch.setattr(forecast, 'training_step', step)
-    monkeypatch.setattr(program, 'lower_step', lambda *_: None)
+    monkeypatch.setattr(program, 'lower_step', lambda step, *_: made.append(step.functions.dtype))
     monkeypatch.setattr(program, 'compile_with_text', lambda lowered: COMPILED)
     small_model = ['model.d_model = 32', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
     topology = Topology(generation('v5e'), (1, 1))

@@ -36,7 +36,7 @@ def exchanged(mechanism: str, **params) -> list[Collective]:
     topology = parse(TOPOLOGY)
     mesh = make_mesh(experiment.mesh, describe_devices(topology))
     with jax.set_mesh(mesh):
-        step, dtype = training_step(experiment), experiment.data.dtype(experiment.model.vocab_size)
+        step, dtype = training_step(experiment, 'tpu'), experiment.data.dtype(experiment.model.vocab_size)
         text = compile_described(step, experiment.train, dtype, mesh, topology).text
     return collectives(HloProgram(text))
 

@@ -14,7 +14,7 @@ from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.evaluator import check_evaluation, make_evaluator, what_is_scored
-from lm.evaluation.perplexity import EvaluationWindows, Evaluator, scoring, summarize
+from lm.evaluation.perplexity import EvaluationWindows, Evaluator, make_scoring_program, summarize
 from lm.model import ModelConfig
 from lm.tasks.associative_recall import AssociativeRecall
 from lm.tasks.induction_heads import InductionHeads
@@ -66,13 +66,13 @@ def token_losses(weights, tokens_BxL, targets_BxL, documents):
     return weights * (targets_BxL + position_L / 16 + tokens_BxL / 64).astype(jnp.float32)
 
 
-FUNCTIONS = types.SimpleNamespace(token_losses=token_losses, model=ModelConfig())
+FUNCTIONS = types.SimpleNamespace(token_losses=token_losses, config=ModelConfig())
 
 
 def evaluator(window='disjoint', batch_size=2, context=8, devices=1, first_tokens=None) -> Evaluator:
     mesh = make_mesh(MeshConfig(), jax.devices()[:devices])
     config = EvaluateConfig(window=window, batch_size=batch_size)
-    return Evaluator(scoring(FUNCTIONS, mesh), mesh, Store(), config, 'test', context, None, first_tokens)
+    return Evaluator(make_scoring_program(FUNCTIONS, mesh), mesh, Store(), config, 'test', context, None, first_tokens)
 
 
 def expected(context, stride, n=N) -> tuple[np.ndarray, np.ndarray]:
@@ -179,7 +179,7 @@ def test_which_evaluator_a_run_gets():
         DataConfig(task=InductionHeads()),
     )
     made = make_evaluator(EvaluateConfig(), text, TRAIN, FUNCTIONS, mesh, Store())
-    few = types.SimpleNamespace(token_losses=token_losses, model=ModelConfig(learned_positions=15))
+    few = types.SimpleNamespace(token_losses=token_losses, config=ModelConfig(learned_positions=15))
     with pytest.raises(ConfigError, match=r'model.learned_positions = 15: fewer than the 16 tokens of the context'):
         make_evaluator(EvaluateConfig(), text, TRAIN, few, mesh, Store())
     assert (type(made), made.split, made.windows.context_length) == (Evaluator, 'validation', 16)
@@ -196,24 +196,24 @@ def test_which_evaluator_a_run_gets():
 
 def test_an_evaluation_is_checked_without_devices():
     text, task = DataConfig(path='x'), DataConfig(task=InductionHeads())
-    check_evaluation(EvaluateConfig(), text, FUNCTIONS.model, at(N), Store(), {})
-    check_evaluation(EvaluateConfig(), task, FUNCTIONS.model, at(64), None, {})
+    check_evaluation(EvaluateConfig(), text, FUNCTIONS.config, at(N), Store(), {})
+    check_evaluation(EvaluateConfig(), task, FUNCTIONS.config, at(64), None, {})
     with pytest.raises(ConfigError, match=f'context_length = {N + 1}: the split has only'):
-        check_evaluation(EvaluateConfig(), text, FUNCTIONS.model, at(N + 1), Store(), {})
+        check_evaluation(EvaluateConfig(), text, FUNCTIONS.config, at(N + 1), Store(), {})
     with pytest.raises(ConfigError, match='the stride must be at most the context, 8'):
         check_evaluation(
-            EvaluateConfig(window='sliding:9', context_length=8), text, FUNCTIONS.model, at(20), Store(), {}
+            EvaluateConfig(window='sliding:9', context_length=8), text, FUNCTIONS.config, at(20), Store(), {}
         )
     few = dataclasses.replace(at(16), eval_tokens=16)
-    check_evaluation(EvaluateConfig(), text, FUNCTIONS.model, few, Store(), {})
+    check_evaluation(EvaluateConfig(), text, FUNCTIONS.config, few, Store(), {})
     with pytest.raises(ConfigError, match=r'train.eval_tokens = 16: a window has 20 tokens'):
-        check_evaluation(EvaluateConfig(context_length=20), text, FUNCTIONS.model, few, Store(), {})
+        check_evaluation(EvaluateConfig(context_length=20), text, FUNCTIONS.config, few, Store(), {})
     with pytest.raises(ConfigError, match=r'train.eval_tokens = 16: the examples of a task are its own'):
-        check_evaluation(EvaluateConfig(), task, FUNCTIONS.model, few, None, {})
+        check_evaluation(EvaluateConfig(), task, FUNCTIONS.config, few, None, {})
     with pytest.raises(ConfigError, match="'sliding:4': examples of a task are scored whole; set 'disjoint'"):
-        check_evaluation(EvaluateConfig(window='sliding:4'), task, FUNCTIONS.model, at(64), None, {})
+        check_evaluation(EvaluateConfig(window='sliding:4'), task, FUNCTIONS.config, at(64), None, {})
     with pytest.raises(ConfigError, match=r'evaluate\.context_length = 1: @induction_heads\(\) needs at least'):
-        check_evaluation(EvaluateConfig(context_length=1), task, FUNCTIONS.model, at(64), None, {})
+        check_evaluation(EvaluateConfig(context_length=1), task, FUNCTIONS.config, at(64), None, {})
 
 
 @pytest.fixture

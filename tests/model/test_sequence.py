@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from flax import nnx
 from mechanisms_list import QUICK_FIRST
+from tiny import train_step
 
 from lm.attention.hybrid import Hybrid
 from lm.attention.polysketch import Polysketch
@@ -34,7 +34,9 @@ LENGTH = 32
 
 
 def step_of(attention, documents=None) -> TrainStep:
-    return TrainStep(ModelConfig(**TINY, attention=attention), OptimizerConfig(warmup_steps=1), 10, documents=documents)
+    return train_step(
+        ModelConfig(**TINY, attention=attention), OptimizerConfig(warmup_steps=1), 10, documents=documents
+    )
 
 
 def mesh_of(devices: int, **config):
@@ -64,7 +66,7 @@ def gradients(attention, documents, devices, **config):
         @jax.jit
         def run(params, buffers, batch):
             def loss(params):
-                nats = step.token_losses(
+                nats = step.functions.token_losses(
                     {'params': params, 'buffers': buffers}, batch[0, :, :-1], batch[0, :, 1:], documents
                 )
                 return nats.mean(), nats
@@ -127,9 +129,9 @@ def test_microbatches_of_parts_of_windows():
 def test_windows_that_cannot_be_split_are_computed_whole():
     step, (rows,) = step_of(Softmax()), jnp.asarray(tokens(length=30))
     state = jax.jit(step.init)(0)
-    alone = step.token_losses(state, rows[:, :-1], rows[:, 1:])
+    alone = step.functions.token_losses(state, rows[:, :-1], rows[:, 1:])
     with jax.set_mesh(mesh_of(4, sequence=4)):
-        whole = jax.jit(step.token_losses)(state, rows[:, :-1], rows[:, 1:])
+        whole = jax.jit(step.functions.token_losses)(state, rows[:, :-1], rows[:, 1:])
     np.testing.assert_allclose(whole, alone, atol=1e-5)
 
 
@@ -139,14 +141,14 @@ def test_windows_that_cannot_be_split_are_computed_whole():
 def test_kernels_of_what_every_device_computes_whole(attention, axes):
     """Where all devices share one window, and where some do not: the compiler is left to split no kernel."""
     config = ModelConfig(**TINY | {'head_dim': 32}, attention=attention)
-    step = TrainStep(config, OptimizerConfig(warmup_steps=1), 10)
+    step = train_step(config, OptimizerConfig(warmup_steps=1), 10, platform='tpu')
     mesh = make_mesh(MeshConfig(**axes), describe_devices(parse('v5e:2x2')))
     with jax.set_mesh(mesh):
         state = abstract_state(step, mesh)
         tokens_BxL = jax.ShapeDtypeStruct((2, 128), jnp.int32, sharding=batch_sharding(mesh))
 
         def hidden(params, buffers, tokens_BxL):
-            return nnx.merge(step.graph, params, buffers).hidden(tokens_BxL)
+            return step.functions.merge({'params': params, 'buffers': buffers}).hidden(tokens_BxL)
 
         traced = jax.jit(hidden).trace(state['params'], state['buffers'], tokens_BxL)
         assert 'tpu_custom_call' in traced.lower(lowering_platforms=('tpu',)).as_text()
@@ -166,7 +168,7 @@ CUT = {
 def test_a_mechanism_that_cannot_share_a_window_is_named(setting):
     given = CUT | {'model.attention': '@performer()', setting: False}
     experiment = load([], [word for word in tiny.params(given) if word != '--gin_param'])
-    for refuse in (validate, training_step):
+    for refuse in (validate, lambda experiment: training_step(experiment, 'cpu')):
         with pytest.raises(ConfigError, match=rf'mesh.sequence = 2: @performer\(\) shares .* {setting} = False; set'):
             refuse(experiment)
     alone = dataclasses.replace(experiment, mesh=MeshConfig())

@@ -14,6 +14,7 @@ from lm.data.dataset import DataConfig
 from lm.evaluation.config import EvaluateConfig
 from lm.experiment import Experiment, training_step
 from lm.model import ModelConfig
+from lm.model.functions import count_parameters
 from lm.runs.goodput import Goodput
 from lm.runs.run_dir import RunDir
 from lm.session import train as train_module
@@ -21,7 +22,6 @@ from lm.session.train import main, set_up, train
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import count_parameters
 
 TASK = InductionHeads()
 EXPERIMENT = Experiment(
@@ -54,12 +54,13 @@ def until(monkeypatch):
 
 
 def test_only_the_answers_of_a_task_are_learned(until, monkeypatch):
-    (experiment, store), _ = until('training_step')
-    assert experiment == EXPERIMENT
+    (experiment, platform, store), _ = until('training_step')
+    assert (experiment, platform) == (EXPERIMENT, 'cpu')
     monkeypatch.setattr(experiment_module, 'TrainStep', lambda *given: given)
     by_window, documents = False, None
-    given = training_step(experiment, store)
-    assert given == (EXPERIMENT.model, EXPERIMENT.optimizer, 4, TASK.unpack, by_window, documents)
+    functions, *given = training_step(experiment, platform, store)
+    assert functions.config == EXPERIMENT.model
+    assert given == [EXPERIMENT.optimizer, 4, TASK.unpack, by_window, documents]
 
 
 def test_the_plan_is_printed_before_anything_is_touched(until, capsys):

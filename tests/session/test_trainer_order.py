@@ -118,8 +118,8 @@ class Session:
             text='the configuration',
             run_directory=named(path='RUN', write_goodput=self.ledgers.append),
             lock=named(check=lambda: self.diary.append('lock')),
-            functions=named(
-                redraws=lambda done: (1,) if done == 2 else (),
+            step=named(
+                functions=named(choose_redrawn=lambda done: (1,) if done == 2 else ()),
                 name_of=lambda i: ('loss', 'gradient of x')[i],
             ),
             state={'params': start, 'buffers': 'drawn at 0'},

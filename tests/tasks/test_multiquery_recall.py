@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from flax import nnx
+from tiny import train_step
 
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
@@ -13,7 +13,6 @@ from lm.model import ModelConfig
 from lm.tasks.multiquery_recall import MultiqueryRecall, lay_out
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import TrainStep
 
 TINY = MultiqueryRecall(
     vocab_size=32, train_segments=((8, 1, 2), (12, 2, 1)), eval_segments=((8, 2), (16, 3)), eval_examples=10
@@ -89,16 +88,14 @@ def test_examples_are_pure_and_splits_differ():
 
 def test_loss_and_accuracy_are_of_the_answers_at_the_questions():
     model = ModelConfig(vocab_size=32, n_layers=1, d_model=32, n_heads=2, head_dim=16, attention=Softmax())
-    step = TrainStep(model, OptimizerConfig(warmup_steps=1), 10, unpack=TINY.unpack)
+    step = train_step(model, OptimizerConfig(warmup_steps=1), 10, unpack=TINY.unpack)
     state = jax.jit(step.init)(0)
     state['params'] = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape), state['params'])
 
     def by_hand(split, rows, length):
         """(nats, right) of the answers."""
         inputs, answers, scored = map(np.asarray, TINY.unpack(TINY.examples(split, rows, length)))
-        logits = np.asarray(
-            jax.jit(lambda s: nnx.merge(step.graph, s['params'], s['buffers'])(inputs))(state), np.float64
-        )
+        logits = np.asarray(jax.jit(lambda s: step.functions.merge(s)(inputs))(state), np.float64)
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         nats = -np.take_along_axis(log_p, answers[..., None], -1)[..., 0]
         return nats[scored], (logits.argmax(-1) == answers)[scored]

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import train_step
 
 from lm.attention.performer import Performer
 from lm.attention.softmax import Softmax
@@ -28,7 +28,6 @@ from lm.training.objectives import Objective, check_objective
 from lm.training.objectives.masked import Masked
 from lm.training.objectives.next_token import NextToken
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import TrainStep
 
 AMINO_ACIDS = AminoAcids(AminoAcidsConfig().contents())
 STORE = types.SimpleNamespace(tokenizer=lambda: AMINO_ACIDS)
@@ -174,7 +173,7 @@ def test_objectives_are_found_and_named_in_gin():
 
 
 def step_of(objective, model=MODEL, **options):
-    return TrainStep(model, OptimizerConfig(warmup_steps=1), 10, objective.unpack(STORE, V), **options)
+    return train_step(model, OptimizerConfig(warmup_steps=1), 10, objective.unpack(STORE, V), **options)
 
 
 def test_the_next_token_is_what_is_asked_for_by_default():
@@ -182,7 +181,7 @@ def test_the_next_token_is_what_is_asked_for_by_default():
     model = dataclasses.replace(MODEL, causal=True)
     batch = residues((2, 4, 17))
     texts = []
-    for step in (TrainStep(model, OptimizerConfig(warmup_steps=1), 10), step_of(NextToken(), model)):
+    for step in (train_step(model, OptimizerConfig(warmup_steps=1), 10), step_of(NextToken(), model)):
         texts.append(jax.jit(step.train).lower(step.abstract(), batch).as_text())
     assert texts[0] == texts[1]
     assert 'threefry' not in texts[0]
@@ -193,7 +192,7 @@ def own_loss(step, state, batch, first):
     hiding = Masked().unpack(STORE, V)
     tokens = np.asarray(batch).reshape(-1, batch.shape[-1])[:, :-1]
     inputs, chosen = hide(tokens, np.arange(first, first + len(tokens)), hiding)
-    model = nnx.merge(step.graph, state['params'], state['buffers'])
+    model = step.functions.merge(state)
     logits = np.asarray(model(jnp.asarray(inputs)), np.float64)
     nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, tokens[..., None], -1)[..., 0]
     return nats[chosen].mean(), nats, chosen

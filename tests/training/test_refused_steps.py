@@ -46,7 +46,7 @@ def test_steps_for_described_devices(message, gib, said, monkeypatch):
     experiment = load([], [*shape, 'train.tokens_per_step = 64', 'train.context_length = 64'])
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
-        step = training_step(experiment)
+        step = training_step(experiment, 'cpu')
         arguments = step, experiment.train, experiment.data.dtype(64), mesh, parse('v5e:1x1')
         if said is None:
             assert program.compile_described(*arguments) == gib
