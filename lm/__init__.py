@@ -14,7 +14,8 @@ What `PUBLIC` names is imported when it is first used, so that `import lm` and `
 import importlib
 from typing import Any
 
-__version__ = '0.1.0'
+__version__ = '1.0.0'
+"""Its only place: `pyproject.toml` reads it from here, without importing the module."""
 
 PUBLIC = {
     'CheckpointConfig': 'lm.checkpoint.checkpointer:CheckpointConfig',

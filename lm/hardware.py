@@ -189,7 +189,7 @@ def check_libtpu(topology: Topology) -> None:
     """Raises ConfigError when libtpu is missing."""
     if importlib.util.find_spec('libtpu') is None:
         raise ConfigError(
-            f"--topology {topology.name}: compiling for TPUs needs libtpu; pip install -e '.[tpu]' (no TPU is needed)"
+            f"--topology {topology.name}: compiling for TPUs needs libtpu; pip install 'lm-tpu[tpu]' (no TPU is needed)"
         )
 
 

@@ -104,7 +104,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise LmError("pictures need matplotlib: pip install -e '.[report]', or pass --no_pictures") from None
+        raise LmError("pictures need matplotlib: pip install 'lm-tpu[report]', or pass --no_pictures") from None
 
 
 @_in_style

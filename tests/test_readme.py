@@ -31,7 +31,7 @@ def test_the_readme_has_commands():
 @pytest.mark.parametrize('command', COMMANDS)
 def test_command(command, monkeypatch, reference_run):
     words = shlex.split(command)
-    if words[0].startswith('scripts/'):
+    if words[0].startswith(('scripts/', 'configs/')):
         assert (tiny.ROOT / words[0]).stat().st_mode & 0o100
     if words[0] == 'cp':
         assert (tiny.ROOT / words[1]).exists()
@@ -64,7 +64,7 @@ def test_commands_of_headers_parse(folder, monkeypatch):
     found = set()
     for path in (p for p in pathlib.Path(folder).rglob('*') if p.suffix in ('.gin', '.md', '.py', '.sh')):
         text = '\n'.join(line.lstrip('# ') for line in path.read_text().splitlines()).replace('\\\n', ' ')
-        found |= set(re.findall(r'^(?:lm|python scripts/\S+) .*[^…\n]$', text, re.M))
+        found |= set(re.findall(r'^(?:lm|python (?:scripts|configs)/\S+) .*[^…\n]$', text, re.M))
     assert found
     for words in map(shlex.split, sorted(found)):
         if words[0] == 'lm':
@@ -77,7 +77,7 @@ def test_files_that_the_documentation_names_exist():
     for name in re.findall(r'`((?:configs|data|docs|scripts|tests)/[\w./-]+)`', README):
         assert (tiny.ROOT / name).exists(), name
     for name in re.findall(
-        r'(?<![\w./])(?:configs|docs|lm|scripts|tests)/[\w/]+\.(?:gin|json|md|py|sh)\b', '\n'.join(PAGES)
+        r'(?<![\w./])(?:configs|docs|lm|scripts|tests)/[\w/]+\.(?:gin|json|md|py|sh|toml)\b', '\n'.join(PAGES)
     ):
         assert (tiny.ROOT / name).exists(), name
 

@@ -1,16 +1,14 @@
 """What mechanisms on `lm.ops.linear_attention` share: decoding from a constant-size state, signed weights, cost."""
 
 import abc
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from lm.attention.base import Attention, AttentionModule, HeadDims, KernelCall, KernelCases
+from lm.attention.base import Attention, AttentionModule, HeadDims
 from lm.ops.documents import forgetting
 from lm.ops.linear_attention import decode, linear_attention
-from lm.ops.linear_attention.types import Options
 from lm.ops.powers import quotient
 
 DEFAULT_BLOCK = 128
@@ -32,23 +30,9 @@ class LinearAttention(Attention):
         return f'@{self.gin_name}() shares no window where {setting}; set mesh.sequence = 1, or take @softmax()'
 
     @classmethod
-    def kernel_cases(cls) -> KernelCases:
-        return {cls.gin_name: cls().kernel_call}
-
-    def kernel_call(self, dims: HeadDims, length: int) -> KernelCall:
-        """The operation alone, on what `arguments` makes of queries, keys and values in bfloat16."""
-        options = {}
-
-        def arrays(q, k, v):
-            module = self.build(dims, nnx.Rngs(0))
-            arguments = module.arguments(*module.normalize(q, k), v)
-            given = {name: arguments.pop(name) for name in (*TOKENS, *PARAMETERS) if name in arguments}
-            options.update(arguments)
-            return given
-
-        heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
-        qkv = (jax.ShapeDtypeStruct((1, length, n, dims.head_dim), jnp.bfloat16) for n in heads)
-        return operation_call(jax.eval_shape(arrays, *qkv), options)
+    def kernel_forms(cls) -> dict[str, Self]:
+        """Returns name → settings in which the compiled kernels differ; `lm bench kernels` compiles each of them."""
+        return {cls.gin_name: cls()}
 
 
 class LinearModule(AttentionModule):
@@ -156,26 +140,3 @@ def linear_flops_per_token(
     folded = (length - 1) // block * block
     inside = dims.n_heads * (compared + dims.head_dim) * block
     return inside + (reads * (length - block) + folds * folded) / length
-
-
-def operation_call(inputs: dict[str, Any], options: dict[str, Any]) -> KernelCall:
-    """The kernels of one call of the operation, of abstract arrays by the names of its arguments."""
-    from lm.ops.linear_attention.tpu import attention as kernels
-
-    options = {name: value for name, value in options.items() if name != 'implementation'}
-
-    def function(*arrays):
-        return linear_attention(**dict(zip(inputs, arrays, strict=True)), **options, implementation='pallas_tpu')
-
-    q, v, local = (inputs.get(name) for name in ('q_BxLxHxE', 'v_BxLxKxD', 'q_local_BxLxHxC'))
-    sizes = (q.shape[-1], v.shape[-1], 0 if local is None else local.shape[-1], v.dtype.itemsize)
-    made = kernels.made_by(options.get('feature_map'), q, inputs.get('q_parameters'))
-    decay = 'log_decay_BxLxK' in inputs
-    shape = (Options(**options), q.shape[1], q.shape[2], *sizes, *made, decay)
-    plan, part = kernels.plan_for(*shape), kernels.plan_for(*shape, part=True)
-    names = ('forward', 'sums', 'backward') if plan.sums_again else ('forward', 'backward')
-    steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in names}
-    tokens = part.block * part.heads
-    of_part = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
-    of_part['2 folds', 'linear_attention_fold'] = tokens / 2  # over keys, and backward over queries
-    return KernelCall(function, tuple(inputs.values()), steps, part_steps=of_part)

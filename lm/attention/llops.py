@@ -7,14 +7,14 @@ with separate Θ for queries and keys, approximates (q·k)^p. `lm.attention.maps
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import HeadDims, KernelCall, KernelCases, NormedModule, score_start
-from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token, operation_call
+from lm.attention.base import HeadDims, NormedModule, score_start
+from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.products import ProductFeatures
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
@@ -82,9 +82,8 @@ class Llops(LinearAttention):
         return None
 
     @classmethod
-    def kernel_cases(cls) -> KernelCases:
-        """The mechanism, and the operation on as many features that are given."""
-        return {'llops 256, p=4': cls(degree=4, n_features=256).kernel_call, 'features 256': given_features}
+    def kernel_forms(cls) -> dict[str, Self]:
+        return {'llops 256, p=4': cls(degree=4, n_features=256)}
 
     def sketch(self, dtype: Any = None) -> 'LowRankSketch':
         """φ, with features of `dtype` (None: that of the vectors)."""
@@ -205,8 +204,3 @@ def based_factors(config: Llops, w_DxR: jax.Array, spare: jax.Array, *, queries:
     factors = spare.at[0, 1:, :, :used].set(0.0)
     factors = factors.at[0, 0, :, :used].set(first).at[1, 0, :, :used].set(second)
     return factors.at[0, :, :, used:].set(0.0) if queries else factors
-
-
-def given_features(dims: HeadDims, length: int) -> KernelCall:
-    x, v = (jax.ShapeDtypeStruct((1, length, dims.n_heads, n), jnp.bfloat16) for n in (256, dims.head_dim))
-    return operation_call({'q_BxLxHxE': x, 'k_BxLxKxE': x, 'v_BxLxKxD': v}, {})

@@ -6,11 +6,12 @@ configs/attention/llops.gin what the file says of model.attention, and of everyt
 """
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from lm.attention import FEATURED, YARDSTICK, mechanisms
+from lm.attention import DEFAULT, mechanisms
 from lm.config.checks import Statement, check_used, did_you_mean, used_bindings
 from lm.config.read import read
 from lm.config.resolve import resolve, sections_of
@@ -19,6 +20,17 @@ from lm.errors import ConfigError
 from lm.experiment import Experiment
 
 CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
+BASELINE = DEFAULT.gin_name
+"""The mechanism that speeds are quoted against."""
+FEATURED = 'configs/attention/polysketch.gin'
+"""The gin file of the mechanism that is compared with the baseline where the command line names none."""
+
+
+@functools.cache
+def featured() -> str:
+    """Returns the gin name of the mechanism that the file `FEATURED` chooses."""
+    chosen = {s.key: s.value for s in read([FEATURED])}
+    return chosen['model.attention'].selector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +54,7 @@ def candidates(
     """The configurations of the names, each resolved and checked.
 
     Args:
-        names: see above; None: the yardstick, and what `model.attention` is set to, or else the featured mechanism.
+        names: see above; None: the baseline, and the value of `model.attention`, or else the featured mechanism.
         gin_files, gin_params: of all of them.
         formulations: further names, each with the mechanism that it computes.
 
@@ -53,7 +65,7 @@ def candidates(
     params = {s.key: s for s in read((), gin_params, allow_imports=allow_imports)}
     is_default = names is None
     if names is None:
-        names = [YARDSTICK.gin_name, '' if 'model.attention' in base | params else FEATURED.gin_name]
+        names = [BASELINE, '' if 'model.attention' in base | params else featured()]
     if not names:
         raise ConfigError('--mechanisms: name at least one')
     resolved = []
@@ -77,7 +89,7 @@ def candidates(
         used = used_bindings(bindings, calls)
         kept = {key: s for key, s in bindings.items() if key in used or key not in used_somewhere}
         check_used(kept, calls, set(sections_of(Experiment).values()))
-    if is_default:  # the yardstick itself may be what is configured
+    if is_default:  # the baseline itself may be configured
         resolved = list({entry[0].name: entry for entry in resolved}.values())
     labels = [candidate.name for candidate, *_ in resolved]
     if twice := {label for label in labels if labels.count(label) > 1}:

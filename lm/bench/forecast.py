@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from lm.attention import YARDSTICK
 from lm.bench import results
-from lm.bench.candidates import Candidate, of_models
+from lm.bench.candidates import BASELINE, Candidate, of_models
 from lm.bench.step import at_context
 from lm.compilation.compiler import CompiledProgram
 from lm.cost_model.kernel_cycles import KernelCycles
@@ -159,11 +158,10 @@ def asdict(row: ForecastRow) -> dict[str, Any]:
 
 def compared(rows: Sequence[ForecastRow]) -> list[ForecastRow]:
     """The rows with their speed over softmax where that is among them."""
-    yardstick = YARDSTICK.gin_name
-    base = {row.context: row.milliseconds for row in rows if row.mechanism == yardstick}
+    base = {row.context: row.milliseconds for row in rows if row.mechanism == BASELINE}
     return [
         dataclasses.replace(row, speed_over_softmax=base[row.context] / row.milliseconds)
-        if base.get(row.context) and row.milliseconds and row.mechanism != yardstick
+        if base.get(row.context) and row.milliseconds and row.mechanism != BASELINE
         else row
         for row in rows
     ]
@@ -189,7 +187,7 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
         line('remat', lambda row: row.remat),
     ]
     if any(row.speed_over_softmax for row in rows):
-        lines.append(line(f'× {YARDSTICK.gin_name}', _ratio))
+        lines.append(line(f'× {BASELINE}', _ratio))
     printer.line('')
     printer.table(lines, {'part': (rows[0].generation, str)} | {i: (name, str) for i, name in names.items()})
     for name in sorted({name for row in rows if row.time for name in row.time.unknown_kernels}):
@@ -198,7 +196,7 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
 
 def _ratio(row: ForecastRow) -> str | None:
     """Speed over softmax; None where that did not fit."""
-    ratio = 1.0 if row.mechanism == YARDSTICK.gin_name else row.speed_over_softmax
+    ratio = 1.0 if row.mechanism == BASELINE else row.speed_over_softmax
     return ratio and f'{ratio:.2f}'
 
 

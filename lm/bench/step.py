@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lm.attention import YARDSTICK
 from lm.bench import results, timing
-from lm.bench.candidates import Candidate, of_models
+from lm.bench.candidates import BASELINE, Candidate, of_models
 from lm.data.tokenizers import token_dtype
 from lm.errors import ConfigError
 from lm.experiment import Experiment, training_step
@@ -238,12 +237,11 @@ def _row(name: str, program: TimedStep, times: timing.Times | None, steps: int) 
 
 def compared(rows: Sequence[StepRow]) -> list[StepRow]:
     """The rows by context, with their speed over softmax where that was measured."""
-    yardstick = YARDSTICK.gin_name
-    speeds = {row.context: row.steps_per_second for row in rows if row.mechanism == yardstick}
+    speeds = {row.context: row.steps_per_second for row in rows if row.mechanism == BASELINE}
     result = []
     for row in sorted(rows, key=lambda row: row.context):
         base = speeds.get(row.context)
-        ratio = row.steps_per_second / base if base and row.steps_per_second and row.mechanism != yardstick else None
+        ratio = row.steps_per_second / base if base and row.steps_per_second and row.mechanism != BASELINE else None
         result.append(dataclasses.replace(row, speed_over_softmax=ratio))
     return result
 

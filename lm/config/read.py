@@ -4,23 +4,25 @@ Nothing that a file says has run when this is done, unless imports were allowed:
 the name of a macro. An `import` of a module that is there and has defined configurables needs no permission.
 """
 
+import functools
 import importlib
+import logging
 import os
 import pathlib
 import threading
+import tomllib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from lm.config.checks import Statement, did_you_mean, parameters_of
 from lm.config.configurable import REGISTRY, Configurable
 from lm.config.names import names_today, renewed
+from lm.config.project import project_root
 from lm.config.text import Macro, Reference, format_value, listed, replace_nodes
 from lm.errors import ConfigError
 from lm.files import is_remote, open_path
 
-PROJECT = pathlib.Path(__file__).resolve().parents[2]
-"""The checkout: `configs/…` and `data/…` are found here from any working directory."""
-
+log = logging.getLogger(__name__)
 
 # gin reads literals by `ast`, whose C code counts its depth in one place for all threads in Python 3.11: a collection
 # half-way runs JAX's callback, another thread goes on, and both fail ("recursion depth mismatch").
@@ -73,12 +75,12 @@ class _Reader:
     def read_file(self, name: str, is_base: bool = False) -> None:
         path = _find_file(name)
         self._is_base = is_base
-        self._roots = [path.parent, pathlib.Path.cwd(), PROJECT / 'configs', PROJECT / 'data']
+        self._roots = [path.parent, *_roots()]
         self._collect(path)
 
     def read_param(self, text: str) -> None:
         self._is_base = False
-        self._roots = [pathlib.Path.cwd(), PROJECT / 'configs', PROJECT / 'data']
+        self._roots = _roots()
         self._add(_parse(text, '--gin_param'), None)
 
     def _collect(self, path: Any, where: str = '') -> None:
@@ -228,13 +230,32 @@ def _find_file(name: str, includer: Any = None, where: str = '') -> Any:
         if not exists:
             raise ConfigError(f'{where}{name!r}: no such file')
         return path
-    candidates = [pathlib.Path(folder, name) for folder in ([includer.parent] if includer else []) + ['', PROJECT]]
+    folders = [includer.parent] if includer else []
+    candidates = [pathlib.Path(folder, name) for folder in (*folders, '', project_root())]
     for path in candidates:
         if os.path.isfile(path):
             return path
+    for path in candidates:
+        if moved := _moved_files().get(os.path.abspath(path)):
+            log.warning('%s%s has moved to %s', where, name, moved)
+            return moved
     folders = [path.parent for path in candidates if os.path.isdir(path.parent)]
     siblings = [os.path.join(os.path.dirname(name), p.name) for folder in folders[:1] for p in folder.glob('*.gin')]
     raise ConfigError(f'{where}{name!r}: no such file{did_you_mean(name, siblings)}')
+
+
+def _roots() -> list[pathlib.Path]:
+    """The folders, besides the one of the file itself, whose files may be included."""
+    return [pathlib.Path.cwd(), project_root() / 'configs', project_root() / 'data']
+
+
+@functools.cache
+def _moved_files() -> dict[str, pathlib.Path]:
+    """Returns former path → path today of the project's gin files, from configs/moved.toml. Old commands still work."""
+    folder = project_root() / 'configs'
+    table = folder / 'moved.toml'
+    moves = tomllib.loads(table.read_text(encoding='utf-8')) if table.is_file() else {}
+    return {str(folder / old): folder / new for old, new in moves.items()}
 
 
 def _is_inside(path: Any, folder: Any) -> bool:

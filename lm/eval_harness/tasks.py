@@ -53,7 +53,7 @@ def evaluate_tasks(
             or two tasks have one name.
     """
     if importlib.util.find_spec('lm_eval') is None:
-        raise ConfigError("--tasks: needs lm-evaluation-harness: pip install -e '.[harness]'")
+        raise ConfigError("--tasks: needs lm-evaluation-harness: pip install 'lm-tpu[harness]'")
     check_names(tasks)
     os.environ.setdefault('DISABLE_MULTIPROC', '1')  # its pool of processes would be forked under JAX's threads
     import lm_eval

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lm.attention import YARDSTICK, Attention, HeadDims
+from lm.attention import DEFAULT, Attention, HeadDims
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.ops.residuals import RESIDUAL_NAME
@@ -58,7 +58,7 @@ class ModelConfig(Configurable):
         help='GLU width; None: 8·d_model/3 rounded down to a multiple of 8, without gates 4·d_model',
     )
     attention: Attention | tuple[Attention, ...] = field(
-        default=YARDSTICK(), help='one mechanism, or a list cycled over layers'
+        default=DEFAULT(), help='one mechanism, or a list cycled over layers'
     )
     causal: bool = field(
         default=True,

@@ -229,7 +229,7 @@ def test_wrong_values_are_named(arguments, message):
 
 
 def test_fit_to_the_queries_and_keys_of_a_trained_run(reference_run, tmp_path):
-    script = tiny.ROOT / 'scripts' / 'fit_llops.py'
+    script = tiny.ROOT / 'configs/papers/llops/table_3_sketches/fit_llops.py'
     flags = ['--degree', '2', '--n_features', '96', '--samples', '512', '--steps', '1000']
     command = [sys.executable, str(script), str(reference_run[0]), *flags, '--json', str(tmp_path / 'rows.json')]
     done = subprocess.run(command, env=tiny.environment(), cwd=tiny.ROOT, capture_output=True, text=True)

@@ -15,7 +15,7 @@ from lm import plots
 from lm.attention import HeadDims, mechanisms
 from lm.attention.linear import LinearAttention
 from lm.bench import attention, candidates, checkpoint, data, kernels, results, step, timing
-from lm.bench.attention.formulations import COMPUTED, FORMULATIONS
+from lm.bench.attention.formulations import FORMULATIONS, computed_mechanisms
 from lm.cli import main
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
@@ -95,7 +95,7 @@ def test_attention(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize('formulation', FORMULATIONS)
 def test_what_is_compared_computes_the_same(formulation, given):
     """Outputs and gradients of ours and of another formulation."""
-    found = candidates.candidates(['polysketch', formulation], [], SKETCH, formulations=COMPUTED)
+    found = candidates.candidates(['polysketch', formulation], [], SKETCH, formulations=computed_mechanisms())
     dims, computed = HeadDims(2, 2, 8), []
     for candidate in found:
         layer = attention.build(candidate, dims, given)

@@ -7,9 +7,11 @@ import pathlib
 import subprocess
 import sys
 import threading
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import shipped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,14 +19,13 @@ from lm.cli import VERBS, parse
 from lm.config.configurable import REGISTRY, Configurable, configurable, field
 from lm.config.load import load as load_into
 from lm.config.names import may_change
+from lm.config.read import read
 from lm.config.text import dump
 from lm.data.sources import Source
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
 
 PROJECT = pathlib.Path(__file__).resolve().parents[2]
-SHIPPED = sorted([*PROJECT.glob('configs/**/*.gin'), *PROJECT.glob('data/*.gin')])
-SHIPPED = [path for path in SHIPPED if path.parent.name != 'sweeps']  # lists of values: test_sweep.py
 
 
 class Shape(Configurable):
@@ -454,7 +455,7 @@ def header(path: pathlib.Path) -> str:
     return '\n'.join(line.removeprefix('#').strip() for line in lines[:end])
 
 
-@pytest.mark.parametrize('path', SHIPPED, ids=lambda p: str(p.relative_to(PROJECT)))
+@pytest.mark.parametrize('path', shipped.SINGLE, ids=lambda p: str(p.relative_to(PROJECT)))
 def test_shipped_file_resolves(path, monkeypatch):
     """Alone, or with the files that its header names in a line `# with: a.gin b.gin`."""
     monkeypatch.chdir(PROJECT)
@@ -463,7 +464,7 @@ def test_shipped_file_resolves(path, monkeypatch):
     assert load([], [line for line in dump(experiment).splitlines() if line and line[0] != '#']) == experiment
 
 
-@pytest.mark.parametrize('path', SHIPPED, ids=lambda p: str(p.relative_to(PROJECT)))
+@pytest.mark.parametrize('path', shipped.SINGLE, ids=lambda p: str(p.relative_to(PROJECT)))
 def test_commands_in_headers_are_right(path, monkeypatch):
     import shlex
 
@@ -475,6 +476,25 @@ def test_commands_in_headers_are_right(path, monkeypatch):
         arguments = parse(shlex.split(command)[1:])
         if VERBS[arguments.verb].configure and (not hasattr(arguments, 'run_dir') or arguments.verb == 'train'):
             VERBS[arguments.verb].configure(arguments, arguments.gin_param)
+
+
+def test_old_paths_of_shipped_files_still_work(monkeypatch, tmp_path, caplog):
+    """Commands, includes and scripts of earlier versions name them."""
+    configs = PROJECT / 'configs'
+    moves = tomllib.loads((configs / 'moved.toml').read_text())
+    assert len(moves) > 60
+    monkeypatch.chdir(tmp_path)
+    for old, new in moves.items():
+        assert not (configs / old).exists()
+        assert (configs / new).is_file()
+        (tmp_path / 'a.gin').write_text(f"include 'configs/{old}'\ninclude '{configs / 'experiments' / '..' / old}'")
+        for name in (f'configs/{old}', str(configs / old)):
+            assert read([name]) == read([str(configs / new)])
+        assert len(read(['a.gin'])) == 2 * len(read([str(configs / new)]))
+        assert f'configs/{old} has moved to {configs / new}' in caplog.text
+    (tmp_path / 'configs' / 'tasks').mkdir(parents=True)
+    (tmp_path / 'configs' / 'tasks' / 'listops.gin').write_text('train.steps = 7')
+    assert [s.value for s in read(['configs/tasks/listops.gin'])] == [7], 'a file of this name goes first'
 
 
 def test_bindings_of_the_default_mechanism_need_no_selection():

@@ -42,7 +42,7 @@ from lm.training.optimizer import OptimizerConfig
 from lm.training.rules.muon import Muon
 from lm.training.schedules.constant import Constant
 
-FAMILIES = runpy.run_path(str(tiny.ROOT / 'scripts' / 'protein_families.py'))
+FAMILIES = runpy.run_path(str(tiny.ROOT / 'configs/papers/performer/table_2_proteins/protein_families.py'))
 LENGTH = 48
 MODEL = ModelConfig(vocab_size=28, n_layers=2, d_model=32, n_heads=2, head_dim=16, attention=Softmax(), causal=False)
 TRAIN = TrainConfig(steps=60, tokens_per_step=8 * LENGTH, context_length=LENGTH, objective=Masked())

@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+import shipped
 import tiny
 from corpora import CORPORA, needs_corpora
 
@@ -185,7 +186,7 @@ def test_the_help_says_what_1_means(capsys):
 
 
 def test_the_shipped_sweeps_resolve():
-    for path in (tiny.ROOT / 'configs' / 'sweeps').glob('*.gin'):
+    for path in shipped.SWEEPS:
         base = re.search(r'--gin_file (\S+)', path.read_text())[1]
         assert make_points([base], [str(path)])
 

@@ -131,7 +131,7 @@ def test_what_cannot_be_is_refused():
 
 
 def test_the_shipped_configuration_is_the_published_one():
-    experiment = load(['configs/tasks/multiquery_recall.gin'])
+    experiment = load(['configs/papers/llops/tables_4_5_recall/multiquery_recall.gin'])
     task = experiment.data.task
     assert task == MultiqueryRecall()
     assert (task.count('train'), task.count('test')) == (100_000 + 4 * 20_000, 7 * 1000)

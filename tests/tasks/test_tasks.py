@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import shipped
 import tiny
 from tiny import train_step
 
@@ -220,7 +221,7 @@ def test_the_fingerprint_is_that_of_the_examples():
 @pytest.mark.parametrize('name', ['induction_heads', 'selective_copying', 'associative_recall'])
 def test_the_shipped_configurations_are_the_papers(name):
     for mechanism in ('softmax', 'polynomial'):
-        experiment = load([f'configs/tasks/{name}.gin', f'configs/attention/{mechanism}.gin'])
+        experiment = load([shipped.experiment(name), f'configs/attention/{mechanism}.gin'])
         model, train = experiment.model, experiment.train
         assert (model.n_layers, model.n_heads, model.head_dim, model.d_model) == (2, 8, 16, 128)
         assert train.batch_size == 64
@@ -321,13 +322,13 @@ LEARNERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize('name', LEARNERS)
 def test_two_layers_learn_induction_heads(name, tmp_path):
-    """Context 32 first, then 128 from those weights: the commands in configs/tasks/induction_heads_start.gin."""
+    """Context 32 first, then 128 from those weights: the commands in induction_heads_start.gin."""
     start, run = str(tmp_path / 'start'), tmp_path / 'run'
     learner = tiny.params(LEARNERS[name])
     finish = {'train.init_from': start} | ({'train.steps': 1400} if name == 'polysketch 32' else {})
     stages = [('start', start, {}), ('finish', str(run), finish)]
     for stage, directory, bindings in stages:
-        flags = ['--gin_file', f'configs/tasks/induction_heads_{stage}.gin', *learner, *tiny.params(bindings)]
+        flags = ['--gin_file', shipped.experiment(f'induction_heads_{stage}'), *learner, *tiny.params(bindings)]
         done = tiny.lm('train', '--run_dir', directory, *flags, timeout=7200)
         assert done.returncode == 0, done.stderr
     last = json.loads((run / 'metrics.jsonl').read_text().splitlines()[-1])
@@ -338,13 +339,13 @@ def test_two_layers_learn_induction_heads(name, tmp_path):
 
 @pytest.mark.slow
 def test_associative_recall_separates_the_mechanisms(tmp_path):
-    """The order of LLoPS Table 4, by the commands in configs/tasks/associative_recall_start.gin."""
+    """The order of LLoPS Table 4, by the commands in associative_recall_start.gin."""
     accuracy = {}
     for mechanism in ('softmax', 'llops', 'taylor'):
         start, run = tmp_path / f'{mechanism}_start', tmp_path / mechanism
         for stage, directory, bindings in (('start', start, {}), ('finish', run, {'train.init_from': str(start)})):
             bindings = tiny.params({'recall': f'@{mechanism}()'} | bindings)
-            flags = ['--gin_file', f'configs/tasks/associative_recall_{stage}.gin', *bindings]
+            flags = ['--gin_file', shipped.experiment(f'associative_recall_{stage}'), *bindings]
             done = tiny.lm('train', '--run_dir', str(directory), *flags, timeout=7200)
             assert done.returncode == 0, done.stderr
         accuracy[mechanism] = json.loads((run / 'metrics.jsonl').read_text().splitlines()[-1])['accuracy']

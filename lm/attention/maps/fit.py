@@ -1,6 +1,6 @@
 """Fits feature maps to a kernel on sampled queries and keys (LLoPS, eq. 6 and §4.3).
 
-`scripts/fit_llops.py` does so with the sketches of LLoPS for the layers of a trained run.
+`configs/papers/llops/table_3_sketches/fit_llops.py` does so with the sketches of LLoPS for the layers of a trained run.
 """
 
 from collections.abc import Callable, Iterable

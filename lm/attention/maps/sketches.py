@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lm.attention.base import HeadDims, KernelCall
 from lm.attention.maps.projections import hadamard_matrix
 from lm.ops import sketch_networks as networks
 from lm.ops.dots import dense
@@ -172,20 +171,3 @@ def _subsampled(key: jax.Array, lead: tuple[int, ...], size: int, r: int) -> jax
     columns = jax.random.randint(column_key, (*lead, r), 0, side)
     matrix = jnp.asarray(np.sqrt(side) * hadamard_matrix(side)[:, :size])
     return signs * jnp.swapaxes(matrix[columns], -1, -2)
-
-
-def networks_call(r: int, width: int, dims: HeadDims, length: int) -> KernelCall:
-    """The kernels of the networks of one learned sketch, r numbers of each query and key together."""
-    from lm.ops.sketch_networks.tpu import networks as kernels
-
-    network = jax.eval_shape(lambda: Network(1, dims.head_dim, r, width, nnx.Rngs(0)).parameters())
-    heads = (dims.n_heads, dims.n_kv_heads)
-    qk = (jax.ShapeDtypeStruct((1, length, 1, n, dims.head_dim), jnp.bfloat16) for n in heads)
-
-    def function(nodes, q, k):
-        return networks.sketch_networks(nodes, q, k, implementation='pallas_tpu')
-
-    plan = kernels.plan_for(length, dims.n_heads, dims.head_dim, width * r, r, 2)
-    tokens = {'forward': plan.forward_tile / 2, 'backward': plan.block / 2}  # a grid step takes queries or keys
-    steps = {(kernel, f'sketch_networks_{kernel}'): n for kernel, n in tokens.items()}
-    return KernelCall(function, (((network, network),), *qk), steps)

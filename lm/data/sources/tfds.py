@@ -49,7 +49,7 @@ class Tfds(Source):
         if missing:
             raise ConfigError(
                 f'tfds.name = {self.name!r}: not prepared under {self._data_dir()} and {" and ".join(missing)} not '
-                "installed; set tfds.data_dir to where it lies, or pip install -e '.[tfds]' and run this again to "
+                "installed; set tfds.data_dir to where it lies, or pip install 'lm-tpu[tfds]' and run this again to "
                 'download it'
             )
         import tensorflow_datasets as tfds

@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Prints the accuracy of associative recall against the bytes of the decoding state.
+
+    python configs/papers/llops/tables_4_5_recall/recall_states.py runs/mqar_small
+
+Reads the finished runs of a sweep over mechanisms, their sizes and seeds, such as sweep_multiquery_recall_small.gin.
+Prints a Markdown row per mechanism and size: means and standard deviations (n - 1) over the seeds for each segment of
+the task. With --out PATH it draws the picture PATH.png and PATH.pdf of one segment. The state is the whole model's
+state after --tokens tokens of one sequence.
+"""
+
+import argparse
+import collections
+import pathlib
+import statistics
+import sys
+
+import numpy as np
+from flax import nnx
+
+from lm.errors import LmError
+from lm.experiment import load
+from lm.generation import state_bytes
+from lm.model import build
+from lm.runs.records import Run
+from lm.runs.sweep_file import read_rows
+from lm.text import markdown_table
+
+SEGMENTS = 'accuracy_by_slice'
+
+
+def bytes_of(run: Run, tokens: int) -> int:
+    """Bytes of the decoding state of the model of a run after so many tokens."""
+    model = load([str(run.directory.config)]).model
+    return state_bytes(nnx.eval_shape(lambda: build(model, 0)), tokens)
+
+
+def kind_of(settings: str) -> str:
+    """'@size8/taylor()' → 'taylor'."""
+    return settings.strip('@()').rpartition('/')[2]
+
+
+def groups_of(root: pathlib.Path) -> dict[str, list[Run]]:
+    """Settings but for the seed → the finished runs, in the order of the sweep."""
+    found = collections.defaultdict(list)
+    for row in read_rows(root):
+        if row['status'] == 'done':
+            settings = [value for name, value in row['settings'].items() if name != 'train.seed']
+            found[' '.join(settings)].append(Run.read(root / row['point']))
+    return found
+
+
+def table(groups: dict[str, list[Run]], sizes: dict[str, int]) -> str:
+    """Markdown: accuracies in percent."""
+    segments = list(next(iter(groups.values()))[0].last_evaluation[SEGMENTS])
+    rows = []
+    for name, runs in groups.items():
+        cells = [name.strip('@()'), f'{sizes[name]:,}', str(len(runs))]
+        for segment in segments:
+            values = [100 * run.last_evaluation[SEGMENTS][segment] for run in runs]
+            spread = f' ± {statistics.stdev(values):.1f}' if len(values) > 1 else ''
+            cells.append(f'{statistics.mean(values):.1f}{spread}')
+        rows.append(cells)
+    return markdown_table(rows, ['mechanism', 'state, bytes', 'seeds', *segments])
+
+
+def draw(path: str, groups: dict[str, list[Run]], sizes: dict[str, int], segment: str) -> None:
+    """A curve a mechanism over its sizes; the band has the range of its seeds."""
+    from lm import plots
+
+    points = collections.defaultdict(list)
+    for name, runs in groups.items():
+        values = [100 * run.last_evaluation[SEGMENTS][segment] for run in runs]
+        points[kind_of(name)].append((sizes[name], statistics.mean(values), min(values), max(values)))
+    curves = [
+        plots.Curve(kind, style, *np.array(sorted(found), float).T)
+        for style, (kind, found) in enumerate(points.items())
+    ]
+    label = f'accuracy (%), {segment}'
+    plots.draw_lines(path, curves, 'decoding state (bytes)', label, x_scale='log', markers=True, y_limits=(0, 100))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('root', type=pathlib.Path, help='the folder of a sweep')
+    parser.add_argument('--tokens', type=int, default=128, help='of the sequence whose state is counted')
+    parser.add_argument('--segment', default='8 pairs in 64', help='that the picture is of')
+    parser.add_argument('--out', help='the picture, without suffix')
+    arguments = parser.parse_args()
+    groups = {name: runs for name, runs in groups_of(arguments.root).items() if runs}
+    if not groups:
+        raise LmError(f'{arguments.root}: holds no finished run of lm sweep; run the sweep first')
+    told = groups[next(iter(groups))][0].last_evaluation.get(SEGMENTS, {})
+    if not told or (arguments.out and arguments.segment not in told):
+        raise LmError(f'--segment {arguments.segment!r}: the runs tell of {", ".join(told) or "no segments"}')
+    sizes = {name: bytes_of(runs[0], arguments.tokens) for name, runs in groups.items()}
+    print(table(groups, sizes))
+    if arguments.out:
+        draw(arguments.out, groups, sizes, arguments.segment)
+    return 0
+
+
+if __name__ == '__main__':
+    try:
+        sys.exit(main())
+    except LmError as error:
+        sys.exit(str(error))
