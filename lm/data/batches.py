@@ -177,7 +177,6 @@ class Batches:
         self.store, self.split, self.windows, self.sharding = store, split, windows, sharding
         rows = windows.batch_size // microbatches
         self.shape = (microbatches, rows, windows.context_length + 1)
-        self.dtype = store.read(split, 0, 1).dtype
 
     def __call__(self, step: int) -> jax.Array:
         """The batch of step `step`; each process reads the rows of its own devices."""

@@ -50,8 +50,8 @@ class DataConfig(Configurable):
             return None
         return Documents(0 if store is None else store.tokenizer().eod_id, self.restart_positions)
 
-    def dtype(self, vocab_size: int) -> np.dtype:
-        """Of the tokens of a batch, known without opening anything."""
+    def guess_dtype(self, vocab_size: int) -> np.dtype:
+        """The type of the tokens of a batch, where the data are not opened: that of a tokenizer with so many pieces."""
         return np.dtype(np.int32) if self.task else token_dtype(vocab_size)
 
     def open(self, context_length: int, timeout: float | None = None) -> Store:

@@ -14,10 +14,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lm.data.store import TokenStore
-from lm.errors import ConfigError
-from lm.evaluation.baseline import EmpiricalBaseline
 from lm.evaluation.chunks import compute_losses_in_chunks
 from lm.evaluation.config import EvaluateConfig
+from lm.evaluation.plan import ScoredText
 from lm.model.functions import ModelFunctions, Scored, Weights
 from lm.ops.documents import Documents
 from lm.text import perplexity
@@ -25,53 +24,6 @@ from lm.training.mesh import batch_sharding, replicated, shared_rows
 
 LONG_WORDS = 1e9
 """Perplexities per word above it are written as powers of ten."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationWindows:
-    """Windows over the n tokens of a split. Window i starts at i·stride; after the first, only its last `stride`
-    targets are scored, so that each token is scored once, with at least context_length - stride tokens before it."""
-
-    n_tokens: int
-    context_length: int
-    stride: int
-
-    @classmethod
-    def create(
-        cls, n_tokens: int, context_length: int, window: str, first_tokens: int | None = None
-    ) -> 'EvaluationWindows':
-        """Of the `first_tokens` of a split of `n_tokens` (None: of all). Raises ConfigError when the context is longer
-        than these or the stride longer than the context."""
-        if context_length > n_tokens:
-            raise ConfigError(
-                f'evaluate.context_length = {context_length}: the split has only {n_tokens} tokens; shorten the context'
-            )
-        if first_tokens is not None and context_length > first_tokens:
-            raise ConfigError(f'train.eval_tokens = {first_tokens}: a window has {context_length} tokens; take more')
-        stride = context_length if window == 'disjoint' else int(window.partition(':')[2])
-        if stride > context_length:
-            raise ConfigError(f"evaluate.window = '{window}': the stride must be at most the context, {context_length}")
-        return cls(min(n_tokens, first_tokens or n_tokens), context_length, stride)
-
-    def __len__(self) -> int:
-        return 1 + max(0, math.ceil((self.n_tokens - self.context_length) / self.stride))
-
-    def batch(self, store: TokenStore, split: str, eod: int, first: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Windows first, …, first+size-1: (token ids [size, L+1], bool [size, L] of the targets that are scored)."""
-        L, n = self.context_length, self.n_tokens
-        tokens = np.full((size, L + 1), eod, np.int32)
-        scored = np.zeros((size, L), bool)
-        starts = [i * self.stride for i in range(first, min(first + size, len(self)))]
-        inner = [row for row, start in enumerate(starts) if start > 0 and start + L <= n]
-        if inner:
-            tokens[inner] = store.read_many(split, np.array([starts[row] - 1 for row in inner]), L + 1)
-        for row, start in enumerate(starts):
-            if row not in inner:  # the first window, which an end-of-document token opens, and the last, which is short
-                text = store.read(split, max(start - 1, 0), min(start + L, n))
-                offset = 1 if start == 0 else 0
-                tokens[row, offset : offset + len(text)] = text
-            scored[row, L - self.stride if start else 0 : min(L, n - start)] = True
-        return tokens, scored
 
 
 def make_scoring_program(
@@ -117,8 +69,11 @@ class ScoredSums:
     asked_V: np.ndarray | None = None
 
     def __add__(self, other: 'ScoredSums') -> 'ScoredSums':
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
-        return ScoredSums(*(None if a is None else a + b for a, b in pairs))
+        def add(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
+            return None if a is None or b is None else a + b
+
+        nats_L, tokens_L = self.nats_L + other.nats_L, self.tokens_L + other.tokens_L
+        return ScoredSums(nats_L, tokens_L, add(self.right_L, other.right_L), add(self.asked_V, other.asked_V))
 
 
 class ScoredBatch(NamedTuple):
@@ -149,25 +104,12 @@ class Evaluator:
     """Scores a split with the weights of a model, by a program that evaluators share; used at every evaluation of a
     training run."""
 
-    def __init__(
-        self,
-        program: Callable[..., Any],
-        mesh: Mesh,
-        store: TokenStore,
-        config: EvaluateConfig,
-        split: str,
-        context_length: int,
-        baseline: EmpiricalBaseline | None = None,
-        first_tokens: int | None = None,
-    ):
-        """`program` is made by `scoring`; with a `baseline` it judges, and the accuracy is told beside that one's. With
-        `first_tokens` no others of the split are scored."""
-        self.store, self.split, self.config, self.mesh = store, split, config, mesh
-        self.windows = EvaluationWindows.create(store.tokens(split), context_length, config.window, first_tokens)
+    def __init__(self, program: Callable[..., Scored], mesh: Mesh, text: ScoredText, config: EvaluateConfig):
+        """`program` is made by `make_scoring_program`; where the text has a baseline it computes the accuracy too."""
+        self.program, self.mesh, self.text, self.config = program, mesh, text, config
+        self.store, self.split, self.windows = text.store, text.split, text.windows
         self.batch_size = shared_rows(config.batch_size, mesh)
-        self.baseline = baseline
         self._sharding = batch_sharding(mesh)
-        self.program = program
 
     @property
     def measure(self) -> str:
@@ -204,10 +146,10 @@ class Evaluator:
     def figures(self, sums: ScoredSums, store: Any) -> dict:
         """What is reported of these sums."""
         found = summarize(sums.nats_L, sums.tokens_L, store, self.split)
-        if self.baseline is None:
+        if self.text.baseline is None or sums.right_L is None or sums.asked_V is None:
             return found
         accuracy = {'accuracy': float(sums.right_L.sum() / sums.tokens_L.sum())}
-        return found | accuracy | self.baseline.figures(sums.asked_V)
+        return found | accuracy | self.text.baseline.figures(sums.asked_V)
 
     def describe(self, result: dict) -> str:
         """The result in one line."""

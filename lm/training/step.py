@@ -9,6 +9,8 @@ A state is a dict of arrays:
     in_a_row    int32, of these, how many since the last good one
 """
 
+import copy
+import functools
 import math
 from typing import Any
 
@@ -53,10 +55,17 @@ class TrainStep:
         self.schedule, self.z_loss = optimizer.learning_rate(steps), optimizer.z_loss
         self.transform = optimizer.build(steps, functions.declared, functions.config.widening)
 
+    def with_data(self, unpack: Unpack | None, by_window: bool, documents: Documents | None) -> 'TrainStep':
+        """The same step on other data; arguments as of the constructor."""
+        step = copy.copy(self)
+        step.unpack, step.by_window, step.documents = unpack or next_token, by_window, documents
+        return step
+
     def init(self, seed: int) -> State:
         """Makes the state before the first step, a function of the seed; jit it with the shardings of the mesh."""
         return self._extend(self.functions.init(seed))
 
+    @functools.cached_property
     def abstract(self) -> State:
         """The state as jax.ShapeDtypeStructs; quick, since the model is not built again."""
         return jax.eval_shape(self._extend, self.functions.abstract)
