@@ -213,7 +213,9 @@ def describe_devices(topology: Topology) -> list[Any]:
 
     chip = topology.chip
     name = topology.slice_name.replace(chip.name, chip.libtpu or chip.name)
-    options = dict(chip.options) | ({'num_slices': topology.slices} if topology.slices > 1 else {})
+    options: dict[str, Any] = dict(chip.options)
+    if topology.slices > 1:
+        options['num_slices'] = topology.slices
     if math.prod(topology.shape) == 1:
         options['chips_per_host_bounds'] = (1, 1, 1)  # older ones, such as 0.0.42, take it that a host has 2x2
     try:
@@ -240,7 +242,7 @@ def parse(name: str) -> Topology:
         raise ConfigError(f'--topology {name}: write SLICES*GENERATION:SHAPE for several slices, such as 2*v5e:4x8')
     found = re.fullmatch(r'(\w+?)(?:[:=]([\dx]+)|-(\d+))', one)
     kind = ALIASES.get(found[1], found[1]) if found else ''
-    if kind not in GENERATIONS:
+    if found is None or kind not in GENERATIONS:
         raise ConfigError(
             f'--topology {name}: write GENERATION:SHAPE, such as v5e:4x8 or v4:2x4x4; there are '
             f'{", ".join(GENERATIONS)}'

@@ -29,7 +29,7 @@ WIDTH = 3.4
 """Inches: a column of a two-column page."""
 DOT_LABEL, LEGEND_LABEL, AXIS_LABEL = 26, 48, 28
 """Characters of a label in a line: beside dots, below curves, along the vertical axis."""
-STYLE = {
+STYLE: dict[Any, Any] = {
     'font.family': 'sans-serif',
     'font.size': 7.5,
     'axes.labelsize': 8,

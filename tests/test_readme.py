@@ -11,7 +11,7 @@ import tiny
 from lm import cli
 
 README = (tiny.ROOT / 'README.md').read_text()
-PAGES = [README, *(page.read_text() for page in sorted((tiny.ROOT / 'docs').glob('*.md')))]
+PAGES = [page.read_text() for page in tiny.PAGES]
 COMMANDS = sorted(
     {
         line.partition('#')[0].strip()
@@ -19,7 +19,7 @@ COMMANDS = sorted(
         for block in re.findall(r'```bash\n(.*?)```', page, re.DOTALL)
         for line in block.splitlines()
         # Those of docs/tpu.md are executed by tests/test_scripts_tpu.py.
-        if line.strip() and (page is README or not line.startswith('scripts/tpu/'))
+        if line.strip() and (page == README or not line.startswith('scripts/tpu/'))
     }
 )
 

@@ -103,6 +103,7 @@ def try_out(environment: pathlib.Path, folder: pathlib.Path) -> None:
     run('prepare', *QUICKSTART)
     assert 'done: 20 steps' in run('train', *QUICKSTART, '--run_dir', 'runs/first', *TWENTY_STEPS)
     assert (folder / 'data' / 'quickstart' / 'dataset.json').is_file()
+    assert '| first | softmax |' in run('report', 'runs/first', '--no_pictures', '--out', 'report')
     assert not list(environment.rglob('quickstart/dataset.json')), 'the installation stays as it is'
 
 

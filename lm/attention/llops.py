@@ -36,7 +36,11 @@ class Llops(LinearAttention):
         default=True, help='square products of p/2 projections, so that no weight is negative (§3.2)'
     )
     affine: bool = field(default=False, help='projections of [1, x], which reach the powers below p too')
-    init: str = field(default='random_sketch', choices=('random_sketch', 'flatten', 'based'))
+    init: str = field(
+        default='random_sketch',
+        choices=('random_sketch', 'flatten', 'based'),
+        help='initial projections: random, one projection for all factors, or the map of BASED',
+    )
     layer_norm: bool = field(default=True, help='layer normalization of q and k, as in polynomial attention')
     offset: float = field(default=0.0, minimum=0, help='first mean of scores q·k, in their standard deviations')
     renormalize: bool = field(default=True, help='divide by the sum of the weights')

@@ -21,7 +21,8 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     """The checksum, 0 ≤ c < 2³², of each array. All processes that hold the arrays must call it together."""
     if not arrays:
         return {}
-    meshes = [x.sharding.mesh for x in arrays.values() if isinstance(getattr(x, 'sharding', None), NamedSharding)]
+    shardings = [getattr(x, 'sharding', None) for x in arrays.values()]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
     sums = np.concatenate([np.asarray(_compiled(replicated)(group)) for group in _groups(list(arrays.values()))])
     return {name: int(c) for name, c in zip(arrays, sums, strict=True)}

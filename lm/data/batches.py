@@ -182,13 +182,13 @@ class Batches:
         """The batch of step `step`; each process reads the rows of its own devices."""
         starts = self.windows.starts(step).reshape(self.shape[:2])
         places = self.sharding.addressable_devices_indices_map(self.shape)
-        wanted = [starts[index[:2]] for index in places.values()]
-        flat = np.concatenate([w.ravel() for w in wanted])
+        local = [starts[(index or ())[:2]] for index in places.values()]
+        flat = np.concatenate([part.ravel() for part in local])
         rows = self.store.read_many(self.split, flat, self.shape[2])
-        parts = np.split(rows, np.cumsum([w.size for w in wanted])[:-1])
+        parts = np.split(rows, np.cumsum([part.size for part in local])[:-1])
         shards = [
-            jax.device_put(part.reshape(*w.shape, self.shape[2]), device)
-            for part, w, device in zip(parts, wanted, places, strict=True)
+            jax.device_put(part.reshape(*own.shape, self.shape[2]), device)
+            for part, own, device in zip(parts, local, places, strict=True)
         ]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 

@@ -88,13 +88,11 @@ class Mixture:
         parts = self.parts(split)
         starts, ends = np.asarray(starts, np.int64), np.cumsum([store.tokens(split) for store in parts.values()])
         source = np.searchsorted(ends, starts, side='right')
-        windows = None
+        windows = np.empty((len(starts), length), self._first.info['dtype'])
         for i, store in enumerate(parts.values()):
             own = source == i
             if own.any():
-                found = store.read_many(split, starts[own] - (ends[i - 1] if i else 0), length)
-                windows = np.empty((len(starts), length), found.dtype) if windows is None else windows
-                windows[own] = found
+                windows[own] = store.read_many(split, starts[own] - (ends[i - 1] if i else 0), length)
         return windows
 
     def tokenizer(self) -> Tokenizer:

@@ -141,7 +141,7 @@ class TokenStore:
             model = read_file(self._kvstore, name)
             if model is None:
                 raise MismatchError(f'{self.path}: {name} is missing; restore it or prepare the data again')
-            if not self._is_model(model):
+            if hashlib.sha256(model).hexdigest() != self.info['tokenizer']['sha256']:
                 raise MismatchError(
                     f'{self.path}: {name} is not the one that made the tokens (SHA-256 differs from '
                     'dataset.json); restore it or prepare the data again'
@@ -158,9 +158,6 @@ class TokenStore:
             raise MismatchError(
                 f'{self.path}: split {split!r} is not what dataset.json describes; prepare the data again'
             )
-
-    def _is_model(self, model: bytes) -> bool:
-        return hashlib.sha256(model).hexdigest() == self.info['tokenizer']['sha256']
 
     def _split(self, split: str) -> dict[str, Any]:
         try:
@@ -221,12 +218,13 @@ def read_info(path: str, timeout: float | None = None) -> dict[str, Any] | None:
     return info
 
 
-def write_info(path: str, info: dict[str, Any]) -> None:
-    """Writes dataset.json, which makes the store a finished one; adds its fingerprint and checksum."""
+def write_info(path: str, info: dict[str, Any]) -> dict[str, Any]:
+    """Writes dataset.json, which makes the store a finished one. Returns `info` with its fingerprint and checksum."""
     content = {k: v['sha256'] for k, v in info['splits'].items()} | {'tokenizer': info['tokenizer']['sha256']}
     info = info | {'fingerprint': hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
     info = info | {'checksum': _checksum(info)}
     write_file(path, 'dataset.json', json.dumps(info, indent=2, ensure_ascii=False).encode() + b'\n')
+    return info
 
 
 def write_array(path: str, split: str, name: str, blocks: Iterable[np.ndarray], count: int, dtype: str) -> None:

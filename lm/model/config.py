@@ -41,17 +41,19 @@ ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
 class ModelConfig(Configurable):
     """Shape and numerics of the model; the defaults are GPT-2 small (110M parameters)."""
 
-    vocab_size: int = field(default=32_000, minimum=2)
-    n_layers: int = field(default=12, minimum=1)
-    d_model: int = field(default=768, minimum=2, even=True)
+    vocab_size: int = field(
+        default=32_000, minimum=2, help='rows of the embedding: at least the tokens of the tokenizer'
+    )
+    n_layers: int = field(default=12, minimum=1, help='layers, each of attention and a feed-forward network')
+    d_model: int = field(default=768, minimum=2, even=True, help='width of the residual stream')
     base_width: int | None = field(
         default=None,
         minimum=2,
         help='the learning rate is that of a model of this d_model; others take it over (µP); None: no',
     )
-    n_heads: int = field(default=12, minimum=1)
+    n_heads: int = field(default=12, minimum=1, help='query heads of each layer')
     n_kv_heads: int | None = field(default=None, minimum=1, help='grouped-query attention; None: as many as n_heads')
-    head_dim: int = field(default=64, minimum=2, even=True)
+    head_dim: int = field(default=64, minimum=2, even=True, help='size of a head')
     hidden_dim: int | None = field(
         default=None,
         minimum=1,
@@ -96,7 +98,12 @@ class ModelConfig(Configurable):
     dtype: str = field(
         default='auto', choices=('auto', 'float32', 'bfloat16'), help='auto: bfloat16, but float32 on CPU'
     )
-    remat: str = field(default='none', choices=tuple(REMAT), resume=True)
+    remat: str = field(
+        default='none',
+        choices=tuple(REMAT),
+        resume=True,
+        help='how much of a layer the backward pass computes again, from nothing to everything',
+    )
     unroll: int = field(
         default=1, minimum=1, resume=True, help='layers per scan iteration; n_layers: no loop, where remat saves less'
     )

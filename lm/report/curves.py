@@ -48,15 +48,16 @@ def make_series(runs: Sequence[Run], axis: str = '') -> list[Series]:
     for run, name, status in zip(runs, names, standing, strict=True):
         others = [other for other, n in zip(runs, names, strict=True) if n == name]
         differing = [key for key in differing_bindings(others) if key in run.config and key != axis]
-        parts = [f'{words_of(key)} {_brief(run.config[key], {o.config.get(key) for o in others})}' for key in differing]
+        parts = [
+            f'{words_of(key)} {_brief(run.config[key], {o.config[key] for o in others if key in o.config})}'
+            for key in differing
+        ]
         ended = [status] if status != 'done' and len(set(standing)) > 1 else []
         described.append(', '.join([name, *parts, *ended]))
     groups: dict[str, list[Run]] = {}
     for run, label in zip(runs, described, strict=True):
         groups.setdefault(label, []).append(run)
-    order = [paper.SOFTMAX, *(row for rows in paper.PG19.groups.values() for row in rows)]
-    rank = {label: order.index(row) for run, label in zip(runs, described, strict=True) if (row := paper.row_of(run))}
-    sorted_groups = sorted(groups.items(), key=lambda item: rank.get(item[0], len(order)))
+    sorted_groups = sorted(groups.items(), key=lambda item: min(map(paper.order_of, item[1])))
     return [Series(label, i, tuple(members)) for i, (label, members) in enumerate(sorted_groups)]
 
 
@@ -146,7 +147,8 @@ def accuracy_curve(series: Series, context: int) -> Curve | None:
     if not found:
         return None
     x = np.unique([step for records in found for step, _ in records])
-    return _aggregate(series, x, [np.interp(x, *zip(*records, strict=True), right=np.nan) for records in found])
+    curves = [np.array(records, np.float64).T for records in found]
+    return _aggregate(series, x, [np.interp(x, steps, values, right=np.nan) for steps, values in curves])
 
 
 def _aggregate(series: Series, x: np.ndarray, ys: list[np.ndarray]) -> Curve | None:
@@ -182,11 +184,11 @@ def _counts(binding: str) -> bool:
     return binding == 'data.path' or not (binding in ignored or (may_change(binding) and not is_of_mechanism))
 
 
-def _brief(value: str, values: set[str | None]) -> str:
+def _brief(value: str, values: set[str]) -> str:
     """A value without its quotes, of a path the last part, where none of the other values has the same."""
 
     def last(value: str) -> str:
         return value.strip("'").rstrip('/').rpartition('/')[2]
 
-    is_alone = not any(last(other) == last(value) for other in values - {value, None})
+    is_alone = not any(last(other) == last(value) for other in values - {value})
     return last(value) if is_alone else value.strip("'")

@@ -156,7 +156,7 @@ class Pictures:
         for s in self.series:
             for trained in self.contexts:
                 runs = s.at(trained)
-                lengths = {r.get('context_length') for run in runs for r in run.evaluations} - {None}
+                lengths = {r['context_length'] for run in runs for r in run.evaluations if r.get('context_length')}
                 pairs = [(n, self.measures.perplexity(run, n)) for run in runs for n in lengths]
                 values = [(n, value) for n, value in pairs if value is not None]
                 if len({n for n, _ in values}) > 1:
@@ -204,10 +204,11 @@ def _by_devices(series: Sequence[Series]) -> list[Series]:
 
 def _with_quartiles(curve: Curve, runs: Sequence[Run]) -> Curve:
     """Speeds, a point a run, with the quartiles of the run's own intervals as the band."""
-    if len(runs) != len(curve.x) or not all(run.speed_range for run in runs):
-        return curve
     by_x = sorted(runs, key=lambda run: run.value('train.context_length'))  # of equal contexts, in the order of x
-    high, low = (np.array([1e6 / run.speed_range[i] for run in by_x]) for i in (0, 1))
+    ranges = [run.speed_range for run in by_x if run.speed_range]
+    if not ranges or not len(runs) == len(curve.x) == len(ranges):
+        return curve
+    high, low = 1e6 / np.array(ranges).T
     return dataclasses.replace(curve, low=low, high=high)
 
 

@@ -47,7 +47,7 @@ class Report:
         measured = [flat(self.measures.newest(run)) for run in self.runs]
         self.of_sets = sorted({name for found in measured for name in found if name.startswith(PREFIXES)})
         self.rows = [self.row(run) for run in self.runs]
-        self.comparison = self.paper_rows()
+        self.comparison = self.compare_with_papers()
         self.written: list[str] = []
 
     def write(self, pictures: bool = True) -> None:
@@ -60,7 +60,7 @@ class Report:
         if drawn.points:
             self._csv('curves.csv', drawn.points)
         if self.comparison:
-            self._csv('paper.csv', self.comparison)
+            self._csv('paper.csv', [compared.as_row() for compared in self.comparison])
         text = ['# Report', '', self.markdown_table(), '']
         text += paper.markdown(self.comparison, self.corpus)
         for name, caption in drawn.files:
@@ -138,7 +138,7 @@ class Report:
             text += f'\n\nNo run directory: {row["point"]}, {status}' + (f': {row["error"]}' if row['error'] else '')
         return text
 
-    def paper_rows(self) -> list[dict[str, Any]]:
+    def compare_with_papers(self) -> list[paper.Comparison]:
         """The papers' cells beside ours: see `lm.report.paper.compare`."""
         if self.corpus == 'none':
             return []

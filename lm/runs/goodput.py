@@ -13,6 +13,7 @@ accounts add up to the wall clock since the first start, but for the time in whi
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -71,15 +72,14 @@ class Goodput:
             self._accounts.pop()
 
     def charging(self, account: str, items: Iterable[T]) -> Iterator[T]:
-        """`items`; waiting for each is charged to `account`."""
+        """Yields `items`, and charges the wait for each of them to `account`."""
         iterator = iter(items)
-        end = object()
         while True:
             with self.spent(account):
-                item = next(iterator, end)
-            if item is end:
+                item = list(itertools.islice(iterator, 1))
+            if not item:
                 return
-            yield item
+            yield item[0]
 
     def total(self, account: str) -> float:
         """Seconds on an account up to now."""

@@ -140,7 +140,7 @@ def to_text(info: Mapping[str, Any]) -> str:
 
 def describe_machine() -> dict[str, Any]:
     """Versions, git commit, command and devices, for run.json."""
-    versions = {'lm': lm.__version__, 'python': platform.python_version()}
+    versions: dict[str, str | None] = {'lm': lm.__version__, 'python': platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

@@ -48,7 +48,9 @@ class InitialParameters:
         with self._open() as other:
             saved = self._check(other, abstract['params'])
             wanted = abstract | {'buffers': _alike(abstract['buffers'], saved, 'buffers.')}
-            taken, step, _ = other.restore(wanted, partial=True)
+            restored = other.restore(wanted, partial=True)
+        assert restored is not None, '`_check` has found a checkpoint'
+        taken, step, _ = restored
         names = flatten(taken)
         left = [name.removeprefix('params.') for name in flatten(weights) if name not in names]
         line = f'{len(names)} of {len(names) + len(left)} arrays taken from {self.run_dir} at step {step}'

@@ -180,7 +180,7 @@ class RunLock:
 
     def _renew(self) -> None:
         warned = False
-        while not self._over.wait(HEARTBEAT):
+        while self._generation is not None and not self._over.wait(HEARTBEAT):
             try:
                 with self._writing:
                     if self._over.is_set():

@@ -3,6 +3,7 @@
 JSON has no numbers for what is not finite: they are written as the strings 'NaN', 'Infinity' and '-Infinity'.
 """
 
+import io
 import json
 import logging
 import math
@@ -44,7 +45,7 @@ class MetricsFile:
         self.path = epath.Path(path)
         self._leader = jax.process_index() == 0
         self._remote = is_remote(self.path)
-        self._file = None
+        self._file: io.FileIO | None = None
         self._lines: list[str] = []
         self._unwritten = False
         self._last_write = time.monotonic()
@@ -75,8 +76,8 @@ class MetricsFile:
             self._unwritten = True
             if time.monotonic() - self._last_write > REMOTE_SECONDS:
                 self.flush()
-        else:
-            self._append(line.encode())
+        elif self._file:
+            self._append(self._file, line.encode())
         if self._trackers:
             self._trackers.write(record)
 
@@ -106,15 +107,15 @@ class MetricsFile:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _append(self, line: bytes) -> None:
-        """The whole line or nothing: a full disk may have taken a part of it."""
-        size = os.fstat(self._file.fileno()).st_size
+    def _append(self, file: io.FileIO, line: bytes) -> None:
+        """Appends the whole line or nothing: a full disk may have taken a part of it."""
+        size = os.fstat(file.fileno()).st_size
         with writing(self.path):
             try:
                 while line:
-                    line = line[self._file.write(line) :]
+                    line = line[file.write(line) :]
             except OSError:
-                os.truncate(self._file.fileno(), size)
+                os.truncate(file.fileno(), size)
                 raise
 
     def _keep(self, resume_at: int) -> list[str]:

@@ -218,7 +218,8 @@ def read_jsonl(path: epath.Path) -> list[dict[str, Any]]:
 
 def _is_whole(record: dict[str, Any]) -> bool:
     """Whether a record has the numbers that its readers count on."""
-    needed = NEEDED.get(record.get('kind'), ()) if isinstance(record.get('kind'), str) else ()
+    kind = record.get('kind')
+    needed = NEEDED.get(kind, ()) if isinstance(kind, str) else ()
     return isinstance(record.get('step'), int) and bool(needed) and all(_is_number(record.get(k)) for k in needed)
 
 

@@ -146,7 +146,7 @@ class RunDir:
         if jax.process_index() == 0:
             try:
                 if info := read_raw(self.info):
-                    write_atomically(self.info, to_text(info | what))
+                    write_atomically(self.info, to_text({**info, **what}))
             except (OSError, LmError) as error:
                 log.warning('%s could not be written: %s', self.info, error)
 

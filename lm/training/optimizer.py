@@ -28,8 +28,8 @@ class OptimizerConfig(Configurable):
     schedule: Schedule = field(
         default=Linear(), formerly='decay', help='how the learning rate goes on after the warm-up'
     )
-    peak_learning_rate: float = field(default=7e-4, above=0)
-    warmup_steps: int = field(default=10_000, minimum=0)
+    peak_learning_rate: float = field(default=7e-4, above=0, help='the learning rate at the end of the warm-up')
+    warmup_steps: int = field(default=10_000, minimum=0, help='steps over which the learning rate rises linearly')
     weight_decay: float = field(default=0.1, minimum=0, help='applied to matrices, not to biases, norms or embeddings')
     clip_norm: float | None = field(default=1.0, above=0, help='global gradient norm; None: no clipping')
     z_loss: float = field(

@@ -25,7 +25,7 @@ POD = re.search(
 def lines() -> list[tuple[str, str]]:
     """(slice, command) of each training line."""
     found = []
-    for page in [tiny.ROOT / 'README.md', *sorted((tiny.ROOT / 'docs').glob('*.md'))]:
+    for page in tiny.PAGES:
         blocks = re.findall(r'```bash\n(.*?)```', page.read_text(), re.DOTALL)
         found += [(POD, line) for block in blocks for line in block.splitlines() if re.search(r'\blm train\b', line)]
     for file in shipped.EXPERIMENTS:

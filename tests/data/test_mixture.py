@@ -29,7 +29,7 @@ class Numbers:
 
     splits = ('train',)
     vocab_size = 2**31
-    info = {'tokenizer': {'sha256': 'a' * 64}}  # noqa: RUF012
+    info = {'tokenizer': {'sha256': 'a' * 64}, 'dtype': 'uint32'}  # noqa: RUF012
 
     def __init__(self, name: str):
         self.path, self.fingerprint = name, name

@@ -106,7 +106,7 @@ def test_killed_at_any_time_it_goes_on_and_changes_no_byte(corpus, reference, tm
         'def when_told(*arguments):\n'  # the kill comes before dataset.json is there, however late it is
         f'    while not os.path.exists({str(finish)!r}):\n'
         '        time.sleep(0.002)\n'
-        '    write_info(*arguments)\n'
+        '    return write_info(*arguments)\n'
         'write_info, store.write_info = store.write_info, when_told\n'
         f'config = PrepareConfig(source=TextFiles(path={str(corpus)!r}), tokenizer={SMALL!r}, processes=2)\n'
         f'prepare(config, {str(path)!r})\n'

@@ -1,6 +1,7 @@
 """Weights out and in without PyTorch: names, round trips to the bit, refusals."""
 
 import ast
+import collections
 import contextlib
 import dataclasses
 import json
@@ -30,7 +31,7 @@ from lm.data.tokenizers.sentencepiece import train
 from lm.errors import ConfigError, MismatchError
 from lm.files import lock
 from lm.interop.command import UNFINISHED, exporting, fingerprints_of
-from lm.interop.formats import FORMATS, formulated
+from lm.interop.formats import FORMATS, FORMULAS, attention_source, formulated
 from lm.interop.names import from_tensors, places, to_tensors
 from lm.interop.tensors import read_tensors
 from lm.runs.initial import InitialParameters
@@ -46,18 +47,34 @@ def test_weights_of_every_mechanism_come_back(form):
     jax.tree.map(np.testing.assert_array_equal, weights, back)
 
 
-def test_the_formulas_take_what_the_mechanisms_say():
-    """By the text of the file, which needs PyTorch: what `LmBlock` passes to `XFormula` is what this one takes."""
-    tree = ast.parse((tiny.ROOT / 'lm' / 'exchange' / 'attention_lm.py').read_text())
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    for form in MECHANISMS.values():
-        for mechanism in form if isinstance(form, tuple) else (form,):
-            name = f'{mechanism.gin_name}formula'
-            (formula,) = [node for key, node in classes.items() if key.lower() == name] or [None]
-            if formula is None:  # refused by `formulated`
-                continue
-            init = next(node for node in formula.body if getattr(node, 'name', '') == '__init__')
+def formula_of(name: str) -> ast.ClassDef:
+    """The class in a formula file that registers itself, from the syntax tree: importing the file needs PyTorch."""
+    classes = [n for n in ast.parse((FORMULAS / f'{name}.py').read_text()).body if isinstance(n, ast.ClassDef)]
+    (formula,) = [node for node in classes if any(keyword.arg == 'name' for keyword in node.keywords)]
+    return formula
+
+
+@pytest.mark.parametrize('form', MECHANISMS)
+def test_formulas_take_the_options_of_the_mechanisms(form):
+    """`LmBlock` passes `portable()` to the formula."""
+    for mechanism in MECHANISMS[form] if isinstance(MECHANISMS[form], tuple) else (MECHANISMS[form],):
+        if mechanism.gin_name in formulated():
+            formula = formula_of(mechanism.gin_name)
+            init = next(node for node in formula.body if isinstance(node, ast.FunctionDef) and node.name == '__init__')
             assert {a.arg for a in init.args.kwonlyargs} >= mechanism.portable().keys(), mechanism
+
+
+def test_formulas_fit_into_one_module():
+    """Each registers the name of its file, and no two files define the same name: an export joins them."""
+    defined = collections.Counter()
+    for name in formulated():
+        assert [ast.literal_eval(keyword.value) for keyword in formula_of(name).keywords] == [name]
+    for path in FORMULAS.glob('*.py'):
+        for node in ast.parse(path.read_text()).body:
+            names = [node] if isinstance(node, ast.ClassDef | ast.FunctionDef) else getattr(node, 'targets', [])
+            defined.update(getattr(target, 'id', None) or target.name for target in names)
+    assert {name for name, count in defined.items() if count > 1} == set()
+    compile(attention_source(formulated()), 'attention_lm.py', 'exec')
 
 
 def test_names_are_those_of_layers():
@@ -108,7 +125,8 @@ def test_a_run_goes_out_and_comes_back(reference_run, tmp_path, tokens, capsys):
         'model.safetensors', 'config.gin', 'tokenizer.model', 'config.json', 'modeling_lm.py', 'attention_lm.py',
     }  # fmt: skip
     assert (out / 'tokenizer.model').read_bytes() == (tokens / 'tokenizer.model').read_bytes()
-    assert 'lm.interop' not in (out / 'modeling_lm.py').read_text()
+    for name in ('modeling_lm.py', 'attention_lm.py'):
+        assert 'lm.interop' not in (out / name).read_text()
     data = ['--gin_param', f"data.path = '{tokens}'"]
     assert main(['import', str(out), '--run_dir', str(back), *data]) == 0
     before, after = lm.load(run_dir), lm.load(str(back))

@@ -22,7 +22,7 @@ from lm.data import tokenizers
 from lm.data.prepare.cleaning import CLEANINGS
 from lm.data.sources import Source
 from lm.data.sources.base import Document, Shard
-from lm.data.tokenizers import Tokenizer, TokenizerChoice
+from lm.data.tokenizers import Tokenizer, TokenizerChoice, TokenizerConfig
 from lm.data.tokenizers.sentencepiece import sentences, train
 from lm.errors import MismatchError
 from lm.files import write_atomically
@@ -108,14 +108,14 @@ def initialize(progress: Any) -> None:
     _progress = progress
     for number in (signal.SIGINT, signal.SIGHUP):  # which the terminal sends to all; the parent answers
         signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
+    if parent := multiprocessing.parent_process():
+        threading.Thread(target=_leave_with_parent, args=(parent.sentinel,), daemon=True).start()
 
-    def leave_with_parent() -> None:  # a worker whose parent was killed would wait for work for ever
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
 
-    if parent:
-        threading.Thread(target=leave_with_parent, daemon=True).start()
+def _leave_with_parent(sentinel: int) -> None:
+    """Ends a worker whose parent was killed: it would wait for work for ever."""
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
 
 
 def tokenize(job: Preparation, shard: Shard, index: int) -> None:
@@ -154,10 +154,12 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
 def train_tokenizer(job: Preparation, config: TokenizerChoice, shards: list[Shard]) -> None:
     """Writes the model of the tokenizer: an existing or a fixed one, or one trained on a sample of the shards."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    if config.model_path is not None:
-        contents = tokenizers.load(config.model_path, config).model
-    elif (contents := config.contents()) is None:
+    if (existing := tokenizers.load_existing(config)) is not None:
+        contents = existing.model
+    elif isinstance(config, TokenizerConfig):
         contents = train(config, Sample(job, config.sample_bytes, shards))
+    else:
+        contents = config.contents()
     write_atomically(job.model, contents)
 
 
@@ -184,6 +186,7 @@ def encode(tokenizer: Tokenizer, batch: list[Document], holds_tokens: bool) -> t
         return texts, *tokenizer.encode_documents(texts)
     parts = []
     for document in batch:
+        assert document.tokens is not None, 'the source holds tokens'
         ids = document.tokens.astype(np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
             raise MismatchError(

@@ -37,6 +37,7 @@ from lm.data.prepare import shards as work
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.meter import Meter
 from lm.data.sources.base import Shard, inventory
+from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import LockedError, is_remote, local_path, lock, write_atomically
 from lm.text import counted, si
@@ -50,22 +51,22 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
     console = console or Console()
     if not path:
         raise ConfigError("data.path = '': say where the token store goes, for example data.path = 'data/my_text'")
-    if config.source is None:
-        raise ConfigError('prepare.source = None: choose a source, for example with --gin_file data/text.gin')
-    folder = _folder(path)
+    source, folder = config.require_source(), _folder(path)
     if (info := store.read_info(path)) is not None:
         return _already(config, path, folder, info, console)
     _check_ready_tokens(config)
-    config.source.fetch(lambda line: console.print(line, highlight=False))
+    source.fetch(lambda line: console.print(line, highlight=False))
     settings = _settings(config)
     with _alone(folder):
         made = store.read_info(path)  # by another preparation, until now
+        is_done = False
         try:
             info = made or _prepare(config, path, folder, settings, console)
+            is_done = True
         finally:
-            if info or not (folder / 'tokenizer.model').exists():  # done, or nothing done that is worth keeping
+            if is_done or not (folder / 'tokenizer.model').exists():  # nothing is done that is worth keeping
                 shutil.rmtree(folder)
-                if not info and not is_remote(path) and not any(folder.parent.iterdir()):
+                if not is_done and not is_remote(path) and not any(folder.parent.iterdir()):
                     folder.parent.rmdir()
     if made:
         return _already(config, path, folder, made, console)
@@ -74,7 +75,7 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
     if decoded:
         share = f'{100 * unchanged / decoded:.4g} %'
         compared = counted(decoded, 'document that was compared', 'documents that were compared')
-        verb = 'encode' if config.source.holds_tokens else 'decode'
+        verb = 'encode' if source.holds_tokens else 'decode'
         console.print(f'{share} of {compared} {verb} to themselves', highlight=False)
     bad = sum(split['bad_records'] for split in info['splits'].values())
     if bad:
@@ -110,11 +111,12 @@ def _change(config: PrepareConfig, info: dict[str, Any]) -> str | None:
     """How the files of the source differ, by their names and sizes, from those that a store was made of. None where
     they do not, where nobody can tell (they are gone, or an earlier version made the store), and of files in a bucket,
     which would be asked for one by one."""
-    was, values = info.get('files'), dataclasses.asdict(config.source).values()
+    source = config.require_source()
+    was, values = info.get('files'), dataclasses.asdict(source).values()
     if was is None or any(isinstance(value, str) and is_remote(value) for value in values):
         return None
     try:
-        now = inventory(shard for name in _split_names(config) for shard in config.source.shards(name))
+        now = inventory(shard for name in _split_names(config) for shard in source.shards(name))
     except (LmError, OSError):
         return None
     old, new = (f'{counted(files["count"], "file")} of {si(files["bytes"])}B' for files in (was, now))
@@ -124,12 +126,12 @@ def _change(config: PrepareConfig, info: dict[str, Any]) -> str | None:
 def _prepare(
     config: PrepareConfig, path: str, folder: pathlib.Path, settings: dict[str, Any], console: Console
 ) -> dict[str, Any]:
-    names = _split_names(config)
-    shards = {name: config.source.shards(name) for name in names}
+    names, source = _split_names(config), config.require_source()
+    shards = {name: source.shards(name) for name in names}
     listing = work.fingerprint([dataclasses.astuple(shard) for name in names for shard in shards[name]])
     _remember(folder, settings | {'listing': listing}, path)
-    settings_of_text = config.source, config.cleaning, config.max_document_bytes
-    job = work.Preparation(*settings_of_text, folder, config.strict, config.tokenizer.end_of_document)
+    limit, eod = config.max_document_bytes, config.tokenizer.end_of_document
+    job = work.Preparation(source, config.cleaning, limit, folder, config.strict, eod)
     todo = [(shard, i) for name in names for i, shard in enumerate(shards[name])]
     total = sum(shard.bytes for shard, _ in todo)
     processes = max(1, min(config.processes or os.cpu_count() or 1, len(todo)))
@@ -168,12 +170,13 @@ def _train(
     if job.model.exists():
         return
     name = 'train' if 'train' in shards else next(iter(shards))
-    if config.tokenizer.model_path is None and config.tokenizer.contents() is None:
-        size = min(config.tokenizer.sample_bytes, sum(shard.bytes for shard in shards[name]))
-        kind = f'{config.tokenizer.model_type}, {config.tokenizer.vocab_size:,} pieces'
+    choice = config.tokenizer
+    if isinstance(choice, TokenizerConfig) and choice.model_path is None:
+        size = min(choice.sample_bytes, sum(shard.bytes for shard in shards[name]))
+        kind = f'{choice.model_type}, {choice.vocab_size:,} pieces'
         console.print(f'training the tokenizer ({kind}) on {si(size)}B of {name}', highlight=False)
     start = printed = time.monotonic()
-    for _ in _wait([pool.submit(work.train_tokenizer, job, config.tokenizer, shards[name])]):
+    for _ in _wait([pool.submit(work.train_tokenizer, job, choice, shards[name])]):
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
             console.print(f'training the tokenizer: {printed - start:.0f} s', highlight=False)
@@ -239,7 +242,7 @@ def assemble(
     splits, bad = {}, []
     for name, own in shards.items():
         results = [job.result(shard, i) for i, shard in enumerate(own)]
-        counts = [result.counts() for result in results]
+        counts = [result.counts() or {} for result in results]
         split = {key: sum(c[key] for c in counts) for key in ('documents', 'bytes', 'words', 'tokens')}
         # Shards that were finished by a version that did not compare them count nothing.
         split |= {key: sum(c.get(key, 0) for c in counts) for key in ('decoded', 'unchanged')}
@@ -255,7 +258,7 @@ def assemble(
             blocks = _digested((result.tokens(tokenizer.dtype) for result in results), digest, meter)
             store.write_array(path, name, 'tokens', blocks, split['tokens'], tokenizer.dtype.name)
         store.write_array(path, name, 'document_ends', [ends], len(ends), 'int64')
-        published = config.source.published_words(name, split['documents'])
+        published = config.require_source().published_words(name, split['documents'])
         if published is not None:
             split['published_words'] = published
         splits[name] = split | {'sha256': store.split_digest(digest, ends)}
@@ -278,8 +281,7 @@ def assemble(
         'settings': settings,
         'created_with': {'lm': lm.__version__, tokenizer.library: importlib.metadata.version(tokenizer.library)},
     }
-    store.write_info(path, info)
-    return store.read_info(path)
+    return store.write_info(path, info)
 
 
 def _digested(blocks: Iterator[np.ndarray], digest: Any, meter: Meter) -> Iterator[np.ndarray]:
@@ -293,18 +295,19 @@ def _digested(blocks: Iterator[np.ndarray], digest: Any, meter: Meter) -> Iterat
 
 def _check_ready_tokens(config: PrepareConfig) -> None:
     """Raises ConfigError unless the tokenizer of a source of ready tokens is named, and is the one of its tokens."""
-    if not config.source.holds_tokens:
+    source = config.require_source()
+    if not source.holds_tokens:
         return
-    source = f'prepare.source = @{config.source.gin_name}()'
-    if config.tokenizer.model_path is None:
-        raise ConfigError(f'{source}: holds tokens; name the tokenizer that made them with tokenizer.model_path')
+    setting = f'prepare.source = @{source.gin_name}()'
+    if (tokenizer := tokenizers.load_existing(config.tokenizer)) is None:
+        raise ConfigError(f'{setting}: holds tokens; name the tokenizer that made them with tokenizer.model_path')
     if config.cleaning != 'none':
-        raise ConfigError(f"{source}: holds tokens, which cannot be cleaned; set prepare.cleaning = 'none'")
-    config.source.check_eod(tokenizers.load(config.tokenizer.model_path, config.tokenizer).eod_id)
+        raise ConfigError(f"{setting}: holds tokens, which cannot be cleaned; set prepare.cleaning = 'none'")
+    source.check_eod(tokenizer.eod_id)
 
 
 def _split_names(config: PrepareConfig) -> tuple[str, ...]:
-    found = config.source.splits()
+    found = config.require_source().splits()
     for name in config.splits or ():
         if name not in found:
             raise ConfigError(f'prepare.splits: {name!r} is not in the source, which has {", ".join(found)}')
@@ -313,14 +316,13 @@ def _split_names(config: PrepareConfig) -> tuple[str, ...]:
 
 def _settings(config: PrepareConfig) -> dict[str, Any]:
     """All that the contents of the store depend on."""
-    told = config.tokenizer
-    tokenizer = told.settings()
-    if told.model_path is not None:
-        tokenizer = {'model_sha256': tokenizers.load(told.model_path, told).sha256}
-    if told.end_of_document is not None:
-        tokenizer['end_of_document'] = told.end_of_document
+    choice = config.tokenizer
+    existing = tokenizers.load_existing(choice)
+    tokenizer = choice.settings() if existing is None else {'model_sha256': existing.sha256}
+    if choice.end_of_document is not None:
+        tokenizer['end_of_document'] = choice.end_of_document
     settings = {
-        'source': config.source.identity(),
+        'source': config.require_source().identity(),
         'splits': list(_split_names(config)),
         'cleaning': config.cleaning,
         'max_document_bytes': config.max_document_bytes,

@@ -23,7 +23,16 @@ for _module in pkgutil.iter_modules(__path__):
 FILE_NAMES = tuple(sorted({kind.file_name for kind in Tokenizer.__subclasses__()}))
 """Under which tokenizers of all kinds lie beside tokens and weights."""
 
-__all__ = ['FILE_NAMES', 'Tokenizer', 'TokenizerChoice', 'TokenizerConfig', 'from_bytes', 'load', 'token_dtype']
+__all__ = [
+    'FILE_NAMES',
+    'Tokenizer',
+    'TokenizerChoice',
+    'TokenizerConfig',
+    'from_bytes',
+    'load',
+    'load_existing',
+    'token_dtype',
+]
 
 
 def from_bytes(model: bytes, eod: int | str | None = None, name: str = 'tokenizer.model') -> Tokenizer:
@@ -58,3 +67,10 @@ def load(path: str | pathlib.Path, config: TokenizerConfig | None = None) -> Tok
     except MismatchError as error:
         reason = str(error).removeprefix('tokenizer.model: ').removesuffix('; restore the file')
         raise ConfigError(f'{label}: {reason}') from None
+
+
+def load_existing(choice: TokenizerChoice) -> Tokenizer | None:
+    """Loads the file that `tokenizer.model_path` names; None where there is none. Raises the errors of `load`."""
+    if isinstance(choice, TokenizerConfig) and choice.model_path is not None:
+        return load(choice.model_path, choice)
+    return None
