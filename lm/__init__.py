@@ -22,7 +22,7 @@ PUBLIC = {
     'DataConfig': 'lm.data.dataset:DataConfig',
     'EvaluateConfig': 'lm.evaluation.config:EvaluateConfig',
     'Experiment': 'lm.experiment:Experiment',
-    'LoadedRun': 'lm.experiment:LoadedRun',
+    'LoadedRun': 'lm.loaded_run:LoadedRun',
     'MeshConfig': 'lm.training.mesh:MeshConfig',
     'ModelConfig': 'lm.model:ModelConfig',
     'OptimizerConfig': 'lm.training.optimizer:OptimizerConfig',
@@ -32,11 +32,11 @@ PUBLIC = {
     'dump': 'lm.config.text:dump',
     'evaluate': 'lm.evaluation.command:evaluate',
     'generate': 'lm.generation:generate',
-    'load': 'lm.experiment:open_run',
+    'load': 'lm.loaded_run:open_run',
     'mechanisms': 'lm.attention:mechanisms',
     'prepare': 'lm.data.prepare.stages:prepare',
     'train': 'lm.session.train:train',
-    'validate': 'lm.experiment:validate',
+    'validate': 'lm.plan:validate',
 }
 """What `import lm` offers → 'module:name' of where it is made."""
 

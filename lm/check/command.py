@@ -13,8 +13,9 @@ from lm.check.base import has_begun
 from lm.check.tables import print_budget, print_check
 from lm.cost_model.compiled_step import Check, budget, check
 from lm.errors import ConfigError
-from lm.experiment import Experiment, validate
+from lm.experiment import Experiment
 from lm.hardware import Topology, check_libtpu, parse
+from lm.plan import validate
 from lm.runs.records import to_json
 
 

@@ -19,7 +19,7 @@ import jax
 
 from lm.errors import ConfigError
 from lm.eval_harness.ruler import NEEDS_NOTHING, check_answers, check_fits, measured_by
-from lm.experiment import LoadedRun
+from lm.loaded_run import LoadedRun
 from lm.runs.records import to_json
 
 QUESTIONS = '.jsonl'

@@ -11,13 +11,15 @@ from rich.table import Table
 
 from lm.config.configurable import check_kind
 from lm.errors import ConfigError
-from lm.evaluation.accuracy import TaskEvaluator
-from lm.evaluation.evaluator import make_evaluator
-from lm.evaluation.perplexity import Evaluator, by_word
-from lm.experiment import OPENED, Experiment, LoadedRun, load_run
+from lm.evaluation.evaluator import AnyEvaluator, make_evaluator
+from lm.evaluation.perplexity import by_word
+from lm.evaluation.plan import plan_evaluation, settle_evaluation
+from lm.experiment import Experiment
+from lm.loaded_run import OPENED, LoadedRun, load_run
 from lm.runs.records import to_json
 from lm.text import perplexity
 from lm.training.mesh import initialize_distributed
+from lm.training.objectives import check_objective
 
 TOLD = {f'evaluate.{name}' for name in ('split', 'context_length', 'window', 'batch_size', 'chunk')}
 """What the name of a file tells, or what changes no result."""
@@ -82,12 +84,15 @@ def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:
     return evaluator_of(run, **settings)(run.weights, run.step)
 
 
-def evaluator_of(run: LoadedRun, **settings: Any) -> Evaluator | TaskEvaluator:
+def evaluator_of(run: LoadedRun, **settings: Any) -> AnyEvaluator:
     """What scores the weights of a run as its configuration says, but for `settings`."""
     check_kind('run', run, LoadedRun, OPENED)
     experiment = run.experiment
     config = dataclasses.replace(experiment.evaluate, **settings)
-    return make_evaluator(config, experiment.data, experiment.train, run.functions, run.mesh, run.store)
+    data, train, model = experiment.data, experiment.train, experiment.model
+    check_objective(train.objective, data, model)
+    plan = plan_evaluation(settle_evaluation(config, data, train, model), run.store)
+    return make_evaluator(plan, run.functions, run.mesh)
 
 
 def print_table(result: dict) -> None:

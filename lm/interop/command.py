@@ -14,12 +14,13 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.config.text import dump
 from lm.data import tokenizers
 from lm.errors import ConfigError, MismatchError, writing
-from lm.experiment import Experiment, load_run
+from lm.experiment import Experiment
 from lm.files import LockedError, local_path, lock
 from lm.interop.families import find
 from lm.interop.formats import FORMATS, NAMES
 from lm.interop.names import from_tensors
 from lm.interop.tensors import check_safetensors, read_tensors
+from lm.loaded_run import load_run
 from lm.model.functions import ModelFunctions
 from lm.runs.info import read_raw
 from lm.runs.run_dir import RunDir, bindings, config_differences
