@@ -9,7 +9,7 @@ from typing import Any
 
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.config import load as gin
-from lm.config.configurable import check_kind
+from lm.config.configurable import REGISTRY, check_kind
 from lm.data.dataset import DataConfig
 from lm.data.prepare.config import PrepareConfig
 from lm.errors import ConfigError
@@ -41,6 +41,11 @@ class Experiment:
         for section in dataclasses.fields(self):
             given = getattr(self, section.name)
             check_kind(section.name, given, section.type, f'such as lm.{section.type.__name__}() is')
+
+
+def load_registry() -> dict[str, type]:
+    """Returns everything that a gin file can name: gin name → class. To import this module is to register all of it."""
+    return REGISTRY
 
 
 def load(

@@ -32,7 +32,7 @@ def test_import_is_light():
 
 
 def test_functions_stay_functions_after_their_modules_are_imported():
-    from lm.generation import generate
+    from lm.inference.generation import generate
     from lm.session.train import train
 
     assert (lm.train, lm.generate) == (train, generate)

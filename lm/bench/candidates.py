@@ -11,6 +11,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from lm.attention import DEFAULT, mechanisms
 from lm.config.checks import Statement, check_used, did_you_mean, used_bindings
 from lm.config.read import read
@@ -109,6 +111,28 @@ def of_arguments(arguments: Any, **options: Any) -> list[Candidate]:
     """The candidates of a command line."""
     allow = {'allow_imports': arguments.allow_gin_imports}
     return candidates(arguments.mechanisms, arguments.gin_file, arguments.gin_param, **allow, **options)
+
+
+def at_context(experiment: Experiment, context: int, tokens: int, limit: int, devices: int | None = None) -> Experiment:
+    """The experiment with another context length, and microbatches of at most `limit` tokens a device; `devices`: how
+    many there are, if not those of JAX.
+
+    Raises ConfigError where the tokens of a step are no multiple of the context, or the devices cannot share them.
+    """
+    sequence, devices = experiment.mesh.sequence, devices or jax.device_count()
+    experiment.mesh.check_divides(devices)
+    if tokens % context:
+        raise ConfigError(f'--tokens_per_step {tokens}: must be a multiple of every context; {context} does not divide')
+    groups = devices // sequence
+    rows = max(1, tokens // context // groups)
+    fits = limit * sequence // context
+    together = max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n <= fits))
+    train = dataclasses.replace(
+        experiment.train, context_length=context, tokens_per_step=tokens, microbatches=rows // together
+    )
+    train.check_divides(groups)
+    train.check_parts(sequence)
+    return dataclasses.replace(experiment, train=train)
 
 
 def _check_known(mechanism: str, formulations: dict[str, str]) -> None:

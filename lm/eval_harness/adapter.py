@@ -10,8 +10,8 @@ import numpy as np
 from lm_eval.api.model import TemplateLM
 
 from lm.errors import ConfigError
-from lm.generation import generate
-from lm.loaded_run import LoadedRun
+from lm.inference.generation import generate
+from lm.inference.loaded_run import LoadedRun
 
 MAX_TOKENS = 256
 """New tokens of an answer where a task does not say."""

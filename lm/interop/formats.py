@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from lm.config.text import dump
 from lm.data.tokenizers import FILE_NAMES
 from lm.errors import ConfigError, writing
+from lm.inference.loaded_run import LoadedRun
 from lm.interop.names import to_tensors
 from lm.interop.tensors import WEIGHTS, write_tensors
-from lm.loaded_run import LoadedRun
 from lm.model import ModelConfig
 
 MODEL_TYPE = 'lm_tpu'

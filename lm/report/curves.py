@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-import lm.experiment  # noqa: F401 (fills the registry, which knows the names of bindings)
 from lm.attention import Attention
-from lm.config.configurable import REGISTRY
 from lm.config.names import may_change
+from lm.experiment import load_registry
 from lm.plots import Curve
 from lm.report import paper
 from lm.report.measures import status_of
@@ -179,7 +178,7 @@ def setting_curve(series: Series, values: Iterable[tuple[float, float | None]]) 
 def _counts(binding: str) -> bool:
     """Whether a difference in this binding makes another series: in loss, or of a mechanism in speed alone."""
     ignored = {'train.seed', 'train.context_length', 'train.microbatches', 'model.attention'}
-    owner = REGISTRY.get(binding.rpartition('/')[2].partition('.')[0], object)
+    owner = load_registry().get(binding.rpartition('/')[2].partition('.')[0], object)
     is_of_mechanism = issubclass(owner, Attention)
     return binding == 'data.path' or not (binding in ignored or (may_change(binding) and not is_of_mechanism))
 

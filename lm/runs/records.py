@@ -15,7 +15,9 @@ from typing import Any
 
 from etils import epath
 
+from lm.attention import mechanisms
 from lm.checkpoint.snapshot import Snapshot
+from lm.config.text import format_value
 from lm.errors import ConfigError
 from lm.files import is_remote, open_path
 from lm.runs.goodput import checked
@@ -253,14 +255,10 @@ def _finite(value: Any) -> Any:
 @functools.cache
 def _defaults(name: str) -> dict[str, str]:
     """Field → gin text of its default, of a registered mechanism."""
-    import lm.attention  # noqa: F401 (fills the registry)
-    from lm.config.configurable import REGISTRY
-    from lm.config.text import format_value
-
-    if name not in REGISTRY:
+    if (mechanism := mechanisms().get(name)) is None:
         return {}
     defaults = {}
-    for f in dataclasses.fields(REGISTRY[name]):
+    for f in dataclasses.fields(mechanism):
         try:
             defaults[f.name] = format_value(f.default)
         except ConfigError:  # no default, or a configurable

@@ -11,7 +11,6 @@ step, so that an interrupted run leaves the files of an uninterrupted one.
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -27,7 +26,7 @@ from lm.runs.run_dir import RunDir
 from lm.session.start import Origin, Request, Start, find_origin, print_plan, restore_or_init, write_start
 from lm.session.trainer import Computation, Records, Services, Trainer
 from lm.training.heartbeat import Peers
-from lm.training.mesh import batch_sharding, initialize_distributed, meet
+from lm.training.mesh import JobAddress, batch_sharding, initialize_distributed, meet
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
 from lm.training.program import compile_in_background, shardings_of
@@ -36,15 +35,21 @@ from lm.training.step import State
 from lm.training.watchdog import Watchdog
 
 
-def main(experiment: Experiment, arguments: Any) -> int:
-    """The `lm train` command."""
-    job = arguments.coordinator_address, arguments.process_count, arguments.process_id
-    initialize_distributed(experiment.mesh, *job, meets=False)
+def train_in_job(
+    experiment: Experiment,
+    run_dir: str,
+    job: JobAddress,
+    *,
+    rewind_to: int | None = None,
+    compile_cache: str | None = None,
+    branch_from: str | None = None,
+    step: int | None = None,
+) -> None:
+    """Joins the processes of the job, watches over them, and calls `train` with the same arguments."""
+    initialize_distributed(experiment.mesh, job, meets=False)
     with Peers(experiment.mesh.heartbeat_seconds):
         meet(experiment.mesh)
-        flags = {name: getattr(arguments, name, None) for name in ('rewind_to', 'compile_cache', 'branch_from', 'step')}
-        train(experiment, arguments.run_dir, **flags, begun=process_start())
-    return 0
+        train(experiment, run_dir, rewind_to, compile_cache, process_start(), branch_from, step)
 
 
 def train(

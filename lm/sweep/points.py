@@ -110,6 +110,13 @@ def make_points(
     return points
 
 
+def find_point(points: Sequence[Point], index: int) -> Point:
+    """Returns the point at `index`. Raises ConfigError where there is none."""
+    if not 0 <= index < len(points):
+        raise ConfigError(f'--index {index}: must be 0 to {len(points) - 1}')
+    return points[index]
+
+
 def _axes(statements: list[Statement], files: str) -> tuple[dict[str, Statement], list[Axis]]:
     """The statements that are no lists, by key, and the axes in the order of the file."""
     groups: dict[str, list[Statement]] = {}

@@ -37,24 +37,31 @@ class RunningPoint:
 
 
 class Runner:
-    """Runs the points of a sweep as processes, a few at a time."""
+    """Runs the points of a sweep as processes, `jobs` at a time."""
 
-    def __init__(self, sweep: Sweep, arguments: Any):
+    def __init__(
+        self,
+        sweep: Sweep,
+        jobs: int = 1,
+        gpus_per_job: int | None = None,
+        retry_failed: bool = False,
+        allow_imports: bool = False,
+    ):
         self.sweep = sweep
-        self.slots = list(range(arguments.jobs or 1))
-        self.gpus_per_job = arguments.gpus_per_job
+        self.slots = list(range(jobs))
+        self.gpus_per_job = gpus_per_job
         if self.gpus_per_job:
             self._gpus(max(self.slots))  # refuses what is not there
-        self.retry_failed = arguments.retry_failed
-        self.allowed = ['--allow_gin_imports'] if arguments.allow_gin_imports else []
+        self.retry_failed = retry_failed
+        self.allowed = ['--allow_gin_imports'] if allow_imports else []
         self.waiting = [p for p in sweep.points if self._is_due(p)]
         self.running: list[RunningPoint] = []
         self.signals = 0
         self.held_up = False
         self._last_report = time.monotonic()
 
-    def run(self) -> int:
-        """Runs what is due; returns 0 when all points of the sweep are done.
+    def run(self) -> None:
+        """Runs what is due, until all points of the sweep are done.
 
         Raises:
             Preempted: the sweep, or one of its points, was told to stop.
@@ -83,7 +90,6 @@ class Runner:
                 f'{", ".join(row["point"] for row in unfinished[:4])}{" …" if unfinished[4:] else ""}; '
                 f'see {self.sweep.notes}'
             )
-        return 0
 
     def _is_due(self, point: Point) -> bool:
         result = self.sweep.result(point)

@@ -207,5 +207,5 @@ def test_published_word_counts_of_pg19_in_stores_that_do_not_record_them(tmp_pat
 
 def test_preparing_and_reading_import_no_heavy_library():
     heavy = ['jax', 'tensorflow', 'tensorflow_datasets', 'clu', 'gin']
-    code = f'import sys, lm.data.store, lm.data.prepare.command; print([m for m in {heavy} if m in sys.modules])'
+    code = f'import sys, lm.data.store, lm.data.prepare.run; print([m for m in {heavy} if m in sys.modules])'
     assert subprocess.check_output([sys.executable, '-c', code], text=True).strip() == '[]'

@@ -24,13 +24,13 @@ from lm.data.store import TokenStore
 from lm.data.tokenizers.amino_acids import LETTERS, AminoAcids, AminoAcidsConfig
 from lm.errors import ConfigError
 from lm.evaluation.baseline import EmpiricalBaseline
-from lm.evaluation.command import print_table
 from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.evaluator import check_evaluation, make_evaluator
 from lm.evaluation.scoring import Scorer
 from lm.evaluation.sets import flat, open_sets
 from lm.experiment import Experiment, open_run, validate
-from lm.generation import generate
+from lm.inference.evaluation import print_table
+from lm.inference.generation import generate
 from lm.model import ModelConfig
 from lm.model.functions import select_weights
 from lm.session.train import train

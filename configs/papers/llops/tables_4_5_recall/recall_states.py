@@ -20,7 +20,7 @@ from flax import nnx
 
 from lm.errors import LmError
 from lm.experiment import load
-from lm.generation import state_bytes
+from lm.inference.generation import state_bytes
 from lm.model import build
 from lm.runs.records import Run
 from lm.runs.sweep_file import read_rows

@@ -1,4 +1,4 @@
-"""`lm evaluate`."""
+"""The perplexity of a run on a split: `lm evaluate`, and `lm.evaluate` in Python."""
 
 import dataclasses
 import hashlib
@@ -10,66 +10,47 @@ from rich.console import Console
 from rich.table import Table
 
 from lm.config.configurable import check_kind
-from lm.errors import ConfigError
 from lm.evaluation.evaluator import AnyEvaluator, make_evaluator
 from lm.evaluation.perplexity import by_word
 from lm.evaluation.plan import plan_evaluation, settle_evaluation
 from lm.experiment import Experiment
-from lm.loaded_run import OPENED, LoadedRun, load_run
+from lm.inference.loaded_run import OPENED, LoadedRun, load_run
 from lm.runs.records import to_json
 from lm.text import perplexity
-from lm.training.mesh import initialize_distributed
+from lm.training.mesh import JobAddress, initialize_distributed
 from lm.training.objectives import check_objective
 
-TOLD = {f'evaluate.{name}' for name in ('split', 'context_length', 'window', 'batch_size', 'chunk')}
-"""What the name of a file tells, or what changes no result."""
-OF_TASKS, OF_SPLITS = ('num_fewshot', 'include_path', 'task_data', 'limit'), ('split', 'window', 'chunk')
-"""Flags that only mean something with --tasks, and without it."""
+IN_FILE_NAME = {f'evaluate.{name}' for name in ('split', 'context_length', 'window', 'batch_size', 'chunk')}
+"""Bindings that are part of the name of the file, or without effect on results."""
 
 
-def main(experiment: Experiment, arguments: Any) -> int:
-    """`lm evaluate`: scores a split with the weights of a run, prints a table and writes evaluations/*.json."""
-    check_flags(arguments)
-    initialize_distributed(
-        experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
-    )
-    run = load_run(experiment, arguments.run_dir, arguments.step)
-    if arguments.tasks is not None:
-        from lm.eval_harness.tasks import main as evaluate_tasks
-
-        return evaluate_tasks(run, arguments)
-    evaluator = evaluator_of(run)
+def evaluate_split(
+    experiment: Experiment, run_dir: str, step: int | None, job: JobAddress, *, as_json: bool = False
+) -> None:
+    """Scores a split with the weights of a run at `step` (None: the newest), prints a table or JSON and writes
+    evaluations/*.json."""
+    initialize_distributed(experiment.mesh, job)
+    run = load_run(experiment, run_dir, step)
+    evaluator = make_run_evaluator(run)
     result = evaluator(run.weights, run.step)
-    if jax.process_index() == 0:
-        # A model that is run otherwise than it was trained, other data and other figures have a file of their own.
-        changes = {name: new for name, new in run.changes.items() if name not in TOLD}
-        result |= {'overrides': changes, 'data_sha256': run.store.fingerprints['data']}
-        parts = [f'step-{run.step}', result['split'], str(result['context_length'])]
-        parts += [experiment.evaluate.window.replace(':', '-')]
-        parts += [hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:8]] if changes else []
-        path = run.directory.evaluations / ('_'.join(parts) + '.json')
-        if arguments.json:
-            print(to_json(result), flush=True)
-        elif experiment.data.task:
-            print(f'{result["split"]} at step {result["step"]}: {evaluator.describe(result)}', flush=True)
-        else:
-            print_table(result)
-        run.directory.keep_evaluation(path, to_json(result) + '\n')  # by now the figures are told
-        if not arguments.json:
-            print(f'written to {path}')
-    return 0
-
-
-def check_flags(arguments: Any) -> None:
-    """Raises ConfigError for a flag that would be ignored, and for numbers that the harness would take for others."""
-    of_tasks = arguments.tasks is not None
-    for flag in OF_SPLITS if of_tasks else OF_TASKS:
-        if (value := getattr(arguments, flag)) is not None:
-            remedy = 'is of a split, not of --tasks; leave out one' if of_tasks else 'is of tasks; add --tasks'
-            raise ConfigError(f'--{flag} {value}: {remedy}')
-    for flag, least in (('limit', 1), ('num_fewshot', 0)):
-        if (value := getattr(arguments, flag)) is not None and value < least:
-            raise ConfigError(f'--{flag} {value}: must be at least {least}')
+    if jax.process_index() != 0:
+        return
+    # A model that is run otherwise than it was trained, other data and other figures have a file of their own.
+    changes = {name: new for name, new in run.changes.items() if name not in IN_FILE_NAME}
+    result |= {'overrides': changes, 'data_sha256': run.store.fingerprints['data']}
+    parts = [f'step-{run.step}', result['split'], str(result['context_length'])]
+    parts += [experiment.evaluate.window.replace(':', '-')]
+    parts += [hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:8]] if changes else []
+    path = run.directory.evaluations / ('_'.join(parts) + '.json')
+    if as_json:
+        print(to_json(result), flush=True)
+    elif experiment.data.task:
+        print(f'{result["split"]} at step {result["step"]}: {evaluator.describe(result)}', flush=True)
+    else:
+        print_table(result)
+    run.directory.keep_evaluation(path, to_json(result) + '\n')  # by now the figures are printed
+    if not as_json:
+        print(f'written to {path}')
 
 
 def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:
@@ -81,10 +62,10 @@ def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:
 
     Raises ConfigError where they do not fit the split.
     """
-    return evaluator_of(run, **settings)(run.weights, run.step)
+    return make_run_evaluator(run, **settings)(run.weights, run.step)
 
 
-def evaluator_of(run: LoadedRun, **settings: Any) -> AnyEvaluator:
+def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
     """What scores the weights of a run as its configuration says, but for `settings`."""
     check_kind('run', run, LoadedRun, OPENED)
     experiment = run.experiment
@@ -135,7 +116,7 @@ def table_of_sets(sets: dict[str, dict]) -> Table:
         'accuracy of these': ('baseline_accuracy', '.2%'),
         'tokens': ('tokens', ','),
     }
-    shown = {heading: told for heading, told in columns.items() if all(told[0] in found for found in sets.values())}
+    shown = {title: column for title, column in columns.items() if all(column[0] in found for found in sets.values())}
     for heading in ('set', 'split', *shown):
         table.add_column(heading, justify='left' if heading in ('set', 'split') else 'right')
     for name, found in sets.items():

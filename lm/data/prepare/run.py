@@ -1,15 +1,15 @@
-"""The `lm prepare` command."""
+"""`lm prepare`: `lm.data.prepare.stages.prepare`, whose failures become one line with a remedy."""
 
 import concurrent.futures
 import re
-from typing import Any
 
+from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.stages import prepare
 from lm.errors import ConfigError, LmError, Preempted, end_in_order, signals
 
 
-def main(experiment: Any, _: Any) -> int:
-    """Prepares `experiment.data.path` (DataConfig) as `experiment.prepare` (PrepareConfig) says.
+def run_prepare(config: PrepareConfig, path: str) -> None:
+    """Makes the token store `path` as `config` describes it.
 
     Raises:
         ConfigError: something is wrong or missing in the configuration, or the store exists with another one.
@@ -17,7 +17,7 @@ def main(experiment: Any, _: Any) -> int:
     """
     try:
         with signals(end_in_order):
-            prepare(experiment.prepare, experiment.data.path)
+            prepare(config, path)
     except concurrent.futures.process.BrokenProcessPool:
         raise LmError(
             'a worker process was killed, most likely for want of memory; run the same command again (finished shards '
@@ -39,5 +39,4 @@ def main(experiment: Any, _: Any) -> int:
         if not re.match('[A-Z_]{5,}: ', reason):  # a status of TensorStore
             raise
         kind = ConfigError if 'directory' in f'{reason}{detail}' else LmError
-        raise kind(f'{experiment.data.path}: {reason}; run it again when mended') from None
-    return 0
+        raise kind(f'{path}: {reason}; run it again when mended') from None

@@ -1,12 +1,15 @@
-"""The flags of `lm check`. Imports nothing heavy: every `lm --help` reads it."""
+"""The verb `lm check`."""
 
 import argparse
+import functools
 import math
 
+from lm.commands.flags import add_gin_flags, read_experiment, read_points
+from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
 
-def check_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--topology',
         action='append',
@@ -40,6 +43,41 @@ def check_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--sweep_file', action='append', default=[], metavar='FILE', help='a sweep: check its --index')
     parser.add_argument('--index', type=int, metavar='I', help='the point of the sweep, from 0; default: 0')
     parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
+    add_gin_flags(parser)
+
+
+def make_call(arguments: argparse.Namespace) -> Call:
+    """Returns the check of what `lm train` would make of the same flags, or, with --sweep_file, of one point.
+
+    With --if_possible, the call does nothing where the run that the flags change cannot be read from here.
+    """
+    check_together(arguments)
+    if arguments.sweep_file:
+        from lm.sweep.points import find_point
+
+        experiment = find_point(read_points(arguments), arguments.index or 0).experiment
+    else:
+        from lm.check.reach import is_in_reach
+        from lm.runs.base import find_base
+
+        runs = arguments.run_dir, arguments.branch_from, bool(arguments.gin_file)
+        if not is_in_reach(*runs, if_possible=arguments.if_possible):
+            return int
+        experiment = read_experiment(arguments, base=find_base(*runs))
+
+    from lm.check.check import CheckOptions, run_check
+    from lm.check.reach import has_begun
+
+    options = CheckOptions(
+        topologies=tuple(arguments.topology),
+        if_possible=arguments.if_possible,
+        advice=arguments.advice,
+        best=arguments.best,
+        price_per_chip_hour=arguments.price_per_chip_hour,
+        as_json=arguments.json,
+    )
+    begun = has_begun(arguments.run_dir, arguments.branch_from, experiment.train.init_from)
+    return functools.partial(run_check, experiment, options, begun=begun)
 
 
 def check_together(arguments: argparse.Namespace) -> None:
@@ -58,3 +96,13 @@ def check_together(arguments: argparse.Namespace) -> None:
     for flag in ('run_dir', 'branch_from') if arguments.sweep_file else ():
         if (run := getattr(arguments, flag)) is not None:
             raise ConfigError(f'--{flag} {run}: the points of a sweep are new runs; leave this or --sweep_file out')
+
+
+VERB = Verb(
+    name='check',
+    place=70,
+    help='show what a run needs before it is paid for: memory, collectives, hours; compiles for TPUs without one',
+    example='lm check --gin_file configs/models/small.gin --gin_file configs/recipes/paper.gin --topology v5e:4x8',
+    add_flags=add_flags,
+    make_call=make_call,
+)

@@ -7,11 +7,9 @@ tokens as the shortest has are read that way, and while one prompt is still bein
 
 import dataclasses
 import functools
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +20,9 @@ from lm.config.configurable import check_kind
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
 from lm.experiment import Experiment
-from lm.loaded_run import OPENED, LoadedRun, load_run
+from lm.inference.loaded_run import OPENED, LoadedRun, load_run
 from lm.model import Transformer
-from lm.training.mesh import initialize_distributed
+from lm.training.mesh import JobAddress, initialize_distributed
 
 CHUNK = 16
 """Tokens per dispatch: enough to hide the host's work, few enough to stream."""
@@ -189,24 +187,25 @@ def state_bytes(model: Transformer, max_length: int) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def main(experiment: Experiment, arguments: Any) -> int:
-    """The `lm generate` command."""
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
-    if arguments.max_tokens < 1:
-        raise ConfigError(f'--max_tokens {arguments.max_tokens}: must be at least 1')
-    if not 0 <= arguments.seed < 2**32:
-        raise ConfigError(f'--seed {arguments.seed}: must be 0 to {2**32 - 1}')
-    texts = prompts_of(arguments)
-    initialize_distributed(
-        experiment.mesh, arguments.coordinator_address, arguments.process_count, arguments.process_id
-    )
-    run = load_run(experiment, arguments.run_dir, arguments.step)
+def write_continuations(
+    experiment: Experiment,
+    run_dir: str,
+    step: int | None,
+    job: JobAddress,
+    *,
+    prompts: Sequence[str],
+    max_tokens: int,
+    sampling: Sampling,
+    seed: int,
+) -> None:
+    """Prints what the weights of a run at `step` (None: the newest) write behind each prompt."""
+    initialize_distributed(experiment.mesh, job)
+    run = load_run(experiment, run_dir, step)
     tokenizer = run.tokenizer
     # Every document of the training data follows an end-of-document token, and so does a prompt.
-    prompts = [np.concatenate([[tokenizer.eod_id], tokenizer.encode(text)]) for text in texts]
+    rows = [np.concatenate([[tokenizer.eod_id], tokenizer.encode(text)]) for text in prompts]
     with jax.set_mesh(run.mesh):
-        _write(run.model, tokenizer, prompts, arguments.max_tokens, sampling, arguments.seed)
-    return 0
+        _write(run.model, tokenizer, rows, max_tokens, sampling, seed)
 
 
 class TextStream:
@@ -280,28 +279,3 @@ def _speed(times: list[float], made: list[int], batch: int) -> str:
         ms = [interval / (n * CHUNK) * 1e3 for interval in (first, last)]
         result += f'; {ms[0]:.3f} ms a token in the first {END:,}, {ms[1]:.3f} in the last'
     return result
-
-
-def prompts_of(arguments: Any) -> list[str]:
-    """What the flags of `lm generate` ask to be continued. Raises ConfigError where they contradict each other."""
-    named = ('prompt', 'prompt_file', 'text_file')
-    given = [name for name in named if getattr(arguments, name) is not None]
-    if len(given) > 1:
-        raise ConfigError(f'--{given[0]} and --{given[1]}: give one of them')
-    if not given or given == ['prompt']:
-        prompt = arguments.prompt or ''
-        if not prompt.isascii() and any('\ud800' <= character <= '\udfff' for character in prompt):
-            raise ConfigError('--prompt: is not text in UTF-8')
-        return [prompt]
-    path = pathlib.Path(getattr(arguments, given[0]))
-    if not path.exists() or path.is_dir():  # a pipe will do
-        raise ConfigError(f'--{given[0]} {path}: no such file')
-    try:
-        text = path.read_bytes().decode()  # which leaves carriage returns as they are, as `lm prepare` does
-    except UnicodeDecodeError:
-        raise ConfigError(f'--{given[0]} {path}: is not text in UTF-8') from None
-    if given == ['text_file']:
-        return [text]
-    if not text:
-        raise ConfigError(f'--prompt_file {path}: is empty; write one prompt a line')
-    return [line.removesuffix('\r') for line in text.removesuffix('\n').split('\n')]

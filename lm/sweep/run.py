@@ -12,55 +12,59 @@ tried again. One that another process trains is left to it, and is no failure. W
 end with it: they save and exit when it dies.
 """
 
-from typing import Any
+import dataclasses
 
 import jax
 
-from lm.errors import INTERRUPTED, AbsentError, ConfigError, LmError
+from lm.errors import INTERRUPTED, AbsentError, LmError
 from lm.plan import PlanCache, validate
 from lm.runs.lock import OccupiedError
-from lm.runs.run_dir import RunDir, check_path
-from lm.session import train
-from lm.sweep.flags import check_together
-from lm.sweep.points import make_points
+from lm.runs.run_dir import RunDir
+from lm.session.train import train_in_job
+from lm.sweep.points import find_point
 from lm.sweep.runner import Runner
 from lm.sweep.sweep import Sweep
 from lm.text import counted
+from lm.training.mesh import JobAddress
 
 
-def main(_: Any, arguments: Any) -> int:
-    """The `lm sweep` command."""
-    check_together(arguments)
-    if not arguments.sweep_file:
-        raise ConfigError('--sweep_file: name a gin file whose values are lists')
-    points = make_points(
-        arguments.gin_file, arguments.sweep_file, arguments.gin_param, allow_imports=arguments.allow_gin_imports
-    )
-    if arguments.count:
-        print(len(points))
-        return 0
-    if not arguments.run_dir:
-        raise ConfigError('--run_dir: name the folder for the runs of the sweep')
-    check_path(arguments.run_dir)
-    sweep = Sweep(arguments.run_dir, points)
-    if arguments.index is not None:
-        sweep.check()
-        return run_one(sweep, arguments)
+@dataclasses.dataclass(frozen=True)
+class SweepOptions:
+    """How `run_sweep` runs the points.
+
+    Attributes:
+        jobs: points at a time.
+        gpus_per_job: GPUs of this machine for each point; None: they are not shared out.
+        retry_failed: run points again that diverged or were refused.
+        allow_imports: gin files of the points may import modules.
+        dry_run: list and check the points, and start none.
+    """
+
+    jobs: int = 1
+    gpus_per_job: int | None = None
+    retry_failed: bool = False
+    allow_imports: bool = False
+    dry_run: bool = False
+
+
+def run_sweep(sweep: Sweep, options: SweepOptions) -> None:
+    """Lists the points and runs those that are due, each as a process. Raises what `validate_points` and `Runner.run`
+    raise, and AbsentError where the data of a point are not there."""
     # The points are processes of their own, which need the accelerator of this machine.
     jax.config.update('jax_platforms', 'cpu')
     sweep.check()
-    print(f'{counted(len(points), "point")} in {sweep.root}')
-    for point in points:
+    print(f'{counted(len(sweep.points), "point")} in {sweep.root}')
+    for point in sweep.points:
         print(f'{point.index:>4}  {point.name}  [{sweep.result(point)["status"]}]')
-    absent = validate_points(sweep, arguments.gpus_per_job)
-    if arguments.dry_run:
+    absent = validate_points(sweep, options.gpus_per_job)
+    if options.dry_run:
         for line in absent:
             print(f'not checked: {line}')
-        return 0
-    runner = Runner(sweep, arguments)
+        return
+    runner = Runner(sweep, options.jobs, options.gpus_per_job, options.retry_failed, options.allow_imports)
     if absent:
         raise AbsentError(absent[0])
-    return runner.run()
+    runner.run()
 
 
 def validate_points(sweep: Sweep, devices: int | None) -> list[str]:
@@ -78,23 +82,21 @@ def validate_points(sweep: Sweep, devices: int | None) -> list[str]:
     return list(absent)
 
 
-def run_one(sweep: Sweep, arguments: Any) -> int:
-    """Runs the point --index in this process, as `lm train` would, and keeps its exit code."""
+def run_point(sweep: Sweep, index: int, job: JobAddress) -> None:
+    """Runs one point in this process, as `lm train` would, and keeps how it failed."""
 
     def leads() -> bool:
         return not jax.distributed.is_initialized() or jax.process_index() == 0
 
-    if not 0 <= arguments.index < len(sweep.points):
-        raise ConfigError(f'--index {arguments.index}: must be 0 to {len(sweep.points) - 1}')
-    point = sweep.points[arguments.index]
+    sweep.check()
+    point = find_point(sweep.points, index)
     print(f'point {point.index} of {len(sweep.points)}: {point.name}')
     if sweep.is_finished(point):
         print('is finished already')
-        return 0
+        return
     sweep.prepare(point)
-    arguments.run_dir = str(sweep.root / point.name)
     try:
-        code = train.main(point.experiment, arguments)
+        train_in_job(point.experiment, str(sweep.root / point.name), job)
     except Exception as error:
         code = getattr(error, 'exit_code', 1)
         if code not in INTERRUPTED and not isinstance(error, OccupiedError) and leads():
@@ -103,4 +105,3 @@ def run_one(sweep: Sweep, arguments: Any) -> int:
     finally:
         if leads():
             sweep.write_results()
-    return code

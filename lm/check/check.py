@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from lm.check.advice import advise
-from lm.check.base import has_begun
 from lm.check.tables import print_budget, print_check
 from lm.cost_model.compiled_step import Check, budget, check
 from lm.errors import ConfigError
@@ -19,47 +18,69 @@ from lm.plan import validate
 from lm.runs.records import to_json
 
 
-def main(experiment: Experiment, arguments: Any) -> int:
-    """The `lm check` command. No experiment: there is nothing to check, which has been said. Raises what `validate`
-    raises, and ConfigError, after everything was printed, if the step does not fit."""
-    if experiment is None:
-        return 0
+@dataclasses.dataclass(frozen=True)
+class CheckOptions:
+    """What `run_check` compiles and prints.
+
+    Attributes:
+        topologies: the slices to compile for, such as 'v5e:4x8'.
+        if_possible: leave out the slices that this machine cannot describe.
+        advice: try changes where a step does not fit.
+        best: try changes also where a step fits.
+        price_per_chip_hour: in any currency; None: no prices are printed.
+        as_json: print JSON instead of tables.
+    """
+
+    topologies: tuple[str, ...] = ()
+    if_possible: bool = False
+    advice: bool = True
+    best: bool = False
+    price_per_chip_hour: float | None = None
+    as_json: bool = False
+
+
+def run_check(experiment: Experiment, options: CheckOptions, begun: bool = False) -> None:
+    """Prints what the run of `experiment` needs. `begun`: it goes on from a checkpoint of its own.
+
+    Raises what `validate` raises, and ConfigError, after everything was printed, if the step does not fit.
+    """
     # Nothing is run; an accelerator of this machine may be busy.
     jax.config.update('jax_platforms', 'cpu')
-    topologies = list(slices(arguments.topology, arguments.if_possible))
-    show = print_nothing if arguments.json else None
-    for line in validate(experiment, begun=has_begun(experiment, arguments)):
+    topologies = list(find_slices(options.topologies, options.if_possible))
+    price = options.price_per_chip_hour
+    for line in validate(experiment, begun=begun):
         note(f'not checked: {line}')
     planned = budget(experiment)
-    (show or print_budget)(planned, experiment)
+    if not options.as_json:
+        print_budget(planned, experiment)
     checks = []
     for topology in topologies:
         note(f'compiling the training step for {topology.name} …')
         found = check(experiment, topology)
-        if arguments.best or (not found.fits and arguments.advice):
-            found = dataclasses.replace(found, advice=advise(experiment, topology, found, note, arguments.best))
-        (show or print_check)(found, planned, arguments.price_per_chip_hour)
+        if options.best or (not found.fits and options.advice):
+            found = dataclasses.replace(found, advice=advise(experiment, topology, found, note, options.best))
+        if not options.as_json:
+            print_check(found, planned, price)
         checks.append(found)
-    if arguments.json:
-        found = [priced(dataclasses.asdict(c), arguments.price_per_chip_hour) for c in checks]
-        print(to_json({'plan': dataclasses.asdict(planned), 'checks': found}))
-    if failed := [c for c in checks if not c.fits]:
+    if options.as_json:
+        priced = [add_price(dataclasses.asdict(found), price) for found in checks]
+        print(to_json({'plan': dataclasses.asdict(planned), 'checks': priced}))
+    if failed := [found for found in checks if not found.fits]:
         raise ConfigError(failure(failed[0]))
-    return 0
 
 
-def priced(found: dict[str, Any], price: float | None) -> dict[str, Any]:
-    """A check as a dict, and in it `run_price` beside every `run_chip_hours`; None: it is left as it is."""
+def add_price(found: dict[str, Any], price: float | None) -> dict[str, Any]:
+    """Adds `run_price` beside every `run_chip_hours` of a check as a dict, and returns it; None adds nothing."""
     if price is not None:
         for run in filter(None, (found['speed'], found['predicted'])):
             run['run_price'] = price * run['run_chip_hours']
         if found['advice'] and found['advice']['check']:
-            priced(found['advice']['check'], price)
+            add_price(found['advice']['check'], price)
     return found
 
 
-def slices(names: Sequence[str], if_possible: bool) -> Iterator[Topology]:
-    """The slices to compile for; `if_possible`: only those that this machine can describe, with a note for others."""
+def find_slices(names: Sequence[str], if_possible: bool) -> Iterator[Topology]:
+    """Yields the slices to compile for; `if_possible`: a slice that this machine cannot describe is noted instead."""
     for name in names:
         try:
             topology = parse(name)
@@ -89,7 +110,3 @@ def failure(found: Check) -> str:
 def note(text: str) -> None:
     """Progress, for people who watch."""
     print(text, file=sys.stderr, flush=True)
-
-
-def print_nothing(*_: Any) -> None:
-    """In place of the tables, with --json."""

@@ -1,11 +1,8 @@
-"""`lm export` and `lm import`: the weights of a run for other programs, and those of others as a run."""
+"""`lm import`: a checkpoint of other programs as a run."""
 
-import contextlib
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +12,11 @@ from lm.config.text import dump
 from lm.data import tokenizers
 from lm.errors import ConfigError, MismatchError, writing
 from lm.experiment import Experiment
-from lm.files import LockedError, local_path, lock
+from lm.files import local_path
+from lm.interop.export_run import UNFINISHED
 from lm.interop.families import find
-from lm.interop.formats import FORMATS, NAMES
 from lm.interop.names import from_tensors
 from lm.interop.tensors import check_safetensors, read_tensors
-from lm.loaded_run import load_run
 from lm.model.functions import ModelFunctions
 from lm.runs.info import read_raw
 from lm.runs.run_dir import RunDir, bindings, config_differences
@@ -28,75 +24,13 @@ from lm.training.inputs import check_vocabulary
 
 log = logging.getLogger(__name__)
 
-UNFINISHED = '.unfinished_export'
-"""A file that lies in the folder of an export until that is whole."""
 SHAPE = 'model.gin'
 """What of an imported model a gin file with another mechanism is combined with."""
 
 
-def export_run(experiment: Experiment, arguments: Any) -> int:
-    """Writes the weights of a run as `arguments.format` to `arguments.out`."""
-    check_safetensors()
-    format, folder = FORMATS[arguments.format], local_path(arguments.out, '--out')
-    check_out(folder)
-    format.check(experiment.model)
-    run = load_run(experiment, arguments.run_dir, arguments.step)
-    with exporting(folder):
-        format.write(run, folder)
-    names = ', '.join(sorted(path.name for path in folder.iterdir()))
-    print(f'step {run.step} of {arguments.run_dir} written to {folder}: {names}')
-    return 0
-
-
-def check_out(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files in `folder` of an export that was killed; raises ConfigError where anything else is there."""
-    if not folder.exists():
-        return []
-    mark = folder / UNFINISHED
-    others = [path for path in sorted(folder.iterdir()) if path != mark] if folder.is_dir() else [folder]
-    is_unfinished = folder.is_dir() and mark.is_file() and mark.stat().st_size > 0
-    for path in others:
-        if not (is_unfinished and path.name in NAMES and path.is_file()):
-            why = f'an export was stopped there, but {path.name} is not of it' if is_unfinished else 'is there already'
-            raise ConfigError(f'--out {folder}: {why}; name a new or empty folder')
-    return others
-
-
-@contextlib.contextmanager
-def exporting(folder: pathlib.Path) -> Iterator[None]:
-    """A block that writes an export: inside there is the file `UNFINISHED`, which is locked. Half an export goes if the
-    block fails, and if the process is killed, when the next one begins: it would stand in the way of the same command.
-
-    Raises ConfigError where another process writes there or has just done so, LmError where nothing can be written.
-    """
-    mark = folder / UNFINISHED
-    try:
-        with writing(mark):
-            held = lock(mark)
-    except LockedError:
-        raise ConfigError(f'--out {folder}: another process exports to it; wait for its end') from None
-    with held, contextlib.ExitStack() as stack:
-        if not held.tell():  # it is new, and goes also where the folder is refused
-            stack.callback(mark.unlink, missing_ok=True)
-        left = check_out(folder)
-        with writing(mark):
-            held.write(b'The files beside this one are half an export of lm.\n')
-            held.flush()
-        for path in left:
-            path.unlink()
-        try:
-            yield
-        except BaseException:
-            for name in NAMES:
-                (folder / name).unlink(missing_ok=True)
-            raise
-        finally:
-            mark.unlink(missing_ok=True)
-
-
-def import_run(experiment: Experiment, arguments: Any) -> int:
-    """Makes a run directory of a checkpoint in `arguments.folder`: its step 0, without optimizer state, and beside
-    it model.gin, the model without its mechanism.
+def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_imports: bool = False) -> None:
+    """Makes a run directory of a checkpoint in the folder `folder_name`: its step 0, without optimizer state, and
+    beside it model.gin, the model without its mechanism.
 
     The model is the checkpoint's, all else the given configuration's, which must not ask for another model. With data,
     the vocabulary is compared, and the tokenizer where one lies beside the checkpoint.
@@ -104,7 +38,7 @@ def import_run(experiment: Experiment, arguments: Any) -> int:
     Raises what `lm.interop.families.find`, `check_given` and `from_tensors` raise.
     """
     check_safetensors()
-    folder, run = local_path(arguments.folder, 'DIR'), RunDir(arguments.run_dir)
+    folder, run = local_path(folder_name, 'DIR'), RunDir(run_dir)
     unfinished = 'imported' in read_raw(run.info) and not run.has_checkpoint()  # killed, or on a full disk
     if run.path.exists() and not unfinished and (not run.path.is_dir() or any(run.path.iterdir())):
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
@@ -112,7 +46,7 @@ def import_run(experiment: Experiment, arguments: Any) -> int:
         raise MismatchError(f'{folder}: holds half an export; run that lm export again, or wait for its end')
     family, config = find(folder)
     given = experiment
-    experiment = dataclasses.replace(given, model=family.model(folder, config, arguments.allow_gin_imports))
+    experiment = dataclasses.replace(given, model=family.model(folder, config, allow_imports))
     check_given(given, experiment, folder)
     experiment.model.check_length(experiment.train.context_length)
     fingerprints = fingerprints_of(experiment, folder)
@@ -139,7 +73,6 @@ def import_run(experiment: Experiment, arguments: Any) -> int:
         f'{parameters:,} parameters of {folder} written to {run.path}; to go on from them, with any mechanism:\n'
         f'lm train --gin_file {run.path / SHAPE} --gin_param "train.init_from = {str(run.path)!r}" …'
     )
-    return 0
 
 
 def check_given(given: Experiment, imported: Experiment, folder: pathlib.Path) -> None:

@@ -1,11 +1,13 @@
-"""The flags of `lm bench`, and the way to its parts. Imports nothing heavy: every `lm --help` reads it."""
+"""The verb `lm bench`, each part of which has flags of its own."""
 
 import argparse
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
 
-from lm.config.flags import distributed_flags, gin_flags
+from lm.commands.flags import add_gin_flags, add_job_flags, job_address
+from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
 EXAMPLES = {
@@ -36,7 +38,7 @@ EXAMPLES = {
 }
 
 
-def bench_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """The parts of `lm bench` as parsers of their own."""
     parts = parser.add_subparsers(dest='part', metavar='PART', title='parts', parser_class=type(parser))
     for name, (text, example) in EXAMPLES.items():
@@ -89,7 +91,7 @@ def _attention(parser: argparse.ArgumentParser) -> None:
         action='store_true',
         help='the operation of linear mechanisms alone, without what they make of its arguments, such as sketches',
     )
-    gin_flags(parser)
+    add_gin_flags(parser)
 
 
 def _step(parser: argparse.ArgumentParser) -> None:
@@ -111,14 +113,14 @@ def _step(parser: argparse.ArgumentParser) -> None:
         'each of its parts by a model',
     )
     parser.add_argument('--steps', type=_count, metavar='N', help='steps timed together; default: 3, and 1 on a CPU')
-    gin_flags(parser)
-    distributed_flags(parser)
+    add_gin_flags(parser)
+    add_job_flags(parser)
 
 
 def _precision(parser: argparse.ArgumentParser) -> None:
     _candidates(parser)
-    gin_flags(parser)
-    distributed_flags(parser)
+    add_gin_flags(parser)
+    add_job_flags(parser)
 
 
 def _kernels(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +149,7 @@ def _data(parser: argparse.ArgumentParser) -> None:
 
 def _checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--folder', metavar='DIR', help='where it is written; default: with temporary files')
-    gin_flags(parser)
+    add_gin_flags(parser)
 
 
 FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
@@ -167,11 +169,9 @@ DEFAULTS: dict[str, dict[str, int]] = {
 """Part → defaults of flags that `_check_together` must know to have been left out."""
 
 
-def main(experiment: None, arguments: Any) -> int:
-    """The `lm bench` command."""
+def make_call(arguments: argparse.Namespace) -> Call:
     if arguments.part is None:
-        arguments.parser.print_help()
-        return 2
+        return functools.partial(print_help, arguments.parser)
     from lm.files import local_path
 
     _check_together(arguments)
@@ -181,7 +181,16 @@ def main(experiment: None, arguments: Any) -> int:
     for flag in ('json', 'out', 'folder'):
         if (path := getattr(arguments, flag, None)) is not None:
             setattr(arguments, flag, str(local_path(path, f'--{flag}')))
-    return importlib.import_module(f'lm.bench.{arguments.part}').run(arguments) or 0
+    if arguments.part in ('step', 'precision'):
+        arguments.job = job_address(arguments)
+    part = 'forecast' if arguments.part == 'step' and arguments.topology else arguments.part
+    return functools.partial(importlib.import_module(f'lm.bench.{part}').run, arguments)
+
+
+def print_help(parser: argparse.ArgumentParser) -> int:
+    """Prints the parts in place of running one; returns 2."""
+    parser.print_help()
+    return 2
 
 
 def _check_together(arguments: Any) -> None:
@@ -220,3 +229,13 @@ def _number(text: str) -> float:
     if not value > 0:
         raise ValueError
     return value
+
+
+VERB = Verb(
+    name='bench',
+    place=100,
+    help='measure attention, training steps, TPU kernels (without a TPU) and data on this machine',
+    example='lm bench attention --mechanisms softmax,polysketch --contexts 1024,4096',
+    add_flags=add_flags,
+    make_call=make_call,
+)

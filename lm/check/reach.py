@@ -3,7 +3,6 @@
 import queue
 import sys
 import threading
-from typing import Any
 
 from lm.files import is_remote
 from lm.runs.run_dir import RunDir, check_path
@@ -12,33 +11,33 @@ PATIENCE_SECONDS = 20.0
 """How long a bucket may keep us waiting."""
 
 
-def is_in_reach(arguments: Any) -> bool:
-    """Whether the runs are to be seen whose configuration `lm train` would change; with --if_possible, which notes it
-    where they are not. Else they must be, and reading them says why not.
+def is_in_reach(run_dir: str | None, branch_from: str | None, has_gin_files: bool, *, if_possible: bool) -> bool:
+    """Returns whether the runs can be read whose configuration `lm train` would change. `if_possible` prints why not;
+    without it they must be readable, and reading them raises the reason.
 
     A local run that is not there may lie on the disk of the machine that trains; in a bucket it is a new one.
     """
-    for run in filter(None, (arguments.run_dir, arguments.branch_from)):
-        if not (arguments.if_possible and is_remote(run)):
+    for run in filter(None, (run_dir, branch_from)):
+        if not (if_possible and is_remote(run)):
             check_path(run)
-    if not arguments.if_possible or (arguments.gin_file and not arguments.branch_from):
+    if not if_possible or (has_gin_files and not branch_from):
         return True
-    needed = arguments.branch_from or arguments.run_dir
+    needed = branch_from or run_dir
     if needed and not is_remote(needed) and not RunDir(needed).config.exists():
         reasons = [f'{needed}: no run is there on this machine']
     else:
-        reasons = [f'{run}: {why}' for run in (arguments.run_dir, arguments.branch_from) if (why := out_of_reach(run))]
+        reasons = [f'{run}: {why}' for run in (run_dir, branch_from) if (why := out_of_reach(run))]
     for reason in reasons:
         print(f'not checked: {reason}', file=sys.stderr, flush=True)
     return not reasons
 
 
-def has_begun(experiment: Any, arguments: Any) -> bool:
-    """Whether the run goes on from a checkpoint, so that train.init_from is not read; False where nobody can tell."""
-    run = arguments.run_dir
-    if arguments.branch_from or not (run and experiment.train.init_from):
-        return bool(arguments.branch_from)
-    return out_of_reach(run) is None and RunDir(run).has_checkpoint()
+def has_begun(run_dir: str | None, branch_from: str | None, init_from: str | None) -> bool:
+    """Returns whether the run goes on from a checkpoint, so that train.init_from is not read; False where nobody can
+    tell."""
+    if branch_from or not (run_dir and init_from):
+        return bool(branch_from)
+    return out_of_reach(run_dir) is None and RunDir(run_dir).has_checkpoint()
 
 
 def out_of_reach(run: str | None) -> str | None:

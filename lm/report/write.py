@@ -21,24 +21,31 @@ from lm.runs.records import Run, find_runs
 from lm.text import counted
 
 
-def main(_: Any, arguments: Any) -> int:
-    """The `lm report` command."""
-    runs = find_runs(arguments.paths)
-    check_split(runs, arguments.split)
-    if arguments.pictures:
+def write_report(
+    paths: Sequence[str], out: str, *, split: str | None = None, corpus: str | None = None, pictures: bool = True
+) -> None:
+    """Writes the report on the runs at `paths` into the folder `out`, and prints its table.
+
+    Args:
+        paths: run directories, sweeps, or globs of them.
+        split, corpus: as in `lm.report.report.Report`.
+        pictures: draw them, too.
+    """
+    runs = find_runs(paths)
+    check_split(runs, split)
+    if pictures:
         plots.check_matplotlib()
-    out = local_path(arguments.out, '--out')
+    folder = local_path(out, '--out')
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f'--out {arguments.out}: {error.strerror}; name a local folder') from None
-    report = Report(runs, out, arguments.split, arguments.paper, absent=points_without_runs(arguments.paths))
-    report.write(arguments.pictures)
+        raise ConfigError(f'--out {out}: {error.strerror}; name a local folder') from None
+    report = Report(runs, folder, split, corpus, absent=points_without_runs(paths))
+    report.write(pictures)
     print(report.markdown_table())
-    if missing := paper.without_match(report.comparison, arguments.paper):
+    if missing := paper.without_match(report.comparison, corpus):
         print(f'\n{missing}')
-    print(f'\n{counted(len(report.written), "file")} in {out}: {", ".join(report.written)}')
-    return 0
+    print(f'\n{counted(len(report.written), "file")} in {folder}: {", ".join(report.written)}')
 
 
 def check_split(runs: Sequence[Run], split: str | None) -> None:

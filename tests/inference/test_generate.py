@@ -1,6 +1,5 @@
 """`lm generate`: batches equal single prompts, sampling draws what it says, text streams in parts, small states."""
 
-import argparse
 import functools
 import io
 import re
@@ -17,10 +16,11 @@ from hypothesis import strategies as st
 from lm import model as model_lib
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
+from lm.commands.generate import read_prompts
 from lm.data.store import TokenStore
 from lm.data.tokenizers.sentencepiece import SentencePiece
 from lm.errors import ConfigError
-from lm.generation import Sampling, TextStream, generate_tokens, prompts_of, shown, state_bytes
+from lm.inference.generation import Sampling, TextStream, generate_tokens, shown, state_bytes
 
 GREEDY = Sampling(temperature=0)
 
@@ -73,7 +73,7 @@ def test_a_prompt_is_read_in_pieces(monkeypatch):
     prompts = [list(range(1, 38)), list(range(3, 33))]
     expected = continued(model, prompts, 12)
     lengths, extend = [], model_lib.Transformer.extend
-    monkeypatch.setattr('lm.generation.PIECE', 8)
+    monkeypatch.setattr('lm.inference.generation.PIECE', 8)
     monkeypatch.setattr(model_lib.Transformer, 'extend', lambda *a: (lengths.append(a[2].shape[1]), extend(*a))[1])
     assert continued(model, prompts, 12).tolist() == expected.tolist()
     assert lengths[:2] == [30 % 8, 8]
@@ -192,30 +192,27 @@ def test_a_batch_of_prompts_from_a_file(reference_run, tmp_path):
 
 
 def test_a_whole_file_is_one_prompt(tmp_path):
-    (tmp_path / 'text').write_text('two\nlines\n')
-    arguments = argparse.Namespace(prompt=None, prompt_file=None, text_file=str(tmp_path / 'text'))
-    assert prompts_of(arguments) == ['two\nlines\n']
-    (tmp_path / 'text').write_bytes(b'two\r\nlines\rhere\r\n')
-    assert prompts_of(arguments) == ['two\r\nlines\rhere\r\n'], 'as lm prepare would read it'
-    arguments.prompt = 'a'
+    text = tmp_path / 'text'
+    text.write_text('two\nlines\n')
+    assert read_prompts(text_file=str(text)) == ['two\nlines\n']
+    text.write_bytes(b'two\r\nlines\rhere\r\n')
+    assert read_prompts(text_file=str(text)) == ['two\r\nlines\rhere\r\n'], 'as lm prepare would read it'
     with pytest.raises(ConfigError, match='--prompt and --text_file: give one of them'):
-        prompts_of(arguments)
-    arguments = argparse.Namespace(prompt=None, prompt_file=None, text_file=str(tmp_path / 'none'))
+        read_prompts('a', text_file=str(text))
     with pytest.raises(ConfigError, match=r'--text_file .*: no such file'):
-        prompts_of(arguments)
+        read_prompts(text_file=str(tmp_path / 'none'))
 
 
 def test_a_line_of_a_file_is_one_prompt(tmp_path):
     path = tmp_path / 'prompts'
-    arguments = argparse.Namespace(prompt=None, prompt_file=str(path), text_file=None)
     path.write_text('one\u2028with\x0c breaks\n\ntwo\n', encoding='utf-8')
-    assert prompts_of(arguments) == ['one\u2028with\x0c breaks', '', 'two']
+    assert read_prompts(prompt_file=str(path)) == ['one\u2028with\x0c breaks', '', 'two']
     path.write_bytes(b'one\r\n\r\ntwo\r\n')
-    assert prompts_of(arguments) == ['one', '', 'two']
+    assert read_prompts(prompt_file=str(path)) == ['one', '', 'two']
     path.write_bytes(b'caf\xe9\n')
     with pytest.raises(ConfigError, match='is not text in UTF-8'):
-        prompts_of(arguments)
+        read_prompts(prompt_file=str(path))
     with pytest.raises(ConfigError, match='--prompt: is not text in UTF-8'):
-        prompts_of(argparse.Namespace(prompt='caf\udce9', prompt_file=None, text_file=None))
+        read_prompts('caf\udce9')
     with pytest.raises(ConfigError, match='--temperature nan'):
         Sampling(temperature=float('nan'))
