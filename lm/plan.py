@@ -22,9 +22,9 @@ from lm.experiment import Experiment, check_experiment
 from lm.hardware import Target
 from lm.model.functions import ModelFunctions
 from lm.runs.initial import InitialParameters
-from lm.training.inputs import check_vocabulary, choose_unpacking, make_windows
+from lm.text import counted, si
+from lm.training.inputs import check_training, check_vocabulary, choose_unpacking, make_windows
 from lm.training.mesh import MeshShape
-from lm.training.objectives import check_objective
 from lm.training.program import StepProgram
 from lm.training.step import TrainStep
 
@@ -57,6 +57,20 @@ class StepPlan:
     def parameters(self) -> int:
         """The number of trainable parameters."""
         return sum(self.functions.count_parameters().values())
+
+    def describe(self, epochs: str = '') -> dict[str, str]:
+        """What the run is about to do, by name; `epochs` says how often it will see which data."""
+        model, train, (microbatches, rows, _) = self.experiment.model, self.experiment.train, self.program.batch_shape
+        mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
+        windows = f'{counted(microbatches * rows, "window")} of {train.context_length:,}'
+        parts = counted(microbatches, 'microbatch', 'microbatches')
+        total = f'{train.steps * train.tokens_per_step:,} ({counted(train.steps, "step")}{epochs and f", {epochs}"})'
+        return {
+            'parameters': f'{self.parameters:,} ({counted(model.n_layers, "layer")} of width {model.d_model}, {mechanisms})',
+            'tokens per step': f'{train.tokens_per_step:,} ({windows}, {parts})',
+            'tokens in total': total,
+            'FLOPs per token': si(self.flops_per_token),
+        }
 
     @property
     def flops_per_token(self) -> float:
@@ -114,13 +128,22 @@ class PlanCache:
         return found
 
 
-def plan_step(experiment: Experiment, target: Target = UNKNOWN) -> StepPlan:
-    """Plans the step alone. Without data an objective assumes a tokenizer that fits the model.
+def plan_step(experiment: Experiment, target: Target = UNKNOWN, cache: PlanCache | None = None) -> StepPlan:
+    """Plans the step alone; arguments as of `make_plan`. Without data an objective assumes a tokenizer that fits the
+    model.
 
     Raises ConfigError where the sections do not fit each other or the target.
     """
-    mesh, step = _plan_mesh_and_step(experiment, target, PlanCache())
-    program = _make_program(experiment, step, None, experiment.data.guess_dtype(experiment.model.vocab_size))
+    check_experiment(experiment)
+    cache = PlanCache() if cache is None else cache
+    train, model, data, optimizer = experiment.train, experiment.model, experiment.data, experiment.optimizer
+    mesh = experiment.mesh.plan(target)
+    check_training(train, optimizer, data, model, mesh)
+    dtype = model.resolve_dtype(target.platform)
+    functions = cache.get(('model', model, dtype), lambda: ModelFunctions(model, dtype))
+    unpack, documents = choose_unpacking(data, train, model, None), data.documents(None)
+    step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents)
+    program = StepProgram(step, train.batch_shape, data.guess_dtype(model.vocab_size))
     return StepPlan(experiment=experiment, target=target, mesh=mesh, program=program)
 
 
@@ -139,23 +162,30 @@ def make_plan(
 
     Raises ConfigError, MismatchError (AbsentError where data are not there), or LmError where they are out of reach.
     """
+    check_experiment(experiment)
     cache = PlanCache() if cache is None else cache
-    train, model, data, evaluate = experiment.train, experiment.model, experiment.data, experiment.evaluate
-    mesh, step = _plan_mesh_and_step(experiment, target, cache)
-    settings = settle_evaluation(evaluate, data, train, model, train.eval_tokens)
-
+    train, model, data, optimizer = experiment.train, experiment.model, experiment.data, experiment.optimizer
+    # What the configuration tells, before anything is opened.
+    settings = settle_evaluation(experiment.evaluate, data, train, model, train.eval_tokens)
+    mesh = experiment.mesh.plan(target)
+    check_training(train, optimizer, data, model, mesh)
+    compute_dtype = model.resolve_dtype(target.platform)
+    functions = cache.get(('model', model, compute_dtype), lambda: ModelFunctions(model, compute_dtype))
+    # What the data tell.
     source = data, train.context_length if data.task else None
     store = cache.get(('store', source), lambda: data.open(train.context_length, timeout))
+    dtype = cache.get(('dtype', source), lambda: store.read(data.train_split, 0, 1).dtype)
+    documents = data.documents(store)
     check_vocabulary(store, data, model)
     windows = make_windows(data, train, store)
-    dtype = cache.get(('dtype', source), lambda: store.read(data.train_split, 0, 1).dtype)
-    program = _make_program(experiment, step, store, dtype)
-    sets = cache.get(('sets', source, evaluate.sets), lambda: open_sets(evaluate, store, timeout))
+    unpack = choose_unpacking(data, train, model, store)
+    step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents)
+    sets = cache.get(('sets', source, settings.config.sets), lambda: open_sets(settings, store, timeout))
     return RunPlan(
         experiment=experiment,
         target=target,
         mesh=mesh,
-        program=program,
+        program=StepProgram(step, train.batch_shape, dtype),
         store=store,
         windows=windows,
         evaluation=plan_evaluation(settings, store, sets),
@@ -190,28 +220,3 @@ def validate(
             raise
         return [str(error)]
     return []
-
-
-def _plan_mesh_and_step(experiment: Experiment, target: Target, cache: PlanCache) -> tuple[MeshShape, TrainStep]:
-    """Plans the mesh and the step, which does not know its data yet."""
-    check_experiment(experiment)
-    train, model, optimizer = experiment.train, experiment.model, experiment.optimizer
-    mesh = experiment.mesh.plan(target)
-    if mesh.shards is not None:
-        train.check_divides(mesh.shards)
-    train.check_parts(mesh.sequence)
-    check_objective(train.objective, experiment.data, model)
-    model.check_parts(mesh.sequence)
-    model.check_length(train.context_length)
-    dtype = model.resolve_dtype(target.platform)
-    functions = cache.get(('model', model, dtype), lambda: ModelFunctions(model, dtype))
-    key = 'step', model, dtype, optimizer, train.steps
-    return mesh, cache.get(key, lambda: TrainStep(functions, optimizer, train.steps))
-
-
-def _make_program(experiment: Experiment, step: TrainStep, store: Store | None, dtype: Any) -> StepProgram:
-    """The program of the step on its data; None: without data."""
-    data, train = experiment.data, experiment.train
-    unpack = choose_unpacking(data, train, experiment.model, store)
-    step = step.with_data(unpack, by_window=bool(data.mixture), documents=data.documents(store))
-    return StepProgram(step, train.batch_shape, dtype)

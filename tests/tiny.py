@@ -81,12 +81,12 @@ def params(bindings: dict) -> list[str]:
     return flags
 
 
-def train_step(model, optimizer, steps: int = 10, *, platform: str = 'cpu', **options):
-    """The training step of a model configuration on a platform; `options` are those of `TrainStep`."""
+def train_step(model, optimizer, steps: int = 10, *arguments, platform: str = 'cpu', **options):
+    """The training step of a model configuration on a platform; the other arguments are those of `TrainStep`."""
     from lm.model.functions import ModelFunctions
     from lm.training.step import TrainStep
 
-    return TrainStep(ModelFunctions(model, model.resolve_dtype(platform)), optimizer, steps, **options)
+    return TrainStep(ModelFunctions(model, model.resolve_dtype(platform)), optimizer, steps, *arguments, **options)
 
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:

@@ -13,18 +13,18 @@ import jax
 import numpy as np
 
 from lm.bench import results
-from lm.bench.candidates import BASELINE, Candidate, at_context, of_models
+from lm.bench.candidates import BASELINE, Candidate, change_context, of_models
 from lm.compilation.compiler import CompiledProgram
 from lm.cost_model.kernel_cycles import KernelCycles
 from lm.cost_model.program import HloProgram
 from lm.cost_model.step_time import PARTS, StepTime, step_time
-from lm.data.tokenizers import token_dtype
-from lm.experiment import Experiment, training_step
-from lm.hardware import Topology, describe_devices, generation, smallest
+from lm.experiment import Experiment
+from lm.hardware import Target, Topology, describe_devices, generation, smallest
 from lm.model import REMAT
+from lm.plan import plan_step
 from lm.text import short
-from lm.training.mesh import MeshConfig, make_mesh, platform_of
-from lm.training.program import compile_described
+from lm.training.mesh import MeshConfig
+from lm.training.program import StepTooLarge, compile_described
 
 CONTEXTS = (2048, 8192, 32_768)
 MICROBATCH_TOKENS = 32_768
@@ -103,7 +103,7 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
         limit: that are processed together, if a sequence has not more.
     """
     experiment = dataclasses.replace(candidate.experiment, mesh=MeshConfig())
-    experiment = at_context(experiment, context, tokens, limit, devices=1)
+    experiment = change_context(experiment, context, tokens, limit, Target('tpu', (1,)))
     chip, config = topology.chip, experiment.train
     rows = [
         ForecastRow(
@@ -144,11 +144,10 @@ def _timed(row: ForecastRow, experiment: Experiment, topology: Topology) -> Fore
 
 def compile_step(experiment: Experiment, topology: Topology) -> CompiledProgram | None:
     """The step of `lm train` on one device; None: it needs more memory than that has."""
-    mesh = make_mesh(MeshConfig(), describe_devices(topology)[:1])
-    dtype = token_dtype(experiment.model.vocab_size)
-    with jax.set_mesh(mesh):
-        found = compile_described(training_step(experiment, platform_of(mesh)), experiment.train, dtype, mesh, topology)
-    return None if isinstance(found, float) else found
+    devices = describe_devices(topology)[:1]
+    plan = plan_step(dataclasses.replace(experiment, mesh=MeshConfig()), Target.of_devices(devices))
+    found = compile_described(plan.program, plan.mesh.arrange(devices), topology)
+    return None if isinstance(found, StepTooLarge) else found
 
 
 def asdict(row: ForecastRow) -> dict[str, Any]:

@@ -17,9 +17,11 @@ import numpy as np
 from lm.bench import results
 from lm.bench.candidates import Candidate, of_models
 from lm.errors import ConfigError
-from lm.experiment import Experiment, training_step
+from lm.experiment import Experiment
+from lm.hardware import Target
 from lm.ops.platform import choices
-from lm.training.mesh import MeshConfig, initialize_distributed, make_mesh, platform_of
+from lm.plan import plan_step
+from lm.training.mesh import MeshConfig, initialize_distributed
 
 CPU_CONTEXTS, CONTEXTS = (512,), (4096,)
 ALLOWED, ROUNDING = 3.0, 0.01
@@ -144,9 +146,10 @@ def values_of(
     experiment: Experiment, context: int, portable: bool = False, runs: int = 1
 ) -> tuple[list[dict[str, np.ndarray]], dict[str, str]]:
     """Loss and gradients by name, of each of some runs; and what computed, operation by operation."""
-    mesh = make_mesh(experiment.mesh, jax.local_devices()[:1])
-    with jax.set_mesh(mesh), choices(portable) as used:
-        step = training_step(experiment, platform_of(mesh))
+    devices = jax.local_devices()[:1]
+    plan = plan_step(experiment, Target.of_devices(devices))
+    step = plan.program.step
+    with jax.set_mesh(plan.mesh.arrange(devices)), choices(portable) as used:
         tokens = jax.random.randint(jax.random.key(1), (1, context + 1), 0, experiment.model.vocab_size)
 
         def loss(params, buffers, tokens):

@@ -20,7 +20,7 @@ from lm.experiment import Experiment
 from lm.hardware import Target, Topology, describe_devices, parse
 from lm.model.functions import count_parameters
 from lm.plan import plan_step
-from lm.training.program import OutOfMemory, compile_described
+from lm.training.program import StepTooLarge, compile_described
 
 GIB = 2**30
 MARGIN = 0.03
@@ -161,7 +161,7 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
         speed=None,
         compile_seconds=time.perf_counter() - start,
     )
-    if isinstance(compiled, OutOfMemory):
+    if isinstance(compiled, StepTooLarge):
         return dataclasses.replace(refused, memory=Memory(limit, compiled.needed_gib))
     memory, text = _memory(compiled.memory, limit), compiled.text
     dims, length = experiment.model.dims, experiment.train.context_length

@@ -18,14 +18,14 @@ def make_evaluator(plan: EvaluationPlan, functions: ModelFunctions, mesh: Mesh) 
     """Makes the evaluator of a plan: perplexity of texts, accuracy on hidden tokens or on a task."""
     if isinstance(plan, TaskPlan):
         return TaskEvaluator(functions, mesh, plan)
-    config = plan.config
+    config = plan.settings.config
     program = make_scoring_program(functions, mesh, plan.documents, config.chunk, config.accuracy)
     make_hidden = functools.cache(lambda hiding: make_hidden_scoring_program(functions, mesh, hiding))
 
     def evaluate(text: ScoredText) -> Evaluator:
         if text.hiding is None:
-            return Evaluator(program, mesh, text, config)
-        return MaskedEvaluator(make_hidden(text.hiding), mesh, text, config)
+            return Evaluator(program, mesh, text, plan)
+        return MaskedEvaluator(make_hidden(text.hiding), mesh, text, plan)
 
     parts = {name: evaluate(text) for name, text in plan.parts.items()}
     if list(parts) == [''] and not plan.others:

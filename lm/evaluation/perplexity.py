@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 
 from lm.data.store import TokenStore
 from lm.evaluation.chunks import compute_losses_in_chunks
-from lm.evaluation.config import EvaluateConfig
-from lm.evaluation.plan import ScoredText
+from lm.evaluation.plan import ScoredText, TextPlan
 from lm.model.functions import ModelFunctions, Scored, Weights
 from lm.ops.documents import Documents
 from lm.text import perplexity
@@ -89,14 +88,14 @@ class ScoredBatch(NamedTuple):
     counted: np.ndarray
     targets: np.ndarray
 
-    def sum(self, vocab_size: int) -> ScoredSums:
-        """Fetches the scores and sums them over the windows."""
+    def sum(self, store: TokenStore) -> ScoredSums:
+        """Fetches the scores and sums them over the windows, which are of `store`."""
         scored = jax.device_get(self.scored)
         counted_BxL = self.counted if scored.counted is None else self.counted & scored.counted
         nats_L = np.where(counted_BxL, scored.nats.astype(np.float64), 0.0).sum(axis=0)
         if scored.correct is None:
             return ScoredSums(nats_L, counted_BxL.sum(axis=0))
-        asked_V = np.bincount(self.targets[counted_BxL], minlength=vocab_size)
+        asked_V = np.bincount(self.targets[counted_BxL], minlength=store.vocab_size)
         return ScoredSums(nats_L, counted_BxL.sum(axis=0), (scored.correct & counted_BxL).sum(axis=0), asked_V)
 
 
@@ -104,17 +103,17 @@ class Evaluator:
     """Scores a split with the weights of a model, by a program that evaluators share; used at every evaluation of a
     training run."""
 
-    def __init__(self, program: Callable[..., Scored], mesh: Mesh, text: ScoredText, config: EvaluateConfig):
+    def __init__(self, program: Callable[..., Scored], mesh: Mesh, text: ScoredText, plan: TextPlan):
         """`program` is made by `make_scoring_program`; where the text has a baseline it computes the accuracy too."""
-        self.program, self.mesh, self.text, self.config = program, mesh, text, config
+        self.program, self.mesh, self.text, self.plan = program, mesh, text, plan
         self.store, self.split, self.windows = text.store, text.split, text.windows
-        self.batch_size = shared_rows(config.batch_size, mesh)
+        self.batch_size = shared_rows(plan.settings.config.batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
     @property
     def measure(self) -> str:
         """What the loss is of: losses of the same data compare where this is the same."""
-        windows, apart = self.windows, ' of single documents' if self.config.mask_documents else ''
+        windows, apart = self.windows, ' of single documents' if self.plan.documents else ''
         return f'{windows.n_tokens} tokens of {self.split}, {windows.context_length} every {windows.stride}{apart}'
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
@@ -126,7 +125,7 @@ class Evaluator:
         """Sums the scores of all windows; None when `should_stop` returned True."""
         total = None
         for batch in self._score_batches(weights):
-            sums = batch.sum(self.store.vocab_size)
+            sums = batch.sum(self.store)
             total = sums if total is None else total + sums
             if should_stop():
                 return None
@@ -134,11 +133,11 @@ class Evaluator:
 
     def result(self, sums: ScoredSums, step: int, store: Any = None) -> dict:
         """The result of these sums, of the split of `store` (None: its own)."""
-        masked = {'mask_documents': True} if self.config.mask_documents else {}
+        masked = {'mask_documents': True} if self.plan.documents else {}
         return self.figures(sums, store or self.store) | {
             'split': self.split,
             'context_length': self.windows.context_length,
-            'window': self.config.window,
+            'window': self.plan.settings.config.window,
             **masked,
             'step': step,
         }

@@ -15,7 +15,7 @@ from lm.model import ModelConfig
 from lm.ops.documents import Documents
 from lm.tasks import Task, TaskStore
 from lm.training.config import TrainConfig
-from lm.training.objectives import Hiding, Objective, check_objective
+from lm.training.objectives import Hiding, Objective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +76,13 @@ class TextPlan:
 
     Attributes:
         store: the data of the run.
-        config: with `mask_documents` resolved.
         documents: how the documents of a window are told apart; None: they are not.
         parts: name → text of the data of the run; a single store has the name ''.
         others: name → text of `evaluate.sets`.
     """
 
     store: TokenStore | Mixture
-    config: EvaluateConfig
+    settings: EvaluationSettings
     documents: Documents | None
     parts: dict[str, ScoredText]
     others: dict[str, ScoredText]
@@ -97,9 +96,9 @@ def settle_evaluation(
 ) -> EvaluationSettings:
     """Resolves what is scored. With `first_tokens` only so many tokens of each text are, at least one window.
 
-    Raises ConfigError where the sections do not fit each other, or ask for something that this kind of data lacks.
+    Raises ConfigError where the sections do not fit each other, or ask for something that this kind of data lacks. Call
+    `lm.training.objectives.check_objective` besides.
     """
-    check_objective(train.objective, data, model)
     split, context_length = config.split or data.eval_split, config.context_length or train.context_length
     if data.task:
         _check_task(config, data.task, split, context_length, train.eval_tokens, model)
@@ -120,7 +119,7 @@ def plan_evaluation(
     `TokenStore.tokenizer` raises: the first evaluation would, a thousand steps later.
     """
     config, split, length = settings.config, settings.split, settings.context_length
-    sets = open_sets(config, store) if sets is None else sets
+    sets = open_sets(settings, store) if sets is None else sets
     if isinstance(store, TaskStore):
         return TaskPlan(store.task, split, length, config.batch_size)
     documents = settings.data.documents(store, config.mask_documents)
@@ -144,21 +143,21 @@ def plan_evaluation(
     parts = store.parts(split) if isinstance(store, Mixture) else {'': store}
     return TextPlan(
         store=store,
-        config=dataclasses.replace(config, mask_documents=bool(documents)),
+        settings=settings,
         documents=documents,
         parts={name: plan_text(name, part, split) for name, part in parts.items()},
         others={name: plan_text(name, found.store, found.split or split) for name, found in sets.items()},
     )
 
 
-def open_sets(config: EvaluateConfig, store: Store, timeout: float | None = None) -> dict[str, OpenedSet]:
+def open_sets(settings: EvaluationSettings, store: Store, timeout: float | None = None) -> dict[str, OpenedSet]:
     """Opens the stores of `evaluate.sets`, by name.
 
     Raises ConfigError where the run has no text or a name is that of a part of its mixture, MismatchError where a
     store was made with another tokenizer than `store`, and what `TokenStore.open` raises.
     """
     found = {}
-    for name, place in config.sets:
+    for name, place in settings.config.sets:
         if isinstance(store, TaskStore):
             raise ConfigError(f'evaluate.sets: {name!r} is text, and the run learns a task; delete it')
         if isinstance(store, Mixture) and name in store.stores:

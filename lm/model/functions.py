@@ -42,13 +42,14 @@ class ModelFunctions:
     Attributes:
         config: the model.
         dtype: the type of products and activations.
+        widening: the width of the model over the width that the learning rate is given for.
         graph: the structure of the model without its arrays.
         declared: the declaration of each parameter, a nested dict like `params` (`lm.parameters.declarations`).
         abstract: the weights as jax.ShapeDtypeStructs.
     """
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike):
-        self.config, self.dtype = config, jnp.dtype(dtype)
+        self.config, self.dtype, self.widening = config, jnp.dtype(dtype), config.widening
         model = nnx.eval_shape(lambda: build(config, 0, self.dtype))
         self.graph, params, buffers = split(model)
         self.declared = declarations(model)

@@ -14,14 +14,15 @@ from lm.runs.goodput import Goodput
 from lm.runs.process_zero import check_same
 from lm.runs.run_dir import RunDir
 from lm.training.mesh import describe_mesh
-from lm.training.progress import plan_rows, print_rows
+from lm.training.progress import print_rows
 from lm.training.step import State
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The checkpoint that a user asks to go on from; the attributes are arguments of `lm.session.train.train`."""
+    """The run that a user asks for, and the checkpoint to go on from; see the arguments of `lm.session.train.train`."""
 
+    run_dir: str
     rewind_to: int | None = None
     branch_from: str | None = None
     step: int | None = None
@@ -34,10 +35,12 @@ class Origin:
     Attributes:
         branch: a checkpoint of another run; None: the run's own.
         rewind_to: the step that the run goes back to; None: the newest.
+        directory: the run with the checkpoint, for messages.
     """
 
     branch: Branch | None
     rewind_to: int | None
+    directory: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +55,7 @@ class Start:
 
 def print_plan(plan: RunPlan, mesh: Mesh) -> None:
     """Prints what the run is about to do."""
-    model, config = plan.experiment.model, plan.experiment.train
-    epochs = plan.windows.describe(config.steps, plan.store.path)
-    rows = plan_rows(model, config, plan.parameters, epochs)
+    rows = plan.describe(plan.windows.describe(plan.experiment.train.steps, plan.store.path))
     print_rows(rows | {'devices': describe_mesh(mesh, plan.mesh.slices, plan.functions.dtype)})
 
 
@@ -74,7 +75,7 @@ def find_origin(run: RunDir, request: Request, plan: RunPlan) -> Origin:
     if branch:
         branch.check(plan.experiment)
     run.check_unchanged(plan.text, rewind_to is not None)
-    return Origin(branch, rewind_to)
+    return Origin(branch, rewind_to, str(branch.parent.path) if branch else request.run_dir)
 
 
 def restore_or_init(plan: RunPlan, abstract: State, source: Checkpointer, origin: Origin, goodput: Goodput) -> Start:

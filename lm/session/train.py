@@ -71,21 +71,18 @@ def train(
 
     Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
     """
-    with open_session(experiment, run_dir, Request(rewind_to, branch_from, step), compile_cache, begun) as trainer:
+    with open_session(experiment, Request(run_dir, rewind_to, branch_from, step), compile_cache, begun) as trainer:
         return trainer.run()
 
 
 @contextlib.contextmanager
 def open_session(
-    experiment: Experiment,
-    run_dir: str,
-    request: Request,
-    compile_cache: str | None = None,
-    begun: float | None = None,
+    experiment: Experiment, request: Request, compile_cache: str | None = None, begun: float | None = None
 ) -> Iterator[Trainer]:
     """Prepares everything for the next step of a run, and closes at the end what it has opened; arguments as of
     `train`."""
-    run, goodput = RunDir(run_dir), Goodput(RunDir(run_dir).read_goodput(), time.time() if begun is None else begun)
+    run = RunDir(request.run_dir)
+    goodput = Goodput(run.read_goodput(), time.time() if begun is None else begun)
     with contextlib.ExitStack() as stack:
         folder = None if compile_cache == 'none' else compile_cache or run.path / 'compiled'
         programs, preemption = stack.enter_context(CompileCache(folder)), stack.enter_context(Preemption())
@@ -93,13 +90,13 @@ def open_session(
         plan = make_plan(experiment, Target.of_devices(jax.devices()))
         mesh = plan.mesh.arrange(jax.devices())
         stack.enter_context(jax.set_mesh(mesh))
+        evaluator = make_evaluator(plan.evaluation, plan.functions, mesh)
         if jax.process_index() == 0:
             print_plan(plan, mesh)
-        evaluator = make_evaluator(plan.evaluation, plan.functions, mesh)
         lock = stack.enter_context(run.lock())
-        origin = find_origin(run, request, plan)
         kept = plan.store.fingerprints, run.record_saved, evaluator.measure
         checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, *kept))
+        origin = find_origin(run, request, plan)
         source = stack.enter_context(origin.branch.checkpointer(kept[0])) if origin.branch else checkpointer
         if source.latest_step() is None:
             plan.check_initial()
@@ -146,8 +143,8 @@ def open_records(run: RunDir, plan: RunPlan, origin: Origin, start: Start, devic
         run.metrics(start.step, trackers) as metrics_file,
     ):
         if start.saved is not None:
-            parent, seconds = origin.branch.parent if origin.branch else run, start.saved.get('seconds', 0.0)
-            progress.note(f'resumed from step {start.step} of {parent.path}')
+            seconds = start.saved.get('seconds', 0.0)
+            progress.note(f'resumed from step {start.step} of {origin.directory}')
         yield Records(
             run=run,
             text=plan.text,

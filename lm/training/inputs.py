@@ -1,4 +1,4 @@
-"""The inputs of a training step: which tokens it sees, and what it makes of them."""
+"""What a training step is given: sections that fit each other, the tokens that it sees, and what it makes of them."""
 
 from lm.data.batches import BatchWindows, Windows
 from lm.data.dataset import DataConfig, Store
@@ -6,7 +6,22 @@ from lm.data.mixture import MixedWindows, Mixture
 from lm.errors import MismatchError
 from lm.model import ModelConfig
 from lm.training.config import TrainConfig
-from lm.training.objectives import Unpack
+from lm.training.mesh import MeshShape
+from lm.training.objectives import Unpack, check_objective
+from lm.training.optimizer import OptimizerConfig
+
+
+def check_training(
+    config: TrainConfig, optimizer: OptimizerConfig, data: DataConfig, model: ModelConfig, mesh: MeshShape
+) -> None:
+    """Raises ConfigError where the sections do not fit each other, or the devices cannot share the batches."""
+    if mesh.shards is not None:
+        config.check_divides(mesh.shards)
+    config.check_parts(mesh.sequence)
+    optimizer.learning_rate(config.steps)
+    check_objective(config.objective, data, model)
+    model.check_parts(mesh.sequence)
+    model.check_length(config.context_length)
 
 
 def check_vocabulary(store: Store, data: DataConfig, model: ModelConfig) -> None:

@@ -95,13 +95,13 @@ def compile_in_background(program: StepProgram, mesh: Mesh) -> Compilation:
     return Compilation(tracing, compiling)
 
 
-class OutOfMemory(NamedTuple):
+class StepTooLarge(NamedTuple):
     """A compiler's refusal of a step that needs more memory than a device has."""
 
     needed_gib: float
 
 
-def compile_described(program: StepProgram, mesh: Mesh, topology: Topology) -> CompiledProgram | OutOfMemory:
+def compile_described(program: StepProgram, mesh: Mesh, topology: Topology) -> CompiledProgram | StepTooLarge:
     """Compiles the step (see `lower_step`) for the described devices of `topology`.
 
     Raises:
@@ -112,7 +112,7 @@ def compile_described(program: StepProgram, mesh: Mesh, topology: Topology) -> C
             return compile_with_text(lower_step(program, mesh))
     except jax.errors.JaxRuntimeError as error:
         if (needed := find_memory_needed(str(error))) is not None:
-            return OutOfMemory(needed)
+            return StepTooLarge(needed)
         line = next(iter(str(error).splitlines()), '')
         raise ConfigError(f'--topology {topology.name}: the compiler refuses the training step: {line}') from error
 

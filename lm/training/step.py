@@ -9,7 +9,6 @@ A state is a dict of arrays:
     in_a_row    int32, of these, how many since the last good one
 """
 
-import copy
 import functools
 import math
 from typing import Any
@@ -53,13 +52,7 @@ class TrainStep:
         self.functions, self.unpack = functions, unpack or next_token
         self.by_window, self.documents = by_window, documents
         self.schedule, self.z_loss = optimizer.learning_rate(steps), optimizer.z_loss
-        self.transform = optimizer.build(steps, functions.declared, functions.config.widening)
-
-    def with_data(self, unpack: Unpack | None, by_window: bool, documents: Documents | None) -> 'TrainStep':
-        """The same step on other data; arguments as of the constructor."""
-        step = copy.copy(self)
-        step.unpack, step.by_window, step.documents = unpack or next_token, by_window, documents
-        return step
+        self.transform = optimizer.build(steps, functions.declared, functions.widening)
 
     def init(self, seed: int) -> State:
         """Makes the state before the first step, a function of the seed; jit it with the shardings of the mesh."""

@@ -20,11 +20,11 @@ from lm.cost_model import compiled_step as check
 from lm.cost_model.roofline import Roofline
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
-from lm.hardware import parse
+from lm.hardware import Target, parse
 from lm.model import REMAT, ModelConfig
+from lm.plan import make_plan
 from lm.training.config import TrainConfig
-from lm.training.inputs import make_batches
-from lm.training.mesh import MeshConfig, make_mesh
+from lm.training.mesh import MeshConfig
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
 SMALL = Experiment(
@@ -105,7 +105,7 @@ def test_devices_that_share_a_window_share_it_in_every_change(windows):
     assert {'mesh.fsdp': 4} in found
     assert ({'train.microbatches': 4} in found) == (windows == 16)
     for changes in found:
-        dataclasses.replace(mesh, fsdp=changes.get('mesh.fsdp', 1)).check_divides(16)
+        dataclasses.replace(mesh, fsdp=changes.get('mesh.fsdp', 1)).plan(Target('tpu', (16,)))
         dataclasses.replace(train, microbatches=changes.get('train.microbatches', 1)).check_divides(4)
 
 
@@ -254,7 +254,7 @@ def test_a_batch_that_does_not_divide_is_the_error_of_training(on_cpus):
     with pytest.raises(ConfigError) as of_check:
         check.check(experiment, 'v5e:2x2')
     with pytest.raises(ConfigError) as of_training:
-        make_batches(experiment.data, experiment.train, None, make_mesh(MeshConfig(), jax.devices()[:4]))
+        make_plan(experiment, Target.of_devices(jax.devices()[:4]))
     assert str(of_check.value) == str(of_training.value)
 
 

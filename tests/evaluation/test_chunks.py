@@ -18,11 +18,12 @@ from lm.data.dataset import DataConfig
 from lm.errors import ConfigError
 from lm.evaluation.chunks import compute_losses_in_chunks
 from lm.evaluation.config import EvaluateConfig
-from lm.evaluation.evaluator import what_is_scored
 from lm.evaluation.perplexity import make_scoring_program
+from lm.evaluation.plan import settle_evaluation
 from lm.model import ModelConfig
 from lm.ops.documents import Documents
 from lm.tasks.associative_recall import AssociativeRecall
+from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.optimizer import OptimizerConfig
 
@@ -75,7 +76,7 @@ def test_memory_is_that_of_a_chunk():
 
     def temporaries(length, chunk):
         tokens = jax.ShapeDtypeStruct((1, length + 1), jnp.int32)
-        compiled = make_scoring_program(step.functions, mesh, chunk=chunk).lower(step.abstract(), tokens).compile()
+        compiled = make_scoring_program(step.functions, mesh, chunk=chunk).lower(step.abstract, tokens).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     short, long = (temporaries(length, 256) for length in (2048, 32_768))
@@ -99,6 +100,6 @@ def test_devices_share_the_rows():
 
 def test_what_cannot_be_walked_is_refused():
     with pytest.raises(ConfigError, match=r'evaluate.chunk = 16: the examples of a task'):
-        what_is_scored(EvaluateConfig(chunk=16), DataConfig(task=AssociativeRecall()), 64)
+        settle_evaluation(EvaluateConfig(chunk=16), DataConfig(task=AssociativeRecall()), TrainConfig(), ModelConfig())
     with pytest.raises(ConfigError, match=r'performer.causal = False'):
         walked(tiny(Performer(n_features=32, causal=False)), drawn(20), chunk=8)

@@ -17,8 +17,9 @@ from lm.commands.evaluate import check_together
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.evaluation.perplexity import EvaluationWindows, summarize
-from lm.experiment import Experiment, open_run
+from lm.experiment import Experiment
 from lm.inference import evaluation
+from lm.inference.loaded_run import open_run
 from lm.runs.run_dir import RunDir
 from lm.training.mesh import JobAddress
 

@@ -25,14 +25,17 @@ from lm.data.tokenizers.amino_acids import LETTERS, AminoAcids, AminoAcidsConfig
 from lm.errors import ConfigError
 from lm.evaluation.baseline import EmpiricalBaseline
 from lm.evaluation.config import EvaluateConfig
-from lm.evaluation.evaluator import check_evaluation, make_evaluator
+from lm.evaluation.evaluator import make_evaluator
+from lm.evaluation.plan import open_sets, plan_evaluation, settle_evaluation
 from lm.evaluation.scoring import Scorer
-from lm.evaluation.sets import flat, open_sets
-from lm.experiment import Experiment, open_run, validate
+from lm.evaluation.sets import flat
+from lm.experiment import Experiment
 from lm.inference.evaluation import print_table
 from lm.inference.generation import generate
+from lm.inference.loaded_run import open_run
 from lm.model import ModelConfig
 from lm.model.functions import select_weights
+from lm.plan import validate
 from lm.session.train import train
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig, make_mesh
@@ -75,7 +78,8 @@ def evaluated(path, model=MODEL, config=None, objective=None, devices=1, split='
     functions, state = state_of(model)
     told = dataclasses.replace(TRAIN, objective=objective)
     config = config or EvaluateConfig(split=split)
-    made = make_evaluator(config, DataConfig(path=path), told, functions, mesh_of(devices), store)
+    settings = settle_evaluation(config, DataConfig(path=path), told, model)
+    made = make_evaluator(plan_evaluation(settings, store), functions, mesh_of(devices))
     return made(state, 3), made
 
 
@@ -198,7 +202,7 @@ def test_long_splits_are_counted_in_pieces(monkeypatch, path):
 
 
 def test_what_needs_one_direction_is_refused(path):
-    data, store = DataConfig(path=path), TokenStore.open(path)
+    data = DataConfig(path=path)
     wrong = [
         (EvaluateConfig(window='sliding:8'), r"^evaluate\.window = 'sliding:8': .* set 'disjoint'$"),
         (EvaluateConfig(chunk=8), r'^evaluate\.chunk = 8: .* delete this$'),
@@ -207,14 +211,10 @@ def test_what_needs_one_direction_is_refused(path):
     functions, state = state_of(MODEL)
     for config, message in wrong:
         with pytest.raises(ConfigError, match=message):
-            check_evaluation(config, data, MODEL, TRAIN, store, {})
-        with pytest.raises(ConfigError, match=message):
-            make_evaluator(config, data, TRAIN, functions, mesh_of(), store)
+            settle_evaluation(config, data, TRAIN, MODEL)
     causal = dataclasses.replace(TRAIN, objective=NextToken())
-    with pytest.raises(ConfigError, match=r'^train\.objective = @next_token\(\): model\.causal = False'):
-        make_evaluator(EvaluateConfig(), data, causal, functions, mesh_of(), store)
     with pytest.raises(ConfigError, match=r'^evaluate\.chunk = 8: evaluate\.accuracy is of whole windows'):
-        check_evaluation(EvaluateConfig(chunk=8, accuracy=True), data, MODEL, causal, store, {})
+        settle_evaluation(EvaluateConfig(chunk=8, accuracy=True), data, causal, MODEL)
     with pytest.raises(ConfigError, match=r'^model\.causal = False: a text has no probability'):
         Scorer(functions, mesh_of(), state, LENGTH, 4)
 
@@ -226,7 +226,8 @@ def test_mixtures_and_other_sets(path, tmp_path):
     data = DataConfig(mixture=((path, 0.5), (str(other), 0.5)))
     store, (functions, state) = data.open(LENGTH), state_of(MODEL)
     config = EvaluateConfig(sets=(('ood', f'{other}@train'),))
-    result = make_evaluator(config, data, TRAIN, functions, mesh_of(), store)(state, 1)
+    plan = plan_evaluation(settle_evaluation(config, data, TRAIN, MODEL), store)
+    result = make_evaluator(plan, functions, mesh_of())(state, 1)
     assert list(result['sets']) == ['store', 'other', 'ood']
     parts = [result['sets'][name] for name in ('store', 'other')]
     assert result['tokens'] == sum(part['tokens'] for part in parts)
@@ -239,7 +240,7 @@ def test_mixtures_and_other_sets(path, tmp_path):
     record = flat(result)
     assert record['accuracy/ood'] == result['sets']['ood']['accuracy']
     assert 'word_perplexity/ood' not in record
-    assert open_sets(config, store).keys() == {'ood'}
+    assert open_sets(settle_evaluation(config, data, TRAIN, MODEL), store).keys() == {'ood'}
 
 
 def test_a_table_for_people(path, capsys):

@@ -16,15 +16,16 @@ from lm.attention.hybrid import Hybrid
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
-from lm.experiment import load, training_step, validate
+from lm.experiment import load
 from lm.hardware import describe_devices, parse
 from lm.model import ModelConfig
 from lm.ops.documents import Documents
+from lm.plan import plan_step, validate
 from lm.training import mesh as mesh_lib
 from lm.training.config import TrainConfig
-from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
+from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
-from lm.training.program import abstract_state, shardings_of
+from lm.training.program import shardings_of
 from lm.training.step import TrainStep
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
@@ -60,7 +61,7 @@ def gradients(attention, documents, devices, **config):
     """The loss and the gradients of every parameter, and the nats of every token."""
     step, mesh = step_of(attention, documents), mesh_of(devices, **config)
     with jax.set_mesh(mesh):
-        state = jax.device_put(initial(attention), shardings_of(abstract_state(step, mesh)))
+        state = jax.device_put(initial(attention), shardings_of(place(step.abstract, mesh, step.functions.declared)))
         batch = jax.device_put(tokens(), batch_sharding(mesh, axis=1))
 
         @jax.jit
@@ -144,7 +145,7 @@ def test_kernels_of_what_every_device_computes_whole(attention, axes):
     step = train_step(config, OptimizerConfig(warmup_steps=1), 10, platform='tpu')
     mesh = make_mesh(MeshConfig(**axes), describe_devices(parse('v5e:2x2')))
     with jax.set_mesh(mesh):
-        state = abstract_state(step, mesh)
+        state = place(step.abstract, mesh, step.functions.declared)
         tokens_BxL = jax.ShapeDtypeStruct((2, 128), jnp.int32, sharding=batch_sharding(mesh))
 
         def hidden(params, buffers, tokens_BxL):
@@ -168,7 +169,7 @@ CUT = {
 def test_a_mechanism_that_cannot_share_a_window_is_named(setting):
     given = CUT | {'model.attention': '@performer()', setting: False}
     experiment = load([], [word for word in tiny.params(given) if word != '--gin_param'])
-    for refuse in (validate, lambda experiment: training_step(experiment, 'cpu')):
+    for refuse in (validate, plan_step):
         with pytest.raises(ConfigError, match=rf'mesh.sequence = 2: @performer\(\) shares .* {setting} = False; set'):
             refuse(experiment)
     alone = dataclasses.replace(experiment, mesh=MeshConfig())

@@ -115,12 +115,12 @@ def test_the_base_width_itself_is_trained_as_ever(tied):
     programs = []
     for base in (None, 64):
         step = train_step(config(64, base, tied=tied), optimizer(Muon(), weight_decay=0.1), 10)
-        state, batch = step.abstract(), jax.ShapeDtypeStruct((1, 4, 17), jnp.int32)
+        state, batch = step.abstract, jax.ShapeDtypeStruct((1, 4, 17), jnp.int32)
         programs.append(jax.jit(step.init).lower(0).as_text() + jax.jit(step.train).lower(state, batch).as_text())
     assert programs[0] == programs[1]
     wide = train_step(config(64, 32, tied=tied), optimizer(Muon(), weight_decay=0.1), 10)
     assert jax.jit(wide.train).lower(state, batch).as_text() != programs[0]
-    assert jax.tree.structure(wide.abstract()) == jax.tree.structure(state), 'checkpoints have one form'
+    assert jax.tree.structure(wide.abstract) == jax.tree.structure(state), 'checkpoints have one form'
 
 
 def test_logits_start_smaller_in_a_wider_model():

@@ -8,6 +8,7 @@ from tiny import train_step
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator
+from lm.evaluation.plan import TaskPlan
 from lm.experiment import load
 from lm.model import ModelConfig
 from lm.tasks.multiquery_recall import MultiqueryRecall, lay_out
@@ -102,7 +103,7 @@ def test_loss_and_accuracy_are_of_the_answers_at_the_questions():
 
     _, metrics = jax.jit(step.train)(state, TINY.examples('train', range(8), 12)[None])
     assert float(metrics['loss']) == pytest.approx(by_hand('train', range(8), 12)[0].mean(), rel=1e-5)
-    evaluator = TaskEvaluator(step, make_mesh(MeshConfig()), TINY, 'validation', 12, 'disjoint', 8)
+    evaluator = TaskEvaluator(step.functions, make_mesh(MeshConfig()), TaskPlan(TINY, 'validation', 12, 8))
     result = evaluator({name: state[name] for name in ('params', 'buffers')}, 3)
     short, long = by_hand('validation', range(0, 10, 2), 8), by_hand('validation', range(1, 10, 2), 16)
     assert result['accuracy_by_slice'] == {'2 pairs in 8': short[1].mean(), '3 pairs in 16': long[1].mean()}

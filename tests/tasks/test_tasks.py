@@ -20,6 +20,7 @@ from lm.config.text import dump
 from lm.data.dataset import DataConfig
 from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator
+from lm.evaluation.plan import TaskPlan
 from lm.experiment import load
 from lm.model import ModelConfig
 from lm.tasks import Task, TaskStore
@@ -175,7 +176,7 @@ def test_accuracy_agrees_with_the_logits_of_the_model(whole_answers):
     state = jax.jit(step.init)(1)
     state['params'] = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape), state['params'])
     mesh = make_mesh(MeshConfig())
-    evaluator = TaskEvaluator(step, mesh, task, 'validation', 12, 'disjoint', 16)
+    evaluator = TaskEvaluator(step.functions, mesh, TaskPlan(task, 'validation', 12, 16))
     result = evaluator({name: state[name] for name in ('params', 'buffers')}, 7)
 
     tokens = task.examples('validation', range(37), 12)

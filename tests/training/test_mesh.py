@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from lm.errors import ConfigError
+from lm.hardware import Target, group_by_slice
 from lm.parameters import shared_axis
 from lm.training import mesh
 from lm.training.mesh import MeshConfig, data_shards, make_mesh, shared_rows
@@ -69,10 +70,10 @@ def test_tpus_say_their_slices(slices, indices, found):
     devices = [types.SimpleNamespace(id=i, platform='tpu', slice_index=index) for i, index in enumerate(indices)]
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=re.escape(found)):
-            mesh._slices(MeshConfig(slices=slices), devices)
+            MeshConfig(slices=slices).plan(Target.of_devices(devices))
     else:
-        of_each = mesh._slices(MeshConfig(slices=slices), devices)
-        assert [[device.id for device in members] for members in of_each] == found
+        assert MeshConfig(slices=slices).plan(Target.of_devices(devices)).slices == len(found)
+        assert [[device.id for device in members] for members in group_by_slice(devices)] == found
 
 
 def test_simulated_devices_that_do_not_divide_form_no_slices():

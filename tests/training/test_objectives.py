@@ -18,11 +18,11 @@ from lm.config.configurable import REGISTRY
 from lm.data.dataset import DataConfig
 from lm.data.tokenizers.amino_acids import AminoAcids, AminoAcidsConfig
 from lm.errors import ConfigError
-from lm.experiment import load
+from lm.experiment import Experiment, load
 from lm.model import ModelConfig
+from lm.plan import plan_step
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
-from lm.training.inputs import unpacking
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
 from lm.training.objectives import Objective, check_objective
 from lm.training.objectives.masked import Masked
@@ -160,7 +160,7 @@ def test_of_objective_data_and_model_what_does_not_go_together_is_refused():
             check_objective(objective, data, model)
         assert '\n' not in str(error.value)
         with pytest.raises(ConfigError, match=message):
-            unpacking(data, TrainConfig(objective=objective), model, STORE)
+            plan_step(Experiment(data=data, train=TrainConfig(objective=objective), model=model))
 
 
 def test_objectives_are_found_and_named_in_gin():
@@ -182,7 +182,7 @@ def test_the_next_token_is_what_is_asked_for_by_default():
     batch = residues((2, 4, 17))
     texts = []
     for step in (train_step(model, OptimizerConfig(warmup_steps=1), 10), step_of(NextToken(), model)):
-        texts.append(jax.jit(step.train).lower(step.abstract(), batch).as_text())
+        texts.append(jax.jit(step.train).lower(step.abstract, batch).as_text())
     assert texts[0] == texts[1]
     assert 'threefry' not in texts[0]
 
@@ -228,4 +228,4 @@ def test_devices_and_microbatches_change_no_lot():
     with jax.set_mesh(make_mesh(MeshConfig(sequence=2))):
         step = step_of(Masked(), dataclasses.replace(MODEL, attention=Performer(n_features=8)))
         with pytest.raises(ConfigError, match=r'mesh\.sequence: a window on many devices needs causal attention'):
-            jax.eval_shape(step.train, step.abstract(), batch)
+            jax.eval_shape(step.train, step.abstract, batch)

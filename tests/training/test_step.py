@@ -53,7 +53,7 @@ def test_the_z_loss_adds_the_squared_normalizer_to_the_gradient_alone():
     tokens = batch().astype(jnp.int32)
 
     def by_formula(params, z_loss):
-        model = nnx.merge(step.graph, params, state['buffers'])
+        model = step.functions.merge({'params': params, 'buffers': state['buffers']})
         logits = model(tokens[0, :, :-1])
         total = jax.nn.logsumexp(logits, axis=-1)
         nats = total - jnp.take_along_axis(logits, tokens[0, :, 1:, None], -1)[..., 0]

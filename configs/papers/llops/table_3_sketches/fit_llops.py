@@ -21,7 +21,7 @@ from lm import cli
 from lm.attention.llops import Llops
 from lm.attention.maps.fit import errors, fit, samples
 from lm.errors import LmError
-from lm.experiment import load_run
+from lm.inference.loaded_run import load_run
 from lm.text import markdown_table
 
 

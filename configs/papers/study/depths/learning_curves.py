@@ -14,11 +14,13 @@ import sys
 
 import jax
 
-from lm.experiment import load, training_step
+from lm.data.batches import Batches
+from lm.experiment import load
+from lm.hardware import Target
+from lm.plan import make_plan
 from lm.text import markdown_table
-from lm.training.inputs import make_batches, open_store
-from lm.training.mesh import make_mesh, platform_of
-from lm.training.program import abstract_state, init_state, lower_step
+from lm.training.mesh import batch_sharding
+from lm.training.program import lower_step
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[3]
 MEAN_OF = 10
@@ -38,15 +40,13 @@ def losses(mechanism: str, layers: int, seed: int) -> list[float]:
     smaller = [f'{kind}.{setting}' for setting in SMALLER.get(kind, [])]
     params = [f'model.n_layers = {layers}', f'train.seed = {seed}', *smaller]
     experiment = load([str(path) for path in files], params)
-    config, data = experiment.train, experiment.data
-    store = open_store(data, config, experiment.model)
-    mesh = make_mesh(experiment.mesh)
+    config, devices = experiment.train, jax.devices()
+    plan = make_plan(experiment, Target.of_devices(devices))
+    mesh = plan.mesh.arrange(devices)
+    batches = Batches(plan.store, plan.split, plan.windows, config.microbatches, batch_sharding(mesh, axis=1))
     with jax.set_mesh(mesh):
-        batches = make_batches(data, config, store, mesh)
-        step = training_step(experiment, platform_of(mesh), store)
-        abstract = abstract_state(step, mesh)
-        advance = lower_step(step, abstract, config, batches.dtype, mesh).compile()
-        state, found = init_state(step, abstract, seed), []
+        advance = lower_step(plan.program, mesh).compile()
+        state, found = plan.program.init_state(plan.program.place_state(mesh), seed), []
         for batch in batches.prefetch(0, config.steps):
             state, metrics = advance(state, batch)
             found.append(float(metrics['loss']))
