@@ -5,7 +5,16 @@ import logging
 import os
 import sys
 
-from lm.errors import EXIT_CODES, ConfigError, LmError, Preempted, end_on_signals, end_plainly, signals
+from lm.errors import (
+    EXIT_CODES,
+    EXPECTED,
+    ConfigError,
+    Preempted,
+    end_on_signals,
+    end_plainly,
+    exit_code_of,
+    signals,
+)
 from lm.output import lasting, prepare_streams
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
@@ -118,13 +127,13 @@ def _exit_code(verb: Verb, label: str, arguments: argparse.Namespace) -> int:
     except Exception as error:
         if arguments.debug:
             traceback.print_exc()
-        expected = isinstance(error, LmError)
+        expected = isinstance(error, EXPECTED)
         message = ' '.join(str(error).split('\n')).strip()
         message = message if expected else f'{type(error).__name__}: {message[:500]}'
         remedy = '' if expected or arguments.debug else ' (run it again with --debug for the traceback)'
         kind = '' if isinstance(error, Preempted) else 'error: '
         print(f'{label}: {kind}{message}{remedy}', file=sys.stderr)
-        return error.exit_code if expected else LmError.exit_code
+        return exit_code_of(error)
 
 
 if __name__ == '__main__':

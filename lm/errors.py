@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from lm.ops.errors import OperationError
+
 
 class LmError(Exception):
     """Base of the errors that the `lm` command prints as one line, without a traceback."""
@@ -50,6 +52,17 @@ class MismatchError(LmError):
 
 class AbsentError(MismatchError):
     """Data or a run that a configuration names are not there. Elsewhere they may be."""
+
+
+EXPECTED = (LmError, OperationError)
+"""Errors that are one line for people, without a traceback."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Returns the exit code of a command that ends with `error`; a call that an operation refuses is a wrong value."""
+    if isinstance(error, OperationError):
+        return ConfigError.exit_code
+    return getattr(error, 'exit_code', LmError.exit_code)
 
 
 _KINDS = (LmError, ConfigError, Preempted, Diverged, MismatchError)

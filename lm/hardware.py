@@ -3,11 +3,10 @@
 Peak bfloat16 FLOP/s, HBM bandwidth and interconnect are Google's, of the pages docs.cloud.google.com/tpu/docs/{v4,v5e,
 v5p,v6e,tpu7x}; there "bidirectional ICI bandwidth per chip" is the sum over the links and both directions: half of it,
 divided by the links (4 on v5e and v6e, 6 on the others), is one direction of one link. For v4, whose page gives none: 6
-links of 50 GB/s (Jouppi et al. 2023, "TPU v4", table 4). The HBM that a program may use is what the compiler names when
-it refuses one (libtpu 0.0.51): a little less than the chip's 32, 16, 96, 32 and 2 × 96 GiB. Which axes of a slice are
-closed to a ring: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. A chip's share of the network
-between slices: the page of tpu7x, and for v5e its pod's 6.4 Tbit/s by 256 chips; the page of v4 gives none. GPUs: the
-data sheets, without sparsity.
+links of 50 GB/s (Jouppi et al. 2023, "TPU v4", table 4). Which axes of a slice are closed to a ring: "How to
+Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. A chip's share of the network between slices: the page of
+tpu7x, and for v5e its pod's 6.4 Tbit/s by 256 chips; the page of v4 gives none. GPUs: the data sheets, without
+sparsity. Memory and matrix units: `lm.ops.chips`.
 """
 
 import dataclasses
@@ -19,6 +18,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm.errors import ConfigError
+from lm.ops.chips import LIMITS, ChipLimits, limits_of
+
+MATRIX_UNITS = 4
+"""Matrix units of a core."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,45 +29,37 @@ class Chip:
     """One generation of TPUs, or one GPU.
 
     Attributes:
-        name: as in 'v5e:4x8'.
-        kinds: how JAX's `device_kind` begins.
+        limits: what kernels may count on.
         flops: peak bfloat16 FLOP/s of a chip, without sparsity.
         devices: JAX devices of a chip. The two cores of v4 and v5p are one device ("megacore"), those of v2, v3 and v7x
             are two.
-        vmem_mib: on-chip memory of a TPU's core, at least, MiB.
-        hbm_gib: HBM that a program may use on one device, GiB.
         hbm_bytes: HBM bandwidth of a chip, bytes/s.
         link_bytes: one direction of one link to a neighbour, bytes/s.
         axes: of the network: 2 or 3; 0 where libtpu describes no slices.
         cores: what the number in an accelerator type such as v4-64 counts on each chip.
         libtpu: its name there.
         options: that libtpu needs.
-        macs: multiply-adds a cycle of all matrix units (4 a core, of 128² or 256²); with the peak they give the clock.
     """
 
-    name: str
-    kinds: tuple[str, ...]
+    limits: ChipLimits
     flops: float
     devices: int = 1
-    vmem_mib: int = 64
-    hbm_gib: float = 0.0
     hbm_bytes: float = 0.0
     link_bytes: float = 0.0
     axes: int = 0
     cores: int = 1
     libtpu: str = ''
     options: tuple[tuple[str, str], ...] = ()
-    macs: int = 0
+
+    @property
+    def name(self) -> str:
+        """The generation, as in 'v5e:4x8'."""
+        return self.limits.name
 
     @property
     def clock(self) -> float:
-        """Of the cores, Hz."""
-        return self.flops / 2 / self.macs
-
-    @property
-    def matrix_side(self) -> int:
-        """Rows and columns of a matrix unit."""
-        return math.isqrt(self.macs // (4 * self.cores))
+        """The clock of a TPU's cores, Hz: the peak over the multiply-adds per cycle of all matrix units."""
+        return self.flops / 2 / (MATRIX_UNITS * self.cores * self.limits.matrix_side**2)
 
     @property
     def dcn_bytes(self) -> float:
@@ -75,18 +70,19 @@ class Chip:
 DCN_BYTES = {'v5e': 25e9 / 8, 'v5p': 50e9 / 8, 'v6e': 100e9 / 8, 'v7x': 100e9 / 8}
 MEGACORE = (('chip_config_name', 'megacore'),)
 CHIPS = (
-    Chip('v2', ('TPU v2',), 45e12, devices=2, vmem_mib=16),
-    Chip('v3', ('TPU v3',), 123e12, devices=2, vmem_mib=16),
-    Chip('v4', ('TPU v4',), 275e12, 1, 16, 30.75, 1200e9, 50e9, axes=3, cores=2, options=MEGACORE, macs=131_072),
-    Chip('v5e', ('TPU v5 lite', 'TPU v5e'), 197e12, 1, 64, 15.75, 819e9, 50e9, axes=2, macs=65_536),
-    Chip('v5p', ('TPU v5', 'TPU v5p'), 459e12, 1, 64, 95.73, 2765e9, 100e9, 3, cores=2, options=MEGACORE, macs=131_072),
-    Chip('v6e', ('TPU v6 lite', 'TPU v6e'), 918e12, 1, 64, 31.24, 1638e9, 100e9, axes=2, macs=262_144),
-    Chip('v7x', ('TPU7x',), 2307e12, 2, 64, 94.74, 7380e9, 100e9, axes=3, cores=2, libtpu='tpu7x', macs=524_288),
-    Chip('A100', ('NVIDIA A100',), 312e12),
-    Chip('H100', ('NVIDIA H100',), 989e12),
-    Chip('H200', ('NVIDIA H200',), 989e12),
-    Chip('B200', ('NVIDIA B200',), 2250e12),
+    Chip(LIMITS['v2'], 45e12, devices=2),
+    Chip(LIMITS['v3'], 123e12, devices=2),
+    Chip(LIMITS['v4'], 275e12, 1, 1200e9, 50e9, axes=3, cores=2, options=MEGACORE),
+    Chip(LIMITS['v5e'], 197e12, 1, 819e9, 50e9, axes=2),
+    Chip(LIMITS['v5p'], 459e12, 1, 2765e9, 100e9, axes=3, cores=2, options=MEGACORE),
+    Chip(LIMITS['v6e'], 918e12, 1, 1638e9, 100e9, axes=2),
+    Chip(LIMITS['v7x'], 2307e12, 2, 7380e9, 100e9, axes=3, cores=2, libtpu='tpu7x'),
+    Chip(LIMITS['A100'], 312e12),
+    Chip(LIMITS['H100'], 989e12),
+    Chip(LIMITS['H200'], 989e12),
+    Chip(LIMITS['B200'], 2250e12),
 )
+BY_NAME = {chip.name: chip for chip in CHIPS}
 GENERATIONS = {chip.name: chip for chip in CHIPS if chip.axes}
 """The generations whose slices libtpu describes."""
 ALIASES = {'v5litepod': 'v5e', 'tpu7x': 'v7x', 'v6litepod': 'v6e'}
@@ -115,8 +111,8 @@ that uses it."""
 
 def chip_of(device_kind: str) -> Chip | None:
     """The chip that a device belongs to, by JAX's name of its kind; None for one that is in no table (CPUs)."""
-    kinds = {kind: chip for chip in CHIPS for kind in chip.kinds if device_kind.startswith(kind)}
-    return kinds[max(kinds, key=len)] if kinds else None
+    limits = limits_of(device_kind)
+    return limits and BY_NAME[limits.name]
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -64,9 +64,10 @@ class StepPlan:
         mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
         windows = f'{counted(microbatches * rows, "window")} of {train.context_length:,}'
         parts = counted(microbatches, 'microbatch', 'microbatches')
+        layers = f'{counted(model.n_layers, "layer")} of width {model.d_model}'
         total = f'{train.steps * train.tokens_per_step:,} ({counted(train.steps, "step")}{epochs and f", {epochs}"})'
         return {
-            'parameters': f'{self.parameters:,} ({counted(model.n_layers, "layer")} of width {model.d_model}, {mechanisms})',
+            'parameters': f'{self.parameters:,} ({layers}, {mechanisms})',
             'tokens per step': f'{train.tokens_per_step:,} ({windows}, {parts})',
             'tokens in total': total,
             'FLOPs per token': si(self.flops_per_token),

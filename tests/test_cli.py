@@ -17,6 +17,7 @@ from lm.cli import VERBS, main
 from lm.config.text import dump
 from lm.experiment import Experiment
 from lm.files import PACKAGES
+from lm.ops.errors import OperationError
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -205,6 +206,7 @@ def test_prepare_flags(calls):
     ('error', 'code', 'message'),
     [
         (errors.ConfigError('bad'), 2, 'lm prepare: error: bad\n'),
+        (OperationError('heads'), 2, 'lm prepare: error: heads\n'),
         (errors.Preempted('saved'), 42, 'lm prepare: saved\n'),
         (errors.Diverged('nan'), 43, 'lm prepare: error: nan\n'),
         (errors.MismatchError('damaged'), 44, 'lm prepare: error: damaged\n'),

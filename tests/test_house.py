@@ -8,6 +8,7 @@ import collections
 import functools
 import pathlib
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,10 +20,10 @@ from lm.config.configurable import REGISTRY
 ROOT = pathlib.Path(lm.__file__).parent
 
 FLOORS = (
+    ('ops',),
     ('lm', 'errors', 'output', 'text'),
     ('files', 'hardware', 'plots', 'parameters'),
     ('config', 'compilation'),
-    ('ops',),
     ('attention', 'tasks', 'checkpoint', 'trackers'),
     ('model', 'data', 'runs'),
     ('training',),
@@ -155,6 +156,17 @@ def test_no_circles():
 
     for module in graph():
         visit(module, ())
+
+
+def test_operations_import_only_jax_and_numpy():
+    """Besides the standard library and themselves, so that they serve programs that use nothing else of `lm`."""
+    allowed = {*sys.stdlib_module_names, 'jax', 'numpy'}
+    wrong = []
+    for module in (m for m in trees() if m == 'lm.ops' or m.startswith('lm.ops.')):
+        outside = {name for name, _ in imports(module) if not name.startswith('lm.')}
+        wrong += [f'{module} imports {name}' for name in outside if name.split('.')[0] not in allowed]
+        wrong += [f'{module} imports {name}' for name in graph()[module] if not f'{name}.'.startswith('lm.ops.')]
+    assert not wrong
 
 
 @pytest.mark.parametrize('library', OWNERS)

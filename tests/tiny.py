@@ -17,9 +17,10 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [
     ROOT / 'README.md',
+    ROOT / 'CONTRIBUTING.md',
     *sorted(path for path in (ROOT / 'docs').rglob('*.md') if '_build' not in path.parts),
 ]
-"""The README and the pages of the site."""
+"""The README, the guide for contributors and the pages of the site."""
 COMPILE_QUICKLY = '--xla_backend_optimization_level=0'
 """XLA_FLAGS of tests, which compile far longer than they compute. What XLA does itself is unchanged."""
 if tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 11):

@@ -128,7 +128,7 @@ def candidates(experiment: Experiment, topology: Topology, everything: bool = Fa
     shared = max(mesh.fsdp, max(n for n in range(1, min(near, MAX_FSDP) + 1) if near % n == 0))
     each = BYTES_A_PARAMETER + experiment.optimizer.rule.state_bytes()
     state_gib = each * sum(count_parameters(model).values()) / mesh.fsdp / 2**30
-    sharing = [shared] if state_gib > LARGE_STATE * topology.chip.hbm_gib else [mesh.fsdp, shared]
+    sharing = [shared] if state_gib > LARGE_STATE * topology.chip.limits.hbm_gib else [mesh.fsdp, shared]
     given = _values(experiment)
     for fsdp in dict.fromkeys(sharing):
         for remat in levels:

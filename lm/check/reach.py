@@ -5,7 +5,8 @@ import sys
 import threading
 
 from lm.files import is_remote
-from lm.runs.run_dir import RunDir, check_path
+from lm.runs.paths import check_path
+from lm.runs.run_dir import RunDir
 
 PATIENCE_SECONDS = 20.0
 """How long a bucket may keep us waiting."""

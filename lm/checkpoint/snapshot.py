@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 
 from lm.checkpoint.checksum import checksums
 from lm.checkpoint.memory import ReadBudget, give_back_memory
-from lm.errors import LmError, MismatchError
+from lm.errors import LmError, MismatchError, exit_code_of
 from lm.files import GONE, folder_spec, is_damage, reaching, write_atomically
 
 FORMAT = 1
@@ -260,7 +260,7 @@ class _Agreement:
             return
         mine = 0 if error is None else DAMAGED
         if error is not None and not isinstance(error, Damaged):
-            mine = FAILED + getattr(error, 'exit_code', LmError.exit_code)
+            mine = FAILED + exit_code_of(error)
         worst = int(np.max(multihost_utils.process_allgather(np.int32(mine))))
         if worst <= mine:
             return

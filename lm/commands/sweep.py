@@ -37,7 +37,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
     if not arguments.run_dir:
         raise ConfigError('--run_dir: name the folder for the runs of the sweep')
 
-    from lm.runs.run_dir import check_path
+    from lm.runs.paths import check_path
     from lm.sweep.run import SweepOptions, run_point, run_sweep
     from lm.sweep.sweep import Sweep
 

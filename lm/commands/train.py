@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def make_call(arguments: argparse.Namespace) -> Call:
     from lm.runs.base import check_start, find_base
-    from lm.runs.run_dir import check_name, check_path
+    from lm.runs.paths import check_name, check_path
 
     run_dir, parent = arguments.run_dir, arguments.branch_from
     check_path(run_dir)

@@ -24,6 +24,10 @@ class Configurable:
     """The name in gin files; `configurable` sets it, so that the bases have none."""
     gin_resume: ClassVar[bool] = False
     """A run may be resumed with other values of all fields. Subclasses inherit it."""
+    gin_rewind: ClassVar[bool] = False
+    """A run that goes back to a checkpoint may go on with other values of all fields."""
+    is_open_ended: ClassVar[bool] = False
+    """A run with this choice may be made longer: no step before depends on how many steps there are."""
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
 
     def __post_init__(self) -> None:

@@ -12,13 +12,29 @@ from lm.config.text import Reference, format_value, replace_nodes
 from lm.errors import ConfigError
 
 
-def may_change(binding: str) -> bool:
-    """Whether a run may be resumed with another value of `scope/section.field`, because it does not change what is
-    learned."""
+def may_change(binding: str, *, rewound: bool = False) -> bool:
+    """Returns whether a run may be resumed with another value of `scope/section.field`, as its class or field declares.
+
+    `rewound`: the run goes back to a checkpoint.
+    """
     name, _, parameter = binding.rpartition('/')[2].partition('.')
     if name not in REGISTRY:
         return False
-    return REGISTRY[name].gin_resume or any(f.name == parameter and f.metadata.get('resume') for f in _fields(name))
+    allowed = REGISTRY[name].gin_resume or (rewound and REGISTRY[name].gin_rewind)
+    return allowed or any(f.name == parameter and f.metadata.get('resume') for f in _fields(name))
+
+
+def class_in(text: str) -> type[Configurable] | None:
+    """Returns the class that a reference such as '@a/wsd()' names; None for all other values."""
+    match = re.fullmatch(r'@(?:[\w./]*/)?(\w+)\(\)', text)
+    return REGISTRY.get(match[1]) if match else None
+
+
+def classes_of(binding: str) -> list[type]:
+    """Returns the classes that the annotation of `scope/section.field` holds; none for an unknown binding."""
+    name, _, parameter = binding.rpartition('/')[2].partition('.')
+    hints = typing.get_type_hints(REGISTRY[name]) if name in REGISTRY else {}
+    return classes_in(hints[parameter]) if parameter in hints else []
 
 
 def names_today(name: str, parameter: str) -> list[tuple[str, str]]:

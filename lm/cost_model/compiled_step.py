@@ -18,8 +18,7 @@ from lm.cost_model.roofline import Roofline, roofline
 from lm.cost_model.step_time import StepTime, step_time
 from lm.experiment import Experiment
 from lm.hardware import Target, Topology, describe_devices, parse
-from lm.model.functions import count_parameters
-from lm.plan import plan_step
+from lm.plan import StepPlan, plan_step
 from lm.training.program import StepTooLarge, compile_described
 
 GIB = 2**30
@@ -112,15 +111,13 @@ class Check:
         return self.memory.needed_gib <= (1 - MARGIN) * self.memory.limit_gib
 
 
-def budget(experiment: Experiment) -> Budget:
-    """What needs no compilation."""
-    model, config = experiment.model, experiment.train
-    parts = count_parameters(model)
+def compute_budget(plan: StepPlan) -> Budget:
+    """Computes what needs no compilation."""
+    config, flops = plan.experiment.train, plan.flops_per_token
     total = config.steps * config.tokens_per_step
-    flops = model.flops_per_token(config.context_length)
     return Budget(
-        parameters=parts,
-        parameters_total=sum(parts.values()),
+        parameters=plan.functions.count_parameters(),
+        parameters_total=plan.parameters,
         windows_per_step=config.batch_size,
         tokens_per_window=config.context_length,
         tokens_per_step=config.tokens_per_step,
@@ -149,7 +146,7 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     devices, start = describe_devices(topology), time.perf_counter()
     plan = plan_step(experiment, Target.of_devices(devices))
     compiled = compile_described(plan.program, plan.mesh.arrange(devices), topology)
-    limit = topology.chip.hbm_gib
+    limit = topology.chip.limits.hbm_gib
     refused = Check(
         topology=topology.name,
         chips=topology.chips,

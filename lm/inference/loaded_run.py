@@ -23,7 +23,8 @@ from lm.experiment import Experiment, load_of_run
 from lm.hardware import Target
 from lm.model import Transformer
 from lm.model.functions import ModelFunctions, Weights
-from lm.runs.run_dir import RunDir, config_differences
+from lm.runs.config_diff import compare_texts
+from lm.runs.run_dir import RunDir
 from lm.training.mesh import place
 
 OPENED = "such as lm.load('runs/mine') gives"
@@ -46,7 +47,7 @@ class LoadedRun:
     @property
     def changes(self) -> dict[str, str | None]:
         """Binding → gin text, where the weights are run otherwise than the run's config.gin says; not the devices."""
-        differences = config_differences(self.directory.config.read_text(), dump(self.experiment))
+        differences = compare_texts(self.directory.config.read_text(), dump(self.experiment))
         return {name: new for name, _, new in differences if not name.startswith('mesh.')}
 
     @functools.cached_property

@@ -18,8 +18,9 @@ from lm.interop.families import find
 from lm.interop.names import from_tensors
 from lm.interop.tensors import check_safetensors, read_tensors
 from lm.model.functions import ModelFunctions
+from lm.runs.config_diff import compare_texts, parse_bindings
 from lm.runs.info import read_raw
-from lm.runs.run_dir import RunDir, bindings, config_differences
+from lm.runs.run_dir import RunDir
 from lm.training.inputs import check_vocabulary
 
 log = logging.getLogger(__name__)
@@ -77,8 +78,8 @@ def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_
 
 def check_given(given: Experiment, imported: Experiment, folder: pathlib.Path) -> None:
     """Raises ConfigError where something was said of the model that the checkpoint's is not: it would not count."""
-    default = bindings(dump(Experiment()))
-    for name, own, wanted in config_differences(dump(imported), dump(given)):
+    default = parse_bindings(dump(Experiment()))
+    for name, own, wanted in compare_texts(dump(imported), dump(given)):
         if wanted is not None and wanted != default.get(name):
             has = 'has none' if own is None else f'has {own}'
             raise ConfigError(

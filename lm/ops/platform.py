@@ -7,19 +7,18 @@ when a step is compiled on a laptop for a TPU topology. Without a mesh the platf
 import contextlib
 import functools
 import importlib
+import logging
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 import jax
-from absl import logging
 from jax.sharding import Mesh, PartitionSpec
 
-from lm.errors import ConfigError
-from lm.hardware import chip_of
+from lm.ops.chips import HOPPER, MOSAIC_GPU_JAX, limits_of
+from lm.ops.errors import OperationError
 
 SHARED_AXIS = 'fsdp'
 """The axis of a mesh whose devices share one copy of the parameters and of the optimizer state."""
@@ -29,12 +28,10 @@ where a mesh has any, split something else."""
 SEQUENCE_AXIS = 'sequence'
 """The axis over which the tokens of a window are split (`lm.ops.sequence`)."""
 
-HOPPER = re.compile(r'\bG?H(20|100|200|800)\b')
-MOSAIC_GPU_JAX = (0, 11)
-"""The JAX that has what our Mosaic GPU kernels use."""
 KERNELS = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu', 'pallas_gpu_recurrent')}
 """What platforms prefer of an operation that says nothing else."""
 FEW_TOKENS = 128
+LOG = logging.getLogger('lm.ops')
 _CHOICES: ContextVar[dict[str, str] | None] = ContextVar('choices', default=None)
 _PORTABLE: ContextVar[bool] = ContextVar('portable', default=False)
 
@@ -131,7 +128,7 @@ def vmem() -> tuple[int, int | None]:
 
     Half of what later chips have at least; of the 16 MiB of v4 and before all, which is the compiler's default.
     """
-    chip = chip_of(device_kind())
+    chip = limits_of(device_kind())
     if chip is not None and chip.vmem_mib < 64:
         return chip.vmem_mib * 2**20, None
     return 32 * 2**20, 32 * 2**20
@@ -139,8 +136,8 @@ def vmem() -> tuple[int, int | None]:
 
 def matrix_side() -> int:
     """Rows and columns of a matrix unit of a TPU; 128 where that is not known."""
-    chip = chip_of(device_kind())
-    return chip.matrix_side if chip is not None and chip.macs else 128
+    chip = limits_of(device_kind())
+    return 128 if chip is None else chip.matrix_side
 
 
 class Implementations(Mapping[str, ModuleType]):
@@ -186,7 +183,7 @@ class Implementations(Mapping[str, ModuleType]):
         once.
 
         Raises:
-            ConfigError: an unknown name, or a requested implementation that does not support the call.
+            OperationError: an unknown name, or a requested implementation that does not support the call.
         """
         name = 'xla' if _PORTABLE.get() else self._chosen(requested, *args, **options)
         if (noted := _CHOICES.get()) is not None:
@@ -197,9 +194,9 @@ class Implementations(Mapping[str, ModuleType]):
         if requested is not None:
             if requested not in self:
                 names = ', '.join(sorted(self))
-                raise ConfigError(f'implementation = {requested!r}: {self._operation} has only {names}')
+                raise OperationError(f'implementation = {requested!r}: {self._operation} has only {names}')
             if reason := self[requested].unsupported(*args, **options):
-                raise ConfigError(
+                raise OperationError(
                     f'implementation = {requested!r}: {self._operation} {reason}; leave it unset to use the best'
                 )
             return requested
@@ -222,4 +219,4 @@ def for_few(tokens: int) -> str | None:
 
 @functools.cache
 def _say_once(message: str) -> None:
-    logging.warning(message)
+    LOG.warning(message)

@@ -127,7 +127,7 @@ class Goodput:
         self._last = now
 
 
-def checked(record: Any) -> dict[str, Any] | None:
+def parse_ledger(record: Any) -> dict[str, Any] | None:
     """A ledger as `Goodput.record` made it; None for anything else that run.json may hold."""
     try:
         seconds = {account: float(value) for account, value in record['seconds'].items()}

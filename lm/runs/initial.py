@@ -8,7 +8,8 @@ from typing import Any
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import flatten
 from lm.errors import AbsentError, MismatchError
-from lm.runs.run_dir import RunDir, bindings
+from lm.runs.config_diff import parse_bindings
+from lm.runs.run_dir import RunDir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class InitialParameters:
         record = other.read_record(step)
         ours, theirs = self.fingerprints.get('tokenizer'), record['fingerprints'].get('tokenizer')
         if ours and theirs and ours != theirs:
-            path = bindings(record['metadata'].get('config') or '').get('data.path', 'unknown data')
+            path = parse_bindings(record['metadata'].get('config') or '').get('data.path', 'unknown data')
             raise MismatchError(
                 f'{self._setting}: its tokenizer, of {path}, is {theirs[:12]}…, that of {self.data} is {ours[:12]}…, '
                 'and the same number means another piece; take data with the tokenizer of that run '

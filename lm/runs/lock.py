@@ -30,7 +30,7 @@ from etils import epath
 
 from lm.errors import ConfigError, LmError, last_act
 from lm.files import folder_spec, is_remote, reaching
-from lm.runs.process_zero import check_all, on_leader, told_by_leader
+from lm.runs.process_zero import broadcast_text, check_all, run_on_process_zero
 
 NAME = 'lock.json'
 HEARTBEAT = 10.0
@@ -76,12 +76,12 @@ class RunLock:
         self._ending = last_act(self._release)
 
     def __enter__(self) -> 'RunLock':
-        on_leader(self._take)
+        run_on_process_zero(self._take)
         if self._generation is not None:
             self._heart.start()
             self._ending.__enter__()
         try:
-            check_all(self._why_not_seen(told_by_leader(self._owner['uuid'])))
+            check_all(self._why_not_seen(broadcast_text(self._owner['uuid'])))
         except BaseException:
             self.__exit__()
             raise

@@ -20,10 +20,12 @@ from lm.checkpoint.snapshot import Snapshot
 from lm.config.text import format_value
 from lm.errors import ConfigError
 from lm.files import is_remote, open_path
-from lm.runs.goodput import checked
+from lm.runs.config_diff import parse_bindings
+from lm.runs.goodput import parse_ledger
 from lm.runs.info import read_info
 from lm.runs.metrics_file import read_lines
-from lm.runs.run_dir import RunDir, bindings, read_text
+from lm.runs.paths import read_text
+from lm.runs.run_dir import RunDir
 
 OWN_BINDINGS = {'model.attention', 'train.steps', 'train.context_length'}
 """Of every config.gin that `lm train` writes."""
@@ -57,7 +59,7 @@ class Run:
         directory = RunDir(path)
         if not is_run(directory.path):
             raise ConfigError(f'{path}: holds no config.gin, so it is not a run of lm train')
-        config = bindings(read_text(directory.config))
+        config = parse_bindings(read_text(directory.config))
         if not config.keys() >= OWN_BINDINGS:
             raise ConfigError(f'{path}: its config.gin is not one of lm train; name a run directory')
         records = read_jsonl(directory.path / 'metrics.jsonl')
@@ -136,7 +138,7 @@ class Run:
     @property
     def goodput(self) -> dict[str, Any] | None:
         """The ledger of its wall clock (`lm.runs.goodput`)."""
-        return checked(self.info.get('goodput'))
+        return parse_ledger(self.info.get('goodput'))
 
     @property
     def last_evaluation(self) -> dict[str, Any] | None:

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from lm.errors import FINAL, Diverged, MismatchError
 from lm.files import write_atomically
+from lm.runs.paths import SWEEP
 from lm.runs.records import read_json, to_json
-from lm.runs.run_dir import SWEEP
 from lm.text import si
 
 NAME, NOTES = SWEEP, 'points'

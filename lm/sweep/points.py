@@ -22,12 +22,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from lm.attention import Attention
 from lm.config.checks import Statement, check_used, used_bindings
+from lm.config.names import classes_of
 from lm.config.read import read
 from lm.config.resolve import resolve, sections_of
 from lm.config.text import Reference, dump, format_value
 from lm.errors import ConfigError
-from lm.runs.run_dir import check_name
+from lm.runs.paths import check_name
 
 LONGEST_NAME = 100
 """Longer names are cut and end in a hash, which leaves room for suffixes within the 128 characters of a run name."""
@@ -39,7 +41,7 @@ class Point:
 
     Attributes:
         index: its place in the list, from 0.
-        name: made of its values on the axes; a name of `lm.runs.run_dir.check_name`.
+        name: made of its values on the axes; a name of `lm.runs.paths.check_name`.
         settings: binding → gin text, for the axes that the point uses.
         experiment: the resolved configuration.
     """
@@ -168,7 +170,7 @@ def _names(keys: list[str], points: list[dict[str, Statement]]) -> list[str]:
         for key, label in labels.items():
             if key in settings:
                 value = settings[key].value
-                is_mechanism = key == 'model.attention'
+                is_mechanism = any(issubclass(cls, Attention) for cls in classes_of(key))
                 parts.append(_plain(value) if is_mechanism else f'{label}-{_plain(value)}')
         name = re.sub('[^A-Za-z0-9._-]+', '-', '_'.join(parts))
         names.append(re.sub(r'\.\.+', '.', name).strip('-._') or 'point')

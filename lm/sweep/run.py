@@ -16,7 +16,7 @@ import dataclasses
 
 import jax
 
-from lm.errors import INTERRUPTED, AbsentError, LmError
+from lm.errors import INTERRUPTED, AbsentError, LmError, exit_code_of
 from lm.plan import PlanCache, validate
 from lm.runs.lock import OccupiedError
 from lm.runs.run_dir import RunDir
@@ -98,7 +98,7 @@ def run_point(sweep: Sweep, index: int, job: JobAddress) -> None:
     try:
         train_in_job(point.experiment, str(sweep.root / point.name), job)
     except Exception as error:
-        code = getattr(error, 'exit_code', 1)
+        code = exit_code_of(error)
         if code not in INTERRUPTED and not isinstance(error, OccupiedError) and leads():
             sweep.record_failure(point, code, ' '.join(str(error).split()))
         raise

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from lm.errors import LmError, end_process
+from lm.errors import end_process, exit_code_of
 from lm.training.mesh import joined
 
 CONNECT_SECONDS, ACCEPT_SECONDS = 30.0, 1.0
@@ -66,7 +66,7 @@ class Peers:
             return
         code = 0
         if error is not None:
-            code = error.exit_code if isinstance(error, LmError) else 1
+            code = exit_code_of(error)
             if code == 1:
                 time.sleep(ERROR_SECONDS)
         self._end(self.index, code)

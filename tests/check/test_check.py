@@ -22,7 +22,7 @@ from lm.errors import ConfigError
 from lm.experiment import Experiment, load
 from lm.hardware import Target, parse
 from lm.model import REMAT, ModelConfig
-from lm.plan import make_plan
+from lm.plan import make_plan, plan_step
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig
 
@@ -88,7 +88,9 @@ def test_what_goes_between_slices_in_a_line(name, gigabytes, seconds, line):
 
 def test_slices_are_counted_where_there_are_several(capsys):
     found = pretend(lambda e: 20)(SMALL, 'v5e:2x2')
-    tables.print_check(dataclasses.replace(found, topology='2*v5e:2x2', chips=8, devices=8), check.budget(SMALL))
+    tables.print_check(
+        dataclasses.replace(found, topology='2*v5e:2x2', chips=8, devices=8), check.compute_budget(plan_step(SMALL))
+    )
     assert '2*v5e:2x2: 2 slices, 8 chips, 8 devices' in capsys.readouterr().out
 
 
@@ -328,7 +330,7 @@ def test_the_step_of_training_on_simulated_devices(on_cpus):
     model_teraflops = SMALL.model.flops_per_token(128) * 1024 / 4 / 1e12
     assert found.fits
     assert 1.0 < found.roofline.hardware_teraflops / model_teraflops < 1.3
-    parameters, embedding = check.budget(SMALL).parameters_total, 256 * 64
+    parameters, embedding = check.compute_budget(plan_step(SMALL)).parameters_total, 256 * 64
     assert found.memory.arguments_gib == pytest.approx(3 * 4 * parameters / 2**30, rel=0.01)
     assert found.memory.aliased_gib == pytest.approx(found.memory.outputs_gib, rel=0.01)
     gradients = sum(e.gigabytes_sent_per_device for e in found.roofline.collectives)
@@ -396,7 +398,7 @@ def check_tables_print(found, capsys):
             'predicted_step': StepTime(tuple(PartTime(**part) for part in parts), ()),
         }
     )
-    print_check(built, check.budget(SMALL), price=4.0)
+    print_check(built, check.compute_budget(plan_step(SMALL)), price=4.0)
     printed = capsys.readouterr().out
     for words in (
         '4 chips',

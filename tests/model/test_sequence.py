@@ -20,6 +20,7 @@ from lm.experiment import load
 from lm.hardware import describe_devices, parse
 from lm.model import ModelConfig
 from lm.ops.documents import Documents
+from lm.ops.errors import OperationError
 from lm.plan import plan_step, validate
 from lm.training import mesh as mesh_lib
 from lm.training.config import TrainConfig
@@ -186,5 +187,5 @@ def test_what_cannot_be_split_is_refused():
         (Polysketch(block=6), 'exact blocks of 6'),
         (Hybrid(window=9), 'shorter than the window of 9'),
     ):
-        with pytest.raises(ConfigError, match=f'mesh.sequence: parts of 8 tokens are .*{text}'):
+        with pytest.raises(OperationError, match=f'mesh.sequence: parts of 8 tokens are .*{text}'):
             gradients(attention, None, 4, sequence=4)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lm.errors import ConfigError
 from lm.hardware import LIBTPU_ENVIRONMENT, describe_devices, parse
 from lm.ops import exact_attention, platform, sequence
+from lm.ops.errors import OperationError
 from lm.ops.exact_attention.tpu import splash as pallas_tpu
 
 SIZE = 16
@@ -166,7 +166,7 @@ def test_a_document_sees_itself_alone(block, window, implementation):
 
 def test_documents_need_queries_and_keys_of_the_same_tokens():
     q, k, v = draw(1, 8, 2, 2, keys=9)
-    with pytest.raises(ConfigError, match='starts_BxL'):
+    with pytest.raises(OperationError, match='starts_BxL'):
         exact_attention.softmax_attention(q, k, v, starts_BxL=jnp.zeros((1, 8), jnp.int32))
 
 
@@ -273,14 +273,14 @@ def test_blocks_above_the_diagonal_cost_nothing():
 
 def test_errors_name_the_field():
     q, k, v = draw(1, 8, 3, 2)
-    with pytest.raises(ConfigError, match='n_kv_heads = 2: must divide n_heads = 3'):
+    with pytest.raises(OperationError, match='n_kv_heads = 2: must divide n_heads = 3'):
         exact_attention.softmax_attention(q, k, v)
     q, k, v = draw(1, 8, 2, 2)
-    with pytest.raises(ConfigError, match='degree = 3'):
+    with pytest.raises(OperationError, match='degree = 3'):
         exact_attention.polynomial_attention(q, k, v, degree=3)
-    with pytest.raises(ConfigError, match=r"implementation = 'cudnn'.* needs an NVIDIA GPU"):
+    with pytest.raises(OperationError, match=r"implementation = 'cudnn'.* needs an NVIDIA GPU"):
         exact_attention.softmax_attention(q, k, v, implementation='cudnn')
-    with pytest.raises(ConfigError, match='has only cudnn, pallas_tpu, reference, splash, xla'):
+    with pytest.raises(OperationError, match='has only cudnn, pallas_tpu, reference, splash, xla'):
         exact_attention.softmax_attention(q, k, v, implementation='flash')
 
 
@@ -307,7 +307,7 @@ def test_errors_name_the_field():
 def test_unsupported_calls_fall_back_and_say_so_once(target, dtype, options, reason, monkeypatch):
     messages = []
     monkeypatch.setattr(platform, 'target_platform', lambda: target)
-    monkeypatch.setattr(platform.logging, 'warning', messages.append)
+    monkeypatch.setattr(platform.LOG, 'warning', messages.append)
     platform._say_once.cache_clear()
     q, k, v = draw(1, 8, 2, 2, dtype=dtype)
     for _ in range(2):

@@ -337,7 +337,7 @@ REFUSED = {
 def test_unsupported_calls_fall_back_and_say_so_once(reason, monkeypatch):
     messages = []
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
-    monkeypatch.setattr(platform.logging, 'warning', messages.append)
+    monkeypatch.setattr(platform.LOG, 'warning', messages.append)
     platform._say_once.cache_clear()
     q, k, v, _ = example(8)
     for _ in range(2):
@@ -374,7 +374,7 @@ def test_tpus_get_the_kernel(monkeypatch):
 def test_windows_of_softmax_go_to_splash(monkeypatch):
     arrays = example(8)[:3]
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
-    monkeypatch.setattr(platform.logging, 'warning', lambda message: pytest.fail(message))
+    monkeypatch.setattr(platform.LOG, 'warning', lambda message: pytest.fail(message))
     choose = exact_attention.SOFTMAX.choose
     assert choose(None, *arrays, scale=1.0) is softmax
     assert choose(None, *arrays, scale=1.0, window=4) is splash

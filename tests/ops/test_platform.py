@@ -78,7 +78,7 @@ def test_implementations_are_imported_when_they_are_asked_for():
 
 
 def test_kernels_that_an_operation_lacks_are_passed_over(monkeypatch):
-    monkeypatch.setattr(platform.logging, 'warning', lambda message: pytest.fail(message))
+    monkeypatch.setattr(platform.LOG, 'warning', lambda message: pytest.fail(message))
     for target in ('cpu', 'tpu', 'gpu'):
         monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
         assert cross_entropy.IMPLEMENTATIONS.choose(None, None, None) is cross_entropy.IMPLEMENTATIONS['xla']

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.errors import ConfigError
 from lm.hardware import describe_devices, parse
 from lm.model.positions import rotary
 from lm.ops import rotary as op
+from lm.ops.errors import OperationError
 from lm.ops.rotary import reference, tpu, xla
 
 pytestmark = pytest.mark.usefixtures('no_races')
@@ -136,7 +136,7 @@ def test_unsupported_calls_say_why(reason, monkeypatch):
     assert tpu.unsupported(*example(256)[0]) is None
     given, _ = example(**{'length': 256} | REFUSED[reason])
     assert reason in tpu.unsupported(*given)
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(OperationError, match=reason):
         op.rotate(given[0], given[1], 2, given[2], implementation='pallas_tpu')
 
 

@@ -20,8 +20,8 @@ from lm.model import ModelConfig
 from lm.model.functions import count_parameters
 from lm.report import paper
 from lm.report.published import tables
+from lm.runs.config_diff import parse_bindings
 from lm.runs.records import Run
-from lm.runs.run_dir import bindings
 from lm.sweep.points import Point, make_points
 from lm.training.rules.adamw import AdamW
 from lm.training.schedules.linear import Linear
@@ -94,7 +94,7 @@ def all_models() -> dict[ModelConfig, str]:
 
 
 def as_run(point: Point) -> Run:
-    return Run(None, bindings(point.config), {}, [], [], [])
+    return Run(None, parse_bindings(point.config), {}, [], [], [])
 
 
 @pytest.mark.parametrize('path', EXPERIMENTS, ids=name_of)

@@ -20,6 +20,7 @@ from lm.data.tokenizers.amino_acids import AminoAcids, AminoAcidsConfig
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
 from lm.model import ModelConfig
+from lm.ops.errors import OperationError
 from lm.plan import plan_step
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
@@ -227,5 +228,5 @@ def test_devices_and_microbatches_change_no_lot():
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
     with jax.set_mesh(make_mesh(MeshConfig(sequence=2))):
         step = step_of(Masked(), dataclasses.replace(MODEL, attention=Performer(n_features=8)))
-        with pytest.raises(ConfigError, match=r'mesh\.sequence: a window on many devices needs causal attention'):
+        with pytest.raises(OperationError, match=r'mesh\.sequence: a window on many devices needs causal attention'):
             jax.eval_shape(step.train, step.abstract, batch)

@@ -13,8 +13,8 @@ D value size.
 import jax
 import jax.numpy as jnp
 
-from lm.errors import ConfigError
 from lm.ops import platform
+from lm.ops.errors import OperationError
 
 IMPLEMENTATIONS = platform.Implementations(
     'the delta rule', __name__, reference='reference', xla='xla', pallas_tpu='tpu.rule', pallas_gpu='gpu.rule'
@@ -53,14 +53,14 @@ def delta_rule(
         [B, L, H, D] in the dtype of v; with `return_state` also the state. Sums are float32.
 
     Raises:
-        ConfigError: heads that do not fit, an unknown implementation, or a state on parts of a window.
+        OperationError: heads that do not fit, an unknown implementation, or a state on parts of a window.
     """
     if q_BxLxHxE.shape[2] % k_BxLxKxE.shape[2]:
-        raise ConfigError(f'n_kv_heads = {k_BxLxKxE.shape[2]}: must divide n_heads = {q_BxLxHxE.shape[2]}')
+        raise OperationError(f'n_kv_heads = {k_BxLxKxE.shape[2]}: must divide n_heads = {q_BxLxHxE.shape[2]}')
     arrays = (q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, beta_BxLxK, log_decay_BxLxK)
     if platform.sequence_shards() > 1:
         if initial_state is not None or return_state:
-            raise ConfigError('mesh.sequence: a window on many devices has no states of its own')
+            raise OperationError('mesh.sequence: a window on many devices has no states of its own')
         return PARTS.choose(implementation, *arrays).delta_rule(*arrays, query_length)
     if initial_state is None:
         batch, _, heads, size = k_BxLxKxE.shape

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lm.errors import ConfigError
 from lm.ops import platform, sequence
+from lm.ops.errors import OperationError
 from lm.ops.platform import sequence_shards
 
 SOFTMAX = platform.Implementations(
@@ -67,7 +67,7 @@ def softmax_attention(
         [B, L, H, D] in the dtype of q. Every query must see at least one key.
 
     Raises:
-        ConfigError: heads or options that do not fit, or an implementation that does not support the call.
+        OperationError: heads or options that do not fit, or an implementation that does not support the call.
     """
     _check_heads(q_BxLxHxD, k_BxMxKxD)
     scale = q_BxLxHxD.shape[-1] ** -0.5 if scale is None else scale
@@ -104,7 +104,7 @@ def polynomial_attention(
     _check_heads(q_BxLxHxD, k_BxMxKxD)
     _check_decay(k_BxMxKxD, log_decay_BxMxK, causal)
     if degree < 2 or degree % 2:
-        raise ConfigError(f'degree = {degree}: must be even and at least 2, so that no weight is negative')
+        raise OperationError(f'degree = {degree}: must be even and at least 2, so that no weight is negative')
     options = {'degree': degree, 'denominator_bias': denominator_bias, 'scale': scale, 'block': block}
     _check_starts(starts_BxL, q_BxLxHxD, k_BxMxKxD, causal, q_offset)
     visible = {'causal': causal, 'q_offset': q_offset, 'k_start': k_start, 'starts': starts_BxL}
@@ -136,7 +136,7 @@ def _with_other_parts(arrays: tuple[jax.Array, ...], visible: dict[str, Any]) ->
 
 def _check_heads(q: jax.Array, k: jax.Array) -> None:
     if q.shape[2] % k.shape[2]:
-        raise ConfigError(f'n_kv_heads = {k.shape[2]}: must divide n_heads = {q.shape[2]}')
+        raise OperationError(f'n_kv_heads = {k.shape[2]}: must divide n_heads = {q.shape[2]}')
 
 
 def _check_starts(
@@ -144,7 +144,7 @@ def _check_starts(
 ) -> None:
     decoding = not isinstance(q_offset, int) or q_offset > 0
     if starts_BxL is not None and (not causal or (q.shape[1] != k.shape[1] and not decoding)):
-        raise ConfigError(
+        raise OperationError(
             'starts_BxL: documents are told apart among the queries and keys of the same tokens only, causally'
         )
 
@@ -153,9 +153,10 @@ def _check_decay(k: jax.Array, log_decay: jax.Array | None, causal: bool) -> Non
     if log_decay is None:
         return
     if log_decay.shape != k.shape[:3]:
-        raise ConfigError(f'log_decay of shape {log_decay.shape}: must be {k.shape[:3]}, batch, length and key heads')
+        expected = f'{k.shape[:3]}, batch, length and key heads'
+        raise OperationError(f'log_decay of shape {log_decay.shape}: must be {expected}')
     if not causal:
-        raise ConfigError('causal = False: decay needs causal attention; leave log_decay out')
+        raise OperationError('causal = False: decay needs causal attention; leave log_decay out')
 
 
 __all__ = [

@@ -27,8 +27,8 @@ from typing import Any
 
 import jax
 
-from lm.errors import ConfigError
 from lm.ops import platform
+from lm.ops.errors import OperationError
 from lm.ops.linear_attention.types import (
     LOCAL_BLOCK,
     PLAIN,
@@ -109,7 +109,7 @@ def linear_attention(
         [B, L, H, D] in the dtype of v; with `return_state` also the `State`. Sums and denominators are float32.
 
     Raises:
-        ConfigError: options that do not fit together, or an unknown implementation; on parts of a window that are
+        OperationError: options that do not fit together, or an unknown implementation; on parts of a window that are
             shorter than the `window`, or no multiple of the exact blocks.
     """
     options = Options(tuple(powers), feature_map, local, window, block, denominator_bias, normalize, causal)
@@ -120,7 +120,7 @@ def linear_attention(
     call = {'options': options, 'with_state': return_state}
     if platform.sequence_shards() > 1:
         if not causal or initial_state is not None or return_state:
-            raise ConfigError(
+            raise OperationError(
                 'mesh.sequence: a window on many devices needs causal attention without states of its own'
             )
         _check_parts(options, q_BxLxHxE.shape[1])
@@ -133,37 +133,38 @@ def linear_attention(
 
 def _check(options: Options, q: jax.Array, k: jax.Array, q_local: jax.Array | None, k_local: jax.Array | None) -> None:
     if q.shape[2] % k.shape[2]:
-        raise ConfigError(f'n_kv_heads = {k.shape[2]}: must divide n_heads = {q.shape[2]}')
+        raise OperationError(f'n_kv_heads = {k.shape[2]}: must divide n_heads = {q.shape[2]}')
     if not any(options.powers):
-        raise ConfigError(f'powers = {options.powers}: must hold a coefficient other than 0')
+        raise OperationError(f'powers = {options.powers}: must hold a coefficient other than 0')
     if options.local is None and options.window is not None:
-        raise ConfigError(f'window = {options.window}: needs the exact kernel `local`')
+        raise OperationError(f'window = {options.window}: needs the exact kernel `local`')
     if options.local is not None and (q_local is None or k_local is None):
-        raise ConfigError('local: needs q_local and k_local, the vectors that the exact kernel compares')
+        raise OperationError('local: needs q_local and k_local, the vectors that the exact kernel compares')
     if options.local is not None and not options.causal:
-        raise ConfigError('causal = False: the exact kernel `local` needs causal attention; leave it out')
+        raise OperationError('causal = False: the exact kernel `local` needs causal attention; leave it out')
     if options.local is not None and options.local.stable and not options.normalize:
-        raise ConfigError('normalize = False: the weights of this `local` are known but for a common factor')
+        raise OperationError('normalize = False: the weights of this `local` are known but for a common factor')
     for name, value in (('window', options.window), ('block', options.block)):
         if value is not None and value < 1:
-            raise ConfigError(f'{name} = {value}: must be at least 1')
+            raise OperationError(f'{name} = {value}: must be at least 1')
 
 
 def _check_parts(options: Options, length: int) -> None:
     window, block = options.window, options.block or LOCAL_BLOCK
     if window is not None and window > length:
-        raise ConfigError(f'mesh.sequence: parts of {length} tokens are shorter than the window of {window}')
+        raise OperationError(f'mesh.sequence: parts of {length} tokens are shorter than the window of {window}')
     if window is None and options.local is not None and length % block:
-        raise ConfigError(f'mesh.sequence: parts of {length} tokens are no multiple of the exact blocks of {block}')
+        raise OperationError(f'mesh.sequence: parts of {length} tokens are no multiple of the exact blocks of {block}')
 
 
 def _check_decay(options: Options, k: jax.Array, log_decay: jax.Array | None) -> None:
     if log_decay is None:
         return
     if log_decay.shape != k.shape[:3]:
-        raise ConfigError(f'log_decay of shape {log_decay.shape}: must be {k.shape[:3]}, batch, length and key heads')
+        expected = f'{k.shape[:3]}, batch, length and key heads'
+        raise OperationError(f'log_decay of shape {log_decay.shape}: must be {expected}')
     if not options.causal:
-        raise ConfigError('causal = False: decay needs causal attention; leave log_decay out')
+        raise OperationError('causal = False: decay needs causal attention; leave log_decay out')
 
 
 __all__ = [

@@ -31,7 +31,7 @@ def rotate(
         implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
 
     Raises:
-        ConfigError: an unknown implementation, or one that does not support the call.
+        OperationError: an unknown implementation, or one that does not support the call.
     """
     if rotation is None and norms is None:
         return qk_BxLxNxC[:, :, :n_heads], qk_BxLxNxC[:, :, n_heads:]

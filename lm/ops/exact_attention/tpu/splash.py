@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lm.hardware import chip_of
 from lm.ops import platform
+from lm.ops.chips import limits_of
 from lm.ops.exact_attention.masks import beyond_causal
 from lm.ops.exact_attention.tpu.plan import block_size
 from lm.ops.residuals import RESIDUAL_NAME
@@ -96,7 +96,7 @@ def blocks(length: int, width: int, block: int | None = None, window: int | None
 
 def is_fused(q_BxHxLxD: jax.Array, key_block: int) -> bool:
     """Whether one kernel forms all gradients of these queries, of one device, and of their keys and values."""
-    chip = chip_of(platform.device_kind())
+    chip = limits_of(platform.device_kind())
     memory = ((chip and chip.hbm_gib) or 16) * 2**30
     written = q_BxHxLxD.size * q_BxHxLxD.dtype.itemsize * (q_BxHxLxD.shape[2] // key_block)
     return written <= FUSED_SHARE * memory
