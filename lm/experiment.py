@@ -4,6 +4,7 @@ experiment = load(['configs/models/small.gin'], ['train.steps = 1000'])
 """
 
 import dataclasses
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,9 +39,8 @@ class Experiment:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
     def __post_init__(self):
-        for section in dataclasses.fields(self):
-            given = getattr(self, section.name)
-            check_kind(section.name, given, section.type, f'such as lm.{section.type.__name__}() is')
+        for name, kind in typing.get_type_hints(Experiment).items():
+            check_kind(name, getattr(self, name), kind, f'such as lm.{kind.__name__}() is')
 
 
 def load_registry() -> dict[str, type]:
@@ -71,8 +71,14 @@ def load_of_run(
     config = RunDir(run_dir).config
     if not config.exists():
         raise ConfigError(f'--run_dir {run_dir}: holds no config.gin, so it is not a run of lm train')
-    options = dict(allow_imports=allow_imports, base=str(config), leave_out=OF_THE_JOB)
-    return gin.load(gin_files, gin_params, root=Experiment, **options)
+    return gin.load(
+        gin_files,
+        gin_params,
+        root=Experiment,
+        allow_imports=allow_imports,
+        base=str(config),
+        leave_out=OF_THE_JOB,
+    )
 
 
 def check_experiment(given: Any) -> None:

@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from lm.errors import ConfigError
 from lm.ops.chips import LIMITS, ChipLimits, limits_of
@@ -160,6 +160,13 @@ class Topology:
         return links * self.chip.link_bytes
 
 
+class Device(Protocol):
+    """A JAX device, or one that libtpu describes. TPUs have a `slice_index` too."""
+
+    platform: str
+    device_kind: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """The devices that a plan is for, as far as they are known.
@@ -173,7 +180,7 @@ class Target:
     slices: tuple[int, ...] | None = None
 
     @classmethod
-    def of_devices(cls, devices: Sequence[Any]) -> 'Target':
+    def of_devices(cls, devices: Sequence[Device]) -> 'Target':
         """Describes JAX devices; those of a CPU belong to one slice."""
         return cls(devices[0].platform, tuple(len(members) for members in group_by_slice(devices)))
 
@@ -188,9 +195,9 @@ class Target:
         return None if self.slices is None else sum(self.slices)
 
 
-def group_by_slice(devices: Sequence[Any]) -> list[list[Any]]:
+def group_by_slice(devices: Sequence[Device]) -> list[list[Device]]:
     """Groups JAX devices by their slice, in the order of the slices."""
-    slices: dict[int, list[Any]] = {}
+    slices: dict[int, list[Device]] = {}
     for device in devices:
         slices.setdefault(getattr(device, 'slice_index', 0), []).append(device)
     return [slices[index] for index in sorted(slices)]

@@ -6,7 +6,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,21 @@ class StepRow:
     loss: float | None = None
     speed_over_softmax: float | None = None
 
+    @property
+    def speeds(self) -> 'Speeds | None':
+        """Steps per second; None where the memory did not suffice."""
+        if self.steps_per_second is None or self.slowest is None or self.fastest is None:
+            return None
+        return Speeds(self.steps_per_second, self.slowest, self.fastest)
+
+
+class Speeds(NamedTuple):
+    """Steps per second over the repeats."""
+
+    median: float
+    slowest: float
+    fastest: float
+
 
 class TimedStep:
     """The compiled step of one configuration at one context length; `state` is shared with those at the others."""
@@ -75,7 +90,8 @@ class TimedStep:
             state: holds the training state under 'state', or nothing yet.
             steps: of a call.
         """
-        self.plan, self._state, self._steps, self.loss, self._metrics = plan, state, steps, None, None
+        self.plan, self._state, self._steps, self._metrics = plan, state, steps, None
+        self.loss: jax.Array | None = None
         program, vocab_size = plan.program, plan.experiment.model.vocab_size
         self.mesh = plan.mesh.arrange(jax.devices())
         lowered = lower_step(program, self.mesh)
@@ -191,9 +207,10 @@ def _row(name: str, program: TimedStep, times: timing.Times | None, steps: int) 
         microbatches=config.microbatches,
         remat=model.remat,
         parameters=program.plan.parameters,
-        **program.memory,
+        temporary_mib=program.memory.get('temporary_mib'),
+        peak_mib=program.memory.get('peak_mib'),
     )
-    if times is None:
+    if times is None or program.loss is None:
         return row
     rate = steps / times.seconds
     peak = peak_flops(jax.devices()[0].device_kind)
@@ -240,9 +257,9 @@ COLUMNS = {
 
 
 def _printed(row: StepRow) -> dict[str, str | None]:
-    if row.out_of_memory:
+    if (speeds := row.speeds) is None:
         return {'speed': 'OOM', 'range': None}
-    return {'speed': digits(row.steps_per_second), 'range': f'{digits(row.slowest)}–{digits(row.fastest)}'}
+    return {'speed': digits(speeds.median), 'range': f'{digits(speeds.slowest)}–{digits(speeds.fastest)}'}
 
 
 def draw(rows: Sequence[StepRow], out: str, dtype: str) -> list[str]:
@@ -252,11 +269,11 @@ def draw(rows: Sequence[StepRow], out: str, dtype: str) -> list[str]:
     for row in rows:
         steps.setdefault(row.mechanism, [])
         times.setdefault(row.mechanism, [])
-        if not row.out_of_memory:
-            microseconds = 1e6 * row.steps_per_second / row.tokens_per_second  # of a token at one step a second
-            steps[row.mechanism].append((row.context, row.steps_per_second, row.slowest, row.fastest))
-            reverse = (row.steps_per_second, row.fastest, row.slowest)
-            times[row.mechanism].append((row.context, *(microseconds / speed for speed in reverse)))
+        if (found := row.speeds) is not None:
+            microseconds = 1e6 / (row.windows * row.context)  # per token at one step per second
+            steps[row.mechanism].append((row.context, found.median, found.slowest, found.fastest))
+            median, least, greatest = (microseconds / speed for speed in (found.median, found.fastest, found.slowest))
+            times[row.mechanism].append((row.context, median, least, greatest))
     pictures = {'step_speed': (steps, 'training steps per second'), 'step_latency': (times, 'time per token (µs)')}
     return [
         file

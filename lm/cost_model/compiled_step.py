@@ -160,6 +160,7 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     )
     if isinstance(compiled, StepTooLarge):
         return dataclasses.replace(refused, memory=Memory(limit, compiled.needed_gib))
+    assert compiled.memory is not None, 'compilers for TPUs describe the memory'
     memory, text = _memory(compiled.memory, limit), compiled.text
     dims, length = experiment.model.dims, experiment.train.context_length
     undeclared = [a for a in experiment.model.pattern if not a.kernels_declare_cost(dims)]

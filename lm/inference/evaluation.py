@@ -32,7 +32,7 @@ def evaluate_split(
     initialize_distributed(experiment.mesh, job)
     run = load_run(experiment, run_dir, step)
     evaluator = make_run_evaluator(run)
-    result = evaluator(run.weights, run.step)
+    result = evaluate_whole(evaluator, run)
     if jax.process_index() != 0:
         return
     # A model that is run otherwise than it was trained, other data and other figures have a file of their own.
@@ -62,7 +62,14 @@ def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:
 
     Raises ConfigError where they do not fit the split.
     """
-    return make_run_evaluator(run, **settings)(run.weights, run.step)
+    return evaluate_whole(make_run_evaluator(run, **settings), run)
+
+
+def evaluate_whole(evaluator: AnyEvaluator, run: LoadedRun) -> dict[str, Any]:
+    """Evaluates the weights of a run without a reason to stop."""
+    result = evaluator(run.weights, run.step)
+    assert result is not None
+    return result
 
 
 def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:

@@ -50,11 +50,16 @@ class Block(nnx.Module):
 
         def linear(n_in, sizes, *axes, part, init=None):
             init = init or nnx.initializers.lecun_normal()
-            says = {
-                'kernel_metadata': declare('matrix', *axes, part=part, pieces=sizes),
-                'bias_metadata': declare('bias', axes[-1], part=part) if config.biases else {},
-            }
-            return Dense(n_in, sum(sizes), use_bias=config.biases, dtype=dtype, kernel_init=init, rngs=rngs, **says)
+            return Dense(
+                n_in,
+                sum(sizes),
+                use_bias=config.biases,
+                dtype=dtype,
+                kernel_init=init,
+                rngs=rngs,
+                kernel_metadata=declare('matrix', *axes, part=part, pieces=sizes),
+                bias_metadata=declare('bias', axes[-1], part=part) if config.biases else {},
+            )
 
         self.attention_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
         self.qkv = linear(config.d_model, qkv_sizes, 'embed', 'all_heads', part='attention')
@@ -70,7 +75,9 @@ class Block(nnx.Module):
             sizes = tuple(self.widths.values())
             self.mechanism_in = linear(config.d_model, sizes, 'embed', 'all_heads', part='mechanism')
         channels = sum(qkv_sizes)
-        self.convolution = config.convolution and ShortConvolution(channels, config.convolution, rngs, 'attention')
+        self.convolution = None
+        if config.convolution:
+            self.convolution = ShortConvolution(channels, config.convolution, rngs, 'attention')
         self.q_norm, self.k_norm = (
             rms_norm(dims.head_dim, 'head', rngs, part='attention', dtype=dtype) if config.qk_norm else None
             for _ in range(2)
@@ -139,7 +146,7 @@ class Block(nnx.Module):
 
     def _normalize(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Applies `model.qk_norm`."""
-        if self.q_norm is None:
+        if self.q_norm is None or self.k_norm is None:
             return q_BxLxHxC, k_BxLxKxC
         return self.q_norm(q_BxLxHxC), self.k_norm(k_BxLxKxC)
 

@@ -163,7 +163,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 def count_by_part(declared: dict, params: dict) -> dict[str, int]:
     """Counts the numbers in `params` by part of the model; `declared` has a declaration for each array."""
-    counts = dict.fromkeys(PARTS, 0)
+    counts: dict[str, int] = dict.fromkeys(PARTS, 0)
     for declaration, leaf in zip(jax.tree.leaves(declared), jax.tree.leaves(params), strict=True):
         counts[declaration.part] += leaf.size
     return counts

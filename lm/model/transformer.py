@@ -118,7 +118,9 @@ class Transformer(nnx.Module):
     def losses(self, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> jax.Array:
         """Those of `token_losses`, of the normalised outputs of the last layer."""
         with jax.named_scope('cross_entropy'):
-            return cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, cap=self.config.logit_cap)
+            found = cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, cap=self.config.logit_cap)
+            assert isinstance(found, jax.Array)  # a pair only with the normalizer
+            return found
 
     def weighted_loss(
         self,

@@ -88,7 +88,7 @@ def restore_or_init(plan: RunPlan, abstract: State, source: Checkpointer, origin
         restored = source.restore(abstract, origin.branch.step if origin.branch else origin.rewind_to)
         if restored:
             start = Start(*restored)
-            plan.windows.resume(start.step, start.saved.get('skipped_batches'))
+            plan.windows.resume(start.step, restored[2].get('skipped_batches'))
         else:
             start = Start(plan.program.init_state(abstract, plan.experiment.train.seed), 0, None)
             if plan.initial:

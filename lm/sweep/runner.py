@@ -50,8 +50,8 @@ class Runner:
         self.sweep = sweep
         self.slots = list(range(jobs))
         self.gpus_per_job = gpus_per_job
-        if self.gpus_per_job:
-            self._gpus(max(self.slots))  # refuses what is not there
+        if gpus_per_job:
+            choose_gpus(max(self.slots), gpus_per_job)  # refuses what is not there
         self.retry_failed = retry_failed
         self.allowed = ['--allow_gin_imports'] if allow_imports else []
         self.waiting = [p for p in sweep.points if self._is_due(p)]
@@ -122,7 +122,7 @@ class Runner:
         command = ['train', '--run_dir', str(self.sweep.root / point.name), '--gin_file', config, *self.allowed]
         environment = dict(os.environ)
         if self.gpus_per_job:
-            environment['CUDA_VISIBLE_DEVICES'] = ','.join(self._gpus(slot))
+            environment['CUDA_VISIBLE_DEVICES'] = ','.join(choose_gpus(slot, self.gpus_per_job))
         process = subprocess.Popen(
             [sys.executable, '-m', 'lm.sweep.child', str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
@@ -191,14 +191,6 @@ class Runner:
         except LockedError:
             return None
 
-    def _gpus(self, slot: int) -> list[str]:
-        listed = os.environ.get('CUDA_VISIBLE_DEVICES')
-        first, after = slot * self.gpus_per_job, (slot + 1) * self.gpus_per_job
-        visible = listed.split(',') if listed else [str(i) for i in range(after)]
-        if len(visible) < after:
-            raise ConfigError(f'--gpus_per_job {self.gpus_per_job}: CUDA_VISIBLE_DEVICES has only {len(visible)} GPUs')
-        return visible[first:after]
-
     def _report(self) -> None:
         """A line for each running point once in a while."""
         if time.monotonic() - self._last_report < REPORT_SECONDS:
@@ -211,6 +203,16 @@ class Runner:
     def _say(self, text: str) -> None:
         left = len(self.waiting)
         print(f'{time.strftime("%H:%M:%S")}  {text}  ({left} waiting)', flush=True)
+
+
+def choose_gpus(slot: int, gpus_per_job: int) -> list[str]:
+    """Chooses the GPUs of a slot. Raises ConfigError where CUDA_VISIBLE_DEVICES lists too few."""
+    listed = os.environ.get('CUDA_VISIBLE_DEVICES')
+    first, after = slot * gpus_per_job, (slot + 1) * gpus_per_job
+    visible = listed.split(',') if listed else [str(i) for i in range(after)]
+    if len(visible) < after:
+        raise ConfigError(f'--gpus_per_job {gpus_per_job}: CUDA_VISIBLE_DEVICES has only {len(visible)} GPUs')
+    return visible[first:after]
 
 
 def _last_line(log: BinaryIO) -> str:

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError, end_process
-from lm.hardware import Target, group_by_slice
+from lm.hardware import Device, Target, group_by_slice
 from lm.ops.platform import DATA_AXES, SEQUENCE_AXIS, SHARED_AXIS, data_shards
 from lm.parameters import shared_axis
 from lm.text import counted
@@ -111,7 +111,7 @@ class MeshShape:
         """Into how many parts a batch is split; None: not known."""
         return None if self.data is None else self.data * self.fsdp
 
-    def arrange(self, devices: Sequence[jax.Device]) -> Mesh:
+    def arrange(self, devices: Sequence[Device]) -> Mesh:
         """The mesh (data, fsdp) over the devices that were planned, and a third axis where windows are shared. Devices
         that share parameters or a window are of one slice: what they tell each other in every layer does not cross the
         network between slices."""
@@ -154,11 +154,6 @@ def initialize_distributed(config: MeshConfig, job: JobAddress, *, meets: bool =
     Raises ConfigError when the number of processes is not `mesh.processes`: a worker that trains alone is the
     commonest way to lose a day on a pod.
     """
-    # `lm.training.heartbeat` and `_all_within` act before JAX does, which aborts.
-    timeouts = {
-        'heartbeat_timeout_seconds': int(config.heartbeat_seconds) + 30,
-        'initialization_timeout': int(config.join_seconds) + 30,
-    }
     # Its handler of SIGTERM only takes notes, while this process waits for others that may be gone already:
     # `lm.training.preemption` has it installed once all are there.
     jax.config.update('jax_enable_preemption_service', False)
@@ -166,11 +161,18 @@ def initialize_distributed(config: MeshConfig, job: JobAddress, *, meets: bool =
     if any(value is not None for value in given):
         if any(value is None for value in given):
             raise ConfigError('--coordinator_address, --process_count and --process_id: give all three or none')
-        if jax.config.jax_platforms == 'cpu':
+        if _platforms() == 'cpu':
             jax.config.update('jax_cpu_collectives_implementation', 'gloo')
     if job.coordinator is not None or _on_cloud_tpu():
         with _all_within(config.join_seconds):
-            jax.distributed.initialize(*given, **timeouts)
+            # `lm.training.heartbeat` and `_all_within` act before JAX does, which aborts.
+            jax.distributed.initialize(
+                job.coordinator,
+                job.process_count,
+                job.process_id,
+                heartbeat_timeout_seconds=int(config.heartbeat_seconds) + 30,
+                initialization_timeout=int(config.join_seconds) + 30,
+            )
     _, count = joined()
     if config.processes is not None and count != config.processes:
         raise ConfigError(
@@ -179,6 +181,11 @@ def initialize_distributed(config: MeshConfig, job: JobAddress, *, meets: bool =
         )
     if meets:
         meet(config)
+
+
+def _platforms() -> str | None:
+    """The platforms that JAX may use, as it is set; type checkers do not know JAX's settings."""
+    return jax.config.values['jax_platforms']
 
 
 def joined() -> tuple[int, int]:
@@ -217,7 +224,7 @@ def _on_cloud_tpu() -> bool:
     JAX has no public way to ask. Where the private one is not as it was, the variables decide that Cloud TPU documents
     for the workers of a slice.
     """
-    if (jax.config.jax_platforms or 'tpu').split(',')[0] not in ('tpu', ''):
+    if (_platforms() or 'tpu').split(',')[0] not in ('tpu', ''):
         return False
     clusters = list(_tpu_clusters())
     if clusters:
@@ -237,7 +244,7 @@ def _tpu_clusters() -> Iterator[Any]:
             yield cluster
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
     """The mesh over all devices; see `MeshConfig.plan` for errors and `MeshShape.arrange`."""
     devices = jax.devices() if devices is None else devices
     return config.plan(Target.of_devices(devices)).arrange(devices)

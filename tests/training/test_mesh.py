@@ -103,7 +103,7 @@ def test_workers_are_known_also_without_what_is_private_in_jax(monkeypatch, modu
         return module
 
     monkeypatch.setattr(importlib, 'import_module', import_module)
-    monkeypatch.setattr(jax, 'config', types.SimpleNamespace(jax_platforms=None))
+    monkeypatch.setattr(jax, 'config', types.SimpleNamespace(values={'jax_platforms': None}))
     for name in mesh.TPU_VARIABLES:
         monkeypatch.setenv(name, '0') if variables else monkeypatch.delenv(name, raising=False)
     assert mesh._on_cloud_tpu() is answer

@@ -25,7 +25,7 @@ from lm.training import program
     ],
 )  # fmt: skip
 def test_refusals_of_the_compiler(message, gib):
-    assert program.out_of_memory(message) == gib
+    assert program.find_memory_needed(message) == gib
 
 
 @pytest.mark.parametrize(
