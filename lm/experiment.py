@@ -8,7 +8,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from lm.checkpoint.checkpointer import CheckpointConfig
+from lm.checkpoint.config import CheckpointConfig
 from lm.config import load as gin
 from lm.config.configurable import REGISTRY, check_kind
 from lm.data.dataset import DataConfig

@@ -214,7 +214,7 @@ def write_store(path: pathlib.Path, splits: dict[str, list[str]], tokenizer) -> 
             'bytes': sum(len(text.encode()) for text in texts),
             'words': sum(len(text.split()) for text in texts),
             'tokens': len(tokens),
-            'sha256': store.split_digest(hashlib.sha256(tokens.tobytes()), ends),
+            'sha256': store.digest_split(hashlib.sha256(tokens.tobytes()), ends),
         }
     store.write_file(str(path), 'tokenizer.model', tokenizer.model)
     facts = {'sha256': tokenizer.sha256, 'vocab_size': tokenizer.vocab_size, 'eod_id': tokenizer.eod_id}

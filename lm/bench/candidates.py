@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm.attention import DEFAULT, mechanisms
-from lm.config.checks import Statement, check_used, did_you_mean, used_bindings
+from lm.config.checks import Statement, check_used, did_you_mean, find_used_bindings
 from lm.config.read import read
-from lm.config.resolve import resolve, sections_of
-from lm.config.text import Reference, listed
+from lm.config.resolve import map_sections, resolve
+from lm.config.text import Reference, join_names
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import Target
@@ -85,11 +85,11 @@ def candidates(
         experiment, calls = resolve(bindings, Experiment)
         label = pathlib.Path(name).stem if name.endswith('.gin') else name or _label(experiment)
         resolved.append((Candidate(label, experiment, formulation), bindings, calls))
-    used_somewhere = set().union(*(used_bindings(bindings, calls) for _, bindings, calls in resolved))
+    used_somewhere = set().union(*(find_used_bindings(bindings, calls) for _, bindings, calls in resolved))
     for _, bindings, calls in resolved:
-        used = used_bindings(bindings, calls)
+        used = find_used_bindings(bindings, calls)
         kept = {key: s for key, s in bindings.items() if key in used or key not in used_somewhere}
-        check_used(kept, calls, set(sections_of(Experiment).values()))
+        check_used(kept, calls, set(map_sections(Experiment).values()))
     if is_default:  # the baseline itself may be configured
         resolved = list({entry[0].name: entry for entry in resolved}.values())
     labels = [candidate.name for candidate, *_ in resolved]
@@ -132,7 +132,7 @@ def change_context(experiment: Experiment, context: int, tokens: int, limit: int
 def _check_known(mechanism: str, formulations: dict[str, str]) -> None:
     known = sorted([*mechanisms(), *formulations])
     if mechanism not in known:
-        hint = did_you_mean(mechanism, known) or f'; there are {listed(known, 30)}, and files that end in .gin'
+        hint = did_you_mean(mechanism, known) or f'; there are {join_names(known, 30)}, and files that end in .gin'
         raise ConfigError(f'--mechanisms {mechanism}: no such mechanism{hint}')
 
 

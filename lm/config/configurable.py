@@ -166,11 +166,11 @@ def convert(value: Any, annotation: Any) -> Any:
     return value
 
 
-def classes_in(annotation: Any) -> list[type]:
+def find_classes(annotation: Any) -> list[type]:
     """The classes inside an annotation: `A | tuple[B, ...] | None` → A, B and NoneType."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return [annotation]
-    return [c for argument in typing.get_args(annotation) for c in classes_in(argument)]
+    return [c for argument in typing.get_args(annotation) for c in find_classes(argument)]
 
 
 def describe(annotation: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lm.config.checks import check_used
 from lm.config.read import read
-from lm.config.resolve import resolve, sections_of
+from lm.config.resolve import map_sections, resolve
 from lm.errors import ConfigError
 
 
@@ -52,5 +52,5 @@ def load(
     statements = read(gin_files, gin_params, allow_imports=allow_imports, base=base, leave_out=leave_out)
     bindings = {s.key: s for s in statements}
     built, calls = resolve(bindings, root)
-    check_used(bindings, calls, set(sections_of(root).values()))
+    check_used(bindings, calls, set(map_sections(root).values()))
     return built

@@ -14,11 +14,11 @@ import tomllib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from lm.config.checks import Statement, did_you_mean, parameters_of
+from lm.config.checks import Statement, did_you_mean, list_parameters
 from lm.config.configurable import REGISTRY, Configurable
-from lm.config.names import names_today, renewed
+from lm.config.names import find_current_names, use_references
 from lm.config.project import project_root
-from lm.config.text import Macro, Reference, format_value, listed, replace_nodes
+from lm.config.text import Macro, Reference, format_value, join_names, replace_nodes
 from lm.errors import ConfigError
 from lm.files import is_remote, open_path
 
@@ -163,15 +163,15 @@ class _Reader:
         found = [Statement(item.scope, item.selector, '', value, where, self._is_base)]
         if item.arg_name:
             name = self._resolve(item.selector, where, '', f'.{item.arg_name}')
-            known, today = parameters_of(name), names_today(name, item.arg_name)
+            known, today = list_parameters(name), find_current_names(name, item.arg_name)
             if not today:
                 hint = did_you_mean(f'{name}.{item.arg_name}', [f'{name}.{p}' for p in known])
                 raise ConfigError(
-                    f'{where}: {name} has no parameter {item.arg_name!r}{hint or "; it has " + listed(known, 20)}'
+                    f'{where}: {name} has no parameter {item.arg_name!r}{hint or "; it has " + join_names(known, 20)}'
                 )
             # Of several that one name became, those that are selected use it.
             optional = self._is_base or len(today) > 1
-            values = [value if (n, p) == (name, item.arg_name) else renewed(value, n, p) for n, p in today]
+            values = [value if (n, p) == (name, item.arg_name) else use_references(value, n, p) for n, p in today]
             found = [Statement(item.scope, n, p, v, where, optional) for (n, p), v in zip(today, values, strict=True)]
         try:
             format_value(value)
@@ -190,9 +190,9 @@ class _Reader:
             thing = getattr(thing, attribute, None)
         if isinstance(thing, type) and issubclass(thing, Configurable) and thing in REGISTRY.values():
             return thing.gin_name
-        owners = [f'{n}{after}' for n in REGISTRY if after[1:] in parameters_of(n)]
+        owners = [f'{n}{after}' for n in REGISTRY if after[1:] in list_parameters(n)]
         hint = did_you_mean(name, REGISTRY, before, after) or did_you_mean(f'{name}{after}', owners)
-        hint = hint or f'; there are {listed(sorted(REGISTRY), 30)}'
+        hint = hint or f'; there are {join_names(sorted(REGISTRY), 30)}'
         raise ConfigError(f'{where}: nothing is called {before}{selector}{hint}')
 
 

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lm.config.checks import Statement, check_macros, in_effect
+from lm.config.checks import Statement, check_macros, find_effective
 from lm.config.configurable import REGISTRY, Configurable
 from lm.config.text import Macro, Reference, replace_nodes
 from lm.errors import ConfigError
@@ -20,7 +20,7 @@ def resolve(bindings: dict[str, Statement], root: type) -> tuple[Any, list[tuple
     """`root` filled from `bindings`, and the (scope, name) of everything that was built for it. Whether each binding
     was used remains to be checked."""
     check_macros(bindings)
-    sections = sections_of(root)
+    sections = map_sections(root)
     builder = _Builder(bindings | _selected_by_default(bindings, sections.values()))
     try:
         return root(**{field: builder.build('', name) for field, name in sections.items()}), builder.calls
@@ -28,7 +28,7 @@ def resolve(bindings: dict[str, Statement], root: type) -> tuple[Any, list[tuple
         raise ConfigError('macros or configurables are nested too deeply') from None
 
 
-def sections_of(root: type) -> dict[str, str]:
+def map_sections(root: type) -> dict[str, str]:
     """Field → gin name of its configurable."""
     annotations = typing.get_type_hints(root)
     return {field.name: annotations[field.name].gin_name for field in dataclasses.fields(root)}
@@ -44,7 +44,7 @@ class _Builder:
 
     def build(self, scope: str, name: str) -> Any:
         """What `@scope/name()` stands for."""
-        statements = in_effect(self.bindings, scope, name)
+        statements = find_effective(self.bindings, scope, name)
         with self._inside((scope, name)):
             values = {parameter: self._evaluate(s.value, scope) for parameter, s in statements.items()}
         self.calls.append((scope, name))

@@ -151,7 +151,7 @@ def _scope(index: int) -> str:
     return letters
 
 
-def listed(names: Iterable[str], limit: int = 12) -> str:
+def join_names(names: Iterable[str], limit: int = 12) -> str:
     """`a, b and 3 more`."""
     names = list(names)
     rest = f' and {len(names) - limit} more' if len(names) > limit else ''

@@ -40,7 +40,7 @@ class RunModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         return self.run.tokenizer.encode(string).tolist()
 
-    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple]:
+    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **options: Any) -> list[tuple]:
         """(log-likelihood, whether it is what greedy decoding writes) of each continuation. A context that is too long
         loses its beginning."""
         rows, length = [], self.max_length

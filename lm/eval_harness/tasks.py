@@ -225,14 +225,8 @@ def _print_table(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f'tasks at step {result["step"]}', title_justify='left')
-    for heading, justify in (
-        ('task', 'left'),
-        ('shots', 'right'),
-        ('metric', 'left'),
-        ('value', 'right'),
-        ('±', 'right'),
-    ):
-        table.add_column(heading, justify=justify)
+    for heading in ('task', 'shots', 'metric', 'value', '±'):
+        table.add_column(heading, justify='left' if heading in ('task', 'metric') else 'right')
     for task, metrics in result['results'].items():
         shots = str(result['n-shot'].get(task, ''))
         for key, value in metrics.items():

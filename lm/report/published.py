@@ -67,7 +67,7 @@ class PaperTable:
 
 
 @functools.cache
-def tables() -> dict[str, PaperTable]:
+def load_tables() -> dict[str, PaperTable]:
     """Returns key → table, in the order of the files."""
     files = sorted((project_root() / 'configs' / 'papers').rglob('published*.toml'))
     found = [_table(tomllib.loads(path.read_text(encoding='utf-8'))) for path in files]

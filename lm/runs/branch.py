@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from lm.checkpoint.checkpointer import Checkpointer
-from lm.checkpoint.snapshot import some
+from lm.checkpoint.snapshot import list_last
 from lm.config.text import dump
 from lm.errors import AbsentError, ConfigError, MismatchError, writing
 from lm.files import write_atomically
@@ -69,7 +69,7 @@ class Branch:
             known = checkpointer.all_steps()
         if self.step not in known:
             raise AbsentError(
-                f'--branch_from {self.parent.path} --step {self.step}: it has checkpoints of {some(known)}; '
+                f'--branch_from {self.parent.path} --step {self.step}: it has checkpoints of {list_last(known)}; '
                 'choose one of these'
             )
         if self.step >= experiment.train.steps:
@@ -92,7 +92,7 @@ class Branch:
         return text or read_text(self.parent.config)
 
 
-def branch_of(run: RunDir, parent: str | None, step: int | None, rewind_to: int | None = None) -> Branch | None:
+def find_branch(run: RunDir, parent: str | None, step: int | None, rewind_to: int | None = None) -> Branch | None:
     """The branch as which `run` is to start: the one that is asked for, or the one that run.json records. None for
     what is no branch, or has checkpoints of its own to go on from.
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lm.config.names import class_in, may_change, up_to_date
+from lm.config.names import find_class, may_change, update_names
 
 
 class Change(NamedTuple):
@@ -29,7 +29,7 @@ def parse_bindings(text: str) -> dict[str, str]:
             found[name] = match[2].strip()
         elif name and line.strip() and not line.lstrip().startswith('#'):
             found[name] = f'{found[name]} {line.strip()}'.strip()
-    return up_to_date(found)
+    return update_names(found)
 
 
 def compare_texts(old: str, new: str) -> list[Change]:
@@ -53,5 +53,5 @@ def _may_grow(old: Mapping[str, str], new: Mapping[str, str]) -> bool:
     schedule = new.get('optimizer.schedule', '')
     if old.get('optimizer.schedule') != schedule or int(new['train.steps']) <= int(old['train.steps']):
         return False
-    chosen = class_in(schedule)
+    chosen = find_class(schedule)
     return chosen is not None and chosen.is_open_ended

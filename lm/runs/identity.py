@@ -6,7 +6,7 @@ from typing import Any
 
 from etils import epath
 
-from lm.checkpoint.snapshot import Damaged, Snapshot, committed_steps
+from lm.checkpoint.snapshot import Damaged, Snapshot, find_committed_steps
 from lm.errors import ConfigError, MismatchError
 from lm.files import is_remote
 from lm.runs.config_diff import compare_bindings, is_permitted, parse_bindings
@@ -41,7 +41,7 @@ def check_identity(run: RunPaths, text: str, rewound: bool) -> Contents:
     if run.path.exists() and not run.path.is_dir():
         raise ConfigError(f'--run_dir {run.path}: is a file; name a directory')
     _check_kinds(run)
-    steps = committed_steps(run.checkpoints)
+    steps = find_committed_steps(run.checkpoints)
     info = read_raw(run.info)
     check_not_imported(info, '--run_dir', run.path)
     config = read_text(run.config)

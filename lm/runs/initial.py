@@ -55,7 +55,7 @@ class InitialParameters:
         names = flatten(taken)
         left = [name.removeprefix('params.') for name in flatten(weights) if name not in names]
         line = f'{len(names)} of {len(names) + len(left)} arrays taken from {self.run_dir} at step {step}'
-        return merged(weights, taken), f'{line}; these not: {", ".join(left)}' if left else line
+        return merge_weights(weights, taken), f'{line}; these not: {", ".join(left)}' if left else line
 
     def _open(self) -> Checkpointer:
         return Checkpointer(RunDir(self.run_dir).checkpoints)
@@ -106,10 +106,10 @@ def _alike(tree: dict, saved: Mapping[str, dict], prefix: str) -> dict:
     return kept
 
 
-def merged(old: dict, new: dict) -> dict:
+def merge_weights(old: dict, new: dict) -> dict:
     """The nested dict `old` with the leaves that `new` has in their places."""
     return {
-        name: (merged(value, new[name]) if isinstance(value, dict) else new[name]) if name in new else value
+        name: (merge_weights(value, new[name]) if isinstance(value, dict) else new[name]) if name in new else value
         for name, value in old.items()
     }
 

@@ -14,14 +14,14 @@ from typing import Any
 import jax
 from etils import epath
 
-from lm.checkpoint.snapshot import committed_steps
+from lm.checkpoint.snapshot import find_committed_steps
 from lm.config.text import dump
 from lm.errors import LmError, writing
 from lm.files import is_remote, write_atomically
 from lm.runs.config_diff import compare_texts, parse_bindings
 from lm.runs.goodput import parse_ledger
 from lm.runs.identity import check_identity
-from lm.runs.info import next_info, read_raw, to_text
+from lm.runs.info import make_info, read_raw, to_text
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.paths import RunPaths, read_text
@@ -92,7 +92,7 @@ class RunDir(RunPaths):
 
     def has_checkpoint(self) -> bool:
         """Returns whether there is a checkpoint to go on from. It may still turn out to be damaged."""
-        return bool(committed_steps(self.checkpoints))
+        return bool(find_committed_steps(self.checkpoints))
 
     def record_saved(self, step: int) -> None:
         """Notes in run.json that the checkpoint of `step` is complete. A failure is only a warning."""
@@ -147,7 +147,7 @@ class RunDir(RunPaths):
         rewind = None
         if rewound:
             rewind = found.logged, compare_texts(read_text(self.config), text)
-        new = next_info(found.info, first_step, info, rewind)
+        new = make_info(found.info, first_step, info, rewind)
         if changes := new['starts'][-1].get('version_changes'):
             log.warning(
                 '%s: %s; programs are compiled anew and losses may differ in their last digits; '

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.model.functions import select_weights
 from lm.plan import RunPlan
-from lm.runs.branch import Branch, branch_of
+from lm.runs.branch import Branch, find_branch
 from lm.runs.goodput import Goodput
 from lm.runs.process_zero import check_same
 from lm.runs.run_dir import RunDir
@@ -71,7 +71,7 @@ def find_origin(run: RunDir, request: Request, plan: RunPlan) -> Origin:
             note = 'done before by this configuration; going on from the newest'
             print(f'--rewind_to {rewind_to}: {note}', flush=True)
         rewind_to = None
-    branch = branch_of(run, request.branch_from, request.step, request.rewind_to)
+    branch = find_branch(run, request.branch_from, request.step, request.rewind_to)
     if branch:
         branch.check(plan.experiment)
     run.check_unchanged(plan.text, rewind_to is not None)

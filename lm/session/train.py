@@ -21,7 +21,7 @@ from lm.evaluation.evaluator import make_evaluator
 from lm.experiment import Experiment
 from lm.hardware import Target, peak_flops
 from lm.plan import RunPlan, make_plan
-from lm.runs.goodput import Goodput, process_start
+from lm.runs.goodput import Goodput, read_process_start
 from lm.runs.run_dir import RunDir
 from lm.session.start import Origin, Request, Start, find_origin, print_plan, restore_or_init, write_start
 from lm.session.trainer import Computation, Records, Services, Trainer
@@ -49,7 +49,7 @@ def train_in_job(
     initialize_distributed(experiment.mesh, job, meets=False)
     with Peers(experiment.mesh.heartbeat_seconds):
         meet(experiment.mesh)
-        train(experiment, run_dir, rewind_to, compile_cache, process_start(), branch_from, step)
+        train(experiment, run_dir, rewind_to, compile_cache, read_process_start(), branch_from, step)
 
 
 def train(

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import jax
 
 from lm.checkpoint.checkpointer import Checkpointer
-from lm.checkpoint.snapshot import some
+from lm.checkpoint.snapshot import list_last
 from lm.compilation.cache import CompileCache
 from lm.data.batches import Batches
 from lm.errors import Diverged, LmError, Preempted
@@ -158,7 +158,7 @@ class Trainer:
         records, goodput, windows = self.records, self.services.goodput, self.computation.batches.windows
         metrics = jax.device_get(metrics)
         if step == self.start + 1:
-            records.progress.note(f'first step after {goodput.this_start()}')
+            records.progress.note(f'first step after {goodput.describe_start()}')
         losses, targets = metrics.pop('window_loss', None), metrics.pop('window_targets', None)
         by_source = {} if losses is None else windows.by_source(step - 1, losses, targets)
         metrics = {name: value.item() for name, value in metrics.items()}
@@ -237,7 +237,7 @@ class Trainer:
             self.checkpointer.wait()
         if step not in (steps := self.checkpointer.all_steps()):
             raise LmError(
-                f'step {step} could not be saved, the newest complete checkpoint is {some(steps[-1:])}; '
+                f'step {step} could not be saved, the newest complete checkpoint is {list_last(steps[-1:])}; '
                 'make room or repair the storage, then run the same command again'
             )
 

@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm.attention import Attention
-from lm.config.checks import Statement, check_used, used_bindings
-from lm.config.names import classes_of
+from lm.config.checks import Statement, check_used, find_used_bindings
+from lm.config.names import find_field_classes
 from lm.config.read import read
-from lm.config.resolve import resolve, sections_of
+from lm.config.resolve import map_sections, resolve
 from lm.config.text import Reference, dump, format_value
 from lm.errors import ConfigError
 from lm.runs.paths import check_name
@@ -96,13 +96,13 @@ def make_points(
             experiment, calls = resolve(bindings, Experiment)
         except ConfigError as error:
             raise ConfigError(f'{error} (in the point {_describe(chosen)})') from None
-        resolved.append((bindings, calls, experiment, used_bindings(bindings, calls)))
+        resolved.append((bindings, calls, experiment, find_used_bindings(bindings, calls)))
     used_somewhere = set().union(*(used for *_, used in resolved))
 
     found: dict[tuple, tuple[dict[str, Statement], Any]] = {}
     for bindings, calls, experiment, used in resolved:
         kept = {key: s for key, s in bindings.items() if key in used or key not in used_somewhere}
-        check_used(kept, calls, set(sections_of(Experiment).values()))
+        check_used(kept, calls, set(map_sections(Experiment).values()))
         settings = {key: bindings[key] for key in swept if key in used}
         found.setdefault(tuple((key, format_value(s.value)) for key, s in settings.items()), (settings, experiment))
     names = _names(list(swept), [settings for settings, _ in found.values()])
@@ -170,7 +170,7 @@ def _names(keys: list[str], points: list[dict[str, Statement]]) -> list[str]:
         for key, label in labels.items():
             if key in settings:
                 value = settings[key].value
-                is_mechanism = any(issubclass(cls, Attention) for cls in classes_of(key))
+                is_mechanism = any(issubclass(cls, Attention) for cls in find_field_classes(key))
                 parts.append(_plain(value) if is_mechanism else f'{label}-{_plain(value)}')
         name = re.sub('[^A-Za-z0-9._-]+', '-', '_'.join(parts))
         names.append(re.sub(r'\.\.+', '.', name).strip('-._') or 'point')

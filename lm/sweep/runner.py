@@ -51,7 +51,7 @@ class Runner:
         self.slots = list(range(jobs))
         self.gpus_per_job = gpus_per_job
         if gpus_per_job:
-            choose_gpus(max(self.slots), gpus_per_job)  # refuses what is not there
+            _gpus(gpus_per_job, max(self.slots))  # refuses what is not there
         self.retry_failed = retry_failed
         self.allowed = ['--allow_gin_imports'] if allow_imports else []
         self.waiting = [p for p in sweep.points if self._is_due(p)]
@@ -77,7 +77,7 @@ class Runner:
                 self._report()
                 time.sleep(POLL_SECONDS)
         rows = self.sweep.write_results()
-        Console(width=None if sys.stdout.isatty() else 160).print(sweep_file.results_table(rows))
+        Console(width=None if sys.stdout.isatty() else 160).print(sweep_file.make_results_table(rows))
         unfinished = [row for row in rows if row['status'] != 'done']
         if self.signals:
             raise Preempted(
@@ -122,7 +122,7 @@ class Runner:
         command = ['train', '--run_dir', str(self.sweep.root / point.name), '--gin_file', config, *self.allowed]
         environment = dict(os.environ)
         if self.gpus_per_job:
-            environment['CUDA_VISIBLE_DEVICES'] = ','.join(choose_gpus(slot, self.gpus_per_job))
+            environment['CUDA_VISIBLE_DEVICES'] = ','.join(_gpus(self.gpus_per_job, slot))
         process = subprocess.Popen(
             [sys.executable, '-m', 'lm.sweep.child', str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
@@ -205,13 +205,13 @@ class Runner:
         print(f'{time.strftime("%H:%M:%S")}  {text}  ({left} waiting)', flush=True)
 
 
-def choose_gpus(slot: int, gpus_per_job: int) -> list[str]:
-    """Chooses the GPUs of a slot. Raises ConfigError where CUDA_VISIBLE_DEVICES lists too few."""
+def _gpus(count: int, slot: int) -> list[str]:
+    """Returns the `count` GPUs of a slot. Raises ConfigError where there are not so many."""
     listed = os.environ.get('CUDA_VISIBLE_DEVICES')
-    first, after = slot * gpus_per_job, (slot + 1) * gpus_per_job
+    first, after = slot * count, (slot + 1) * count
     visible = listed.split(',') if listed else [str(i) for i in range(after)]
     if len(visible) < after:
-        raise ConfigError(f'--gpus_per_job {gpus_per_job}: CUDA_VISIBLE_DEVICES has only {len(visible)} GPUs')
+        raise ConfigError(f'--gpus_per_job {count}: CUDA_VISIBLE_DEVICES has only {len(visible)} GPUs')
     return visible[first:after]
 
 

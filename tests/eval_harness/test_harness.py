@@ -53,7 +53,7 @@ def test_a_wrong_line_is_named(questions, line):
 
 @pytest.mark.skipif(importlib.util.find_spec('lm_eval') is not None, reason='lm_eval is installed')
 def test_without_the_package_it_says_what_to_install():
-    with pytest.raises(ConfigError, match=r"pip install -e '.\[harness\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'lm-tpu\[harness\]'"):
         evaluate_tasks(None, ['piqa'])
 
 

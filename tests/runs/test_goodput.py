@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from lm import cli
-from lm.runs.goodput import Goodput, describe, parse_ledger, process_start
+from lm.runs.goodput import Goodput, describe, parse_ledger, read_process_start
 from lm.runs.run_dir import RunDir
 
 
@@ -64,11 +64,11 @@ def test_what_a_start_took_is_told_without_the_starts_before():
     ledger = Goodput(before | {'seconds': before['seconds'] | {'compile': 7.0}}, begun=time.time() - 3)
     with ledger.spent('compile'):
         time.sleep(0.2)
-    assert ledger.this_start() == '3.2s: imports 3.0s, compile 0.2s'
+    assert ledger.describe_start() == '3.2s: imports 3.0s, compile 0.2s'
 
 
 def test_a_process_knows_when_it_began():
-    assert 0 <= time.time() - process_start() < 24 * 3600
+    assert 0 <= time.time() - read_process_start() < 24 * 3600
 
 
 def test_a_run_that_is_killed_and_stopped_accounts_for_its_wall_clock(tiny_flags, tmp_path):

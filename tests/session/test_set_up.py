@@ -82,7 +82,7 @@ def test_a_rewind_is_made_once(until, monkeypatch, capsys, rewind_to, is_rewound
     monkeypatch.setattr(RunDir, 'lock', lambda run: contextlib.nullcontext())
     monkeypatch.setattr(RunDir, 'is_rewound', lambda run, step, text: questions.append(step) or is_rewound)
     monkeypatch.setattr(RunDir, 'check_unchanged', lambda run, text, rewound: checked.append(rewound))
-    monkeypatch.setattr(start, 'branch_of', lambda *_: None)
+    monkeypatch.setattr(start, 'find_branch', lambda *_: None)
     made = []
     monkeypatch.setattr(train_module, 'Checkpointer', lambda *given: made.append(given) or Saved(*given))
     until(train_module, 'restore_or_init', rewind_to=rewind_to)
@@ -200,7 +200,7 @@ def test_a_job_is_joined_before_it_trains(monkeypatch):
     seen = []
     monkeypatch.setattr(train_module, 'initialize_distributed', lambda *arguments, meets: seen.append(arguments))
     monkeypatch.setattr(train_module, 'train', lambda *arguments: seen.append(arguments))
-    monkeypatch.setattr(train_module, 'process_start', lambda: 3000.0)
+    monkeypatch.setattr(train_module, 'read_process_start', lambda: 3000.0)
     job = JobAddress('host:1', None, 0)
     train_in_job(EXPERIMENT, 'RUN', job, rewind_to=5, compile_cache='none', branch_from='OTHER', step=7)
     train_in_job(EXPERIMENT, 'RUN', job)  # as `lm sweep` calls it

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,8 @@ def splash_call(dims: HeadDims, length: int) -> KernelCall:
     block, _, key_block = splash.blocks(length, dims.head_dim * x.dtype.itemsize)
     tokens = length / sum(start // key_block + 1 for start in range(0, length, block))
     kernels = [('forward', 'splash_mha_fwd'), ('backward', 'splash_mha_dkv')]
-    if not splash.is_fused(jax.ShapeDtypeStruct((1, dims.n_heads, length, dims.head_dim), x.dtype), key_block):
+    by_head: Any = jax.ShapeDtypeStruct((1, dims.n_heads, length, dims.head_dim), x.dtype)
+    if not splash.is_fused(by_head, key_block):
         kernels.append(('backward', 'splash_mha_dq'))
     function = functools.partial(softmax_attention, implementation='splash')
     return KernelCall(function, (x, x, x), dict.fromkeys(kernels, tokens), skips=True)

@@ -261,7 +261,7 @@ def assemble(
         published = config.require_source().published_words(name, split['documents'])
         if published is not None:
             split['published_words'] = published
-        splits[name] = split | {'sha256': store.split_digest(digest, ends)}
+        splits[name] = split | {'sha256': store.digest_split(digest, ends)}
     store.write_file(path, tokenizer.file_name, tokenizer.model)
     store.write_file(path, 'bad_records.jsonl', ''.join(json.dumps(record) + '\n' for record in bad).encode())
     info = {
