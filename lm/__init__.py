@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names of `PUBLIC`, for type checkers and editors
     from lm.attention import mechanisms as mechanisms
-    from lm.checkpoint.checkpointer import CheckpointConfig as CheckpointConfig
+    from lm.checkpoint.config import CheckpointConfig as CheckpointConfig
     from lm.config.text import dump as dump
     from lm.data.dataset import DataConfig as DataConfig
     from lm.data.prepare.config import PrepareConfig as PrepareConfig
     from lm.data.prepare.stages import prepare as prepare
     from lm.evaluation.config import EvaluateConfig as EvaluateConfig
     from lm.experiment import Experiment as Experiment
-    from lm.experiment import LoadedRun as LoadedRun
     from lm.experiment import load as _configure
-    from lm.experiment import open_run as _load
-    from lm.experiment import validate as validate
     from lm.inference.evaluation import evaluate as evaluate
     from lm.inference.generation import generate as generate
+    from lm.inference.loaded_run import LoadedRun as LoadedRun
+    from lm.inference.loaded_run import open_run as _load
     from lm.model import ModelConfig as ModelConfig
+    from lm.plan import validate as validate
     from lm.session.train import train as train
     from lm.training.config import TrainConfig as TrainConfig
     from lm.training.mesh import MeshConfig as MeshConfig
