@@ -12,13 +12,36 @@ What `PUBLIC` names is imported when it is first used, so that `import lm` and `
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the names of `PUBLIC`, for type checkers and editors
+    from lm.attention import mechanisms as mechanisms
+    from lm.checkpoint.checkpointer import CheckpointConfig as CheckpointConfig
+    from lm.config.text import dump as dump
+    from lm.data.dataset import DataConfig as DataConfig
+    from lm.data.prepare.config import PrepareConfig as PrepareConfig
+    from lm.data.prepare.stages import prepare as prepare
+    from lm.evaluation.config import EvaluateConfig as EvaluateConfig
+    from lm.experiment import Experiment as Experiment
+    from lm.experiment import LoadedRun as LoadedRun
+    from lm.experiment import load as _configure
+    from lm.experiment import open_run as _load
+    from lm.experiment import validate as validate
+    from lm.inference.evaluation import evaluate as evaluate
+    from lm.inference.generation import generate as generate
+    from lm.model import ModelConfig as ModelConfig
+    from lm.session.train import train as train
+    from lm.training.config import TrainConfig as TrainConfig
+    from lm.training.mesh import MeshConfig as MeshConfig
+    from lm.training.optimizer import OptimizerConfig as OptimizerConfig
+
+    configure, load = _configure, _load  # an import under another name is private
 
 __version__ = '1.0.0'
 """Its only place: `pyproject.toml` reads it from here, without importing the module."""
 
 PUBLIC = {
-    'CheckpointConfig': 'lm.checkpoint.checkpointer:CheckpointConfig',
+    'CheckpointConfig': 'lm.checkpoint.config:CheckpointConfig',
     'DataConfig': 'lm.data.dataset:DataConfig',
     'EvaluateConfig': 'lm.evaluation.config:EvaluateConfig',
     'Experiment': 'lm.experiment:Experiment',
@@ -30,8 +53,8 @@ PUBLIC = {
     'TrainConfig': 'lm.training.config:TrainConfig',
     'configure': 'lm.experiment:load',
     'dump': 'lm.config.text:dump',
-    'evaluate': 'lm.evaluation.command:evaluate',
-    'generate': 'lm.generation:generate',
+    'evaluate': 'lm.inference.evaluation:evaluate',
+    'generate': 'lm.inference.generation:generate',
     'load': 'lm.experiment:open_run',
     'mechanisms': 'lm.attention:mechanisms',
     'prepare': 'lm.data.prepare.stages:prepare',
@@ -41,11 +64,13 @@ PUBLIC = {
 """What `import lm` offers → 'module:name' of where it is made."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in PUBLIC:
-        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    module, _, attribute = PUBLIC[name].partition(':')
-    return getattr(importlib.import_module(module), attribute)
+if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in PUBLIC:
+            raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+        module, _, attribute = PUBLIC[name].partition(':')
+        return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

@@ -15,9 +15,10 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.config import CheckpointConfig
 from lm.config import load as gin
-from lm.config.configurable import check_kind
+from lm.config.configurable import REGISTRY, check_kind
 from lm.config.text import dump
 from lm.data.dataset import DataConfig, Store
 from lm.data.prepare.config import PrepareConfig
@@ -28,8 +29,9 @@ from lm.evaluation.evaluator import check_evaluation
 from lm.evaluation.scoring import Scorer, Scores
 from lm.evaluation.sets import open_sets
 from lm.model import ModelConfig, Transformer
+from lm.runs.config_diff import compare_texts
 from lm.runs.initial import InitialParameters
-from lm.runs.run_dir import RunDir, config_differences
+from lm.runs.run_dir import RunDir
 from lm.training.config import TrainConfig
 from lm.training.inputs import check_vocabulary, make_windows, unpacking
 from lm.training.mesh import MeshConfig, make_mesh
@@ -63,6 +65,11 @@ class Experiment:
         for section in dataclasses.fields(self):
             given = getattr(self, section.name)
             check_kind(section.name, given, section.type, f'such as lm.{section.type.__name__}() is')
+
+
+def load_registry() -> dict[str, type]:
+    """Returns everything that a gin file can name: gin name → class. To import this module is to register all of it."""
+    return REGISTRY
 
 
 def load(
@@ -183,7 +190,7 @@ class LoadedRun:
     @property
     def changes(self) -> dict[str, str | None]:
         """Binding → gin text, where the weights are run otherwise than the run's config.gin says; not the devices."""
-        differences = config_differences(self.directory.config.read_text(), dump(self.experiment))
+        differences = compare_texts(self.directory.config.read_text(), dump(self.experiment))
         return {name: new for name, _, new in differences if not name.startswith('mesh.')}
 
     @functools.cached_property

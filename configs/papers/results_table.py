@@ -8,9 +8,10 @@ A Markdown row stands for all points that differ in the seed alone, the best fir
 """
 
 import collections
-import pathlib
 import statistics
 import sys
+
+from etils import epath
 
 from lm.errors import LmError
 from lm.runs.sweep_file import read_rows
@@ -20,7 +21,7 @@ COLUMNS = {'perplexity': '.2f', 'bits_per_byte': '.4f', 'accuracy': '.4f', 'toke
 
 
 def table(points: list[dict]) -> str:
-    """Markdown from the points of sweep.json; rows without a finished run say how many are missing."""
+    """Returns Markdown from the points of sweep.json; rows without a finished run say how many are missing."""
     groups = collections.defaultdict(list)
     for point in points:
         settings = {k: v for k, v in point['settings'].items() if k != 'train.seed'}
@@ -43,8 +44,8 @@ def table(points: list[dict]) -> str:
 if __name__ == '__main__':
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    found = pathlib.Path(sys.argv[1]) / 'sweep.json'
-    if not found.is_file():
+    found = epath.Path(sys.argv[1]) / 'sweep.json'
+    if not found.exists():
         sys.exit(f'{found}: no such file; name the folder of a sweep')
     try:
         print(table(read_rows(found.parent)))

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from lm.attention.base import Attention, AttentionModule, HeadDims
 from lm.ops.documents import forgetting
@@ -22,6 +23,10 @@ PARAMETERS = ('q_parameters', 'k_parameters')
 
 class LinearAttention(Attention):
     """A configuration whose module is a `LinearModule`."""
+
+    @abc.abstractmethod
+    def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'LinearModule':
+        """Returns the module of one layer."""
 
     def why_whole(self, causal: bool) -> str | None:
         if causal and self.causal:

@@ -2,7 +2,8 @@
 
     φ(x) = Σ_r Π_j x Θ_{j,r}        j = 1…p factors, r = 1…t ranks (t = 1 in the paper), Θ_{j,r} of shape [D, M]
 
-with separate Θ for queries and keys, approximates (q·k)^p. `lm.attention.maps.fit` fits them to samples of either.
+with separate Θ for queries and keys, approximates (q·k)^p. `configs/papers/llops/table_3_sketches` fits Θ to samples
+of either.
 """
 
 import dataclasses

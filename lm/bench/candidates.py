@@ -11,11 +11,13 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from lm.attention import DEFAULT, mechanisms
-from lm.config.checks import Statement, check_used, did_you_mean, used_bindings
+from lm.config.checks import Statement, check_used, did_you_mean, find_used_bindings
 from lm.config.read import read
-from lm.config.resolve import resolve, sections_of
-from lm.config.text import Reference, listed
+from lm.config.resolve import map_sections, resolve
+from lm.config.text import Reference, join_names
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 
@@ -84,11 +86,11 @@ def candidates(
         experiment, calls = resolve(bindings, Experiment)
         label = pathlib.Path(name).stem if name.endswith('.gin') else name or _label(experiment)
         resolved.append((Candidate(label, experiment, formulation), bindings, calls))
-    used_somewhere = set().union(*(used_bindings(bindings, calls) for _, bindings, calls in resolved))
+    used_somewhere = set().union(*(find_used_bindings(bindings, calls) for _, bindings, calls in resolved))
     for _, bindings, calls in resolved:
-        used = used_bindings(bindings, calls)
+        used = find_used_bindings(bindings, calls)
         kept = {key: s for key, s in bindings.items() if key in used or key not in used_somewhere}
-        check_used(kept, calls, set(sections_of(Experiment).values()))
+        check_used(kept, calls, set(map_sections(Experiment).values()))
     if is_default:  # the baseline itself may be configured
         resolved = list({entry[0].name: entry for entry in resolved}.values())
     labels = [candidate.name for candidate, *_ in resolved]
@@ -111,10 +113,32 @@ def of_arguments(arguments: Any, **options: Any) -> list[Candidate]:
     return candidates(arguments.mechanisms, arguments.gin_file, arguments.gin_param, **allow, **options)
 
 
+def at_context(experiment: Experiment, context: int, tokens: int, limit: int, devices: int | None = None) -> Experiment:
+    """The experiment with another context length, and microbatches of at most `limit` tokens a device; `devices`: how
+    many there are, if not those of JAX.
+
+    Raises ConfigError where the tokens of a step are no multiple of the context, or the devices cannot share them.
+    """
+    sequence, devices = experiment.mesh.sequence, devices or jax.device_count()
+    experiment.mesh.check_divides(devices)
+    if tokens % context:
+        raise ConfigError(f'--tokens_per_step {tokens}: must be a multiple of every context; {context} does not divide')
+    groups = devices // sequence
+    rows = max(1, tokens // context // groups)
+    fits = limit * sequence // context
+    together = max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n <= fits))
+    train = dataclasses.replace(
+        experiment.train, context_length=context, tokens_per_step=tokens, microbatches=rows // together
+    )
+    train.check_divides(groups)
+    train.check_parts(sequence)
+    return dataclasses.replace(experiment, train=train)
+
+
 def _check_known(mechanism: str, formulations: dict[str, str]) -> None:
     known = sorted([*mechanisms(), *formulations])
     if mechanism not in known:
-        hint = did_you_mean(mechanism, known) or f'; there are {listed(known, 30)}, and files that end in .gin'
+        hint = did_you_mean(mechanism, known) or f'; there are {join_names(known, 30)}, and files that end in .gin'
         raise ConfigError(f'--mechanisms {mechanism}: no such mechanism{hint}')
 
 

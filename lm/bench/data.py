@@ -238,7 +238,7 @@ def write_store(path: str, tokens: int, vocab_size: int = 32_000) -> None:
     info = {
         'source': {'kind': 'random'},
         'dtype': 'uint16',
-        'splits': {'train': split | {'sha256': store.split_digest(digest, ends)}},
+        'splits': {'train': split | {'sha256': store.digest_split(digest, ends)}},
         'tokenizer': {'sha256': '', 'vocab_size': vocab_size, 'eod_id': 1},
     }
     store.write_info(path, info)

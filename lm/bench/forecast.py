@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from lm.bench import results
-from lm.bench.candidates import BASELINE, Candidate, of_models
-from lm.bench.step import at_context
+from lm.bench.candidates import BASELINE, Candidate, at_context, of_models
 from lm.compilation.compiler import CompiledProgram
 from lm.cost_model.kernel_cycles import KernelCycles
 from lm.cost_model.program import HloProgram

@@ -7,7 +7,6 @@ attention the same count reproduces the published forward time within 5 % and is
 `kernels` starts a process of its own: libtpu reads its flags once, when it is loaded.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -135,7 +134,7 @@ def total(rows: list[KernelRow]) -> dict[tuple[str, str], float]:
     return result
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Any) -> int:
     """`lm bench kernels`: a table with a heading, and JSON that says with which versions it was made."""
     from lm.bench import results
 

@@ -74,7 +74,7 @@ COLUMNS = {
 def run(arguments: Any) -> int:
     """The command; 1 where something is wrong."""
     results.check_writable(arguments.json, None)
-    initialize_distributed(MeshConfig(), arguments.coordinator_address, arguments.process_count, arguments.process_id)
+    initialize_distributed(MeshConfig(), arguments.job)
     is_cpu = jax.default_backend() == 'cpu'
     found = of_models(arguments, is_cpu)
     printer, machine = results.Printer(), results.machine()

@@ -2,7 +2,6 @@
 Table 4 and Figure 4): the step of `lm train`, with its shardings and donated state, on random tokens."""
 
 import dataclasses
-import importlib
 import pathlib
 import statistics
 import time
@@ -13,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from lm.bench import results, timing
-from lm.bench.candidates import BASELINE, Candidate, of_models
+from lm.bench.candidates import BASELINE, Candidate, at_context, of_models
 from lm.data.tokenizers import token_dtype
-from lm.errors import ConfigError
 from lm.experiment import Experiment, training_step
 from lm.hardware import peak_flops
 from lm.text import counted, digits
@@ -121,11 +119,8 @@ class TimedStep:
 
 def run(arguments: Any) -> int:
     """The command."""
-    if arguments.topology:
-        return importlib.import_module('lm.bench.forecast').run(arguments)
     results.check_writable(arguments.json, arguments.out)
-    distributed = arguments.coordinator_address, arguments.process_count, arguments.process_id
-    initialize_distributed(MeshConfig(), *distributed)
+    initialize_distributed(MeshConfig(), arguments.job)
     is_cpu = jax.default_backend() == 'cpu'
     found = of_models(arguments, is_cpu)
     contexts = sorted(set(arguments.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
@@ -184,28 +179,6 @@ def measure(
     calls: dict[tuple[str, int], Callable] = {k: p for k, p in programs.items() if p.compiled is not None}
     times = timing.in_turns(calls, repeats)
     return [_row(name, program, times.get((name, context)), steps) for (name, context), program in programs.items()]
-
-
-def at_context(experiment: Experiment, context: int, tokens: int, limit: int, devices: int | None = None) -> Experiment:
-    """The experiment with another context length, and microbatches of at most `limit` tokens a device; `devices`: how
-    many there are, if not those of JAX.
-
-    Raises ConfigError where the tokens of a step are no multiple of the context, or the devices cannot share them.
-    """
-    sequence, devices = experiment.mesh.sequence, devices or jax.device_count()
-    experiment.mesh.check_divides(devices)
-    if tokens % context:
-        raise ConfigError(f'--tokens_per_step {tokens}: must be a multiple of every context; {context} does not divide')
-    groups = devices // sequence
-    rows = max(1, tokens // context // groups)
-    fits = limit * sequence // context
-    together = max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n <= fits))
-    train = dataclasses.replace(
-        experiment.train, context_length=context, tokens_per_step=tokens, microbatches=rows // together
-    )
-    train.check_divides(groups)
-    train.check_parts(sequence)
-    return dataclasses.replace(experiment, train=train)
 
 
 def _row(name: str, program: TimedStep, times: timing.Times | None, steps: int) -> StepRow:

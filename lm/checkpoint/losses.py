@@ -30,7 +30,7 @@ class Losses:
     def forget(self, step: int) -> None:
         self._found.pop(step, None)
 
-    def noted(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    def add_measure(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """What a record says of an evaluation: its metrics, and of a loss the measure."""
         return {**metrics, 'measure': self.measure} if self.measure and 'loss' in metrics else dict(metrics)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from lm.checkpoint.snapshot import one_line
+from lm.checkpoint.snapshot import describe_error
 
 POLL_SECONDS = 0.02
 """How often process 0 counts who has come; it asks itself."""
@@ -68,7 +68,7 @@ class Together:
         """
         error = sys.exc_info()[1]
         if error is not None:
-            self.client.key_value_set(f'{self._root}/failed/{self.index}', one_line(error), allow_overwrite=True)
+            self.client.key_value_set(f'{self._root}/failed/{self.index}', describe_error(error), allow_overwrite=True)
         self._visits[key] += 1
         place = f'{self._root}/{key}.{self._visits[key]}'
         self.client.key_value_set(f'{place}/at/{self.index}', '')

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
@@ -38,6 +38,26 @@ READ_SHARE, READ_AT_LEAST = 1 / 16, 2**24
 decoded, and on its way to the devices at once. Bounds the host memory that a restore takes on top of the devices'."""
 DAMAGED, FAILED = 1, 1000
 """What the processes tell one another: that the step is damaged, or this and the exit code of another failure."""
+
+
+class Leaf(TypedDict):
+    """An array of a checkpoint."""
+
+    dtype: str  #: type of its numbers
+    shape: list[int]  #: its shape
+    checksum: int  #: checksum of its bytes
+
+
+class CheckpointRecord(TypedDict):
+    """What a checkpoint says about itself."""
+
+    format: int  #: version of this format
+    step: int  #: steps that are done
+    leaves: dict[str, Leaf]  #: name → array
+    fingerprints: dict[str, str]  #: `data` and `tokenizer` of the run
+    metrics: dict[str, float | str]  #: `loss` of an evaluation at this step, if there was one
+    metadata: dict[str, Any]  #: the configuration as gin text, training time, and the batches that were left out
+    sha256: str  #: SHA-256 of this record without this key
 
 
 class Damaged(Exception):
@@ -66,7 +86,7 @@ class Snapshot:
             record = json.loads(self._content(path))
             digest = record.pop('sha256')
         except (*GONE, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise Damaged(f'{path} cannot be read ({one_line(error)})') from None
+            raise Damaged(f'{path} cannot be read ({describe_error(error)})') from None
         if digest != _sha256(record) or record['step'] != self.step:
             raise Damaged(f'{path} does not match its SHA-256 or the step')
         if record['format'] != FORMAT:
@@ -108,14 +128,14 @@ class Snapshot:
             except Exception as error:
                 if not is_damage(error):
                     raise _out_of_reach(f'{name} in {self.path / "state"}', error) from error
-                raise Damaged(f'{name} in {self.path / "state"} cannot be read ({one_line(error)})') from None
+                raise Damaged(f'{name} in {self.path / "state"} cannot be read ({describe_error(error)})') from None
 
         with _Agreement(self.step), ThreadPoolExecutor(PARALLEL_ARRAYS) as pool:
             arrays = dict(zip(abstract, pool.map(read_one, abstract), strict=True))
         give_back_memory()
         wrong = [name for name, c in checksums(arrays).items() if c != record['leaves'][name]['checksum']]
         if wrong:
-            raise Damaged(f'{self.path / "state"}: the checksum of {some(wrong)} does not match')
+            raise Damaged(f'{self.path / "state"}: the checksum of {list_last(wrong)} does not match')
         return arrays
 
     def add_metrics(self, metrics: Mapping[str, float | str]) -> None:
@@ -202,16 +222,16 @@ def make_record(
     return record | {'sha256': _sha256(record)}
 
 
-def steps_in(directory: epath.Path) -> list[int]:
+def find_steps(directory: epath.Path) -> list[int]:
     """The steps that have a folder in `directory`, complete or not, ascending."""
     if not directory.exists():
         return []
     return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and str(int(p.name)) == p.name)
 
 
-def committed_steps(directory: epath.Path) -> list[int]:
-    """Those of `steps_in` that are complete; they may still turn out to be damaged."""
-    return [step for step in steps_in(directory) if Snapshot(directory, step).is_committed()]
+def find_committed_steps(directory: epath.Path) -> list[int]:
+    """Those of `find_steps` that are complete; they may still turn out to be damaged."""
+    return [step for step in find_steps(directory) if Snapshot(directory, step).is_committed()]
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -274,17 +294,17 @@ class _Agreement:
 
 def _out_of_reach(what: Any, error: Exception) -> LmError:
     return LmError(
-        f'checkpoint: {what} could not be read ({one_line(error)}), which is no damage: nothing is set aside; '
+        f'checkpoint: {what} could not be read ({describe_error(error)}), which is no damage: nothing is set aside; '
         'remove the cause, then run the same command again'
     )
 
 
-def some(items: list) -> str:
+def list_last(items: list) -> str:
     """The last few items for a message."""
     return ('… ' if len(items) > 4 else '') + ', '.join(map(str, items[-4:])) if items else 'none'
 
 
-def one_line(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The kind and text of an exception; of a long chain of causes, the first, and what the system said or the last."""
     text = ' '.join(str(error).split())
     if len(text) > 400:

@@ -17,7 +17,7 @@ class Writer(ocp.CheckpointManager):
 
     Args:
         directory: local path, or an address gs://… or s3://….
-        keep_last, keep_every, keep_best: which steps stay (`lm.checkpoint.checkpointer.CheckpointConfig`).
+        keep_last, keep_every, keep_best: which steps stay (`lm.checkpoint.config.CheckpointConfig`).
         losses: for `keep_best`; what the caller changes in it later counts.
     """
 

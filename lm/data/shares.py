@@ -27,7 +27,7 @@ class Shares:
     """
 
     def __init__(self, weights: Sequence[float]):
-        self.counts = np.array(whole_numbers(weights), np.int64)
+        self.counts = np.array(to_whole_numbers(weights), np.int64)
         self.period = int(self.counts.sum())
         self._source = _places(self.counts.tolist())
         self._rank = np.empty(self.period, np.int64)
@@ -46,7 +46,7 @@ class Shares:
         return periods * self.counts + np.bincount(self._source[:rest], minlength=len(self.counts))
 
 
-def whole_numbers(weights: Sequence[float]) -> list[int]:
+def to_whole_numbers(weights: Sequence[float]) -> list[int]:
     """The smallest whole numbers in the proportion of `weights`, which count as the decimals that they are written as;
     where their sum would exceed MAX_PERIOD, the nearest whole numbers with that sum, each at least 1."""
     exact = [fractions.Fraction(str(weight)) for weight in weights]

@@ -11,7 +11,7 @@ from lm_eval.api.model import TemplateLM
 
 from lm.errors import ConfigError
 from lm.experiment import LoadedRun
-from lm.generation import generate
+from lm.inference.generation import generate
 
 MAX_TOKENS = 256
 """New tokens of an answer where a task does not say."""
@@ -40,7 +40,7 @@ class RunModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         return self.run.tokenizer.encode(string).tolist()
 
-    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple]:
+    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **options: Any) -> list[tuple]:
         """(log-likelihood, whether it is what greedy decoding writes) of each continuation. A context that is too long
         loses its beginning."""
         rows, length = [], self.max_length

@@ -12,15 +12,17 @@ from typing import Any
 import jax
 
 from lm.checkpoint.checkpointer import Checkpointer
-from lm.checkpoint.snapshot import some
+from lm.checkpoint.snapshot import list_last
 from lm.config.text import dump
 from lm.errors import AbsentError, ConfigError, MismatchError, writing
 from lm.files import write_atomically
 from lm.runs.base import check_start
+from lm.runs.config_diff import compare_texts
 from lm.runs.info import check_not_imported, read_raw
 from lm.runs.metrics_file import read_lines
-from lm.runs.process_zero import on_leader
-from lm.runs.run_dir import RunDir, config_differences, read_text
+from lm.runs.paths import read_text
+from lm.runs.process_zero import run_on_process_zero
+from lm.runs.run_dir import RunDir
 
 FIXED = ('train.tokens_per_step', 'train.context_length', 'train.seed')
 """What a step means in the data: under other values the branch would go on elsewhere in it."""
@@ -37,7 +39,7 @@ class Branch:
     def check(self, experiment: Any) -> None:
         """Raises AbsentError, MismatchError or ConfigError where `experiment` cannot go on from there. What only the
         arrays tell, `lm.checkpoint.checkpointer.Checkpointer.restore` refuses."""
-        on_leader(lambda: self._check(experiment))
+        run_on_process_zero(lambda: self._check(experiment))
 
     def checkpointer(self, fingerprints: Mapping[str, str]) -> Checkpointer:
         """Of the parent. Its data may be other ones than those of `fingerprints`, its tokenizer may not."""
@@ -46,7 +48,7 @@ class Branch:
 
     def record(self, experiment: Any) -> dict[str, Any]:
         """For run.json."""
-        changed = config_differences(self._config(), dump(experiment))
+        changed = compare_texts(self._config(), dump(experiment))
         return {'from': str(self.parent.path), 'step': self.step, 'changed': [list(change) for change in changed]}
 
     def copy_metrics(self) -> None:
@@ -67,7 +69,7 @@ class Branch:
             known = checkpointer.all_steps()
         if self.step not in known:
             raise AbsentError(
-                f'--branch_from {self.parent.path} --step {self.step}: it has checkpoints of {some(known)}; '
+                f'--branch_from {self.parent.path} --step {self.step}: it has checkpoints of {list_last(known)}; '
                 'choose one of these'
             )
         if self.step >= experiment.train.steps:
@@ -75,7 +77,7 @@ class Branch:
                 f'--step {self.step}: train.steps = {experiment.train.steps} leaves nothing to train; '
                 'set train.steps higher'
             )
-        for name, old, new in config_differences(self._config(), dump(experiment)):
+        for name, old, new in compare_texts(self._config(), dump(experiment)):
             if name in FIXED:
                 raise MismatchError(
                     f'--branch_from {self.parent.path}: {name} was {old}, now {new}, so that step {self.step} would '
@@ -90,7 +92,7 @@ class Branch:
         return text or read_text(self.parent.config)
 
 
-def branch_of(run: RunDir, parent: str | None, step: int | None, rewind_to: int | None = None) -> Branch | None:
+def find_branch(run: RunDir, parent: str | None, step: int | None, rewind_to: int | None = None) -> Branch | None:
     """The branch as which `run` is to start: the one that is asked for, or the one that run.json records. None for
     what is no branch, or has checkpoints of its own to go on from.
 

@@ -8,7 +8,8 @@ from typing import Any
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import flatten
 from lm.errors import AbsentError, MismatchError
-from lm.runs.run_dir import RunDir, bindings
+from lm.runs.config_diff import parse_bindings
+from lm.runs.run_dir import RunDir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ class InitialParameters:
         names = flatten(taken)
         left = [name.removeprefix('params.') for name in flatten(weights) if name not in names]
         line = f'{len(names)} of {len(names) + len(left)} arrays taken from {self.run_dir} at step {step}'
-        return merged(weights, taken), f'{line}; these not: {", ".join(left)}' if left else line
+        return merge_weights(weights, taken), f'{line}; these not: {", ".join(left)}' if left else line
 
     def _open(self) -> Checkpointer:
         return Checkpointer(RunDir(self.run_dir).checkpoints)
@@ -67,7 +68,7 @@ class InitialParameters:
         record = other.read_record(step)
         ours, theirs = self.fingerprints.get('tokenizer'), record['fingerprints'].get('tokenizer')
         if ours and theirs and ours != theirs:
-            path = bindings(record['metadata'].get('config') or '').get('data.path', 'unknown data')
+            path = parse_bindings(record['metadata'].get('config') or '').get('data.path', 'unknown data')
             raise MismatchError(
                 f'{self._setting}: its tokenizer, of {path}, is {theirs[:12]}…, that of {self.data} is {ours[:12]}…, '
                 'and the same number means another piece; take data with the tokenizer of that run '
@@ -105,10 +106,10 @@ def _alike(tree: dict, saved: Mapping[str, dict], prefix: str) -> dict:
     return kept
 
 
-def merged(old: dict, new: dict) -> dict:
+def merge_weights(old: dict, new: dict) -> dict:
     """The nested dict `old` with the leaves that `new` has in their places."""
     return {
-        name: (merged(value, new[name]) if isinstance(value, dict) else new[name]) if name in new else value
+        name: (merge_weights(value, new[name]) if isinstance(value, dict) else new[name]) if name in new else value
         for name, value in old.items()
     }
 

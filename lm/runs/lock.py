@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import tensorstore as ts
@@ -30,7 +30,7 @@ from etils import epath
 
 from lm.errors import ConfigError, LmError, last_act
 from lm.files import folder_spec, is_remote, reaching
-from lm.runs.process_zero import check_all, on_leader, told_by_leader
+from lm.runs.process_zero import broadcast_text, check_all, run_on_process_zero
 
 NAME = 'lock.json'
 HEARTBEAT = 10.0
@@ -41,6 +41,20 @@ SEES = 30.0
 """Seconds that a shared disk may take to show one host what another has written."""
 
 log = logging.getLogger(__name__)
+
+
+class LockOwner(TypedDict):
+    """The process that trains in a run directory."""
+
+    host: str  #: name of its machine
+    pid: int  #: number of its process
+    pid_started: str | None  #: start of the process, in ticks since the boot
+    pid_namespace: str  #: namespace of the process numbers
+    boot: str  #: identity of the boot of the machine
+    since: str  #: when it took the lock, ISO 8601
+    uuid: str  #: identity of this lock
+    inode: int | None  #: inode of the run directory, which a copy does not share
+    renewed: float  #: last sign of life, in seconds since the epoch
 
 
 class OccupiedError(ConfigError):
@@ -76,12 +90,12 @@ class RunLock:
         self._ending = last_act(self._release)
 
     def __enter__(self) -> 'RunLock':
-        on_leader(self._take)
+        run_on_process_zero(self._take)
         if self._generation is not None:
             self._heart.start()
             self._ending.__enter__()
         try:
-            check_all(self._why_not_seen(told_by_leader(self._owner['uuid'])))
+            check_all(self._why_not_seen(broadcast_text(self._owner['uuid'])))
         except BaseException:
             self.__exit__()
             raise

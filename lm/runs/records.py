@@ -15,13 +15,17 @@ from typing import Any
 
 from etils import epath
 
+from lm.attention import mechanisms
 from lm.checkpoint.snapshot import Snapshot
+from lm.config.text import format_value
 from lm.errors import ConfigError
 from lm.files import is_remote, open_path
-from lm.runs.goodput import checked
+from lm.runs.config_diff import parse_bindings
+from lm.runs.goodput import parse_ledger
 from lm.runs.info import read_info
 from lm.runs.metrics_file import read_lines
-from lm.runs.run_dir import RunDir, bindings, read_text
+from lm.runs.paths import read_text
+from lm.runs.run_dir import RunDir
 
 OWN_BINDINGS = {'model.attention', 'train.steps', 'train.context_length'}
 """Of every config.gin that `lm train` writes."""
@@ -55,7 +59,7 @@ class Run:
         directory = RunDir(path)
         if not is_run(directory.path):
             raise ConfigError(f'{path}: holds no config.gin, so it is not a run of lm train')
-        config = bindings(read_text(directory.config))
+        config = parse_bindings(read_text(directory.config))
         if not config.keys() >= OWN_BINDINGS:
             raise ConfigError(f'{path}: its config.gin is not one of lm train; name a run directory')
         records = read_jsonl(directory.path / 'metrics.jsonl')
@@ -134,7 +138,7 @@ class Run:
     @property
     def goodput(self) -> dict[str, Any] | None:
         """The ledger of its wall clock (`lm.runs.goodput`)."""
-        return checked(self.info.get('goodput'))
+        return parse_ledger(self.info.get('goodput'))
 
     @property
     def last_evaluation(self) -> dict[str, Any] | None:
@@ -253,14 +257,10 @@ def _finite(value: Any) -> Any:
 @functools.cache
 def _defaults(name: str) -> dict[str, str]:
     """Field → gin text of its default, of a registered mechanism."""
-    import lm.attention  # noqa: F401 (fills the registry)
-    from lm.config.configurable import REGISTRY
-    from lm.config.text import format_value
-
-    if name not in REGISTRY:
+    if (mechanism := mechanisms().get(name)) is None:
         return {}
     defaults = {}
-    for f in dataclasses.fields(REGISTRY[name]):
+    for f in dataclasses.fields(mechanism):
         try:
             defaults[f.name] = format_value(f.default)
         except ConfigError:  # no default, or a configurable

@@ -10,7 +10,6 @@ step, so that an interrupted run leaves the files of an uninterrupted one.
 
 import contextlib
 import time
-from typing import Any
 
 import jax
 
@@ -20,15 +19,15 @@ from lm.config.text import dump
 from lm.evaluation.evaluator import make_evaluator
 from lm.experiment import Experiment, check_experiment, training_step
 from lm.hardware import peak_flops
-from lm.runs.branch import branch_of
-from lm.runs.goodput import Goodput, process_start
+from lm.runs.branch import find_branch
+from lm.runs.goodput import Goodput, read_process_start
 from lm.runs.initial import InitialParameters
 from lm.runs.process_zero import check_same
 from lm.runs.run_dir import RunDir
 from lm.session.trainer import Trainer
 from lm.training.heartbeat import Peers
 from lm.training.inputs import make_batches, open_store
-from lm.training.mesh import describe_mesh, initialize_distributed, make_mesh, meet
+from lm.training.mesh import JobAddress, describe_mesh, initialize_distributed, make_mesh, meet
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
 from lm.training.program import abstract_state, compile_step_aside, init_state, shardings_of
@@ -37,15 +36,21 @@ from lm.training.step import State, weights
 from lm.training.watchdog import Watchdog
 
 
-def main(experiment: Experiment, arguments: Any) -> int:
-    """The `lm train` command."""
-    job = arguments.coordinator_address, arguments.process_count, arguments.process_id
-    initialize_distributed(experiment.mesh, *job, meets=False)
+def train_in_job(
+    experiment: Experiment,
+    run_dir: str,
+    job: JobAddress,
+    *,
+    rewind_to: int | None = None,
+    compile_cache: str | None = None,
+    branch_from: str | None = None,
+    step: int | None = None,
+) -> None:
+    """Joins the processes of the job, watches over them, and calls `train` with the same arguments."""
+    initialize_distributed(experiment.mesh, job, meets=False)
     with Peers(experiment.mesh.heartbeat_seconds):
         meet(experiment.mesh)
-        flags = {name: getattr(arguments, name, None) for name in ('rewind_to', 'compile_cache', 'branch_from', 'step')}
-        train(experiment, arguments.run_dir, **flags, begun=process_start())
-    return 0
+        train(experiment, run_dir, rewind_to, compile_cache, read_process_start(), branch_from, step)
 
 
 def train(
@@ -106,7 +111,7 @@ def set_up(
     rewinds = rewind_to is not None and not run.is_rewound(rewind_to, experiment)
     if is_leader and rewind_to is not None and not rewinds:
         print(f'--rewind_to {rewind_to}: done before by this configuration; going on from the newest', flush=True)
-    branch = branch_of(run, branch_from, step, rewind_to)
+    branch = find_branch(run, branch_from, step, rewind_to)
     if branch:
         branch.check(experiment)
     run.check_unchanged(experiment, rewinds)

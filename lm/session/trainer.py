@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import jax
 
 from lm.checkpoint.checkpointer import Checkpointer
-from lm.checkpoint.snapshot import some
+from lm.checkpoint.snapshot import list_last
 from lm.compilation.cache import CompileCache
 from lm.data.batches import Batches
 from lm.errors import Diverged, LmError, Preempted
@@ -128,7 +128,7 @@ class Trainer:
         (step, metrics), self.pending, config = self.pending, None, self.config
         metrics = jax.device_get(metrics)
         if step == self.start + 1:
-            self.progress.note(f'first step after {self.goodput.this_start()}')
+            self.progress.note(f'first step after {self.goodput.describe_start()}')
         of_windows = [metrics.pop(name, None) for name in ('window_loss', 'window_targets')]
         by_source = self.batches.windows.by_source(step - 1, *of_windows)
         metrics = {name: value.item() for name, value in metrics.items()}
@@ -203,7 +203,7 @@ class Trainer:
             self.checkpointer.wait()
         if step not in (steps := self.checkpointer.all_steps()):
             raise LmError(
-                f'step {step} could not be saved, the newest complete checkpoint is {some(steps[-1:])}; '
+                f'step {step} could not be saved, the newest complete checkpoint is {list_last(steps[-1:])}; '
                 'make room or repair the storage, then run the same command again'
             )
 

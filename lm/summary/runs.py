@@ -11,8 +11,8 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import Damaged, Snapshot
 from lm.errors import ConfigError, MismatchError
 from lm.experiment import load
+from lm.runs.paths import read_text
 from lm.runs.records import Run
-from lm.runs.run_dir import read_text
 from lm.training.step import count_parameters
 
 DELETION_SECONDS = 1.0

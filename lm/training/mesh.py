@@ -64,15 +64,23 @@ class MeshConfig(Configurable):
         return dataclasses.replace(self, fsdp=fsdp, sequence=math.gcd(self.sequence, near // fsdp))
 
 
-def initialize_distributed(
-    config: MeshConfig,
-    coordinator_address: str | None = None,
-    process_count: int | None = None,
-    process_id: int | None = None,
-    *,
-    meets: bool = True,
-) -> None:
-    """Joins the processes of the job. On Cloud TPU everything is detected; elsewhere all three arguments are needed.
+@dataclasses.dataclass(frozen=True)
+class JobAddress:
+    """Where the processes of a job meet, and which of them this one is.
+
+    Attributes:
+        coordinator: 'host:port' at which process 0 listens.
+        process_count: of the job.
+        process_id: of this process, from 0.
+    """
+
+    coordinator: str | None = None
+    process_count: int | None = None
+    process_id: int | None = None
+
+
+def initialize_distributed(config: MeshConfig, job: JobAddress, *, meets: bool = True) -> None:
+    """Joins the processes of the job. On Cloud TPU everything is detected; elsewhere the whole address is needed.
 
     `meets`: they then tell each other what devices they have, within `mesh.join_seconds`; else `meet` is to be called.
 
@@ -87,13 +95,13 @@ def initialize_distributed(
     # Its handler of SIGTERM only takes notes, while this process waits for others that may be gone already:
     # `lm.training.preemption` has it installed once all are there.
     jax.config.update('jax_enable_preemption_service', False)
-    given = [coordinator_address, process_count, process_id]
+    given = job.coordinator, job.process_count, job.process_id
     if any(value is not None for value in given):
         if any(value is None for value in given):
             raise ConfigError('--coordinator_address, --process_count and --process_id: give all three or none')
         if jax.config.jax_platforms == 'cpu':
             jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    if given[0] is not None or _on_cloud_tpu():
+    if job.coordinator is not None or _on_cloud_tpu():
         with _all_within(config.join_seconds):
             jax.distributed.initialize(*given, **timeouts)
     _, count = joined()

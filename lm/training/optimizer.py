@@ -21,7 +21,7 @@ from lm.training.schedules.linear import Linear
 class OptimizerConfig(Configurable):
     """How gradients become steps; defaults are the paper's for 1M-token batches on PG-19 and Wiki-40B."""
 
-    is_of_optimizer = True
+    gin_rewind = True
     """As of rules and schedules: a run that is rewound may go on with other values."""
 
     rule: Rule = field(default=AdamW(), help='what makes directions out of gradients')

@@ -438,4 +438,4 @@ def test_flags_that_would_not_count_are_refused(flags, named, capsys):
 
 def test_unusable_step_of_tokens():
     with pytest.raises(ConfigError, match='multiple'):
-        step.at_context(candidates.candidates(['softmax'], [], SMALL_MODEL)[0].experiment, 48, 256, 256)
+        candidates.at_context(candidates.candidates(['softmax'], [], SMALL_MODEL)[0].experiment, 48, 256, 256)

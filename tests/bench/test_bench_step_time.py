@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from lm.bench import forecast
-from lm.bench.step import at_context
+from lm.bench.candidates import at_context
 from lm.cli import main
 from lm.compilation.compiler import CompiledProgram
 from lm.compilation.memory import ProgramMemory

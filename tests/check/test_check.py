@@ -12,7 +12,9 @@ import tiny
 
 from lm import cli
 from lm.attention.softmax import Softmax
-from lm.check import advice, base, command, tables
+from lm.check import advice, reach, tables
+from lm.check import check as check_module
+from lm.check.check import failure
 from lm.config.text import dump
 from lm.cost_model import compiled_step as check
 from lm.cost_model.roofline import Roofline
@@ -145,10 +147,10 @@ def test_advice_is_the_first_that_fits(needs, expected, on_cpus, monkeypatch):
     if expected is None:
         assert found.check is None
         assert found.nearest.needed_gib == 20.5
-        assert 'larger topology' in command.failure(dataclasses.replace(failed, advice=found))
+        assert 'larger topology' in failure(dataclasses.replace(failed, advice=found))
         return
     assert found.check.bindings == expected
-    assert expected[0] in command.failure(dataclasses.replace(failed, advice=found))
+    assert expected[0] in failure(dataclasses.replace(failed, advice=found))
 
 
 def test_advice_is_the_fastest_with_room_to_spare(on_cpus, monkeypatch):
@@ -196,7 +198,7 @@ def test_levels_of_remat_are_compared_by_what_they_repeat():
 
 def test_the_best_of_what_fits_is_printed_as_gin(on_cpus, monkeypatch, capsys):
     needs, takes = (lambda e: 1 + KEPT[e.model.remat] / 2), (lambda e: TIMES[e.model.remat])
-    for module in (command, advice):
+    for module in (check_module, advice):
         monkeypatch.setattr(module, 'check', pretend(needs, takes))
     flags = tiny.params(tiny.MODEL | {'model.remat': 'full'})
     assert cli.main(['check', '--best', '--topology', 'v5e:2x2', *flags]) == 0
@@ -212,7 +214,7 @@ def test_the_best_of_what_fits_is_printed_as_gin(on_cpus, monkeypatch, capsys):
 
 def test_a_step_is_told_whole_before_the_one_that_is_advised(on_cpus, monkeypatch, capsys):
     made = pretend(lambda e: 1 + KEPT[e.model.remat] / 2, lambda e: TIMES[e.model.remat])
-    for module in (command, advice):
+    for module in (check_module, advice):
         monkeypatch.setattr(module, 'check', lambda *a: dataclasses.replace(made(*a), roofline='a roofline'))
     monkeypatch.setattr(tables, 'print_times', lambda found, *_: print(f'times of {found.memory.needed_gib}'))
     flags = tiny.params(tiny.MODEL | {'model.remat': 'full'})
@@ -234,7 +236,7 @@ def test_a_step_is_told_whole_before_the_one_that_is_advised(on_cpus, monkeypatc
 )
 def test_no_advice_says_whether_there_is_room(needed, said, on_cpus, monkeypatch, capsys):
     fake = pretend(lambda e: needed if (e.model.remat, e.train.microbatches) == ('none', 1) else 20, lambda e: 1.0)
-    monkeypatch.setattr(command, 'check', fake)
+    monkeypatch.setattr(check_module, 'check', fake)
     monkeypatch.setattr(advice, 'check', fake)
     assert cli.main(['check', '--topology', 'v5e:2x2', '--best', *tiny.params(tiny.MODEL)]) == 0
     assert said in capsys.readouterr().out
@@ -299,7 +301,7 @@ def test_what_costs_little_costs_something():
 
 def test_the_price_is_in_the_json_too(on_cpus, monkeypatch, capsys):
     fake = pretend(lambda e: 30 / e.train.microbatches, lambda e: 3.6)
-    monkeypatch.setattr(command, 'check', fake)
+    monkeypatch.setattr(check_module, 'check', fake)
     monkeypatch.setattr(advice, 'check', fake)
     flags = ['--topology', 'v5e:2x2', '--json', '--price_per_chip_hour', '2.5', *tiny.params(tiny.MODEL)]
     assert cli.main(['check', *flags]) == 2
@@ -414,7 +416,7 @@ def check_tables_print(found, capsys):
 
 def test_a_step_that_does_not_fit_ends_with_the_remedy(on_cpus, monkeypatch, capsys):
     needs = lambda e: 30 / e.train.microbatches  # noqa: E731
-    monkeypatch.setattr(command, 'check', pretend(needs))
+    monkeypatch.setattr(check_module, 'check', pretend(needs))
     monkeypatch.setattr(advice, 'check', pretend(needs))
     flags = tiny.params(tiny.MODEL)
     assert cli.main(['check', '--topology', 'v5e:2x2', *flags]) == 2
@@ -462,8 +464,8 @@ def test_if_possible_a_run_that_is_not_to_be_seen_is_not_checked(flag, tmp_path,
     assert cli.main(['check', flag, str(tmp_path / 'gone'), *change]) == 0
     assert 'gone: no run is there on this machine' in capsys.readouterr().err
     for answer, said in ((lambda path: time.sleep(60), 'no answer within 0.1 seconds'), (refuse, 'not checked: gs://')):
-        monkeypatch.setattr(base, 'PATIENCE_SECONDS', 0.1)
-        monkeypatch.setattr(base, 'RunDir', lambda path, answer=answer: answer(path))
+        monkeypatch.setattr(reach, 'PATIENCE_SECONDS', 0.1)
+        monkeypatch.setattr(reach, 'RunDir', lambda path, answer=answer: answer(path))
         assert cli.main(['check', flag, 'gs://bucket/run', *change]) == 0
         assert said in capsys.readouterr().err
     (tmp_path / 'model.gin').write_text('optimizer.rule = @muon()\n')

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lm.checkpoint.log_filter import LOGGERS, Quiet
-from lm.checkpoint.snapshot import one_line
+from lm.checkpoint.snapshot import describe_error
 
 LATE = 'Task exception was never retrieved\nfuture: <Task finished coro=<write() at /x/orbax/serialization.py:190>>'
 
@@ -51,6 +51,6 @@ def test_a_failed_write_stays_quiet_after_the_end(quiet, caplog, has_failed):
 
 def test_a_long_error_says_what_the_system_said():
     refusal = f"ValueError: Failed to write: File too large [os_error_code='{errno.EFBIG}'] [" + 'spec ' * 100
-    assert one_line(ValueError('Error writing ' * 20 + refusal)).endswith(' … File too large')
-    assert one_line(ValueError('a ' * 300 + 'last')).endswith(' a last')
-    assert one_line(OSError('short')) == 'OSError: short'
+    assert describe_error(ValueError('Error writing ' * 20 + refusal)).endswith(' … File too large')
+    assert describe_error(ValueError('a ' * 300 + 'last')).endswith(' a last')
+    assert describe_error(OSError('short')) == 'OSError: short'

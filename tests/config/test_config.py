@@ -474,8 +474,8 @@ def test_commands_in_headers_are_right(path, monkeypatch):
     assert commands, f'{path}: the header shows no command'
     for command in commands:
         arguments = parse(shlex.split(command)[1:])
-        if VERBS[arguments.verb].configure and (not hasattr(arguments, 'run_dir') or arguments.verb == 'train'):
-            VERBS[arguments.verb].configure(arguments, arguments.gin_param)
+        if arguments.verb in ('prepare', 'train', 'check'):
+            VERBS[arguments.verb].make_call(arguments)
 
 
 def test_old_paths_of_shipped_files_still_work(monkeypatch, tmp_path, caplog):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
-from lm.train import train
 from rich.console import Console
 
 from lm.attention.performer import Performer
@@ -25,14 +24,15 @@ from lm.data.store import TokenStore
 from lm.data.tokenizers.amino_acids import LETTERS, AminoAcids, AminoAcidsConfig
 from lm.errors import ConfigError
 from lm.evaluation.baseline import EmpiricalBaseline
-from lm.evaluation.command import print_table
 from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.evaluator import check_evaluation, make_evaluator
 from lm.evaluation.scoring import Scorer
 from lm.evaluation.sets import flat, open_sets
 from lm.experiment import Experiment, open_run, validate
-from lm.generation import generate
+from lm.inference.evaluation import print_table
+from lm.inference.generation import generate
 from lm.model import ModelConfig
+from lm.session.train import train
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.objectives.masked import Masked

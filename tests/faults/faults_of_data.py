@@ -25,11 +25,11 @@ from lm.data.dataset import DataConfig
 from lm.model import ModelConfig
 from lm.training.config import TrainConfig
 from lm.training.inputs import make_batches, open_store
-from lm.training.mesh import MeshConfig, initialize_distributed, make_mesh
+from lm.training.mesh import JobAddress, MeshConfig, initialize_distributed, make_mesh
 
 path, count, index, address, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 if count > 1:
-    initialize_distributed(MeshConfig(), address, count, index)
+    initialize_distributed(MeshConfig(), JobAddress(address, count, index))
 data, config = DataConfig(path=path), TrainConfig(steps=steps, tokens_per_step=256, context_length=32)
 batches = make_batches(data, config, open_store(data, config, ModelConfig(vocab_size=400)), make_mesh(MeshConfig()))
 for step in range(steps):

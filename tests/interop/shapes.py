@@ -7,7 +7,7 @@ import numpy as np
 
 from lm.data.dataset import DataConfig
 from lm.experiment import Experiment
-from lm.interop.command import abstract_weights
+from lm.interop.import_run import abstract_weights
 from lm.model import ModelConfig
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig

@@ -30,8 +30,9 @@ from lm.data.tokenizers.config import TokenizerConfig
 from lm.data.tokenizers.sentencepiece import train
 from lm.errors import ConfigError, MismatchError
 from lm.files import lock
-from lm.interop.command import UNFINISHED, abstract_weights, exporting, fingerprints_of
+from lm.interop.export_run import UNFINISHED, exporting
 from lm.interop.formats import FORMATS, FORMULAS, attention_source, formulated
+from lm.interop.import_run import abstract_weights, fingerprints_of
 from lm.interop.names import from_tensors, places, to_tensors
 from lm.interop.tensors import read_tensors
 from lm.runs.initial import InitialParameters

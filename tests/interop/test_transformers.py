@@ -19,8 +19,8 @@ from lm.attention.softmax import Softmax
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.cli import main
 from lm.experiment import load
-from lm.interop.command import abstract_weights
 from lm.interop.formats import FORMATS
+from lm.interop.import_run import abstract_weights
 from lm.model import build
 from lm.training.step import split
 

@@ -66,7 +66,7 @@ def test_a_row_a_mechanism_with_its_state_and_its_seeds(sweep, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('arguments', 'said'), [(['--segment', 'all', '--out', 'x'], 'the runs tell of 4 in 16, 8 in 32'), ([], '4 in 16')]
+    ('arguments', 'said'), [(['--segment', 'all', '--out', 'x'], 'the runs have 4 in 16, 8 in 32'), ([], '4 in 16')]
 )
 def test_it_says_which_segments_there_are(sweep, arguments, said):
     done = run(sweep, *arguments)

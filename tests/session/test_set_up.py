@@ -17,9 +17,10 @@ from lm.model import ModelConfig
 from lm.runs.goodput import Goodput
 from lm.runs.run_dir import RunDir
 from lm.session import train as train_module
-from lm.session.train import main, set_up, train
+from lm.session.train import set_up, train, train_in_job
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
+from lm.training.mesh import JobAddress
 from lm.training.optimizer import OptimizerConfig
 from lm.training.step import count_parameters
 
@@ -91,7 +92,7 @@ def test_a_rewind_is_made_once(until, monkeypatch, capsys, rewind_to, is_rewound
         record_saved=print,
     )
     monkeypatch.setattr(train_module, 'RunDir', lambda path: run)
-    monkeypatch.setattr(train_module, 'branch_of', lambda *_: None)
+    monkeypatch.setattr(train_module, 'find_branch', lambda *_: None)
     (folder, config, fingerprints, on_saved, measure), _ = until('Checkpointer', rewind_to)
     assert (questions, checked) == (asked, [rewinds])
     assert ('--rewind_to 3: done before' in capsys.readouterr().out) == (rewind_to == 3 and is_rewound)
@@ -193,18 +194,14 @@ def test_a_session_goes_on_with_the_ledger_of_the_one_before(started, monkeypatc
     assert (started[0].goodput.starts, started[0].goodput.started) == (2, 1000.0)
 
 
-def test_the_command_passes_its_flags_on(monkeypatch):
-    told = []
-    monkeypatch.setattr(train_module, 'initialize_distributed', lambda *arguments, meets: told.append(arguments))
-    monkeypatch.setattr(train_module, 'train', lambda *arguments, **options: told.append((arguments, options)))
-    monkeypatch.setattr(train_module, 'process_start', lambda: 3000.0)
-    arguments = types.SimpleNamespace(
-        coordinator_address='host:1', process_count=None, process_id=0, run_dir='RUN', rewind_to=5, compile_cache='none'
-    )
-    assert main(EXPERIMENT, arguments) == 0
-    assert told[0] == (EXPERIMENT.mesh, 'host:1', None, 0)
-    no_branch = {'branch_from': None, 'step': None}
-    assert told[1] == ((EXPERIMENT, 'RUN'), {'rewind_to': 5, 'compile_cache': 'none', 'begun': 3000.0, **no_branch})
-    del arguments.rewind_to, arguments.compile_cache  # as `lm sweep` calls it
-    main(EXPERIMENT, arguments)
-    assert told[3] == ((EXPERIMENT, 'RUN'), {'rewind_to': None, 'compile_cache': None, 'begun': 3000.0, **no_branch})
+def test_a_job_is_joined_before_it_trains(monkeypatch):
+    seen = []
+    monkeypatch.setattr(train_module, 'initialize_distributed', lambda *arguments, meets: seen.append(arguments))
+    monkeypatch.setattr(train_module, 'train', lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(train_module, 'read_process_start', lambda: 3000.0)
+    job = JobAddress('host:1', None, 0)
+    train_in_job(EXPERIMENT, 'RUN', job, rewind_to=5, compile_cache='none', branch_from='OTHER', step=7)
+    train_in_job(EXPERIMENT, 'RUN', job)  # as `lm sweep` calls it
+    assert seen[0] == seen[2] == (EXPERIMENT.mesh, job)
+    assert seen[1] == (EXPERIMENT, 'RUN', 5, 'none', 3000.0, 'OTHER', 7)
+    assert seen[3] == (EXPERIMENT, 'RUN', None, None, 3000.0, None, None)

@@ -13,7 +13,8 @@ from corpora import CORPORA, needs_corpora
 
 from lm.cli import main
 from lm.errors import ConfigError
-from lm.runs.run_dir import RunDir, check_name
+from lm.runs.paths import check_name
+from lm.runs.run_dir import RunDir
 from lm.sweep.points import LONGEST_NAME, make_points
 
 

@@ -166,11 +166,11 @@ def test_of_objective_data_and_model_what_does_not_go_together_is_refused():
 
 
 def test_objectives_are_found_and_named_in_gin():
-    assert {name for name, cls in REGISTRY.items() if issubclass(cls, Objective)} == {'next_token', 'masked'}
+    assert {'next_token', 'masked'} <= {name for name, cls in REGISTRY.items() if issubclass(cls, Objective)}
     assert load().train.objective == NextToken()
     bindings = ['train.objective = @masked()', 'masked.share = 0.2', 'model.causal = False']
     assert load((), bindings).train.objective == Masked(share=0.2)
-    with pytest.raises(ConfigError, match=r'one of @masked\(\), @next_token\(\)'):
+    with pytest.raises(ConfigError, match=r'one of .*@masked\(\), .*@next_token\(\)'):
         TrainConfig(objective='masked')
 
 

@@ -28,7 +28,7 @@ MAXTEXT = {
     'model.remat': 'full',
     'train.context_length': 2048,
 }
-"""What the models below have in common, unless they say otherwise."""
+"""Bindings that the models below share, unless they set others."""
 OF_8B = {
     'model.d_model': 4096,
     'model.n_heads': 32,
@@ -38,7 +38,7 @@ OF_8B = {
     'train.context_length': 8192,
 }
 BEFORE_GATES = {'model.gated': False, 'model.activation': 'gelu', 'model.head_dim': 256}
-"""MaxText's first models: of these heads, and without gates, they have the parameters that they are called by."""
+"""MaxText's first models. With these heads, and without gates, they have the parameters of their names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Published:
     """A measurement.
 
     Attributes:
-        windows: a chip and step.
-        bindings: the model and `model.remat`, on top of `MAXTEXT`; parameters are shared by all chips.
-        seconds: of a step, where they are published.
-        teraflops: a second and chip, else: MaxText's count, in which attention is a whole square.
-        difference: between that program and this one.
+        windows: windows per chip and step.
+        bindings: the model and `model.remat`, on top of `MAXTEXT`; all chips share the parameters.
+        seconds: seconds per step, where they are published.
+        teraflops: else TFLOP/s per chip by MaxText's count, in which attention is a whole square.
+        difference: between the published program and ours.
     """
 
     source: str
@@ -74,6 +74,7 @@ class Published:
         model, length = experiment.model, experiment.train.context_length
         other_half = 6 * length * model.n_layers * model.n_heads * model.head_dim
         flops = (model.flops_per_token(length) + other_half) * self.windows * length
+        assert self.teraflops is not None, 'a measurement has one of the two'
         return flops / (self.teraflops * 1e12)
 
 
@@ -134,6 +135,8 @@ def row_of(name: str, published: Published) -> list[str]:
     row = [name, published.source, f'{measured:.2f} s']
     if not found.fits:
         return [*row, f'needs {found.memory.needed_gib:.1f} of {found.memory.limit_gib:.1f} GiB', '', '', '']
+    assert found.predicted is not None
+    assert found.speed is not None
     predicted, bound = found.predicted.seconds_per_step, found.speed.seconds_per_step
     return [*row, f'{bound:.2f} s', f'{predicted:.2f} s', f'{predicted / measured:.2f}', published.difference]
 

@@ -1,19 +1,24 @@
 """A Sphinx extension that writes the reference from the code of `lm`.
 
 A page of docs/reference holds a line such as `% generated: gin`. The extension replaces this line by the Markdown that
-`lm_reference.gin.page()` returns. Nothing that is generated is committed.
+`lm_reference.gin.page()` returns; further words of the line are arguments. Nothing that is generated is committed.
 """
 
 import importlib
 import re
 from typing import Any
 
-LINE = re.compile(r'^% generated: (\w+)$', re.MULTILINE)
+LINE = re.compile(r'^% generated: (.+)$', re.MULTILINE)
 
 
 def fill(text: str) -> str:
-    """Replaces each line `% generated: NAME` of a page by the text of the module NAME."""
-    return LINE.sub(lambda found: importlib.import_module(f'lm_reference.{found[1]}').page(), text)
+    """Replaces each line `% generated: NAME ARGUMENTS` of a page by the text of the module NAME."""
+
+    def generate(found: re.Match) -> str:
+        name, *arguments = found[1].split()
+        return importlib.import_module(f'lm_reference.{name}').page(*arguments)
+
+    return LINE.sub(generate, text)
 
 
 def setup(app: Any) -> dict[str, bool]:

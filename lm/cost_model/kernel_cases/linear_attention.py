@@ -9,7 +9,7 @@ from flax import nnx
 
 from lm.attention import HeadDims, mechanisms
 from lm.attention.linear import PARAMETERS, TOKENS, LinearAttention
-from lm.cost_model.kernel_cases.base import Case, KernelCall
+from lm.cost_model.kernel_cases.base import Case, KernelCall, Steps
 from lm.ops.linear_attention import linear_attention
 from lm.ops.linear_attention.tpu import attention as kernels
 from lm.ops.linear_attention.types import Options
@@ -58,15 +58,15 @@ def operation_call(inputs: dict[str, Any], options: dict[str, Any]) -> KernelCal
     def function(*arrays):
         return linear_attention(**dict(zip(inputs, arrays, strict=True)), **options, implementation='pallas_tpu')
 
-    q, v, local = (inputs.get(name) for name in ('q_BxLxHxE', 'v_BxLxKxD', 'q_local_BxLxHxC'))
+    q, v, local = inputs['q_BxLxHxE'], inputs['v_BxLxKxD'], inputs.get('q_local_BxLxHxC')
     sizes = (q.shape[-1], v.shape[-1], 0 if local is None else local.shape[-1], v.dtype.itemsize)
     made = kernels.made_by(options.get('feature_map'), q, inputs.get('q_parameters'))
     decay = 'log_decay_BxLxK' in inputs
     shape = (Options(**options), q.shape[1], q.shape[2], *sizes, *made, decay)
     plan, part = kernels.plan_for(*shape), kernels.plan_for(*shape, part=True)
     names = ('forward', 'sums', 'backward') if plan.sums_again else ('forward', 'backward')
-    steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in names}
+    steps: Steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in names}
     tokens = part.block * part.heads
-    part_steps = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    part_steps: Steps = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
     part_steps['2 folds', 'linear_attention_fold'] = tokens / 2  # over keys, and backward over queries
     return KernelCall(function, tuple(inputs.values()), steps, part_steps=part_steps)

@@ -46,9 +46,13 @@ class Shard:
 
     @property
     def bytes(self) -> int:
-        """About how much text it holds."""
-        share = {None: 1.0, 'train': 1 - (self.held_out or 0)}.get(self.held_out and self.split, self.held_out or 1)
-        return int(share * sum(part.bytes for part in self.parts))
+        """The approximate size of its text."""
+        total = sum(part.bytes for part in self.parts)
+        if self.held_out is None:
+            return total
+        if self.split == 'train':
+            return int((1 - self.held_out) * total)
+        return int(self.held_out * total)
 
 
 @dataclasses.dataclass(frozen=True)

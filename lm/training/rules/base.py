@@ -22,7 +22,7 @@ PROBE = 256
 class Rule(Configurable):
     """Base of the update rules (frozen dataclasses made by `@configurable`)."""
 
-    is_of_optimizer = True
+    gin_rewind = True
 
     def build(self, declared: Declared) -> optax.GradientTransformation:
         """Gradients → directions. The optimizer subtracts them, with the weight decay added, times the learning rate.

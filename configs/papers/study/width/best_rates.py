@@ -10,11 +10,11 @@ of the rate.
 
 import collections
 import math
-import pathlib
 import statistics
 import sys
 
 import numpy as np
+from etils import epath
 
 from lm.errors import ConfigError, LmError
 from lm.runs.records import Run
@@ -26,14 +26,15 @@ SHARE = 0.2
 
 
 def last_loss(run: Run) -> float:
-    """Mean training loss, in nats a token, of the logged steps of the last `SHARE` of the run."""
+    """Returns the mean training loss, in nats per token, of the logged steps in the last `SHARE` of the run."""
     return statistics.mean(r['loss'] for r in run.train if r['step'] > (1 - SHARE) * run.total_steps)
 
 
 def lowest(losses: dict[float, float]) -> tuple[float, float] | None:
-    """(rate, loss) at the lowest point; None where no rate on both sides of the best one was tried.
+    """Returns (rate, loss) at the lowest point; None where the sweep has no rate on both sides of the best one.
 
-    `losses`: rate → loss. Those that are not finite, of runs that skipped a step, bound nothing.
+    Args:
+        losses: rate → loss. Losses that are not finite, of runs that skipped a step, bound nothing.
     """
     rates = sorted(rate for rate, loss in losses.items() if math.isfinite(loss))
     if not rates:
@@ -46,8 +47,8 @@ def lowest(losses: dict[float, float]) -> tuple[float, float] | None:
     return rates[best] * math.exp(-b / (2 * a)), c - b**2 / (4 * a)
 
 
-def table(folder: pathlib.Path) -> str:
-    """Markdown from the points of a sweep, of which those that are not finished are left out."""
+def table(folder: epath.Path) -> str:
+    """Returns Markdown from the finished points of a sweep."""
     groups = collections.defaultdict(dict)
     for row in read_rows(folder):
         if RATE not in (row['settings'] or {}):
@@ -68,7 +69,7 @@ def table(folder: pathlib.Path) -> str:
 if __name__ == '__main__':
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    folder = pathlib.Path(sys.argv[1])
+    folder = epath.Path(sys.argv[1])
     if not (folder / 'sweep.json').is_file():
         sys.exit(f'{folder / "sweep.json"}: no such file; name the folder of a sweep')
     try:

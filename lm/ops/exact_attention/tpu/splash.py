@@ -89,7 +89,7 @@ def blocks(length: int, width: int, block: int | None = None, window: int | None
     return SplashSizes(block, padded, 2 * block if pays and width <= WIDE else block)
 
 
-def is_fused(q_BxHxLxD: jax.Array, key_block: int) -> bool:
+def is_fused(q_BxHxLxD: jax.Array | jax.ShapeDtypeStruct, key_block: int) -> bool:
     """Whether one kernel forms all gradients of these queries, of one device, and of their keys and values."""
     chip = limits_of(platform.device_kind())
     memory = ((chip and chip.hbm_gib) or 16) * 2**30
