@@ -144,11 +144,11 @@ def list_differences(run: Run, cell: Cell, corpus: str | None = None) -> list[st
     """Returns how a run differs from a cell, each as 'layers 1 (paper: 12)'; empty: the run repeats the cell."""
     found = []
     for binding in cell.row.settings:
-        own, value = run.value(binding), cell.setting(binding)
-        if own != value:
-            found.append(f'{SETTINGS[binding]} {own if own is None else format(own, ",")} (paper: {value:,})')
-    text, own = cell.table.corpus, find_corpus(run)
-    if text and own != text and (own or corpus != text):
+        ours, value = run.value(binding), cell.setting(binding)
+        if ours != value:
+            found.append(f'{SETTINGS[binding]} {ours if ours is None else format(ours, ",")} (paper: {value:,})')
+    text, trained_on = cell.table.corpus, find_corpus(run)
+    if text and trained_on != text and (trained_on or corpus != text):
         found.append(f'data {run.config.get("data.path")} (paper: {text})')
     return found
 
@@ -253,7 +253,7 @@ def format_tables(compared: Sequence[Comparison], corpus: str | None = None) -> 
     ]
     for table in dict.fromkeys(c.cell.table for c in compared):
         same = [c for c in compared if c.cell.table is table and not c.differs]
-        apart = [c for c in compared if c.cell.table is table and c.differs]
+        others = [c for c in compared if c.cell.table is table and c.differs]
         text += [f'**{table.title}**, {table.unit} ({table.source})', '']
         if same:
             lines: dict[str | Row, list[str]] = {}
@@ -264,10 +264,10 @@ def format_tables(compared: Sequence[Comparison], corpus: str | None = None) -> 
             text += [markdown_table([*lines.values()], ['', *map(short, table.columns)]), '']
             if table.measure == 'steps_per_second':
                 text += [f'Ours on {"; ".join(sorted({name for c in same for name in c.devices}))}.', '']
-        if apart:
+        if others:
             text += ['Apart, as they are not what the paper ran:', '']
-            cells = [[str(c.as_row()[name]) for name in ('runs', 'devices', 'differs', 'row')] for c in apart]
-            figures = [[short(c.cell.column), _format(c.cell.printed), _format(c.ours)] for c in apart]
+            cells = [[str(c.as_row()[name]) for name in ('runs', 'devices', 'differs', 'row')] for c in others]
+            figures = [[short(c.cell.column), _format(c.cell.printed), _format(c.ours)] for c in others]
             headings = ['run', 'on', 'differs', 'row', SETTINGS[table.axis], 'paper', 'ours']
             text += [markdown_table([a + b for a, b in zip(cells, figures, strict=True)], headings, left=4), '']
     return text
