@@ -79,7 +79,8 @@ def test_files_that_the_documentation_names_exist():
     for name in re.findall(
         r'(?<![\w./])(?:configs|docs|lm|scripts|tests)/[\w/]+\.(?:gin|json|md|py|sh|toml)\b', '\n'.join(PAGES)
     ):
-        assert (tiny.ROOT / name).exists(), name
+        in_a_template = any((tiny.ROOT / 'docs' / 'templates').glob(f'*/{name}'))  # a tutorial copies it
+        assert (tiny.ROOT / name).exists() or in_a_template, name
 
 
 def test_the_expected_perplexity_is_the_same_in_the_quickstart():
