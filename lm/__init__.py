@@ -12,18 +12,40 @@ What `PUBLIC` names is imported when it is first used, so that `import lm` and `
 """
 
 import importlib
-import sys
-import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__version__ = '0.1.0'
+if TYPE_CHECKING:  # the names of `PUBLIC`, for type checkers and editors
+    from lm.attention import mechanisms as mechanisms
+    from lm.checkpoint.config import CheckpointConfig as CheckpointConfig
+    from lm.config.text import dump as dump
+    from lm.data.dataset import DataConfig as DataConfig
+    from lm.data.prepare.config import PrepareConfig as PrepareConfig
+    from lm.data.prepare.stages import prepare as prepare
+    from lm.evaluation.config import EvaluateConfig as EvaluateConfig
+    from lm.experiment import Experiment as Experiment
+    from lm.experiment import load as _configure
+    from lm.inference.evaluation import evaluate as evaluate
+    from lm.inference.generation import generate as generate
+    from lm.inference.loaded_run import LoadedRun as LoadedRun
+    from lm.inference.loaded_run import open_run as _load
+    from lm.model import ModelConfig as ModelConfig
+    from lm.plan import validate as validate
+    from lm.session.train import train as train
+    from lm.training.config import TrainConfig as TrainConfig
+    from lm.training.mesh import MeshConfig as MeshConfig
+    from lm.training.optimizer import OptimizerConfig as OptimizerConfig
+
+    configure, load = _configure, _load  # an import under another name is private
+
+__version__ = '1.0.0'
+"""Its only place: `pyproject.toml` reads it from here, without importing the module."""
 
 PUBLIC = {
-    'CheckpointConfig': 'lm.checkpoint.checkpointer:CheckpointConfig',
+    'CheckpointConfig': 'lm.checkpoint.config:CheckpointConfig',
     'DataConfig': 'lm.data.dataset:DataConfig',
     'EvaluateConfig': 'lm.evaluation.config:EvaluateConfig',
     'Experiment': 'lm.experiment:Experiment',
-    'LoadedRun': 'lm.experiment:LoadedRun',
+    'LoadedRun': 'lm.inference.loaded_run:LoadedRun',
     'MeshConfig': 'lm.training.mesh:MeshConfig',
     'ModelConfig': 'lm.model:ModelConfig',
     'OptimizerConfig': 'lm.training.optimizer:OptimizerConfig',
@@ -31,35 +53,24 @@ PUBLIC = {
     'TrainConfig': 'lm.training.config:TrainConfig',
     'configure': 'lm.experiment:load',
     'dump': 'lm.config.text:dump',
-    'evaluate': 'lm.evaluation.command:evaluate',
-    'generate': 'lm.generate',
-    'load': 'lm.experiment:open_run',
+    'evaluate': 'lm.inference.evaluation:evaluate',
+    'generate': 'lm.inference.generation:generate',
+    'load': 'lm.inference.loaded_run:open_run',
     'mechanisms': 'lm.attention:mechanisms',
     'prepare': 'lm.data.prepare.stages:prepare',
-    'train': 'lm.train',
-    'validate': 'lm.experiment:validate',
+    'train': 'lm.session.train:train',
+    'validate': 'lm.plan:validate',
 }
-"""What `import lm` offers → where it is made. Without a colon it is a module, which is called itself."""
+"""What `import lm` offers → 'module:name' of where it is made."""
 
 
-class CallableModule(types.ModuleType):
-    """A module that stands for its function `call` too: `lm.train` is lm/train.py and what it is for."""
+if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept every name
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.call(*arguments, **options)
-
-
-def make_callable(module: str) -> None:
-    """Makes the module of this name, which has a function `call`, a `CallableModule`."""
-    sys.modules[module].__class__ = CallableModule
-
-
-def __getattr__(name: str) -> Any:
-    if name not in PUBLIC:
-        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    module, _, attribute = PUBLIC[name].partition(':')
-    found = importlib.import_module(module)
-    return getattr(found, attribute) if attribute else found
+    def __getattr__(name: str) -> Any:
+        if name not in PUBLIC:
+            raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+        module, _, attribute = PUBLIC[name].partition(':')
+        return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

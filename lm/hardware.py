@@ -3,11 +3,10 @@
 Peak bfloat16 FLOP/s, HBM bandwidth and interconnect are Google's, of the pages docs.cloud.google.com/tpu/docs/{v4,v5e,
 v5p,v6e,tpu7x}; there "bidirectional ICI bandwidth per chip" is the sum over the links and both directions: half of it,
 divided by the links (4 on v5e and v6e, 6 on the others), is one direction of one link. For v4, whose page gives none: 6
-links of 50 GB/s (Jouppi et al. 2023, "TPU v4", table 4). The HBM that a program may use is what the compiler names when
-it refuses one (libtpu 0.0.51): a little less than the chip's 32, 16, 96, 32 and 2 × 96 GiB. Which axes of a slice are
-closed to a ring: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. A chip's share of the network
-between slices: the page of tpu7x, and for v5e its pod's 6.4 Tbit/s by 256 chips; the page of v4 gives none. GPUs: the
-data sheets, without sparsity.
+links of 50 GB/s (Jouppi et al. 2023, "TPU v4", table 4). Which axes of a slice are closed to a ring: "How to
+Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. A chip's share of the network between slices: the page of
+tpu7x, and for v5e its pod's 6.4 Tbit/s by 256 chips; the page of v4 gives none. GPUs: the data sheets, without
+sparsity. Memory and matrix units: `lm.ops.chips`.
 """
 
 import dataclasses
@@ -15,9 +14,14 @@ import importlib.util
 import math
 import os
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from lm.errors import ConfigError
+from lm.ops.chips import LIMITS, ChipLimits, limits_of
+
+MATRIX_UNITS = 4
+"""Matrix units of a core."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,45 +29,37 @@ class Chip:
     """One generation of TPUs, or one GPU.
 
     Attributes:
-        name: as in 'v5e:4x8'.
-        kinds: how JAX's `device_kind` begins.
+        limits: the memory and units that kernels may use.
         flops: peak bfloat16 FLOP/s of a chip, without sparsity.
-        devices: JAX devices of a chip. The two cores of v4 and v5p are one device ("megacore"), those of v2, v3 and v7x
-            are two.
-        vmem_mib: on-chip memory of a TPU's core, at least, MiB.
-        hbm_gib: HBM that a program may use on one device, GiB.
+        devices: JAX devices of a chip. The two cores of v4 and v5p are one device ("megacore"). The cores of v2, v3 and
+            v7x are two devices.
         hbm_bytes: HBM bandwidth of a chip, bytes/s.
         link_bytes: one direction of one link to a neighbour, bytes/s.
         axes: of the network: 2 or 3; 0 where libtpu describes no slices.
         cores: what the number in an accelerator type such as v4-64 counts on each chip.
         libtpu: its name there.
         options: that libtpu needs.
-        macs: multiply-adds a cycle of all matrix units (4 a core, of 128² or 256²); with the peak they give the clock.
     """
 
-    name: str
-    kinds: tuple[str, ...]
+    limits: ChipLimits
     flops: float
     devices: int = 1
-    vmem_mib: int = 64
-    hbm_gib: float = 0.0
     hbm_bytes: float = 0.0
     link_bytes: float = 0.0
     axes: int = 0
     cores: int = 1
     libtpu: str = ''
     options: tuple[tuple[str, str], ...] = ()
-    macs: int = 0
+
+    @property
+    def name(self) -> str:
+        """The generation, as in 'v5e:4x8'."""
+        return self.limits.name
 
     @property
     def clock(self) -> float:
-        """Of the cores, Hz."""
-        return self.flops / 2 / self.macs
-
-    @property
-    def matrix_side(self) -> int:
-        """Rows and columns of a matrix unit."""
-        return math.isqrt(self.macs // (4 * self.cores))
+        """The clock of a TPU's cores, Hz: the peak over the multiply-adds per cycle of all matrix units."""
+        return self.flops / 2 / (MATRIX_UNITS * self.cores * self.limits.matrix_side**2)
 
     @property
     def dcn_bytes(self) -> float:
@@ -74,18 +70,19 @@ class Chip:
 DCN_BYTES = {'v5e': 25e9 / 8, 'v5p': 50e9 / 8, 'v6e': 100e9 / 8, 'v7x': 100e9 / 8}
 MEGACORE = (('chip_config_name', 'megacore'),)
 CHIPS = (
-    Chip('v2', ('TPU v2',), 45e12, devices=2, vmem_mib=16),
-    Chip('v3', ('TPU v3',), 123e12, devices=2, vmem_mib=16),
-    Chip('v4', ('TPU v4',), 275e12, 1, 16, 30.75, 1200e9, 50e9, axes=3, cores=2, options=MEGACORE, macs=131_072),
-    Chip('v5e', ('TPU v5 lite', 'TPU v5e'), 197e12, 1, 64, 15.75, 819e9, 50e9, axes=2, macs=65_536),
-    Chip('v5p', ('TPU v5', 'TPU v5p'), 459e12, 1, 64, 95.73, 2765e9, 100e9, 3, cores=2, options=MEGACORE, macs=131_072),
-    Chip('v6e', ('TPU v6 lite', 'TPU v6e'), 918e12, 1, 64, 31.24, 1638e9, 100e9, axes=2, macs=262_144),
-    Chip('v7x', ('TPU7x',), 2307e12, 2, 64, 94.74, 7380e9, 100e9, axes=3, cores=2, libtpu='tpu7x', macs=524_288),
-    Chip('A100', ('NVIDIA A100',), 312e12),
-    Chip('H100', ('NVIDIA H100',), 989e12),
-    Chip('H200', ('NVIDIA H200',), 989e12),
-    Chip('B200', ('NVIDIA B200',), 2250e12),
+    Chip(LIMITS['v2'], 45e12, devices=2),
+    Chip(LIMITS['v3'], 123e12, devices=2),
+    Chip(LIMITS['v4'], 275e12, 1, 1200e9, 50e9, axes=3, cores=2, options=MEGACORE),
+    Chip(LIMITS['v5e'], 197e12, 1, 819e9, 50e9, axes=2),
+    Chip(LIMITS['v5p'], 459e12, 1, 2765e9, 100e9, axes=3, cores=2, options=MEGACORE),
+    Chip(LIMITS['v6e'], 918e12, 1, 1638e9, 100e9, axes=2),
+    Chip(LIMITS['v7x'], 2307e12, 2, 7380e9, 100e9, axes=3, cores=2, libtpu='tpu7x'),
+    Chip(LIMITS['A100'], 312e12),
+    Chip(LIMITS['H100'], 989e12),
+    Chip(LIMITS['H200'], 989e12),
+    Chip(LIMITS['B200'], 2250e12),
 )
+BY_NAME = {chip.name: chip for chip in CHIPS}
 GENERATIONS = {chip.name: chip for chip in CHIPS if chip.axes}
 """The generations whose slices libtpu describes."""
 ALIASES = {'v5litepod': 'v5e', 'tpu7x': 'v7x', 'v6litepod': 'v6e'}
@@ -107,15 +104,14 @@ LIBTPU_ENVIRONMENT = {
     'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
     'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
-"""What libtpu needs to describe chips that are not there. It is read when libtpu is loaded, which is when the first
-slice is described; without, libtpu asks the network which machine this is, and refuses to start beside another process
-that uses it."""
+"""Variables with which libtpu describes chips that are not there. libtpu reads them when the first slice is described.
+Without them, it asks the network for the machine, and refuses to start beside another process that uses it."""
 
 
 def chip_of(device_kind: str) -> Chip | None:
     """The chip that a device belongs to, by JAX's name of its kind; None for one that is in no table (CPUs)."""
-    kinds = {kind: chip for chip in CHIPS for kind in chip.kinds if device_kind.startswith(kind)}
-    return kinds[max(kinds, key=len)] if kinds else None
+    limits = limits_of(device_kind)
+    return limits and BY_NAME[limits.name]
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -144,12 +140,12 @@ class Topology:
 
     @property
     def slice_name(self) -> str:
-        """That of one slice alone."""
+        """The name of one slice alone."""
         return f'{self.chip.name}:{"x".join(map(str, self.shape))}'
 
     @property
     def chips(self) -> int:
-        """Of all slices."""
+        """The number of chips of all slices."""
         return self.slices * math.prod(self.shape)
 
     @property
@@ -161,6 +157,49 @@ class Topology:
             rings = [all(m % 4 == 0 for m in self.shape)] * 3
         links = sum((2 if ring else 1) for n, ring in zip(self.shape, rings, strict=True) if n > 1)
         return links * self.chip.link_bytes
+
+
+class Device(Protocol):
+    """A JAX device, or one that libtpu describes. TPUs have a `slice_index` too."""
+
+    platform: str
+    device_kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The devices that a plan is for, as far as they are known.
+
+    Attributes:
+        platform: 'cpu', 'gpu' or 'tpu'.
+        slices: the number of devices of each slice; None: not known.
+    """
+
+    platform: str = 'cpu'
+    slices: tuple[int, ...] | None = None
+
+    @classmethod
+    def of_devices(cls, devices: Sequence[Device]) -> 'Target':
+        """Describes JAX devices; those of a CPU belong to one slice."""
+        return cls(devices[0].platform, tuple(len(members) for members in group_by_slice(devices)))
+
+    @classmethod
+    def of_topology(cls, topology: Topology) -> 'Target':
+        """Describes the devices of slices that need not be there."""
+        return cls('tpu', (math.prod(topology.shape) * topology.chip.devices,) * topology.slices)
+
+    @property
+    def devices(self) -> int | None:
+        """The number of all devices; None: not known."""
+        return None if self.slices is None else sum(self.slices)
+
+
+def group_by_slice(devices: Sequence[Device]) -> list[list[Device]]:
+    """Groups JAX devices by their slice, in the order of the slices."""
+    slices: dict[int, list[Device]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, 'slice_index', 0), []).append(device)
+    return [slices[index] for index in sorted(slices)]
 
 
 def describe_devices(topology: Topology) -> list[Any]:
@@ -176,7 +215,9 @@ def describe_devices(topology: Topology) -> list[Any]:
 
     chip = topology.chip
     name = topology.slice_name.replace(chip.name, chip.libtpu or chip.name)
-    options = dict(chip.options) | ({'num_slices': topology.slices} if topology.slices > 1 else {})
+    options: dict[str, Any] = dict(chip.options)
+    if topology.slices > 1:
+        options['num_slices'] = topology.slices
     if math.prod(topology.shape) == 1:
         options['chips_per_host_bounds'] = (1, 1, 1)  # older ones, such as 0.0.42, take it that a host has 2x2
     try:
@@ -189,7 +230,7 @@ def check_libtpu(topology: Topology) -> None:
     """Raises ConfigError when libtpu is missing."""
     if importlib.util.find_spec('libtpu') is None:
         raise ConfigError(
-            f"--topology {topology.name}: compiling for TPUs needs libtpu; pip install -e '.[tpu]' (no TPU is needed)"
+            f"--topology {topology.name}: compiling for TPUs needs libtpu; pip install 'lm-tpu[tpu]' (no TPU is needed)"
         )
 
 
@@ -203,7 +244,7 @@ def parse(name: str) -> Topology:
         raise ConfigError(f'--topology {name}: write SLICES*GENERATION:SHAPE for several slices, such as 2*v5e:4x8')
     found = re.fullmatch(r'(\w+?)(?:[:=]([\dx]+)|-(\d+))', one)
     kind = ALIASES.get(found[1], found[1]) if found else ''
-    if kind not in GENERATIONS:
+    if found is None or kind not in GENERATIONS:
         raise ConfigError(
             f'--topology {name}: write GENERATION:SHAPE, such as v5e:4x8 or v4:2x4x4; there are '
             f'{", ".join(GENERATIONS)}'

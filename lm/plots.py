@@ -29,7 +29,7 @@ WIDTH = 3.4
 """Inches: a column of a two-column page."""
 DOT_LABEL, LEGEND_LABEL, AXIS_LABEL = 26, 48, 28
 """Characters of a label in a line: beside dots, below curves, along the vertical axis."""
-STYLE = {
+STYLE: dict[Any, Any] = {
     'font.family': 'sans-serif',
     'font.size': 7.5,
     'axes.labelsize': 8,
@@ -104,7 +104,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise LmError("pictures need matplotlib: pip install -e '.[report]', or pass --no_pictures") from None
+        raise LmError("pictures need matplotlib: pip install 'lm-tpu[report]', or pass --no_pictures") from None
 
 
 @_in_style
@@ -126,8 +126,8 @@ def draw_lines(
 
     Args:
         x_scale, y_scale: 'linear' or 'log'.
-        markers: few points, each of which was measured, rather than a curve.
-        ticks: those of the horizontal axis, printed as 512, 1k, 2k, …
+        markers: draw few measured points rather than a curve.
+        ticks: positions on the horizontal axis, printed as 512, 1k, 2k, …
         right: label of a second vertical axis, and the function from the first to it, its own inverse.
         title: a line above the axes, such as where the figures were measured.
     """
@@ -291,7 +291,7 @@ def _legend(figure: Any, curves: Sequence[Curve], markers: bool) -> None:
 
 
 def _label_ends(axes: Any, curves: Sequence[Curve]) -> None:
-    """The name of each curve at its right end, moved apart where ends are close."""
+    """Writes the name of each curve at its right end. Names of close ends are shifted."""
     bounds, points = axes.get_window_extent(), axes.figure.dpi / 72
     ends = []
     for curve in curves:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fills the line `# Hardware: …` in the headers of experiments with what `lm check` computes for that accelerator type.
 
-    python scripts/update_headers.py [configs/experiments/c4_large.gin …]
+    python scripts/update_headers.py [configs/papers/polysketchformer/table_1_c4/large.gin …]
 
 Without files: every gin file below configs/. Those without such a line stay as they are; the others take a minute or
 two each. One whose step does not fit is left as it is and named, with the bindings that make it fit; the exit code is

@@ -1,6 +1,8 @@
 """The `lm` command: help at once, one-line errors, exit codes; nothing happens before the configuration is sound."""
 
+import dataclasses
 import importlib.util
+import inspect
 import pathlib
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from lm.cli import VERBS, main
 from lm.config.text import dump
 from lm.experiment import Experiment
 from lm.files import PACKAGES
+from lm.ops.errors import OperationError
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -37,16 +40,19 @@ def project(tmp_path, monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What would have been run."""
+    """What would have been run: the arguments of each call, by name."""
     made = []
-    for verb in VERBS.values():
-        module, _, function = verb.main.partition(':')
-        monkeypatch.setattr(sys.modules.get(module) or __import__(module, fromlist=['']), function, made_by(made))
+
+    def wrap(make_call):
+        def note(arguments):
+            call = make_call(arguments)
+            return lambda: made.append(inspect.signature(call.func).bind(*call.args, **call.keywords).arguments)
+
+        return note
+
+    for name, verb in VERBS.items():
+        monkeypatch.setitem(VERBS, name, dataclasses.replace(verb, make_call=wrap(verb.make_call)))
     return made
-
-
-def made_by(made):
-    return lambda experiment, arguments: made.append((experiment, arguments))
 
 
 HOSTILE = {
@@ -150,9 +156,9 @@ def test_a_bucket_without_its_package_is_refused_by_every_verb(scheme, project, 
 @pytest.mark.parametrize('path', ['x', 'runs/x-1.2_y', 'runs/x/', '/tmp/elsewhere/' + 'a' * 128])
 def test_good_run_names(path, project, calls):
     assert main(['train', '--run_dir', path, '--gin_param', 'train.steps = 7']) == 0
-    (experiment, arguments), = calls  # fmt: skip
-    assert experiment.train.steps == 7
-    assert arguments.run_dir == path
+    (call,) = calls
+    assert call['experiment'].train.steps == 7
+    assert call['run_dir'] == path
 
 
 def test_train_resumes_with_the_configuration_of_the_run(project, calls):
@@ -162,7 +168,8 @@ def test_train_resumes_with_the_configuration_of_the_run(project, calls):
     assert main(['train', '--run_dir', 'runs/r', '--gin_param', 'train.steps = 7']) == 0
     (project / 'x.gin').write_text('train.steps = 8\n')
     assert main(['train', '--run_dir', 'runs/r', '--gin_file', 'x.gin']) == 0
-    assert [(e.train.seed, e.train.steps, e.model.attention.gin_name) for e, _ in calls] == [
+    experiments = [call['experiment'] for call in calls]
+    assert [(e.train.seed, e.train.steps, e.model.attention.gin_name) for e in experiments] == [
         (9, 7, 'polynomial'),
         (0, 8, 'softmax'),
     ]
@@ -177,28 +184,29 @@ def test_evaluate_and_generate_start_from_the_run(project, calls, capsys):
     (run / 'config.gin').write_text('model.attention = @polynomial()\npolynomial.degree = 2\nevaluate.batch_size = 4\n')
     flags = ['--split', 'te"st', '--context_length', '64', '--window', 'sliding:8']
     assert main(['evaluate', '--run_dir', 'runs/r', *flags, '--gin_param', 'model.attention = @softmax()']) == 0
-    experiment, _ = calls.pop()
+    experiment = calls.pop()['experiment']
     assert experiment.model.attention.gin_name == 'softmax'
     assert (experiment.evaluate.split, experiment.evaluate.context_length) == ('te"st', 64)
     assert (experiment.evaluate.window, experiment.evaluate.batch_size) == ('sliding:8', 4)
     assert main(['evaluate', '--run_dir', 'runs/r', '--window', 'sidling:8']) == 2
     assert 'evaluate.window' in capsys.readouterr().err
     assert main(['generate', '--run_dir', 'runs/r', '--prompt', 'x', '--top_p', '0.9', '--max_tokens', '3']) == 0
-    experiment, arguments = calls.pop()
-    assert experiment.model.attention.degree == 2
-    assert (arguments.top_p, arguments.top_k, arguments.seed, arguments.step) == (0.9, None, 0, None)
+    call = calls.pop()
+    assert call['experiment'].model.attention.degree == 2
+    assert (call['sampling'].top_p, call['sampling'].top_k, call['seed'], call['step']) == (0.9, None, 0, None)
 
 
 def test_prepare_flags(calls):
     assert main(['prepare', '--strict', '--processes', '3']) == 0
     assert main(['prepare']) == 0
-    assert [(e.prepare.strict, e.prepare.processes) for e, _ in calls] == [(True, 3), (False, None)]
+    assert [(call['config'].strict, call['config'].processes) for call in calls] == [(True, 3), (False, None)]
 
 
 @pytest.mark.parametrize(
     ('error', 'code', 'message'),
     [
         (errors.ConfigError('bad'), 2, 'lm prepare: error: bad\n'),
+        (OperationError('heads'), 2, 'lm prepare: error: heads\n'),
         (errors.Preempted('saved'), 42, 'lm prepare: saved\n'),
         (errors.Diverged('nan'), 43, 'lm prepare: error: nan\n'),
         (errors.MismatchError('damaged'), 44, 'lm prepare: error: damaged\n'),
@@ -210,11 +218,11 @@ def test_prepare_flags(calls):
         ),
     ],
 )
-def test_exit_codes(error, code, message, calls, monkeypatch, capsys):
-    def fail(experiment, arguments):
+def test_exit_codes(error, code, message, monkeypatch, capsys):
+    def fail(config, path):
         raise error
 
-    monkeypatch.setattr('lm.data.prepare.command.main', fail)
+    monkeypatch.setattr('lm.data.prepare.run.run_prepare', fail)
     assert main(['prepare']) == code
     assert capsys.readouterr().err == message
     assert main(['prepare', '--debug']) == code
@@ -232,8 +240,8 @@ def test_help_explains_every_exit_code(argv, capsys):
     assert len({kind.exit_code for kind in kinds}) == len(kinds) >= 5
 
 
-def test_exit_code_of_the_verb_is_passed_on(calls, monkeypatch):
-    monkeypatch.setattr('lm.data.prepare.command.main', lambda experiment, arguments: 3)
+def test_exit_code_of_the_verb_is_passed_on(monkeypatch):
+    monkeypatch.setattr('lm.data.prepare.run.run_prepare', lambda config, path: 3)
     assert main(['prepare']) == 3
 
 
@@ -303,7 +311,7 @@ def test_a_dumped_experiment_is_a_run_configuration(project, calls):
     run.mkdir(parents=True)
     (run / 'config.gin').write_text(dump(Experiment()))
     assert main(['evaluate', '--run_dir', 'runs/r']) == 0
-    assert calls.pop()[0] == Experiment()
+    assert calls.pop()['experiment'] == Experiment()
 
 
 def test_a_start_imports_no_more_than_it_needs(tmp_path):
@@ -311,7 +319,7 @@ def test_a_start_imports_no_more_than_it_needs(tmp_path):
     meanwhile."""
     late = ['orbax', 'clu', 'tensorflow', 'tensorflow_datasets', 'matplotlib', 'pyarrow', 'array_record', 'pandas']
     code = (
-        f"import gc, sys; sys.orig_argv[0] = 'lm'; import lm.cli; assert not gc.isenabled(); import lm.train\n"
+        f"import gc, sys; sys.orig_argv[0] = 'lm'; import lm.cli; assert not gc.isenabled(); import lm.session.train\n"
         f'print(sorted(set({late}) & {{name.partition(".")[0] for name in sys.modules}}))\n'
         f'assert lm.cli.main(["inspect", {str(tmp_path / "nothing")!r}]) == 2 and gc.isenabled()\n'
     )

@@ -30,7 +30,7 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, re
 )
 def test_peaks_are_those_of_one_device(device_kind, teraflops, vmem_mib):
     assert peak_flops(device_kind) == teraflops * 1e12
-    assert vmem_mib in (None, chip_of(device_kind).vmem_mib)
+    assert vmem_mib in (None, chip_of(device_kind).limits.vmem_mib)
 
 
 def test_a_cpu_has_no_peak():
@@ -39,9 +39,9 @@ def test_a_cpu_has_no_peak():
 
 
 def test_no_kind_is_of_two_chips():
-    kinds = [kind for chip in CHIPS for kind in chip.kinds]
+    kinds = [kind for chip in CHIPS for kind in chip.limits.kinds]
     assert len(kinds) == len(set(kinds))
-    assert [chip_of(kind) for kind in kinds] == [chip for chip in CHIPS for _ in chip.kinds]
+    assert [chip_of(kind) for kind in kinds] == [chip for chip in CHIPS for _ in chip.limits.kinds]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """`import lm`: what it offers to notebooks, and that it takes no time."""
 
+import ast
+import inspect
 import json
 import pathlib
+import pydoc
 import subprocess
 import sys
 
@@ -31,14 +34,52 @@ def test_import_is_light():
     assert done.stdout.strip() == '[]', done.stderr
 
 
-def test_train_is_a_module_and_what_it_is_for(monkeypatch):
-    seen = []
-    monkeypatch.setattr('lm.train.call', lambda *a, **k: seen.append((a, k)))
-    lm.train('experiment', 'runs/x', rewind_to=3)
-    assert seen == [(('experiment', 'runs/x'), {'rewind_to': 3})]
-    from lm.train import train
+def test_type_checkers_see_what_is_imported():
+    """The imports under TYPE_CHECKING name the same things as the table that is read at run time."""
+    block = next(node for node in ast.parse(pathlib.Path(lm.__file__).read_text()).body if isinstance(node, ast.If))
+    found: dict = {}
+    exec(ast.unparse(ast.Module(block.body, [])), found)
+    assert {name: found[name] for name in lm.PUBLIC} == {name: getattr(lm, name) for name in lm.PUBLIC}
+    assert {name for name in found if not name.startswith('_')} == set(lm.PUBLIC)
 
-    assert lm.train.train is train
+
+def test_functions_say_what_they_take():
+    assert list(inspect.signature(lm.train).parameters)[:3] == ['experiment', 'run_dir', 'rewind_to']
+    shown = pydoc.plain(pydoc.render_doc(lm.train))
+    assert 'train(\n' in shown or 'train(experiment: lm.experiment.Experiment, run_dir: str' in shown
+    assert 'Trains, or continues the run' in shown
+
+
+CALLS = """
+import lm
+
+experiment = lm.configure(['a.gin'], ['train.steps = 100'])
+lm.train(experiment, 'runs/mine', rewind_to=3)
+run = lm.load('runs/mine', step=3)
+lm.evaluate(run, split='test')['perplexity']
+lm.generate(run, ['def main('], max_tokens=8)
+lm.train(experiment, 'runs/mine', rewind=3)  # wrong
+lm.generate(run, 'def main(', tokens=8)  # wrong
+lm.load(3)  # wrong
+lm.nonsense  # wrong
+"""
+
+
+def test_a_type_checker_knows_the_functions(tmp_path):
+    pytest.importorskip('pyright')
+    path = tmp_path / 'calls.py'
+    path.write_text(CALLS)
+    command = [sys.executable, '-m', 'pyright', '--pythonpath', sys.executable, '--outputjson', str(path)]
+    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, cwd=tiny.ROOT)
+    found = {error['range']['start']['line'] for error in json.loads(done.stdout)['generalDiagnostics']}
+    assert found == {i for i, line in enumerate(CALLS.splitlines()) if line.endswith('# wrong')}, done.stdout
+
+
+def test_functions_stay_functions_after_their_modules_are_imported():
+    from lm.inference.generation import generate
+    from lm.session.train import train
+
+    assert (lm.train, lm.generate) == (train, generate)
 
 
 def test_scores_of_a_text_are_those_of_the_model(run):
@@ -63,10 +104,10 @@ def test_greedy_tokens_are_the_most_probable(run):
     chosen = np.append(row, best[-1])
     expected = best == chosen[1:]
     assert expected[-1]
-    (_, short), (nats, long) = run.scorer.judge([chosen[:3], chosen])
-    np.testing.assert_array_equal(long, expected)
-    np.testing.assert_array_equal(short, expected[:2])
-    np.testing.assert_allclose(nats, run.scorer.nats([chosen])[0], atol=1e-6)
+    short, long = run.scorer.score_rows([chosen[:3], chosen], accuracy=True)
+    np.testing.assert_array_equal(long.correct, expected)
+    np.testing.assert_array_equal(short.correct, expected[:2])
+    np.testing.assert_allclose(long.nats, run.scorer.score_rows([chosen])[0].nats, atol=1e-6)
 
 
 def test_a_split_of_one_document_scores_like_its_text(run):

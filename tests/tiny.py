@@ -15,6 +15,12 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = [
+    ROOT / 'README.md',
+    ROOT / 'CONTRIBUTING.md',
+    *sorted(path for path in (ROOT / 'docs').rglob('*.md') if '_build' not in path.parts),
+]
+"""The README, the guide for contributors and the pages of the site."""
 COMPILE_QUICKLY = '--xla_backend_optimization_level=0'
 """XLA_FLAGS of tests, which compile far longer than they compute. What XLA does itself is unchanged."""
 if tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 11):
@@ -74,6 +80,14 @@ def params(bindings: dict) -> list[str]:
         literal = value if isinstance(value, str) and value.startswith(('@', '%', '[')) else repr(value)
         flags += ['--gin_param', f'{name} = {literal}']
     return flags
+
+
+def train_step(model, optimizer, steps: int = 10, *arguments, platform: str = 'cpu', **options):
+    """The training step of a model configuration on a platform; the other arguments are those of `TrainStep`."""
+    from lm.model.functions import ModelFunctions
+    from lm.training.step import TrainStep
+
+    return TrainStep(ModelFunctions(model, model.resolve_dtype(platform)), optimizer, steps, *arguments, **options)
 
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
@@ -200,7 +214,7 @@ def write_store(path: pathlib.Path, splits: dict[str, list[str]], tokenizer) -> 
             'bytes': sum(len(text.encode()) for text in texts),
             'words': sum(len(text.split()) for text in texts),
             'tokens': len(tokens),
-            'sha256': store.split_digest(hashlib.sha256(tokens.tobytes()), ends),
+            'sha256': store.digest_split(hashlib.sha256(tokens.tobytes()), ends),
         }
     store.write_file(str(path), 'tokenizer.model', tokenizer.model)
     facts = {'sha256': tokenizer.sha256, 'vocab_size': tokenizer.vocab_size, 'eod_id': tokenizer.eod_id}

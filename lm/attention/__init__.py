@@ -15,7 +15,6 @@ def mechanisms() -> dict[str, type[Attention]]:
     return {name: cls for name, cls in REGISTRY.items() if issubclass(cls, Attention)}
 
 
-(YARDSTICK,) = (cls for cls in mechanisms().values() if cls.yardstick)
-(FEATURED,) = (cls for cls in mechanisms().values() if cls.featured)
+(DEFAULT,) = (cls for cls in mechanisms().values() if cls.is_default)
 
-__all__ = ['FEATURED', 'YARDSTICK', 'Attention', 'AttentionModule', 'HeadDims', 'mechanisms']
+__all__ = ['DEFAULT', 'Attention', 'AttentionModule', 'HeadDims', 'mechanisms']

@@ -11,13 +11,12 @@ know. Mechanisms on the linear engine build on `lm.attention.linear`, feature ma
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
+from lm.config.configurable import Configurable
 from lm.ops.rotary import HeadNorms, Rotation, rotate
 from lm.ops.rotary.xla import normalize
 from lm.parameters import layer_norm
@@ -34,36 +33,11 @@ class HeadDims:
     causal: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelCall:
-    """A call of an operation whose kernels `lm bench kernels` compiles.
-
-    Attributes:
-        function: of arrays.
-        inputs: its abstract arguments.
-        steps: ('forward' or 'backward', name of the kernel) → tokens times heads that a grid step takes.
-        skips: whether grid steps skip work, so that only the longest run of instructions counts.
-        part_steps: like `steps`, of the kernels that a part of a window takes; None: none is for parts.
-    """
-
-    function: Callable
-    inputs: tuple
-    steps: dict[tuple[str, str], float]
-    skips: bool = False
-    part_steps: dict[tuple[str, str], float] | None = None
-
-
-KernelCases = dict[str, Callable[[HeadDims, int], KernelCall]]
-"""Name → what makes of heads and a length the call that `lm bench kernels` compiles under that name."""
-
-
-class Attention(abc.ABC):
+class Attention(Configurable, abc.ABC):
     """Base of the attention configurations (frozen dataclasses made by `@configurable`)."""
 
-    yardstick: ClassVar[bool] = False
-    """Whether this is what models have by default and what speeds are quoted against; one mechanism is."""
-    featured: ClassVar[bool] = False
-    """Whether benchmarks compare this with the yardstick where nothing is named, and know other ways to compute it."""
+    is_default: ClassVar[bool] = False
+    """Models have this mechanism where nothing else is configured. Exactly one mechanism sets it."""
     redraw_every = None
     """Training steps after which the module's random projections are drawn anew; None: never."""
     causal = True
@@ -100,11 +74,6 @@ class Attention(abc.ABC):
         """Its fields as plain values, for programs that read no gin, and what these would have to work out; not how it
         is computed, which is theirs to decide."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != 'implementation'}
-
-    @classmethod
-    def kernel_cases(cls) -> KernelCases:
-        """Its TPU kernels, in the forms worth watching."""
-        return {}
 
 
 class AttentionModule(nnx.Module):
@@ -200,14 +169,22 @@ class NormedModule(AttentionModule):
     normed_dtype: ClassVar[Any] = None
 
     def make_norms(self, head_dim: int, rngs: nnx.Rngs, gain: float = 1.0, bias: float = 0.0) -> None:
-        constant = nnx.initializers.constant
-        start = {'scale_init': constant(gain), 'bias_init': constant(bias)}
-        self.q_norm, self.k_norm = (layer_norm(head_dim, 'head', rngs, **start) for _ in range(2))
+        scale_init, bias_init = nnx.initializers.constant(gain), nnx.initializers.constant(bias)
+        self.q_norm, self.k_norm = (
+            layer_norm(head_dim, 'head', rngs, scale_init=scale_init, bias_init=bias_init) for _ in range(2)
+        )
 
     @property
     def norms(self) -> HeadNorms | None:
-        q, k = self.q_norm, self.k_norm
-        return HeadNorms(q.scale[...], q.bias[...], k.scale[...], k.bias[...], self.normed_dtype)
+        (q_gain, q_bias), (k_gain, k_bias) = _arrays(self.q_norm), _arrays(self.k_norm)
+        return HeadNorms(q_gain, q_bias, k_gain, k_bias, self.normed_dtype)
+
+
+def _arrays(norm: nnx.LayerNorm) -> tuple[jax.Array, jax.Array]:
+    """Returns gain and bias."""
+    assert norm.scale is not None
+    assert norm.bias is not None
+    return norm.scale[...], norm.bias[...]
 
 
 def score_start(offset: float, head_dim: int, gain: float | None = None) -> dict[str, float]:
@@ -218,8 +195,8 @@ def score_start(offset: float, head_dim: int, gain: float | None = None) -> dict
     while the other has no such bias: biases that start at zero stay there, and even powers weigh opposite vectors like
     equal ones. (PolySketchFormer, eq. 1 has the offset, α; §2.1 leaves it to the layer normalizations.)
     """
-    gain = head_dim**-0.25 if gain is None else gain
-    return {'gain': gain, 'bias': gain * math.sqrt(offset) * head_dim**-0.25}
+    start = head_dim**-0.25 if gain is None else gain
+    return {'gain': start, 'bias': start * math.sqrt(offset) * head_dim**-0.25}
 
 
 def score_scale(degree: int, head_dim: int) -> float:
@@ -240,36 +217,3 @@ def exact_flops_per_token(dims: HeadDims, length: int, window: int | None = None
     window = min(length, window or length)
     seen = window - window**2 / (2 * length)
     return 4.0 * dims.n_heads * dims.head_dim * seen
-
-
-def rotary_call(normed: bool, dims: HeadDims, length: int) -> KernelCall:
-    """The kernels that rotate queries and keys and, if `normed`, normalize them; a grid step takes a block of all."""
-    from lm.ops.rotary.tpu import block_size
-
-    heads = dims.n_heads + dims.n_kv_heads
-    qk = jax.ShapeDtypeStruct((1, length, heads, dims.head_dim), jnp.bfloat16)
-    angles = jax.ShapeDtypeStruct((length, 1, dims.head_dim // 2), jnp.float32)
-    gain = jax.ShapeDtypeStruct((dims.head_dim,), jnp.float32)
-    norms = HeadNorms(gain, gain, gain, gain) if normed else None
-
-    def function(qk, cos, sin, norms):
-        return rotate(qk, (cos, sin), dims.n_heads, norms, implementation='pallas_tpu')
-
-    tokens = block_size(length, heads, dims.head_dim) * dims.n_heads
-    steps = {(kernel, f'rotary_{kernel}'): tokens for kernel in ('forward', 'backward')}
-    return KernelCall(function, (qk, angles, angles, norms), steps)
-
-
-def flash_call(function: Callable, dims: HeadDims, length: int) -> KernelCall:
-    """Exact attention in the kernels of `lm.ops.exact_attention.tpu.flash`, in which a grid step takes one block of
-    queries and one of keys.
-
-    `function`: of queries, keys and values.
-    """
-    from lm.ops.exact_attention.tpu.plan import block_size
-
-    x = jax.ShapeDtypeStruct((1, length, dims.n_heads, dims.head_dim), jnp.bfloat16)
-    blocks = length // block_size(length)
-    tokens = length / (blocks * (blocks + 1) // 2)
-    steps = {(kernel, f'flash_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
-    return KernelCall(function, (x, x, x), steps, skips=True)

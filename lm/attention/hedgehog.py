@@ -7,14 +7,14 @@ with W of each head its own, which starts at the identity, and softmax over the 
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from lm.attention.base import HeadDims, KernelCases
+from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.products import ProductFeatures
 from lm.config.configurable import configurable, field
@@ -42,8 +42,8 @@ class Hedgehog(LinearAttention):
         return None
 
     @classmethod
-    def kernel_cases(cls) -> KernelCases:
-        return {'hedgehog 128': cls(per_head=False).kernel_call}
+    def kernel_forms(cls) -> dict[str, Self]:
+        return {'hedgehog 128': cls(per_head=False)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,14 +12,14 @@ with softmax runs under it unchanged. Where |s| leaves the interval, P is not ex
 positive; that is the paper's approximation, not something this file corrects.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lm.attention.base import HeadDims, KernelCases, exact_flops_per_token
+from lm.attention.base import HeadDims, exact_flops_per_token
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.monomials import APPROXIMATIONS, Monomials, n_terms
 from lm.config.configurable import configurable, field
@@ -66,8 +66,8 @@ class Hybrid(LinearAttention):
         return exact + older * (length - self.window) / length
 
     @classmethod
-    def kernel_cases(cls) -> KernelCases:
-        """None: on TPUs it runs on XLA, for the kernels take no window."""
+    def kernel_forms(cls) -> dict[str, Self]:
+        """Returns none: on TPUs the mechanism runs on XLA, because the kernels take no window."""
         return {}
 
     def portable(self) -> dict[str, Any]:

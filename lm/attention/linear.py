@@ -1,13 +1,13 @@
 """What mechanisms on `lm.ops.linear_attention` share: decoding from a constant-size state, signed weights, cost."""
 
 import abc
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import Attention, AttentionModule, HeadDims, KernelCall, KernelCases
+from lm.attention.base import Attention, AttentionModule, HeadDims
 from lm.ops.documents import forgetting
 from lm.ops.linear_attention import LinearCall, compute, decode
 from lm.ops.powers import quotient
@@ -24,6 +24,10 @@ PARAMETERS = ('q_parameters', 'k_parameters')
 class LinearAttention(Attention):
     """A configuration whose module is a `LinearModule`."""
 
+    @abc.abstractmethod
+    def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'LinearModule':
+        """Returns the module of one layer."""
+
     def why_whole(self, causal: bool) -> str | None:
         if causal and self.causal:
             return None
@@ -31,23 +35,9 @@ class LinearAttention(Attention):
         return f'@{self.gin_name}() shares no window where {setting}; set mesh.sequence = 1, or take @softmax()'
 
     @classmethod
-    def kernel_cases(cls) -> KernelCases:
-        return {cls.gin_name: cls().kernel_call}
-
-    def kernel_call(self, dims: HeadDims, length: int) -> KernelCall:
-        """The operation alone, on what `arguments` makes of queries, keys and values in bfloat16."""
-        options = {}
-
-        def arrays(q, k, v):
-            module = self.build(dims, nnx.Rngs(0))
-            arguments = module.arguments(*module.normalize(q, k), v)
-            given = {name: arguments.pop(name) for name in (*TOKENS, *PARAMETERS) if name in arguments}
-            options.update(arguments)
-            return given
-
-        heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
-        qkv = (jax.ShapeDtypeStruct((1, length, n, dims.head_dim), jnp.bfloat16) for n in heads)
-        return operation_call(jax.eval_shape(arrays, *qkv), options)
+    def kernel_forms(cls) -> dict[str, Self]:
+        """Returns name → settings in which the compiled kernels differ; `lm bench kernels` compiles each of them."""
+        return {cls.gin_name: cls()}
 
 
 class LinearModule(AttentionModule):
@@ -79,7 +69,7 @@ class LinearModule(AttentionModule):
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
         v_BxLxKxD: jax.Array,
-        *own: jax.Array,
+        *own: jax.Array | None,
         starts_BxL: jax.Array | None = None,
         **named: jax.Array,
     ) -> jax.Array:
@@ -113,7 +103,7 @@ class LinearModule(AttentionModule):
         state, o_BxTxHxC = decode.decode_step(state, LinearCall.from_arguments(self._apart(arguments, starts_BxT)))
         return state, self.outputs(self._divided(o_BxTxHxC, v_BxTxKxD.dtype), v_BxTxKxD)
 
-    def _apart(self, arguments, starts_BxL):
+    def _apart(self, arguments: dict[str, Any], starts_BxL: jax.Array | None) -> dict[str, Any]:
         """The arguments of the call with documents kept apart, where any are told."""
         if starts_BxL is None:
             return arguments
@@ -156,21 +146,3 @@ def linear_flops_per_token(
     folded = (length - 1) // block * block
     inside = dims.n_heads * (compared + dims.head_dim) * block
     return inside + (reads * (length - block) + folds * folded) / length
-
-
-def operation_call(inputs: dict[str, Any], options: dict[str, Any]) -> KernelCall:
-    """The kernels of one call of the operation, of abstract arrays by the names of its arguments."""
-    from lm.ops.linear_attention.tpu.plan import Sizes, make_plan
-
-    def function(*arrays):
-        call = LinearCall.from_arguments(dict(zip(inputs, arrays, strict=True)) | options)
-        return compute(call, 'pallas_tpu').o_BxLxHxD
-
-    call = LinearCall.from_arguments(inputs | options)
-    plan, part = make_plan(Sizes.of_call(call)), make_plan(Sizes.of_call(call, part=True))
-    names = ('forward', 'sums', 'backward') if plan.sums_again else ('forward', 'backward')
-    steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in names}
-    tokens = part.block * part.heads
-    of_part = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
-    of_part['2 folds', 'linear_attention_fold'] = tokens / 2  # over keys, and backward over queries
-    return KernelCall(function, tuple(inputs.values()), steps, part_steps=of_part)

@@ -2,19 +2,20 @@
 
     φ(x) = Σ_r Π_j x Θ_{j,r}        j = 1…p factors, r = 1…t ranks (t = 1 in the paper), Θ_{j,r} of shape [D, M]
 
-with separate Θ for queries and keys, approximates (q·k)^p. `lm.attention.maps.fit` fits them to samples of either.
+with separate Θ for queries and keys, approximates (q·k)^p. `configs/papers/llops/table_3_sketches` fits Θ to samples
+of either.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import HeadDims, KernelCall, KernelCases, NormedModule, score_start
-from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token, operation_call
+from lm.attention.base import HeadDims, NormedModule, score_start
+from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.products import ProductFeatures
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
@@ -36,7 +37,11 @@ class Llops(LinearAttention):
         default=True, help='square products of p/2 projections, so that no weight is negative (§3.2)'
     )
     affine: bool = field(default=False, help='projections of [1, x], which reach the powers below p too')
-    init: str = field(default='random_sketch', choices=('random_sketch', 'flatten', 'based'))
+    init: str = field(
+        default='random_sketch',
+        choices=('random_sketch', 'flatten', 'based'),
+        help='initial projections: random, one projection for all factors, or the map of BASED',
+    )
     layer_norm: bool = field(default=True, help='layer normalization of q and k, as in polynomial attention')
     offset: float = field(default=0.0, minimum=0, help='first mean of scores q·k, in their standard deviations')
     renormalize: bool = field(default=True, help='divide by the sum of the weights')
@@ -82,9 +87,8 @@ class Llops(LinearAttention):
         return None
 
     @classmethod
-    def kernel_cases(cls) -> KernelCases:
-        """The mechanism, and the operation on as many features that are given."""
-        return {'llops 256, p=4': cls(degree=4, n_features=256).kernel_call, 'features 256': given_features}
+    def kernel_forms(cls) -> dict[str, Self]:
+        return {'llops 256, p=4': cls(degree=4, n_features=256)}
 
     def sketch(self, dtype: Any = None) -> 'LowRankSketch':
         """φ, with features of `dtype` (None: that of the vectors)."""
@@ -205,8 +209,3 @@ def based_factors(config: Llops, w_DxR: jax.Array, spare: jax.Array, *, queries:
     factors = spare.at[0, 1:, :, :used].set(0.0)
     factors = factors.at[0, 0, :, :used].set(first).at[1, 0, :, :used].set(second)
     return factors.at[0, :, :, used:].set(0.0) if queries else factors
-
-
-def given_features(dims: HeadDims, length: int) -> KernelCall:
-    x, v = (jax.ShapeDtypeStruct((1, length, dims.n_heads, n), jnp.bfloat16) for n in (256, dims.head_dim))
-    return operation_call({'q_BxLxHxE': x, 'k_BxLxKxE': x, 'v_BxLxKxD': v}, {})

@@ -1,12 +1,12 @@
 """Performer: attention through random features (Choromanski et al. 2020 and 2021), causal by the block engine."""
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
 
-from lm.attention.base import HeadDims, KernelCases
+from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.projections import PROJECTIONS
 from lm.attention.maps.random_features import FEATURES, SOFTMAX_FEATURES, Projection, RandomFeatures
@@ -65,8 +65,8 @@ class Performer(LinearAttention):
         return None
 
     @classmethod
-    def kernel_cases(cls) -> KernelCases:
-        return {'performer 2048': cls(n_features=2048, block=None).kernel_call}
+    def kernel_forms(cls) -> dict[str, Self]:
+        return {'performer 2048': cls(n_features=2048, block=None)}
 
     def feature_map(self, head_dim: int) -> RandomFeatures:
         """φ as a function of (parameters, queries or keys)."""
@@ -106,7 +106,7 @@ class PerformerAttention(LinearModule):
             return
         projection_RxD, phases_R = self._draw(key)
         self.projection[...] = projection_RxD
-        if phases_R is not None:
+        if self.phases is not None:
             self.phases[...] = phases_R
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> DecodeState:

@@ -1,6 +1,5 @@
 """Polynomial attention: an even power of the scores of layer-normalized queries and keys (PolySketchFormer §2.1)."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,12 +8,8 @@ from flax import nnx
 from lm.attention.base import (
     Attention,
     HeadDims,
-    KernelCall,
-    KernelCases,
     NormedModule,
     exact_flops_per_token,
-    flash_call,
-    rotary_call,
     score_scale,
     score_start,
 )
@@ -61,18 +56,6 @@ class Polynomial(Attention):
             'scale': scale,
             'denominator_bias': self.denominator_bias * scale**self.degree,
         }
-
-    @classmethod
-    def kernel_cases(cls) -> KernelCases:
-        return {
-            'polynomial p=4': cls(degree=4).kernel_call,
-            'rotary and layer norms': functools.partial(rotary_call, True),
-        }
-
-    def kernel_call(self, dims: HeadDims, length: int) -> KernelCall:
-        return flash_call(
-            functools.partial(polynomial_attention, degree=self.degree, implementation='pallas_tpu'), dims, length
-        )
 
 
 class PolynomialAttention(NormedModule):

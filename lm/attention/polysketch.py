@@ -1,15 +1,14 @@
 """Polysketch: polynomial attention in linear time, by sketching far weights and computing near ones exactly
 (PolySketchFormer)."""
 
-import functools
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
 
-from lm.attention.base import HeadDims, KernelCases, NormedModule, score_scale, score_start
+from lm.attention.base import HeadDims, NormedModule, score_scale, score_start
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
-from lm.attention.maps.sketches import SKETCHES, Sketched, networks_call
+from lm.attention.maps.sketches import SKETCHES, Sketched
 from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import polynomial_attention
@@ -28,8 +27,6 @@ class Polysketch(LinearAttention):
     with `local`, ⟨q'_i, k'_j⟩^degree where i and j are in the same block. A context of one block is then computed
     exactly. With `gate` all weights fade, far and near. The defaults are the paper's, which does not say where scores
     start (`offset`); its draft has block 256, `sketch = 'srht'` and `per_head = True`."""
-
-    featured = True
 
     sketch: str = field(default='learned', choices=tuple(SKETCHES), help='how the polynomial is sketched')
     sketch_size: int = field(default=32, minimum=1, help='numbers a sketch has (r); the features are their r² products')
@@ -80,14 +77,11 @@ class Polysketch(LinearAttention):
         return GATED.format('polysketch') if self.gate else None
 
     @classmethod
-    def kernel_cases(cls) -> KernelCases:
+    def kernel_forms(cls) -> dict[str, Self]:
         sizes = ((32, 256), (32, 512), (32, 1024), (64, 256), (64, 1024))
-        cases = {f'polysketch r={r} block={block}': cls(sketch_size=r, block=block) for r, block in sizes}
-        cases |= {'polysketch r=32 without local': cls(sketch_size=32, local=False)}
-        cases |= {f'polysketch r=32 block={block} gate': cls(block=block, gate=True) for block in (256, 1024)}
-        networks = {f'sketch networks r={r}': functools.partial(networks_call, r, 8) for r in (32, 64)}
-        networks |= {'sketch networks r=32 width=4': functools.partial(networks_call, 32, 4)}
-        return {name: config.kernel_call for name, config in cases.items()} | networks
+        forms = {f'polysketch r={r} block={block}': cls(sketch_size=r, block=block) for r, block in sizes}
+        forms |= {'polysketch r=32 without local': cls(sketch_size=32, local=False)}
+        return forms | {f'polysketch r=32 block={block} gate': cls(block=block, gate=True) for block in (256, 1024)}
 
 
 class PolysketchAttention(NormedModule, LinearModule):

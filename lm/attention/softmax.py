@@ -1,21 +1,15 @@
 """Softmax attention, over all earlier tokens or a sliding window of them."""
 
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from lm.attention.base import (
     Attention,
     AttentionModule,
     HeadDims,
-    KernelCall,
-    KernelCases,
     exact_flops_per_token,
-    flash_call,
-    rotary_call,
 )
 from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
 from lm.config.configurable import configurable, field
@@ -27,7 +21,7 @@ class Softmax(Attention):
     """Weights exp(scale ⟨q_i, k_j⟩) / Σ_j' exp(scale ⟨q_i, k_j'⟩) (PolySketchFormer §2.1); `gate` adds
     Σ_{j < m ≤ i} log a_m to the scores, as in the forgetting transformer (Lin et al. 2025)."""
 
-    yardstick = True
+    is_default = True
 
     scale: float | None = field(default=None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
     window: int | None = field(default=None, minimum=1, help='tokens that a query sees, itself included; None sees all')
@@ -61,10 +55,6 @@ class Softmax(Attention):
         if self.window is not None:
             return f'softmax.window = {self.window}: is one of earlier tokens; set it to None'
         return GATED.format('softmax') if self.gate else None
-
-    @classmethod
-    def kernel_cases(cls) -> KernelCases:
-        return {'softmax': softmax_call, 'splash': splash_call, 'rotary': functools.partial(rotary_call, False)}
 
 
 class SoftmaxAttention(AttentionModule):
@@ -121,21 +111,3 @@ class SoftmaxAttention(AttentionModule):
             implementation='xla',
         )
         return state, o_BxTxHxD
-
-
-def softmax_call(dims: HeadDims, length: int) -> KernelCall:
-    return flash_call(functools.partial(softmax_attention, implementation='pallas_tpu'), dims, length)
-
-
-def splash_call(dims: HeadDims, length: int) -> KernelCall:
-    """JAX's kernels; a grid step takes one block of queries and one of keys."""
-    from lm.ops.exact_attention.tpu.splash import blocks, is_fused
-
-    x = jax.ShapeDtypeStruct((1, length, dims.n_heads, dims.head_dim), jnp.bfloat16)
-    block, _, key_block = blocks(length, dims.head_dim * x.dtype.itemsize)
-    tokens = length / sum(start // key_block + 1 for start in range(0, length, block))
-    kernels = [('forward', 'splash_mha_fwd'), ('backward', 'splash_mha_dkv')]
-    if not is_fused(jax.ShapeDtypeStruct((1, dims.n_heads, length, dims.head_dim), x.dtype), key_block):
-        kernels.append(('backward', 'splash_mha_dq'))
-    function = functools.partial(softmax_attention, implementation='splash')
-    return KernelCall(function, (x, x, x), dict.fromkeys(kernels, tokens), skips=True)

@@ -5,13 +5,13 @@ Arora et al. (2024), as LLoPS §2.2 describes it (eq. 4, 5 and footnote 2): s = 
 `model.attention = [@taylor(), @softmax()]`.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import HeadDims, KernelCases
+from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.config.configurable import configurable, field
 from lm.parameters import declare
@@ -40,8 +40,8 @@ class Taylor(LinearAttention):
         return None
 
     @classmethod
-    def kernel_cases(cls) -> KernelCases:
-        return {'taylor 16': cls(feature_dim=16).kernel_call}
+    def kernel_forms(cls) -> dict[str, Self]:
+        return {'taylor 16': cls(feature_dim=16)}
 
 
 class TaylorAttention(LinearModule):

@@ -6,19 +6,32 @@ configs/attention/llops.gin what the file says of model.attention, and of everyt
 """
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from lm.attention import FEATURED, YARDSTICK, mechanisms
-from lm.config.checks import Statement, check_used, did_you_mean, used_bindings
+from lm.attention import DEFAULT, mechanisms
+from lm.config.checks import Statement, check_used, did_you_mean, find_used_bindings
 from lm.config.read import read
-from lm.config.resolve import resolve, sections_of
-from lm.config.text import Reference, listed
+from lm.config.resolve import map_sections, resolve
+from lm.config.text import Reference, join_names
 from lm.errors import ConfigError
 from lm.experiment import Experiment
+from lm.hardware import Target
 
 CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
+BASELINE = DEFAULT.gin_name
+"""The mechanism that speeds are quoted against."""
+FEATURED = 'configs/attention/polysketch.gin'
+"""The gin file of the mechanism that is compared with the baseline where the command line names none."""
+
+
+@functools.cache
+def featured() -> str:
+    """Returns the gin name of the mechanism that the file `FEATURED` chooses."""
+    chosen = {s.key: s.value for s in read([FEATURED])}
+    return chosen['model.attention'].selector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +55,7 @@ def candidates(
     """The configurations of the names, each resolved and checked.
 
     Args:
-        names: see above; None: the yardstick, and what `model.attention` is set to, or else the featured mechanism.
+        names: see above; None: the baseline, and the value of `model.attention`, or else the featured mechanism.
         gin_files, gin_params: of all of them.
         formulations: further names, each with the mechanism that it computes.
 
@@ -53,7 +66,7 @@ def candidates(
     params = {s.key: s for s in read((), gin_params, allow_imports=allow_imports)}
     is_default = names is None
     if names is None:
-        names = [YARDSTICK.gin_name, '' if 'model.attention' in base | params else FEATURED.gin_name]
+        names = [BASELINE, '' if 'model.attention' in base | params else featured()]
     if not names:
         raise ConfigError('--mechanisms: name at least one')
     resolved = []
@@ -72,12 +85,12 @@ def candidates(
         experiment, calls = resolve(bindings, Experiment)
         label = pathlib.Path(name).stem if name.endswith('.gin') else name or _label(experiment)
         resolved.append((Candidate(label, experiment, formulation), bindings, calls))
-    used_somewhere = set().union(*(used_bindings(bindings, calls) for _, bindings, calls in resolved))
+    used_somewhere = set().union(*(find_used_bindings(bindings, calls) for _, bindings, calls in resolved))
     for _, bindings, calls in resolved:
-        used = used_bindings(bindings, calls)
+        used = find_used_bindings(bindings, calls)
         kept = {key: s for key, s in bindings.items() if key in used or key not in used_somewhere}
-        check_used(kept, calls, set(sections_of(Experiment).values()))
-    if is_default:  # the yardstick itself may be what is configured
+        check_used(kept, calls, set(map_sections(Experiment).values()))
+    if is_default:  # the baseline itself may be configured
         resolved = list({entry[0].name: entry for entry in resolved}.values())
     labels = [candidate.name for candidate, *_ in resolved]
     if twice := {label for label in labels if labels.count(label) > 1}:
@@ -99,10 +112,27 @@ def of_arguments(arguments: Any, **options: Any) -> list[Candidate]:
     return candidates(arguments.mechanisms, arguments.gin_file, arguments.gin_param, **allow, **options)
 
 
+def change_context(experiment: Experiment, context: int, tokens: int, limit: int, target: Target) -> Experiment:
+    """The experiment with another context length, and microbatches of at most `limit` tokens per device of `target`.
+
+    Raises ConfigError where the tokens of a step are no multiple of the context, or the devices form no mesh.
+    """
+    shards = experiment.mesh.plan(target).shards or 1
+    if tokens % context:
+        raise ConfigError(f'--tokens_per_step {tokens}: must be a multiple of every context; {context} does not divide')
+    rows = max(1, tokens // context // shards)
+    fits = limit * experiment.mesh.sequence // context
+    together = max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n <= fits))
+    train = dataclasses.replace(
+        experiment.train, context_length=context, tokens_per_step=tokens, microbatches=rows // together
+    )
+    return dataclasses.replace(experiment, train=train)
+
+
 def _check_known(mechanism: str, formulations: dict[str, str]) -> None:
     known = sorted([*mechanisms(), *formulations])
     if mechanism not in known:
-        hint = did_you_mean(mechanism, known) or f'; there are {listed(known, 30)}, and files that end in .gin'
+        hint = did_you_mean(mechanism, known) or f'; there are {join_names(known, 30)}, and files that end in .gin'
         raise ConfigError(f'--mechanisms {mechanism}: no such mechanism{hint}')
 
 

@@ -23,7 +23,7 @@ import sentencepiece
 from rich.console import Console
 
 from lm.bench import results, timing
-from lm.config.read import PROJECT
+from lm.config.project import PACKAGE, project_root
 from lm.data import store
 from lm.data.batches import Batches, Windows
 from lm.data.prepare import shards as work
@@ -133,7 +133,8 @@ def read_text(path: str | None, size: int | None) -> tuple[str, str]:
 
 def made_up_text(size: int) -> str:
     """Sentences of this package's documentation and docstrings in random order, `size` bytes of them."""
-    files = sorted([*PROJECT.glob('*.md'), *PROJECT.glob('docs/*.md'), *PROJECT.glob('lm/**/*.py')])
+    root = project_root()
+    files = sorted([*root.glob('*.md'), *root.glob('docs/*.md'), *PACKAGE.glob('**/*.py')])
     prose = []
     for file in files:
         content = file.read_text(encoding='utf-8')
@@ -237,7 +238,7 @@ def write_store(path: str, tokens: int, vocab_size: int = 32_000) -> None:
     info = {
         'source': {'kind': 'random'},
         'dtype': 'uint16',
-        'splits': {'train': split | {'sha256': store.split_digest(digest, ends)}},
+        'splits': {'train': split | {'sha256': store.digest_split(digest, ends)}},
         'tokenizer': {'sha256': '', 'vocab_size': vocab_size, 'eod_id': 1},
     }
     store.write_info(path, info)

@@ -7,7 +7,6 @@ attention the same count reproduces the published forward time within 5 % and is
 `kernels` starts a process of its own: libtpu reads its flags once, when it is loaded.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -16,22 +15,24 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from lm.cost_model import schedules
 from lm.errors import ConfigError
+
+if TYPE_CHECKING:  # jax is imported late
+    from lm.cost_model.kernel_cases import Case
 
 TOPOLOGIES = {'v4': 'v4:2x2x1', 'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'v7x': 'tpu7x:2x2x1'}
 LENGTH, HEADS, HEAD_DIM = 32768, 12, 64
 
 
-def cases() -> dict[str, Callable]:
-    """Name → what makes of heads and a length the call to compile: what the mechanisms say of themselves."""
-    from lm.attention import mechanisms
+def cases() -> dict[str, 'Case']:
+    """Returns name → the function of heads and a length that makes the call to compile."""
+    from lm.cost_model import kernel_cases
 
-    found = [mechanism.kernel_cases() for mechanism in mechanisms().values()]
-    return {name: case for each in found for name, case in each.items()}
+    return kernel_cases.cases()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,20 +108,19 @@ def kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -
 
 
 def table(rows: list[KernelRow]) -> str:
-    """The rows as text, with the sum of forward and backward, and how many times faster than the yardstick that is."""
-    from lm.attention import YARDSTICK
+    """Returns the rows as text, with the sums of forward and backward and their ratios to the baseline."""
+    from lm.bench.candidates import BASELINE
 
-    yardstick = YARDSTICK.gin_name
     lines = [f'{"":32}{"gen":5}{"kernel":10}{"cycles":>9}{"matrix":>8}{"vector":>8}{"spills":>8}{"VMEM":>8}{"temp":>9}']
     for row in rows:
         lines.append(
             f'{row.case:32}{row.generation:5}{row.kernel:10}{row.cycles:9.2f}{row.matrix_unit:8.0%}{row.vector_unit:8.0%}'
             f'{row.spills:8}{row.vmem_mib:8.1f}{row.temporaries_mib:9.1f}'
         )
-    lines.append(f'\n{"cycles per token and head":32}{"gen":5}{"sum":>10}{f"{yardstick} / sum":>16}')
+    lines.append(f'\n{"cycles per token and head":32}{"gen":5}{"sum":>10}{f"{BASELINE} / sum":>16}')
     sums = total(rows)
     for (case, generation), cycles in sums.items():
-        base = sums.get((yardstick, generation))
+        base = sums.get((BASELINE, generation))
         lines.append(f'{case:32}{generation:5}{cycles:10.2f}{f"{base / cycles:.1f}" if base else "":>16}')
     return '\n'.join(lines)
 
@@ -134,7 +134,7 @@ def total(rows: list[KernelRow]) -> dict[tuple[str, str], float]:
     return result
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Any) -> int:
     """`lm bench kernels`: a table with a heading, and JSON that says with which versions it was made."""
     from lm.bench import results
 

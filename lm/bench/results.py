@@ -114,7 +114,7 @@ def check_writable(json_path: str | None, out: str | None) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError(f"--out {out}: pictures need matplotlib: pip install -e '.[report]'") from None
+        raise ConfigError(f"--out {out}: pictures need matplotlib: pip install 'lm-tpu[report]'") from None
     try:
         pathlib.Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:

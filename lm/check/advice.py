@@ -10,7 +10,7 @@ from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import Topology
 from lm.model import REMAT
-from lm.training.step import count_parameters
+from lm.model.functions import count_parameters
 
 MAX_FSDP = 64
 """Devices that share one copy of the state at most; beyond it a share is small beside everything else."""
@@ -128,7 +128,7 @@ def candidates(experiment: Experiment, topology: Topology, everything: bool = Fa
     shared = max(mesh.fsdp, max(n for n in range(1, min(near, MAX_FSDP) + 1) if near % n == 0))
     each = BYTES_A_PARAMETER + experiment.optimizer.rule.state_bytes()
     state_gib = each * sum(count_parameters(model).values()) / mesh.fsdp / 2**30
-    sharing = [shared] if state_gib > LARGE_STATE * topology.chip.hbm_gib else [mesh.fsdp, shared]
+    sharing = [shared] if state_gib > LARGE_STATE * topology.chip.limits.hbm_gib else [mesh.fsdp, shared]
     given = _values(experiment)
     for fsdp in dict.fromkeys(sharing):
         for remat in levels:

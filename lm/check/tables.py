@@ -3,17 +3,18 @@
 from lm.check.advice import Tried
 from lm.cost_model.compiled_step import MARGIN, Budget, Check, Speed
 from lm.cost_model.roofline import Roofline
-from lm.experiment import Experiment
+from lm.cost_model.step_time import StepTime
 from lm.hardware import Chip, parse
+from lm.plan import StepPlan
 from lm.text import counted, digits, duration, si
-from lm.training.progress import plan_rows, print_row
+from lm.training.progress import print_row
 
 WIDTH = 24
 
 
-def print_budget(budget: Budget, experiment: Experiment) -> None:
+def print_budget(budget: Budget, plan: StepPlan) -> None:
     """The configuration, in the words of `lm train`."""
-    rows = plan_rows(experiment.model, experiment.train, budget.parameters_total)
+    rows = plan.describe()
     row('parameters', rows.pop('parameters'))
     for part, count in budget.parameters.items():
         if count:
@@ -44,19 +45,19 @@ def print_check(check: Check, budget: Budget, price: float | None = None) -> Non
         row('  outputs', f'{memory.outputs_gib:.2f} GiB, {memory.aliased_gib:.2f} of it in place of the arguments')
         row('  temporaries', f'{memory.temporaries_gib:.2f} GiB: gradients, activations')
     if check.roofline is not None and check.fits:
-        print_times(check, budget, price)
+        print_times(check, check.roofline, budget, price)
     if check.advice is not None:  # with the table of another step, so it comes last
         print_advice(check, budget, price)
 
 
-def print_times(check: Check, budget: Budget, price: float | None) -> None:
+def print_times(check: Check, bound: Roofline, budget: Budget, price: float | None) -> None:
     """Bound and prediction of a step that fits, and of the whole run."""
     topology = parse(check.topology)
     chip, unit = topology.chip, unit_of(check)
-    bound, speed, predicted = check.roofline, check.speed, check.predicted
+    runs = ('at most', 'at least', check.speed), ('predicted', 'predicted', check.predicted)
     n = check.devices // check.chips
     model_share = budget.flops_per_token * budget.tokens_per_step / check.devices / (bound.hardware_teraflops * 1e12)
-    row('bound of a step', f'at least {milliseconds(speed.seconds_per_step)}, by {bound.bound_by}: nothing is faster')
+    row('bound of a step', f'at least {milliseconds(bound.seconds)}, by {bound.bound_by}: nothing is faster')
     row(
         '  compute',
         f'{milliseconds(bound.compute_seconds)}: {bound.hardware_teraflops:.3g} TFLOP a {unit} at '
@@ -75,15 +76,15 @@ def print_times(check: Check, budget: Budget, price: float | None) -> None:
         row('  DCN', between_slices(bound, chip, unit))
     for e in bound.collectives:
         row(f'    {e.kind}', f'{e.times_per_step:,} × a step, {e.gigabytes_sent_per_device:.3g} GB sent a {unit}')
-    if predicted is not None:
-        print_prediction(check)
-    for words, run in (('at most', speed), ('predicted', predicted)):
+    if check.predicted_step is not None and check.predicted is not None:
+        print_prediction(check.predicted_step, check.predicted)
+    for words, _, run in runs:
         if run is not None:
             row(
                 'speed',
                 f'{words} {run.steps_per_second:.3g} steps/s, {si(run.tokens_per_second)} tokens/s, MFU {run.mfu:.1%}',
             )
-    for words, run in (('at least', speed), ('predicted', predicted)):
+    for _, words, run in runs:
         if run is not None:
             row('the whole run', f'{words} {cost_of(run, price)}')
     for text in bound.notes:
@@ -106,12 +107,12 @@ def between_slices(bound: Roofline, chip: Chip, unit: str) -> str:
     return f'{milliseconds(bound.dcn_seconds)}: {sent} at {chip.dcn_bytes / chip.devices / 1e9:.4g} GB/s'
 
 
-def print_prediction(check: Check) -> None:
+def print_prediction(model: StepTime, predicted: Speed) -> None:
     """The model's time by parts."""
-    model, again = check.predicted_step, ''
+    again = ''
     if model.recomputed_seconds:
         again = f', {milliseconds(model.recomputed_seconds)} of it the forward pass again'
-    row('prediction of a step', f'{milliseconds(check.predicted.seconds_per_step)}{again}')
+    row('prediction of a step', f'{milliseconds(predicted.seconds_per_step)}{again}')
     for part in model.parts:
         row(f'  {part.part}', milliseconds(part.seconds))
     if model.unknown_kernels:

@@ -7,64 +7,48 @@ as done.
 
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from lm.checkpoint.log_filter import Quiet
+from lm.checkpoint.clock import SaveClock
+from lm.checkpoint.config import CheckpointConfig
+from lm.checkpoint.folder import agree_on_steps, remove_failed, remove_unfinished, set_aside
+from lm.checkpoint.log_filter import WriteErrorFilter
 from lm.checkpoint.losses import Losses
 from lm.checkpoint.snapshot import (
-    COMMITTED,
     Damaged,
     Snapshot,
-    committed_steps,
+    describe_error,
+    find_committed_steps,
+    find_steps,
     flatten,
+    list_last,
     make_record,
-    one_line,
-    some,
-    steps_in,
 )
-from lm.config.configurable import configurable, field
 from lm.errors import LmError, MismatchError
 from lm.files import is_remote, settle
 
 if TYPE_CHECKING:
     from lm.checkpoint.writer import Writer
 
-TEMPORARY = '.orbax-checkpoint-tmp'
-
 log = logging.getLogger(__name__)
 
 
-@configurable('checkpoint', resume=True)
-class CheckpointConfig:
-    """When checkpoints are written and which of them stay."""
+class Restored(NamedTuple):
+    """A checkpoint that was read: its state, its step, and the metadata that were given to `save`."""
 
-    save_every_steps: int | None = field(
-        default=1000, minimum=1, help='None: only by time, on preemption and at the end'
-    )
-    save_every_minutes: float | None = field(
-        default=15.0, above=0, help='after so long without a checkpoint, one is written'
-    )
-    keep_last: int = field(
-        default=2, minimum=1, help='newest checkpoints that stay; one alone leaves nothing to fall back to'
-    )
-    keep_every: int | None = field(default=None, minimum=1, help='checkpoints at multiples of this stay for ever')
-    keep_best: int = field(
-        default=0,
-        minimum=0,
-        help='checkpoints with the lowest evaluation loss that stay; where evaluations change, of each',
-    )
-    on_failed_save: str = field(default='stop', choices=('stop', 'continue'), help="'continue': warn and train on")
+    state: Any
+    step: int
+    metadata: dict[str, Any]
 
 
 class Checkpointer:
-    """Saves and restores the state of one run. In runs of several processes all of them call every method together.
+    """Saves and restores the state of one run. All processes of a run call every method together.
 
     Reading changes nothing on disk; unfinished leftovers are removed, and damaged or abandoned steps renamed, before
     the first save. Use it as a context manager: leaving it waits for the last save.
@@ -72,9 +56,9 @@ class Checkpointer:
     Args:
         directory: local path or gs:// address.
         config: when to save and what to keep.
-        fingerprints: name → value of what a checkpoint depends on (data, tokenizer, …); compared by name on restore.
+        fingerprints: name → value that a checkpoint depends on (data, tokenizer, …); compared by name on restore.
         on_saved: called with each step that has become complete on disk, in all processes.
-        measure: what evaluation losses are of; those of another measure do not compete for checkpoint.keep_best.
+        measure: describes the evaluation; losses of another measure do not compete for checkpoint.keep_best.
     """
 
     def __init__(
@@ -90,25 +74,24 @@ class Checkpointer:
         self.config = config or CheckpointConfig()
         self.fingerprints = dict(fingerprints or {})
         self._on_saved = on_saved
-        self._quiet = Quiet()
+        self._log_filter = WriteErrorFilter()
         self._lazy_manager: 'Writer | None' = None
         self._pending: int | None = None
         self._restored: int | None = None
         self._ours: set[int] = set()
         self._damaged: set[int] = set()
         self._losses = Losses(measure)
-        self._clock = _Clock(self.config.save_every_minutes)
-
-    # Saving
+        self._clock = SaveClock(self.config.save_every_minutes)
 
     def should_save(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step`, by number or by time. Ask once a step, in all processes."""
+        """Returns whether a checkpoint is due after `step`, by number or by time. Ask once per step, in all
+        processes."""
         every = (self.config.save_every_steps, self.config.keep_every)
         due = any(n is not None and step % n == 0 for n in every)
         return self._clock.is_due(step) or due
 
     def is_among_best(self, loss: float) -> bool:
-        """Whether a checkpoint with this evaluation loss would be one of the `keep_best`."""
+        """Returns whether a checkpoint with this evaluation loss would be one of the `keep_best`."""
         if not self.config.keep_best:
             return False
         self._manager()  # which reads the losses of the steps that are there
@@ -146,7 +129,9 @@ class Checkpointer:
                 if step in self._ours and not force:
                     return False
                 manager.delete(step)
-            record = make_record(step, arrays, self.fingerprints, self._losses.noted(metrics or {}), metadata or {})
+            record = make_record(
+                step, arrays, self.fingerprints, self._losses.add_measure(metrics or {}), metadata or {}
+            )
             if metrics and 'loss' in metrics:
                 self._losses.add(step, metrics['loss'])
             self._ours.add(step)
@@ -167,9 +152,11 @@ class Checkpointer:
         self._losses.add(step, loss)
         if jax.process_index() == 0:
             try:
-                Snapshot(self.directory, step).add_metrics(self._losses.noted({'loss': loss}))
+                Snapshot(self.directory, step).add_metrics(self._losses.add_measure({'loss': loss}))
             except (Damaged, LmError, OSError) as error:
-                log.warning('checkpoint step %d: its evaluation loss could not be noted: %s', step, one_line(error))
+                log.warning(
+                    'checkpoint step %d: its evaluation loss could not be noted: %s', step, describe_error(error)
+                )
 
     def check_for_errors(self) -> None:
         """Raises LmError if a save failed in the background (or warns: checkpoint.on_failed_save). Cheap."""
@@ -188,7 +175,7 @@ class Checkpointer:
             if self._lazy_manager is not None:
                 self._lazy_manager.close()
                 self._lazy_manager = None
-            self._quiet.stop()
+            self._log_filter.stop()
 
     def __enter__(self) -> 'Checkpointer':
         return self
@@ -201,12 +188,8 @@ class Checkpointer:
                 raise
             log.warning('%s', second)  # the first error is the one to report
 
-    # Restoring
-
-    def restore(
-        self, abstract_state: Any, step: int | None = None, *, partial: bool = False
-    ) -> tuple[Any, int, dict] | None:
-        """The newest sound checkpoint, or exactly `step`.
+    def restore(self, abstract_state: Any, step: int | None = None, *, partial: bool = False) -> Restored | None:
+        """Reads the newest sound checkpoint, or exactly `step`.
 
         Args:
             abstract_state: arrays or jax.ShapeDtypeStructs with the shardings that the result shall have, on any
@@ -215,17 +198,17 @@ class Checkpointer:
                 only); shapes and dtypes must still agree.
 
         Returns:
-            (state, step, the metadata given to `save`), or None when there is no checkpoint at all.
+            the checkpoint, or None when there is no checkpoint at all.
 
         Raises:
             MismatchError: the checkpoint belongs to something else (fingerprints, names, shapes, dtypes); or there
                 are checkpoints and none is sound; or `step` is missing or damaged.
         """
         self._finish()
-        known = self._agreed_steps()
+        known = agree_on_steps(self.directory)
         if step is not None and step not in known:
             raise MismatchError(
-                f'checkpoint step {step}: not in {self.directory}, which has {some(known)}; choose one of these'
+                f'checkpoint step {step}: not in {self.directory}, which has {list_last(known)}; choose one of these'
             )
         tried: set[int] = set()
         while left := {step} if step is not None else set(known) - tried:
@@ -240,14 +223,14 @@ class Checkpointer:
                 self._damaged.add(candidate)
                 tried.add(candidate)
                 # A run that goes on may have deleted it while it was read, and has newer ones then.
-                known = sorted({*tried, *self._agreed_steps()})
+                known = sorted({*tried, *agree_on_steps(self.directory)})
             else:
                 self._restored = candidate
                 self._ours.add(candidate)
-                return state, candidate, record['metadata']
+                return Restored(state, candidate, record['metadata'])
         if known:
             raise MismatchError(
-                f'{self.directory}: no checkpoint is sound (tried {some(known)}); '
+                f'{self.directory}: no checkpoint is sound (tried {list_last(known)}); '
                 'restore a copy of the directory, or start again in a new run directory'
             )
         return None
@@ -259,36 +242,30 @@ class Checkpointer:
 
     def verify(self, step: int) -> None:
         """Reads everything of one step, one array at a time, and raises MismatchError if anything is damaged."""
-        try:
+        with _refuse_damage(step):
             snapshot = Snapshot(self.directory, step)
             record = snapshot.record()
             for name, leaf in record['leaves'].items():
                 snapshot.read({name: jax.ShapeDtypeStruct(leaf['shape'], jax.numpy.dtype(leaf['dtype']))}, record)
-        except Damaged as damage:
-            raise MismatchError(f'checkpoint step {step} is damaged: {damage}; choose another step') from None
 
     def all_steps(self) -> list[int]:
-        """Steps that are complete on disk, ascending; they may still turn out to be damaged."""
-        return committed_steps(self.directory)
+        """Returns the steps that are complete on disk, ascending. They may still turn out to be damaged."""
+        return find_committed_steps(self.directory)
 
     def latest_step(self) -> int | None:
-        """The newest of `all_steps`."""
+        """Returns the newest of `all_steps`."""
         return max(self.all_steps(), default=None)
 
     def read_record(self, step: int) -> dict:
-        """The JSON record of a step (see `lm.checkpoint.snapshot`); raises MismatchError if it is damaged."""
-        try:
+        """Returns the JSON record of a step (`lm.checkpoint.snapshot`). Raises MismatchError if it is damaged."""
+        with _refuse_damage(step):
             return Snapshot(self.directory, step).record()
-        except Damaged as damage:
-            raise MismatchError(f'checkpoint step {step} is damaged: {damage}; choose another step') from None
-
-    # Internals of saving
 
     def _manager(self) -> 'Writer':
         if self._lazy_manager is None:
             from lm.checkpoint.writer import Writer  # Orbax takes half a second, which the first step need not wait for
 
-            self._quiet.start()
+            self._log_filter.start()
             self._tidy()
             config = self.config
             self._lazy_manager = Writer(
@@ -303,30 +280,14 @@ class Checkpointer:
         """Process 0 removes unfinished saves, and moves aside steps that are damaged or newer than what was restored:
         else they would block saves of the same number, or be taken for the newest after a restart."""
         if jax.process_index() == 0:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for path in list(self.directory.iterdir()) if self.directory.exists() else ():  # a bucket has no folders
-                unmarked = is_remote(path) and path.name.isdigit() and not (path / COMMITTED).exists()
-                if TEMPORARY in path.name or unmarked:
-                    path.rmtree()
-            for step in steps_in(self.directory):
+            remove_unfinished(self.directory)
+            for step in find_steps(self.directory):
                 if step in self._damaged:
-                    self._set_aside(step, 'damaged')
+                    set_aside(self.directory, step, 'damaged')
                 elif self._restored is not None and step > self._restored:
-                    self._set_aside(step, 'abandoned')
+                    set_aside(self.directory, step, 'abandoned')
         self._damaged.clear()
         _barrier('tidy')
-
-    def _set_aside(self, step: int, why: str) -> None:
-        path = self.directory / str(step)
-        if is_remote(path):  # object stores cannot rename a folder
-            path.rmtree()
-            log.warning('%s checkpoint %s deleted', why, path)
-            return
-        target = self.directory / f'{step}.{why}'
-        if target.is_dir():
-            target.rmtree()
-        path.rename(target)
-        log.warning('%s checkpoint moved to %s', why, target)
 
     def _finish(self) -> None:
         if self._pending is None:
@@ -343,63 +304,30 @@ class Checkpointer:
                 self._on_saved(step)
 
     def _failed(self, step: int, error: Exception, is_fatal: bool = False) -> None:
-        self._quiet.failed()
+        self._log_filter.keep()
         self._losses.forget(step)
         self._ours.discard(step)
         if self._lazy_manager is not None:
             self._lazy_manager.reload()  # it counts the failed step, and has forgotten those that it was to replace
         if jax.process_index() == 0:
-            with contextlib.suppress(OSError):  # of a file system that takes nothing any more
-                for path in list(self.directory.iterdir()):
-                    if path.name.startswith(f'{step}{TEMPORARY}'):
-                        path.rmtree(missing_ok=True)
+            remove_failed(self.directory, step)
         message = (
-            f'checkpoint step {step} could not be written to {self.directory} ({one_line(error)}); '
-            f'the newest complete one is {some(self.all_steps()[-1:])}; '
+            f'checkpoint step {step} could not be written to {self.directory} ({describe_error(error)}); '
+            f'the newest complete one is {list_last(self.all_steps()[-1:])}; '
             'make room or repair the storage, then run it again'
         )
         if is_fatal or self.config.on_failed_save == 'stop':
             raise LmError(message) from error
         log.warning('%s', message)
 
-    # Internals of restoring
 
-    def _agreed_steps(self) -> list[int]:
-        """What process 0 sees; unfinished leftovers count only where a rename, not a marker, completes a step."""
-        steps = self.all_steps() if is_remote(self.directory) else steps_in(self.directory)
-        if jax.process_count() == 1:
-            return steps
-        count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
-        steps = multihost_utils.broadcast_one_to_all(np.resize(np.array(steps or [0], np.int32), count))
-        return steps.tolist()
-
-
-class _Clock:
-    """Decides when `minutes` have passed since the last save. Of several processes, process 0 looks at its clock and
-    tells the others, at steps that all of them know: after each answer, half-way to the expected deadline."""
-
-    def __init__(self, minutes: float | None):
-        self.seconds = None if minutes is None else minutes * 60
-        self.start, self.first_step, self.next_look = time.monotonic(), None, 0
-
-    def reset(self, step: int) -> None:
-        self.start, self.first_step, self.next_look = time.monotonic(), step, step + 1
-
-    def is_due(self, step: int) -> bool:
-        if self.seconds is None:
-            return False
-        if self.first_step is None:
-            self.first_step = step - 1
-        elapsed = time.monotonic() - self.start
-        due = elapsed >= self.seconds
-        if jax.process_count() == 1 or step < self.next_look:
-            return due and jax.process_count() == 1
-        steps = max(1, step - self.first_step)
-        remaining = steps * (self.seconds - elapsed) / max(elapsed, 1e-9)
-        answer = np.array([due, max(1, min(remaining / 2, steps))], np.int32)
-        due, wait = multihost_utils.broadcast_one_to_all(answer)
-        self.next_look = step + int(wait)
-        return bool(due)
+@contextlib.contextmanager
+def _refuse_damage(step: int) -> Iterator[None]:
+    """Turns damage of `step` into a MismatchError."""
+    try:
+        yield
+    except Damaged as damage:
+        raise MismatchError(f'checkpoint step {step} is damaged: {damage}; choose another step') from None
 
 
 def _barrier(name: str) -> None:

@@ -21,14 +21,15 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     """The checksum, 0 ≤ c < 2³², of each array. All processes that hold the arrays must call it together."""
     if not arrays:
         return {}
-    meshes = [x.sharding.mesh for x in arrays.values() if isinstance(getattr(x, 'sharding', None), NamedSharding)]
+    shardings = [getattr(x, 'sharding', None) for x in arrays.values()]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
     sums = np.concatenate([np.asarray(_compiled(replicated)(group)) for group in _groups(list(arrays.values()))])
     return {name: int(c) for name, c in zip(arrays, sums, strict=True)}
 
 
 def _groups(arrays: list[jax.Array]) -> Iterator[list[jax.Array]]:
-    """The arrays, a few at a time: where a program computes with temporaries, as on CPUs, those of all arrays together
+    """Yields the arrays, a few at a time. On CPUs programs compute with temporaries: for all arrays together, they
     would take as much memory as the state itself. All processes make the same groups."""
     limit = max(TOGETHER_AT_LEAST, int(TOGETHER * sum(x.nbytes for x in arrays)))
     group: list[jax.Array] = []

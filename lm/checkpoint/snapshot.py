@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 
 from lm.checkpoint.checksum import checksums
 from lm.checkpoint.memory import ReadBudget, give_back_memory
-from lm.errors import LmError, MismatchError
+from lm.errors import LmError, MismatchError, exit_code_of
 from lm.files import GONE, folder_spec, is_damage, reaching, write_atomically
 
 FORMAT = 1
@@ -34,14 +34,34 @@ COMMITTED = 'commit_success.txt'
 PARALLEL_ARRAYS = 8
 """Arrays read at a time, at most."""
 READ_SHARE, READ_AT_LEAST = 1 / 16, 2**24
-"""Of the bytes that this process reads, the share that is under way at a time, or one array: each is there as a file,
-decoded, and on its way to the devices at once. Bounds the host memory that a restore takes on top of the devices'."""
+"""The share of the bytes of this process that is read at a time, or one array. Each byte is in memory three times: as a
+file, decoded, and on its way to a device. This bounds the host memory of a restore."""
 DAMAGED, FAILED = 1, 1000
-"""What the processes tell one another: that the step is damaged, or this and the exit code of another failure."""
+"""The codes that processes exchange: the step is damaged; or FAILED plus the exit code of another failure."""
+
+
+class Leaf(TypedDict):
+    """An array of a checkpoint."""
+
+    dtype: str  #: type of its numbers
+    shape: list[int]  #: its shape
+    checksum: int  #: checksum of its bytes
+
+
+class CheckpointRecord(TypedDict):
+    """The record of a checkpoint."""
+
+    format: int  #: version of this format
+    step: int  #: steps that are done
+    leaves: dict[str, Leaf]  #: name → array
+    fingerprints: dict[str, str]  #: `data` and `tokenizer` of the run
+    metrics: dict[str, float | str]  #: `loss` of an evaluation at this step, if there was one
+    metadata: dict[str, Any]  #: the configuration as gin text, training time, and the batches that were left out
+    sha256: str  #: SHA-256 of this record without this key
 
 
 class Damaged(Exception):
-    """What is wrong with one step, naming the file or the array."""
+    """One step is damaged; the message names the file or the array."""
 
 
 class Snapshot:
@@ -66,7 +86,7 @@ class Snapshot:
             record = json.loads(self._content(path))
             digest = record.pop('sha256')
         except (*GONE, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise Damaged(f'{path} cannot be read ({one_line(error)})') from None
+            raise Damaged(f'{path} cannot be read ({describe_error(error)})') from None
         if digest != _sha256(record) or record['step'] != self.step:
             raise Damaged(f'{path} does not match its SHA-256 or the step')
         if record['format'] != FORMAT:
@@ -76,7 +96,8 @@ class Snapshot:
         return record
 
     def restore(self, abstract_state: Any, fingerprints: Mapping[str, str], partial: bool = False) -> tuple[Any, dict]:
-        """(state like `abstract_state`, record). All processes together, with one outcome for all.
+        """Reads a state like `abstract_state`, and returns it with the record. All processes call it together and share
+        one outcome.
 
         Args:
             partial: leave out what the step lacks, and ignore what it has besides (nested dicts only).
@@ -84,7 +105,7 @@ class Snapshot:
         Raises:
             Damaged: files of the step are missing or cannot be parsed, or a checksum is wrong.
             MismatchError: it is in order but belongs to something else.
-            LmError: the storage, or this machine, has failed, which says nothing of the step.
+            LmError: the storage or this machine has failed; the step may be sound.
         """
         with _Agreement(self.step):
             record = self.record()
@@ -108,14 +129,14 @@ class Snapshot:
             except Exception as error:
                 if not is_damage(error):
                     raise _out_of_reach(f'{name} in {self.path / "state"}', error) from error
-                raise Damaged(f'{name} in {self.path / "state"} cannot be read ({one_line(error)})') from None
+                raise Damaged(f'{name} in {self.path / "state"} cannot be read ({describe_error(error)})') from None
 
         with _Agreement(self.step), ThreadPoolExecutor(PARALLEL_ARRAYS) as pool:
             arrays = dict(zip(abstract, pool.map(read_one, abstract), strict=True))
         give_back_memory()
         wrong = [name for name, c in checksums(arrays).items() if c != record['leaves'][name]['checksum']]
         if wrong:
-            raise Damaged(f'{self.path / "state"}: the checksum of {some(wrong)} does not match')
+            raise Damaged(f'{self.path / "state"}: the checksum of {list_last(wrong)} does not match')
         return arrays
 
     def add_metrics(self, metrics: Mapping[str, float | str]) -> None:
@@ -151,7 +172,7 @@ class Snapshot:
         return jax.make_array_from_single_device_arrays(store.shape, sharding, shards)
 
     def _compare(self, record: dict, abstract: Mapping, fingerprints: Mapping[str, str], partial: bool) -> None:
-        """Raises MismatchError unless fingerprints, names, shapes and dtypes are those of this run."""
+        """Raises MismatchError unless fingerprints, names, shapes and dtypes match this run."""
         for name, value in fingerprints.items():
             saved = record['fingerprints'].get(name)
             if saved != value:
@@ -202,16 +223,16 @@ def make_record(
     return record | {'sha256': _sha256(record)}
 
 
-def steps_in(directory: epath.Path) -> list[int]:
+def find_steps(directory: epath.Path) -> list[int]:
     """The steps that have a folder in `directory`, complete or not, ascending."""
     if not directory.exists():
         return []
     return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and str(int(p.name)) == p.name)
 
 
-def committed_steps(directory: epath.Path) -> list[int]:
-    """Those of `steps_in` that are complete; they may still turn out to be damaged."""
-    return [step for step in steps_in(directory) if Snapshot(directory, step).is_committed()]
+def find_committed_steps(directory: epath.Path) -> list[int]:
+    """Returns the steps that are complete, ascending. They may still turn out to be damaged."""
+    return [step for step in find_steps(directory) if Snapshot(directory, step).is_committed()]
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -260,7 +281,7 @@ class _Agreement:
             return
         mine = 0 if error is None else DAMAGED
         if error is not None and not isinstance(error, Damaged):
-            mine = FAILED + getattr(error, 'exit_code', LmError.exit_code)
+            mine = FAILED + exit_code_of(error)
         worst = int(np.max(multihost_utils.process_allgather(np.int32(mine))))
         if worst <= mine:
             return
@@ -274,18 +295,19 @@ class _Agreement:
 
 def _out_of_reach(what: Any, error: Exception) -> LmError:
     return LmError(
-        f'checkpoint: {what} could not be read ({one_line(error)}), which is no damage: nothing is set aside; '
+        f'checkpoint: {what} could not be read ({describe_error(error)}), which is no damage: nothing is set aside; '
         'remove the cause, then run the same command again'
     )
 
 
-def some(items: list) -> str:
+def list_last(items: list) -> str:
     """The last few items for a message."""
     return ('… ' if len(items) > 4 else '') + ', '.join(map(str, items[-4:])) if items else 'none'
 
 
-def one_line(error: BaseException) -> str:
-    """The kind and text of an exception; of a long chain of causes, the first, and what the system said or the last."""
+def describe_error(error: BaseException) -> str:
+    """Describes an exception in one line: its kind and text. A long chain of causes is cut to its first cause, and to
+    the message of the system or its last cause."""
     text = ' '.join(str(error).split())
     if len(text) > 400:
         system = re.search(r"os_error_code='(\d+)'", text)  # TensorStore's

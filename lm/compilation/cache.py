@@ -50,8 +50,8 @@ class CompileCache:
     """
 
     def __init__(self, folder: epath.PathLike | None):
-        is_used = folder is not None and jax.config.jax_compilation_cache_dir is None
-        self.folder = epath.Path(open_path(folder, '--compile_cache')) / _machine() if is_used else None
+        is_used = jax.config.values['jax_compilation_cache_dir'] is None
+        self.folder = epath.Path(open_path(folder, '--compile_cache')) / _machine() if folder and is_used else None
         self._private: Path | None = None
         self._known: set[str] = set()
         self._damaged: list[epath.Path] = []
@@ -61,7 +61,7 @@ class CompileCache:
             try:
                 self._private = _private_folder()
                 with reaching(self.folder):
-                    self._fetch()
+                    self._fetch(self.folder, self._private)
             except OSError as error:
                 log.warning('no cache of compiled programs: %s', error)
                 self.folder = None
@@ -84,40 +84,40 @@ class CompileCache:
 
     def publish(self) -> None:
         """Copies what is new to the folder. A failure, such as a full disk, is a warning: it costs time alone."""
-        if self.folder is None or jax.process_index():
+        if self.folder is None or self._private is None or jax.process_index():
             return
         try:
             with reaching(self.folder):
-                self._publish()
+                self._publish(self._private, self.folder)
         except OSError as error:
             log.warning('%s: the compiled programs could not be kept (%s)', self.folder, error)
 
-    def _publish(self) -> None:
+    def _publish(self, private: Path, folder: epath.Path) -> None:
         while self._damaged:
             self._damaged.pop().unlink(missing_ok=True)
-        new = [path for path in self._private.iterdir() if path.name not in self._known]
+        new = [path for path in private.iterdir() if path.name not in self._known]
         if not new:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for path in new:
             data = path.read_bytes()
-            target = self.folder / f'{path.name}.{_digest(data)}'
+            target = folder / f'{path.name}.{_digest(data)}'
             # The checksum in the name makes a half-written file harmless.
             target.write_bytes(data)
             self._known.add(path.name)
-        files = sorted(_programs(self.folder), key=lambda path: path.stat().mtime)
+        files = sorted(_programs(folder), key=lambda path: path.stat().mtime)
         for path in files[:-MOST_PROGRAMS]:
             path.unlink(missing_ok=True)
 
-    def _fetch(self) -> None:
-        for path in _programs(self.folder):
+    def _fetch(self, folder: epath.Path, private: Path) -> None:
+        for path in _programs(folder):
             name, _, digest = path.name.rpartition('.')
             data = path.read_bytes()
             if _digest(data) != digest:
                 log.warning('%s is damaged and not used: its program is compiled again', path)
                 self._damaged.append(path)
                 continue
-            (self._private / name).write_bytes(data)
+            (private / name).write_bytes(data)
             self._known.add(name)
 
     @staticmethod

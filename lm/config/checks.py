@@ -6,15 +6,15 @@ import typing
 from collections.abc import Iterable
 from typing import Any
 
-from lm.config.configurable import REGISTRY, classes_in
-from lm.config.text import Macro, Reference, format_value, listed, replace_nodes
+from lm.config.configurable import REGISTRY, find_classes
+from lm.config.text import Macro, Reference, format_value, join_names, replace_nodes
 from lm.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """`scope/selector.parameter = value`, found at `where`; a macro `scope/selector = value` has no parameter.
-    What an `optional` one says of nested configurables (mechanisms, sources, rules) need not have an effect."""
+    """`scope/selector.parameter = value`, found at `where`; a macro `scope/selector = value` has no parameter. An
+    `optional` statement about nested configurables (mechanisms, sources, rules) need not have an effect."""
 
     scope: str
     selector: str
@@ -29,8 +29,9 @@ class Statement:
         return f'{path}.{self.parameter}' if self.parameter else path
 
 
-def in_effect(bindings: dict[str, Statement], scope: str, name: str) -> dict[str, Statement]:
-    """Parameter → the statement that sets it where `@scope/name()` is built: that of the longest matching scope."""
+def find_effective(bindings: dict[str, Statement], scope: str, name: str) -> dict[str, Statement]:
+    """Returns parameter → the statement that sets it where `@scope/name()` is built. The longest matching scope
+    wins."""
     scopes = scope.split('/') if scope else []
     prefixes = ['/'.join(scopes[:n]) for n in range(len(scopes) + 1)]
     found: dict[str, Statement] = {}
@@ -62,9 +63,9 @@ def check_macros(bindings: dict[str, Statement]) -> None:
                 raise ConfigError(f'{statement.where}: the macro %{name} has no value{hint}')
 
 
-def used_bindings(bindings: dict[str, Statement], calls: list[tuple[str, str]]) -> set[str]:
+def find_used_bindings(bindings: dict[str, Statement], calls: list[tuple[str, str]]) -> set[str]:
     """The keys of the statements that had an effect on what was built, macros among them."""
-    used = {s.key for scope, name in set(calls) for s in in_effect(bindings, scope, name).values()}
+    used = {s.key for scope, name in set(calls) for s in find_effective(bindings, scope, name).values()}
     pending = list(used)
     while pending:
         macros = {m for m in _macros(bindings[pending.pop()].value) if m not in used}
@@ -75,7 +76,7 @@ def used_bindings(bindings: dict[str, Statement], calls: list[tuple[str, str]]) 
 
 def check_used(bindings: dict[str, Statement], calls: list[tuple[str, str]], sections: set[str]) -> None:
     """Raises ConfigError for the statements without effect, each with what might have been meant."""
-    used = used_bindings(bindings, calls)
+    used = find_used_bindings(bindings, calls)
     unused = [s for key, s in bindings.items() if key not in used]
     unused = [s for s in unused if not (s.optional and s.parameter and s.selector not in sections)]
     if unused:
@@ -88,14 +89,13 @@ def check_used(bindings: dict[str, Statement], calls: list[tuple[str, str]], sec
 def _explain(statement: Statement, bindings: dict[str, Statement], used: set[str], calls: list[tuple[str, str]]) -> str:
     if not statement.parameter:
         macros = [key for key in used if not bindings[key].parameter]
-        parameters = {p: f'{name}.{p}' for _, name in calls for p in parameters_of(name)}
+        parameters = {p: f'{name}.{p}' for _, name in calls for p in list_parameters(name)}
         close = difflib.get_close_matches(statement.key, [*macros, *parameters], 1)
         return f', did you mean {parameters.get(close[0], close[0])}?' if close else ', a macro without a use'
     scopes = [scope for scope, name in calls if name == statement.selector]
     if any(f'{scope}/'.startswith(f'{statement.scope}/') or not statement.scope for scope in scopes):
-        return (
-            f', because {listed(sorted(f"@{s}/{statement.selector}()" for s in set(scopes)))} sets it in its own scope'
-        )
+        owners = join_names(sorted(f'@{scope}/{statement.selector}()' for scope in set(scopes)))
+        return f', because {owners} sets it in its own scope'
     if scopes:
         built = sorted({f'{scope}/{statement.selector}'.lstrip('/') for scope in scopes})
         close = difflib.get_close_matches(statement.key, [f'{b}.{statement.parameter}' for b in built], 1, 0)
@@ -103,14 +103,14 @@ def _explain(statement: Statement, bindings: dict[str, Statement], used: set[str
     reference = format_value(Reference(statement.scope, statement.selector))
     for _, name in calls:
         for parameter, annotation in typing.get_type_hints(REGISTRY[name]).items():
-            bases = [c for c in classes_in(annotation) if c.__module__ != 'builtins']
-            if parameter in parameters_of(name) and issubclass(REGISTRY[statement.selector], tuple(bases)):
+            bases = [c for c in find_classes(annotation) if c.__module__ != 'builtins']
+            if parameter in list_parameters(name) and issubclass(REGISTRY[statement.selector], tuple(bases)):
                 now = f'{name}.{parameter}'
                 return f', because {reference} is not selected: set {now} = {reference} or delete it'
     return f', because {reference} is not selected'
 
 
-def parameters_of(name: str) -> list[str]:
+def list_parameters(name: str) -> list[str]:
     """The parameters of a registered configurable."""
     return [field.name for field in dataclasses.fields(REGISTRY[name])]
 

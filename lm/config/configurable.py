@@ -1,7 +1,7 @@
 """Typed, frozen configuration dataclasses and the registry of those that a gin file can name.
 
     @configurable('polynomial')
-    class Polynomial(Attention):
+    class Polynomial(Attention):              # Attention is a Configurable
         degree: int = field(default=4, minimum=2, even=True)
 
 makes `Polynomial` a frozen, keyword-only dataclass whose values are checked at construction, and lets a gin file
@@ -12,13 +12,32 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from lm.errors import ConfigError
 
-T = TypeVar('T')
 
-REGISTRY: dict[str, type] = {}
+class Configurable:
+    """Base of every class that `configurable` registers, and of the bases of such classes."""
+
+    gin_name: ClassVar[str]
+    """The name in gin files; `configurable` sets it, so that the bases have none."""
+    gin_resume: ClassVar[bool] = False
+    """A run may be resumed with other values of all fields. Subclasses inherit it."""
+    gin_rewind: ClassVar[bool] = False
+    """A run that goes back to a checkpoint may go on with other values of all fields."""
+    is_open_ended: ClassVar[bool] = False
+    """A run with this choice may be made longer: no step before depends on how many steps there are."""
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a value of a wrong type or outside its range."""
+        check_fields(self)
+
+
+T = TypeVar('T', bound=Configurable)
+
+REGISTRY: dict[str, type[Configurable]] = {}
 """Gin name → dataclass. Filled by `configurable` when the module that holds the class is imported."""
 
 
@@ -58,21 +77,24 @@ def field(
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def configurable(name: str, *, resume: bool = False) -> Callable[[type[T]], type[T]]:
-    """Class decorator: a frozen keyword-only dataclass, checked at construction, known to gin files as `name`.
-    `resume`: a run may be resumed with other values of all its fields; a base may say so of all its classes, as
-    `gin_resume`."""
+    """Makes a class a frozen keyword-only dataclass, checked at construction, that gin files know as `name`.
 
-    def decorate(cls: type) -> type:
+    Args:
+        name: unique in the registry.
+        resume: a run may be resumed with other values of all its fields.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
         refine = cls.__dict__.get('__post_init__')
 
-        def check(self) -> None:
+        def check(self: T) -> None:
             check_fields(self)
             if refine:
                 refine(self)
 
         cls.__post_init__ = check
         cls.gin_name = name
-        cls.gin_resume = resume or getattr(cls, 'gin_resume', False)
+        cls.gin_resume = resume or cls.gin_resume
         cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         known = REGISTRY.setdefault(name, cls)
         if known is not cls and known.__qualname__ != cls.__qualname__:
@@ -83,8 +105,8 @@ def configurable(name: str, *, resume: bool = False) -> Callable[[type[T]], type
     return decorate
 
 
-def check_fields(config: Any) -> None:
-    """Raises ConfigError for the first field whose type or range is wrong; lists become tuples, ints become floats."""
+def check_fields(config: Configurable) -> None:
+    """Converts lists to tuples and ints to floats. Raises ConfigError for the first field of wrong type or range."""
     annotations = typing.get_type_hints(type(config))
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)
@@ -101,18 +123,17 @@ def check_fields(config: Any) -> None:
         _check_range(label, converted, spec.metadata.get('rules', {}))
 
 
-def check_kind(name: str, given: Any, kind: type, remedy: str) -> None:
-    """Raises ConfigError unless the argument `name` of a function for users is of `kind`, such as where a path or the
-    whole experiment is given for it."""
+def check_kind(name: str, given: object, kind: type, remedy: str) -> None:
+    """Raises ConfigError unless the argument `name` of a public function is of `kind`; it may be a path instead."""
     if not isinstance(given, kind):
         text = repr(given)
         text = f'{text[:40]}…' if len(text) > 80 else text
         raise ConfigError(f'{name} = {text}: must be a value of type {kind.__name__}, {remedy}')
 
 
-def convert(value: Any, annotation: Any) -> Any:
-    """`value` as `annotation` demands, or TypeError. Only lossless conversions: int → float, list → tuple, dict →
-    tuple of pairs."""
+def convert(value: object, annotation: Any) -> object:
+    """Returns `value` in the type that `annotation` demands. Raises TypeError where that is impossible without loss:
+    int → float, list → tuple and dict → tuple of pairs are possible."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         return value
@@ -144,15 +165,15 @@ def convert(value: Any, annotation: Any) -> Any:
     return value
 
 
-def classes_in(annotation: Any) -> list[type]:
-    """The classes inside an annotation: `A | tuple[B, ...] | None` → A, B and NoneType."""
+def find_classes(annotation: Any) -> list[type]:
+    """Returns the classes inside an annotation: `A | tuple[B, ...] | None` → A, B and NoneType."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return [annotation]
-    return [c for argument in typing.get_args(annotation) for c in classes_in(argument)]
+    return [c for argument in typing.get_args(annotation) for c in find_classes(argument)]
 
 
 def describe(annotation: Any) -> str:
-    """The type in a user's words: `int | None` → 'an int or None'."""
+    """Describes a type in plain words: `int | None` → 'an int or None'."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return ' or '.join(describe(a) for a in arguments)
@@ -165,7 +186,7 @@ def describe(annotation: Any) -> str:
     name = getattr(annotation, '__name__', str(annotation))
     if annotation in (int, float, str, bool):
         return ('an ' if name == 'int' else 'a ') + {'str': 'string', 'bool': 'bool (True or False)'}.get(name, name)
-    options = [key for key, cls in REGISTRY.items() if isinstance(cls, type) and issubclass(cls, annotation)]
+    options = [key for key, cls in REGISTRY.items() if issubclass(cls, annotation)]
     return f'one of {", ".join("@" + o + "()" for o in sorted(options))}' if options else name
 
 

@@ -1,4 +1,4 @@
-"""What a binding is called today, and whether a run may be resumed with another value of it: as its field declares."""
+"""Names of bindings: the current name of an earlier one, and whether a resumed run may change its value."""
 
 import ast
 import contextlib
@@ -7,21 +7,37 @@ import re
 import typing
 from typing import Any
 
-from lm.config.configurable import REGISTRY, classes_in
+from lm.config.configurable import REGISTRY, Configurable, find_classes
 from lm.config.text import Reference, format_value, replace_nodes
 from lm.errors import ConfigError
 
 
-def may_change(binding: str) -> bool:
-    """Whether a run may be resumed with another value of `scope/section.field`, because it does not change what is
-    learned."""
+def may_change(binding: str, *, rewound: bool = False) -> bool:
+    """Returns whether a run may be resumed with another value of `scope/section.field`, as its class or field declares.
+
+    `rewound`: the run goes back to a checkpoint.
+    """
     name, _, parameter = binding.rpartition('/')[2].partition('.')
     if name not in REGISTRY:
         return False
-    return REGISTRY[name].gin_resume or any(f.name == parameter and f.metadata.get('resume') for f in _fields(name))
+    allowed = REGISTRY[name].gin_resume or (rewound and REGISTRY[name].gin_rewind)
+    return allowed or any(f.name == parameter and f.metadata.get('resume') for f in _fields(name))
 
 
-def names_today(name: str, parameter: str) -> list[tuple[str, str]]:
+def find_class(text: str) -> type[Configurable] | None:
+    """Returns the class that a reference such as '@a/wsd()' names; None for all other values."""
+    match = re.fullmatch(r'@(?:[\w./]*/)?(\w+)\(\)', text)
+    return REGISTRY.get(match[1]) if match else None
+
+
+def find_field_classes(binding: str) -> list[type]:
+    """Returns the classes that the annotation of `scope/section.field` holds; none for an unknown binding."""
+    name, _, parameter = binding.rpartition('/')[2].partition('.')
+    hints = typing.get_type_hints(REGISTRY[name]) if name in REGISTRY else {}
+    return find_classes(hints[parameter]) if parameter in hints else []
+
+
+def find_current_names(name: str, parameter: str) -> list[tuple[str, str]]:
     """The (configurable, field) that `name.parameter` means: itself, or those that declare it as their former name."""
     if any(field.name == parameter for field in _fields(name)):
         return [(name, parameter)]
@@ -33,10 +49,10 @@ def names_today(name: str, parameter: str) -> list[tuple[str, str]]:
     ]
 
 
-def renewed(value: Any, name: str, parameter: str) -> Any:
+def use_references(value: Any, name: str, parameter: str) -> Any:
     """`value` with references for the strings that name a configurable which the field `name.parameter` takes; strings
     that the field takes as they are stay."""
-    kinds = classes_in(typing.get_type_hints(REGISTRY[name])[parameter])
+    kinds = find_classes(typing.get_type_hints(REGISTRY[name])[parameter])
 
     def reference(node: Any) -> Any:
         takes = isinstance(node, str) and str not in kinds and node in REGISTRY
@@ -45,7 +61,7 @@ def renewed(value: Any, name: str, parameter: str) -> Any:
     return replace_nodes(value, reference)
 
 
-def up_to_date(bindings: dict[str, str]) -> dict[str, str]:
+def update_names(bindings: dict[str, str]) -> dict[str, str]:
     """Binding → gin text of a dumped configuration, in the names of today: as this version would have written it.
 
     A field that the configuration lacks, because it is younger, has its default. Names that no configurable has stay.
@@ -54,13 +70,15 @@ def up_to_date(bindings: dict[str, str]) -> dict[str, str]:
     for key, text in bindings.items():
         scope, slash, name = _title(key).rpartition('/')
         parameter = key.rpartition('.')[2]
-        for owner, field in (names_today(name, parameter) if name in REGISTRY else []) or [(name, parameter)]:
+        for owner, field in (find_current_names(name, parameter) if name in REGISTRY else []) or [(name, parameter)]:
             is_same = (owner, field) == (name, parameter)
             found[f'{scope}{slash}{owner}.{field}'] = text if is_same else _renewed(text, owner, field)
     for title in dict.fromkeys(map(_title, found)):
         name = title.rpartition('/')[2]
         for field in _fields(name) if name in REGISTRY else ():
-            default = replace_nodes(field.default, lambda v: Reference('', v.gin_name) if hasattr(v, 'gin_name') else v)
+            default = replace_nodes(
+                field.default, lambda v: Reference('', v.gin_name) if isinstance(v, Configurable) else v
+            )
             with contextlib.suppress(ConfigError):  # it has no default
                 found.setdefault(f'{title}.{field.name}', format_value(default))
     # What moved to several configurables counts in those that are selected.
@@ -81,7 +99,7 @@ def _title(key: str) -> str:
 
 def _renewed(text: str, name: str, parameter: str) -> str:
     try:
-        return format_value(renewed(ast.literal_eval(text), name, parameter))
+        return format_value(use_references(ast.literal_eval(text), name, parameter))
     except (ValueError, SyntaxError):
         return text  # holds references already
 

@@ -1,26 +1,28 @@
-"""Gin files and parameters → statements whose names are checked. The only file that imports gin, and of it the parser.
+"""Gin files and parameters → statements whose names are checked. This file alone imports gin, and only its parser.
 
-Nothing that a file says has run when this is done, unless imports were allowed: a value is a literal, a reference or
-the name of a macro. An `import` of a module that is there and has defined configurables needs no permission.
+Reading runs no code of a file, unless imports were allowed: a value is a literal, a reference or the name of a macro.
+An `import` of a module that is loaded and has defined configurables needs no permission.
 """
 
+import functools
 import importlib
+import logging
 import os
 import pathlib
 import threading
+import tomllib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from lm.config.checks import Statement, did_you_mean, parameters_of
-from lm.config.configurable import REGISTRY
-from lm.config.names import names_today, renewed
-from lm.config.text import Macro, Reference, format_value, listed, replace_nodes
+from lm.config.checks import Statement, did_you_mean, list_parameters
+from lm.config.configurable import REGISTRY, Configurable
+from lm.config.names import find_current_names, use_references
+from lm.config.project import project_root
+from lm.config.text import Macro, Reference, format_value, join_names, replace_nodes
 from lm.errors import ConfigError
-from lm.files import is_remote, open_path
+from lm.files import AnyPath, is_remote, open_path
 
-PROJECT = pathlib.Path(__file__).resolve().parents[2]
-"""The checkout: `configs/…` and `data/…` are found here from any working directory."""
-
+log = logging.getLogger(__name__)
 
 # gin reads literals by `ast`, whose C code counts its depth in one place for all threads in Python 3.11: a collection
 # half-way runs JAX's callback, another thread goes on, and both fail ("recursion depth mismatch").
@@ -35,8 +37,11 @@ def read(
     base: str | None = None,
     leave_out: Collection[str] = (),
 ) -> list[Statement]:
-    """The statements of `base`, of gin files and of gin parameters, in this order; their names are checked against the
-    configurables that have been imported. Those of `base` whose keys are in `leave_out` do not count."""
+    """Reads the statements of `base`, of gin files and of gin parameters, in this order.
+
+    Their names are checked against the configurables that have been imported. The statements of `base` whose keys are
+    in `leave_out` do not count.
+    """
     reader = _Reader(allow_imports)
     if base is not None:
         reader.read_file(base, is_base=True)
@@ -67,21 +72,21 @@ class _Reader:
         self.statements: list[Statement] = []
         self._is_base = False
         self._open: list[str] = []
-        self._roots: list[Any] = []
+        self._roots: list[AnyPath] = []
         self._modules: dict[str, Any] = {}
 
     def read_file(self, name: str, is_base: bool = False) -> None:
         path = _find_file(name)
         self._is_base = is_base
-        self._roots = [path.parent, pathlib.Path.cwd(), PROJECT / 'configs', PROJECT / 'data']
+        self._roots = [path.parent, *_list_roots()]
         self._collect(path)
 
     def read_param(self, text: str) -> None:
         self._is_base = False
-        self._roots = [pathlib.Path.cwd(), PROJECT / 'configs', PROJECT / 'data']
+        self._roots = _list_roots()
         self._add(_parse(text, '--gin_param'), None)
 
-    def _collect(self, path: Any, where: str = '') -> None:
+    def _collect(self, path: AnyPath, where: str = '') -> None:
         if str(path) in self._open:
             raise ConfigError(f'{where}{path}: includes itself')
         self._open.append(str(path))
@@ -94,7 +99,7 @@ class _Reader:
         self._add(_parse(text, str(path)), path)
         self._open.pop()
 
-    def _add(self, parsed: Iterable[Any], path: Any) -> None:
+    def _add(self, parsed: Iterable[Any], path: AnyPath | None) -> None:
         from gin import config_parser as grammar
 
         lines: dict[str, tuple[int, str]] = {}
@@ -112,7 +117,7 @@ class _Reader:
                 self._collect(included, f'{where}: include ')
             elif isinstance(item, grammar.BindingStatement):
                 written = f'{item.selector}.{item.arg_name}' if item.arg_name else item.selector
-                for statement in self._statements(item, where):
+                for statement in self._check_statement(item, where):
                     line, other = lines.setdefault(statement.key, (item.location.line_num, written))
                     if path and other != written:
                         raise ConfigError(
@@ -146,8 +151,8 @@ class _Reader:
             ) from None
         self._modules[item.bound_name()] = module
 
-    def _statements(self, item: Any, where: str) -> list[Statement]:
-        """The statement with all names checked; one of earlier versions as what it means today."""
+    def _check_statement(self, item: Any, where: str) -> list[Statement]:
+        """Checks the names of a statement. A statement of earlier versions becomes what it means in this version."""
 
         def resolve(node: Any) -> Any:
             if not isinstance(node, Reference):
@@ -161,15 +166,15 @@ class _Reader:
         found = [Statement(item.scope, item.selector, '', value, where, self._is_base)]
         if item.arg_name:
             name = self._resolve(item.selector, where, '', f'.{item.arg_name}')
-            known, today = parameters_of(name), names_today(name, item.arg_name)
+            known, today = list_parameters(name), find_current_names(name, item.arg_name)
             if not today:
                 hint = did_you_mean(f'{name}.{item.arg_name}', [f'{name}.{p}' for p in known])
                 raise ConfigError(
-                    f'{where}: {name} has no parameter {item.arg_name!r}{hint or "; it has " + listed(known, 20)}'
+                    f'{where}: {name} has no parameter {item.arg_name!r}{hint or "; it has " + join_names(known, 20)}'
                 )
             # Of several that one name became, those that are selected use it.
             optional = self._is_base or len(today) > 1
-            values = [value if (n, p) == (name, item.arg_name) else renewed(value, n, p) for n, p in today]
+            values = [value if (n, p) == (name, item.arg_name) else use_references(value, n, p) for n, p in today]
             found = [Statement(item.scope, n, p, v, where, optional) for (n, p), v in zip(today, values, strict=True)]
         try:
             format_value(value)
@@ -178,7 +183,7 @@ class _Reader:
         return found
 
     def _resolve(self, selector: str, where: str, before: str, after: str) -> str:
-        """The registered name that `selector` means: itself, or `module.Class` of an imported module."""
+        """Returns the registered name that `selector` means: itself, or `module.Class` of an imported module."""
         name = selector.removeprefix('lm.')
         if name in REGISTRY:
             return name
@@ -186,16 +191,16 @@ class _Reader:
         thing = self._modules.get(first)
         for attribute in attributes:
             thing = getattr(thing, attribute, None)
-        if hasattr(thing, 'gin_name'):
+        if isinstance(thing, type) and issubclass(thing, Configurable) and thing in REGISTRY.values():
             return thing.gin_name
-        owners = [f'{n}{after}' for n in REGISTRY if after[1:] in parameters_of(n)]
+        owners = [f'{n}{after}' for n in REGISTRY if after[1:] in list_parameters(n)]
         hint = did_you_mean(name, REGISTRY, before, after) or did_you_mean(f'{name}{after}', owners)
-        hint = hint or f'; there are {listed(sorted(REGISTRY), 30)}'
+        hint = hint or f'; there are {join_names(sorted(REGISTRY), 30)}'
         raise ConfigError(f'{where}: nothing is called {before}{selector}{hint}')
 
 
 def _parse(text: str, label: str) -> list[Any]:
-    """The statements of `text` in gin's grammar; nothing has happened yet when this returns."""
+    """Parses `text` with gin's grammar. Nothing of it runs."""
     from gin.config_parser import ConfigParser
 
     try:
@@ -215,12 +220,13 @@ def _parse(text: str, label: str) -> list[Any]:
         ) from None
 
 
-def _find_file(name: str, includer: Any = None, where: str = '') -> Any:
-    """The path of a gin file: beside the file that includes it, in the working directory, or in the project."""
-    if is_remote(name) or (is_remote(str(includer)) and not os.path.isabs(name)):
+def _find_file(name: str, includer: AnyPath | None = None, where: str = '') -> AnyPath:
+    """Finds a gin file: beside the file that includes it, in the working directory, or in the project."""
+    beside = includer.parent if includer is not None and is_remote(str(includer)) and not os.path.isabs(name) else None
+    if is_remote(name) or beside is not None:
         if '..' in name.split('/'):
             raise ConfigError(f'{where}{name!r}: write the address without ..')
-        path = open_path(name, '--gin_file') if is_remote(name) else includer.parent / name
+        path = open_path(name, '--gin_file') if is_remote(name) or beside is None else beside / name
         try:
             exists = path.exists()
         except Exception as error:
@@ -228,16 +234,35 @@ def _find_file(name: str, includer: Any = None, where: str = '') -> Any:
         if not exists:
             raise ConfigError(f'{where}{name!r}: no such file')
         return path
-    candidates = [pathlib.Path(folder, name) for folder in ([includer.parent] if includer else []) + ['', PROJECT]]
+    folders = [includer.parent] if includer else []
+    candidates = [pathlib.Path(folder, name) for folder in (*folders, '', project_root())]
     for path in candidates:
         if os.path.isfile(path):
             return path
+    for path in candidates:
+        if moved := _moved_files().get(os.path.abspath(path)):
+            log.warning('%s%s has moved to %s', where, name, moved)
+            return moved
     folders = [path.parent for path in candidates if os.path.isdir(path.parent)]
     siblings = [os.path.join(os.path.dirname(name), p.name) for folder in folders[:1] for p in folder.glob('*.gin')]
     raise ConfigError(f'{where}{name!r}: no such file{did_you_mean(name, siblings)}')
 
 
-def _is_inside(path: Any, folder: Any) -> bool:
+def _list_roots() -> list[AnyPath]:
+    """The folders, besides the one of the file itself, whose files may be included."""
+    return [pathlib.Path.cwd(), project_root() / 'configs', project_root() / 'data']
+
+
+@functools.cache
+def _moved_files() -> dict[str, pathlib.Path]:
+    """Returns former path → path today of the project's gin files, from configs/moved.toml. Old commands still work."""
+    folder = project_root() / 'configs'
+    table = folder / 'moved.toml'
+    moves = tomllib.loads(table.read_text(encoding='utf-8')) if table.is_file() else {}
+    return {str(folder / old): folder / new for old, new in moves.items()}
+
+
+def _is_inside(path: AnyPath, folder: AnyPath) -> bool:
     if is_remote(str(path)) or is_remote(str(folder)):
         return str(path).startswith(f'{str(folder).rstrip("/")}/')
     return path.resolve().is_relative_to(folder.resolve())

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from lm.config.configurable import Configurable
 from lm.errors import ConfigError
 
 
@@ -31,7 +32,7 @@ class Macro:
 
 
 def replace_nodes(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` applied to everything in its lists and dicts that is not a list or dict itself."""
+    """Returns `value` with `change` applied to everything in its lists and dicts that is not a list or dict itself."""
     if isinstance(value, dict):
         return {replace_nodes(k, change): replace_nodes(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -39,8 +40,8 @@ def replace_nodes(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def format_value(value: Any) -> str:
-    """`value` as gin writes it."""
+def format_value(value: object) -> str:
+    """Writes `value` as gin does. Raises ConfigError for a value that gin cannot express."""
     match value:
         case Reference():
             scope = f'{value.scope}/' if value.scope else ''
@@ -68,21 +69,22 @@ def format_value(value: Any) -> str:
     raise ConfigError(f'{value!r}: a {type(value).__name__} cannot be written to a gin file')
 
 
-def dump(experiment: Any) -> str:
-    """The complete configuration as gin text, sorted, from which `lm.experiment.load` makes an equal experiment.
+def dump(experiment: object) -> str:
+    """Writes the complete configuration as sorted gin text, from which `lm.experiment.load` makes an equal experiment.
 
     Nested configurables become references. Where different ones share a name, each gets a scope: a, b, c, …
-    The modules of those that are none of ours are imported: without, the text would name what nobody knows.
+    The text imports the modules of configurables outside this package.
 
     Raises:
-        ConfigError: for a value that gin cannot express.
+        ConfigError: for a value that gin cannot express, or an argument that is not an Experiment.
     """
-    is_whole = dataclasses.is_dataclass(experiment) and not isinstance(experiment, type)
-    sections = [getattr(experiment, field.name) for field in dataclasses.fields(experiment)] if is_whole else [None]
-    if not all(hasattr(config, 'gin_name') for config in sections):
+    values = []
+    if dataclasses.is_dataclass(experiment) and not isinstance(experiment, type):
+        values = [getattr(experiment, field.name) for field in dataclasses.fields(experiment)]
+    sections = {config.gin_name: config for config in values if isinstance(config, Configurable)}
+    if not values or len(sections) < len(values):
         raise ConfigError(f'experiment = {repr(experiment)[:80]}: must be an Experiment, such as lm.configure makes')
-    sections = {config.gin_name: config for config in sections}
-    nested: dict[str, list[Any]] = {}
+    nested: dict[str, list[Configurable]] = {}
     for name in sorted(sections):
         _gather(sections[name], nested)
     scopes: dict[str, str] = {}
@@ -92,13 +94,14 @@ def dump(experiment: Any) -> str:
             scopes |= {_identity(config): _scope(i) for i, config in enumerate(configs)}
 
     def reference(value: Any) -> Any:
-        return Reference(scopes.get(_identity(value), ''), value.gin_name) if hasattr(value, 'gin_name') else value
+        is_nested = isinstance(value, Configurable)
+        return Reference(scopes.get(_identity(value), ''), value.gin_name) if is_nested else value
 
     blocks = [(name, '', config) for name, config in sections.items()]
     for name, configs in nested.items():
         blocks += [(name, scope, c) for c in configs if (scope := scopes.get(_identity(c), '')) or name not in sections]
     lines = ['# A complete configuration, written by lm; a file to read and to run again (--gin_file).']
-    lines += [f'import {module}' for module in _foreign(config for *_, config in blocks)]
+    lines += [f'import {module}' for module in _find_foreign_modules(config for *_, config in blocks)]
     for name, scope, config in sorted(
         blocks, key=lambda block: (block[0] not in sections, block[0], len(block[1]), block[1])
     ):
@@ -113,11 +116,11 @@ def dump(experiment: Any) -> str:
     return '\n'.join(lines) + '\n'
 
 
-def _gather(config: Any, nested: dict[str, list[Any]]) -> None:
+def _gather(config: Configurable, nested: dict[str, list[Configurable]]) -> None:
     """Adds the different configurables inside `config` to `nested`, by gin name, in a fixed order."""
 
     def visit(value: Any) -> Any:
-        if hasattr(value, 'gin_name'):
+        if isinstance(value, Configurable):
             known = nested.setdefault(value.gin_name, [])
             if _identity(value) not in map(_identity, known):
                 known.append(value)
@@ -128,14 +131,14 @@ def _gather(config: Any, nested: dict[str, list[Any]]) -> None:
         replace_nodes(getattr(config, field), visit)
 
 
-def _foreign(configs: Iterable[Any]) -> list[str]:
-    """The modules outside this package that define them. What a script or notebook itself defines has none."""
+def _find_foreign_modules(configs: Iterable[Configurable]) -> list[str]:
+    """Returns the modules outside this package that define them. A script or notebook itself has no module."""
     modules = {type(config).__module__ for config in configs}
     return sorted(module for module in modules if module != '__main__' and module.partition('.')[0] != 'lm')
 
 
-def _identity(config: Any) -> str:
-    """Equal for configurations that build the same thing; unlike ==, tells 1 from True."""
+def _identity(config: Configurable) -> str:
+    """Returns equal text for configurations that build the same thing. Unlike ==, it distinguishes 1 from True."""
     return repr(config)
 
 
@@ -149,7 +152,7 @@ def _scope(index: int) -> str:
     return letters
 
 
-def listed(names: Iterable[str], limit: int = 12) -> str:
+def join_names(names: Iterable[str], limit: int = 12) -> str:
     """`a, b and 3 more`."""
     names = list(names)
     rest = f' and {len(names) - limit} more' if len(names) > limit else ''

@@ -77,7 +77,7 @@ def bundles(kernels: Iterable[LoneKernel], chip: str) -> dict[LoneKernel, int]:
     missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in known]
     if missing:
         known |= zip(missing, _compile(missing, chip), strict=True)
-    return {kernel: known[kernel] for kernel in kernels if known[kernel] is not None}
+    return {kernel: count for kernel in kernels if (count := known[kernel]) is not None}
 
 
 @functools.cache

@@ -42,7 +42,8 @@ class Array:
             return 0.0
         order, _, tiles = self.layout.partition(':')
         minor = [int(n) for n in order.split(',') if n]
-        tile = [int(n) for n in re.match(r'T\(([\d,]*)\)', tiles)[1].split(',')] if tiles.startswith('T(') else []
+        found = re.match(r'T\(([\d,]*)\)', tiles)
+        tile = [int(n) for n in found[1].split(',')] if found else []
         shape = list(self.shape)
         for axis, n in zip(minor, reversed(tile), strict=False):
             shape[axis] = -(-shape[axis] // n) * n
@@ -81,10 +82,10 @@ class Instruction:
         """Whether it is a hand-written kernel."""
         return self.opcode == 'custom-call' and 'custom_call_target="tpu_custom_call"' in self.attributes
 
-    def attribute(self, name: str) -> str | None:
-        """The computation, or the word, that is called `name`."""
+    def attribute(self, name: str) -> str:
+        """Returns the computation, or the word, that is called `name`; '' where there is none."""
         found = re.search(rf'\b{name}=%?([^\s,]+)', self.attributes)
-        return found and found[1]
+        return found[1] if found else ''
 
 
 class HloProgram:
@@ -314,6 +315,8 @@ def _product_flops(instruction: Instruction, found: dict[str, Instruction]) -> f
         axes = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', instruction.attributes)
         return 2.0 * out.elements * math.prod(left[int(a)] for a in axes[1].split(',') if a) if axes else 0.0
     labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
+    if labels is None:
+        return 0.0
     pads = {
         key: value.split('x')
         for key, value in re.findall(

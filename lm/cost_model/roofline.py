@@ -111,7 +111,7 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_fl
         compute_seconds=seconds['compute'],
         hbm_seconds=seconds['HBM'],
         ici_seconds=seconds['ICI'],
-        bound_by=max(seconds, key=seconds.get),
+        bound_by=max(seconds, key=seconds.__getitem__),
         notes=tuple(notes),
         dcn_gigabytes=between / 1e9,
         dcn_seconds=dcn,

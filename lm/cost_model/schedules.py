@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+from typing import Any
 
 from lm.errors import ConfigError
 from lm.hardware import LIBTPU_ENVIRONMENT
@@ -106,7 +107,7 @@ def read_grid(body: str) -> Grid | None:
     try:
         # Private: JAX has no public way to read what it lowers its kernels to.
         from jax._src.interpreters import mlir
-        from jax._src.lib import tpu
+        from jax._src.lib import tpu  # pyright: ignore[reportPrivateImportUsage]
         from jax.extend.mlir import ir
 
         with ir.Context() as context:
@@ -114,7 +115,7 @@ def read_grid(body: str) -> Grid | None:
             context.load_all_available_dialects()
             tpu.register_dialect(context)
             context.allow_unregistered_dialects = True
-            attributes = ir.Module.parse(base64.b64decode(body)).body.operations[0].attributes
+            attributes: Any = ir.Module.parse(base64.b64decode(body)).body.operations[0].attributes
             parallel = tuple('parallel' in str(axis) for axis in attributes['dimension_semantics'])
             windows = attributes.get('window_params', ())
             blocks = tuple(tuple(w['window_bounds']) for w in windows if 'window_bounds' in w)

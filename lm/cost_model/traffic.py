@@ -80,10 +80,11 @@ def _cut(program: HloProgram, computation: str, number: int) -> float | None:
         elif places == [0] and use.opcode == 'dynamic-update-slice':
             parts = [0.0]
         else:
-            parts = [None]
-        if None in parts:
             return None
-        total += sum(parts)
+        for part in parts:
+            if part is None:
+                return None
+            total += part
     return total
 
 

@@ -8,13 +8,13 @@ of hosts and devices gives the same global batches; each host reads only the row
 import abc
 import collections
 import concurrent.futures
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from lm.data.permutation import Permutation
-from lm.data.store import TokenStore
 from lm.errors import ConfigError
 
 
@@ -50,15 +50,14 @@ class Order:
 
 
 class BatchWindows(abc.ABC):
-    """Which tokens each step sees: step → start offsets of the windows of its batch. Subclasses say where an example
-    stands."""
+    """The windows of each step: step → start offsets of the windows of its batch. Subclasses place an example."""
 
     def __init__(self, context_length: int, batch_size: int, skip: tuple[tuple[int, int], ...] = ()):
         """
         Args:
             context_length: tokens predicted in a window, which is one token longer.
             batch_size: windows in a global batch.
-            skip: half-open ranges of batches that no step sees, such as those of a loss spike.
+            skip: half-open ranges of batches that no step sees, such as the batches of a loss spike.
         """
         self.context_length, self.batch_size = context_length, batch_size
         self.skip = merge_ranges(skip)
@@ -69,8 +68,8 @@ class BatchWindows(abc.ABC):
 
     @abc.abstractmethod
     def by_source(self, step: int, losses_AxB: np.ndarray, targets_AxB: np.ndarray | None = None) -> dict[str, float]:
-        """What is logged of step `step` besides its loss, from the mean losses of its windows, in their order, and how
-        many targets these are of; None: of equally many."""
+        """Returns the figures that are logged for a step besides its loss, from the mean loss of each window and its
+        number of targets. None: all windows have equally many targets."""
 
     @abc.abstractmethod
     def describe(self, steps: int, path: str) -> str:
@@ -127,7 +126,8 @@ class Windows(BatchWindows):
     def __init__(
         self, n_tokens: int, context_length: int, batch_size: int, seed: int, skip: tuple[tuple[int, int], ...] = ()
     ):
-        """`n_tokens` are those of the split, `seed` keys the order; the rest as in `BatchWindows`."""
+        """Takes the number of tokens of the split, and the seed that keys the order. `BatchWindows` describes the
+        rest."""
         super().__init__(context_length, batch_size, skip)
         self.order = Order(n_tokens, context_length, seed)
         self.count = self.order.count
@@ -162,12 +162,20 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
+class WindowReader(Protocol):
+    """A source of windows of tokens: a store, a mixture of stores, or the examples of a task."""
+
+    def read_many(self, split: str, starts: Any, length: int) -> np.ndarray:
+        """Reads the windows [n, length] that begin at `starts` [n]."""
+        ...
+
+
 class Batches:
     """Global batches on the devices: [microbatches, batch_size / microbatches, context_length + 1] token ids."""
 
     def __init__(
         self,
-        store: TokenStore,
+        store: WindowReader,
         split: str,
         windows: BatchWindows,
         microbatches: int,
@@ -177,24 +185,23 @@ class Batches:
         self.store, self.split, self.windows, self.sharding = store, split, windows, sharding
         rows = windows.batch_size // microbatches
         self.shape = (microbatches, rows, windows.context_length + 1)
-        self.dtype = store.read(split, 0, 1).dtype
 
     def __call__(self, step: int) -> jax.Array:
         """The batch of step `step`; each process reads the rows of its own devices."""
         starts = self.windows.starts(step).reshape(self.shape[:2])
         places = self.sharding.addressable_devices_indices_map(self.shape)
-        wanted = [starts[index[:2]] for index in places.values()]
-        flat = np.concatenate([w.ravel() for w in wanted])
+        local = [starts[(index or ())[:2]] for index in places.values()]
+        flat = np.concatenate([part.ravel() for part in local])
         rows = self.store.read_many(self.split, flat, self.shape[2])
-        parts = np.split(rows, np.cumsum([w.size for w in wanted])[:-1])
+        parts = np.split(rows, np.cumsum([part.size for part in local])[:-1])
         shards = [
-            jax.device_put(part.reshape(*w.shape, self.shape[2]), device)
-            for part, w, device in zip(parts, wanted, places, strict=True)
+            jax.device_put(part.reshape(*own.shape, self.shape[2]), device)
+            for part, own, device in zip(parts, local, places, strict=True)
         ]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
-    def prefetch(self, start: int, stop: int, depth: int = 3) -> Iterator[jax.Array]:
-        """The batches of steps start, …, stop-1, read and transferred `depth` steps ahead by background threads."""
+    def prefetch(self, start: int, stop: int, depth: int = 3) -> Generator[jax.Array, None, None]:
+        """Yields the batches of steps start, …, stop - 1. Threads read and transfer them `depth` steps ahead."""
         with concurrent.futures.ThreadPoolExecutor(max_workers=2, thread_name_prefix='batches') as pool:
             ahead: collections.deque = collections.deque()
             try:

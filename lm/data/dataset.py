@@ -1,8 +1,8 @@
-"""What a run learns from: prepared tokens, a mixture of them, or the examples of a synthetic task."""
+"""The data of a run: prepared tokens, a mixture of them, or the examples of a synthetic task."""
 
 import numpy as np
 
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.data.mixture import Mixture, check_mixture
 from lm.data.store import TokenStore
 from lm.data.tokenizers import token_dtype
@@ -11,12 +11,12 @@ from lm.ops.documents import Documents
 from lm.tasks import Task, TaskStore
 
 Store = TokenStore | Mixture | TaskStore
-"""What training and evaluation read."""
+"""The data that training and evaluation read."""
 
 
 @configurable('data')
-class DataConfig:
-    """Which prepared tokens, or which synthetic task, to train and evaluate on."""
+class DataConfig(Configurable):
+    """The prepared tokens, or the synthetic task, to train and evaluate on."""
 
     path: str = field(
         default='', resume=True, help='the token store that `lm prepare` writes: a folder, gs://… or s3://…'
@@ -36,37 +36,35 @@ class DataConfig:
                 'data.restart_positions = True: only documents that do not see each other have positions of their own; '
                 'set data.mask_documents = True, or delete this'
             )
+        for name, given in (('mixture', list(self.mixture)), ('path', self.path)):
+            if self.task and given:
+                raise ConfigError(f'data.{name} = {given!r}: a task needs no token store; delete this or data.task')
         if self.task and self.mask_documents:
             raise ConfigError('data.mask_documents = True: the examples of a task are no documents; delete this')
 
     def documents(self, store: Store | None, mask: bool | None = None) -> Documents | None:
-        """How the documents of a window are told apart; None: they are not.
+        """Returns how the documents of a window are separated; None: they are not.
 
         Args:
-            store: what `open` gave; None where none is opened, and it does not matter which token ends a document.
-            mask: whether they are; None: `mask_documents` says so.
+            store: the result of `open`; None where no store is opened, and any token may end a document.
+            mask: whether they are separated; None: as `mask_documents` is set.
         """
         if not (self.mask_documents if mask is None else mask):
             return None
         return Documents(0 if store is None else store.tokenizer().eod_id, self.restart_positions)
 
-    def dtype(self, vocab_size: int) -> np.dtype:
-        """Of the tokens of a batch, known without opening anything."""
+    def guess_dtype(self, vocab_size: int) -> np.dtype:
+        """The type of the tokens of a batch, where the data are not opened: that of a tokenizer with so many pieces."""
         return np.dtype(np.int32) if self.task else token_dtype(vocab_size)
 
     def open(self, context_length: int, timeout: float | None = None) -> Store:
-        """What `path`, `mixture` or `task` names; `context_length` is that of a task's examples, `timeout` in seconds.
+        """Opens the store that `path`, `mixture` or `task` names. Examples of a task have `context_length` tokens;
+        `timeout` is in seconds.
 
-        Raises ConfigError, and what `TokenStore.open` and `Mixture.open` raise.
+        Raises ConfigError, and the errors of `TokenStore.open`, `Mixture.open` and `TaskStore`.
         """
         if self.task is None and self.mixture:
             return Mixture.open(self.path, self.mixture, timeout)
         if self.task is None:
             return TokenStore.open(self.path, timeout)
-        if self.mixture:
-            raise ConfigError(
-                f'data.mixture = {list(self.mixture)!r}: a task needs no token store; delete this or data.task'
-            )
-        if self.path:
-            raise ConfigError(f'data.path = {self.path!r}: a task needs no token store; delete this or data.task')
         return TaskStore(self.task, context_length)

@@ -1,25 +1,24 @@
-"""The token store: what `lm prepare` writes and training and evaluation read.
+"""The token store, which `lm prepare` writes. Training and evaluation read it.
 
     dataset.json            source, cleaning, counts, fingerprints; written last, so its presence means "finished"
     tokenizer.model         the tokenizer (of Hugging Face: tokenizer.json; ranks: tokenizer.tiktoken)
     {split}/tokens          zarr3 array, uint16 or uint32: the documents one after another, each ended by the eod token
     {split}/document_ends   zarr3 array, int64: offset behind the eod token of each document
 
-The arrays are sharded into a few large files and checksummed (crc32c) in small chunks, so that a random window costs
-one or two short reads, on a local disk and in a bucket (gs://, s3://) alike, and a damaged byte is an error, never a
-token.
+The arrays are sharded into a few large files and checksummed (crc32c) in small chunks. A random window costs one or two
+short reads, on a local disk and in a bucket (gs://, s3://). A damaged byte is an error, never a token.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import tensorstore as ts
 
 from lm.data import pg19, tokenizers
-from lm.errors import AbsentError, ConfigError, LmError, MismatchError
+from lm.errors import AbsentError, ConfigError, LmError, MismatchError, UnnamedError
 from lm.files import check_scheme, folder_spec, is_damage, is_remote, local_path
 
 CHUNK = 2**14
@@ -27,6 +26,46 @@ CHUNK = 2**14
 SHARD = 2**26
 """Elements in a file: 128 MB of uint16."""
 INDEX_CACHE_BYTES = 2**26
+
+
+class SplitInfo(TypedDict):
+    """A split of a token store."""
+
+    documents: int  #: documents
+    bytes: int  #: UTF-8 bytes of the cleaned text
+    words: int  #: words between white space
+    tokens: int  #: tokens, end-of-document tokens included
+    decoded: NotRequired[int]  #: documents whose tokens were decoded for comparison
+    unchanged: NotRequired[int]  #: documents of these that were equal to the text
+    bad_records: int  #: documents that were skipped (`bad_records.jsonl`)
+    published_words: NotRequired[int]  #: words that the authors of the data publish
+    sha256: str  #: fingerprint of tokens and document ends
+
+
+class TokenizerInfo(TypedDict):
+    """The tokenizer of a token store."""
+
+    file: NotRequired[str]  #: its file in the store
+    sha256: str  #: fingerprint of that file
+    vocab_size: int  #: tokens that it knows
+    eod_id: NotRequired[int]  #: the end-of-document token
+    lossless: bool  #: whether decoding gives every text back
+
+
+class StoreInfo(TypedDict):
+    """A token store that is finished."""
+
+    format: int  #: version of this format
+    source: dict[str, Any]  #: kind and settings of the source
+    cleaning: str  #: what was done to the text
+    dtype: str  #: type of the tokens: `uint16` or `uint32`
+    files: NotRequired[dict[str, Any]]  #: count, bytes and fingerprint of the files of the source
+    splits: dict[str, SplitInfo]  #: name → split
+    tokenizer: TokenizerInfo  #: its tokenizer
+    settings: dict[str, Any]  #: all settings that the contents depend on
+    created_with: NotRequired[dict[str, str]]  #: package → version
+    fingerprint: str  #: SHA-256 of all splits and the tokenizer
+    checksum: str  #: SHA-256 of this file without this key
 
 
 class TokenStore:
@@ -45,13 +84,13 @@ class TokenStore:
         """Opens the store at `path`: a folder, gs://… or s3://…; after `timeout` seconds it counts as out of reach.
 
         Raises:
-            ConfigError: `path` is empty.
+            UnnamedError: `path` is empty.
             AbsentError: there is no finished store.
             MismatchError: its dataset.json is damaged.
             LmError: it cannot be reached.
         """
         if not path:
-            raise ConfigError(
+            raise UnnamedError(
                 "data.path = '': name the token store, for example --gin_param \"data.path = 'data/pg19'\""
             )
         info = read_info(path, timeout)
@@ -65,12 +104,12 @@ class TokenStore:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the tokens, the documents' ends and the tokenizer; says nothing of paths and versions."""
+        """SHA-256 of the tokens, the documents' ends and the tokenizer. It does not depend on paths and versions."""
         return self.info['fingerprint']
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """What a checkpoint depends on, by name."""
+        """Name → value that a checkpoint depends on."""
         return {'data': self.fingerprint, 'tokenizer': self.info['tokenizer']['sha256']}
 
     @property
@@ -141,7 +180,7 @@ class TokenStore:
             model = read_file(self._kvstore, name)
             if model is None:
                 raise MismatchError(f'{self.path}: {name} is missing; restore it or prepare the data again')
-            if not self._is_model(model):
+            if hashlib.sha256(model).hexdigest() != self.info['tokenizer']['sha256']:
                 raise MismatchError(
                     f'{self.path}: {name} is not the one that made the tokens (SHA-256 differs from '
                     'dataset.json); restore it or prepare the data again'
@@ -154,13 +193,10 @@ class TokenStore:
         digest, ends, total = hashlib.sha256(), self.document_ends(split), self.tokens(split)
         for start in range(0, total, 2**24):
             digest.update(self.read(split, start, min(start + 2**24, total)).tobytes())
-        if split_digest(digest, ends) != self._split(split)['sha256']:
+        if digest_split(digest, ends) != self._split(split)['sha256']:
             raise MismatchError(
                 f'{self.path}: split {split!r} is not what dataset.json describes; prepare the data again'
             )
-
-    def _is_model(self, model: bytes) -> bool:
-        return hashlib.sha256(model).hexdigest() == self.info['tokenizer']['sha256']
 
     def _split(self, split: str) -> dict[str, Any]:
         try:
@@ -221,12 +257,13 @@ def read_info(path: str, timeout: float | None = None) -> dict[str, Any] | None:
     return info
 
 
-def write_info(path: str, info: dict[str, Any]) -> None:
-    """Writes dataset.json, which makes the store a finished one; adds its fingerprint and checksum."""
+def write_info(path: str, info: dict[str, Any]) -> dict[str, Any]:
+    """Writes dataset.json, which makes the store a finished one. Returns `info` with its fingerprint and checksum."""
     content = {k: v['sha256'] for k, v in info['splits'].items()} | {'tokenizer': info['tokenizer']['sha256']}
     info = info | {'fingerprint': hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
     info = info | {'checksum': _checksum(info)}
     write_file(path, 'dataset.json', json.dumps(info, indent=2, ensure_ascii=False).encode() + b'\n')
+    return info
 
 
 def write_array(path: str, split: str, name: str, blocks: Iterable[np.ndarray], count: int, dtype: str) -> None:
@@ -261,7 +298,7 @@ def write_array(path: str, split: str, name: str, blocks: Iterable[np.ndarray], 
         raise MismatchError(f'{path}: {start} of {count} elements came for {split}/{name}; run `lm prepare` again')
 
 
-def split_digest(tokens: 'hashlib._Hash', ends: np.ndarray) -> str:
+def digest_split(tokens: 'hashlib._Hash', ends: np.ndarray) -> str:
     """SHA-256 that identifies a split: of its tokens (little-endian bytes, already digested) and document ends."""
     digest = tokens.copy()
     digest.update(ends.astype('<i8').tobytes())
@@ -301,7 +338,7 @@ def _checksum(info: dict[str, Any]) -> str:
 
 
 def _regroup(blocks: Iterable[np.ndarray], size: int, dtype: str) -> Iterator[np.ndarray]:
-    """The same elements in arrays of `size`, of which only the last may be shorter."""
+    """Yields the same elements in arrays of `size`; only the last one may be shorter."""
     buffer, filled = np.empty(size, dtype), 0
     for block in blocks:
         while len(block):

@@ -10,8 +10,8 @@ import numpy as np
 from lm_eval.api.model import TemplateLM
 
 from lm.errors import ConfigError
-from lm.experiment import LoadedRun
-from lm.generate import continuations
+from lm.inference.generation import generate
+from lm.inference.loaded_run import LoadedRun
 
 MAX_TOKENS = 256
 """New tokens of an answer where a task does not say."""
@@ -40,7 +40,7 @@ class RunModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         return self.run.tokenizer.encode(string).tolist()
 
-    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple]:
+    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **options: Any) -> list[tuple]:
         """(log-likelihood, whether it is what greedy decoding writes) of each continuation. A context that is too long
         loses its beginning."""
         rows, length = [], self.max_length
@@ -51,11 +51,11 @@ class RunModel(TemplateLM):
                 )
             begin = [] if context[:1] == [self.eot_token_id] else [self.eot_token_id]
             rows.append(np.array([*begin, *context, *continuation][-(length + 1) :], np.int32))
-        judged = self.run.scorer.judge(rows)
         answers = []
-        for (_, _, continuation), (nats, greedy) in zip(requests, judged, strict=True):
-            n = len(continuation)
-            answers.append((-float(nats[len(nats) - n :].sum()), bool(greedy[len(greedy) - n :].all())))
+        scored_rows = self.run.scorer.score_rows(rows, accuracy=True)
+        for (_, _, continuation), scored in zip(requests, scored_rows, strict=True):
+            first = len(scored.nats) - len(continuation)
+            answers.append((-float(scored.nats[first:].sum()), bool(scored.correct[first:].all())))
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -74,12 +74,12 @@ class RunModel(TemplateLM):
             for first in range(0, len(indices), size):
                 chosen = indices[first : first + size]
                 prompts = [self.run.tokenizer.encode(requests[i].args[0])[-kept:] for i in chosen]
-                for i, text in zip(chosen, continuations(self.run, prompts, **options), strict=True):
+                for i, text in zip(chosen, generate(self.run, prompts, **options), strict=True):
                     answers[i] = text
         return answers
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Those of `continuations`, of the harness's."""
+        """Those of `generate`, of the harness's."""
         until = given.get('until') or []
         samples = given.get('do_sample', False) or given.get('temperature', 0.0) > 0
         return {

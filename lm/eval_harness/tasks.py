@@ -19,8 +19,10 @@ import jax
 
 from lm.errors import ConfigError
 from lm.eval_harness.ruler import NEEDS_NOTHING, check_answers, check_fits, measured_by
-from lm.experiment import LoadedRun
+from lm.experiment import Experiment
+from lm.inference.loaded_run import LoadedRun, load_run
 from lm.runs.records import to_json
+from lm.training.mesh import JobAddress, initialize_distributed
 
 QUESTIONS = '.jsonl'
 """How the name of a questions file ends."""
@@ -53,7 +55,7 @@ def evaluate_tasks(
             or two tasks have one name.
     """
     if importlib.util.find_spec('lm_eval') is None:
-        raise ConfigError("--tasks: needs lm-evaluation-harness: pip install -e '.[harness]'")
+        raise ConfigError("--tasks: needs lm-evaluation-harness: pip install 'lm-tpu[harness]'")
     check_names(tasks)
     os.environ.setdefault('DISABLE_MULTIPROC', '1')  # its pool of processes would be forked under JAX's threads
     import lm_eval
@@ -113,27 +115,38 @@ def _load(task: str | dict[str, Any], manager: Any, run: LoadedRun, task_data: s
     return [found['groups'][task]] if task in found['groups'] else list(found['tasks'].values())
 
 
-def main(run: LoadedRun, arguments: Any) -> int:
-    """`lm evaluate --tasks`: prints a table and writes evaluations/harness/*.json."""
-    tasks = list(dict.fromkeys(name.strip() for name in arguments.tasks.split(',') if name.strip()))
-    result = evaluate_tasks(
-        run, tasks, arguments.num_fewshot, arguments.include_path, arguments.limit, arguments.task_data
-    )
+def evaluate_on_tasks(
+    experiment: Experiment,
+    run_dir: str,
+    step: int | None,
+    job: JobAddress,
+    *,
+    tasks: list[str],
+    num_fewshot: int | None = None,
+    include_path: str | None = None,
+    limit: int | None = None,
+    task_data: str | None = None,
+    as_json: bool = False,
+) -> None:
+    """Evaluates the weights of a run at `step` (None: the newest) as `evaluate_tasks` does, prints a table or JSON and
+    writes evaluations/harness/*.json."""
+    initialize_distributed(experiment.mesh, job)
+    run = load_run(experiment, run_dir, step)
+    result = evaluate_tasks(run, tasks, num_fewshot, include_path, limit, task_data)
     if jax.process_index():
-        return 0
+        return
     result['overrides'] = run.changes
-    sources = [arguments.task_data, arguments.include_path]
-    asked = json.dumps([tasks, arguments.num_fewshot, arguments.limit, result['context_length'], run.changes, sources])
+    sources = [task_data, include_path]
+    asked = json.dumps([tasks, num_fewshot, limit, result['context_length'], run.changes, sources])
     name = f'step-{run.step}_{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json'
     path = run.directory.evaluations / 'harness' / name
-    if arguments.json:
+    if as_json:
         print(to_json(result), flush=True)
     else:
         _print_table(result)
-    run.directory.keep_evaluation(path, to_json(result) + '\n')  # by now the figures are told
-    if not arguments.json:
+    run.directory.keep_evaluation(path, to_json(result) + '\n')  # by now the figures are printed
+    if not as_json:
         print(f'written to {path}')
-    return 0
 
 
 def check_names(tasks: list[str]) -> None:
@@ -212,14 +225,8 @@ def _print_table(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f'tasks at step {result["step"]}', title_justify='left')
-    for heading, justify in (
-        ('task', 'left'),
-        ('shots', 'right'),
-        ('metric', 'left'),
-        ('value', 'right'),
-        ('±', 'right'),
-    ):
-        table.add_column(heading, justify=justify)
+    for heading in ('task', 'shots', 'metric', 'value', '±'):
+        table.add_column(heading, justify='left' if heading in ('task', 'metric') else 'right')
     for task, metrics in result['results'].items():
         shots = str(result['n-shot'].get(task, ''))
         for key, value in metrics.items():

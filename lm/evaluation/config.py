@@ -1,6 +1,6 @@
 """What a gin file says of evaluations."""
 
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 
 
 def _check_window(window: str) -> str | None:
@@ -20,7 +20,7 @@ def _check_sets(sets: tuple[tuple[str, str], ...]) -> str | None:
 
 
 @configurable('evaluate', resume=True)
-class EvaluateConfig:
+class EvaluateConfig(Configurable):
     """Which tokens are scored and with how much context."""
 
     split: str | None = field(default=None, help='None: data.eval_split')

@@ -4,12 +4,14 @@ import ast
 import dataclasses
 import json
 import pathlib
+import re
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 from lm.config.text import dump
 from lm.data.tokenizers import FILE_NAMES
 from lm.errors import ConfigError, writing
-from lm.experiment import LoadedRun
+from lm.inference.loaded_run import LoadedRun
 from lm.interop.names import to_tensors
 from lm.interop.tensors import WEIGHTS, write_tensors
 from lm.model import ModelConfig
@@ -17,9 +19,13 @@ from lm.model import ModelConfig
 MODEL_TYPE = 'lm_tpu'
 """In config.json."""
 CONFIG, TRANSFORMERS_CONFIG = 'config.gin', 'config.json'
-SOURCES = ('modeling_lm.py', 'attention_lm.py')
-"""The model for transformers, beside this file."""
-NAMES = {WEIGHTS, CONFIG, TRANSFORMERS_CONFIG, *SOURCES, *FILE_NAMES}
+MODEL_SOURCE, ATTENTION_SOURCE = 'modeling_lm.py', 'attention_lm.py'
+"""The model for transformers: a file beside this one, and the formulas of its mechanisms in one file."""
+FORMULAS = pathlib.Path(__file__).parent / 'formulas'
+ATTENTION_HEADER = '"""The attention of a model in PyTorch, as its formula reads. Written by `lm export`."""'
+SHARED = 'base'
+"""The formula file with the shared parts."""
+NAMES = {WEIGHTS, CONFIG, TRANSFORMERS_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, *FILE_NAMES}
 """Of all files that any format writes."""
 FIELDS = {
     'vocab_size': 'vocab_size',
@@ -90,10 +96,13 @@ class TransformersFormat(Safetensors):
             )
 
     def others(self, run: LoadedRun) -> dict[str, bytes]:
-        here = pathlib.Path(__file__).parent
-        sources = {name: (here / name).read_text().replace('from lm.interop.', 'from .') for name in SOURCES}
-        config = json.dumps(describe(run), indent=2) + '\n'
-        return {name: text.encode() for name, text in (sources | {TRANSFORMERS_CONFIG: config}).items()}
+        model = (FORMULAS.parent / MODEL_SOURCE).read_text()
+        texts = {
+            MODEL_SOURCE: model.replace('lm.interop.formulas.base', f'.{ATTENTION_SOURCE.removesuffix(".py")}'),
+            ATTENTION_SOURCE: attention_source({attention.gin_name for attention in run.experiment.model.pattern}),
+            TRANSFORMERS_CONFIG: json.dumps(describe(run), indent=2) + '\n',
+        }
+        return {name: text.encode() for name, text in texts.items()}
 
 
 FORMATS = {format.name: format for format in (Safetensors(), TransformersFormat())}
@@ -120,7 +129,22 @@ def describe(run: LoadedRun) -> dict[str, Any]:
 
 
 def formulated() -> set[str]:
-    """The mechanisms that the model for transformers knows; read from its text, for it needs PyTorch to be imported."""
-    tree = ast.parse((pathlib.Path(__file__).parent / SOURCES[1]).read_text())
-    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-    return {name.removesuffix('Formula').lower() for name in classes if name.endswith('Formula')}
+    """Returns the gin names of the mechanisms that have a formula in PyTorch."""
+    return {path.stem for path in FORMULAS.glob('*.py')} - {SHARED, '__init__'}
+
+
+def attention_source(mechanisms: Collection[str]) -> str:
+    """Returns one module with the formulas of the mechanisms and the shared parts, which imports PyTorch alone."""
+    imports: dict[str, None] = {}
+    parts = []
+    for name in (SHARED, *sorted(mechanisms)):
+        text = (FORMULAS / f'{name}.py').read_text()
+        lines = text.splitlines(keepends=True)
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                lines[node.lineno - 1 : node.end_lineno] = [''] * len(lines[node.lineno - 1 : node.end_lineno])
+                if not (isinstance(node, ast.ImportFrom) and node.module == f'lm.interop.formulas.{SHARED}'):
+                    imports[ast.unparse(node)] = None
+        parts.append(re.sub(r'\n{4,}', '\n\n\n', ''.join(lines).strip()))
+    head = '\n'.join([ATTENTION_HEADER, '', *imports])
+    return '\n\n\n'.join([head, *parts]) + '\n'

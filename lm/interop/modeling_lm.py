@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from lm.interop.attention_lm import MECHANISMS, NORMS, gelu
+from lm.interop.formulas.base import MECHANISMS, NORMS, gelu
 
 
 class LmConfig(PretrainedConfig):

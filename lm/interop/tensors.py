@@ -18,7 +18,7 @@ INDEX = 'model.safetensors.index.json'
 def check_safetensors() -> None:
     """Raises ConfigError where the package is not installed."""
     if importlib.util.find_spec('safetensors') is None:
-        raise ConfigError("safetensors is not installed: pip install -e '.[exchange]'")
+        raise ConfigError("safetensors is not installed: pip install 'lm-tpu[exchange]'")
 
 
 def write_tensors(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:

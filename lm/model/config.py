@@ -5,10 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lm.attention import YARDSTICK, Attention, HeadDims
-from lm.config.configurable import configurable, field
+from lm.attention import DEFAULT, Attention, HeadDims
+from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
-from lm.ops.platform import target_platform
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.parameters import NORMS
 
@@ -39,27 +38,29 @@ ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
 
 
 @configurable('model')
-class ModelConfig:
+class ModelConfig(Configurable):
     """Shape and numerics of the model; the defaults are GPT-2 small (110M parameters)."""
 
-    vocab_size: int = field(default=32_000, minimum=2)
-    n_layers: int = field(default=12, minimum=1)
-    d_model: int = field(default=768, minimum=2, even=True)
+    vocab_size: int = field(
+        default=32_000, minimum=2, help='rows of the embedding: at least the tokens of the tokenizer'
+    )
+    n_layers: int = field(default=12, minimum=1, help='layers, each of attention and a feed-forward network')
+    d_model: int = field(default=768, minimum=2, even=True, help='width of the residual stream')
     base_width: int | None = field(
         default=None,
         minimum=2,
         help='the learning rate is that of a model of this d_model; others take it over (µP); None: no',
     )
-    n_heads: int = field(default=12, minimum=1)
+    n_heads: int = field(default=12, minimum=1, help='query heads of each layer')
     n_kv_heads: int | None = field(default=None, minimum=1, help='grouped-query attention; None: as many as n_heads')
-    head_dim: int = field(default=64, minimum=2, even=True)
+    head_dim: int = field(default=64, minimum=2, even=True, help='size of a head')
     hidden_dim: int | None = field(
         default=None,
         minimum=1,
         help='GLU width; None: 8·d_model/3 rounded down to a multiple of 8, without gates 4·d_model',
     )
     attention: Attention | tuple[Attention, ...] = field(
-        default=YARDSTICK(), help='one mechanism, or a list cycled over layers'
+        default=DEFAULT(), help='one mechanism, or a list cycled over layers'
     )
     causal: bool = field(
         default=True,
@@ -97,7 +98,12 @@ class ModelConfig:
     dtype: str = field(
         default='auto', choices=('auto', 'float32', 'bfloat16'), help='auto: bfloat16, but float32 on CPU'
     )
-    remat: str = field(default='none', choices=tuple(REMAT), resume=True)
+    remat: str = field(
+        default='none',
+        choices=tuple(REMAT),
+        resume=True,
+        help='how much of a layer the backward pass computes again, from nothing to everything',
+    )
     unroll: int = field(
         default=1, minimum=1, resume=True, help='layers per scan iteration; n_layers: no loop, where remat saves less'
     )
@@ -144,10 +150,10 @@ class ModelConfig:
         """Of what the first linear map of a feed-forward layer gives: values, and gates."""
         return (self.glu_dim, self.glu_dim) if self.gated else (self.glu_dim,)
 
-    @property
-    def compute_dtype(self) -> Any:
+    def resolve_dtype(self, platform: str) -> jnp.dtype:
+        """The type of products and activations on a platform ('cpu', 'gpu' or 'tpu')."""
         if self.dtype == 'auto':
-            return jnp.float32 if target_platform() == 'cpu' else jnp.bfloat16
+            return jnp.dtype(jnp.float32 if platform == 'cpu' else jnp.bfloat16)
         return jnp.dtype(self.dtype)
 
     def check_length(self, length: int) -> None:

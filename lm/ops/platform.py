@@ -7,19 +7,17 @@ when a step is compiled on a laptop for a TPU topology. Without a mesh the platf
 import contextlib
 import functools
 import importlib
+import logging
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from types import ModuleType
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import jax
-from absl import logging
 from jax.sharding import Mesh, PartitionSpec
 
-from lm.errors import ConfigError
-from lm.hardware import chip_of
+from lm.ops.chips import HOPPER, MOSAIC_GPU_JAX, limits_of
+from lm.ops.errors import OperationError
 
 SHARED_AXIS = 'fsdp'
 """The axis of a mesh whose devices share one copy of the parameters and of the optimizer state."""
@@ -29,12 +27,10 @@ where a mesh has any, split something else."""
 SEQUENCE_AXIS = 'sequence'
 """The axis over which the tokens of a window are split (`lm.ops.sequence`)."""
 
-HOPPER = re.compile(r'\bG?H(20|100|200|800)\b')
-MOSAIC_GPU_JAX = (0, 11)
-"""The JAX that has what our Mosaic GPU kernels use."""
 KERNELS = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu', 'pallas_gpu_recurrent')}
 """What platforms prefer of an operation that says nothing else."""
 FEW_TOKENS = 128
+LOG = logging.getLogger('lm.ops')
 _CHOICES: ContextVar[dict[str, str] | None] = ContextVar('choices', default=None)
 _PORTABLE: ContextVar[bool] = ContextVar('portable', default=False)
 
@@ -131,7 +127,7 @@ def vmem() -> tuple[int, int | None]:
 
     Half of what later chips have at least; of the 16 MiB of v4 and before all, which is the compiler's default.
     """
-    chip = chip_of(device_kind())
+    chip = limits_of(device_kind())
     if chip is not None and chip.vmem_mib < 64:
         return chip.vmem_mib * 2**20, None
     return 32 * 2**20, 32 * 2**20
@@ -139,16 +135,30 @@ def vmem() -> tuple[int, int | None]:
 
 def matrix_side() -> int:
     """Rows and columns of a matrix unit of a TPU; 128 where that is not known."""
-    chip = chip_of(device_kind())
-    return chip.matrix_side if chip is not None and chip.macs else 128
+    chip = limits_of(device_kind())
+    return 128 if chip is None else chip.matrix_side
 
 
-class Implementations(Mapping[str, ModuleType]):
+Call = TypeVar('Call')
+CallOfModule = TypeVar('CallOfModule', contravariant=True)
+
+
+class Implementation(Protocol[CallOfModule]):
+    """A module that computes an operation. It also has the operation's function, which takes the same call object."""
+
+    def unsupported(self, call: CallOfModule) -> str | None:
+        """Returns why the module cannot compute the call, or None."""
+        ...
+
+
+Module = TypeVar('Module', bound=Implementation)
+
+
+class Implementations(Mapping[str, Module], Generic[Module, Call]):
     """The implementations of an operation, name → module, and which of them a platform prefers.
 
-    A module is imported when it is first asked for: importing Pallas takes a good part of the time in which a restarted
-    run reaches its first step, and a CPU has no use for it. Each has `unsupported(*args, **options)`, which says why it
-    cannot compute a call, or None; 'xla' is the portable one.
+    A module is imported when it is first requested: importing Pallas takes a good part of the time in which a restarted
+    run reaches its first step, and a CPU has no use for it. 'xla' is the portable implementation.
     """
 
     def __init__(
@@ -167,8 +177,8 @@ class Implementations(Mapping[str, ModuleType]):
             target: tuple(name for name in names if name in modules) for target, names in preferred.items()
         }
 
-    def __getitem__(self, name: str) -> ModuleType:
-        return importlib.import_module(self._modules[name])
+    def __getitem__(self, name: str) -> Module:
+        return cast(Module, importlib.import_module(self._modules[name]))
 
     def __contains__(self, name: object) -> bool:
         return name in self._modules
@@ -179,27 +189,26 @@ class Implementations(Mapping[str, ModuleType]):
     def __len__(self) -> int:
         return len(self._modules)
 
-    def choose(self, requested: str | None, *args: Any, **options: Any) -> ModuleType:
-        """The implementation for the platform in context, or the requested one.
+    def choose(self, requested: str | None, call: Call, *rest: Any, **options: Any) -> Module:
+        """Returns the implementation for the platform in context, or the requested one.
 
-        Where none of those that the platform prefers can compute the call, the portable one does, and the log says so
-        once.
+        Where none that the platform prefers can compute the call, the portable one does. The log says so once.
 
         Raises:
-            ConfigError: an unknown name, or a requested implementation that does not support the call.
+            OperationError: an unknown name, or a requested implementation that does not support the call.
         """
-        name = 'xla' if _PORTABLE.get() else self._chosen(requested, *args, **options)
+        name = 'xla' if _PORTABLE.get() else self._name_of_choice(requested, call, *rest, **options)
         if (noted := _CHOICES.get()) is not None:
             noted[self._operation] = name
         return self[name]
 
-    def _chosen(self, requested: str | None, *args: Any, **options: Any) -> str:
+    def _name_of_choice(self, requested: str | None, *args: Any, **options: Any) -> str:
         if requested is not None:
             if requested not in self:
                 names = ', '.join(sorted(self))
-                raise ConfigError(f'implementation = {requested!r}: {self._operation} has only {names}')
+                raise OperationError(f'implementation = {requested!r}: {self._operation} has only {names}')
             if reason := self[requested].unsupported(*args, **options):
-                raise ConfigError(
+                raise OperationError(
                     f'implementation = {requested!r}: {self._operation} {reason}; leave it unset to use the best'
                 )
             return requested
@@ -222,4 +231,4 @@ def for_few(tokens: int) -> str | None:
 
 @functools.cache
 def _say_once(message: str) -> None:
-    logging.warning(message)
+    LOG.warning(message)

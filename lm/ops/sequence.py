@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from lm.errors import ConfigError
+from lm.ops.errors import OperationError
 from lm.ops.platform import SEQUENCE_AXIS as AXIS
 from lm.ops.platform import per_device, sequence_shards, uneven_batch
 
@@ -66,7 +66,7 @@ def tokens_before(x: jax.Array, count: int) -> jax.Array:
     if sequence_shards() == 1:
         return jnp.zeros((x.shape[0], count, *x.shape[2:]), x.dtype)
     if count > x.shape[1]:
-        raise ConfigError(f'mesh.sequence: parts of {x.shape[1]} tokens have not the {count} that the next one sees')
+        raise OperationError(f'mesh.sequence: parts of {x.shape[1]} tokens have not the {count} that the next one sees')
     return _from(1, x[:, x.shape[1] - count :])
 
 

@@ -1,7 +1,7 @@
-"""A run that begins as a branch of another one (`lm train --branch_from RUN --step N`): from a checkpoint, with its
-parameters, optimizer state, step count and position in the data, under another schedule, other steps or other data.
+"""A run that begins as a branch of another run (`lm train --branch_from RUN --step N`). It starts from a checkpoint,
+with its parameters, optimizer state, step count and position in the data. Its schedule, steps or data may differ.
 
-run.json says so: {"branch": {"from": the other run, "step": N, "changed": [[binding, old, new], …]}}. metrics.jsonl
+run.json records it: {"branch": {"from": the other run, "step": N, "changed": [[binding, old, new], …]}}. metrics.jsonl
 begins with the other run's lines up to step N, so that curves are whole.
 """
 
@@ -12,18 +12,20 @@ from typing import Any
 import jax
 
 from lm.checkpoint.checkpointer import Checkpointer
-from lm.checkpoint.snapshot import some
+from lm.checkpoint.snapshot import list_last
 from lm.config.text import dump
 from lm.errors import AbsentError, ConfigError, MismatchError, writing
 from lm.files import write_atomically
 from lm.runs.base import check_start
+from lm.runs.config_diff import compare_texts
 from lm.runs.info import check_not_imported, read_raw
 from lm.runs.metrics_file import read_lines
-from lm.runs.process_zero import on_leader
-from lm.runs.run_dir import RunDir, config_differences, read_text
+from lm.runs.paths import read_text
+from lm.runs.process_zero import run_on_process_zero
+from lm.runs.run_dir import RunDir
 
 FIXED = ('train.tokens_per_step', 'train.context_length', 'train.seed')
-"""What a step means in the data: under other values the branch would go on elsewhere in it."""
+"""The bindings that fix the position of a step in the data: the branch keeps their values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +39,16 @@ class Branch:
     def check(self, experiment: Any) -> None:
         """Raises AbsentError, MismatchError or ConfigError where `experiment` cannot go on from there. What only the
         arrays tell, `lm.checkpoint.checkpointer.Checkpointer.restore` refuses."""
-        on_leader(lambda: self._check(experiment))
+        run_on_process_zero(lambda: self._check(experiment))
 
     def checkpointer(self, fingerprints: Mapping[str, str]) -> Checkpointer:
-        """Of the parent. Its data may be other ones than those of `fingerprints`, its tokenizer may not."""
+        """Opens the checkpoints of the parent. Its tokenizer must be the one in `fingerprints`; its data may differ."""
         tokenizer = {name: value for name, value in fingerprints.items() if name == 'tokenizer'}
         return Checkpointer(self.parent.checkpoints, fingerprints=tokenizer)
 
     def record(self, experiment: Any) -> dict[str, Any]:
         """For run.json."""
-        changed = config_differences(self._config(), dump(experiment))
+        changed = compare_texts(self._config(), dump(experiment))
         return {'from': str(self.parent.path), 'step': self.step, 'changed': [list(change) for change in changed]}
 
     def copy_metrics(self) -> None:
@@ -67,7 +69,7 @@ class Branch:
             known = checkpointer.all_steps()
         if self.step not in known:
             raise AbsentError(
-                f'--branch_from {self.parent.path} --step {self.step}: it has checkpoints of {some(known)}; '
+                f'--branch_from {self.parent.path} --step {self.step}: it has checkpoints of {list_last(known)}; '
                 'choose one of these'
             )
         if self.step >= experiment.train.steps:
@@ -75,7 +77,7 @@ class Branch:
                 f'--step {self.step}: train.steps = {experiment.train.steps} leaves nothing to train; '
                 'set train.steps higher'
             )
-        for name, old, new in config_differences(self._config(), dump(experiment)):
+        for name, old, new in compare_texts(self._config(), dump(experiment)):
             if name in FIXED:
                 raise MismatchError(
                     f'--branch_from {self.parent.path}: {name} was {old}, now {new}, so that step {self.step} would '
@@ -84,13 +86,14 @@ class Branch:
         return True
 
     def _config(self) -> str:
-        """That the parent's checkpoint was saved under; one of an older version keeps none, then config.gin."""
+        """Returns the configuration in the parent's checkpoint. A checkpoint of an older version has none: then
+        config.gin."""
         with Checkpointer(self.parent.checkpoints) as checkpointer:
             text = checkpointer.read_record(self.step)['metadata'].get('config')
         return text or read_text(self.parent.config)
 
 
-def branch_of(run: RunDir, parent: str | None, step: int | None, rewind_to: int | None = None) -> Branch | None:
+def find_branch(run: RunDir, parent: str | None, step: int | None, rewind_to: int | None = None) -> Branch | None:
     """The branch as which `run` is to start: the one that is asked for, or the one that run.json records. None for
     what is no branch, or has checkpoints of its own to go on from.
 

@@ -1,31 +1,50 @@
-"""Goodput: which share of the wall clock of a run went into steps that count, and where the rest went.
+"""Goodput: the share of the wall clock of a run that went into steps that count, and the accounts of the rest.
 
 The ledger is cumulative over all starts of a run. At each moment the time is charged to one account, so that the
-accounts add up to the wall clock since the first start, but for the time in which the run was finished:
-
-    step        steps that the run kept: the productive time       data         waiting for batches
-    imports     from the begin of the process to that of the run   checkpoint   waiting for saves
-    start       checks, devices, opening data                      evaluation
-    initialize  making the state of a new run                      lost         steps done again after a restart
-    restore     reading a checkpoint of this run or its parent     restart      between the last record of a process
-    trace       waiting for JAX to trace the step                               and the begin of the next
-    compile     waiting for the compiler
+accounts (`Accounts`) add up to the wall clock since the first start, without the time in which the run was finished.
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from lm.text import duration
 
 T = TypeVar('T')
 
-ACCOUNTS = (
-    *('step', 'imports', 'start', 'initialize', 'restore', 'trace', 'compile'),
-    *('data', 'checkpoint', 'evaluation', 'lost', 'restart'),
-)
+
+class Accounts(TypedDict):
+    """Seconds by what they were spent on."""
+
+    step: float  #: steps that the run kept: the productive time
+    imports: float  #: from the begin of the process to the begin of the run
+    start: float  #: checks, devices, opening data
+    initialize: float  #: making the state of a new run
+    restore: float  #: reading a checkpoint of this run or of its parent
+    trace: float  #: waiting for JAX to trace the step
+    compile: float  #: waiting for the compiler
+    data: float  #: waiting for batches
+    checkpoint: float  #: waiting for saves
+    evaluation: float  #: evaluations
+    lost: float  #: steps that were done again after a restart
+    restart: float  #: between the last record of a process and the begin of the next process
+
+
+class Ledger(TypedDict):
+    """Where the time of a run went, over all its starts."""
+
+    share: float  #: share of the time that went into steps
+    seconds: Accounts  #: seconds by account
+    starts: int  #: starts of the run
+    started: float  #: first start, in seconds since the epoch
+    updated: float  #: when this was written, in seconds since the epoch
+    finished: bool  #: whether the last step is done
+
+
+ACCOUNTS = tuple(Accounts.__annotations__)
 
 
 class Goodput:
@@ -38,7 +57,7 @@ class Goodput:
 
     def __init__(self, record: Mapping[str, Any] | None = None, begun: float | None = None):
         now = time.time()
-        begun = process_start() if begun is None else begun
+        begun = read_process_start() if begun is None else begun
         self.seconds = dict.fromkeys(ACCOUNTS, 0.0)
         self.starts = 1
         self.started = begun
@@ -71,15 +90,14 @@ class Goodput:
             self._accounts.pop()
 
     def charging(self, account: str, items: Iterable[T]) -> Iterator[T]:
-        """`items`; waiting for each is charged to `account`."""
+        """Yields `items`, and charges the wait for each of them to `account`."""
         iterator = iter(items)
-        end = object()
         while True:
             with self.spent(account):
-                item = next(iterator, end)
-            if item is end:
+                item = list(itertools.islice(iterator, 1))
+            if not item:
                 return
-            yield item
+            yield item[0]
 
     def total(self, account: str) -> float:
         """Seconds on an account up to now."""
@@ -91,8 +109,9 @@ class Goodput:
         before, self._laps[account] = self._laps[account], self.total(account)
         return self._laps[account] - before
 
-    def this_start(self) -> str:
-        """What this process has spent so far, in a line: '5.0s: imports 1.9s, compile 1.2s, …', the largest first."""
+    def describe_start(self) -> str:
+        """Describes the time of this process so far in one line: '5.0s: imports 1.9s, compile 1.2s, …', the largest
+        first."""
         self._charge()
         spent = {account: self.seconds[account] - before for account, before in self._before.items()}
         spent |= {'lost': 0.0, 'restart': 0.0}
@@ -127,7 +146,7 @@ class Goodput:
         self._last = now
 
 
-def checked(record: Any) -> dict[str, Any] | None:
+def parse_ledger(record: Any) -> dict[str, Any] | None:
     """A ledger as `Goodput.record` made it; None for anything else that run.json may hold."""
     try:
         seconds = {account: float(value) for account, value in record['seconds'].items()}
@@ -154,7 +173,7 @@ def describe(record: Mapping[str, Any]) -> str:
     return f'{100 * share(seconds):.1f}% of {duration(total)} in steps{starts}' + (f'; {places}' if places else '')
 
 
-def process_start() -> float:
+def read_process_start() -> float:
     """When this process began, in seconds since the epoch; where Linux's /proc is missing, now."""
     try:
         # The name of the program, in brackets, may contain anything.

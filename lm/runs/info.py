@@ -1,14 +1,7 @@
 """run.json: when a run started, on what, how far it is saved, and how it was rewound.
 
-    {"started": …, "parameters": …, <fingerprints>, "saved_step": the newest checkpoint that is complete,
-     "starts": [{"when", "first_step", "command", "versions", "git_commit", devices …}, …],
-     "imported": the checkpoint that `lm import` made the run of,
-     "branch": {"from", "step", "changed"} of a run that began as one (`lm.runs.branch`),
-     "rewinds": [{"when", "to", "from", "changed": [[binding, old, new], …]}, …]}
-
-Of every start but the first, only what differs from the one before is written, and of more than MOST_STARTS the oldest
-but the first are left out (`starts_left_out` counts them): a year of restarts stays small.
-A start under another JAX than the one before keeps {"version_changes": {"jax": [old, new], …}} too.
+`RunInfo` lists its keys. Of every start but the first, only what differs from the start before is written, and of more
+than MOST_STARTS the oldest but the first are left out: a year of restarts stays small.
 """
 
 import datetime
@@ -20,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import jax
 from etils import epath
@@ -28,14 +21,66 @@ from etils import epath
 import lm
 from lm.errors import ConfigError, LmError
 from lm.files import GONE, reaching
+from lm.runs.goodput import Ledger
 
 PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
 COMPILERS = ('jax', 'jaxlib', 'libtpu')
-"""Of these, another version makes other programs."""
+"""Packages whose versions change the compiled programs."""
 OWN = ('when', 'first_step', 'version_changes')
-"""What a start says of itself alone; the rest holds until a later one says otherwise."""
+"""Keys that belong to one start alone. All other keys hold until a later start has another value."""
 MOST_STARTS = 100
-"""That run.json lists: it is written anew with each save."""
+"""The most starts that run.json lists: it is written anew with each save."""
+
+
+class StartInfo(TypedDict):
+    """A start of a run. A key that is missing has the value of the start before."""
+
+    when: str  #: ISO 8601
+    first_step: int  #: step that the start goes on from
+    command: NotRequired[str]  #: command line
+    versions: NotRequired[dict[str, str | None]]  #: package → version
+    git_commit: NotRequired[str | None]  #: commit of the code; `-dirty` with local changes
+    device_kind: NotRequired[str]  #: name of the devices
+    device_count: NotRequired[int]  #: devices of all processes
+    process_count: NotRequired[int]  #: processes of the job
+    version_changes: NotRequired[dict[str, list[str]]]  #: part of JAX → versions before and now, if they differ
+
+
+Rewind = TypedDict(
+    'Rewind',
+    {
+        'when': str,  #: ISO 8601
+        'to': int,  #: step that the run went back to
+        'from': int,  #: newest step before
+        'changed': list[list[str | None]],  #: binding, old value and new value of each change
+    },
+)
+"""A `lm train --rewind_to`."""
+BranchPoint = TypedDict(
+    'BranchPoint',
+    {
+        'from': str,  #: run directory of the parent
+        'step': int,  #: checkpoint that the branch began from
+        'changed': list[list[str | None]],  #: binding, old value and new value of each change
+    },
+)
+"""A `lm train --branch_from`."""
+
+
+class RunInfo(TypedDict):
+    """The contents of run.json."""
+
+    started: str  #: first start, ISO 8601
+    parameters: int  #: trainable parameters
+    data: NotRequired[str]  #: fingerprint of the token store, or of the task
+    tokenizer: NotRequired[str]  #: fingerprint of the tokenizer
+    saved_step: NotRequired[int | None]  #: newest checkpoint that is complete
+    goodput: NotRequired[Ledger]  #: where the time of the run went
+    starts: NotRequired[list[StartInfo]]  #: every start, the first one first
+    starts_left_out: NotRequired[int]  #: starts that are not listed any more
+    rewinds: NotRequired[list[Rewind]]  #: every rewind
+    branch: NotRequired[BranchPoint]  #: where the run began, if it is a branch
+    imported: NotRequired[str]  #: checkpoint that `lm import` made the run of
 
 
 def read_info(path: epath.Path) -> dict[str, Any]:
@@ -74,19 +119,19 @@ def read_raw(path: epath.Path) -> dict[str, Any]:
     return info
 
 
-def next_info(
+def make_info(
     old: Mapping[str, Any],
     first_step: int,
     facts: Mapping[str, Any],
     rewind: tuple[int, Iterable[tuple[str, str | None, str | None]]] | None = None,
 ) -> dict[str, Any]:
-    """What run.json holds once the run has started again.
+    """Makes the contents of run.json for a run that has started again.
 
     Args:
-        old: what it held before; {} for a new run.
+        old: the contents before; {} for a new run.
         first_step: step that the run goes on from.
         facts: parameters, fingerprints, …, and `branch` (`lm.runs.branch`) of a run that has no checkpoint of its own.
-        rewind: (newest step before, what changed in the configuration) where the run was rewound to `first_step`.
+        rewind: (newest step before, changes of the configuration) where the run was rewound to `first_step`.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
     starts = list(old.get('starts', []))
@@ -95,7 +140,7 @@ def next_info(
         starts = [{'when': old['started'], **machine}, *({'when': when} for when in old.get('resumed', []))]
     known = {key: value for start in starts for key, value in start.items() if key not in OWN}
     start = {'when': now, 'first_step': first_step, **describe_machine()}
-    if changes := version_changes(known.get('versions'), start['versions']):
+    if changes := find_version_changes(known.get('versions'), start['versions']):
         start['version_changes'] = changes
     starts.append({key: value for key, value in start.items() if known.get(key) != value})
     left_out = starts_left_out(old)
@@ -119,7 +164,7 @@ def next_info(
     }
 
 
-def version_changes(before: Any, now: Mapping[str, str | None]) -> dict[str, list[str]]:
+def find_version_changes(before: Any, now: Mapping[str, str | None]) -> dict[str, list[str]]:
     """Package → [version before, version now] of JAX's parts that are other ones; those that were or are not installed
     do not count."""
     before = before if isinstance(before, dict) else {}
@@ -134,13 +179,13 @@ def starts_left_out(info: Mapping[str, Any]) -> int:
 
 
 def to_text(info: Mapping[str, Any]) -> str:
-    """As it is written."""
+    """Formats run.json."""
     return json.dumps(info, indent=2) + '\n'
 
 
 def describe_machine() -> dict[str, Any]:
     """Versions, git commit, command and devices, for run.json."""
-    versions = {'lm': lm.__version__, 'python': platform.python_version()}
+    versions: dict[str, str | None] = {'lm': lm.__version__, 'python': platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
@@ -172,8 +217,8 @@ def git_commit() -> str | None:
 
 
 def check_not_imported(info: Mapping[str, Any], flag: str, path: Any) -> None:
-    """Raises ConfigError where run.json says that `lm import` has made the run, which then has weights alone; `flag`:
-    what names its `path`."""
+    """Raises ConfigError where `lm import` has made the run, which then has no optimizer state. `flag` names its
+    `path`."""
     if 'imported' in info:
         raise ConfigError(
             f'{flag} {path}: was made by lm import and has no optimizer state to go on with; train a new run from it: '

@@ -8,7 +8,8 @@ from typing import Any
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import flatten
 from lm.errors import AbsentError, MismatchError
-from lm.runs.run_dir import RunDir, bindings
+from lm.runs.config_diff import parse_bindings
+from lm.runs.run_dir import RunDir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +32,14 @@ class InitialParameters:
             self._check(other, params)
 
     def take(self, weights: dict, abstract: dict) -> tuple[dict, str]:
-        """Weights in place of those that a seed has made. Projections of another shape stay those of the seed.
+        """Reads the weights, in place of the initial ones. Projections of another shape keep their initial values.
 
         Args:
             weights: `params` and `buffers`, nested dicts of arrays.
             abstract: the same as jax.ShapeDtypeStructs with the shardings of the result.
 
         Returns:
-            the weights, and one line that says which of them were taken.
+            the weights, and one line that names the ones that were not taken.
 
         Raises:
             AbsentError: the other run has no checkpoint.
@@ -48,24 +49,26 @@ class InitialParameters:
         with self._open() as other:
             saved = self._check(other, abstract['params'])
             wanted = abstract | {'buffers': _alike(abstract['buffers'], saved, 'buffers.')}
-            taken, step, _ = other.restore(wanted, partial=True)
+            restored = other.restore(wanted, partial=True)
+        assert restored is not None, '`_check` has found a checkpoint'
+        taken, step, _ = restored
         names = flatten(taken)
         left = [name.removeprefix('params.') for name in flatten(weights) if name not in names]
         line = f'{len(names)} of {len(names) + len(left)} arrays taken from {self.run_dir} at step {step}'
-        return merged(weights, taken), f'{line}; these not: {", ".join(left)}' if left else line
+        return merge_weights(weights, taken), f'{line}; these not: {", ".join(left)}' if left else line
 
     def _open(self) -> Checkpointer:
         return Checkpointer(RunDir(self.run_dir).checkpoints)
 
     def _check(self, other: Checkpointer, params: dict) -> dict[str, dict]:
-        """What the record says of each array of the checkpoint, by name."""
+        """Returns name → shape and type of each array of the checkpoint, after all checks."""
         step = other.latest_step()
         if step is None:
             raise AbsentError(f'{self._setting}: holds no checkpoint; name a run directory')
         record = other.read_record(step)
         ours, theirs = self.fingerprints.get('tokenizer'), record['fingerprints'].get('tokenizer')
         if ours and theirs and ours != theirs:
-            path = bindings(record['metadata'].get('config') or '').get('data.path', 'unknown data')
+            path = parse_bindings(record['metadata'].get('config') or '').get('data.path', 'unknown data')
             raise MismatchError(
                 f'{self._setting}: its tokenizer, of {path}, is {theirs[:12]}…, that of {self.data} is {ours[:12]}…, '
                 'and the same number means another piece; take data with the tokenizer of that run '
@@ -103,10 +106,10 @@ def _alike(tree: dict, saved: Mapping[str, dict], prefix: str) -> dict:
     return kept
 
 
-def merged(old: dict, new: dict) -> dict:
+def merge_weights(old: dict, new: dict) -> dict:
     """The nested dict `old` with the leaves that `new` has in their places."""
     return {
-        name: (merged(value, new[name]) if isinstance(value, dict) else new[name]) if name in new else value
+        name: (merge_weights(value, new[name]) if isinstance(value, dict) else new[name]) if name in new else value
         for name, value in old.items()
     }
 

@@ -1,15 +1,15 @@
 """lock.json: one training at a time writes a run directory.
 
-The file names its owner and is renewed while the owner lives. It is written with TensorStore's conditional writes,
-which are atomic on local disks, gs:// and s3:// alike: of two that come at once, one gets it.
+The file names its owner and is renewed while the owner lives. TensorStore's conditional writes are atomic on local
+disks, gs:// and s3://: of two processes that come at once, one gets the lock.
 
-Who finds a lock asks whether its owner is dead. On the same host the process table answers at once, as does a reboot
-since. From another host nobody can look: there the lock is watched, and is taken over if it is not renewed for EXPIRES
-seconds; two that read different clocks cannot rob one another, because the watching itself lasts over two renewals. So
-is a lock watched that came with a copy of a run that goes on: it names the inode of the folder it was made for.
+A process that finds a lock asks whether its owner is dead. On the same host the process table answers at once, as does
+a reboot since. From another host the lock is watched, and is taken over if it is not renewed for EXPIRES seconds.
+Differing clocks do no harm, because the watching itself lasts over two renewals. A lock that was copied with its run
+names the inode of another folder, and is watched too.
 
-The answer to a write may be lost on its way: a client that repeats it is then told that something else lies there. So
-who is refused looks whose lock it is; each object signs its own.
+The answer to a write may be lost on its way. The repeated write then fails, because the lock is already there. A
+process that is refused therefore reads whose lock it is; each object signs its own.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import tensorstore as ts
@@ -30,7 +30,7 @@ from etils import epath
 
 from lm.errors import ConfigError, LmError, last_act
 from lm.files import folder_spec, is_remote, reaching
-from lm.runs.process_zero import check_all, on_leader, told_by_leader
+from lm.runs.process_zero import broadcast_text, check_all, run_on_process_zero
 
 NAME = 'lock.json'
 HEARTBEAT = 10.0
@@ -43,17 +43,31 @@ SEES = 30.0
 log = logging.getLogger(__name__)
 
 
+class LockOwner(TypedDict):
+    """The process that trains in a run directory."""
+
+    host: str  #: name of its machine
+    pid: int  #: number of its process
+    pid_started: str | None  #: start of the process, in ticks since the boot
+    pid_namespace: str  #: namespace of the process numbers
+    boot: str  #: identity of the boot of the machine
+    since: str  #: when it took the lock, ISO 8601
+    uuid: str  #: identity of this lock
+    inode: int | None  #: inode of the run directory, which a copy does not share
+    renewed: float  #: last sign of life, in seconds since the epoch
+
+
 class OccupiedError(ConfigError):
-    """Another training is at work in the run directory, which says nothing about the one that is refused."""
+    """Another training is at work in the run directory. The refused one may be right in all else."""
 
 
 class RunLock:
     """A context inside which this job alone writes `directory`; process 0 holds the lock for all its processes.
 
-    Raises OccupiedError on entry where another training is alive, before anything is written, and ConfigError where a
-    process does not find the lock there, because the directory is on a disk of each host's own: the first checkpoint
-    would wait for its parts in vain. LmError where the lock itself cannot be written. Only the lock is removed at the
-    end, and a directory that was made for it alone.
+    Raises OccupiedError on entry where another training is alive, before anything is written. Raises ConfigError where
+    a process does not find the lock, because each host has a disk of its own: the first checkpoint would wait for its
+    parts in vain. Raises LmError where the lock cannot be written. The end removes the lock, and a directory that was
+    made for it alone.
     """
 
     def __init__(self, directory: epath.Path):
@@ -76,12 +90,12 @@ class RunLock:
         self._ending = last_act(self._release)
 
     def __enter__(self) -> 'RunLock':
-        on_leader(self._take)
+        run_on_process_zero(self._take)
         if self._generation is not None:
             self._heart.start()
             self._ending.__enter__()
         try:
-            check_all(self._why_not_seen(told_by_leader(self._owner['uuid'])))
+            check_all(self._why_not_seen(broadcast_text(self._owner['uuid'])))
         except BaseException:
             self.__exit__()
             raise
@@ -99,7 +113,7 @@ class RunLock:
                 os.rmdir(self.directory)  # only if nothing else was written
 
     def _why_not_seen(self, uuid: str) -> str | None:
-        """What keeps this process from seeing the lock of process 0; None: nothing."""
+        """Explains why this process does not see the lock of process 0; None: it does."""
         end = time.monotonic() + SEES
         while uuid != self._owner['uuid']:
             with contextlib.suppress(OSError):
@@ -180,7 +194,7 @@ class RunLock:
 
     def _renew(self) -> None:
         warned = False
-        while not self._over.wait(HEARTBEAT):
+        while self._generation is not None and not self._over.wait(HEARTBEAT):
             try:
                 with self._writing:
                     if self._over.is_set():
@@ -202,7 +216,7 @@ class RunLock:
                 return
 
     def _how_lost(self) -> str:
-        """What has become of the lock, which is not this object's any more."""
+        """Explains what has become of the lock that this object has lost."""
         with contextlib.suppress(ValueError):
             if self._store.read(NAME).result().state == 'missing':
                 return f'its {NAME} is gone: the folder was moved, emptied or taken over by a training that has ended'
@@ -210,7 +224,8 @@ class RunLock:
 
 
 def is_occupied(directory: epath.Path) -> bool | None:
-    """Whether a training of another process is at work there; None where this one cannot tell, as of another host."""
+    """Returns whether a training of another process is at work there; None where that is unknown, as on another
+    host."""
     try:
         with reaching(directory):
             data = (directory / NAME).read_bytes()
@@ -239,7 +254,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _is_alive(owner: dict[str, Any], directory: epath.Path) -> bool | None:
-    """Whether the owner lives and means this directory; None where this process cannot tell."""
+    """Returns whether the owner lives and holds this directory; None where this process cannot know."""
     if owner.get('host') != socket.gethostname():
         return None
     if owner['boot'] != _boot():
@@ -261,7 +276,7 @@ def _is_alive(owner: dict[str, Any], directory: epath.Path) -> bool | None:
 
 
 def _inode(directory: epath.Path) -> int | None:
-    """That of a local directory, which a copy of it does not share; None where there is none, or none yet."""
+    """Returns the inode of a local directory, which a copy does not share; None where there is no inode yet."""
     try:
         return None if is_remote(directory) else os.stat(directory).st_ino
     except OSError:

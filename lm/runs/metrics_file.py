@@ -1,15 +1,16 @@
-"""metrics.jsonl: one JSON object a logged step, in the order of the steps, each step once even after a restart.
+"""metrics.jsonl: one JSON object per logged step, in the order of the steps, each step once even after a restart.
 
 JSON has no numbers for what is not finite: they are written as the strings 'NaN', 'Infinity' and '-Infinity'.
 """
 
+import io
 import json
 import logging
 import math
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
@@ -24,6 +25,22 @@ REMOTE_SECONDS = 60.0
 """Object stores cannot append: there the whole file is written again after so long, and on flush and close."""
 
 log = logging.getLogger(__name__)
+
+
+class TrainRecord(TypedDict):
+    """A logged step. The loss of each store of a mixture stands as `loss/NAME`, its epochs as `epochs/NAME`."""
+
+    kind: str  #: `train`
+    step: int  #: steps that are done
+    loss: float  #: mean nats per token of this step
+    learning_rate: float  #: learning rate of this step
+    grad_norm: float  #: global norm of the gradient, before clipping
+    tokens: int  #: tokens that all steps have seen
+    tokens_per_second: float  #: since the record before
+    mfu: float | None  #: model FLOP utilisation; `null` where the peak of the device is not known
+    seconds: float  #: training time up to this step, without evaluations
+    skipped_steps: int  #: updates that were skipped because a number was not finite, in the whole run
+    data_wait_seconds: float  #: time that steps waited for data since the record before
 
 
 class MetricsFile:
@@ -44,7 +61,7 @@ class MetricsFile:
         self.path = epath.Path(path)
         self._leader = jax.process_index() == 0
         self._remote = is_remote(self.path)
-        self._file = None
+        self._file: io.FileIO | None = None
         self._lines: list[str] = []
         self._unwritten = False
         self._last_write = time.monotonic()
@@ -75,13 +92,13 @@ class MetricsFile:
             self._unwritten = True
             if time.monotonic() - self._last_write > REMOTE_SECONDS:
                 self.flush()
-        else:
-            self._append(line.encode())
+        elif self._file:
+            self._append(self._file, line.encode())
         if self._trackers:
             self._trackers.write(record)
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether the file has a record of kind eval for `step`, which is `resume_at` or later."""
+        """Returns whether the file has an evaluation of `step`, which is `resume_at` or later."""
         return step in self._evaluated
 
     def flush(self) -> None:
@@ -106,15 +123,15 @@ class MetricsFile:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _append(self, line: bytes) -> None:
-        """The whole line or nothing: a full disk may have taken a part of it."""
-        size = os.fstat(self._file.fileno()).st_size
+    def _append(self, file: io.FileIO, line: bytes) -> None:
+        """Appends the whole line or nothing: a full disk may have taken a part of it."""
+        size = os.fstat(file.fileno()).st_size
         with writing(self.path):
             try:
                 while line:
-                    line = line[self._file.write(line) :]
+                    line = line[file.write(line) :]
             except OSError:
-                os.truncate(self._file.fileno(), size)
+                os.truncate(file.fileno(), size)
                 raise
 
     def _keep(self, resume_at: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What process 0 alone does and all processes of a job share the outcome of, and what all of them must agree on."""
+"""Work of process 0 whose outcome all processes of a job share, and facts on which all of them must agree."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -8,13 +8,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from lm.errors import ConfigError, LmError
+from lm.errors import ConfigError, LmError, exit_code_of
 
 FAILED = 1000
 """Added to the exit code that process 0 tells the others."""
 
 
-def on_leader(work: Callable[[], bool]) -> bool:
+def run_on_process_zero(work: Callable[[], bool]) -> bool:
     """The result of `work` in process 0; where it fails, all processes fail with the same exit code."""
     if _is_alone():
         return work()
@@ -23,7 +23,7 @@ def on_leader(work: Callable[[], bool]) -> bool:
         try:
             outcome = int(work())
         except Exception as problem:
-            error, outcome = problem, FAILED + getattr(problem, 'exit_code', LmError.exit_code)
+            error, outcome = problem, FAILED + exit_code_of(problem)
     outcome = int(multihost_utils.broadcast_one_to_all(np.int32(outcome)))
     if error:
         raise error
@@ -34,7 +34,7 @@ def on_leader(work: Callable[[], bool]) -> bool:
     return bool(outcome)
 
 
-def told_by_leader(text: str) -> str:
+def broadcast_text(text: str) -> str:
     """The `text` that process 0 has given."""
     if _is_alone():
         return text
@@ -59,7 +59,7 @@ def check_same(facts: Mapping[str, Any]) -> None:
     trained to the end in silence, by steps that are not the same."""
     if _is_alone():
         return
-    mine, leaders = json.loads(json.dumps(facts)), json.loads(told_by_leader(json.dumps(facts)))
+    mine, leaders = json.loads(json.dumps(facts)), json.loads(broadcast_text(json.dumps(facts)))
     differing = [name for name in sorted(mine.keys() | leaders.keys()) if mine.get(name) != leaders.get(name)]
     problem = None
     if differing:

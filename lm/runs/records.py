@@ -1,6 +1,6 @@
-"""What lies in run directories, read for people: `lm inspect`, `lm sweep` and `lm report` stand on this.
+"""Reads run directories for `lm inspect`, `lm sweep` and `lm report`.
 
-Reading changes nothing, needs no device, and takes a run that is being written for what it is at that moment.
+Reading changes nothing and needs no device. A run that is being written is read as it is at that moment.
 """
 
 import ast
@@ -15,16 +15,20 @@ from typing import Any
 
 from etils import epath
 
+from lm.attention import mechanisms
 from lm.checkpoint.snapshot import Snapshot
+from lm.config.text import format_value
 from lm.errors import ConfigError
 from lm.files import is_remote, open_path
-from lm.runs.goodput import checked
+from lm.runs.config_diff import parse_bindings
+from lm.runs.goodput import parse_ledger
 from lm.runs.info import read_info
 from lm.runs.metrics_file import read_lines
-from lm.runs.run_dir import RunDir, bindings, read_text
+from lm.runs.paths import read_text
+from lm.runs.run_dir import RunDir
 
 OWN_BINDINGS = {'model.attention', 'train.steps', 'train.context_length'}
-"""Of every config.gin that `lm train` writes."""
+"""Bindings that every config.gin of `lm train` has."""
 NEEDED = {'train': ('loss', 'grad_norm', 'tokens', 'seconds'), 'eval': ('loss',)}
 """Kind of a record → its numbers that readers count on, besides the step."""
 NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
@@ -55,7 +59,7 @@ class Run:
         directory = RunDir(path)
         if not is_run(directory.path):
             raise ConfigError(f'{path}: holds no config.gin, so it is not a run of lm train')
-        config = bindings(read_text(directory.config))
+        config = parse_bindings(read_text(directory.config))
         if not config.keys() >= OWN_BINDINGS:
             raise ConfigError(f'{path}: its config.gin is not one of lm train; name a run directory')
         records = read_jsonl(directory.path / 'metrics.jsonl')
@@ -94,7 +98,7 @@ class Run:
 
     @property
     def branched_at(self) -> int:
-        """Up to which step its records are those of the run that it is a branch of; 0: it is none."""
+        """The last step whose records come from the run that it branched from; 0: it is no branch."""
         branch = self.info.get('branch')
         return branch['step'] if isinstance(branch, dict) and isinstance(branch.get('step'), int) else 0
 
@@ -104,7 +108,7 @@ class Run:
         return self.info.get('imported')
 
     def is_finished(self) -> bool:
-        """Whether the last step was evaluated and its checkpoint is complete on disk.
+        """Returns whether the last step was evaluated and its checkpoint is complete on disk.
 
         A run that is stopped during its last evaluation has the checkpoint alone; `lm train` then makes up for it.
         """
@@ -134,7 +138,7 @@ class Run:
     @property
     def goodput(self) -> dict[str, Any] | None:
         """The ledger of its wall clock (`lm.runs.goodput`)."""
-        return checked(self.info.get('goodput'))
+        return parse_ledger(self.info.get('goodput'))
 
     @property
     def last_evaluation(self) -> dict[str, Any] | None:
@@ -162,7 +166,7 @@ class Run:
 
 
 def is_run(path: epath.Path) -> bool:
-    """Whether `path` is a run directory."""
+    """Returns whether `path` is a run directory."""
     return (path / 'config.gin').exists()
 
 
@@ -217,8 +221,9 @@ def read_jsonl(path: epath.Path) -> list[dict[str, Any]]:
 
 
 def _is_whole(record: dict[str, Any]) -> bool:
-    """Whether a record has the numbers that its readers count on."""
-    needed = NEEDED.get(record.get('kind'), ()) if isinstance(record.get('kind'), str) else ()
+    """Returns whether a record has the numbers that its readers need."""
+    kind = record.get('kind')
+    needed = NEEDED.get(kind, ()) if isinstance(kind, str) else ()
     return isinstance(record.get('step'), int) and bool(needed) and all(_is_number(record.get(k)) for k in needed)
 
 
@@ -252,14 +257,10 @@ def _finite(value: Any) -> Any:
 @functools.cache
 def _defaults(name: str) -> dict[str, str]:
     """Field → gin text of its default, of a registered mechanism."""
-    import lm.attention  # noqa: F401 (fills the registry)
-    from lm.config.configurable import REGISTRY
-    from lm.config.text import format_value
-
-    if name not in REGISTRY:
+    if (mechanism := mechanisms().get(name)) is None:
         return {}
     defaults = {}
-    for f in dataclasses.fields(REGISTRY[name]):
+    for f in dataclasses.fields(mechanism):
         try:
             defaults[f.name] = format_value(f.default)
         except ConfigError:  # no default, or a configurable

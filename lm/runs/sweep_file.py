@@ -1,23 +1,51 @@
-"""sweep.json, the results of a sweep: a row a point, for `lm sweep`, which writes it, and for whoever reads it.
+"""sweep.json, the results of a sweep: one row per point. `lm sweep` writes it.
 
 ROOT/sweep.json          {"kind": "sweep", "points": [row, …]}
 ROOT/points/NAME.json    how a point failed: {"exit_code": 43, "error": "…"}
 """
 
-from typing import Any
+from typing import Any, TypedDict
 
 from etils import epath
 from rich.table import Table
 
 from lm.errors import FINAL, Diverged, MismatchError
 from lm.files import write_atomically
+from lm.runs.paths import SWEEP
 from lm.runs.records import read_json, to_json
-from lm.runs.run_dir import SWEEP
 from lm.text import si
 
 NAME, NOTES = SWEEP, 'points'
 MEASURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy')
-"""What an evaluation measures, as far as rows hold it."""
+"""The measures of an evaluation that rows hold."""
+
+
+class SweepRow(TypedDict):
+    """A point of a sweep. What was measured is `null` until it is known."""
+
+    index: int  #: number of the point, from 0
+    point: str  #: its name, and the name of its run directory
+    settings: dict[str, str]  #: binding → value on the axes of the sweep
+    run_dir: str  #: its run directory
+    status: str  #: `waiting`, `interrupted`, `done` or `failed`
+    step: int  #: newest step that was logged
+    steps: int  #: steps of the whole run
+    split: str | None  #: split of the newest evaluation
+    loss: float | None  #: its mean nats per token
+    perplexity: float | None  #: its perplexity per token
+    word_perplexity: float | None  #: its perplexity per word
+    bits_per_byte: float | None  #: its bits per byte
+    accuracy: float | None  #: its accuracy, of tasks and hidden tokens
+    tokens_per_second: float | None  #: median over the run
+    exit_code: int | None  #: exit code of the last attempt
+    error: str | None  #: what the last attempt failed with
+
+
+class SweepTable(TypedDict):
+    """All points of a sweep."""
+
+    kind: str  #: `sweep`
+    points: list[SweepRow]  #: a row per point
 
 
 def is_sweep(root: epath.Path) -> bool:
@@ -40,7 +68,7 @@ def write_rows(root: epath.Path, rows: list[dict[str, Any]]) -> None:
     write_atomically(root / NAME, to_json({'kind': 'sweep', 'points': rows}) + '\n')
 
 
-def failure_of(root: epath.Path, point: str) -> dict[str, Any]:
+def read_failure(root: epath.Path, point: str) -> dict[str, Any]:
     """How a point failed: exit_code and error; {} where it did not."""
     found = read_json(root / NOTES / f'{point}.json')
     return found if isinstance(found, dict) else {}
@@ -54,11 +82,11 @@ def describe_status(status: str, exit_code: int | None) -> str:
 
 
 def is_final(row: dict[str, Any]) -> bool:
-    """Whether a point failed in a way that the same command would repeat."""
+    """Returns whether a point failed in a way that the same command would repeat."""
     return row['status'] == 'failed' and row['exit_code'] in FINAL
 
 
-def results_table(rows: list[dict[str, Any]]) -> Table:
+def make_results_table(rows: list[dict[str, Any]]) -> Table:
     """The results for people."""
     measures = [m for m in ('perplexity', 'accuracy') if any(row[m] is not None for row in rows)] or ['perplexity']
     split = ', '.join(sorted({row['split'] for row in rows if row['split']}))

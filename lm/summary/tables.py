@@ -96,7 +96,7 @@ def print_store(found: dict[str, Any], console: Console) -> None:
 
 def print_sweep(found: dict[str, Any], console: Console) -> None:
     """The table with which `lm sweep` ended."""
-    console.print(sweep_file.results_table(found['points']))
+    console.print(sweep_file.make_results_table(found['points']))
 
 
 def data_of(config: Mapping[str, str]) -> str:

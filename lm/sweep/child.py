@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int | None:
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
         if os.getppid() != int(argv[0]):  # it ended before it could be watched
             return 128 + signal.SIGTERM
-    os.execv(sys.executable, [sys.executable, '-m', 'lm.cli', *argv[1:]])  # the request outlives exec
+    os.execv(sys.executable, [sys.executable, '-m', 'lm', *argv[1:]])  # the request outlives exec
 
 
 if __name__ == '__main__':

@@ -22,12 +22,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lm.config.checks import Statement, check_used, used_bindings
+from lm.attention import Attention
+from lm.config.checks import Statement, check_used, find_used_bindings
+from lm.config.names import find_field_classes
 from lm.config.read import read
-from lm.config.resolve import resolve, sections_of
+from lm.config.resolve import map_sections, resolve
 from lm.config.text import Reference, dump, format_value
 from lm.errors import ConfigError
-from lm.runs.run_dir import check_name
+from lm.runs.paths import check_name
 
 LONGEST_NAME = 100
 """Longer names are cut and end in a hash, which leaves room for suffixes within the 128 characters of a run name."""
@@ -39,7 +41,7 @@ class Point:
 
     Attributes:
         index: its place in the list, from 0.
-        name: made of its values on the axes; a name of `lm.runs.run_dir.check_name`.
+        name: made of its values on the axes; a name of `lm.runs.paths.check_name`.
         settings: binding → gin text, for the axes that the point uses.
         experiment: the resolved configuration.
     """
@@ -94,13 +96,13 @@ def make_points(
             experiment, calls = resolve(bindings, Experiment)
         except ConfigError as error:
             raise ConfigError(f'{error} (in the point {_describe(chosen)})') from None
-        resolved.append((bindings, calls, experiment, used_bindings(bindings, calls)))
+        resolved.append((bindings, calls, experiment, find_used_bindings(bindings, calls)))
     used_somewhere = set().union(*(used for *_, used in resolved))
 
     found: dict[tuple, tuple[dict[str, Statement], Any]] = {}
     for bindings, calls, experiment, used in resolved:
         kept = {key: s for key, s in bindings.items() if key in used or key not in used_somewhere}
-        check_used(kept, calls, set(sections_of(Experiment).values()))
+        check_used(kept, calls, set(map_sections(Experiment).values()))
         settings = {key: bindings[key] for key in swept if key in used}
         found.setdefault(tuple((key, format_value(s.value)) for key, s in settings.items()), (settings, experiment))
     names = _names(list(swept), [settings for settings, _ in found.values()])
@@ -108,6 +110,13 @@ def make_points(
     for i, (name, (settings, experiment)) in enumerate(zip(names, found.values(), strict=True)):
         points.append(Point(i, name, {key: format_value(s.value) for key, s in settings.items()}, experiment))
     return points
+
+
+def find_point(points: Sequence[Point], index: int) -> Point:
+    """Returns the point at `index`. Raises ConfigError where there is none."""
+    if not 0 <= index < len(points):
+        raise ConfigError(f'--index {index}: must be 0 to {len(points) - 1}')
+    return points[index]
 
 
 def _axes(statements: list[Statement], files: str) -> tuple[dict[str, Statement], list[Axis]]:
@@ -161,7 +170,7 @@ def _names(keys: list[str], points: list[dict[str, Statement]]) -> list[str]:
         for key, label in labels.items():
             if key in settings:
                 value = settings[key].value
-                is_mechanism = key == 'model.attention'
+                is_mechanism = any(issubclass(cls, Attention) for cls in find_field_classes(key))
                 parts.append(_plain(value) if is_mechanism else f'{label}-{_plain(value)}')
         name = re.sub('[^A-Za-z0-9._-]+', '-', '_'.join(parts))
         names.append(re.sub(r'\.\.+', '.', name).strip('-._') or 'point')

@@ -37,24 +37,31 @@ class RunningPoint:
 
 
 class Runner:
-    """Runs the points of a sweep as processes, a few at a time."""
+    """Runs the points of a sweep as processes, `jobs` at a time."""
 
-    def __init__(self, sweep: Sweep, arguments: Any):
+    def __init__(
+        self,
+        sweep: Sweep,
+        jobs: int = 1,
+        gpus_per_job: int | None = None,
+        retry_failed: bool = False,
+        allow_imports: bool = False,
+    ):
         self.sweep = sweep
-        self.slots = list(range(arguments.jobs or 1))
-        self.gpus_per_job = arguments.gpus_per_job
-        if self.gpus_per_job:
-            self._gpus(max(self.slots))  # refuses what is not there
-        self.retry_failed = arguments.retry_failed
-        self.allowed = ['--allow_gin_imports'] if arguments.allow_gin_imports else []
+        self.slots = list(range(jobs))
+        self.gpus_per_job = gpus_per_job
+        if gpus_per_job:
+            _gpus(gpus_per_job, max(self.slots))  # refuses what is not there
+        self.retry_failed = retry_failed
+        self.allowed = ['--allow_gin_imports'] if allow_imports else []
         self.waiting = [p for p in sweep.points if self._is_due(p)]
         self.running: list[RunningPoint] = []
         self.signals = 0
         self.held_up = False
         self._last_report = time.monotonic()
 
-    def run(self) -> int:
-        """Runs what is due; returns 0 when all points of the sweep are done.
+    def run(self) -> None:
+        """Runs what is due, until all points of the sweep are done.
 
         Raises:
             Preempted: the sweep, or one of its points, was told to stop.
@@ -70,7 +77,7 @@ class Runner:
                 self._report()
                 time.sleep(POLL_SECONDS)
         rows = self.sweep.write_results()
-        Console(width=None if sys.stdout.isatty() else 160).print(sweep_file.results_table(rows))
+        Console(width=None if sys.stdout.isatty() else 160).print(sweep_file.make_results_table(rows))
         unfinished = [row for row in rows if row['status'] != 'done']
         if self.signals:
             raise Preempted(
@@ -83,7 +90,6 @@ class Runner:
                 f'{", ".join(row["point"] for row in unfinished[:4])}{" …" if unfinished[4:] else ""}; '
                 f'see {self.sweep.notes}'
             )
-        return 0
 
     def _is_due(self, point: Point) -> bool:
         result = self.sweep.result(point)
@@ -116,7 +122,7 @@ class Runner:
         command = ['train', '--run_dir', str(self.sweep.root / point.name), '--gin_file', config, *self.allowed]
         environment = dict(os.environ)
         if self.gpus_per_job:
-            environment['CUDA_VISIBLE_DEVICES'] = ','.join(self._gpus(slot))
+            environment['CUDA_VISIBLE_DEVICES'] = ','.join(_gpus(self.gpus_per_job, slot))
         process = subprocess.Popen(
             [sys.executable, '-m', 'lm.sweep.child', str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
@@ -185,14 +191,6 @@ class Runner:
         except LockedError:
             return None
 
-    def _gpus(self, slot: int) -> list[str]:
-        listed = os.environ.get('CUDA_VISIBLE_DEVICES')
-        first, after = slot * self.gpus_per_job, (slot + 1) * self.gpus_per_job
-        visible = listed.split(',') if listed else [str(i) for i in range(after)]
-        if len(visible) < after:
-            raise ConfigError(f'--gpus_per_job {self.gpus_per_job}: CUDA_VISIBLE_DEVICES has only {len(visible)} GPUs')
-        return visible[first:after]
-
     def _report(self) -> None:
         """A line for each running point once in a while."""
         if time.monotonic() - self._last_report < REPORT_SECONDS:
@@ -205,6 +203,16 @@ class Runner:
     def _say(self, text: str) -> None:
         left = len(self.waiting)
         print(f'{time.strftime("%H:%M:%S")}  {text}  ({left} waiting)', flush=True)
+
+
+def _gpus(count: int, slot: int) -> list[str]:
+    """Returns the `count` GPUs of a slot. Raises ConfigError where there are not so many."""
+    listed = os.environ.get('CUDA_VISIBLE_DEVICES')
+    first, after = slot * count, (slot + 1) * count
+    visible = listed.split(',') if listed else [str(i) for i in range(after)]
+    if len(visible) < after:
+        raise ConfigError(f'--gpus_per_job {count}: CUDA_VISIBLE_DEVICES has only {len(visible)} GPUs')
+    return visible[first:after]
 
 
 def _last_line(log: BinaryIO) -> str:

@@ -48,7 +48,7 @@ class Sweep:
 
     def result(self, point: Point) -> dict[str, Any]:
         """The row of a point: status done, failed, interrupted or waiting, and what was measured."""
-        path, failure = self.root / point.name, sweep_file.failure_of(self.root, point.name)
+        path, failure = self.root / point.name, sweep_file.read_failure(self.root, point.name)
         row = {'index': point.index, 'point': point.name, 'settings': point.settings, 'run_dir': str(path)}
         row |= {'status': 'failed' if failure else 'waiting', 'step': 0, 'steps': point.experiment.train.steps}
         row |= dict.fromkeys(('split', *sweep_file.MEASURES, 'tokens_per_second'))

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lm.config.configurable import field
+from lm.config.configurable import Configurable, field
 from lm.errors import ConfigError
 from lm.tasks.draws import Draws
 
@@ -33,12 +33,17 @@ class Slice:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task(abc.ABC):
+class Task(Configurable, abc.ABC):
     """Base of the tasks (frozen dataclasses made by `@configurable`)."""
 
     train_examples: int = field(default=65_536, minimum=1, help='they come again every epoch')
     eval_examples: int = field(default=4096, minimum=1, help='in each of validation and test')
     seed: int = field(default=0, minimum=0, help='which examples there are; train.seed decides their order')
+
+    @property
+    @abc.abstractmethod
+    def vocab_size(self) -> int:
+        """The number of different tokens; a field in some tasks."""
 
     whole_answers = True
     """What accuracy counts: examples whose answers are all right (True) or single answers (False)."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from lm.config.configurable import Configurable
 from lm.errors import Diverged, Preempted
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class TrackerWriter:
         """Nothing comes after this."""
 
 
-class Tracker:
+class Tracker(Configurable):
     """Base of the configurations (frozen dataclasses made by `@configurable`)."""
 
     summaries = False

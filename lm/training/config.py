@@ -1,6 +1,6 @@
 """What a gin file says of a training."""
 
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.trackers import Tracker
 from lm.training.objectives import Objective
@@ -14,20 +14,22 @@ def _check_traced(steps: tuple[int, int]) -> str | None:
 
 
 @configurable('train')
-class TrainConfig:
+class TrainConfig(Configurable):
     """How long, on how much at a time, and what is written down on the way."""
 
-    steps: int = field(default=125_000, minimum=1)
+    steps: int = field(default=125_000, minimum=1, help='optimizer steps of the whole run')
     tokens_per_step: int = field(default=2**20, minimum=1, help='tokens predicted per optimizer step, over all devices')
-    context_length: int = field(default=1024, minimum=1)
+    context_length: int = field(default=1024, minimum=1, help='tokens that each window predicts')
     microbatches: int = field(
         default=1, minimum=1, resume=True, help='gradient accumulation: parts that a batch is processed in'
     )
     objective: Objective = field(
         default=NextToken(), help='what is asked for: @next_token(), or @masked() where model.causal = False'
     )
-    seed: int = field(default=0, minimum=0, maximum=2**63 - 1)
-    log_every: int = field(default=10, minimum=1, resume=True)
+    seed: int = field(
+        default=0, minimum=0, maximum=2**63 - 1, help='of the initial parameters and the order of the data'
+    )
+    log_every: int = field(default=10, minimum=1, resume=True, help='steps per line of metrics.jsonl')
     eval_every: int | None = field(default=1000, minimum=1, resume=True, help='None: only at the end')
     eval_tokens: int | None = field(
         default=None,

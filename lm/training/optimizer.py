@@ -4,11 +4,12 @@ The defaults are the paper's: AdamW, linear warm-up, then linear decay to zero (
 """
 
 import operator
+from typing import Any
 
 import jax
 import optax
 
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.model.width import rate_scale
 from lm.training.rules import Declared, Rule
@@ -18,18 +19,18 @@ from lm.training.schedules.linear import Linear
 
 
 @configurable('optimizer')
-class OptimizerConfig:
+class OptimizerConfig(Configurable):
     """How gradients become steps; defaults are the paper's for 1M-token batches on PG-19 and Wiki-40B."""
 
-    is_of_optimizer = True
+    gin_rewind = True
     """As of rules and schedules: a run that is rewound may go on with other values."""
 
     rule: Rule = field(default=AdamW(), help='what makes directions out of gradients')
     schedule: Schedule = field(
         default=Linear(), formerly='decay', help='how the learning rate goes on after the warm-up'
     )
-    peak_learning_rate: float = field(default=7e-4, above=0)
-    warmup_steps: int = field(default=10_000, minimum=0)
+    peak_learning_rate: float = field(default=7e-4, above=0, help='the learning rate at the end of the warm-up')
+    warmup_steps: int = field(default=10_000, minimum=0, help='steps over which the learning rate rises linearly')
     weight_decay: float = field(default=0.1, minimum=0, help='applied to matrices, not to biases, norms or embeddings')
     clip_norm: float | None = field(default=1.0, above=0, help='global gradient norm; None: no clipping')
     z_loss: float = field(
@@ -70,8 +71,8 @@ class OptimizerConfig:
             return rule
         scales = jax.tree.map(lambda told: rate_scale(told, widening, self.rule.growth(told)), declared)
 
-        def update(gradients, state, params=None):
-            directions, state = rule.update(gradients, state, params)
+        def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            directions, state = rule.update(updates, state, params)
             return jax.tree.map(operator.mul, directions, scales), state
 
         return optax.GradientTransformation(rule.init, update)

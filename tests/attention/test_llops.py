@@ -1,20 +1,14 @@
-"""LLoPS against Definition 3.3, its special cases, and the fit of its sketches to a kernel."""
-
-import json
-import subprocess
-import sys
+"""LLoPS against Definition 3.3, and its special cases."""
 
 import jax
 import jax.numpy as jnp
 import mechanisms
 import numpy as np
 import pytest
-import tiny
 from flax import nnx
 
 from lm.attention import HeadDims
 from lm.attention.llops import Llops, based_factors, based_size
-from lm.attention.maps.fit import fit
 from lm.attention.taylor import Taylor
 from lm.errors import ConfigError
 from lm.ops.powers import quotient
@@ -158,50 +152,6 @@ def test_based_sizes():
     np.testing.assert_allclose(phi[0] @ phi[1].T, ((q @ w_q) @ (k @ w_k).T / 2) ** 2 / 2, rtol=1e-4, atol=1e-5)
 
 
-def structured(n=512, d=32):
-    """Layer-normalized queries and keys whose directions fade, as those of trained models do."""
-    rng = np.random.default_rng(0)
-    directions = rng.normal(size=(d, d)) * (0.6 ** np.arange(d))[:, None]
-    x = rng.normal(size=(2, n, d)) @ directions + 0.3 * rng.normal(size=d)
-    x -= x.mean(-1, keepdims=True)
-    return jnp.asarray(x / x.std(-1, keepdims=True), jnp.float32)
-
-
-@pytest.mark.parametrize(
-    ('config', 'share'),
-    [
-        (Llops(degree=2, nonnegative=False, n_features=64), 0.1),
-        (Llops(degree=3, nonnegative=False, n_features=64), 0.15),
-        (Llops(degree=4, n_features=64), 0.2),
-    ],
-    ids=str,
-)
-def test_fitted_sketches_beat_random_ones(config, share):
-    """Table 3 on made-up vectors: the relative error falls to a small share of the random sketch's."""
-    start, made = config.init_factors(jax.random.key(0), 32), (config.sketch(), config.kernel)
-    result = fit(*made, start, *structured(), steps=300, learning_rate=2e-2, batch_size=128)
-    assert result.after['relative'] < share * result.before['relative']
-    assert result.q_parameters.shape == (config.n_factors, 1, 32, 64)
-    again = fit(*made, result[:2], *structured(), steps=3)
-    assert again.before == pytest.approx(result.after, rel=1e-3)
-
-
-def test_fit_of_another_kernel():
-    """1 + s + s²/2 of weak scores: an affine sketch holds it better than one of squares alone."""
-    q, k = (x / 6 for x in structured())
-    kernel = lambda s: 1 + s + s**2 / 2  # noqa: E731
-    errors = []
-    for affine in (True, False):
-        config = Llops(degree=2, nonnegative=False, n_features=48, affine=affine)
-        start = config.init_factors(jax.random.key(0), q.shape[1])
-        errors.append(fit(config.sketch(), kernel, start, q, k, steps=200).after)
-    assert errors[0]['relative'] < 0.3 * errors[1]['relative']
-    with pytest.raises(ConfigError, match=r'loss = .mse.'):
-        fit(config.sketch(), kernel, start, q, k, loss='mse')
-    with pytest.raises(ConfigError, match=r'samples of shapes'):
-        fit(config.sketch(), kernel, start, q, k[:, :5])
-
-
 def test_parameters_and_cost():
     dims = HeadDims(12, 12, 64)
     module = Llops().build(dims, nnx.Rngs(0))
@@ -226,19 +176,6 @@ def test_parameters_and_cost():
 def test_wrong_values_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
         Llops(**arguments)
-
-
-def test_fit_to_the_queries_and_keys_of_a_trained_run(reference_run, tmp_path):
-    script = tiny.ROOT / 'scripts' / 'fit_llops.py'
-    flags = ['--degree', '2', '--n_features', '96', '--samples', '512', '--steps', '1000']
-    command = [sys.executable, str(script), str(reference_run[0]), *flags, '--json', str(tmp_path / 'rows.json')]
-    done = subprocess.run(command, env=tiny.environment(), cwd=tiny.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / 'rows.json').read_text())
-    assert [row['layer'] for row in rows] == [0, 1]
-    # Eq. 6 on samples that the fit has not seen.
-    assert all(row['fitted_frobenius'] < 0.1 * row['random_frobenius'] for row in rows), done.stdout
-    assert f'{rows[0]["fitted_frobenius"]:.4f}' in done.stdout
 
 
 def test_gradients_of_large_signed_denominators():

@@ -12,17 +12,19 @@ import tiny
 
 from lm import cli
 from lm.attention.softmax import Softmax
-from lm.check import advice, base, command, tables
+from lm.check import advice, reach, tables
+from lm.check import check as check_module
+from lm.check.check import failure
 from lm.config.text import dump
 from lm.cost_model import compiled_step as check
 from lm.cost_model.roofline import Roofline
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
-from lm.hardware import parse
+from lm.hardware import Target, parse
 from lm.model import REMAT, ModelConfig
+from lm.plan import make_plan, plan_step
 from lm.training.config import TrainConfig
-from lm.training.inputs import make_batches
-from lm.training.mesh import MeshConfig, make_mesh
+from lm.training.mesh import MeshConfig
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
 SMALL = Experiment(
@@ -86,7 +88,9 @@ def test_what_goes_between_slices_in_a_line(name, gigabytes, seconds, line):
 
 def test_slices_are_counted_where_there_are_several(capsys):
     found = pretend(lambda e: 20)(SMALL, 'v5e:2x2')
-    tables.print_check(dataclasses.replace(found, topology='2*v5e:2x2', chips=8, devices=8), check.budget(SMALL))
+    tables.print_check(
+        dataclasses.replace(found, topology='2*v5e:2x2', chips=8, devices=8), check.compute_budget(plan_step(SMALL))
+    )
     assert '2*v5e:2x2: 2 slices, 8 chips, 8 devices' in capsys.readouterr().out
 
 
@@ -103,7 +107,7 @@ def test_devices_that_share_a_window_share_it_in_every_change(windows):
     assert {'mesh.fsdp': 4} in found
     assert ({'train.microbatches': 4} in found) == (windows == 16)
     for changes in found:
-        dataclasses.replace(mesh, fsdp=changes.get('mesh.fsdp', 1)).check_divides(16)
+        dataclasses.replace(mesh, fsdp=changes.get('mesh.fsdp', 1)).plan(Target('tpu', (16,)))
         dataclasses.replace(train, microbatches=changes.get('train.microbatches', 1)).check_divides(4)
 
 
@@ -145,10 +149,10 @@ def test_advice_is_the_first_that_fits(needs, expected, on_cpus, monkeypatch):
     if expected is None:
         assert found.check is None
         assert found.nearest.needed_gib == 20.5
-        assert 'larger topology' in command.failure(dataclasses.replace(failed, advice=found))
+        assert 'larger topology' in failure(dataclasses.replace(failed, advice=found))
         return
     assert found.check.bindings == expected
-    assert expected[0] in command.failure(dataclasses.replace(failed, advice=found))
+    assert expected[0] in failure(dataclasses.replace(failed, advice=found))
 
 
 def test_advice_is_the_fastest_with_room_to_spare(on_cpus, monkeypatch):
@@ -196,7 +200,7 @@ def test_levels_of_remat_are_compared_by_what_they_repeat():
 
 def test_the_best_of_what_fits_is_printed_as_gin(on_cpus, monkeypatch, capsys):
     needs, takes = (lambda e: 1 + KEPT[e.model.remat] / 2), (lambda e: TIMES[e.model.remat])
-    for module in (command, advice):
+    for module in (check_module, advice):
         monkeypatch.setattr(module, 'check', pretend(needs, takes))
     flags = tiny.params(tiny.MODEL | {'model.remat': 'full'})
     assert cli.main(['check', '--best', '--topology', 'v5e:2x2', *flags]) == 0
@@ -212,7 +216,7 @@ def test_the_best_of_what_fits_is_printed_as_gin(on_cpus, monkeypatch, capsys):
 
 def test_a_step_is_told_whole_before_the_one_that_is_advised(on_cpus, monkeypatch, capsys):
     made = pretend(lambda e: 1 + KEPT[e.model.remat] / 2, lambda e: TIMES[e.model.remat])
-    for module in (command, advice):
+    for module in (check_module, advice):
         monkeypatch.setattr(module, 'check', lambda *a: dataclasses.replace(made(*a), roofline='a roofline'))
     monkeypatch.setattr(tables, 'print_times', lambda found, *_: print(f'times of {found.memory.needed_gib}'))
     flags = tiny.params(tiny.MODEL | {'model.remat': 'full'})
@@ -234,7 +238,7 @@ def test_a_step_is_told_whole_before_the_one_that_is_advised(on_cpus, monkeypatc
 )
 def test_no_advice_says_whether_there_is_room(needed, said, on_cpus, monkeypatch, capsys):
     fake = pretend(lambda e: needed if (e.model.remat, e.train.microbatches) == ('none', 1) else 20, lambda e: 1.0)
-    monkeypatch.setattr(command, 'check', fake)
+    monkeypatch.setattr(check_module, 'check', fake)
     monkeypatch.setattr(advice, 'check', fake)
     assert cli.main(['check', '--topology', 'v5e:2x2', '--best', *tiny.params(tiny.MODEL)]) == 0
     assert said in capsys.readouterr().out
@@ -244,7 +248,7 @@ def test_without_libtpu_the_error_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     assert cli.main(['check', '--topology', 'v5e:2x2']) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "'.[tpu]'" in error
+    assert "'lm-tpu[tpu]'" in error
 
 
 def test_a_batch_that_does_not_divide_is_the_error_of_training(on_cpus):
@@ -252,7 +256,7 @@ def test_a_batch_that_does_not_divide_is_the_error_of_training(on_cpus):
     with pytest.raises(ConfigError) as of_check:
         check.check(experiment, 'v5e:2x2')
     with pytest.raises(ConfigError) as of_training:
-        make_batches(experiment.data, experiment.train, None, make_mesh(MeshConfig(), jax.devices()[:4]))
+        make_plan(experiment, Target.of_devices(jax.devices()[:4]))
     assert str(of_check.value) == str(of_training.value)
 
 
@@ -262,7 +266,7 @@ def test_if_possible_goes_on_without_libtpu_or_for_an_unknown_slice(monkeypatch,
     assert 'not compiled: --topology v3-32' in capsys.readouterr().err
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     assert cli.main(['check', '--if_possible', '--topology', 'v5e:2x2', *flags]) == 0
-    assert "'.[tpu]'" in capsys.readouterr().err
+    assert "'lm-tpu[tpu]'" in capsys.readouterr().err
 
 
 def test_a_point_of_a_sweep_is_checked(tmp_path, capsys):
@@ -299,7 +303,7 @@ def test_what_costs_little_costs_something():
 
 def test_the_price_is_in_the_json_too(on_cpus, monkeypatch, capsys):
     fake = pretend(lambda e: 30 / e.train.microbatches, lambda e: 3.6)
-    monkeypatch.setattr(command, 'check', fake)
+    monkeypatch.setattr(check_module, 'check', fake)
     monkeypatch.setattr(advice, 'check', fake)
     flags = ['--topology', 'v5e:2x2', '--json', '--price_per_chip_hour', '2.5', *tiny.params(tiny.MODEL)]
     assert cli.main(['check', *flags]) == 2
@@ -326,7 +330,7 @@ def test_the_step_of_training_on_simulated_devices(on_cpus):
     model_teraflops = SMALL.model.flops_per_token(128) * 1024 / 4 / 1e12
     assert found.fits
     assert 1.0 < found.roofline.hardware_teraflops / model_teraflops < 1.3
-    parameters, embedding = check.budget(SMALL).parameters_total, 256 * 64
+    parameters, embedding = check.compute_budget(plan_step(SMALL)).parameters_total, 256 * 64
     assert found.memory.arguments_gib == pytest.approx(3 * 4 * parameters / 2**30, rel=0.01)
     assert found.memory.aliased_gib == pytest.approx(found.memory.outputs_gib, rel=0.01)
     gradients = sum(e.gigabytes_sent_per_device for e in found.roofline.collectives)
@@ -394,7 +398,7 @@ def check_tables_print(found, capsys):
             'predicted_step': StepTime(tuple(PartTime(**part) for part in parts), ()),
         }
     )
-    print_check(built, check.budget(SMALL), price=4.0)
+    print_check(built, check.compute_budget(plan_step(SMALL)), price=4.0)
     printed = capsys.readouterr().out
     for words in (
         '4 chips',
@@ -414,7 +418,7 @@ def check_tables_print(found, capsys):
 
 def test_a_step_that_does_not_fit_ends_with_the_remedy(on_cpus, monkeypatch, capsys):
     needs = lambda e: 30 / e.train.microbatches  # noqa: E731
-    monkeypatch.setattr(command, 'check', pretend(needs))
+    monkeypatch.setattr(check_module, 'check', pretend(needs))
     monkeypatch.setattr(advice, 'check', pretend(needs))
     flags = tiny.params(tiny.MODEL)
     assert cli.main(['check', '--topology', 'v5e:2x2', *flags]) == 2
@@ -462,8 +466,8 @@ def test_if_possible_a_run_that_is_not_to_be_seen_is_not_checked(flag, tmp_path,
     assert cli.main(['check', flag, str(tmp_path / 'gone'), *change]) == 0
     assert 'gone: no run is there on this machine' in capsys.readouterr().err
     for answer, said in ((lambda path: time.sleep(60), 'no answer within 0.1 seconds'), (refuse, 'not checked: gs://')):
-        monkeypatch.setattr(base, 'PATIENCE_SECONDS', 0.1)
-        monkeypatch.setattr(base, 'RunDir', lambda path, answer=answer: answer(path))
+        monkeypatch.setattr(reach, 'PATIENCE_SECONDS', 0.1)
+        monkeypatch.setattr(reach, 'RunDir', lambda path, answer=answer: answer(path))
         assert cli.main(['check', flag, 'gs://bucket/run', *change]) == 0
         assert said in capsys.readouterr().err
     (tmp_path / 'model.gin').write_text('optimizer.rule = @muon()\n')

@@ -10,13 +10,13 @@ import re
 import shlex
 
 import pytest
+import shipped
 import tiny
 
 from lm.cost_model.compiled_step import check
 from lm.experiment import load
 from lm.hardware import parse
 
-EXPERIMENTS = sorted((tiny.ROOT / 'configs' / 'experiments').glob('*.gin'))
 POD = re.search(
     r'^ACCELERATOR_TYPE=(\S+)', (tiny.ROOT / 'scripts' / 'tpu' / 'settings.env.example').read_text(), re.MULTILINE
 )[1]
@@ -25,10 +25,10 @@ POD = re.search(
 def lines() -> list[tuple[str, str]]:
     """(slice, command) of each training line."""
     found = []
-    for page in [tiny.ROOT / 'README.md', *sorted((tiny.ROOT / 'docs').glob('*.md'))]:
+    for page in tiny.PAGES:
         blocks = re.findall(r'```bash\n(.*?)```', page.read_text(), re.DOTALL)
         found += [(POD, line) for block in blocks for line in block.splitlines() if re.search(r'\blm train\b', line)]
-    for file in EXPERIMENTS:
+    for file in shipped.EXPERIMENTS:
         header = file.read_text().partition('\n\n')[0].replace('\\\n#', ' ')
         hardware = re.search(r'^# Hardware: (v\d\w*-\d+)', header, re.MULTILINE)
         if hardware:

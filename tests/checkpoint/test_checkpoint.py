@@ -26,7 +26,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.checksum import checksums
-from lm.checkpoint.snapshot import Damaged, Snapshot, _Agreement, flatten, make_record, one_line, some
+from lm.checkpoint.folder import agree_on_steps
+from lm.checkpoint.snapshot import Damaged, Snapshot, _Agreement, describe_error, flatten, list_last, make_record
 from lm.errors import ConfigError, LmError, MismatchError
 
 ROOT = Path(__file__).parents[2]
@@ -454,7 +455,8 @@ def test_what_belongs_to_another_run_is_refused(two_steps):
 @pytest.fixture
 def remote(monkeypatch):
     """Local folders are taken for those of a bucket: nothing is renamed, a marker makes a step complete."""
-    monkeypatch.setattr('lm.checkpoint.checkpointer.is_remote', lambda path: '.checkpoints' in str(path))
+    for module in ('checkpointer', 'folder'):
+        monkeypatch.setattr(f'lm.checkpoint.{module}.is_remote', lambda path: '.checkpoints' in str(path))
 
 
 def test_an_object_store_has_markers_and_no_renames(two_steps, tmp_path, remote, caplog):
@@ -463,7 +465,7 @@ def test_an_object_store_has_markers_and_no_renames(two_steps, tmp_path, remote,
     (directory / 'notes').mkdir()
     assert Checkpointer(directory).all_steps() == [10, 20]
     with Checkpointer(directory, EVERYTHING, FINGERPRINTS) as checkpointer:
-        assert checkpointer._agreed_steps() == [10, 20]
+        assert agree_on_steps(checkpointer.directory) == [10, 20]
         checkpointer.rewind(10)
         assert sorted(path.name for path in directory.iterdir()) == ['10', 'notes']
         [warning] = [record.getMessage() for record in caplog.records]
@@ -490,10 +492,10 @@ def test_rewinding_twice_replaces_what_was_abandoned_before(copied, caplog):
 
 
 def test_messages_are_short():
-    assert one_line(ValueError('two\n  lines')) == 'ValueError: two lines'
-    assert one_line(OSError('x' * 400)) == 'OSError: ' + 'x' * 400
-    assert one_line(OSError('x' * 200 + 'y' * 201)) == 'OSError: ' + 'x' * 180 + ' … ' + 'y' * 200
-    assert [some(list(range(n))) for n in (0, 4, 5)] == ['none', '0, 1, 2, 3', '… 1, 2, 3, 4']
+    assert describe_error(ValueError('two\n  lines')) == 'ValueError: two lines'
+    assert describe_error(OSError('x' * 400)) == 'OSError: ' + 'x' * 400
+    assert describe_error(OSError('x' * 200 + 'y' * 201)) == 'OSError: ' + 'x' * 180 + ' … ' + 'y' * 200
+    assert [list_last(list(range(n))) for n in (0, 4, 5)] == ['none', '0, 1, 2, 3', '… 1, 2, 3, 4']
 
 
 @pytest.mark.parametrize(
@@ -539,7 +541,7 @@ class Time:
 
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr('lm.checkpoint.checkpointer.time.monotonic', lambda: self.now)
+        monkeypatch.setattr('lm.checkpoint.clock.time.monotonic', lambda: self.now)
 
 
 def test_one_process_looks_at_its_clock_at_each_step(monkeypatch):

@@ -7,27 +7,28 @@ import pathlib
 import subprocess
 import sys
 import threading
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import shipped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.cli import VERBS, parse
-from lm.config.configurable import REGISTRY, configurable, field
+from lm.config.configurable import REGISTRY, Configurable, configurable, field
 from lm.config.load import load as load_into
 from lm.config.names import may_change
+from lm.config.read import read
 from lm.config.text import dump
 from lm.data.sources import Source
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
 
 PROJECT = pathlib.Path(__file__).resolve().parents[2]
-SHIPPED = sorted([*PROJECT.glob('configs/**/*.gin'), *PROJECT.glob('data/*.gin')])
-SHIPPED = [path for path in SHIPPED if path.parent.name != 'sweeps']  # lists of values: test_sweep.py
 
 
-class Shape:
+class Shape(Configurable):
     """Base of the nested configurables below."""
 
 
@@ -61,13 +62,13 @@ class Needy(Shape):
 
 
 @configurable('test_shapes')
-class Shapes:
+class Shapes(Configurable):
     shape: Shape | tuple[Shape, ...] | None = field(default=Disc())
     spare: Shape | None = field(default=None, formerly='reserve')
 
 
 @configurable('test_values')
-class Values:
+class Values(Configurable):
     steps: int = field(default=10, minimum=1)
     rate: float = field(default=0.5)
     flag: bool = field(default=False)
@@ -268,7 +269,7 @@ def test_overriding_a_run_drops_what_it_said_about_the_replaced_only(tmp_path):
 
 def test_a_configurable_of_an_imported_module_can_be_named(tmp_path, monkeypatch):
     (tmp_path / 'lm_test_mine.py').write_text(
-        'from lm.config.configurable import REGISTRY, configurable, field\n'
+        'from lm.config.configurable import REGISTRY, Configurable, configurable, field\n'
         "from test_config import Shape\n@configurable('test_mine')\nclass Mine(Shape):\n  size: int = field(1)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -454,7 +455,7 @@ def header(path: pathlib.Path) -> str:
     return '\n'.join(line.removeprefix('#').strip() for line in lines[:end])
 
 
-@pytest.mark.parametrize('path', SHIPPED, ids=lambda p: str(p.relative_to(PROJECT)))
+@pytest.mark.parametrize('path', shipped.SINGLE, ids=lambda p: str(p.relative_to(PROJECT)))
 def test_shipped_file_resolves(path, monkeypatch):
     """Alone, or with the files that its header names in a line `# with: a.gin b.gin`."""
     monkeypatch.chdir(PROJECT)
@@ -463,7 +464,7 @@ def test_shipped_file_resolves(path, monkeypatch):
     assert load([], [line for line in dump(experiment).splitlines() if line and line[0] != '#']) == experiment
 
 
-@pytest.mark.parametrize('path', SHIPPED, ids=lambda p: str(p.relative_to(PROJECT)))
+@pytest.mark.parametrize('path', shipped.SINGLE, ids=lambda p: str(p.relative_to(PROJECT)))
 def test_commands_in_headers_are_right(path, monkeypatch):
     import shlex
 
@@ -473,8 +474,27 @@ def test_commands_in_headers_are_right(path, monkeypatch):
     assert commands, f'{path}: the header shows no command'
     for command in commands:
         arguments = parse(shlex.split(command)[1:])
-        if VERBS[arguments.verb].configure and (not hasattr(arguments, 'run_dir') or arguments.verb == 'train'):
-            VERBS[arguments.verb].configure(arguments, arguments.gin_param)
+        if arguments.verb in ('prepare', 'train', 'check'):
+            VERBS[arguments.verb].make_call(arguments)
+
+
+def test_old_paths_of_shipped_files_still_work(monkeypatch, tmp_path, caplog):
+    """Commands, includes and scripts of earlier versions name them."""
+    configs = PROJECT / 'configs'
+    moves = tomllib.loads((configs / 'moved.toml').read_text())
+    assert len(moves) > 60
+    monkeypatch.chdir(tmp_path)
+    for old, new in moves.items():
+        assert not (configs / old).exists()
+        assert (configs / new).is_file()
+        (tmp_path / 'a.gin').write_text(f"include 'configs/{old}'\ninclude '{configs / 'experiments' / '..' / old}'")
+        for name in (f'configs/{old}', str(configs / old)):
+            assert read([name]) == read([str(configs / new)])
+        assert len(read(['a.gin'])) == 2 * len(read([str(configs / new)]))
+        assert f'configs/{old} has moved to {configs / new}' in caplog.text
+    (tmp_path / 'configs' / 'tasks').mkdir(parents=True)
+    (tmp_path / 'configs' / 'tasks' / 'listops.gin').write_text('train.steps = 7')
+    assert [s.value for s in read(['configs/tasks/listops.gin'])] == [7], 'a file of this name goes first'
 
 
 def test_bindings_of_the_default_mechanism_need_no_selection():

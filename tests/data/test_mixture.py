@@ -12,7 +12,7 @@ import tiny
 from lm.data.batches import Batches
 from lm.data.dataset import DataConfig
 from lm.data.mixture import MixedWindows, Mixture
-from lm.data.shares import MAX_PERIOD, Shares, whole_numbers
+from lm.data.shares import MAX_PERIOD, Shares, to_whole_numbers
 from lm.data.store import TokenStore
 from lm.data.tokenizers import TokenizerConfig
 from lm.data.tokenizers.sentencepiece import SentencePiece, train
@@ -29,7 +29,7 @@ class Numbers:
 
     splits = ('train',)
     vocab_size = 2**31
-    info = {'tokenizer': {'sha256': 'a' * 64}}  # noqa: RUF012
+    info = {'tokenizer': {'sha256': 'a' * 64}, 'dtype': 'uint32'}  # noqa: RUF012
 
     def __init__(self, name: str):
         self.path, self.fingerprint = name, name
@@ -74,9 +74,9 @@ def test_any_consecutive_examples_have_the_shares_to_less_than_two(weights):
 
 
 def test_shares_are_the_decimals_that_are_written():
-    assert whole_numbers([0.7, 0.3]) == [7, 3]
-    assert whole_numbers([2, 4, 1.0]) == [2, 4, 1]
-    fine = whole_numbers([0.123456789, 1, 1e-9])
+    assert to_whole_numbers([0.7, 0.3]) == [7, 3]
+    assert to_whole_numbers([2, 4, 1.0]) == [2, 4, 1]
+    fine = to_whole_numbers([0.123456789, 1, 1e-9])
     assert sum(fine) == MAX_PERIOD
     assert fine[2] == 1
     assert fine[0] / MAX_PERIOD == pytest.approx(0.123456789 / 1.123456789, abs=2 / MAX_PERIOD)

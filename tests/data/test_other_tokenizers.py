@@ -13,13 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from lm.config.configurable import REGISTRY
 from lm.data import tokenizers
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.stages import prepare
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.text_files import TextFiles
 from lm.data.store import TokenStore
-from lm.data.tokenizers import TokenizerConfig
+from lm.data.tokenizers import Tokenizer, TokenizerChoice, TokenizerConfig
 from lm.data.tokenizers.patterns import PATTERNS
 from lm.errors import ConfigError, MismatchError
 
@@ -144,6 +145,23 @@ def test_what_is_kept_is_the_whole_tokenizer(tokenizer, files):
     assert other.sha256 != tokenizer.sha256
 
 
+FIXED = [cls() for cls in REGISTRY.values() if issubclass(cls, TokenizerChoice) and cls is not TokenizerConfig]
+
+
+@pytest.mark.parametrize('choice', FIXED, ids=lambda choice: choice.gin_name)
+def test_every_tokenizer_that_needs_no_training_gives_its_text_back(choice):
+    tokenizer = tokenizers.from_bytes(choice.contents())
+    assert [kind for kind in Tokenizer.__subclasses__() if kind.recognises(choice.contents())] == [type(tokenizer)]
+    assert tokenizer.file_name in tokenizers.FILE_NAMES
+    assert tokenizer.lossless
+    ids, lengths = tokenizer.encode_documents([tokenizer.probe, '', tokenizer.probe[:3]])
+    assert lengths.sum() == len(ids)
+    assert (ids < tokenizer.vocab_size).all()
+    assert (ids[lengths.cumsum() - 1] == tokenizer.eod_id).all()
+    assert tokenizer.decode(ids) == tokenizer.probe + tokenizer.probe[:3]
+    assert all(tokenizer.piece(int(i)) for i in ids)
+
+
 @pytest.mark.parametrize('name', ['tokenizer.json', 'own.tiktoken'])
 def test_prepared_and_read_back(name, files, tmp_path):
     corpus = write_text(tmp_path / 'text', files=3, n=2000)
@@ -222,7 +240,7 @@ def test_the_end_of_a_document_is_text_where_it_stands_in_one(end, tmp_path):
 
 def test_generated_text_is_written_as_it_comes(tokenizer):
     """Characters of several tokens appear when they are whole."""
-    from lm.generate import TextStream
+    from lm.inference.generation import TextStream
 
     text = 'Größe 👩‍👩‍👧 12 €, WE see.\n'
     stream, ids = TextStream(tokenizer.decode), [*tokenizer.encode(text), tokenizer.eod_id]

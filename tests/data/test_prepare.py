@@ -25,10 +25,11 @@ from rich.console import Console
 from lm.data import store, tokenizers
 from lm.data.dataset import DataConfig
 from lm.data.prepare import stages as prepare_module
-from lm.data.prepare.command import main
 from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.run import run_prepare
 from lm.data.prepare.shards import Preparation, Sample
 from lm.data.prepare.stages import prepare
+from lm.data.prepare.workers import start_workers
 from lm.data.sources.base import Shard, inventory
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.text_files import TextFiles
@@ -106,7 +107,7 @@ def test_killed_at_any_time_it_goes_on_and_changes_no_byte(corpus, reference, tm
         'def when_told(*arguments):\n'  # the kill comes before dataset.json is there, however late it is
         f'    while not os.path.exists({str(finish)!r}):\n'
         '        time.sleep(0.002)\n'
-        '    write_info(*arguments)\n'
+        '    return write_info(*arguments)\n'
         'write_info, store.write_info = store.write_info, when_told\n'
         f'config = PrepareConfig(source=TextFiles(path={str(corpus)!r}), tokenizer={SMALL!r}, processes=2)\n'
         f'prepare(config, {str(path)!r})\n'
@@ -265,7 +266,7 @@ def test_a_store_that_another_preparation_has_made_meanwhile_is_left_alone(corpu
         fetch(self, log)
 
     monkeypatch.setattr(TextFiles, 'fetch', slow)
-    monkeypatch.setattr(prepare_module, '_prepare', lambda *_: pytest.fail('it was made again'))
+    monkeypatch.setattr(prepare_module, '_make_store', lambda *_: pytest.fail('it was made again'))
     assert run(TextFiles(path=str(corpus)), path)['splits']['train']['documents'] == 8
     assert digests(path) == digests(reference)
 
@@ -411,17 +412,17 @@ def test_two_at_once_and_a_full_disk_are_one_line(tmp_path):
     with (path / 'unfinished' / 'lock').open('w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(LmError, match='another `lm prepare` works on it'):
-            main(experiment, None)
+            run_prepare(experiment.prepare, experiment.data.path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # for the workers too
     try:
         with pytest.raises(LmError, match=r'File too large.*run the same command again') as error:
-            main(experiment, None)
+            run_prepare(experiment.prepare, experiment.data.path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert '\n' not in str(error.value)
     assert not multiprocessing.active_children()
-    assert main(experiment, None) == 0
+    run_prepare(experiment.prepare, experiment.data.path)
 
 
 def test_no_worker_is_left_when_the_thread_of_the_pool_reaps_them(monkeypatch):
@@ -435,7 +436,7 @@ def test_no_worker_is_left_when_the_thread_of_the_pool_reaps_them(monkeypatch):
         return result
 
     before = multiprocessing.active_children()
-    with prepare_module._workers(2) as (pool, _):
+    with start_workers(2) as (pool, _):
         pool.submit(time.sleep, 0).result()
         monkeypatch.setattr(os, 'waitpid', late)
     assert multiprocessing.active_children() == before
@@ -458,7 +459,7 @@ def test_what_stands_in_the_way_is_one_line(tmp_path, name, content, message):
     config = PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL, processes=1)
     experiment = types.SimpleNamespace(prepare=config, data=DataConfig(path=str(tmp_path / 'store')))
     with pytest.raises(LmError, match=message) as error:
-        main(experiment, None)
+        run_prepare(experiment.prepare, experiment.data.path)
     assert '\n' not in str(error.value)
     assert error.value.exit_code in (2, 44)
 

@@ -1,3 +1,4 @@
+import dataclasses
 import gzip
 import importlib.metadata
 import json
@@ -5,6 +6,7 @@ import os
 import pathlib
 import pickle
 import random
+import re
 import struct
 
 import flax
@@ -16,6 +18,7 @@ from lm.data.prepare.cleaning import CLEANINGS
 from lm.data.prepare.config import PrepareConfig
 from lm.data.sources import base, patterns
 from lm.data.sources import tfds as tfds_module
+from lm.data.sources.folder import Folder
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.python_sources import PythonSources
 from lm.data.sources.text_files import TextFiles
@@ -73,6 +76,21 @@ def test_a_flat_folder_is_split_by_hash(tmp_path):
     assert sorted(train + validation) == sorted(f'document {i}\r\n' for i in range(40))
     assert validation != train[:4]
     assert validation == texts(TextFiles(path=str(tmp_path), validation_fraction=0.1), 'validation')
+
+
+FOLDERS = [cls for cls in Folder.__subclasses__() if 'path' in {field.name for field in dataclasses.fields(cls)}]
+
+
+@pytest.mark.parametrize('source', FOLDERS, ids=lambda cls: cls.gin_name)
+def test_every_source_of_a_folder_reads_its_files_and_no_others(source, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(f'no {source.suffix} files under ')):
+        texts(source(path=str(tmp_path)), 'train')
+    names = [f'{i}{source.suffix}' for i in range(30)]
+    for name in (*names, 'other.zip'):
+        (tmp_path / name).write_text(f'text of {name}\n')
+    found = {split: texts(source(path=str(tmp_path)), split) for split in source(path=str(tmp_path)).splits()}
+    assert sorted(text for split in found.values() for text in split) == sorted(f'text of {name}\n' for name in names)
+    assert 0 < len(found['validation']) < len(found['train'])
 
 
 def test_a_single_file_is_cut_at_a_line(tmp_path):
@@ -280,7 +298,7 @@ def test_missing_data(source, message):
 
 def test_data_that_is_not_there_says_what_to_install(monkeypatch):
     monkeypatch.setattr(tfds_module.importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[tfds\]' and run this again"):
+    with pytest.raises(ConfigError, match=r"pip install 'lm-tpu\[tfds\]' and run this again"):
         Tfds(name='wiki40b/en', data_dir='/nowhere').fetch(print)
 
 
@@ -395,10 +413,9 @@ def test_wiki40b_markers():
 def test_each_file_of_the_room_is_found():
     """A source that is not named anywhere else can be named in gin, and stands in the lists of error messages."""
     files = {path.stem for path in pathlib.Path(base.__file__).parent.glob('*.py')} - {'__init__'}
-    made = {cls.__module__.rpartition('.')[2] for cls in REGISTRY.values() if issubclass(cls, base.Source)}
-    assert files - made == {'base', 'folder', 'patterns'}
-    with pytest.raises(
-        ConfigError,
-        match=r'one of @arrow\(\), @fasta\(\), @jsonl\(\), .*@python_sources\(\), @text_files\(\), @tfds\(\)',
-    ):
+    sources = {name: cls for name, cls in REGISTRY.items() if issubclass(cls, base.Source)}
+    assert files - {cls.__module__.rpartition('.')[2] for cls in sources.values()} == {'base', 'folder', 'patterns'}
+    assert {'arrow', 'fasta', 'jsonl', 'python_sources', 'text_files', 'tfds'} <= sources.keys()
+    listed = ', '.join(f'@{name}()' for name in sorted(sources))
+    with pytest.raises(ConfigError, match=re.escape(f'one of {listed}')):
         PrepareConfig(source='jsonl')

@@ -10,7 +10,7 @@ from corpora import words
 
 from lm.data import store as store_module
 from lm.data.dataset import DataConfig
-from lm.data.store import TokenStore, split_digest, write_array, write_file, write_info
+from lm.data.store import TokenStore, digest_split, write_array, write_file, write_info
 from lm.data.tokenizers import TokenizerConfig
 from lm.data.tokenizers.sentencepiece import SentencePiece, train
 from lm.errors import ConfigError, LmError, MismatchError
@@ -21,7 +21,7 @@ MODEL = train(TokenizerConfig(vocab_size=400), [words(5000, seed=2)])
 def write_store(path, tokens, ends, splits=('train', 'validation'), published=None, **info):
     import hashlib
 
-    digest = split_digest(hashlib.sha256(tokens.tobytes()), ends)
+    digest = digest_split(hashlib.sha256(tokens.tobytes()), ends)
     for split in splits:
         write_array(path, split, 'tokens', np.array_split(tokens, 7), len(tokens), tokens.dtype.name)
         write_array(path, split, 'document_ends', [ends], len(ends), 'int64')
@@ -207,5 +207,5 @@ def test_published_word_counts_of_pg19_in_stores_that_do_not_record_them(tmp_pat
 
 def test_preparing_and_reading_import_no_heavy_library():
     heavy = ['jax', 'tensorflow', 'tensorflow_datasets', 'clu', 'gin']
-    code = f'import sys, lm.data.store, lm.data.prepare.command; print([m for m in {heavy} if m in sys.modules])'
+    code = f'import sys, lm.data.store, lm.data.prepare.run; print([m for m in {heavy} if m in sys.modules])'
     assert subprocess.check_output([sys.executable, '-c', code], text=True).strip() == '[]'

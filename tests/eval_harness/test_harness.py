@@ -13,12 +13,12 @@ import tiny
 
 import lm
 from lm.cli import main
+from lm.commands.evaluate import OF_SPLITS, OF_TASKS, check_together
 from lm.data.store import TokenStore
 from lm.data.tokenizers import from_bytes
 from lm.errors import ConfigError
 from lm.eval_harness.ruler import NEEDS_NOTHING, SENTENCE, check_answers, check_fits
 from lm.eval_harness.tasks import check_names, evaluate_tasks, known_task, read_questions
-from lm.evaluation.command import OF_SPLITS, OF_TASKS, check_flags
 
 QUESTIONS = [
     {'question': 'What does import do?', 'choices': ['import sys', 'qqq zzz 7#', '@@@@'], 'answer': 0},
@@ -53,7 +53,7 @@ def test_a_wrong_line_is_named(questions, line):
 
 @pytest.mark.skipif(importlib.util.find_spec('lm_eval') is not None, reason='lm_eval is installed')
 def test_without_the_package_it_says_what_to_install():
-    with pytest.raises(ConfigError, match=r"pip install -e '.\[harness\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'lm-tpu\[harness\]'"):
         evaluate_tasks(None, ['piqa'])
 
 
@@ -68,10 +68,10 @@ def test_no_result_hides_another():
 @pytest.mark.parametrize(('name', 'number'), [('limit', 0), ('num_fewshot', -1)])
 def test_numbers_of_tasks_are_checked(name, number):
     arguments = types.SimpleNamespace(tasks='q.jsonl', **dict.fromkeys(OF_TASKS + OF_SPLITS))
-    check_flags(arguments)
+    check_together(arguments)
     setattr(arguments, name, number)
     with pytest.raises(ConfigError, match=f'--{name} {number}: must be at least {number + 1}'):
-        check_flags(arguments)
+        check_together(arguments)
 
 
 def test_ruler_is_refused_where_no_text_fits():
@@ -287,7 +287,7 @@ def test_ruler_is_made_and_measured_by_the_tokenizer_of_the_run(english, without
         expected.update({request.args[0]: request.doc['outputs'] for request in task.instances})
 
     monkeypatch.setattr(ConfigurableTask, 'build_all_requests', noted)
-    monkeypatch.setattr(adapter, 'continuations', answers)
+    monkeypatch.setattr(adapter, 'generate', answers)
     random.seed(0)
     with pytest.raises(
         ConfigError, match=r"its data cannot be had: Couldn't reach.*without a network there are niah_si"

@@ -10,15 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from flax import nnx
+from tiny import train_step
 
 from lm import cli
+from lm.commands.evaluate import check_together
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
-from lm.evaluation import command
 from lm.evaluation.perplexity import EvaluationWindows, summarize
-from lm.experiment import Experiment, open_run
+from lm.experiment import Experiment
+from lm.inference import evaluation
+from lm.inference.loaded_run import open_run
 from lm.runs.run_dir import RunDir
+from lm.training.mesh import JobAddress
 
 FIGURES = ('sum_nats', 'perplexity', 'word_perplexity', 'bits_per_byte')
 
@@ -37,7 +40,7 @@ def test_a_text_without_words_has_no_figures_per_word_and_byte():
     assert found | counts == found
     assert found['perplexity'] == pytest.approx(math.e)
     assert found.keys().isdisjoint({'word_perplexity', 'bits_per_byte'})
-    assert command.by_word_and_byte(found) == {}
+    assert evaluation.by_word_and_byte(found) == {}
 
 
 @pytest.mark.parametrize('n', [1, 5, 31, 32, 33, 100, 257])
@@ -109,15 +112,14 @@ def test_agrees_with_numpy_on_the_logits_of_the_model(reference_run, base, token
     from lm.checkpoint.checkpointer import Checkpointer
     from lm.experiment import load
     from lm.runs.run_dir import RunDir
-    from lm.training.step import TrainStep
 
     run, _ = reference_run
     experiment = load([str(run / 'config.gin')], [])
-    step = TrainStep(experiment.model, experiment.optimizer, experiment.train.steps)
+    step = train_step(experiment.model, experiment.optimizer, experiment.train.steps)
     abstract = jax.eval_shape(lambda: step.init(0))
     with Checkpointer(RunDir(run).checkpoints, experiment.checkpoint, {}) as saved:
         state, _, _ = saved.restore({name: abstract[name] for name in ('params', 'buffers')})
-    model = nnx.merge(step.graph, state['params'], state['buffers'])
+    model = step.functions.merge(state)
     logits_of = jax.jit(lambda window: model(window))
     store = TokenStore.open(str(tokens))
     n, L = store.tokens('validation'), 32
@@ -178,12 +180,10 @@ def test_what_is_not_finite_is_json_too(tmp_path, monkeypatch, capsys):
     store = types.SimpleNamespace(fingerprints={'data': 'd'})
     run = types.SimpleNamespace(step=3, directory=RunDir(tmp_path), weights=None, store=store, changes={})
     result = {'split': 'test', 'context_length': 8, 'loss': math.nan, 'perplexity': math.inf}
-    monkeypatch.setattr(command, 'initialize_distributed', lambda *_: None)
-    monkeypatch.setattr(command, 'load_run', lambda *_: run)
-    monkeypatch.setattr(command, 'evaluator_of', lambda run: lambda weights, step: dict(result))
-    told = dict.fromkeys(('coordinator_address', 'process_count', 'process_id', 'run_dir', 'step', 'tasks'))
-    told |= dict.fromkeys(command.OF_TASKS)
-    command.main(Experiment(), types.SimpleNamespace(**told, json=True))
+    monkeypatch.setattr(evaluation, 'initialize_distributed', lambda *_: None)
+    monkeypatch.setattr(evaluation, 'load_run', lambda *_: run)
+    monkeypatch.setattr(evaluation, 'make_run_evaluator', lambda run: lambda weights, step: dict(result))
+    evaluation.evaluate_split(Experiment(), 'unused', None, JobAddress(), as_json=True)
     (written,) = (tmp_path / 'evaluations').glob('*.json')
     for text in (capsys.readouterr().out, written.read_text()):
         found = json.loads(text, parse_constant=pytest.fail)
@@ -229,9 +229,9 @@ def test_a_context_longer_than_the_split_is_refused(reference_run):
 )
 def test_a_flag_that_would_be_ignored_is_refused(flags, said):
     with pytest.raises(ConfigError, match=said):
-        command.check_flags(cli.parse(['evaluate', '--run_dir', 'runs/x', *flags]))
-    command.check_flags(cli.parse(['evaluate', '--run_dir', 'runs/x', '--tasks', 'piqa', '--limit', '5']))
-    command.check_flags(cli.parse(['evaluate', '--run_dir', 'runs/x', '--split', 'test', '--window', 'disjoint']))
+        check_together(cli.parse(['evaluate', '--run_dir', 'runs/x', *flags]))
+    check_together(cli.parse(['evaluate', '--run_dir', 'runs/x', '--tasks', 'piqa', '--limit', '5']))
+    check_together(cli.parse(['evaluate', '--run_dir', 'runs/x', '--split', 'test', '--window', 'disjoint']))
 
 
 def test_a_softmax_run_is_evaluated_under_hybrid_attention(reference_run, base):

@@ -54,9 +54,9 @@ class Importing:
 sys.meta_path.insert(0, Importing())
 """
 QUICKLY_OVER = """
-import lm.data.prepare.command
+import lm.data.prepare.run
 sys.setswitchinterval(10)  # the thread that listens is told when all is over
-lm.data.prepare.command.prepare = lambda *_: os.kill(os.getpid(), signal.NAME)
+lm.data.prepare.run.prepare = lambda *_: os.kill(os.getpid(), signal.NAME)
 code = lm.cli.main(sys.argv[1:])
 time.sleep(0.5)
 sys.exit(code)
@@ -83,8 +83,8 @@ def test_what_goes_on_from_there_ends_with_42_and_says_so_once(name):
 
 NOHUP = """
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-import lm.data.prepare.command
-lm.data.prepare.command.prepare = lambda *_: [os.kill(os.getpid(), signal.SIGHUP), print('went on')]
+import lm.data.prepare.run
+lm.data.prepare.run.prepare = lambda *_: [os.kill(os.getpid(), signal.SIGHUP), print('went on')]
 """
 
 

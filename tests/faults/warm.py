@@ -163,7 +163,7 @@ if __name__ == '__main__':
     import launchers
 
     import lm.cli
-    import lm.train
+    import lm.session.train
     from lm.attention import mechanisms
 
     mechanisms()

@@ -23,7 +23,7 @@ import tiny
 from etils import epath
 from warm import Nursery, Warm
 
-from lm.checkpoint.snapshot import Snapshot, steps_in
+from lm.checkpoint.snapshot import Snapshot, find_steps
 
 TIMES = ('tokens_per_second', 'mfu', 'seconds', 'data_wait_seconds')
 HEARTBEAT, JOIN = 10.0, 60.0
@@ -332,7 +332,7 @@ def compare_arrays(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
 def saved(run: pathlib.Path) -> list[int]:
     """The complete checkpoints."""
     folder = epath.Path(run / 'checkpoints')
-    return [step for step in steps_in(folder) if Snapshot(folder, step).is_committed()]
+    return [step for step in find_steps(folder) if Snapshot(folder, step).is_committed()]
 
 
 def logged(run: pathlib.Path) -> int:

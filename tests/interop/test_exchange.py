@@ -1,6 +1,7 @@
 """Weights out and in without PyTorch: names, round trips to the bit, refusals."""
 
 import ast
+import collections
 import contextlib
 import dataclasses
 import json
@@ -29,8 +30,9 @@ from lm.data.tokenizers.config import TokenizerConfig
 from lm.data.tokenizers.sentencepiece import train
 from lm.errors import ConfigError, MismatchError
 from lm.files import lock
-from lm.interop.command import UNFINISHED, abstract_weights, exporting, fingerprints_of
-from lm.interop.formats import FORMATS, formulated
+from lm.interop.export_run import UNFINISHED, exporting
+from lm.interop.formats import FORMATS, FORMULAS, attention_source, formulated
+from lm.interop.import_run import fingerprints_of
 from lm.interop.names import from_tensors, places, to_tensors
 from lm.interop.tensors import read_tensors
 from lm.runs.initial import InitialParameters
@@ -42,22 +44,38 @@ def test_weights_of_every_mechanism_come_back(form):
     weights = shapes.random_weights(config)
     tensors = to_tensors(weights)
     assert sum(x.size for x in tensors.values()) == sum(x.size for x in jax.tree.leaves(weights))
-    back = from_tensors(tensors, abstract_weights(config), 'x')
+    back = from_tensors(tensors, shapes.abstract_weights(config), 'x')
     jax.tree.map(np.testing.assert_array_equal, weights, back)
 
 
-def test_the_formulas_take_what_the_mechanisms_say():
-    """By the text of the file, which needs PyTorch: what `LmBlock` passes to `XFormula` is what this one takes."""
-    tree = ast.parse((tiny.ROOT / 'lm' / 'exchange' / 'attention_lm.py').read_text())
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    for form in MECHANISMS.values():
-        for mechanism in form if isinstance(form, tuple) else (form,):
-            name = f'{mechanism.gin_name}formula'
-            (formula,) = [node for key, node in classes.items() if key.lower() == name] or [None]
-            if formula is None:  # refused by `formulated`
-                continue
-            init = next(node for node in formula.body if getattr(node, 'name', '') == '__init__')
+def formula_of(name: str) -> ast.ClassDef:
+    """The class in a formula file that registers itself, from the syntax tree: importing the file needs PyTorch."""
+    classes = [n for n in ast.parse((FORMULAS / f'{name}.py').read_text()).body if isinstance(n, ast.ClassDef)]
+    (formula,) = [node for node in classes if any(keyword.arg == 'name' for keyword in node.keywords)]
+    return formula
+
+
+@pytest.mark.parametrize('form', MECHANISMS)
+def test_formulas_take_the_options_of_the_mechanisms(form):
+    """`LmBlock` passes `portable()` to the formula."""
+    for mechanism in MECHANISMS[form] if isinstance(MECHANISMS[form], tuple) else (MECHANISMS[form],):
+        if mechanism.gin_name in formulated():
+            formula = formula_of(mechanism.gin_name)
+            init = next(node for node in formula.body if isinstance(node, ast.FunctionDef) and node.name == '__init__')
             assert {a.arg for a in init.args.kwonlyargs} >= mechanism.portable().keys(), mechanism
+
+
+def test_formulas_fit_into_one_module():
+    """Each registers the name of its file, and no two files define the same name: an export joins them."""
+    defined = collections.Counter()
+    for name in formulated():
+        assert [ast.literal_eval(keyword.value) for keyword in formula_of(name).keywords] == [name]
+    for path in FORMULAS.glob('*.py'):
+        for node in ast.parse(path.read_text()).body:
+            names = [node] if isinstance(node, ast.ClassDef | ast.FunctionDef) else getattr(node, 'targets', [])
+            defined.update(getattr(target, 'id', None) or target.name for target in names)
+    assert {name for name, count in defined.items() if count > 1} == set()
+    compile(attention_source(formulated()), 'attention_lm.py', 'exec')
 
 
 def test_names_are_those_of_layers():
@@ -74,7 +92,7 @@ def test_names_are_those_of_layers():
 def test_what_does_not_fit_is_named():
     config = shapes.experiment(Softmax())
     tensors = to_tensors(shapes.random_weights(config))
-    abstract = abstract_weights(config)
+    abstract = shapes.abstract_weights(config)
     with pytest.raises(MismatchError, match=r'x: lacks layers.2.glu_out.weight'):
         from_tensors({k: v for k, v in tensors.items() if k != 'layers.2.glu_out.weight'}, abstract, 'x')
     with pytest.raises(MismatchError, match=r'has extra'):
@@ -108,7 +126,8 @@ def test_a_run_goes_out_and_comes_back(reference_run, tmp_path, tokens, capsys):
         'model.safetensors', 'config.gin', 'tokenizer.model', 'config.json', 'modeling_lm.py', 'attention_lm.py',
     }  # fmt: skip
     assert (out / 'tokenizer.model').read_bytes() == (tokens / 'tokenizer.model').read_bytes()
-    assert 'lm.interop' not in (out / 'modeling_lm.py').read_text()
+    for name in ('modeling_lm.py', 'attention_lm.py'):
+        assert 'lm.interop' not in (out / name).read_text()
     data = ['--gin_param', f"data.path = '{tokens}'"]
     assert main(['import', str(out), '--run_dir', str(back), *data]) == 0
     before, after = lm.load(run_dir), lm.load(str(back))
@@ -263,7 +282,7 @@ def test_a_llama_is_continued_under_the_hybrid(tmp_path, tokens, capsys):
     experiment = lm.configure([str(run / 'model.gin'), 'configs/attention/hybrid.gin'], params)
     assert experiment.model.norm == 'rms'
     assert experiment.model.pattern[0].gin_name == 'hybrid'
-    abstract = abstract_weights(experiment)
+    abstract = shapes.abstract_weights(experiment)
     taken, line = InitialParameters(str(run), {}, str(tokens)).take(abstract, abstract)
     assert line == f'9 of 9 arrays taken from {run} at step 0'
     taken = taken['params']

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lm.errors import ConfigError
 from lm.ops.delta_rule import delta_rule, xla
+from lm.ops.errors import OperationError
 
 LENGTHS = [1, 65, 130]
 
@@ -75,5 +75,5 @@ def test_what_a_token_forgets_counts_for_nothing():
 
 def test_heads_must_fit():
     q, k, v, beta, *_ = draw(4)
-    with pytest.raises(ConfigError, match=r'n_kv_heads = 2: must divide n_heads = 3'):
+    with pytest.raises(OperationError, match=r'n_kv_heads = 2: must divide n_heads = 3'):
         delta_rule(q[:, :, :3], k, v, beta)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lm.errors import ConfigError
+from lm.ops.errors import OperationError
 from lm.ops.linear_attention import (
     PLAIN,
     SQUARE,
@@ -300,5 +300,5 @@ def test_plain_formulation_agrees():
 )
 def test_options_that_do_not_fit(change, message):
     x, y, v, *_ = draw(8)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(OperationError, match=message):
         linear_attention(x, y, v, **change)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from lm.errors import ConfigError
+from lm.ops.errors import OperationError
 from lm.ops.linear_attention import (
     PLAIN,
     SQUARE,
@@ -306,5 +306,5 @@ def test_state_after_a_window():
 )
 def test_options_that_do_not_fit(change, message):
     x, y, v, *_ = draw(8)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(OperationError, match=message):
         linear_attention(x, y, v, **{'powers': PLAIN, **change})

@@ -68,7 +68,7 @@ def test_vmem_follows_the_kind_of_device(kind, mebibytes, asked, monkeypatch):
 
 def test_implementations_are_imported_when_they_are_asked_for():
     code = (
-        'import sys, lm.train; from lm.ops.linear_attention import IMPLEMENTATIONS\n'
+        'import sys, lm.session.train; from lm.ops.linear_attention import IMPLEMENTATIONS\n'
         "kernels = 'lm.ops.linear_attention.tpu.attention'\n"
         "assert 'pallas_tpu' in IMPLEMENTATIONS and kernels not in sys.modules\n"
         "assert 'jax.experimental.pallas' not in sys.modules\n"
@@ -78,7 +78,7 @@ def test_implementations_are_imported_when_they_are_asked_for():
 
 
 def test_kernels_that_an_operation_lacks_are_passed_over(monkeypatch):
-    monkeypatch.setattr(platform.logging, 'warning', lambda message: pytest.fail(message))
+    monkeypatch.setattr(platform.LOG, 'warning', lambda message: pytest.fail(message))
     for target in ('cpu', 'tpu', 'gpu'):
         monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
         assert cross_entropy.IMPLEMENTATIONS.choose(None, None, None) is cross_entropy.IMPLEMENTATIONS['xla']

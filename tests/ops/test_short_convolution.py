@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.errors import ConfigError
+from lm.ops.errors import OperationError
 from lm.ops.short_convolution import short_convolution, tpu, xla
 
 pytestmark = pytest.mark.usefixtures('no_races')
@@ -55,5 +55,5 @@ def test_bfloat16():
 
 
 def test_a_kernel_is_refused_by_name_without_a_tpu():
-    with pytest.raises(ConfigError, match="implementation = 'pallas_tpu': short convolution needs a TPU"):
+    with pytest.raises(OperationError, match="implementation = 'pallas_tpu': short convolution needs a TPU"):
         short_convolution(*draw(128, 16, 4, False, False), implementation='pallas_tpu')

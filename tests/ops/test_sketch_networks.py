@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.errors import ConfigError
 from lm.ops import sketch_networks as op
+from lm.ops.errors import OperationError
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.ops.sketch_networks import folding, reference, xla
 from lm.ops.sketch_networks.tpu import networks as pallas_tpu
@@ -179,9 +179,9 @@ def test_implementations_by_name():
     np.testing.assert_allclose(
         *(op.sketch_networks(nodes, *xs, implementation=name).sketches[0] for name in (None, 'reference')), atol=1e-5
     )
-    with pytest.raises(ConfigError, match='needs a TPU'):
+    with pytest.raises(OperationError, match='needs a TPU'):
         op.sketch_networks(nodes, *xs, implementation='pallas_tpu')
-    with pytest.raises(ConfigError, match='only pallas_gpu, pallas_tpu'):
+    with pytest.raises(OperationError, match='only pallas_gpu, pallas_tpu'):
         op.sketch_networks(nodes, *xs, implementation='gpu')
 
 

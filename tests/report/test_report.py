@@ -1,6 +1,7 @@
 """`lm report`: tables hold what the runs measured, pictures show it, and the paper's numbers are the paper's."""
 
 import csv
+import dataclasses
 import itertools
 import json
 import math
@@ -20,8 +21,10 @@ from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.cli import main
+from lm.config.configurable import REGISTRY
 from lm.report import paper
-from lm.report.curves import BINS, FEWEST_TOKENS, Series, loss_curve, make_series
+from lm.report.curves import BINS, FEWEST_TOKENS, Series, make_loss_curve, make_series
+from lm.report.published import load_tables
 from lm.report.report import Report
 from lm.runs.records import Run, find_runs
 from lm.tasks.selective_copying import SelectiveCopying
@@ -116,11 +119,11 @@ def test_the_loss_curve_is_the_mean_of_what_was_logged(tmp_path):
     assert [s.label for s in make_series(find_runs([str(tmp_path)]))] == ['Softmax', 'Softmax, not finished']
     series = Series('Softmax', 0, tuple(find_runs([str(tmp_path)])))
     end = run.train[-1]['tokens']
-    curve = loss_curve(series, 1024, end)
+    curve = make_loss_curve(series, 1024, end)
     assert len(curve.x) <= BINS
     expected = np.interp(curve.x, [r['tokens'] for r in run.train], [r['loss'] for r in run.train])
     np.testing.assert_allclose(curve.y, expected, atol=0.01)
-    assert loss_curve(series, 512, end) is None
+    assert make_loss_curve(series, 512, end) is None
 
 
 def test_the_newest_evaluation_at_the_runs_own_context_counts(tmp_path):
@@ -131,7 +134,7 @@ def test_the_newest_evaluation_at_the_runs_own_context_counts(tmp_path):
     evaluate(run, split='test', perplexity=14.0, step=2000, context_length=64)
     report = Report(find_runs([str(run)]), tmp_path, split='test')
     assert report.rows[0]['perplexity'] == 11.0
-    assert report.measures.newest(report.runs[0], 64)['perplexity'] == 14.0
+    assert report.measures.find_newest(report.runs[0], 64)['perplexity'] == 14.0
     assert Report(find_runs([str(run)]), tmp_path).rows[0]['split'] == 'validation'
     report.write()
     assert 'perplexity_evaluated.png' in report.written
@@ -149,7 +152,7 @@ def test_a_split_that_no_run_was_evaluated_on_is_refused(tmp_path, capsys):
 
 
 def test_an_evaluation_of_a_part_is_marked(tmp_path):
-    """As with train.eval_tokens; the whole split, which lm evaluate scores at the same step, counts more."""
+    """An evaluation with train.eval_tokens covers a part. lm evaluate scores the whole split, which counts more."""
     for name in ('a', 'b', 'c'):
         run = write_run(tmp_path / name, Softmax())
         if name != 'c':
@@ -159,7 +162,7 @@ def test_an_evaluation_of_a_part_is_marked(tmp_path):
             lines = [{k: v for k, v in line.items() if k != 'word_perplexity'} for line in lines]
             (run / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
     evaluate(tmp_path / 'b', word_perplexity=50.0)
-    text = Report(find_runs([str(tmp_path)]), tmp_path).markdown_table()
+    text = Report(find_runs([str(tmp_path)]), tmp_path).format_table()
     assert 'Of the first train.eval_tokens alone, until lm evaluate scores the split: a.\n' in f'{text}\n'
 
 
@@ -261,25 +264,27 @@ def test_beside_the_paper(tmp_path, capsys):
 def test_what_is_not_the_papers_run_stands_apart(changes, differs, tmp_path):
     write_run(tmp_path / 'ours', Softmax(), **PAPERS_RUN)
     write_run(tmp_path / 'other', Softmax(), **PAPERS_RUN | changes)
-    rows = paper.compare(find_runs([str(tmp_path)]), {'perplexity': lambda run: 20.0, 'accuracy': lambda run: None})
+    compared = paper.compare(find_runs([str(tmp_path)]), {'perplexity': lambda run: 20.0, 'accuracy': lambda run: None})
+    rows = [c.as_row() for c in compared]
     repeated = [(r['table'], r['runs']) for r in rows if r['runs'] and not r['differs']]
     apart = [r for r in rows if r['differs'] and r['table'] == 'pg19']
     assert ('pg19', 'ours') in repeated
     assert ('pg19', 'other') not in repeated
     assert [(r['runs'], r['differs'], r['paper'], r['ours']) for r in apart] == [('other', differs, 12.75, 20.0)]
-    text = '\n'.join(paper.markdown(rows))
+    text = '\n'.join(paper.format_tables(compared))
     assert f'| other | 32 × TPU v5 lite | {differs} | Softmax (using FlashAttention) | 1k | 12.75 | 20.00 |' in text
 
 
 def test_a_toy_on_a_cpu_is_not_the_papers_speed(tmp_path):
     write_run(tmp_path / 'toy', Softmax(), steps=4, log_every=1, model={'n_layers': 1}, devices=(1, 'cpu'))
-    rows = paper.compare(find_runs([str(tmp_path)]), {})
+    rows = [c.as_row() for c in paper.compare(find_runs([str(tmp_path)]), {})]
     assert [(r['table'], r['devices'], r['differs']) for r in rows] == [
         ('speed', '1 × cpu', 'layers 1 (paper: 12); 4 logged intervals (at least 10)')
     ]
     for name, devices in (('a', (32, 'TPU v4')), ('b', (32, 'TPU v4')), ('c', (8, 'NVIDIA H100'))):
         write_run(tmp_path / 'more' / name, Softmax(), seed=ord(name), devices=devices)
-    speeds = paper.compare(find_runs([str(tmp_path / 'more')]), {'perplexity': lambda run: None})
+    compared = paper.compare(find_runs([str(tmp_path / 'more')]), {'perplexity': lambda run: None})
+    speeds = [c.as_row() for c in compared]
     found = [(r['runs'], r['devices'], r['differs']) for r in speeds if r['table'] == 'speed' and r['runs']]
     assert found == [('a b', '32 × TPU v4', ''), ('c', '8 × NVIDIA H100', 'other devices than most runs')]
 
@@ -302,7 +307,7 @@ def test_a_run_that_still_trains_stands_apart(tmp_path):
     run = write_run(tmp_path / 'a', Softmax(), **PAPERS_RUN)
     lines = (run / 'metrics.jsonl').read_text().splitlines(keepends=True)
     (run / 'metrics.jsonl').write_text(''.join(lines[: len(lines) // 2]))
-    rows = paper.compare([Run.read(run)], {'perplexity': lambda run: 20.0})
+    rows = [c.as_row() for c in paper.compare([Run.read(run)], {'perplexity': lambda run: 20.0})]
     assert [r['differs'] for r in rows if r['table'] == 'pg19'] == ['at step 62,000 of 125,000']
 
 
@@ -458,13 +463,25 @@ def test_weights_under_another_attention_are_not_the_run(tmp_path):
     assert Report(find_runs([str(run)]), tmp_path).rows[0]['perplexity'] == 17.0
 
 
+def groups_of(key: str) -> dict[str, dict[str, list[float | None]]]:
+    """Heading → label → the numbers of a table, None where the paper has none."""
+    found: dict[str, dict[str, list[float | None]]] = {}
+    for row in load_tables()[key].rows:
+        numbers = [None if isinstance(value, str) else value for value in row.values]
+        assert found.setdefault(row.group, {}).setdefault(row.label, numbers) is numbers, 'two rows of a label'
+    return found
+
+
 def test_the_papers_tables():
-    for held in (paper.PG19, paper.WIKI40B, paper.SPEED):
-        assert [len(rows) for rows in held.groups.values()] == [4, 9]
-        assert list(held.groups.values())[1].keys() == list(paper.PG19.groups.values())[1].keys()
-    for held in paper.TABLES.values():
-        assert all(len(values) == len(held.columns) for rows in held.groups.values() for values in rows.values())
-    kernels = paper.PG19.groups['Kernel based methods, 13 layers']
+    for key in ('pg19', 'wiki40b', 'speed'):
+        assert [len(rows) for rows in groups_of(key).values()] == [4, 9]
+        assert list(groups_of(key).values())[1].keys() == list(groups_of('pg19').values())[1].keys()
+    for held in load_tables().values():
+        assert all(len(row.values) == len(held.columns) for row in held.rows)
+        assert {held.axis, *(name for row in held.rows for name in row.settings)} <= paper.SETTINGS.keys()
+        mechanisms = {name: [f.name for f in dataclasses.fields(REGISTRY[name])] for name in held.labels}
+        assert all(row.fields.keys() <= {*mechanisms[row.mechanism]} for row in held.rows if row.mechanism)
+    kernels = groups_of('pg19')['Kernel based methods, 13 layers']
     assert min(kernels, key=lambda label: kernels[label][-1]) == 'Polysketch (learned + local, r = 64)'
 
 
@@ -474,9 +491,9 @@ SUMS = {  # of all numbers of a table, added up from the papers' text
 }  # fmt: skip
 
 
-@pytest.mark.parametrize('key', paper.TABLES)
+@pytest.mark.parametrize('key', load_tables())
 def test_numbers_add_up(key):
-    rows = [row for rows in paper.TABLES[key].groups.values() for row in rows.values()]
+    rows = [row for rows in groups_of(key).values() for row in rows.values()]
     assert sum(v for row in rows for v in row if v is not None) == pytest.approx(SUMS[key], abs=0.005)
 
 
@@ -486,12 +503,12 @@ PAPERS = tiny.ROOT.parent / 'shared' / 'papers'
 @pytest.mark.skipif(not PAPERS.is_dir(), reason='the text of the papers is not here')
 def test_numbers_stand_in_the_papers():
     text = (PAPERS / 'polysketchformer.txt').read_text()
-    for held in (paper.PG19, paper.WIKI40B):
-        for label, values in [item for rows in held.groups.values() for item in rows.items()]:
+    for key in ('pg19', 'wiki40b'):
+        for label, values in [item for rows in groups_of(key).values() for item in rows.items()]:
             numbers = ' '.join('OOM' if v is None else f'{v:.2f}' for v in values)
             assert f'{label} {numbers}\n' in text.replace('(p=', '(deg=')
     groups = {'Small': (30, 125), 'Medium': (30, 125), 'Large': (None, 125)}
-    for (heading, rows), (size, steps) in zip(paper.TABLES['c4'].groups.items(), groups.items(), strict=True):
+    for (heading, rows), (size, steps) in zip(groups_of('c4').items(), groups.items(), strict=True):
         assert size in heading
         for k, values in zip(steps, zip(*rows.values(), strict=True), strict=True):
             if k:
@@ -532,5 +549,5 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
     capsys.readouterr()
     assert main(['report', str(run), '--out', str(tmp_path / 'out')]) == 1
-    assert "pip install -e '.[report]'" in capsys.readouterr().err
+    assert "pip install 'lm-tpu[report]'" in capsys.readouterr().err
     assert main(['report', str(run), '--out', str(tmp_path / 'out'), '--no_pictures']) == 0

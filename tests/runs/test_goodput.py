@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from lm import cli
-from lm.runs.goodput import Goodput, checked, describe, process_start
+from lm.runs.goodput import Goodput, describe, parse_ledger, read_process_start
 from lm.runs.run_dir import RunDir
 
 
@@ -52,8 +52,8 @@ def test_the_time_after_a_run_has_finished_is_nobodys():
     before = {'seconds': {'step': 90.0}, 'share': 0.9, 'starts': 1, 'started': time.time() - 8000, 'updated': 0.0}
     before['updated'] = before['started'] + 100
     now = time.time()
-    assert Goodput(checked(before | {'finished': True}), now).seconds['restart'] == 0
-    assert Goodput(checked(before), now).seconds['restart'] == pytest.approx(7900, abs=60)
+    assert Goodput(parse_ledger(before | {'finished': True}), now).seconds['restart'] == 0
+    assert Goodput(parse_ledger(before), now).seconds['restart'] == pytest.approx(7900, abs=60)
     again = Goodput(before | {'finished': True}, now)
     assert not again.record()['finished'], 'what is killed while the run grows has time between again'
     assert again.record(finished=True)['finished']
@@ -64,11 +64,11 @@ def test_what_a_start_took_is_told_without_the_starts_before():
     ledger = Goodput(before | {'seconds': before['seconds'] | {'compile': 7.0}}, begun=time.time() - 3)
     with ledger.spent('compile'):
         time.sleep(0.2)
-    assert ledger.this_start() == '3.2s: imports 3.0s, compile 0.2s'
+    assert ledger.describe_start() == '3.2s: imports 3.0s, compile 0.2s'
 
 
 def test_a_process_knows_when_it_began():
-    assert 0 <= time.time() - process_start() < 24 * 3600
+    assert 0 <= time.time() - read_process_start() < 24 * 3600
 
 
 def test_a_run_that_is_killed_and_stopped_accounts_for_its_wall_clock(tiny_flags, tmp_path):
@@ -106,7 +106,7 @@ def test_a_start_keeps_the_ledger_until_it_writes_its_own(tmp_path):
     run.create_or_resume('', {})
     run.write_goodput(ledger := Goodput().record())
     run.create_or_resume('', {})
-    assert run.read_goodput() == checked(ledger)
+    assert run.read_goodput() == parse_ledger(ledger)
 
 
 def test_inspect_and_report_show_it(reference_run, tmp_path, capsys):
@@ -129,4 +129,4 @@ def test_a_new_run_restores_nothing(reference_run):
 
 @pytest.mark.parametrize('record', [None, {}, 'nothing', {'seconds': 3}, {'seconds': {'step': 'x'}}, [1]])
 def test_what_is_no_ledger_counts_as_none(record):
-    assert checked(record) is None
+    assert parse_ledger(record) is None

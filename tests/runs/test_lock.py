@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from lm.errors import ConfigError, LmError, MismatchError
-from lm.runs import lock
-from lm.runs import process_zero as leader
+from lm.runs import lock, process_zero
 from lm.runs.lock import RunLock
 
 HOLD = """
@@ -282,34 +281,34 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
 @pytest.mark.parametrize(('error', 'code'), [(ConfigError('no'), 2), (MismatchError('no'), 44), (OSError('no'), 1)])
 def test_where_process_0_fails_all_fail_with_its_exit_code(monkeypatch, error, code):
     told = []
-    monkeypatch.setattr(leader.jax.distributed, 'is_initialized', lambda: True)
-    monkeypatch.setattr(leader.jax, 'process_count', lambda: 2)
-    monkeypatch.setattr(leader.multihost_utils, 'broadcast_one_to_all', lambda x: told.append(x) or told[0])
+    monkeypatch.setattr(process_zero.jax.distributed, 'is_initialized', lambda: True)
+    monkeypatch.setattr(process_zero.jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(process_zero.multihost_utils, 'broadcast_one_to_all', lambda x: told.append(x) or told[0])
 
     def fail() -> bool:
         raise error
 
-    monkeypatch.setattr(leader.jax, 'process_index', lambda: 0)
+    monkeypatch.setattr(process_zero.jax, 'process_index', lambda: 0)
     with pytest.raises(type(error)):
-        leader.on_leader(fail)
-    monkeypatch.setattr(leader.jax, 'process_index', lambda: 1)
+        process_zero.run_on_process_zero(fail)
+    monkeypatch.setattr(process_zero.jax, 'process_index', lambda: 1)
     with pytest.raises(LmError, match='see its message') as other:
-        leader.on_leader(lambda: True)
+        process_zero.run_on_process_zero(lambda: True)
     assert other.value.exit_code == code
 
 
 @pytest.fixture
 def second_of_two(monkeypatch):
     """This process is the second one of a job; process 0 gives what `leads` is called with, and agrees to all."""
-    monkeypatch.setattr(leader.jax.distributed, 'is_initialized', lambda: True)
-    monkeypatch.setattr(leader.jax, 'process_count', lambda: 2)
-    monkeypatch.setattr(leader.jax, 'process_index', lambda: 1)
-    monkeypatch.setattr(leader.multihost_utils, 'process_allgather', lambda mine: np.stack([0 * mine, mine]))
+    monkeypatch.setattr(process_zero.jax.distributed, 'is_initialized', lambda: True)
+    monkeypatch.setattr(process_zero.jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(process_zero.jax, 'process_index', lambda: 1)
+    monkeypatch.setattr(process_zero.multihost_utils, 'process_allgather', lambda mine: np.stack([0 * mine, mine]))
 
     def leads(*texts: str) -> None:
         data = [np.frombuffer(text.encode(), np.uint8) for text in texts]
         answers = [answer for one in data for answer in (np.int32(len(one)), one)]
-        monkeypatch.setattr(leader.multihost_utils, 'broadcast_one_to_all', lambda _: answers.pop(0))
+        monkeypatch.setattr(process_zero.multihost_utils, 'broadcast_one_to_all', lambda _: answers.pop(0))
 
     return leads
 
@@ -317,9 +316,9 @@ def second_of_two(monkeypatch):
 def test_processes_that_were_told_different_things_do_not_begin(second_of_two):
     mine = {'train.seed': '1', 'train.steps': '7', 'split': ('a', 1)}
     second_of_two(json.dumps(mine), json.dumps(mine | {'train.seed': '0', 'model.remat': "'full'"}))
-    leader.check_same(mine)
+    process_zero.check_same(mine)
     with pytest.raises(ConfigError) as refused:
-        leader.check_same(mine)
+        process_zero.check_same(mine)
     assert str(refused.value) == (
         "model.remat: process 1 has None, process 0 has 'full' (and 1 more differ); "
         'start the same command, with the same files, on all of them'
@@ -327,16 +326,16 @@ def test_processes_that_were_told_different_things_do_not_begin(second_of_two):
 
 
 def test_those_that_agree_end_with_the_one_that_does_not(second_of_two, monkeypatch):
-    leader.check_all(None)
-    monkeypatch.setattr(leader.multihost_utils, 'process_allgather', lambda _: np.array([[0], [0], [1]]))
+    process_zero.check_all(None)
+    monkeypatch.setattr(process_zero.multihost_utils, 'process_allgather', lambda _: np.array([[0], [0], [1]]))
     with pytest.raises(ConfigError, match='process 2 of 3 cannot take part: see its message'):
-        leader.check_all(None)
+        process_zero.check_all(None)
 
 
 def test_a_directory_that_the_hosts_do_not_share_is_refused(second_of_two, monkeypatch, tmp_path):
     """The first save would wait in each host's own folder for what the others write into theirs."""
     monkeypatch.setattr(lock, 'SEES', 0.0)
-    monkeypatch.setattr(lock, 'on_leader', lambda work: True)
+    monkeypatch.setattr(lock, 'run_on_process_zero', lambda work: True)
     of_leader = 'f' * 32
     second_of_two(of_leader, of_leader)
     with pytest.raises(ConfigError, match=r'process 1, on .* does not find there what process 0 writes; name a folder'):

@@ -15,7 +15,7 @@ from etils import epath
 
 from lm.runs import info as run_info
 from lm.runs import metrics_file
-from lm.runs.info import next_info, read_info, starts_left_out, to_text
+from lm.runs.info import make_info, read_info, starts_left_out, to_text
 from lm.runs.metrics_file import MetricsFile
 from lm.trackers import Trackers, tensorboard
 from lm.trackers.base import RunFacts
@@ -47,7 +47,7 @@ def test_run_json_stays_small_and_forgets_nothing_that_holds(monkeypatch, tmp_pa
     for number in range(RESTARTS):
         machine['versions'] = {'jax': str(1 + number // 1000)}
         machine['device_count'] = 8 if number < 300 else 16
-        info = next_info(info, 10 * number, {'parameters': 7})
+        info = make_info(info, 10 * number, {'parameters': 7})
     assert len(info['starts']) == run_info.MOST_STARTS
     assert len(info['starts']) + starts_left_out(info) == RESTARTS
     assert len(to_text(info)) < 20_000

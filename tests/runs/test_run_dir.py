@@ -14,14 +14,16 @@ import pytest
 
 import lm.experiment  # noqa: F401 (fills the registry)
 from lm.checkpoint.snapshot import COMMITTED, make_record
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import write_atomically
 from lm.runs import info as run_info
 from lm.runs import metrics_file
+from lm.runs.config_diff import compare_texts
 from lm.runs.info import git_commit, read_info
+from lm.runs.paths import check_name, check_path
 from lm.runs.records import read_jsonl
-from lm.runs.run_dir import RunDir, check_name, check_path, config_differences
+from lm.runs.run_dir import RunDir
 
 ROOT = metrics_file.__file__.rsplit('/', 3)[0]
 
@@ -50,11 +52,11 @@ def record(step: int, kind: str = 'train', **more) -> dict:
 
 
 def test_differences_of_configurations():
-    assert config_differences(OLD, OLD) == []
+    assert compare_texts(OLD, OLD) == []
     new = (
         OLD.replace('degree = 4', 'degree = 8').replace('softmax', 'taylor').replace('# model', '# MODEL') + 'b.c = 1\n'
     )
-    assert config_differences(OLD, new) == [
+    assert compare_texts(OLD, new) == [
         ('a/polynomial.degree', '4', '8'),
         ('model.attention', '[@a/polynomial(), @softmax()]', '[@a/polynomial(), @taylor()]'),
         ('b.c', None, '1'),
@@ -133,7 +135,7 @@ def test_bindings_of_another_version_are_noted(tmp_path, caplog):
     assert 'jsonl' not in caplog.text, 'it may be anything'
 
 
-class Tool:
+class Tool(Configurable):
     """Base of the configurables below."""
 
 
@@ -149,7 +151,7 @@ class Saw(Tool):
 
 
 @configurable('test_bench')
-class Bench:
+class Bench(Configurable):
     tool: Tool = field(default=Hammer(), formerly='kind')
     spare: Tool = field(default=Saw())
     width: int = field(default=7)
@@ -159,11 +161,11 @@ def test_names_of_another_version_are_those_of_today():
     old = "test_bench.kind = 'test_hammer'\ntest_bench.mass = 4.0\ntest_hammer.size = 5\ntest_bench.spare = None\n"
     new = 'test_bench.tool = @test_hammer()\ntest_hammer.mass = 4.0\ntest_hammer.length = 5\n'
     new += 'test_bench.width = 7\ntest_bench.spare = None\n'
-    assert config_differences(old, new) == []
-    assert config_differences(old, new.replace('5', '6')) == [('test_hammer.length', '5', '6')]
-    assert config_differences(old, new.replace('4.0', '2.5')) == [('test_hammer.mass', '4.0', '2.5')]
+    assert compare_texts(old, new) == []
+    assert compare_texts(old, new.replace('5', '6')) == [('test_hammer.length', '5', '6')]
+    assert compare_texts(old, new.replace('4.0', '2.5')) == [('test_hammer.mass', '4.0', '2.5')]
     # a field that is younger than the run had its default
-    assert config_differences(old, new.replace('7', '8')) == [('test_bench.width', '7', '8')]
+    assert compare_texts(old, new.replace('7', '8')) == [('test_bench.width', '7', '8')]
 
 
 def test_a_run_of_another_version_resumes(tmp_path, caplog):

@@ -15,7 +15,7 @@ PYTHONS = ('3.11', '3.12', '3.13', '3.14')
 @pytest.mark.parametrize('python', PYTHONS)
 def test_all_extras_can_be_installed_with_the_pinned_versions(python, tmp_path):
     command = [uv.find_uv_bin(), 'pip', 'compile', '--all-extras', '--color=never', f'--python-version={python}']
-    command += ['--constraints=scripts/constraints.txt', f'--output-file={tmp_path / "found"}', 'setup.py']
+    command += ['--constraints=scripts/constraints.txt', f'--output-file={tmp_path / "found"}', 'pyproject.toml']
     done = subprocess.run(
         [*command, f'--python={sys.executable}'], cwd=tiny.ROOT, capture_output=True, text=True, timeout=300
     )

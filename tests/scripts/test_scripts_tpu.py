@@ -15,6 +15,7 @@ import sys
 import time
 
 import pytest
+import tiny
 from fake_cloud import ROOT, FakeCloud
 
 SCRIPTS = ROOT / 'scripts' / 'tpu'
@@ -119,8 +120,9 @@ def test_every_script_has_a_golden_file_and_help():
 
 
 def test_the_commands_of_the_documentation(tmp_path):
-    blocks = re.findall(r'```bash\n(.*?)```', (ROOT / 'docs' / 'tpu.md').read_text(), re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines() if line.startswith('scripts/tpu/')]
+    pages = [page.read_text() for page in tiny.PAGES if page.parent != ROOT]
+    blocks = [block for page in pages for block in re.findall(r'```bash\n(.*?)```', page, re.DOTALL)]
+    lines = {line for block in blocks for line in block.splitlines() if line.startswith('scripts/tpu/')}
     assert len(lines) >= 10
     for line in lines:
         words = shlex.split(line, comments=True)

@@ -10,8 +10,9 @@ import pytest
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError, LmError, MismatchError, Preempted
 from lm.runs.run_dir import RunDir
-from lm.sweep.command import run_one
+from lm.sweep.run import run_point
 from lm.sweep.sweep import Sweep
+from lm.training.mesh import JobAddress
 
 
 @pytest.fixture
@@ -120,13 +121,13 @@ def test_a_full_disk_changes_nothing_of_how_points_end(sweep, monkeypatch, caplo
     assert sweep.result(d)['exit_code'] == 43
 
     # The end of a point that runs in this process, which who started it goes by.
-    def stopped(*_):
+    def stopped(*_, **__):
         raise Preempted('stopped at step 3')
 
     monkeypatch.setattr(Sweep, 'prepare', lambda *_: '')
-    monkeypatch.setattr('lm.train.main', stopped)
+    monkeypatch.setattr('lm.sweep.run.train_in_job', stopped)
     with pytest.raises(Preempted):
-        run_one(sweep, types.SimpleNamespace(index=2))
+        run_point(sweep, 2, JobAddress())
 
 
 def test_a_directory_of_another_configuration_is_refused(sweep):

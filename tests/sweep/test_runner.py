@@ -110,9 +110,8 @@ class World:
         self.tables += 1
         return [self.result(point) for point in self.points]
 
-    def runner(self, jobs=None, gpus=None, retry=False, imports=False):
-        flags = dict(jobs=jobs, gpus_per_job=gpus, retry_failed=retry, allow_gin_imports=imports)
-        return Runner(self, types.SimpleNamespace(**flags))
+    def runner(self, jobs=1, gpus=None, retry=False, imports=False):
+        return Runner(self, jobs, gpus, retry, imports)
 
 
 @pytest.fixture
@@ -120,15 +119,15 @@ def world(tmp_path, monkeypatch):
     return World(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize('jobs', [None, 1, 2, 9])
+@pytest.mark.parametrize('jobs', [1, 2, 9])
 def test_so_many_points_run_at_a_time(world, jobs, capsys):
     for name in 'abcd':
         world.add(name, looks=3)
     runner = world.runner(jobs)
-    assert runner.run() == 0
+    runner.run()
     assert world.names() == world.prepared == list('abcd')
-    assert max(process.others for process in world.processes()) == min(jobs or 1, 4) - 1
-    assert (runner.running, runner.waiting, runner.slots) == ([], [], list(range(jobs or 1)))
+    assert max(process.others for process in world.processes()) == min(jobs, 4) - 1
+    assert (runner.running, runner.waiting, runner.slots) == ([], [], list(range(jobs)))
     assert world.failures == {}
     out = capsys.readouterr().out
     assert f'a: started, see {world.notes / "a.log"}  (3 waiting)' in out
@@ -170,7 +169,7 @@ def test_points_that_are_done_or_failed_for_good_are_left_out(world, capsys):
         world.runner().run()
     assert world.names() == ['c', 'd']
     assert capsys.readouterr().out.count('b failed with 43 before and is left out (see --retry_failed)') == 1
-    assert world.runner(retry=True).run() == 0
+    world.runner(retry=True).run()
     assert world.names() == ['c', 'd', 'b']
 
 
@@ -243,7 +242,7 @@ def test_a_closed_terminal_stops_no_sweep_that_nohup_has_started(world):
     world.on_sleep = lambda: os.kill(os.getpid(), signal.SIGHUP)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert world.runner().run() == 0
+        world.runner().run()
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -259,7 +258,7 @@ def test_a_point_that_another_process_runs_comes_later(world, capsys):
             held.close()
 
     world.on_sleep = leave
-    assert world.runner(2).run() == 0
+    world.runner(2).run()
     assert world.names() == ['b']
     assert capsys.readouterr().out.count('a: another process runs it; waiting for that') == 1
 

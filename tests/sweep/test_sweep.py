@@ -7,12 +7,14 @@ import signal
 import time
 
 import pytest
+import shipped
 import tiny
 from corpora import CORPORA, needs_corpora
 
 from lm.cli import main
 from lm.errors import ConfigError
-from lm.runs.run_dir import RunDir, check_name
+from lm.runs.paths import check_name
+from lm.runs.run_dir import RunDir
 from lm.sweep.points import LONGEST_NAME, make_points
 
 
@@ -185,7 +187,7 @@ def test_the_help_says_what_1_means(capsys):
 
 
 def test_the_shipped_sweeps_resolve():
-    for path in (tiny.ROOT / 'configs' / 'sweeps').glob('*.gin'):
+    for path in shipped.SWEEPS:
         base = re.search(r'--gin_file (\S+)', path.read_text())[1]
         assert make_points([base], [str(path)])
 

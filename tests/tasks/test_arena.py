@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import shipped
 
 from lm.errors import ConfigError
 from lm.experiment import load
@@ -134,7 +135,7 @@ def test_missing_files_are_named(tmp_path, task):
 
 @pytest.mark.parametrize('name', ['pathfinder', 'arena_images', 'arena_texts', 'arena_retrieval'])
 def test_the_configurations_fit_their_tasks(name):
-    experiment = load([f'configs/tasks/{name}.gin'])
+    experiment = load([shipped.experiment(name)])
     assert experiment.data.task.shortest_context() <= experiment.train.context_length
     if name != 'arena_texts':  # whose files say how many classes there are
         assert experiment.model.vocab_size == experiment.data.task.vocab_size

@@ -5,6 +5,7 @@ import statistics
 
 import numpy as np
 import pytest
+import shipped
 
 from lm.errors import ConfigError
 from lm.experiment import load
@@ -117,7 +118,7 @@ def test_the_states_of_permutations():
 
 @pytest.mark.parametrize('name', ['listops', 'needle', 'state_tracking'])
 def test_the_shipped_configurations(name):
-    experiment = load([f'configs/tasks/{name}.gin', 'configs/attention/softmax.gin'])
+    experiment = load([shipped.experiment(name), 'configs/attention/softmax.gin'])
     task, model = experiment.data.task, experiment.model
     assert task.gin_name == name
     assert task.vocab_size == model.vocab_size

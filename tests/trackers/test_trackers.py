@@ -16,7 +16,7 @@ import pytest
 import tiny
 from etils import epath
 
-from lm.config.configurable import configurable
+from lm.config.configurable import REGISTRY, configurable
 from lm.config.load import load
 from lm.config.text import dump
 from lm.errors import ConfigError, Diverged, Preempted
@@ -117,6 +117,19 @@ def test_a_missing_package_is_named(facts, caplog, monkeypatch):
     with caplog.at_level(logging.WARNING), Trackers([Trackio()], facts):
         pass
     assert "pip install 'trackio'" in caplog.text
+
+
+@pytest.mark.parametrize('name', [name for name, cls in REGISTRY.items() if issubclass(cls, Tracker)])
+def test_every_tracker_follows_a_run_and_never_stops_it(name, facts, monkeypatch):
+    monkeypatch.setenv('WANDB_MODE', 'disabled')
+    monkeypatch.setenv('TRACKIO_DIR', str(facts.path))
+    assert REGISTRY[name].gin_resume
+    for end in (None, Diverged('loss')):
+        with contextlib.suppress(Diverged), Trackers([REGISTRY[name]()], facts) as trackers:
+            trackers.begin(lambda: [RECORD])
+            trackers.write(RECORD | {'step': 4})
+            if end:
+                raise end
 
 
 def test_other_processes_do_nothing(facts, server):

@@ -67,9 +67,9 @@ def test_once_the_others_are_there_it_is_not_only_noted():
     code = """
 import os, signal, sys, time
 from lm.errors import end_on_signals
-from lm.training.mesh import MeshConfig, initialize_distributed
+from lm.training.mesh import JobAddress, MeshConfig, initialize_distributed
 end_on_signals('lm train')
-initialize_distributed(MeshConfig(), f'localhost:{sys.argv[1]}', 1, 0)
+initialize_distributed(MeshConfig(), JobAddress(f'localhost:{sys.argv[1]}', 1, 0))
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(60)
 """

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lm.attention.base import HeadDims, KernelCall
 from lm.attention.maps.projections import hadamard_matrix
 from lm.ops import sketch_networks as networks
 from lm.ops.dots import dense
@@ -128,7 +127,7 @@ class Learned(Sketch):
     def of_each(self, *xs_BxLxNxGxM: jax.Array) -> Sketched:
         if self.power == 1:
             return super().of_each(*xs_BxLxNxGxM)
-        nodes = tuple(tuple(network.parameters() for network in pair) for pair in self.maps)
+        nodes = tuple((left.parameters(), right.parameters()) for left, right in self.maps)
         return networks.sketch_networks(nodes, *xs_BxLxNxGxM)
 
     @classmethod
@@ -148,7 +147,9 @@ class Network(nnx.Module):
         self.biases = nnx.List([nnx.Param(jnp.zeros((n, 1, m)), **bias) for m in (size, r)])
 
     def parameters(self) -> networks.NetworkWeights:
-        return networks.NetworkWeights(*(tuple(p[...] for p in ps) for ps in (self.kernels, self.scales, self.biases)))
+        first, second, third, fourth = (kernel[...] for kernel in self.kernels)
+        scales, biases = ((input_[...], middle[...]) for input_, middle in (self.scales, self.biases))
+        return networks.NetworkWeights((first, second, third, fourth), scales, biases)
 
 
 SKETCHES: dict[str, type[Sketch]] = {'learned': Learned, 'gaussian': Gaussian, 'srht': Srht}
@@ -172,20 +173,3 @@ def _subsampled(key: jax.Array, lead: tuple[int, ...], size: int, r: int) -> jax
     columns = jax.random.randint(column_key, (*lead, r), 0, side)
     matrix = jnp.asarray(np.sqrt(side) * hadamard_matrix(side)[:, :size])
     return signs * jnp.swapaxes(matrix[columns], -1, -2)
-
-
-def networks_call(r: int, width: int, dims: HeadDims, length: int) -> KernelCall:
-    """The kernels of the networks of one learned sketch, r numbers of each query and key together."""
-    from lm.ops.sketch_networks.tpu import networks as kernels
-
-    network = jax.eval_shape(lambda: Network(1, dims.head_dim, r, width, nnx.Rngs(0)).parameters())
-    heads = (dims.n_heads, dims.n_kv_heads)
-    qk = (jax.ShapeDtypeStruct((1, length, 1, n, dims.head_dim), jnp.bfloat16) for n in heads)
-
-    def function(nodes, q, k):
-        return networks.sketch_networks(nodes, q, k, implementation='pallas_tpu')
-
-    plan = kernels.plan_for(length, dims.n_heads, dims.head_dim, width * r, r, 2)
-    tokens = {'forward': plan.forward_tile / 2, 'backward': plan.block / 2}  # a grid step takes queries or keys
-    steps = {(kernel, f'sketch_networks_{kernel}'): n for kernel, n in tokens.items()}
-    return KernelCall(function, (((network, network),), *qk), steps)

@@ -1,6 +1,5 @@
 """Short causal convolutions of queries, keys and values (`lm.ops.short_convolution`)."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lm.attention.base import HeadDims, KernelCall
 from lm.ops import platform, sequence
 from lm.ops.short_convolution import short_convolution
 from lm.parameters import declare
@@ -69,16 +67,3 @@ class ShortConvolution(nnx.Module):
             return jnp.concatenate([before.astype(x.dtype), x], axis=1)[:, x.shape[1] :]
 
         return jnp.concatenate([last(*pair) for pair in zip(xs, befores, strict=True)], axis=-1)
-
-
-def convolution_call(dims: HeadDims, length: int) -> KernelCall:
-    """One of all queries, keys and values, four tokens wide, in bfloat16."""
-    from lm.ops.short_convolution.tpu import block_sizes
-
-    heads = dims.n_heads + 2 * dims.n_kv_heads
-    x = jax.ShapeDtypeStruct((1, length, heads * dims.head_dim), jnp.bfloat16)
-    kernel = jax.ShapeDtypeStruct((4, x.shape[-1]), jnp.float32)
-    channels, tokens = block_sizes(x.shape[-1], length)
-    taken = tokens * dims.n_heads * channels / x.shape[-1]
-    steps = {(name, f'short_convolution_{name}'): taken for name in ('forward', 'backward')}
-    return KernelCall(functools.partial(short_convolution, implementation='pallas_tpu'), (x, kernel), steps)

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import Attention, AttentionModule, HeadDims, KernelCall, KernelCases
-from lm.attention.recurrent.convolution import convolution_call
+from lm.attention.base import Attention, AttentionModule, HeadDims
 from lm.attention.recurrent.gate import StepGate
 from lm.config.configurable import configurable, field
 from lm.ops.delta_rule import delta_rule
@@ -46,10 +45,6 @@ class Delta(Attention):
         what is added to it; of a query: its products with the keys and values of half a chunk, and its read."""
         size, chunk = dims.head_dim, min(COUNTED_CHUNK, length)
         return dims.n_kv_heads * (3 * chunk * size + 4 * size**2) + dims.n_heads * (2 * chunk * size + 2 * size**2)
-
-    @classmethod
-    def kernel_cases(cls) -> KernelCases:
-        return {'delta': delta_call, 'short convolution': convolution_call}
 
 
 class DeltaAttention(AttentionModule):
@@ -106,22 +101,3 @@ class DeltaAttention(AttentionModule):
 
     def _normed(self, o_BxLxHxD):
         return self.out_norm(o_BxLxHxD).astype(o_BxLxHxD.dtype)
-
-
-def delta_call(dims: HeadDims, length: int) -> KernelCall:
-    """The operation with factors, in bfloat16."""
-    from lm.ops.delta_rule.tpu.plan import CHUNK, plan_for
-
-    def function(q, k, v, beta, log_decay):
-        return delta_rule(q, k, v, beta, log_decay, query_length=dims.head_dim**-0.5, implementation='pallas_tpu')
-
-    q, k = (jax.ShapeDtypeStruct((1, length, n, dims.head_dim), jnp.bfloat16) for n in (dims.n_heads, dims.n_kv_heads))
-    gate = jax.ShapeDtypeStruct(k.shape[:3], jnp.float32)
-    groups, size = dims.n_heads // dims.n_kv_heads, dims.head_dim
-
-    def steps(value_size: int) -> dict[tuple[str, str], float]:
-        plan = plan_for(dims.n_kv_heads, groups, length, size, value_size, k.dtype.itemsize)
-        return {(name, f'delta_rule_{name}'): plan.heads * groups * CHUNK for name in ('forward', 'backward')}
-
-    # On a part of a window what it does to the state takes as many columns as keys have numbers.
-    return KernelCall(function, (q, k, k, gate, gate), steps(size), part_steps=steps(2 * size))

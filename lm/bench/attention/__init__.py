@@ -2,7 +2,7 @@
 
 The number of tokens of a call is the same at every context length (the batch makes up for it), as in PolySketchFormer's
 Figure 1; all candidates take turns in random order, so that ratios hold on a busy machine too. `plain` and `scan` are
-polysketch computed in other ways (`formulations`): `plain`, the formulas of the paper, is a yardstick too.
+polysketch computed in other ways (`formulations`). Ratios to `plain`, the formulas of the paper, are printed too.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention import YARDSTICK, HeadDims
+from lm.attention import DEFAULT, HeadDims
 from lm.attention.linear import TOKENS, LinearAttention, LinearModule
 from lm.bench import results, timing
-from lm.bench.attention.formulations import COMPUTED, FORMULATIONS
-from lm.bench.candidates import Candidate, of_arguments
+from lm.bench.attention.formulations import FORMULATIONS, computed_mechanisms
+from lm.bench.candidates import BASELINE, Candidate, of_arguments
 from lm.errors import ConfigError
 from lm.ops.linear_attention import linear_attention
 from lm.text import counted, digits
 
 PASSES = ('forward', 'forward+backward')
-BASELINES = (YARDSTICK.gin_name, *FORMULATIONS)
+BASELINES = (BASELINE, *FORMULATIONS)
 """Ratios are of these, where they are among the candidates."""
 CPU_CONTEXTS, CONTEXTS = (512, 1024, 2048, 4096), (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 
@@ -82,7 +82,7 @@ class Layer:
 def run(arguments: Any) -> int:
     """The command."""
     results.check_writable(arguments.json, arguments.out)
-    found = of_arguments(arguments, formulations=COMPUTED)
+    found = of_arguments(arguments, formulations=computed_mechanisms())
     is_cpu = jax.default_backend() == 'cpu'
     contexts = sorted(set(arguments.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
     tokens = arguments.tokens or (4096 if is_cpu else 2**17)
@@ -168,10 +168,8 @@ def check(candidate: Candidate, contexts: Sequence[int], given: bool) -> None:
         names = ', '.join(attention.gin_name for attention in pattern)
         raise ConfigError(f'--mechanisms {candidate.name}: has layers of {names}; name one of them (lm bench step can)')
     (attention,) = pattern
-    if given and not (isinstance(attention, LinearAttention) or attention.yardstick):
-        raise ConfigError(
-            f'--features_given: {candidate.name} is neither linear nor {YARDSTICK.gin_name}; leave it out'
-        )
+    if given and not isinstance(attention, LinearAttention | DEFAULT):
+        raise ConfigError(f'--features_given: {candidate.name} is neither linear nor {BASELINE}; leave it out')
     if not candidate.formulation:
         return
     if not attention.local:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.attention import FEATURED
 from lm.attention.linear import TOKENS
+from lm.bench.candidates import featured
 from lm.ops.linear_attention import LinearCall, xla
 from lm.ops.linear_attention.block import (
     BlockInputs,
@@ -95,5 +95,8 @@ def scan(arguments: Mapping[str, Any]) -> jax.Array:
 
 
 FORMULATIONS: dict[str, Callable[[Mapping[str, Any]], jax.Array]] = {'plain': plain, 'loop': loop, 'scan': scan}
-COMPUTED = dict.fromkeys(FORMULATIONS, FEATURED.gin_name)
-"""Which mechanism each computes."""
+
+
+def computed_mechanisms() -> dict[str, str]:
+    """Returns formulation → gin name of the mechanism that it computes."""
+    return dict.fromkeys(FORMULATIONS, featured())

@@ -1,13 +1,14 @@
-"""What `lm prepare` can be told."""
+"""The configuration of `lm prepare`."""
 
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.data.prepare.cleaning import CLEANINGS
 from lm.data.sources import Source
 from lm.data.tokenizers import TokenizerChoice, TokenizerConfig
+from lm.errors import ConfigError
 
 
 @configurable('prepare', resume=True)
-class PrepareConfig:
+class PrepareConfig(Configurable):
     """How `lm prepare` makes the token store `data.path`."""
 
     source: Source | None = field(
@@ -20,4 +21,10 @@ class PrepareConfig:
     tokenizer: TokenizerChoice = field(default=TokenizerConfig(), help='@tokenizer(), or @amino_acids() for proteins')
     max_document_bytes: int = field(default=100_000_000, minimum=1, help='longer documents are bad records')
     strict: bool = field(default=False, help='stop at the first bad record instead of listing it in bad_records.jsonl')
-    processes: int | None = field(default=None, minimum=1, help='worker processes; None: one a CPU core')
+    processes: int | None = field(default=None, minimum=1, help='worker processes; None: one per CPU core')
+
+    def require_source(self) -> Source:
+        """Returns the source. Raises ConfigError where none is chosen."""
+        if self.source is None:
+            raise ConfigError('prepare.source = None: choose a source, for example with --gin_file data/text.gin')
+        return self.source

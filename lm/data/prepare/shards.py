@@ -22,7 +22,7 @@ from lm.data import tokenizers
 from lm.data.prepare.cleaning import CLEANINGS
 from lm.data.sources import Source
 from lm.data.sources.base import Document, Shard
-from lm.data.tokenizers import Tokenizer, TokenizerChoice
+from lm.data.tokenizers import Tokenizer, TokenizerChoice, TokenizerConfig
 from lm.data.tokenizers.sentencepiece import sentences, train
 from lm.errors import MismatchError
 from lm.files import write_atomically
@@ -30,7 +30,7 @@ from lm.files import write_atomically
 BATCH_BYTES = 1_000_000
 """Documents tokenised together."""
 COMPARED_BYTES = 100_000
-"""Of each shard the documents at its beginning, about so much, and at least one, are compared with their tokens."""
+"""About so much text at the beginning of each shard, and at least one document, is compared with its tokens."""
 SAMPLE_READ = 4
 """Text read for the tokenizer's sample, as a multiple of the sample: it comes from all over the split."""
 
@@ -43,13 +43,13 @@ _tokenizers: dict[pathlib.Path, Tokenizer] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """What all shards of a preparation have in common."""
+    """The settings that all shards of a preparation have in common."""
 
     source: Source
     cleaning: str
     max_document_bytes: int
     folder: pathlib.Path
-    """Of the intermediate files; tokenizer.model lies in it."""
+    """The folder of the intermediate files, where tokenizer.model lies too."""
     strict: bool
     eod: str | None = None
     """Name of the end-of-document token; None: the tokenizer's own."""
@@ -66,7 +66,7 @@ class Preparation:
         return Result(self.folder / shard.split / f'{index:06d}')
 
     def is_finished(self, shard: Shard, index: int) -> bool:
-        """Whether the result is there. One with bad records, which was begun otherwise, is none if strict."""
+        """Returns whether the result is there. If strict, a result with bad records does not count."""
         counts = self.result(shard, index).counts()
         return counts is not None and not (self.strict and counts['bad'])
 
@@ -108,14 +108,14 @@ def initialize(progress: Any) -> None:
     _progress = progress
     for number in (signal.SIGINT, signal.SIGHUP):  # which the terminal sends to all; the parent answers
         signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
+    if parent := multiprocessing.parent_process():
+        threading.Thread(target=_leave_with_parent, args=(parent.sentinel,), daemon=True).start()
 
-    def leave_with_parent() -> None:  # a worker whose parent was killed would wait for work for ever
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
 
-    if parent:
-        threading.Thread(target=leave_with_parent, daemon=True).start()
+def _leave_with_parent(sentinel: int) -> None:
+    """Ends a worker whose parent was killed: it would wait for work for ever."""
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
 
 
 def tokenize(job: Preparation, shard: Shard, index: int) -> None:
@@ -154,10 +154,12 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
 def train_tokenizer(job: Preparation, config: TokenizerChoice, shards: list[Shard]) -> None:
     """Writes the model of the tokenizer: an existing or a fixed one, or one trained on a sample of the shards."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    if config.model_path is not None:
-        contents = tokenizers.load(config.model_path, config).model
-    elif (contents := config.contents()) is None:
+    if (existing := tokenizers.load_existing(config)) is not None:
+        contents = existing.model
+    elif isinstance(config, TokenizerConfig):
         contents = train(config, Sample(job, config.sample_bytes, shards))
+    else:
+        contents = config.contents()
     write_atomically(job.model, contents)
 
 
@@ -184,6 +186,7 @@ def encode(tokenizer: Tokenizer, batch: list[Document], holds_tokens: bool) -> t
         return texts, *tokenizer.encode_documents(texts)
     parts = []
     for document in batch:
+        assert document.tokens is not None, 'the source holds tokens'
         ids = document.tokens.astype(np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
             raise MismatchError(
@@ -244,10 +247,10 @@ def _batches(job: Preparation, shard: Shard) -> Iterator[tuple[list[Document], l
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Text of at most `limit` bytes from all over the shards, the same whenever it is gone through.
+    """Text of at most `limit` bytes from all over the shards, the same in each iteration.
 
-    Shards spread evenly over the split are read, about SAMPLE_READ times the limit, and evenly spread pieces of their
-    documents are taken, so that neither a few long books nor the beginning of the split prevail.
+    It reads about SAMPLE_READ times the limit, from shards that are spread evenly over the split. It takes evenly
+    spread pieces of their documents, so that neither a few long books nor the beginning of the split prevail.
     """
 
     job: Preparation

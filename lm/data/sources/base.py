@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from lm.config.configurable import Configurable
 from lm.errors import MismatchError
 
 SPLITS = ('train', 'validation', 'test')
@@ -45,9 +46,13 @@ class Shard:
 
     @property
     def bytes(self) -> int:
-        """About how much text it holds."""
-        share = {None: 1.0, 'train': 1 - (self.held_out or 0)}.get(self.held_out and self.split, self.held_out or 1)
-        return int(share * sum(part.bytes for part in self.parts))
+        """The approximate size of its text."""
+        total = sum(part.bytes for part in self.parts)
+        if self.held_out is None:
+            return total
+        if self.split == 'train':
+            return int((1 - self.held_out) * total)
+        return int(self.held_out * total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Document:
     """In place of the text: its token ids, with or without the end-of-document token [tokens], integers."""
 
 
-class Source(abc.ABC):
+class Source(Configurable, abc.ABC):
     """Base of the sources. Instances are frozen dataclasses and travel to the worker processes."""
 
     holds_tokens = False
@@ -69,10 +74,10 @@ class Source(abc.ABC):
     gin_resume = True
     """A run learns from the store, which its fingerprint tells from others, wherever the text of it was."""
 
-    def fetch(self, log) -> None:  # noqa: B027 - most sources have nothing to fetch
+    def fetch(self, log) -> None:
         """Downloads what is not there yet, if the source can; `log(line)` tells people."""
 
-    def check_eod(self, eod: int) -> None:  # noqa: B027 - most sources hold text
+    def check_eod(self, eod: int) -> None:
         """Raises ConfigError unless `eod` ends the documents of ready tokens."""
 
     def identity(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from lm.config.configurable import field
 from lm.data.sources.base import Document, Part, Shard, Source, decode, file_size, group, hash_of, regular, too_long
@@ -21,6 +21,9 @@ class Folder(Source):
 
     validation_fraction: float = field(default=0.05, above=0, below=1, help='of the files')
 
+    suffix: ClassVar[str]
+    """The end of the names of the files that are read, such as '.txt'."""
+
     @abc.abstractmethod
     def folder(self) -> Any:
         """The folder, a path. Raises ConfigError if there is none."""
@@ -28,6 +31,12 @@ class Folder(Source):
     @abc.abstractmethod
     def files(self, split: str) -> tuple[list[Any], bool]:
         """The files with the documents of `split`, and whether they hold train and validation alike."""
+
+    def find(self, folder: Any) -> list[Any]:
+        """Returns the files under a folder in the order of their names; in a bucket, only those directly in it."""
+        if isinstance(folder, pathlib.Path):
+            return regular(folder.glob(f'**/*{self.suffix}'))
+        return sorted(folder.glob(f'*{self.suffix}'))
 
     def name_of(self, path: Any, folder: Any) -> str:
         """What the document of a file is called."""
@@ -48,7 +57,7 @@ class Folder(Source):
             size = file_size(path)
             parts.append(Part(self.name_of(path, folder), 0, size, size))
         if not parts:
-            raise ConfigError(f'no .txt or .py files under {str(folder)!r}; name the folder that holds them')
+            raise ConfigError(f'no {self.suffix} files under {str(folder)!r}; name the folder that holds them')
         if shared and len(parts) == 1:
             parts = [_end_of_file(self.path_of(parts[0].file, folder), parts[0], self.validation_fraction, split)]
         elif shared:
@@ -71,13 +80,6 @@ class Folder(Source):
                     f'{path}: {error.strerror or error}; the source changed or cannot be read'
                 ) from None
             yield decode(part.file, content, max_bytes)
-
-
-def find(folder: Any, suffix: str) -> list[Any]:
-    """The files of a folder, of the folders in it too unless it is a bucket, by name."""
-    if isinstance(folder, pathlib.Path):
-        return regular(folder.glob(f'**/*{suffix}'))
-    return sorted(folder.glob(f'*{suffix}'))
 
 
 def _by_hash(parts: list[Part], fraction: float, split: str) -> list[Part]:

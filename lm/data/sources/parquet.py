@@ -43,7 +43,7 @@ class Parquet(FilePatterns):
         try:
             import pyarrow.parquet
         except ImportError:
-            raise ConfigError("prepare.source = @parquet(): needs pyarrow; pip install -e '.[parquet]'") from None
+            raise ConfigError("prepare.source = @parquet(): needs pyarrow; pip install 'lm-tpu[parquet]'") from None
         try:
             with (
                 open_path(name, 'parquet.path').open('rb') as stream,

@@ -10,7 +10,7 @@ from typing import Any
 
 from lm.config.configurable import configurable, field
 from lm.data.sources.base import file_size
-from lm.data.sources.folder import Folder, find
+from lm.data.sources.folder import Folder
 from lm.errors import ConfigError
 
 _SKIPPED = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
@@ -27,6 +27,8 @@ class PythonSources(Folder):
 
     packages: tuple[str, ...] = field(default=(), help="installed packages that are read, too, such as 'jax'")
 
+    suffix = '.py'
+
     def identity(self) -> dict[str, Any]:
         versions = {'packages': {name: _version(name) for name in self.packages}} if self.packages else {}
         given = {name: value for name, value in super().identity().items() if name != 'packages'}
@@ -37,7 +39,7 @@ class PythonSources(Folder):
 
     def files(self, split: str) -> tuple[list[Any], bool]:
         folders = [self.folder(), *map(_folder_of, self.packages)]
-        return [path for folder in folders for path in find(folder, '.py') if _is_taken(path, folder)], True
+        return [path for folder in folders for path in self.find(folder) if _is_taken(path, folder)], True
 
     def name_of(self, path: pathlib.Path, folder: pathlib.Path) -> str:
         for package in self.packages:

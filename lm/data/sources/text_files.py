@@ -5,7 +5,7 @@ from typing import Any
 from lm.config.configurable import configurable, field
 from lm.data import pg19
 from lm.data.sources.base import SPLITS
-from lm.data.sources.folder import Folder, find
+from lm.data.sources.folder import Folder
 from lm.errors import ConfigError
 from lm.files import open_path
 
@@ -22,6 +22,8 @@ class TextFiles(Folder):
     validation_fraction: float = field(
         default=0.05, above=0, below=1, help='of a folder without folders for the splits'
     )
+
+    suffix = '.txt'
 
     def identity(self) -> dict[str, Any]:
         return super().identity() | ({'layout': 'pg19'} if (self.folder() / 'metadata.csv').exists() else {})
@@ -43,4 +45,4 @@ class TextFiles(Folder):
 
     def files(self, split: str) -> tuple[list[Any], bool]:
         own = self.folder() / split
-        return (find(own, '.txt'), False) if own.is_dir() else (find(self.folder(), '.txt'), True)
+        return (self.find(own), False) if own.is_dir() else (self.find(self.folder()), True)

@@ -2,25 +2,23 @@
 
 from typing import Any
 
-from lm.config.configurable import configurable, field
+from lm.config.configurable import Configurable, configurable, field
 from lm.data.tokenizers.patterns import PATTERNS
 
 
-class TokenizerChoice:
+class TokenizerChoice(Configurable):
     """Base of what `prepare.tokenizer` may be (frozen dataclasses made by `@configurable`)."""
 
-    model_path: str | None = None
-    """The file of an existing tokenizer."""
     end_of_document: str | None = None
     """Its token behind each document; None: what it says itself."""
 
     def settings(self) -> dict[str, Any]:
-        """What the tokenizer depends on, for dataset.json, where `model_path` does not say it."""
+        """Returns all that the tokenizer depends on, for dataset.json."""
         raise NotImplementedError
 
-    def contents(self) -> bytes | None:
-        """Of its file, where the choice alone decides them; None: it is trained, or read from `model_path`."""
-        return None
+    def contents(self) -> bytes:
+        """Returns the contents of its file, which this choice alone decides."""
+        raise NotImplementedError
 
 
 @configurable('tokenizer', resume=True)

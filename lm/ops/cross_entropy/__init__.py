@@ -38,7 +38,7 @@ def cross_entropy(
         [B, L] float32 nats; with `normalizer` the pair of these and of the log-normalizers, [B, L] float32.
 
     Raises:
-        ConfigError: an unknown implementation.
+        OperationError: an unknown implementation.
     """
     arrays = (x_BxLxD, embedding_VxD, bias_V, targets_BxL)
     chosen = IMPLEMENTATIONS.choose(implementation, *arrays)
@@ -71,7 +71,7 @@ def weighted_cross_entropy(
         float32 [P, 1], the sum's parts on each of P devices; and the nats [B, L] float32, to which no gradient flows.
 
     Raises:
-        ConfigError: an unknown implementation.
+        OperationError: an unknown implementation.
     """
     arrays = (x_BxLxD, embedding_VxD, bias_V, targets_BxL, weights_BxL)
     chosen = IMPLEMENTATIONS.choose(implementation, *arrays)

@@ -12,9 +12,9 @@ D value size.
 
 import jax
 
-from lm.errors import ConfigError
 from lm.ops import platform
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
+from lm.ops.errors import OperationError
 
 IMPLEMENTATIONS = platform.Implementations(
     'the delta rule', __name__, reference='reference', xla='xla', pallas_tpu='tpu.rule', pallas_gpu='gpu.rule'
@@ -54,11 +54,11 @@ def delta_rule(
         [B, L, H, D] in the dtype of v; with `return_state` also the state. Sums are float32.
 
     Raises:
-        ConfigError: heads that do not fit, an unknown implementation, or a state on parts of a window.
+        OperationError: heads that do not fit, an unknown implementation, or a state on parts of a window.
     """
     call = DeltaCall(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, beta_BxLxK, log_decay_BxLxK, initial_state, query_length)
     if return_state and platform.sequence_shards() > 1:
-        raise ConfigError('mesh.sequence: a window on many devices has no states of its own')
+        raise OperationError('mesh.sequence: a window on many devices has no states of its own')
     o_BxLxHxD, state_BxKxExD = compute(call, implementation)
     return o_BxLxHxD if state_BxKxExD is None or not return_state else (o_BxLxHxD, state_BxKxExD)
 
@@ -67,10 +67,10 @@ def compute(call: DeltaCall, implementation: str | None = None) -> DeltaResult:
     """Computes a call, and raises errors, as `delta_rule` does."""
     heads, key_heads = call.q_BxLxHxE.shape[2], call.k_BxLxKxE.shape[2]
     if heads % key_heads:
-        raise ConfigError(f'n_kv_heads = {key_heads}: must divide n_heads = {heads}')
+        raise OperationError(f'n_kv_heads = {key_heads}: must divide n_heads = {heads}')
     if platform.sequence_shards() > 1:
         if call.initial_state_BxKxExD is not None:
-            raise ConfigError('mesh.sequence: a window on many devices has no states of its own')
+            raise OperationError('mesh.sequence: a window on many devices has no states of its own')
         return PARTS.choose(implementation, call).delta_rule(call)
     implementation = implementation or platform.for_few(call.k_BxLxKxE.shape[1])
     return IMPLEMENTATIONS.choose(implementation, call).delta_rule(call)

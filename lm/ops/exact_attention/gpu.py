@@ -2,35 +2,28 @@
 
 import jax
 
-from lm.ops.exact_attention.masks import beyond_causal
+from lm.ops.exact_attention.types import PolynomialCall
 from lm.ops.linear_attention.gpu import attention
-from lm.ops.linear_attention.types import SQUARE, Options, PolynomialKernel
+from lm.ops.linear_attention.types import SQUARE, LinearCall, Options, PolynomialKernel
 
 
-def polynomial_attention(
-    q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, degree, denominator_bias=1.0, scale=1.0, **rest
-) -> jax.Array:
-    """Arguments as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
-    options = _options(q_BxLxHxD, degree, denominator_bias, scale)
-    arrays = _arrays(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
-    return attention.linear_attention(*arrays, options=options, with_state=False)[0]
+def polynomial_attention(call: PolynomialCall) -> jax.Array:
+    """Computes calls that `unsupported` does not refuse."""
+    return attention.linear_attention(_make_call(call)).o_BxLxHxD
 
 
-def unsupported(q, k, v, *, degree, denominator_bias=1.0, scale=1.0, block=None, starts=None, **visible) -> str | None:
-    """Why the kernels cannot compute this call, or None."""
-    if reason := beyond_causal(q, k, **visible):
+def unsupported(call: PolynomialCall) -> str | None:
+    """Returns why the kernels cannot compute this call, or None."""
+    if reason := call.beyond_causal():
         return reason
-    if starts is not None:
+    if call.starts_BxL is not None:
         return 'cannot tell documents apart'
-    options = _options(q, degree, denominator_bias, scale)
-    return attention.unsupported(*_arrays(q, k, v), options=options)
+    return attention.unsupported(_make_call(call))
 
 
-def _options(q: jax.Array, degree: int, denominator_bias: float, scale: float) -> Options:
-    local = PolynomialKernel(degree, scale)
-    return Options(SQUARE, local=local, block=attention.one_block(q.shape[1]), denominator_bias=denominator_bias)
-
-
-def _arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
-    """Of linear attention: what is compared stands for features, too, which one block has no use for."""
-    return q, k, v, None, None, q, k, None
+def _make_call(call: PolynomialCall) -> LinearCall:
+    """Makes the call of linear attention. Queries and keys stand for features, which a single block does not use."""
+    q, k, length = call.q_BxLxHxD, call.k_BxMxKxD, call.q_BxLxHxD.shape[1]
+    local, block = PolynomialKernel(call.degree, call.scale), attention.one_block(length)
+    options = Options(SQUARE, local=local, block=block, denominator_bias=call.denominator_bias)
+    return LinearCall(q, k, call.v_BxMxKxD, q_local_BxLxHxC=q, k_local_BxLxKxC=k, options=options)

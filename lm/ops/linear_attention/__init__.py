@@ -27,8 +27,8 @@ from typing import Any
 
 import jax
 
-from lm.errors import ConfigError
 from lm.ops import platform
+from lm.ops.errors import OperationError
 from lm.ops.linear_attention.types import (
     LOCAL_BLOCK,
     PLAIN,
@@ -112,7 +112,7 @@ def linear_attention(
         [B, L, H, D] in the dtype of v; with `return_state` also the `State`. Sums and denominators are float32.
 
     Raises:
-        ConfigError: options that do not fit together, or an unknown implementation; on parts of a window that are
+        OperationError: options that do not fit together, or an unknown implementation; on parts of a window that are
             shorter than the `window`, or no multiple of the exact blocks.
     """
     call = LinearCall(
@@ -145,37 +145,37 @@ def compute(call: LinearCall, implementation: str | None = None) -> LinearResult
 def _check(call: LinearCall) -> None:
     options, heads, key_heads = call.options, call.q_BxLxHxE.shape[2], call.k_BxLxKxE.shape[2]
     if heads % key_heads:
-        raise ConfigError(f'n_kv_heads = {key_heads}: must divide n_heads = {heads}')
+        raise OperationError(f'n_kv_heads = {key_heads}: must divide n_heads = {heads}')
     if not any(options.powers):
-        raise ConfigError(f'powers = {options.powers}: must hold a coefficient other than 0')
+        raise OperationError(f'powers = {options.powers}: must hold a coefficient other than 0')
     if options.local is None and options.window is not None:
-        raise ConfigError(f'window = {options.window}: needs the exact kernel `local`')
+        raise OperationError(f'window = {options.window}: needs the exact kernel `local`')
     if options.local is not None and call.local is None:
-        raise ConfigError('local: needs q_local and k_local, the vectors that the exact kernel compares')
+        raise OperationError('local: needs q_local and k_local, the vectors that the exact kernel compares')
     if options.local is not None and not options.causal:
-        raise ConfigError('causal = False: the exact kernel `local` needs causal attention; leave it out')
+        raise OperationError('causal = False: the exact kernel `local` needs causal attention; leave it out')
     if isinstance(options.local, ExpKernel) and not options.normalize:
-        raise ConfigError('normalize = False: the weights of this `local` are known but for a common factor')
+        raise OperationError('normalize = False: the weights of this `local` are known but for a common factor')
     for name, value in (('window', options.window), ('block', options.block)):
         if value is not None and value < 1:
-            raise ConfigError(f'{name} = {value}: must be at least 1')
+            raise OperationError(f'{name} = {value}: must be at least 1')
     if call.log_decay_BxLxK is None:
         return
     if call.log_decay_BxLxK.shape != call.k_BxLxKxE.shape[:3]:
         shape, needed = call.log_decay_BxLxK.shape, call.k_BxLxKxE.shape[:3]
-        raise ConfigError(f'log_decay of shape {shape}: must be {needed}, batch, length and key heads')
+        raise OperationError(f'log_decay of shape {shape}: must be {needed}, batch, length and key heads')
     if not options.causal:
-        raise ConfigError('causal = False: decay needs causal attention; leave log_decay out')
+        raise OperationError('causal = False: decay needs causal attention; leave log_decay out')
 
 
 def _check_part(call: LinearCall) -> None:
     options, length = call.options, call.q_BxLxHxE.shape[1]
     if not options.causal or call.initial_state is not None or call.with_state:
-        raise ConfigError('mesh.sequence: a window on many devices needs causal attention without states of its own')
+        raise OperationError('mesh.sequence: a window on many devices needs causal attention without states of its own')
     if options.window is not None and options.window > length:
-        raise ConfigError(f'mesh.sequence: parts of {length} tokens are shorter than the window of {options.window}')
+        raise OperationError(f'mesh.sequence: parts of {length} tokens are shorter than the window of {options.window}')
     if (block := options.exact_block) is not None and length % block:
-        raise ConfigError(f'mesh.sequence: parts of {length} tokens are no multiple of the exact blocks of {block}')
+        raise OperationError(f'mesh.sequence: parts of {length} tokens are no multiple of the exact blocks of {block}')
 
 
 __all__ = [

@@ -29,7 +29,7 @@ def short_convolution(
         reach_BxL: how many tokens before each it sees, at most: those of its document; int32. None: all.
         implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
 
-    Raises ConfigError for an unknown implementation, or one that does not support the call.
+    Raises OperationError for an unknown implementation, or one that does not support the call.
     """
     arrays = (x_BxLxN, kernel_SxN, before_BxRxN, reach_BxL)
     chosen = IMPLEMENTATIONS.choose(implementation or platform.for_few(x_BxLxN.shape[1]), *arrays)

@@ -32,7 +32,7 @@ def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str 
         implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
 
     Raises:
-        ConfigError: an unknown implementation, or one that does not support the call.
+        OperationError: an unknown implementation, or one that does not support the call.
     """
     chosen = IMPLEMENTATIONS.choose(implementation, nodes, xs_BxLxNxGxM)
     return chosen.sketch_networks(nodes, xs_BxLxNxGxM)

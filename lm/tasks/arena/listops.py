@@ -36,7 +36,7 @@ class ListOps(Task):
     min_length: int = field(default=500, minimum=2, help='expressions have more tokens than this')
     max_length: int = field(default=2000, minimum=5, help='and fewer than this')
     max_depth: int = field(default=10, minimum=2, help='of nested expressions, and the digits in them')
-    max_arguments: int = field(default=10, minimum=2)
+    max_arguments: int = field(default=10, minimum=2, help='of one operator')
     train_examples: int = field(default=96_000, minimum=1, help='they come again every epoch')
     eval_examples: int = field(default=2000, minimum=1, help='in each of validation and test')
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import jax
 
+from lm.config.configurable import Configurable
 from lm.data.dataset import DataConfig, Store
 from lm.errors import ConfigError
 from lm.model import ModelConfig
@@ -45,7 +46,7 @@ class Hiding(abc.ABC):
         return hidden_BxL, targets_BxL, chosen_BxL
 
 
-class Objective(abc.ABC):
+class Objective(Configurable, abc.ABC):
     """Base of the objectives (frozen dataclasses made by `@configurable`)."""
 
     looks_ahead: ClassVar[bool]

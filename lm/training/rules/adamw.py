@@ -10,9 +10,11 @@ from lm.training.rules.base import Declared, Rule
 class AdamW(Rule):
     """The running mean of the gradients divided by the root of that of their squares, both corrected for the start."""
 
-    b1: float = field(default=0.95, minimum=0, below=1, formerly='optimizer.b1')
-    b2: float = field(default=0.98, minimum=0, below=1, formerly='optimizer.b2')
-    epsilon: float = field(default=1e-8, above=0, formerly='optimizer.epsilon')
+    b1: float = field(default=0.95, minimum=0, below=1, formerly='optimizer.b1', help='decay rate of the mean gradient')
+    b2: float = field(default=0.98, minimum=0, below=1, formerly='optimizer.b2', help='decay rate of the mean square')
+    epsilon: float = field(
+        default=1e-8, above=0, formerly='optimizer.epsilon', help='added to the root of the mean square'
+    )
 
     def build(self, declared: Declared) -> optax.GradientTransformation:
         return optax.scale_by_adam(self.b1, self.b2, self.epsilon)

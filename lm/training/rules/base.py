@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lm.config.configurable import Configurable
 from lm.parameters import Declaration, declare
 
 Declared = Any
@@ -18,10 +19,10 @@ PROBE = 256
 """Rows and columns of the matrix whose state is measured: one that rules which spare small arrays take for large."""
 
 
-class Rule:
+class Rule(Configurable):
     """Base of the update rules (frozen dataclasses made by `@configurable`)."""
 
-    is_of_optimizer = True
+    gin_rewind = True
 
     def build(self, declared: Declared) -> optax.GradientTransformation:
         """Gradients → directions. The optimizer subtracts them, with the weight decay added, times the learning rate.

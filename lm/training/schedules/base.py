@@ -6,14 +6,13 @@ Adding a schedule means adding one file. The peak and the warm-up are the same f
 
 import optax
 
+from lm.config.configurable import Configurable
 
-class Schedule:
+
+class Schedule(Configurable):
     """Base of the schedules (frozen dataclasses made by `@configurable`)."""
 
-    is_of_optimizer = True
-
-    is_open_ended = False
-    """Whether no learning rate depends on how many steps there will be: such a run may be made longer."""
+    gin_rewind = True
 
     def build(self, peak: float, steps: int) -> optax.Schedule:
         """Updates since the end of the warm-up → learning rate, from `peak` on, over `steps` updates."""

@@ -108,10 +108,10 @@ def check_devices(processes: int, devices: int) -> str:
     import jax
 
     from lm.errors import LmError
-    from lm.training.mesh import MeshConfig, initialize_distributed
+    from lm.training.mesh import JobAddress, MeshConfig, initialize_distributed
 
     try:
-        initialize_distributed(MeshConfig(processes=processes))
+        initialize_distributed(MeshConfig(processes=processes), JobAddress())
         found = jax.device_count()
     except LmError as error:
         raise Problem(f'processes: {error}') from None

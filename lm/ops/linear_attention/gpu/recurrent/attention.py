@@ -81,7 +81,9 @@ def unsupported(call: LinearCall) -> str | None:
 def _count(options: Options, parameters: Any, k_BxLxKxE: jax.Array) -> int:
     """Features, powers and all."""
     one = jax.ShapeDtypeStruct((1, 1, *k_BxLxKxE.shape[2:]), k_BxLxKxE.dtype)
-    size = jax.eval_shape(lambda parameters, k: options.compute_features(parameters, k, False), parameters, one).shape[-1]
+    size = jax.eval_shape(lambda parameters, k: options.compute_features(parameters, k, False), parameters, one).shape[
+        -1
+    ]
     return sum(len(w) for w in expansion.weights(options.powers, size))
 
 

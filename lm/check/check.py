@@ -1,0 +1,114 @@
+"""`lm check`: what a run will need, before it is paid for: parameters, arithmetic, and the training step compiled for a
+TPU slice that is not there."""
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from lm.check.advice import advise
+from lm.check.tables import print_budget, print_check
+from lm.cost_model.compiled_step import Check, check, compute_budget
+from lm.errors import ConfigError
+from lm.experiment import Experiment
+from lm.hardware import Topology, check_libtpu, parse
+from lm.plan import PlanCache, plan_step, validate
+from lm.runs.records import to_json
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckOptions:
+    """What `run_check` compiles and prints.
+
+    Attributes:
+        topologies: the slices to compile for, such as 'v5e:4x8'.
+        if_possible: leave out the slices that this machine cannot describe.
+        advice: try changes where a step does not fit.
+        best: try changes also where a step fits.
+        price_per_chip_hour: in any currency; None: no prices are printed.
+        as_json: print JSON instead of tables.
+    """
+
+    topologies: tuple[str, ...] = ()
+    if_possible: bool = False
+    advice: bool = True
+    best: bool = False
+    price_per_chip_hour: float | None = None
+    as_json: bool = False
+
+
+def run_check(experiment: Experiment, options: CheckOptions, begun: bool = False) -> None:
+    """Prints what the run of `experiment` needs. `begun`: it goes on from a checkpoint of its own.
+
+    Raises what `validate` raises, and ConfigError, after everything was printed, if the step does not fit.
+    """
+    # Nothing is run; an accelerator of this machine may be busy.
+    jax.config.update('jax_platforms', 'cpu')
+    topologies = list(find_slices(options.topologies, options.if_possible))
+    price = options.price_per_chip_hour
+    cache = PlanCache()
+    for line in validate(experiment, cache=cache, begun=begun):
+        note(f'not checked: {line}')
+    plan = plan_step(experiment, cache=cache)
+    planned = compute_budget(plan)
+    if not options.as_json:
+        print_budget(planned, plan)
+    checks = []
+    for topology in topologies:
+        note(f'compiling the training step for {topology.name} …')
+        found = check(experiment, topology)
+        if options.best or (not found.fits and options.advice):
+            found = dataclasses.replace(found, advice=advise(experiment, topology, found, note, options.best))
+        if not options.as_json:
+            print_check(found, planned, price)
+        checks.append(found)
+    if options.as_json:
+        priced = [add_price(dataclasses.asdict(found), price) for found in checks]
+        print(to_json({'plan': dataclasses.asdict(planned), 'checks': priced}))
+    if failed := [found for found in checks if not found.fits]:
+        raise ConfigError(failure(failed[0]))
+
+
+def add_price(found: dict[str, Any], price: float | None) -> dict[str, Any]:
+    """Adds `run_price` beside every `run_chip_hours` of a check as a dict, and returns it; None adds nothing."""
+    if price is not None:
+        for run in filter(None, (found['speed'], found['predicted'])):
+            run['run_price'] = price * run['run_chip_hours']
+        if found['advice'] and found['advice']['check']:
+            add_price(found['advice']['check'], price)
+    return found
+
+
+def find_slices(names: Sequence[str], if_possible: bool) -> Iterator[Topology]:
+    """Yields the slices to compile for; `if_possible`: a slice that this machine cannot describe is noted instead."""
+    for name in names:
+        try:
+            topology = parse(name)
+            if if_possible:
+                check_libtpu(topology)
+        except ConfigError as error:
+            if not if_possible:
+                raise
+            note(f'not compiled: {error}')
+        else:
+            yield topology
+
+
+def failure(found: Check) -> str:
+    """One line: what is missing, and what to do about it."""
+    memory = found.memory
+    line = (
+        f'{found.topology}: a step needs {memory.needed_gib:.2f} GiB of HBM, and a program may use {memory.limit_gib}'
+    )
+    if found.advice is None:
+        return f'{line}; try train.microbatches, model.remat, mesh.fsdp or a larger topology'
+    if found.advice.check is None:
+        return f'{line}; no change of microbatches, remat and fsdp makes it fit: take a larger topology'
+    return f'{line}; add ' + ' '.join(f'--gin_param "{binding}"' for binding in found.advice.check.bindings)
+
+
+def note(text: str) -> None:
+    """Progress, for people who watch."""
+    print(text, file=sys.stderr, flush=True)

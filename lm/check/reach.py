@@ -1,0 +1,64 @@
+"""The run that `lm check` is told of, as far as this machine sees it: another one trains, with its own disks."""
+
+import queue
+import sys
+import threading
+
+from lm.files import is_remote
+from lm.runs.paths import check_path
+from lm.runs.run_dir import RunDir
+
+PATIENCE_SECONDS = 20.0
+"""How long a bucket may keep us waiting."""
+
+
+def is_in_reach(run_dir: str | None, branch_from: str | None, has_gin_files: bool, *, if_possible: bool) -> bool:
+    """Returns whether the runs can be read whose configuration `lm train` would change. `if_possible` prints why not;
+    without it they must be readable, and reading them raises the reason.
+
+    A local run that is not there may lie on the disk of the machine that trains; in a bucket it is a new one.
+    """
+    for run in filter(None, (run_dir, branch_from)):
+        if not (if_possible and is_remote(run)):
+            check_path(run)
+    if not if_possible or (has_gin_files and not branch_from):
+        return True
+    needed = branch_from or run_dir
+    if needed and not is_remote(needed) and not RunDir(needed).config.exists():
+        reasons = [f'{needed}: no run is there on this machine']
+    else:
+        reasons = [f'{run}: {why}' for run in (run_dir, branch_from) if (why := out_of_reach(run))]
+    for reason in reasons:
+        print(f'not checked: {reason}', file=sys.stderr, flush=True)
+    return not reasons
+
+
+def has_begun(run_dir: str | None, branch_from: str | None, init_from: str | None) -> bool:
+    """Returns whether the run goes on from a checkpoint, so that train.init_from is not read; False where nobody can
+    tell."""
+    if branch_from or not (run_dir and init_from):
+        return bool(branch_from)
+    return out_of_reach(run_dir) is None and RunDir(run_dir).has_checkpoint()
+
+
+def out_of_reach(run: str | None) -> str | None:
+    """Why a run in a bucket cannot be looked at from here; None: it can, or nothing is there, or it is no bucket's."""
+    if run is None or not is_remote(run):
+        return None
+    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def look() -> None:
+        try:
+            RunDir(run).config.read_bytes()
+        except FileNotFoundError:
+            found.put(None)
+        except Exception as error:
+            found.put(' '.join(str(error).split())[:300] or type(error).__name__)
+        else:
+            found.put(None)
+
+    threading.Thread(target=look, name='look', daemon=True).start()
+    try:
+        return found.get(timeout=PATIENCE_SECONDS)
+    except queue.Empty:
+        return f'no answer within {PATIENCE_SECONDS:g} seconds'

@@ -1,0 +1,108 @@
+"""The verb `lm check`."""
+
+import argparse
+import functools
+import math
+
+from lm.commands.flags import add_gin_flags, read_experiment, read_points
+from lm.commands.verb import Call, Verb
+from lm.errors import ConfigError
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--topology',
+        action='append',
+        default=[],
+        metavar='NAME',
+        help="compile for this TPU slice: 'v5e:4x8', 'v4:2x4x4', 'v6e-64', …, or for several, '2*v5e:8x8'; may be "
+        'repeated; needs libtpu, no TPU',
+    )
+    parser.add_argument(
+        '--no_advice', dest='advice', action='store_false', help='try no changes when a step does not fit'
+    )
+    parser.add_argument(
+        '--best',
+        action='store_true',
+        help='try all changes of microbatches, remat and fsdp, also of a step that fits, the fastest unrolled, too, '
+        'and print the fastest as gin',
+    )
+    parser.add_argument(
+        '--price_per_chip_hour', type=float, metavar='X', help='multiplies chip-hours of --topology; in any currency'
+    )
+    parser.add_argument(
+        '--if_possible',
+        action='store_true',
+        help='compile nothing where libtpu is missing or does not know the slice, and check nothing where the run that '
+        'is changed is not to be seen from here',
+    )
+    parser.add_argument(
+        '--run_dir', metavar='RUN', help='as of lm train: what this run says counts if no --gin_file is given'
+    )
+    parser.add_argument('--branch_from', metavar='RUN', help='as of lm train: what this run says counts')
+    parser.add_argument('--sweep_file', action='append', default=[], metavar='FILE', help='a sweep: check its --index')
+    parser.add_argument('--index', type=int, metavar='I', help='the point of the sweep, from 0; default: 0')
+    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
+    add_gin_flags(parser)
+
+
+def make_call(arguments: argparse.Namespace) -> Call:
+    """Returns the check of what `lm train` would make of the same flags, or, with --sweep_file, of one point.
+
+    With --if_possible, the call does nothing where the run that the flags change cannot be read from here.
+    """
+    check_together(arguments)
+    if arguments.sweep_file:
+        from lm.sweep.points import find_point
+
+        experiment = find_point(read_points(arguments), arguments.index or 0).experiment
+    else:
+        from lm.check.reach import is_in_reach
+        from lm.runs.base import find_base
+
+        runs = arguments.run_dir, arguments.branch_from, bool(arguments.gin_file)
+        if not is_in_reach(*runs, if_possible=arguments.if_possible):
+            return int
+        experiment = read_experiment(arguments, base=find_base(*runs))
+
+    from lm.check.check import CheckOptions, run_check
+    from lm.check.reach import has_begun
+
+    options = CheckOptions(
+        topologies=tuple(arguments.topology),
+        if_possible=arguments.if_possible,
+        advice=arguments.advice,
+        best=arguments.best,
+        price_per_chip_hour=arguments.price_per_chip_hour,
+        as_json=arguments.json,
+    )
+    begun = has_begun(arguments.run_dir, arguments.branch_from, experiment.train.init_from)
+    return functools.partial(run_check, experiment, options, begun=begun)
+
+
+def check_together(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for a flag that would be ignored, and for a price that is none."""
+    price, index = arguments.price_per_chip_hour, arguments.index
+    if arguments.best and not arguments.advice:
+        raise ConfigError('--best and --no_advice: give one of them')
+    if not arguments.topology:
+        for flag, given in (('--best', arguments.best), (f'--price_per_chip_hour {price}', price is not None)):
+            if given:
+                raise ConfigError(f'{flag}: needs --topology, such as --topology v5e:4x8')
+    if price is not None and not (price >= 0 and math.isfinite(price)):
+        raise ConfigError(f'--price_per_chip_hour {price}: must be a number of at least 0')
+    if index is not None and not arguments.sweep_file:
+        raise ConfigError(f'--index {index}: is of a sweep; add --sweep_file')
+    for flag in ('run_dir', 'branch_from') if arguments.sweep_file else ():
+        if (run := getattr(arguments, flag)) is not None:
+            raise ConfigError(f'--{flag} {run}: the points of a sweep are new runs; leave this or --sweep_file out')
+
+
+VERB = Verb(
+    name='check',
+    place=70,
+    help='show what a run needs before it is paid for: memory, collectives, hours; compiles for TPUs without one',
+    example='lm check --gin_file configs/models/small.gin --gin_file configs/recipes/paper.gin --topology v5e:4x8',
+    add_flags=add_flags,
+    make_call=make_call,
+)

@@ -1,0 +1,84 @@
+"""The verb `lm evaluate`."""
+
+import argparse
+import functools
+
+from lm.commands.flags import add_gin_flags, add_job_flags, add_run_flags, bindings, job_address, read_experiment_of_run
+from lm.commands.verb import Call, Verb
+from lm.errors import ConfigError
+
+OF_TASKS, OF_SPLITS = ('num_fewshot', 'include_path', 'task_data', 'limit'), ('split', 'window', 'chunk')
+"""Flags that only mean something with --tasks, and without it."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_run_flags(parser)
+    parser.add_argument('--split', help='which split; default: data.eval_split')
+    parser.add_argument('--context_length', type=int, metavar='N', help='default: as in training')
+    parser.add_argument('--window', help="'disjoint' or 'sliding:STRIDE'")
+    parser.add_argument('--batch_size', type=int, metavar='N', help='windows at a time')
+    parser.add_argument('--chunk', type=int, metavar='N', help='tokens of a window at a time; default: the whole')
+    parser.add_argument(
+        '--tasks',
+        metavar='A,B,…',
+        help='tasks of lm-evaluation-harness, or .jsonl files of questions, in place of a split',
+    )
+    parser.add_argument('--num_fewshot', type=int, metavar='N', help='of tasks: examples in front of each question')
+    parser.add_argument('--include_path', metavar='DIR', help='of tasks: a folder of your own (YAML)')
+    parser.add_argument('--task_data', metavar='DIR', help='of tasks: DIR/TASK holds the data set, not the hub')
+    parser.add_argument('--limit', type=int, metavar='N', help='of tasks: only the first N examples of each')
+    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
+    add_gin_flags(parser)
+    add_job_flags(parser)
+
+
+def make_call(arguments: argparse.Namespace) -> Call:
+    flags = {
+        'evaluate.split': arguments.split,
+        'evaluate.context_length': arguments.context_length,
+        'evaluate.window': arguments.window,
+        'evaluate.batch_size': arguments.batch_size,
+        'evaluate.chunk': arguments.chunk,
+    }
+    experiment = read_experiment_of_run(arguments, bindings(flags))
+    check_together(arguments)
+    run, job = (experiment, arguments.run_dir, arguments.step), job_address(arguments)
+    if arguments.tasks is None:
+        from lm.inference.evaluation import evaluate_split
+
+        return functools.partial(evaluate_split, *run, job, as_json=arguments.json)
+    from lm.eval_harness.tasks import evaluate_on_tasks
+
+    return functools.partial(
+        evaluate_on_tasks,
+        *run,
+        job,
+        tasks=list(dict.fromkeys(name.strip() for name in arguments.tasks.split(',') if name.strip())),
+        num_fewshot=arguments.num_fewshot,
+        include_path=arguments.include_path,
+        limit=arguments.limit,
+        task_data=arguments.task_data,
+        as_json=arguments.json,
+    )
+
+
+def check_together(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for a flag that would be ignored, and for numbers that the harness would take for others."""
+    of_tasks = arguments.tasks is not None
+    for flag in OF_SPLITS if of_tasks else OF_TASKS:
+        if (value := getattr(arguments, flag)) is not None:
+            remedy = 'is of a split, not of --tasks; leave out one' if of_tasks else 'is of tasks; add --tasks'
+            raise ConfigError(f'--{flag} {value}: {remedy}')
+    for flag, least in (('limit', 1), ('num_fewshot', 0)):
+        if (value := getattr(arguments, flag)) is not None and value < least:
+            raise ConfigError(f'--{flag} {value}: must be at least {least}')
+
+
+VERB = Verb(
+    name='evaluate',
+    place=30,
+    help='measure the perplexity of a run on a split',
+    example='lm evaluate --run_dir runs/tiny --split validation --window sliding:256',
+    add_flags=add_flags,
+    make_call=make_call,
+)

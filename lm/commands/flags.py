@@ -1,0 +1,80 @@
+"""Flags that several verbs share, and the typed values that they become. Imports nothing heavy at the top."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lm.experiment import Experiment
+    from lm.sweep.points import Point
+    from lm.training.mesh import JobAddress
+
+
+def add_gin_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of every verb with a configuration."""
+    group = parser.add_argument_group('configuration')
+    group.add_argument('--gin_file', action='append', default=[], metavar='FILE', help='a gin file; later ones win')
+    group.add_argument(
+        '--gin_param', action='append', default=[], metavar="'X.Y = 1'", help='one binding; wins over files'
+    )
+    add_imports_flag(group)
+
+
+def add_imports_flag(parser: argparse._ActionsContainer) -> None:
+    """Adds the flag of a verb that reads the configuration of a run."""
+    parser.add_argument(
+        '--allow_gin_imports', action='store_true', help='let gin files import modules: they then run code'
+    )
+
+
+def add_job_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the address of a job of several processes."""
+    group = parser.add_argument_group(
+        'several processes', 'all three or none; Cloud TPU pods are detected without them'
+    )
+    group.add_argument('--coordinator_address', metavar='HOST:PORT', help='where process 0 listens')
+    group.add_argument('--process_count', type=int, metavar='N')
+    group.add_argument('--process_id', type=int, metavar='I', help='from 0')
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the run whose weights a verb reads."""
+    parser.add_argument('--run_dir', required=True, metavar='DIR', help='a run of lm train')
+    parser.add_argument('--step', type=int, metavar='N', help='the checkpoint of this step; default: the newest')
+
+
+def job_address(arguments: argparse.Namespace) -> 'JobAddress':
+    """Returns the values of `add_job_flags`."""
+    from lm.training.mesh import JobAddress
+
+    return JobAddress(arguments.coordinator_address, arguments.process_count, arguments.process_id)
+
+
+def bindings(values: Mapping[str, Any]) -> list[str]:
+    """Returns gin parameters for the flags that set a binding: {'evaluate.split': 'test', 'evaluate.chunk': None} →
+    ["evaluate.split = 'test'"]."""
+    return [f'{name} = {value!r}' for name, value in values.items() if value is not None]
+
+
+def read_experiment(arguments: argparse.Namespace, params: Sequence[str] = (), base: str | None = None) -> 'Experiment':
+    """Returns what --gin_file, --gin_param and then `params` describe, on top of the config.gin `base`."""
+    from lm.experiment import load
+
+    params = [*arguments.gin_param, *params]
+    return load(arguments.gin_file, params, allow_imports=arguments.allow_gin_imports, base=base)
+
+
+def read_experiment_of_run(arguments: argparse.Namespace, params: Sequence[str] = ()) -> 'Experiment':
+    """Returns the configuration of the run --run_dir, changed by --gin_file, --gin_param and then `params`."""
+    from lm.experiment import load_of_run
+
+    params = [*arguments.gin_param, *params]
+    return load_of_run(arguments.run_dir, arguments.gin_file, params, allow_imports=arguments.allow_gin_imports)
+
+
+def read_points(arguments: argparse.Namespace) -> 'list[Point]':
+    """Returns the points of --sweep_file on top of --gin_file and --gin_param."""
+    from lm.sweep.points import make_points
+
+    files, allow = (arguments.gin_file, arguments.sweep_file), arguments.allow_gin_imports
+    return make_points(*files, arguments.gin_param, allow_imports=allow)

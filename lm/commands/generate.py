@@ -1,0 +1,90 @@
+"""The verb `lm generate`."""
+
+import argparse
+import functools
+import pathlib
+
+from lm.commands.flags import add_gin_flags, add_job_flags, add_run_flags, job_address, read_experiment_of_run
+from lm.commands.verb import Call, Verb
+from lm.errors import ConfigError
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_run_flags(parser)
+    parser.add_argument('--prompt', help='the beginning of the text; default: none')
+    parser.add_argument('--prompt_file', metavar='FILE', help='one prompt a line')
+    parser.add_argument('--text_file', metavar='FILE', help='the beginning of the text, of any length: a whole file')
+    parser.add_argument(
+        '--max_tokens',
+        type=int,
+        default=256,
+        metavar='N',
+        help='tokens to add, behind the end of a document too, where the name of its token is shown; default: 256',
+    )
+    parser.add_argument('--temperature', type=float, default=1.0, metavar='T', help='0 takes the most probable token')
+    parser.add_argument('--top_k', type=int, metavar='K', help='only the K most probable tokens')
+    parser.add_argument('--top_p', type=float, metavar='P', help='only the most probable tokens that make up P')
+    parser.add_argument('--seed', type=int, default=0, help='default: 0')
+    add_gin_flags(parser)
+    add_job_flags(parser)
+
+
+def make_call(arguments: argparse.Namespace) -> Call:
+    experiment = read_experiment_of_run(arguments)
+
+    from lm.inference.generation import Sampling, write_continuations
+
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    if arguments.max_tokens < 1:
+        raise ConfigError(f'--max_tokens {arguments.max_tokens}: must be at least 1')
+    if not 0 <= arguments.seed < 2**32:
+        raise ConfigError(f'--seed {arguments.seed}: must be 0 to {2**32 - 1}')
+    return functools.partial(
+        write_continuations,
+        experiment,
+        arguments.run_dir,
+        arguments.step,
+        job_address(arguments),
+        prompts=read_prompts(arguments.prompt, arguments.prompt_file, arguments.text_file),
+        max_tokens=arguments.max_tokens,
+        sampling=sampling,
+        seed=arguments.seed,
+    )
+
+
+def read_prompts(prompt: str | None = None, prompt_file: str | None = None, text_file: str | None = None) -> list[str]:
+    """Returns the texts to continue, at least one. Raises ConfigError where two sources are given, or a file is not
+    text in UTF-8."""
+    given = {'prompt': prompt, 'prompt_file': prompt_file, 'text_file': text_file}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        first, second, *_ = given
+        raise ConfigError(f'--{first} and --{second}: give one of them')
+    name, value = next(iter(given.items()), ('prompt', ''))
+    if name == 'prompt':
+        if not value.isascii() and any('\ud800' <= character <= '\udfff' for character in value):
+            raise ConfigError('--prompt: is not text in UTF-8')
+        return [value]
+    path = pathlib.Path(value)
+    if not path.exists() or path.is_dir():  # a pipe will do
+        raise ConfigError(f'--{name} {path}: no such file')
+    try:
+        text = path.read_bytes().decode()  # which leaves carriage returns as they are, as `lm prepare` does
+    except UnicodeDecodeError:
+        raise ConfigError(f'--{name} {path}: is not text in UTF-8') from None
+    if name == 'text_file':
+        return [text]
+    if not text:
+        raise ConfigError(f'--prompt_file {path}: is empty; write one prompt a line')
+    return [line.removesuffix('\r') for line in text.removesuffix('\n').split('\n')]
+
+
+VERB = Verb(
+    name='generate',
+    place=40,
+    help='continue a text with the weights of a run',
+    example="lm generate --run_dir runs/tiny --prompt 'def main(' --max_tokens 200",
+    add_flags=add_flags,
+    make_call=make_call,
+    only_prints=True,
+)

@@ -1,0 +1,32 @@
+"""The verb `lm import`."""
+
+import argparse
+import functools
+
+from lm.commands.flags import add_gin_flags, read_experiment
+from lm.commands.verb import Call, Verb
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('folder', metavar='DIR', help='model.safetensors and config.json, or an export of lm')
+    parser.add_argument('--run_dir', required=True, metavar='RUN', help='a new folder, for train.init_from and lm load')
+    add_gin_flags(parser)
+
+
+def make_call(arguments: argparse.Namespace) -> Call:
+    experiment = read_experiment(arguments)
+
+    from lm.interop.import_run import import_run
+
+    folder, run_dir, allow = arguments.folder, arguments.run_dir, arguments.allow_gin_imports
+    return functools.partial(import_run, experiment, folder, run_dir, allow_imports=allow)
+
+
+VERB = Verb(
+    name='import',
+    place=60,
+    help='make a run of a Llama-shaped checkpoint, or of what lm export has written',
+    example='lm import checkpoints/llama --run_dir runs/llama',
+    add_flags=add_flags,
+    make_call=make_call,
+)

@@ -1,0 +1,39 @@
+"""The verb `lm report`."""
+
+import argparse
+import functools
+
+from lm.commands.verb import Call, Verb
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('paths', nargs='+', metavar='PATH', help='run directories, sweeps, or globs of them')
+    parser.add_argument('--out', required=True, metavar='DIR', help='a folder for the tables and pictures')
+    parser.add_argument('--split', help='which evaluations count; default: those of training')
+    parser.add_argument(
+        '--paper', choices=('pg19', 'wiki40b', 'none'), help="the paper's table to compare with; default: by the data"
+    )
+    parser.add_argument('--no_pictures', dest='pictures', action='store_false', help='tables only')
+
+
+def make_call(arguments: argparse.Namespace) -> Call:
+    from lm.report.write import write_report
+
+    return functools.partial(
+        write_report,
+        arguments.paths,
+        arguments.out,
+        split=arguments.split,
+        corpus=arguments.paper,
+        pictures=arguments.pictures,
+    )
+
+
+VERB = Verb(
+    name='report',
+    place=90,
+    help='turn runs into tables and pictures',
+    example="lm report runs/sweep 'runs/tiny*' --out report",
+    add_flags=add_flags,
+    make_call=make_call,
+)

@@ -1,0 +1,35 @@
+"""The delta rule."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from lm.attention import HeadDims
+from lm.cost_model.kernel_cases.base import Case, KernelCall, Steps
+from lm.ops.delta_rule import DeltaCall, compute
+from lm.ops.delta_rule.parts import extend
+from lm.ops.delta_rule.tpu.plan import CHUNK, DeltaSizes, make_plan
+
+
+def cases() -> dict[str, Case]:
+    return dict(delta=delta_call)
+
+
+def delta_call(dims: HeadDims, length: int) -> KernelCall:
+    """Returns a call with decay, in bfloat16."""
+
+    def function(call):
+        return compute(call, 'pallas_tpu').o_BxLxHxD
+
+    q, k = (jax.ShapeDtypeStruct((1, length, n, dims.head_dim), jnp.bfloat16) for n in (dims.n_heads, dims.n_kv_heads))
+    gate = jax.ShapeDtypeStruct(k.shape[:3], jnp.float32)
+    make_call = functools.partial(DeltaCall, query_length=dims.head_dim**-0.5)
+    call = jax.eval_shape(make_call, q, k, k, gate, gate)
+
+    def steps(call: DeltaCall) -> Steps:
+        tokens = make_plan(DeltaSizes.of_call(call)).heads * call.groups * CHUNK
+        return {(name, f'delta_rule_{name}'): tokens for name in ('forward', 'backward')}
+
+    # A part of a window also computes its effect on the state, which has as many columns as a key has numbers.
+    return KernelCall(function, (call,), steps(call), part_steps=steps(jax.eval_shape(extend, call)))

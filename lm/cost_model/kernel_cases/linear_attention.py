@@ -1,0 +1,57 @@
+"""Linear attention: each mechanism on the operation, and the operation on features that are given."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lm.attention import HeadDims, mechanisms
+from lm.attention.linear import LinearAttention
+from lm.cost_model.kernel_cases.base import Case, KernelCall, Steps
+from lm.ops.linear_attention import LinearCall, compute
+from lm.ops.linear_attention.tpu.plan import Sizes, make_plan
+
+N_FEATURES = 256
+
+
+def cases() -> dict[str, Case]:
+    linear = [mechanism for mechanism in mechanisms().values() if issubclass(mechanism, LinearAttention)]
+    forms = {name: form for mechanism in linear for name, form in mechanism.kernel_forms().items()}
+    found: dict[str, Case] = {name: functools.partial(mechanism_call, form) for name, form in forms.items()}
+    return found | {f'features {N_FEATURES}': features_call}
+
+
+def mechanism_call(attention: LinearAttention, dims: HeadDims, length: int) -> KernelCall:
+    """Returns the call of the operation that a mechanism makes for queries, keys and values in bfloat16."""
+
+    def make_call(q, k, v):
+        module = attention.build(dims, nnx.Rngs(0))
+        return LinearCall.from_arguments(module.arguments(*module.normalize(q, k), v))
+
+    heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
+    qkv = (jax.ShapeDtypeStruct((1, length, n, dims.head_dim), jnp.bfloat16) for n in heads)
+    return operation_call(jax.eval_shape(make_call, *qkv))
+
+
+def features_call(dims: HeadDims, length: int) -> KernelCall:
+    """Returns a call whose features are arrays in memory."""
+    x, v = (jax.ShapeDtypeStruct((1, length, dims.n_heads, n), jnp.bfloat16) for n in (N_FEATURES, dims.head_dim))
+    return operation_call(jax.eval_shape(LinearCall, x, x, v))
+
+
+def operation_call(call: LinearCall) -> KernelCall:
+    """Returns what to compile for a call of the operation, of abstract arrays."""
+
+    def function(call):
+        return compute(call, 'pallas_tpu').o_BxLxHxD
+
+    plan, part = make_plan(Sizes.of_call(call)), make_plan(Sizes.of_call(call, part=True))
+    names = ('forward', 'sums', 'backward') if plan.sums_again else ('forward', 'backward')
+    steps: Steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in names}
+    tokens = part.block * part.heads
+    part_steps: dict[tuple[str, str], float] = {
+        (kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')
+    }
+    part_steps['2 folds', 'linear_attention_fold'] = tokens / 2  # over keys, and backward over queries
+    return KernelCall(function, (call,), steps, part_steps=part_steps)

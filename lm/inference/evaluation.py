@@ -1,0 +1,153 @@
+"""The perplexity of a run on a split: `lm evaluate`, and `lm.evaluate` in Python."""
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from lm.config.configurable import check_kind
+from lm.evaluation.evaluator import AnyEvaluator, make_evaluator
+from lm.evaluation.perplexity import by_word
+from lm.evaluation.plan import plan_evaluation, settle_evaluation
+from lm.experiment import Experiment
+from lm.inference.loaded_run import OPENED, LoadedRun, load_run
+from lm.runs.records import to_json
+from lm.text import perplexity
+from lm.training.mesh import JobAddress, initialize_distributed
+from lm.training.objectives import check_objective
+
+IN_FILE_NAME = {f'evaluate.{name}' for name in ('split', 'context_length', 'window', 'batch_size', 'chunk')}
+"""Bindings that are part of the name of the file, or without effect on results."""
+
+
+def evaluate_split(
+    experiment: Experiment, run_dir: str, step: int | None, job: JobAddress, *, as_json: bool = False
+) -> None:
+    """Scores a split with the weights of a run at `step` (None: the newest), prints a table or JSON and writes
+    evaluations/*.json."""
+    initialize_distributed(experiment.mesh, job)
+    run = load_run(experiment, run_dir, step)
+    evaluator = make_run_evaluator(run)
+    result = evaluate_whole(evaluator, run)
+    if jax.process_index() != 0:
+        return
+    # A model that is run otherwise than it was trained, other data and other figures have a file of their own.
+    changes = {name: new for name, new in run.changes.items() if name not in IN_FILE_NAME}
+    result |= {'overrides': changes, 'data_sha256': run.store.fingerprints['data']}
+    parts = [f'step-{run.step}', result['split'], str(result['context_length'])]
+    parts += [experiment.evaluate.window.replace(':', '-')]
+    parts += [hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:8]] if changes else []
+    path = run.directory.evaluations / ('_'.join(parts) + '.json')
+    if as_json:
+        print(to_json(result), flush=True)
+    elif experiment.data.task:
+        print(f'{result["split"]} at step {result["step"]}: {evaluator.describe(result)}', flush=True)
+    else:
+        print_table(result)
+    run.directory.keep_evaluation(path, to_json(result) + '\n')  # by now the figures are printed
+    if not as_json:
+        print(f'written to {path}')
+
+
+def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:
+    """The result of `lm evaluate` as a dict: of a run that `lm.load` has opened, nothing is written.
+
+    Args:
+        settings: what differs from the run's own, such as split = 'test' or context_length = 4096
+            (`lm.evaluation.config.EvaluateConfig`).
+
+    Raises ConfigError where they do not fit the split.
+    """
+    return evaluate_whole(make_run_evaluator(run, **settings), run)
+
+
+def evaluate_whole(evaluator: AnyEvaluator, run: LoadedRun) -> dict[str, Any]:
+    """Evaluates the weights of a run without a reason to stop."""
+    result = evaluator(run.weights, run.step)
+    assert result is not None
+    return result
+
+
+def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
+    """What scores the weights of a run as its configuration says, but for `settings`."""
+    check_kind('run', run, LoadedRun, OPENED)
+    experiment = run.experiment
+    config = dataclasses.replace(experiment.evaluate, **settings)
+    data, train, model = experiment.data, experiment.train, experiment.model
+    check_objective(train.objective, data, model)
+    plan = plan_evaluation(settle_evaluation(config, data, train, model), run.store)
+    return make_evaluator(plan, run.functions, run.mesh)
+
+
+def print_table(result: dict) -> None:
+    """The result for people."""
+    table = Table(title=f'{result["split"]} at step {result["step"]}', show_header=False, title_justify='left')
+    rows = {
+        'perplexity per token': f'{result["perplexity"]:.4f}',
+        **by_word_and_byte(result),
+        **accuracies(result),
+        'nats in total': f'{result["sum_nats"]:.3f}',
+        'tokens scored': f'{result["tokens"]:,}',
+        'context / window': f'{result["context_length"]} / {result["window"]}',
+        'tokenizer': result['tokenizer_sha256'][:16],
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    by_position = Table(title='loss by position in the context', title_justify='left')
+    for heading in ('positions', 'loss', 'perplexity'):
+        by_position.add_column(heading, justify='right')
+    for bucket in result['loss_by_position']:
+        by_position.add_row(
+            f'{bucket["start"]}–{bucket["end"] - 1}', f'{bucket["loss"]:.4f}', f'{perplexity(bucket["loss"]):.2f}'
+        )
+    console = Console()
+    console.print(table)
+    if result.get('sets'):
+        console.print(table_of_sets(result['sets']))
+    console.print(by_position)
+
+
+def table_of_sets(sets: dict[str, dict]) -> Table:
+    """The figures of each set for people."""
+    table = Table(title='by set', title_justify='left')
+    columns = {
+        'perplexity per token': ('perplexity', '.4f'),
+        'per word': ('word_perplexity', '.4f'),
+        'bits per byte': ('bits_per_byte', '.5f'),
+        'accuracy': ('accuracy', '.2%'),
+        'frequencies alone: perplexity': ('baseline_perplexity', '.4f'),
+        'accuracy of these': ('baseline_accuracy', '.2%'),
+        'tokens': ('tokens', ','),
+    }
+    shown = {title: column for title, column in columns.items() if all(column[0] in found for found in sets.values())}
+    for heading in ('set', 'split', *shown):
+        table.add_column(heading, justify='left' if heading in ('set', 'split') else 'right')
+    for name, found in sets.items():
+        table.add_row(name, found['split'], *(format(found[figure], form) for figure, form in shown.values()))
+    return table
+
+
+def by_word_and_byte(result: dict) -> dict[str, str]:
+    """Rows for people; none where only some tokens were scored, because the others were not hidden."""
+    if 'word_perplexity' not in result:
+        return {}
+    return {
+        'perplexity per word': by_word(result, 4),
+        'bits per byte': f'{result["bits_per_byte"]:.5f}',
+        'words / bytes / documents': f'{result["words"]:,} / {result["bytes"]:,} / {result["documents"]:,}',
+    }
+
+
+def accuracies(result: dict) -> dict[str, str]:
+    """Rows for people: how often no token was more probable, and what their frequencies alone would give."""
+    if 'accuracy' not in result:
+        return {}
+    return {
+        'accuracy': f'{result["accuracy"]:.2%}',
+        'frequencies alone: perplexity': f'{result["baseline_perplexity"]:.4f}',
+        'frequencies alone: accuracy': f'{result["baseline_accuracy"]:.2%}',
+    }

@@ -1,0 +1,74 @@
+"""`lm export`: the weights of a run for other programs."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+
+from lm.errors import ConfigError, writing
+from lm.experiment import Experiment
+from lm.files import LockedError, local_path, lock
+from lm.inference.loaded_run import load_run
+from lm.interop.formats import FORMATS, NAMES
+from lm.interop.tensors import check_safetensors
+
+UNFINISHED = '.unfinished_export'
+"""A file that lies in the folder of an export until that is whole."""
+
+
+def export_run(experiment: Experiment, run_dir: str, step: int | None, *, format_name: str, out: str) -> None:
+    """Writes the weights of a run at `step` (None: the newest) to the folder `out`, in the format of `FORMATS`."""
+    check_safetensors()
+    format, folder = FORMATS[format_name], local_path(out, '--out')
+    check_out(folder)
+    format.check(experiment.model)
+    run = load_run(experiment, run_dir, step)
+    with exporting(folder):
+        format.write(run, folder)
+    names = ', '.join(sorted(path.name for path in folder.iterdir()))
+    print(f'step {run.step} of {run_dir} written to {folder}: {names}')
+
+
+def check_out(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files in `folder` of an export that was killed; raises ConfigError where anything else is there."""
+    if not folder.exists():
+        return []
+    mark = folder / UNFINISHED
+    others = [path for path in sorted(folder.iterdir()) if path != mark] if folder.is_dir() else [folder]
+    is_unfinished = folder.is_dir() and mark.is_file() and mark.stat().st_size > 0
+    for path in others:
+        if not (is_unfinished and path.name in NAMES and path.is_file()):
+            why = f'an export was stopped there, but {path.name} is not of it' if is_unfinished else 'is there already'
+            raise ConfigError(f'--out {folder}: {why}; name a new or empty folder')
+    return others
+
+
+@contextlib.contextmanager
+def exporting(folder: pathlib.Path) -> Iterator[None]:
+    """A block that writes an export: inside there is the file `UNFINISHED`, which is locked. Half an export goes if the
+    block fails, and if the process is killed, when the next one begins: it would stand in the way of the same command.
+
+    Raises ConfigError where another process writes there or has just done so, LmError where nothing can be written.
+    """
+    mark = folder / UNFINISHED
+    try:
+        with writing(mark):
+            held = lock(mark)
+    except LockedError:
+        raise ConfigError(f'--out {folder}: another process exports to it; wait for its end') from None
+    with held, contextlib.ExitStack() as stack:
+        if not held.tell():  # it is new, and goes also where the folder is refused
+            stack.callback(mark.unlink, missing_ok=True)
+        left = check_out(folder)
+        with writing(mark):
+            held.write(b'The files beside this one are half an export of lm.\n')
+            held.flush()
+        for path in left:
+            path.unlink()
+        try:
+            yield
+        except BaseException:
+            for name in NAMES:
+                (folder / name).unlink(missing_ok=True)
+            raise
+        finally:
+            mark.unlink(missing_ok=True)

@@ -1,0 +1,40 @@
+"""A shape of checkpoints that `lm import` reads. Adding one means adding one file with a class."""
+
+import abc
+import pathlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lm.model import ModelConfig
+
+Tensors = dict[str, np.ndarray]
+
+FAMILIES: dict[str, 'Family'] = {}
+"""`model_type` → family. Each subclass of `Family` that names types adds itself."""
+
+
+class Family(abc.ABC):
+    """Checkpoints of one shape; `config` is the contents of their config.json.
+
+    Attributes:
+        model_types: the values of `model_type` in config.json.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        FAMILIES.update(dict.fromkeys(cls.__dict__.get('model_types', ()), cls()))
+
+    def differences(self, config: Mapping[str, Any]) -> list[str]:
+        """Returns in words what no model here can compute; empty if a model here computes the same."""
+        return []
+
+    @abc.abstractmethod
+    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
+        """Returns the model that computes the same. `allow_imports`: a config.gin in `folder` may import modules."""
+
+    @abc.abstractmethod
+    def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
+        """Returns the tensors under the names of `lm.interop.names`. Removes those that it uses from `theirs`."""

@@ -1,0 +1,76 @@
+"""GPT-2."""
+
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lm.interop.families.base import Family, Tensors
+from lm.model import ModelConfig
+
+
+class Gpt2(Family):
+    """Layer normalization, learned positions, biases, and feed-forward layers without gates."""
+
+    model_types = ('gpt2',)
+    ACTIVATIONS: ClassVar = {'gelu_new': 'gelu', 'gelu_pytorch_tanh': 'gelu', 'silu': 'silu', 'swish': 'silu'}
+    MASKS = ('.attn.bias', '.attn.masked_bias')
+    """Endings of the tensors in old files that are no weights."""
+
+    def differences(self, config: Mapping[str, Any]) -> list[str]:
+        epsilon = config.get('layer_norm_epsilon', 1e-5)
+        activation = config.get('activation_function', 'gelu_new')
+        found = {
+            f'layer_norm_epsilon = {epsilon} (here 1e-05)': not math.isclose(epsilon, 1e-5, rel_tol=1e-3),
+            f'activation_function = {activation!r}': activation not in self.ACTIVATIONS,
+            'attention that is not scaled': not config.get('scale_attn_weights', True),
+            'attention that is scaled by the layer': bool(config.get('scale_attn_by_inverse_layer_idx')),
+            'attention to an encoder': bool(config.get('add_cross_attention')),
+            'quantized weights': config.get('quantization_config') is not None,
+        }
+        return [what for what, differs in found.items() if differs]
+
+    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
+        width, heads = config['n_embd'], config['n_head']
+        return ModelConfig(
+            vocab_size=config['vocab_size'],
+            n_layers=config['n_layer'],
+            d_model=width,
+            n_heads=heads,
+            head_dim=width // heads,
+            hidden_dim=config.get('n_inner') or 4 * width,
+            activation=self.ACTIVATIONS[config.get('activation_function', 'gelu_new')],
+            gated=False,
+            biases=True,
+            sinusoids=False,
+            rotary_base=None,
+            learned_positions=config['n_positions'],
+            tied=bool(config.get('tie_word_embeddings', True)),
+        )
+
+    def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
+        for name in [name for name in theirs if name.endswith(self.MASKS)]:
+            del theirs[name]
+        # The files of the first GPT-2 have 'wte.weight', newer files 'transformer.wte.weight'.
+        begin = 'transformer.' if 'transformer.wte.weight' in theirs else ''
+        take = lambda name: theirs.pop(begin + name)  # noqa: E731
+        tied, root = bool(config.get('tie_word_embeddings', True)), math.sqrt(config['n_embd'])
+        ours = {
+            'embedding.weight': take('wte.weight') / root,  # models here multiply embeddings by √D at the input
+            'positions.weight': take('wpe.weight') / root,
+            'final_norm.weight': take('ln_f.weight') * (root if tied else 1.0),
+            'final_norm.bias': take('ln_f.bias') * (root if tied else 1.0),
+        }
+        if tied:
+            theirs.pop('lm_head.weight', None)
+        else:
+            ours['head.weight'] = theirs.pop('lm_head.weight')
+        maps = {'qkv': 'attn.c_attn', 'attention_out': 'attn.c_proj', 'glu_in': 'mlp.c_fc', 'glu_out': 'mlp.c_proj'}
+        for i in range(config['n_layer']):
+            for our, their in maps.items():  # GPT-2 matrices have inputs first
+                ours[f'layers.{i}.{our}.weight'] = take(f'h.{i}.{their}.weight').T
+                ours[f'layers.{i}.{our}.bias'] = take(f'h.{i}.{their}.bias')
+            for our, their in {'attention_norm': 'ln_1', 'glu_norm': 'ln_2'}.items():
+                for part in ('weight', 'bias'):
+                    ours[f'layers.{i}.{our}.{part}'] = take(f'h.{i}.{their}.{part}')
+        return ours

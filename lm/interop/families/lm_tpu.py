@@ -1,0 +1,24 @@
+"""Checkpoints that `lm export` has written."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from lm.experiment import load
+from lm.interop.families.base import Family, Tensors
+from lm.interop.formats import MODEL_TYPE
+from lm.model import ModelConfig
+
+
+class Ours(Family):
+    """Either format of `lm export`. The file config.gin describes the model."""
+
+    model_types = (MODEL_TYPE,)
+
+    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
+        return load([str(folder / 'config.gin')], allow_imports=allow_imports).model
+
+    def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
+        ours = dict(theirs)
+        theirs.clear()
+        return ours

@@ -1,0 +1,101 @@
+"""The shared parts of the formulas: attention whose weights are all in memory at once, in float32.
+
+B batch, L length (queries), M length (keys), H query heads, K key heads, C head size, r numbers of a sketch.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+EPSILON = 1e-5
+"""Added to the variance in every normalization."""
+
+MECHANISMS = {}
+"""Gin name → formula. A subclass of `Mechanism` with a `name` adds itself."""
+
+
+def gelu(x):
+    """The tanh approximation."""
+    return F.gelu(x, approximate='tanh')
+
+
+def scores(q_BxLxHxE, k_BxMxKxE):
+    """Inner products [B, H, L, M]; head h reads key head h // (H / K)."""
+    k_BxMxHxE = k_BxMxKxE.repeat_interleave(q_BxLxHxE.shape[2] // k_BxMxKxE.shape[2], dim=2)
+    return torch.einsum('blhe,bmhe->bhlm', q_BxLxHxE, k_BxMxHxE)
+
+
+def distances(length, device):
+    """i - j of query i and key j, [L, M]."""
+    position = torch.arange(length, device=device)
+    return position[:, None] - position
+
+
+def layer_norm(size):
+    return nn.LayerNorm(size, eps=EPSILON)
+
+
+NORMS = {'layer': layer_norm, 'rms': lambda size: nn.RMSNorm(size, eps=EPSILON)}
+
+
+class Mechanism(nn.Module):
+    """One layer's attention. A subclass computes the weights of all pairs before the mask.
+
+    Its constructor takes the numbers of query heads and key heads, the head size, and by name everything that
+    `Attention.portable` returns. Its parameters have the names of the mechanism's parameters in JAX.
+
+    Attributes:
+        bias: added to the sum of the weights.
+        divides: the weights are divided by their sum.
+        epsilon: a sum of signed weights within epsilon of 0 moves by 2 epsilon; None: no weight is negative.
+        causal: later tokens are hidden.
+    """
+
+    bias, divides, epsilon, causal = 0.0, True, None, True
+
+    def __init_subclass__(cls, *, name='', **options):
+        super().__init_subclass__(**options)
+        if name:
+            MECHANISMS[name] = cls
+
+    def weights(self, q_BxLxHxC, k_BxMxKxC):
+        """[B, H, L, M]."""
+        raise TypeError(f'{type(self).__name__} gives no weights')
+
+    def forward(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC):
+        """[B, L, H, C] of whole sequences, computed in float32 whatever type the model was loaded in."""
+        if any(parameter.dtype != torch.float32 for parameter in self.parameters()):
+            own = {name: parameter.float() for name, parameter in self.named_parameters()}
+            return functional_call(self, own, (q_BxLxHxC, k_BxMxKxC, v_BxMxKxC))
+        return self.mixed(q_BxLxHxC.float(), k_BxMxKxC.float(), v_BxMxKxC.float()).to(q_BxLxHxC.dtype)
+
+    def mixed(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC):
+        """[B, L, H, C]."""
+        w_BxHxLxM = self.weights(q_BxLxHxC, k_BxMxKxC)
+        if self.causal:
+            w_BxHxLxM = w_BxHxLxM.masked_fill(distances(w_BxHxLxM.shape[-1], w_BxHxLxM.device) < 0, 0.0)
+        if self.divides:
+            total = self.bias + w_BxHxLxM.sum(-1, keepdim=True)
+            if self.epsilon is not None:
+                total = total + 2 * self.epsilon * (total.abs() <= self.epsilon)
+            w_BxHxLxM = w_BxHxLxM / total
+        v_BxMxHxC = v_BxMxKxC.repeat_interleave(q_BxLxHxC.shape[2] // v_BxMxKxC.shape[2], dim=2)
+        return torch.einsum('bhlm,bmhc->blhc', w_BxHxLxM, v_BxMxHxC)
+
+
+class NormedMechanism(Mechanism):
+    """With layer normalizations of queries and keys."""
+
+    def make_norms(self, size):
+        self.q_norm, self.k_norm = layer_norm(size), layer_norm(size)
+
+    def normalize(self, q, k):
+        return self.q_norm(q), self.k_norm(k)
+
+
+def score_scale(degree, size):
+    """A power of two that keeps high powers of scores in float32; with the bias times its power the same weights."""
+    return 2.0 ** -min(round(math.log2(size)), 112 // degree) if degree > 8 else 1.0

@@ -1,0 +1,16 @@
+"""Polynomial attention (PolySketchFormer §2.1)."""
+
+from lm.interop.formulas.base import NormedMechanism, score_scale, scores
+
+
+class PolynomialFormula(NormedMechanism, name='polynomial'):
+    """⟨q', k'⟩^degree."""
+
+    def __init__(self, heads, kv_heads, size, *, degree, denominator_bias, gate=False, offset=None):
+        super().__init__()
+        self.make_norms(size)
+        self.degree, self.scale = degree, score_scale(degree, size)
+        self.bias = denominator_bias * self.scale**degree
+
+    def weights(self, q, k):
+        return (self.scale * scores(*self.normalize(q, k))) ** self.degree

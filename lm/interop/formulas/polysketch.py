@@ -1,0 +1,119 @@
+"""Polysketch attention (PolySketchFormer)."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lm.interop.formulas.base import EPSILON, NormedMechanism, gelu, score_scale, scores
+
+
+class SketchNetwork(nn.Module):
+    """LayerNorm, m → `hidden`, gelu, → r, LayerNorm, → `hidden`, gelu, → r; its arrays have an axis over n sketches in
+    front."""
+
+    def __init__(self, n, size, r, hidden):
+        super().__init__()
+        shapes = ((size, hidden), (hidden, r), (r, hidden), (hidden, r))
+        self.kernels = nn.ParameterList([torch.zeros(n, *shape) for shape in shapes])
+        self.scales = nn.ParameterList([torch.ones(n, 1, m) for m in (size, r)])
+        self.biases = nn.ParameterList([torch.zeros(n, 1, m) for m in (size, r)])
+
+    def forward(self, x_BxLxNxGxM):
+        for i in range(2):
+            normal = F.layer_norm(x_BxLxNxGxM, x_BxLxNxGxM.shape[-1:], eps=EPSILON) * self.scales[i] + self.biases[i]
+            x_BxLxNxGxM = gelu(normal @ self.kernels[2 * i]) @ self.kernels[2 * i + 1]
+        return x_BxLxNxGxM
+
+
+class LearnedTree(nn.Module):
+    """√r tanh(√(1/r) f₁(x) ∗ f₂(y)) at each node, the nodes above the leaves first."""
+
+    def __init__(self, n, size, r, power, width):
+        super().__init__()
+        self.r, self.power = r, power
+        self.maps = nn.ModuleList(
+            nn.ModuleList(SketchNetwork(n, m, r, width * r) for _ in range(2)) for m in self.inputs(size, r, power)
+        )
+
+    @staticmethod
+    def inputs(size, r, power):
+        """The size of the children of each node."""
+        return [size] * (power // 2) + [r] * max(power // 2 - 1, 0)
+
+    def leaves(self, x):
+        return [x] * self.power
+
+    def join(self, node, left, right):
+        first, second = self.maps[node]
+        return self.r**0.5 * torch.tanh(self.r**-0.5 * first(left) * second(right))
+
+    def forward(self, x_BxLxNxGxM):
+        if self.power == 1:
+            return x_BxLxNxGxM
+        level, node = self.leaves(x_BxLxNxGxM), 0
+        while len(level) > 1:
+            pairs = list(zip(level[::2], level[1::2], strict=True))
+            level = [self.join(node + i, *pair) for i, pair in enumerate(pairs)]
+            node += len(pairs)
+        return level[0]
+
+
+class RandomTree(LearnedTree):
+    """√(1/r) (x G₁) ∗ (y G₂) at each node."""
+
+    def __init__(self, n, size, r, power, width):
+        nn.Module.__init__(self)
+        self.r, self.power = r, power
+        self.maps = fixed((2, n, m, r) for m in self.inputs(size, r, power))
+
+    def join(self, node, left, right):
+        return (left @ self.maps[node][0]) * (right @ self.maps[node][1]) * self.r**-0.5
+
+
+class HadamardTree(RandomTree):
+    """With a map of its own in front of each leaf."""
+
+    def __init__(self, n, size, r, power, width):
+        nn.Module.__init__(self)
+        self.r, self.power = r, power
+        self.base = fixed((n, size, r) for _ in range(power if power > 1 else 0))
+        self.maps = fixed((2, n, r, r) for _ in range(max(power - 1, 0)))
+
+    def leaves(self, x):
+        return [x @ base * self.r**-0.5 for base in self.base]
+
+
+TREES = {'learned': LearnedTree, 'gaussian': RandomTree, 'srht': HadamardTree}
+
+
+def fixed(shapes):
+    """Arrays that are not trained."""
+    return nn.ParameterList([nn.Parameter(torch.zeros(shape), requires_grad=False) for shape in shapes])
+
+
+class PolysketchFormula(NormedMechanism, name='polysketch'):
+    """⟨ψ(q'), ψ(k')⟩², and with `local` ⟨q', k'⟩^degree inside a block."""
+
+    def __init__(
+        self, heads, kv_heads, size, *, sketch, sketch_size, degree, local, block, per_head, denominator_bias,
+        network_width=8, gate=False, offset=None,
+    ):  # fmt: skip
+        super().__init__()
+        self.make_norms(size)
+        self.degree, self.block, self.scale = degree, block if local else None, score_scale(degree, size)
+        self.bias = denominator_bias * self.scale**degree
+        self.n = kv_heads if per_head else 1
+        self.sketch = TREES[sketch](self.n, size, sketch_size, degree // 2, network_width)
+
+    def features(self, x_BxLxHxC):
+        grouped = x_BxLxHxC.reshape(*x_BxLxHxC.shape[:2], self.n, -1, x_BxLxHxC.shape[-1])
+        return self.sketch(grouped).reshape(*x_BxLxHxC.shape[:3], -1)
+
+    def weights(self, q, k):
+        q, k = self.normalize(q, k)
+        part = self.scale ** (self.degree // 4)  # sketches multiply to scores' power degree / 2
+        far = scores(part * self.features(q), part * self.features(k)) ** 2
+        if self.block is None:
+            return far
+        block = torch.arange(k.shape[1], device=k.device) // self.block
+        return torch.where(block[:, None] == block, (self.scale * scores(q, k)) ** self.degree, far)

@@ -1,0 +1,125 @@
+"""`lm import`: a checkpoint of other programs as a run."""
+
+import dataclasses
+import logging
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.config.text import dump
+from lm.data import tokenizers
+from lm.errors import ConfigError, MismatchError, writing
+from lm.experiment import Experiment
+from lm.files import local_path
+from lm.interop.export_run import UNFINISHED
+from lm.interop.families import find
+from lm.interop.names import from_tensors
+from lm.interop.tensors import check_safetensors, read_tensors
+from lm.model.functions import ModelFunctions
+from lm.runs.config_diff import compare_texts, parse_bindings
+from lm.runs.info import read_raw
+from lm.runs.run_dir import RunDir
+from lm.training.inputs import check_vocabulary
+
+log = logging.getLogger(__name__)
+
+SHAPE = 'model.gin'
+"""What of an imported model a gin file with another mechanism is combined with."""
+
+
+def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_imports: bool = False) -> None:
+    """Makes a run directory of a checkpoint in the folder `folder_name`: its step 0, without optimizer state, and
+    beside it model.gin, the model without its mechanism.
+
+    The model is the checkpoint's, all else the given configuration's, which must not ask for another model. With data,
+    the vocabulary is compared, and the tokenizer where one lies beside the checkpoint.
+
+    Raises what `lm.interop.families.find`, `check_given` and `from_tensors` raise.
+    """
+    check_safetensors()
+    folder, run = local_path(folder_name, 'DIR'), RunDir(run_dir)
+    unfinished = 'imported' in read_raw(run.info) and not run.has_checkpoint()  # killed, or on a full disk
+    if run.path.exists() and not unfinished and (not run.path.is_dir() or any(run.path.iterdir())):
+        raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
+    if (folder / UNFINISHED).exists():
+        raise MismatchError(f'{folder}: holds half an export; run that lm export again, or wait for its end')
+    family, config = find(folder)
+    given = experiment
+    experiment = dataclasses.replace(given, model=family.model(folder, config, allow_imports))
+    check_given(given, experiment, folder)
+    experiment.model.check_length(experiment.train.context_length)
+    fingerprints = fingerprints_of(experiment, folder)
+    theirs = read_tensors(folder)
+    try:
+        tensors = family.tensors(theirs, config)
+    except KeyError as error:
+        raise MismatchError(f'{folder}: lacks the tensor {error}; fetch it again') from None
+    if theirs:
+        raise ConfigError(f'{folder}: a model that no model here equals: it has {", ".join(sorted(theirs)[:3])}')
+    functions = ModelFunctions(experiment.model, jnp.float32)
+    weights = from_tensors(tensors, functions.abstract, str(folder))
+    parameters = sum(functions.count_parameters().values())
+    if unfinished:
+        for path in (run.config, run.info):  # the one that tells so goes last
+            path.unlink(missing_ok=True)
+    run.create_or_resume(experiment, {'parameters': parameters, 'imported': str(folder), **fingerprints})
+    with writing(run.path / SHAPE):
+        (run.path / SHAPE).write_text(shape_of(experiment))
+    with Checkpointer(run.checkpoints, experiment.checkpoint, fingerprints, run.record_saved) as checkpointer:
+        checkpointer.save(0, jax.tree.map(jnp.asarray, weights), metadata={'config': dump(experiment)})
+        checkpointer.wait()  # which makes it an import
+    print(
+        f'{parameters:,} parameters of {folder} written to {run.path}; to go on from them, with any mechanism:\n'
+        f'lm train --gin_file {run.path / SHAPE} --gin_param "train.init_from = {str(run.path)!r}" …'
+    )
+
+
+def check_given(given: Experiment, imported: Experiment, folder: pathlib.Path) -> None:
+    """Raises ConfigError where something was said of the model that the checkpoint's is not: it would not count."""
+    default = parse_bindings(dump(Experiment()))
+    for name, own, wanted in compare_texts(dump(imported), dump(given)):
+        if wanted is not None and wanted != default.get(name):
+            has = 'has none' if own is None else f'has {own}'
+            raise ConfigError(
+                f'{name} = {wanted}: an import keeps the model of the checkpoint, and {folder} {has}; leave this out, '
+                'and give it to the run that starts from the import, or to lm evaluate'
+            )
+
+
+def shape_of(experiment: Experiment) -> str:
+    """The bindings of the model but for its attention, as gin text."""
+    lines = [line for line in dump(experiment).splitlines() if line.startswith('model.')]
+    return '\n'.join(line for line in lines if not line.startswith('model.attention ')) + '\n'
+
+
+def fingerprints_of(experiment: Experiment, folder: pathlib.Path) -> dict[str, str]:
+    """Of the tokenizer, where it is known: that of the data, or the only one that lies in the folder.
+
+    Raises MismatchError where data are given and no tokenizer of the folder is theirs.
+    """
+    known = tokenizers_in(folder)
+    if not experiment.data.path and not experiment.data.mixture:
+        return {'tokenizer': next(iter(known))} if len(known) == 1 else {}
+    store = experiment.data.open(experiment.train.context_length)
+    check_vocabulary(store, experiment.data, experiment.model)
+    ours = store.fingerprints['tokenizer']
+    if known and ours not in known:
+        path = next(iter(known.values()))
+        raise MismatchError(
+            f"{path}: is not the tokenizer of {store.path}; prepare the data with tokenizer.model_path = '{path}'"
+        )
+    return {'tokenizer': ours}
+
+
+def tokenizers_in(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Fingerprint → file of the tokenizers that lie in a folder, as far as they can be read here."""
+    found = {}
+    for path in (folder / name for name in tokenizers.FILE_NAMES):
+        if path.exists():
+            try:
+                found[tokenizers.load(path).sha256] = path
+            except ConfigError as error:
+                log.warning('the tokenizer of %s is not compared: %s', folder, error)
+    return found

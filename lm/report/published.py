@@ -1,0 +1,105 @@
+"""Reads what papers published, table by table, from the files `published*.toml` of `configs/papers`."""
+
+import dataclasses
+import functools
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from lm.config.project import project_root
+
+WORDS = {('sketch', 'gaussian'): 'random', ('local', True): ' + local', ('local', False): ''}
+"""(field, value) → its text in a label, if that is not the value."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
+    """A row of a table.
+
+    Attributes:
+        group: the heading above it.
+        label: its name, made from its fields as the paper prints it.
+        mechanism: the attention of its runs; None: no run repeats the row.
+        fields: field of the mechanism → value; 'None' stands for None, which TOML lacks.
+        settings: binding → value of the runs that repeat the row; a list has a value per column.
+        values: a number per column, or the text that the paper prints in its place.
+    """
+
+    group: str
+    label: str
+    mechanism: str | None
+    fields: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    values: list[float | str]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PaperTable:
+    """One table.
+
+    Attributes:
+        key: its name in paper.csv.
+        title: number and contents.
+        source: the paper, and the place of the table in it.
+        unit: of the values.
+        measure: perplexity, accuracy (in percent) or steps_per_second.
+        axis: the binding whose values are the columns.
+        columns: these values.
+        labels: mechanism → the template of its labels, and the fields that all its rows have.
+        rows: in the paper's order.
+        corpus: the text of its runs; None: any text.
+        task: the synthetic task of its runs.
+        only_with: label of a row; the table counts only beside runs of its mechanism.
+    """
+
+    key: str
+    title: str
+    source: str
+    unit: str
+    measure: str
+    axis: str
+    columns: list[int]
+    labels: Mapping[str, tuple[str, Mapping[str, Any]]]
+    rows: list[Row]
+    corpus: str | None = None
+    task: str | None = None
+    only_with: str | None = None
+
+
+@functools.cache
+def load_tables() -> dict[str, PaperTable]:
+    """Returns key → table, in the order of the files."""
+    files = sorted((project_root() / 'configs' / 'papers').rglob('published*.toml'))
+    found = [_table(tomllib.loads(path.read_text(encoding='utf-8'))) for path in files]
+    return {table.key: table for table in found}
+
+
+def make_label(template: str, fields: Mapping[str, Any]) -> str:
+    """Returns the template with the values of the fields in it."""
+    return template.format(**{name: WORDS.get((name, value), value) for name, value in fields.items()})
+
+
+def _table(data: dict[str, Any]) -> PaperTable:
+    labels = {name: (fields.pop('label'), fields) for name, fields in data.pop('mechanisms').items()}
+    settings, rows = _flatten(data.pop('settings', {})), []
+    for group in data.pop('groups'):
+        for row in group['rows']:
+            mechanism, values = row.pop('mechanism', None), row.pop('values')
+            template, fields = labels.get(mechanism, (row.pop('label', ''), {}))
+            # A key with a dot is a binding of the run, any other key a field of the mechanism.
+            row = _flatten(row)
+            bindings = {name: value for name, value in row.items() if '.' in name}
+            fields = fields | {name: value for name, value in row.items() if '.' not in name}
+            layers = f', {bindings["model.n_layers"]} layers' if 'model.n_layers' in bindings else ''
+            label = make_label(template, fields | {'layers': layers})
+            bindings = settings | _flatten(group.get('settings', {})) | bindings
+            rows.append(Row(group['title'], label, mechanism, fields, bindings, values))
+    return PaperTable(**data, labels=labels, rows=rows)
+
+
+def _flatten(data: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+    """Returns {'model.n_layers': 12} for {'model': {'n_layers': 12}}, as TOML reads dotted keys."""
+    found = {}
+    for name, value in data.items():
+        found |= _flatten(value, f'{prefix}{name}.') if isinstance(value, dict) else {f'{prefix}{name}': value}
+    return found

@@ -1,0 +1,67 @@
+"""`lm report`: runs → a table (Markdown, CSV), the paper's table with ours beside it, and pictures.
+
+- report.md: every number, with the run that it came from
+- runs.csv: a row per run
+- paper.csv: the paper's numbers and ours
+- curves.csv: the points of all pictures
+- *.png, *.pdf: the pictures, a column wide
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from etils import epath
+
+from lm import plots
+from lm.config.text import join_names
+from lm.errors import ConfigError
+from lm.files import local_path, open_path
+from lm.report import paper
+from lm.report.report import Report
+from lm.runs import sweep_file
+from lm.runs.records import Run, find_runs
+from lm.text import counted
+
+
+def write_report(
+    paths: Sequence[str], out: str, *, split: str | None = None, corpus: str | None = None, pictures: bool = True
+) -> None:
+    """Writes the report on the runs at `paths` into the folder `out`, and prints its table.
+
+    Args:
+        paths: run directories, sweeps, or globs of them.
+        split, corpus: as in `lm.report.report.Report`.
+        pictures: draw them, too.
+    """
+    runs = find_runs(paths)
+    check_split(runs, split)
+    if pictures:
+        plots.check_matplotlib()
+    folder = local_path(out, '--out')
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f'--out {out}: {error.strerror}; name a local folder') from None
+    report = Report(runs, folder, split, corpus, absent=find_points_without_runs(paths))
+    report.write(pictures)
+    print(report.format_table())
+    if missing := paper.explain_no_match(report.comparison, corpus):
+        print(f'\n{missing}')
+    print(f'\n{counted(len(report.written), "file")} in {folder}: {", ".join(report.written)}')
+
+
+def check_split(runs: Sequence[Run], split: str | None) -> None:
+    """Raises ConfigError where no run was ever evaluated on `split`; None is the split of training."""
+    known = {str(r['split']) for run in runs for r in [*run.evals, *run.evaluations] if r.get('split')}
+    if split is not None and split not in known:
+        others = f'those are of {join_names(sorted(known))}' if known else 'nor of any other'
+        raise ConfigError(
+            f'--split {split}: no evaluation of these runs is of it, {others}; run lm evaluate --split {split} first'
+        )
+
+
+def find_points_without_runs(paths: Iterable[str]) -> list[dict[str, Any]]:
+    """Returns the points of the sweeps among `paths` that have no run directory: not begun, or refused."""
+    roots = [root for path in paths if '*' not in path and sweep_file.is_sweep(root := epath.Path(open_path(path)))]
+    rows = [(root, row) for root in roots for row in sweep_file.read_rows(root)]
+    return [row for root, row in rows if not (root / row['point'] / 'config.gin').exists()]

@@ -1,0 +1,158 @@
+"""Decides whether a run directory holds the run that a configuration describes, and explains why not."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from lm.checkpoint.snapshot import Damaged, Snapshot, find_committed_steps
+from lm.errors import ConfigError, MismatchError
+from lm.files import is_remote
+from lm.runs.config_diff import compare_bindings, is_permitted, parse_bindings
+from lm.runs.info import check_not_imported, read_raw
+from lm.runs.metrics_file import read_lines
+from lm.runs.paths import SWEEP, RunPaths, read_text
+
+TITLE = '# A complete configuration'
+"""The beginning of a config.gin that `lm train` has written."""
+
+
+@dataclasses.dataclass
+class Contents:
+    """The contents of a run directory.
+
+    Attributes:
+        resumed: it holds a run.
+        info: run.json, {} where it is missing or damaged.
+        logged: the newest logged step.
+        notes: warnings for people.
+    """
+
+    resumed: bool
+    info: dict[str, Any]
+    logged: int
+    notes: list[str]
+
+
+def check_identity(run: RunPaths, text: str, rewound: bool) -> Contents:
+    """Reads the directory, and raises MismatchError or ConfigError if the configuration `text` would make it another
+    run. `rewound`: the run goes back to an earlier step, so that its optimizer may change."""
+    if run.path.exists() and not run.path.is_dir():
+        raise ConfigError(f'--run_dir {run.path}: is a file; name a directory')
+    _check_kinds(run)
+    steps = find_committed_steps(run.checkpoints)
+    info = read_raw(run.info)
+    check_not_imported(info, '--run_dir', run.path)
+    config = read_text(run.config)
+    files = [path for path in (run.config, run.info, run.metrics_file) if path.exists()]
+    if files and not info and not steps and not config.startswith(TITLE):
+        raise ConfigError(
+            f'--run_dir {run.path}: its {files[0].name} is not of a run of lm train; name another directory'
+        )
+    if not files and (run.path / SWEEP).exists():
+        raise ConfigError(f'--run_dir {run.path}: holds a sweep, which a run would hide; name another directory')
+    logged = max((record['step'] for _, record in read_lines(run.metrics_file) if record), default=0)
+    old, new = parse_bindings(config), parse_bindings(text)
+    found = Contents(bool(files), info, logged, [])
+    if files and not info:
+        found.notes.append(f'{run.info} could not be read and is written anew')
+    if files and not old:
+        found.notes.append(f'{run.config} could not be read and is written anew')
+    if files:
+        _check_progress(run, found, steps, old, rewound)
+    # A config.gin without bindings says nothing: then only the checkpoint says which run it is.
+    if old:
+        _check_changes(run, run.config, old, new, found.notes, rewound)
+    if recorded := _read_configuration_of_checkpoint(run, steps, info):
+        step, old = recorded
+        _check_changes(run, run.checkpoints / str(step), old, new, found.notes, rewound)
+    found.notes = list(dict.fromkeys(found.notes))
+    return found
+
+
+def _check_kinds(run: RunPaths) -> None:
+    """Raises MismatchError where a file or folder of the run is of the other kind, or cannot be read."""
+    for path, kind in (
+        (run.config, 'file'),
+        (run.info, 'file'),
+        (run.metrics_file, 'file'),
+        (run.checkpoints, 'folder'),
+    ):
+        try:
+            wrong = path.exists() and path.is_dir() != (kind == 'folder')
+            if not wrong and kind == 'file' and path.exists() and not is_remote(path):
+                path.open('rb').close()
+        except OSError as error:
+            raise MismatchError(f'{path} cannot be read ({error.strerror}); allow it, then run it again') from None
+        if wrong:
+            raise MismatchError(f'{path}: must be a {kind}; move it away, then run it again')
+
+
+def _check_progress(run: RunPaths, found: Contents, steps: list[int], old: Mapping[str, str], rewound: bool) -> None:
+    """Raises MismatchError where the run is known to have been saved and no checkpoint is there.
+
+    A process that is killed between a commit and its note in run.json leaves no `saved_step`. Then the folder, which
+    is made before the first step, decides.
+    """
+    saved = found.info.get('saved_step')
+    if 'saved_step' not in found.info:
+        # A run of an older version: each save has waited for the one before.
+        every = old.get('checkpoint.save_every_steps', '')
+        saved = found.logged // int(every) * int(every) - int(every) if every.isdigit() and int(every) else None
+    elif found.logged and not saved and not is_remote(run.path) and not run.checkpoints.exists():
+        raise MismatchError(
+            f'--run_dir {run.path}: the run had reached step {found.logged}, but {run.checkpoints} is gone; '
+            'mount or restore that folder, or start again in a new --run_dir'
+        )
+    if not saved or saved <= 0 or (steps and steps[-1] >= saved):
+        return
+    if not steps:
+        raise MismatchError(
+            f'--run_dir {run.path}: the run was saved at step {saved}, but {run.checkpoints} holds no '
+            'checkpoint; mount or restore that folder, or start again in a new --run_dir'
+        )
+    if not rewound:
+        found.notes.append(f'{run.checkpoints}: step {saved} was saved but is gone; going on from step {steps[-1]}')
+
+
+def _read_configuration_of_checkpoint(
+    run: RunPaths, steps: list[int], info: Mapping[str, Any]
+) -> tuple[int, dict[str, str]] | None:
+    """Returns (step, bindings) of the newest checkpoint whose record can be read, with the changes of later rewinds.
+    None for a checkpoint of an older version, which kept no configuration."""
+    for step in reversed(steps):
+        try:
+            text = Snapshot(run.checkpoints, step).record()['metadata'].get('config')
+        except Damaged:
+            continue
+        if not text:
+            break
+        bindings = parse_bindings(text)
+        for rewind in info.get('rewinds', []):
+            if rewind['to'] >= step:
+                bindings |= {name: new for name, _, new in rewind['changed'] if new is not None}
+        return step, bindings
+    return None
+
+
+def _check_changes(
+    run: RunPaths, source: epath.Path, old: Mapping[str, str], new: Mapping[str, str], notes: list[str], rewound: bool
+) -> None:
+    """Raises MismatchError where a binding has changed that may not change; notes fields that came or went."""
+    refused = []
+    for change in compare_bindings(old, new):
+        if is_permitted(change, old, new, rewound):
+            continue
+        if change.old is None or change.new is None:
+            # Another version of the program added or removed the field, or its mechanism was not used before.
+            notes.append(f'{run.path}: {change.binding} was {change.old or "absent"}, now {change.new or "absent"}')
+        else:
+            refused.append(f'{change.binding} was {change.old}, now {change.new}')
+    if refused:
+        more = f' (and {len(refused) - 1} more)' if len(refused) > 1 else ''
+        where = '' if source == run.config else f' (by the record of {source.name} in checkpoints)'
+        raise MismatchError(
+            f'--run_dir {run.path} holds a run of another configuration{where}: {refused[0]}{more}; '
+            'give the old value, or a new --run_dir'
+        )

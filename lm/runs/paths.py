@@ -1,0 +1,62 @@
+"""The paths of a run: which names are allowed, and where the files of a run directory lie."""
+
+import os
+import re
+
+from etils import epath
+
+from lm.errors import ConfigError
+from lm.files import AnyPath, is_remote, open_path
+
+SWEEP = 'sweep.json'
+"""The file that makes a folder the folder of a sweep (`lm.runs.sweep_file`), which is no run itself."""
+
+
+class RunPaths:
+    """The files of the run in `path`: a local folder or an address such as gs://bucket/run.
+
+    Raises ConfigError for a path that `check_path` refuses.
+    """
+
+    def __init__(self, path: epath.PathLike):
+        self.path = epath.Path(check_path(path))
+        if not is_remote(self.path):
+            self.path = self.path.absolute()
+        self.config = self.path / 'config.gin'
+        self.info = self.path / 'run.json'
+        self.metrics_file = self.path / 'metrics.jsonl'
+        self.checkpoints = self.path / 'checkpoints'
+        self.evaluations = self.path / 'evaluations'
+
+
+def check_name(name: str) -> str:
+    """Returns the name of a run. Raises ConfigError unless it is plain and stays where it is put."""
+    if not re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9._-]{0,127}', name) or '..' in name:
+        raise ConfigError(
+            f'run name {name[:150]!r}: must be 1 to 128 letters, digits, ".", "_" or "-", begin with a letter or '
+            'digit, and not contain ".."'
+        )
+    return name
+
+
+def check_path(path: epath.PathLike) -> AnyPath:
+    """Returns the path as `open_path` gives it, and raises its ConfigError. The error is also raised for '..'
+    components, control characters, and no path at all."""
+    text = os.fspath(path)
+    if not text.strip():
+        raise ConfigError(f'--run_dir {text!r}: name a directory')
+    opened = open_path(text, '--run_dir')
+    parts = re.split(r'[/\\]', text)
+    if '..' in parts:
+        raise ConfigError(f"--run_dir {text!r}: must not contain '..'; write the path without it")
+    if any(ord(character) < 32 or ord(character) == 127 for character in text) or max(map(len, parts)) > 255:
+        raise ConfigError(f'--run_dir {text[:150]!r}: must not contain control characters or parts over 255 characters')
+    return opened
+
+
+def read_text(path: epath.Path) -> str:
+    """Returns the text of a file, or '' where the file is missing or not UTF-8."""
+    try:
+        return path.read_bytes().decode()
+    except (OSError, ValueError):
+        return ''

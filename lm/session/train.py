@@ -1,0 +1,156 @@
+"""`lm train`: a run, from top to bottom.
+
+    open_session: plan → lock → restore or initialise → compile → write config.gin and run.json, open metrics.jsonl
+    Trainer.run: (batch → step → log → evaluate → save)* → close
+
+Steps are dispatched ahead of the host: the metrics of step n are fetched after step n + 1 has been dispatched. Resuming
+is exact: the state holds everything, the data are a function of the step, and metrics.jsonl is cut back to the restored
+step, so that an interrupted run leaves the files of an uninterrupted one.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import jax
+
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.compilation.cache import CompileCache
+from lm.data.batches import Batches
+from lm.evaluation.evaluator import make_evaluator
+from lm.experiment import Experiment
+from lm.hardware import Target, peak_flops
+from lm.plan import RunPlan, make_plan
+from lm.runs.goodput import Goodput, read_process_start
+from lm.runs.run_dir import RunDir
+from lm.session.start import Origin, Request, Start, find_origin, print_plan, restore_or_init, write_start
+from lm.session.trainer import Computation, Records, Services, Trainer
+from lm.training.heartbeat import Peers
+from lm.training.mesh import JobAddress, batch_sharding, initialize_distributed, meet
+from lm.training.preemption import Preemption
+from lm.training.profiler import Profiler
+from lm.training.program import compile_in_background, shardings_of
+from lm.training.progress import Progress, Throughput
+from lm.training.step import State
+from lm.training.watchdog import Watchdog
+
+
+def train_in_job(
+    experiment: Experiment,
+    run_dir: str,
+    job: JobAddress,
+    *,
+    rewind_to: int | None = None,
+    compile_cache: str | None = None,
+    branch_from: str | None = None,
+    step: int | None = None,
+) -> None:
+    """Joins the processes of the job, watches over them, and calls `train` with the same arguments."""
+    initialize_distributed(experiment.mesh, job, meets=False)
+    with Peers(experiment.mesh.heartbeat_seconds):
+        meet(experiment.mesh)
+        train(experiment, run_dir, rewind_to, compile_cache, read_process_start(), branch_from, step)
+
+
+def train(
+    experiment: Experiment,
+    run_dir: str,
+    rewind_to: int | None = None,
+    compile_cache: str | None = None,
+    begun: float | None = None,
+    branch_from: str | None = None,
+    step: int | None = None,
+) -> State:
+    """Trains, or continues the run that lies in `run_dir`. Returns the final state (see `lm.training.step`).
+
+    Args:
+        rewind_to: the step whose checkpoint it goes on from; default: the newest.
+        compile_cache: folder in which compiled programs are kept; 'none': nowhere; default: in the run directory.
+        begun: since when this session of the run counts, in seconds since the epoch; default: now.
+        branch_from, step: a run that is new begins from this checkpoint of another one (`lm.runs.branch`).
+
+    Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
+    """
+    with open_session(experiment, Request(run_dir, rewind_to, branch_from, step), compile_cache, begun) as trainer:
+        return trainer.run()
+
+
+@contextlib.contextmanager
+def open_session(
+    experiment: Experiment, request: Request, compile_cache: str | None = None, begun: float | None = None
+) -> Iterator[Trainer]:
+    """Prepares everything for the next step of a run, and closes at the end what it has opened; arguments as of
+    `train`."""
+    run = RunDir(request.run_dir)
+    goodput = Goodput(run.read_goodput(), time.time() if begun is None else begun)
+    with contextlib.ExitStack() as stack:
+        folder = None if compile_cache == 'none' else compile_cache or run.path / 'compiled'
+        programs, preemption = stack.enter_context(CompileCache(folder)), stack.enter_context(Preemption())
+        # Everything that can be wrong is found before anything is written: only so does the corrected command work.
+        plan = make_plan(experiment, Target.of_devices(jax.devices()))
+        mesh = plan.mesh.arrange(jax.devices())
+        stack.enter_context(jax.set_mesh(mesh))
+        evaluator = make_evaluator(plan.evaluation, plan.functions, mesh)
+        if jax.process_index() == 0:
+            print_plan(plan, mesh)
+        lock = stack.enter_context(run.lock())
+        kept = plan.store.fingerprints, run.record_saved, evaluator.measure
+        checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, *kept))
+        origin = find_origin(run, request, plan)
+        source = stack.enter_context(origin.branch.checkpointer(kept[0])) if origin.branch else checkpointer
+        if source.latest_step() is None:
+            plan.check_initial()
+
+        abstract = plan.program.place_state(mesh)
+        compilation = compile_in_background(plan.program, mesh)
+        start = restore_or_init(plan, abstract, source, origin, goodput)
+        with goodput.spent('trace'):
+            compilation.lowered.exception()  # which the next line raises, if there is one
+        with goodput.spent('compile'):
+            advance = compilation.compiled.result()
+        redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=shardings_of(abstract['buffers']))
+        sharding = batch_sharding(mesh, axis=1)
+        batches = Batches(plan.store, plan.split, plan.windows, experiment.train.microbatches, sharding)
+
+        if origin.rewind_to is not None:
+            checkpointer.rewind(start.step)
+        write_start(run, plan, origin, start.step)
+        programs.publish()
+        records = stack.enter_context(open_records(run, plan, origin, start, mesh.size))
+        profiled = experiment.train.profile if jax.process_index() == 0 else None
+        profiler = stack.enter_context(Profiler(profiled, run.path / 'profile'))
+        watchdog = stack.enter_context(Watchdog(experiment.train.hang_minutes))
+        yield Trainer(
+            config=experiment.train,
+            computation=Computation(plan.program.step, batches, advance, redraw, evaluator),
+            checkpointer=checkpointer,
+            records=records,
+            services=Services(lock, preemption, profiler, watchdog, goodput, programs),
+            state=start.state,
+            start=start.step,
+            is_save_due=bool(origin.branch),
+        )
+
+
+@contextlib.contextmanager
+def open_records(run: RunDir, plan: RunPlan, origin: Origin, start: Start, devices: int) -> Iterator[Records]:
+    """Opens metrics.jsonl and the trackers of a run that goes on from `start`."""
+    config, leads = plan.experiment.train, jax.process_index() == 0
+    progress = Progress(config.steps, enabled=leads)
+    peak, seconds = peak_flops(jax.devices()[0].device_kind), 0.0
+    with (
+        run.track(config.trackers, plan.text, leads, config.tensorboard, start.step) as trackers,
+        run.metrics(start.step, trackers) as metrics_file,
+    ):
+        if start.saved is not None:
+            seconds = start.saved.get('seconds', 0.0)
+            progress.note(f'resumed from step {start.step} of {origin.directory}')
+        yield Records(
+            run=run,
+            text=plan.text,
+            metrics_file=metrics_file,
+            progress=progress,
+            throughput=Throughput(start.step, config.steps, config.tokens_per_step, seconds),
+            flops_per_token=plan.flops_per_token,
+            peak_flops=peak and peak * devices,
+        )

@@ -1,0 +1,268 @@
+"""The loop of `lm train`: (batch → step → log → evaluate → save)*.
+
+Steps are dispatched ahead of the host: the metrics of step n are fetched after step n + 1 has been dispatched.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import jax
+
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.snapshot import list_last
+from lm.compilation.cache import CompileCache
+from lm.data.batches import Batches
+from lm.errors import Diverged, LmError, Preempted
+from lm.evaluation.evaluator import AnyEvaluator
+from lm.evaluation.sets import flat
+from lm.model.functions import select_weights
+from lm.runs.goodput import Goodput, describe
+from lm.runs.lock import RunLock
+from lm.runs.metrics_file import MetricsFile
+from lm.runs.run_dir import RunDir
+from lm.text import counted, duration, si
+from lm.training.config import TrainConfig
+from lm.training.preemption import Preemption
+from lm.training.profiler import Profiler
+from lm.training.progress import Progress, Throughput, divergence
+from lm.training.step import State, TrainStep
+from lm.training.watchdog import Watchdog
+
+GOODPUT_SECONDS = 60.0
+"""How old the ledger in run.json may become between two saves."""
+
+
+@dataclasses.dataclass
+class Computation:
+    """What the steps compute with.
+
+    Attributes:
+        advance: (state, batch) → (state, metrics): the compiled step, which takes the memory of the old state.
+        redraw: (weights, which mechanisms, seed, steps done) → new buffers.
+    """
+
+    step: TrainStep
+    batches: Batches
+    advance: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
+    redraw: Callable[..., Any]
+    evaluator: AnyEvaluator
+
+
+@dataclasses.dataclass
+class Records:
+    """What a session keeps and reports.
+
+    Attributes:
+        text: the whole configuration as gin text, which checkpoints keep.
+        peak_flops: of all devices together; None where no data sheet gives it.
+    """
+
+    run: RunDir
+    text: str
+    metrics_file: MetricsFile
+    progress: Progress
+    throughput: Throughput
+    flops_per_token: float
+    peak_flops: float | None
+
+
+@dataclasses.dataclass
+class Services:
+    """What watches over a session and measures it."""
+
+    lock: RunLock
+    preemption: Preemption
+    profiler: Profiler
+    watchdog: Watchdog
+    goodput: Goodput
+    programs: CompileCache
+
+
+@dataclasses.dataclass
+class Trainer:
+    """One session of a run: from step `start`, of a restored or new state, to the last one.
+
+    Attributes:
+        state: after the newest step that was dispatched (see `lm.training.step`).
+        pending: the newest step and its metrics, while they are still on the devices.
+        bad_steps: how many steps in a row, up to the newest that was logged, were not finite.
+    """
+
+    config: TrainConfig
+    computation: Computation
+    checkpointer: Checkpointer
+    records: Records
+    services: Services
+    state: State
+    start: int
+    pending: tuple[int, dict[str, jax.Array]] | None = None
+    bad_steps: int = 0
+    is_save_due: bool = False
+
+    def run(self) -> State:
+        """Trains to the last step. Returns the final state; raises Preempted (saved) or Diverged."""
+        config, note = self.config, self.records.progress.note
+        self.record_goodput()
+        with self.services.goodput.spent('step'):
+            self.run_steps()
+        note(
+            f'done: {counted(config.steps, "step")} in {duration(self.records.throughput.seconds)}, '
+            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.records.run.path}'
+        )
+        note(f'goodput {describe(self.record_goodput(finished=True))}')
+        return self.state
+
+    def run_steps(self) -> None:
+        """The steps from `start` to the last one, with what is due between them."""
+        config, computation, services, checkpointer = self.config, self.computation, self.services, self.checkpointer
+        if self.is_save_due:
+            self.save(self.start)  # of a branch: the run that it comes from may delete its own
+        is_evaluated = self.records.metrics_file.has_evaluation(self.start)
+        if self.start and self.is_evaluation_due(self.start) and not is_evaluated:
+            # The session before was stopped in it, and has saved the step without its loss.
+            checkpointer.add_loss(self.start, self.evaluate(self.start))
+        batches = services.goodput.charging('data', computation.batches.prefetch(self.start, config.steps))
+        services.watchdog.step(self.start + 1)
+        for step, batch in enumerate(batches, self.start + 1):
+            if services.preemption.requested(step - 1):
+                self.log_pending()
+                self.stop(step - 1)
+            services.profiler.at(step)
+            if which := computation.step.functions.choose_redrawn(step - 1):
+                weights = select_weights(self.state)
+                self.state['buffers'] = computation.redraw(weights, which, config.seed, step - 1)
+            self.state, metrics = computation.advance(self.state, batch)
+            checkpointer.check_for_errors()
+            self.log_pending()
+            self.pending = step, metrics
+            services.watchdog.step(step + 1)
+            self.is_save_due |= checkpointer.should_save(step)
+            is_evaluating = self.is_evaluation_due(step)
+            if self.is_save_due or is_evaluating:
+                # What a checkpoint covers is on disk before the checkpoint is.
+                self.log_pending()
+            loss = self.evaluate(step) if is_evaluating else None
+            is_wanted = self.is_save_due or (loss is not None and checkpointer.is_among_best(loss))
+            # While steps are not finite nothing new is learned, and a save would push a good checkpoint out.
+            if step == config.steps or (is_wanted and not self.bad_steps):
+                self.save(step, loss)
+        self.complete_save(config.steps)
+
+    def log_pending(self) -> None:
+        """Fetches the metrics of the pending step, writes them, and stops a run that has diverged."""
+        if self.pending is None:
+            return
+        (step, metrics), self.pending, config = self.pending, None, self.config
+        records, goodput, windows = self.records, self.services.goodput, self.computation.batches.windows
+        metrics = jax.device_get(metrics)
+        if step == self.start + 1:
+            records.progress.note(f'first step after {goodput.describe_start()}')
+        losses, targets = metrics.pop('window_loss', None), metrics.pop('window_targets', None)
+        by_source = {} if losses is None else windows.by_source(step - 1, losses, targets)
+        metrics = {name: value.item() for name, value in metrics.items()}
+        self.bad_steps = metrics['in_a_row']
+        if self.bad_steps >= config.max_nonfinite_steps:
+            self.checkpointer.wait()
+            what, saved = self.computation.step.name_of(metrics['first_bad']), self.checkpointer.latest_step()
+            raise Diverged(divergence(step, self.bad_steps, what, windows, config.skip_batches, saved))
+        if step % config.log_every and step != config.steps:
+            return
+        tokens_per_second, seconds_left = records.throughput.tick(step)
+        peak = records.peak_flops
+        record = {
+            'kind': 'train',
+            'step': step,
+            'loss': metrics['loss'],
+            'learning_rate': metrics['learning_rate'],
+            'grad_norm': metrics['grad_norm'],
+            'tokens': step * config.tokens_per_step,
+            'tokens_per_second': tokens_per_second,
+            'mfu': records.flops_per_token * tokens_per_second / peak if peak else None,
+            'seconds': records.throughput.seconds,
+            'skipped_steps': metrics['skipped'],
+            'data_wait_seconds': goodput.lap('data'),
+            **by_source,
+        }
+        records.metrics_file.write(record)
+        records.progress.step(record, seconds_left)
+        if goodput.age > GOODPUT_SECONDS:
+            self.record_goodput()
+
+    def is_evaluation_due(self, step: int) -> bool:
+        """Tells whether the weights after `step` are to be evaluated."""
+        every = self.config.eval_every
+        return step == self.config.steps or (every is not None and step % every == 0)
+
+    def evaluate(self, step: int) -> float:
+        """The loss of the evaluation split after `step`. Stops the run if the process is told to meanwhile; where the
+        evaluation fails, the step is saved first."""
+        records, evaluator, preemption = self.records, self.computation.evaluator, self.services.preemption
+        try:
+            with records.throughput.pause(), self.pause('evaluation'):
+                result = evaluator(select_weights(self.state), step, lambda: preemption.requested(step))
+        except Exception:
+            if jax.process_count() == 1 and not self.bad_steps:  # other processes may have no error, and would not save
+                with contextlib.suppress(LmError):  # the first error is the one to report
+                    self.save(step)
+            raise
+        if result is None:
+            self.stop(step)
+        records.metrics_file.write({'kind': 'eval', **flat(result), 'seconds': records.throughput.seconds})
+        records.progress.note(f'evaluation at step {step}: {evaluator.split} {evaluator.describe(result)}')
+        return result['loss']
+
+    def save(self, step: int, loss: float | None = None) -> None:
+        """Starts to write a checkpoint; `loss` is that of an evaluation after `step`."""
+        self.services.lock.check()
+        self.records.metrics_file.flush()
+        metadata = {
+            'seconds': self.records.throughput.seconds,
+            'step_seconds': self.services.goodput.total('step'),
+            'config': self.records.text,
+            'skipped_batches': self.computation.batches.windows.skipped_before(step),
+        }
+        metrics = {} if loss is None else {'loss': loss}
+        with self.pause('checkpoint'):
+            self.checkpointer.save(step, self.state, metadata=metadata, metrics=metrics)
+            self.record_goodput()
+            self.services.programs.publish()
+        self.is_save_due = False
+
+    def complete_save(self, step: int) -> None:
+        """Waits until the save of `step` is complete. Raises LmError if it failed, whatever checkpoint.on_failed_save
+        says: who is told that a run has ended may take its machine away."""
+        with self.pause('checkpoint'):
+            self.checkpointer.wait()
+        if step not in (steps := self.checkpointer.all_steps()):
+            raise LmError(
+                f'step {step} could not be saved, the newest complete checkpoint is {list_last(steps[-1:])}; '
+                'make room or repair the storage, then run the same command again'
+            )
+
+    def stop(self, step: int) -> NoReturn:
+        """Saves and ends the session. Steps that were not finite are not saved but repeated."""
+        saved = step
+        if self.bad_steps:
+            self.checkpointer.wait()
+            saved = self.checkpointer.latest_step() or 0
+        else:
+            self.save(step)
+            self.complete_save(step)
+        what = 'which is saved' if saved == step else f'which was not finite; the next session goes on from {saved}'
+        self.record_goodput()
+        raise Preempted(f'stopped at step {step} of {self.config.steps}, {what}: run the same command again')
+
+    @contextlib.contextmanager
+    def pause(self, account: str) -> Iterator[None]:
+        """Charges what happens inside, which is no part of a step, to another account of the goodput."""
+        with self.services.goodput.spent(account), self.services.watchdog.paused():
+            yield
+
+    def record_goodput(self, finished: bool = False) -> dict[str, Any]:
+        """Writes the ledger to run.json and returns it."""
+        record = self.services.goodput.record(finished)
+        if jax.process_index() == 0:
+            self.records.run.write_goodput(record)
+        return record

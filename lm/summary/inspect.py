@@ -1,0 +1,50 @@
+"""`lm inspect`: what a run directory, a sweep or a token store holds, without touching a device or changing a byte."""
+
+import sys
+
+import jax
+from etils import epath
+from rich.console import Console
+
+from lm.errors import ConfigError, MismatchError
+from lm.experiment import load_registry
+from lm.files import open_path
+from lm.runs import sweep_file
+from lm.runs.records import is_run, to_json
+from lm.summary.runs import inspect_run
+from lm.summary.stores import inspect_store
+from lm.summary.tables import print_run, print_store, print_sweep
+
+
+def inspect_path(path: str, *, verify: bool = False, as_json: bool = False, allow_imports: bool = False) -> None:
+    """Prints what lies at `path`.
+
+    Args:
+        verify: read everything and compare checksums.
+        as_json: print JSON instead of tables.
+        allow_imports: the configuration of a run may import modules.
+
+    Raises ConfigError where nothing of ours is there, and MismatchError, after everything was printed, for damage.
+    """
+    load_registry()  # which knows the names of bindings
+    # The accelerators of this machine may be busy with the very run that is looked at.
+    jax.config.update('jax_platforms', 'cpu')
+    folder = epath.Path(open_path(path))
+    if (folder / 'dataset.json').exists():
+        found, show = inspect_store(path, verify), print_store
+    elif is_run(folder):
+        found, show = inspect_run(folder, verify, allow_imports), print_run
+    elif sweep_file.is_sweep(folder):
+        found, show = {'kind': 'sweep', 'points': sweep_file.read_rows(folder)}, print_sweep
+    elif not folder.exists():
+        raise ConfigError(f'{path}: does not exist; name a run directory, a sweep or a token store')
+    elif (folder / 'unfinished').is_dir():
+        raise ConfigError(f'{path}: is an unfinished token store; run the same lm prepare again to finish it')
+    else:
+        raise ConfigError(f'{path}: holds no config.gin, sweep.json or dataset.json, so it is nothing of lm')
+    if as_json:
+        print(to_json(found))
+    else:
+        show(found, Console(width=None if sys.stdout.isatty() else 160, soft_wrap=True, highlight=False))
+    if damage := found.get('damage'):
+        raise MismatchError(f'{path}: {damage[0]}' + (f' (and {len(damage) - 1} more)' if damage[1:] else ''))

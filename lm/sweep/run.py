@@ -1,0 +1,107 @@
+"""`lm sweep`: the points of a sweep file (`lm.sweep.points`), each a run of `lm train` in a directory of its own.
+
+    ROOT/NAME/               the run directories
+    ROOT/points/NAME.gin     the configuration of a point
+    ROOT/points/NAME.log     what `lm train` printed, of all attempts (with a local ROOT)
+    ROOT/points/NAME.json    how a point failed
+    ROOT/sweep.json          the table of results
+
+A point is finished when its last step is evaluated and saved: it is not run again. An interrupted one continues
+exactly. One that diverged or does not fit its data (43, 44, 2) stays failed until --retry_failed; other failures are
+tried again. One that another process trains is left to it, and is no failure. Whatever becomes of a sweep, its points
+end with it: they save and exit when it dies.
+"""
+
+import dataclasses
+
+import jax
+
+from lm.errors import INTERRUPTED, AbsentError, LmError, exit_code_of
+from lm.plan import PlanCache, validate
+from lm.runs.lock import OccupiedError
+from lm.runs.run_dir import RunDir
+from lm.session.train import train_in_job
+from lm.sweep.points import find_point
+from lm.sweep.runner import Runner
+from lm.sweep.sweep import Sweep
+from lm.text import counted
+from lm.training.mesh import JobAddress
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepOptions:
+    """How `run_sweep` runs the points.
+
+    Attributes:
+        jobs: points at a time.
+        gpus_per_job: GPUs of this machine for each point; None: they are not shared out.
+        retry_failed: run points again that diverged or were refused.
+        allow_imports: gin files of the points may import modules.
+        dry_run: list and check the points, and start none.
+    """
+
+    jobs: int = 1
+    gpus_per_job: int | None = None
+    retry_failed: bool = False
+    allow_imports: bool = False
+    dry_run: bool = False
+
+
+def run_sweep(sweep: Sweep, options: SweepOptions) -> None:
+    """Lists the points and runs those that are due, each as a process. Raises what `validate_points` and `Runner.run`
+    raise, and AbsentError where the data of a point are not there."""
+    # The points are processes of their own, which need the accelerator of this machine.
+    jax.config.update('jax_platforms', 'cpu')
+    sweep.check()
+    print(f'{counted(len(sweep.points), "point")} in {sweep.root}')
+    for point in sweep.points:
+        print(f'{point.index:>4}  {point.name}  [{sweep.result(point)["status"]}]')
+    absent = validate_points(sweep, options.gpus_per_job)
+    if options.dry_run:
+        for line in absent:
+            print(f'not checked: {line}')
+        return
+    runner = Runner(sweep, options.jobs, options.gpus_per_job, options.retry_failed, options.allow_imports)
+    if absent:
+        raise AbsentError(absent[0])
+    runner.run()
+
+
+def validate_points(sweep: Sweep, devices: int | None) -> list[str]:
+    """Refuses the sweep if `lm train` would refuse a point that is not finished; returns what is not there."""
+    absent: dict[str, None] = {}
+    cache = PlanCache()
+    for point in sweep.points:
+        if sweep.is_finished(point):
+            continue
+        try:
+            begun = RunDir(sweep.root / point.name).has_checkpoint()
+            absent |= dict.fromkeys(validate(point.experiment, devices, cache, begun))
+        except LmError as error:
+            raise type(error)(f'{error} (in the point {point.name})') from None
+    return list(absent)
+
+
+def run_point(sweep: Sweep, index: int, job: JobAddress) -> None:
+    """Runs one point in this process, as `lm train` would, and keeps how it failed."""
+
+    def leads() -> bool:
+        return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+    sweep.check()
+    point = find_point(sweep.points, index)
+    print(f'point {point.index} of {len(sweep.points)}: {point.name}')
+    if sweep.is_finished(point):
+        print('is finished already')
+        return
+    sweep.prepare(point)
+    try:
+        train_in_job(point.experiment, str(sweep.root / point.name), job)
+    except Exception as error:
+        code = exit_code_of(error)
+        if code not in INTERRUPTED and not isinstance(error, OccupiedError) and leads():
+            sweep.record_failure(point, code, ' '.join(str(error).split()))
+        raise
+    finally:
+        if leads():
+            sweep.write_results()

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Builds the documentation site from docs/ into docs/_build/html; warnings are errors. Needs no network once the
+# packages of the extra [docs] are installed, which it installs into .venv first.
+#
+#   scripts/docs.sh           then open docs/_build/html/index.html
+#   INSTALL=0 scripts/docs.sh with what is installed
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${VENV:-.venv}
+if [ ! -x "$venv/bin/python" ]; then
+  "${PYTHON:-python3}" -m venv "$venv"
+fi
+if [ "${INSTALL:-1}" != 0 ]; then
+  "$venv/bin/python" -m pip --quiet --disable-pip-version-check install -c scripts/constraints.txt -e '.[docs]'
+fi
+JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} exec "$venv/bin/python" -m sphinx -b html -W --keep-going -n -E -q \
+  -d docs/_build/doctrees docs docs/_build/html "$@"

@@ -1,0 +1,83 @@
+"""A verb is one file: what its object promises, and that nothing below it sees parsed flags."""
+
+import ast
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+from lm.cli import VERBS
+from lm.commands.export_run import FORMATS as OFFERED
+from lm.interop.formats import FORMATS
+
+NEW = '''
+"""The verb `lm hello`."""
+
+import functools
+
+from lm.commands.verb import Verb
+
+VERB = Verb(
+    name='hello',
+    place=25,
+    help='greet',
+    example='lm hello you',
+    add_flags=lambda parser: parser.add_argument('name'),
+    make_call=lambda arguments: functools.partial(print, 'hello', arguments.name),
+)
+'''
+
+
+def test_each_verb_has_a_place_of_its_own():
+    places = [verb.place for verb in VERBS.values()]
+    assert places == sorted(set(places))
+    first, last = ('prepare', 'train', 'evaluate', 'generate'), ('report', 'bench', 'inspect')
+    assert list(VERBS) == [*first, 'export', 'import', 'check', 'sweep', *last]
+
+
+@pytest.mark.parametrize('name', VERBS)
+def test_a_verb_describes_itself(name):
+    verb = VERBS[name]
+    assert verb.name == name
+    assert verb.example.startswith(f'lm {name} ')
+    assert verb.help[0].islower()
+    assert not verb.help.endswith('.')
+
+
+def test_a_new_verb_is_one_file(tmp_path):
+    shutil.copytree(tiny.ROOT / 'lm', tmp_path / 'lm', ignore=shutil.ignore_patterns('__pycache__'))
+    (tmp_path / 'lm' / 'commands' / 'hello.py').write_text(NEW)
+    environment = tiny.environment() | {'PYTHONPATH': str(tmp_path)}
+    for arguments, words in ((['hello', 'you'], 'hello you'), (['--help'], 'hello greet')):
+        command = [sys.executable, '-m', 'lm', *arguments]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert words in [' '.join(line.split()) for line in done.stdout.splitlines()]
+
+
+def test_verbs_import_nothing_heavy_at_the_top():
+    for path in sorted((tiny.ROOT / 'lm' / 'commands').glob('*.py')):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                is_light = name.partition('.')[0] in sys.stdlib_module_names
+                assert is_light or name.startswith('lm.commands.') or name == 'lm.errors', f'{path.name}: {name}'
+
+
+def test_the_formats_that_are_offered_are_those_that_exist():
+    assert set(OFFERED) == set(FORMATS)
+
+
+def test_no_parsed_flags_below_the_verbs():
+    """No function there takes a parameter `arguments` that is not described by its type."""
+    wrong = []
+    for path in sorted((tiny.ROOT / 'lm').rglob('*.py')):
+        if path.parent.name != 'commands' and path.name != 'cli.py':
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Name | ast.Attribute):
+                    word = node.id if isinstance(node, ast.Name) else node.attr
+                    wrong += [f'{path.name}:{node.lineno}'] if word == 'Namespace' else []
+    assert not wrong

@@ -1,0 +1,218 @@
+"""`lm generate`: batches equal single prompts, sampling draws what it says, text streams in parts, small states."""
+
+import functools
+import io
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sentencepiece
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm import model as model_lib
+from lm.attention.polysketch import Polysketch
+from lm.attention.softmax import Softmax
+from lm.commands.generate import read_prompts
+from lm.data.store import TokenStore
+from lm.data.tokenizers.sentencepiece import SentencePiece
+from lm.errors import ConfigError
+from lm.inference.generation import Sampling, TextStream, generate_tokens, shown, state_bytes
+
+GREEDY = Sampling(temperature=0)
+
+
+def small(attention) -> model_lib.Transformer:
+    config = model_lib.ModelConfig(
+        vocab_size=50, n_layers=1, d_model=32, n_heads=2, head_dim=16, hidden_dim=32, attention=attention
+    )
+    return model_lib.build(config, 0)
+
+
+def continued(model, prompts: list[list[int]], n: int, sampling: Sampling = GREEDY, seed: int = 0) -> np.ndarray:
+    """[B, …] the prompts and what follows, as `generate` gives it."""
+    parts = list(generate_tokens(model, [np.array(p) for p in prompts], n, sampling, seed))
+    return np.concatenate([np.array([p[:1] for p in prompts]), *parts], axis=1)
+
+
+def test_what_the_tokenizer_lacks_is_never_drawn(model):
+    """A vocabulary is often larger than the tokenizer's, and such ids have no text."""
+    for sampling in (GREEDY, Sampling(temperature=100.0), Sampling(temperature=100.0, top_k=40)):
+        *_, tokens = generate_tokens(model, [np.array([1, 2])], 64, sampling, 0, pieces=10)
+        assert tokens.max() < 10
+    whole, all_of_them = (list(generate_tokens(model, [np.array([1])], 8, Sampling(), 0, n)) for n in (None, 50))
+    assert np.concatenate(whole, axis=1).tolist() == np.concatenate(all_of_them, axis=1).tolist()
+
+
+@pytest.fixture(scope='module')
+def model():
+    return small(Polysketch(sketch='learned', sketch_size=8, block=8))
+
+
+def test_greedy_text_is_the_most_probable_next_token_of_the_parallel_form(model):
+    row = continued(model, [[3, 1, 4, 1, 5]], 30)[0]
+    assert row[:5].tolist() == [3, 1, 4, 1, 5]
+    logits = model(jnp.asarray(row[None, :-1]))[0]
+    assert row[5:].tolist() == logits.argmax(-1)[4:].tolist()
+
+
+def test_prompts_of_a_batch_do_not_change_one_another(model):
+    prompts = [[3, 1, 4], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4], [6]]
+    together = continued(model, prompts, 12)
+    for prompt, row in zip(prompts, together, strict=True):
+        alone = continued(model, [prompt], 12)[0]
+        assert row[: len(alone)].tolist() == alone.tolist()
+
+
+def test_a_prompt_is_read_in_pieces(monkeypatch):
+    """Each is compiled once a length: what is left of the prompt's, and the others."""
+    model = small(Polysketch(sketch_size=8, block=8, gate=True))
+    prompts = [list(range(1, 38)), list(range(3, 33))]
+    expected = continued(model, prompts, 12)
+    lengths, extend = [], model_lib.Transformer.extend
+    monkeypatch.setattr('lm.inference.generation.PIECE', 8)
+    monkeypatch.setattr(model_lib.Transformer, 'extend', lambda *a: (lengths.append(a[2].shape[1]), extend(*a))[1])
+    assert continued(model, prompts, 12).tolist() == expected.tolist()
+    assert lengths[:2] == [30 % 8, 8]
+    assert set(lengths[2:]) == {1}
+
+
+def test_the_seed_decides(model):
+    first, again, other = (continued(model, [[1, 2]], 40, Sampling(), seed).tolist() for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+def test_the_state_of_linear_attention_does_not_grow():
+    linear, exact = small(Polysketch(sketch_size=8, block=8)), small(Softmax())
+    assert state_bytes(linear, 100_000) == state_bytes(linear, 1000)
+    assert state_bytes(exact, 100_000) > 90 * state_bytes(exact, 1000)
+
+
+LOGITS = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
+
+
+def frequencies(sampling: Sampling, n: int = 4000) -> np.ndarray:
+    draw = jax.jit(jax.vmap(lambda key: sampling(LOGITS, key)[0]))
+    return np.bincount(draw(jax.random.split(jax.random.key(0), n)), minlength=4) / n
+
+
+@pytest.mark.parametrize(
+    ('sampling', 'expected'),
+    [
+        (Sampling(), [0.4, 0.3, 0.2, 0.1]),
+        (Sampling(top_k=2), [4 / 7, 3 / 7, 0, 0]),
+        (Sampling(top_p=0.8), [4 / 9, 3 / 9, 2 / 9, 0]),
+        (Sampling(temperature=0.5), np.square([0.4, 0.3, 0.2, 0.1]) / 0.3),
+        (GREEDY, [1, 0, 0, 0]),
+    ],
+)
+def test_sampling_follows_its_distribution(sampling, expected):
+    assert frequencies(sampling) == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize('wrong', [{'temperature': -1}, {'top_k': 0}, {'top_p': 0}, {'top_p': 1.1}])
+def test_wrong_sampling_is_named(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Sampling(**wrong)
+
+
+def streamed(tokenizer: SentencePiece, ids: list[int], cuts: list[int]) -> str:
+    stream, start, text = TextStream(tokenizer.decode), 0, ''
+    for end in [*sorted(min(c, len(ids)) for c in cuts), len(ids)]:
+        text += stream(ids[start:end])
+        start = end
+    return text + stream([], last=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    words=st.lists(st.sampled_from(['the ', ' sea', 'é', '漢字', '🐋', '\n', '  ', 'x']), max_size=30),
+    cuts=st.lists(st.integers(0, 120), max_size=20),
+)
+def test_text_in_parts_is_the_whole_text(tokens, words, cuts):
+    tokenizer = TokenStore.open(str(tokens)).tokenizer()
+    ids = tokenizer.encode(''.join(words)).tolist()
+    assert streamed(tokenizer, ids, cuts) == ''.join(words)
+
+
+def test_a_tokenizer_that_marks_the_beginning_of_words():
+    model = io.BytesIO()
+    sentences = ['the old man and the sea', 'call me some years ago', 'a whale of a time'] * 20
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences), model_writer=model, vocab_size=30, minloglevel=2
+    )
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+    class Fake:
+        decode = staticmethod(lambda ids: processor.decode(list(ids)))
+
+    ids = processor.encode('the old whale and a man')
+    for cuts in ([], list(range(len(ids))), [3, 4, 9]):
+        assert streamed(Fake(), ids, cuts) == 'the old whale and a man'
+
+
+def test_documents_do_not_run_together(tokens):
+    tokenizer = TokenStore.open(str(tokens)).tokenizer()
+    ids = tokenizer.encode_documents(['the end', 'é'])[0].tolist()
+    assert shown(tokenizer, ids) == 'the end</s>é</s>'
+    stream = TextStream(functools.partial(shown, tokenizer))
+    assert ''.join(stream([token]) for token in ids) + stream([], last=True) == 'the end</s>é</s>'
+    assert shown(tokenizer, []) == ''
+
+
+def test_broken_bytes_do_not_wait_for_ever(tokens):
+    tokenizer = TokenStore.open(str(tokens)).tokenizer()
+    broken = next(i for i in range(300) if tokenizer.piece(i) == '<0xE6>')
+    stream = TextStream(tokenizer.decode)
+    assert stream([broken] * TextStream.LONGEST) == ''
+    assert '\ufffd' in stream([broken])
+
+
+def test_the_command_says_how_fast_and_how_large(reference_run):
+    run = str(reference_run[0])
+    done = tiny.lm('generate', '--run_dir', run, '--prompt', 'The', '--max_tokens', '40', '--temperature', '0')
+    assert done.returncode == 0, done.stderr
+    again = tiny.lm('generate', '--run_dir', run, '--prompt', 'The', '--max_tokens', '40', '--temperature', '0')
+    assert done.stdout.startswith('The')
+    assert done.stdout == again.stdout
+    assert re.search(r'\[[\d.]+ tokens/s after the first; decoding state [\d,]+ bytes a sequence\]', done.stderr)
+
+
+def test_a_batch_of_prompts_from_a_file(reference_run, tmp_path):
+    (tmp_path / 'prompts.txt').write_text('The sea\nA\n')
+    flags = ['--prompt_file', str(tmp_path / 'prompts.txt'), '--max_tokens', '5']
+    done = tiny.lm('generate', '--run_dir', str(reference_run[0]), *flags)
+    assert done.returncode == 0, done.stderr
+    parts = done.stdout.split('-' * 20 + '\n')
+    assert [part[:1] for part in parts] == ['', 'T', 'A']
+
+
+def test_a_whole_file_is_one_prompt(tmp_path):
+    text = tmp_path / 'text'
+    text.write_text('two\nlines\n')
+    assert read_prompts(text_file=str(text)) == ['two\nlines\n']
+    text.write_bytes(b'two\r\nlines\rhere\r\n')
+    assert read_prompts(text_file=str(text)) == ['two\r\nlines\rhere\r\n'], 'as lm prepare would read it'
+    with pytest.raises(ConfigError, match='--prompt and --text_file: give one of them'):
+        read_prompts('a', text_file=str(text))
+    with pytest.raises(ConfigError, match=r'--text_file .*: no such file'):
+        read_prompts(text_file=str(tmp_path / 'none'))
+
+
+def test_a_line_of_a_file_is_one_prompt(tmp_path):
+    path = tmp_path / 'prompts'
+    path.write_text('one\u2028with\x0c breaks\n\ntwo\n', encoding='utf-8')
+    assert read_prompts(prompt_file=str(path)) == ['one\u2028with\x0c breaks', '', 'two']
+    path.write_bytes(b'one\r\n\r\ntwo\r\n')
+    assert read_prompts(prompt_file=str(path)) == ['one', '', 'two']
+    path.write_bytes(b'caf\xe9\n')
+    with pytest.raises(ConfigError, match='is not text in UTF-8'):
+        read_prompts(prompt_file=str(path))
+    with pytest.raises(ConfigError, match='--prompt: is not text in UTF-8'):
+        read_prompts('caf\udce9')
+    with pytest.raises(ConfigError, match='--temperature nan'):
+        Sampling(temperature=float('nan'))

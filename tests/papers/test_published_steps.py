@@ -1,0 +1,51 @@
+"""configs/papers/maxtext/published_steps.py: the models that it compares are those that were measured."""
+
+import dataclasses
+import importlib.util
+import re
+import subprocess
+import sys
+
+import pytest
+from tiny import ROOT, environment
+
+from lm.model.functions import count_parameters
+
+SCRIPT = ROOT / 'configs/papers/maxtext/published_steps.py'
+
+
+@pytest.fixture(scope='module')
+def published():
+    spec = importlib.util.spec_from_file_location('published', SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    yield spec.loader.exec_module(module) or module
+    del sys.modules[spec.name]
+
+
+def test_models_have_the_parameters_that_they_are_called_by(published):
+    for name, measured in published.PUBLISHED.items():
+        billions = float(re.search(r'(\d+)b$', name)[1])
+        assert sum(count_parameters(measured.experiment().model).values()) == pytest.approx(billions * 1e9, rel=0.04)
+
+
+def test_a_rate_is_turned_into_seconds_as_its_authors_count(published):
+    """6 FLOPs a parameter of a product and token, and attention as a whole square."""
+    measured = published.PUBLISHED['v5e-16b']
+    products = 32 * (4 * 4096 * 8192 + 3 * 4096 * 28_672) + 32_000 * 4096
+    square = 12 * 2048 * 32 * 8192
+    assert measured.seconds_per_step(measured.experiment()) == pytest.approx(
+        (6 * products + square) * 6 * 2048 / 120e12, rel=1e-3
+    )
+    # The authors print both for this one: 413.433 TFLOP/s and 3.443 s.
+    measured = published.PUBLISHED['v6e-llama3.1-8b']
+    rate = dataclasses.replace(measured, seconds=None, teraflops=413.433)
+    assert rate.seconds_per_step(rate.experiment()) == pytest.approx(measured.seconds, rel=2e-3)
+
+
+def test_unknown_names_are_refused():
+    done = subprocess.run(
+        [sys.executable, SCRIPT, 'v5e-17b'], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert 'v5e-17b: not published; choose of v5e-16b' in done.stderr
