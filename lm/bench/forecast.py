@@ -5,6 +5,7 @@ not a measurement.
 """
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 
 from lm.bench import results
-from lm.bench.candidates import BASELINE, Candidate, at_context, of_models
+from lm.bench.candidates import BASELINE, Candidate, Selection, at_context
 from lm.compilation.compiler import CompiledProgram
 from lm.cost_model.kernel_cycles import KernelCycles
 from lm.cost_model.program import HloProgram
@@ -58,41 +59,60 @@ class ForecastRow:
         return self.time and 1e3 * self.time.seconds
 
 
-def run(arguments: Any) -> int:
-    """The command."""
-    results.check_writable(arguments.json, arguments.out)
+@dataclasses.dataclass(frozen=True)
+class ForecastOptions:
+    """What `forecast_steps` compiles; None stands for the default.
+
+    Attributes:
+        topologies: chips such as 'v5e'.
+        contexts: tokens per sequence.
+        tokens_per_step: on one device; None: the longest context.
+        microbatch_tokens: tokens processed at a time, if a sequence has not more.
+    """
+
+    selection: Selection
+    output: results.Output
+    topologies: Sequence[str]
+    contexts: Sequence[int] | None = None
+    tokens_per_step: int | None = None
+    microbatch_tokens: int | None = None
+
+
+def forecast_steps(options: ForecastOptions) -> None:
+    """Compiles the steps, prints a table per chip and writes what `options.output` asks for."""
+    options.output.check()
     jax.config.update('jax_platforms', 'cpu')  # Nothing is run; an accelerator of this machine may be busy.
-    found, chips = of_models(arguments, on_cpu=False), [generation(name) for name in arguments.topology]
-    contexts = sorted(set(arguments.contexts or CONTEXTS))
-    tokens = arguments.tokens_per_step or contexts[-1]
-    limit = arguments.microbatch_tokens or MICROBATCH_TOKENS
+    selection = options.selection.with_model(on_cpu=False)
+    found, chips = selection.candidates(), [generation(name) for name in options.topologies]
+    contexts = sorted(set(options.contexts or CONTEXTS))
+    tokens = options.tokens_per_step or contexts[-1]
+    limit = options.microbatch_tokens or MICROBATCH_TOKENS
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench step', machine, ('jax', 'jaxlib', 'libtpu')))
     printer.line(f'compiled, not run: {tokens:,} tokens a step on one device; ms, and of it the forward pass repeated')
     settings = {
         'tokens_per_step': tokens,
-        'topologies': arguments.topology,
-        'gin_files': arguments.gin_file,
-        'gin_params': arguments.gin_param,
+        'topologies': list(options.topologies),
+        'gin_files': list(selection.gin_files),
+        'gin_params': list(selection.gin_params),
         'mechanisms': {c.name: [str(a) for a in c.experiment.model.pattern] for c in found},
     }
-    rows = []
+    rows: list[ForecastRow] = []
     for chip in chips:
         topology = smallest(chip)
-        made = []
+        made: list[ForecastRow] = []
         for context in contexts:
             for candidate in found:
                 printer.progress(f'compiling {chip.name}, {context:,}, {candidate.name}')
                 made.append(forecast(candidate, context, tokens, limit, topology))
-                content = [asdict(row) for row in rows + compared(made)]  # Compiling takes minutes: all is kept.
-                results.write_json(arguments.json, 'step', machine, settings, content)
+                made = results.add_speed_ratios(made, lambda row: row.time and 1 / row.time.seconds)
+                content = [asdict(row) for row in rows + made]  # Compiling takes minutes: all is kept.
+                options.output.write('step', machine, settings, content)
         printer.progress()
-        made = compared(made)
         show(made, printer)
         rows += made
-    for name in draw(rows, arguments.out) if arguments.out else ():
+    for name in draw(rows, options.output.pictures) if options.output.pictures else ():
         printer.line(f'wrote {name}')
-    return 0
 
 
 def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topology: Topology) -> ForecastRow:
@@ -121,8 +141,8 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
     if timed := _timed(configured, experiment, topology):
         return timed
     # Which level is the fastest depends on the context: what attention is computed again costs, or products.
-    fitting = list(filter(None, (_timed(row, experiment, topology) for row in others)))
-    return min(fitting, key=lambda row: row.milliseconds, default=rows[-1])
+    timed = [found for row in others if (found := _timed(row, experiment, topology)) is not None]
+    return min(timed, key=lambda row: row.time.seconds if row.time else math.inf, default=rows[-1])
 
 
 def _timed(row: ForecastRow, experiment: Experiment, topology: Topology) -> ForecastRow | None:
@@ -155,48 +175,39 @@ def asdict(row: ForecastRow) -> dict[str, Any]:
     return dataclasses.asdict(row) | {'milliseconds': row.milliseconds}
 
 
-def compared(rows: Sequence[ForecastRow]) -> list[ForecastRow]:
-    """The rows with their speed over softmax where that is among them."""
-    base = {row.context: row.milliseconds for row in rows if row.mechanism == BASELINE}
-    return [
-        dataclasses.replace(row, speed_over_softmax=base[row.context] / row.milliseconds)
-        if base.get(row.context) and row.milliseconds and row.mechanism != BASELINE
-        else row
-        for row in rows
-    ]
-
-
 def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
     """A table of parts by configurations, one generation."""
-    names = {i: f'{row.mechanism} {short(row.context)}' for i, row in enumerate(rows)}
-
-    def line(title, value):
-        return {'part': title} | {i: value(row) if row.time else None for i, row in enumerate(rows)}
-
-    def part(name):
-        return lambda row: next((_pair(p.seconds, p.recomputed_seconds) for p in row.time.parts if p.part == name), '–')
-
     present = {p.part for row in rows if row.time for p in row.time.parts}
-    lines = [line('step', lambda row: _pair(row.time.seconds, row.time.recomputed_seconds))]
-    lines += [line(f'  {name}', part(name)) for name in dict.fromkeys(PARTS.values()) if name in present]
-    lines += [
-        line('HBM, GB', lambda row: f'{row.time.hbm_gigabytes:.0f}'),
-        line('MFU', lambda row: f'{row.mfu:.1%}'),
-        line('memory, GiB', lambda row: f'{row.peak_gib:.2f}'),
-        line('remat', lambda row: row.remat),
-    ]
-    if any(row.speed_over_softmax for row in rows):
-        lines.append(line(f'× {BASELINE}', _ratio))
+    parts = [name for name in dict.fromkeys(PARTS.values()) if name in present]
+    has_ratio = any(row.speed_over_softmax for row in rows)
+    columns = {str(i): _column(row, row.time, parts, has_ratio) for i, row in enumerate(rows) if row.time}
+    titles = {str(i): (f'{row.mechanism} {short(row.context)}', str) for i, row in enumerate(rows)}
+    lines = dict.fromkeys(title for column in columns.values() for title in column)
+    table = [{'part': title} | {i: column[title] for i, column in columns.items()} for title in lines]
     printer.line('')
-    printer.table(lines, {'part': (rows[0].generation, str)} | {i: (name, str) for i, name in names.items()})
+    printer.table(table, {'part': (rows[0].generation, str)} | titles)
     for name in sorted({name for row in rows if row.time for name in row.time.unknown_kernels}):
         printer.line(f'{name}: its schedule is not known; it counts by what it moves and declares')
+
+
+def _column(row: ForecastRow, time: StepTime, parts: Sequence[str], has_ratio: bool) -> dict[str, str | None]:
+    """Returns title of a line → text, for a step that fits."""
+    found = {part.part: _pair(part.seconds, part.recomputed_seconds) for part in time.parts}
+    return {
+        'step': _pair(time.seconds, time.recomputed_seconds),
+        **{f'  {name}': found.get(name, '–') for name in parts},
+        'HBM, GB': f'{time.hbm_gigabytes:.0f}',
+        'MFU': f'{row.mfu:.1%}',
+        'memory, GiB': f'{row.peak_gib:.2f}',
+        'remat': row.remat,
+        **({f'× {BASELINE}': _ratio(row)} if has_ratio else {}),
+    }
 
 
 def _ratio(row: ForecastRow) -> str | None:
     """Speed over softmax; None where that did not fit."""
     ratio = 1.0 if row.mechanism == BASELINE else row.speed_over_softmax
-    return ratio and f'{ratio:.2f}'
+    return f'{ratio:.2f}' if ratio else None
 
 
 def _pair(seconds: float, recomputed: float) -> str:
@@ -210,13 +221,13 @@ def draw(rows: Sequence[ForecastRow], out: str) -> list[str]:
 
     files = []
     for chip, context in dict.fromkeys((row.generation, row.context) for row in rows if row.time):
-        chosen = [r for r in rows if (r.generation, r.context) == (chip, context) and r.time]
+        chosen = [(r, r.time) for r in rows if (r.generation, r.context) == (chip, context) and r.time]
         pieces = {
-            name: np.array([sum(1e3 * p.seconds for p in row.time.parts if p.part == name) for row in chosen])
+            name: np.array([sum(1e3 * p.seconds for p in time.parts if p.part == name) for _, time in chosen])
             for name in dict.fromkeys(PARTS.values())
         }
         path = pathlib.Path(out, f'step_time_{chip}_{context}')
         title = f'one {chip}, {context:,} tokens, modelled'
-        plots.draw_bars(path, [row.mechanism for row in chosen], pieces, 'time of a step (ms)', title=title)
+        plots.draw_bars(path, [row.mechanism for row, _ in chosen], pieces, 'time of a step (ms)', title=title)
         files += [f'{path}.png', f'{path}.pdf']
     return files

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from lm.bench import results, timing
-from lm.bench.candidates import BASELINE, Candidate, at_context, of_models
+from lm.bench.candidates import Candidate, Selection, at_context
 from lm.data.tokenizers import token_dtype
 from lm.experiment import Experiment, training_step
 from lm.hardware import peak_flops
 from lm.text import counted, digits
-from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh
+from lm.training.mesh import JobAddress, MeshConfig, batch_sharding, initialize_distributed, make_mesh
 from lm.training.program import abstract_state, init_state, lower_step
 from lm.training.step import count_parameters
 
@@ -64,6 +64,14 @@ class StepRow:
     peak_mib: float | None = None
     loss: float | None = None
     speed_over_softmax: float | None = None
+
+    @property
+    def speed(self) -> str:
+        return 'OOM' if self.out_of_memory else digits(*results.present(self.steps_per_second))
+
+    @property
+    def speeds(self) -> str | None:
+        return None if self.out_of_memory else '–'.join(map(digits, results.present(self.slowest, self.fastest)))
 
 
 class TimedStep:
@@ -117,15 +125,38 @@ class TimedStep:
         return statistics.median(found)
 
 
-def run(arguments: Any) -> int:
-    """The command."""
-    results.check_writable(arguments.json, arguments.out)
-    initialize_distributed(MeshConfig(), arguments.job)
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """What `bench_step` measures; None stands for the default of the machine.
+
+    Attributes:
+        contexts: tokens per sequence.
+        tokens_per_step: over all devices.
+        microbatch_tokens: tokens of one device at a time, if a sequence has not more.
+        steps: timed together.
+        repeats: measurements per figure.
+    """
+
+    selection: Selection
+    output: results.Output
+    job: JobAddress
+    contexts: Sequence[int] | None = None
+    tokens_per_step: int | None = None
+    microbatch_tokens: int | None = None
+    steps: int | None = None
+    repeats: int = 5
+
+
+def bench_step(options: StepOptions) -> None:
+    """Times the steps, prints a table and writes what `options.output` asks for."""
+    options.output.check()
+    initialize_distributed(MeshConfig(), options.job)
     is_cpu = jax.default_backend() == 'cpu'
-    found = of_models(arguments, is_cpu)
-    contexts = sorted(set(arguments.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
-    tokens = arguments.tokens_per_step or jax.device_count() * contexts[-1]
-    limit, steps = arguments.microbatch_tokens or MICROBATCH_TOKENS, arguments.steps or (1 if is_cpu else 3)
+    selection = options.selection.with_model(is_cpu)
+    found = selection.candidates()
+    contexts = sorted(set(options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
+    tokens = options.tokens_per_step or jax.device_count() * contexts[-1]
+    limit, steps = options.microbatch_tokens or MICROBATCH_TOKENS, options.steps or (1 if is_cpu else 3)
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench step', machine))
     model = found[0].experiment.model
@@ -136,21 +167,21 @@ def run(arguments: Any) -> int:
     rows = []
     # An accelerator's memory should hold one state; on a CPU that others share, all take turns.
     for group in [found] if is_cpu else [[candidate] for candidate in found]:
-        rows += measure(group, contexts, tokens, limit, steps, arguments.repeats)
-    rows = compared(rows)
-    printer.table([dataclasses.asdict(row) | _printed(row) for row in rows], COLUMNS)
+        rows += measure(group, contexts, tokens, limit, steps, options.repeats)
+    rows = results.add_speed_ratios(sorted(rows, key=lambda row: row.context), lambda row: row.steps_per_second)
+    printer.table(rows, COLUMNS)
     settings = {
         'tokens_per_step': tokens,
         'steps': steps,
-        'repeats': arguments.repeats,
-        'gin_files': arguments.gin_file,
-        'gin_params': arguments.gin_param,
+        'repeats': options.repeats,
+        'gin_files': list(selection.gin_files),
+        'gin_params': list(selection.gin_params),
         'mechanisms': {c.name: [str(a) for a in c.experiment.model.pattern] for c in found},
     }
-    results.write_json(arguments.json, 'step', machine, settings, rows)
-    for name in draw(rows, arguments.out, jnp.dtype(model.compute_dtype).name) if arguments.out else ():
+    options.output.write('step', machine, settings, rows)
+    dtype = jnp.dtype(model.compute_dtype).name
+    for name in draw(rows, options.output.pictures, dtype) if options.output.pictures else ():
         printer.line(f'wrote {name}')
-    return 0
 
 
 def measure(
@@ -190,7 +221,8 @@ def _row(name: str, program: TimedStep, times: timing.Times | None, steps: int) 
         microbatches=config.microbatches,
         remat=model.remat,
         parameters=sum(count_parameters(model).values()),
-        **program.memory,
+        temporary_mib=program.memory.get('temporary_mib'),
+        peak_mib=program.memory.get('peak_mib'),
     )
     if times is None:
         return row
@@ -206,19 +238,8 @@ def _row(name: str, program: TimedStep, times: timing.Times | None, steps: int) 
         tokens_per_second=rate * config.tokens_per_step,
         mfu=flops * rate / (peak * program.mesh.size) if peak else None,
         host_milliseconds=1e3 * program.host_seconds(),
-        loss=float(program.loss),
+        loss=program.loss and float(program.loss),
     )
-
-
-def compared(rows: Sequence[StepRow]) -> list[StepRow]:
-    """The rows by context, with their speed over softmax where that was measured."""
-    speeds = {row.context: row.steps_per_second for row in rows if row.mechanism == BASELINE}
-    result = []
-    for row in sorted(rows, key=lambda row: row.context):
-        base = speeds.get(row.context)
-        ratio = row.steps_per_second / base if base and row.steps_per_second and row.mechanism != BASELINE else None
-        result.append(dataclasses.replace(row, speed_over_softmax=ratio))
-    return result
 
 
 COLUMNS = {
@@ -228,7 +249,7 @@ COLUMNS = {
     'microbatches': ('microb.', '{:,}'.format),
     'remat': ('remat', str),
     'speed': ('steps/s', str),
-    'range': ('slowest–fastest', str),
+    'speeds': ('slowest–fastest', str),
     'tokens_per_second': ('tokens/s', '{:,.0f}'.format),
     'mfu': ('MFU', '{:.1%}'.format),
     'host_milliseconds': ('host ms', '{:.2f}'.format),
@@ -238,24 +259,21 @@ COLUMNS = {
 }
 
 
-def _printed(row: StepRow) -> dict[str, str | None]:
-    if row.out_of_memory:
-        return {'speed': 'OOM', 'range': None}
-    return {'speed': digits(row.steps_per_second), 'range': f'{digits(row.slowest)}–{digits(row.fastest)}'}
-
-
 def draw(rows: Sequence[StepRow], out: str, dtype: str) -> list[str]:
     """Steps a second against context length, as PolySketchFormer's Figure 4, and its Figure 1, time per token."""
-    steps: dict[str, list[tuple[int, float, float, float]]] = {}
-    times: dict[str, list[tuple[int, float, float, float]]] = {}
+    steps: dict[str, list[results.ContextFigure]] = {}
+    times: dict[str, list[results.ContextFigure]] = {}
     for row in rows:
         steps.setdefault(row.mechanism, [])
         times.setdefault(row.mechanism, [])
         if not row.out_of_memory:
-            microseconds = 1e6 * row.steps_per_second / row.tokens_per_second  # of a token at one step a second
-            steps[row.mechanism].append((row.context, row.steps_per_second, row.slowest, row.fastest))
-            reverse = (row.steps_per_second, row.fastest, row.slowest)
-            times[row.mechanism].append((row.context, *(microseconds / speed for speed in reverse)))
+            median, slowest, fastest, rate = results.present(
+                row.steps_per_second, row.slowest, row.fastest, row.tokens_per_second
+            )
+            microseconds = 1e6 * median / rate  # of a token at one step a second
+            steps[row.mechanism].append(results.ContextFigure(row.context, median, slowest, fastest))
+            per_token = (microseconds / speed for speed in (median, fastest, slowest))
+            times[row.mechanism].append(results.ContextFigure(row.context, *per_token))
     pictures = {'step_speed': (steps, 'training steps per second'), 'step_latency': (times, 'time per token (µs)')}
     return [
         file

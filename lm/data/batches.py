@@ -8,7 +8,7 @@ of hosts and devices gives the same global batches; each host reads only the row
 import abc
 import collections
 import concurrent.futures
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 
 import jax
 import numpy as np
@@ -193,7 +193,7 @@ class Batches:
         ]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
-    def prefetch(self, start: int, stop: int, depth: int = 3) -> Iterator[jax.Array]:
+    def prefetch(self, start: int, stop: int, depth: int = 3) -> Generator[jax.Array, None, None]:
         """The batches of steps start, …, stop-1, read and transferred `depth` steps ahead by background threads."""
         with concurrent.futures.ThreadPoolExecutor(max_workers=2, thread_name_prefix='batches') as pool:
             ahead: collections.deque = collections.deque()
