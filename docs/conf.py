@@ -25,6 +25,8 @@ smartquotes = False
 nitpicky = True
 
 html_theme = 'sphinx_book_theme'
-html_title = 'lm: language models with the attention you choose'
+html_title = 'lm'
+html_static_path = ['_static']
+html_css_files = ['site.css']
 html_copy_source = html_show_sourcelink = False
 html_theme_options = {'show_navbar_depth': 1, 'show_toc_level': 2, 'home_page_in_toc': True, 'navbar_persistent': []}

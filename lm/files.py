@@ -15,6 +15,8 @@ from fsspec.config import conf as fsspec_conf
 
 from lm.errors import ConfigError, LmError
 
+AnyPath = pathlib.Path | epath.Path
+
 PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """Scheme of a bucket's address → the package that epath reads it with, where tensorflow is not installed."""
 DAMAGE = ('DATA_LOSS', 'NOT_FOUND', 'INVALID_ARGUMENT', 'OUT_OF_RANGE', 'FAILED_PRECONDITION')
@@ -62,8 +64,8 @@ def local_path(path: os.PathLike | str, name: str = 'path') -> pathlib.Path:
         raise ConfigError(f'{_label(path, name)}: no such user; write the path out') from None
 
 
-def open_path(path: os.PathLike | str, name: str = 'path') -> Any:
-    """A pathlib path, or what epath has for a bucket, which has no `**` patterns.
+def open_path(path: os.PathLike | str, name: str = 'path') -> AnyPath:
+    """Returns a pathlib path, or the path of epath for a bucket, which has no `**` patterns.
 
     Raises ConfigError for an address of another kind, a bucket whose package is missing and a ~user that there is not.
     """

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 LONGEST = 25
 OPENINGS = ('Of', 'What', 'Whether', 'Which', 'That', 'Those', 'As')
 STAND_INS = re.compile(r'\b(?:that|those) of\b', re.IGNORECASE)
-EXCEPTIONS: tuple[str, ...] = ('README.md', 'configs', 'data', 'docs', 'lm', 'scripts', 'tests')
+EXCEPTIONS: tuple[str, ...] = ('README.md', 'docs', 'lm', 'scripts', 'tests')
 """Files and folders whose prose is still as it was."""
 
 
@@ -30,7 +30,8 @@ def prose(path: pathlib.Path) -> Iterator[tuple[int, str, bool]]:
                     yield node.lineno + offset, paragraph, i == 0
     else:
         if path.suffix == '.gin':
-            text = re.sub(r'^#+ ?', '', text.partition('\n\n')[0], flags=re.MULTILINE)
+            header = re.sub(r'^#   .*', '', text.partition('\n\n')[0], flags=re.MULTILINE)  # without its commands
+            text = re.sub(r'^#+ ?', '', header, flags=re.MULTILINE)
         yield from ((1 + offset, paragraph, False) for offset, paragraph in paragraphs(text))
 
 

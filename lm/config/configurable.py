@@ -106,7 +106,7 @@ def configurable(name: str, *, resume: bool = False) -> Callable[[type[T]], type
 
 
 def check_fields(config: Configurable) -> None:
-    """Raises ConfigError for the first field whose type or range is wrong; lists become tuples, ints become floats."""
+    """Converts lists to tuples and ints to floats. Raises ConfigError for the first field of wrong type or range."""
     annotations = typing.get_type_hints(type(config))
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)
@@ -123,18 +123,17 @@ def check_fields(config: Configurable) -> None:
         _check_range(label, converted, spec.metadata.get('rules', {}))
 
 
-def check_kind(name: str, given: Any, kind: type, remedy: str) -> None:
-    """Raises ConfigError unless the argument `name` of a function for users is of `kind`, such as where a path or the
-    whole experiment is given for it."""
+def check_kind(name: str, given: object, kind: type, remedy: str) -> None:
+    """Raises ConfigError unless the argument `name` of a public function is of `kind`; it may be a path instead."""
     if not isinstance(given, kind):
         text = repr(given)
         text = f'{text[:40]}…' if len(text) > 80 else text
         raise ConfigError(f'{name} = {text}: must be a value of type {kind.__name__}, {remedy}')
 
 
-def convert(value: Any, annotation: Any) -> Any:
-    """`value` as `annotation` demands, or TypeError. Only lossless conversions: int → float, list → tuple, dict →
-    tuple of pairs."""
+def convert(value: object, annotation: Any) -> object:
+    """Returns `value` in the type that `annotation` demands. Raises TypeError where that is impossible without loss:
+    int → float, list → tuple and dict → tuple of pairs are possible."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         return value
@@ -167,14 +166,14 @@ def convert(value: Any, annotation: Any) -> Any:
 
 
 def find_classes(annotation: Any) -> list[type]:
-    """The classes inside an annotation: `A | tuple[B, ...] | None` → A, B and NoneType."""
+    """Returns the classes inside an annotation: `A | tuple[B, ...] | None` → A, B and NoneType."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return [annotation]
     return [c for argument in typing.get_args(annotation) for c in find_classes(argument)]
 
 
 def describe(annotation: Any) -> str:
-    """The type in a user's words: `int | None` → 'an int or None'."""
+    """Describes a type in plain words: `int | None` → 'an int or None'."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return ' or '.join(describe(a) for a in arguments)

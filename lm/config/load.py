@@ -10,24 +10,26 @@ from the statements that are in effect for it (`lm.config.resolve`). Afterwards 
 
 import os
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TypeVar
 
 from lm.config.checks import check_used
 from lm.config.read import read
 from lm.config.resolve import map_sections, resolve
 from lm.errors import ConfigError
 
+T = TypeVar('T')
+
 
 def load(
     gin_files: Sequence[str] = (),
     gin_params: Sequence[str] = (),
     *,
-    root: type,
+    root: type[T],
     allow_imports: bool = False,
     base: str | None = None,
     leave_out: Collection[str] = (),
-) -> Any:
-    """Resolves gin files and then gin parameters; of several values for one binding the last wins.
+) -> T:
+    """Resolves gin files and then gin parameters into a `root`. Of several values for one binding the last wins.
 
     Args:
         gin_files: paths or URLs (gs://…), in order; relative ones are looked for in the working directory, then in the
@@ -35,8 +37,8 @@ def load(
         gin_params: bindings such as 'train.steps = 1000'.
         allow_imports: permit `import` lines, which run code, and includes from anywhere.
         root: the dataclass to fill, whose fields are annotated with configurable classes.
-        base: the config.gin of a run, read before all others. It must be sound on its own; what it says about nested
-            configurables (mechanisms, sources) that the others replace is then dropped silently.
+        base: the config.gin of a run, read before all others. It must be sound on its own. Its bindings of nested
+            configurables (mechanisms, sources) that the others replace are dropped silently.
         leave_out: bindings of `base` that do not count, such as 'mesh.processes'.
 
     Raises:

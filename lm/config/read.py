@@ -20,7 +20,7 @@ from lm.config.names import find_current_names, use_references
 from lm.config.project import project_root
 from lm.config.text import Macro, Reference, format_value, join_names, replace_nodes
 from lm.errors import ConfigError
-from lm.files import is_remote, open_path
+from lm.files import AnyPath, is_remote, open_path
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +37,11 @@ def read(
     base: str | None = None,
     leave_out: Collection[str] = (),
 ) -> list[Statement]:
-    """The statements of `base`, of gin files and of gin parameters, in this order; their names are checked against the
-    configurables that have been imported. Those of `base` whose keys are in `leave_out` do not count."""
+    """Reads the statements of `base`, of gin files and of gin parameters, in this order.
+
+    Their names are checked against the configurables that have been imported. The statements of `base` whose keys are
+    in `leave_out` do not count.
+    """
     reader = _Reader(allow_imports)
     if base is not None:
         reader.read_file(base, is_base=True)
@@ -69,21 +72,21 @@ class _Reader:
         self.statements: list[Statement] = []
         self._is_base = False
         self._open: list[str] = []
-        self._roots: list[Any] = []
+        self._roots: list[AnyPath] = []
         self._modules: dict[str, Any] = {}
 
     def read_file(self, name: str, is_base: bool = False) -> None:
         path = _find_file(name)
         self._is_base = is_base
-        self._roots = [path.parent, *_roots()]
+        self._roots = [path.parent, *_list_roots()]
         self._collect(path)
 
     def read_param(self, text: str) -> None:
         self._is_base = False
-        self._roots = _roots()
+        self._roots = _list_roots()
         self._add(_parse(text, '--gin_param'), None)
 
-    def _collect(self, path: Any, where: str = '') -> None:
+    def _collect(self, path: AnyPath, where: str = '') -> None:
         if str(path) in self._open:
             raise ConfigError(f'{where}{path}: includes itself')
         self._open.append(str(path))
@@ -96,7 +99,7 @@ class _Reader:
         self._add(_parse(text, str(path)), path)
         self._open.pop()
 
-    def _add(self, parsed: Iterable[Any], path: Any) -> None:
+    def _add(self, parsed: Iterable[Any], path: AnyPath | None) -> None:
         from gin import config_parser as grammar
 
         lines: dict[str, tuple[int, str]] = {}
@@ -114,7 +117,7 @@ class _Reader:
                 self._collect(included, f'{where}: include ')
             elif isinstance(item, grammar.BindingStatement):
                 written = f'{item.selector}.{item.arg_name}' if item.arg_name else item.selector
-                for statement in self._statements(item, where):
+                for statement in self._check_statement(item, where):
                     line, other = lines.setdefault(statement.key, (item.location.line_num, written))
                     if path and other != written:
                         raise ConfigError(
@@ -148,8 +151,8 @@ class _Reader:
             ) from None
         self._modules[item.bound_name()] = module
 
-    def _statements(self, item: Any, where: str) -> list[Statement]:
-        """The statement with all names checked; one of earlier versions as what it means today."""
+    def _check_statement(self, item: Any, where: str) -> list[Statement]:
+        """Checks the names of a statement. A statement of earlier versions becomes what it means in this version."""
 
         def resolve(node: Any) -> Any:
             if not isinstance(node, Reference):
@@ -180,7 +183,7 @@ class _Reader:
         return found
 
     def _resolve(self, selector: str, where: str, before: str, after: str) -> str:
-        """The registered name that `selector` means: itself, or `module.Class` of an imported module."""
+        """Returns the registered name that `selector` means: itself, or `module.Class` of an imported module."""
         name = selector.removeprefix('lm.')
         if name in REGISTRY:
             return name
@@ -197,7 +200,7 @@ class _Reader:
 
 
 def _parse(text: str, label: str) -> list[Any]:
-    """The statements of `text` in gin's grammar; nothing has happened yet when this returns."""
+    """Parses `text` with gin's grammar. Nothing of it runs."""
     from gin.config_parser import ConfigParser
 
     try:
@@ -217,12 +220,13 @@ def _parse(text: str, label: str) -> list[Any]:
         ) from None
 
 
-def _find_file(name: str, includer: Any = None, where: str = '') -> Any:
-    """The path of a gin file: beside the file that includes it, in the working directory, or in the project."""
-    if is_remote(name) or (is_remote(str(includer)) and not os.path.isabs(name)):
+def _find_file(name: str, includer: AnyPath | None = None, where: str = '') -> AnyPath:
+    """Finds a gin file: beside the file that includes it, in the working directory, or in the project."""
+    beside = includer.parent if includer is not None and is_remote(str(includer)) and not os.path.isabs(name) else None
+    if is_remote(name) or beside is not None:
         if '..' in name.split('/'):
             raise ConfigError(f'{where}{name!r}: write the address without ..')
-        path = open_path(name, '--gin_file') if is_remote(name) else includer.parent / name
+        path = open_path(name, '--gin_file') if is_remote(name) or beside is None else beside / name
         try:
             exists = path.exists()
         except Exception as error:
@@ -244,7 +248,7 @@ def _find_file(name: str, includer: Any = None, where: str = '') -> Any:
     raise ConfigError(f'{where}{name!r}: no such file{did_you_mean(name, siblings)}')
 
 
-def _roots() -> list[pathlib.Path]:
+def _list_roots() -> list[AnyPath]:
     """The folders, besides the one of the file itself, whose files may be included."""
     return [pathlib.Path.cwd(), project_root() / 'configs', project_root() / 'data']
 
@@ -258,7 +262,7 @@ def _moved_files() -> dict[str, pathlib.Path]:
     return {str(folder / old): folder / new for old, new in moves.items()}
 
 
-def _is_inside(path: Any, folder: Any) -> bool:
+def _is_inside(path: AnyPath, folder: AnyPath) -> bool:
     if is_remote(str(path)) or is_remote(str(folder)):
         return str(path).startswith(f'{str(folder).rstrip("/")}/')
     return path.resolve().is_relative_to(folder.resolve())

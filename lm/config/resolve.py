@@ -8,20 +8,24 @@ import contextlib
 import dataclasses
 import typing
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from lm.config.checks import Statement, check_macros, find_effective
 from lm.config.configurable import REGISTRY, Configurable
 from lm.config.text import Macro, Reference, replace_nodes
 from lm.errors import ConfigError
 
+T = TypeVar('T')
 
-def resolve(bindings: dict[str, Statement], root: type) -> tuple[Any, list[tuple[str, str]]]:
-    """`root` filled from `bindings`, and the (scope, name) of everything that was built for it. Whether each binding
-    was used remains to be checked."""
+
+def resolve(bindings: dict[str, Statement], root: type[T]) -> tuple[T, list[tuple[str, str]]]:
+    """Builds `root` from `bindings`. Returns it with the (scope, name) of everything that was built for it.
+
+    It does not check whether each binding was used.
+    """
     check_macros(bindings)
     sections = map_sections(root)
-    builder = _Builder(bindings | _selected_by_default(bindings, sections.values()))
+    builder = _Builder(bindings | _select_defaults(bindings, sections.values()))
     try:
         return root(**{field: builder.build('', name) for field, name in sections.items()}), builder.calls
     except RecursionError:
@@ -29,7 +33,8 @@ def resolve(bindings: dict[str, Statement], root: type) -> tuple[Any, list[tuple
 
 
 def map_sections(root: type) -> dict[str, str]:
-    """Field → gin name of its configurable."""
+    """Returns field → gin name of its configurable."""
+    assert dataclasses.is_dataclass(root)
     annotations = typing.get_type_hints(root)
     return {field.name: annotations[field.name].gin_name for field in dataclasses.fields(root)}
 
@@ -42,8 +47,8 @@ class _Builder:
         self.calls: list[tuple[str, str]] = []
         self._open: list[Any] = []
 
-    def build(self, scope: str, name: str) -> Any:
-        """What `@scope/name()` stands for."""
+    def build(self, scope: str, name: str) -> Configurable:
+        """Builds what `@scope/name()` stands for."""
         statements = find_effective(self.bindings, scope, name)
         with self._inside((scope, name)):
             values = {parameter: self._evaluate(s.value, scope) for parameter, s in statements.items()}
@@ -60,7 +65,7 @@ class _Builder:
             raise ConfigError(f'{error} ({statement.where})' if statement else str(error)) from None
 
     def _evaluate(self, value: Any, scope: str) -> Any:
-        """`value`, found in `scope`, with what its references and macros stand for."""
+        """Returns `value`, found in `scope`, with what its references and macros stand for."""
 
         def evaluate(node: Any) -> Any:
             if isinstance(node, Reference):
@@ -81,9 +86,9 @@ class _Builder:
         self._open.pop()
 
 
-def _selected_by_default(bindings: dict[str, Statement], sections: Iterable[str]) -> dict[str, Statement]:
-    """`prepare.tokenizer = @tokenizer()` and the like, where a section's default is a configurable that some binding
-    names and no binding replaces: then `tokenizer.vocab_size = 4096` alone has the effect that it says."""
+def _select_defaults(bindings: dict[str, Statement], sections: Iterable[str]) -> dict[str, Statement]:
+    """Returns statements such as `prepare.tokenizer = @tokenizer()` for the defaults that some binding names and no
+    binding replaces. `tokenizer.vocab_size = 4096` alone then has its effect."""
     found = {}
     for section in sections:
         for field in dataclasses.fields(REGISTRY[section]):

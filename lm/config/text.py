@@ -32,7 +32,7 @@ class Macro:
 
 
 def replace_nodes(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` applied to everything in its lists and dicts that is not a list or dict itself."""
+    """Returns `value` with `change` applied to everything in its lists and dicts that is not a list or dict itself."""
     if isinstance(value, dict):
         return {replace_nodes(k, change): replace_nodes(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -40,8 +40,8 @@ def replace_nodes(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def format_value(value: Any) -> str:
-    """`value` as gin writes it."""
+def format_value(value: object) -> str:
+    """Writes `value` as gin does. Raises ConfigError for a value that gin cannot express."""
     match value:
         case Reference():
             scope = f'{value.scope}/' if value.scope else ''
@@ -69,19 +69,20 @@ def format_value(value: Any) -> str:
     raise ConfigError(f'{value!r}: a {type(value).__name__} cannot be written to a gin file')
 
 
-def dump(experiment: Any) -> str:
-    """The complete configuration as gin text, sorted, from which `lm.experiment.load` makes an equal experiment.
+def dump(experiment: object) -> str:
+    """Writes the complete configuration as sorted gin text, from which `lm.experiment.load` makes an equal experiment.
 
     Nested configurables become references. Where different ones share a name, each gets a scope: a, b, c, …
-    The modules of those that are none of ours are imported: without, the text would name what nobody knows.
+    The text imports the modules of configurables outside this package.
 
     Raises:
-        ConfigError: for a value that gin cannot express.
+        ConfigError: for a value that gin cannot express, or an argument that is not an Experiment.
     """
-    is_whole = dataclasses.is_dataclass(experiment) and not isinstance(experiment, type)
-    values = [getattr(experiment, field.name) for field in dataclasses.fields(experiment)] if is_whole else []
+    values = []
+    if dataclasses.is_dataclass(experiment) and not isinstance(experiment, type):
+        values = [getattr(experiment, field.name) for field in dataclasses.fields(experiment)]
     sections = {config.gin_name: config for config in values if isinstance(config, Configurable)}
-    if not is_whole or len(sections) < len(values):
+    if not values or len(sections) < len(values):
         raise ConfigError(f'experiment = {repr(experiment)[:80]}: must be an Experiment, such as lm.configure makes')
     nested: dict[str, list[Configurable]] = {}
     for name in sorted(sections):
@@ -100,7 +101,7 @@ def dump(experiment: Any) -> str:
     for name, configs in nested.items():
         blocks += [(name, scope, c) for c in configs if (scope := scopes.get(_identity(c), '')) or name not in sections]
     lines = ['# A complete configuration, written by lm; a file to read and to run again (--gin_file).']
-    lines += [f'import {module}' for module in _foreign(config for *_, config in blocks)]
+    lines += [f'import {module}' for module in _find_foreign_modules(config for *_, config in blocks)]
     for name, scope, config in sorted(
         blocks, key=lambda block: (block[0] not in sections, block[0], len(block[1]), block[1])
     ):
@@ -130,14 +131,14 @@ def _gather(config: Configurable, nested: dict[str, list[Configurable]]) -> None
         replace_nodes(getattr(config, field), visit)
 
 
-def _foreign(configs: Iterable[Configurable]) -> list[str]:
-    """The modules outside this package that define them. What a script or notebook itself defines has none."""
+def _find_foreign_modules(configs: Iterable[Configurable]) -> list[str]:
+    """Returns the modules outside this package that define them. A script or notebook itself has no module."""
     modules = {type(config).__module__ for config in configs}
     return sorted(module for module in modules if module != '__main__' and module.partition('.')[0] != 'lm')
 
 
 def _identity(config: Configurable) -> str:
-    """Equal for configurations that build the same thing; unlike ==, tells 1 from True."""
+    """Returns equal text for configurations that build the same thing. Unlike ==, it distinguishes 1 from True."""
     return repr(config)
 
 

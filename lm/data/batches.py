@@ -194,7 +194,7 @@ class Batches:
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
     def prefetch(self, start: int, stop: int, depth: int = 3) -> Generator[jax.Array, None, None]:
-        """The batches of steps start, …, stop-1, read and transferred `depth` steps ahead by background threads."""
+        """Yields the batches of steps start, …, stop - 1. Threads read and transfer them `depth` steps ahead."""
         with concurrent.futures.ThreadPoolExecutor(max_workers=2, thread_name_prefix='batches') as pool:
             ahead: collections.deque = collections.deque()
             try:

@@ -1,4 +1,4 @@
-"""Runs that belong together, and the curves of a report that they make."""
+"""Groups runs that belong together into series, and makes the curves of a report."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from lm.config.names import may_change
 from lm.experiment import load_registry
 from lm.plots import Curve
 from lm.report import paper
-from lm.report.measures import status_of
+from lm.report.measures import get_status
 from lm.runs.records import Run
 
 BINS = 80
@@ -21,7 +21,7 @@ BINS = 80
 SHOWN_FROM = 0.05
 """Share of the training that loss curves leave out at the start, where nothing can be compared."""
 FIRST_POSITION = 8
-"""The loss of earlier ones, which is several times higher, would flatten the rest of the picture."""
+"""The loss at earlier positions is several times higher and would flatten the rest of the picture."""
 FEWEST_TOKENS = 100
 """Tokens behind the loss at a position that is drawn: with fewer, chance moves it by more than a quarter of a nat."""
 
@@ -39,16 +39,18 @@ class Series:
 
 
 def make_series(runs: Sequence[Run], axis: str = '') -> list[Series]:
-    """Groups runs that differ in seed, context length and the binding `axis` alone, in the paper's order, others
-    behind. Labels say the attention, what else differs between series of the same attention, and of runs that do not
-    stand as the others how they ended."""
-    names = [(paper.label_of(run) or run.attention).replace(' (using FlashAttention)', '') for run in runs]
-    described, standing = [], [status_of(run) for run in runs]
+    """Groups runs that differ in seed, context length and the binding `axis` alone, in the paper's order.
+
+    A label names the attention, and what else differs between series of the same attention. Where some runs are not
+    done, it names their status.
+    """
+    names = [(paper.label_attention(run) or run.attention).replace(' (using FlashAttention)', '') for run in runs]
+    described, standing = [], [get_status(run) for run in runs]
     for run, name, status in zip(runs, names, standing, strict=True):
         others = [other for other, n in zip(runs, names, strict=True) if n == name]
-        differing = [key for key in differing_bindings(others) if key in run.config and key != axis]
+        differing = [key for key in find_differing_bindings(others) if key in run.config and key != axis]
         parts = [
-            f'{words_of(key)} {_brief(run.config[key], {o.config[key] for o in others if key in o.config})}'
+            f'{name_binding(key)} {_shorten(run.config[key], {o.config[key] for o in others if key in o.config})}'
             for key in differing
         ]
         ended = [status] if status != 'done' and len(set(standing)) > 1 else []
@@ -56,25 +58,25 @@ def make_series(runs: Sequence[Run], axis: str = '') -> list[Series]:
     groups: dict[str, list[Run]] = {}
     for run, label in zip(runs, described, strict=True):
         groups.setdefault(label, []).append(run)
-    sorted_groups = sorted(groups.items(), key=lambda item: min(map(paper.order_of, item[1])))
+    sorted_groups = sorted(groups.items(), key=lambda item: min(map(paper.rank_attention, item[1])))
     return [Series(label, i, tuple(members)) for i, (label, members) in enumerate(sorted_groups)]
 
 
-def words_of(binding: str) -> str:
-    """'optimizer.peak_learning_rate' → 'peak learning rate', 'model.n_layers' → 'layers'."""
+def name_binding(binding: str) -> str:
+    """Returns 'peak learning rate' for 'optimizer.peak_learning_rate', and 'layers' for 'model.n_layers'."""
     return binding.rpartition('.')[2].removeprefix('n_').replace('_', ' ')
 
 
-def differing_bindings(runs: Sequence[Run]) -> list[str]:
-    """Bindings of which the runs that have them have several values, and which make another series."""
-    names = dict.fromkeys(name for run in runs for name in run.config if _counts(name))
+def find_differing_bindings(runs: Sequence[Run]) -> list[str]:
+    """Returns the bindings with several values among the runs that have them, and which make another series."""
+    names = dict.fromkeys(name for run in runs for name in run.config if _makes_series(name))
     return [name for name in names if len({run.config[name] for run in runs if name in run.config}) > 1]
 
 
-def numeric_axes(runs: Sequence[Run]) -> list[str]:
-    """Differing bindings with three values or more, all of which are numbers."""
+def find_numeric_axes(runs: Sequence[Run]) -> list[str]:
+    """Returns the differing bindings with three values or more, all of them numbers."""
     found = []
-    for name in differing_bindings(runs):
+    for name in find_differing_bindings(runs):
         values = {run.config[name] for run in runs if name in run.config}
         if len(values) > 2 and all(map(is_number, values)):
             found.append(name)
@@ -82,7 +84,7 @@ def numeric_axes(runs: Sequence[Run]) -> list[str]:
 
 
 def is_number(value: str) -> bool:
-    """Whether a value of a binding is a finite number."""
+    """Returns whether a value of a binding is a finite number."""
     try:
         return math.isfinite(float(value))
     except ValueError:
@@ -90,12 +92,12 @@ def is_number(value: str) -> bool:
 
 
 def is_under_way(run: Run) -> bool:
-    """Whether a run has come far enough to be drawn."""
+    """Returns whether a run has come far enough to be drawn."""
     return len(run.train) > 1 and run.step >= SHOWN_FROM * run.total_steps
 
 
-def loss_curve(series: Series, context: int, end: int) -> Curve | None:
-    """Training loss against tokens, up to `end`: means over bins of equal width on a logarithmic axis."""
+def make_loss_curve(series: Series, context: int, end: int) -> Curve | None:
+    """Returns the training loss against tokens, up to `end`: means over bins of equal width on a logarithmic axis."""
     runs = [run for run in series.at(context) if len(run.train) > 1]
     if not runs:
         return None
@@ -116,11 +118,11 @@ def loss_curve(series: Series, context: int, end: int) -> Curve | None:
     return _aggregate(series, middle, found) if found else None
 
 
-def position_curve(series: Series, context: int, measure: Callable[[Run], dict[str, Any]]) -> Curve | None:
-    """Loss by position in the evaluations that `measure` chooses, the buckets at their geometric middles."""
+def make_position_curve(series: Series, context: int, measure: Callable[[Run], dict[str, Any]]) -> Curve | None:
+    """Returns the loss by position in the evaluations that `measure` chooses, buckets at their geometric middles."""
     found = [measure(run).get('loss_by_position') for run in series.at(context)]
     found = [
-        [b for b in buckets if b['start'] >= first_position(context) and b['tokens'] >= FEWEST_TOKENS]
+        [b for b in buckets if b['start'] >= get_first_position(context) and b['tokens'] >= FEWEST_TOKENS]
         for buckets in found
         if buckets
     ]
@@ -134,13 +136,13 @@ def position_curve(series: Series, context: int, measure: Callable[[Run], dict[s
     return dataclasses.replace(curve, tokens=tokens) if curve and len(curve.x) == len(x) else curve
 
 
-def first_position(context: int) -> int:
-    """The first position in the pictures: FIRST_POSITION, or less in contexts that are hardly longer."""
+def get_first_position(context: int) -> int:
+    """Returns the first position in the pictures: FIRST_POSITION, or less in contexts that are hardly longer."""
     return min(FIRST_POSITION, context // 8)
 
 
-def accuracy_curve(series: Series, context: int) -> Curve | None:
-    """Accuracy in percent against steps."""
+def make_accuracy_curve(series: Series, context: int) -> Curve | None:
+    """Returns the accuracy in percent against steps."""
     found = [[(r['step'], 100 * r['accuracy']) for r in run.evals if 'accuracy' in r] for run in series.at(context)]
     found = [records for records in found if records]
     if not found:
@@ -151,7 +153,7 @@ def accuracy_curve(series: Series, context: int) -> Curve | None:
 
 
 def _aggregate(series: Series, x: np.ndarray, ys: list[np.ndarray]) -> Curve | None:
-    """The mean over runs with the band of their extremes."""
+    """Returns the mean over runs with the band of their extremes."""
     y = np.array(ys)
     known = np.isfinite(y).any(axis=0)
     x, y = x[known], y[:, known]
@@ -162,8 +164,8 @@ def _aggregate(series: Series, x: np.ndarray, ys: list[np.ndarray]) -> Curve | N
     return Curve(series.label, series.style, x, np.nanmean(y, 0), np.nanmin(y, 0), np.nanmax(y, 0))
 
 
-def setting_curve(series: Series, values: Iterable[tuple[float, float | None]]) -> Curve:
-    """Pairs of a setting, such as the context length, and measure, as means with the band of their extremes."""
+def make_setting_curve(series: Series, values: Iterable[tuple[float, float | None]]) -> Curve:
+    """Returns pairs of a setting, such as the context length, and measure, as means with the band of extremes."""
     groups: dict[float, list[float]] = {}
     for setting, value in values:
         if value is not None:
@@ -175,16 +177,16 @@ def setting_curve(series: Series, values: Iterable[tuple[float, float | None]]) 
     return Curve(series.label, series.style, x, mean, low if repeated else None, high if repeated else None)
 
 
-def _counts(binding: str) -> bool:
-    """Whether a difference in this binding makes another series: in loss, or of a mechanism in speed alone."""
+def _makes_series(binding: str) -> bool:
+    """Returns whether a difference in this binding makes another series."""
     ignored = {'train.seed', 'train.context_length', 'train.microbatches', 'model.attention'}
     owner = load_registry().get(binding.rpartition('/')[2].partition('.')[0], object)
     is_of_mechanism = issubclass(owner, Attention)
     return binding == 'data.path' or not (binding in ignored or (may_change(binding) and not is_of_mechanism))
 
 
-def _brief(value: str, values: set[str]) -> str:
-    """A value without its quotes, of a path the last part, where none of the other values has the same."""
+def _shorten(value: str, values: set[str]) -> str:
+    """Returns a value without its quotes; for a path its last part, where no other value has the same."""
 
     def last(value: str) -> str:
         return value.strip("'").rstrip('/').rpartition('/')[2]

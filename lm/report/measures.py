@@ -1,4 +1,4 @@
-"""What counts of the evaluations of a run, and how a run stands."""
+"""Finds the figures and the status of a run."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ OTHERS = {
     *('data.mixture', 'data.task', 'data.mask_documents', 'data.restart_positions'),
     *('evaluate.mask_documents', 'train.objective'),
 }
-"""Bindings whose change makes an evaluation one of something else."""
+"""Bindings whose change makes an evaluation measure something else."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +20,13 @@ class Measures:
     """Figures of runs.
 
     Attributes:
-        split: which evaluations count; None: those of training.
+        split: which evaluations count; None: the split of training.
     """
 
     split: str | None = None
 
-    def newest(self, run: Run, context: int | None = None) -> dict[str, Any]:
-        """The newest evaluation of a run at its own context length or another one, windows disjoint; {} if none.
+    def find_newest(self, run: Run, context: int | None = None) -> dict[str, Any]:
+        """Returns the newest evaluation of a run, at its own context length or `context`, windows disjoint; {} if none.
 
         A file of `lm evaluate` counts more than the periodic evaluation of the same step, unless it scored other data,
         or the weights in another model than the run's own.
@@ -39,29 +39,29 @@ class Measures:
             if r.get('split') == split
             and r.get('context_length') == context
             and r.get('window') in ('disjoint', None)
-            and not _is_of_something_else(run, r)
+            and not _measures_something_else(run, r)
         ]
         return max(reversed(found), key=lambda r: r['step'], default={})
 
-    def is_of_part(self, run: Run) -> bool:
-        """Whether that is a periodic evaluation of the first train.eval_tokens alone, which says nothing per word."""
-        measured = self.newest(run)
+    def covers_part_only(self, run: Run) -> bool:
+        """Returns whether the newest evaluation is a periodic one of the first train.eval_tokens alone."""
+        measured = self.find_newest(run)
         is_periodic = any(measured is record for record in run.evals)
         return is_periodic and bool(run.value('train.eval_tokens')) and 'word_perplexity' not in measured
 
     def perplexity(self, run: Run, context: int | None = None) -> float | None:
-        """Per token, of a run on text; answers to a task have an accuracy. None where it is not finite."""
-        measured = self.newest(run, context)
+        """Returns the perplexity per token of a run on text; None for a task, and where it is not finite."""
+        measured = self.find_newest(run, context)
         return None if 'task' in measured else _finite(measured.get('perplexity'))
 
     def accuracy(self, run: Run) -> float | None:
-        """In percent."""
-        accuracy = _finite(self.newest(run).get('accuracy'))
+        """Returns the accuracy in percent."""
+        accuracy = _finite(self.find_newest(run).get('accuracy'))
         return None if accuracy is None else 100 * accuracy
 
 
-def status_of(run: Run) -> str:
-    """'done', 'diverged (43)', 'failed (44)', 'not finite', 'not finished', or 'imported': it is not trained."""
+def get_status(run: Run) -> str:
+    """Returns 'done', 'diverged (43)', 'failed (44)', 'not finite', 'not finished', or 'imported' for no training."""
     if run.imported:
         return 'imported'
     failure = sweep_file.read_failure(run.directory.path.parent, run.name)
@@ -72,7 +72,7 @@ def status_of(run: Run) -> str:
     return sweep_file.describe_status('failed', failure.get('exit_code')) if failure else 'not finished'
 
 
-def microseconds_per_token(run: Run) -> float | None:
+def measure_microseconds_per_token(run: Run) -> float | None:
     return 1e6 / run.tokens_per_second if run.tokens_per_second else None
 
 
@@ -80,9 +80,11 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _is_of_something_else(run: Run, record: dict[str, Any]) -> bool:
-    """Whether an evaluation ran the weights in another model or for another objective than they were trained with, or
-    let tokens see other documents, or scored other data; a store may have moved."""
+def _measures_something_else(run: Run, record: dict[str, Any]) -> bool:
+    """Returns whether an evaluation changed the model, the objective or the document masks, or scored other data.
+
+    The store may have moved.
+    """
     if record.get('data_sha256', run.info.get('data')) != run.info.get('data'):
         return True
     own = tuple(f'{name}.' for name in ('model', *run.mechanisms(), run.value('train.objective', '').strip('@()')))

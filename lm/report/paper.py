@@ -9,7 +9,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lm.report.published import PaperTable, Row, make_label, tables
+from lm.report.published import PaperTable, Row, load_tables, make_label
 from lm.runs.records import Run
 from lm.text import digits, markdown_table, short
 
@@ -60,7 +60,7 @@ class Comparison(NamedTuple):
     @property
     def devices(self) -> list[str]:
         """The devices of the runs, each kind once."""
-        return sorted({devices_of(run) for run in self.runs})
+        return sorted({name_devices(run) for run in self.runs})
 
     def as_row(self) -> dict[str, Any]:
         """Returns the row of paper.csv."""
@@ -83,84 +83,84 @@ class Comparison(NamedTuple):
 # ------------------------------------------------------------------------------------------------ what a run repeats
 
 
-def label_of(run: Run) -> str | None:
+def label_attention(run: Run) -> str | None:
     """Returns the attention of a run in the words of the table SERIES, for the mechanisms that it has, of any size."""
-    name, scoped = _mechanism_of(run)
-    template, fields = tables()[SERIES].labels.get(name, ('', {}))
+    name, scoped = _find_mechanism(run)
+    template, fields = load_tables()[SERIES].labels.get(name, ('', {}))
     if not template or not _has_fields(run, scoped, fields):
         return None
     names = [field for _, field, _, _ in string.Formatter().parse(template) if field]
     return make_label(template, {field: run.value(f'{scoped}.{field}') for field in names})
 
 
-def order_of(run: Run) -> int:
+def rank_attention(run: Run) -> int:
     """Returns the place of a run's attention among the rows of the table SERIES; all other runs come behind them."""
-    labels = [row.label for row in tables()[SERIES].rows]
-    label = label_of(run)
+    labels = [row.label for row in load_tables()[SERIES].rows]
+    label = label_attention(run)
     return labels.index(label) if label in labels else len(labels)
 
 
-def corpus_of(run: Run) -> str | None:
+def find_corpus(run: Run) -> str | None:
     """Returns the corpus of a table that a run was trained on, by the name of its store or its source."""
     hints = ' '.join(run.config.get(name, '') for name in ('data.path', 'tfds.name', 'text_files.path', 'jsonl.path'))
     hints = hints.lower().replace('-', '').replace('_', '')
-    corpora = {table.corpus for table in tables().values() if table.corpus}
+    corpora = {table.corpus for table in load_tables().values() if table.corpus}
     return next((corpus for corpus in sorted(corpora, key=len, reverse=True) if corpus in hints), None)
 
 
-def tables_for(runs: Sequence[Run]) -> list[PaperTable]:
+def select_tables(runs: Sequence[Run]) -> list[PaperTable]:
     """Returns the tables that count beside these runs; see `PaperTable.only_with`."""
 
     def counts(table: PaperTable) -> bool:
         needed = [row for row in table.rows if row.label == table.only_with]
         return not needed or any(_has_attention(run, row) for run in runs for row in needed)
 
-    return [table for table in tables().values() if counts(table)]
+    return [table for table in load_tables().values() if counts(table)]
 
 
-def cells_of(run: Run, among: Sequence[PaperTable], corpus: str | None = None) -> list[Cell]:
+def find_cells(run: Run, among: Sequence[PaperTable], corpus: str | None = None) -> list[Cell]:
     """Returns the cells, one per measure, whose attention, task or text, and column a run has: the nearest ones.
 
     A table of the run's text goes before a table of any text.
 
     Args:
         among: the tables that count.
-        corpus: the text that the run was trained on; None: see `corpus_of`.
+        corpus: the text that the run was trained on; None: see `find_corpus`.
     """
     task = run.config.get('data.task', 'None').strip('@()').rpartition('/')[2]
-    text, near = corpus or corpus_of(run), {}
+    text, near = corpus or find_corpus(run), {}
     for table in among:
         column = run.value(table.axis)
         is_too_short = table.measure == 'perplexity' and run.total_steps < SHORTEST
         if (table.task or 'None') != task or table.corpus not in (None, text) or column not in table.columns:
             continue
         for cell in (Cell(table, row, column) for row in table.rows if _has_attention(run, row) and not is_too_short):
-            distance = table.corpus is None, len(differences(run, cell, corpus))
+            distance = table.corpus is None, len(list_differences(run, cell, corpus))
             near.setdefault(table.measure, []).append((distance, cell))
     return [min(cells, key=lambda pair: pair[0])[1] for cells in near.values()]
 
 
-def differences(run: Run, cell: Cell, corpus: str | None = None) -> list[str]:
+def list_differences(run: Run, cell: Cell, corpus: str | None = None) -> list[str]:
     """Returns how a run differs from a cell, each as 'layers 1 (paper: 12)'; empty: the run repeats the cell."""
     found = []
     for binding in cell.row.settings:
-        own, value = run.value(binding), cell.setting(binding)
-        if own != value:
-            found.append(f'{SETTINGS[binding]} {own if own is None else format(own, ",")} (paper: {value:,})')
-    text, own = cell.table.corpus, corpus_of(run)
-    if text and own != text and (own or corpus != text):
+        ours, value = run.value(binding), cell.setting(binding)
+        if ours != value:
+            found.append(f'{SETTINGS[binding]} {ours if ours is None else format(ours, ",")} (paper: {value:,})')
+    text, trained_on = cell.table.corpus, find_corpus(run)
+    if text and trained_on != text and (trained_on or corpus != text):
         found.append(f'data {run.config.get("data.path")} (paper: {text})')
     return found
 
 
-def _mechanism_of(run: Run) -> tuple[str, str]:
+def _find_mechanism(run: Run) -> tuple[str, str]:
     """Returns (name, scope/name) of the one mechanism of a run, ('', '') for a pattern of several."""
     found = run.mechanisms()
     return (found[0].rpartition('/')[2], found[0]) if len(found) == 1 else ('', '')
 
 
 def _has_attention(run: Run, row: Row) -> bool:
-    name, scoped = _mechanism_of(run)
+    name, scoped = _find_mechanism(run)
     return name == row.mechanism and _has_fields(run, scoped, row.fields)
 
 
@@ -177,19 +177,19 @@ def compare(runs: Sequence[Run], measures: Mapping[str, Measure], corpus: str | 
 
     Args:
         measures: the perplexity and the accuracy, in percent, of a run.
-        corpus: see `cells_of`.
+        corpus: see `find_cells`.
     """
-    among = tables_for(runs)
-    found = [(run, cell, _obstacles(run, cell, corpus)) for run in runs for cell in cells_of(run, among, corpus)]
+    among = select_tables(runs)
+    found = [(run, cell, _list_obstacles(run, cell, corpus)) for run in runs for cell in find_cells(run, among, corpus)]
     kinds = collections.defaultdict(collections.Counter)
     for run, cell, obstacles in found:
         if not obstacles:
-            kinds[cell.table][devices_of(run)] += 1
+            kinds[cell.table][name_devices(run)] += 1
     same: dict[Cell, list[Run]] = {}
     near: list[tuple[Cell, Run, list[str]]] = []
     for run, cell, obstacles in found:
         is_speed = cell.table.measure == 'steps_per_second'
-        if not obstacles and is_speed and devices_of(run) != kinds[cell.table].most_common(1)[0][0]:
+        if not obstacles and is_speed and name_devices(run) != kinds[cell.table].most_common(1)[0][0]:
             obstacles = ['other devices than most runs']
         if obstacles:
             near.append((cell, run, obstacles))
@@ -204,9 +204,9 @@ def compare(runs: Sequence[Run], measures: Mapping[str, Measure], corpus: str | 
     return compared
 
 
-def _obstacles(run: Run, cell: Cell, corpus: str | None) -> list[str]:
+def _list_obstacles(run: Run, cell: Cell, corpus: str | None) -> list[str]:
     """Returns why a run does not count for a cell: settings that differ, or too little measured."""
-    found = differences(run, cell, corpus)
+    found = list_differences(run, cell, corpus)
     if cell.table.measure != 'steps_per_second':
         if run.step < run.total_steps:
             found.append(f'at step {run.step:,} of {run.total_steps:,}')
@@ -225,9 +225,9 @@ def _compare(cell: Cell, runs: Sequence[Run], measures: Mapping[str, Measure], d
     return Comparison(cell, runs, statistics.fmean(values) if values else None, differs)
 
 
-def without_match(compared: Sequence[Comparison], corpus: str | None) -> str:
+def explain_no_match(compared: Sequence[Comparison], corpus: str | None) -> str:
     """Returns a line where no run repeats the table of the text `corpus` that was asked for, else ''."""
-    table = tables().get(corpus or '')
+    table = load_tables().get(corpus or '')
     of_table = [c for c in compared if c.cell.table is table]
     if table is None or not all(c.differs for c in of_table):
         return ''
@@ -235,13 +235,13 @@ def without_match(compared: Sequence[Comparison], corpus: str | None) -> str:
     return f'No run repeats a cell of {table.title}{near}.'
 
 
-def markdown(compared: Sequence[Comparison], corpus: str | None = None) -> list[str]:
+def format_tables(compared: Sequence[Comparison], corpus: str | None = None) -> list[str]:
     """Returns the lines of the tables in the papers' form: each cell the paper's number and ours; apart, what differs.
 
     Args:
         corpus: the text whose table was asked for; where no run repeats it, a line says so.
     """
-    text = [missing, ''] if (missing := without_match(compared, corpus)) else []
+    text = [missing, ''] if (missing := explain_no_match(compared, corpus)) else []
     if not compared:
         return text
     text = ['## Beside the paper', '', *text]
@@ -253,32 +253,32 @@ def markdown(compared: Sequence[Comparison], corpus: str | None = None) -> list[
     ]
     for table in dict.fromkeys(c.cell.table for c in compared):
         same = [c for c in compared if c.cell.table is table and not c.differs]
-        apart = [c for c in compared if c.cell.table is table and c.differs]
+        others = [c for c in compared if c.cell.table is table and c.differs]
         text += [f'**{table.title}**, {table.unit} ({table.source})', '']
         if same:
             lines: dict[str | Row, list[str]] = {}
             for c in same:
                 row = c.cell.row
                 lines.setdefault(row.group, [f'*{row.group}*', *[''] * len(table.columns)])
-                lines.setdefault(row, [row.label]).append(f'{_number(c.cell.printed)} / {_number(c.ours)}')
+                lines.setdefault(row, [row.label]).append(f'{_format(c.cell.printed)} / {_format(c.ours)}')
             text += [markdown_table([*lines.values()], ['', *map(short, table.columns)]), '']
             if table.measure == 'steps_per_second':
                 text += [f'Ours on {"; ".join(sorted({name for c in same for name in c.devices}))}.', '']
-        if apart:
+        if others:
             text += ['Apart, as they are not what the paper ran:', '']
-            cells = [[str(c.as_row()[name]) for name in ('runs', 'devices', 'differs', 'row')] for c in apart]
-            figures = [[short(c.cell.column), _number(c.cell.printed), _number(c.ours)] for c in apart]
+            cells = [[str(c.as_row()[name]) for name in ('runs', 'devices', 'differs', 'row')] for c in others]
+            figures = [[short(c.cell.column), _format(c.cell.printed), _format(c.ours)] for c in others]
             headings = ['run', 'on', 'differs', 'row', SETTINGS[table.axis], 'paper', 'ours']
             text += [markdown_table([a + b for a, b in zip(cells, figures, strict=True)], headings, left=4), '']
     return text
 
 
-def devices_of(run: Run) -> str:
+def name_devices(run: Run) -> str:
     """Returns '32 × TPU v5 lite'."""
     return f'{run.info.get("device_count", "?")} × {run.info.get("device_kind", "?")}'
 
 
-def _number(value: float | str | None) -> str:
+def _format(value: float | str | None) -> str:
     """Returns a number as tables print it, and a text as it is."""
     if value is None or isinstance(value, str):
         return value or '–'

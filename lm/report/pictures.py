@@ -12,18 +12,18 @@ from lm.plots import Curve
 from lm.report.curves import (
     FEWEST_TOKENS,
     Series,
-    accuracy_curve,
-    first_position,
+    find_numeric_axes,
+    get_first_position,
     is_under_way,
-    loss_curve,
+    make_accuracy_curve,
+    make_loss_curve,
+    make_position_curve,
     make_series,
-    numeric_axes,
-    position_curve,
-    setting_curve,
-    words_of,
+    make_setting_curve,
+    name_binding,
 )
-from lm.report.measures import Measures, microseconds_per_token, status_of
-from lm.report.paper import devices_of
+from lm.report.measures import Measures, get_status, measure_microseconds_per_token
+from lm.report.paper import name_devices
 from lm.runs.records import Run
 from lm.text import short
 
@@ -36,7 +36,7 @@ class Pictures:
     Attributes:
         drawn: the runs that have come far enough.
         files: (name, caption) of each picture.
-        points: those of all pictures, a dict each.
+        points: the points of all pictures, a dict each.
     """
 
     def __init__(self, runs: Sequence[Run], out: Path, measures: Measures):
@@ -44,7 +44,7 @@ class Pictures:
         self.drawn = [run for run in runs if is_under_way(run)]
         self.series = make_series(self.drawn)
         self.contexts = sorted({run.value('train.context_length') for run in self.drawn})
-        splits = sorted({split for run in self.drawn if (split := measures.newest(run).get('split'))})
+        splits = sorted({split for run in self.drawn if (split := measures.find_newest(run).get('split'))})
         self.split = ' and '.join(splits)
         self.files: list[tuple[str, str]] = []
         self.points: list[dict[str, Any]] = []
@@ -54,58 +54,60 @@ class Pictures:
         for context in self.contexts:
             suffix, where = (f'_{context}', f', context {context:,}') if len(self.contexts) > 1 else ('', '')
             end = max(run.train[-1]['tokens'] for s in self.series for run in s.at(context))
-            self._lines(
+            self._draw_lines(
                 f'loss{suffix}',
-                [curve for s in self.series if (curve := loss_curve(s, context, end))],
+                [curve for s in self.series if (curve := make_loss_curve(s, context, end))],
                 f'Training loss (smoothed){where}; bands (of up to 6 curves): extremes over seeds.',
                 'training tokens',
                 'training loss (nats per token)',
                 x_scale='log',
             )
-            self._lines(
+            self._draw_lines(
                 f'position{suffix}',
-                [curve for s in self.series if (curve := position_curve(s, context, self.measures.newest))],
+                [curve for s in self.series if (curve := make_position_curve(s, context, self.measures.find_newest))],
                 f'Loss by position in the context{where}; positions with fewer than {FEWEST_TOKENS:,} tokens are left '
                 'out, and curves.csv counts those of each point.',
                 'position in the context (tokens)',
                 f'{self.split} loss (nats per token)',
                 x_scale='log',
                 markers=True,
-                ticks=_thinned([2**i for i in range(context.bit_length()) if 2**i >= first_position(context)]),
+                ticks=_thin([2**i for i in range(context.bit_length()) if 2**i >= get_first_position(context)]),
             )
-            self._lines(
+            self._draw_lines(
                 f'accuracy{suffix}',
-                [curve for s in self.series if (curve := accuracy_curve(s, context))],
+                [curve for s in self.series if (curve := make_accuracy_curve(s, context))],
                 f'Accuracy during training{where}.',
                 'training steps',
                 f'{self.split} accuracy (%)',
                 y_limits=(-3, 103),
             )
-        self._against_context('perplexity', self.measures.perplexity, f'{self.split} perplexity per token')
-        self._against_context('accuracy', self.measures.accuracy, f'{self.split} accuracy (%)')
-        devices = '; '.join(sorted({devices_of(run) for run in self.drawn}))
+        self._draw_against_context('perplexity', self.measures.perplexity, f'{self.split} perplexity per token')
+        self._draw_against_context('accuracy', self.measures.accuracy, f'{self.split} accuracy (%)')
+        devices = '; '.join(sorted({name_devices(run) for run in self.drawn}))
         note = f', measured on {devices}; bands of single runs: quartiles of the logged intervals'
-        self._against_context('speed', microseconds_per_token, 'training time per token (µs)', note, **SPEED)
-        for axis in numeric_axes(self.drawn) if len(self.contexts) == 1 else ():
-            self._against_setting('perplexity', axis, self.measures.perplexity, f'{self.split} perplexity per token')
-            self._against_setting('accuracy', axis, self.measures.accuracy, f'{self.split} accuracy (%)')
-        self._other_contexts()
+        time = 'training time per token (µs)'
+        self._draw_against_context('speed', measure_microseconds_per_token, time, note, **SPEED)
+        for axis in find_numeric_axes(self.drawn) if len(self.contexts) == 1 else ():
+            perplexity = f'{self.split} perplexity per token'
+            self._draw_against_setting('perplexity', axis, self.measures.perplexity, perplexity)
+            self._draw_against_setting('accuracy', axis, self.measures.accuracy, f'{self.split} accuracy (%)')
+        self._draw_other_contexts()
 
-    def _against_context(
+    def _draw_against_context(
         self, name: str, measure: Callable[[Run], float | None], label: str, note: str = '', **options: Any
     ) -> None:
-        """A measure against the context length in training; with one length alone, a row of dots a series."""
-        series = _by_devices(self.series) if name == 'speed' else self.series
+        """Draws a measure against the context length in training; with one length alone, a row of dots per series."""
+        series = _split_by_devices(self.series) if name == 'speed' else self.series
         values = [[(run, measure(run)) for run in s.runs] for s in series]
         title = f'{label[0].upper()}{label[1:]}'
         if len(self.contexts) > 1:
             curves = []
             for s, found in zip(series, values, strict=True):
-                curve = setting_curve(s, [(run.value('train.context_length'), value) for run, value in found])
+                curve = make_setting_curve(s, [(run.value('train.context_length'), value) for run, value in found])
                 if name == 'speed' and curve.low is None:
-                    curve = _with_quartiles(curve, [run for run, value in found if value is not None])
+                    curve = _add_quartiles(curve, [run for run, value in found if value is not None])
                 curves.append(curve)
-            self._lines(
+            self._draw_lines(
                 f'{name}_context',
                 [curve for curve in curves if len(curve.x)],
                 f'{title} against context length{note}.',
@@ -123,35 +125,36 @@ class Pictures:
             x = np.array([value for _, value in members])
             if len(x):
                 row = Curve(s.label, s.style, x, np.zeros(len(x)))
-                rows.append(_with_quartiles(row, [run for run, _ in members]) if name == 'speed' else row)
+                rows.append(_add_quartiles(row, [run for run, _ in members]) if name == 'speed' else row)
         if rows:
             note = note.replace('bands of single runs', 'thin lines')
             plots.draw_dots(self.out / f'{name}_runs', rows, label)
-            self._drawn(f'{name}_runs', f'{title}, a dot a run, the bar at their mean{note}.', rows)
+            self._record(f'{name}_runs', f'{title}, a dot a run, the bar at their mean{note}.', rows)
 
-    def _against_setting(self, name: str, axis: str, measure: Callable[[Run], float | None], label: str) -> None:
-        """A measure against a swept setting, where a series has three values of it."""
+    def _draw_against_setting(self, name: str, axis: str, measure: Callable[[Run], float | None], label: str) -> None:
+        """Draws a measure against a swept setting, where a series has three values of it."""
         curves, values = [], [float(run.config[axis]) for run in self.drawn if axis in run.config]
         for s in make_series(self.drawn, axis):
-            curve = setting_curve(s, [(float(r.config[axis]), measure(r)) for r in s.runs if axis in r.config])
+            curve = make_setting_curve(s, [(float(r.config[axis]), measure(r)) for r in s.runs if axis in r.config])
             curves += [curve] if len(curve.x) else []
         if not any(len(curve.x) > 2 for curve in curves):
             return
         without = [run for run in self.drawn if measure(run) is None]
-        note = f'; without a value: {", ".join(f"{run.name} ({status_of(run)})" for run in without)}' if without else ''
-        self._lines(
-            f'{name}_{words_of(axis).replace(" ", "_")}',
+        named = ', '.join(f'{run.name} ({get_status(run)})' for run in without)
+        note = f'; without a value: {named}' if without else ''
+        self._draw_lines(
+            f'{name}_{name_binding(axis).replace(" ", "_")}',
             curves,
-            f'{label[0].upper()}{label[1:]} against {words_of(axis)}{note}.',
-            words_of(axis),
+            f'{label[0].upper()}{label[1:]} against {name_binding(axis)}{note}.',
+            name_binding(axis),
             label,
             x_scale='log' if min(values) > 0 and max(values) > 5 * min(values) else 'linear',
             markers=True,
-            ticks=_thinned(sorted(set(values))),
+            ticks=_thin(sorted(set(values))),
         )
 
-    def _other_contexts(self) -> None:
-        """Perplexity of runs that were evaluated at several context lengths, against these."""
+    def _draw_other_contexts(self) -> None:
+        """Draws the perplexity of runs that were evaluated at several context lengths, against these lengths."""
         curves, contexts = [], set()
         for s in self.series:
             for trained in self.contexts:
@@ -161,9 +164,9 @@ class Pictures:
                 values = [(n, value) for n, value in pairs if value is not None]
                 if len({n for n, _ in values}) > 1:
                     label = s.label if len(self.contexts) == 1 else f'{s.label}, trained at {short(trained)}'
-                    curves.append(setting_curve(dataclasses.replace(s, label=label, style=len(curves)), values))
+                    curves.append(make_setting_curve(dataclasses.replace(s, label=label, style=len(curves)), values))
                     contexts |= {n for n, _ in values}
-        self._lines(
+        self._draw_lines(
             'perplexity_evaluated',
             curves,
             'Perplexity per token against the context length in evaluation.',
@@ -174,12 +177,12 @@ class Pictures:
             ticks=sorted(contexts),
         )
 
-    def _lines(self, name: str, curves: list[Curve], caption: str, x: str, y: str, **options: Any) -> None:
+    def _draw_lines(self, name: str, curves: list[Curve], caption: str, x: str, y: str, **options: Any) -> None:
         if curves:
             plots.draw_lines(self.out / name, curves, x, y, **options)
-            self._drawn(name, caption, curves)
+            self._record(name, caption, curves)
 
-    def _drawn(self, name: str, caption: str, curves: Iterable[Curve]) -> None:
+    def _record(self, name: str, caption: str, curves: Iterable[Curve]) -> None:
         self.files.append((f'{name}.png', caption))
         for curve in curves:
             for i, (x, y) in enumerate(zip(curve.x, curve.y, strict=True)):
@@ -190,20 +193,20 @@ class Pictures:
                 self.points.append(point)
 
 
-def _by_devices(series: Sequence[Series]) -> list[Series]:
-    """The same series, or, where the runs had different devices, one for each kind of them."""
-    if len({devices_of(run) for s in series for run in s.runs}) == 1:
+def _split_by_devices(series: Sequence[Series]) -> list[Series]:
+    """Returns the same series, or, where the runs had different devices, a series per kind of device."""
+    if len({name_devices(run) for s in series for run in s.runs}) == 1:
         return list(series)
     found = []
     for s in series:
-        for devices in dict.fromkeys(map(devices_of, s.runs)):
-            runs = tuple(run for run in s.runs if devices_of(run) == devices)
+        for devices in dict.fromkeys(map(name_devices, s.runs)):
+            runs = tuple(run for run in s.runs if name_devices(run) == devices)
             found.append(Series(f'{s.label}, {devices}', len(found), runs))
     return found
 
 
-def _with_quartiles(curve: Curve, runs: Sequence[Run]) -> Curve:
-    """Speeds, a point a run, with the quartiles of the run's own intervals as the band."""
+def _add_quartiles(curve: Curve, runs: Sequence[Run]) -> Curve:
+    """Returns a curve of speeds, a point per run, with the quartiles of the run's own intervals as the band."""
     by_x = sorted(runs, key=lambda run: run.value('train.context_length'))  # of equal contexts, in the order of x
     ranges = [run.speed_range for run in by_x if run.speed_range]
     if not ranges or not len(runs) == len(curve.x) == len(ranges):
@@ -212,7 +215,7 @@ def _with_quartiles(curve: Curve, runs: Sequence[Run]) -> Curve:
     return dataclasses.replace(curve, low=low, high=high)
 
 
-def _thinned(ticks: list[Any]) -> list[Any]:
-    """At most eight of the ticks, evenly spaced, the last among them."""
+def _thin(ticks: list[Any]) -> list[Any]:
+    """Returns at most eight of the ticks, evenly spaced, the last among them."""
     stride = -(-len(ticks) // 8)
     return ticks[::-1][::stride][::-1]

@@ -67,7 +67,7 @@ class PaperTable:
 
 
 @functools.cache
-def tables() -> dict[str, PaperTable]:
+def load_tables() -> dict[str, PaperTable]:
     """Returns key → table, in the order of the files."""
     files = sorted((project_root() / 'configs' / 'papers').rglob('published*.toml'))
     found = [_table(tomllib.loads(path.read_text(encoding='utf-8'))) for path in files]
@@ -88,12 +88,12 @@ def _table(data: dict[str, Any]) -> PaperTable:
             template, fields = labels.get(mechanism, (row.pop('label', ''), {}))
             # A key with a dot is a binding of the run, any other key a field of the mechanism.
             row = _flatten(row)
-            own = {name: value for name, value in row.items() if '.' in name}
+            bindings = {name: value for name, value in row.items() if '.' in name}
             fields = fields | {name: value for name, value in row.items() if '.' not in name}
-            layers = f', {own["model.n_layers"]} layers' if 'model.n_layers' in own else ''
+            layers = f', {bindings["model.n_layers"]} layers' if 'model.n_layers' in bindings else ''
             label = make_label(template, fields | {'layers': layers})
-            wanted = settings | _flatten(group.get('settings', {})) | own
-            rows.append(Row(group['title'], label, mechanism, fields, wanted, values))
+            bindings = settings | _flatten(group.get('settings', {})) | bindings
+            rows.append(Row(group['title'], label, mechanism, fields, bindings, values))
     return PaperTable(**data, labels=labels, rows=rows)
 
 

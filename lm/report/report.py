@@ -7,8 +7,8 @@ from typing import Any
 
 from lm.evaluation.sets import FIGURES, flat
 from lm.report import paper
-from lm.report.curves import differing_bindings, words_of
-from lm.report.measures import Measures, microseconds_per_token, status_of
+from lm.report.curves import find_differing_bindings, name_binding
+from lm.report.measures import Measures, get_status, measure_microseconds_per_token
 from lm.report.pictures import Pictures
 from lm.runs.goodput import describe
 from lm.runs.records import Run
@@ -20,14 +20,14 @@ HAVE_COLUMNS = ('train.seed', 'train.steps', 'train.context_length', 'model.n_la
 LEFT = ('run', 'status', 'attention')
 """Columns of words, which come first."""
 PREFIXES = tuple(f'{figure}/' for figure in FIGURES)
-"""Of the figures of the named sets of an evaluation."""
+"""How figures of the named sets of an evaluation begin."""
 
 
 class Report:
     """The report on `runs` in the folder `out`.
 
     Args:
-        split: which evaluations count; None: those of training.
+        split: which evaluations count; None: the split of training.
         corpus: pg19 or wiki40b, the text whose tables of the paper are compared with; None: by the data of each run;
             none: no comparison.
         absent: rows of sweep.json of points that have no run directory.
@@ -43,10 +43,10 @@ class Report:
     ):
         self.runs, self.out, self.corpus, self.absent = list(runs), out, corpus, list(absent)
         self.measures = Measures(split)
-        self.swept = [name for name in differing_bindings(self.runs) if name not in HAVE_COLUMNS]
-        measured = [flat(self.measures.newest(run)) for run in self.runs]
+        self.swept = [name for name in find_differing_bindings(self.runs) if name not in HAVE_COLUMNS]
+        measured = [flat(self.measures.find_newest(run)) for run in self.runs]
         self.of_sets = sorted({name for found in measured for name in found if name.startswith(PREFIXES)})
-        self.rows = [self.row(run) for run in self.runs]
+        self.rows = [self.make_row(run) for run in self.runs]
         self.comparison = self.compare_with_papers()
         self.written: list[str] = []
 
@@ -56,28 +56,28 @@ class Report:
         if pictures:
             drawn.draw()
             self.written += [name for file, _ in drawn.files for name in (file, file.replace('.png', '.pdf'))]
-        self._csv('runs.csv', self.rows)
+        self._write_csv('runs.csv', self.rows)
         if drawn.points:
-            self._csv('curves.csv', drawn.points)
+            self._write_csv('curves.csv', drawn.points)
         if self.comparison:
-            self._csv('paper.csv', [compared.as_row() for compared in self.comparison])
-        text = ['# Report', '', self.markdown_table(), '']
-        text += paper.markdown(self.comparison, self.corpus)
+            self._write_csv('paper.csv', [compared.as_row() for compared in self.comparison])
+        text = ['# Report', '', self.format_table(), '']
+        text += paper.format_tables(self.comparison, self.corpus)
         for name, caption in drawn.files:
             text += [f'![{caption}]({name})', '', f'*{caption}*', '']
         if pictures and len(drawn.drawn) < len(self.runs):
             names = ', '.join(run.name for run in self.runs if run not in drawn.drawn)
             text += [f'Not in the pictures, for want of steps: {names}.', '']
-        text += ['## Runs', '', *(f'- {self.provenance(run)}' for run in self.runs), '']
+        text += ['## Runs', '', *(f'- {self.describe_provenance(run)}' for run in self.runs), '']
         (self.out / 'report.md').write_text('\n'.join(text), encoding='utf-8')
         self.written.insert(0, 'report.md')
 
-    def row(self, run: Run) -> dict[str, Any]:
-        """The figures of a run."""
-        measured, rate, bounds = flat(self.measures.newest(run)), run.tokens_per_second, run.speed_range
+    def make_row(self, run: Run) -> dict[str, Any]:
+        """Returns the figures of a run."""
+        measured, rate, bounds = flat(self.measures.find_newest(run)), run.tokens_per_second, run.speed_range
         return {
             'run': run.name,
-            'status': status_of(run),
+            'status': get_status(run),
             'attention': run.attention,
             'layers': run.value('model.n_layers'),
             'parameters': run.info.get('parameters'),
@@ -94,19 +94,19 @@ class Report:
             'tokens_per_second': rate,
             'tokens_per_second_low': bounds and bounds[0],
             'tokens_per_second_high': bounds and bounds[1],
-            'microseconds_per_token': microseconds_per_token(run),
+            'microseconds_per_token': measure_microseconds_per_token(run),
             'goodput': run.goodput and run.goodput['share'],
-            'devices': paper.devices_of(run),
+            'devices': paper.name_devices(run),
             'path': str(run.directory.path),
         }
 
-    def markdown_table(self) -> str:
-        """The runs and their figures, without what none of them has, and below it the points without a run."""
+    def format_table(self) -> str:
+        """Returns the runs and their figures, without columns that no run has, and the points without a run below."""
         columns: dict[str, tuple[str, Callable[[Any], str]]] = {
             'run': ('run', str),
             'status': ('status', str),
             'attention': ('attention', str),
-            **{name: (words_of(name), str) for name in self.swept},
+            **{name: (name_binding(name), str) for name in self.swept},
             'layers': ('layers', str),
             'parameters': ('parameters', lambda v: f'{v / 1e6:.3g}M'),
             'context': ('context', short),
@@ -122,7 +122,7 @@ class Report:
             'goodput': ('goodput', '{:.1%}'.format),
             'devices': ('devices', str),
         }
-        rows = [row | {'progress': _progress(row), 'speed': _speed(row)} for row in self.rows]
+        rows = [row | {'progress': _format_progress(row), 'speed': _format_speed(row)} for row in self.rows]
         shown = {k: v for k, v in columns.items() if any(row[k] is not None for row in rows)}
         if all(row['status'] == 'done' for row in rows):
             del shown['status']
@@ -131,7 +131,7 @@ class Report:
         text = markdown_table(cells, [title for title, _ in shown.values()], left)
         if 'speed' in shown:
             text += '\n\nTokens/s: the median of the logged intervals, and their quartiles.'
-        if parts := [run.name for run in self.runs if self.measures.is_of_part(run)]:
+        if parts := [run.name for run in self.runs if self.measures.covers_part_only(run)]:
             text += f'\n\nOf the first train.eval_tokens alone, until lm evaluate scores the split: {", ".join(parts)}.'
         for row in self.absent:
             status = describe_status(row['status'], row['exit_code'])
@@ -139,24 +139,24 @@ class Report:
         return text
 
     def compare_with_papers(self) -> list[paper.Comparison]:
-        """The papers' cells beside ours: see `lm.report.paper.compare`."""
+        """Returns the papers' cells beside ours: see `lm.report.paper.compare`."""
         if self.corpus == 'none':
             return []
         measures = {'perplexity': self.measures.perplexity, 'accuracy': self.measures.accuracy}
         return paper.compare(self.runs, measures, self.corpus)
 
-    def provenance(self, run: Run) -> str:
-        """Where the numbers of a run come from."""
+    def describe_provenance(self, run: Run) -> str:
+        """Returns where the numbers of a run come from."""
         info = run.info
         return (
             f'`{run.name}`: {run.directory.path}; commit {info.get("git_commit") or "unknown"}, '
-            f'{paper.devices_of(run)}, data {str(info.get("data"))[:12]}, '
+            f'{paper.name_devices(run)}, data {str(info.get("data"))[:12]}, '
             f'tokenizer {str(info.get("tokenizer"))[:12]}, started {info.get("started")}, '
             f'resumed {counted(len(info.get("resumed", [])), "time")}'
             + (f'; goodput {describe(run.goodput)}' if run.goodput else '')
         )
 
-    def _csv(self, name: str, rows: list[dict[str, Any]]) -> None:
+    def _write_csv(self, name: str, rows: list[dict[str, Any]]) -> None:
         with open(self.out / name, 'w', newline='', encoding='utf-8') as file:
             writer = csv.DictWriter(file, rows[0].keys())
             writer.writeheader()
@@ -164,12 +164,12 @@ class Report:
         self.written.append(name)
 
 
-def _progress(row: dict[str, Any]) -> str:
+def _format_progress(row: dict[str, Any]) -> str:
     return f'{row["step"]:,}' if row['step'] == row['steps'] else f'{row["step"]:,} of {row["steps"]:,}'
 
 
-def _speed(row: dict[str, Any]) -> str | None:
-    """The median and, where there are enough intervals, the quartiles."""
+def _format_speed(row: dict[str, Any]) -> str | None:
+    """Returns the median and, where there are enough intervals, the quartiles."""
     if row['tokens_per_second'] is None:
         return None
     text = digits(row['tokens_per_second'])

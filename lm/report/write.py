@@ -1,8 +1,10 @@
 """`lm report`: runs → a table (Markdown, CSV), the paper's table with ours beside it, and pictures.
 
-report.md       every number, with the run that it came from
-runs.csv        a row a run                    curves.csv      the points of all pictures
-paper.csv       the paper's numbers and ours   *.png, *.pdf    the pictures, a column wide
+- report.md: every number, with the run that it came from
+- runs.csv: a row per run
+- paper.csv: the paper's numbers and ours
+- curves.csv: the points of all pictures
+- *.png, *.pdf: the pictures, a column wide
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,16 +42,16 @@ def write_report(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f'--out {out}: {error.strerror}; name a local folder') from None
-    report = Report(runs, folder, split, corpus, absent=points_without_runs(paths))
+    report = Report(runs, folder, split, corpus, absent=find_points_without_runs(paths))
     report.write(pictures)
-    print(report.markdown_table())
-    if missing := paper.without_match(report.comparison, corpus):
+    print(report.format_table())
+    if missing := paper.explain_no_match(report.comparison, corpus):
         print(f'\n{missing}')
     print(f'\n{counted(len(report.written), "file")} in {folder}: {", ".join(report.written)}')
 
 
 def check_split(runs: Sequence[Run], split: str | None) -> None:
-    """Raises ConfigError where no run was ever evaluated on `split`; None stands for that of training."""
+    """Raises ConfigError where no run was ever evaluated on `split`; None is the split of training."""
     known = {str(r['split']) for run in runs for r in [*run.evals, *run.evaluations] if r.get('split')}
     if split is not None and split not in known:
         others = f'those are of {join_names(sorted(known))}' if known else 'nor of any other'
@@ -58,8 +60,8 @@ def check_split(runs: Sequence[Run], split: str | None) -> None:
         )
 
 
-def points_without_runs(paths: Iterable[str]) -> list[dict[str, Any]]:
-    """The points of the sweeps among `paths` that have no run directory: not begun, or refused."""
+def find_points_without_runs(paths: Iterable[str]) -> list[dict[str, Any]]:
+    """Returns the points of the sweeps among `paths` that have no run directory: not begun, or refused."""
     roots = [root for path in paths if '*' not in path and sweep_file.is_sweep(root := epath.Path(open_path(path)))]
     rows = [(root, row) for root in roots for row in sweep_file.read_rows(root)]
     return [row for root, row in rows if not (root / row['point'] / 'config.gin').exists()]

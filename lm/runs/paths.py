@@ -6,7 +6,7 @@ import re
 from etils import epath
 
 from lm.errors import ConfigError
-from lm.files import is_remote, open_path
+from lm.files import AnyPath, is_remote, open_path
 
 SWEEP = 'sweep.json'
 """The file that makes a folder the folder of a sweep (`lm.runs.sweep_file`), which is no run itself."""
@@ -39,7 +39,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_path(path: epath.PathLike) -> os.PathLike:
+def check_path(path: epath.PathLike) -> AnyPath:
     """Returns the path as `open_path` gives it, and raises its ConfigError. The error is also raised for '..'
     components, control characters, and no path at all."""
     text = os.fspath(path)

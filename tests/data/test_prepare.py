@@ -29,6 +29,7 @@ from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.run import run_prepare
 from lm.data.prepare.shards import Preparation, Sample
 from lm.data.prepare.stages import prepare
+from lm.data.prepare.workers import start_workers
 from lm.data.sources.base import Shard, inventory
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.text_files import TextFiles
@@ -265,7 +266,7 @@ def test_a_store_that_another_preparation_has_made_meanwhile_is_left_alone(corpu
         fetch(self, log)
 
     monkeypatch.setattr(TextFiles, 'fetch', slow)
-    monkeypatch.setattr(prepare_module, '_prepare', lambda *_: pytest.fail('it was made again'))
+    monkeypatch.setattr(prepare_module, '_make_store', lambda *_: pytest.fail('it was made again'))
     assert run(TextFiles(path=str(corpus)), path)['splits']['train']['documents'] == 8
     assert digests(path) == digests(reference)
 
@@ -435,7 +436,7 @@ def test_no_worker_is_left_when_the_thread_of_the_pool_reaps_them(monkeypatch):
         return result
 
     before = multiprocessing.active_children()
-    with prepare_module._workers(2) as (pool, _):
+    with start_workers(2) as (pool, _):
         pool.submit(time.sleep, 0).result()
         monkeypatch.setattr(os, 'waitpid', late)
     assert multiprocessing.active_children() == before

@@ -18,7 +18,7 @@ from shipped import CONFIGS, EXPERIMENTS, SWEEPS, experiment, name_of
 from lm.experiment import load
 from lm.model import ModelConfig
 from lm.report import paper
-from lm.report.published import tables
+from lm.report.published import load_tables
 from lm.runs.config_diff import parse_bindings
 from lm.runs.records import Run
 from lm.sweep.points import Point, make_points
@@ -54,7 +54,7 @@ APPENDIX_H = {  # layers × width, mechanism, r → millions of parameters
 
 
 def is_of_paper(path) -> bool:
-    """Whether an experiment has the size of a paper; others are this project's own or smaller forms."""
+    """Returns whether an experiment has the size of a paper; others are this project's own or smaller forms."""
     return not re.match(r'experiments/|papers/study/|.*_(small|start|finish)$', name_of(path))
 
 
@@ -193,16 +193,16 @@ TABLES = {  # table → the experiments whose sweeps fill it, and its rows that 
 }
 
 
-@pytest.mark.parametrize('key', tables())
+@pytest.mark.parametrize('key', load_tables())
 def test_the_sweeps_fill_the_papers_table(key):
     """Every cell of a table has exactly one run among the points of its experiments, and no run is left over."""
-    table, (names, left_out) = tables()[key], TABLES[key]
+    table, (names, left_out) = load_tables()[key], TABLES[key]
     made = [p for name in names for _, found in sweeps(tiny.ROOT / experiment(name)) for p in found]
-    among, cells = paper.tables_for([as_run(point) for point in made]), []
+    among, cells = paper.select_tables([as_run(point) for point in made]), []
     for point in made:
-        own = [c for c in paper.cells_of(as_run(point), among) if c.table is table]
+        own = [c for c in paper.find_cells(as_run(point), among) if c.table is table]
         assert own or key == 'recall', point.name
-        assert [paper.differences(as_run(point), cell) for cell in own] == [[]] * len(own), point.name
+        assert [paper.list_differences(as_run(point), cell) for cell in own] == [[]] * len(own), point.name
         cells += own
     wanted = [
         paper.Cell(table, row, column)

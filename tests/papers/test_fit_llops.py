@@ -19,7 +19,7 @@ fit = runpy.run_path(str(SCRIPT))['fit']
 
 
 def structured(n=512, d=32):
-    """Layer-normalized queries and keys whose directions fade, as those of trained models do."""
+    """Layer-normalized queries and keys whose directions fade, as in trained models."""
     rng = np.random.default_rng(0)
     directions = rng.normal(size=(d, d)) * (0.6 ** np.arange(d))[:, None]
     x = rng.normal(size=(2, n, d)) @ directions + 0.3 * rng.normal(size=d)

@@ -23,8 +23,8 @@ from lm.attention.softmax import Softmax
 from lm.cli import main
 from lm.config.configurable import REGISTRY
 from lm.report import paper
-from lm.report.curves import BINS, FEWEST_TOKENS, Series, loss_curve, make_series
-from lm.report.published import tables
+from lm.report.curves import BINS, FEWEST_TOKENS, Series, make_loss_curve, make_series
+from lm.report.published import load_tables
 from lm.report.report import Report
 from lm.runs.records import Run, find_runs
 from lm.tasks.selective_copying import SelectiveCopying
@@ -119,11 +119,11 @@ def test_the_loss_curve_is_the_mean_of_what_was_logged(tmp_path):
     assert [s.label for s in make_series(find_runs([str(tmp_path)]))] == ['Softmax', 'Softmax, not finished']
     series = Series('Softmax', 0, tuple(find_runs([str(tmp_path)])))
     end = run.train[-1]['tokens']
-    curve = loss_curve(series, 1024, end)
+    curve = make_loss_curve(series, 1024, end)
     assert len(curve.x) <= BINS
     expected = np.interp(curve.x, [r['tokens'] for r in run.train], [r['loss'] for r in run.train])
     np.testing.assert_allclose(curve.y, expected, atol=0.01)
-    assert loss_curve(series, 512, end) is None
+    assert make_loss_curve(series, 512, end) is None
 
 
 def test_the_newest_evaluation_at_the_runs_own_context_counts(tmp_path):
@@ -134,7 +134,7 @@ def test_the_newest_evaluation_at_the_runs_own_context_counts(tmp_path):
     evaluate(run, split='test', perplexity=14.0, step=2000, context_length=64)
     report = Report(find_runs([str(run)]), tmp_path, split='test')
     assert report.rows[0]['perplexity'] == 11.0
-    assert report.measures.newest(report.runs[0], 64)['perplexity'] == 14.0
+    assert report.measures.find_newest(report.runs[0], 64)['perplexity'] == 14.0
     assert Report(find_runs([str(run)]), tmp_path).rows[0]['split'] == 'validation'
     report.write()
     assert 'perplexity_evaluated.png' in report.written
@@ -152,7 +152,7 @@ def test_a_split_that_no_run_was_evaluated_on_is_refused(tmp_path, capsys):
 
 
 def test_an_evaluation_of_a_part_is_marked(tmp_path):
-    """As with train.eval_tokens; the whole split, which lm evaluate scores at the same step, counts more."""
+    """An evaluation with train.eval_tokens covers a part. lm evaluate scores the whole split, which counts more."""
     for name in ('a', 'b', 'c'):
         run = write_run(tmp_path / name, Softmax())
         if name != 'c':
@@ -162,7 +162,7 @@ def test_an_evaluation_of_a_part_is_marked(tmp_path):
             lines = [{k: v for k, v in line.items() if k != 'word_perplexity'} for line in lines]
             (run / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
     evaluate(tmp_path / 'b', word_perplexity=50.0)
-    text = Report(find_runs([str(tmp_path)]), tmp_path).markdown_table()
+    text = Report(find_runs([str(tmp_path)]), tmp_path).format_table()
     assert 'Of the first train.eval_tokens alone, until lm evaluate scores the split: a.\n' in f'{text}\n'
 
 
@@ -271,7 +271,7 @@ def test_what_is_not_the_papers_run_stands_apart(changes, differs, tmp_path):
     assert ('pg19', 'ours') in repeated
     assert ('pg19', 'other') not in repeated
     assert [(r['runs'], r['differs'], r['paper'], r['ours']) for r in apart] == [('other', differs, 12.75, 20.0)]
-    text = '\n'.join(paper.markdown(compared))
+    text = '\n'.join(paper.format_tables(compared))
     assert f'| other | 32 × TPU v5 lite | {differs} | Softmax (using FlashAttention) | 1k | 12.75 | 20.00 |' in text
 
 
@@ -466,7 +466,7 @@ def test_weights_under_another_attention_are_not_the_run(tmp_path):
 def groups_of(key: str) -> dict[str, dict[str, list[float | None]]]:
     """Heading → label → the numbers of a table, None where the paper has none."""
     found: dict[str, dict[str, list[float | None]]] = {}
-    for row in tables()[key].rows:
+    for row in load_tables()[key].rows:
         numbers = [None if isinstance(value, str) else value for value in row.values]
         assert found.setdefault(row.group, {}).setdefault(row.label, numbers) is numbers, 'two rows of a label'
     return found
@@ -476,7 +476,7 @@ def test_the_papers_tables():
     for key in ('pg19', 'wiki40b', 'speed'):
         assert [len(rows) for rows in groups_of(key).values()] == [4, 9]
         assert list(groups_of(key).values())[1].keys() == list(groups_of('pg19').values())[1].keys()
-    for held in tables().values():
+    for held in load_tables().values():
         assert all(len(row.values) == len(held.columns) for row in held.rows)
         assert {held.axis, *(name for row in held.rows for name in row.settings)} <= paper.SETTINGS.keys()
         mechanisms = {name: [f.name for f in dataclasses.fields(REGISTRY[name])] for name in held.labels}
@@ -491,7 +491,7 @@ SUMS = {  # of all numbers of a table, added up from the papers' text
 }  # fmt: skip
 
 
-@pytest.mark.parametrize('key', tables())
+@pytest.mark.parametrize('key', load_tables())
 def test_numbers_add_up(key):
     rows = [row for rows in groups_of(key).values() for row in rows.values()]
     assert sum(v for row in rows for v in row if v is not None) == pytest.approx(SUMS[key], abs=0.005)

@@ -2,6 +2,9 @@
 
 import argparse
 import dataclasses
+import importlib
+import inspect
+import pkgutil
 import re
 import shlex
 import sys
@@ -10,6 +13,7 @@ import pytest
 import tiny
 
 import lm
+import lm.ops
 from lm.config.configurable import REGISTRY
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
@@ -17,7 +21,7 @@ from lm.experiment import Experiment, load
 sys.path.append(str(tiny.ROOT / 'docs' / 'extensions'))
 
 import lm_reference
-from lm_reference import commands, gin, markdown, python
+from lm_reference import commands, gin, markdown, operations, python
 
 
 def rows(page: str, title: str) -> str:
@@ -92,6 +96,27 @@ def test_every_public_name_is_described():
         assert len(part) > 60, name
     assert 'rewind_to: int | None = None,' in rows(page, 'lm.train')
     assert 'lm.experiment' not in rows(page, 'lm.configure').partition('```python')[2].partition('```')[0]
+
+
+def test_every_operation_is_described():
+    page = operations.page()
+    for name in lm.ops.OPERATIONS:
+        module = importlib.import_module(f'lm.ops.{name}')
+        part = rows(page, module.__name__)
+        for word in module.__all__:
+            is_titled = inspect.isfunction(getattr(module, word)) or isinstance(getattr(module, word), type)
+            assert f'\n### `{word}`\n' in part if is_titled else word in part
+
+
+@pytest.mark.parametrize('path', tiny.PAGES, ids=lambda path: path.stem)
+def test_python_code_of_the_pages(path):
+    """It compiles, and each name of `lm` that a page prints is there."""
+    text = path.read_text()
+    for block in re.findall(r'```python\n(.*?)```', text, re.DOTALL):
+        compile(block, path.name, 'exec')
+    for name in set(re.findall(r'(?<![\w./-])lm(?:\.[A-Za-z_]\w*)+(?!\w*[/-])', text)):
+        is_file = (tiny.ROOT / name.replace('.', '/')).with_suffix('.py').exists()  # it may need other packages
+        assert is_file or pkgutil.resolve_name(name) is not None
 
 
 def test_prose_is_escaped_and_names_are_code():

@@ -6,7 +6,7 @@ import types
 import typing
 from typing import Any
 
-from lm.config.configurable import REGISTRY, classes_in
+from lm.config.configurable import REGISTRY, find_classes
 from lm.config.text import Reference, format_value, replace_nodes
 from lm.experiment import Experiment
 from lm_reference.markdown import code, docstring, prose, sentence, table
@@ -103,7 +103,7 @@ def _takers() -> dict[type, list[str]]:
     for name, cls in (sections() | REGISTRY).items():
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            for kind in dict.fromkeys(classes_in(hints[field.name])):
+            for kind in dict.fromkeys(find_classes(hints[field.name])):
                 if kind.__module__.startswith('lm.'):
                     found.setdefault(kind, []).append(f'{name}.{field.name}')
     return found

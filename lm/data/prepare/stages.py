@@ -15,12 +15,9 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import multiprocessing
-import multiprocessing.resource_tracker
 import os
 import pathlib
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -32,36 +29,45 @@ from rich.table import Table
 
 import lm
 from lm.config.configurable import check_kind
-from lm.data import store, tokenizers
-from lm.data.prepare import shards as work
+from lm.data import store
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.meter import Meter
+from lm.data.prepare.settings import (
+    check_ready_tokens,
+    choose_splits,
+    collect_settings,
+    compare_settings,
+    describe_change,
+    keep_settings,
+)
+from lm.data.prepare.shards import Preparation, fingerprint, tokenize, train_tokenizer
+from lm.data.prepare.workers import start_workers, wait_for
 from lm.data.sources.base import Shard, inventory
 from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError, LmError, MismatchError
-from lm.files import LockedError, is_remote, local_path, lock, write_atomically
+from lm.files import LockedError, is_remote, local_path, lock
 from lm.text import counted, si
 
 FORMAT = 1
 
 
 def prepare(config: PrepareConfig, path: str, console: Console | None = None) -> dict[str, Any]:
-    """Makes the token store `path`, or finds it made; returns the contents of dataset.json."""
+    """Makes the token store `path` unless it is there. Returns the contents of dataset.json."""
     check_kind('config', config, PrepareConfig, 'such as experiment.prepare')
     console = console or Console()
     if not path:
         raise ConfigError("data.path = '': say where the token store goes, for example data.path = 'data/my_text'")
-    source, folder = config.require_source(), _folder(path)
+    source, folder = config.require_source(), _choose_folder(path)
     if (info := store.read_info(path)) is not None:
-        return _already(config, path, folder, info, console)
-    _check_ready_tokens(config)
+        return _report_existing(config, path, folder, info, console)
+    check_ready_tokens(config)
     source.fetch(lambda line: console.print(line, highlight=False))
-    settings = _settings(config)
-    with _alone(folder):
+    settings = collect_settings(config)
+    with _hold_lock(folder):
         made = store.read_info(path)  # by another preparation, until now
         is_done = False
         try:
-            info = made or _prepare(config, path, folder, settings, console)
+            info = made or _make_store(config, path, folder, settings, console)
             is_done = True
         finally:
             if is_done or not (folder / 'tokenizer.model').exists():  # nothing is done that is worth keeping
@@ -69,8 +75,8 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
                 if not is_done and not is_remote(path) and not any(folder.parent.iterdir()):
                     folder.parent.rmdir()
     if made:
-        return _already(config, path, folder, made, console)
-    console.print(_table(info))
+        return _report_existing(config, path, folder, made, console)
+    console.print(_make_table(info))
     decoded, unchanged = (sum(split[key] for split in info['splits'].values()) for key in ('decoded', 'unchanged'))
     if decoded:
         share = f'{100 * unchanged / decoded:.4g} %'
@@ -85,53 +91,37 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
     return info
 
 
-def _already(
+def _report_existing(
     config: PrepareConfig, path: str, folder: pathlib.Path, info: dict[str, Any], console: Console
 ) -> dict[str, Any]:
-    """`info`, of a store that is there and is of this configuration; what is left of making it goes."""
+    """Checks a store that is there against the configuration, removes intermediate files, and returns `info`."""
     try:
-        settings, remark = _settings(config), ''
+        settings, remark = collect_settings(config), ''
     except ConfigError:
         settings, remark = None, ' (its source is not there any more, so it was not compared)'
     if settings:
-        _compare(info['settings'], settings, f'{path} is finished and was prepared')
+        compare_settings(info['settings'], settings, f'{path} is finished and was prepared')
     _check_strict(config, path, info)
     if folder.exists():  # killed before it could go
-        with contextlib.suppress(LmError, OSError), _alone(folder):
+        with contextlib.suppress(LmError, OSError), _hold_lock(folder):
             shutil.rmtree(folder)
     console.print(f'{path} is already prepared: nothing to do{remark}', highlight=False, soft_wrap=True)
-    if settings and (change := _change(config, info)):
+    if settings and (change := describe_change(config, info)):
         remedy = f'to prepare it anew, delete {path} or name another data.path'
         console.print(f'but its source has changed since, from {change}; {remedy}', highlight=False, soft_wrap=True)
-    console.print(_table(info))
+    console.print(_make_table(info))
     return info
 
 
-def _change(config: PrepareConfig, info: dict[str, Any]) -> str | None:
-    """How the files of the source differ, by their names and sizes, from those that a store was made of. None where
-    they do not, where nobody can tell (they are gone, or an earlier version made the store), and of files in a bucket,
-    which would be asked for one by one."""
-    source = config.require_source()
-    was, values = info.get('files'), dataclasses.asdict(source).values()
-    if was is None or any(isinstance(value, str) and is_remote(value) for value in values):
-        return None
-    try:
-        now = inventory(shard for name in _split_names(config) for shard in source.shards(name))
-    except (LmError, OSError):
-        return None
-    old, new = (f'{counted(files["count"], "file")} of {si(files["bytes"])}B' for files in (was, now))
-    return None if now == was else f'{old} to {"others of that size" if new == old else new}'
-
-
-def _prepare(
+def _make_store(
     config: PrepareConfig, path: str, folder: pathlib.Path, settings: dict[str, Any], console: Console
 ) -> dict[str, Any]:
-    names, source = _split_names(config), config.require_source()
+    names, source = choose_splits(config), config.require_source()
     shards = {name: source.shards(name) for name in names}
-    listing = work.fingerprint([dataclasses.astuple(shard) for name in names for shard in shards[name]])
-    _remember(folder, settings | {'listing': listing}, path)
+    listing = fingerprint([dataclasses.astuple(shard) for name in names for shard in shards[name]])
+    keep_settings(folder, settings | {'listing': listing}, path)
     limit, eod = config.max_document_bytes, config.tokenizer.end_of_document
-    job = work.Preparation(source, config.cleaning, limit, folder, config.strict, eod)
+    job = Preparation(source, config.cleaning, limit, folder, config.strict, eod)
     todo = [(shard, i) for name in names for i, shard in enumerate(shards[name])]
     total = sum(shard.bytes for shard, _ in todo)
     processes = max(1, min(config.processes or os.cpu_count() or 1, len(todo)))
@@ -140,19 +130,19 @@ def _prepare(
         f'{counted(processes, "process", "processes")}',
         highlight=False,
     )
-    with _workers(processes) as (pool, progress):
+    with start_workers(processes) as (pool, progress):
         _train(config, job, shards, pool, console)
         finished = [job.is_finished(shard, i) for shard, i in todo]
         done = sum(shard.bytes for (shard, _), is_done in zip(todo, finished, strict=True) if is_done)
         if done:
             console.print(f'{sum(finished)} of {counted(len(todo), "shard")} were finished before', highlight=False)
         futures = [
-            pool.submit(work.tokenize, job, shard, i)
+            pool.submit(tokenize, job, shard, i)
             for (shard, i), is_done in zip(todo, finished, strict=True)
             if not is_done
         ]
         with Meter(console, 'tokenising', total, done) as meter:
-            for _ in _wait(futures):
+            for _ in wait_for(futures):
                 meter.update(*progress)
         seconds = time.monotonic() - meter.start
         if futures:
@@ -165,7 +155,11 @@ def _prepare(
 
 
 def _train(
-    config: PrepareConfig, job: work.Preparation, shards: dict[str, list[Shard]], pool: Any, console: Console
+    config: PrepareConfig,
+    job: Preparation,
+    shards: dict[str, list[Shard]],
+    pool: concurrent.futures.Executor,
+    console: Console,
 ) -> None:
     if job.model.exists():
         return
@@ -176,7 +170,7 @@ def _train(
         kind = f'{choice.model_type}, {choice.vocab_size:,} pieces'
         console.print(f'training the tokenizer ({kind}) on {si(size)}B of {name}', highlight=False)
     start = printed = time.monotonic()
-    for _ in _wait([pool.submit(work.train_tokenizer, job, choice, shards[name])]):
+    for _ in wait_for([pool.submit(train_tokenizer, job, choice, shards[name])]):
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
             console.print(f'training the tokenizer: {printed - start:.0f} s', highlight=False)
@@ -188,52 +182,10 @@ def _train(
         )
 
 
-def _wait(futures: list[concurrent.futures.Future]) -> Iterator[None]:
-    """Yields a few times a second until all are done; raises the first error."""
-    while futures:
-        done, _ = concurrent.futures.wait(futures, 0.2, concurrent.futures.FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-        futures = [future for future in futures if future not in done]
-        yield
-
-
-@contextlib.contextmanager
-def _workers(processes: int) -> Iterator[tuple[concurrent.futures.ProcessPoolExecutor, Any]]:
-    """The worker processes and their array of bytes read and tokens made.
-
-    Leaving ends the workers at once: what they have not finished will be done again.
-    """
-    _start_tracker()
-    context, others = multiprocessing.get_context('spawn'), multiprocessing.active_children()
-    progress = context.Array('q', 2)
-    pool = concurrent.futures.ProcessPoolExecutor(processes, context, work.initialize, (progress,))
-    try:
-        yield pool, progress
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        own = [child for child in multiprocessing.active_children() if child not in others]
-        for worker in own:
-            worker.terminate()
-        for worker in own:
-            while worker.is_alive():  # the pool's own thread may have reaped it without having said so yet
-                worker.join(0.1)
-
-
-def _start_tracker() -> None:
-    """Starts Python's process that removes what a killed process leaves behind, such as semaphores. It ignores SIGINT
-    and SIGTERM by itself, and here the signal of a closed terminal, which would end it too early with a warning."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # a new process inherits it
-    try:
-        multiprocessing.resource_tracker.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def assemble(
     config: PrepareConfig,
     path: str,
-    job: work.Preparation,
+    job: Preparation,
     shards: dict[str, list[Shard]],
     settings: dict[str, Any],
     console: Console,
@@ -255,7 +207,7 @@ def assemble(
         ends = np.cumsum(np.concatenate([result.lengths() for result in results]), dtype=np.int64)
         digest = hashlib.sha256()
         with Meter(console, f'writing {name}', split['tokens'] * tokenizer.dtype.itemsize) as meter:
-            blocks = _digested((result.tokens(tokenizer.dtype) for result in results), digest, meter)
+            blocks = _digest_blocks((result.tokens(tokenizer.dtype) for result in results), digest, meter)
             store.write_array(path, name, 'tokens', blocks, split['tokens'], tokenizer.dtype.name)
         store.write_array(path, name, 'document_ends', [ends], len(ends), 'int64')
         published = config.require_source().published_words(name, split['documents'])
@@ -284,67 +236,13 @@ def assemble(
     return store.write_info(path, info)
 
 
-def _digested(blocks: Iterator[np.ndarray], digest: Any, meter: Meter) -> Iterator[np.ndarray]:
+def _digest_blocks(blocks: Iterator[np.ndarray], digest: 'hashlib._Hash', meter: Meter) -> Iterator[np.ndarray]:
     size = tokens = 0
     for block in blocks:
-        digest.update(block)
+        digest.update(block.data)
         yield block
         size, tokens = size + block.nbytes, tokens + len(block)
         meter.update(size, tokens)
-
-
-def _check_ready_tokens(config: PrepareConfig) -> None:
-    """Raises ConfigError unless the tokenizer of a source of ready tokens is named, and is the one of its tokens."""
-    source = config.require_source()
-    if not source.holds_tokens:
-        return
-    setting = f'prepare.source = @{source.gin_name}()'
-    if (tokenizer := tokenizers.load_existing(config.tokenizer)) is None:
-        raise ConfigError(f'{setting}: holds tokens; name the tokenizer that made them with tokenizer.model_path')
-    if config.cleaning != 'none':
-        raise ConfigError(f"{setting}: holds tokens, which cannot be cleaned; set prepare.cleaning = 'none'")
-    source.check_eod(tokenizer.eod_id)
-
-
-def _split_names(config: PrepareConfig) -> tuple[str, ...]:
-    found = config.require_source().splits()
-    for name in config.splits or ():
-        if name not in found:
-            raise ConfigError(f'prepare.splits: {name!r} is not in the source, which has {", ".join(found)}')
-    return config.splits or found
-
-
-def _settings(config: PrepareConfig) -> dict[str, Any]:
-    """All that the contents of the store depend on."""
-    choice = config.tokenizer
-    existing = tokenizers.load_existing(choice)
-    tokenizer = choice.settings() if existing is None else {'model_sha256': existing.sha256}
-    if choice.end_of_document is not None:
-        tokenizer['end_of_document'] = choice.end_of_document
-    settings = {
-        'source': config.require_source().identity(),
-        'splits': list(_split_names(config)),
-        'cleaning': config.cleaning,
-        'max_document_bytes': config.max_document_bytes,
-        'tokenizer': tokenizer,
-    }
-    return json.loads(json.dumps(settings))
-
-
-def _compare(old: dict[str, Any], new: dict[str, Any], what: str, section: str = 'prepare') -> None:
-    """Raises ConfigError that names the first setting that differs."""
-    remedy = 'choose another data.path or delete it'
-    for key in dict.fromkeys([*old, *new]):
-        was, now = old.get(key), new.get(key)
-        if was == now:
-            continue
-        if isinstance(was, dict) and isinstance(now, dict) and was.get('kind') == now.get('kind'):
-            _compare(was, now, what, now.get('kind', key))
-        if key == 'listing':
-            raise ConfigError(f'{what} from other files: those of the source changed since; {remedy}')
-        if isinstance(was, dict) and isinstance(now, dict):
-            was, now = (x.get('kind', 'another') for x in (was, now))
-        raise ConfigError(f'{what} with {section}.{key} = {was!r}, not {now!r}; {remedy}')
 
 
 def _check_strict(config: PrepareConfig, path: str, info: dict[str, Any]) -> None:
@@ -356,15 +254,15 @@ def _check_strict(config: PrepareConfig, path: str, info: dict[str, Any]) -> Non
         )
 
 
-def _folder(path: str) -> pathlib.Path:
-    """Where the intermediate files go: into the store's own folder, or for a bucket below the current one."""
+def _choose_folder(path: str) -> pathlib.Path:
+    """Returns the folder of the intermediate files: in the store's folder, or for a bucket in the current one."""
     if not is_remote(path):
         return local_path(path, 'data.path') / 'unfinished'
     return pathlib.Path('data') / f'unfinished-{hashlib.sha256(path.encode()).hexdigest()[:12]}'
 
 
 @contextlib.contextmanager
-def _alone(folder: pathlib.Path) -> Iterator[None]:
+def _hold_lock(folder: pathlib.Path) -> Iterator[None]:
     """Holds off a second preparation of the same store."""
     try:
         file = lock(folder / 'lock')
@@ -374,19 +272,7 @@ def _alone(folder: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def _remember(folder: pathlib.Path, settings: dict[str, Any], path: str) -> None:
-    file = folder / 'settings.json'
-    if file.exists():
-        try:
-            begun = json.loads(file.read_bytes())
-        except (ValueError, RecursionError):
-            raise MismatchError(f'{file}: damaged; delete the folder {folder} and run the same command again') from None
-        _compare(begun, settings, f'{path} is unfinished and was begun')
-    else:
-        write_atomically(file, json.dumps(settings, indent=2))
-
-
-def _table(info: dict[str, Any]) -> Table:
+def _make_table(info: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column('split', no_wrap=True)
     for name in ('documents', 'bytes', 'words', 'tokens', 'bytes/token', 'bad'):

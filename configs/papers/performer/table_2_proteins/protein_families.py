@@ -4,14 +4,15 @@
     python configs/papers/performer/table_2_proteins/protein_families.py data/families.fasta
     lm prepare --gin_file configs/papers/performer/table_2_proteins/proteins_small.gin
 
-What is generated is a pure function of the arguments. Each family is a profile model: at every position a distribution
-over the 20 standard amino acids, most of them near the frequencies of real proteins and some nearly certain: its
-motifs, runs of 4 to 8 positions that all members have. A member is drawn position by position; between the motifs amino
-acids are left out or put in with the probability --indels, so that members differ in length. Names look like those of
-UniProt and hold the family: >tr|F003M000127|F003_TOY Made-up family 3.
+The output is a pure function of the arguments. Each family is a profile model: a distribution over the 20 standard
+amino acids at every position. Most distributions are near the frequencies of real proteins. The distributions of the
+motifs are nearly certain: runs of 4 to 8 positions that all members have. The script draws a member position by
+position. Between the motifs it leaves out or adds amino acids with the probability --indels, so that members differ
+in length. Names look like UniProt's names and hold the family: >tr|F003M000127|F003_TOY Made-up family 3.
 
-Models can learn three things: frequencies (which the empirical baseline knows, too), motifs from their beginnings, and
-profiles from the family that the rest of a sequence tells. They are not proteins: nothing folds, nothing evolved.
+Models can learn three things: frequencies (which the empirical baseline knows, too), motifs from their beginnings,
+and profiles from the family that the rest of a sequence shows. The sequences are no proteins: nothing folds, nothing
+evolved.
 """
 
 import argparse

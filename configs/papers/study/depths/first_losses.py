@@ -23,7 +23,7 @@ CONFIGS = pathlib.Path(__file__).resolve().parents[3]
 
 
 def first_loss(size: str, mechanism: str, tokens: int, seed: int) -> tuple[float, float]:
-    """(nats per token, the logarithm of the vocabulary) of one sequence of random tokens."""
+    """Returns (nats per token, logarithm of the vocabulary) for one sequence of random tokens."""
     files = [CONFIGS / 'models' / f'{size}.gin', CONFIGS / 'attention' / f'{mechanism}.gin']
     model = load([str(path) for path in files], ["model.dtype = 'float32'"]).model
     ids = np.random.default_rng(seed).integers(0, model.vocab_size, (1, tokens + 1))

@@ -4,22 +4,19 @@
     python configs/papers/study/depths/learning_curves.py --layers 12 24 36
 
 Trains depths.gin, whose tokens `lm prepare` has made, once per mechanism of configs/attention and number of layers.
-Prints a Markdown table of nats per token: means of the ten steps before the named ones. Saves nothing.
+Prints a Markdown table of nats per token: means of the ten steps before the named ones.
 """
 
 import argparse
+import contextlib
 import pathlib
 import statistics
 import sys
+import tempfile
 
-import jax
-
-from lm.experiment import load
+import lm
+from lm.runs.records import Run
 from lm.text import markdown_table
-from lm.training.inputs import make_batches, open_store
-from lm.training.mesh import make_mesh
-from lm.training.program import abstract_state, init_state, lower_step
-from lm.training.step import TrainStep
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[3]
 MEAN_OF = 10
@@ -29,29 +26,19 @@ SMALLER = {
     'llops': ['n_features = 128'],
     'hybrid': ['window = 64'],
 }
-"""For heads of 32 and a context of 256, so that sums over keys take part."""
+"""Settings for heads of 32 and a context of 256, so that sums over keys take part."""
+ONLY_LOSSES = ['train.log_every = 1', 'train.eval_tokens = 256', 'checkpoint.save_every_steps = None']
 
 
 def losses(mechanism: str, layers: int, seed: int) -> list[float]:
-    """Nats per token of each training step."""
+    """Returns the nats per token of each training step."""
     files = [CONFIGS / 'attention' / f'{mechanism}.gin', pathlib.Path(__file__).with_name('depths.gin')]
     kind = mechanism.partition('_')[0]
     smaller = [f'{kind}.{setting}' for setting in SMALLER.get(kind, [])]
-    params = [f'model.n_layers = {layers}', f'train.seed = {seed}', *smaller]
-    experiment = load([str(path) for path in files], params)
-    config, data = experiment.train, experiment.data
-    store = open_store(data, config, experiment.model)
-    mesh = make_mesh(experiment.mesh)
-    with jax.set_mesh(mesh):
-        batches = make_batches(data, config, store, mesh)
-        functions = TrainStep(experiment.model, experiment.optimizer, config.steps)
-        abstract = abstract_state(functions, mesh)
-        advance = lower_step(functions, abstract, config, batches.dtype, mesh).compile()
-        state, found = init_state(functions, abstract, seed), []
-        for batch in batches.prefetch(0, config.steps):
-            state, metrics = advance(state, batch)
-            found.append(float(metrics['loss']))
-    return found
+    params = [f'model.n_layers = {layers}', f'train.seed = {seed}', *smaller, *ONLY_LOSSES]
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        lm.train(lm.configure([str(path) for path in files], params), folder)
+        return [record['loss'] for record in Run.read(folder).train]
 
 
 def main() -> int:
@@ -59,7 +46,7 @@ def main() -> int:
     mechanisms = sorted(path.stem for path in (CONFIGS / 'attention').glob('*.gin'))
     parser.add_argument('--layers', nargs='+', type=int, default=[12])
     parser.add_argument('--mechanisms', nargs='+', choices=mechanisms, default=mechanisms)
-    parser.add_argument('--steps', nargs='+', type=int, default=[20, 40, 80], help='where the loss is told')
+    parser.add_argument('--steps', nargs='+', type=int, default=[20, 40, 80], help='steps of the columns')
     parser.add_argument('--seed', type=int, default=0)
     arguments = parser.parse_args()
     rows = []
@@ -67,8 +54,8 @@ def main() -> int:
         row = [mechanism]
         for layers in arguments.layers:
             curve = losses(mechanism, layers, arguments.seed)
-            told = [statistics.mean(curve[max(0, step - MEAN_OF) : step]) for step in arguments.steps]
-            row.append(', '.join(f'{loss:.2f}' for loss in told))
+            means = [statistics.mean(curve[max(0, step - MEAN_OF) : step]) for step in arguments.steps]
+            row.append(', '.join(f'{loss:.2f}' for loss in means))
             print(mechanism, layers, row[-1], file=sys.stderr, flush=True)
         rows.append(row)
     heading = ' and '.join(f'{step}' for step in arguments.steps)

@@ -1,0 +1,99 @@
+"""The settings that a token store depends on: collected from a configuration, and compared with an existing store."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from lm.data import tokenizers
+from lm.data.prepare.config import PrepareConfig
+from lm.data.sources.base import inventory
+from lm.errors import ConfigError, LmError, MismatchError
+from lm.files import is_remote, write_atomically
+from lm.text import counted, si
+
+
+def collect_settings(config: PrepareConfig) -> dict[str, Any]:
+    """Returns all that the contents of the store depend on."""
+    choice = config.tokenizer
+    existing = tokenizers.load_existing(choice)
+    tokenizer = choice.settings() if existing is None else {'model_sha256': existing.sha256}
+    if choice.end_of_document is not None:
+        tokenizer['end_of_document'] = choice.end_of_document
+    settings = {
+        'source': config.require_source().identity(),
+        'splits': list(choose_splits(config)),
+        'cleaning': config.cleaning,
+        'max_document_bytes': config.max_document_bytes,
+        'tokenizer': tokenizer,
+    }
+    return json.loads(json.dumps(settings))
+
+
+def choose_splits(config: PrepareConfig) -> tuple[str, ...]:
+    """Returns the splits to prepare. Raises ConfigError for one that the source does not have."""
+    found = config.require_source().splits()
+    for name in config.splits or ():
+        if name not in found:
+            raise ConfigError(f'prepare.splits: {name!r} is not in the source, which has {", ".join(found)}')
+    return config.splits or found
+
+
+def compare_settings(old: dict[str, Any], new: dict[str, Any], what: str, section: str = 'prepare') -> None:
+    """Raises ConfigError that names the first setting that differs."""
+    remedy = 'choose another data.path or delete it'
+    for key in dict.fromkeys([*old, *new]):
+        was, now = old.get(key), new.get(key)
+        if was == now:
+            continue
+        if isinstance(was, dict) and isinstance(now, dict) and was.get('kind') == now.get('kind'):
+            compare_settings(was, now, what, now.get('kind', key))
+        if key == 'listing':
+            raise ConfigError(f'{what} from other files: those of the source changed since; {remedy}')
+        if isinstance(was, dict) and isinstance(now, dict):
+            was, now = (x.get('kind', 'another') for x in (was, now))
+        raise ConfigError(f'{what} with {section}.{key} = {was!r}, not {now!r}; {remedy}')
+
+
+def keep_settings(folder: pathlib.Path, settings: dict[str, Any], path: str) -> None:
+    """Writes the settings beside the intermediate files, or compares them with the settings that lie there."""
+    file = folder / 'settings.json'
+    if file.exists():
+        try:
+            begun = json.loads(file.read_bytes())
+        except (ValueError, RecursionError):
+            raise MismatchError(f'{file}: damaged; delete the folder {folder} and run the same command again') from None
+        compare_settings(begun, settings, f'{path} is unfinished and was begun')
+    else:
+        write_atomically(file, json.dumps(settings, indent=2))
+
+
+def describe_change(config: PrepareConfig, info: dict[str, Any]) -> str | None:
+    """Describes how the files of the source differ, by their names and sizes, from the files that a store was made of.
+
+    Returns None where they are the same, where they are gone, and where an earlier version made the store. Also for
+    files in a bucket, where each file would cost a request.
+    """
+    source = config.require_source()
+    was, values = info.get('files'), dataclasses.asdict(source).values()
+    if was is None or any(isinstance(value, str) and is_remote(value) for value in values):
+        return None
+    try:
+        now = inventory(shard for name in choose_splits(config) for shard in source.shards(name))
+    except (LmError, OSError):
+        return None
+    old, new = (f'{counted(files["count"], "file")} of {si(files["bytes"])}B' for files in (was, now))
+    return None if now == was else f'{old} to {"others of that size" if new == old else new}'
+
+
+def check_ready_tokens(config: PrepareConfig) -> None:
+    """Raises ConfigError unless the tokenizer of a source of ready tokens is named, and is the one of its tokens."""
+    source = config.require_source()
+    if not source.holds_tokens:
+        return
+    setting = f'prepare.source = @{source.gin_name}()'
+    if (tokenizer := tokenizers.load_existing(config.tokenizer)) is None:
+        raise ConfigError(f'{setting}: holds tokens; name the tokenizer that made them with tokenizer.model_path')
+    if config.cleaning != 'none':
+        raise ConfigError(f"{setting}: holds tokens, which cannot be cleaned; set prepare.cleaning = 'none'")
+    source.check_eod(tokenizer.eod_id)
