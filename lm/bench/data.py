@@ -243,7 +243,8 @@ def _train(job: work.Preparation, shards: list, vocab_size: int | None) -> None:
 
 def job_tokens(job: work.Preparation, shards: list) -> int:
     """Tokens of the shards that were made."""
-    return sum(job.result(shard, i).counts()['tokens'] for i, shard in enumerate(shards))
+    counts = [job.result(shard, i).counts() for i, shard in enumerate(shards)]
+    return sum(found['tokens'] for found in counts if found is not None)
 
 
 # ------------------------------------------------------------------------------------------------------------- batches

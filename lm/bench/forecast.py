@@ -7,25 +7,25 @@ not a measurement.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from lm.bench import results
-from lm.bench.candidates import BASELINE, Candidate, Selection, at_context
+from lm.bench.candidates import BASELINE, Candidate, Selection, change_context
 from lm.compilation.compiler import CompiledProgram
 from lm.cost_model.kernel_cycles import KernelCycles
 from lm.cost_model.program import HloProgram
 from lm.cost_model.step_time import PARTS, StepTime, step_time
-from lm.data.tokenizers import token_dtype
-from lm.experiment import Experiment, training_step
-from lm.hardware import Topology, describe_devices, generation, smallest
+from lm.experiment import Experiment
+from lm.hardware import Target, Topology, describe_devices, generation, smallest
 from lm.model import REMAT
+from lm.plan import plan_step
 from lm.text import short
-from lm.training.mesh import MeshConfig, make_mesh
-from lm.training.program import compile_described
+from lm.training.mesh import MeshConfig
+from lm.training.program import StepTooLarge, compile_described
 
 CONTEXTS = (2048, 8192, 32_768)
 MICROBATCH_TOKENS = 32_768
@@ -97,7 +97,7 @@ def forecast_steps(options: ForecastOptions) -> None:
         'gin_params': list(selection.gin_params),
         'mechanisms': {c.name: [str(a) for a in c.experiment.model.pattern] for c in found},
     }
-    rows: list[ForecastRow] = []
+    rows = []
     for chip in chips:
         topology = smallest(chip)
         made: list[ForecastRow] = []
@@ -123,7 +123,7 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
         limit: that are processed together, if a sequence has not more.
     """
     experiment = dataclasses.replace(candidate.experiment, mesh=MeshConfig())
-    experiment = at_context(experiment, context, tokens, limit, devices=1)
+    experiment = change_context(experiment, context, tokens, limit, Target('tpu', (1,)))
     chip, config = topology.chip, experiment.train
     rows = [
         ForecastRow(
@@ -141,8 +141,8 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
     if timed := _timed(configured, experiment, topology):
         return timed
     # Which level is the fastest depends on the context: what attention is computed again costs, or products.
-    timed = [found for row in others if (found := _timed(row, experiment, topology)) is not None]
-    return min(timed, key=lambda row: row.time.seconds if row.time else math.inf, default=rows[-1])
+    fitting = list(filter(None, (_timed(row, experiment, topology) for row in others)))
+    return min(fitting, key=lambda row: row.milliseconds or math.inf, default=rows[-1])
 
 
 def _timed(row: ForecastRow, experiment: Experiment, topology: Topology) -> ForecastRow | None:
@@ -151,6 +151,7 @@ def _timed(row: ForecastRow, experiment: Experiment, topology: Topology) -> Fore
     found = compile_step(dataclasses.replace(experiment, model=model), topology)
     if found is None:
         return None
+    assert found.memory is not None, 'compilers for TPUs describe the memory'
     program = HloProgram(found.text)
     time, chip = step_time(program, topology, KernelCycles(program, topology)), topology.chip
     flops = model.flops_per_token(row.context) * experiment.train.batch_size * row.context
@@ -164,11 +165,10 @@ def _timed(row: ForecastRow, experiment: Experiment, topology: Topology) -> Fore
 
 def compile_step(experiment: Experiment, topology: Topology) -> CompiledProgram | None:
     """The step of `lm train` on one device; None: it needs more memory than that has."""
-    mesh = make_mesh(MeshConfig(), describe_devices(topology)[:1])
-    dtype = token_dtype(experiment.model.vocab_size)
-    with jax.set_mesh(mesh):
-        found = compile_described(training_step(experiment), experiment.train, dtype, mesh, topology)
-    return None if isinstance(found, float) else found
+    devices = describe_devices(topology)[:1]
+    plan = plan_step(dataclasses.replace(experiment, mesh=MeshConfig()), Target.of_devices(devices))
+    found = compile_described(plan.program, plan.mesh.arrange(devices), topology)
+    return None if isinstance(found, StepTooLarge) else found
 
 
 def asdict(row: ForecastRow) -> dict[str, Any]:
@@ -177,37 +177,37 @@ def asdict(row: ForecastRow) -> dict[str, Any]:
 
 def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
     """A table of parts by configurations, one generation."""
+    titles = {str(i): f'{row.mechanism} {short(row.context)}' for i, row in enumerate(rows)}
+
+    def line(title: str, value: Callable[[ForecastRow, StepTime], str | None]) -> dict[str, Any]:
+        cells = {str(i): value(row, row.time) if row.time else None for i, row in enumerate(rows)}
+        return {'part': title, **cells}
+
+    def part(name: str) -> Callable[[ForecastRow, StepTime], str]:
+        return lambda _, time: next((_pair(p.seconds, p.recomputed_seconds) for p in time.parts if p.part == name), '–')
+
     present = {p.part for row in rows if row.time for p in row.time.parts}
-    parts = [name for name in dict.fromkeys(PARTS.values()) if name in present]
-    has_ratio = any(row.speed_over_softmax for row in rows)
-    columns = {str(i): _column(row, row.time, parts, has_ratio) for i, row in enumerate(rows) if row.time}
-    titles = {str(i): (f'{row.mechanism} {short(row.context)}', str) for i, row in enumerate(rows)}
-    lines = dict.fromkeys(title for column in columns.values() for title in column)
-    table = [{'part': title} | {i: column[title] for i, column in columns.items()} for title in lines]
+    lines = [line('step', lambda _, time: _pair(time.seconds, time.recomputed_seconds))]
+    lines += [line(f'  {name}', part(name)) for name in dict.fromkeys(PARTS.values()) if name in present]
+    lines += [
+        line('HBM, GB', lambda _, time: f'{time.hbm_gigabytes:.0f}'),
+        line('MFU', lambda row, _: f'{row.mfu:.1%}'),
+        line('memory, GiB', lambda row, _: f'{row.peak_gib:.2f}'),
+        line('remat', lambda row, _: row.remat),
+    ]
+    if any(row.speed_over_softmax for row in rows):
+        lines.append(line(f'× {BASELINE}', lambda row, _: _ratio(row)))
     printer.line('')
-    printer.table(table, {'part': (rows[0].generation, str)} | titles)
+    columns = {'part': (rows[0].generation, str)} | {key: (title, str) for key, title in titles.items()}
+    printer.table(lines, columns)
     for name in sorted({name for row in rows if row.time for name in row.time.unknown_kernels}):
         printer.line(f'{name}: its schedule is not known; it counts by what it moves and declares')
-
-
-def _column(row: ForecastRow, time: StepTime, parts: Sequence[str], has_ratio: bool) -> dict[str, str | None]:
-    """Returns title of a line → text, for a step that fits."""
-    found = {part.part: _pair(part.seconds, part.recomputed_seconds) for part in time.parts}
-    return {
-        'step': _pair(time.seconds, time.recomputed_seconds),
-        **{f'  {name}': found.get(name, '–') for name in parts},
-        'HBM, GB': f'{time.hbm_gigabytes:.0f}',
-        'MFU': f'{row.mfu:.1%}',
-        'memory, GiB': f'{row.peak_gib:.2f}',
-        'remat': row.remat,
-        **({f'× {BASELINE}': _ratio(row)} if has_ratio else {}),
-    }
 
 
 def _ratio(row: ForecastRow) -> str | None:
     """Speed over softmax; None where that did not fit."""
     ratio = 1.0 if row.mechanism == BASELINE else row.speed_over_softmax
-    return f'{ratio:.2f}' if ratio else None
+    return None if ratio is None else f'{ratio:.2f}'
 
 
 def _pair(seconds: float, recomputed: float) -> str:
@@ -221,13 +221,14 @@ def draw(rows: Sequence[ForecastRow], out: str) -> list[str]:
 
     files = []
     for chip, context in dict.fromkeys((row.generation, row.context) for row in rows if row.time):
-        chosen = [(r, r.time) for r in rows if (r.generation, r.context) == (chip, context) and r.time]
+        chosen = [r for r in rows if (r.generation, r.context) == (chip, context) and r.time]
+        times = [row.time for row in chosen if row.time]
         pieces = {
-            name: np.array([sum(1e3 * p.seconds for p in time.parts if p.part == name) for _, time in chosen])
+            name: np.array([sum(1e3 * p.seconds for p in time.parts if p.part == name) for time in times])
             for name in dict.fromkeys(PARTS.values())
         }
         path = pathlib.Path(out, f'step_time_{chip}_{context}')
         title = f'one {chip}, {context:,} tokens, modelled'
-        plots.draw_bars(path, [row.mechanism for row, _ in chosen], pieces, 'time of a step (ms)', title=title)
+        plots.draw_bars(path, [row.mechanism for row in chosen], pieces, 'time of a step (ms)', title=title)
         files += [f'{path}.png', f'{path}.pdf']
     return files

@@ -20,7 +20,7 @@ def rotary(positions: jax.Array, width: int, base: float = 10_000.0) -> Rotation
     """Cosine and sine of the rotary angles (Su et al. 2021, eq. 15), each [L, 1, width/2] of positions [L] and
     [B, L, 1, width/2] of [B, L]."""
     angle = _angles(positions, width, base)[..., None, :]
-    return jnp.cos(angle), jnp.sin(angle)
+    return Rotation(jnp.cos(angle), jnp.sin(angle))
 
 
 def _angles(positions, width, base=10_000.0):

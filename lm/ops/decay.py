@@ -7,7 +7,7 @@ pairs of float32 numbers: the difference of two running sums is then as precise 
 however long the sequence and however strong the decay. No difference is taken across a reset, where the product is 0.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,12 @@ class Decay(NamedTuple):
     """What the rounding of G has left."""
     segment: jax.Array
     """How many resets there were, int32."""
+
+
+def cotangent(dtotal: jax.Array) -> Decay:
+    """The gradient of running sums, to which the backward function of a `jax.custom_vjp` gives that of `total`."""
+    nothing = cast(jax.Array, None)  # what JAX takes for the gradient of an array that has none
+    return Decay(dtotal, nothing, nothing)
 
 
 def accumulate(log_decay_BxSxK: jax.Array) -> Decay:

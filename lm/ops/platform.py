@@ -11,8 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from types import ModuleType
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -140,12 +139,26 @@ def matrix_side() -> int:
     return 128 if chip is None else chip.matrix_side
 
 
-class Implementations(Mapping[str, ModuleType]):
+Call = TypeVar('Call')
+CallOfModule = TypeVar('CallOfModule', contravariant=True)
+
+
+class Implementation(Protocol[CallOfModule]):
+    """A module that computes an operation. It also has the operation's function, which takes the same call object."""
+
+    def unsupported(self, call: CallOfModule) -> str | None:
+        """Returns why the module cannot compute the call, or None."""
+        ...
+
+
+Module = TypeVar('Module', bound=Implementation)
+
+
+class Implementations(Mapping[str, Module], Generic[Module, Call]):
     """The implementations of an operation, name → module, and which of them a platform prefers.
 
-    A module is imported when it is first asked for: importing Pallas takes a good part of the time in which a restarted
-    run reaches its first step, and a CPU has no use for it. Each has `unsupported(*args, **options)`, which says why it
-    cannot compute a call, or None; 'xla' is the portable one.
+    A module is imported when it is first requested: importing Pallas takes a good part of the time in which a restarted
+    run reaches its first step, and a CPU has no use for it. 'xla' is the portable implementation.
     """
 
     def __init__(
@@ -164,8 +177,8 @@ class Implementations(Mapping[str, ModuleType]):
             target: tuple(name for name in names if name in modules) for target, names in preferred.items()
         }
 
-    def __getitem__(self, name: str) -> ModuleType:
-        return importlib.import_module(self._modules[name])
+    def __getitem__(self, name: str) -> Module:
+        return cast(Module, importlib.import_module(self._modules[name]))
 
     def __contains__(self, name: object) -> bool:
         return name in self._modules
@@ -176,21 +189,20 @@ class Implementations(Mapping[str, ModuleType]):
     def __len__(self) -> int:
         return len(self._modules)
 
-    def choose(self, requested: str | None, *args: Any, **options: Any) -> ModuleType:
-        """The implementation for the platform in context, or the requested one.
+    def choose(self, requested: str | None, call: Call, *rest: Any, **options: Any) -> Module:
+        """Returns the implementation for the platform in context, or the requested one.
 
-        Where none of those that the platform prefers can compute the call, the portable one does, and the log says so
-        once.
+        Where none that the platform prefers can compute the call, the portable one does. The log says so once.
 
         Raises:
             OperationError: an unknown name, or a requested implementation that does not support the call.
         """
-        name = 'xla' if _PORTABLE.get() else self._chosen(requested, *args, **options)
+        name = 'xla' if _PORTABLE.get() else self._name_of_choice(requested, call, *rest, **options)
         if (noted := _CHOICES.get()) is not None:
             noted[self._operation] = name
         return self[name]
 
-    def _chosen(self, requested: str | None, *args: Any, **options: Any) -> str:
+    def _name_of_choice(self, requested: str | None, *args: Any, **options: Any) -> str:
         if requested is not None:
             if requested not in self:
                 names = ', '.join(sorted(self))

@@ -4,7 +4,7 @@ import jax
 
 
 def power_and_slope(s: jax.Array, degree: int) -> tuple[jax.Array, jax.Array | None]:
-    """s ** degree, and s ** (degree - 1), which is None where it is 1, by repeated squaring."""
+    """Returns s ** degree, and s ** (degree - 1), by repeated squaring; the latter is None where it is 1."""
     if degree == 1:
         return s, None
     slope, exponent, square = None, degree - 1, s
@@ -14,6 +14,7 @@ def power_and_slope(s: jax.Array, degree: int) -> tuple[jax.Array, jax.Array | N
         exponent >>= 1
         if exponent:
             square = square * square
+    assert slope is not None, 'the exponent has at least one bit'
     if degree & (degree - 1) == 0:
         return square * square, slope
     return slope * s, slope

@@ -12,6 +12,7 @@ import pytest
 from lm.hardware import LIBTPU_ENVIRONMENT, describe_devices, parse
 from lm.ops import exact_attention, platform, sequence
 from lm.ops.errors import OperationError
+from lm.ops.exact_attention import SoftmaxCall
 from lm.ops.exact_attention.tpu import splash as pallas_tpu
 
 SIZE = 16
@@ -78,6 +79,11 @@ def power(degree, bias, scale):
 def values_and_gradients(attention, q, k, v, **others):
     o, pull = jax.vjp(functools.partial(attention, **others), q, k, v)
     return o, *pull(jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape).astype(o.dtype))
+
+
+def softmax_by(function, **options):
+    """`function` of a call, as a function of its arrays."""
+    return lambda q, k, v: function(SoftmaxCall(q, k, v, **options))
 
 
 def assert_close(got, expected, tolerance):
@@ -325,7 +331,8 @@ def test_gpus_without_flash_attention_in_cudnn_do_without(capability, reason, mo
     gpu = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(platform, 'target_platform', lambda: 'gpu')
     monkeypatch.setattr(jax, 'local_devices', lambda backend=None: [gpu])
-    found = exact_attention.SOFTMAX['cudnn'].unsupported(*draw(1, 8, 2, 2, dtype=jnp.bfloat16))
+    call = SoftmaxCall(*draw(1, 8, 2, 2, dtype=jnp.bfloat16), scale=1.0)
+    found = exact_attention.SOFTMAX['cudnn'].unsupported(call)
     assert found == (reason and f'needs an NVIDIA GPU of compute capability 8 (A100, L4) or later, not {reason}')
 
 
@@ -340,24 +347,23 @@ def test_cudnn_gets_an_even_number_of_tokens(window, monkeypatch):
         return cudnn(q, k, v, implementation='xla', **options)
 
     monkeypatch.setattr(jax.nn, 'dot_product_attention', attend)
-    found = values_and_gradients(
-        functools.partial(exact_attention.SOFTMAX['cudnn'].softmax_attention, scale=0.5, window=window), q, k, v
-    )
+    kernels = exact_attention.SOFTMAX['cudnn']
+    found = values_and_gradients(softmax_by(kernels.softmax_attention, scale=0.5, window=window), q, k, v)
     expected = functools.partial(exact_attention.softmax_attention, scale=0.5, window=window)
     assert set(lengths) == {('cudnn', 10, 10)}
     for got, want in zip(found, values_and_gradients(expected, q, k, v), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
     monkeypatch.setattr(platform, 'target_platform', lambda: 'gpu')
     q, k, v = draw(1, 9, 2, 2, dtype=jnp.bfloat16)
-    assert 'odd number' in exact_attention.SOFTMAX['cudnn'].unsupported(q, k, v, causal=False)
-    assert exact_attention.SOFTMAX['cudnn'].unsupported(q, k, v) is None
+    assert 'odd number' in kernels.unsupported(SoftmaxCall(q, k, v, scale=1.0, causal=False))
+    assert kernels.unsupported(SoftmaxCall(q, k, v, scale=1.0)) is None
 
 
 def test_accelerators_get_their_kernels(monkeypatch):
     q, k, v = draw(1, 8, 2, 2, dtype=jnp.bfloat16)
     for target, name in (('gpu', 'cudnn'), ('tpu', 'pallas_tpu'), ('cpu', 'xla')):
         monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
-        chosen = exact_attention.SOFTMAX.choose(None, q, k, v)
+        chosen = exact_attention.SOFTMAX.choose(None, SoftmaxCall(q, k, v, scale=1.0))
         assert chosen is exact_attention.SOFTMAX[name]
 
 
@@ -416,6 +422,9 @@ def compile_splash(topology, shape_BxLxHxD, kv_heads, dtype, window, masked, mon
     assert 'splash' in compiled.as_text()
 
 
+interpreted = functools.partial(pallas_tpu.softmax_attention, interpret=True)
+
+
 @pytest.mark.parametrize('fused', [True, False])
 @pytest.mark.parametrize(
     ('length', 'kv_heads', 'block', 'window'), [(100, 2, None, None), (300, 1, 128, None), (1100, 2, 128, 150)]
@@ -424,7 +433,7 @@ def test_splash_agrees_with_float64(length, kv_heads, block, window, fused, monk
     """The TPU kernels, interpreted: padding, scale, shared key heads, both kinds of backward kernel."""
     monkeypatch.setattr(pallas_tpu, 'FUSED_SHARE', 1 if fused else 0)
     q, k, v = draw(1, length, 2, kv_heads)
-    attention = functools.partial(pallas_tpu.softmax_attention, scale=0.3, window=window, block=block, interpret=True)
+    attention = softmax_by(interpreted, scale=0.3, window=window, block=block)
     expected = numpy_attention(q, k, v, mask(length, length, window=window), exponential(0.3))
     assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
 
@@ -433,7 +442,7 @@ def test_splash_agrees_with_float64(length, kv_heads, block, window, fused, monk
 def test_splash_tells_documents_apart(length, block):
     q, k, v = draw(1, length, 2, 2)
     starts, seen = documents(length, [0, 3, 40, 90, 700])
-    attention = functools.partial(pallas_tpu.softmax_attention, scale=0.3, starts=starts, block=block, interpret=True)
+    attention = softmax_by(interpreted, scale=0.3, starts_BxL=starts, block=block)
     expected = numpy_attention(q, k, v, seen & mask(length, length), exponential(0.3))
     assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
 
@@ -445,7 +454,6 @@ def test_splash_tells_documents_apart(length, block):
 def test_splash_sees_what_a_window_reaches_of_the_part_before(window, begins, monkeypatch):
     """The operation itself, on two devices, each with half of the tokens."""
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
-    interpreted = functools.partial(pallas_tpu.softmax_attention, interpret=True)
     monkeypatch.setattr(pallas_tpu, 'softmax_attention', interpreted)
     length = 256
     q, k, v = draw(1, length, 2, 2)
@@ -480,7 +488,7 @@ def test_a_window_beyond_a_part_is_not_taken_for_one_that_ends_in_it(monkeypatch
 def test_splash_adds_up_gradients_of_queries_in_bfloat16():
     """One from each of nine blocks of keys."""
     q, k, v = (x.astype(jnp.bfloat16) for x in draw(1, 1100, 2, 2))
-    attention = functools.partial(pallas_tpu.softmax_attention, scale=0.3, block=128, interpret=True)
+    attention = softmax_by(interpreted, scale=0.3, block=128)
     exact = [np.asarray(x, np.float64) for x in (q, k, v)]
     expected = numpy_attention(*exact, mask(1100, 1100), exponential(0.3))
     assert_close(values_and_gradients(attention, q, k, v), expected, 2e-2)
@@ -527,7 +535,7 @@ def test_splash_takes_short_blocks_of_a_window_and_keeps_no_gradients_for_each(w
     made = []
     monkeypatch.setattr(pallas_tpu, '_kernel', lambda *given: made.append(given) or (lambda q, k, v, segments: q))
     x = jnp.zeros((1, 512, 1, 64), jnp.bfloat16)
-    pallas_tpu.softmax_attention(x, x, x, scale=1.0, window=window)
-    ((_, length, *_, fused, _),) = made
-    assert length == 512
+    pallas_tpu.softmax_attention(SoftmaxCall(x, x, x, scale=1.0, window=window))
+    ((_, sizes, _, fused, _),) = made
+    assert sizes.length == 512
     assert not fused

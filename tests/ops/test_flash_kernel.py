@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lm.hardware import LIBTPU_ENVIRONMENT, describe_devices, parse
 from lm.ops import exact_attention, platform, sequence
-from lm.ops.exact_attention import xla
+from lm.ops.exact_attention import PolynomialCall, SoftmaxCall, xla
 from lm.ops.exact_attention.tpu import pairs, plan, polynomial, softmax, splash
 from lm.ops.powers import power_and_slope
 
@@ -74,8 +74,11 @@ def quick(function):
     return jax.jit(function, compiler_options={'xla_backend_optimization_level': 0})
 
 
-def kernel_of(options):
-    return polynomial.polynomial_attention if 'degree' in options else softmax.softmax_attention
+def compute(q, k, v, **options):
+    """The kernels of the rule that `options` describe."""
+    if 'degree' in options:
+        return polynomial.polynomial_attention(PolynomialCall(q, k, v, **options))
+    return softmax.softmax_attention(SoftmaxCall(q, k, v, **options))
 
 
 @functools.lru_cache(maxsize=8)  # they take memory
@@ -83,7 +86,7 @@ def program(planner, **options):
     """Compiled once for arrays of one shape; `planner` is the one in force, which some tests change."""
 
     def outputs_and_gradients(q, k, v, do, starts):
-        o, vjp = jax.vjp(functools.partial(kernel_of(options), **options, starts=starts), q, k, v)
+        o, vjp = jax.vjp(functools.partial(compute, **options, starts_BxL=starts), q, k, v)
         return [o, *vjp(do)]
 
     return quick(outputs_and_gradients)
@@ -233,7 +236,7 @@ def test_batch_split_over_a_mesh(rule):
     starts = starts_of((5,), (), (70,), (128,), length=130)
 
     def loss(q, k, v, do, starts):
-        o = kernel_of(rule)(q, k, v, **rule, block=128, starts=starts)
+        o = compute(q, k, v, **rule, block=128, starts_BxL=starts)
         return jnp.sum(o * do), o
 
     with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
@@ -350,36 +353,39 @@ def test_unsupported_calls_fall_back_and_say_so_once(reason, monkeypatch):
 
 
 def test_dtypes_and_sizes_that_are_refused(monkeypatch):
-    assert 'TPU' in polynomial.unsupported(*example(8)[:3], degree=4)
+    def reason(q, k, v, **options):
+        return polynomial.unsupported(PolynomialCall(q, k, v, degree=4, **options))
+
+    assert 'TPU' in reason(*example(8)[:3])
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     q, k, v, _ = example(8)
-    assert polynomial.unsupported(q, k, v, degree=4) is None
-    assert 'float16' in polynomial.unsupported(*(a.astype(jnp.float16) for a in (q, k, v)), degree=4)
-    assert 'head sizes' in polynomial.unsupported(*example(8, size=300)[:3], degree=4)
+    assert reason(q, k, v) is None
+    assert 'float16' in reason(*(a.astype(jnp.float16) for a in (q, k, v)))
+    assert 'head sizes' in reason(*example(8, size=300)[:3])
     many = jax.ShapeDtypeStruct((1, 2**20, 1, 64), jnp.bfloat16)
-    assert 'blocks' in polynomial.unsupported(many, many, many, degree=4)
+    assert 'blocks' in reason(many, many, many)
     monkeypatch.setattr(platform, 'sequence_shards', lambda: 2)
     part, whole = example(256)[0], example(512)[1]
-    assert polynomial.unsupported(part, whole, whole, degree=4, q_offset=jnp.int32(0)) is None
-    assert 'multiples of 256' in polynomial.unsupported(part[:, :150], whole[:, :300], whole[:, :300], degree=4)
+    assert reason(part, whole, whole, q_offset=jnp.int32(0)) is None
+    assert 'multiples of 256' in reason(part[:, :150], whole[:, :300], whole[:, :300])
 
 
 def test_tpus_get_the_kernel(monkeypatch):
-    arrays = example(8)[:3]
+    call = PolynomialCall(*example(8)[:3], degree=4)
     for target, module in (('tpu', polynomial), ('cpu', xla), ('gpu', xla)):
         monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
-        assert exact_attention.POLYNOMIAL.choose(None, *arrays, degree=4) is module
+        assert exact_attention.POLYNOMIAL.choose(None, call) is module
 
 
 def test_windows_of_softmax_go_to_splash(monkeypatch):
-    arrays = example(8)[:3]
+    call = SoftmaxCall(*example(8)[:3], scale=1.0)
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     monkeypatch.setattr(platform.LOG, 'warning', lambda message: pytest.fail(message))
     choose = exact_attention.SOFTMAX.choose
-    assert choose(None, *arrays, scale=1.0) is softmax
-    assert choose(None, *arrays, scale=1.0, window=4) is splash
-    wide = example(8, size=256)[:3]
-    assert choose(None, *wide, scale=1.0) is splash
+    assert choose(None, call) is softmax
+    assert choose(None, dataclasses.replace(call, window=4)) is splash
+    wide = SoftmaxCall(*example(8, size=256)[:3], scale=1.0)
+    assert choose(None, wide) is splash
 
 
 @pytest.mark.parametrize('degree', [1, 2, 4, 6, 8, 10, 12, 14, 16])

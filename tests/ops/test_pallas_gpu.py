@@ -184,17 +184,22 @@ def test_hoppers_get_their_kernels(hopper, monkeypatch):
         monkeypatch.setattr(platform, 'device_kind', lambda kind=kind: kind)
         chosen = IMPLEMENTATIONS.choose(None, q, k, v, None, None, *local, None, **call)
         assert chosen is IMPLEMENTATIONS[name]
-        assert exact_attention.POLYNOMIAL.choose(None, q, k, v, degree=4) is exact_attention.POLYNOMIAL[name]
+        exact = exact_attention.PolynomialCall(q, k, v, degree=4)
+        assert exact_attention.POLYNOMIAL.choose(None, exact) is exact_attention.POLYNOMIAL[name]
 
 
 def test_unsupported_calls_of_polynomial_attention_say_why(hopper):
     q, k, v = example(300, dtype=jnp.bfloat16)[:3]
-    refused = exact_attention.POLYNOMIAL['pallas_gpu'].unsupported
-    assert refused(q, k, v, degree=4) is None
-    assert 'degree' in refused(q, k, v, degree=6)
-    assert 'documents' in refused(q, k, v, degree=4, starts=jnp.zeros((1, 300), jnp.int32))
-    assert 'causal' in refused(q, k, v, degree=4, causal=False)
-    assert 'decay' in refused(q, k, v, degree=4, log_decay_BxMxK=jnp.zeros(k.shape[:3]))
+
+    def reason(degree, **options):
+        call = exact_attention.PolynomialCall(q, k, v, degree=degree, **options)
+        return exact_attention.POLYNOMIAL['pallas_gpu'].unsupported(call)
+
+    assert reason(4) is None
+    assert 'degree' in reason(6)
+    assert 'documents' in reason(4, starts_BxL=jnp.zeros((1, 300), jnp.int32))
+    assert 'causal' in reason(4, causal=False)
+    assert 'decay' in reason(4, log_decay_BxMxK=jnp.zeros(k.shape[:3]))
 
 
 @pytest.mark.smoke
@@ -210,7 +215,7 @@ def test_polynomial_attention():
         if implementation == 'reference':
             q, k, v, do = (x.astype(jnp.float32) for x in (q, k, v, do))
         attend = exact_attention.POLYNOMIAL[implementation].polynomial_attention
-        o, vjp = jax.vjp(lambda *qkv: attend(*qkv, **options), q, k, v)
+        o, vjp = jax.vjp(lambda *qkv: attend(exact_attention.PolynomialCall(*qkv, **options)), q, k, v)
         return [o, *vjp(do)]
 
     with interpreted():

@@ -43,8 +43,8 @@ def outputs_and_gradients(function, arrays, cotangents):
     heads = cotangents[0].shape[2]
 
     def both(qk, norms, cotangents):
-        results, vjp = jax.vjp(lambda qk, norms: function(qk, rotation, heads, norms), qk, norms)
-        return results, vjp(cotangents)
+        results, vjp = jax.vjp(lambda qk, norms: function(op.RotaryCall(qk, rotation, heads, norms)), qk, norms)
+        return results, vjp(op.QueriesAndKeys(*cotangents))
 
     return jax.jit(both)(qk, norms, cotangents)
 
@@ -133,11 +133,12 @@ REFUSED = {
 @pytest.mark.parametrize('reason', REFUSED)
 def test_unsupported_calls_say_why(reason, monkeypatch):
     monkeypatch.setattr(tpu.platform, 'target_platform', lambda: 'tpu')
-    assert tpu.unsupported(*example(256)[0]) is None
-    given, _ = example(**{'length': 256} | REFUSED[reason])
-    assert reason in tpu.unsupported(*given)
+    qk, rotation, norms = example(256)[0]
+    assert tpu.unsupported(op.RotaryCall(qk, rotation, 2, norms)) is None
+    (qk, rotation, norms), _ = example(**{'length': 256} | REFUSED[reason])
+    assert reason in tpu.unsupported(op.RotaryCall(qk, rotation, 2, norms))
     with pytest.raises(OperationError, match=reason):
-        op.rotate(given[0], given[1], 2, given[2], implementation='pallas_tpu')
+        op.rotate(qk, rotation, 2, norms, implementation='pallas_tpu')
 
 
 @pytest.mark.slow
@@ -156,7 +157,7 @@ def test_compiles_for_tpus_at_the_edge_of_their_memory(heads, size, dtype, gener
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows if a.ndim == 4 else None)
 
     def both(qk, rotation, norms, cotangents):
-        assert tpu.unsupported(qk, rotation, norms) is None
+        assert tpu.unsupported(op.RotaryCall(qk, rotation, heads - 2, norms)) is None
         return outputs_and_gradients(tpu.rotate, (qk, rotation, norms), cotangents)
 
     with jax.set_mesh(mesh):

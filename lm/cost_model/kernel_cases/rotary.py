@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from lm.attention import HeadDims
 from lm.cost_model.kernel_cases.base import Case, KernelCall, Steps
-from lm.ops.rotary import HeadNorms, rotate
+from lm.ops.rotary import HeadNorms, Rotation, rotate
 from lm.ops.rotary.tpu import block_size
 
 
@@ -28,7 +28,7 @@ def rotary_call(normed: bool, dims: HeadDims, length: int) -> KernelCall:
     norms = HeadNorms(gain, gain, gain, gain) if normed else None
 
     def function(qk, cos, sin, norms):
-        return rotate(qk, (cos, sin), dims.n_heads, norms, implementation='pallas_tpu')
+        return rotate(qk, Rotation(cos, sin), dims.n_heads, norms, implementation='pallas_tpu')
 
     tokens = block_size(length, heads, dims.head_dim) * dims.n_heads
     steps: Steps = {(kernel, f'rotary_{kernel}'): tokens for kernel in ('forward', 'backward')}

@@ -4,16 +4,24 @@ B batch, L queries, M keys, H query heads, K key and value heads (K divides H; h
 D head size. Which implementation runs is decided by the platform that the computation is traced for.
 """
 
-from typing import Any
+import dataclasses
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from lm.ops import platform, sequence
 from lm.ops.errors import OperationError
+from lm.ops.exact_attention.types import (
+    ExactCall,
+    PolynomialCall,
+    PolynomialImplementation,
+    SoftmaxCall,
+    SoftmaxImplementation,
+)
 from lm.ops.platform import sequence_shards
 
-SOFTMAX = platform.Implementations(
+SOFTMAX = platform.Implementations[SoftmaxImplementation, SoftmaxCall](
     'softmax attention',
     __name__,
     preferred={'tpu': ('pallas_tpu', 'splash'), 'gpu': ('cudnn',)},
@@ -23,7 +31,7 @@ SOFTMAX = platform.Implementations(
     splash='tpu.splash',
     cudnn='cudnn',
 )
-POLYNOMIAL = platform.Implementations(
+POLYNOMIAL = platform.Implementations[PolynomialImplementation, PolynomialCall](
     'polynomial attention', __name__, reference='reference', xla='xla', pallas_tpu='tpu.polynomial', pallas_gpu='gpu'
 )
 
@@ -69,15 +77,22 @@ def softmax_attention(
     Raises:
         OperationError: heads or options that do not fit, or an implementation that does not support the call.
     """
-    _check_heads(q_BxLxHxD, k_BxMxKxD)
-    scale = q_BxLxHxD.shape[-1] ** -0.5 if scale is None else scale
-    _check_starts(starts_BxL, q_BxLxHxD, k_BxMxKxD, causal, q_offset)
-    _check_decay(k_BxMxKxD, log_decay_BxMxK, causal)
-    visible = {'window': window, 'causal': causal, 'q_offset': q_offset, 'k_start': k_start, 'starts': starts_BxL}
-    visible |= {'log_decay_BxMxK': log_decay_BxMxK}
-    arrays, visible = _with_other_parts((q_BxLxHxD, k_BxMxKxD, v_BxMxKxD), visible)
-    options = {'scale': scale, 'block': block, **visible}
-    return SOFTMAX.choose(implementation, *arrays, **options).softmax_attention(*arrays, **options)
+    call = SoftmaxCall(
+        q_BxLxHxD,
+        k_BxMxKxD,
+        v_BxMxKxD,
+        scale=q_BxLxHxD.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        causal=causal,
+        q_offset=q_offset,
+        k_start=k_start,
+        starts_BxL=starts_BxL,
+        log_decay_BxMxK=log_decay_BxMxK,
+        block=block,
+    )
+    _check(call)
+    call = _with_keys_of_other_parts(call)
+    return SOFTMAX.choose(implementation, call).softmax_attention(call)
 
 
 def polynomial_attention(
@@ -101,67 +116,80 @@ def polynomial_attention(
     PolySketchFormer §2.1, where q and k have been through layer normalization. Other arguments and errors as in
     `softmax_attention`; degree is p, denominator_bias keeps the denominator from zero.
     """
-    _check_heads(q_BxLxHxD, k_BxMxKxD)
-    _check_decay(k_BxMxKxD, log_decay_BxMxK, causal)
+    call = PolynomialCall(
+        q_BxLxHxD,
+        k_BxMxKxD,
+        v_BxMxKxD,
+        degree=degree,
+        denominator_bias=denominator_bias,
+        scale=scale,
+        causal=causal,
+        q_offset=q_offset,
+        k_start=k_start,
+        starts_BxL=starts_BxL,
+        log_decay_BxMxK=log_decay_BxMxK,
+        block=block,
+    )
+    _check(call)
     if degree < 2 or degree % 2:
         raise OperationError(f'degree = {degree}: must be even and at least 2, so that no weight is negative')
-    options = {'degree': degree, 'denominator_bias': denominator_bias, 'scale': scale, 'block': block}
-    _check_starts(starts_BxL, q_BxLxHxD, k_BxMxKxD, causal, q_offset)
-    visible = {'causal': causal, 'q_offset': q_offset, 'k_start': k_start, 'starts': starts_BxL}
-    visible |= {'log_decay_BxMxK': log_decay_BxMxK}
-    arrays, visible = _with_other_parts((q_BxLxHxD, k_BxMxKxD, v_BxMxKxD), visible)
-    options |= visible
-    return POLYNOMIAL.choose(implementation, *arrays, **options).polynomial_attention(*arrays, **options)
+    call = _with_keys_of_other_parts(call)
+    return POLYNOMIAL.choose(implementation, call).polynomial_attention(call)
 
 
-def _with_other_parts(arrays: tuple[jax.Array, ...], visible: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Keys and values with those of the other devices that share a window, as far as the queries of this one see them,
-    and which of them these see."""
+SomeCall = TypeVar('SomeCall', bound=ExactCall)
+
+
+def _with_keys_of_other_parts(call: SomeCall) -> SomeCall:
+    """Adds the keys and values of the other devices that share a window, as far as the queries of this device see them.
+
+    The result has `q_offset`, `k_start` and `starts_BxL` of these keys.
+    """
     if sequence_shards() == 1:
-        return arrays, visible
-    q, *keys = arrays
-    keys.append(visible['log_decay_BxMxK'])
-    length, window = q.shape[1], visible.get('window')
+        return call
+    keys = (call.k_BxMxKxD, call.v_BxMxKxD, call.log_decay_BxMxK)
+    length, window = call.q_BxLxHxD.shape[1], call.window
     if window is None or window - 1 > length:
         k, v, decay = jax.tree.map(sequence.gathered, keys)
-        return (q, k, v), visible | {'q_offset': sequence.index() * length, 'log_decay_BxMxK': decay}
+        offset = sequence.index() * length
+        return dataclasses.replace(call, k_BxMxKxD=k, v_BxMxKxD=v, log_decay_BxMxK=decay, q_offset=offset)
     before = window - 1
-    reach = lambda x: jnp.concatenate([sequence.tokens_before(x, before), x], axis=1) if before else x  # noqa: E731
+
+    def reach(x: jax.Array) -> jax.Array:
+        return jnp.concatenate([sequence.tokens_before(x, before), x], axis=1) if before else x
+
     k, v, decay = jax.tree.map(reach, keys)
-    seen = {'q_offset': before, 'k_start': jnp.where(sequence.index() == 0, before, 0), 'log_decay_BxMxK': decay}
-    if visible['starts'] is not None:
-        seen['starts'] = visible['starts'] - (sequence.index() * length - before)
-    return (q, k, v), visible | seen
+    k_start, starts_BxL = jnp.where(sequence.index() == 0, before, 0), call.starts_BxL
+    if starts_BxL is not None:
+        starts_BxL = starts_BxL - (sequence.index() * length - before)
+    call = dataclasses.replace(call, k_BxMxKxD=k, v_BxMxKxD=v, log_decay_BxMxK=decay)
+    return dataclasses.replace(call, q_offset=before, k_start=k_start, starts_BxL=starts_BxL)
 
 
-def _check_heads(q: jax.Array, k: jax.Array) -> None:
+def _check(call: ExactCall) -> None:
+    """Raises OperationError for heads or options that do not fit together."""
+    q, k, log_decay = call.q_BxLxHxD, call.k_BxMxKxD, call.log_decay_BxMxK
     if q.shape[2] % k.shape[2]:
         raise OperationError(f'n_kv_heads = {k.shape[2]}: must divide n_heads = {q.shape[2]}')
-
-
-def _check_starts(
-    starts_BxL: jax.Array | None, q: jax.Array, k: jax.Array, causal: bool, q_offset: jax.Array | int
-) -> None:
-    decoding = not isinstance(q_offset, int) or q_offset > 0
-    if starts_BxL is not None and (not causal or (q.shape[1] != k.shape[1] and not decoding)):
+    decodes = not isinstance(call.q_offset, int) or call.q_offset > 0
+    if call.starts_BxL is not None and (not call.causal or (q.shape[1] != k.shape[1] and not decodes)):
         raise OperationError(
             'starts_BxL: documents are told apart among the queries and keys of the same tokens only, causally'
         )
-
-
-def _check_decay(k: jax.Array, log_decay: jax.Array | None, causal: bool) -> None:
     if log_decay is None:
         return
     if log_decay.shape != k.shape[:3]:
         expected = f'{k.shape[:3]}, batch, length and key heads'
         raise OperationError(f'log_decay of shape {log_decay.shape}: must be {expected}')
-    if not causal:
+    if not call.causal:
         raise OperationError('causal = False: decay needs causal attention; leave log_decay out')
 
 
 __all__ = [
     'POLYNOMIAL',
     'SOFTMAX',
+    'PolynomialCall',
+    'SoftmaxCall',
     'polynomial_attention',
     'softmax_attention',
 ]

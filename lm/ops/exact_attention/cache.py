@@ -1,15 +1,20 @@
 """The keys and values that an exact mechanism has seen: its decoding state."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 
 class Cache(NamedTuple):
-    """Without a window, keys [0, position) are filled. With one, the M last keys stand in the order of time, right
-    aligned: before M tokens have come, the first M - position are empty."""
+    """The keys and values of the tokens so far.
+
+    Without a window, keys [0, position) are filled. With one, the M last keys stand in the order of time, right
+    aligned: before M tokens have come, the first M - position are empty.
+    """
 
     k_BxMxKxD: jax.Array
     v_BxMxKxD: jax.Array
@@ -28,8 +33,16 @@ class Visible(NamedTuple):
     log_decay_BxMxK: jax.Array | None = None
 
 
-def empty(batch: int, length: int, kv_heads: int, head_dim: int, dtype: Any, decays: bool = False) -> Cache:
-    """A cache of `length` tokens: the longest sequence, or the window. `decays`: it holds log factors too."""
+class NewTokens(NamedTuple):
+    """The keys, values and log factors of T tokens after those in a cache; None where the cache has no log factors."""
+
+    k_BxTxKxD: jax.Array
+    v_BxTxKxD: jax.Array
+    log_decay_BxTxK: jax.Array | None = None
+
+
+def empty(batch: int, length: int, kv_heads: int, head_dim: int, dtype: DTypeLike, decays: bool = False) -> Cache:
+    """Returns a cache of `length` tokens: the longest sequence, or the window. `decays`: it holds log factors too."""
     zeros = jnp.zeros((batch, length, kv_heads, head_dim), dtype)
     log_decay = jnp.zeros(zeros.shape[:3], jnp.float32) if decays else None
     return Cache(zeros, zeros, jnp.zeros((), jnp.int32), log_decay)
@@ -38,12 +51,12 @@ def empty(batch: int, length: int, kv_heads: int, head_dim: int, dtype: Any, dec
 def append(
     cache: Cache, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, log_decay_BxTxK: jax.Array | None = None
 ) -> tuple[Cache, Visible]:
-    """Writes T tokens after those seen. The caller sees to it that they fit."""
+    """Writes T tokens after those seen. The caller ensures that they fit."""
 
-    def write(old, new):
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), cache.position, 1)
 
-    k, v, log_decay = _each(write, cache, k_BxTxKxD, v_BxTxKxD, log_decay_BxTxK)
+    k, v, _, log_decay = _with_tokens(write, cache, NewTokens(k_BxTxKxD, v_BxTxKxD, log_decay_BxTxK))
     position = cache.position + k_BxTxKxD.shape[1]
     return Cache(k, v, position, log_decay), Visible(k, v, cache.position, 0, log_decay)
 
@@ -54,15 +67,20 @@ def slide(
     """Appends T tokens and forgets the T oldest."""
     length = cache.k_BxMxKxD.shape[1]
 
-    def join(old, new):
+    def join(old: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.concatenate([old, new.astype(old.dtype)], axis=1)
 
-    k, v, log_decay = _each(join, cache, k_BxTxKxD, v_BxTxKxD, log_decay_BxTxK)
-    newest = [None if x is None else x[:, -length:] for x in (k, v, log_decay)]
-    state = Cache(*newest[:2], cache.position + k_BxTxKxD.shape[1], newest[2])
+    joined = _with_tokens(join, cache, NewTokens(k_BxTxKxD, v_BxTxKxD, log_decay_BxTxK))
+    newest = jax.tree.map(lambda x: x[:, -length:], joined._replace(position=None))
+    state = newest._replace(position=cache.position + k_BxTxKxD.shape[1])
+    k, v, _, log_decay = joined
     return state, Visible(k, v, length, jnp.maximum(length - cache.position, 0), log_decay)
 
 
-def _each(function, cache, *new):
-    old = (cache.k_BxMxKxD, cache.v_BxMxKxD, cache.log_decay_BxMxK)
-    return [None if b is None else function(a, b) for a, b in zip(old, new, strict=True)]
+def _with_tokens(write: Callable[[jax.Array, jax.Array], jax.Array], cache: Cache, tokens: NewTokens) -> Cache:
+    """Returns the cache with write(old, new) in the place of each array of tokens, and the old position."""
+    k, v = write(cache.k_BxMxKxD, tokens.k_BxTxKxD), write(cache.v_BxMxKxD, tokens.v_BxTxKxD)
+    log_decay = None
+    if cache.log_decay_BxMxK is not None and tokens.log_decay_BxTxK is not None:
+        log_decay = write(cache.log_decay_BxMxK, tokens.log_decay_BxTxK)
+    return Cache(k, v, cache.position, log_decay)

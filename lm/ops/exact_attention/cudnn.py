@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from lm.ops import platform
-from lm.ops.exact_attention.masks import is_whole
+from lm.ops.exact_attention.types import SoftmaxCall
 
 RECENT = re.compile(r'([89]|\d\d+)\.\d+')
 """Compute capabilities for which cuDNN has it, from 8.0 (A100) on."""
 
 
-def softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, scale, window=None, causal=True, **rest) -> jax.Array:
-    """Arguments as in `lm.ops.exact_attention.softmax_attention`; calls that `unsupported` refuses are wrong here."""
+def softmax_attention(call: SoftmaxCall) -> jax.Array:
+    """Computes calls that `unsupported` does not refuse."""
 
     def attend(q, k, v):
         length = q.shape[1]
@@ -23,20 +23,19 @@ def softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, scale, window=None, ca
             q,
             k,
             v,
-            scale=scale,
-            is_causal=causal,
-            local_window_size=None if window is None else (window - 1, 0),
+            scale=call.scale,
+            is_causal=call.causal,
+            local_window_size=None if call.window is None else (call.window - 1, 0),
             implementation='cudnn',
         )
         return o[:, :length]
 
-    return platform.per_device(attend, split=(True, True, True))(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
+    return platform.per_device(attend, split=(True, True, True))(call.q_BxLxHxD, call.k_BxMxKxD, call.v_BxMxKxD)
 
 
-def unsupported(
-    q, k, v, *, window=None, causal=True, q_offset=0, k_start=0, starts=None, log_decay_BxMxK=None, block=None, **rest
-) -> str | None:
-    """Why cuDNN cannot compute this call, or None."""
+def unsupported(call: SoftmaxCall) -> str | None:
+    """Returns why cuDNN cannot compute this call, or None."""
+    q, k, v = call.q_BxLxHxD, call.k_BxMxKxD, call.v_BxMxKxD
     if platform.target_platform() != 'gpu':
         return 'needs an NVIDIA GPU'
     if (capability := _compute_capability()) is not None and not RECENT.fullmatch(capability):
@@ -45,21 +44,24 @@ def unsupported(
         return f'computes in bfloat16 or float16, not {q.dtype}'
     if q.shape[-1] % 8 or q.shape[-1] > 128 or q.shape[-1] != v.shape[-1]:
         return f'takes head sizes that are multiples of 8 up to 128, not {q.shape[-1]}'
-    if log_decay_BxMxK is not None:
+    if call.log_decay_BxMxK is not None:
         return 'has no decay'
-    if not is_whole(q, k, q_offset, k_start):
+    if not call.is_whole:
         return 'takes as many queries as keys'
-    if starts is not None:
+    if call.starts_BxL is not None:
         return 'cannot tell documents apart'
-    if window is not None and not causal:
+    if call.window is not None and not call.causal:
         return 'takes a window only with the causal mask'
-    if q.shape[1] % 2 and not causal:
+    if q.shape[1] % 2 and not call.causal:
         return f'takes an odd number of tokens, {q.shape[1]}, only with the causal mask'
     return platform.uneven_batch(q.shape[0])
 
 
 def _compute_capability() -> str | None:
-    """Of this machine's GPUs: '7.5', or AMD's 'gfx942'; None where there are none, and programs are for others."""
+    """Returns the capability of this machine's GPUs: '7.5', or AMD's 'gfx942'.
+
+    None where there are no GPUs, and programs are for others.
+    """
     try:
         return getattr(jax.local_devices(backend='gpu')[0], 'compute_capability', None)
     except RuntimeError:

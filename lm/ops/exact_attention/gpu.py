@@ -2,35 +2,31 @@
 
 import jax
 
-from lm.ops.exact_attention.masks import beyond_causal
+from lm.ops.exact_attention.types import PolynomialCall
 from lm.ops.linear_attention.gpu import attention
 from lm.ops.linear_attention.types import SQUARE, Options, PolynomialKernel
 
 
-def polynomial_attention(
-    q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, degree, denominator_bias=1.0, scale=1.0, **rest
-) -> jax.Array:
-    """Arguments as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
-    options = _options(q_BxLxHxD, degree, denominator_bias, scale)
-    arrays = _arrays(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
-    return attention.linear_attention(*arrays, options=options, with_state=False)[0]
+def polynomial_attention(call: PolynomialCall) -> jax.Array:
+    """Computes calls that `unsupported` does not refuse."""
+    return attention.linear_attention(*_arrays(call), options=_options(call), with_state=False)[0]
 
 
-def unsupported(q, k, v, *, degree, denominator_bias=1.0, scale=1.0, block=None, starts=None, **visible) -> str | None:
-    """Why the kernels cannot compute this call, or None."""
-    if reason := beyond_causal(q, k, **visible):
+def unsupported(call: PolynomialCall) -> str | None:
+    """Returns why the kernels cannot compute this call, or None."""
+    if reason := call.beyond_causal():
         return reason
-    if starts is not None:
+    if call.starts_BxL is not None:
         return 'cannot tell documents apart'
-    options = _options(q, degree, denominator_bias, scale)
-    return attention.unsupported(*_arrays(q, k, v), options=options)
+    return attention.unsupported(*_arrays(call), options=_options(call))
 
 
-def _options(q: jax.Array, degree: int, denominator_bias: float, scale: float) -> Options:
-    local = PolynomialKernel(degree, scale)
-    return Options(SQUARE, local=local, block=attention.one_block(q.shape[1]), denominator_bias=denominator_bias)
+def _options(call: PolynomialCall) -> Options:
+    local, block = PolynomialKernel(call.degree, call.scale), attention.one_block(call.q_BxLxHxD.shape[1])
+    return Options(SQUARE, local=local, block=block, denominator_bias=call.denominator_bias)
 
 
-def _arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
-    """Of linear attention: what is compared stands for features, too, which one block has no use for."""
-    return q, k, v, None, None, q, k, None
+def _arrays(call: PolynomialCall) -> tuple:
+    """The arrays of linear attention. Queries and keys also stand for features, which a single block does not use."""
+    q, k = call.q_BxLxHxD, call.k_BxMxKxD
+    return q, k, call.v_BxMxKxD, None, None, q, k, None

@@ -9,8 +9,7 @@ L queries, M keys; G query heads share each of the K key heads.
 """
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,37 +19,81 @@ from lm.ops import blocks as along
 from lm.ops import decay as decays
 from lm.ops import platform
 from lm.ops.blocks import even_block, loop, put, take
+from lm.ops.custom_vjp import custom_vjp
+from lm.ops.decay import Decay
 from lm.ops.dots import dot
+from lm.ops.exact_attention.types import ExactCall, PolynomialCall, SoftmaxCall
 from lm.ops.residuals import saved
 
 MASKED = -1e30  # Finite, so that a row without visible keys so far gives no NaN; the first real score erases it.
 
+Statistics = TypeVar('Statistics')
+"""What a rule keeps of each query besides the sum of its weighted values, while the query meets block after block."""
+
+
+class BlockWeights(Protocol[Statistics]):
+    """How scores become weights, a block of keys at a time; hashable.
+
+    Arrays: scores s [B, K, G, L, M], values v [B, K, M, D], which keys are `visible`, and `fade`, the log factors of
+    the decay [B, K, 1, L, M], or None without decay.
+    """
+
+    def start(self, rows: tuple[int, ...]) -> Statistics:
+        """Returns the statistics of queries that have met no key."""
+        ...
+
+    def accumulate(
+        self,
+        acc: jax.Array,
+        stats: Statistics,
+        s: jax.Array,
+        visible: jax.Array,
+        v: jax.Array,
+        fade: jax.Array | None = None,
+    ) -> tuple[jax.Array, Statistics]:
+        """Adds a block of keys to the sum of the weighted values and to the statistics."""
+        ...
+
+    def finish(self, acc: jax.Array, stats: Statistics) -> tuple[jax.Array, jax.Array]:
+        """Returns the outputs and the normalizers."""
+        ...
+
+    def weights(
+        self, s: jax.Array, visible: jax.Array, normalizer: jax.Array, fade: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the normalized weights and their derivative by s where the normalizer is held fixed."""
+        ...
+
+
+class RunningSoftmax(NamedTuple):
+    """The largest score so far, and the sum of the weights relative to it."""
+
+    maximum: jax.Array
+    total: jax.Array
+
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxWeights:
-    """Weights exp(scale s) / Σ exp(scale s), with a running maximum."""
+    """`BlockWeights` exp(scale s) / Σ exp(scale s), with a running maximum."""
 
     scale: float
 
-    def start(self, rows: tuple[int, ...]) -> Any:
-        return jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
+    def start(self, rows: tuple[int, ...]) -> RunningSoftmax:
+        return RunningSoftmax(jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32))
 
     def accumulate(self, acc, stats, s, visible, v, fade=None):
-        maximum, total = stats
         s = jnp.where(visible, self._logits(s, fade), MASKED)
-        raised = jnp.maximum(maximum, s.max(-1))
+        raised = jnp.maximum(stats.maximum, s.max(-1))
         w = jnp.exp(s - raised[..., None])
-        shrink = jnp.exp(maximum - raised)
+        shrink = jnp.exp(stats.maximum - raised)
         acc = acc * shrink[..., None] + dot('bkglm,bkmd->bkgld', w.astype(v.dtype), v)
-        return acc, (raised, total * shrink + w.sum(-1))
+        return acc, RunningSoftmax(raised, stats.total * shrink + w.sum(-1))
 
     def finish(self, acc, stats):
-        maximum, total = stats
-        return acc / total[..., None], maximum + jnp.log(total)
+        return acc / stats.total[..., None], stats.maximum + jnp.log(stats.total)
 
-    def weights(self, s, visible, log_total, fade=None):
-        """The normalised weights and their derivative by s where the normaliser is held fixed."""
-        w = jnp.exp(jnp.where(visible, self._logits(s, fade), MASKED) - log_total[..., None])
+    def weights(self, s, visible, normalizer, fade=None):
+        w = jnp.exp(jnp.where(visible, self._logits(s, fade), MASKED) - normalizer[..., None])
         return w, w * self.scale
 
     def _logits(self, s, fade):
@@ -59,41 +102,62 @@ class SoftmaxWeights:
 
 @dataclasses.dataclass(frozen=True)
 class PolynomialWeights:
-    """Weights (scale s)^degree / (denominator_bias + Σ (scale s)^degree).
+    """`BlockWeights` (scale s)^degree / (denominator_bias + Σ (scale s)^degree).
 
-    float32 needs no running maximum at usual degrees.
+    float32 needs no running maximum at usual degrees. The statistics are the denominators so far.
     """
 
     degree: int
     denominator_bias: float
     scale: float
 
-    def start(self, rows: tuple[int, ...]) -> Any:
+    def start(self, rows: tuple[int, ...]) -> jax.Array:
         return jnp.full(rows, self.denominator_bias, jnp.float32)
 
-    def accumulate(self, acc, total, s, visible, v, fade=None):
+    def accumulate(self, acc, stats, s, visible, v, fade=None):
         w = jnp.where(visible, lax.integer_pow(s * self.scale, self.degree), 0.0)
         w = w if fade is None else w * jnp.exp(fade)
-        return acc + dot('bkglm,bkmd->bkgld', w.astype(v.dtype), v), total + w.sum(-1)
+        return acc + dot('bkglm,bkmd->bkgld', w.astype(v.dtype), v), stats + w.sum(-1)
 
-    def finish(self, acc, total):
-        return acc / total[..., None], total
+    def finish(self, acc, stats):
+        return acc / stats[..., None], stats
 
-    def weights(self, s, visible, total, fade=None):
+    def weights(self, s, visible, normalizer, fade=None):
         s = s * self.scale
-        below = jnp.where(visible, lax.integer_pow(s, self.degree - 1), 0.0) * (1.0 / total)[..., None]
+        below = jnp.where(visible, lax.integer_pow(s, self.degree - 1), 0.0) * (1.0 / normalizer)[..., None]
         below = below if fade is None else below * jnp.exp(fade)
         return below * s, below * (self.degree * self.scale)
 
 
 class Seen(NamedTuple):
-    """Which keys the queries see, besides what is static; `lm.ops.exact_attention` says what they mean."""
+    """Which keys the queries see, besides what is static; `lm.ops.exact_attention` has the meanings."""
 
-    q_offset: jax.Array | int
-    k_start: jax.Array | int
-    starts: jax.Array | None
-    first_N: jax.Array | None = None
-    """Of each block of queries, the least of `starts`."""
+    q_offset: jax.Array
+    k_start: jax.Array
+    starts_BxL: jax.Array | None
+    first_N: jax.Array | None
+    """The least of `starts_BxL` in each block of queries."""
+
+
+class Residuals(NamedTuple):
+    """What the backward pass takes: the operands of `_attend`, its results, and the normalizers."""
+
+    q_BxKxGxLxD: jax.Array
+    k_BxKxMxD: jax.Array
+    v_BxKxMxD: jax.Array
+    o_BxKxGxLxD: jax.Array
+    normalizer_BxKxGxL: jax.Array
+    seen: Seen
+    decay: Decay | None
+
+
+class Gradients(NamedTuple):
+    """The gradients that a loop adds up: those of queries, or of a block of them, keys, values and decay sums."""
+
+    dq: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+    dtotal: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +189,7 @@ class Blocks:
         """The first and one past the last block of keys that block i of the queries sees."""
         first = seen.q_offset + self.query_start(i)
         begin = seen.k_start if self.window is None else jnp.maximum(seen.k_start, first - self.window + 1)
-        if seen.starts is not None:
+        if seen.first_N is not None:
             begin = jnp.maximum(begin, seen.first_N[i])
         end = first + self.block_q if self.causal else self.keys
         return jnp.clip(begin // self.block_k, 0, self.n_k), jnp.clip(-(-end // self.block_k), 0, self.n_k)
@@ -139,53 +203,23 @@ class Blocks:
             result &= key <= query
         if self.window is not None:
             result &= key > query - self.window
-        if seen.starts is not None:
-            start = take(seen.starts, self.query_start(i), self.block_q, 1)
+        if seen.starts_BxL is not None:
+            start = take(seen.starts_BxL, self.query_start(i), self.block_q, 1)
             result &= key >= start[:, None, None, :, None]
         return result
 
 
-def softmax_attention(
-    q_BxLxHxD,
-    k_BxMxKxD,
-    v_BxMxKxD,
-    *,
-    scale,
-    window=None,
-    causal=True,
-    q_offset=0,
-    k_start=0,
-    starts=None,
-    log_decay_BxMxK=None,
-    block=None,
-):
-    """Arguments as in `lm.ops.exact_attention.softmax_attention`."""
-    arrays, seen = (q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, log_decay_BxMxK), Seen(q_offset, k_start, starts)
-    return _blocked(SoftmaxWeights(scale), *arrays, causal, window, seen, block)
+def softmax_attention(call: SoftmaxCall) -> jax.Array:
+    """Computes a call in blocks."""
+    return _attend_in_blocks(SoftmaxWeights(call.scale), call)
 
 
-def polynomial_attention(
-    q_BxLxHxD,
-    k_BxMxKxD,
-    v_BxMxKxD,
-    *,
-    degree,
-    denominator_bias=1.0,
-    scale=1.0,
-    causal=True,
-    q_offset=0,
-    k_start=0,
-    starts=None,
-    log_decay_BxMxK=None,
-    block=None,
-):
-    """Arguments as in `lm.ops.exact_attention.polynomial_attention`."""
-    kernel = PolynomialWeights(degree, denominator_bias, scale)
-    arrays, seen = (q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, log_decay_BxMxK), Seen(q_offset, k_start, starts)
-    return _blocked(kernel, *arrays, causal, None, seen, block)
+def polynomial_attention(call: PolynomialCall) -> jax.Array:
+    """Computes a call in blocks."""
+    return _attend_in_blocks(PolynomialWeights(call.degree, call.denominator_bias, call.scale), call)
 
 
-def unsupported(*args, **options) -> None:
+def unsupported(call: ExactCall) -> None:
     """Everything is supported."""
 
 
@@ -204,52 +238,59 @@ def block_sizes(rows: int, queries: int, keys: int, block: int | None = None) ->
     return block_q, block_k
 
 
-def _blocked(kernel, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, log_decay_BxMxK, causal, window, seen, block):
-    batch, length, heads, size = q_BxLxHxD.shape
-    keys, kv_heads = k_BxMxKxD.shape[1:3]
+def _attend_in_blocks(rule: BlockWeights, call: ExactCall) -> jax.Array:
+    batch, length, heads, size = call.q_BxLxHxD.shape
+    keys, kv_heads = call.k_BxMxKxD.shape[1:3]
     rows = -(-batch // platform.batch_shards()) * heads
-    blocks = Blocks(length, keys, *block_sizes(rows, length, keys, block), causal, window)
-    q_BxKxGxLxD = q_BxLxHxD.reshape(batch, length, kv_heads, heads // kv_heads, size).transpose(0, 2, 3, 1, 4)
-    k_BxKxMxD, v_BxKxMxD = k_BxMxKxD.swapaxes(1, 2), v_BxMxKxD.swapaxes(1, 2)
-    seen = jax.tree.map(lambda n: jnp.asarray(n, jnp.int32), seen)
-    if seen.starts is not None:  # ascending: the first of a block is the least
-        seen = seen._replace(first_N=seen.starts[:, blocks.query_start(jnp.arange(blocks.n_q))].min(0))
-    decay = None if log_decay_BxMxK is None else decays.accumulate(log_decay_BxMxK)
-    o_BxKxGxLxD = _attend(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay)
-    return o_BxKxGxLxD.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, v_BxMxKxD.shape[-1])
+    blocks = Blocks(length, keys, *block_sizes(rows, length, keys, call.block), call.causal, call.window)
+    q_BxKxGxLxD = call.q_BxLxHxD.reshape(batch, length, kv_heads, heads // kv_heads, size).transpose(0, 2, 3, 1, 4)
+    k_BxKxMxD, v_BxKxMxD = call.k_BxMxKxD.swapaxes(1, 2), call.v_BxMxKxD.swapaxes(1, 2)
+    offset, k_start, starts_BxL = jax.tree.map(
+        lambda n: jnp.asarray(n, jnp.int32), (call.q_offset, call.k_start, call.starts_BxL)
+    )
+    first_N = None
+    if starts_BxL is not None:  # ascending: the first of a block is the least
+        first_N = starts_BxL[:, blocks.query_start(jnp.arange(blocks.n_q))].min(0)
+    seen = Seen(offset, k_start, starts_BxL, first_N)
+    decay = None if call.log_decay_BxMxK is None else decays.accumulate(call.log_decay_BxMxK)
+    o_BxKxGxLxD = _attend(rule, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay)
+    return o_BxKxGxLxD.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, call.v_BxMxKxD.shape[-1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay):
-    return _forward(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay)[0]
+@custom_vjp(0, 1)
+def _attend(rule, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay) -> jax.Array:
+    return _forward(rule, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay)[0]
 
 
-def _forward(kernel, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay):
+def _forward(rule: BlockWeights, blocks: Blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen: Seen, decay: Decay | None):
+    """Returns the outputs and the normalizers."""
     lead, size = q_BxKxGxLxD.shape[:3], v_BxKxMxD.shape[-1]
     rows = (*lead, blocks.block_q)
 
     def query_block(i, outputs):
-        o, normaliser = outputs
+        o, normalizer = outputs
         start = blocks.query_start(i)
         q = take(q_BxKxGxLxD, start, blocks.block_q, 3)
 
         def key_block(j, carry):
+            acc, stats = carry
             k = take(k_BxKxMxD, blocks.key_start(j), blocks.block_k, 2)
             v = take(v_BxKxMxD, blocks.key_start(j), blocks.block_k, 2)
             s = dot('bkgld,bkmd->bkglm', q, k)
-            visible, fade = _faded(blocks, i, j, seen, decay)
-            return kernel.accumulate(*carry, s, visible, v, fade)
+            visible, fade = _visible_and_fade(blocks, i, j, seen, decay)
+            return rule.accumulate(acc, stats, s, visible, v, fade)
 
-        carry = (jnp.zeros((*rows, size), jnp.float32), kernel.start(rows))
-        o_block, normaliser_block = kernel.finish(*loop(*blocks.key_range(i, seen), key_block, carry, blocks.n_k == 1))
-        return put(o, o_block, start, 3), put(normaliser, normaliser_block, start, 3)
+        carry = (jnp.zeros((*rows, size), jnp.float32), rule.start(rows))
+        low, high = blocks.key_range(i, seen)
+        o_block, normalizer_block = rule.finish(*loop(low, high, key_block, carry, blocks.n_k == 1))
+        return put(o, o_block, start, 3), put(normalizer, normalizer_block, start, 3)
 
     shape = (*lead, blocks.queries)
     outputs = (jnp.zeros((*shape, size), q_BxKxGxLxD.dtype), jnp.zeros(shape, jnp.float32))
     return loop(0, blocks.n_q, query_block, outputs, blocks.n_q == 1)
 
 
-def _faded(blocks, i, j, seen, decay):
+def _visible_and_fade(blocks: Blocks, i, j, seen: Seen, decay: Decay | None) -> tuple[jax.Array, jax.Array | None]:
     """Which keys of block j the queries of block i see, and the log factors of the weights, [B, K, 1, L, M]."""
     visible = blocks.visible(i, j, seen)
     if decay is None:
@@ -263,61 +304,58 @@ def _faded(blocks, i, j, seen, decay):
     return visible, jnp.where(visible, fade, 0.0)
 
 
-def _attend_forward(kernel, blocks, q, k, v, seen, decay):
-    o, normaliser = _forward(kernel, blocks, q, k, v, seen, decay)
-    o, normaliser = saved(o), saved(normaliser)
-    return o, (q, k, v, o, normaliser, seen, decay)
+def _attend_forward(rule, blocks, q, k, v, seen, decay):
+    o, normalizer = _forward(rule, blocks, q, k, v, seen, decay)
+    o, normalizer = saved(o), saved(normalizer)
+    return o, Residuals(q, k, v, o, normalizer, seen, decay)
 
 
-def _attend_backward(kernel, blocks, residuals, do_BxKxGxLxD):
-    q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, o_BxKxGxLxD, normaliser_BxKxGxL, seen, decay = residuals
-    # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the normaliser's part of the gradient, one number a row.
-    row_BxKxGxL = dot('bkgld,bkgld->bkgl', do_BxKxGxLxD, o_BxKxGxLxD)
+def _attend_backward(rule: BlockWeights, blocks: Blocks, residuals: Residuals, do_BxKxGxLxD: jax.Array):
+    q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD = residuals.q_BxKxGxLxD, residuals.k_BxKxMxD, residuals.v_BxKxMxD
+    seen, decay = residuals.seen, residuals.decay
+    # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the normalizer's part of the gradient, one number per row.
+    row_BxKxGxL = dot('bkgld,bkgld->bkgl', do_BxKxGxLxD, residuals.o_BxKxGxLxD)
 
     def query_block(i, gradients):
-        dq, dk, dv, dtotal = gradients
         start = blocks.query_start(i)
-        q, do, row, normaliser = (
-            take(x, start, blocks.block_q, 3) for x in (q_BxKxGxLxD, do_BxKxGxLxD, row_BxKxGxL, normaliser_BxKxGxL)
-        )
+        whole = (q_BxKxGxLxD, do_BxKxGxLxD, row_BxKxGxL, residuals.normalizer_BxKxGxL)
+        q, do, row, normalizer = (take(x, start, blocks.block_q, 3) for x in whole)
 
         def key_block(j, carry):
-            dq_block, dk, dv, dtotal = carry
             at = blocks.key_start(j)
             k, v = take(k_BxKxMxD, at, blocks.block_k, 2), take(v_BxKxMxD, at, blocks.block_k, 2)
-            visible, fade = _faded(blocks, i, j, seen, decay)
-            w, slope = kernel.weights(dot('bkgld,bkmd->bkglm', q, k), visible, normaliser, fade)
+            visible, fade = _visible_and_fade(blocks, i, j, seen, decay)
+            w, slope = rule.weights(dot('bkgld,bkmd->bkglm', q, k), visible, normalizer, fade)
             dlog = dot('bkgld,bkmd->bkglm', do, v) - row[..., None]
             ds = slope * dlog
-            dq_block += dot('bkglm,bkmd->bkgld', ds.astype(k.dtype), k)
+            dq_block = carry.dq + dot('bkglm,bkmd->bkgld', ds.astype(k.dtype), k)
             if blocks.queries % blocks.block_q:
                 fresh = along.fresh(i, blocks.block_q, blocks.queries)[:, None]
                 w, ds = jnp.where(fresh, w, 0.0), jnp.where(fresh, ds, 0.0)
-            dk_block = dot('bkglm,bkgld->bkmd', ds.astype(q.dtype), q) + take(dk, at, blocks.block_k, 2)
-            dv_block = dot('bkglm,bkgld->bkmd', w.astype(do.dtype), do) + take(dv, at, blocks.block_k, 2)
-            if decay is not None:
+            dk_block = dot('bkglm,bkgld->bkmd', ds.astype(q.dtype), q) + take(carry.dk, at, blocks.block_k, 2)
+            dv_block = dot('bkglm,bkgld->bkmd', w.astype(do.dtype), do) + take(carry.dv, at, blocks.block_k, 2)
+            dtotal = carry.dtotal
+            if dtotal is not None:
                 dlog = (w * dlog).sum(2)
                 first = seen.q_offset + start + 1
                 dtotal = put(dtotal, take(dtotal, first, blocks.block_q, 2) + dlog.sum(-1), first, 2)
                 dtotal = put(dtotal, take(dtotal, at + 1, blocks.block_k, 2) - dlog.sum(-2), at + 1, 2)
-            return dq_block, put(dk, dk_block, at, 2), put(dv, dv_block, at, 2), dtotal
+            return Gradients(dq_block, put(carry.dk, dk_block, at, 2), put(carry.dv, dv_block, at, 2), dtotal)
 
-        carry = (jnp.zeros(q.shape, jnp.float32), dk, dv, dtotal)
-        dq_block, dk, dv, dtotal = loop(*blocks.key_range(i, seen), key_block, carry, blocks.n_k == 1)
-        return put(dq, dq_block, start, 3), dk, dv, dtotal
+        carry = gradients._replace(dq=jnp.zeros(q.shape, jnp.float32))
+        low, high = blocks.key_range(i, seen)
+        found = loop(low, high, key_block, carry, blocks.n_k == 1)
+        return found._replace(dq=put(gradients.dq, found.dq, start, 3))
 
-    gradients = (
+    gradients = Gradients(
         jnp.zeros_like(q_BxKxGxLxD),
         jnp.zeros(k_BxKxMxD.shape, jnp.float32),
         jnp.zeros(v_BxKxMxD.shape, jnp.float32),
         None if decay is None else jnp.zeros_like(decay.total),
     )
     dq, dk, dv, dtotal = loop(0, blocks.n_q, query_block, gradients, blocks.n_q == 1)
-    return dq, dk.astype(k_BxKxMxD.dtype), dv.astype(v_BxKxMxD.dtype), None, _cotangent(dtotal)
-
-
-def _cotangent(dtotal):
-    return None if dtotal is None else decays.Decay(dtotal, None, None)
+    ddecay = None if dtotal is None else decays.cotangent(dtotal)
+    return dq, dk.astype(k_BxKxMxD.dtype), dv.astype(v_BxKxMxD.dtype), None, ddecay
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

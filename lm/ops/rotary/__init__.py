@@ -7,9 +7,11 @@ B batch, L length, H query heads, K key heads, N = H + K, C head size.
 import jax
 
 from lm.ops import platform
-from lm.ops.rotary.types import HeadNorms, Rotation
+from lm.ops.rotary.types import HeadNorms, QueriesAndKeys, RotaryCall, RotaryImplementation, Rotation
 
-IMPLEMENTATIONS = platform.Implementations('rotary', __name__, reference='reference', xla='xla', pallas_tpu='tpu')
+IMPLEMENTATIONS = platform.Implementations[RotaryImplementation, RotaryCall](
+    'rotary', __name__, reference='reference', xla='xla', pallas_tpu='tpu'
+)
 
 
 def rotate(
@@ -19,13 +21,12 @@ def rotate(
     norms: HeadNorms | None = None,
     *,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Queries [B, L, H, C] and keys [B, L, K, C].
+) -> QueriesAndKeys:
+    """Returns queries [B, L, H, C] and keys [B, L, K, C].
 
     Args:
         qk_BxLxNxC: the projection's product, queries before keys.
-        rotation: of each position, whose angles turn the pairs (c, c + C/2) of each head, in float32; None: nothing is
-            rotated.
+        rotation: the angles that turn the pairs (c, c + C/2) of each head, in float32; None: nothing is rotated.
         n_heads: how many heads are queries (H).
         norms: layer normalizations of the rotated vectors, in float32; None: there are none.
         implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
@@ -34,10 +35,11 @@ def rotate(
         OperationError: an unknown implementation, or one that does not support the call.
     """
     if rotation is None and norms is None:
-        return qk_BxLxNxC[:, :, :n_heads], qk_BxLxNxC[:, :, n_heads:]
-    chosen = IMPLEMENTATIONS.choose(implementation, qk_BxLxNxC, rotation, norms)
+        return QueriesAndKeys(qk_BxLxNxC[:, :, :n_heads], qk_BxLxNxC[:, :, n_heads:])
+    call = RotaryCall(qk_BxLxNxC, rotation, n_heads, norms)
+    chosen = IMPLEMENTATIONS.choose(implementation, call)
     with jax.named_scope('rotary'):
-        return chosen.rotate(qk_BxLxNxC, rotation, n_heads, norms)
+        return chosen.rotate(call)
 
 
-__all__ = ['IMPLEMENTATIONS', 'HeadNorms', 'Rotation', 'rotate']
+__all__ = ['IMPLEMENTATIONS', 'HeadNorms', 'QueriesAndKeys', 'RotaryCall', 'Rotation', 'rotate']

@@ -5,7 +5,8 @@ normalization. Arrays in HBM are [B, N, C, L], feature by token, as the attentio
 """
 
 import dataclasses
-import functools
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops import platform
-from lm.ops.rotary.types import EPSILON, HeadNorms, Rotation
+from lm.ops.custom_vjp import custom_vjp
+from lm.ops.rotary.types import EPSILON, HeadNorms, QueriesAndKeys, RotaryCall, Rotation
 from lm.ops.tpu import LANES, ROWS
 
 BLOCK = 512
-"""Tokens of a grid step, at most."""
+"""The most tokens per grid step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Plan:
 
     Attributes:
         n_heads: how many heads are queries.
-        block: tokens a grid step.
-        dtype: of queries and keys that come out.
+        block: tokens per grid step.
+        dtype: the type of the results.
     """
 
     n_heads: int
@@ -36,17 +38,45 @@ class Plan:
     dtype: jnp.dtype
 
 
-def rotate(
-    qk_BxLxNxC: jax.Array, rotation: Rotation | None, n_heads: int, norms: HeadNorms | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Arguments as in `lm.ops.rotary`; calls that `unsupported` refuses are wrong here."""
-    by_row = rotation is not None and rotation[0].ndim == 4
-    run = platform.per_device(functools.partial(_rotate, n_heads), split=(True, by_row, False))
-    return run(qk_BxLxNxC, rotation, norms)
+Held = TypeVar('Held')
 
 
-def unsupported(qk: jax.Array, rotation: Rotation | None, norms: HeadNorms | None) -> str | None:
-    """Why the kernels cannot compute this call, or None."""
+class Constants(NamedTuple, Generic[Held]):
+    """What all heads share: arrays, and refs and block specs of them; None where a call has no such array.
+
+    Attributes:
+        angles_AxCxL: cosines above sines; A is 1 or B.
+        gains_4xCxW: scale and bias of the norm of queries, then those of keys, on W equal lanes.
+    """
+
+    angles_AxCxL: Held | None
+    gains_4xCxW: Held | None
+
+
+class Incoming(NamedTuple, Generic[Held]):
+    """What the backward kernel reads of each token: the gradients of its results.
+
+    The kernel needs queries and keys for the norms alone; they are None without norms.
+    """
+
+    qk_BxNxCxL: Held | None
+    dq_BxHxCxL: Held
+    dk_BxKxCxL: Held
+
+
+def rotate(call: RotaryCall) -> QueriesAndKeys:
+    """Computes calls that `unsupported` does not refuse."""
+    by_row = call.rotation is not None and call.rotation.cos_AxLx1xP.ndim == 4
+
+    def on_device(qk_BxLxNxC: jax.Array, rotation: Rotation | None, norms: HeadNorms | None) -> QueriesAndKeys:
+        return _rotate(RotaryCall(qk_BxLxNxC, rotation, call.n_heads, norms))
+
+    return platform.per_device(on_device, split=(True, by_row, False))(call.qk_BxLxNxC, call.rotation, call.norms)
+
+
+def unsupported(call: RotaryCall) -> str | None:
+    """Returns why the kernels cannot compute this call, or None."""
+    qk = call.qk_BxLxNxC
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
     batch, length, heads, size = qk.shape
@@ -62,141 +92,149 @@ def unsupported(qk: jax.Array, rotation: Rotation | None, norms: HeadNorms | Non
 
 
 def block_size(length: int, heads: int, size: int) -> int:
-    """Tokens of a grid step."""
+    """Returns the tokens per grid step."""
     return next(n for n in range(BLOCK, 0, -LANES) if length % n == 0 and _fits(n, heads, size))
 
 
-def _fits(block, heads, size):
-    """Whether a grid step may take so many tokens: the three arrays of a backward one as if they were float32, with the
-    angles, gains and sums that are so in any case, twice each."""
+def _fits(block: int, heads: int, size: int) -> bool:
+    """Returns whether a grid step may take so many tokens.
+
+    It counts the three arrays of a backward step as if they were float32, with the angles, gains and sums that are
+    float32 in any case, twice each.
+    """
     arrays, constants = 3 * heads * size * block, size * (block + 2 * 4 * LANES)
     return 2 * 4 * (arrays + constants) <= platform.vmem()[0]
 
 
-def _rotate(n_heads, qk_BxLxNxC, rotation, norms):
-    _, length, heads, size = qk_BxLxNxC.shape
-    dtype = qk_BxLxNxC.dtype if norms is None or norms.dtype is None else norms.dtype
-    plan = Plan(n_heads, block_size(length, heads, size), jnp.dtype(dtype))
-    angles = None
-    if rotation is not None:  # [1 or B, C, L]: cosines above sines
-        angles = jnp.concatenate(rotation, axis=-1).reshape(-1, length, size).swapaxes(1, 2)
-    gains = None
-    if norms is not None:
-        gains = jnp.stack([norms.q_scale, norms.q_bias, norms.k_scale, norms.k_bias]).astype(jnp.float32)
-    outputs = _run(plan, qk_BxLxNxC.transpose(0, 2, 3, 1), angles, gains)
-    return tuple(x_BxHxCxL.transpose(0, 3, 1, 2) for x_BxHxCxL in outputs)
+def _rotate(call: RotaryCall) -> QueriesAndKeys:
+    _, length, heads, size = call.qk_BxLxNxC.shape
+    plan = Plan(call.n_heads, block_size(length, heads, size), jnp.dtype(call.dtype))
+    angles = gains = None
+    if call.rotation is not None:
+        angles = jnp.concatenate(call.rotation, axis=-1).reshape(-1, length, size).swapaxes(1, 2)
+    if (norms := call.norms) is not None:
+        gains = jnp.stack([norms.q_scale_C, norms.q_bias_C, norms.k_scale_C, norms.k_bias_C]).astype(jnp.float32)
+    q_BxHxCxL, k_BxKxCxL = _run(plan, call.qk_BxLxNxC.transpose(0, 2, 3, 1), angles, gains)
+    return QueriesAndKeys(q_BxHxCxL.transpose(0, 3, 1, 2), k_BxKxCxL.transpose(0, 3, 1, 2))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(plan, qk_BxNxCxL, angles, gains_4xC):
-    """Queries and keys, [B, H, C, L] and [B, K, C, L]. `gains_4xC`: scale and bias of queries, then of keys."""
-    return _forward(plan, qk_BxNxCxL, angles, gains_4xC)
+@custom_vjp(0)
+def _run(
+    plan: Plan, qk_BxNxCxL: jax.Array, angles_AxCxL: jax.Array | None, gains_4xC: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns queries and keys, [B, H, C, L] and [B, K, C, L]."""
+    return _forward(plan, qk_BxNxCxL, angles_AxCxL, gains_4xC)
 
 
-def _run_forward(plan, qk_BxNxCxL, angles, gains_4xC):
-    # Without a normalization the gradient does not depend on what was rotated.
-    given = None if gains_4xC is None else qk_BxNxCxL
-    return _forward(plan, qk_BxNxCxL, angles, gains_4xC), (given, angles, gains_4xC)
+def _run_forward(plan, qk_BxNxCxL, angles_AxCxL, gains_4xC):
+    # Without a normalization the gradient does not depend on the vectors.
+    needed = None if gains_4xC is None else qk_BxNxCxL
+    return _forward(plan, qk_BxNxCxL, angles_AxCxL, gains_4xC), (needed, angles_AxCxL, gains_4xC)
 
 
 def _run_backward(plan, residuals, cotangents):
-    given, angles, gains_4xC = residuals
-    dqk, dgains = _backward(plan, given, angles, gains_4xC, *cotangents)
+    qk_BxNxCxL, angles_AxCxL, gains_4xC = residuals
+    dqk, dgains = _backward(plan, Incoming(qk_BxNxCxL, *cotangents), Constants(angles_AxCxL, _on_lanes(gains_4xC)))
     return dqk, None, dgains
 
 
 _run.defvjp(_run_forward, _run_backward)
 
 
-def _forward(plan, qk_BxNxCxL, angles, gains_4xC):
+def _forward(
+    plan: Plan, qk_BxNxCxL: jax.Array, angles_AxCxL: jax.Array | None, gains_4xC: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     batch, heads, size, length = qk_BxNxCxL.shape
     outputs = [jax.ShapeDtypeStruct((batch, n, size, length), plan.dtype) for n in (plan.n_heads, heads - plan.n_heads)]
-    return pl.pallas_call(
-        functools.partial(_forward_kernel, angles is not None, gains_4xC is not None),
+    constants = Constants(angles_AxCxL, _on_lanes(gains_4xC))
+    q_BxHxCxL, k_BxKxCxL = pl.pallas_call(
+        _forward_kernel,
         name='rotary_forward',
         grid=(batch, length // plan.block),
-        in_specs=[_tokens(plan, qk_BxNxCxL), *_constants(plan, angles, gains_4xC)],
+        in_specs=[_tokens(plan, qk_BxNxCxL), _constant_specs(plan, constants)],
         out_specs=[_tokens(plan, a) for a in outputs],
         out_shape=outputs,
         compiler_params=_params(),
         cost_estimate=_cost(qk_BxNxCxL, *outputs),
-    )(qk_BxNxCxL, *_given(angles, gains_4xC))
+    )(qk_BxNxCxL, constants)
+    return q_BxHxCxL, k_BxKxCxL
 
 
-def _backward(plan, given, angles, gains_4xC, dq_BxHxCxL, dk_BxKxCxL):
-    batch, _, size, length = dq_BxHxCxL.shape
-    heads = dq_BxHxCxL.shape[1] + dk_BxKxCxL.shape[1]
-    read = [dq_BxHxCxL, dk_BxKxCxL] if given is None else [given, dq_BxHxCxL, dk_BxKxCxL]
+def _backward(
+    plan: Plan, incoming: Incoming[jax.Array], constants: Constants[jax.Array]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the gradients of queries and keys together, and of the gains [4, C]."""
+    read = jax.tree.leaves(incoming)
+    batch, n_heads, size, length = incoming.dq_BxHxCxL.shape
     steps = length // plan.block
-    outputs = [jax.ShapeDtypeStruct((batch, heads, size, length), read[0].dtype)]
+    outputs = [jax.ShapeDtypeStruct((batch, n_heads + incoming.dk_BxKxCxL.shape[1], size, length), read[0].dtype)]
     out_specs = [_tokens(plan, outputs[0])]
-    if gains_4xC is not None:
-        outputs.append(jax.ShapeDtypeStruct((batch, steps, 4, size, LANES), jnp.float32))
-        out_specs.append(pl.BlockSpec((None, None, 4, size, LANES), lambda b, j: (b, j, 0, 0, 0)))
-    found = pl.pallas_call(
-        functools.partial(_backward_kernel, plan.n_heads, angles is not None, gains_4xC is not None),
+    if constants.gains_4xCxW is not None:
+        shape = (batch, steps, *constants.gains_4xCxW.shape)
+        outputs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+        out_specs.append(pl.BlockSpec((None, None, *shape[2:]), lambda b, j: (b, j, 0, 0, 0)))
+    dqk_BxNxCxL, *sums = pl.pallas_call(
+        _backward_kernel,
         name='rotary_backward',
         grid=(batch, steps),
-        in_specs=[*(_tokens(plan, a) for a in read), *_constants(plan, angles, gains_4xC)],
+        in_specs=[jax.tree.map(lambda a: _tokens(plan, a), incoming), _constant_specs(plan, constants)],
         out_specs=out_specs,
         out_shape=outputs,
         compiler_params=_params(),
         cost_estimate=_cost(*read, *outputs),
-    )(*read, *_given(angles, gains_4xC))
-    return found[0], None if gains_4xC is None else found[1].sum((0, 1, 4))
+    )(incoming, constants)
+    return dqk_BxNxCxL, sums[0].sum((0, 1, 4)) if sums else None
 
 
-def _forward_kernel(rotated, normed, qk_ref, *refs):
-    refs = list(refs)
-    angles_ref, gains_ref = (refs.pop(0) if there else None for there in (rotated, normed))
-    start = 0
-    for kind, out_ref in enumerate(refs):
+def _forward_kernel(qk_ref: jax.Ref, constants: Constants[jax.Ref], q_ref: jax.Ref, k_ref: jax.Ref) -> None:
+    angles, gains = constants
+    for kind, out_ref in enumerate((q_ref, k_ref)):
+        first_head = kind * q_ref.shape[0]
 
-        def compute(n, tokens, kind=kind, out_ref=out_ref, start=start):
-            x = _turned(qk_ref[start + n, :, tokens].astype(jnp.float32), angles_ref, tokens)
-            if gains_ref is not None:
-                x = _standard(x)[0] * gains_ref[2 * kind] + gains_ref[2 * kind + 1]
+        def compute(n, tokens, kind=kind, out_ref=out_ref, first_head=first_head):
+            x = _turned(qk_ref[first_head + n, :, tokens].astype(jnp.float32), angles, tokens)
+            if gains is not None:
+                x = _standard(x)[0] * gains[2 * kind] + gains[2 * kind + 1]
             out_ref[n, :, tokens] = x.astype(out_ref.dtype)
 
         _each(out_ref.shape, compute)
-        start += out_ref.shape[0]
 
 
-def _backward_kernel(n_heads, rotated, normed, *refs):
-    refs = list(refs)
-    x_ref = refs.pop(0) if normed else None
-    cotangents = [refs.pop(0), refs.pop(0)]
-    angles_ref, gains_ref = (refs.pop(0) if there else None for there in (rotated, normed))
-    dqk_ref, *sums = refs
-    if normed:
-        sums[0][...] = jnp.zeros_like(sums[0])
+def _backward_kernel(
+    incoming: Incoming[jax.Ref], constants: Constants[jax.Ref], dqk_ref: jax.Ref, sums_ref: jax.Ref | None = None
+) -> None:
+    x_ref, *cotangents = incoming
+    angles, gains = constants
+    if sums_ref is not None:
+        sums_ref[...] = jnp.zeros(sums_ref.shape, sums_ref.dtype)
     for kind, d_ref in enumerate(cotangents):
+        first_head = kind * incoming.dq_BxHxCxL.shape[0]
 
-        def compute(n, tokens, kind=kind, d_ref=d_ref):
-            at = kind * n_heads + n
+        def compute(n, tokens, kind=kind, d_ref=d_ref, first_head=first_head):
+            at = first_head + n
             d = d_ref[n, :, tokens].astype(jnp.float32)
-            if normed:
-                standard, rate = _standard(_turned(x_ref[at, :, tokens].astype(jnp.float32), angles_ref, tokens))
-                sums[0][2 * kind] += d * standard
-                sums[0][2 * kind + 1] += d
-                d = d * gains_ref[2 * kind]
+            if x_ref is not None and gains is not None and sums_ref is not None:
+                standard, rate = _standard(_turned(x_ref[at, :, tokens].astype(jnp.float32), angles, tokens))
+                sums_ref[2 * kind] += d * standard
+                sums_ref[2 * kind + 1] += d
+                d = d * gains[2 * kind]
                 along = jnp.mean(d * standard, axis=0, keepdims=True)
                 d = rate * (d - jnp.mean(d, axis=0, keepdims=True) - standard * along)
-            dqk_ref[at, :, tokens] = _turned(d, angles_ref, tokens, back=True).astype(dqk_ref.dtype)
+            dqk_ref[at, :, tokens] = _turned(d, angles, tokens, back=True).astype(dqk_ref.dtype)
 
         _each(d_ref.shape, compute)
 
 
-def _each(shape, compute):
-    """compute(head, slice of tokens) of all heads, a register's width of tokens at a time."""
+def _each(shape: tuple[int, ...], compute: Callable[[int, slice], None]) -> None:
+    """Calls compute(head, slice of tokens) for all heads, a register's width of tokens at a time."""
     heads, _, block = shape
     for start in range(0, block, LANES):
         for head in range(heads):
             compute(head, slice(start, start + LANES))
 
 
-def _turned(x_CxT, angles_ref, tokens, back=False):
-    """x rotated; `back`: by the negative angles, which is also its gradient."""
+def _turned(x_CxT: jax.Array, angles_ref: jax.Ref | None, tokens: slice, back: bool = False) -> jax.Array:
+    """Returns x rotated; `back`: by the negative angles, which also gives its gradient."""
     if angles_ref is None:
         return x_CxT
     half = x_CxT.shape[0] // 2
@@ -206,38 +244,39 @@ def _turned(x_CxT, angles_ref, tokens, back=False):
     return jnp.concatenate(turned, axis=0)
 
 
-def _standard(x_CxT):
-    """x of mean 0 and variance 1, and what it was multiplied by."""
+def _standard(x_CxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns x with mean 0 and variance 1, and the factor of its deviations."""
     centred = x_CxT - jnp.mean(x_CxT, axis=0, keepdims=True)
     rate_1xT = lax.rsqrt(jnp.mean(centred * centred, axis=0, keepdims=True) + EPSILON)
     return centred * rate_1xT, rate_1xT
 
 
-def _given(angles, gains_4xC):
-    found = [] if angles is None else [angles]
-    if gains_4xC is not None:
-        found.append(jnp.broadcast_to(gains_4xC[..., None], (*gains_4xC.shape, LANES)))
-    return found
+def _on_lanes(gains_4xC: jax.Array | None) -> jax.Array | None:
+    return None if gains_4xC is None else jnp.broadcast_to(gains_4xC[..., None], (*gains_4xC.shape, LANES))
 
 
-def _constants(plan, angles, gains_4xC):
-    specs = []
+def _constant_specs(plan: Plan, constants: Constants[jax.Array]) -> Constants[pl.BlockSpec]:
+    """Returns the blocks that a grid step takes of the arrays that all heads share."""
+    angles, gains = constants
+    angle_spec = gain_spec = None
     if angles is not None:
-        own = angles.shape[0] > 1
-        specs.append(pl.BlockSpec((None, angles.shape[1], plan.block), lambda b, j: (b if own else 0, 0, j)))
-    if gains_4xC is not None:
-        specs.append(pl.BlockSpec((*gains_4xC.shape, LANES), lambda b, j: (0, 0, 0)))
-    return specs
+        by_row = angles.shape[0] > 1
+        block = (None, angles.shape[1], plan.block)
+        angle_spec = pl.BlockSpec(block, lambda b, j: (b if by_row else 0, 0, j))
+    if gains is not None:
+        gain_spec = pl.BlockSpec(gains.shape, lambda b, j: (0, 0, 0))
+    return Constants(angle_spec, gain_spec)
 
 
-def _tokens(plan, a_BxNxCxL):
+def _tokens(plan: Plan, a_BxNxCxL: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
+    """Returns the block of tokens of all heads."""
     return pl.BlockSpec((None, *a_BxNxCxL.shape[1:3], plan.block), lambda b, j: (b, 0, 0, j))
 
 
-def _params():
+def _params() -> pltpu.CompilerParams:
     return pltpu.CompilerParams(dimension_semantics=('parallel', 'parallel'), vmem_limit_bytes=platform.vmem()[1])
 
 
-def _cost(*arrays):
+def _cost(*arrays: jax.Array | jax.ShapeDtypeStruct) -> pl.CostEstimate:
     moved = sum(a.size * a.dtype.itemsize for a in arrays)
     return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)

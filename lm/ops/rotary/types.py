@@ -1,15 +1,25 @@
-"""What the implementations of the rotation share."""
+"""The call of the rotation, as all implementations take it.
+
+B batch, L length, H query heads, K key heads, N = H + K, C head size, P = C / 2 pairs of numbers; A stands for no axis,
+or for the batch where each row has positions of its own.
+"""
 
 import dataclasses
+from typing import NamedTuple, Protocol
 
 import jax
 
-EPSILON = 1e-5
-"""Of the layer normalizations."""
+from lm.ops.platform import Implementation
 
-Rotation = tuple[jax.Array, jax.Array]
-"""Cosine and sine of the rotary angles, float32: [L, 1, C/2], or [B, L, 1, C/2] where rows have positions of their
-own."""
+EPSILON = 1e-5
+"""Added to the variance in the layer normalizations."""
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of the rotary angles of each position, float32."""
+
+    cos_AxLx1xP: jax.Array
+    sin_AxLx1xP: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -17,13 +27,41 @@ own."""
 class HeadNorms:
     """The layer normalizations of queries and of keys, each shared by its heads.
 
-    Attributes:
-        q_scale, q_bias, k_scale, k_bias: [C].
-        dtype: of the results; None: that of what is normalized.
+    `dtype` is the type of the results; None: the type of the vectors that are normalized.
     """
 
-    q_scale: jax.Array
-    q_bias: jax.Array
-    k_scale: jax.Array
-    k_bias: jax.Array
+    q_scale_C: jax.Array
+    q_bias_C: jax.Array
+    k_scale_C: jax.Array
+    k_bias_C: jax.Array
     dtype: jax.typing.DTypeLike | None = dataclasses.field(default=None, metadata={'static': True})
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryCall:
+    """The arguments of `lm.ops.rotary.rotate`; a call has a rotation, or norms, or both."""
+
+    qk_BxLxNxC: jax.Array
+    rotation: Rotation | None
+    n_heads: int
+    norms: HeadNorms | None = None
+
+    @property
+    def dtype(self) -> jax.typing.DTypeLike:
+        """The type of the results."""
+        return self.qk_BxLxNxC.dtype if self.norms is None or self.norms.dtype is None else self.norms.dtype
+
+
+class QueriesAndKeys(NamedTuple):
+    """Queries and keys, rotated and normalized."""
+
+    q_BxLxHxC: jax.Array
+    k_BxLxKxC: jax.Array
+
+
+class RotaryImplementation(Implementation[RotaryCall], Protocol):
+    """A module that rotates and normalizes."""
+
+    def rotate(self, call: RotaryCall) -> QueriesAndKeys:
+        """Computes a call that `unsupported` does not refuse."""
+        ...

@@ -4,24 +4,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.ops.rotary.types import EPSILON, HeadNorms, Rotation
+from lm.ops.rotary.types import EPSILON, HeadNorms, QueriesAndKeys, RotaryCall, Rotation
 
 
-def rotate(
-    qk_BxLxNxC: jax.Array, rotation: Rotation | None, n_heads: int, norms: HeadNorms | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Arguments as in `lm.ops.rotary`."""
-    x_BxLxNxC = qk_BxLxNxC if rotation is None else turn(qk_BxLxNxC, rotation)
-    q_BxLxHxC, k_BxLxKxC = x_BxLxNxC[:, :, :n_heads], x_BxLxNxC[:, :, n_heads:]
-    return (q_BxLxHxC, k_BxLxKxC) if norms is None else normalize(q_BxLxHxC, k_BxLxKxC, norms)
+def rotate(call: RotaryCall) -> QueriesAndKeys:
+    """Rotates, then normalizes."""
+    x_BxLxNxC = call.qk_BxLxNxC if call.rotation is None else turn(call.qk_BxLxNxC, call.rotation)
+    q_BxLxHxC, k_BxLxKxC = x_BxLxNxC[:, :, : call.n_heads], x_BxLxNxC[:, :, call.n_heads :]
+    if call.norms is None:
+        return QueriesAndKeys(q_BxLxHxC, k_BxLxKxC)
+    return normalize(q_BxLxHxC, k_BxLxKxC, call.norms)
 
 
-def unsupported(qk: jax.Array, rotation: Rotation | None, norms: HeadNorms | None) -> str | None:
-    return None
+def unsupported(call: RotaryCall) -> None:
+    """Everything is supported."""
 
 
 def turn(x_BxLxNxC: jax.Array, rotation: Rotation) -> jax.Array:
-    """x rotated, in its dtype."""
+    """Returns x rotated, in its dtype."""
     cos, sin = rotation
     # Each half converted by itself: XLA would write the converted whole to memory.
     a, b = (half.astype(jnp.float32) for half in jnp.split(x_BxLxNxC, 2, axis=-1))
@@ -29,13 +29,13 @@ def turn(x_BxLxNxC: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 @jax.named_scope('qk_norms')
-def normalize(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, norms: HeadNorms) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys, each normalized."""
-    q = _normalized(q_BxLxHxC, norms.q_scale, norms.q_bias, norms.dtype)
-    return q, _normalized(k_BxLxKxC, norms.k_scale, norms.k_bias, norms.dtype)
+def normalize(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, norms: HeadNorms) -> QueriesAndKeys:
+    """Returns queries and keys, each normalized."""
+    q_BxLxHxC = _normalize(q_BxLxHxC, norms.q_scale_C, norms.q_bias_C, norms.dtype)
+    return QueriesAndKeys(q_BxLxHxC, _normalize(k_BxLxKxC, norms.k_scale_C, norms.k_bias_C, norms.dtype))
 
 
-def _normalized(x_BxLxNxC, scale_C, bias_C, dtype):
+def _normalize(x_BxLxNxC, scale_C, bias_C, dtype) -> jax.Array:
     x32 = x_BxLxNxC.astype(jnp.float32)
     centred = x32 - x32.mean(-1, keepdims=True)
     rate = lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + EPSILON)

@@ -10,30 +10,33 @@ several, are masked.
 Static cycles per token and head are measured by `lm bench kernels`.
 """
 
-import dataclasses
 import functools
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops import platform, sequence
+from lm.ops.custom_vjp import custom_vjp
 from lm.ops.exact_attention.tpu.pairs import (
     Piece,
-    boundaries_of,
     cut,
+    document_arrays,
     own_keys,
     pair_of,
+    split_documents,
     step_of,
-    told_apart,
     visit,
     walk_by_keys,
     walk_by_queries,
 )
 from lm.ops.exact_attention.tpu.plan import FlashPlan
+from lm.ops.exact_attention.types import ExactCall
 from lm.ops.residuals import saved
 from lm.ops.tpu import SUBLANES, by_head, by_token, dot
 
@@ -41,69 +44,101 @@ AHEAD = 2
 """By how many groups of queries the forward kernel forms scores before it needs them."""
 
 
-def attention(plan: FlashPlan, q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, starts=None) -> jax.Array:
-    """[B, L, H, D] of arrays as in `lm.ops.exact_attention`; what `plan.unsupported` refuses is wrong here.
+class FlashOperands(NamedTuple):
+    """The arrays that the kernels read, feature by token: N = K · plan.group, D multiples of 16, L of plan.block.
+
+    Attributes:
+        q_NxDxL: queries; of a window in parts, those of two halves of parts (`lm.ops.sequence.balanced`).
+        k_KxDxM: keys, M = L · plan.parts.
+        v_KxDxM: values.
+        starts_BxL: the first key that each query sees, int32, ascending; None where plan.documents is None.
+        part: which part of the window the queries are; None where plan.parts is 1.
+    """
+
+    q_NxDxL: jax.Array
+    k_KxDxM: jax.Array
+    v_KxDxM: jax.Array
+    starts_BxL: jax.Array | None = None
+    part: jax.Array | None = None
+
+
+class FlashResiduals(NamedTuple):
+    """The arrays that the backward pass takes: the operands, the outputs, and what the rule keeps of each query."""
+
+    q_NxDxL: jax.Array
+    k_KxDxM: jax.Array
+    v_KxDxM: jax.Array
+    o_NxDxL: jax.Array
+    kept_Nx1xL: jax.Array
+    starts_BxL: jax.Array | None
+    part: jax.Array | None
+
+
+class SweepOperands(NamedTuple):
+    """The arrays that the backward kernel reads; `row` is Σ_j w_ij ⟨do_i, v_j⟩ of each query i."""
+
+    q_NxDxL: jax.Array
+    k_KxDxM: jax.Array
+    v_KxDxM: jax.Array
+    do_NxDxL: jax.Array
+    row_Nx1xL: jax.Array
+    kept_Nx1xL: jax.Array
+
+
+class KeySums(NamedTuple):
+    """The gradients of keys and values of each query head, added up over sweeps."""
+
+    dk_NxDxM: jax.Array
+    dv_NxDxM: jax.Array
+
+
+def attention(plan: FlashPlan, call: ExactCall) -> jax.Array:
+    """Returns [B, L, H, D] of a call that `plan.unsupported` does not refuse.
 
     Of a window in parts, each device computes two halves of parts, one early and one late: in order, the last device
     would see nearly twice as many keys as the mean, and all others would wait for it.
     """
-    length, heads = q_BxLxHxD.shape[1:3]
-    beyond, part = -length % plan.block, None
-    if starts is not None:
-        plan = dataclasses.replace(plan, documents=heads)
+    q_BxLxHxD, starts, part = call.q_BxLxHxD, call.starts_BxL, None
+    beyond = -q_BxLxHxD.shape[1] % plan.block
     if plan.parts > 1:
         q_BxLxHxD, starts = jax.tree.map(sequence.balanced, (q_BxLxHxD, starts))
         part = sequence.index()
 
     def function(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, starts_BxL, part):
-        # Keys after the last token are in every query's future; queries after it have no gradient.
-        arrays = (by_token(a, a.shape[1] + beyond, a.shape[2]) for a in (q_BxLxHxD, k_BxMxKxD, v_BxMxKxD))
         if starts_BxL is not None:
             starts_BxL = jnp.pad(starts_BxL.astype(jnp.int32), ((0, 0), (0, beyond)), mode='edge')
-        return by_head(attend(plan, *arrays, starts_BxL, part), q_BxLxHxD, v_BxMxKxD.shape[-1])
+        # Keys after the last token are in every query's future; queries after it have no gradient.
+        q, k, v = (by_token(a, a.shape[1] + beyond, a.shape[2]) for a in (q_BxLxHxD, k_BxMxKxD, v_BxMxKxD))
+        o_NxDxL = attend(plan, FlashOperands(q, k, v, starts_BxL, part))
+        return by_head(o_NxDxL, q_BxLxHxD, v_BxMxKxD.shape[-1])
 
-    split = (True, True, True, True, False)
-    o_BxLxHxD = platform.per_device(function, split)(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, starts, part)
+    run = platform.per_device(function, split=(True, True, True, True, False))
+    o_BxLxHxD = run(q_BxLxHxD, call.k_BxMxKxD, call.v_BxMxKxD, starts, part)
     return o_BxLxHxD if part is None else sequence.in_order(o_BxLxHxD)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(
-    plan: FlashPlan,
-    q_NxDxL: jax.Array,
-    k_KxDxM: jax.Array,
-    v_KxDxM: jax.Array,
-    starts_BxL: jax.Array | None = None,
-    part: jax.Array | None = None,
-) -> jax.Array:
-    """The kernels on arrays that lie feature by token: N = K · plan.group, D multiples of 16, L of plan.block.
-
-    Args:
-        plan: M = L · plan.parts.
-        q_NxDxL: queries; of a window in parts, those of two halves of parts (`lm.ops.sequence.balanced`).
-        k_KxDxM: keys.
-        v_KxDxM: values.
-        starts_BxL: the first key that each query sees, int32, ascending; it is there where plan.documents is.
-        part: which queries these are, where plan.parts is more than one.
-    """
-    return forward(plan, q_NxDxL, k_KxDxM, v_KxDxM, starts_BxL, part)[0]
+@custom_vjp(0)
+def attend(plan: FlashPlan, operands: FlashOperands) -> jax.Array:
+    """Returns the outputs, [N, D, L]."""
+    return forward(plan, operands)[0]
 
 
-def _attend_forward(plan, q, k, v, starts, part):
-    o, kept = map(saved, forward(plan, q, k, v, starts, part))
-    return o, (q, k, v, o, kept, starts, part)
+def _attend_forward(plan: FlashPlan, operands: FlashOperands) -> tuple[jax.Array, FlashResiduals]:
+    o, kept = map(saved, forward(plan, operands))
+    q, k, v, starts, part = operands
+    return o, FlashResiduals(q, k, v, o, kept, starts, part)
 
 
-def _attend_backward(plan, residuals, do):
-    *arrays, starts, part = residuals
-    return *backward(plan, *arrays, do, starts, part), None, None
+def _attend_backward(plan: FlashPlan, residuals: FlashResiduals, do: jax.Array) -> tuple[FlashOperands]:
+    return (backward(plan, residuals, do),)
 
 
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def forward(plan: FlashPlan, q_NxDxL, k_KxDxM, v_KxDxM, starts_BxL=None, part=None) -> tuple[jax.Array, jax.Array]:
-    """Outputs [N, D, L], and what the rule keeps of each query, [N, 1, L] in float32."""
+def forward(plan: FlashPlan, operands: FlashOperands) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs [N, D, L], and what the rule keeps of each query, [N, 1, L] in float32."""
+    q_NxDxL, k_KxDxM, v_KxDxM, starts_BxL, part = operands
     n, _, length = q_NxDxL.shape
     size, block = v_KxDxM.shape[1], plan.block
     walk = walk_by_queries(own_keys(length // block, plan.parts))
@@ -111,9 +146,9 @@ def forward(plan: FlashPlan, q_NxDxL, k_KxDxM, v_KxDxM, starts_BxL=None, part=No
         jax.ShapeDtypeStruct((n, rows, length), dtype) for rows, dtype in ((size, v_KxDxM.dtype), (1, jnp.float32))
     ]
     queries, keys, rows = _specs(plan)
-    ends, starts = boundaries_of(starts_BxL, plan.block)
+    ends, starts = document_arrays(starts_BxL, plan.block)
     tables = walk.tables(part) + ends
-    return pl.pallas_call(
+    o_NxDxL, kept_Nx1xL = pl.pallas_call(
         functools.partial(_forward_kernel, plan),
         name='flash_attention_forward',
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -129,46 +164,55 @@ def forward(plan: FlashPlan, q_NxDxL, k_KxDxM, v_KxDxM, starts_BxL=None, part=No
         ),
         cost_estimate=_cost(plan, q_NxDxL, v_KxDxM, walk.steps, products=(1, 1), arrays=4),
     )(*tables, *starts, q_NxDxL, k_KxDxM, v_KxDxM)
+    return o_NxDxL, kept_Nx1xL
 
 
-def backward(
-    plan: FlashPlan, q_NxDxL, k_KxDxM, v_KxDxM, o_NxDxL, kept_Nx1xL, do_NxDxL, starts_BxL=None, part=None
-) -> tuple[jax.Array, ...]:
-    """The gradients of q, k and v from what `forward` took and gave and the gradient of its output.
+def backward(plan: FlashPlan, residuals: FlashResiduals, do_NxDxL: jax.Array) -> FlashOperands:
+    """Returns the gradients of q, k and v from the gradient of the outputs; starts and part have none.
 
-    One kernel computes all three: five products a pair of blocks, where kernels apart would need seven. The gradient of
-    the queries waits in VMEM until the keys up to their own block are through; where it does not fit, the queries are
-    taken a chunk at a time.
+    One kernel computes all three: five products per pair of blocks, where kernels apart would need seven. The gradient
+    of the queries waits in VMEM until the keys up to their own block are through; where it does not fit, the queries
+    are taken a chunk at a time.
     """
-    # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the denominator's part of the gradient, one number a query.
+    q_NxDxL, k_KxDxM, v_KxDxM, o_NxDxL, kept_Nx1xL, starts_BxL, part = residuals
+    # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the denominator's part of the gradient, one number per query.
     row_Nx1xL = jnp.sum(do_NxDxL.astype(jnp.float32) * o_NxDxL.astype(jnp.float32), axis=1, keepdims=True)
-    arrays = (q_NxDxL, k_KxDxM, v_KxDxM, do_NxDxL, row_Nx1xL, plan.rule.kept_for_gradients(kept_Nx1xL))
+    read = SweepOperands(q_NxDxL, k_KxDxM, v_KxDxM, do_NxDxL, row_Nx1xL, plan.rule.kept_for_gradients(kept_Nx1xL))
     blocks, tokens = q_NxDxL.shape[2] // plan.block, k_KxDxM.shape[2]
-    dqs, sums, own_PxI = [], [], own_keys(blocks, plan.parts)
+    dqs, sums, own_PxI = [], None, own_keys(blocks, plan.parts)
     if blocks > plan.chunk:
-        sums = [jnp.zeros((q_NxDxL.shape[0], a.shape[1], tokens), jnp.float32) for a in (k_KxDxM, v_KxDxM)]
+        sums = KeySums(*(jnp.zeros((q_NxDxL.shape[0], a.shape[1], tokens), jnp.float32) for a in (k_KxDxM, v_KxDxM)))
     for start in range(0, blocks, plan.chunk):
         stop = min(start + plan.chunk, blocks)
-        dq, *sums = _sweep(plan, start, stop, own_PxI, arrays, sums, starts_BxL, part)
+        dq, sums = _sweep(plan, start, stop, own_PxI, read, sums, starts_BxL, part)
         dqs.append(dq)
     if part is not None:  # Of later keys, which none of these queries sees, nothing has been written.
         seen_M = jnp.arange(tokens) < jnp.asarray((own_PxI.max(1) + 1) * plan.block)[part]
-        sums = [jnp.where(seen_M, a, 0.0) for a in sums]
-    shared = (a.reshape(-1, plan.group, *a.shape[1:]).sum(1) for a in sums)
-    return jnp.concatenate(dqs, axis=2), *(a.astype(k_KxDxM.dtype) for a in shared)
+        sums = jax.tree.map(lambda a: jnp.where(seen_M, a, 0.0), sums)
+    shared = (a.reshape(-1, plan.group, *a.shape[1:]).sum(1) for a in sums or ())
+    return FlashOperands(jnp.concatenate(dqs, axis=2), *(a.astype(k_KxDxM.dtype) for a in shared))
 
 
-def _sweep(plan: FlashPlan, start: int, stop: int, own_PxI, arrays, sums, starts_BxL, part) -> list[jax.Array]:
-    """The gradient of the query blocks start … stop - 1, and what they add to those of keys and values in `sums`."""
-    q, _, v = arrays[:3]
-    n, compared, _ = q.shape
-    size, tokens, block = *v.shape[1:], plan.block
+def _sweep(
+    plan: FlashPlan,
+    start: int,
+    stop: int,
+    own_PxI: np.ndarray,
+    read: SweepOperands,
+    sums: KeySums | None,
+    starts_BxL: jax.Array | None,
+    part: jax.Array | None,
+) -> tuple[jax.Array, KeySums]:
+    """Returns the gradient of the query blocks start … stop - 1, and `sums` with what these blocks add to them."""
+    n, compared, _ = read.q_NxDxL.shape
+    size, tokens, block = *read.v_KxDxM.shape[1:], plan.block
     walk = walk_by_keys(own_PxI, start, stop)
-    sums_dtype = jnp.float32 if plan.group > 1 or sums else v.dtype
-    outputs = [jax.ShapeDtypeStruct((n, compared, (stop - start) * block), q.dtype)]
+    added = [] if sums is None else [*sums]
+    sums_dtype = jnp.float32 if plan.group > 1 or added else read.v_KxDxM.dtype
+    outputs = [jax.ShapeDtypeStruct((n, compared, (stop - start) * block), read.q_NxDxL.dtype)]
     outputs += [jax.ShapeDtypeStruct((n, rows, tokens), sums_dtype) for rows in (compared, size)]
     queries, keys, rows = _specs(plan)
-    ends, starts = boundaries_of(starts_BxL, plan.block)
+    ends, starts = document_arrays(starts_BxL, plan.block)
     tables = walk.tables(part) + ends
     # The gradient of a block of queries is whole where its own keys are at hand.
     column = pl.BlockSpec(
@@ -177,15 +221,16 @@ def _sweep(plan: FlashPlan, start: int, stop: int, own_PxI, arrays, sums, starts
     by_key = [
         pl.BlockSpec((1, a.shape[1], block), lambda h, t, pairs, *_: (h, 0, pair_of(pairs, t)[1])) for a in outputs[1:]
     ]
-    in_specs = [*rows, queries(q), keys(arrays[1]), keys(v), *(queries(a) for a in arrays[3:])]
+    in_specs = [*rows, queries(read.q_NxDxL), keys(read.k_KxDxM), keys(read.v_KxDxM)]
+    in_specs += [queries(a) for a in (read.do_NxDxL, read.row_Nx1xL, read.kept_Nx1xL)]
     before = len(tables) + len(in_specs)
-    return pl.pallas_call(
-        functools.partial(_backward_kernel, plan, start, bool(sums)),
+    dq, dk, dv = pl.pallas_call(
+        functools.partial(_backward_kernel, plan, start, bool(added)),
         name='flash_attention_backward',
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables),
             grid=(n, walk.steps),
-            in_specs=in_specs + (by_key if sums else []),
+            in_specs=in_specs + (by_key if added else []),
             out_specs=[column, *by_key],
             scratch_shapes=[
                 pltpu.VMEM(shape, jnp.float32)
@@ -193,16 +238,17 @@ def _sweep(plan: FlashPlan, start: int, stop: int, own_PxI, arrays, sums, starts
             ],
         ),
         out_shape=outputs,
-        input_output_aliases={before: 1, before + 1: 2} if sums else {},
+        input_output_aliases={before: 1, before + 1: 2} if added else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
-        cost_estimate=_cost(plan, q, v, walk.steps, products=(3, 2), arrays=7),
-    )(*tables, *starts, *arrays, *sums)
+        cost_estimate=_cost(plan, read.q_NxDxL, read.v_KxDxM, walk.steps, products=(3, 2), arrays=7),
+    )(*tables, *starts, *read, *added)
+    return dq, KeySums(dk, dv)
 
 
 def _forward_kernel(plan: FlashPlan, pairs, own, *refs):
-    documents, (q, k, v, o, kept, acc_DxQ, sums_8xQ, level_1xQ) = told_apart(plan.documents, refs)
+    documents, (q, k, v, o, kept, acc_DxQ, sums_8xQ, level_1xQ) = split_documents(plan.documents, refs)
     step, rule = step_of(pairs, own, pl.program_id(1)), plan.rule
 
     @pl.when(step.j == 0)
@@ -257,8 +303,8 @@ def _forward_kernel(plan: FlashPlan, pairs, own, *refs):
 
 
 def _backward_kernel(plan: FlashPlan, start: int, adds: bool, pairs, own, following, *refs):
-    documents, (q, k, v, do, row, kept, *refs) = told_apart(plan.documents, refs)
-    dk_before, dv_before = refs[:2] if adds else (None, None)
+    documents, (q, k, v, do, row, kept, *refs) = split_documents(plan.documents, refs)
+    added = KeySums(*refs[:2]) if adds else None
     dq, dk, dv, dq_IxCxQ, dk_CxK, dv_DxK = refs[2:] if adds else refs
     step = step_of(pairs, own, pl.program_id(1))
     mine, scale = step.i - start, plan.rule.gradient_scale
@@ -269,8 +315,8 @@ def _backward_kernel(plan: FlashPlan, start: int, adds: bool, pairs, own, follow
 
     @pl.when(step.opens)
     def _():
-        dk_CxK[...] = dk_before[0] / scale if adds else jnp.zeros_like(dk_CxK)
-        dv_DxK[...] = dv_before[0] if adds else jnp.zeros_like(dv_DxK)
+        dk_CxK[...] = jnp.zeros_like(dk_CxK) if added is None else added.dk_NxDxM[0] / scale
+        dv_DxK[...] = jnp.zeros_like(dv_DxK) if added is None else added.dv_NxDxM[0]
 
     def add(pieces: list[Piece]):
         for queries, keys, seen in pieces:

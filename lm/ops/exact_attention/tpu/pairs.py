@@ -6,7 +6,7 @@ K keys, Q queries of a pair; B rows of the batch, I blocks of queries, L tokens.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from lm.ops import sequence
 
 class Hide(Protocol):
     def __call__(self, numbers_KxQ: jax.Array, hidden: float = 0.0) -> jax.Array:
-        """The numbers of keys that the queries see, and `hidden` in the place of the others."""
+        """Returns the numbers of the keys that the queries see, and `hidden` in the place of the others."""
+        ...
 
 
 IDLE = 1 << 30
@@ -88,7 +89,7 @@ def _packed(pairs: list[np.ndarray]) -> np.ndarray:
     return np.stack(rows)
 
 
-def pair_of(table: Any, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+def pair_of(table: jax.Ref, t: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (table[t] & (IDLE - 1)) >> 16, table[t] & 0xFFFF
 
 
@@ -108,7 +109,7 @@ class Step(NamedTuple):
     closes: jax.Array
 
 
-def step_of(pairs: Any, own_I: Any, t: jax.Array) -> Step:
+def step_of(pairs: jax.Ref, own_I: jax.Ref, t: jax.Array) -> Step:
     """Step t, from the tables in scalar memory."""
     i, j = pair_of(pairs, t)
     opens = (t == 0) | (pair_of(pairs, jnp.maximum(t - 1, 0))[1] != j)
@@ -126,25 +127,32 @@ class Boundaries:
         row: of the batch.
     """
 
-    ends: Any
-    starts: Any
+    ends: jax.Ref
+    starts: jax.Ref
     row: jax.Array
 
     def first_and_last(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self.ends[self.row, i], self.ends[self.row, i + self.ends.shape[1] // 2]
 
 
-def boundaries_of(starts_BxL: jax.Array | None, block: int) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What becomes of ascending starts, if there are any: scalars to prefetch, and rows [B, 1, L]."""
+def document_arrays(starts_BxL: jax.Array | None, block: int) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the arrays that tell a kernel where documents begin: scalars to prefetch, and rows [B, 1, L].
+
+    Both lists have one array, or none where starts is None. Starts ascend along L.
+    """
     if starts_BxL is None:
         return [], []
     ends_Bx2I = jnp.concatenate([starts_BxL[:, ::block], starts_BxL[:, block - 1 :: block]], axis=1)
     return [ends_Bx2I], [starts_BxL[:, None]]
 
 
-def told_apart(heads: int | None, refs: tuple) -> tuple[Boundaries | None, tuple]:
-    """The refs of documents, and all others. The grid's first axis has `heads` for each row of the batch; None: there
-    are no documents."""
+def split_documents(heads: int | None, refs: tuple) -> tuple[Boundaries | None, tuple]:
+    """Splits the refs of a kernel into those of `document_arrays` and all others.
+
+    Args:
+        heads: how many steps the grid's first axis has for each row of the batch; None: there are no documents.
+        refs: all refs of the kernel after the tables of its walk.
+    """
     if heads is None:
         return None, refs
     ends, starts, *others = refs
@@ -188,10 +196,10 @@ def visit(
             if causal:
                 query = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 1)
                 visible = key <= query + (queries.start - keys.start)
-            if within:
+            if within and documents is not None:
                 inside = key >= documents.starts[0, :, queries] - (j * block + keys.start)
                 visible = inside if visible is None else visible & inside
-            return jnp.where(visible, numbers_KxQ, hidden)
+            return numbers_KxQ if visible is None else jnp.where(visible, numbers_KxQ, hidden)
 
         return seen
 

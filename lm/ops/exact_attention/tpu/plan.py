@@ -2,12 +2,11 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from lm.ops import platform
-from lm.ops.exact_attention.masks import beyond_causal
 from lm.ops.exact_attention.tpu.weight_rule import WeightRule
+from lm.ops.exact_attention.types import ExactCall
 from lm.ops.tpu import LANES, MIB, padded_rows
 
 MAX_BLOCK = 1024
@@ -46,12 +45,12 @@ class FlashPlan:
     vmem_limit_bytes: int | None = None
 
 
-def plan_for(rule: WeightRule, q_BxLxHxD: jax.Array, k_BxMxKxD: jax.Array, block: int | None = None) -> FlashPlan:
-    """How such queries and keys are computed; the block does not change the result."""
-    length, heads, size = q_BxLxHxD.shape[1:]
-    width, parts = padded_rows(size) * q_BxLxHxD.dtype.itemsize, _parts(q_BxLxHxD, k_BxMxKxD)
+def plan_for(rule: WeightRule, call: ExactCall) -> FlashPlan:
+    """Returns how the kernels compute a call; the block does not change the result."""
+    length, heads, size = call.q_BxLxHxD.shape[1:]
+    width, parts = padded_rows(size) * call.q_BxLxHxD.dtype.itemsize, _parts(call)
     small = platform.vmem()[0] < 32 * MIB
-    block = _block(length, parts, block, 512 if small and width > 256 else MAX_BLOCK)
+    block = _block(length, parts, call.block, 512 if small and width > 256 else MAX_BLOCK)
     # Static cycles on v5e and v6e: long tiles pay, and so does less waste above the diagonal. Where levels are kept,
     # pieces of the size of a matrix unit wait for them one after the other.
     long, short = (next(side for side in (most, 256, LANES) if block % side == 0) for most in (512, 256))
@@ -67,18 +66,20 @@ def plan_for(rule: WeightRule, q_BxLxHxD: jax.Array, k_BxMxKxD: jax.Array, block
         tile=short if small else block,
         backward_diagonal=short,
         chunk=max(1, gradient // (2 * width * block)),
-        group=heads // k_BxMxKxD.shape[2],
+        group=heads // call.k_BxMxKxD.shape[2],
         parts=parts,
+        documents=None if call.starts_BxL is None else heads,
         vmem_limit_bytes=None if small else 56 * MIB,
     )
 
 
-def unsupported(q, k, v, *, block=None, **options) -> str | None:
-    """Why the kernels cannot compute this call, or None."""
+def unsupported(call: ExactCall) -> str | None:
+    """Returns why the kernels cannot compute this call, or None."""
+    q, k, v, block = call.q_BxLxHxD, call.k_BxMxKxD, call.v_BxMxKxD, call.block
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
-    parts = _parts(q, k)
-    if reason := beyond_causal(q, k, parts=parts, **options):
+    parts = _parts(call)
+    if reason := call.beyond_causal(parts):
         return reason
     if block is not None and (block % LANES or block > MAX_BLOCK):
         return f'takes blocks that are multiples of {LANES} up to {MAX_BLOCK}, not {block}'
@@ -101,14 +102,14 @@ def block_size(length: int, most: int = MAX_BLOCK) -> int:
     return -(-length // parts // LANES) * LANES
 
 
-def _block(length: int, parts: int, wanted: int | None, most: int) -> int:
-    """Tokens a block; of a part of a window, what its halves hold a whole number of."""
+def _block(length: int, parts: int, requested: int | None, most: int) -> int:
+    """Returns the tokens per block. The halves of a part of a window hold a whole number of blocks."""
     if parts == 1:
-        return min(wanted or block_size(length), most)
-    return next(side for side in range(min(wanted or most, most), 0, -LANES) if length // 2 % side == 0)
+        return min(requested or block_size(length), most)
+    return next(side for side in range(min(requested or most, most), 0, -LANES) if length // 2 % side == 0)
 
 
-def _parts(q: jax.Array, k: jax.Array) -> int:
-    """Parts of the window, where the queries are one and the keys those of all; else 1."""
+def _parts(call: ExactCall) -> int:
+    """Returns the parts of the window, where the queries are one part and the keys are those of all; else 1."""
     parts = platform.sequence_shards()
-    return parts if k.shape[1] == parts * q.shape[1] else 1
+    return parts if call.k_BxMxKxD.shape[1] == parts * call.q_BxLxHxD.shape[1] else 1

@@ -15,12 +15,13 @@ from jax import lax
 from lm.ops.exact_attention.tpu import flash, plan
 from lm.ops.exact_attention.tpu.pairs import Hide
 from lm.ops.exact_attention.tpu.plan import unsupported
+from lm.ops.exact_attention.types import PolynomialCall
 from lm.ops.powers import power_and_slope
 
 
 @dataclasses.dataclass(frozen=True)
 class PowerRule:
-    """A `WeightRule`: weights (scale · score)^degree.
+    """A `WeightRule`: weights (scale · score)^degree. It keeps the denominator of each query.
 
     Attributes:
         degree: even.
@@ -49,20 +50,19 @@ class PowerRule:
         # Padding after the last token sees zero scores and, with denominator_bias 0, has no denominator.
         return jnp.where(total_1xQ == 0.0, 0.0, 1.0 / total_1xQ), total_1xQ
 
-    def kept_for_gradients(self, total_Nx1xL: jax.Array) -> jax.Array:
-        return self.scale * _root(total_Nx1xL, self.degree)
+    def kept_for_gradients(self, kept_Nx1xL: jax.Array) -> jax.Array:
+        return self.scale * _root(kept_Nx1xL, self.degree)
 
-    def gradients(self, s_KxQ: jax.Array, dw_KxQ: jax.Array, c_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
-        w_KxQ, slope_KxQ = power_and_slope(s_KxQ * c_1xQ, self.degree)
-        return w_KxQ, slope_KxQ * dw_KxQ * (self.degree * c_1xQ)
+    def gradients(self, s_KxQ: jax.Array, dw_KxQ: jax.Array, kept_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
+        w_KxQ, slope_KxQ = power_and_slope(s_KxQ * kept_1xQ, self.degree)
+        assert slope_KxQ is not None, 'an even degree is above 1'
+        return w_KxQ, slope_KxQ * dw_KxQ * (self.degree * kept_1xQ)
 
 
-def polynomial_attention(
-    q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, degree, denominator_bias=1.0, scale=1.0, starts=None, block=None, **rest
-) -> jax.Array:
-    """Arguments as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
-    chosen = plan.plan_for(PowerRule(degree, denominator_bias, scale), q_BxLxHxD, k_BxLxKxD, block)
-    return flash.attention(chosen, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts)
+def polynomial_attention(call: PolynomialCall) -> jax.Array:
+    """Computes calls that `unsupported` does not refuse."""
+    rule = PowerRule(call.degree, call.denominator_bias, call.scale)
+    return flash.attention(plan.plan_for(rule, call), call)
 
 
 def _root(total: jax.Array, degree: int) -> jax.Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from lm.ops.exact_attention.tpu import flash, plan
 from lm.ops.exact_attention.tpu.pairs import Hide
+from lm.ops.exact_attention.types import SoftmaxCall
 from lm.ops.tpu import SUBLANES
 
 HIDDEN = -1e30
@@ -21,7 +22,7 @@ HIDDEN = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxRule:
-    """A `WeightRule`: weights exp(scale · score)."""
+    """A `WeightRule`: weights exp(scale · score). It keeps the base-2 logarithm of the sum of each query's weights."""
 
     scale: float
     keeps_levels = True
@@ -44,26 +45,25 @@ class SoftmaxRule:
         now_1xQ = jnp.maximum(before_1xQ, highest_1xQ)
         return now_1xQ, jnp.exp2(before_1xQ - now_1xQ)
 
-    def weigh(self, s_KxQ: jax.Array, highest_1xQ: jax.Array, seen: Hide) -> jax.Array:
-        return jnp.exp2(s_KxQ - highest_1xQ)
+    def weigh(self, s_KxQ: jax.Array, level_1xQ: jax.Array, seen: Hide) -> jax.Array:
+        return jnp.exp2(s_KxQ - level_1xQ)
 
-    def finish(self, total_1xQ: jax.Array, highest_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return 1.0 / total_1xQ, highest_1xQ + jnp.log(total_1xQ) * math.log2(math.e)
+    def finish(self, total_1xQ: jax.Array, level_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return 1.0 / total_1xQ, level_1xQ + jnp.log(total_1xQ) * math.log2(math.e)
 
-    def kept_for_gradients(self, log2_total_Nx1xL: jax.Array) -> jax.Array:
-        return log2_total_Nx1xL
+    def kept_for_gradients(self, kept_Nx1xL: jax.Array) -> jax.Array:
+        return kept_Nx1xL
 
-    def gradients(self, s_KxQ: jax.Array, dw_KxQ: jax.Array, log2_total_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
-        w_KxQ = jnp.exp2(s_KxQ * self._to_base_2 - log2_total_1xQ)
+    def gradients(self, s_KxQ: jax.Array, dw_KxQ: jax.Array, kept_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
+        w_KxQ = jnp.exp2(s_KxQ * self._to_base_2 - kept_1xQ)
         return w_KxQ, w_KxQ * dw_KxQ
 
 
-def softmax_attention(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *, scale, starts=None, block=None, **rest) -> jax.Array:
-    """Arguments as in `lm.ops.exact_attention`; calls that `unsupported` refuses are wrong here."""
-    chosen = plan.plan_for(SoftmaxRule(scale), q_BxLxHxD, k_BxLxKxD, block)
-    return flash.attention(chosen, q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, starts)
+def softmax_attention(call: SoftmaxCall) -> jax.Array:
+    """Computes calls that `unsupported` does not refuse."""
+    return flash.attention(plan.plan_for(SoftmaxRule(call.scale), call), call)
 
 
-def unsupported(q, k, v, *, window=None, **options) -> str | None:
-    """Why the kernels cannot compute this call, or None."""
-    return 'has no windows' if window is not None else plan.unsupported(q, k, v, **options)
+def unsupported(call: SoftmaxCall) -> str | None:
+    """Returns why the kernels cannot compute this call, or None."""
+    return 'has no windows' if call.window is not None else plan.unsupported(call)

@@ -1,15 +1,16 @@
 """Softmax attention on TPUs: JAX's splash attention kernels, forward and backward."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.chips import limits_of
-from lm.ops.exact_attention.masks import beyond_causal
 from lm.ops.exact_attention.tpu.plan import block_size
+from lm.ops.exact_attention.types import SoftmaxCall
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.ops.tpu import LANES, MIB
 
@@ -21,65 +22,59 @@ WIDE = 256
 """Bytes of a head, above which long blocks do not fit on chip: those of keys, and on small chips those of queries."""
 
 
-def softmax_attention(
-    q_BxLxHxD,
-    k_BxLxKxD,
-    v_BxLxKxD,
-    *,
-    scale,
-    window=None,
-    causal=True,
-    k_start=0,
-    starts=None,
-    block=None,
-    interpret=False,
-    **rest,
-) -> jax.Array:
-    """Arguments as in `lm.ops.exact_attention.softmax_attention`; calls that `unsupported` refuses are wrong here.
-
-    `interpret` runs the kernels on any platform, slowly.
-    """
-    reach, ids_BxL = 0, starts
-    if _is_part(q_BxLxHxD, k_BxLxKxD, window):  # a whole window, whose first queries nobody asks for
-        reach = window - 1
-        ids_BxL = _ids_of_part(*q_BxLxHxD.shape[:2], reach, k_start, starts)
+def softmax_attention(call: SoftmaxCall, *, interpret: bool = False) -> jax.Array:
+    """Computes calls that `unsupported` does not refuse. `interpret` runs the kernels on any platform, slowly."""
+    q_BxLxHxD, ids_BxL, window = call.q_BxLxHxD, call.starts_BxL, call.window
+    reach = _reach(call)
+    if reach is not None:  # a whole window, whose first queries nobody asks for
+        ids_BxL = _ids_of_part(call, reach)
         q_BxLxHxD = jnp.pad(q_BxLxHxD, ((0, 0), (reach, 0), (0, 0), (0, 0)))
     length, heads = q_BxLxHxD.shape[1:3]
-    block, padded, key_block = blocks(length, q_BxLxHxD.shape[-1] * q_BxLxHxD.dtype.itemsize, block, window)
+    sizes = blocks(length, q_BxLxHxD.shape[-1] * q_BxLxHxD.dtype.itemsize, call.block, window)
 
     def attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, ids_BxL):
-        # Zero keys after the last token are in every query's future.
-        q_BxHxLxD, k_BxKxLxD, v_BxKxLxD = (
-            jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded - length), (0, 0)))
-            for x in (q_BxLxHxD * jnp.asarray(scale, q_BxLxHxD.dtype), k_BxLxKxD, v_BxLxKxD)
-        )
+        def by_head(x_BxLxHxD: jax.Array) -> jax.Array:
+            # Zero keys after the last token are in every query's future.
+            return jnp.pad(x_BxLxHxD.swapaxes(1, 2), ((0, 0), (0, 0), (0, sizes.length - length), (0, 0)))
+
+        scaled = (q_BxLxHxD * jnp.asarray(call.scale, q_BxLxHxD.dtype), k_BxLxKxD, v_BxLxKxD)
+        q_BxHxLxD, k_BxKxLxD, v_BxKxLxD = map(by_head, scaled)
         segments = None
         if ids_BxL is not None:  # tokens of one document have one start; that of the padding is past them all
-            ids_BxL = jnp.pad(ids_BxL, ((0, 0), (0, padded - length)), constant_values=length)
+            ids_BxL = jnp.pad(ids_BxL, ((0, 0), (0, sizes.length - length)), constant_values=length)
             segments = _segments(ids_BxL)
-        fused = window is None and is_fused(q_BxHxLxD, key_block)
-        kernel = jax.vmap(_kernel(heads, padded, window, block, key_block, fused, interpret))
+        fused = window is None and is_fused(q_BxHxLxD, sizes.keys)
+        kernel = jax.vmap(_kernel(heads, sizes, window, fused, interpret))
         o_BxHxLxD = kernel(q_BxHxLxD, k_BxKxLxD, v_BxKxLxD, segments)
         return o_BxHxLxD[:, :, :length].swapaxes(1, 2)
 
-    o_BxLxHxD = platform.per_device(attend, split=(True,) * 4)(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, ids_BxL)
-    return o_BxLxHxD[:, reach:]
+    run = platform.per_device(attend, split=(True,) * 4)
+    o_BxLxHxD = run(q_BxLxHxD, call.k_BxMxKxD, call.v_BxMxKxD, ids_BxL)
+    return o_BxLxHxD[:, reach or 0 :]
 
 
-def unsupported(q, k, v, *, block=None, **options) -> str | None:
-    """Why splash attention cannot compute this call, or None."""
+def unsupported(call: SoftmaxCall) -> str | None:
+    """Returns why splash attention cannot compute this call, or None."""
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
-    parts = platform.sequence_shards() if _is_part(q, k, options.get('window')) else 1
-    if reason := beyond_causal(q, k, parts=parts, **options):
+    parts = 1 if _reach(call) is None else platform.sequence_shards()
+    if reason := call.beyond_causal(parts):
         return reason
-    if block is not None and block % LANES:
-        return f'takes blocks that are multiples of {LANES}, not {block}'
-    return platform.uneven_batch(q.shape[0])
+    if call.block is not None and call.block % LANES:
+        return f'takes blocks that are multiples of {LANES}, not {call.block}'
+    return platform.uneven_batch(call.q_BxLxHxD.shape[0])
 
 
-def blocks(length: int, width: int, block: int | None = None, window: int | None = None) -> tuple[int, int, int]:
-    """(tokens a block of queries, the length in whole blocks, keys a block) for heads of `width` bytes.
+class SplashSizes(NamedTuple):
+    """How the kernels cut a window: queries per block, the length in whole blocks, and keys per block."""
+
+    queries: int
+    length: int
+    keys: int
+
+
+def blocks(length: int, width: int, block: int | None = None, window: int | None = None) -> SplashSizes:
+    """Returns how a window of `length` tokens is cut, for heads of `width` bytes.
 
     Static cycles on v5e and v6e: wide blocks of keys pay off where the waste on the diagonal is small, and a window
     wants short ones, since the two or more blocks that it touches are computed whole.
@@ -91,10 +86,10 @@ def blocks(length: int, width: int, block: int | None = None, window: int | None
     block = block or block_size(length, longest)
     padded = -(-length // block) * block
     pays = window is None and padded % (2 * block) == 0 and padded >= 16 * block
-    return block, padded, 2 * block if pays and width <= WIDE else block
+    return SplashSizes(block, padded, 2 * block if pays and width <= WIDE else block)
 
 
-def is_fused(q_BxHxLxD: jax.Array, key_block: int) -> bool:
+def is_fused(q_BxHxLxD: jax.Array | jax.ShapeDtypeStruct, key_block: int) -> bool:
     """Whether one kernel forms all gradients of these queries, of one device, and of their keys and values."""
     chip = limits_of(platform.device_kind())
     memory = ((chip and chip.hbm_gib) or 16) * 2**30
@@ -102,22 +97,27 @@ def is_fused(q_BxHxLxD: jax.Array, key_block: int) -> bool:
     return written <= FUSED_SHARE * memory
 
 
-def _is_part(q: jax.Array, k: jax.Array, window: int | None) -> bool:
-    """Whether these are the queries of a part of a window, and the keys that they reach back to before their own; with
-    windows longer than a part, keys are those of all parts, which may be as many."""
-    reaches = window is not None and window - 1 <= q.shape[1]
-    return reaches and platform.sequence_shards() > 1 and k.shape[1] == q.shape[1] + window - 1
+def _reach(call: SoftmaxCall) -> int | None:
+    """Returns how many keys the window reaches back to before a part of it, where the call has one; else None.
 
-
-def _ids_of_part(batch: int, length: int, reach: int, k_start, starts_BxL) -> jax.Array:
-    """Which of the `reach` tokens before a part, and of its own, see each other: those with one number.
-
-    What came before belongs to the first document of the part, from where that begins.
+    Of windows longer than a part, the keys are those of all parts, which may be as many.
     """
+    if call.window is None or platform.sequence_shards() == 1:
+        return None
+    length, reach = call.q_BxLxHxD.shape[1], call.window - 1
+    return reach if reach <= length and call.k_BxMxKxD.shape[1] == length + reach else None
+
+
+def _ids_of_part(call: SoftmaxCall, reach: int) -> jax.Array:
+    """Returns a number per token, of a part and the `reach` tokens before it: tokens with one number see each other.
+
+    Tokens before the part belong to its first document, from where that begins.
+    """
+    (batch, length), starts_BxL = call.q_BxLxHxD.shape[:2], call.starts_BxL
     if starts_BxL is None:
-        starts_BxL = jnp.broadcast_to(k_start, (batch, length))
+        starts_BxL = jnp.broadcast_to(call.k_start, (batch, length))
     first_Bx1 = starts_BxL[:, :1]
-    before_BxR = jnp.where(jnp.arange(reach) >= jnp.maximum(first_Bx1, k_start), first_Bx1, reach + length)
+    before_BxR = jnp.where(jnp.arange(reach) >= jnp.maximum(first_Bx1, call.k_start), first_Bx1, reach + length)
     return jnp.concatenate([before_BxR, starts_BxL], axis=1).astype(jnp.int32)
 
 
@@ -127,28 +127,28 @@ def _segments(ids_BxL: jax.Array) -> Any:
     return splash.SegmentIds(ids_BxL, ids_BxL)
 
 
-def _kernel(heads: int, length: int, window: int | None, block: int, block_kv: int, fused: bool, interpret: bool):
+def _kernel(heads: int, sizes: SplashSizes, window: int | None, fused: bool, interpret: bool) -> Callable:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    shape = (length, length)
+    block, shape = sizes.queries, (sizes.length, sizes.length)
     if window is None:
         mask = _remembering(splash.CausalMask)(shape)
     else:
         mask = _remembering(splash.LocalMask)(shape, (window - 1, 0), 0)
-    sizes = splash.BlockSizes(
+    block_sizes = splash.BlockSizes(
         block_q=block,
-        block_kv=block_kv,
+        block_kv=sizes.keys,
         block_kv_compute=512 if block % 512 == 0 else block,
         block_q_dkv=block,
-        block_kv_dkv=block_kv,
+        block_kv_dkv=sizes.keys,
         block_kv_dkv_compute=block,
         block_q_dq=None if fused else block,
-        block_kv_dq=None if fused else block_kv,
+        block_kv_dq=None if fused else sizes.keys,
         use_fused_bwd_kernel=fused,
     )
     return splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads),
-        block_sizes=sizes,
+        block_sizes=block_sizes,
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=RESIDUAL_NAME,

@@ -1,4 +1,4 @@
-"""What exact mechanisms differ by, as the kernels of `flash` ask for it."""
+"""The rule by which exact mechanisms differ, as the kernels of `flash` use it."""
 
 from typing import Protocol
 
@@ -16,29 +16,44 @@ class WeightRule(Protocol):
         gradient_scale: factor of the gradients of queries and keys that `gradients` leaves out.
     """
 
-    keeps_levels: bool
-    lowest: float
-    gradient_scale: float
+    @property
+    def keeps_levels(self) -> bool: ...
+
+    @property
+    def lowest(self) -> float: ...
+
+    @property
+    def gradient_scale(self) -> float: ...
 
     def score(self, s_KxQ: jax.Array, seen: Hide) -> jax.Array:
-        """Products of keys and queries as `level` and `weigh` take them."""
+        """Returns the products of keys and queries as `level` and `weigh` take them."""
+        ...
 
     def level(self, scores: list[jax.Array], before_1xQ: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """(level of queries with these scores too, factor of what they have gathered before; None: it stays)."""
+        """Returns the level of queries with these scores too, and the factor of the sums that they had before.
+
+        The factor is None where the sums stay.
+        """
+        ...
 
     def weigh(self, s_KxQ: jax.Array, level_1xQ: jax.Array, seen: Hide) -> jax.Array:
-        """The weights, relative to the level."""
+        """Returns the weights, relative to the level."""
+        ...
 
     def finish(self, total_1xQ: jax.Array, level_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of the sum of all weights: what the gathered values are multiplied by, and what is kept of each query."""
+        """Returns the factor of the sum of weighted values, and a number that is kept of each query."""
+        ...
 
     def kept_for_gradients(self, kept_Nx1xL: jax.Array) -> jax.Array:
-        """What `gradients` takes of each query, made from what `finish` kept."""
+        """Returns the number per query that `gradients` takes, made from the number that `finish` kept."""
+        ...
 
     def gradients(self, s_KxQ: jax.Array, dw_KxQ: jax.Array, kept_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Normalised weights, and the gradient of the products of keys and queries ÷ gradient_scale.
+        """Returns normalized weights, and the gradient of the products of keys and queries ÷ gradient_scale.
 
         Args:
             s_KxQ: these products.
-            dw_KxQ: the gradient of the normalised weights, that of their sum included.
+            dw_KxQ: the gradient of the normalized weights, with the part of their sum.
+            kept_1xQ: from `kept_for_gradients`.
         """
+        ...
