@@ -15,10 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 LONGEST = 25
 OPENINGS = ('Of', 'What', 'Whether', 'Which', 'That', 'Those', 'As')
 STAND_INS = re.compile(r'\b(?:that|those) of\b', re.IGNORECASE)
-EXCEPTIONS: tuple[str, ...] = (
-    *('docs/architecture.md', 'docs/explanation', 'docs/extensions', 'docs/reference', 'docs/templates'),
-    *('lm', 'scripts', 'tests'),
-)
+EXCEPTIONS: tuple[str, ...] = ('lm', 'tests')
 """Files and folders whose prose is still as it was."""
 
 
