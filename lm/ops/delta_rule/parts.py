@@ -31,7 +31,7 @@ def compute_part(walk: Callable[[DeltaCall], DeltaResult], call: DeltaCall) -> j
     o, state = walk(extended)
     own, through = jnp.split(o, [size], axis=-1)
     change = cast(jax.Array, state) - extended.first_state_BxKxExD
-    before = _carry(Change(*jnp.split(change, [size], axis=-1)))
+    before = _carry(PartChange(*jnp.split(change, [size], axis=-1)))
     through = through.reshape(*lead, -1, key_size)
     return own + dot('blkge,bked->blkgd', through, before).reshape(own.shape).astype(call.v_BxLxKxD.dtype)
 
@@ -50,20 +50,20 @@ def unsupported(call: DeltaCall) -> None:
     """Everything is supported."""
 
 
-class Change(NamedTuple):
+class PartChange(NamedTuple):
     """What a part adds to the state, R, and how it changes it, P - I."""
 
     added_BxKxExD: jax.Array
     change_BxKxExE: jax.Array
 
 
-def _carry(part: Change) -> jax.Array:
+def _carry(part: PartChange) -> jax.Array:
     """Returns the state after all parts before this one."""
 
-    def compose(earlier: Change, later: Change) -> Change:
+    def compose(earlier: PartChange, later: PartChange) -> PartChange:
         both = dot('bkef,bkfd->bked', later.change_BxKxExE, jnp.concatenate(earlier, axis=-1))
         added, change = jnp.split(both, [earlier.added_BxKxExD.shape[-1]], axis=-1)
-        return Change(
+        return PartChange(
             earlier.added_BxKxExD + added + later.added_BxKxExD,
             earlier.change_BxKxExE + change + later.change_BxKxExE,
         )

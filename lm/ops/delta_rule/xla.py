@@ -162,8 +162,8 @@ def _segment(tokens: Tokens, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.A
         new_BxKxCxD = chunk.u_BxKxCxD - dot('bkce,bked->bkcd', chunk.w_BxKxCxE, state)
         o = dot('bkgce,bked->bkgcd', chunk.q_BxKxGxCxE, state)
         o += dot('bkgij,bkjd->bkgid', chunk.weights_BxKxGxCxC, new_BxKxCxD)
-        added = dot('bkce,bkcd->bked', chunk.k_BxKxCxE, new_BxKxCxD)
-        return chunk.whole_BxK[..., None, None] * state + added, o.astype(dtype)
+        state = chunk.whole_BxK[..., None, None] * state + dot('bkce,bkcd->bked', chunk.k_BxKxCxE, new_BxKxCxD)
+        return state, o.astype(dtype)
 
     chunks = ChunkSides(q, k, solved[..., :size], solved[..., size:], weights, factors.whole_BxKxN)
     state, o_NxBxKxGxCxD = lax.scan(step, state_BxKxExD, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), chunks))

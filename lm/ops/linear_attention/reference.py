@@ -36,7 +36,7 @@ class ExactWeights(NamedTuple):
     scale_BxHxLx1: jax.Array
 
 
-class Visible(NamedTuple):
+class VisibleKeys(NamedTuple):
     """Booleans: the keys that a query sees at all, and those of them that the exact kernel weighs."""
 
     any_LxM: np.ndarray
@@ -89,14 +89,14 @@ def unsupported(call: LinearCall) -> None:
     """Everything is supported."""
 
 
-def find_visible(options: Options, length: int) -> Visible:
+def find_visible(options: Options, length: int) -> VisibleKeys:
     i, j = np.arange(length)[:, None], np.arange(length)
     seen = (j <= i) | (not options.causal)
     if options.local is None:
-        return Visible(seen, np.zeros_like(seen))
+        return VisibleKeys(seen, np.zeros_like(seen))
     block = options.block or LOCAL_BLOCK
     near = (i // block == j // block) if options.window is None else (j > i - options.window)
-    return Visible(seen, seen & near)
+    return VisibleKeys(seen, seen & near)
 
 
 def _expand_decay(log_decay_BxLxK: jax.Array, groups: int) -> LogFactors:
@@ -106,7 +106,7 @@ def _expand_decay(log_decay_BxLxK: jax.Array, groups: int) -> LogFactors:
 
 
 def _weigh_exactly(
-    call: LinearCall, local: LocalKernel, vectors: LocalVectors, decay: LogFactors | None, visible: Visible
+    call: LinearCall, local: LocalKernel, vectors: LocalVectors, decay: LogFactors | None, visible: VisibleKeys
 ) -> ExactWeights:
     q, k = vectors.q_BxLxHxC.astype(jnp.float32), vectors.k_BxLxKxC.astype(jnp.float32)
     s_BxHxLxM = jnp.einsum('blhc,bmhc->bhlm', q, jnp.repeat(k, q.shape[2] // k.shape[2], axis=2))

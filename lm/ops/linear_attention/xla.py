@@ -132,7 +132,7 @@ def attend(call: LinearCall, bounds: Bounds | None) -> LinearResult:
 
     if jax.tree.leaves(call.parameters) and call.q_BxLxHxE.shape[0] % platform.batch_shards() == 0:
         function = platform.per_device(
-            function, tuple(name not in ('parameters', 'bounds') for name in WalkInputs._fields)
+            function, tuple(name not in ('parameters', 'bounds') for name in inputs._asdict())
         )
     return LinearResult(*function(*inputs))
 
@@ -176,7 +176,7 @@ class WalkInputs(NamedTuple):
     decay: Decay | None
 
 
-class Residuals(NamedTuple):
+class WalkResiduals(NamedTuple):
     """What the backward pass keeps; None where the plan has no use for it."""
 
     inputs: WalkInputs
@@ -194,7 +194,7 @@ class Slices(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk:
+class BlockWalk:
     """The arrays of a walk with tokens last; only what is needed.
 
     Attributes:
@@ -210,7 +210,7 @@ class Walk:
     decay: Decay | None
 
     @classmethod
-    def arrange(cls, plan: BlockPlan, inputs: WalkInputs) -> 'Walk':
+    def arrange(cls, plan: BlockPlan, inputs: WalkInputs) -> 'BlockWalk':
         shape, q, k, sums = plan.shape, None, None, None
         if shape.reads or shape.compares:
             q = group(inputs.q_BxLxHxE, plan.heads)
@@ -258,7 +258,7 @@ def _attend(plan: BlockPlan, inputs: WalkInputs) -> tuple[jax.Array, State | Non
 
 def _forward(plan: BlockPlan, inputs: WalkInputs) -> tuple[jax.Array, jax.Array | None, Sums | None]:
     """Computes outputs, inverse denominators and the sums after all blocks."""
-    walk = Walk.arrange(plan, inputs)
+    walk = BlockWalk.arrange(plan, inputs)
     batch, _, total, _ = inputs.q_BxLxHxE.shape
     groups, sums = total // plan.heads, walk.sums
     if not plan.options.causal:
@@ -288,7 +288,7 @@ def _forward(plan: BlockPlan, inputs: WalkInputs) -> tuple[jax.Array, jax.Array 
 def _attend_forward(plan: BlockPlan, inputs: WalkInputs):
     o, inverse, sums = _forward(plan, inputs)
     o, final = saved(o), None if plan.options.causal else sums
-    residuals = Residuals(inputs, final, None, None)
+    residuals = WalkResiduals(inputs, final, None, None)
     if inverse is not None:
         residuals = residuals._replace(o_BxLxHxD=o, inverse_BxKxGxL=saved(inverse))
     return (o, join(sums) if plan.after and sums is not None else None), residuals
@@ -328,7 +328,7 @@ class Backward:
     backwards.
     """
 
-    def __init__(self, walk: Walk, cotangents: Callable[[jax.Array | int, int], Fraction]):
+    def __init__(self, walk: BlockWalk, cotangents: Callable[[jax.Array | int, int], Fraction]):
         """`cotangents`: takes start and size of a block, and returns the gradients of what its queries read."""
         self.arrays, self.plan, self.cotangents = walk, walk.plan, cotangents
         compares, causal = walk.plan.shape.compares, walk.plan.options.causal
@@ -430,9 +430,9 @@ class Backward:
         )
 
 
-def _attend_backward(plan: BlockPlan, residuals: Residuals, cotangents: tuple[jax.Array, State | None]):
+def _attend_backward(plan: BlockPlan, residuals: WalkResiduals, cotangents: tuple[jax.Array, State | None]):
     inputs, (do, dstate) = residuals.inputs, cotangents
-    walk, causal = Walk.arrange(plan, inputs), plan.options.causal
+    walk, causal = BlockWalk.arrange(plan, inputs), plan.options.causal
     backward = Backward(walk, _make_cotangents(plan, do, residuals))
     forwards = backward.walk_forwards(walk.sums if causal else residuals.final_sums)
 
@@ -469,7 +469,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _make_cotangents(
-    plan: BlockPlan, do: jax.Array, residuals: Residuals
+    plan: BlockPlan, do: jax.Array, residuals: WalkResiduals
 ) -> Callable[[jax.Array | int, int], Fraction]:
     """Makes the function (start, size) → the cotangents of numerator and denominator of a block."""
     do_BxKxDxGxL, o, inverse = group(do, plan.heads), residuals.o_BxLxHxD, residuals.inverse_BxKxGxL

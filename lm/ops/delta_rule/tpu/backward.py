@@ -13,7 +13,7 @@ Letters as in the forward kernel.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -76,71 +76,92 @@ def backward(
 def _kernel(
     plan: DeltaPlan, tokens: DeltaTokens, states: Any, do: Any, dafter: Any, results: BackwardStates, dstate: Any
 ) -> None:
-    q, k, v, beta, c = tokens
-    dq, dk, dv, dbeta, dc = results.tokens
-
     @pl.when(pl.program_id(1) == 0)
     def _():
         dstate[...] = dafter[...]
 
-    def compute_head(n: int) -> Turns:
-        keys = Vectors(k[n], plan.key_length)
-        chunk = Chunk(keys.x, v[n], beta[n], c[n], states[n, 0])
-        dtype = chunk.dtype
-        queries = range(n * plan.groups, (n + 1) * plan.groups)
-        vectors = [Vectors(q[m], plan.query_length) for m in queries]
-        products = [(dot(chunk.k, each.x, (0, 0)), dot(chunk.state, each.x, (1, 0))) for each in vectors]
-        wanted = dstate[n].astype(dtype)
-        folded = chunk.until * dot(wanted, chunk.k, (1, 0))
-        yield from chunk.solve()
-        # dW, then dR, dM and dP.
-        new = chunk.new.astype(dtype)
-        dnew, weights = folded, []
-        for m, (of_query, _) in zip(queries, products, strict=True):
-            weights.append(chunk.weigh(of_query))
-            dnew += dot(do[m], weights[-1].astype(dtype), (1, 1))
-        yield
-        dgiven = dot(dnew.astype(dtype), chunk.inverse, (1, 1))
-        yield
-        dgiven_operand = dgiven.astype(dtype)
-        dsystem = -dot(new, dgiven_operand, (0, 0))
-        dweights = [dot(new, do[m], (0, 0)) for m in queries]
-        # Of R: v, β, and what S and k give through the difference.
-        ddifference = chunk.beta * dgiven
-        dv[n] = ddifference.astype(dtype)
-        dread = (-chunk.since * ddifference).astype(dtype)
-        yield
-        # Of M: β, and both sides of ⟨k_j, k_i⟩.
-        of_system = dsystem * chunk.products
-        dbeta[n] = sum_rows(dgiven * chunk.difference) + sum_rows(of_system)
-        dproducts = (dsystem * chunk.strictly * chunk.beta).astype(dtype)
-        of_pairs = of_system * chunk.beta
-        dc_1xC = -sum_rows(ddifference * chunk.read)
-        dstates = chunk.whole * dstate[n] + dot(dread, chunk.k, (1, 1))
-        dkeys = dot(chunk.state, dread, (0, 0)) + chunk.until * dot(wanted, new, (0, 0))
-        dkeys += dot(chunk.k, dproducts, (1, 1)) + dot(chunk.k, dproducts, (1, 0))
-        yield
-        # Of P and of what the queries read.
-        for m, each, dweight, weight, (_, read) in zip(queries, vectors, dweights, weights, products, strict=True):
-            of_pairs += dweight * weight
-            dc_1xC += sum_rows(do[m].astype(jnp.float32) * read) * chunk.since
-            dproduct = (dweight * chunk.within).astype(dtype)
-            dquery = chunk.since * dot(chunk.state, do[m], (0, 0)) + dot(chunk.k, dproduct, (1, 0))
-            dq[m] = each.backwards(dquery).astype(dtype)
-            dkeys += dot(each.x, dproduct, (1, 1))
-            dstates += dot((chunk.since * do[m].astype(jnp.float32)).astype(dtype), each.x, (1, 1))
-        dk[n] = keys.backwards(dkeys).astype(dtype)
-        # Of c, besides: what is left of the chunk's tokens and of S after it; of pairs, minus the sum over queries.
-        of_added = sum_rows(folded * chunk.new)
-        of_state = jnp.sum(dstate[n] * chunk.state.astype(jnp.float32), keepdims=True) * chunk.whole
-        ones = jnp.ones((SUBLANES, of_pairs.shape[0]), jnp.float32)
-        dc_1xC += sum_rows(of_pairs) - dot(ones, of_pairs, (1, 1))[:1] - of_added
-        is_last = lax.broadcasted_iota(jnp.int32, dc_1xC.shape, 1) == dc_1xC.shape[1] - 1
-        dc[n] = dc_1xC + jnp.where(is_last, jnp.sum(of_added, keepdims=True) + of_state, 0.0)
-        dstate[n] = dstates
-
-    side_by_side(compute_head(n) for n in range(plan.heads))
+    refs = _References(tokens, states, do, results.tokens, dstate)
+    side_by_side(_differentiate(plan, refs, n) for n in range(plan.heads))
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():
         results.before_NxDxE[...] = dstate[...]
+
+
+class _References(NamedTuple):
+    """The kernel's arrays in VMEM.
+
+    Attributes:
+        tokens: of a chunk.
+        states: before it.
+        do: the gradient of its outputs.
+        gradients: of its tokens, to be written.
+        dstate: the gradient of the states after it, which becomes the gradient of the states before it.
+    """
+
+    tokens: DeltaTokens
+    states: Any
+    do: Any
+    gradients: DeltaTokens
+    dstate: Any
+
+
+def _differentiate(plan: DeltaPlan, refs: _References, n: int) -> Turns:
+    """Computes the gradients of key head n and its queries."""
+    q, k, v, beta, c = refs.tokens
+    dq, dk, dv, dbeta, dc = cast(Any, refs.gradients)
+    do, dstate = refs.do, refs.dstate
+    keys = Vectors(k[n], plan.key_length)
+    chunk = Chunk(keys.x, v[n], beta[n], c[n], refs.states[n, 0])
+    dtype = chunk.dtype
+    queries = range(n * plan.groups, (n + 1) * plan.groups)
+    vectors = [Vectors(q[m], plan.query_length) for m in queries]
+    products = [(dot(chunk.k, each.x, (0, 0)), dot(chunk.state, each.x, (1, 0))) for each in vectors]
+    dstate_operand = dstate[n].astype(dtype)
+    folded = chunk.until * dot(dstate_operand, chunk.k, (1, 0))
+    yield from chunk.solve()
+    # dW, then dR, dM and dP.
+    new = chunk.new.astype(dtype)
+    dnew, weights = folded, []
+    for m, (of_query, _) in zip(queries, products, strict=True):
+        weights.append(chunk.weigh(of_query))
+        dnew += dot(do[m], weights[-1].astype(dtype), (1, 1))
+    yield
+    dgiven = dot(dnew.astype(dtype), chunk.inverse, (1, 1))
+    yield
+    dgiven_operand = dgiven.astype(dtype)
+    dsystem = -dot(new, dgiven_operand, (0, 0))
+    dweights = [dot(new, do[m], (0, 0)) for m in queries]
+    # Of R: v, β, and what S and k give through the difference.
+    ddifference = chunk.beta * dgiven
+    dv[n] = ddifference.astype(dtype)
+    dread = (-chunk.since * ddifference).astype(dtype)
+    yield
+    # Of M: β, and both sides of ⟨k_j, k_i⟩.
+    of_system = dsystem * chunk.products
+    dbeta[n] = sum_rows(dgiven * chunk.difference) + sum_rows(of_system)
+    dproducts = (dsystem * chunk.strictly * chunk.beta).astype(dtype)
+    of_pairs = of_system * chunk.beta
+    dc_1xC = -sum_rows(ddifference * chunk.read)
+    dstates = chunk.whole * dstate[n] + dot(dread, chunk.k, (1, 1))
+    dkeys = dot(chunk.state, dread, (0, 0)) + chunk.until * dot(dstate_operand, new, (0, 0))
+    dkeys += dot(chunk.k, dproducts, (1, 1)) + dot(chunk.k, dproducts, (1, 0))
+    yield
+    # Of P and of what the queries read.
+    for m, each, dweight, weight, (_, read) in zip(queries, vectors, dweights, weights, products, strict=True):
+        of_pairs += dweight * weight
+        dc_1xC += sum_rows(do[m].astype(jnp.float32) * read) * chunk.since
+        dproduct = (dweight * chunk.within).astype(dtype)
+        dquery = chunk.since * dot(chunk.state, do[m], (0, 0)) + dot(chunk.k, dproduct, (1, 0))
+        dq[m] = each.backwards(dquery).astype(dtype)
+        dkeys += dot(each.x, dproduct, (1, 1))
+        dstates += dot((chunk.since * do[m].astype(jnp.float32)).astype(dtype), each.x, (1, 1))
+    dk[n] = keys.backwards(dkeys).astype(dtype)
+    # Of c, besides: what is left of the chunk's tokens and of S after it; of pairs, minus the sum over queries.
+    of_added = sum_rows(folded * chunk.new)
+    of_state = jnp.sum(dstate[n] * chunk.state.astype(jnp.float32), keepdims=True) * chunk.whole
+    ones = jnp.ones((SUBLANES, of_pairs.shape[0]), jnp.float32)
+    dc_1xC += sum_rows(of_pairs) - dot(ones, of_pairs, (1, 1))[:1] - of_added
+    is_last = lax.broadcasted_iota(jnp.int32, dc_1xC.shape, 1) == dc_1xC.shape[1] - 1
+    dc[n] = dc_1xC + jnp.where(is_last, jnp.sum(of_added, keepdims=True) + of_state, 0.0)
+    dstate[n] = dstates

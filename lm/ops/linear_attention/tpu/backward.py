@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.linear_attention.tpu.features import expand
 from lm.ops.linear_attention.tpu.forward import start_sums
-from lm.ops.linear_attention.tpu.gradients import BackwardInputs, Gradients, HeadGradients
+from lm.ops.linear_attention.tpu.gradients import BackwardInputs, HeadGradients, KernelGradients
 from lm.ops.linear_attention.tpu.maps import make_of_heads, make_with_gradient
 from lm.ops.linear_attention.tpu.plan import KernelInputs, KernelSums, Maps, Ref, ScratchSums, TpuPlan
 from lm.ops.tpu.order import ahead, in_turn
@@ -26,7 +26,7 @@ def backward(
     inputs: KernelInputs,
     given: BackwardInputs,
     after: KernelSums[jax.Array] | None = None,
-) -> Gradients[jax.Array]:
+) -> KernelGradients[jax.Array]:
     """Computes the gradients of the inputs and of the map's matrices.
 
     Args:
@@ -41,7 +41,7 @@ def backward(
     features = plan.features or inputs.x_NxFxL.shape[1]
     state, moment = plan.state_shape(features, head_dim), plan.moment_shape(features)
     steps = length // plan.block
-    gradients = Gradients(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), inputs), None, None)
+    gradients = KernelGradients(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), inputs), None, None)
     if plan.decay and not plan.single_block:
         gradients = gradients._replace(crossing=jax.ShapeDtypeStruct((n, steps, 1, state[1]), jnp.float32))
     if plan.learned_map is not None:
@@ -69,7 +69,7 @@ def backward(
             jax.tree.map(lambda a: pl.BlockSpec((plan.heads, *a.shape[1:]), lambda i, j: (i, 0, 0)), after),
         ],
         out_specs=(
-            Gradients(
+            KernelGradients(
                 jax.tree.map(of_tokens, gradients.inputs),
                 jax.tree.map(of_block, gradients.crossing),
                 jax.tree.map(of_step, gradients.maps),
@@ -124,7 +124,7 @@ def _kernel(
     inputs: KernelInputs,
     given: BackwardInputs,
     after: KernelSums[Ref] | None,
-    gradients: Gradients[Ref],
+    gradients: KernelGradients[Ref],
     sums: ScratchSums,
 ) -> None:
     start_sums(sums, after, jax.tree.leaves(gradients.maps))

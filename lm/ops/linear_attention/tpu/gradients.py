@@ -50,7 +50,7 @@ class BackwardInputs(NamedTuple):
     sums: KernelSums[jax.Array] | None
 
 
-class Gradients(NamedTuple, Generic[A]):
+class KernelGradients(NamedTuple, Generic[A]):
     """What the backward kernel writes.
 
     Attributes:
@@ -95,7 +95,7 @@ class HeadGradients(Head):
         head: int,
         made: HeadFeatures | None,
         given: BackwardInputs,
-        gradients: Gradients[Ref],
+        gradients: KernelGradients[Ref],
     ):
         super().__init__(plan, inputs, sums, head, made)
         self.given, self.gradients = given, gradients
