@@ -8,7 +8,7 @@ from test_pallas_gpu import H200, can_compile, interpreted, interpreter
 from test_pallas_tpu import quick
 
 from lm.ops import platform
-from lm.ops.delta_rule import IMPLEMENTATIONS, DeltaCall, delta_rule
+from lm.ops.delta_rule import IMPLEMENTATIONS, DeltaCall, DeltaResult, delta_rule
 from lm.ops.delta_rule.gpu import rule
 
 NAMES = ('o', 'state', 'dq', 'dk', 'dv', 'dbeta', 'dlog_decay', 'dinitial_state')
@@ -43,7 +43,7 @@ def results(implementation, dtype=jnp.bfloat16):
         rule = IMPLEMENTATIONS[implementation].delta_rule
         (o, state), vjp = jax.vjp(lambda *a: rule(DeltaCall(*a, query_length=1.0)), *arrays)
         do, dstate = cotangents
-        return [o, state, *vjp((do.astype(o.dtype), dstate))]
+        return [o, state, *vjp(DeltaResult(do.astype(o.dtype), dstate))]
 
     return function
 

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from test_delta_rule import draw
 
 from lm.ops import platform, sequence
-from lm.ops.delta_rule import DeltaCall, reference
+from lm.ops.delta_rule import DeltaCall, DeltaResult, reference
 from lm.ops.delta_rule.tpu import inverse as inverses
 from lm.ops.delta_rule.tpu import parts, rule
 
@@ -25,7 +25,7 @@ def both(function, *arrays):
     """Outputs, the last state, and the gradients of all arrays."""
     (o, state), pull = jax.vjp(function, *arrays)
     wanted = jnp.cos(jnp.arange(o.size)).reshape(o.shape).astype(o.dtype)
-    return o, state, *pull((wanted, jnp.sin(jnp.arange(state.size)).reshape(state.shape)))
+    return o, state, *pull(DeltaResult(wanted, jnp.sin(jnp.arange(state.size)).reshape(state.shape)))
 
 
 def of_arrays(implementation, **static):
