@@ -18,8 +18,8 @@ from lm.training.mesh import batch_sharding, replicated, shared_rows
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """What was counted: examples, their answers, those that are right, examples without a mistake, nats of the answers.
-    Tallies add up."""
+    """Counts of examples, answers, right answers and examples without a mistake, and the nats of the answers. Tallies
+    add up."""
 
     examples: int = 0
     answers: int = 0
@@ -31,7 +31,7 @@ class Tally:
         return Tally(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def figures(self, whole_answers: bool) -> dict[str, float]:
-        """The accuracies; `whole_answers` says which of them is the task's."""
+        """The accuracies; `whole_answers` chooses the task's among them."""
         answers, examples = self.right / self.answers, self.whole / self.examples
         accuracy = examples if whole_answers else answers
         return {'accuracy': accuracy, 'accuracy_per_answer': answers, 'accuracy_per_example': examples}
@@ -60,11 +60,11 @@ class TaskEvaluator:
 
     @property
     def measure(self) -> str:
-        """What the loss is of: losses of the same task compare where this is the same."""
+        """A name of the loss: losses of the same task compare where this is the same."""
         return f'{self.split}, {self.context_length}'
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
-        """The result as a dict of plain numbers, or None when `should_stop` said so. `loss` is per answer."""
+        """The result as a dict of plain numbers, or None when `should_stop` returned True. `loss` is per answer."""
         tallies = {}
         for name, part in self.task.slices(self.split, self.context_length).items():
             tally = self._tally(weights, part, should_stop)
@@ -88,7 +88,7 @@ class TaskEvaluator:
         return result | ({'accuracy_by_slice': parts} if parts else {})
 
     def _tally(self, weights: Any, part: Slice, should_stop: Callable[[], bool]) -> Tally | None:
-        """Of the examples of a slice, or None when `should_stop` said so."""
+        """Scores the examples of a slice; None when `should_stop` returned True."""
         total, count = Tally(), len(part.index_N)
         for first in range(0, count, self.batch_size):
             at = np.arange(first, first + self.batch_size) % count  # the last batch is filled up with other examples

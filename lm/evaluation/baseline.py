@@ -9,7 +9,7 @@ from lm.data.store import TokenStore
 from lm.text import perplexity
 
 MOST_TOKENS = 2**28
-"""Of a longer split as many are counted, in pieces of PIECE that lie evenly in it."""
+"""The most tokens of a split that are counted, in pieces of PIECE that lie evenly in it."""
 PIECE = 2**22
 
 
@@ -27,7 +27,7 @@ class EmpiricalBaseline:
 
     @functools.cached_property
     def frequencies_V(self) -> np.ndarray:
-        """Of each token, float64; of a mixture as its shares say. They need not sum to 1."""
+        """The frequency of each token, float64, weighted by the shares of a mixture. They need not sum to 1."""
         if not isinstance(self.store, Mixture):
             return counts(self.store, self.split)
         found = np.zeros(self.store.vocab_size)
@@ -38,7 +38,7 @@ class EmpiricalBaseline:
         return found
 
     def figures(self, asked_V: np.ndarray) -> dict[str, float]:
-        """Its accuracy and perplexity on tokens of which each is asked for so many times.
+        """Its accuracy and perplexity, where each token is asked for `asked_V` times.
 
         A token that the training split lacks counts as if it stood there once.
         """

@@ -53,7 +53,7 @@ def make_scoring_program(
 
 @dataclasses.dataclass(frozen=True)
 class ScoredSums:
-    """What was scored, at each position of the context. They add up.
+    """Sums of scores at each position of the context. They add up.
 
     Attributes:
         nats_L: float64.
@@ -112,12 +112,12 @@ class Evaluator:
 
     @property
     def measure(self) -> str:
-        """What the loss is of: losses of the same data compare where this is the same."""
-        windows, apart = self.windows, ' of single documents' if self.plan.documents else ''
-        return f'{windows.n_tokens} tokens of {self.split}, {windows.context_length} every {windows.stride}{apart}'
+        """A name of the loss: losses of the same data compare where this is the same."""
+        windows, masked = self.windows, ' of single documents' if self.plan.documents else ''
+        return f'{windows.n_tokens} tokens of {self.split}, {windows.context_length} every {windows.stride}{masked}'
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
-        """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` said so."""
+        """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` returned True."""
         found = self.sum_scores(weights, should_stop)
         return None if found is None else self.result(found, step)
 
@@ -132,7 +132,7 @@ class Evaluator:
         return total
 
     def result(self, sums: ScoredSums, step: int, store: Any = None) -> dict:
-        """The result of these sums, of the split of `store` (None: its own)."""
+        """The result of these sums, of the split of `store` (None: the store of the text)."""
         masked = {'mask_documents': True} if self.plan.documents else {}
         return self.figures(sums, store or self.store) | {
             'split': self.split,
@@ -143,7 +143,7 @@ class Evaluator:
         }
 
     def figures(self, sums: ScoredSums, store: Any) -> dict:
-        """What is reported of these sums."""
+        """The figures that are reported of these sums."""
         found = summarize(sums.nats_L, sums.tokens_L, store, self.split)
         if self.text.baseline is None or sums.right_L is None or sums.asked_V is None:
             return found
@@ -174,11 +174,11 @@ class Evaluator:
         yield from pending
 
     def dispatch(self, weights: Any, tokens: jax.Array, first: int) -> Any:
-        """What the program gives of a batch whose first window is `first`."""
+        """Scores a batch whose first window is `first`."""
         return self.program(weights, tokens)
 
     def targets(self, tokens: np.ndarray) -> np.ndarray:
-        """What is asked for in a batch, [B, L]."""
+        """The tokens that a batch asks for, [B, L]."""
         return tokens[:, 1:]
 
 
@@ -193,7 +193,7 @@ def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split
 
     Word-level perplexity divides by the words of the text (PG-19's published counts on its full splits), bits per byte
     by its bytes: both can be compared across tokenizers, perplexity per token cannot. They, and what is counted of the
-    text, are told where every token of the split was scored.
+    text, are reported where every token of the split was scored.
     """
     sum_nats, n_tokens = float(nats_L.sum()), int(tokens_L.sum())
     positions = []
@@ -210,15 +210,15 @@ def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split
         'tokens': n_tokens,
         'loss': sum_nats / n_tokens,
         'perplexity': perplexity(sum_nats / n_tokens),
-        **(of_the_text(sum_nats, store, split) if n_tokens == store.tokens(split) else {}),
+        **(describe_text(sum_nats, store, split) if n_tokens == store.tokens(split) else {}),
         'loss_by_position': positions,
         'tokenizer_sha256': store.info['tokenizer']['sha256'],
     }
 
 
-def of_the_text(sum_nats: float, store: TokenStore, split: str) -> dict:
-    """What only the nats of a whole split tell; nothing per word and byte where its text has no words, as that of
-    white space or of tokens that stand for none."""
+def describe_text(sum_nats: float, store: TokenStore, split: str) -> dict:
+    """The figures that need the nats of a whole split. Text without words, such as white space, has none per word and
+    byte."""
     n_bytes, n_words = store.bytes(split), store.words(split)
     counts = {'bytes': n_bytes, 'words': n_words, 'documents': store.documents(split)}
     if not n_words:

@@ -142,7 +142,7 @@ def generate(
     seed: int = 0,
     until: Sequence[str] = (),
 ) -> str | list[str]:
-    """What the weights of a run write behind each prompt (text, or its token ids), without the prompt; one text for
+    """Continues each prompt (text, or its token ids) with the weights of a run, and returns the new text: one text for
     one prompt.
 
     A text ends with its document, before the first string of `until`, or after `max_tokens` tokens.
@@ -170,12 +170,12 @@ def generate(
             made = [np.concatenate(pair) for pair in zip(made, new_BxT, strict=True)]
             ended = []
             for i, (row, tokens) in enumerate(zip(rows, made, strict=True)):
-                own = tokens[len(row) - 1 :][:max_tokens]
-                ends = np.flatnonzero(own == tokenizer.eod_id)
-                text = tokenizer.decode(own[: ends[0]] if len(ends) else own)
+                written = tokens[len(row) - 1 :][:max_tokens]
+                ends = np.flatnonzero(written == tokenizer.eod_id)
+                text = tokenizer.decode(written[: ends[0]] if len(ends) else written)
                 stops = [at for stop in until if stop and (at := text.find(stop)) >= 0]
                 results[i] = text[: min(stops)] if stops else text
-                ended.append(bool(stops) or len(ends) > 0 or len(own) == max_tokens)
+                ended.append(bool(stops) or len(ends) > 0 or len(written) == max_tokens)
             if all(ended):
                 break
     return results[0] if isinstance(prompts, str) else results
@@ -224,7 +224,7 @@ class TextStream:
         self._written = 0  # characters of the waiting tokens that are out already
 
     def __call__(self, tokens: Iterable[int], last: bool = False) -> str:
-        """What can be written after these tokens too; with `last` everything."""
+        """Returns the text that can be written after these tokens too; with `last` all of it."""
         self._waiting += map(int, tokens)
         text = self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
         whole = text if last or len(self._waiting) > self.LONGEST else text.rstrip('\ufffd')

@@ -36,11 +36,11 @@ class Dense(nnx.Linear):
 
 
 def gathered_products(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[int]) -> list[jax.Array]:
-    """x W, cut before the columns `cuts`; a matrix that devices share is gathered from them first, in the type that it
-    has here, and its gradient is summed and scattered at once (ZeRO, Rajbhandari et al. 2020, stage 3).
+    """x W, cut before the columns `cuts`. A matrix that devices share is gathered from them first, in the type that it
+    has here. Its gradient is summed and scattered at once (ZeRO, Rajbhandari et al. 2020, stage 3).
 
-    Left to itself, XLA exchanges W or its gradient piece by piece between pieces of the products, which are too narrow
-    for the matrix units, and writes and copies the activations.
+    Otherwise XLA exchanges W or its gradient piece by piece between pieces of the products. These are too narrow for
+    the matrix units, and XLA writes and copies the activations.
     """
 
     def products(x_BxLxD: jax.Array, kernel_DxN: jax.Array) -> list[jax.Array]:
@@ -63,7 +63,7 @@ def gathered_products(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[
 
 
 def gathered(part: jax.Array, axis: int) -> jax.Array:
-    """The matrix of which each device has a part, cut along `axis`.
+    """Gathers a matrix from the parts of all devices, cut along `axis`.
 
     The parts are stacked in front: XLA has no scattered sum along an axis whose parts fill no tiles of registers, and
     sums the whole matrix on every device instead.

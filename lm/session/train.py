@@ -4,8 +4,8 @@
     Trainer.run: (batch → step → log → evaluate → save)* → close
 
 Steps are dispatched ahead of the host: the metrics of step n are fetched after step n + 1 has been dispatched. Resuming
-is exact: the state holds everything, the data are a function of the step, and metrics.jsonl is cut back to the restored
-step, so that an interrupted run leaves the files of an uninterrupted one.
+is exact: the state holds everything, and the data are a function of the step. metrics.jsonl is cut back to the restored
+step. So an interrupted run leaves the files of an uninterrupted one.
 """
 
 import contextlib

@@ -36,7 +36,7 @@ GOODPUT_SECONDS = 60.0
 
 @dataclasses.dataclass
 class Computation:
-    """What the steps compute with.
+    """The parts that compute.
 
     Attributes:
         advance: (state, batch) → (state, metrics): the compiled step, which takes the memory of the old state.
@@ -52,7 +52,7 @@ class Computation:
 
 @dataclasses.dataclass
 class Records:
-    """What a session keeps and reports.
+    """The files and reports of a session.
 
     Attributes:
         text: the whole configuration as gin text, which checkpoints keep.
@@ -70,7 +70,7 @@ class Records:
 
 @dataclasses.dataclass
 class Services:
-    """What watches over a session and measures it."""
+    """The parts that watch over a session and measure it."""
 
     lock: RunLock
     preemption: Preemption
@@ -196,7 +196,7 @@ class Trainer:
         return step == self.config.steps or (every is not None and step % every == 0)
 
     def evaluate(self, step: int) -> float:
-        """The loss of the evaluation split after `step`. Stops the run if the process is told to meanwhile; where the
+        """The loss of the evaluation split after `step`. Stops the run if the process is asked to meanwhile; where the
         evaluation fails, the step is saved first."""
         records, evaluator, preemption = self.records, self.computation.evaluator, self.services.preemption
         try:
@@ -214,7 +214,7 @@ class Trainer:
         return result['loss']
 
     def save(self, step: int, loss: float | None = None) -> None:
-        """Starts to write a checkpoint; `loss` is that of an evaluation after `step`."""
+        """Starts to write a checkpoint; `loss` comes from an evaluation after `step`."""
         self.services.lock.check()
         self.records.metrics_file.flush()
         metadata = {
@@ -232,7 +232,7 @@ class Trainer:
 
     def complete_save(self, step: int) -> None:
         """Waits until the save of `step` is complete. Raises LmError if it failed, whatever checkpoint.on_failed_save
-        says: who is told that a run has ended may take its machine away."""
+        is: a caller that sees the end of a run may take its machine away."""
         with self.pause('checkpoint'):
             self.checkpointer.wait()
         if step not in (steps := self.checkpointer.all_steps()):

@@ -73,8 +73,8 @@ class Axis:
 def make_points(
     gin_files: Sequence[str], sweep_files: Sequence[str], gin_params: Sequence[str] = (), allow_imports: bool = False
 ) -> list[Point]:
-    """All points, each resolved and checked. Of several values for one binding, that of a gin parameter wins, then that
-    of the sweep files.
+    """All points, each resolved and checked. Of several values for one binding, the gin parameter wins, then the sweep
+    files.
 
     Raises:
         ConfigError: one line, for a mistake in any point; nothing has been written.
@@ -160,7 +160,7 @@ def _describe(chosen: dict[str, Statement]) -> str:
 
 def _names(keys: list[str], points: list[dict[str, Statement]]) -> list[str]:
     """A different name for each point: mechanisms by their names, other values behind their parameter's. All axes are
-    part of it, those of one value too: with a second one the points that there were keep their names."""
+    part of it, also axes of one value: with a second value the old points keep their names."""
     parameters = [key.rpartition('.')[2] for key in keys]
     labels = {key: p if parameters.count(p) == 1 else key for key, p in zip(keys, parameters, strict=True)}
 

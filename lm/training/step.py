@@ -1,12 +1,12 @@
 """The training state and the step that advances it: pure functions, shared by training, checking and benchmarks.
 
 A state is a dict of arrays:
-    params      nested dict, float32
-    buffers     nested dict of non-trainable arrays (random projections)
-    optimizer   the optax state
-    step        int32, batches consumed
-    skipped     int32, updates skipped because loss, gradient or learning rate were not finite
-    in_a_row    int32, of these, how many since the last good one
+      params      nested dict, float32
+      buffers     nested dict of non-trainable arrays (random projections)
+      optimizer   the optax state
+      step        int32, batches consumed
+      skipped     int32, updates skipped because loss, gradient or learning rate were not finite
+      in_a_row    int32, of these, how many since the last good one
 """
 
 import functools
@@ -123,7 +123,8 @@ class TrainStep:
         return self.functions.weighted_loss(weights, *arrays, self.documents, self.z_loss)
 
     def name_of(self, first_bad: int) -> str:
-        """What the metric `first_bad` points at: 'loss', 'gradient of …', 'gradient norm' or 'learning rate'."""
+        """Names the array that the metric `first_bad` points at: 'loss', 'gradient of …', 'gradient norm', 'learning
+        rate'."""
         return list(_checked(None, self.functions.abstract['params'], None, None))[first_bad]
 
     def _number_examples(self, step: jax.Array, batch_AxBxL: jax.Array) -> jax.Array:

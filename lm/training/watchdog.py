@@ -15,14 +15,14 @@ from lm.errors import end_process
 FACTOR = 20
 """A step may take so many times the median step, however long that is."""
 REMEMBERED = 101
-"""Steps of which the median is taken."""
+"""The steps in the median."""
 
 
 class Watchdog:
     """Context manager that ends the process when no step has finished for `minutes`, and for FACTOR median steps.
 
-    Tell it of each finished step with `step`, which costs less than a microsecond, and enclose what takes its time for
-    a good reason in `paused`. It begins to watch with the first `step`.
+    Call `step` after each finished step: it costs less than a microsecond. Enclose work that is slow for a good reason
+    in `paused`. The watchdog begins with the first `step`.
 
     Args:
         minutes: the least that counts as a hang; None: nothing does.
@@ -53,7 +53,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is no part of a step. Not to be nested."""
+        """Leaves the time inside out of the step. Not to be nested."""
         self._paused = True
         start = time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""What an update rule is: a configuration that a gin file names, which makes directions out of gradients.
+"""The base of update rules: configurations that a gin file names. They make directions out of gradients.
 
 Adding a rule means adding one file. Clipping, weight decay and the learning rate are the same for all of them and
 belong to `lm.training.optimizer`.
@@ -14,9 +14,10 @@ from lm.config.configurable import Configurable
 from lm.parameters import Declaration, declare
 
 Declared = Any
-"""What each parameter says it is (`lm.parameters.declarations`): a pytree like theirs."""
+"""The declaration of each parameter (`lm.parameters.declarations`): a pytree like the parameters."""
 PROBE = 256
-"""Rows and columns of the matrix whose state is measured: one that rules which spare small arrays take for large."""
+"""Rows and columns of the matrix whose state is measured: rules that treat small arrays differently take it for
+large."""
 
 
 class Rule(Configurable):
@@ -29,7 +30,7 @@ class Rule(Configurable):
         The state is a pytree of arrays; `declared` is for rules that treat matrices and others differently."""
         raise NotImplementedError
 
-    def growth(self, told: Declaration) -> float:
+    def growth(self, declaration: Declaration) -> float:
         """Power of the width with which grows what directions for a matrix add to its products, where the summed axis
         is the width (`lm.model.width`). 1 where each element has a size of its own, as in Adam: all of them may agree
         with the inputs (Yang et al. 2022, Table 8)."""

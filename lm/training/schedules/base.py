@@ -1,4 +1,4 @@
-"""What a schedule is: a configuration that a gin file names, which says how the learning rate goes on after warm-up.
+"""The base of schedules: configurations that a gin file names, for the learning rate after the warm-up.
 
 Adding a schedule means adding one file. The peak and the warm-up are the same for all of them and belong to
 `lm.training.optimizer`.
