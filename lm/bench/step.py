@@ -154,8 +154,8 @@ def run(arguments: Any) -> int:
     # An accelerator's memory should hold one state; on a CPU that others share, all take turns.
     for group in [found] if is_cpu else [[candidate] for candidate in found]:
         rows += measure(group, contexts, tokens, limit, steps, arguments.repeats)
-    rows = compared(rows)
-    printer.table([dataclasses.asdict(row) | _printed(row) for row in rows], COLUMNS)
+    rows = compare_with_softmax(rows)
+    printer.table([dataclasses.asdict(row) | _format_row(row) for row in rows], COLUMNS)
     settings = {
         'tokens_per_step': tokens,
         'steps': steps,
@@ -229,7 +229,7 @@ def _row(name: str, program: TimedStep, times: timing.Times | None, steps: int) 
     )
 
 
-def compared(rows: Sequence[StepRow]) -> list[StepRow]:
+def compare_with_softmax(rows: Sequence[StepRow]) -> list[StepRow]:
     """The rows by context, with their speed over softmax where that was measured."""
     speeds = {row.context: row.steps_per_second for row in rows if row.mechanism == BASELINE}
     result = []
@@ -257,7 +257,7 @@ COLUMNS = {
 }
 
 
-def _printed(row: StepRow) -> dict[str, str | None]:
+def _format_row(row: StepRow) -> dict[str, str | None]:
     if (speeds := row.speeds) is None:
         return {'speed': 'OOM', 'range': None}
     return {'speed': digits(speeds.median), 'range': f'{digits(speeds.slowest)}–{digits(speeds.fastest)}'}

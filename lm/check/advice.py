@@ -64,8 +64,8 @@ def advise(
     note: Callable[[str], None] = lambda text: None,
     everything: bool = False,
 ) -> Advice:
-    """The fastest of `candidates` that fits. A step that is too large is refused within seconds; one that fits takes as
-    long as any compilation. What recomputes more than another that fits is not tried.
+    """Finds the fastest of `list_candidates` that fits. A step that is too large is refused within seconds; one that
+    fits takes as long as any compilation. Changes that recompute more than others that fit are not tried.
 
     With `everything` the fastest is then tried without a loop over the layers: faster, in more memory, and several
     times as long to compile, so that nothing else is tried that way.
@@ -91,30 +91,31 @@ def advise(
         note(f'{text}: {found.memory.needed_gib:.2f} GiB')
         return found.has_headroom
 
-    given = _values(experiment)
+    given = _read_values(experiment)
     fitting = [given] if everything and configured.has_headroom else []
-    for bindings in candidates(experiment, topology, everything):
+    for bindings in list_candidates(experiment, topology, everything):
         values = given | bindings
         if not any(_is_slower(values, other) for other in fitting) and attempt(bindings):
             fitting.append(values)
-    if everything and (chosen := _fastest(checks)) is not None and experiment.model.unroll < experiment.model.n_layers:
+    is_looped = experiment.model.unroll < experiment.model.n_layers
+    if everything and is_looped and (chosen := _find_fastest(checks)) is not None:
         attempt(changes[chosen] | {UNROLL: experiment.model.n_layers})
 
-    tried = tuple(Tried(c.bindings, c.memory.needed_gib, _seconds(c), c.has_headroom) for c in checks)
+    tried = tuple(Tried(c.bindings, c.memory.needed_gib, _predict_seconds(c), c.has_headroom) for c in checks)
     nearest = min(tried, key=lambda t: t.needed_gib, default=None)
-    if (chosen := _fastest(checks)) is not None:
+    if (chosen := _find_fastest(checks)) is not None:
         return Advice(checks[chosen], nearest, tried)
     tight = [c for c in checks if c.fits]
     return Advice(min(tight, key=lambda c: c.memory.needed_gib, default=None), nearest, tried)
 
 
-def _fastest(checks: list[Check]) -> int | None:
+def _find_fastest(checks: list[Check]) -> int | None:
     """The index of the check with the shortest step among those that fit with the margin; None: none fits so."""
     roomy = [i for i, c in enumerate(checks) if c.has_headroom]
-    return min(roomy, key=lambda i: _seconds(checks[i]) or 0.0, default=None)
+    return min(roomy, key=lambda i: _predict_seconds(checks[i]) or 0.0, default=None)
 
 
-def candidates(experiment: Experiment, topology: Topology, everything: bool = False) -> Iterator[dict[str, Any]]:
+def list_candidates(experiment: Experiment, topology: Topology, everything: bool = False) -> Iterator[dict[str, Any]]:
     """Changes to try, those that recompute least first.
 
     Smaller microbatches recompute nothing; then each level of `model.remat`, with its microbatches; then all of it once
@@ -129,7 +130,7 @@ def candidates(experiment: Experiment, topology: Topology, everything: bool = Fa
     each = BYTES_A_PARAMETER + experiment.optimizer.rule.state_bytes()
     state_gib = each * sum(count_parameters(model).values()) / mesh.fsdp / 2**30
     sharing = [shared] if state_gib > LARGE_STATE * topology.chip.limits.hbm_gib else [mesh.fsdp, shared]
-    given = _values(experiment)
+    given = _read_values(experiment)
     for fsdp in dict.fromkeys(sharing):
         for remat in levels:
             for parts in _microbatches(config.batch_size, 1 if everything else config.microbatches, windows_at_once):
@@ -138,7 +139,7 @@ def candidates(experiment: Experiment, topology: Topology, everything: bool = Fa
                     yield changes
 
 
-def _values(experiment: Experiment) -> dict[str, Any]:
+def _read_values(experiment: Experiment) -> dict[str, Any]:
     return {
         MICROBATCHES: experiment.train.microbatches,
         REMAT_LEVEL: experiment.model.remat,
@@ -153,7 +154,7 @@ def _is_slower(values: dict[str, Any], other: dict[str, Any]) -> bool:
     return more_remat and values[MICROBATCHES] >= other[MICROBATCHES] and values[FSDP] >= other[FSDP]
 
 
-def _seconds(found: Check) -> float | None:
+def _predict_seconds(found: Check) -> float | None:
     speed = found.predicted or found.speed
     return speed and speed.seconds_per_step
 

@@ -13,7 +13,7 @@ from lm.evaluation.plan import TaskPlan
 from lm.model.functions import ModelFunctions
 from lm.tasks.base import Slice
 from lm.text import counted, perplexity
-from lm.training.mesh import batch_sharding, replicated, shared_rows
+from lm.training.mesh import batch_sharding, replicated, round_up_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Tally:
     def __add__(self, other: 'Tally') -> 'Tally':
         return Tally(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
-    def figures(self, whole_answers: bool) -> dict[str, float]:
+    def compute_figures(self, whole_answers: bool) -> dict[str, float]:
         """The accuracies; `whole_answers` chooses the task's among them."""
         answers, examples = self.right / self.answers, self.whole / self.examples
         accuracy = examples if whole_answers else answers
@@ -45,7 +45,7 @@ class TaskEvaluator:
 
     def __init__(self, functions: ModelFunctions, mesh: Mesh, plan: TaskPlan):
         self.task, self.split, self.context_length = plan.task, plan.split, plan.context_length
-        self.mesh, self.batch_size = mesh, shared_rows(plan.batch_size, mesh)
+        self.mesh, self.batch_size = mesh, round_up_rows(plan.batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
         def score(weights, tokens_BxN):
@@ -74,7 +74,7 @@ class TaskEvaluator:
         total = sum(tallies.values(), Tally())
         result = {
             'task': self.task.gin_name,
-            **total.figures(self.task.whole_answers),
+            **total.compute_figures(self.task.whole_answers),
             'examples': total.examples,
             'answers': total.answers,
             'sum_nats': total.nats,
@@ -84,7 +84,8 @@ class TaskEvaluator:
             'context_length': self.context_length,
             'step': step,
         }
-        parts = {name: tally.figures(self.task.whole_answers)['accuracy'] for name, tally in tallies.items() if name}
+        whole = self.task.whole_answers
+        parts = {name: tally.compute_figures(whole)['accuracy'] for name, tally in tallies.items() if name}
         return result | ({'accuracy_by_slice': parts} if parts else {})
 
     def _tally(self, weights: Any, part: Slice, should_stop: Callable[[], bool]) -> Tally | None:

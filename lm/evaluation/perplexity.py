@@ -19,7 +19,7 @@ from lm.evaluation.plan import ScoredText, TextPlan
 from lm.model.functions import ModelFunctions, Scored, Weights
 from lm.ops.documents import Documents
 from lm.text import perplexity
-from lm.training.mesh import batch_sharding, replicated, shared_rows
+from lm.training.mesh import batch_sharding, replicated, round_up_rows
 
 LONG_WORDS = 1e9
 """Perplexities per word above it are written as powers of ten."""
@@ -107,7 +107,7 @@ class Evaluator:
         """`program` is made by `make_scoring_program`; where the text has a baseline it computes the accuracy too."""
         self.program, self.mesh, self.text, self.plan = program, mesh, text, plan
         self.store, self.split, self.windows = text.store, text.split, text.windows
-        self.batch_size = shared_rows(plan.settings.config.batch_size, mesh)
+        self.batch_size = round_up_rows(plan.settings.config.batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
     @property
@@ -134,7 +134,7 @@ class Evaluator:
     def result(self, sums: ScoredSums, step: int, store: Any = None) -> dict:
         """The result of these sums, of the split of `store` (None: the store of the text)."""
         masked = {'mask_documents': True} if self.plan.documents else {}
-        return self.figures(sums, store or self.store) | {
+        return self.compute_figures(sums, store or self.store) | {
             'split': self.split,
             'context_length': self.windows.context_length,
             'window': self.plan.settings.config.window,
@@ -142,19 +142,19 @@ class Evaluator:
             'step': step,
         }
 
-    def figures(self, sums: ScoredSums, store: Any) -> dict:
+    def compute_figures(self, sums: ScoredSums, store: Any) -> dict:
         """The figures that are reported of these sums."""
         found = summarize(sums.nats_L, sums.tokens_L, store, self.split)
         if self.text.baseline is None or sums.right_L is None or sums.asked_V is None:
             return found
         accuracy = {'accuracy': float(sums.right_L.sum() / sums.tokens_L.sum())}
-        return found | accuracy | self.text.baseline.figures(sums.asked_V)
+        return found | accuracy | self.text.baseline.compute_figures(sums.asked_V)
 
     def describe(self, result: dict) -> str:
         """The result in one line."""
         parts = [f'loss {result["loss"]:.4f}  perplexity {result["perplexity"]:.3f}']
         if 'word_perplexity' in result:
-            parts.append(f'per word {by_word(result, 3)}  bits per byte {result["bits_per_byte"]:.4f}')
+            parts.append(f'per word {format_word_perplexity(result, 3)}  bits per byte {result["bits_per_byte"]:.4f}')
         if 'baseline_accuracy' in result:
             baseline = f'{result["baseline_perplexity"]:.3f} and {100 * result["baseline_accuracy"]:.2f} %'
             parts.append(f'accuracy {100 * result["accuracy"]:.2f} %  (frequencies alone: {baseline})')
@@ -182,7 +182,7 @@ class Evaluator:
         return tokens[:, 1:]
 
 
-def by_word(result: dict, digits: int) -> str:
+def format_word_perplexity(result: dict, digits: int) -> str:
     """Its perplexity per word for people: a word may be a whole protein, and the figure have a hundred digits."""
     value = result['word_perplexity']
     return f'{value:.{digits}f}' if value < LONG_WORDS else f'{value:.{digits}e}'

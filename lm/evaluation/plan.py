@@ -126,7 +126,7 @@ def plan_evaluation(
 
     @functools.cache
     def hide(split: str) -> tuple[Hiding | None, EmpiricalBaseline | None]:
-        hiding = settings.objective.hiding(store, settings.vocab_size, split)
+        hiding = settings.objective.make_hiding(store, settings.vocab_size, split)
         if hiding is None and not config.accuracy:
             return None, None
         return hiding, EmpiricalBaseline(store, settings.data.train_split, hiding.special if hiding else ())

@@ -12,7 +12,7 @@ from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
 from lm.evaluation.perplexity import make_scoring_program
 from lm.model.functions import ModelFunctions, Scored, Weights
-from lm.training.mesh import batch_sharding, shared_rows
+from lm.training.mesh import batch_sharding, round_up_rows
 
 SHORTEST = 32
 """Rows are filled up to this many tokens or a power of two above, so that few programs serve all lengths."""
@@ -51,7 +51,7 @@ class Scorer:
                 'lm evaluate'
             )
         self.mesh, self.weights, self.context_length = mesh, weights, context_length
-        self.batch_size = shared_rows(batch_size, mesh)
+        self.batch_size = round_up_rows(batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
         self._programs = {

@@ -55,7 +55,7 @@ class SetsEvaluator:
         return f'{self._first.describe(result)}  perplexity of {", ".join(sets)}'
 
 
-def flat(result: dict) -> dict:
+def flatten_result(result: dict) -> dict:
     """A result as a record of metrics.jsonl: of `sets` single figures, such as perplexity/books."""
     sets = result.get('sets', {})
     figures = {f'{f}/{name}': found[f] for name, found in sets.items() for f in FIGURES if f in found}

@@ -236,7 +236,7 @@ class TextStream:
         return new
 
 
-def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def show_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The text of token ids for people: between two documents stands the name of the end-of-document token, which has
     no text."""
     parts = np.split(np.asarray(ids), np.flatnonzero(np.asarray(ids) == tokenizer.eod_id))
@@ -245,7 +245,7 @@ def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Sampling, seed: int) -> None:
     """Streams one continuation to the terminal; several are printed one after the other when they are complete."""
-    decode = functools.partial(shown, tokenizer)
+    decode = functools.partial(show_text, tokenizer)
     stream = TextStream(decode) if len(prompts) == 1 else None
     parts, times, made = [np.array([p[:1] for p in prompts])], [], []
     for new in generate_tokens(model, prompts, max_tokens, sampling, seed, tokenizer.vocab_size):
@@ -263,10 +263,10 @@ def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Samp
             print('-' * 20)
             print(decode(row[1 : len(prompt) + max_tokens]))
     size = state_bytes(model, 1 + sum(made))
-    print(f'[{_speed(times, made, len(prompts))}; decoding state {size:,} bytes a sequence]', file=sys.stderr)
+    print(f'[{_describe_speed(times, made, len(prompts))}; decoding state {size:,} bytes a sequence]', file=sys.stderr)
 
 
-def _speed(times: list[float], made: list[int], batch: int) -> str:
+def _describe_speed(times: list[float], made: list[int], batch: int) -> str:
     """Tokens per second of all sequences after the prompt; of a long text also time per token at its two ends."""
     seconds, steps = times[-1] - times[0], sum(made[1:])
     if not steps or not seconds:

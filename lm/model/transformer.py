@@ -23,7 +23,7 @@ from lm.errors import ConfigError
 from lm.model.block import Block, stack_blocks, take_apart
 from lm.model.config import REMAT, ModelConfig
 from lm.model.positions import rotary, sinusoids
-from lm.model.width import output_scale
+from lm.model.width import compute_output_scale
 from lm.ops.cross_entropy import capped, cross_entropy, weighted_cross_entropy
 from lm.parameters import NORMS, declare
 
@@ -57,7 +57,7 @@ class Transformer(nnx.Module):
         repeats = config.n_layers // len(config.pattern)
         stacks = [stack_blocks(config, attention, repeats, rngs, self.dtype) for attention in config.pattern]
         self.blocks = nnx.List(stacks)
-        gains = _alternating(FINAL_GAIN * output_scale(config.widening))
+        gains = _make_alternating(FINAL_GAIN * compute_output_scale(config.widening))
         options = {'part': 'norms', 'output': True, 'dtype': self.dtype, 'scale_init': gains}
         self.final_norm = NORMS[config.norm](config.d_model, 'embed', rngs, **options)
         if not config.tied:
@@ -240,7 +240,7 @@ class Transformer(nnx.Module):
         return jax.lax.map(best, x_BxLxD.swapaxes(0, 1), batch_size=PLACES).T
 
 
-def _alternating(size: float) -> nnx.Initializer:
+def _make_alternating(size: float) -> nnx.Initializer:
     """Makes the first gains of the last norm: ±`size` in turn.
 
     The last hidden state still holds the embedding of the current token. The tied output layer would give it a logit of
@@ -253,11 +253,11 @@ def _alternating(size: float) -> nnx.Initializer:
 
 def build(config: ModelConfig, seed: int, dtype: DTypeLike = jnp.float32) -> Transformer:
     """The model with its initial parameters, a function of (config, seed) alone; it computes in `dtype`."""
-    key = seed_key(seed)
+    key = make_seed_key(seed)
     return Transformer(config, nnx.Rngs(params=key, projections=jax.random.fold_in(key, 1)), dtype)
 
 
-def seed_key(seed: int) -> jax.Array:
+def make_seed_key(seed: int) -> jax.Array:
     """The key that parameters and projections are drawn from. All bits of the seed count; JAX takes 32 of them."""
     if isinstance(seed, int) and seed >= 2**32:  # a traced one has no more bits
         return jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32)

@@ -24,12 +24,12 @@ SUMMED = ('embed', 'all_heads', 'mlp')
 """The axes that grow with the width."""
 
 
-def output_scale(widening: float) -> float:
+def compute_output_scale(widening: float) -> float:
     """The scale of the logits, and of all that is as small as an embedding, at `widening` times the base width."""
     return widening**-0.5
 
 
-def rate_scale(declaration: Declaration, widening: float, growth: float) -> float:
+def compute_rate_scale(declaration: Declaration, widening: float, growth: float) -> float:
     """The scale of the learning rate of a parameter at `widening` times the base width.
 
     Args:
@@ -38,6 +38,6 @@ def rate_scale(declaration: Declaration, widening: float, growth: float) -> floa
         growth: how the rule's steps add up (`Rule.growth`).
     """
     if declaration.kind == 'embedding' or declaration.output:
-        return output_scale(widening)
+        return compute_output_scale(widening)
     is_summed = declaration.kind == 'matrix' and declaration.axes[-2] in SUMMED
     return widening**-growth if is_summed else 1.0

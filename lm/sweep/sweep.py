@@ -74,7 +74,7 @@ class Sweep:
         """
         rows = [self.result(point) for point in self.points]
         while True:
-            with _noting(self.root / sweep_file.NAME):
+            with _note_failure(self.root / sweep_file.NAME):
                 sweep_file.write_rows(self.root, rows)
             written, rows = rows, [self.result(point) for point in self.points]
             if [row['status'] for row in rows] == [row['status'] for row in written]:
@@ -93,12 +93,12 @@ class Sweep:
     def record_failure(self, point: Point, exit_code: int, error: str) -> None:
         """Keeps how a point failed. Only warns where that cannot be written: then it is tried again."""
         failure, path = {'exit_code': exit_code, 'error': error}, self.notes / f'{point.name}.json'
-        with _noting(path):
+        with _note_failure(path):
             write_atomically(path, json.dumps(failure) + '\n')
 
 
 @contextlib.contextmanager
-def _noting(path: epath.Path) -> Iterator[None]:
+def _note_failure(path: epath.Path) -> Iterator[None]:
     """A block whose failure to write `path` is only said: a full disk must not change how a point has ended."""
     try:
         with reaching(path):

@@ -18,7 +18,7 @@ def check_training(
     if mesh.shards is not None:
         config.check_divides(mesh.shards)
     config.check_parts(mesh.sequence)
-    optimizer.learning_rate(config.steps)
+    optimizer.build_schedule(config.steps)
     check_objective(config.objective, data, model)
     model.check_parts(mesh.sequence)
     model.check_length(config.context_length)

@@ -259,7 +259,7 @@ def describe_mesh(mesh: Mesh, slices: int, compute_dtype: DTypeLike) -> str:
     )
 
 
-def shared_rows(rows: int, mesh: Mesh) -> int:
+def round_up_rows(rows: int, mesh: Mesh) -> int:
     """The least number of rows, at least `rows`, that the devices can share equally."""
     return math.ceil(rows / data_shards(mesh)) * data_shards(mesh)
 

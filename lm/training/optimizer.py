@@ -11,7 +11,7 @@ import optax
 
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
-from lm.model.width import rate_scale
+from lm.model.width import compute_rate_scale
 from lm.training.rules import Declared, Rule
 from lm.training.rules.adamw import AdamW
 from lm.training.schedules import Schedule
@@ -39,7 +39,7 @@ class OptimizerConfig(Configurable):
         help='times the mean squared log-normalizer of the logits, added to what is minimized; 1e-4',
     )
 
-    def learning_rate(self, steps: int) -> optax.Schedule:
+    def build_schedule(self, steps: int) -> optax.Schedule:
         """Update count → learning rate, over `steps` updates."""
         if self.warmup_steps >= steps:
             raise ConfigError(
@@ -61,7 +61,7 @@ class OptimizerConfig(Configurable):
             optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity(),
             self._directions(declared, widening),
             optax.add_decayed_weights(self.weight_decay, mask=decayed),
-            optax.scale_by_learning_rate(self.learning_rate(steps)),
+            optax.scale_by_learning_rate(self.build_schedule(steps)),
         )
 
     def _directions(self, declared, widening):
@@ -71,7 +71,7 @@ class OptimizerConfig(Configurable):
         if widening == 1:
             return rule
         scales = jax.tree.map(
-            lambda declaration: rate_scale(declaration, widening, self.rule.growth(declaration)), declared
+            lambda declaration: compute_rate_scale(declaration, widening, self.rule.growth(declaration)), declared
         )
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ class Profiler:
     def __init__(self, traced_steps: tuple[int, int] | None, folder: os.PathLike):
         self.traced_steps, self.folder, self.running = traced_steps, folder, False
 
-    def at(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Call it before each step is dispatched."""
         traced = self.traced_steps is not None and self.traced_steps[0] <= step <= self.traced_steps[1]
         if traced and not self.running:

@@ -19,7 +19,7 @@ def print_rows(rows: Mapping[str, str]) -> None:
         print_row(name, value)
 
 
-def divergence(
+def describe_divergence(
     step: int,
     bad_steps: int,
     what: str,

@@ -51,7 +51,7 @@ class TrainStep:
         """`unpack` None: every token predicts the next one (`Task.unpack` and `Objective.unpack` give others)."""
         self.functions, self.unpack = functions, unpack or next_token
         self.by_window, self.documents = by_window, documents
-        self.schedule, self.z_loss = optimizer.learning_rate(steps), optimizer.z_loss
+        self.schedule, self.z_loss = optimizer.build_schedule(steps), optimizer.z_loss
         self.transform = optimizer.build(steps, functions.declared, functions.widening)
 
     def init(self, seed: int) -> State:
@@ -83,7 +83,7 @@ class TrainStep:
 
         Returns:
             the new state, and scalars: loss (nats per token), grad_norm, learning_rate, skipped, in_a_row, and
-            first_bad, which is what `name_of` knows the first array by that is not finite (-1: all are).
+            first_bad, which is what `name_first_bad` knows the first array by that is not finite (-1: all are).
         """
         windows = (batch_AxBxL,)
         if isinstance(self.unpack, Hiding):
@@ -122,7 +122,7 @@ class TrainStep:
         arrays = tokens_BxL, targets_BxL, share_BxL
         return self.functions.weighted_loss(weights, *arrays, self.documents, self.z_loss)
 
-    def name_of(self, first_bad: int) -> str:
+    def name_first_bad(self, first_bad: int) -> str:
         """Names the array that the metric `first_bad` points at: 'loss', 'gradient of …', 'gradient norm', 'learning
         rate'."""
         return list(_checked(None, self.functions.abstract['params'], None, None))[first_bad]

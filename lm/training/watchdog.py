@@ -22,7 +22,7 @@ class Watchdog:
     """Context manager that ends the process when no step has finished for `minutes`, and for FACTOR median steps.
 
     Call `step` after each finished step: it costs less than a microsecond. Enclose work that is slow for a good reason
-    in `paused`. The watchdog begins with the first `step`.
+    in `pause`. The watchdog begins with the first `step`.
 
     Args:
         minutes: the least that counts as a hang; None: nothing does.
@@ -52,7 +52,7 @@ class Watchdog:
         self._last, self._number = now, number
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Leaves the time inside out of the step. Not to be nested."""
         self._paused = True
         start = time.monotonic()
@@ -63,7 +63,7 @@ class Watchdog:
                 self._last += time.monotonic() - start
             self._paused = False
 
-    def limit(self) -> float:
+    def compute_limit(self) -> float:
         """Seconds after which a step counts as hanging."""
         durations = list(self._durations)
         return max(60 * self.minutes, FACTOR * statistics.median(durations) if durations else 0.0)
@@ -74,7 +74,7 @@ class Watchdog:
             if last is None or self._paused:
                 continue
             late = time.monotonic() - last
-            if late > self.limit() and not self._paused and last == self._last:
+            if late > self.compute_limit() and not self._paused and last == self._last:
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
                 end_process(
                     f'lm train: step {self._number} has not finished for {late / 60:.1f} minutes, train.hang_minutes '

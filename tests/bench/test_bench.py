@@ -281,7 +281,7 @@ def test_bars_tell_their_lengths_in_three_digits(tmp_path, monkeypatch):
 
 def test_speeds_are_printed_without_powers_of_ten():
     row = step.StepRow('softmax', 512, 8, 1, 'none', 1, False, 1150.4, 869.6, 1200.0)
-    assert step._printed(row) == {'speed': '1,150', 'range': '870–1,200'}
+    assert step._format_row(row) == {'speed': '1,150', 'range': '870–1,200'}
 
 
 def pretend_step(state, batch):

@@ -65,7 +65,7 @@ class Objective(Configurable, abc.ABC):
         Raises ConfigError where the vocabulary lacks something.
         """
 
-    def hiding(self, store: Store | None, vocab_size: int, split: str) -> Hiding | None:
+    def make_hiding(self, store: Store | None, vocab_size: int, split: str) -> Hiding | None:
         """The function that hides tokens of a split in its evaluation, with arguments and errors as in `unpack`. None:
         all are read from left to right, and each is asked for."""
         return None

@@ -49,9 +49,9 @@ class Masked(Objective):
             )
 
     def unpack(self, store: Store | None, vocab_size: int) -> 'Masking':
-        return self.hiding(store, vocab_size, TRAINING)
+        return self.make_hiding(store, vocab_size, TRAINING)
 
-    def hiding(self, store: Store | None, vocab_size: int, split: str) -> 'Masking':
+    def make_hiding(self, store: Store | None, vocab_size: int, split: str) -> 'Masking':
         pieces, mask_id, special = vocab_size - 1, None, ()
         if store is not None:
             tokenizer = store.tokenizer()
