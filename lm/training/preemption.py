@@ -46,9 +46,9 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def is_requested(self, step: int | None = None) -> bool:
-        """Tells whether to save and stop now. Poll it in every loop that can last: before each training step, after each
-        batch of an evaluation. In runs of several processes all must poll at the same points of the program, and all
-        get True at the same poll, one or a few after the signal. Once True, always True.
+        """Tells whether to save and stop now. Poll it in every loop that can last: before each training step, after
+        each batch of an evaluation. In runs of several processes all must poll at the same points of the program, and
+        all get True at the same poll, one or a few after the signal. Once True, always True.
 
         Args:
             step: what the log line calls this moment.
