@@ -1,6 +1,6 @@
-"""What lies in run directories, read for people: `lm inspect`, `lm sweep` and `lm report` stand on this.
+"""Reads run directories for `lm inspect`, `lm sweep` and `lm report`.
 
-Reading changes nothing, needs no device, and takes a run that is being written for what it is at that moment.
+Reading changes nothing and needs no device. A run that is being written is read as it is at that moment.
 """
 
 import ast
@@ -23,12 +23,12 @@ from lm.files import is_remote, open_path
 from lm.runs.config_diff import parse_bindings
 from lm.runs.goodput import parse_ledger
 from lm.runs.info import read_info
-from lm.runs.metrics_file import read_lines
+from lm.runs.metrics_file import read_lines, to_plain
 from lm.runs.paths import read_text
 from lm.runs.run_dir import RunDir
 
 OWN_BINDINGS = {'model.attention', 'train.steps', 'train.context_length'}
-"""Of every config.gin that `lm train` writes."""
+"""Bindings that every config.gin of `lm train` has."""
 NEEDED = {'train': ('loss', 'grad_norm', 'tokens', 'seconds'), 'eval': ('loss',)}
 """Kind of a record → its numbers that readers count on, besides the step."""
 NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def branched_at(self) -> int:
-        """Up to which step its records are those of the run that it is a branch of; 0: it is none."""
+        """The last step whose records come from the run that it branched from; 0: it is no branch."""
         branch = self.info.get('branch')
         return branch['step'] if isinstance(branch, dict) and isinstance(branch.get('step'), int) else 0
 
@@ -108,7 +108,7 @@ class Run:
         return self.info.get('imported')
 
     def is_finished(self) -> bool:
-        """Whether the last step was evaluated and its checkpoint is complete on disk.
+        """Returns whether the last step was evaluated and its checkpoint is complete on disk.
 
         A run that is stopped during its last evaluation has the checkpoint alone; `lm train` then makes up for it.
         """
@@ -166,7 +166,7 @@ class Run:
 
 
 def is_run(path: epath.Path) -> bool:
-    """Whether `path` is a run directory."""
+    """Returns whether `path` is a run directory."""
     return (path / 'config.gin').exists()
 
 
@@ -207,21 +207,21 @@ def _expand(pattern: str) -> list[epath.Path]:
 
 
 def read_json(path: epath.Path) -> Any:
-    """The contents of a JSON file; None where it is missing or unreadable."""
+    """Reads a JSON file. Returns None where it is missing or unreadable."""
     try:
-        return _finite(json.loads(path.read_text()))
+        return _restore_numbers(json.loads(path.read_text()))
     except (OSError, ValueError):
         return None
 
 
 def read_jsonl(path: epath.Path) -> list[dict[str, Any]]:
-    """The whole records of metrics.jsonl. What is being written, or was cut off, is left out."""
-    records = (_finite(record) for _, record in read_lines(path) if record)
+    """Reads the whole records of metrics.jsonl. A line that is being written, or was cut off, is left out."""
+    records = (_restore_numbers(record) for _, record in read_lines(path) if record)
     return [record for record in records if _is_whole(record)]
 
 
 def _is_whole(record: dict[str, Any]) -> bool:
-    """Whether a record has the numbers that its readers count on."""
+    """Returns whether a record has the numbers that its readers need."""
     kind = record.get('kind')
     needed = NEEDED.get(kind, ()) if isinstance(kind, str) else ()
     return isinstance(record.get('step'), int) and bool(needed) and all(_is_number(record.get(k)) for k in needed)
@@ -231,26 +231,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def to_json(value: Any) -> str:
-    """JSON text, in which what is not finite is written as in metrics.jsonl."""
-    names = {math.inf: 'Infinity', -math.inf: '-Infinity'}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(v) for v in value]
-        return names.get(value, 'NaN') if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(plain(value), indent=2)
+def to_json(value: object) -> str:
+    """Formats JSON text, in which numbers that are not finite are written as in metrics.jsonl."""
+    return json.dumps(to_plain(value), indent=2)
 
 
-def _finite(value: Any) -> Any:
-    """Numbers for the names that `lm.runs.metrics_file` writes for what JSON has no number for."""
+def _restore_numbers(value: Any) -> Any:
+    """Restores the numbers whose names `lm.runs.metrics_file.to_plain` writes."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: _restore_numbers(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_finite(v) for v in value]
+        return [_restore_numbers(v) for v in value]
     return NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
