@@ -21,8 +21,7 @@ from lm.training.rules.base import Declared, Rule
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the iteration x ← a·x + b·(x xᵀ)x + c·(x xᵀ)²x, which drives singular values in (0, 1] to between 0.7
-and 1.2."""
+"""a, b, c of the iteration x ← a·x + b·(x xᵀ)x + c·(x xᵀ)²x, which moves singular values in (0, 1] to 0.7 … 1.2."""
 
 
 @configurable('muon')
@@ -42,7 +41,7 @@ class Muon(Rule):
 
         def direction(path, momentum):
             declaration = declarations[path]
-            return self.rms * _orthogonalize(_shard_by_layer(momentum, declaration), declaration)
+            return self.rms * _orthogonal(_by_layer(momentum, declaration), declaration)
 
         matrices = optax.chain(
             optax.trace(self.momentum, nesterov=True),
@@ -62,7 +61,7 @@ def _is_turned(declaration: Declaration) -> bool:
     return declaration.kind == 'matrix' and 'vocabulary' not in declaration.axes
 
 
-def _shard_by_layer(x: jax.Array, declaration: Declaration) -> jax.Array:
+def _by_layer(x: jax.Array, declaration: Declaration) -> jax.Array:
     """x, with its layers on the devices of the mesh's axis `fsdp`, if there is one."""
     if jax.sharding.get_abstract_mesh().shape.get('fsdp', 1) == 1 or LAYER not in declaration.axes:
         return x
@@ -71,18 +70,20 @@ def _shard_by_layer(x: jax.Array, declaration: Declaration) -> jax.Array:
     )
 
 
-def _orthogonalize(x: jax.Array, declaration: Declaration) -> jax.Array:
-    """U Vᵀ of each matrix x [..., m, n] = U S Vᵀ, scaled to elements of mean square 1 at full rank. Pieces side by side
-    on the last axis (`Declaration.pieces`) are separate matrices."""
+def _orthogonal(x: jax.Array, declaration: Declaration) -> jax.Array:
+    """Returns U Vᵀ of each matrix x [..., m, n] = U S Vᵀ, scaled so that full rank gives elements of mean square 1.
+
+    The pieces on the last axis (`Declaration.pieces`) are separate matrices.
+    """
     cuts = [sum(declaration.pieces[:i]) for i in range(1, len(declaration.pieces))]
-    whole = [_orthogonalize_piece(piece) for piece in jnp.split(x, cuts, axis=-1)]
+    whole = [_orthogonal_piece(piece) for piece in jnp.split(x, cuts, axis=-1)]
     return jnp.concatenate(whole, axis=-1) if cuts else whole[0]
 
 
-def _orthogonalize_piece(x_xMxN: jax.Array) -> jax.Array:
+def _orthogonal_piece(x_xMxN: jax.Array) -> jax.Array:
     m, n = x_xMxN.shape[-2:]
     if m > n:
-        return _orthogonalize_piece(x_xMxN.mT).mT
+        return _orthogonal_piece(x_xMxN.mT).mT
     # Its squares leave float32 where a gradient has long been 0, and momentum is what is left of earlier ones.
     tiny = jnp.finfo(jnp.float32).tiny
     largest = jnp.max(jnp.abs(x_xMxN), axis=(-2, -1), keepdims=True)
