@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names of `PUBLIC`, for type checkers and editors
     from lm.attention import mechanisms as mechanisms
-    from lm.checkpoint.checkpointer import CheckpointConfig as CheckpointConfig
+    from lm.checkpoint.config import CheckpointConfig as CheckpointConfig
     from lm.config.text import dump as dump
     from lm.data.dataset import DataConfig as DataConfig
     from lm.data.prepare.config import PrepareConfig as PrepareConfig
     from lm.data.prepare.stages import prepare as prepare
     from lm.evaluation.config import EvaluateConfig as EvaluateConfig
     from lm.experiment import Experiment as Experiment
-    from lm.experiment import LoadedRun as LoadedRun
     from lm.experiment import load as _configure
-    from lm.experiment import open_run as _load
-    from lm.experiment import validate as validate
     from lm.inference.evaluation import evaluate as evaluate
     from lm.inference.generation import generate as generate
+    from lm.inference.loaded_run import LoadedRun as LoadedRun
+    from lm.inference.loaded_run import open_run as _load
     from lm.model import ModelConfig as ModelConfig
+    from lm.plan import validate as validate
     from lm.session.train import train as train
     from lm.training.config import TrainConfig as TrainConfig
     from lm.training.mesh import MeshConfig as MeshConfig
@@ -45,7 +45,7 @@ PUBLIC = {
     'DataConfig': 'lm.data.dataset:DataConfig',
     'EvaluateConfig': 'lm.evaluation.config:EvaluateConfig',
     'Experiment': 'lm.experiment:Experiment',
-    'LoadedRun': 'lm.experiment:LoadedRun',
+    'LoadedRun': 'lm.inference.loaded_run:LoadedRun',
     'MeshConfig': 'lm.training.mesh:MeshConfig',
     'ModelConfig': 'lm.model:ModelConfig',
     'OptimizerConfig': 'lm.training.optimizer:OptimizerConfig',
@@ -55,11 +55,11 @@ PUBLIC = {
     'dump': 'lm.config.text:dump',
     'evaluate': 'lm.inference.evaluation:evaluate',
     'generate': 'lm.inference.generation:generate',
-    'load': 'lm.experiment:open_run',
+    'load': 'lm.inference.loaded_run:open_run',
     'mechanisms': 'lm.attention:mechanisms',
     'prepare': 'lm.data.prepare.stages:prepare',
     'train': 'lm.session.train:train',
-    'validate': 'lm.experiment:validate',
+    'validate': 'lm.plan:validate',
 }
 """What `import lm` offers → 'module:name' of where it is made."""
 

@@ -25,6 +25,10 @@ class ConfigError(LmError):
     meaning = 'wrong command, configuration or value'
 
 
+class UnnamedError(ConfigError):
+    """A configuration does not name its data. A command line may do so later."""
+
+
 class Preempted(LmError):
     """The process was told to stop; the state is saved and the same command continues it."""
 

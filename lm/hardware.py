@@ -14,7 +14,8 @@ import importlib.util
 import math
 import os
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from lm.errors import ConfigError
 from lm.ops.chips import LIMITS, ChipLimits, limits_of
@@ -157,6 +158,49 @@ class Topology:
             rings = [all(m % 4 == 0 for m in self.shape)] * 3
         links = sum((2 if ring else 1) for n, ring in zip(self.shape, rings, strict=True) if n > 1)
         return links * self.chip.link_bytes
+
+
+class Device(Protocol):
+    """A JAX device, or one that libtpu describes. TPUs have a `slice_index` too."""
+
+    platform: str
+    device_kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The devices that a plan is for, as far as they are known.
+
+    Attributes:
+        platform: 'cpu', 'gpu' or 'tpu'.
+        slices: the number of devices of each slice; None: not known.
+    """
+
+    platform: str = 'cpu'
+    slices: tuple[int, ...] | None = None
+
+    @classmethod
+    def of_devices(cls, devices: Sequence[Device]) -> 'Target':
+        """Describes JAX devices; those of a CPU belong to one slice."""
+        return cls(devices[0].platform, tuple(len(members) for members in group_by_slice(devices)))
+
+    @classmethod
+    def of_topology(cls, topology: Topology) -> 'Target':
+        """Describes the devices of slices that need not be there."""
+        return cls('tpu', (math.prod(topology.shape) * topology.chip.devices,) * topology.slices)
+
+    @property
+    def devices(self) -> int | None:
+        """The number of all devices; None: not known."""
+        return None if self.slices is None else sum(self.slices)
+
+
+def group_by_slice(devices: Sequence[Device]) -> list[list[Device]]:
+    """Groups JAX devices by their slice, in the order of the slices."""
+    slices: dict[int, list[Device]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, 'slice_index', 0), []).append(device)
+    return [slices[index] for index in sorted(slices)]
 
 
 def describe_devices(topology: Topology) -> list[Any]:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mechanisms_list import MECHANISMS, OTHERS
+from tiny import train_step
 
 from lm.model import ModelConfig
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import TrainStep
 
 GOLDEN = pathlib.Path(__file__).parent / 'data' / 'golden_losses.json'
 
@@ -25,7 +25,7 @@ GOLDEN = pathlib.Path(__file__).parent / 'data' / 'golden_losses.json'
 def losses(attention) -> list[float]:
     """The losses of 20 steps on a text with long-range structure: each window repeats its first half."""
     model = ModelConfig(vocab_size=64, n_layers=2, d_model=32, n_heads=2, head_dim=16, attention=attention)
-    step = TrainStep(model, OptimizerConfig(peak_learning_rate=1e-2, warmup_steps=4), steps=20)
+    step = train_step(model, OptimizerConfig(peak_learning_rate=1e-2, warmup_steps=4), steps=20)
     state = jax.jit(step.init)(0)
     train = jax.jit(step.train)
     rng = np.random.default_rng(0)

@@ -29,6 +29,7 @@ FLOORS = (
     ('training',),
     ('evaluation',),
     ('experiment',),
+    ('plan',),
     ('cost_model',),
     ('session', 'inference'),
     ('eval_harness',),

@@ -104,10 +104,10 @@ def test_greedy_tokens_are_the_most_probable(run):
     chosen = np.append(row, best[-1])
     expected = best == chosen[1:]
     assert expected[-1]
-    (_, short), (nats, long) = run.scorer.judge([chosen[:3], chosen])
-    np.testing.assert_array_equal(long, expected)
-    np.testing.assert_array_equal(short, expected[:2])
-    np.testing.assert_allclose(nats, run.scorer.nats([chosen])[0], atol=1e-6)
+    short, long = run.scorer.score_rows([chosen[:3], chosen], accuracy=True)
+    np.testing.assert_array_equal(long.correct, expected)
+    np.testing.assert_array_equal(short.correct, expected[:2])
+    np.testing.assert_allclose(long.nats, run.scorer.score_rows([chosen])[0].nats, atol=1e-6)
 
 
 def test_a_split_of_one_document_scores_like_its_text(run):

@@ -8,7 +8,8 @@ import pytest
 import tiny
 
 from lm import cli
-from lm.experiment import load, validate
+from lm.experiment import load
+from lm.plan import validate
 
 WRONG = {
     'warm-up': ({'train.steps': 4, 'optimizer.warmup_steps': 10}, 2, 'optimizer.warmup_steps = 10'),

@@ -82,6 +82,14 @@ def params(bindings: dict) -> list[str]:
     return flags
 
 
+def train_step(model, optimizer, steps: int = 10, *arguments, platform: str = 'cpu', **options):
+    """The training step of a model configuration on a platform; the other arguments are those of `TrainStep`."""
+    from lm.model.functions import ModelFunctions
+    from lm.training.step import TrainStep
+
+    return TrainStep(ModelFunctions(model, model.resolve_dtype(platform)), optimizer, steps, *arguments, **options)
+
+
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     """Variables of a subprocess with `devices` simulated CPU devices."""
     return os.environ | {

@@ -169,14 +169,22 @@ class NormedModule(AttentionModule):
     normed_dtype: ClassVar[Any] = None
 
     def make_norms(self, head_dim: int, rngs: nnx.Rngs, gain: float = 1.0, bias: float = 0.0) -> None:
-        constant = nnx.initializers.constant
-        start = {'scale_init': constant(gain), 'bias_init': constant(bias)}
-        self.q_norm, self.k_norm = (layer_norm(head_dim, 'head', rngs, **start) for _ in range(2))
+        scale_init, bias_init = nnx.initializers.constant(gain), nnx.initializers.constant(bias)
+        self.q_norm, self.k_norm = (
+            layer_norm(head_dim, 'head', rngs, scale_init=scale_init, bias_init=bias_init) for _ in range(2)
+        )
 
     @property
     def norms(self) -> HeadNorms | None:
-        q, k = self.q_norm, self.k_norm
-        return HeadNorms(q.scale[...], q.bias[...], k.scale[...], k.bias[...], self.normed_dtype)
+        (q_gain, q_bias), (k_gain, k_bias) = _arrays(self.q_norm), _arrays(self.k_norm)
+        return HeadNorms(q_gain, q_bias, k_gain, k_bias, self.normed_dtype)
+
+
+def _arrays(norm: nnx.LayerNorm) -> tuple[jax.Array, jax.Array]:
+    """Returns gain and bias."""
+    assert norm.scale is not None
+    assert norm.bias is not None
+    return norm.scale[...], norm.bias[...]
 
 
 def score_start(offset: float, head_dim: int, gain: float | None = None) -> dict[str, float]:
@@ -187,8 +195,8 @@ def score_start(offset: float, head_dim: int, gain: float | None = None) -> dict
     while the other has no such bias: biases that start at zero stay there, and even powers weigh opposite vectors like
     equal ones. (PolySketchFormer, eq. 1 has the offset, α; §2.1 leaves it to the layer normalizations.)
     """
-    gain = head_dim**-0.25 if gain is None else gain
-    return {'gain': gain, 'bias': gain * math.sqrt(offset) * head_dim**-0.25}
+    start = head_dim**-0.25 if gain is None else gain
+    return {'gain': start, 'bias': start * math.sqrt(offset) * head_dim**-0.25}
 
 
 def score_scale(degree: int, head_dim: int) -> float:

@@ -69,7 +69,7 @@ class LinearModule(AttentionModule):
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
         v_BxLxKxD: jax.Array,
-        *own: jax.Array,
+        *own: jax.Array | None,
         starts_BxL: jax.Array | None = None,
         **named: jax.Array,
     ) -> jax.Array:
@@ -77,6 +77,7 @@ class LinearModule(AttentionModule):
         if not self.dims.causal:
             arguments |= {'causal': False}
         o_BxLxHxC = linear_attention(**self._apart(arguments, starts_BxL))
+        assert isinstance(o_BxLxHxC, jax.Array)  # no mechanism asks for the state
         return self.outputs(self._divided(o_BxLxHxC, v_BxLxKxD.dtype), v_BxLxKxD)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> decode.DecodeState:
@@ -102,7 +103,7 @@ class LinearModule(AttentionModule):
         state, o_BxTxHxC = decode.decode_step(state, **self._apart(arguments, starts_BxT))
         return state, self.outputs(self._divided(o_BxTxHxC, v_BxTxKxD.dtype), v_BxTxKxD)
 
-    def _apart(self, arguments, starts_BxL):
+    def _apart(self, arguments: dict[str, Any], starts_BxL: jax.Array | None) -> dict[str, Any]:
         """The arguments of the call with documents kept apart, where any are told."""
         if starts_BxL is None:
             return arguments

@@ -106,7 +106,7 @@ class PerformerAttention(LinearModule):
             return
         projection_RxD, phases_R = self._draw(key)
         self.projection[...] = projection_RxD
-        if phases_R is not None:
+        if self.phases is not None:
             self.phases[...] = phases_R
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> DecodeState:

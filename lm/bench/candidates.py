@@ -11,8 +11,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from lm.attention import DEFAULT, mechanisms
 from lm.config.checks import Statement, check_used, did_you_mean, find_used_bindings
 from lm.config.read import read
@@ -20,6 +18,7 @@ from lm.config.resolve import map_sections, resolve
 from lm.config.text import Reference, join_names
 from lm.errors import ConfigError
 from lm.experiment import Experiment
+from lm.hardware import Target
 
 CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
 BASELINE = DEFAULT.gin_name
@@ -113,25 +112,20 @@ def of_arguments(arguments: Any, **options: Any) -> list[Candidate]:
     return candidates(arguments.mechanisms, arguments.gin_file, arguments.gin_param, **allow, **options)
 
 
-def at_context(experiment: Experiment, context: int, tokens: int, limit: int, devices: int | None = None) -> Experiment:
-    """The experiment with another context length, and microbatches of at most `limit` tokens a device; `devices`: how
-    many there are, if not those of JAX.
+def change_context(experiment: Experiment, context: int, tokens: int, limit: int, target: Target) -> Experiment:
+    """The experiment with another context length, and microbatches of at most `limit` tokens per device of `target`.
 
-    Raises ConfigError where the tokens of a step are no multiple of the context, or the devices cannot share them.
+    Raises ConfigError where the tokens of a step are no multiple of the context, or the devices form no mesh.
     """
-    sequence, devices = experiment.mesh.sequence, devices or jax.device_count()
-    experiment.mesh.check_divides(devices)
+    shards = experiment.mesh.plan(target).shards or 1
     if tokens % context:
         raise ConfigError(f'--tokens_per_step {tokens}: must be a multiple of every context; {context} does not divide')
-    groups = devices // sequence
-    rows = max(1, tokens // context // groups)
-    fits = limit * sequence // context
+    rows = max(1, tokens // context // shards)
+    fits = limit * experiment.mesh.sequence // context
     together = max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n <= fits))
     train = dataclasses.replace(
         experiment.train, context_length=context, tokens_per_step=tokens, microbatches=rows // together
     )
-    train.check_divides(groups)
-    train.check_parts(sequence)
     return dataclasses.replace(experiment, train=train)
 
 

@@ -24,9 +24,9 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.config.text import dump
 from lm.errors import ConfigError, LmError
 from lm.experiment import Experiment, load
-from lm.training.mesh import make_mesh
-from lm.training.program import abstract_state
-from lm.training.step import State, TrainStep
+from lm.hardware import Target
+from lm.plan import plan_step
+from lm.training.step import State
 
 DEFAULT = 'configs/models/small.gin'
 STATUS = pathlib.Path('/proc/self/status')
@@ -148,9 +148,10 @@ MEASURED = {'save': _save, 'restore': _restore}
 
 def _measure(name: str, folder: str) -> None:
     experiment: Experiment = load([f'{folder}/config.gin'], allow_imports=True)  # which `run` has allowed
-    mesh = make_mesh(experiment.mesh)
+    plan = plan_step(experiment, Target.of_devices(jax.devices()))
+    mesh = plan.mesh.arrange(jax.devices())
     with jax.set_mesh(mesh):
-        abstract = abstract_state(TrainStep(experiment.model, experiment.optimizer, experiment.train.steps), mesh)
+        abstract = plan.program.place_state(mesh)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) / 2**20
         print(json.dumps(dataclasses.asdict(MEASURED[name](pathlib.Path(folder), abstract, size))))
 

@@ -5,26 +5,27 @@ not a measurement.
 """
 
 import dataclasses
+import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from lm.bench import results
-from lm.bench.candidates import BASELINE, Candidate, at_context, of_models
+from lm.bench.candidates import BASELINE, Candidate, change_context, of_models
 from lm.compilation.compiler import CompiledProgram
 from lm.cost_model.kernel_cycles import KernelCycles
 from lm.cost_model.program import HloProgram
 from lm.cost_model.step_time import PARTS, StepTime, step_time
-from lm.data.tokenizers import token_dtype
-from lm.experiment import Experiment, training_step
-from lm.hardware import Topology, describe_devices, generation, smallest
+from lm.experiment import Experiment
+from lm.hardware import Target, Topology, describe_devices, generation, smallest
 from lm.model import REMAT
+from lm.plan import plan_step
 from lm.text import short
-from lm.training.mesh import MeshConfig, make_mesh
-from lm.training.program import compile_described
+from lm.training.mesh import MeshConfig
+from lm.training.program import StepTooLarge, compile_described
 
 CONTEXTS = (2048, 8192, 32_768)
 MICROBATCH_TOKENS = 32_768
@@ -103,7 +104,7 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
         limit: that are processed together, if a sequence has not more.
     """
     experiment = dataclasses.replace(candidate.experiment, mesh=MeshConfig())
-    experiment = at_context(experiment, context, tokens, limit, devices=1)
+    experiment = change_context(experiment, context, tokens, limit, Target('tpu', (1,)))
     chip, config = topology.chip, experiment.train
     rows = [
         ForecastRow(
@@ -122,7 +123,7 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
         return timed
     # Which level is the fastest depends on the context: what attention is computed again costs, or products.
     fitting = list(filter(None, (_timed(row, experiment, topology) for row in others)))
-    return min(fitting, key=lambda row: row.milliseconds, default=rows[-1])
+    return min(fitting, key=lambda row: row.milliseconds or math.inf, default=rows[-1])
 
 
 def _timed(row: ForecastRow, experiment: Experiment, topology: Topology) -> ForecastRow | None:
@@ -131,6 +132,7 @@ def _timed(row: ForecastRow, experiment: Experiment, topology: Topology) -> Fore
     found = compile_step(dataclasses.replace(experiment, model=model), topology)
     if found is None:
         return None
+    assert found.memory is not None, 'compilers for TPUs describe the memory'
     program = HloProgram(found.text)
     time, chip = step_time(program, topology, KernelCycles(program, topology)), topology.chip
     flops = model.flops_per_token(row.context) * experiment.train.batch_size * row.context
@@ -144,11 +146,10 @@ def _timed(row: ForecastRow, experiment: Experiment, topology: Topology) -> Fore
 
 def compile_step(experiment: Experiment, topology: Topology) -> CompiledProgram | None:
     """The step of `lm train` on one device; None: it needs more memory than that has."""
-    mesh = make_mesh(MeshConfig(), describe_devices(topology)[:1])
-    dtype = token_dtype(experiment.model.vocab_size)
-    with jax.set_mesh(mesh):
-        found = compile_described(training_step(experiment), experiment.train, dtype, mesh, topology)
-    return None if isinstance(found, float) else found
+    devices = describe_devices(topology)[:1]
+    plan = plan_step(dataclasses.replace(experiment, mesh=MeshConfig()), Target.of_devices(devices))
+    found = compile_described(plan.program, plan.mesh.arrange(devices), topology)
+    return None if isinstance(found, StepTooLarge) else found
 
 
 def asdict(row: ForecastRow) -> dict[str, Any]:
@@ -158,37 +159,41 @@ def asdict(row: ForecastRow) -> dict[str, Any]:
 def compared(rows: Sequence[ForecastRow]) -> list[ForecastRow]:
     """The rows with their speed over softmax where that is among them."""
     base = {row.context: row.milliseconds for row in rows if row.mechanism == BASELINE}
-    return [
-        dataclasses.replace(row, speed_over_softmax=base[row.context] / row.milliseconds)
-        if base.get(row.context) and row.milliseconds and row.mechanism != BASELINE
-        else row
-        for row in rows
-    ]
+
+    def compare(row: ForecastRow) -> ForecastRow:
+        softmax, own = base.get(row.context), row.milliseconds
+        if not softmax or not own or row.mechanism == BASELINE:
+            return row
+        return dataclasses.replace(row, speed_over_softmax=softmax / own)
+
+    return [compare(row) for row in rows]
 
 
 def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
     """A table of parts by configurations, one generation."""
-    names = {i: f'{row.mechanism} {short(row.context)}' for i, row in enumerate(rows)}
+    titles = {str(i): f'{row.mechanism} {short(row.context)}' for i, row in enumerate(rows)}
 
-    def line(title, value):
-        return {'part': title} | {i: value(row) if row.time else None for i, row in enumerate(rows)}
+    def line(title: str, value: Callable[[ForecastRow, StepTime], str | None]) -> dict[str, Any]:
+        cells = {str(i): value(row, row.time) if row.time else None for i, row in enumerate(rows)}
+        return {'part': title, **cells}
 
-    def part(name):
-        return lambda row: next((_pair(p.seconds, p.recomputed_seconds) for p in row.time.parts if p.part == name), '–')
+    def part(name: str) -> Callable[[ForecastRow, StepTime], str]:
+        return lambda _, time: next((_pair(p.seconds, p.recomputed_seconds) for p in time.parts if p.part == name), '–')
 
     present = {p.part for row in rows if row.time for p in row.time.parts}
-    lines = [line('step', lambda row: _pair(row.time.seconds, row.time.recomputed_seconds))]
+    lines = [line('step', lambda _, time: _pair(time.seconds, time.recomputed_seconds))]
     lines += [line(f'  {name}', part(name)) for name in dict.fromkeys(PARTS.values()) if name in present]
     lines += [
-        line('HBM, GB', lambda row: f'{row.time.hbm_gigabytes:.0f}'),
-        line('MFU', lambda row: f'{row.mfu:.1%}'),
-        line('memory, GiB', lambda row: f'{row.peak_gib:.2f}'),
-        line('remat', lambda row: row.remat),
+        line('HBM, GB', lambda _, time: f'{time.hbm_gigabytes:.0f}'),
+        line('MFU', lambda row, _: f'{row.mfu:.1%}'),
+        line('memory, GiB', lambda row, _: f'{row.peak_gib:.2f}'),
+        line('remat', lambda row, _: row.remat),
     ]
     if any(row.speed_over_softmax for row in rows):
-        lines.append(line(f'× {BASELINE}', _ratio))
+        lines.append(line(f'× {BASELINE}', lambda row, _: _ratio(row)))
     printer.line('')
-    printer.table(lines, {'part': (rows[0].generation, str)} | {i: (name, str) for i, name in names.items()})
+    columns: dict[str, tuple[str, Callable[[Any], str]]] = {'part': (rows[0].generation, str)}
+    printer.table(lines, columns | {key: (title, str) for key, title in titles.items()})
     for name in sorted({name for row in rows if row.time for name in row.time.unknown_kernels}):
         printer.line(f'{name}: its schedule is not known; it counts by what it moves and declares')
 
@@ -196,7 +201,7 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
 def _ratio(row: ForecastRow) -> str | None:
     """Speed over softmax; None where that did not fit."""
     ratio = 1.0 if row.mechanism == BASELINE else row.speed_over_softmax
-    return ratio and f'{ratio:.2f}'
+    return None if ratio is None else f'{ratio:.2f}'
 
 
 def _pair(seconds: float, recomputed: float) -> str:
@@ -211,8 +216,9 @@ def draw(rows: Sequence[ForecastRow], out: str) -> list[str]:
     files = []
     for chip, context in dict.fromkeys((row.generation, row.context) for row in rows if row.time):
         chosen = [r for r in rows if (r.generation, r.context) == (chip, context) and r.time]
+        times = [row.time for row in chosen if row.time]
         pieces = {
-            name: np.array([sum(1e3 * p.seconds for p in row.time.parts if p.part == name) for row in chosen])
+            name: np.array([sum(1e3 * p.seconds for p in time.parts if p.part == name) for time in times])
             for name in dict.fromkeys(PARTS.values())
         }
         path = pathlib.Path(out, f'step_time_{chip}_{context}')

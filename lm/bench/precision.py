@@ -17,10 +17,11 @@ import numpy as np
 from lm.bench import results
 from lm.bench.candidates import Candidate, of_models
 from lm.errors import ConfigError
-from lm.experiment import Experiment, training_step
+from lm.experiment import Experiment
+from lm.hardware import Target
 from lm.ops.platform import choices
-from lm.training.mesh import MeshConfig, initialize_distributed, make_mesh
-from lm.training.step import weights
+from lm.plan import plan_step
+from lm.training.mesh import MeshConfig, initialize_distributed
 
 CPU_CONTEXTS, CONTEXTS = (512,), (4096,)
 ALLOWED, ROUNDING = 3.0, 0.01
@@ -145,17 +146,18 @@ def values_of(
     experiment: Experiment, context: int, portable: bool = False, runs: int = 1
 ) -> tuple[list[dict[str, np.ndarray]], dict[str, str]]:
     """Loss and gradients by name, of each of some runs; and what computed, operation by operation."""
-    mesh = make_mesh(experiment.mesh, jax.local_devices()[:1])
-    with jax.set_mesh(mesh), choices(portable) as used:
-        functions = training_step(experiment)
+    devices = jax.local_devices()[:1]
+    plan = plan_step(experiment, Target.of_devices(devices))
+    step = plan.program.step
+    with jax.set_mesh(plan.mesh.arrange(devices)), choices(portable) as used:
         tokens = jax.random.randint(jax.random.key(1), (1, context + 1), 0, experiment.model.vocab_size)
 
         def loss(params, buffers, tokens):
             share = jnp.full((1, context), 1 / context, jnp.float32)
-            state = {'params': params, 'buffers': buffers}
-            return functions.weighted_loss(state, tokens[:, :-1], tokens[:, 1:], share)[0]
+            weights, rows = {'params': params, 'buffers': buffers}, (tokens[:, :-1], tokens[:, 1:], share)
+            return step.weighted_loss(weights, *rows)[0]
 
-        state = weights(jax.jit(functions.init)(experiment.train.seed))
+        state = jax.jit(step.functions.init)(experiment.train.seed)
         program = jax.jit(jax.value_and_grad(loss))
         found = [jax.device_get(program(state['params'], state['buffers'], tokens)) for _ in range(runs)]
     return [{'loss': value, **named(gradients)} for value, gradients in found], used

@@ -6,20 +6,19 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lm.bench import results, timing
-from lm.bench.candidates import BASELINE, Candidate, at_context, of_models
-from lm.data.tokenizers import token_dtype
-from lm.experiment import Experiment, training_step
-from lm.hardware import peak_flops
+from lm.bench.candidates import BASELINE, Candidate, change_context, of_models
+from lm.hardware import Target, peak_flops
+from lm.plan import PlanCache, StepPlan, plan_step
 from lm.text import counted, digits
-from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed, make_mesh
-from lm.training.program import abstract_state, init_state, lower_step
-from lm.training.step import count_parameters
+from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed
+from lm.training.program import lower_step
+from lm.training.step import State
 
 CPU_CONTEXTS = (512, 1024, 2048)
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -65,31 +64,50 @@ class StepRow:
     loss: float | None = None
     speed_over_softmax: float | None = None
 
+    @property
+    def speeds(self) -> 'Speeds | None':
+        """Steps per second; None where the memory did not suffice."""
+        if self.steps_per_second is None or self.slowest is None or self.fastest is None:
+            return None
+        return Speeds(self.steps_per_second, self.slowest, self.fastest)
+
+
+class Speeds(NamedTuple):
+    """Steps per second over the repeats."""
+
+    median: float
+    slowest: float
+    fastest: float
+
 
 class TimedStep:
     """The compiled step of one configuration at one context length; `state` is shared with those at the others."""
 
-    def __init__(self, experiment: Experiment, state: dict[str, Any], steps: int):
+    def __init__(self, plan: StepPlan, state: dict[str, Any], steps: int):
         """
         Args:
-            experiment: with the context length.
+            plan: at the context length.
             state: holds the training state under 'state', or nothing yet.
             steps: of a call.
         """
-        self.experiment, self._state, self._steps, self.loss, self._metrics = experiment, state, steps, None, None
-        config, model = experiment.train, experiment.model
-        self.mesh = make_mesh(experiment.mesh)
-        functions = training_step(experiment)
-        abstract, dtype = abstract_state(functions, self.mesh), token_dtype(model.vocab_size)
+        self.plan, self._state, self._steps, self._metrics = plan, state, steps, None
+        self.loss: jax.Array | None = None
+        program, vocab_size = plan.program, plan.experiment.model.vocab_size
+        self.mesh = plan.mesh.arrange(jax.devices())
+        lowered = lower_step(program, self.mesh)
+
+        def draw() -> jax.Array:
+            tokens = jax.random.randint(jax.random.key(1), program.batch_shape, 0, vocab_size)
+            return tokens.astype(program.batch_dtype)
+
         with jax.set_mesh(self.mesh):
-            lowered = lower_step(functions, abstract, config, dtype, self.mesh)
             self.compiled, self.memory = timing.compile_if_fits(lowered)
-            self._init = lambda: init_state(functions, abstract, config.seed)
-            self._draw = jax.jit(
-                lambda: jax.random.randint(jax.random.key(1), config.batch_shape, 0, model.vocab_size).astype(dtype),
-                out_shardings=batch_sharding(self.mesh, axis=1),
-            )
-        self._batch = None
+            self._draw = jax.jit(draw, out_shardings=batch_sharding(self.mesh, axis=1))
+        self._batch: jax.Array | None = None
+
+    def _init(self) -> State:
+        program = self.plan.program
+        return program.init_state(program.place_state(self.mesh), self.plan.experiment.train.seed)
 
     def __call__(self) -> jax.Array:
         """Runs the steps; the loss of the last."""
@@ -129,10 +147,8 @@ def run(arguments: Any) -> int:
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench step', machine))
     model = found[0].experiment.model
-    printer.line(
-        f'{counted(model.n_layers, "layer")} of width {model.d_model}, {tokens:,} tokens a step, '
-        f'{jnp.dtype(model.compute_dtype).name}'
-    )
+    dtype = model.resolve_dtype(jax.default_backend()).name
+    printer.line(f'{counted(model.n_layers, "layer")} of width {model.d_model}, {tokens:,} tokens a step, {dtype}')
     rows = []
     # An accelerator's memory should hold one state; on a CPU that others share, all take turns.
     for group in [found] if is_cpu else [[candidate] for candidate in found]:
@@ -148,7 +164,7 @@ def run(arguments: Any) -> int:
         'mechanisms': {c.name: [str(a) for a in c.experiment.model.pattern] for c in found},
     }
     results.write_json(arguments.json, 'step', machine, settings, rows)
-    for name in draw(rows, arguments.out, jnp.dtype(model.compute_dtype).name) if arguments.out else ():
+    for name in draw(rows, arguments.out, dtype) if arguments.out else ():
         printer.line(f'wrote {name}')
     return 0
 
@@ -163,18 +179,19 @@ def measure(
         limit: tokens that a device processes at a time, if a sequence has not more.
         steps: timed together.
     """
-    experiments = {
-        (candidate.name, context): at_context(candidate.experiment, context, tokens, limit)
-        for candidate in found
+    target, cache = Target.of_devices(jax.devices()), PlanCache()
+    plans = {
+        (one.name, context): plan_step(change_context(one.experiment, context, tokens, limit, target), target, cache)
+        for one in found
         for context in contexts
     }
     states: dict[str, dict[str, Any]] = {candidate.name: {} for candidate in found}
     programs: dict[tuple[str, int], TimedStep] = {}
-    for (name, context), experiment in experiments.items():
-        program = TimedStep(experiment, states[name], steps)
-        if program.compiled is None and experiment.model.remat != FALLBACK:
-            model = dataclasses.replace(experiment.model, remat=FALLBACK)
-            program = TimedStep(dataclasses.replace(experiment, model=model), states[name], steps)
+    for (name, context), plan in plans.items():
+        program, model = TimedStep(plan, states[name], steps), plan.experiment.model
+        if program.compiled is None and model.remat != FALLBACK:
+            experiment = dataclasses.replace(plan.experiment, model=dataclasses.replace(model, remat=FALLBACK))
+            program = TimedStep(plan_step(experiment, target, cache), states[name], steps)
         programs[name, context] = program
     calls: dict[tuple[str, int], Callable] = {k: p for k, p in programs.items() if p.compiled is not None}
     times = timing.in_turns(calls, repeats)
@@ -182,21 +199,22 @@ def measure(
 
 
 def _row(name: str, program: TimedStep, times: timing.Times | None, steps: int) -> StepRow:
-    config, model = program.experiment.train, program.experiment.model
+    config, model = program.plan.experiment.train, program.plan.experiment.model
     row = StepRow(
         mechanism=name,
         context=config.context_length,
         windows=config.batch_size,
         microbatches=config.microbatches,
         remat=model.remat,
-        parameters=sum(count_parameters(model).values()),
-        **program.memory,
+        parameters=program.plan.parameters,
+        temporary_mib=program.memory.get('temporary_mib'),
+        peak_mib=program.memory.get('peak_mib'),
     )
-    if times is None:
+    if times is None or program.loss is None:
         return row
     rate = steps / times.seconds
     peak = peak_flops(jax.devices()[0].device_kind)
-    flops = model.flops_per_token(config.context_length) * config.tokens_per_step
+    flops = program.plan.flops_per_token * config.tokens_per_step
     return dataclasses.replace(
         row,
         out_of_memory=False,
@@ -239,9 +257,9 @@ COLUMNS = {
 
 
 def _printed(row: StepRow) -> dict[str, str | None]:
-    if row.out_of_memory:
+    if (speeds := row.speeds) is None:
         return {'speed': 'OOM', 'range': None}
-    return {'speed': digits(row.steps_per_second), 'range': f'{digits(row.slowest)}–{digits(row.fastest)}'}
+    return {'speed': digits(speeds.median), 'range': f'{digits(speeds.slowest)}–{digits(speeds.fastest)}'}
 
 
 def draw(rows: Sequence[StepRow], out: str, dtype: str) -> list[str]:
@@ -251,11 +269,11 @@ def draw(rows: Sequence[StepRow], out: str, dtype: str) -> list[str]:
     for row in rows:
         steps.setdefault(row.mechanism, [])
         times.setdefault(row.mechanism, [])
-        if not row.out_of_memory:
-            microseconds = 1e6 * row.steps_per_second / row.tokens_per_second  # of a token at one step a second
-            steps[row.mechanism].append((row.context, row.steps_per_second, row.slowest, row.fastest))
-            reverse = (row.steps_per_second, row.fastest, row.slowest)
-            times[row.mechanism].append((row.context, *(microseconds / speed for speed in reverse)))
+        if (found := row.speeds) is not None:
+            microseconds = 1e6 / (row.windows * row.context)  # per token at one step per second
+            steps[row.mechanism].append((row.context, found.median, found.slowest, found.fastest))
+            median, least, greatest = (microseconds / speed for speed in (found.median, found.fastest, found.slowest))
+            times[row.mechanism].append((row.context, median, least, greatest))
     pictures = {'step_speed': (steps, 'training steps per second'), 'step_latency': (times, 'time per token (µs)')}
     return [
         file

@@ -10,7 +10,7 @@ from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import Topology
 from lm.model import REMAT
-from lm.training.step import count_parameters
+from lm.model.functions import count_parameters
 
 MAX_FSDP = 64
 """Devices that share one copy of the state at most; beyond it a share is small beside everything else."""

@@ -10,10 +10,11 @@ import jax
 
 from lm.check.advice import advise
 from lm.check.tables import print_budget, print_check
-from lm.cost_model.compiled_step import Check, budget, check
+from lm.cost_model.compiled_step import Check, check, compute_budget
 from lm.errors import ConfigError
-from lm.experiment import Experiment, validate
+from lm.experiment import Experiment
 from lm.hardware import Topology, check_libtpu, parse
+from lm.plan import PlanCache, plan_step, validate
 from lm.runs.records import to_json
 
 
@@ -47,11 +48,13 @@ def run_check(experiment: Experiment, options: CheckOptions, begun: bool = False
     jax.config.update('jax_platforms', 'cpu')
     topologies = list(find_slices(options.topologies, options.if_possible))
     price = options.price_per_chip_hour
-    for line in validate(experiment, begun=begun):
+    cache = PlanCache()
+    for line in validate(experiment, cache=cache, begun=begun):
         note(f'not checked: {line}')
-    planned = budget(experiment)
+    plan = plan_step(experiment, cache=cache)
+    planned = compute_budget(plan)
     if not options.as_json:
-        print_budget(planned, experiment)
+        print_budget(planned, plan)
     checks = []
     for topology in topologies:
         note(f'compiling the training step for {topology.name} …')

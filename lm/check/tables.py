@@ -4,17 +4,17 @@ from lm.check.advice import Tried
 from lm.cost_model.compiled_step import MARGIN, Budget, Check, Speed
 from lm.cost_model.roofline import Roofline
 from lm.cost_model.step_time import StepTime
-from lm.experiment import Experiment
 from lm.hardware import Chip, parse
+from lm.plan import StepPlan
 from lm.text import counted, digits, duration, si
-from lm.training.progress import plan_rows, print_row
+from lm.training.progress import print_row
 
 WIDTH = 24
 
 
-def print_budget(budget: Budget, experiment: Experiment) -> None:
+def print_budget(budget: Budget, plan: StepPlan) -> None:
     """The configuration, in the words of `lm train`."""
-    rows = plan_rows(experiment.model, experiment.train, budget.parameters_total)
+    rows = plan.describe()
     row('parameters', rows.pop('parameters'))
     for part, count in budget.parameters.items():
         if count:

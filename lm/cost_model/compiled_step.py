@@ -6,23 +6,20 @@ are described ones. Compiling takes a minute or two for a large model on a lapto
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
-
-import jax
 
 from lm.compilation.memory import ProgramMemory
 from lm.cost_model.kernel_cycles import KernelCycles
 from lm.cost_model.program import HloProgram
 from lm.cost_model.roofline import Roofline, roofline
 from lm.cost_model.step_time import StepTime, step_time
-from lm.experiment import Experiment, training_step
-from lm.hardware import Topology, describe_devices, parse
-from lm.ops.platform import data_shards
-from lm.training.mesh import make_mesh
-from lm.training.program import compile_described
-from lm.training.step import count_parameters
+from lm.experiment import Experiment
+from lm.hardware import Target, Topology, describe_devices, parse
+from lm.plan import StepPlan, plan_step
+from lm.training.program import StepTooLarge, compile_described
 
 GIB = 2**30
 MARGIN = 0.03
@@ -114,15 +111,13 @@ class Check:
         return self.memory.needed_gib <= (1 - MARGIN) * self.memory.limit_gib
 
 
-def budget(experiment: Experiment) -> Budget:
-    """What needs no compilation."""
-    model, config = experiment.model, experiment.train
-    parts = count_parameters(model)
+def compute_budget(plan: StepPlan) -> Budget:
+    """Computes what needs no compilation."""
+    config, flops = plan.experiment.train, plan.flops_per_token
     total = config.steps * config.tokens_per_step
-    flops = model.flops_per_token(config.context_length)
     return Budget(
-        parameters=parts,
-        parameters_total=sum(parts.values()),
+        parameters=plan.functions.count_parameters(),
+        parameters_total=plan.parameters,
         windows_per_step=config.batch_size,
         tokens_per_window=config.context_length,
         tokens_per_step=config.tokens_per_step,
@@ -148,31 +143,33 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     topology = parse(topology) if isinstance(topology, str) else topology
     bindings = dict(bindings or {})
     experiment = changed(experiment, bindings)
-    mesh = make_mesh(experiment.mesh, describe_devices(topology))
-    experiment.train.check_divides(data_shards(mesh))
-    experiment.train.check_parts(experiment.mesh.sequence)
-    dtype, start = experiment.data.dtype(experiment.model.vocab_size), time.perf_counter()
-    with jax.set_mesh(mesh):
-        compiled = compile_described(training_step(experiment), experiment.train, dtype, mesh, topology)
-    found = dict(
+    devices, start = describe_devices(topology), time.perf_counter()
+    plan = plan_step(experiment, Target.of_devices(devices))
+    compiled = compile_described(plan.program, plan.mesh.arrange(devices), topology)
+    limit = topology.chip.limits.hbm_gib
+    refused = Check(
         topology=topology.name,
         chips=topology.chips,
-        devices=mesh.size,
+        devices=len(devices),
         bindings=tuple(f'{name} = {value!r}' for name, value in bindings.items()),
+        fits=False,
+        memory=Memory(limit, math.inf),
+        roofline=None,
+        speed=None,
         compile_seconds=time.perf_counter() - start,
     )
-    limit = topology.chip.limits.hbm_gib
-    if isinstance(compiled, float):
-        return Check(**found, fits=False, memory=Memory(limit, compiled), roofline=None, speed=None)
+    if isinstance(compiled, StepTooLarge):
+        return dataclasses.replace(refused, memory=Memory(limit, compiled.needed_gib))
+    assert compiled.memory is not None, 'compilers for TPUs describe the memory'
     memory, text = _memory(compiled.memory, limit), compiled.text
     dims, length = experiment.model.dims, experiment.train.context_length
     undeclared = [a for a in experiment.model.pattern if not a.kernels_declare_cost(dims)]
     forward = sum(a.flops_per_token(dims, length) for a in undeclared) / max(1, len(undeclared))
-    least = experiment.model.flops_per_token(length) * experiment.train.tokens_per_step / mesh.size
+    least = plan.flops_per_token * experiment.train.tokens_per_step / len(devices)
     bound, program = roofline(text, topology, forward, least), HloProgram(text)
     model = step_time(program, topology, KernelCycles(program, topology)) if text else None
-    return Check(
-        **found,
+    return dataclasses.replace(
+        refused,
         fits=memory.needed_gib <= limit,
         memory=memory,
         roofline=bound,

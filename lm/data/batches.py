@@ -9,12 +9,12 @@ import abc
 import collections
 import concurrent.futures
 from collections.abc import Generator, Iterable
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from lm.data.permutation import Permutation
-from lm.data.store import TokenStore
 from lm.errors import ConfigError
 
 
@@ -162,12 +162,20 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
+class WindowReader(Protocol):
+    """A source of windows of tokens: a store, a mixture of stores, or the examples of a task."""
+
+    def read_many(self, split: str, starts: Any, length: int) -> np.ndarray:
+        """Reads the windows [n, length] that begin at `starts` [n]."""
+        ...
+
+
 class Batches:
     """Global batches on the devices: [microbatches, batch_size / microbatches, context_length + 1] token ids."""
 
     def __init__(
         self,
-        store: TokenStore,
+        store: WindowReader,
         split: str,
         windows: BatchWindows,
         microbatches: int,
@@ -177,7 +185,6 @@ class Batches:
         self.store, self.split, self.windows, self.sharding = store, split, windows, sharding
         rows = windows.batch_size // microbatches
         self.shape = (microbatches, rows, windows.context_length + 1)
-        self.dtype = store.read(split, 0, 1).dtype
 
     def __call__(self, step: int) -> jax.Array:
         """The batch of step `step`; each process reads the rows of its own devices."""

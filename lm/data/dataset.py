@@ -36,6 +36,9 @@ class DataConfig(Configurable):
                 'data.restart_positions = True: only documents that do not see each other have positions of their own; '
                 'set data.mask_documents = True, or delete this'
             )
+        for name, given in (('mixture', list(self.mixture)), ('path', self.path)):
+            if self.task and given:
+                raise ConfigError(f'data.{name} = {given!r}: a task needs no token store; delete this or data.task')
         if self.task and self.mask_documents:
             raise ConfigError('data.mask_documents = True: the examples of a task are no documents; delete this')
 
@@ -50,23 +53,17 @@ class DataConfig(Configurable):
             return None
         return Documents(0 if store is None else store.tokenizer().eod_id, self.restart_positions)
 
-    def dtype(self, vocab_size: int) -> np.dtype:
-        """Of the tokens of a batch, known without opening anything."""
+    def guess_dtype(self, vocab_size: int) -> np.dtype:
+        """The type of the tokens of a batch, where the data are not opened: that of a tokenizer with so many pieces."""
         return np.dtype(np.int32) if self.task else token_dtype(vocab_size)
 
     def open(self, context_length: int, timeout: float | None = None) -> Store:
         """What `path`, `mixture` or `task` names; `context_length` is that of a task's examples, `timeout` in seconds.
 
-        Raises ConfigError, and what `TokenStore.open` and `Mixture.open` raise.
+        Raises what `TokenStore.open`, `Mixture.open` and `TaskStore` raise.
         """
         if self.task is None and self.mixture:
             return Mixture.open(self.path, self.mixture, timeout)
         if self.task is None:
             return TokenStore.open(self.path, timeout)
-        if self.mixture:
-            raise ConfigError(
-                f'data.mixture = {list(self.mixture)!r}: a task needs no token store; delete this or data.task'
-            )
-        if self.path:
-            raise ConfigError(f'data.path = {self.path!r}: a task needs no token store; delete this or data.task')
         return TaskStore(self.task, context_length)

@@ -19,7 +19,7 @@ import numpy as np
 import tensorstore as ts
 
 from lm.data import pg19, tokenizers
-from lm.errors import AbsentError, ConfigError, LmError, MismatchError
+from lm.errors import AbsentError, ConfigError, LmError, MismatchError, UnnamedError
 from lm.files import check_scheme, folder_spec, is_damage, is_remote, local_path
 
 CHUNK = 2**14
@@ -85,13 +85,13 @@ class TokenStore:
         """Opens the store at `path`: a folder, gs://… or s3://…; after `timeout` seconds it counts as out of reach.
 
         Raises:
-            ConfigError: `path` is empty.
+            UnnamedError: `path` is empty.
             AbsentError: there is no finished store.
             MismatchError: its dataset.json is damaged.
             LmError: it cannot be reached.
         """
         if not path:
-            raise ConfigError(
+            raise UnnamedError(
                 "data.path = '': name the token store, for example --gin_param \"data.path = 'data/pg19'\""
             )
         info = read_info(path, timeout)

@@ -10,8 +10,8 @@ import numpy as np
 from lm_eval.api.model import TemplateLM
 
 from lm.errors import ConfigError
-from lm.experiment import LoadedRun
 from lm.inference.generation import generate
+from lm.inference.loaded_run import LoadedRun
 
 MAX_TOKENS = 256
 """New tokens of an answer where a task does not say."""
@@ -51,11 +51,11 @@ class RunModel(TemplateLM):
                 )
             begin = [] if context[:1] == [self.eot_token_id] else [self.eot_token_id]
             rows.append(np.array([*begin, *context, *continuation][-(length + 1) :], np.int32))
-        judged = self.run.scorer.judge(rows)
         answers = []
-        for (_, _, continuation), (nats, greedy) in zip(requests, judged, strict=True):
-            n = len(continuation)
-            answers.append((-float(nats[len(nats) - n :].sum()), bool(greedy[len(greedy) - n :].all())))
+        scored_rows = self.run.scorer.score_rows(rows, accuracy=True)
+        for (_, _, continuation), scored in zip(requests, scored_rows, strict=True):
+            first = len(scored.nats) - len(continuation)
+            answers.append((-float(scored.nats[first:].sum()), bool(scored.correct[first:].all())))
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:

@@ -19,7 +19,8 @@ import jax
 
 from lm.errors import ConfigError
 from lm.eval_harness.ruler import NEEDS_NOTHING, check_answers, check_fits, measured_by
-from lm.experiment import Experiment, LoadedRun, load_run
+from lm.experiment import Experiment
+from lm.inference.loaded_run import LoadedRun, load_run
 from lm.runs.records import to_json
 from lm.training.mesh import JobAddress, initialize_distributed
 

@@ -7,40 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
-from lm.errors import ConfigError
-from lm.model import ModelConfig
-from lm.tasks.base import Slice, Task
+from lm.evaluation.plan import TaskPlan
+from lm.model.functions import ModelFunctions
+from lm.tasks.base import Slice
 from lm.text import counted, perplexity
 from lm.training.mesh import batch_sharding, replicated, shared_rows
-from lm.training.step import TrainStep
-
-
-def check_task(task: Task, split: str, context_length: int, window: str, model: ModelConfig) -> None:
-    """Raises ConfigError for sliding windows, which examples do not have, for lengths that the model has not, and what
-    `Task.examples` refuses."""
-    if window != 'disjoint':
-        raise ConfigError(f"evaluate.window = '{window}': examples of a task are scored whole; set 'disjoint'")
-    for part in task.slices(split, context_length).values():
-        model.check_length(part.context_length)
-        task.examples(split, part.index_N[:1], part.context_length)
-
-
-def check_context(task: Task, split: str, context_length: int) -> None:
-    """Raises ConfigError where a context is asked for that holds no example, or the examples of the split have lengths
-    of their own."""
-    own = sorted({part.context_length for part in task.slices(split, context_length).values()})
-    if own != [context_length]:
-        raise ConfigError(
-            f'evaluate.context_length = {context_length}: @{task.gin_name}() is scored at lengths of its own, '
-            f'{", ".join(map(str, own))}; leave this out, or change them in the settings of the task'
-        )
-    if context_length < task.shortest_context():
-        raise ConfigError(
-            f'evaluate.context_length = {context_length}: @{task.gin_name}() needs at least {task.shortest_context()}'
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,25 +43,14 @@ class TaskEvaluator:
     An answer is right when no other token is more probable; the right answers before it are in sight.
     """
 
-    def __init__(
-        self,
-        functions: TrainStep,
-        mesh: Mesh,
-        task: Task,
-        split: str,
-        context_length: int,
-        window: str,
-        batch_size: int,
-    ):
-        """Raises what `check_task` raises."""
-        check_task(task, split, context_length, window, functions.model)
-        self.task, self.split, self.mesh, self.context_length = task, split, mesh, context_length
-        self.batch_size = shared_rows(batch_size, mesh)
+    def __init__(self, functions: ModelFunctions, mesh: Mesh, plan: TaskPlan):
+        self.task, self.split, self.context_length = plan.task, plan.split, plan.context_length
+        self.mesh, self.batch_size = mesh, shared_rows(plan.batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
         def score(weights, tokens_BxN):
-            model = nnx.merge(functions.graph, weights['params'], weights['buffers'])
-            inputs_BxL, targets_BxL, scored_BxL = task.unpack(tokens_BxN)
+            model = functions.merge(weights)
+            inputs_BxL, targets_BxL, scored_BxL = plan.task.unpack(tokens_BxN)
             logits_BxLxV = model(inputs_BxL)
             nats_BxL = -jnp.take_along_axis(jax.nn.log_softmax(logits_BxLxV), targets_BxL[..., None], axis=-1)[..., 0]
             right_BxL = (logits_BxLxV.argmax(-1) == targets_BxL) & scored_BxL

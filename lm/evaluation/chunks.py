@@ -12,7 +12,7 @@ from lm.model import Transformer
 from lm.ops.documents import Documents
 
 
-def losses_in_chunks(
+def compute_losses_in_chunks(
     model: Transformer, tokens_BxL: jax.Array, chunk: int, documents: Documents | None = None
 ) -> jax.Array:
     """Negative log-likelihoods [B, L - 1] float32 of all tokens but the first, given those before them, in nats: those

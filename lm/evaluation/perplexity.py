@@ -7,96 +7,48 @@ the first token, so that every token of the split is predicted. Results do not d
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from lm.data.store import TokenStore
-from lm.errors import ConfigError
-from lm.evaluation.baseline import EmpiricalBaseline
-from lm.evaluation.chunks import losses_in_chunks
-from lm.evaluation.config import EvaluateConfig
+from lm.evaluation.chunks import compute_losses_in_chunks
+from lm.evaluation.plan import ScoredText, TextPlan
+from lm.model.functions import ModelFunctions, Scored, Weights
 from lm.ops.documents import Documents
 from lm.text import perplexity
 from lm.training.mesh import batch_sharding, replicated, shared_rows
-from lm.training.step import TrainStep
 
 LONG_WORDS = 1e9
 """Perplexities per word above it are written as powers of ten."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluationWindows:
-    """Windows over the n tokens of a split. Window i starts at i·stride; after the first, only its last `stride`
-    targets are scored, so that each token is scored once, with at least context_length - stride tokens before it."""
-
-    n_tokens: int
-    context_length: int
-    stride: int
-
-    @classmethod
-    def create(
-        cls, n_tokens: int, context_length: int, window: str, first_tokens: int | None = None
-    ) -> 'EvaluationWindows':
-        """Of the `first_tokens` of a split of `n_tokens` (None: of all). Raises ConfigError when the context is longer
-        than these or the stride longer than the context."""
-        if context_length > n_tokens:
-            raise ConfigError(
-                f'evaluate.context_length = {context_length}: the split has only {n_tokens} tokens; shorten the context'
-            )
-        if first_tokens is not None and context_length > first_tokens:
-            raise ConfigError(f'train.eval_tokens = {first_tokens}: a window has {context_length} tokens; take more')
-        stride = context_length if window == 'disjoint' else int(window.partition(':')[2])
-        if stride > context_length:
-            raise ConfigError(f"evaluate.window = '{window}': the stride must be at most the context, {context_length}")
-        return cls(min(n_tokens, first_tokens or n_tokens), context_length, stride)
-
-    def __len__(self) -> int:
-        return 1 + max(0, math.ceil((self.n_tokens - self.context_length) / self.stride))
-
-    def batch(self, store: TokenStore, split: str, eod: int, first: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Windows first, …, first+size-1: (token ids [size, L+1], bool [size, L] of the targets that are scored)."""
-        L, n = self.context_length, self.n_tokens
-        tokens = np.full((size, L + 1), eod, np.int32)
-        scored = np.zeros((size, L), bool)
-        starts = [i * self.stride for i in range(first, min(first + size, len(self)))]
-        inner = [row for row, start in enumerate(starts) if start > 0 and start + L <= n]
-        if inner:
-            tokens[inner] = store.read_many(split, np.array([starts[row] - 1 for row in inner]), L + 1)
-        for row, start in enumerate(starts):
-            if row not in inner:  # the first window, which an end-of-document token opens, and the last, which is short
-                text = store.read(split, max(start - 1, 0), min(start + L, n))
-                offset = 1 if start == 0 else 0
-                tokens[row, offset : offset + len(text)] = text
-            scored[row, L - self.stride if start else 0 : min(L, n - start)] = True
-        return tokens, scored
-
-
-def scoring(
-    functions: TrainStep,
+def make_scoring_program(
+    functions: ModelFunctions,
     mesh: Mesh,
     documents: Documents | None = None,
     chunk: int | None = None,
     accuracy: bool = False,
-) -> Callable[[Any, jax.Array], Any]:
-    """(weights, tokens [B, L + 1]) → nats of each target [B, L] on all devices; compiled once a shape.
+) -> Callable[[Weights, jax.Array], Scored]:
+    """Makes the program (weights, tokens [B, L + 1]) → scores of the targets on all devices, compiled once per shape.
 
-    With `documents` those of a window do not see each other. With `chunk` a longer window is walked in parts of so many
-    tokens (`lm.evaluation.chunks`). With `accuracy` also whether no token is more probable, bool [B, L].
+    Args:
+        documents: the documents of a window do not see each other; None: a window is one document.
+        chunk: a longer window is walked in parts of so many tokens (`lm.evaluation.chunks`).
+        accuracy: also compute which targets no other token beats.
     """
 
-    def token_losses(weights, tokens_BxL):
-        if chunk is not None and tokens_BxL.shape[1] - 1 > chunk:
-            model = nnx.merge(functions.graph, weights['params'], weights['buffers'])
-            return losses_in_chunks(model, tokens_BxL, chunk, documents)
+    def score(weights: Weights, tokens_BxN: jax.Array) -> Scored:
+        inputs_BxL, targets_BxL = tokens_BxN[:, :-1], tokens_BxN[:, 1:]
+        if chunk is not None and targets_BxL.shape[1] > chunk:
+            return Scored(compute_losses_in_chunks(functions.merge(weights), tokens_BxN, chunk, documents))
         if accuracy:
-            return functions.judged(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:], documents)
-        return functions.token_losses(weights, tokens_BxL[:, :-1], tokens_BxL[:, 1:], documents)
+            return functions.score_targets(weights, inputs_BxL, targets_BxL, documents)
+        return Scored(functions.token_losses(weights, inputs_BxL, targets_BxL, documents))
 
-    return jax.jit(token_losses, out_shardings=replicated(mesh))
+    return jax.jit(score, out_shardings=replicated(mesh))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,68 +68,76 @@ class ScoredSums:
     asked_V: np.ndarray | None = None
 
     def __add__(self, other: 'ScoredSums') -> 'ScoredSums':
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
-        return ScoredSums(*(None if a is None else a + b for a, b in pairs))
+        def add(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
+            return None if a is None or b is None else a + b
+
+        nats_L, tokens_L = self.nats_L + other.nats_L, self.tokens_L + other.tokens_L
+        return ScoredSums(nats_L, tokens_L, add(self.right_L, other.right_L), add(self.asked_V, other.asked_V))
+
+
+class ScoredBatch(NamedTuple):
+    """The scores of one batch.
+
+    Attributes:
+        scored: of all targets of the batch, on the devices.
+        counted: bool [B, L], the targets that no other window scores.
+        targets: token ids [B, L].
+    """
+
+    scored: Scored
+    counted: np.ndarray
+    targets: np.ndarray
+
+    def sum(self, store: TokenStore) -> ScoredSums:
+        """Fetches the scores and sums them over the windows, which are of `store`."""
+        scored = jax.device_get(self.scored)
+        counted_BxL = self.counted if scored.counted is None else self.counted & scored.counted
+        nats_L = np.where(counted_BxL, scored.nats.astype(np.float64), 0.0).sum(axis=0)
+        if scored.correct is None:
+            return ScoredSums(nats_L, counted_BxL.sum(axis=0))
+        asked_V = np.bincount(self.targets[counted_BxL], minlength=store.vocab_size)
+        return ScoredSums(nats_L, counted_BxL.sum(axis=0), (scored.correct & counted_BxL).sum(axis=0), asked_V)
 
 
 class Evaluator:
     """Scores a split with the weights of a model, by a program that evaluators share; used at every evaluation of a
     training run."""
 
-    def __init__(
-        self,
-        program: Callable[..., Any],
-        mesh: Mesh,
-        store: TokenStore,
-        config: EvaluateConfig,
-        split: str,
-        context_length: int,
-        baseline: EmpiricalBaseline | None = None,
-        first_tokens: int | None = None,
-    ):
-        """`program` is made by `scoring`; with a `baseline` it judges, and the accuracy is told beside that one's. With
-        `first_tokens` no others of the split are scored."""
-        self.store, self.split, self.config, self.mesh = store, split, config, mesh
-        self.windows = EvaluationWindows.create(store.tokens(split), context_length, config.window, first_tokens)
-        self.batch_size = shared_rows(config.batch_size, mesh)
-        self.baseline = baseline
+    def __init__(self, program: Callable[..., Scored], mesh: Mesh, text: ScoredText, plan: TextPlan):
+        """`program` is made by `make_scoring_program`; where the text has a baseline it computes the accuracy too."""
+        self.program, self.mesh, self.text, self.plan = program, mesh, text, plan
+        self.store, self.split, self.windows = text.store, text.split, text.windows
+        self.batch_size = shared_rows(plan.settings.config.batch_size, mesh)
         self._sharding = batch_sharding(mesh)
-        self.program = program
 
     @property
     def measure(self) -> str:
         """What the loss is of: losses of the same data compare where this is the same."""
-        windows, apart = self.windows, ' of single documents' if self.config.mask_documents else ''
+        windows, apart = self.windows, ' of single documents' if self.plan.documents else ''
         return f'{windows.n_tokens} tokens of {self.split}, {windows.context_length} every {windows.stride}{apart}'
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
         """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` said so."""
-        found = self.sums(weights, should_stop)
+        found = self.sum_scores(weights, should_stop)
         return None if found is None else self.result(found, step)
 
-    def sums(self, weights: Any, should_stop: Callable[[], bool]) -> ScoredSums | None:
-        """Of all windows; None when `should_stop` said so."""
+    def sum_scores(self, weights: Any, should_stop: Callable[[], bool]) -> ScoredSums | None:
+        """Sums the scores of all windows; None when `should_stop` returned True."""
         total = None
-        for found, scored_BxL, targets_BxL in self._scores(weights):
-            nats_BxL, *judged = found
-            for chosen_BxL in judged[1:]:
-                scored_BxL = scored_BxL & chosen_BxL
-            sums = [np.where(scored_BxL, nats_BxL.astype(np.float64), 0.0).sum(axis=0), scored_BxL.sum(axis=0)]
-            if judged:
-                asked_V = np.bincount(targets_BxL[scored_BxL], minlength=self.store.vocab_size)
-                sums += [(judged[0] & scored_BxL).sum(axis=0), asked_V]
-            total = ScoredSums(*sums) if total is None else total + ScoredSums(*sums)
+        for batch in self._score_batches(weights):
+            sums = batch.sum(self.store)
+            total = sums if total is None else total + sums
             if should_stop():
                 return None
         return total
 
     def result(self, sums: ScoredSums, step: int, store: Any = None) -> dict:
         """The result of these sums, of the split of `store` (None: its own)."""
-        masked = {'mask_documents': True} if self.config.mask_documents else {}
+        masked = {'mask_documents': True} if self.plan.documents else {}
         return self.figures(sums, store or self.store) | {
             'split': self.split,
             'context_length': self.windows.context_length,
-            'window': self.config.window,
+            'window': self.plan.settings.config.window,
             **masked,
             'step': step,
         }
@@ -185,10 +145,10 @@ class Evaluator:
     def figures(self, sums: ScoredSums, store: Any) -> dict:
         """What is reported of these sums."""
         found = summarize(sums.nats_L, sums.tokens_L, store, self.split)
-        if self.baseline is None:
+        if self.text.baseline is None or sums.right_L is None or sums.asked_V is None:
             return found
         accuracy = {'accuracy': float(sums.right_L.sum() / sums.tokens_L.sum())}
-        return found | accuracy | self.baseline.figures(sums.asked_V)
+        return found | accuracy | self.text.baseline.figures(sums.asked_V)
 
     def describe(self, result: dict) -> str:
         """The result in one line."""
@@ -200,20 +160,18 @@ class Evaluator:
             parts.append(f'accuracy {100 * result["accuracy"]:.2f} %  (frequencies alone: {baseline})')
         return '  '.join(parts)
 
-    def _scores(self, weights) -> Iterator[tuple[list[np.ndarray], np.ndarray, np.ndarray]]:
-        """(what the program gives, scored, targets), each [B, L], of each batch, fetched one batch late so that the
-        devices never wait."""
+    def _score_batches(self, weights: Weights) -> Iterator[ScoredBatch]:
+        """Scores batch after batch. Each is fetched one batch late, so that the devices never wait."""
         eod = self.store.tokenizer().eod_id
-        pending = None
+        pending: list[ScoredBatch] = []
         with jax.set_mesh(self.mesh):
             for first in range(0, len(self.windows), self.batch_size):
-                tokens, scored = self.windows.batch(self.store, self.split, eod, first, self.batch_size)
+                tokens, counted = self.windows.batch(self.store, self.split, eod, first, self.batch_size)
                 array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
-                found = self.dispatch(weights, array, first)
-                if pending:
-                    yield _fetched(*pending)
-                pending = found, scored, self.targets(tokens)
-        yield _fetched(*pending)
+                pending.append(ScoredBatch(self.dispatch(weights, array, first), counted, self.targets(tokens)))
+                if len(pending) > 1:
+                    yield pending.pop(0)
+        yield from pending
 
     def dispatch(self, weights: Any, tokens: jax.Array, first: int) -> Any:
         """What the program gives of a batch whose first window is `first`."""
@@ -228,10 +186,6 @@ def by_word(result: dict, digits: int) -> str:
     """Its perplexity per word for people: a word may be a whole protein, and the figure have a hundred digits."""
     value = result['word_perplexity']
     return f'{value:.{digits}f}' if value < LONG_WORDS else f'{value:.{digits}e}'
-
-
-def _fetched(found, scored, targets):
-    return [np.asarray(x) for x in jax.tree.leaves(found)], scored, targets
 
 
 def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split: str) -> dict:

@@ -3,18 +3,16 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
-from lm.evaluation.perplexity import scoring
-from lm.training.mesh import batch_sharding, replicated, shared_rows
-from lm.training.step import State, TrainStep
+from lm.evaluation.perplexity import make_scoring_program
+from lm.model.functions import ModelFunctions, Scored, Weights
+from lm.training.mesh import batch_sharding, shared_rows
 
 SHORTEST = 32
 """Rows are filled up to this many tokens or a power of two above, so that few programs serve all lengths."""
@@ -46,8 +44,8 @@ class Scorer:
     later ones.
     """
 
-    def __init__(self, functions: TrainStep, mesh: Mesh, weights: State, context_length: int, batch_size: int):
-        if setting := functions.model.looks_ahead:
+    def __init__(self, functions: ModelFunctions, mesh: Mesh, weights: Weights, context_length: int, batch_size: int):
+        if setting := functions.config.looks_ahead:
             raise ConfigError(
                 f'{setting}: a text has no probability where tokens see later ones; score what a split hides with '
                 'lm evaluate'
@@ -56,21 +54,34 @@ class Scorer:
         self.batch_size = shared_rows(batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
-        def judge(weights, tokens_BxN):
-            model = nnx.merge(functions.graph, weights['params'], weights['buffers'])
-            best_BxL = model.most_probable(model.hidden(tokens_BxN[:, :-1]))
-            return self._nats(weights, tokens_BxN), tokens_BxN[:, 1:] == best_BxL
+        self._programs = {
+            accuracy: make_scoring_program(functions, mesh, accuracy=accuracy) for accuracy in (False, True)
+        }
 
-        self._nats = scoring(functions, mesh)
-        self._judge = jax.jit(judge, out_shardings=replicated(mesh))
-
-    def nats(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Of each row of tokens [N + 1] the nats of all but its first, [N] float64. N is at most `context_length`."""
-        return [nats for (nats,) in self._over(rows, lambda *batch: (self._nats(*batch),))]
-
-    def judge(self, rows: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Like `nats`, and with them whether no token is more probable than that in its place, [N] bool."""
-        return [(nats, greedy) for nats, greedy in self._over(rows, self._judge)]
+    def score_rows(self, rows: Sequence[np.ndarray], accuracy: bool = False) -> list[Scored]:
+        """Scores all tokens of each row [N + 1] but its first: nats [N] float64, and with `accuracy` the tokens that no
+        other token beats. N is at most `context_length`."""
+        found: dict[int, Scored] = {}
+        padded: dict[int, list[int]] = {}
+        for i, row in enumerate(rows):
+            if not 2 <= len(row) <= self.context_length + 1:
+                raise ValueError(f'a row of {len(row)} tokens: must be 2 to {self.context_length + 1}')
+            length = max(SHORTEST, 1 << (len(row) - 2).bit_length())
+            padded.setdefault(min(length, self.context_length), []).append(i)
+        for length, indices in sorted(padded.items()):
+            for first in range(0, len(indices), self.batch_size):
+                chosen = indices[first : first + self.batch_size]
+                tokens = np.zeros((self.batch_size, length + 1), np.int32)
+                for at, i in enumerate(chosen):
+                    tokens[at, : len(rows[i])] = rows[i]
+                with jax.set_mesh(self.mesh):
+                    array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
+                    batch = jax.device_get(self._programs[accuracy](self.weights, array))
+                for at, i in enumerate(chosen):
+                    n = len(rows[i]) - 1
+                    correct = None if batch.correct is None else batch.correct[at, :n]
+                    found[i] = Scored(batch.nats[at, :n].astype(np.float64), correct)
+        return [found[i] for i in range(len(rows))]
 
     def score_text(self, tokenizer: Tokenizer, text: str) -> Scores:
         """Of the text as a document: an end-of-document token stands before it, and one behind it is scored too."""
@@ -90,29 +101,6 @@ class Scorer:
             cut = [stream[start : start + L + 1] for start in range(0, len(stream) - 1, L)]
             rows, owners = rows + cut, owners + [i] * len(cut)
         parts: list[list[np.ndarray]] = [[] for _ in texts]
-        for owner, nats in zip(owners, self.nats(rows), strict=True):
-            parts[owner].append(nats)
+        for owner, scored in zip(owners, self.score_rows(rows), strict=True):
+            parts[owner].append(scored.nats)
         return [np.concatenate(part) for part in parts]
-
-    def _over(self, rows: Sequence[np.ndarray], function: Any) -> list[tuple[np.ndarray, ...]]:
-        """The results of `function` for each row, without those of what rows and batches are filled up with."""
-        results: list[tuple[np.ndarray, ...]] = [()] * len(rows)
-        padded: dict[int, list[int]] = {}
-        for i, row in enumerate(rows):
-            if not 2 <= len(row) <= self.context_length + 1:
-                raise ValueError(f'a row of {len(row)} tokens: must be 2 to {self.context_length + 1}')
-            length = max(SHORTEST, 1 << (len(row) - 2).bit_length())
-            padded.setdefault(min(length, self.context_length), []).append(i)
-        for length, indices in sorted(padded.items()):
-            for first in range(0, len(indices), self.batch_size):
-                chosen = indices[first : first + self.batch_size]
-                tokens = np.zeros((self.batch_size, length + 1), np.int32)
-                for at, i in enumerate(chosen):
-                    tokens[at, : len(rows[i])] = rows[i]
-                with jax.set_mesh(self.mesh):
-                    array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
-                    found = [np.asarray(each) for each in function(self.weights, array)]
-                for at, i in enumerate(chosen):
-                    parts = (each[at, : len(rows[i]) - 1] for each in found)
-                    results[i] = tuple(part if part.dtype == bool else part.astype(np.float64) for part in parts)
-        return results

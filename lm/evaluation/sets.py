@@ -5,11 +5,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from lm.data.dataset import Store
-from lm.data.mixture import Mixture, check_same_tokenizer
+from lm.data.mixture import Mixture
 from lm.data.store import TokenStore
-from lm.errors import ConfigError
-from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.perplexity import Evaluator
 
 FIGURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte')
@@ -41,7 +38,7 @@ class SetsEvaluator:
         """As that of `Evaluator`, with `sets`: name → the result of each text; None when `should_stop` said so."""
         sums, sets = [], {}
         for name, evaluator in (self.parts | self.others).items():
-            found = evaluator.sums(weights, should_stop)
+            found = evaluator.sum_scores(weights, should_stop)
             if found is None:
                 return None
             sums.append(found)
@@ -62,28 +59,3 @@ def flat(result: dict) -> dict:
     sets = result.get('sets', {})
     figures = {f'{f}/{name}': found[f] for name, found in sets.items() for f in FIGURES if f in found}
     return {name: value for name, value in result.items() if name != 'sets'} | figures
-
-
-def open_sets(config: EvaluateConfig, store: Store, timeout: float | None = None) -> dict[str, tuple[TokenStore, str]]:
-    """Name → store and split of `evaluate.sets`; the split is '' where none is named.
-
-    Raises ConfigError where the run has no text or a name is that of a part of its mixture, MismatchError where a
-    store has been made with another tokenizer than `store`, and what `TokenStore.open` raises.
-    """
-    found = {}
-    for name, place in config.sets:
-        if not isinstance(store, Mixture | TokenStore):
-            raise ConfigError(f'evaluate.sets: {name!r} is text, and the run learns a task; delete it')
-        if isinstance(store, Mixture) and name in store.stores:
-            raise ConfigError(f'evaluate.sets: {name!r} is a store of data.mixture, which is scored anyway; rename it')
-        path, split = place_and_split(place)
-        opened = TokenStore.open(path, timeout)
-        check_same_tokenizer(opened, store, f'evaluate.sets, {name!r}')
-        found[name] = opened, split
-    return found
-
-
-def place_and_split(place: str) -> tuple[str, str]:
-    """'data/books@test' → ('data/books', 'test'); without a split that is ''."""
-    path, _, split = place.rpartition('@')
-    return (path, split) if path and '/' not in split else (place, '')

@@ -10,14 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from lm.config.configurable import check_kind
-from lm.evaluation.accuracy import TaskEvaluator
-from lm.evaluation.evaluator import make_evaluator
-from lm.evaluation.perplexity import Evaluator, by_word
-from lm.evaluation.sets import SetsEvaluator
-from lm.experiment import OPENED, Experiment, LoadedRun, load_run
+from lm.evaluation.evaluator import AnyEvaluator, make_evaluator
+from lm.evaluation.perplexity import by_word
+from lm.evaluation.plan import plan_evaluation, settle_evaluation
+from lm.experiment import Experiment
+from lm.inference.loaded_run import OPENED, LoadedRun, load_run
 from lm.runs.records import to_json
 from lm.text import perplexity
 from lm.training.mesh import JobAddress, initialize_distributed
+from lm.training.objectives import check_objective
 
 IN_FILE_NAME = {f'evaluate.{name}' for name in ('split', 'context_length', 'window', 'batch_size', 'chunk')}
 """Bindings that are part of the name of the file, or without effect on results."""
@@ -31,7 +32,7 @@ def evaluate_split(
     initialize_distributed(experiment.mesh, job)
     run = load_run(experiment, run_dir, step)
     evaluator = make_run_evaluator(run)
-    result = _score(run, evaluator)
+    result = evaluate_whole(evaluator, run)
     if jax.process_index() != 0:
         return
     # A model that is run otherwise than it was trained, other data and other figures have a file of their own.
@@ -61,21 +62,25 @@ def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:
 
     Raises ConfigError where they do not fit the split.
     """
-    return _score(run, make_run_evaluator(run, **settings))
+    return evaluate_whole(make_run_evaluator(run, **settings), run)
 
 
-def make_run_evaluator(run: LoadedRun, **settings: Any) -> Evaluator | SetsEvaluator | TaskEvaluator:
-    """Returns what scores the weights of a run as its configuration says, but for `settings`."""
+def evaluate_whole(evaluator: AnyEvaluator, run: LoadedRun) -> dict[str, Any]:
+    """Evaluates the weights of a run without a reason to stop."""
+    result = evaluator(run.weights, run.step)
+    assert result is not None
+    return result
+
+
+def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
+    """What scores the weights of a run as its configuration says, but for `settings`."""
     check_kind('run', run, LoadedRun, OPENED)
     experiment = run.experiment
     config = dataclasses.replace(experiment.evaluate, **settings)
-    return make_evaluator(config, experiment.data, experiment.train, run.functions, run.mesh, run.store)
-
-
-def _score(run: LoadedRun, evaluator: Evaluator | SetsEvaluator | TaskEvaluator) -> dict[str, Any]:
-    result = evaluator(run.weights, run.step)
-    assert result is not None  # nothing tells it to stop
-    return result
+    data, train, model = experiment.data, experiment.train, experiment.model
+    check_objective(train.objective, data, model)
+    plan = plan_evaluation(settle_evaluation(config, data, train, model), run.store)
+    return make_evaluator(plan, run.functions, run.mesh)
 
 
 def print_table(result: dict) -> None:

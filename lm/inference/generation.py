@@ -19,7 +19,8 @@ from flax import nnx
 from lm.config.configurable import check_kind
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
-from lm.experiment import OPENED, Experiment, LoadedRun, load_run
+from lm.experiment import Experiment
+from lm.inference.loaded_run import OPENED, LoadedRun, load_run
 from lm.model import Transformer
 from lm.training.mesh import JobAddress, initialize_distributed
 

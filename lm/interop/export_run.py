@@ -5,8 +5,9 @@ import pathlib
 from collections.abc import Iterator
 
 from lm.errors import ConfigError, writing
-from lm.experiment import Experiment, load_run
+from lm.experiment import Experiment
 from lm.files import LockedError, local_path, lock
+from lm.inference.loaded_run import load_run
 from lm.interop.formats import FORMATS, NAMES
 from lm.interop.tensors import check_safetensors
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from lm.config.text import dump
 from lm.data.tokenizers import FILE_NAMES
 from lm.errors import ConfigError, writing
-from lm.experiment import LoadedRun
+from lm.inference.loaded_run import LoadedRun
 from lm.interop.names import to_tensors
 from lm.interop.tensors import WEIGHTS, write_tensors
 from lm.model import ModelConfig

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import pathlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,11 @@ from lm.interop.export_run import UNFINISHED
 from lm.interop.families import find
 from lm.interop.names import from_tensors
 from lm.interop.tensors import check_safetensors, read_tensors
-from lm.model import build
+from lm.model.functions import ModelFunctions
 from lm.runs.config_diff import compare_texts, parse_bindings
 from lm.runs.info import read_raw
 from lm.runs.run_dir import RunDir
 from lm.training.inputs import check_vocabulary
-from lm.training.step import count_parameters, split
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +58,9 @@ def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_
         raise MismatchError(f'{folder}: lacks the tensor {error}; fetch it again') from None
     if theirs:
         raise ConfigError(f'{folder}: a model that no model here equals: it has {", ".join(sorted(theirs)[:3])}')
-    weights = from_tensors(tensors, abstract_weights(experiment), str(folder))
-    parameters = sum(count_parameters(experiment.model).values())
+    functions = ModelFunctions(experiment.model, jnp.float32)
+    weights = from_tensors(tensors, functions.abstract, str(folder))
+    parameters = sum(functions.count_parameters().values())
     if unfinished:
         for path in (run.config, run.info):  # the one that tells so goes last
             path.unlink(missing_ok=True)
@@ -93,16 +92,6 @@ def shape_of(experiment: Experiment) -> str:
     """The bindings of the model but for its attention, as gin text."""
     lines = [line for line in dump(experiment).splitlines() if line.startswith('model.')]
     return '\n'.join(line for line in lines if not line.startswith('model.attention ')) + '\n'
-
-
-def abstract_weights(experiment: Experiment) -> dict[str, Any]:
-    """Params and buffers as jax.ShapeDtypeStructs."""
-
-    def make():
-        _, params, buffers = split(build(experiment.model, 0))
-        return {'params': params, 'buffers': buffers}
-
-    return jax.eval_shape(make)
 
 
 def fingerprints_of(experiment: Experiment, folder: pathlib.Path) -> dict[str, str]:

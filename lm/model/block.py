@@ -4,12 +4,13 @@ B batch, L length, D model width, H query heads, K key/value heads, C head size,
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lm.attention import Attention
 from lm.attention.recurrent.convolution import ShortConvolution
@@ -20,24 +21,45 @@ from lm.ops.tpu import lone_windows, tokens_on_lanes
 from lm.parameters import NORMS, declare, rms_norm, stack
 
 
+class Projections(NamedTuple):
+    """The products of one layer that its attention reads.
+
+    Attributes:
+        queries: [B, L, H, C].
+        keys: [B, L, K, C].
+        values: [B, L, K, C].
+        kept: tokens that the convolution keeps for those that follow; None without a convolution.
+    """
+
+    queries: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    kept: Any
+
+
 class Block(nnx.Module):
     """One layer: x += attention(norm(x)); x += glu(norm(x))."""
 
-    def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         self.dims = dims = config.dims
         self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
-        dtype, norm = config.compute_dtype, NORMS[config.norm]
+        norm = NORMS[config.norm]
         # Residual branches start smaller the deeper the model, so that the sum over layers has unit scale (GPT-2 §2.3).
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
         qkv_sizes = tuple(n * dims.head_dim for n in (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads))
 
         def linear(n_in, sizes, *axes, part, init=None):
             init = init or nnx.initializers.lecun_normal()
-            says = {
-                'kernel_metadata': declare('matrix', *axes, part=part, pieces=sizes),
-                'bias_metadata': declare('bias', axes[-1], part=part) if config.biases else {},
-            }
-            return Dense(n_in, sum(sizes), use_bias=config.biases, dtype=dtype, kernel_init=init, rngs=rngs, **says)
+            return Dense(
+                n_in,
+                sum(sizes),
+                use_bias=config.biases,
+                dtype=dtype,
+                kernel_init=init,
+                rngs=rngs,
+                kernel_metadata=declare('matrix', *axes, part=part, pieces=sizes),
+                bias_metadata=declare('bias', axes[-1], part=part) if config.biases else {},
+            )
 
         self.attention_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
         self.qkv = linear(config.d_model, qkv_sizes, 'embed', 'all_heads', part='attention')
@@ -53,7 +75,9 @@ class Block(nnx.Module):
             sizes = tuple(self.widths.values())
             self.mechanism_in = linear(config.d_model, sizes, 'embed', 'all_heads', part='mechanism')
         channels = sum(qkv_sizes)
-        self.convolution = config.convolution and ShortConvolution(channels, config.convolution, rngs, 'attention')
+        self.convolution = None
+        if config.convolution:
+            self.convolution = ShortConvolution(channels, config.convolution, rngs, 'attention')
         self.q_norm, self.k_norm = (
             rms_norm(dims.head_dim, 'head', rngs, part='attention', dtype=dtype) if config.qk_norm else None
             for _ in range(2)
@@ -66,13 +90,11 @@ class Block(nnx.Module):
         with jax.named_scope('norms'):
             x_BxLxD = tokens_on_lanes(x_BxLxD)
             normed_BxLxD = self.attention_norm(x_BxLxD)
-        qk, v_BxLxKxC, _ = self._products(normed_BxLxD, rotation, starts_BxL=starts_BxL)
-        with jax.named_scope('qkv'):
-            qk = self.attention.prepare(*qk, rotation) if len(qk) == 1 else qk
-        own = self._own(normed_BxLxD)
+        q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, _ = self._project(normed_BxLxD, rotation, self.attention.prepare, starts_BxL)
+        inputs = self._project_for_mechanism(normed_BxLxD)
         with jax.named_scope('attention'):
-            y_BxLxHxC = self.attention.attend(*qk, v_BxLxKxC, starts_BxL=starts_BxL, **own)
-        return self._rest(x_BxLxD, normed_BxLxD, y_BxLxHxC)
+            y_BxLxHxC = self.attention.attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, starts_BxL=starts_BxL, **inputs)
+        return self._finish(x_BxLxD, normed_BxLxD, y_BxLxHxC)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
         """The decoding state of empty sequences: of the mechanism, and of the convolution where there is one."""
@@ -85,48 +107,63 @@ class Block(nnx.Module):
         """Like `__call__` for T tokens that follow those in `state`; `starts_BxT` counts from the first of them."""
         normed_BxTxD = self.attention_norm(x_BxTxD)
         state, before = state if self.convolution else (state, None)
-        *qkv, before = self._rotated(normed_BxTxD, rotation, before, starts_BxT)
-        state, y_BxTxHxC = self.attention.decode_step(state, *qkv, starts_BxT=starts_BxT, **self._own(normed_BxTxD))
-        return (state, before) if self.convolution else state, self._rest(x_BxTxD, normed_BxTxD, y_BxTxHxC)
+        *qkv, before = self._project(normed_BxTxD, rotation, self._rotate, starts_BxT, before)
+        inputs = self._project_for_mechanism(normed_BxTxD)
+        state, y_BxTxHxC = self.attention.decode_step(state, *qkv, starts_BxT=starts_BxT, **inputs)
+        return (state, before) if self.convolution else state, self._finish(x_BxTxD, normed_BxTxD, y_BxTxHxC)
 
-    def project(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, ...]:
-        """Queries [B, L, H, C], keys and values [B, L, K, C]; queries and keys are rotated, if there is a rotation."""
-        return self._rotated(self.attention_norm(x_BxLxD), rotation)[:3]
-
-    @jax.named_scope('qkv')
-    def _rotated(self, normed_BxLxD, rotation, before=None, starts_BxL=None):
-        """q, k, v, and what the convolution keeps."""
-        qk, v_BxLxKxC, before = self._products(normed_BxLxD, rotation, before, starts_BxL)
-        if len(qk) == 1:  # A few tokens at a time, in general, which fill no kernel.
-            qk = rotate(*qk, rotation, self.dims.n_heads, implementation='xla')
-        return *qk, v_BxLxKxC, before
+    def project(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> Projections:
+        """Computes queries, keys and values; queries and keys are rotated, if there is a rotation."""
+        return self._project(self.attention_norm(x_BxLxD), rotation, self._rotate)
 
     @jax.named_scope('qkv')
-    def _products(self, normed_BxLxD, rotation, before=None, starts_BxL=None):
-        """Queries above keys, or each alone where nothing is done to both at once; values; and what the convolution
-        keeps."""
+    def _project(
+        self,
+        normed_BxLxD: jax.Array,
+        rotation: Rotation | None,
+        prepare: Callable[[jax.Array, Rotation | None], tuple[jax.Array, jax.Array]],
+        starts_BxL: jax.Array | None = None,
+        before: Any = None,
+    ) -> Projections:
+        """Computes queries, keys and values. `before`: the tokens that the convolution kept.
+
+        `prepare` maps queries above keys, [B, L, H + K, C], and the rotation to queries and keys. Queries and keys are
+        products of their own where nothing is done to both at once.
+        """
         H, K, C = self.dims.n_heads, self.dims.n_kv_heads, self.dims.head_dim
-        joined = rotation is not None or self.attention.norms is not None
-        heads = (H + K, K) if joined else (H, K, K)
-        parts = self.qkv.pieces(normed_BxLxD, [n * C for n in heads])
+        is_joined = rotation is not None or self.attention.norms is not None
+        products = self.qkv.pieces(normed_BxLxD, [n * C for n in ((H + K, K) if is_joined else (H, K, K))])
         if self.convolution:
-            parts, before = self.convolution(parts, before, starts_BxL)
-        *qk, v_BxLxKxC = (part.reshape(*part.shape[:2], -1, C) for part in parts)
+            products, before = self.convolution(products, before, starts_BxL)
+        heads = [product.reshape(*product.shape[:2], -1, C) for product in products]
+        if not is_joined:
+            q_BxLxHxC, k_BxLxKxC, v_BxLxKxC = heads
+            return Projections(*self._normalize(q_BxLxHxC, k_BxLxKxC), v_BxLxKxC, before)
+        qk_BxLxNxC, v_BxLxKxC = heads
         if self.q_norm is not None:
-            q_BxLxHxC, k_BxLxKxC = jnp.split(*qk, [H], axis=2) if joined else qk
-            qk = [self.q_norm(q_BxLxHxC), self.k_norm(k_BxLxKxC)]
-            qk = [jnp.concatenate(qk, axis=2)] if joined else qk
-        return qk, v_BxLxKxC, before
+            qk_BxLxNxC = jnp.concatenate(self._normalize(*jnp.split(qk_BxLxNxC, [H], axis=2)), axis=2)
+        return Projections(*prepare(qk_BxLxNxC, rotation), v_BxLxKxC, before)
+
+    def _normalize(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Applies `model.qk_norm`."""
+        if self.q_norm is None or self.k_norm is None:
+            return q_BxLxHxC, k_BxLxKxC
+        return self.q_norm(q_BxLxHxC), self.k_norm(k_BxLxKxC)
+
+    def _rotate(self, qk_BxLxNxC: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array]:
+        """Rotates a few tokens at a time, which fill no kernel."""
+        return rotate(qk_BxLxNxC, rotation, self.dims.n_heads, implementation='xla')
 
     @jax.named_scope('qkv')
-    def _own(self, normed_BxLxD):
-        """What the mechanism takes besides, by name."""
+    def _project_for_mechanism(self, normed_BxLxD: jax.Array) -> dict[str, jax.Array]:
+        """Computes the mechanism's further inputs, by name."""
         if not self.widths:
             return {}
         pieces = np.cumsum(tuple(self.widths.values()))[:-1]
         return dict(zip(self.widths, jnp.split(self.mechanism_in(normed_BxLxD), pieces, axis=-1), strict=True))
 
-    def _rest(self, x_BxLxD, normed_BxLxD, y_BxLxHxC):
+    def _finish(self, x_BxLxD: jax.Array, normed_BxLxD: jax.Array, y_BxLxHxC: jax.Array) -> jax.Array:
+        """Computes the rest of the layer from what attention gives."""
         with jax.named_scope('attention_out'):
             y_BxLxN = y_BxLxHxC.reshape(*y_BxLxHxC.shape[:2], -1)
             if self.output_gate is not None:
@@ -134,8 +171,8 @@ class Block(nnx.Module):
             x_BxLxD = tokens_on_lanes(x_BxLxD + self.attention_out(y_BxLxN))
         return self._feed_forward(lone_windows(x_BxLxD)).reshape(x_BxLxD.shape)
 
-    def _feed_forward(self, x_TxD):
-        """Of tokens in any number of axes."""
+    def _feed_forward(self, x_TxD: jax.Array) -> jax.Array:
+        """Adds the feed-forward layer of tokens, which may have any number of axes."""
         with jax.named_scope('norms'):
             normed_TxD = self.glu_norm(x_TxD)
         with jax.named_scope('glu'):
@@ -146,20 +183,20 @@ class Block(nnx.Module):
             return x_TxD + self.glu_out(value_TxF * self.activation(gate_TxF))
 
 
-def stacked(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rngs) -> Block:
+def stack_blocks(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rngs, dtype: DTypeLike) -> Block:
     """`repeats` blocks with different parameters as one Block whose arrays have a leading axis over the layers."""
 
     @nnx.split_rngs(splits=repeats)
     @nnx.vmap(in_axes=0, out_axes=0)
     def build(rngs):
-        return Block(config, attention, rngs)
+        return Block(config, attention, rngs, dtype)
 
     blocks = build(rngs)
     stack(blocks)
     return blocks
 
 
-def taken_apart(blocks: Block) -> tuple[Callable, Any]:
+def take_apart(blocks: Block) -> tuple[Callable, Any]:
     """(apply, state): `apply(layer, f, …)` is f(block, …) of the block with a layer's part of the stacked state."""
     graph, state = nnx.split(blocks)
     return lambda layer, function, *arguments: function(nnx.merge(graph, layer), *arguments), state

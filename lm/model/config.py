@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from lm.attention import DEFAULT, Attention, HeadDims
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
-from lm.ops.platform import target_platform
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.parameters import NORMS
 
@@ -151,10 +150,10 @@ class ModelConfig(Configurable):
         """Of what the first linear map of a feed-forward layer gives: values, and gates."""
         return (self.glu_dim, self.glu_dim) if self.gated else (self.glu_dim,)
 
-    @property
-    def compute_dtype(self) -> Any:
+    def resolve_dtype(self, platform: str) -> jnp.dtype:
+        """The type of products and activations on a platform ('cpu', 'gpu' or 'tpu')."""
         if self.dtype == 'auto':
-            return jnp.float32 if target_platform() == 'cpu' else jnp.bfloat16
+            return jnp.dtype(jnp.float32 if platform == 'cpu' else jnp.bfloat16)
         return jnp.dtype(self.dtype)
 
     def check_length(self, length: int) -> None:

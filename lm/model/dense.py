@@ -26,7 +26,7 @@ class Dense(nnx.Linear):
         What the backward pass takes of a product is stacked over the layers. XLA reads it where it lies, but of a
         product of which parts are taken it first copies what belongs to a layer.
         """
-        cuts = np.cumsum(sizes)[:-1]
+        cuts = np.cumsum(sizes)[:-1].tolist()
         kernel_DxN = self.kernel[...].astype(self.dtype)
         products = gathered_products(x_BxLxD.astype(self.dtype), kernel_DxN, cuts)
         if self.bias is None:
@@ -46,16 +46,19 @@ def gathered_products(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[
     def products(x_BxLxD: jax.Array, kernel_DxN: jax.Array) -> list[jax.Array]:
         return [product(x_BxLxD, columns_DxN) for columns_DxN in jnp.split(kernel_DxN, cuts, axis=1)]
 
-    def of_parts(x_BxLxD: jax.Array, part: jax.Array) -> list[jax.Array]:
-        return products(x_BxLxD, gathered(part, axis))
-
     mesh, axes = jax.sharding.get_abstract_mesh(), batch_axes()
     axis = shared_axis(kernel_DxN.shape, mesh.shape[SHARED_AXIS]) if SHARED_AXIS in axes else None
     if axis is None or uneven_batch(x_BxLxD.shape[0]):
         return products(x_BxLxD, kernel_DxN)
     rows, shared = PartitionSpec(axes), PartitionSpec(*[None] * axis, SHARED_AXIS)
     names = set(mesh.axis_names) - set(mesh.manual_axes)
-    split = jax.shard_map(of_parts, in_specs=(rows, shared), out_specs=rows, axis_names=names, check_vma=False)
+
+    def gather_and_multiply(x_BxLxD: jax.Array, part: jax.Array) -> list[jax.Array]:
+        return products(x_BxLxD, gathered(part, axis))
+
+    split = jax.shard_map(
+        gather_and_multiply, in_specs=(rows, shared), out_specs=rows, axis_names=names, check_vma=False
+    )
     return split(x_BxLxD, kernel_DxN)
 
 

@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lm.attention import AttentionModule
 from lm.errors import ConfigError
-from lm.model.block import Block, stacked, taken_apart
+from lm.model.block import Block, stack_blocks, take_apart
 from lm.model.config import REMAT, ModelConfig
 from lm.model.positions import rotary, sinusoids
 from lm.model.width import output_scale
@@ -35,8 +36,8 @@ FINAL_GAIN = 0.7
 class Transformer(nnx.Module):
     """The language model. `blocks[i]` holds the layers i, i + P, i + 2P, … of a pattern of P mechanisms, stacked."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+        self.config, self.dtype = config, jnp.dtype(dtype)
 
         # Vaswani et al. (2017) §3.4: the tied embedding has unit-variance logits and is scaled by √D at the input,
         # where it meets sinusoids of the same size.
@@ -44,7 +45,7 @@ class Transformer(nnx.Module):
             return nnx.Embed(
                 rows,
                 config.d_model,
-                dtype=config.compute_dtype,
+                dtype=self.dtype,
                 embedding_init=nnx.initializers.normal(config.d_model**-0.5),
                 embedding_metadata=declare('embedding', axis, 'embed', part='embedding'),
                 rngs=rngs,
@@ -54,9 +55,10 @@ class Transformer(nnx.Module):
         if config.learned_positions:
             self.positions = embedding(config.learned_positions, 'position')
         repeats = config.n_layers // len(config.pattern)
-        self.blocks = nnx.List([stacked(config, attention, repeats, rngs) for attention in config.pattern])
+        stacks = [stack_blocks(config, attention, repeats, rngs, self.dtype) for attention in config.pattern]
+        self.blocks = nnx.List(stacks)
         gains = _alternating(FINAL_GAIN * output_scale(config.widening))
-        options = {'part': 'norms', 'output': True, 'dtype': config.compute_dtype, 'scale_init': gains}
+        options = {'part': 'norms', 'output': True, 'dtype': self.dtype, 'scale_init': gains}
         self.final_norm = NORMS[config.norm](config.d_model, 'embed', rngs, **options)
         if not config.tied:
             init = nnx.initializers.normal(config.d_model**-0.5)
@@ -76,7 +78,7 @@ class Transformer(nnx.Module):
         """
         positions = jnp.arange(tokens_BxL.shape[1]) if positions is None else positions
         x_BxLxD, rotation = self._embed(tokens_BxL, positions)
-        applies, states = zip(*map(taken_apart, self.blocks), strict=True)
+        applies, states = zip(*map(take_apart, self.blocks), strict=True)
 
         def layers(x_BxLxD, states):
             for apply, state in zip(applies, states, strict=True):
@@ -94,7 +96,7 @@ class Transformer(nnx.Module):
         x_BxLxD, rotation = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
         for i in range(self.config.n_layers):
             repeat, which = divmod(i, len(self.blocks))
-            apply, state = taken_apart(self.blocks[which])
+            apply, state = take_apart(self.blocks[which])
             block = apply(jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], state), lambda block: block)
             yield block.attention, *block.project(x_BxLxD, rotation)[:2]
             x_BxLxD = block(x_BxLxD, rotation)
@@ -116,7 +118,9 @@ class Transformer(nnx.Module):
     def losses(self, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> jax.Array:
         """Those of `token_losses`, of the normalised outputs of the last layer."""
         with jax.named_scope('cross_entropy'):
-            return cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, cap=self.config.logit_cap)
+            found = cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, cap=self.config.logit_cap)
+            assert isinstance(found, jax.Array)  # a pair only with the normalizer
+            return found
 
     def weighted_loss(
         self,
@@ -149,10 +153,10 @@ class Transformer(nnx.Module):
             )
 
         def empty(block):
-            return block.init_state(batch, max_length, self.config.compute_dtype, documents)
+            return block.init_state(batch, max_length, self.dtype, documents)
 
         def stacked(blocks):
-            apply, state = taken_apart(blocks)
+            apply, state = take_apart(blocks)
             return jax.vmap(lambda state: apply(state, empty))(state)
 
         return [stacked(blocks) for blocks in self.blocks]
@@ -179,7 +183,7 @@ class Transformer(nnx.Module):
                 tokens: negative before it.
         """
         x_BxTxD, rotation = self._embed(tokens_BxT, positions)
-        applies, params = zip(*map(taken_apart, self.blocks), strict=True)
+        applies, params = zip(*map(take_apart, self.blocks), strict=True)
 
         def layers(x_BxTxD, params_and_state):
             new = []
@@ -199,7 +203,7 @@ class Transformer(nnx.Module):
             return nnx.state(block)
 
         for i in which:
-            apply, state = taken_apart(self.blocks[i])
+            apply, state = take_apart(self.blocks[i])
             keys = jax.random.split(jax.random.fold_in(key, i), self.config.n_layers // len(self.blocks))
             new = jax.vmap(lambda state, key, apply=apply: apply(state, redrawn, key))(state, keys)
             nnx.update(self.blocks[i], new)
@@ -247,10 +251,10 @@ def _alternating(size: float) -> nnx.Initializer:
     return lambda key, shape, dtype=jnp.float32: jnp.full(shape, size, dtype).at[1::2].multiply(-1)
 
 
-def build(config: ModelConfig, seed: int) -> Transformer:
-    """The model with its initial parameters, a function of (config, seed) alone."""
+def build(config: ModelConfig, seed: int, dtype: DTypeLike = jnp.float32) -> Transformer:
+    """The model with its initial parameters, a function of (config, seed) alone; it computes in `dtype`."""
     key = seed_key(seed)
-    return Transformer(config, nnx.Rngs(params=key, projections=jax.random.fold_in(key, 1)))
+    return Transformer(config, nnx.Rngs(params=key, projections=jax.random.fold_in(key, 1)), dtype)
 
 
 def seed_key(seed: int) -> jax.Array:

@@ -1,6 +1,6 @@
 """`lm train`: a run, from top to bottom.
 
-    set_up: plan → restore or initialise → compile → write config.gin and run.json, open metrics.jsonl
+    open_session: plan → lock → restore or initialise → compile → write config.gin and run.json, open metrics.jsonl
     Trainer.run: (batch → step → log → evaluate → save)* → close
 
 Steps are dispatched ahead of the host: the metrics of step n are fetched after step n + 1 has been dispatched. Resuming
@@ -10,29 +10,28 @@ step, so that an interrupted run leaves the files of an uninterrupted one.
 
 import contextlib
 import time
+from collections.abc import Iterator
 
 import jax
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.compilation.cache import CompileCache
-from lm.config.text import dump
+from lm.data.batches import Batches
 from lm.evaluation.evaluator import make_evaluator
-from lm.experiment import Experiment, check_experiment, training_step
-from lm.hardware import peak_flops
-from lm.runs.branch import find_branch
+from lm.experiment import Experiment
+from lm.hardware import Target, peak_flops
+from lm.plan import RunPlan, make_plan
 from lm.runs.goodput import Goodput, read_process_start
-from lm.runs.initial import InitialParameters
-from lm.runs.process_zero import check_same
 from lm.runs.run_dir import RunDir
-from lm.session.trainer import Trainer
+from lm.session.start import Origin, Request, Start, find_origin, print_plan, restore_or_init, write_start
+from lm.session.trainer import Computation, Records, Services, Trainer
 from lm.training.heartbeat import Peers
-from lm.training.inputs import make_batches, open_store
-from lm.training.mesh import JobAddress, describe_mesh, initialize_distributed, make_mesh, meet
+from lm.training.mesh import JobAddress, batch_sharding, initialize_distributed, meet
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
-from lm.training.program import abstract_state, compile_step_aside, init_state, shardings_of
-from lm.training.progress import Progress, Throughput, plan_rows, print_rows
-from lm.training.step import State, weights
+from lm.training.program import compile_in_background, shardings_of
+from lm.training.progress import Progress, Throughput
+from lm.training.step import State
 from lm.training.watchdog import Watchdog
 
 
@@ -72,115 +71,86 @@ def train(
 
     Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
     """
-    check_experiment(experiment)
+    with open_session(experiment, Request(run_dir, rewind_to, branch_from, step), compile_cache, begun) as trainer:
+        return trainer.run()
+
+
+@contextlib.contextmanager
+def open_session(
+    experiment: Experiment, request: Request, compile_cache: str | None = None, begun: float | None = None
+) -> Iterator[Trainer]:
+    """Prepares everything for the next step of a run, and closes at the end what it has opened; arguments as of
+    `train`."""
+    run = RunDir(request.run_dir)
+    goodput = Goodput(run.read_goodput(), time.time() if begun is None else begun)
     with contextlib.ExitStack() as stack:
-        goodput = Goodput(RunDir(run_dir).read_goodput(), time.time() if begun is None else begun)
-        folder = None if compile_cache == 'none' else compile_cache or RunDir(run_dir).path / 'compiled'
-        programs = stack.enter_context(CompileCache(folder))
-        return set_up(experiment, run_dir, stack, goodput, programs, rewind_to, branch_from, step).run()
+        folder = None if compile_cache == 'none' else compile_cache or run.path / 'compiled'
+        programs, preemption = stack.enter_context(CompileCache(folder)), stack.enter_context(Preemption())
+        # Everything that can be wrong is found before anything is written: only so does the corrected command work.
+        plan = make_plan(experiment, Target.of_devices(jax.devices()))
+        mesh = plan.mesh.arrange(jax.devices())
+        stack.enter_context(jax.set_mesh(mesh))
+        evaluator = make_evaluator(plan.evaluation, plan.functions, mesh)
+        if jax.process_index() == 0:
+            print_plan(plan, mesh)
+        lock = stack.enter_context(run.lock())
+        kept = plan.store.fingerprints, run.record_saved, evaluator.measure
+        checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, *kept))
+        origin = find_origin(run, request, plan)
+        source = stack.enter_context(origin.branch.checkpointer(kept[0])) if origin.branch else checkpointer
+        if source.latest_step() is None:
+            plan.check_initial()
+
+        abstract = plan.program.place_state(mesh)
+        compilation = compile_in_background(plan.program, mesh)
+        start = restore_or_init(plan, abstract, source, origin, goodput)
+        with goodput.spent('trace'):
+            compilation.lowered.exception()  # which the next line raises, if there is one
+        with goodput.spent('compile'):
+            advance = compilation.compiled.result()
+        redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=shardings_of(abstract['buffers']))
+        sharding = batch_sharding(mesh, axis=1)
+        batches = Batches(plan.store, plan.split, plan.windows, experiment.train.microbatches, sharding)
+
+        if origin.rewind_to is not None:
+            checkpointer.rewind(start.step)
+        write_start(run, plan, origin, start.step)
+        programs.publish()
+        records = stack.enter_context(open_records(run, plan, origin, start, mesh.size))
+        profiled = experiment.train.profile if jax.process_index() == 0 else None
+        profiler = stack.enter_context(Profiler(profiled, run.path / 'profile'))
+        watchdog = stack.enter_context(Watchdog(experiment.train.hang_minutes))
+        yield Trainer(
+            config=experiment.train,
+            computation=Computation(plan.program.step, batches, advance, redraw, evaluator),
+            checkpointer=checkpointer,
+            records=records,
+            services=Services(lock, preemption, profiler, watchdog, goodput, programs),
+            state=start.state,
+            start=start.step,
+            is_save_due=bool(origin.branch),
+        )
 
 
-def set_up(
-    experiment: Experiment,
-    run_dir: str,
-    stack: contextlib.ExitStack,
-    goodput: Goodput,
-    programs: CompileCache,
-    rewind_to: int | None = None,
-    branch_from: str | None = None,
-    step: int | None = None,
-) -> Trainer:
-    """Everything that a run needs, ready for its next step. What is open is closed by `stack`."""
-    # Everything that can be wrong is found before anything is written: only so does the corrected command still work.
-    config, model, data = experiment.train, experiment.model, experiment.data
-    preemption = stack.enter_context(Preemption())
-    store = open_store(data, config, model)
-    mesh = make_mesh(experiment.mesh)
-    stack.enter_context(jax.set_mesh(mesh))
-    batches = make_batches(data, config, store, mesh)
-    functions = training_step(experiment, store)
-    evaluator = make_evaluator(experiment.evaluate, data, config, functions, mesh, store, config.eval_tokens)
-    parameters = sum(functions.count_parameters().values())
-    is_leader = jax.process_index() == 0
-    if is_leader:
-        rows = plan_rows(model, config, parameters, batches.windows.describe(config.steps, store.path))
-        print_rows(rows | {'devices': describe_mesh(mesh, experiment.mesh, model.compute_dtype)})
-    run = RunDir(run_dir)
-    lock = stack.enter_context(run.lock())
-    check_same({'--rewind_to': rewind_to, '--branch_from': branch_from, '--step': step})
-    rewinds = rewind_to is not None and not run.is_rewound(rewind_to, experiment)
-    if is_leader and rewind_to is not None and not rewinds:
-        print(f'--rewind_to {rewind_to}: done before by this configuration; going on from the newest', flush=True)
-    branch = find_branch(run, branch_from, step, rewind_to)
-    if branch:
-        branch.check(experiment)
-    run.check_unchanged(experiment, rewinds)
-    checkpointer = stack.enter_context(
-        Checkpointer(run.checkpoints, experiment.checkpoint, store.fingerprints, run.record_saved, evaluator.measure)
-    )
-
-    # Restore this run, else its branching point, else start from another one's parameters, else from the seed.
-    abstract = abstract_state(functions, mesh)
-    source = stack.enter_context(branch.checkpointer(store.fingerprints)) if branch else checkpointer
-    initial = InitialParameters(config.init_from, store.fingerprints, store.path) if config.init_from else None
-    if (is_new := source.latest_step() is None) and initial:
-        initial.check(abstract['params'])  # before anything is compiled
-    tracing, compiling = compile_step_aside(functions, abstract, config, batches.dtype, mesh)
-    with goodput.spent('initialize' if is_new else 'restore'):
-        restored = source.restore(abstract, branch.step if branch else rewind_to if rewinds else None)
-        if restored:
-            state, start, saved = restored
-            batches.windows.resume(start, saved.get('skipped_batches'))
-        else:
-            state, start, saved = init_state(functions, abstract, config.seed), 0, {'step_seconds': 0.0}
-            if initial:
-                taken, line = initial.take(weights(state), weights(abstract))
-                state |= taken
-                if is_leader:
-                    print(line, flush=True)
-    goodput.resumed(saved.get('step_seconds'))
-    with goodput.spent('trace'):
-        tracing.exception()  # which the next line raises, if there is one
-    with goodput.spent('compile'):
-        advance = compiling.result()
-    redraw = jax.jit(functions.redraw, static_argnums=(1, 2), out_shardings=shardings_of(abstract['buffers']))
-
-    if rewinds:
-        checkpointer.rewind(start)
-    facts = {'parameters': parameters, **store.fingerprints}
-    run.create_or_resume(experiment, facts | ({'branch': branch.record(experiment)} if branch else {}), start, rewinds)
-    if branch:
-        branch.copy_metrics()
-    programs.publish()
-    progress = Progress(config.steps, enabled=is_leader)
-    trackers = stack.enter_context(run.track(config.trackers, dump(experiment), is_leader, config.tensorboard, start))
-    metrics_file = stack.enter_context(run.metrics(start, trackers))
-    profiler = stack.enter_context(Profiler(config.profile if is_leader else None, run.path / 'profile'))
-    if restored:
-        progress.note(f'resumed from step {start} of {branch.parent.path if branch else run_dir}')
-    peak = peak_flops(jax.devices()[0].device_kind)
-    return Trainer(
-        config=config,
-        text=dump(experiment),
-        run_directory=run,
-        lock=lock,
-        functions=functions,
-        state=state,
-        start=start,
-        batches=batches,
-        advance=advance,
-        redraw=redraw,
-        evaluator=evaluator,
-        checkpointer=checkpointer,
-        metrics_file=metrics_file,
-        progress=progress,
-        preemption=preemption,
-        profiler=profiler,
-        watchdog=stack.enter_context(Watchdog(config.hang_minutes)),
-        goodput=goodput,
-        programs=programs,
-        throughput=Throughput(start, config.steps, config.tokens_per_step, saved.get('seconds', 0.0)),
-        flops_per_token=model.flops_per_token(config.context_length),
-        peak_flops=peak and peak * mesh.size,
-        is_save_due=bool(branch),
-    )
+@contextlib.contextmanager
+def open_records(run: RunDir, plan: RunPlan, origin: Origin, start: Start, devices: int) -> Iterator[Records]:
+    """Opens metrics.jsonl and the trackers of a run that goes on from `start`."""
+    config, leads = plan.experiment.train, jax.process_index() == 0
+    progress = Progress(config.steps, enabled=leads)
+    peak, seconds = peak_flops(jax.devices()[0].device_kind), 0.0
+    with (
+        run.track(config.trackers, plan.text, leads, config.tensorboard, start.step) as trackers,
+        run.metrics(start.step, trackers) as metrics_file,
+    ):
+        if start.saved is not None:
+            seconds = start.saved.get('seconds', 0.0)
+            progress.note(f'resumed from step {start.step} of {origin.directory}')
+        yield Records(
+            run=run,
+            text=plan.text,
+            metrics_file=metrics_file,
+            progress=progress,
+            throughput=Throughput(start.step, config.steps, config.tokens_per_step, seconds),
+            flops_per_token=plan.flops_per_token,
+            peak_flops=peak and peak * devices,
+        )

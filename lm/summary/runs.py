@@ -11,9 +11,9 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import Damaged, Snapshot
 from lm.errors import ConfigError, MismatchError
 from lm.experiment import load
+from lm.model.functions import count_parameters
 from lm.runs.paths import read_text
 from lm.runs.records import Run
-from lm.training.step import count_parameters
 
 DELETION_SECONDS = 1.0
 """After so long a step that looked damaged is read again: it counts as damaged if it is still there."""

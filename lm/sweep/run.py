@@ -17,7 +17,7 @@ import dataclasses
 import jax
 
 from lm.errors import INTERRUPTED, AbsentError, LmError, exit_code_of
-from lm.experiment import validate
+from lm.plan import PlanCache, validate
 from lm.runs.lock import OccupiedError
 from lm.runs.run_dir import RunDir
 from lm.session.train import train_in_job
@@ -70,13 +70,13 @@ def run_sweep(sweep: Sweep, options: SweepOptions) -> None:
 def validate_points(sweep: Sweep, devices: int | None) -> list[str]:
     """Refuses the sweep if `lm train` would refuse a point that is not finished; returns what is not there."""
     absent: dict[str, None] = {}
-    known: dict = {}
+    cache = PlanCache()
     for point in sweep.points:
         if sweep.is_finished(point):
             continue
         try:
             begun = RunDir(sweep.root / point.name).has_checkpoint()
-            absent |= dict.fromkeys(validate(point.experiment, devices, known, begun))
+            absent |= dict.fromkeys(validate(point.experiment, devices, cache, begun))
         except LmError as error:
             raise type(error)(f'{error} (in the point {point.name})') from None
     return list(absent)

@@ -40,6 +40,11 @@ class Task(Configurable, abc.ABC):
     eval_examples: int = field(default=4096, minimum=1, help='in each of validation and test')
     seed: int = field(default=0, minimum=0, help='which examples there are; train.seed decides their order')
 
+    @property
+    @abc.abstractmethod
+    def vocab_size(self) -> int:
+        """The number of different tokens; a field in some tasks."""
+
     whole_answers = True
     """What accuracy counts: examples whose answers are all right (True) or single answers (False)."""
 

@@ -90,8 +90,9 @@ class Peers:
         """
         from jax._src.distributed import global_state
 
-        client = global_state.client
-        host = global_state.coordinator_address.rpartition(':')[0].strip('[]')
+        client, address = global_state.client, global_state.coordinator_address
+        assert client is not None and address is not None, 'there are several processes'  # noqa: PT018
+        host = address.rpartition(':')[0].strip('[]')
         if self.index:
             try:
                 found = client.blocking_key_value_get('lm/peers/0', int(CONNECT_SECONDS * 1000))
@@ -156,8 +157,9 @@ class Peers:
             for index, connection in self._connections.items():
                 if now - connection.heard > self.silence and not self._expected(index):
                     self._lost(index, f'has been silent for {self.silence:.0f} s')
-            if self._failed() and self.index not in self._ended and now - self._ended_at > self.silence:
-                self._lost(*self._failed())
+            is_late = self._ended_at is not None and now - self._ended_at > self.silence
+            if (failed := self._failed()) and self.index not in self._ended and is_late:
+                self._lost(*failed)
         for connection in self._connections.values():
             connection.socket.close()
 

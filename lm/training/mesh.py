@@ -10,15 +10,17 @@ import importlib
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError, end_process
+from lm.hardware import Device, Target, group_by_slice
 from lm.ops.platform import DATA_AXES, SEQUENCE_AXIS, SHARED_AXIS, data_shards
 from lm.parameters import shared_axis
 from lm.text import counted
@@ -48,20 +50,85 @@ class MeshConfig(Configurable):
         default=300.0, above=0, help='what a process waits for the others when the job starts, before it ends with 42'
     )
 
-    def check_divides(self, devices: int) -> None:
-        """Raises ConfigError unless so many devices form groups of `fsdp` times `sequence`."""
-        if devices % self.fsdp:
-            raise ConfigError(f'mesh.fsdp = {self.fsdp}: must divide the number of devices, {devices}')
-        if devices // self.fsdp % self.sequence:
-            raise ConfigError(
-                f'mesh.sequence = {self.sequence}: must divide the {devices // self.fsdp} groups of mesh.fsdp devices'
-            )
+    def plan(self, target: Target) -> 'MeshShape':
+        """Plans the mesh for devices that need not be there.
 
-    def fitted(self, devices: list) -> 'MeshConfig':
-        """For who reads what was trained on other devices: as many of these as go share parameters, or a window."""
-        near = len(_slices(self, devices)[0])
+        Raises ConfigError where the devices do not form groups of `fsdp` times `sequence`, each within a slice, or
+        their slices are not `slices`. What is not known of the devices is not checked.
+        """
+        if target.slices is None or target.devices is None:
+            return MeshShape(None, self.fsdp, self.sequence, self.slices or 1)
+        if target.devices % self.fsdp:
+            raise ConfigError(f'mesh.fsdp = {self.fsdp}: must divide the number of devices, {target.devices}')
+        groups = target.devices // self.fsdp
+        if groups % self.sequence:
+            raise ConfigError(f'mesh.sequence = {self.sequence}: must divide the {groups} groups of mesh.fsdp devices')
+        count, near = self.count_slices(target)
+        if near % (self.fsdp * self.sequence):
+            settings = f'mesh.fsdp = {self.fsdp}' + (f', mesh.sequence = {self.sequence}' if self.sequence > 1 else '')
+            raise ConfigError(f'{settings}: must divide the {near} devices of each of {count} slices')
+        return MeshShape(groups // self.sequence, self.fsdp, self.sequence, count)
+
+    def count_slices(self, target: Target) -> tuple[int, int]:
+        """(slices, devices of each) of a target whose devices are known."""
+        assert target.slices is not None, target
+        total, count = sum(target.slices), self.slices or len(target.slices)
+        if target.platform == 'cpu' and total % count == 0:
+            # A rehearsal: processes, or simulated devices, that are neighbours.
+            return count, total // count
+        if count != len(target.slices) or len(set(target.slices)) > 1:
+            sizes = ' and '.join(map(str, target.slices))
+            raise ConfigError(
+                f'mesh.slices = {count}: but JAX sees {counted(len(target.slices), "slice")}, of {sizes} devices; '
+                'start the same command on every worker of all slices, or correct the number'
+            )
+        return count, target.slices[0]
+
+    def fit(self, target: Target) -> 'MeshConfig':
+        """Adapts the mesh to other devices than those of the training, for what reads its weights: as many of them as
+        possible share parameters, or a window."""
+        _, near = self.count_slices(target)
         fsdp = math.gcd(self.fsdp, near)
         return dataclasses.replace(self, fsdp=fsdp, sequence=math.gcd(self.sequence, near // fsdp))
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """The sizes of the axes of a mesh.
+
+    Attributes:
+        data: None: the number of devices is not known.
+        slices: the number of slices over which the devices are spread.
+    """
+
+    data: int | None
+    fsdp: int
+    sequence: int
+    slices: int
+
+    @property
+    def shards(self) -> int | None:
+        """Into how many parts a batch is split; None: not known."""
+        return None if self.data is None else self.data * self.fsdp
+
+    def arrange(self, devices: Sequence[Device]) -> Mesh:
+        """The mesh (data, fsdp) over the devices that were planned, and a third axis where windows are shared. Devices
+        that share parameters or a window are of one slice: what they tell each other in every layer does not cross the
+        network between slices."""
+        slices = group_by_slice(devices)
+        if devices[0].platform == 'cpu':
+            slices = [list(members) for members in np.split(np.asarray(devices), self.slices)]
+        together = self.fsdp * self.sequence
+        shape = (len(slices[0]) // together, self.fsdp, *([self.sequence] if self.sequence > 1 else []))
+        if together == 1:
+            grids = [np.asarray(members).reshape(shape) for members in slices]
+        else:
+            from jax.experimental import mesh_utils
+
+            # A pod's torus rarely has an axis of exactly fsdp chips.
+            options = {'allow_split_physical_axes': True}
+            grids = [mesh_utils.create_device_mesh(shape, members, **options) for members in slices]
+        return Mesh(np.concatenate(grids), (*DATA_AXES, SEQUENCE_AXIS)[: len(shape)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +154,6 @@ def initialize_distributed(config: MeshConfig, job: JobAddress, *, meets: bool =
     Raises ConfigError when the number of processes is not `mesh.processes`: a worker that trains alone is the
     commonest way to lose a day on a pod.
     """
-    # `lm.training.heartbeat` and `_all_within` act before JAX does, which aborts.
-    timeouts = {
-        'heartbeat_timeout_seconds': int(config.heartbeat_seconds) + 30,
-        'initialization_timeout': int(config.join_seconds) + 30,
-    }
     # Its handler of SIGTERM only takes notes, while this process waits for others that may be gone already:
     # `lm.training.preemption` has it installed once all are there.
     jax.config.update('jax_enable_preemption_service', False)
@@ -99,11 +161,18 @@ def initialize_distributed(config: MeshConfig, job: JobAddress, *, meets: bool =
     if any(value is not None for value in given):
         if any(value is None for value in given):
             raise ConfigError('--coordinator_address, --process_count and --process_id: give all three or none')
-        if jax.config.jax_platforms == 'cpu':
+        if _platforms() == 'cpu':
             jax.config.update('jax_cpu_collectives_implementation', 'gloo')
     if job.coordinator is not None or _on_cloud_tpu():
         with _all_within(config.join_seconds):
-            jax.distributed.initialize(*given, **timeouts)
+            # `lm.training.heartbeat` and `_all_within` act before JAX does, which aborts.
+            jax.distributed.initialize(
+                job.coordinator,
+                job.process_count,
+                job.process_id,
+                heartbeat_timeout_seconds=int(config.heartbeat_seconds) + 30,
+                initialization_timeout=int(config.join_seconds) + 30,
+            )
     _, count = joined()
     if config.processes is not None and count != config.processes:
         raise ConfigError(
@@ -112,6 +181,11 @@ def initialize_distributed(config: MeshConfig, job: JobAddress, *, meets: bool =
         )
     if meets:
         meet(config)
+
+
+def _platforms() -> str | None:
+    """The platforms that JAX may use, as it is set; type checkers do not know JAX's settings."""
+    return jax.config.values['jax_platforms']
 
 
 def joined() -> tuple[int, int]:
@@ -150,7 +224,7 @@ def _on_cloud_tpu() -> bool:
     JAX has no public way to ask. Where the private one is not as it was, the variables decide that Cloud TPU documents
     for the workers of a slice.
     """
-    if (jax.config.jax_platforms or 'tpu').split(',')[0] not in ('tpu', ''):
+    if (_platforms() or 'tpu').split(',')[0] not in ('tpu', ''):
         return False
     clusters = list(_tpu_clusters())
     if clusters:
@@ -170,53 +244,18 @@ def _tpu_clusters() -> Iterator[Any]:
             yield cluster
 
 
-def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
-    """The mesh (data, fsdp) over all devices, and a third axis where `sequence` says so. Devices that share parameters
-    or a window are of one slice: what they tell each other in every layer does not cross the network between slices."""
+def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
+    """The mesh over all devices; see `MeshConfig.plan` for errors and `MeshShape.arrange`."""
     devices = jax.devices() if devices is None else devices
-    config.check_divides(len(devices))
-    together = config.fsdp * config.sequence
-    slices = _slices(config, devices)
-    near = len(slices[0])
-    shape = (near // together, config.fsdp, *([config.sequence] if config.sequence > 1 else []))
-    if near % together:
-        settings = f'mesh.fsdp = {config.fsdp}' + (f', mesh.sequence = {config.sequence}' if len(shape) > 2 else '')
-        raise ConfigError(f'{settings}: must divide the {near} devices of each of {len(slices)} slices')
-    if together == 1:
-        grids = [np.asarray(members).reshape(shape) for members in slices]
-    else:
-        from jax.experimental import mesh_utils
-
-        # A pod's torus rarely has an axis of exactly fsdp chips.
-        grids = [mesh_utils.create_device_mesh(shape, members, allow_split_physical_axes=True) for members in slices]
-    return Mesh(np.concatenate(grids), (*DATA_AXES, SEQUENCE_AXIS)[: len(shape)])
+    return config.plan(Target.of_devices(devices)).arrange(devices)
 
 
-def _slices(config: MeshConfig, devices: list) -> list[list]:
-    """The devices of each slice, equally many."""
-    slices: dict[int, list] = {}
-    for device in devices:
-        slices.setdefault(getattr(device, 'slice_index', 0), []).append(device)
-    count = config.slices or len(slices)
-    if devices[0].platform == 'cpu' and len(devices) % count == 0:
-        # A rehearsal: processes, or simulated devices, that are neighbours.
-        return [list(members) for members in np.split(np.asarray(devices), count)]
-    if count != len(slices) or len({len(members) for members in slices.values()}) > 1:
-        sizes = ' and '.join(str(len(members)) for members in slices.values())
-        raise ConfigError(
-            f'mesh.slices = {count}: but JAX sees {counted(len(slices), "slice")}, of {sizes} devices; '
-            'start the same command on every worker of all slices, or correct the number'
-        )
-    return [slices[index] for index in sorted(slices)]
-
-
-def describe_mesh(mesh: Mesh, config: MeshConfig, compute_dtype: Any) -> str:
+def describe_mesh(mesh: Mesh, slices: int, compute_dtype: DTypeLike) -> str:
     """The devices of a mesh and how they are used."""
-    processes, slices = jax.process_count(), len(_slices(config, list(mesh.devices.flat)))
     axes = ', '.join(f'{name} {size}' for name, size in mesh.shape.items())
     return (
         f'{mesh.size} × {jax.devices()[0].device_kind} ({axes}), {f"{slices} slices, " if slices > 1 else ""}'
-        f'{counted(processes, "process", "processes")}, {np.dtype(compute_dtype).name} compute'
+        f'{counted(jax.process_count(), "process", "processes")}, {np.dtype(compute_dtype).name} compute'
     )
 
 

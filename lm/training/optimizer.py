@@ -4,6 +4,7 @@ The defaults are the paper's: AdamW, linear warm-up, then linear decay to zero (
 """
 
 import operator
+from typing import Any
 
 import jax
 import optax
@@ -70,8 +71,8 @@ class OptimizerConfig(Configurable):
             return rule
         scales = jax.tree.map(lambda told: rate_scale(told, widening, self.rule.growth(told)), declared)
 
-        def update(gradients, state, params=None):
-            directions, state = rule.update(gradients, state, params)
+        def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            directions, state = rule.update(updates, state, params)
             return jax.tree.map(operator.mul, directions, scales), state
 
         return optax.GradientTransformation(rule.init, update)

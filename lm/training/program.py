@@ -1,9 +1,10 @@
 """The training step as a program: what `lm train` runs is what `lm check` and `lm bench step` compile."""
 
+import dataclasses
 import math
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,14 +13,30 @@ from jax.sharding import Mesh
 from lm.compilation.compiler import CompiledProgram, compile_with_text
 from lm.errors import ConfigError
 from lm.hardware import Topology
-from lm.training.config import TrainConfig
 from lm.training.mesh import batch_sharding, place, replicated
 from lm.training.step import State, TrainStep
 
 
-def abstract_state(functions: TrainStep, mesh: Mesh) -> State:
-    """The training state as jax.ShapeDtypeStructs that say where each array lies."""
-    return place(functions.abstract(), mesh, functions.declared)
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """The program of a training step, for any devices.
+
+    Attributes:
+        batch_shape: of the tokens of a step: microbatches, windows of a microbatch, context_length + 1.
+        batch_dtype: of the tokens.
+    """
+
+    step: TrainStep
+    batch_shape: tuple[int, int, int]
+    batch_dtype: np.dtype
+
+    def place_state(self, mesh: Mesh) -> State:
+        """The training state as jax.ShapeDtypeStructs that say where each array lies."""
+        return place(self.step.abstract, mesh, self.step.functions.declared)
+
+    def init_state(self, abstract: State, seed: int) -> State:
+        """Makes the state before the first step where `abstract`, of `place_state`, says that it lies."""
+        return jax.jit(lambda: self.step.init(seed), out_shardings=shardings_of(abstract))()
 
 
 def shardings_of(abstract: Any) -> Any:
@@ -27,43 +44,43 @@ def shardings_of(abstract: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def init_state(functions: TrainStep, abstract: State, seed: int) -> State:
-    """The state before the first step, made where it shall lie."""
-    return jax.jit(lambda: functions.init(seed), out_shardings=shardings_of(abstract))()
-
-
-def lower_step(
-    functions: TrainStep, abstract: State, config: TrainConfig, dtype: np.dtype, mesh: Mesh
-) -> jax.stages.Lowered:
-    """The step for batches of tokens [A, B, L + 1] of `dtype`, split over all devices; compile it under the mesh.
+def lower_step(program: StepProgram, mesh: Mesh) -> jax.stages.Lowered:
+    """Traces the step, whose state and batch are split over all devices. Compile the result under the mesh.
 
     The state is updated in place: the one that is passed in is gone.
     """
-    batch = jax.ShapeDtypeStruct(config.batch_shape, dtype, sharding=batch_sharding(mesh, axis=1))
+    abstract = program.place_state(mesh)
+    sharding = batch_sharding(mesh, axis=1)
+    batch = jax.ShapeDtypeStruct(program.batch_shape, program.batch_dtype, sharding=sharding)
     results = shardings_of(abstract), replicated(mesh)
-    return jax.jit(functions.train, donate_argnums=0, out_shardings=results).lower(abstract, batch)
+    with jax.set_mesh(mesh):
+        return jax.jit(program.step.train, donate_argnums=0, out_shardings=results).lower(abstract, batch)
 
 
-def compile_step_aside(
-    functions: TrainStep, abstract: State, config: TrainConfig, dtype: np.dtype, mesh: Mesh
-) -> tuple[Future[jax.stages.Lowered], Future[jax.stages.Compiled]]:
-    """The step (see `lower_step`) traced, and compiled, by a thread while this one does something else.
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """A step that another thread traces and compiles.
 
-    The result of the second raises what the first does, and ConfigError where the step does not fit the memory of the
-    devices: no repetition mends that.
+    Attributes:
+        lowered: the traced step.
+        compiled: raises what `lowered` raises, and ConfigError where the step does not fit the memory of the devices:
+            no repetition mends that.
     """
 
-    def trace() -> jax.stages.Lowered:
-        with jax.set_mesh(mesh):
-            return lower_step(functions, abstract, config, dtype, mesh)
+    lowered: Future[jax.stages.Lowered]
+    compiled: Future[jax.stages.Compiled]
 
-    def work() -> jax.stages.Compiled:
+
+def compile_in_background(program: StepProgram, mesh: Mesh) -> Compilation:
+    """Traces and compiles the step (see `lower_step`) in a thread, while this one does something else."""
+
+    def compile_lowered() -> jax.stages.Compiled:
         lowered = tracing.result()
         with jax.set_mesh(mesh):
             try:
                 return lowered.compile()
             except jax.errors.JaxRuntimeError as error:
-                if (needed := out_of_memory(str(error))) is None:
+                if (needed := find_memory_needed(str(error))) is None:
                     raise
                 raise ConfigError(
                     f'the training step needs {needed:.2f} GiB of HBM, more than a {jax.devices()[0].device_kind} has: '
@@ -72,30 +89,35 @@ def compile_step_aside(
                 ) from error
 
     pool = ThreadPoolExecutor(1, thread_name_prefix='compile')
-    tracing, compiling = pool.submit(trace), pool.submit(work)
+    tracing = pool.submit(lower_step, program, mesh)
+    compiling = pool.submit(compile_lowered)
     pool.shutdown(wait=False)
-    return tracing, compiling
+    return Compilation(tracing, compiling)
 
 
-def compile_described(
-    functions: TrainStep, config: TrainConfig, dtype: np.dtype, mesh: Mesh, topology: Topology
-) -> CompiledProgram | float:
-    """The step (see `lower_step`) compiled for the described devices of `topology`, or the GiB of HBM that it needs
-    where one has less.
+class StepTooLarge(NamedTuple):
+    """A compiler's refusal of a step that needs more memory than a device has."""
+
+    needed_gib: float
+
+
+def compile_described(program: StepProgram, mesh: Mesh, topology: Topology) -> CompiledProgram | StepTooLarge:
+    """Compiles the step (see `lower_step`) for the described devices of `topology`.
 
     Raises:
-        ConfigError: the compiler refuses it for another reason.
+        ConfigError: the compiler refuses it for another reason than memory.
     """
     try:
-        return compile_with_text(lower_step(functions, abstract_state(functions, mesh), config, dtype, mesh))
+        with jax.set_mesh(mesh):
+            return compile_with_text(lower_step(program, mesh))
     except jax.errors.JaxRuntimeError as error:
-        if (needed := out_of_memory(str(error))) is not None:
-            return needed
+        if (needed := find_memory_needed(str(error))) is not None:
+            return StepTooLarge(needed)
         line = next(iter(str(error).splitlines()), '')
         raise ConfigError(f'--topology {topology.name}: the compiler refuses the training step: {line}') from error
 
 
-def out_of_memory(message: str) -> float | None:
+def find_memory_needed(message: str) -> float | None:
     """GiB of HBM that a program needs, from the compiler's refusal of it; None: it was refused for another reason."""
     if 'RESOURCE_EXHAUSTED' not in message or 'hbm' not in message.lower():
         return None

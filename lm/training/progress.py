@@ -5,23 +5,7 @@ import time
 from collections.abc import Mapping
 
 from lm.data.batches import BatchWindows
-from lm.model import ModelConfig
 from lm.text import counted, duration, perplexity, si
-from lm.training.config import TrainConfig
-
-
-def plan_rows(model: ModelConfig, config: TrainConfig, parameters: int, epochs: str = '') -> dict[str, str]:
-    """What a configuration is about to do, by name; `epochs` says how often it will see which data."""
-    mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
-    microbatches = counted(config.microbatches, 'microbatch', 'microbatches')
-    windows = f'{counted(config.batch_size, "window")} of {config.context_length:,}'
-    total = f'{config.steps * config.tokens_per_step:,} ({counted(config.steps, "step")}{epochs and f", {epochs}"})'
-    return {
-        'parameters': f'{parameters:,} ({counted(model.n_layers, "layer")} of width {model.d_model}, {mechanisms})',
-        'tokens per step': f'{config.tokens_per_step:,} ({windows}, {microbatches})',
-        'tokens in total': total,
-        'FLOPs per token': si(model.flops_per_token(config.context_length)),
-    }
 
 
 def print_row(name: str, value: str, width: int = 17) -> None:

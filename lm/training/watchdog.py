@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import faulthandler
+import math
 import statistics
 import sys
 import threading
@@ -28,7 +29,7 @@ class Watchdog:
     """
 
     def __init__(self, minutes: float | None):
-        self.minutes = minutes
+        self.minutes = math.inf if minutes is None else minutes
         self._durations: collections.deque[float] = collections.deque(maxlen=REMEMBERED)
         self._last: float | None = None
         self._number = 0
@@ -36,7 +37,7 @@ class Watchdog:
         self._closing = threading.Event()
 
     def __enter__(self) -> 'Watchdog':
-        if self.minutes is not None:
+        if math.isfinite(self.minutes):
             threading.Thread(target=self._watch, name='watchdog', daemon=True).start()
         return self
 

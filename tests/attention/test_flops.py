@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from tiny import train_step
 
 from lm.attention import HeadDims, mechanisms
 from lm.attention.base import Attention
@@ -33,7 +34,6 @@ from lm.cost_model.program import HloProgram
 from lm.model import ModelConfig
 from lm.ops.linear_attention import xla
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import TrainStep
 
 DIMS = HeadDims(n_heads=4, n_kv_heads=4, head_dim=64)
 LENGTH, ONE_BLOCK = 2048, 128
@@ -201,7 +201,7 @@ def test_linear_mechanisms_cost_the_same_per_token_at_any_length(config):
 
 def test_model():
     model = ModelConfig(vocab_size=512, n_layers=2, d_model=128, n_heads=4, n_kv_heads=2, head_dim=32, dtype='float32')
-    step = TrainStep(model, OptimizerConfig(warmup_steps=1), 10)
+    step = train_step(model, OptimizerConfig(warmup_steps=1), 10)
     state = jax.eval_shape(lambda: step.init(0))
     batch = jax.ShapeDtypeStruct((1, 2, ONE_BLOCK + 1), jnp.uint16)
     found = counted(compile_(step.train, state, batch)) / (2 * ONE_BLOCK)
@@ -217,7 +217,7 @@ def test_remat_changes_the_program_and_not_the_formula():
     assert len({model.flops_per_token(64) for model in models}) == 1
     counts = []
     for model in models:
-        step = TrainStep(model, OptimizerConfig(warmup_steps=1), 10)
+        step = train_step(model, OptimizerConfig(warmup_steps=1), 10)
         state = jax.eval_shape(lambda step=step: step.init(0))
         counts.append(counted(compile_(step.train, state, jax.ShapeDtypeStruct((1, 1, 65), jnp.uint16))))
     assert 1.15 < counts[1] / counts[0] < 1.4

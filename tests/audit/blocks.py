@@ -18,10 +18,10 @@ from transformers.models.llama import modeling_llama
 from lm.interop.families import Llama
 from lm.interop.names import from_tensors
 from lm.model import build
+from lm.model.functions import split
 from lm.model.positions import rotary
 from lm.ops.rotary import rotate
 from lm.parameters import NORMS
-from lm.training.step import split
 
 SIZES = dict(
     vocab_size=97, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

@@ -19,7 +19,9 @@ from lm.bench.attention.formulations import FORMULATIONS, computed_mechanisms
 from lm.cli import main
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
+from lm.hardware import Target
 from lm.ops.linear_attention import reference
+from lm.plan import plan_step
 from lm.training.step import TrainStep
 
 SMALL_LAYER = ['--contexts', '16,64', '--tokens', '64', '--heads', '2', '--head_dim', '8', '--repeats', '2']
@@ -295,9 +297,9 @@ def test_a_step_that_does_not_fit_is_tried_with_remat(monkeypatch):
         return (pretend_step if len(tried) == 2 else None), {'peak_mib': 9.0}
 
     monkeypatch.setattr(timing, 'compile_if_fits', compile_if_fits)
-    monkeypatch.setattr(step, 'lower_step', lambda step, *_: step.model.remat)
+    monkeypatch.setattr(step, 'lower_step', lambda program, _: program.step.functions.config.remat)
     monkeypatch.setattr(TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
-    monkeypatch.setattr(TrainStep, 'abstract', lambda self: {'step': jax.ShapeDtypeStruct((), jnp.int32)})
+    monkeypatch.setattr(TrainStep, 'abstract', {'step': jax.ShapeDtypeStruct((), jnp.int32)})
     found = candidates.candidates(['softmax'], [], SMALL_MODEL)
     rows = step.measure(found, [16, 32], 512, 512, steps=1, repeats=1)
     assert tried == ['none', 'full', 'none', 'full']
@@ -310,10 +312,12 @@ def test_a_step_that_fails_takes_no_state_with_it(monkeypatch):
     monkeypatch.setattr(timing, 'compile_if_fits', lambda _: (pretend_step, {}))
     monkeypatch.setattr(step, 'lower_step', lambda *_: None)
     monkeypatch.setattr(TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
-    monkeypatch.setattr(TrainStep, 'abstract', lambda self: {'step': jax.ShapeDtypeStruct((), jnp.int32)})
+    monkeypatch.setattr(TrainStep, 'abstract', {'step': jax.ShapeDtypeStruct((), jnp.int32)})
     (candidate,) = candidates.candidates(['softmax'], [], SMALL_MODEL)
     state = {}
-    program = step.TimedStep(step.at_context(candidate.experiment, 16, 128, 128), state, 2)
+    target = Target.of_devices(jax.devices())
+    experiment = candidates.change_context(candidate.experiment, 16, 128, 128, target)
+    program = step.TimedStep(plan_step(experiment, target), state, 2)
     program()
     assert int(state['state']['step']) == 2
     program.compiled = lambda *_: refusal('RESOURCE_EXHAUSTED')()
@@ -437,5 +441,6 @@ def test_flags_that_would_not_count_are_refused(flags, named, capsys):
 
 
 def test_unusable_step_of_tokens():
+    (candidate,) = candidates.candidates(['softmax'], [], SMALL_MODEL)
     with pytest.raises(ConfigError, match='multiple'):
-        candidates.at_context(candidates.candidates(['softmax'], [], SMALL_MODEL)[0].experiment, 48, 256, 256)
+        candidates.change_context(candidate.experiment, 48, 256, 256, Target('cpu', (1,)))

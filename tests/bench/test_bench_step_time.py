@@ -12,15 +12,16 @@ import jax.numpy as jnp
 import pytest
 
 from lm.bench import forecast
-from lm.bench.candidates import at_context
+from lm.bench.candidates import change_context
 from lm.cli import main
 from lm.compilation.compiler import CompiledProgram
 from lm.compilation.memory import ProgramMemory
 from lm.cost_model.step_time import PartTime, StepTime
 from lm.errors import ConfigError
-from lm.experiment import load, training_step
-from lm.hardware import Topology, generation
+from lm.experiment import load
+from lm.hardware import Target, Topology, generation
 from lm.model import REMAT
+from lm.plan import plan_step
 from lm.training import program
 from lm.training.objectives.next_token import next_token
 
@@ -120,12 +121,7 @@ def test_the_step_computes_as_on_the_chip_it_is_for(monkeypatch):
     """In bfloat16, though this machine is a CPU: the model is made where the described chip is known."""
     made = []
 
-    def step(experiment):
-        made.append(experiment.model.compute_dtype)
-        return training_step(experiment)
-
-    monkeypatch.setattr(forecast, 'training_step', step)
-    monkeypatch.setattr(program, 'lower_step', lambda *_: None)
+    monkeypatch.setattr(program, 'lower_step', lambda program, _: made.append(program.step.functions.dtype))
     monkeypatch.setattr(program, 'compile_with_text', lambda lowered: COMPILED)
     small_model = ['model.d_model = 32', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
     topology = Topology(generation('v5e'), (1, 1))
@@ -139,7 +135,7 @@ def test_the_step_computes_as_on_the_chip_it_is_for(monkeypatch):
 def test_the_step_is_the_one_that_is_configured(bindings, monkeypatch):
     """Documents that do not see each other, and what is asked for, are part of the program."""
     made = []
-    monkeypatch.setattr(program, 'lower_step', lambda functions, *_: made.append(functions))
+    monkeypatch.setattr(program, 'lower_step', lambda program, _: made.append(program.step))
     monkeypatch.setattr(program, 'compile_with_text', lambda lowered: COMPILED)
     monkeypatch.setattr(forecast, 'describe_devices', lambda topology: jax.devices())
     shape = ['model.d_model = 32', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
@@ -153,11 +149,12 @@ def test_a_share_of_a_window_is_one_of_a_chip():
     """`mesh.sequence` says how many devices share a window; here there is one."""
     experiment = load([], ['mesh.sequence = 2', 'train.context_length = 64'])
     with pytest.raises(ConfigError, match=r'mesh\.sequence = 2: must divide the 1 groups'):
-        at_context(experiment, 64, 64, 64, devices=1)
-    halves = at_context(experiment, 64, 512, 64, devices=8)
+        change_context(experiment, 64, 64, 64, Target('cpu', (1,)))
+    eight = Target('cpu', (8,))
+    halves = change_context(experiment, 64, 512, 64, eight)
     assert (halves.train.microbatches, halves.train.batch_size) == (1, 8)
     with pytest.raises(ConfigError, match=r'mesh\.sequence = 2: must divide train\.context_length = 63'):
-        at_context(experiment, 63, 504, 64, devices=8)
+        plan_step(change_context(experiment, 63, 504, 64, eight), eight)
 
 
 def test_chips_are_named_alone():

@@ -20,11 +20,11 @@ from lm.cost_model import compiled_step as check
 from lm.cost_model.roofline import Roofline
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
-from lm.hardware import parse
+from lm.hardware import Target, parse
 from lm.model import REMAT, ModelConfig
+from lm.plan import make_plan, plan_step
 from lm.training.config import TrainConfig
-from lm.training.inputs import make_batches
-from lm.training.mesh import MeshConfig, make_mesh
+from lm.training.mesh import MeshConfig
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
 SMALL = Experiment(
@@ -88,7 +88,9 @@ def test_what_goes_between_slices_in_a_line(name, gigabytes, seconds, line):
 
 def test_slices_are_counted_where_there_are_several(capsys):
     found = pretend(lambda e: 20)(SMALL, 'v5e:2x2')
-    tables.print_check(dataclasses.replace(found, topology='2*v5e:2x2', chips=8, devices=8), check.budget(SMALL))
+    tables.print_check(
+        dataclasses.replace(found, topology='2*v5e:2x2', chips=8, devices=8), check.compute_budget(plan_step(SMALL))
+    )
     assert '2*v5e:2x2: 2 slices, 8 chips, 8 devices' in capsys.readouterr().out
 
 
@@ -105,7 +107,7 @@ def test_devices_that_share_a_window_share_it_in_every_change(windows):
     assert {'mesh.fsdp': 4} in found
     assert ({'train.microbatches': 4} in found) == (windows == 16)
     for changes in found:
-        dataclasses.replace(mesh, fsdp=changes.get('mesh.fsdp', 1)).check_divides(16)
+        dataclasses.replace(mesh, fsdp=changes.get('mesh.fsdp', 1)).plan(Target('tpu', (16,)))
         dataclasses.replace(train, microbatches=changes.get('train.microbatches', 1)).check_divides(4)
 
 
@@ -254,7 +256,7 @@ def test_a_batch_that_does_not_divide_is_the_error_of_training(on_cpus):
     with pytest.raises(ConfigError) as of_check:
         check.check(experiment, 'v5e:2x2')
     with pytest.raises(ConfigError) as of_training:
-        make_batches(experiment.data, experiment.train, None, make_mesh(MeshConfig(), jax.devices()[:4]))
+        make_plan(experiment, Target.of_devices(jax.devices()[:4]))
     assert str(of_check.value) == str(of_training.value)
 
 
@@ -328,7 +330,7 @@ def test_the_step_of_training_on_simulated_devices(on_cpus):
     model_teraflops = SMALL.model.flops_per_token(128) * 1024 / 4 / 1e12
     assert found.fits
     assert 1.0 < found.roofline.hardware_teraflops / model_teraflops < 1.3
-    parameters, embedding = check.budget(SMALL).parameters_total, 256 * 64
+    parameters, embedding = check.compute_budget(plan_step(SMALL)).parameters_total, 256 * 64
     assert found.memory.arguments_gib == pytest.approx(3 * 4 * parameters / 2**30, rel=0.01)
     assert found.memory.aliased_gib == pytest.approx(found.memory.outputs_gib, rel=0.01)
     gradients = sum(e.gigabytes_sent_per_device for e in found.roofline.collectives)
@@ -396,7 +398,7 @@ def check_tables_print(found, capsys):
             'predicted_step': StepTime(tuple(PartTime(**part) for part in parts), ()),
         }
     )
-    print_check(built, check.budget(SMALL), price=4.0)
+    print_check(built, check.compute_budget(plan_step(SMALL)), price=4.0)
     printed = capsys.readouterr().out
     for words in (
         '4 chips',

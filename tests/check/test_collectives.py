@@ -3,15 +3,14 @@ flows through the layers, each device's own."""
 
 import importlib.util
 
-import jax
 import pytest
 import tiny
 
 from lm.cost_model.collectives import Collective, collectives
 from lm.cost_model.program import HloProgram
-from lm.experiment import load, training_step
-from lm.hardware import describe_devices, parse
-from lm.training.mesh import make_mesh
+from lm.experiment import load
+from lm.hardware import Target, describe_devices, parse
+from lm.plan import plan_step
 from lm.training.program import compile_described
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
@@ -34,10 +33,9 @@ def exchanged(mechanism: str, **params) -> list[Collective]:
     settings = SMALL | {name.replace('__', '.'): value for name, value in params.items()}
     experiment = load([str(CONFIGS / f'{mechanism}.gin')], [f'{name} = {value}' for name, value in settings.items()])
     topology = parse(TOPOLOGY)
-    mesh = make_mesh(experiment.mesh, describe_devices(topology))
-    with jax.set_mesh(mesh):
-        step, dtype = training_step(experiment), experiment.data.dtype(experiment.model.vocab_size)
-        text = compile_described(step, experiment.train, dtype, mesh, topology).text
+    devices = describe_devices(topology)
+    plan = plan_step(experiment, Target.of_devices(devices))
+    text = compile_described(plan.program, plan.mesh.arrange(devices), topology).text
     return collectives(HloProgram(text))
 
 

@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from tiny import train_step
 
 from lm.attention import mechanisms
 from lm.hardware import describe_devices, parse
@@ -14,8 +15,7 @@ from lm.model import REMAT, ModelConfig
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.optimizer import OptimizerConfig
-from lm.training.program import abstract_state, lower_step
-from lm.training.step import TrainStep
+from lm.training.program import StepProgram, lower_step
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
 MECHANISMS = {'performer': dict(n_features=64), 'softmax': {}, 'polynomial': {}, 'polysketch': dict(block=128)}
@@ -33,10 +33,10 @@ def kernels(name: str, remat: str) -> dict[str, int]:
         attention=mechanisms()[name](**MECHANISMS[name]),
         remat=remat,
     )
-    functions = TrainStep(model, OptimizerConfig(warmup_steps=1), 10)
+    step = train_step(model, OptimizerConfig(warmup_steps=1), 10, platform='tpu')
     config = TrainConfig(tokens_per_step=512, context_length=512)
     with jax.set_mesh(mesh):
-        lowered = lower_step(functions, abstract_state(functions, mesh), config, np.dtype('uint16'), mesh)
+        lowered = lower_step(StepProgram(step, config.batch_shape, np.dtype('uint16')), mesh)
         text = lowered.compile().as_text()
     names = re.findall(r'%(\w+?)[.\d]* = [^=]*custom-call\([^\n]*"tpu_custom_call"', text)
     kinds = ('forward' if re.search('forward|fwd', name) else 'backward' for name in names)

@@ -240,7 +240,7 @@ def test_the_end_of_a_document_is_text_where_it_stands_in_one(end, tmp_path):
 
 def test_generated_text_is_written_as_it_comes(tokenizer):
     """Characters of several tokens appear when they are whole."""
-    from lm.generation import TextStream
+    from lm.inference.generation import TextStream
 
     text = 'Größe 👩‍👩‍👧 12 €, WE see.\n'
     stream, ids = TextStream(tokenizer.decode), [*tokenizer.encode(text), tokenizer.eod_id]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from mechanisms_list import QUICK_FIRST
+from tiny import train_step
 
 from lm import model as model_lib
 from lm.attention.performer import Performer
@@ -15,16 +16,16 @@ from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.data.dataset import DataConfig
 from lm.errors import ConfigError
-from lm.evaluation.chunks import losses_in_chunks
+from lm.evaluation.chunks import compute_losses_in_chunks
 from lm.evaluation.config import EvaluateConfig
-from lm.evaluation.evaluator import what_is_scored
-from lm.evaluation.perplexity import scoring
+from lm.evaluation.perplexity import make_scoring_program
+from lm.evaluation.plan import settle_evaluation
 from lm.model import ModelConfig
 from lm.ops.documents import Documents
 from lm.tasks.associative_recall import AssociativeRecall
+from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import TrainStep
 
 EOD = 5
 OPTIMIZER = OptimizerConfig(warmup_steps=1)
@@ -46,7 +47,7 @@ def whole(model, tokens, documents=None):
     return model.token_losses(tokens[:, :-1], tokens[:, 1:], *told)
 
 
-walked = nnx.jit(losses_in_chunks, static_argnames=('chunk', 'documents'))
+walked = nnx.jit(compute_losses_in_chunks, static_argnames=('chunk', 'documents'))
 
 
 @pytest.mark.parametrize('attention', QUICK_FIRST)
@@ -70,12 +71,12 @@ def test_any_chunk_of_any_length(length, chunk):
 
 def test_memory_is_that_of_a_chunk():
     """But for tokens and losses themselves."""
-    step = TrainStep(ModelConfig(**TINY, attention=Polysketch(sketch_size=8, block=64)), OPTIMIZER, 10)
+    step = train_step(ModelConfig(**TINY, attention=Polysketch(sketch_size=8, block=64)), OPTIMIZER, 10)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
 
     def temporaries(length, chunk):
         tokens = jax.ShapeDtypeStruct((1, length + 1), jnp.int32)
-        compiled = scoring(step, mesh, chunk=chunk).lower(step.abstract(), tokens).compile()
+        compiled = make_scoring_program(step.functions, mesh, chunk=chunk).lower(step.abstract, tokens).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     short, long = (temporaries(length, 256) for length in (2048, 32_768))
@@ -87,17 +88,18 @@ def test_memory_is_that_of_a_chunk():
 
 
 def test_devices_share_the_rows():
-    step = TrainStep(ModelConfig(**TINY, attention=Polysketch(sketch_size=8, block=8)), OPTIMIZER, 10)
+    step = train_step(ModelConfig(**TINY, attention=Polysketch(sketch_size=8, block=8)), OPTIMIZER, 10)
     state, tokens = jax.jit(step.init)(0), drawn(40, rows=4)
-    alone = scoring(step, make_mesh(MeshConfig(), jax.devices()[:1]))(state, tokens)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    alone = make_scoring_program(step.functions, mesh)(state, tokens).nats
     mesh = make_mesh(MeshConfig(sequence=2), jax.devices()[:4])
     with jax.set_mesh(mesh):
-        shared = scoring(step, mesh, chunk=16)(state, tokens)
+        shared = make_scoring_program(step.functions, mesh, chunk=16)(state, tokens).nats
     np.testing.assert_allclose(shared, alone, rtol=0, atol=1e-5)
 
 
 def test_what_cannot_be_walked_is_refused():
     with pytest.raises(ConfigError, match=r'evaluate.chunk = 16: the examples of a task'):
-        what_is_scored(EvaluateConfig(chunk=16), DataConfig(task=AssociativeRecall()), 64)
+        settle_evaluation(EvaluateConfig(chunk=16), DataConfig(task=AssociativeRecall()), TrainConfig(), ModelConfig())
     with pytest.raises(ConfigError, match=r'performer.causal = False'):
         walked(tiny(Performer(n_features=32, causal=False)), drawn(20), chunk=8)

@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from flax import nnx
+from tiny import train_step
 
 from lm import cli
 from lm.commands.evaluate import check_together
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.evaluation.perplexity import EvaluationWindows, summarize
-from lm.experiment import Experiment, open_run
+from lm.experiment import Experiment
 from lm.inference import evaluation
+from lm.inference.loaded_run import open_run
 from lm.runs.run_dir import RunDir
 from lm.training.mesh import JobAddress
 
@@ -111,15 +112,14 @@ def test_agrees_with_numpy_on_the_logits_of_the_model(reference_run, base, token
     from lm.checkpoint.checkpointer import Checkpointer
     from lm.experiment import load
     from lm.runs.run_dir import RunDir
-    from lm.training.step import TrainStep
 
     run, _ = reference_run
     experiment = load([str(run / 'config.gin')], [])
-    step = TrainStep(experiment.model, experiment.optimizer, experiment.train.steps)
+    step = train_step(experiment.model, experiment.optimizer, experiment.train.steps)
     abstract = jax.eval_shape(lambda: step.init(0))
     with Checkpointer(RunDir(run).checkpoints, experiment.checkpoint, {}) as saved:
         state, _, _ = saved.restore({name: abstract[name] for name in ('params', 'buffers')})
-    model = nnx.merge(step.graph, state['params'], state['buffers'])
+    model = step.functions.merge(state)
     logits_of = jax.jit(lambda window: model(window))
     store = TokenStore.open(str(tokens))
     n, L = store.tokens('validation'), 32

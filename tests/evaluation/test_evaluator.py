@@ -13,9 +13,12 @@ from lm.data.dataset import DataConfig
 from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.config import EvaluateConfig
-from lm.evaluation.evaluator import check_evaluation, make_evaluator, what_is_scored
-from lm.evaluation.perplexity import EvaluationWindows, Evaluator, scoring, summarize
+from lm.evaluation.evaluator import make_evaluator
+from lm.evaluation.perplexity import Evaluator, make_scoring_program, summarize
+from lm.evaluation.plan import EvaluationPlan, ScoredText, TaskPlan, TextPlan, plan_evaluation, settle_evaluation
+from lm.evaluation.windows import EvaluationWindows
 from lm.model import ModelConfig
+from lm.tasks import TaskStore
 from lm.tasks.associative_recall import AssociativeRecall
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
@@ -66,13 +69,17 @@ def token_losses(weights, tokens_BxL, targets_BxL, documents):
     return weights * (targets_BxL + position_L / 16 + tokens_BxL / 64).astype(jnp.float32)
 
 
-FUNCTIONS = types.SimpleNamespace(token_losses=token_losses, model=ModelConfig())
+FUNCTIONS = types.SimpleNamespace(token_losses=token_losses, config=ModelConfig())
 
 
 def evaluator(window='disjoint', batch_size=2, context=8, devices=1, first_tokens=None) -> Evaluator:
     mesh = make_mesh(MeshConfig(), jax.devices()[:devices])
     config = EvaluateConfig(window=window, batch_size=batch_size)
-    return Evaluator(scoring(FUNCTIONS, mesh), mesh, Store(), config, 'test', context, None, first_tokens)
+    windows = EvaluationWindows.create(N, context, window, first_tokens)
+    text = ScoredText(Store(), 'test', windows)
+    settings = settle_evaluation(config, DataConfig(path='x'), at(context), FUNCTIONS.config)
+    plan = TextPlan(text.store, settings, None, {'': text}, {})
+    return Evaluator(make_scoring_program(FUNCTIONS, mesh), mesh, text, plan)
 
 
 def expected(context, stride, n=N) -> tuple[np.ndarray, np.ndarray]:
@@ -172,48 +179,53 @@ def test_windows_that_cannot_be_are_refused():
         EvaluationWindows.create(32, 33, 'disjoint')
 
 
+def plan(config, data, train, first_tokens=None, model=None) -> EvaluationPlan:
+    """What an evaluation of the store, or of a task, scores."""
+    store = TaskStore(data.task, train.context_length) if data.task else Store()
+    return plan_evaluation(settle_evaluation(config, data, train, model or FUNCTIONS.config, first_tokens), store)
+
+
 def test_which_evaluator_a_run_gets():
     mesh, text, task = (
         make_mesh(MeshConfig(), jax.devices()[:1]),
         DataConfig(path='x'),
         DataConfig(task=InductionHeads()),
     )
-    made = make_evaluator(EvaluateConfig(), text, TRAIN, FUNCTIONS, mesh, Store())
-    few = types.SimpleNamespace(token_losses=token_losses, model=ModelConfig(learned_positions=15))
+    made = make_evaluator(plan(EvaluateConfig(), text, TRAIN), FUNCTIONS, mesh)
     with pytest.raises(ConfigError, match=r'model.learned_positions = 15: fewer than the 16 tokens of the context'):
-        make_evaluator(EvaluateConfig(), text, TRAIN, few, mesh, Store())
+        plan(EvaluateConfig(), text, TRAIN, model=ModelConfig(learned_positions=15))
     assert (type(made), made.split, made.windows.context_length) == (Evaluator, 'validation', 16)
-    made = make_evaluator(EvaluateConfig(), text, TRAIN, FUNCTIONS, mesh, Store(), 20)
+    made = make_evaluator(plan(EvaluateConfig(), text, TRAIN, 20), FUNCTIONS, mesh)
     assert (made.windows.n_tokens, len(made.windows)) == (20, 2)
     assert made.measure == '20 tokens of validation, 16 every 16'
     config = EvaluateConfig(split='test', context_length=20, batch_size=3)
-    made = make_evaluator(config, task, TRAIN, FUNCTIONS, mesh, None)
+    made = make_evaluator(plan(config, task, TRAIN), FUNCTIONS, mesh)
     assert (type(made), made.split, made.context_length, made.batch_size) == (TaskEvaluator, 'test', 20, 3)
     assert made.measure == 'test, 20'
-    assert what_is_scored(config, text, TRAIN) == ('test', 20)
-    assert what_is_scored(EvaluateConfig(), DataConfig(path='x', eval_split='train'), TRAIN) == ('train', 16)
+    other = EvaluateConfig(), DataConfig(path='x', eval_split='train')
+    for given, split, length in (((config, text), 'test', 20), (other, 'train', 16)):
+        found = settle_evaluation(*given, TRAIN, FUNCTIONS.config)
+        assert (found.split, found.context_length) == (split, length)
 
 
 def test_an_evaluation_is_checked_without_devices():
     text, task = DataConfig(path='x'), DataConfig(task=InductionHeads())
-    check_evaluation(EvaluateConfig(), text, FUNCTIONS.model, at(N), Store(), {})
-    check_evaluation(EvaluateConfig(), task, FUNCTIONS.model, at(64), None, {})
+    plan(EvaluateConfig(), text, at(N))
+    plan(EvaluateConfig(), task, at(64))
     with pytest.raises(ConfigError, match=f'context_length = {N + 1}: the split has only'):
-        check_evaluation(EvaluateConfig(), text, FUNCTIONS.model, at(N + 1), Store(), {})
+        plan(EvaluateConfig(), text, at(N + 1))
     with pytest.raises(ConfigError, match='the stride must be at most the context, 8'):
-        check_evaluation(
-            EvaluateConfig(window='sliding:9', context_length=8), text, FUNCTIONS.model, at(20), Store(), {}
-        )
+        plan(EvaluateConfig(window='sliding:9', context_length=8), text, at(20))
     few = dataclasses.replace(at(16), eval_tokens=16)
-    check_evaluation(EvaluateConfig(), text, FUNCTIONS.model, few, Store(), {})
+    plan(EvaluateConfig(), text, few, 16)
     with pytest.raises(ConfigError, match=r'train.eval_tokens = 16: a window has 20 tokens'):
-        check_evaluation(EvaluateConfig(context_length=20), text, FUNCTIONS.model, few, Store(), {})
+        plan(EvaluateConfig(context_length=20), text, few, 16)
     with pytest.raises(ConfigError, match=r'train.eval_tokens = 16: the examples of a task are its own'):
-        check_evaluation(EvaluateConfig(), task, FUNCTIONS.model, few, None, {})
+        plan(EvaluateConfig(), task, few, 16)
     with pytest.raises(ConfigError, match="'sliding:4': examples of a task are scored whole; set 'disjoint'"):
-        check_evaluation(EvaluateConfig(window='sliding:4'), task, FUNCTIONS.model, at(64), None, {})
+        plan(EvaluateConfig(window='sliding:4'), task, at(64))
     with pytest.raises(ConfigError, match=r'evaluate\.context_length = 1: @induction_heads\(\) needs at least'):
-        check_evaluation(EvaluateConfig(context_length=1), task, FUNCTIONS.model, at(64), None, {})
+        plan(EvaluateConfig(context_length=1), task, at(64))
 
 
 @pytest.fixture
@@ -235,13 +247,12 @@ def answering(monkeypatch):
         same_BxN = (tokens_BxL[:, None] == jnp.asarray(examples[None, :, :-1])).all(-1)
         return jnp.asarray(table)[same_BxN.argmax(1)]
 
-    monkeypatch.setattr('flax.nnx.merge', lambda graph, params, buffers: model)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
 
     def make(whole_answers=True, batch_size=4):
         object.__setattr__(task, 'whole_answers', whole_answers)
-        functions = types.SimpleNamespace(graph=None, model=ModelConfig())
-        return TaskEvaluator(functions, mesh, task, 'validation', 12, 'disjoint', batch_size)
+        functions = types.SimpleNamespace(merge=lambda weights: model)
+        return TaskEvaluator(functions, mesh, TaskPlan(task, 'validation', 12, batch_size))
 
     return make
 

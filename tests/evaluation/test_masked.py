@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from flax import nnx
 from rich.console import Console
+from tiny import train_step
 
 from lm.attention.performer import Performer
 from lm.attention.softmax import Softmax
@@ -25,13 +25,17 @@ from lm.data.tokenizers.amino_acids import LETTERS, AminoAcids, AminoAcidsConfig
 from lm.errors import ConfigError
 from lm.evaluation.baseline import EmpiricalBaseline
 from lm.evaluation.config import EvaluateConfig
-from lm.evaluation.evaluator import check_evaluation, make_evaluator
+from lm.evaluation.evaluator import make_evaluator
+from lm.evaluation.plan import open_sets, plan_evaluation, settle_evaluation
 from lm.evaluation.scoring import Scorer
-from lm.evaluation.sets import flat, open_sets
-from lm.experiment import Experiment, open_run, validate
+from lm.evaluation.sets import flat
+from lm.experiment import Experiment
 from lm.inference.evaluation import print_table
 from lm.inference.generation import generate
+from lm.inference.loaded_run import open_run
 from lm.model import ModelConfig
+from lm.model.functions import select_weights
+from lm.plan import validate
 from lm.session.train import train
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig, make_mesh
@@ -40,7 +44,6 @@ from lm.training.objectives.next_token import NextToken
 from lm.training.optimizer import OptimizerConfig
 from lm.training.rules.muon import Muon
 from lm.training.schedules.constant import Constant
-from lm.training.step import TrainStep, weights
 
 FAMILIES = runpy.run_path(str(tiny.ROOT / 'configs/papers/performer/table_2_proteins/protein_families.py'))
 LENGTH = 48
@@ -65,17 +68,18 @@ def mesh_of(devices=1):
 
 
 def state_of(model):
-    step = TrainStep(model, OptimizerConfig(warmup_steps=1), 10)
-    return step, weights(jax.jit(step.init)(0))
+    step = train_step(model, OptimizerConfig(warmup_steps=1), 10)
+    return step.functions, select_weights(jax.jit(step.init)(0))
 
 
 def evaluated(path, model=MODEL, config=None, objective=None, devices=1, split='validation'):
     store = TokenStore.open(path)
     objective = objective or Masked()
-    step, state = state_of(model)
+    functions, state = state_of(model)
     told = dataclasses.replace(TRAIN, objective=objective)
     config = config or EvaluateConfig(split=split)
-    made = make_evaluator(config, DataConfig(path=path), told, step, mesh_of(devices), store)
+    settings = settle_evaluation(config, DataConfig(path=path), told, model)
+    made = make_evaluator(plan_evaluation(settings, store), functions, mesh_of(devices))
     return made(state, 3), made
 
 
@@ -112,8 +116,8 @@ def test_figures_are_those_of_each_hidden_token_once(path, split, batch_size, de
     store = TokenStore.open(path)
     n = store.tokens(split)
     assert n % LENGTH  # the last window overlaps the one before
-    step, state = state_of(MODEL)
-    model = nnx.merge(step.graph, state['params'], state['buffers'])
+    functions, state = state_of(MODEL)
+    model = functions.merge(state)
     hiding = Masked().hiding(store, 28, split)
     tokens = np.stack([store.read(split, at, at + LENGTH) for at in [*range(0, n - LENGTH, LENGTH), n - LENGTH]])
     inputs, chosen = (np.array(x) for x in hiding.hide(jnp.asarray(tokens, jnp.int32), jnp.arange(len(tokens))))
@@ -145,8 +149,8 @@ def test_the_accuracy_of_the_next_token(path):
     store = TokenStore.open(path)
     n = store.tokens('validation')
     stream = np.concatenate([[0], store.read('validation', 0, n)])
-    step, state = state_of(model)
-    graph = nnx.merge(step.graph, state['params'], state['buffers'])
+    functions, state = state_of(model)
+    graph = functions.merge(state)
     nats, right = [], []
     for start in range(0, n, LENGTH):
         window = stream[start : start + LENGTH + 1]
@@ -198,25 +202,21 @@ def test_long_splits_are_counted_in_pieces(monkeypatch, path):
 
 
 def test_what_needs_one_direction_is_refused(path):
-    data, store = DataConfig(path=path), TokenStore.open(path)
+    data = DataConfig(path=path)
     wrong = [
         (EvaluateConfig(window='sliding:8'), r"^evaluate\.window = 'sliding:8': .* set 'disjoint'$"),
         (EvaluateConfig(chunk=8), r'^evaluate\.chunk = 8: .* delete this$'),
         (EvaluateConfig(mask_documents=True), r'^evaluate\.mask_documents = True: '),
     ]
-    step, state = state_of(MODEL)
+    functions, state = state_of(MODEL)
     for config, message in wrong:
         with pytest.raises(ConfigError, match=message):
-            check_evaluation(config, data, MODEL, TRAIN, store, {})
-        with pytest.raises(ConfigError, match=message):
-            make_evaluator(config, data, TRAIN, step, mesh_of(), store)
+            settle_evaluation(config, data, TRAIN, MODEL)
     causal = dataclasses.replace(TRAIN, objective=NextToken())
-    with pytest.raises(ConfigError, match=r'^train\.objective = @next_token\(\): model\.causal = False'):
-        make_evaluator(EvaluateConfig(), data, causal, step, mesh_of(), store)
     with pytest.raises(ConfigError, match=r'^evaluate\.chunk = 8: evaluate\.accuracy is of whole windows'):
-        check_evaluation(EvaluateConfig(chunk=8, accuracy=True), data, MODEL, causal, store, {})
+        settle_evaluation(EvaluateConfig(chunk=8, accuracy=True), data, causal, MODEL)
     with pytest.raises(ConfigError, match=r'^model\.causal = False: a text has no probability'):
-        Scorer(step, mesh_of(), state, LENGTH, 4)
+        Scorer(functions, mesh_of(), state, LENGTH, 4)
 
 
 def test_mixtures_and_other_sets(path, tmp_path):
@@ -224,9 +224,10 @@ def test_mixtures_and_other_sets(path, tmp_path):
     texts = [LETTERS[i:] + LETTERS[:i] for i in range(20)]
     other = tiny.write_store(tmp_path / 'other', {'train': texts, 'validation': texts}, TOKENIZER)
     data = DataConfig(mixture=((path, 0.5), (str(other), 0.5)))
-    store, step = data.open(LENGTH), state_of(MODEL)
+    store, (functions, state) = data.open(LENGTH), state_of(MODEL)
     config = EvaluateConfig(sets=(('ood', f'{other}@train'),))
-    result = make_evaluator(config, data, TRAIN, step[0], mesh_of(), store)(step[1], 1)
+    plan = plan_evaluation(settle_evaluation(config, data, TRAIN, MODEL), store)
+    result = make_evaluator(plan, functions, mesh_of())(state, 1)
     assert list(result['sets']) == ['store', 'other', 'ood']
     parts = [result['sets'][name] for name in ('store', 'other')]
     assert result['tokens'] == sum(part['tokens'] for part in parts)
@@ -239,7 +240,7 @@ def test_mixtures_and_other_sets(path, tmp_path):
     record = flat(result)
     assert record['accuracy/ood'] == result['sets']['ood']['accuracy']
     assert 'word_perplexity/ood' not in record
-    assert open_sets(config, store).keys() == {'ood'}
+    assert open_sets(settle_evaluation(config, data, TRAIN, MODEL), store).keys() == {'ood'}
 
 
 def test_a_table_for_people(path, capsys):

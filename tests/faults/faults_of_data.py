@@ -21,17 +21,16 @@ STEPS = 1000
 HASHES = """
 import json, sys, zlib
 import numpy as np
+from lm.data.batches import Batches, Windows
 from lm.data.dataset import DataConfig
-from lm.model import ModelConfig
-from lm.training.config import TrainConfig
-from lm.training.inputs import make_batches, open_store
-from lm.training.mesh import JobAddress, MeshConfig, initialize_distributed, make_mesh
+from lm.training.mesh import JobAddress, MeshConfig, batch_sharding, initialize_distributed, make_mesh
 
 path, count, index, address, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 if count > 1:
     initialize_distributed(MeshConfig(), JobAddress(address, count, index))
-data, config = DataConfig(path=path), TrainConfig(steps=steps, tokens_per_step=256, context_length=32)
-batches = make_batches(data, config, open_store(data, config, ModelConfig(vocab_size=400)), make_mesh(MeshConfig()))
+store = DataConfig(path=path).open(32)
+windows = Windows(store.tokens('train'), 32, 8, seed=0)
+batches = Batches(store, 'train', windows, 1, batch_sharding(make_mesh(MeshConfig()), axis=1))
 for step in range(steps):
     for shard in batches(step).addressable_shards:
         print('rows', step, shard.index[1].start or 0, zlib.crc32(np.asarray(shard.data).tobytes()))

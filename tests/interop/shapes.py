@@ -7,8 +7,8 @@ import numpy as np
 
 from lm.data.dataset import DataConfig
 from lm.experiment import Experiment
-from lm.interop.import_run import abstract_weights
 from lm.model import ModelConfig
+from lm.model.functions import ModelFunctions
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
 
@@ -22,6 +22,11 @@ def experiment(attention, **changes) -> Experiment:
     model = ModelConfig(**(SIZES | {'attention': attention} | changes))
     train = TrainConfig(context_length=32, tokens_per_step=64)
     return Experiment(model=model, train=train, data=DataConfig(task=InductionHeads()))
+
+
+def abstract_weights(config: Experiment):
+    """Params and buffers as jax.ShapeDtypeStructs."""
+    return ModelFunctions(config.model, 'float32').abstract
 
 
 def random_weights(config: Experiment, seed: int = 0):

@@ -32,7 +32,7 @@ from lm.errors import ConfigError, MismatchError
 from lm.files import lock
 from lm.interop.export_run import UNFINISHED, exporting
 from lm.interop.formats import FORMATS, FORMULAS, attention_source, formulated
-from lm.interop.import_run import abstract_weights, fingerprints_of
+from lm.interop.import_run import fingerprints_of
 from lm.interop.names import from_tensors, places, to_tensors
 from lm.interop.tensors import read_tensors
 from lm.runs.initial import InitialParameters
@@ -44,7 +44,7 @@ def test_weights_of_every_mechanism_come_back(form):
     weights = shapes.random_weights(config)
     tensors = to_tensors(weights)
     assert sum(x.size for x in tensors.values()) == sum(x.size for x in jax.tree.leaves(weights))
-    back = from_tensors(tensors, abstract_weights(config), 'x')
+    back = from_tensors(tensors, shapes.abstract_weights(config), 'x')
     jax.tree.map(np.testing.assert_array_equal, weights, back)
 
 
@@ -92,7 +92,7 @@ def test_names_are_those_of_layers():
 def test_what_does_not_fit_is_named():
     config = shapes.experiment(Softmax())
     tensors = to_tensors(shapes.random_weights(config))
-    abstract = abstract_weights(config)
+    abstract = shapes.abstract_weights(config)
     with pytest.raises(MismatchError, match=r'x: lacks layers.2.glu_out.weight'):
         from_tensors({k: v for k, v in tensors.items() if k != 'layers.2.glu_out.weight'}, abstract, 'x')
     with pytest.raises(MismatchError, match=r'has extra'):
@@ -282,7 +282,7 @@ def test_a_llama_is_continued_under_the_hybrid(tmp_path, tokens, capsys):
     experiment = lm.configure([str(run / 'model.gin'), 'configs/attention/hybrid.gin'], params)
     assert experiment.model.norm == 'rms'
     assert experiment.model.pattern[0].gin_name == 'hybrid'
-    abstract = abstract_weights(experiment)
+    abstract = shapes.abstract_weights(experiment)
     taken, line = InitialParameters(str(run), {}, str(tokens)).take(abstract, abstract)
     assert line == f'9 of 9 arrays taken from {run} at step 0'
     taken = taken['params']

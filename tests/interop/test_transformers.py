@@ -20,9 +20,8 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.cli import main
 from lm.experiment import load
 from lm.interop.formats import FORMATS
-from lm.interop.import_run import abstract_weights
 from lm.model import build
-from lm.training.step import split
+from lm.model.functions import split
 
 pytestmark = pytest.mark.interop
 torch = pytest.importorskip('torch', reason='needs PyTorch: scripts/test.sh -m interop')
@@ -128,7 +127,7 @@ def test_llama_comes_in(tied, tmp_path, tokens):
     assert main(['import', str(tmp_path / 'llama'), '--run_dir', str(run)]) == 0
     config = load([str(run / 'config.gin')])
     with Checkpointer(run / 'checkpoints') as saved:
-        weights, _, _ = saved.restore(abstract_weights(config))
+        weights, _, _ = saved.restore(shapes.abstract_weights(config))
     with torch.no_grad():
         check_equal(our_logits(config, weights, tokens), theirs(torch.tensor(tokens)).logits.numpy())
 
@@ -151,7 +150,7 @@ def test_gpt2_comes_in_and_goes_out(tied, tmp_path, tokens):
     assert main(['import', str(tmp_path / 'gpt2'), '--run_dir', str(run), *length]) == 0
     config = load([str(run / 'config.gin')])
     with Checkpointer(run / 'checkpoints') as saved:
-        weights, _, _ = saved.restore(abstract_weights(config))
+        weights, _, _ = saved.restore(shapes.abstract_weights(config))
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     check_equal(our_logits(config, weights, tokens), expected)

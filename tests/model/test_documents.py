@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from mechanisms_list import QUICK_FIRST
+from tiny import train_step
 
 from lm import model as model_lib
 from lm.data.dataset import DataConfig
@@ -16,7 +17,6 @@ from lm.model import ModelConfig
 from lm.ops.documents import Documents
 from lm.tasks.associative_recall import AssociativeRecall
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import TrainStep
 
 EOD = 5
 TINY = dict(vocab_size=41, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, head_dim=8)
@@ -85,11 +85,12 @@ def test_no_gradient_passes_from_one_document_to_another(attention):
 
 def test_the_training_step_masks_where_it_is_told_to():
     tokens = jnp.asarray(window(9, 13, 5))
-    step = TrainStep(ModelConfig(**TINY), OptimizerConfig(warmup_steps=1), 10, documents=Documents(EOD))
+    step = train_step(ModelConfig(**TINY), OptimizerConfig(warmup_steps=1), 10, documents=Documents(EOD))
     state = jax.jit(step.init)(0)
     loss = float(jax.jit(step.train)(state, tokens[None])[1]['loss'])
     masked, joined = (
-        float(step.token_losses(state, tokens[:, :-1], tokens[:, 1:], told).mean()) for told in (Documents(EOD), None)
+        float(step.functions.token_losses(state, tokens[:, :-1], tokens[:, 1:], told).mean())
+        for told in (Documents(EOD), None)
     )
     assert loss == pytest.approx(masked, rel=1e-6)
     assert loss != pytest.approx(joined, rel=1e-5)

@@ -15,9 +15,9 @@ from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig
+from lm.model.functions import count_parameters
 from lm.ops import tpu
 from lm.parameters import declarations
-from lm.training.step import count_parameters
 
 SIZES = {
     'small': dict(n_layers=12, d_model=768, n_heads=12),

@@ -9,23 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from flax import nnx
 from mechanisms_list import QUICK_FIRST
+from tiny import train_step
 
 from lm.attention.hybrid import Hybrid
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
-from lm.experiment import load, training_step, validate
+from lm.experiment import load
 from lm.hardware import describe_devices, parse
 from lm.model import ModelConfig
 from lm.ops.documents import Documents
 from lm.ops.errors import OperationError
+from lm.plan import plan_step, validate
 from lm.training import mesh as mesh_lib
 from lm.training.config import TrainConfig
-from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
+from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
-from lm.training.program import abstract_state, shardings_of
+from lm.training.program import shardings_of
 from lm.training.step import TrainStep
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
@@ -35,7 +36,9 @@ LENGTH = 32
 
 
 def step_of(attention, documents=None) -> TrainStep:
-    return TrainStep(ModelConfig(**TINY, attention=attention), OptimizerConfig(warmup_steps=1), 10, documents=documents)
+    return train_step(
+        ModelConfig(**TINY, attention=attention), OptimizerConfig(warmup_steps=1), 10, documents=documents
+    )
 
 
 def mesh_of(devices: int, **config):
@@ -59,13 +62,13 @@ def gradients(attention, documents, devices, **config):
     """The loss and the gradients of every parameter, and the nats of every token."""
     step, mesh = step_of(attention, documents), mesh_of(devices, **config)
     with jax.set_mesh(mesh):
-        state = jax.device_put(initial(attention), shardings_of(abstract_state(step, mesh)))
+        state = jax.device_put(initial(attention), shardings_of(place(step.abstract, mesh, step.functions.declared)))
         batch = jax.device_put(tokens(), batch_sharding(mesh, axis=1))
 
         @jax.jit
         def run(params, buffers, batch):
             def loss(params):
-                nats = step.token_losses(
+                nats = step.functions.token_losses(
                     {'params': params, 'buffers': buffers}, batch[0, :, :-1], batch[0, :, 1:], documents
                 )
                 return nats.mean(), nats
@@ -128,9 +131,9 @@ def test_microbatches_of_parts_of_windows():
 def test_windows_that_cannot_be_split_are_computed_whole():
     step, (rows,) = step_of(Softmax()), jnp.asarray(tokens(length=30))
     state = jax.jit(step.init)(0)
-    alone = step.token_losses(state, rows[:, :-1], rows[:, 1:])
+    alone = step.functions.token_losses(state, rows[:, :-1], rows[:, 1:])
     with jax.set_mesh(mesh_of(4, sequence=4)):
-        whole = jax.jit(step.token_losses)(state, rows[:, :-1], rows[:, 1:])
+        whole = jax.jit(step.functions.token_losses)(state, rows[:, :-1], rows[:, 1:])
     np.testing.assert_allclose(whole, alone, atol=1e-5)
 
 
@@ -140,14 +143,14 @@ def test_windows_that_cannot_be_split_are_computed_whole():
 def test_kernels_of_what_every_device_computes_whole(attention, axes):
     """Where all devices share one window, and where some do not: the compiler is left to split no kernel."""
     config = ModelConfig(**TINY | {'head_dim': 32}, attention=attention)
-    step = TrainStep(config, OptimizerConfig(warmup_steps=1), 10)
+    step = train_step(config, OptimizerConfig(warmup_steps=1), 10, platform='tpu')
     mesh = make_mesh(MeshConfig(**axes), describe_devices(parse('v5e:2x2')))
     with jax.set_mesh(mesh):
-        state = abstract_state(step, mesh)
+        state = place(step.abstract, mesh, step.functions.declared)
         tokens_BxL = jax.ShapeDtypeStruct((2, 128), jnp.int32, sharding=batch_sharding(mesh))
 
         def hidden(params, buffers, tokens_BxL):
-            return nnx.merge(step.graph, params, buffers).hidden(tokens_BxL)
+            return step.functions.merge({'params': params, 'buffers': buffers}).hidden(tokens_BxL)
 
         traced = jax.jit(hidden).trace(state['params'], state['buffers'], tokens_BxL)
         assert 'tpu_custom_call' in traced.lower(lowering_platforms=('tpu',)).as_text()
@@ -167,7 +170,7 @@ CUT = {
 def test_a_mechanism_that_cannot_share_a_window_is_named(setting):
     given = CUT | {'model.attention': '@performer()', setting: False}
     experiment = load([], [word for word in tiny.params(given) if word != '--gin_param'])
-    for refuse in (validate, training_step):
+    for refuse in (validate, plan_step):
         with pytest.raises(ConfigError, match=rf'mesh.sequence = 2: @performer\(\) shares .* {setting} = False; set'):
             refuse(experiment)
     alone = dataclasses.replace(experiment, mesh=MeshConfig())

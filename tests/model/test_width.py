@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.tree_util import tree_leaves_with_path
+from tiny import train_step
 
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
@@ -17,7 +17,6 @@ from lm.training.optimizer import OptimizerConfig
 from lm.training.rules.adamw import AdamW
 from lm.training.rules.muon import Muon
 from lm.training.schedules.constant import Constant
-from lm.training.step import TrainStep
 
 RULES = {'adamw': AdamW(), 'muon': Muon()}
 
@@ -38,11 +37,11 @@ def by_path(tree) -> dict:
 
 def first_updates(model: ModelConfig, rule, widening: float, **changes) -> dict:
     """Path → the first update by gradients that are the same whatever the widening."""
-    step = TrainStep(model, optimizer(rule), 10)
+    step = train_step(model, optimizer(rule), 10)
     params = jax.eval_shape(lambda: step.init(0))['params']
     draw = np.random.default_rng(0).normal
     gradients = jax.tree.map(lambda x: jnp.asarray(draw(size=x.shape), jnp.float32), params)
-    transform = optimizer(rule, **changes).build(10, step.declared, widening)
+    transform = optimizer(rule, **changes).build(10, step.functions.declared, widening)
     updates = jax.jit(lambda x: transform.update(x, transform.init(x), x)[0])(gradients)
     return by_path(updates)
 
@@ -83,12 +82,12 @@ def test_decay_is_the_same_at_all_widths(rule):
 
 def changes(width: int, base: int | None, rule: str, tied: bool) -> tuple[float, float]:
     """What 3 steps change: root mean square of the change of queries of the second layer, and of logits."""
-    step = TrainStep(config(width, base, tied=tied), optimizer(RULES[rule], clip_norm=None), 10)
+    step = train_step(config(width, base, tied=tied), optimizer(RULES[rule], clip_norm=None), 10)
     tokens = np.random.default_rng(0).integers(0, 64, (1, 8, 17))
     tokens[0, :, 8:] = tokens[0, :, :9]  # something to learn
 
     def activations(state):
-        model = nnx.merge(step.graph, state['params'], state['buffers'])
+        model = step.functions.merge(state)
         return list(model.attention_inputs(tokens[0, :, :-1]))[1][1], model(tokens[0, :, :-1])
 
     @jax.jit
@@ -115,13 +114,13 @@ def test_the_base_width_itself_is_trained_as_ever(tied):
     """The same program to the letter, so the same bits."""
     programs = []
     for base in (None, 64):
-        step = TrainStep(config(64, base, tied=tied), optimizer(Muon(), weight_decay=0.1), 10)
-        state, batch = step.abstract(), jax.ShapeDtypeStruct((1, 4, 17), jnp.int32)
+        step = train_step(config(64, base, tied=tied), optimizer(Muon(), weight_decay=0.1), 10)
+        state, batch = step.abstract, jax.ShapeDtypeStruct((1, 4, 17), jnp.int32)
         programs.append(jax.jit(step.init).lower(0).as_text() + jax.jit(step.train).lower(state, batch).as_text())
     assert programs[0] == programs[1]
-    wide = TrainStep(config(64, 32, tied=tied), optimizer(Muon(), weight_decay=0.1), 10)
+    wide = train_step(config(64, 32, tied=tied), optimizer(Muon(), weight_decay=0.1), 10)
     assert jax.jit(wide.train).lower(state, batch).as_text() != programs[0]
-    assert jax.tree.structure(wide.abstract()) == jax.tree.structure(state), 'checkpoints have one form'
+    assert jax.tree.structure(wide.abstract) == jax.tree.structure(state), 'checkpoints have one form'
 
 
 def test_logits_start_smaller_in_a_wider_model():
@@ -129,9 +128,9 @@ def test_logits_start_smaller_in_a_wider_model():
     tokens = np.random.default_rng(0).integers(0, 64, (4, 16))
 
     def size(base):
-        step = TrainStep(config(256, base), optimizer(AdamW()), 10)
+        step = train_step(config(256, base), optimizer(AdamW()), 10)
         state = jax.jit(step.init)(0)
-        return float(jnp.std(nnx.merge(step.graph, state['params'], state['buffers'])(tokens)))
+        return float(jnp.std(step.functions.merge(state)(tokens)))
 
     assert size(64) == pytest.approx(size(None) / 2, rel=1e-4)
 

@@ -17,6 +17,7 @@ from shipped import CONFIGS, EXPERIMENTS, SWEEPS, experiment, name_of
 
 from lm.experiment import load
 from lm.model import ModelConfig
+from lm.model.functions import count_parameters
 from lm.report import paper
 from lm.report.published import load_tables
 from lm.runs.config_diff import parse_bindings
@@ -24,7 +25,6 @@ from lm.runs.records import Run
 from lm.sweep.points import Point, make_points
 from lm.training.rules.adamw import AdamW
 from lm.training.schedules.linear import Linear
-from lm.training.step import count_parameters
 
 HARDWARE = re.compile(r'^Hardware: (v\d\w*-\d+ \(lm check: .+\)|2 CPU cores, .+)$', re.M)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from tiny import ROOT, environment
 
-from lm.training.step import count_parameters
+from lm.model.functions import count_parameters
 
 SCRIPT = ROOT / 'configs/papers/maxtext/published_steps.py'
 

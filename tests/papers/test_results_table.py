@@ -7,9 +7,9 @@ import sys
 import pytest
 import tiny
 
+from lm.model.functions import count_parameters
 from lm.runs.records import to_json
 from lm.sweep.points import make_points
-from lm.training.step import count_parameters
 
 
 def test_the_mechanisms_have_equal_parameters_tokens_and_seeds():

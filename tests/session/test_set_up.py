@@ -6,23 +6,25 @@ import types
 
 import pytest
 
-from lm import experiment as experiment_module
 from lm.attention.softmax import Softmax
-from lm.compilation.cache import CompileCache
 from lm.config.text import dump
 from lm.data.dataset import DataConfig
 from lm.evaluation.config import EvaluateConfig
-from lm.experiment import Experiment, training_step
+from lm.experiment import Experiment
 from lm.model import ModelConfig
+from lm.model.functions import count_parameters
+from lm.plan import make_plan
 from lm.runs.goodput import Goodput
 from lm.runs.run_dir import RunDir
+from lm.session import start
 from lm.session import train as train_module
-from lm.session.train import set_up, train, train_in_job
+from lm.session.start import Request
+from lm.session.train import open_session, train, train_in_job
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
 from lm.training.mesh import JobAddress
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import count_parameters
+from lm.training.program import Compilation
 
 TASK = InductionHeads()
 EXPERIMENT = Experiment(
@@ -40,32 +42,30 @@ class Seen(Exception):
 
 @pytest.fixture
 def until(monkeypatch):
-    """Runs `set_up` until it calls the named thing; returns that call's arguments."""
+    """Opens a session until it calls the named thing of an owner; returns that call's arguments."""
 
-    def run(name, *arguments, **options):
+    def run(owner, name, **request):
         def see(*args, **kwargs):
             raise Seen(args, kwargs)
 
-        monkeypatch.setattr(train_module, name, see)
-        with contextlib.ExitStack() as stack, pytest.raises(Seen) as seen:
-            set_up(EXPERIMENT, 'unused', stack, Goodput(begun=None), CompileCache(None), *arguments, **options)
+        monkeypatch.setattr(owner, name, see)
+        with pytest.raises(Seen) as seen, open_session(EXPERIMENT, Request('unused', **request), 'none'):
+            pass
         return seen.value.args
 
     return run
 
 
-def test_only_the_answers_of_a_task_are_learned(until, monkeypatch):
-    (experiment, store), _ = until('training_step')
-    assert experiment == EXPERIMENT
-    monkeypatch.setattr(experiment_module, 'TrainStep', lambda *given: given)
-    by_window, documents = False, None
-    given = training_step(experiment, store)
-    assert given == (EXPERIMENT.model, EXPERIMENT.optimizer, 4, TASK.unpack, by_window, documents)
+def test_only_the_answers_of_a_task_are_learned():
+    plan = make_plan(EXPERIMENT)
+    step = plan.program.step
+    assert step.functions.config == EXPERIMENT.model
+    assert (step.unpack, step.by_window, step.documents) == (TASK.unpack, False, None)
+    assert (plan.program.batch_shape, plan.program.batch_dtype) == ((1, 8, 33), 'int32')
 
 
 def test_the_plan_is_printed_before_anything_is_touched(until, capsys):
-    (path,), _ = until('RunDir')
-    assert path == 'unused'
+    until(RunDir, 'lock')
     rows = {line[:17].strip(): line[17:] for line in capsys.readouterr().out.splitlines()}
     assert rows.keys() == {'parameters', 'tokens per step', 'tokens in total', 'FLOPs per token', 'devices'}
     assert rows['parameters'].endswith('(1 layer of width 16, softmax)')
@@ -79,24 +79,18 @@ def test_the_plan_is_printed_before_anything_is_touched(until, capsys):
 )
 def test_a_rewind_is_made_once(until, monkeypatch, capsys, rewind_to, is_rewound, asked, rewinds):
     questions, checked = [], []
-
-    @contextlib.contextmanager
-    def lock():
-        yield
-
-    run = types.SimpleNamespace(
-        lock=lock,
-        is_rewound=lambda step, experiment: questions.append(step) or is_rewound,
-        check_unchanged=lambda experiment, rewound: checked.append(rewound),
-        checkpoints='folder',
-        record_saved=print,
-    )
-    monkeypatch.setattr(train_module, 'RunDir', lambda path: run)
-    monkeypatch.setattr(train_module, 'find_branch', lambda *_: None)
-    (folder, config, fingerprints, on_saved, measure), _ = until('Checkpointer', rewind_to)
+    monkeypatch.setattr(RunDir, 'lock', lambda run: contextlib.nullcontext())
+    monkeypatch.setattr(RunDir, 'is_rewound', lambda run, step, text: questions.append(step) or is_rewound)
+    monkeypatch.setattr(RunDir, 'check_unchanged', lambda run, text, rewound: checked.append(rewound))
+    monkeypatch.setattr(start, 'find_branch', lambda *_: None)
+    made = []
+    monkeypatch.setattr(train_module, 'Checkpointer', lambda *given: made.append(given) or Saved(*given))
+    until(train_module, 'restore_or_init', rewind_to=rewind_to)
+    ((folder, config, fingerprints, on_saved, measure),) = made
     assert (questions, checked) == (asked, [rewinds])
     assert ('--rewind_to 3: done before' in capsys.readouterr().out) == (rewind_to == 3 and is_rewound)
-    assert (folder, config, on_saved) == ('folder', EXPERIMENT.checkpoint, print)
+    assert (folder, config) == (RunDir('unused').checkpoints, EXPERIMENT.checkpoint)
+    assert on_saved.__func__ is RunDir.record_saved
     assert fingerprints
     assert isinstance(measure, str)
 
@@ -104,7 +98,7 @@ def test_a_rewind_is_made_once(until, monkeypatch, capsys, rewind_to, is_rewound
 def test_processes_compare_what_the_run_goes_on_from(until, monkeypatch):
     """It is asked of the directory together: of processes that ask for different things, one would wait for ever."""
     monkeypatch.setattr(RunDir, 'lock', lambda self: contextlib.nullcontext())
-    (facts,), _ = until('check_same', 3, 'runs/a', 7)
+    (facts,), _ = until(start, 'check_same', rewind_to=3, branch_from='runs/a', step=7)
     assert facts == {'--rewind_to': 3, '--branch_from': 'runs/a', '--step': 7}
 
 
@@ -132,66 +126,74 @@ class Saved:
 
 @pytest.mark.parametrize('rewind_to', [None, 2])
 def test_what_a_session_goes_on_with(monkeypatch, tmp_path, capsys, rewind_to):
-    futures = types.SimpleNamespace(exception=lambda: None), types.SimpleNamespace(result=lambda: 'the program')
+    lowered, compiled = types.SimpleNamespace(exception=lambda: None), types.SimpleNamespace(result=lambda: 'a program')
     monkeypatch.setattr(train_module, 'Checkpointer', Saved)
-    monkeypatch.setattr(train_module, 'compile_step_aside', lambda *_: futures)
-    monkeypatch.setattr(RunDir, 'check_unchanged', lambda run, experiment, rewound: None)
-    goodput = Goodput(begun=None)
-    goodput.seconds['step'] = 100.0
-    with contextlib.ExitStack() as stack:
-        trainer = set_up(EXPERIMENT, str(tmp_path / 'run'), stack, goodput, CompileCache(None), rewind_to)
-    start = rewind_to or 3
-    assert (trainer.state, trainer.start, trainer.advance) == ('the state', start, 'the program')
-    assert trainer.batches.windows.batch(start) == start + 1  # one was left out before
-    assert trainer.throughput.seconds >= 50
+    monkeypatch.setattr(train_module, 'compile_in_background', lambda *_: Compilation(lowered, compiled))
+    monkeypatch.setattr(RunDir, 'check_unchanged', lambda run, text, rewound: None)
+    monkeypatch.setattr(RunDir, 'read_goodput', lambda run: Goodput(begun=None).record() | {'seconds': {'step': 100.0}})
+    with open_session(EXPERIMENT, Request(str(tmp_path / 'run'), rewind_to), 'none') as trainer:
+        pass
+    computation, records, goodput = trainer.computation, trainer.records, trainer.services.goodput
+    begin = rewind_to or 3
+    assert (trainer.state, trainer.start, computation.advance) == ('the state', begin, 'a program')
+    assert computation.batches.windows.batch(begin) == begin + 1  # one was left out before
+    assert records.throughput.seconds >= 50
     assert (goodput.seconds['step'], goodput.seconds['lost']) == (40, 60)
-    assert trainer.flops_per_token == EXPERIMENT.model.flops_per_token(32)
-    assert trainer.peak_flops is None  # of a CPU
-    assert trainer.text == dump(EXPERIMENT) == (tmp_path / 'run' / 'config.gin').read_text()
+    assert records.flops_per_token == EXPERIMENT.model.flops_per_token(32)
+    assert records.peak_flops is None  # of a CPU
+    assert records.text == dump(EXPERIMENT) == (tmp_path / 'run' / 'config.gin').read_text()
     assert trainer.checkpointer.rewound == ([] if rewind_to is None else [2])
-    assert f'resumed from step {start} of ' in capsys.readouterr().out
+    assert f'resumed from step {begin} of ' in capsys.readouterr().out
     assert json.loads((tmp_path / 'run' / 'run.json').read_text())['parameters'] == sum(
         count_parameters(EXPERIMENT.model).values()
     )
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """What `train` makes a Trainer of; it is not run."""
-    calls = []
+def begin(monkeypatch):
+    """Calls `train` until it opens the cache of compiled programs; returns what it has made by then."""
 
-    def stub(experiment, run_dir, stack, goodput, programs, rewind_to, branch_from, step):
-        calls.append(types.SimpleNamespace(run_dir=run_dir, goodput=goodput, programs=programs, rewind_to=rewind_to))
-        return types.SimpleNamespace(run=lambda: 'the state')
+    def run(run_dir, **options):
+        made = types.SimpleNamespace()
 
-    class Cache(contextlib.nullcontext):
-        def __init__(self, folder):
-            super().__init__(folder and str(folder))
+        def open_cache(folder):
+            made.folder = folder and str(folder)
+            raise Seen
 
-    monkeypatch.setattr(train_module, 'set_up', stub)
-    monkeypatch.setattr(train_module, 'CompileCache', Cache)
-    return calls
+        def make_ledger(*arguments):
+            made.goodput = Goodput(*arguments)
+            return made.goodput
+
+        def make_request(*arguments):
+            made.request = Request(*arguments)
+            return made.request
+
+        for name, make in (('CompileCache', open_cache), ('Goodput', make_ledger), ('Request', make_request)):
+            monkeypatch.setattr(train_module, name, make)
+        with pytest.raises(Seen):
+            train(EXPERIMENT, run_dir, **options)
+        return made
+
+    return run
 
 
-def test_where_compiled_programs_are_kept(started, tmp_path):
+def test_where_compiled_programs_are_kept(begin, tmp_path):
     run = str(tmp_path / 'run')
-    for compile_cache in (None, 'none', 'elsewhere'):
-        assert train(EXPERIMENT, run, compile_cache=compile_cache) == 'the state'
-    assert [call.programs for call in started] == [str(tmp_path / 'run' / 'compiled'), None, 'elsewhere']
+    found = [begin(run, compile_cache=given).folder for given in (None, 'none', 'elsewhere')]
+    assert found == [str(tmp_path / 'run' / 'compiled'), None, 'elsewhere']
 
 
-def test_since_when_a_session_counts(started, tmp_path, monkeypatch):
+def test_since_when_a_session_counts(begin, tmp_path, monkeypatch):
     monkeypatch.setattr(train_module.time, 'time', lambda: 5000.0)
-    train(EXPERIMENT, str(tmp_path), rewind_to=7, begun=4000.0)
-    train(EXPERIMENT, str(tmp_path))
-    assert [call.goodput.started for call in started] == [4000.0, 5000.0]
-    assert [call.rewind_to for call in started] == [7, None]
+    calls = [begin(str(tmp_path), rewind_to=7, begun=4000.0), begin(str(tmp_path))]
+    assert [call.goodput.started for call in calls] == [4000.0, 5000.0]
+    assert [call.request.rewind_to for call in calls] == [7, None]
 
 
-def test_a_session_goes_on_with_the_ledger_of_the_one_before(started, monkeypatch):
+def test_a_session_goes_on_with_the_ledger_of_the_one_before(begin, monkeypatch):
     monkeypatch.setattr(RunDir, 'read_goodput', lambda run: Goodput(begun=1000.0).record())
-    train(EXPERIMENT, 'unused')
-    assert (started[0].goodput.starts, started[0].goodput.started) == (2, 1000.0)
+    goodput = begin('unused').goodput
+    assert (goodput.starts, goodput.started) == (2, 1000.0)
 
 
 def test_a_job_is_joined_before_it_trains(monkeypatch):

@@ -13,6 +13,7 @@ import tiny
 from lm import cli
 from lm.data.batches import Windows
 from lm.data.store import TokenStore
+from lm.model.functions import ModelFunctions
 from lm.training.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures('kept_programs')
@@ -110,14 +111,14 @@ def test_a_wrong_setting_leaves_the_directory_as_it_was(flags, tmp_path, capsys,
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(flags, tmp_path, monkeypatch, capsys):
-    plain = TrainStep.redraws
+    plain = ModelFunctions.choose_redrawn
 
     def redraws(self, steps_done):
         if steps_done == 5:
             os.kill(os.getpid(), signal.SIGINT)
         return plain(self, steps_done)
 
-    monkeypatch.setattr(TrainStep, 'redraws', redraws)
+    monkeypatch.setattr(ModelFunctions, 'choose_redrawn', redraws)
     assert train(tmp_path / 'run', flags, checkpoint__save_every_steps=None) == 42
     assert 'stopped at step 6 of 16, which is saved' in capsys.readouterr().err.splitlines()[-1]
     assert saved(tmp_path / 'run') == [6]

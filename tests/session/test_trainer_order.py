@@ -13,7 +13,7 @@ import pytest
 from lm.data.batches import Windows
 from lm.errors import Diverged, LmError, Preempted
 from lm.runs.goodput import Goodput
-from lm.session.trainer import Trainer
+from lm.session.trainer import Computation, Records, Services, Trainer
 from lm.training.config import TrainConfig
 from lm.training.progress import Throughput
 
@@ -113,35 +113,37 @@ class Session:
         self.counters = {'skipped': 0, 'in_a_row': 0}
         named = types.SimpleNamespace
         windows = Windows(10**6, 1024, 1, seed=0, skip=skip)
-        self.trainer = Trainer(
-            config=self.config,
-            text='the configuration',
-            run_directory=named(path='RUN', write_goodput=self.ledgers.append),
-            lock=named(check=lambda: self.diary.append('lock')),
-            functions=named(
-                redraws=lambda done: (1,) if done == 2 else (),
+        computation = Computation(
+            step=named(
+                functions=named(choose_redrawn=lambda done: (1,) if done == 2 else ()),
                 name_of=lambda i: ('loss', 'gradient of x')[i],
             ),
-            state={'params': start, 'buffers': 'drawn at 0'},
-            start=start,
             batches=named(prefetch=lambda first, last: iter(range(first, last)), windows=windows),
             advance=self.advance,
             redraw=lambda weights, which, seed, done: self.redrawn.append((weights, which, seed, done)) or f'at {done}',
             evaluator=self.evaluator(),
-            checkpointer=self.checkpoints,
+        )
+        records = Records(
+            run=named(path='RUN', write_goodput=self.ledgers.append),
+            text='the configuration',
             metrics_file=self.metrics,
             progress=named(
                 step=lambda record, left: self.diary.append(f'shown {record["step"]}'), note=self.notes.append
             ),
+            throughput=Throughput(start, self.config.steps, self.config.tokens_per_step, 1000.0),
+            flops_per_token=3.0,
+            peak_flops=None,
+        )
+        services = Services(
+            lock=named(check=lambda: self.diary.append('lock')),
             preemption=named(requested=lambda step: self.stop_at is not None and step >= self.stop_at),
             profiler=named(at=self.profiled.append),
             watchdog=self.watch,
             goodput=self.goodput,
             programs=named(publish=lambda: self.diary.append('publish')),
-            throughput=Throughput(start, self.config.steps, self.config.tokens_per_step, 1000.0),
-            flops_per_token=3.0,
-            peak_flops=None,
         )
+        state = {'params': start, 'buffers': 'drawn at 0'}
+        self.trainer = Trainer(self.config, computation, self.checkpoints, records, services, state, start)
 
     def advance(self, state, batch):
         """The state counts the steps; batch `i` is the one of step i + 1."""
@@ -200,22 +202,22 @@ def test_steps_are_logged_while_the_next_one_runs_and_before_they_are_saved():
 def test_what_a_record_says():
     session = Session(tokens_per_step=2048)
     before = {'seconds': {'data': 7.0}, 'starts': 1, 'started': time.time() - 60, 'updated': time.time() - 50}
-    session.trainer.goodput = Goodput(before)  # of the starts before this one
-    session.trainer.goodput.seconds['data'] += 3.0
+    session.trainer.services.goodput = Goodput(before)  # of the starts before this one
+    session.trainer.services.goodput.seconds['data'] += 3.0
     session.trainer.run()
     first, second = session.metrics.records[:2]
     assert (first['loss'], first['grad_norm'], first['learning_rate']) == (2.0, 0.5, 0.01)
     assert (second['tokens'], second['skipped_steps'], second['mfu']) == (4096, 0, None)
     assert first['tokens_per_second'] > 0
     assert first['seconds'] >= 1000
-    waits = session.trainer.goodput.seconds['data'] - 7.0
+    waits = session.trainer.services.goodput.seconds['data'] - 7.0
     assert 3 <= first['data_wait_seconds'] <= waits
     assert 0 <= second['data_wait_seconds'] <= waits - 3
 
 
 def test_utilisation_is_a_share_of_the_peak():
     session = Session()
-    session.trainer.peak_flops = 6e12
+    session.trainer.records.peak_flops = 6e12
     session.trainer.run()
     record = session.metrics.records[0]
     assert record['mfu'] == pytest.approx(3.0 * record['tokens_per_second'] / 6e12)
@@ -295,7 +297,7 @@ def test_an_evaluation_that_is_due_at_a_resume_is_made_up_for(start, evaluated, 
 def test_a_step_whose_evaluation_fails_is_saved_before_the_run_ends():
     for bad, saved in ((), ['save 4']), ((4,), []):
         session = Session(eval_every=4, bad=bad)
-        session.trainer.evaluator = lambda *_: 1 / 0
+        session.trainer.computation.evaluator = lambda *_: 1 / 0
         with pytest.raises(ZeroDivisionError):
             session.trainer.run()
         assert session.of('train', 'save')[-len(saved) - 1 :] == ['train 4', *saved]

@@ -3,17 +3,17 @@
 import jax
 import numpy as np
 import pytest
-from flax import nnx
+from tiny import train_step
 
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator
+from lm.evaluation.plan import TaskPlan
 from lm.experiment import load
 from lm.model import ModelConfig
 from lm.tasks.multiquery_recall import MultiqueryRecall, lay_out
 from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import TrainStep
 
 TINY = MultiqueryRecall(
     vocab_size=32, train_segments=((8, 1, 2), (12, 2, 1)), eval_segments=((8, 2), (16, 3)), eval_examples=10
@@ -89,23 +89,21 @@ def test_examples_are_pure_and_splits_differ():
 
 def test_loss_and_accuracy_are_of_the_answers_at_the_questions():
     model = ModelConfig(vocab_size=32, n_layers=1, d_model=32, n_heads=2, head_dim=16, attention=Softmax())
-    step = TrainStep(model, OptimizerConfig(warmup_steps=1), 10, unpack=TINY.unpack)
+    step = train_step(model, OptimizerConfig(warmup_steps=1), 10, unpack=TINY.unpack)
     state = jax.jit(step.init)(0)
     state['params'] = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape), state['params'])
 
     def by_hand(split, rows, length):
         """(nats, right) of the answers."""
         inputs, answers, scored = map(np.asarray, TINY.unpack(TINY.examples(split, rows, length)))
-        logits = np.asarray(
-            jax.jit(lambda s: nnx.merge(step.graph, s['params'], s['buffers'])(inputs))(state), np.float64
-        )
+        logits = np.asarray(jax.jit(lambda s: step.functions.merge(s)(inputs))(state), np.float64)
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         nats = -np.take_along_axis(log_p, answers[..., None], -1)[..., 0]
         return nats[scored], (logits.argmax(-1) == answers)[scored]
 
     _, metrics = jax.jit(step.train)(state, TINY.examples('train', range(8), 12)[None])
     assert float(metrics['loss']) == pytest.approx(by_hand('train', range(8), 12)[0].mean(), rel=1e-5)
-    evaluator = TaskEvaluator(step, make_mesh(MeshConfig()), TINY, 'validation', 12, 'disjoint', 8)
+    evaluator = TaskEvaluator(step.functions, make_mesh(MeshConfig()), TaskPlan(TINY, 'validation', 12, 8))
     result = evaluator({name: state[name] for name in ('params', 'buffers')}, 3)
     short, long = by_hand('validation', range(0, 10, 2), 8), by_hand('validation', range(1, 10, 2), 16)
     assert result['accuracy_by_slice'] == {'2 pairs in 8': short[1].mean(), '3 pairs in 16': long[1].mean()}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import shipped
 import tiny
+from tiny import train_step
 
 import lm.tasks
 from lm import cli
@@ -19,6 +20,7 @@ from lm.config.text import dump
 from lm.data.dataset import DataConfig
 from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator
+from lm.evaluation.plan import TaskPlan
 from lm.experiment import load
 from lm.model import ModelConfig
 from lm.tasks import Task, TaskStore
@@ -157,7 +159,7 @@ def test_answers_are_what_is_scored(task):
 
 def make_step(task) -> TrainStep:
     model = ModelConfig(vocab_size=64, n_layers=2, d_model=32, n_heads=2, head_dim=16, attention=Softmax())
-    return TrainStep(model, OptimizerConfig(warmup_steps=1), 10, unpack=task.unpack)
+    return train_step(model, OptimizerConfig(warmup_steps=1), 10, unpack=task.unpack)
 
 
 def test_the_loss_is_the_mean_over_the_answers():
@@ -165,7 +167,7 @@ def test_the_loss_is_the_mean_over_the_answers():
     step = make_step(task)
     state = jax.jit(step.init)(0)
     tokens = task.examples('train', range(8), 64)
-    nats = np.asarray(step.token_losses(state, jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])))
+    nats = np.asarray(step.functions.token_losses(state, jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])))
     train = jax.jit(step.train)
     _, whole = train(state, jnp.asarray(tokens[None]))
     assert float(whole['loss']) == pytest.approx(nats[np.asarray(task.scored(tokens))].mean(), rel=1e-5)
@@ -176,23 +178,20 @@ def test_the_loss_is_the_mean_over_the_answers():
 
 @pytest.mark.parametrize('whole_answers', [True, False])
 def test_accuracy_agrees_with_the_logits_of_the_model(whole_answers):
-    from flax import nnx
 
     # Few values and random weights, so that the model is right now and then.
     task = AssociativeRecall(vocab_size=6, n_pairs=2, eval_examples=37)
     object.__setattr__(task, 'whole_answers', whole_answers)
     model = ModelConfig(vocab_size=6, n_layers=1, d_model=32, n_heads=2, head_dim=16, attention=Softmax())
-    step = TrainStep(model, OptimizerConfig(warmup_steps=1), 10, unpack=task.unpack)
+    step = train_step(model, OptimizerConfig(warmup_steps=1), 10, unpack=task.unpack)
     state = jax.jit(step.init)(1)
     state['params'] = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape), state['params'])
     mesh = make_mesh(MeshConfig())
-    evaluator = TaskEvaluator(step, mesh, task, 'validation', 12, 'disjoint', 16)
+    evaluator = TaskEvaluator(step.functions, mesh, TaskPlan(task, 'validation', 12, 16))
     result = evaluator({name: state[name] for name in ('params', 'buffers')}, 7)
 
     tokens = task.examples('validation', range(37), 12)
-    logits = np.asarray(
-        nnx.merge(step.graph, state['params'], state['buffers'])(jnp.asarray(tokens[:, :-1])), np.float64
-    )
+    logits = np.asarray(step.functions.merge(state)(jnp.asarray(tokens[:, :-1])), np.float64)
     scored, targets = np.asarray(task.scored(tokens)), tokens[:, 1:]
     right = logits.argmax(-1) == targets
     by_example = np.array([r[s].all() for r, s in zip(right, scored, strict=True)])

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from lm.errors import ConfigError
+from lm.hardware import Target, group_by_slice
 from lm.parameters import shared_axis
 from lm.training import mesh
 from lm.training.mesh import MeshConfig, data_shards, make_mesh, shared_rows
@@ -69,10 +70,10 @@ def test_tpus_say_their_slices(slices, indices, found):
     devices = [types.SimpleNamespace(id=i, platform='tpu', slice_index=index) for i, index in enumerate(indices)]
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=re.escape(found)):
-            mesh._slices(MeshConfig(slices=slices), devices)
+            MeshConfig(slices=slices).plan(Target.of_devices(devices))
     else:
-        of_each = mesh._slices(MeshConfig(slices=slices), devices)
-        assert [[device.id for device in members] for members in of_each] == found
+        assert MeshConfig(slices=slices).plan(Target.of_devices(devices)).slices == len(found)
+        assert [[device.id for device in members] for members in group_by_slice(devices)] == found
 
 
 def test_simulated_devices_that_do_not_divide_form_no_slices():
@@ -102,7 +103,7 @@ def test_workers_are_known_also_without_what_is_private_in_jax(monkeypatch, modu
         return module
 
     monkeypatch.setattr(importlib, 'import_module', import_module)
-    monkeypatch.setattr(jax, 'config', types.SimpleNamespace(jax_platforms=None))
+    monkeypatch.setattr(jax, 'config', types.SimpleNamespace(values={'jax_platforms': None}))
     for name in mesh.TPU_VARIABLES:
         monkeypatch.setenv(name, '0') if variables else monkeypatch.delenv(name, raising=False)
     assert mesh._on_cloud_tpu() is answer

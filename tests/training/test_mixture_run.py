@@ -12,14 +12,15 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from tiny import train_step
 
 from lm import cli
 from lm.data.store import TokenStore
 from lm.data.tokenizers import TokenizerConfig
 from lm.data.tokenizers.sentencepiece import SentencePiece, train
 from lm.experiment import load
+from lm.model.functions import select_weights
 from lm.training.inputs import make_windows
-from lm.training.step import TrainStep, weights
 
 pytestmark = pytest.mark.usefixtures('kept_programs')
 STEPS = 8
@@ -77,9 +78,9 @@ def test_losses_and_epochs_of_each_source_are_logged(run):
         assert mean == pytest.approx(record['loss'], rel=1e-6)
         assert record['epochs/typing'] == 4 * record['step'] / typing
     # The first step's, computed by itself.
-    step = TrainStep(experiment.model, experiment.optimizer, STEPS)
+    step = train_step(experiment.model, experiment.optimizer, STEPS)
     batch = store.read_many('train', windows.starts(0), 33).astype(np.int32)
-    losses = jax.jit(lambda: step.token_losses(weights(step.init(0)), batch[:, :-1], batch[:, 1:]))()
+    losses = jax.jit(lambda: step.functions.token_losses(select_weights(step.init(0)), batch[:, :-1], batch[:, 1:]))()
     own = np.asarray(losses).mean(axis=1)[windows.sources(0) == 1]
     assert found[0]['loss/typing'] == pytest.approx(own.mean(), rel=1e-5)
     assert found[0]['loss/typing'] != pytest.approx(found[0]['loss/tokens'], rel=1e-5)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import train_step
 
 from lm.attention.performer import Performer
 from lm.attention.softmax import Softmax
@@ -18,18 +18,17 @@ from lm.config.configurable import REGISTRY
 from lm.data.dataset import DataConfig
 from lm.data.tokenizers.amino_acids import AminoAcids, AminoAcidsConfig
 from lm.errors import ConfigError
-from lm.experiment import load
+from lm.experiment import Experiment, load
 from lm.model import ModelConfig
 from lm.ops.errors import OperationError
+from lm.plan import plan_step
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
-from lm.training.inputs import unpacking
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
 from lm.training.objectives import Objective, check_objective
 from lm.training.objectives.masked import Masked
 from lm.training.objectives.next_token import NextToken
 from lm.training.optimizer import OptimizerConfig
-from lm.training.step import TrainStep
 
 AMINO_ACIDS = AminoAcids(AminoAcidsConfig().contents())
 STORE = types.SimpleNamespace(tokenizer=lambda: AMINO_ACIDS)
@@ -162,7 +161,7 @@ def test_of_objective_data_and_model_what_does_not_go_together_is_refused():
             check_objective(objective, data, model)
         assert '\n' not in str(error.value)
         with pytest.raises(ConfigError, match=message):
-            unpacking(data, TrainConfig(objective=objective), model, STORE)
+            plan_step(Experiment(data=data, train=TrainConfig(objective=objective), model=model))
 
 
 def test_objectives_are_found_and_named_in_gin():
@@ -175,7 +174,7 @@ def test_objectives_are_found_and_named_in_gin():
 
 
 def step_of(objective, model=MODEL, **options):
-    return TrainStep(model, OptimizerConfig(warmup_steps=1), 10, objective.unpack(STORE, V), **options)
+    return train_step(model, OptimizerConfig(warmup_steps=1), 10, objective.unpack(STORE, V), **options)
 
 
 def test_the_next_token_is_what_is_asked_for_by_default():
@@ -183,8 +182,8 @@ def test_the_next_token_is_what_is_asked_for_by_default():
     model = dataclasses.replace(MODEL, causal=True)
     batch = residues((2, 4, 17))
     texts = []
-    for step in (TrainStep(model, OptimizerConfig(warmup_steps=1), 10), step_of(NextToken(), model)):
-        texts.append(jax.jit(step.train).lower(step.abstract(), batch).as_text())
+    for step in (train_step(model, OptimizerConfig(warmup_steps=1), 10), step_of(NextToken(), model)):
+        texts.append(jax.jit(step.train).lower(step.abstract, batch).as_text())
     assert texts[0] == texts[1]
     assert 'threefry' not in texts[0]
 
@@ -194,7 +193,7 @@ def own_loss(step, state, batch, first):
     hiding = Masked().unpack(STORE, V)
     tokens = np.asarray(batch).reshape(-1, batch.shape[-1])[:, :-1]
     inputs, chosen = hide(tokens, np.arange(first, first + len(tokens)), hiding)
-    model = nnx.merge(step.graph, state['params'], state['buffers'])
+    model = step.functions.merge(state)
     logits = np.asarray(model(jnp.asarray(inputs)), np.float64)
     nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, tokens[..., None], -1)[..., 0]
     return nats[chosen].mean(), nats, chosen
@@ -230,4 +229,4 @@ def test_devices_and_microbatches_change_no_lot():
     with jax.set_mesh(make_mesh(MeshConfig(sequence=2))):
         step = step_of(Masked(), dataclasses.replace(MODEL, attention=Performer(n_features=8)))
         with pytest.raises(OperationError, match=r'mesh\.sequence: a window on many devices needs causal attention'):
-            jax.eval_shape(step.train, step.abstract(), batch)
+            jax.eval_shape(step.train, step.abstract, batch)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from tiny import train_step
 
 from lm.attention.softmax import Softmax
 from lm.check.advice import BYTES_A_PARAMETER
@@ -29,7 +30,6 @@ from lm.training.schedules.constant import Constant
 from lm.training.schedules.cosine import Cosine
 from lm.training.schedules.linear import Linear
 from lm.training.schedules.wsd import Wsd
-from lm.training.step import TrainStep
 
 MODEL = ModelConfig(vocab_size=64, n_layers=1, d_model=16, n_heads=1, head_dim=16, attention=Softmax())
 
@@ -81,7 +81,7 @@ def test_a_rule_is_one_class():
     experiment = load([], ['optimizer.rule = @test_sign()', 'test_sign.momentum = 0', 'optimizer.weight_decay = 0',
                            'optimizer.warmup_steps = 0', 'optimizer.peak_learning_rate = 0.125'])  # fmt: skip
     assert load([], [line for line in dump(experiment).splitlines() if '=' in line]) == experiment
-    step = TrainStep(MODEL, experiment.optimizer, 10)
+    step = train_step(MODEL, experiment.optimizer, 10)
     before = jax.jit(step.init)(0)
     batch = np.random.default_rng(0).integers(0, 64, (1, 4, 17)).astype(np.uint16)
     after, metrics = jax.jit(step.train)(before, batch)
@@ -118,17 +118,17 @@ def test_muon_moves_every_matrix_alike_in_all_directions():
 
 
 def test_muon_leaves_what_is_no_matrix_to_another_rule():
-    step = TrainStep(MODEL, OptimizerConfig(warmup_steps=1), 10)
+    step = train_step(MODEL, OptimizerConfig(warmup_steps=1), 10)
     params = jax.eval_shape(lambda: step.init(0))['params']
     gradients = jax.tree.map(lambda x: jnp.sin(1 + jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), params)
 
     def directions(rule):
-        transform = rule.build(step.declared)
+        transform = rule.build(step.functions.declared)
         return jax.jit(lambda x: transform.update(x, transform.init(x))[0])(gradients)
 
     ours, theirs = directions(Muon(rest=AdamW(b1=0.5))), directions(AdamW(b1=0.5))
     same = jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs)
-    assert same == jax.tree.map(lambda told: told.kind != 'matrix', step.declared)
+    assert same == jax.tree.map(lambda told: told.kind != 'matrix', step.functions.declared)
 
 
 def test_muon_exchanges_nothing_inside_its_iteration():
@@ -283,7 +283,7 @@ def test_the_warm_up_counts_from_one():
 
 def test_the_state_has_the_form_of_earlier_checkpoints():
     """A checkpoint of before rules were choices restores: its arrays are known by these paths."""
-    step = TrainStep(MODEL, OptimizerConfig(warmup_steps=1), 10)
+    step = train_step(MODEL, OptimizerConfig(warmup_steps=1), 10)
     state = jax.eval_shape(lambda: step.init(0))['optimizer']
     paths = {jax.tree_util.keystr(path).partition("['")[0] for path, _ in jax.tree_util.tree_leaves_with_path(state)}
     assert paths == {'[1].count', '[1].mu', '[1].nu', '[3].count'}

@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from lm.errors import ConfigError
-from lm.experiment import load, training_step
-from lm.hardware import parse
+from lm.experiment import load
+from lm.hardware import Target, parse
+from lm.plan import plan_step
 from lm.training import program
-from lm.training.mesh import MeshConfig, make_mesh
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from lm.training.mesh import MeshConfig, make_mesh
     ],
 )  # fmt: skip
 def test_refusals_of_the_compiler(message, gib):
-    assert program.out_of_memory(message) == gib
+    assert program.find_memory_needed(message) == gib
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,11 @@ def test_steps_for_described_devices(message, gib, said, monkeypatch):
     monkeypatch.setattr(program, 'compile_with_text', refuse)
     shape = ['model.d_model = 16', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
     experiment = load([], [*shape, 'train.tokens_per_step = 64', 'train.context_length = 64'])
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    with jax.set_mesh(mesh):
-        step = training_step(experiment)
-        arguments = step, experiment.train, experiment.data.dtype(64), mesh, parse('v5e:1x1')
-        if said is None:
-            assert program.compile_described(*arguments) == gib
-        else:
-            with pytest.raises(ConfigError, match=said):
-                program.compile_described(*arguments)
+    devices = jax.devices()[:1]
+    plan = plan_step(experiment, Target.of_devices(devices))
+    arguments = plan.program, plan.mesh.arrange(devices), parse('v5e:1x1')
+    if said is None:
+        assert program.compile_described(*arguments) == program.StepTooLarge(gib)
+    else:
+        with pytest.raises(ConfigError, match=said):
+            program.compile_described(*arguments)

@@ -10,22 +10,24 @@ import optax
 import pytest
 from flax import nnx
 from mechanisms_list import MECHANISMS
+from tiny import train_step
 
 from lm.attention.performer import Performer
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig
+from lm.model.functions import count_parameters, select_weights
 from lm.parameters import declarations
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
 from lm.training.rules.adamw import AdamW
-from lm.training.step import TrainStep, count_parameters, weights
+from lm.training.step import TrainStep
 
 MODEL = ModelConfig(vocab_size=64, n_layers=2, d_model=64, n_heads=4, head_dim=16, attention=Softmax())
 
 
 def make(**optimizer) -> TrainStep:
-    return TrainStep(MODEL, OptimizerConfig(**({'peak_learning_rate': 1e-2, 'warmup_steps': 2} | optimizer)), steps=10)
+    return train_step(MODEL, OptimizerConfig(**({'peak_learning_rate': 1e-2, 'warmup_steps': 2} | optimizer)), steps=10)
 
 
 def batch(microbatches=1, rows=8, seed=0):
@@ -51,7 +53,7 @@ def test_the_z_loss_adds_the_squared_normalizer_to_the_gradient_alone():
     tokens = batch().astype(jnp.int32)
 
     def by_formula(params, z_loss):
-        model = nnx.merge(step.graph, params, state['buffers'])
+        model = step.functions.merge({'params': params, 'buffers': state['buffers']})
         logits = model(tokens[0, :, :-1])
         total = jax.nn.logsumexp(logits, axis=-1)
         nats = total - jnp.take_along_axis(logits, tokens[0, :, 1:, None], -1)[..., 0]
@@ -69,7 +71,7 @@ def test_the_z_loss_adds_the_squared_normalizer_to_the_gradient_alone():
 def test_a_non_finite_step_changes_nothing_but_the_counters():
     step, init, train = plain()
     good, _ = train(init(0), batch())
-    nan = TrainStep(MODEL, OptimizerConfig(warmup_steps=2), 10)
+    nan = train_step(MODEL, OptimizerConfig(warmup_steps=2), 10)
     nan.weighted_loss = lambda *arguments: jax.tree.map(lambda x: x * jnp.nan, step.weighted_loss(*arguments))
     spoil = jax.jit(nan.train)
     bad, metrics = spoil(good, batch(seed=1))
@@ -160,7 +162,7 @@ def test_any_mesh_takes_the_same_steps(single, devices, fsdp, microbatches):
     mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:devices])
     with jax.set_mesh(mesh):
         step = make()
-        abstract = place(jax.eval_shape(lambda: step.init(0)), mesh, step.declared)
+        abstract = place(jax.eval_shape(lambda: step.init(0)), mesh, step.functions.declared)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         state = jax.jit(lambda: step.init(0), out_shardings=shardings)()
         if fsdp > 1:
@@ -179,7 +181,7 @@ def test_any_mesh_counts_the_same_targets(fsdp):
         targets_BxL = tokens_BxL[:, 1:]
         return tokens_BxL[:, :-1], targets_BxL, targets_BxL % 3 == 0
 
-    step = TrainStep(MODEL, OptimizerConfig(warmup_steps=2), 10, unpack, by_window=True)
+    step = train_step(MODEL, OptimizerConfig(warmup_steps=2), 10, unpack, by_window=True)
     state, tokens = jax.jit(step.init)(0), batch(2)
     alone = jax.jit(step._gradients)(state['params'], state['buffers'], tokens)
     mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:4])
@@ -203,18 +205,18 @@ def test_the_schedule_of_the_paper():
 @pytest.mark.parametrize('attention', MECHANISMS.values(), ids=MECHANISMS.keys())
 def test_weight_decay_is_as_declared(attention):
     """A step without gradients pulls every matrix towards zero, and nothing else."""
-    step = TrainStep(dataclasses.replace(MODEL, attention=attention, n_layers=2), OptimizerConfig(warmup_steps=1), 10)
+    step = train_step(dataclasses.replace(MODEL, attention=attention, n_layers=2), OptimizerConfig(warmup_steps=1), 10)
     params = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(lambda: step.init(0))['params'])
     zeros = jax.tree.map(np.zeros_like, params)
     updates, _ = step.transform.update(zeros, step.transform.init(params), params)
     moved = jax.tree.map(lambda x: bool(np.any(x)), updates)
-    kinds = jax.tree.map(lambda told: told.kind, step.declared)
+    kinds = jax.tree.map(lambda told: told.kind, step.functions.declared)
     assert moved == jax.tree.map(lambda kind: kind == 'matrix', kinds)
     # Everything with two axes or more, those over layers, heads and sketches aside, is a matrix or the embedding.
     lead = {'layer', 'heads', 'sketch', 'factor', 'rank'}
     wide = jax.tree.map(
         lambda told, x: sum(n > 1 for a, n in zip(told.axes, x.shape, strict=True) if a not in lead) > 1,
-        step.declared,
+        step.functions.declared,
         params,
     )
     wide['embedding']['embedding'] = False
@@ -226,8 +228,8 @@ def test_weight_decay_is_as_declared(attention):
 @pytest.mark.parametrize('fsdp', [4, 8])
 def test_what_the_optimizer_keeps_lies_like_its_parameter_and_layers_are_not_split(fsdp):
     mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:8])
-    step = TrainStep(dataclasses.replace(MODEL, n_layers=256, d_model=16), OptimizerConfig(warmup_steps=1), 10)
-    state = place(jax.eval_shape(lambda: step.init(0)), mesh, step.declared)
+    step = train_step(dataclasses.replace(MODEL, n_layers=256, d_model=16), OptimizerConfig(warmup_steps=1), 10)
+    state = place(jax.eval_shape(lambda: step.init(0)), mesh, step.functions.declared)
     specs = jax.tree.map(lambda x: tuple(x.sharding.spec), state['params'])
     assert state['params']['blocks'][0]['glu_out']['kernel'].shape == (256, 40, 16)
     assert specs['blocks'][0]['glu_out']['kernel'] == (None, 'fsdp')
@@ -283,7 +285,7 @@ def test_a_single_microbatch_pays_for_no_loop(linear):
 
 def test_what_is_not_finite_is_named_in_the_order_of_causes():
     step = make()
-    n = len(jax.tree.leaves(step.declared))
+    n = len(jax.tree.leaves(step.functions.declared))
     names = [step.name_of(i) for i in (0, 1, n, n + 1, n + 2)]
     assert (names[0], *names[3:]) == ('loss', 'gradient norm', 'learning rate')
     assert [name.rpartition(' ')[0] for name in names[1:3]] == ['gradient of'] * 2
@@ -298,20 +300,28 @@ class Drawing(Softmax):
 
 
 def test_which_mechanisms_are_drawn_anew():
-    step = make()
-    step.model = dataclasses.replace(MODEL, attention=(Drawing(None), Drawing(4), Drawing(6)), n_layers=3)
-    assert [step.redraws(done) for done in (0, 1, 3, 4, 6, 8, 12)] == [(), (), (), (1,), (2,), (1,), (1, 2)]
+    functions = make().functions
+    functions.config = dataclasses.replace(MODEL, attention=(Drawing(None), Drawing(4), Drawing(6)), n_layers=3)
+    assert [functions.choose_redrawn(done) for done in (0, 1, 3, 4, 6, 8, 12)] == [
+        (),
+        (),
+        (),
+        (1,),
+        (2,),
+        (1,),
+        (1, 2),
+    ]
 
 
 def test_projections_are_a_function_of_seed_and_step():
     performer = Performer(n_features=4, redraw_every=7)
     model = dataclasses.replace(MODEL, attention=performer, n_layers=1, d_model=16, n_heads=1)
-    step = TrainStep(model, OptimizerConfig(warmup_steps=1), 10)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: weights(step.init(0))))
-    drawn = [bits(step.redraw(zeros, (0,), *numbers)) for numbers in ((0, 7), (0, 7), (0, 14), (1, 7))]
+    step = train_step(model, OptimizerConfig(warmup_steps=1), 10)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: select_weights(step.init(0))))
+    drawn = [bits(step.functions.redraw(zeros, (0,), *numbers)) for numbers in ((0, 7), (0, 7), (0, 14), (1, 7))]
     assert drawn[0] == drawn[1]
     assert bits(zeros['buffers']) != drawn[0] != drawn[2] != drawn[3] != drawn[0]
-    assert bits(step.redraw(zeros, (), 0, 7)) == bits(zeros['buffers'])
+    assert bits(step.functions.redraw(zeros, (), 0, 7)) == bits(zeros['buffers'])
 
 
 def test_parameters_are_counted_by_part():

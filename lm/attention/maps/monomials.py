@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,11 @@ def taylor(degree: int, radius: float) -> np.ndarray:
 
 def chebyshev_series(degree: int, radius: float) -> np.ndarray:
     """The Chebyshev series of exp on [-radius, radius], cut after `degree`."""
-    series = chebyshev.chebinterpolate(lambda x: np.exp(radius * x), degree + 40)[: degree + 1]
+
+    def scaled_exp(x: np.ndarray) -> Any:  # NumPy's types expect a number here
+        return np.exp(radius * x)
+
+    series = chebyshev.chebinterpolate(scaled_exp, degree + 40)[: degree + 1]
     return chebyshev.cheb2poly(series) / radius ** np.arange(degree + 1)
 
 
@@ -72,12 +77,8 @@ class Monomials:
 
     def __call__(self, parameters: tuple[jax.Array, ...], x: jax.Array, queries: bool) -> jax.Array:
         """[..., D] → [..., n_terms] in the dtype of x; products are formed in float32."""
-        features = None
-        for part in jnp.split(x.astype(jnp.float32), self.parts, axis=-1):
-            terms = _monomials(part, self.degree)
-            if features is not None:
-                terms = (features[..., :, None] * terms[..., None, :]).reshape(*x.shape[:-1], -1)
-            features = terms
+        terms = (_monomials(part, self.degree) for part in jnp.split(x.astype(jnp.float32), self.parts, axis=-1))
+        features = functools.reduce(lambda a, b: (a[..., :, None] * b[..., None, :]).reshape(*x.shape[:-1], -1), terms)
         if queries:
             features = features * parameters[0]
         return features.astype(x.dtype)

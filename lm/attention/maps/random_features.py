@@ -88,7 +88,7 @@ class Positive(RandomFeatures):
     # As an `ElementwiseMap`: `positive` in parts.
 
     def rows(self, parameters: Projection) -> jax.Array:
-        return self.matrix(parameters)
+        return self.factor * parameters.projection_RxE
 
     def shift(self, x: jax.Array, queries: bool) -> jax.Array | None:
         return None if queries and self.rescale else self.scale / 2 * jnp.sum(jnp.square(x), axis=-1)

@@ -1,12 +1,12 @@
 """The call of an operation whose kernels are measured, and how much work a grid step of each kernel does."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lm.attention import HeadDims
 
-Steps = dict[tuple[str, str], float]
+Steps = Mapping[tuple[str, str], float]
 """(pass, name of the kernel) → tokens times heads per grid step."""
 
 

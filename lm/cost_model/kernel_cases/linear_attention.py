@@ -67,6 +67,8 @@ def operation_call(inputs: dict[str, Any], options: dict[str, Any]) -> KernelCal
     names = ('forward', 'sums', 'backward') if plan.sums_again else ('forward', 'backward')
     steps: Steps = {(kernel, f'linear_attention_{kernel}'): plan.block * plan.heads for kernel in names}
     tokens = part.block * part.heads
-    part_steps: Steps = {(kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    part_steps: dict[tuple[str, str], float] = {
+        (kernel, f'linear_attention_{kernel}'): tokens for kernel in ('forward', 'backward')
+    }
     part_steps['2 folds', 'linear_attention_fold'] = tokens / 2  # over keys, and backward over queries
     return KernelCall(function, tuple(inputs.values()), steps, part_steps=part_steps)

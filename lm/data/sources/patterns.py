@@ -8,7 +8,7 @@ import gzip
 import itertools
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar, cast
 
 from lm.config.configurable import field
 from lm.data.sources.base import SPLITS, Document, Part, Shard, Source, file_size, group, hash_of, regular, shard_bytes
@@ -31,13 +31,13 @@ class FilePatterns(Source):
     path: str = field(help="a file, a folder of files by split, or a pattern with * and possibly '{split}'")
     validation_fraction: float = field(default=0.05, above=0, below=1, help='of files that belong to no split')
 
-    suffixes = ('',)
+    suffixes: ClassVar[tuple[str, ...]] = ('',)
     """How the files in a folder end."""
-    below = ()
+    below: ClassVar[tuple[str, ...]] = ()
     """Where else the files of a split may lie in a folder."""
-    unsplit = ()
+    unsplit: ClassVar[tuple[str, ...]] = ()
     """Files in a folder that belong to no split; they count where it has no others."""
-    aliases = ()
+    aliases: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of a split and another name of it in the names of files."""
 
     def parts(self, path: Any, unit: int) -> list[Part]:
@@ -151,7 +151,8 @@ def lines(part: Part, stop: int, max_bytes: int) -> Iterator[tuple[int, bytes | 
     and does not count where it is gzipped; None for content longer than `max_bytes`."""
     with open_path(part.file).open('rb') as file:
         to_end = part.file.endswith(PACKED) or stop < 0
-        stream: BinaryIO = gzip.GzipFile(fileobj=file) if part.file.endswith(PACKED) else file
+        # GzipFile has all methods of a BinaryIO but does not declare it.
+        stream = cast(BinaryIO, gzip.GzipFile(fileobj=file) if part.file.endswith(PACKED) else file)
         offset = part.start
         if offset:  # the line that crosses the beginning belongs to the part before
             stream.seek(offset - 1)

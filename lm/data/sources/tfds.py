@@ -98,6 +98,7 @@ class Tfds(Source):
     def read(self, shard: Shard, max_bytes: int) -> Iterator[Document]:
         from tensorflow_datasets.proto import tf_example_pb2
 
+        messages: Any = tf_example_pb2  # makes its classes when it is imported
         feature, folder = self._feature(), self._folder()
         for part in shard.parts:
             for i, record in enumerate(_records(folder / part.file, part), part.start):
@@ -106,7 +107,7 @@ class Tfds(Source):
                     yield too_long(identifier, max_bytes)
                     continue
                 try:
-                    value = tf_example_pb2.Example.FromString(record).features.feature[feature].bytes_list.value[0]
+                    value = messages.Example.FromString(record).features.feature[feature].bytes_list.value[0]
                 except Exception as error:
                     raise _damaged(folder / part.file, i, error) from None
                 yield decode(identifier, value, max_bytes)

@@ -1,16 +1,10 @@
-"""Tokenizers: text ↔ token ids, one file a kind, which this package finds by itself.
-
-base            what all have in common
-config          what a gin file says
-sentencepiece   SentencePiece models, and their training
-amino_acids     a token for each amino acid
-huggingface     tokenizer.json of Hugging Face
-ranks           ranks of byte pairs, as tiktoken reads them
-"""
+"""Tokenizers: text ↔ token ids, one file per kind. Importing this package registers all of them."""
 
 import importlib
 import pathlib
 import pkgutil
+from collections.abc import Callable
+from typing import cast
 
 from lm.data.tokenizers.base import Tokenizer, token_dtype
 from lm.data.tokenizers.config import TokenizerChoice, TokenizerConfig
@@ -21,7 +15,7 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f'{__name__}.{_module.name}')
 
 FILE_NAMES = tuple(sorted({kind.file_name for kind in Tokenizer.__subclasses__()}))
-"""Under which tokenizers of all kinds lie beside tokens and weights."""
+"""The names of the files of all kinds, beside tokens and weights."""
 
 __all__ = [
     'FILE_NAMES',
@@ -49,7 +43,8 @@ def from_bytes(model: bytes, eod: int | str | None = None, name: str = 'tokenize
     """
     for kind in Tokenizer.__subclasses__():
         if kind.recognises(model):
-            return kind(model, eod)
+            make = cast(Callable[[bytes, int | str | None], Tokenizer], kind)  # the subclasses read the vocabulary
+            return make(model, eod)
     kinds = ', '.join(kind.what for kind in Tokenizer.__subclasses__())
     raise MismatchError(f'{name}: none of {kinds}; restore the file')
 

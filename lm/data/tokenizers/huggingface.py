@@ -72,7 +72,7 @@ class HuggingFace(Tokenizer):
         return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=True)
 
     def piece(self, index: int) -> str:
-        return self._tokenizer.id_to_token(index)
+        return self._tokenizer.id_to_token(index) or ''
 
 
 def _end(vocabulary: dict[str, int], eod: int | str | None) -> int:

@@ -11,6 +11,7 @@ Ids of a trained tokenizer: 0 <pad>, 1 </s> (end of document), 2 <unk> (never pr
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -123,7 +124,7 @@ def train(config: TokenizerConfig, texts: Iterable[str]) -> bytes:
     return model if has_space else _trained(config, texts, required_chars=SPACE)
 
 
-def _trained(config: TokenizerConfig, texts: Iterable[str], **options: str) -> bytes:
+def _trained(config: TokenizerConfig, texts: Iterable[str], **options: Any) -> bytes:
     output, failures = io.BytesIO(), []
 
     def pieces() -> Iterator[str]:

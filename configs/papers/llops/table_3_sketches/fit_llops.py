@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 import lm
 from lm.attention.base import AttentionModule
@@ -159,7 +158,7 @@ def measure(config: Llops, arguments: argparse.Namespace) -> list[dict]:
     length, split = run.experiment.train.context_length, run.experiment.data.eval_split
     n = min(arguments.windows, (run.store.tokens(split) - 1) // length)
     tokens = jnp.asarray(run.store.read_many(split, np.arange(n) * length, length), jnp.int32)
-    model = nnx.merge(run.functions.graph, run.weights['params'], run.weights['buffers'])
+    model = run.functions.merge(run.weights)
     rows = []
     layers = samples(model.attention_inputs(tokens), 2 * arguments.samples, arguments.seed)
     sketch, kernel = config.sketch(), config.kernel

@@ -1,0 +1,106 @@
+"""The weights of a run, with what it takes to use them.
+
+run = open_run('runs/small')                        # by its own configuration
+run = load_run(experiment, 'runs/small', step=1000)
+run.score('some text').nats
+"""
+
+import dataclasses
+import functools
+import numbers
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.config.text import dump
+from lm.data.dataset import Store
+from lm.data.tokenizers import Tokenizer
+from lm.errors import ConfigError, MismatchError
+from lm.evaluation.scoring import Scorer, Scores
+from lm.experiment import Experiment, load_of_run
+from lm.hardware import Target
+from lm.model import Transformer
+from lm.model.functions import ModelFunctions, Weights
+from lm.runs.config_diff import compare_texts
+from lm.runs.run_dir import RunDir
+from lm.training.mesh import place
+
+OPENED = "such as lm.load('runs/mine') gives"
+"""Where functions for users get a `LoadedRun` from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRun:
+    """What a checkpoint of a run needs to be used: its functions, weights (params and buffers), data and devices, and
+    the `step` after which it was saved."""
+
+    experiment: Experiment
+    directory: RunDir
+    store: Store
+    mesh: Mesh
+    functions: ModelFunctions
+    weights: Weights
+    step: int
+
+    @property
+    def changes(self) -> dict[str, str | None]:
+        """Binding → gin text, where the weights are run otherwise than the run's config.gin says; not the devices."""
+        differences = compare_texts(self.directory.config.read_text(), dump(self.experiment))
+        return {name: new for name, _, new in differences if not name.startswith('mesh.')}
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """That of the data."""
+        return self.store.tokenizer()
+
+    @functools.cached_property
+    def model(self) -> Transformer:
+        """Tokens [B, L] → logits [B, L, V]."""
+        return self.functions.merge(self.weights)
+
+    @functools.cached_property
+    def scorer(self) -> Scorer:
+        """Log-likelihoods of rows of tokens, at the context length of the training at most."""
+        config = self.experiment
+        length = config.evaluate.context_length or config.train.context_length
+        return Scorer(self.functions, self.mesh, self.weights, length, config.evaluate.batch_size)
+
+    def score(self, text: str) -> Scores:
+        """How probable each token of `text` is after those before it, the first one as the first of a document.
+
+        Text longer than the context is cut into windows of that length, as `lm evaluate` cuts a split.
+        """
+        return self.scorer.score_text(self.tokenizer, text)
+
+
+def open_run(run_dir: str, gin_params: Sequence[str] = (), step: int | None = None) -> LoadedRun:
+    """The run in `run_dir` by its own configuration, changed by `gin_params`, such as "data.path = '…'".
+
+    Raises what `load` and `load_run` raise, and ConfigError where `run_dir` holds no run.
+    """
+    return load_run(load_of_run(run_dir, (), gin_params), run_dir, step)
+
+
+def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> LoadedRun:
+    """The weights of the run in `run_dir` at `step` (None: the newest), laid out on all devices, however many trained.
+
+    Raises MismatchError where the checkpoint does not fit the model or was trained with another tokenizer.
+    """
+    if step is not None and not isinstance(step, numbers.Integral):
+        raise ConfigError(f'step = {step!r}: must be an int')
+    store = experiment.data.open(experiment.train.context_length)
+    target, directory = Target.of_devices(jax.devices()), RunDir(run_dir)
+    shape = experiment.mesh.fit(target).plan(target)
+    experiment.model.check_parts(shape.sequence)
+    mesh = shape.arrange(jax.devices())
+    functions = ModelFunctions(experiment.model, experiment.model.resolve_dtype(target.platform))
+    abstract = place(functions.abstract, mesh, functions.declared)
+    # Other data may be scored, but only tokens of the same kind.
+    tokenizer = {name: value for name, value in store.fingerprints.items() if name == 'tokenizer'}
+    with Checkpointer(directory.checkpoints, experiment.checkpoint, tokenizer) as saved:
+        restored = saved.restore(abstract, step=step)
+    if restored is None:
+        raise MismatchError(f'--run_dir {run_dir}: holds no checkpoint; train it first with lm train')
+    return LoadedRun(experiment, directory, store, mesh, functions, restored[0], restored[1])

@@ -1,0 +1,169 @@
+"""The functions of a model: pure functions of its weights, for training, evaluation, generation and export.
+
+Weights are a dict of two nested dicts of arrays: `params` (float32, trained) and `buffers` (random projections).
+
+B batch, L length of a window, V vocabulary, D model width.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from lm.model.config import ModelConfig
+from lm.model.transformer import Transformer, build, seed_key
+from lm.ops.documents import Documents
+from lm.ops.sequence import over_tokens
+from lm.parameters import PARTS, declarations
+
+Weights = dict[str, Any]
+
+
+class Scored(NamedTuple):
+    """The scores of the targets of windows, each [B, L].
+
+    Attributes:
+        nats: negative log-likelihoods, float32.
+        correct: True where no token is more probable than the target; None: not computed.
+        counted: True where the target counts; None: everywhere.
+    """
+
+    nats: jax.Array
+    correct: jax.Array | None = None
+    counted: jax.Array | None = None
+
+
+class ModelFunctions:
+    """The functions of one model that computes in one type.
+
+    Attributes:
+        config: the model.
+        dtype: the type of products and activations.
+        widening: the width of the model over the width that the learning rate is given for.
+        graph: the structure of the model without its arrays.
+        declared: the declaration of each parameter, a nested dict like `params` (`lm.parameters.declarations`).
+        abstract: the weights as jax.ShapeDtypeStructs.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike):
+        self.config, self.dtype, self.widening = config, jnp.dtype(dtype), config.widening
+        model = nnx.eval_shape(lambda: build(config, 0, self.dtype))
+        self.graph, params, buffers = split(model)
+        self.declared = declarations(model)
+        self.abstract: Weights = {'params': params, 'buffers': buffers}
+
+    def init(self, seed: int) -> Weights:
+        """Draws the initial weights, a function of the seed alone; jit it with the shardings of the mesh."""
+        _, params, buffers = split(build(self.config, seed, self.dtype))
+        return {'params': params, 'buffers': buffers}
+
+    def merge(self, weights: Mapping[str, Any]) -> Transformer:
+        """The model with these weights."""
+        return nnx.merge(self.graph, weights['params'], weights['buffers'])
+
+    def count_parameters(self) -> dict[str, int]:
+        """Counts the trainable parameters by part of the model (`lm.parameters.PARTS`)."""
+        return count_by_part(self.declared, self.abstract['params'])
+
+    def choose_redrawn(self, steps_done: int) -> tuple[int, ...]:
+        """The mechanisms of the pattern that draw new random projections before the next step (`redraw_every`)."""
+        periods = [attention.redraw_every for attention in self.config.pattern]
+        return tuple(i for i, every in enumerate(periods) if every and steps_done and steps_done % every == 0)
+
+    def redraw(self, weights: Mapping[str, Any], which: tuple[int, ...], seed: int, steps_done: jax.Array) -> Any:
+        """The buffers with new projections of the mechanisms `which`: a function of (seed, steps_done)."""
+        model = self.merge(weights)
+        model.redraw(which, jax.random.fold_in(seed_key(seed), steps_done))
+        return split(model)[2]
+
+    def token_losses(
+        self,
+        weights: Mapping[str, Any],
+        tokens_BxL: jax.Array,
+        targets_BxL: jax.Array,
+        documents: Documents | None = None,
+    ) -> jax.Array:
+        """The negative log-likelihood of each target in nats, [B, L] float32.
+
+        The windows are whole; the mesh in context may split them. With `documents` the tokens of a window do not see
+        other documents.
+        """
+
+        def losses(model: Transformer, *arrays: Any) -> jax.Array:
+            return model.token_losses(*arrays)
+
+        return self._over_windows(losses, weights, documents, tokens_BxL, targets_BxL)
+
+    def weighted_loss(
+        self,
+        weights: Mapping[str, Any],
+        tokens_BxL: jax.Array,
+        targets_BxL: jax.Array,
+        share_BxL: jax.Array,
+        documents: Documents | None = None,
+        z_loss: float = 0.0,
+    ) -> tuple[jax.Array, jax.Array]:
+        """(the sum of the targets' losses times their shares, with the z-loss; `token_losses` without a gradient)."""
+
+        def weighted(model: Transformer, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+            return model.weighted_loss(*arrays, z_loss=z_loss)
+
+        parts, nats_BxL = self._over_windows(weighted, weights, documents, tokens_BxL, targets_BxL, share_BxL)
+        return parts.sum(), nats_BxL
+
+    def score_targets(
+        self,
+        weights: Mapping[str, Any],
+        tokens_BxL: jax.Array,
+        targets_BxL: jax.Array,
+        documents: Documents | None = None,
+    ) -> Scored:
+        """`token_losses`, and the targets that no other token beats."""
+
+        def score(model: Transformer, tokens_BxL: jax.Array, targets_BxL: jax.Array, *rest: Any) -> Scored:
+            x_BxLxD = model.hidden(tokens_BxL, *rest)
+            return Scored(model.losses(x_BxLxD, targets_BxL), model.most_probable(x_BxLxD) == targets_BxL)
+
+        return self._over_windows(score, weights, documents, tokens_BxL, targets_BxL)
+
+    def _over_windows(
+        self, function: Callable, weights: Mapping[str, Any], documents: Documents | None, *arrays_BxL: jax.Array
+    ) -> Any:
+        """function(model, *arrays, positions, starts) on each device's tokens; the first array holds the tokens."""
+
+        def on_part(params: Any, buffers: Any, *arguments: Any) -> Any:
+            return function(nnx.merge(self.graph, params, buffers), *arguments)
+
+        positions, starts_BxL = jnp.arange(arrays_BxL[0].shape[1]), None
+        if documents is not None:
+            positions, starts_BxL = documents.of(arrays_BxL[0])
+        axes = (None, None, *[1] * len(arrays_BxL), positions.ndim - 1, None if starts_BxL is None else 1)
+        on_parts = over_tokens(on_part, axes)
+        return on_parts(weights['params'], weights['buffers'], *arrays_BxL, positions, starts_BxL)
+
+
+def split(model: Transformer) -> tuple[Any, dict, dict]:
+    """(graph definition, parameters, buffers) of a model, the arrays as nested dicts."""
+    graph, params, buffers = nnx.split(model, nnx.Param, ...)
+    return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
+
+
+def select_weights(state: Mapping[str, Any]) -> Weights:
+    """The weights in a training state."""
+    return {name: state[name] for name in ('params', 'buffers')}
+
+
+def count_parameters(config: ModelConfig) -> dict[str, int]:
+    """Counts the trainable parameters by part of the model (`lm.parameters.PARTS`)."""
+    return ModelFunctions(config, jnp.float32).count_parameters()
+
+
+def count_by_part(declared: dict, params: dict) -> dict[str, int]:
+    """Counts the numbers in `params` by part of the model; `declared` has a declaration for each array."""
+    counts: dict[str, int] = dict.fromkeys(PARTS, 0)
+    for declaration, leaf in zip(jax.tree.leaves(declared), jax.tree.leaves(params), strict=True):
+        counts[declaration.part] += leaf.size
+    return counts

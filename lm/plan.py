@@ -1,0 +1,223 @@
+"""The plan of a run: what an experiment will do on given devices. It is built in one order, and touches no device.
+
+make_plan   everything that `lm train` does, from the experiment, its data and a description of the devices
+plan_step   the part that needs no data: the mesh and the program of the step
+validate    refuses what `make_plan` refuses
+
+All errors that a run can meet before its first step are raised here, each at one place. Only what lies in the run's own
+directory is checked later, by the session.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from lm.config.text import dump
+from lm.data.batches import BatchWindows
+from lm.data.dataset import Store
+from lm.errors import FINAL, AbsentError, LmError, UnnamedError
+from lm.evaluation.plan import EvaluationPlan, open_sets, plan_evaluation, settle_evaluation
+from lm.experiment import Experiment, check_experiment
+from lm.hardware import Target
+from lm.model.functions import ModelFunctions
+from lm.runs.initial import InitialParameters
+from lm.text import counted, si
+from lm.training.inputs import check_training, check_vocabulary, choose_unpacking, make_windows
+from lm.training.mesh import MeshShape
+from lm.training.program import StepProgram
+from lm.training.step import TrainStep
+
+PATIENCE_SECONDS = 20.0
+"""How long a bucket may keep `validate` waiting."""
+UNKNOWN = Target()
+"""Devices of which nothing is known; the step computes as on a CPU."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The part of a plan that the experiment and the target determine.
+
+    Attributes:
+        mesh: the sizes of its axes.
+        program: the training step, with the shape and type of its batches.
+    """
+
+    experiment: Experiment
+    target: Target
+    mesh: MeshShape
+    program: StepProgram
+
+    @property
+    def functions(self) -> ModelFunctions:
+        """The functions of the model, which computes in the type that the target's platform asks for."""
+        return self.program.step.functions
+
+    @property
+    def parameters(self) -> int:
+        """The number of trainable parameters."""
+        return sum(self.functions.count_parameters().values())
+
+    def describe(self, epochs: str = '') -> dict[str, str]:
+        """What the run is about to do, by name; `epochs` says how often it will see which data."""
+        model, train, (microbatches, rows, _) = self.experiment.model, self.experiment.train, self.program.batch_shape
+        mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
+        windows = f'{counted(microbatches * rows, "window")} of {train.context_length:,}'
+        parts = counted(microbatches, 'microbatch', 'microbatches')
+        layers = f'{counted(model.n_layers, "layer")} of width {model.d_model}'
+        total = f'{train.steps * train.tokens_per_step:,} ({counted(train.steps, "step")}{epochs and f", {epochs}"})'
+        return {
+            'parameters': f'{self.parameters:,} ({layers}, {mechanisms})',
+            'tokens per step': f'{train.tokens_per_step:,} ({windows}, {parts})',
+            'tokens in total': total,
+            'FLOPs per token': si(self.flops_per_token),
+        }
+
+    @property
+    def flops_per_token(self) -> float:
+        """Floating-point operations of a training step per token (`ModelConfig.flops_per_token`)."""
+        return self.experiment.model.flops_per_token(self.experiment.train.context_length)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunPlan(StepPlan):
+    """What a run will do.
+
+    Attributes:
+        store: the data.
+        windows: the windows that each step sees.
+        evaluation: what its evaluations score.
+        initial: the run whose weights a new run starts from; None: weights are drawn.
+    """
+
+    store: Store
+    windows: BatchWindows
+    evaluation: EvaluationPlan
+    initial: InitialParameters | None
+
+    @property
+    def split(self) -> str:
+        """The split that is trained on."""
+        return self.experiment.data.train_split
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The whole configuration as gin text."""
+        return dump(self.experiment)
+
+    def check_initial(self) -> None:
+        """Raises AbsentError or MismatchError where the weights for a new run are not there or do not fit."""
+        if self.initial:
+            self.initial.check(self.functions.abstract['params'])
+
+
+class PlanCache:
+    """What plans have opened and built, or failed to open. Many plans with one cache do nothing twice."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Returns what `make` returned for this key at the first call, or raises what it raised."""
+        if key not in self._found:
+            try:
+                self._found[key] = make()
+            except LmError as error:
+                self._found[key] = error
+        if isinstance(found := self._found[key], LmError):
+            raise found
+        return found
+
+
+def plan_step(experiment: Experiment, target: Target = UNKNOWN, cache: PlanCache | None = None) -> StepPlan:
+    """Plans the step alone; arguments as of `make_plan`. Without data an objective assumes a tokenizer that fits the
+    model.
+
+    Raises ConfigError where the sections do not fit each other or the target.
+    """
+    check_experiment(experiment)
+    cache = PlanCache() if cache is None else cache
+    train, model, data, optimizer = experiment.train, experiment.model, experiment.data, experiment.optimizer
+    mesh = experiment.mesh.plan(target)
+    check_training(train, optimizer, data, model, mesh)
+    dtype = model.resolve_dtype(target.platform)
+    functions = cache.get(('model', model, dtype), lambda: ModelFunctions(model, dtype))
+    unpack, documents = choose_unpacking(data, train, model, None), data.documents(None)
+    step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents)
+    program = StepProgram(step, train.batch_shape, data.guess_dtype(model.vocab_size))
+    return StepPlan(experiment=experiment, target=target, mesh=mesh, program=program)
+
+
+def make_plan(
+    experiment: Experiment,
+    target: Target = UNKNOWN,
+    cache: PlanCache | None = None,
+    timeout: float | None = None,
+) -> RunPlan:
+    """Plans a run.
+
+    Args:
+        target: the devices; what is not known of them is not checked.
+        cache: what earlier plans have opened and built.
+        timeout: seconds after which a store counts as out of reach; None: never.
+
+    Raises ConfigError, MismatchError (AbsentError where data are not there), or LmError where they are out of reach.
+    """
+    check_experiment(experiment)
+    cache = PlanCache() if cache is None else cache
+    train, model, data, optimizer = experiment.train, experiment.model, experiment.data, experiment.optimizer
+    # What the configuration tells, before anything is opened.
+    settings = settle_evaluation(experiment.evaluate, data, train, model, train.eval_tokens)
+    mesh = experiment.mesh.plan(target)
+    check_training(train, optimizer, data, model, mesh)
+    compute_dtype = model.resolve_dtype(target.platform)
+    functions = cache.get(('model', model, compute_dtype), lambda: ModelFunctions(model, compute_dtype))
+    # What the data tell.
+    source = data, train.context_length if data.task else None
+    store = cache.get(('store', source), lambda: data.open(train.context_length, timeout))
+    dtype = cache.get(('dtype', source), lambda: store.read(data.train_split, 0, 1).dtype)
+    documents = data.documents(store)
+    check_vocabulary(store, data, model)
+    windows = make_windows(data, train, store)
+    unpack = choose_unpacking(data, train, model, store)
+    step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents)
+    sets = cache.get(('sets', source, settings.config.sets), lambda: open_sets(settings, store, timeout))
+    return RunPlan(
+        experiment=experiment,
+        target=target,
+        mesh=mesh,
+        program=StepProgram(step, train.batch_shape, dtype),
+        store=store,
+        windows=windows,
+        evaluation=plan_evaluation(settings, store, sets),
+        initial=InitialParameters(train.init_from, store.fingerprints, store.path) if train.init_from else None,
+    )
+
+
+def validate(
+    experiment: Experiment, devices: int | None = None, cache: PlanCache | None = None, begun: bool = False
+) -> list[str]:
+    """Refuses what `lm train` would refuse before its first step, without devices and within a fraction of a second.
+
+    Args:
+        devices: how many there will be, if that is known.
+        cache: for many experiments, so that nothing is opened or built twice.
+        begun: the run goes on from a checkpoint of its own: what train.init_from names is not read again.
+
+    Returns:
+        what could not be checked because it is not there, or out of reach from here, one line each.
+
+    Raises ConfigError or MismatchError.
+    """
+    target = UNKNOWN if devices is None else Target(slices=(devices,))
+    try:
+        plan = make_plan(experiment, target, cache, PATIENCE_SECONDS)
+        if not begun:
+            plan.check_initial()
+    except (AbsentError, UnnamedError) as error:
+        return [str(error)]
+    except LmError as error:
+        if error.exit_code in FINAL:
+            raise
+        return [str(error)]
+    return []

@@ -1,0 +1,110 @@
+"""Where a session begins: with which checkpoint, or with which weights; and what it writes of that."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.model.functions import select_weights
+from lm.plan import RunPlan
+from lm.runs.branch import Branch, find_branch
+from lm.runs.goodput import Goodput
+from lm.runs.process_zero import check_same
+from lm.runs.run_dir import RunDir
+from lm.training.mesh import describe_mesh
+from lm.training.progress import print_rows
+from lm.training.step import State
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The run that a user asks for, and the checkpoint to go on from; see the arguments of `lm.session.train.train`."""
+
+    run_dir: str
+    rewind_to: int | None = None
+    branch_from: str | None = None
+    step: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a session goes on from.
+
+    Attributes:
+        branch: a checkpoint of another run; None: the run's own.
+        rewind_to: the step that the run goes back to; None: the newest.
+        directory: the run with the checkpoint, for messages.
+    """
+
+    branch: Branch | None
+    rewind_to: int | None
+    directory: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The state with which a session begins, after `step` steps; `saved` is the metadata of its checkpoint, None where
+    there was none."""
+
+    state: State
+    step: int
+    saved: dict[str, Any] | None
+
+
+def print_plan(plan: RunPlan, mesh: Mesh) -> None:
+    """Prints what the run is about to do."""
+    rows = plan.describe(plan.windows.describe(plan.experiment.train.steps, plan.store.path))
+    print_rows(rows | {'devices': describe_mesh(mesh, plan.mesh.slices, plan.functions.dtype)})
+
+
+def find_origin(run: RunDir, request: Request, plan: RunPlan) -> Origin:
+    """Finds the checkpoint to go on from, without writing anything. All processes call it together.
+
+    Raises ConfigError or MismatchError where the run, or the one that it branches from, cannot go on as planned.
+    """
+    rewind_to = request.rewind_to
+    check_same({'--rewind_to': rewind_to, '--branch_from': request.branch_from, '--step': request.step})
+    if rewind_to is not None and run.is_rewound(rewind_to, plan.text):
+        if jax.process_index() == 0:
+            note = 'done before by this configuration; going on from the newest'
+            print(f'--rewind_to {rewind_to}: {note}', flush=True)
+        rewind_to = None
+    branch = find_branch(run, request.branch_from, request.step, request.rewind_to)
+    if branch:
+        branch.check(plan.experiment)
+    run.check_unchanged(plan.text, rewind_to is not None)
+    return Origin(branch, rewind_to, str(branch.parent.path) if branch else request.run_dir)
+
+
+def restore_or_init(plan: RunPlan, abstract: State, source: Checkpointer, origin: Origin, goodput: Goodput) -> Start:
+    """Restores the run or its branching point, else starts from another run's weights, else from the seed.
+
+    `abstract` says where each array of the state shall lie.
+    """
+    is_new = source.latest_step() is None
+    with goodput.spent('initialize' if is_new else 'restore'):
+        restored = source.restore(abstract, origin.branch.step if origin.branch else origin.rewind_to)
+        if restored:
+            start = Start(*restored)
+            plan.windows.resume(start.step, restored[2].get('skipped_batches'))
+        else:
+            start = Start(plan.program.init_state(abstract, plan.experiment.train.seed), 0, None)
+            if plan.initial:
+                weights, line = plan.initial.take(select_weights(start.state), select_weights(abstract))
+                start.state.update(weights)
+                if jax.process_index() == 0:
+                    print(line, flush=True)
+    goodput.resumed(start.saved.get('step_seconds') if start.saved is not None else 0.0)
+    return start
+
+
+def write_start(run: RunDir, plan: RunPlan, origin: Origin, step: int) -> None:
+    """Writes config.gin and run.json, and of a branch the metrics of its parent up to the step."""
+    facts: dict[str, Any] = {'parameters': plan.parameters, **plan.store.fingerprints}
+    if origin.branch:
+        facts['branch'] = origin.branch.record(plan.experiment)
+    run.create_or_resume(plan.text, facts, step, origin.rewind_to is not None)
+    if origin.branch:
+        origin.branch.copy_metrics()
