@@ -1,7 +1,7 @@
 """Cross-entropy in chunks of the sequence: the [tokens, vocabulary] logits never exist whole.
 
 The chunks run along the sequence, so a batch that is split over devices stays where it is. The gradient of the
-embedding is summed in float32. Gradients of single tokens' losses compute each chunk's logits again, from the saved
+embedding is summed in float32. _Gradients of single tokens' losses compute each chunk's logits again, from the saved
 log-normaliser; those of a weighted sum, which are known but for a factor, are formed while the logits are there.
 """
 
@@ -38,7 +38,7 @@ class Settings(NamedTuple):
     z_loss: float = 0.0
 
 
-class Operands(NamedTuple):
+class _Operands(NamedTuple):
     """The arrays of a call on one device."""
 
     x_BxLxD: jax.Array
@@ -52,7 +52,7 @@ class Operands(NamedTuple):
         return self.embedding_VxD.astype(self.x_BxLxD.dtype)
 
 
-class Gradients(NamedTuple):
+class _Gradients(NamedTuple):
     """The gradients of x, which the chunks fill, and of the embedding and the bias, which they add up in float32."""
 
     dx_BxLxD: jax.Array
@@ -74,7 +74,7 @@ def cross_entropy(call: CrossEntropyCall) -> Losses:
     settings = Settings(_chunk(call), call.cap, normalizer=call.normalizer)
 
     def on_device(x_BxLxD, embedding_VxD, bias_V, targets_BxL):
-        return _compute_losses(settings, Operands(x_BxLxD, embedding_VxD, bias_V, targets_BxL))
+        return _compute_losses(settings, _Operands(x_BxLxD, embedding_VxD, bias_V, targets_BxL))
 
     run = _per_device(on_device, (True, False, False, True), call.targets_BxL)
     return run(call.x_BxLxD, call.embedding_VxD, call.bias_V, call.targets_BxL)
@@ -85,7 +85,7 @@ def weighted_cross_entropy(call: WeightedCall) -> WeightedLosses:
     settings = Settings(_chunk(call), call.cap, normalizer=True, z_loss=call.z_loss)
 
     def on_device(x_BxLxD, embedding_VxD, bias_V, targets_BxL, weights_BxL):
-        return _compute_weighted(settings, Operands(x_BxLxD, embedding_VxD, bias_V, targets_BxL), weights_BxL)
+        return _compute_weighted(settings, _Operands(x_BxLxD, embedding_VxD, bias_V, targets_BxL), weights_BxL)
 
     run = _per_device(on_device, (True, False, False, True, True), call.targets_BxL)
     total_Px1, nats_BxL = run(call.x_BxLxD, call.embedding_VxD, call.bias_V, call.targets_BxL, call.weights_BxL)
@@ -154,19 +154,19 @@ def _logit_gradient(logits_BxCxV: jax.Array, tokens: TokenGradients, cap: float 
     return dlogits_BxCxV if cap is None else dlogits_BxCxV * capped_slope(logits_BxCxV, cap)
 
 
-def _no_gradients(operands: Operands) -> Gradients:
+def _no_gradients(operands: _Operands) -> _Gradients:
     dbias_V = None if operands.bias_V is None else jnp.zeros(operands.bias_V.shape, jnp.float32)
-    return Gradients(jnp.zeros_like(operands.x_BxLxD), jnp.zeros(operands.embedding_VxD.shape, jnp.float32), dbias_V)
+    return _Gradients(jnp.zeros_like(operands.x_BxLxD), jnp.zeros(operands.embedding_VxD.shape, jnp.float32), dbias_V)
 
 
 def _add(
-    gradients: Gradients,
+    gradients: _Gradients,
     dlogits: tuple[jax.Array, jax.Array],
     x_BxCxD: jax.Array,
     weights_VxD: jax.Array,
     i: jax.Array,
     chunk: int,
-) -> Gradients:
+) -> _Gradients:
     """Adds the gradients of chunk i; positions that the chunk before has, too, count once.
 
     `dlogits` are the two arrays of `_logit_gradients`.
@@ -182,23 +182,23 @@ def _add(
     if dbias_V is not None:
         fresh_C = fresh(i, chunk, length).astype(dlogits_BxCxV.dtype)
         dbias_V += jnp.einsum('bcv,c->v', dlogits_BxCxV, fresh_C, preferred_element_type=jnp.float32)
-    return Gradients(dx_BxLxD, dembedding_VxD, dbias_V)
+    return _Gradients(dx_BxLxD, dembedding_VxD, dbias_V)
 
 
-def _as_parameters(gradients: Gradients, operands: Operands) -> Gradients:
+def _as_parameters(gradients: _Gradients, operands: _Operands) -> _Gradients:
     """Returns the gradients in the dtypes of the parameters."""
     dx_BxLxD, dembedding_VxD, dbias_V = gradients
     if dbias_V is not None and operands.bias_V is not None:
         dbias_V = dbias_V.astype(operands.bias_V.dtype)
-    return Gradients(dx_BxLxD, dembedding_VxD.astype(operands.embedding_VxD.dtype), dbias_V)
+    return _Gradients(dx_BxLxD, dembedding_VxD.astype(operands.embedding_VxD.dtype), dbias_V)
 
 
 @custom_vjp(0)
-def _compute_losses(settings: Settings, operands: Operands) -> Losses:
+def _compute_losses(settings: Settings, operands: _Operands) -> Losses:
     return _forward(settings, operands)[0]
 
 
-def _forward(settings: Settings, operands: Operands) -> tuple[Losses, tuple[Operands, jax.Array]]:
+def _forward(settings: Settings, operands: _Operands) -> tuple[Losses, tuple[_Operands, jax.Array]]:
     """Returns the losses and the residuals: the operands and the log-normalizers."""
     (chunk, cap), length = settings[:2], operands.targets_BxL.shape[1]
     weights_VxD = operands.rounded_VxD
@@ -215,7 +215,7 @@ def _forward(settings: Settings, operands: Operands) -> tuple[Losses, tuple[Oper
     return Losses(nats_BxL, total_BxL if settings.normalizer else None), (operands, total_BxL)
 
 
-def _backward(settings: Settings, residuals: tuple[Operands, jax.Array], cotangents: Losses) -> tuple[Operands]:
+def _backward(settings: Settings, residuals: tuple[_Operands, jax.Array], cotangents: Losses) -> tuple[_Operands]:
     operands, total_BxL = residuals
     (chunk, cap), length = settings[:2], operands.targets_BxL.shape[1]
     weights_VxD = operands.rounded_VxD
@@ -234,16 +234,16 @@ def _backward(settings: Settings, residuals: tuple[Operands, jax.Array], cotange
     return (_cotangents(_as_parameters(gradients, operands)),)
 
 
-def _cotangents(gradients: Gradients) -> Operands:
+def _cotangents(gradients: _Gradients) -> _Operands:
     no_gradient = cast(jax.Array, None)  # what JAX takes for the gradient of an array that has none
-    return Operands(*gradients, targets_BxL=no_gradient)
+    return _Operands(*gradients, targets_BxL=no_gradient)
 
 
 _compute_losses.defvjp(_forward, _backward)
 
 
 @custom_vjp(0)
-def _compute_weighted(settings: Settings, operands: Operands, weights_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _compute_weighted(settings: Settings, operands: _Operands, weights_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the sum, [1, 1], and the nats, whose gradient is left out."""
     nats_BxL, total_BxL = _compute_losses(settings, operands)
     return _sum(settings, weights_BxL, nats_BxL, total_BxL)[0], nats_BxL
@@ -256,7 +256,7 @@ def _sum(settings: Settings, weights_BxL, nats_BxL, total_BxL) -> tuple[jax.Arra
     return jnp.sum(weights_BxL * losses_BxL, where=counted_BxL, keepdims=True), losses_BxL
 
 
-def _weighted_forward(settings: Settings, operands: Operands, weights_BxL: jax.Array):
+def _weighted_forward(settings: Settings, operands: _Operands, weights_BxL: jax.Array):
     """Returns the results of `_compute_weighted`, and the residuals: the gradients of x, …, and of the weights."""
     (chunk, cap), z_loss, length = settings[:2], settings.z_loss, operands.targets_BxL.shape[1]
     weights_VxD = operands.rounded_VxD
@@ -283,8 +283,8 @@ def _weighted_forward(settings: Settings, operands: Operands, weights_BxL: jax.A
 
 
 def _weighted_backward(
-    settings: Settings, residuals: tuple[Gradients, jax.Array], cotangents
-) -> tuple[Operands, jax.Array]:
+    settings: Settings, residuals: tuple[_Gradients, jax.Array], cotangents
+) -> tuple[_Operands, jax.Array]:
     gradients, losses_BxL = residuals
     factor = cotangents[0][0, 0]
     scaled = jax.tree.map(lambda gradient: (factor * gradient).astype(gradient.dtype), gradients)

@@ -29,7 +29,7 @@ AHEAD = 8
 Held = TypeVar('Held')
 
 
-class Operands(NamedTuple):
+class _Operands(NamedTuple):
     """The arrays of a device as the kernels want them: tokens on lanes, W of them in a register.
 
     The kernel has equal lanes; the tokens before x stand on the last ones. The backward pass gives gradients the same
@@ -42,7 +42,7 @@ class Operands(NamedTuple):
     reach_Bx1xL: jax.Array | None
 
 
-class Read(NamedTuple, Generic[Held]):
+class _Read(NamedTuple, Generic[Held]):
     """What a kernel reads: arrays, and refs and block specs of them; None where a call has no such array.
 
     The backward kernel also takes the gradient of y, and x once more: the register of tokens before each block. For
@@ -57,7 +57,7 @@ class Read(NamedTuple, Generic[Held]):
     reach_Bx1xL: Held | None
 
 
-class Gradients(NamedTuple, Generic[Held]):
+class _Gradients(NamedTuple, Generic[Held]):
     """What the backward kernel writes; `dkernel` is of each row of the batch and of each lane."""
 
     dx_BxNxL: Held
@@ -102,32 +102,32 @@ def _convolve_on_device(x_BxLxN, kernel_SxN, before_BxRxN, reach_BxL) -> jax.Arr
         before = jnp.pad(before, ((0, 0), (0, 0), (LANES - before.shape[2], 0)))
     kernel = jnp.broadcast_to(kernel_SxN.astype(jnp.float32)[..., None], (*kernel_SxN.shape, LANES))
     reach = None if reach_BxL is None else reach_BxL.astype(jnp.int32)[:, None]
-    return _run(Operands(x_BxNxL, kernel, before, reach)).swapaxes(1, 2)
+    return _run(_Operands(x_BxNxL, kernel, before, reach)).swapaxes(1, 2)
 
 
 @jax.custom_vjp
-def _run(operands: Operands) -> jax.Array:
+def _run(operands: _Operands) -> jax.Array:
     """Returns y, [B, N, L]."""
     x, kernel, before, reach = operands
-    return _call(_forward_kernel, 'forward', Read(x, None, None, kernel, before, reach), x)
+    return _call(_forward_kernel, 'forward', _Read(x, None, None, kernel, before, reach), x)
 
 
-def _run_forward(operands: Operands) -> tuple[jax.Array, Operands]:
+def _run_forward(operands: _Operands) -> tuple[jax.Array, _Operands]:
     return _run(operands), operands
 
 
-def _run_backward(operands: Operands, dy: jax.Array) -> tuple[Operands]:
+def _run_backward(operands: _Operands, dy: jax.Array) -> tuple[_Operands]:
     x, kernel, before, reach = operands
     sums = jax.ShapeDtypeStruct((x.shape[0], *kernel.shape), jnp.float32)
-    read = Read(x, dy, x, kernel, before, reach)
-    gradients = _call(_backward_kernel, 'backward', read, Gradients(x, sums, before))
-    return (Operands(gradients.dx_BxNxL, gradients.dkernel_BxSxNxW.sum(0), gradients.dbefore_BxNxW, None),)
+    read = _Read(x, dy, x, kernel, before, reach)
+    gradients = _call(_backward_kernel, 'backward', read, _Gradients(x, sums, before))
+    return (_Operands(gradients.dx_BxNxL, gradients.dkernel_BxSxNxW.sum(0), gradients.dbefore_BxNxW, None),)
 
 
 _run.defvjp(_run_forward, _run_backward)
 
 
-def _call(function: Callable[..., None], name: str, read: Read[jax.Array], like: Any) -> Any:
+def _call(function: Callable[..., None], name: str, read: _Read[jax.Array], like: Any) -> Any:
     """Runs a kernel whose results are `like` these arrays. If it reads gradients it starts with the last token."""
     batch, channels, length = read.x_BxNxL.shape
     rows, block = block_sizes(channels, length)
@@ -143,7 +143,7 @@ def _call(function: Callable[..., None], name: str, read: Read[jax.Array], like:
     tokens = pl.BlockSpec((None, rows, block), lambda b, n, j: (b, n, at(j)))
     register = pl.BlockSpec((None, rows, LANES), lambda b, n, j: (b, n, 0))
     earlier = pl.BlockSpec((None, rows, LANES), lambda b, n, j: (b, n, register_before(j)))
-    specs = Read(
+    specs = _Read(
         x_BxNxL=tokens,
         dy_BxNxL=tokens if backwards else None,
         earlier_BxNxL=earlier if backwards else None,
@@ -154,7 +154,7 @@ def _call(function: Callable[..., None], name: str, read: Read[jax.Array], like:
     out_specs = tokens
     if backwards:
         by_row = pl.BlockSpec((None, width, rows, LANES), lambda b, n, j: (b, 0, n, 0))
-        out_specs = Gradients(tokens, by_row, specs.before_BxNxW)
+        out_specs = _Gradients(tokens, by_row, specs.before_BxNxW)
     outputs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), like)
     (results,) = pl.pallas_call(
         function,
@@ -177,7 +177,7 @@ def _cost(*arrays: jax.Array | jax.ShapeDtypeStruct) -> pl.CostEstimate:
     return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
 
 
-def _forward_kernel(read: Read[jax.Ref], y_ref: jax.Ref, rolled_ref: jax.Ref) -> None:
+def _forward_kernel(read: _Read[jax.Ref], y_ref: jax.Ref, rolled_ref: jax.Ref) -> None:
     x_ref, kernel_ref, reach_ref = read.x_BxNxL, read.kernel_SxNxW, read.reach_Bx1xL
     shifts = range(1, len(kernel_ref))
 
@@ -199,7 +199,7 @@ def _forward_kernel(read: Read[jax.Ref], y_ref: jax.Ref, rolled_ref: jax.Ref) ->
             rolled_ref[s, rows] = rolled[s]
 
 
-def _backward_kernel(read: Read[jax.Ref], gradients: Gradients[jax.Ref], later_ref: jax.Ref) -> None:
+def _backward_kernel(read: _Read[jax.Ref], gradients: _Gradients[jax.Ref], later_ref: jax.Ref) -> None:
     x_ref, dy_ref, earlier_ref, kernel_ref, before_ref, reach_ref = read
     dx_ref, dkernel_ref, dbefore_ref = gradients
     assert dy_ref is not None
