@@ -30,7 +30,7 @@ class UnnamedError(ConfigError):
 
 
 class Preempted(LmError):
-    """The process was told to stop; the state is saved and the same command continues it."""
+    """A signal has stopped the process. The state is saved, and the same command continues it."""
 
     exit_code = 42
     meaning = 'preempted: the state is saved, run the same command again'
@@ -73,7 +73,7 @@ FINAL = (ConfigError.exit_code, Diverged.exit_code, MismatchError.exit_code)
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """The signals that tell a process to stop; the last one, that its terminal is closed."""
 INTERRUPTED = (Preempted.exit_code, *(128 + number for number in ENDING), *(-number for number in ENDING))
-"""Exit codes of a process that was told to stop; negative ones as `subprocess` gives them."""
+"""Exit codes of a process that a signal has stopped; `subprocess` gives negative ones."""
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def writing(path: os.PathLike | str) -> Iterator[None]:
 
 
 LAST_ACT_SECONDS = 5.0
-"""What `end_process` waits for the last acts: storage may hang, too."""
+"""Seconds that `end_process` waits for the last acts: storage may hang, too."""
 _last_acts: list[Callable[[], object]] = []
 
 
@@ -159,8 +159,8 @@ def end_plainly() -> None:
 
 
 def end_in_order() -> None:
-    """Makes SIGTERM and a closed terminal what Ctrl-C is, KeyboardInterrupt, for what has workers or files to put away.
-    A terminal may be told to be closed more than once, by the system and by its shell: once is enough."""
+    """Makes SIGTERM and a closed terminal raise KeyboardInterrupt, as Ctrl-C does, for code that must put workers or
+    files away. The system and the shell may both signal a closed terminal: once is enough."""
 
     def hang_up(*_) -> NoReturn:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -20,9 +20,9 @@ AnyPath = pathlib.Path | epath.Path
 PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """Scheme of a bucket's address → the package that epath reads it with, where tensorflow is not installed."""
 DAMAGE = ('DATA_LOSS', 'NOT_FOUND', 'INVALID_ARGUMENT', 'OUT_OF_RANGE', 'FAILED_PRECONDITION')
-"""How TensorStore's errors begin where files are missing or damaged; the last one is what decompression says."""
+"""Beginnings of TensorStore's errors where files are missing or damaged; the last one comes from decompression."""
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""What the system says where a file is missing."""
+"""The errors of the system where a file is missing."""
 
 
 class LockedError(LmError):
@@ -30,7 +30,7 @@ class LockedError(LmError):
 
 
 def is_remote(path: os.PathLike | str) -> bool:
-    """Whether `path` is an address such as gs://bucket/folder; file:// is a local path."""
+    """Returns whether `path` is an address such as gs://bucket/folder; file:// is a local path."""
     text = os.fspath(path)
     return '://' in text and not text.startswith('file://')
 
@@ -51,10 +51,10 @@ def check_scheme(path: os.PathLike | str, name: str) -> None:
 
 
 def local_path(path: os.PathLike | str, name: str = 'path') -> pathlib.Path:
-    """The path of a local file or folder, without file:// and with ~ expanded.
+    """Returns the path of a local file or folder, without file:// and with ~ expanded.
 
-    Raises ConfigError for an address, which would else become folders called `gs:` and so on, and for a ~user that
-    there is not; `name` is the field or flag that said `path`.
+    Raises ConfigError for an address, which would else become a folder called `gs:`, and for an unknown ~user. `name`
+    is the field or flag that holds `path`.
     """
     if is_remote(path):
         raise ConfigError(f'{_label(path, name)}: must lie on a disk of this machine; copy it from or to there')
@@ -150,8 +150,8 @@ def settle(path: os.PathLike | str) -> None:
 
 
 def is_damage(error: Exception | str) -> bool:
-    """Whether a read with TensorStore failed because of what lies there: it is gone, cut off, or not what its checksum
-    says. Else the storage or this machine has failed, and another try may succeed."""
+    """Returns whether a read with TensorStore failed because the data are gone, cut off, or do not match their
+    checksum. Else the storage or this machine has failed, and another try may succeed."""
     if isinstance(error, str | ValueError):
         status = re.match(r'([A-Z]+(?:_[A-Z]+)*): ', str(error))  # INVALID_ARGUMENT is often left out
         return status is None or status[1] in DAMAGE

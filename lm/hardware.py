@@ -29,10 +29,10 @@ class Chip:
     """One generation of TPUs, or one GPU.
 
     Attributes:
-        limits: what kernels may count on.
+        limits: the memory and units that kernels may use.
         flops: peak bfloat16 FLOP/s of a chip, without sparsity.
-        devices: JAX devices of a chip. The two cores of v4 and v5p are one device ("megacore"), those of v2, v3 and v7x
-            are two.
+        devices: JAX devices of a chip. The two cores of v4 and v5p are one device ("megacore"). The cores of v2, v3 and
+            v7x are two devices.
         hbm_bytes: HBM bandwidth of a chip, bytes/s.
         link_bytes: one direction of one link to a neighbour, bytes/s.
         axes: of the network: 2 or 3; 0 where libtpu describes no slices.
@@ -104,9 +104,8 @@ LIBTPU_ENVIRONMENT = {
     'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
     'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
-"""What libtpu needs to describe chips that are not there. It is read when libtpu is loaded, which is when the first
-slice is described; without, libtpu asks the network which machine this is, and refuses to start beside another process
-that uses it."""
+"""Variables with which libtpu describes chips that are not there. libtpu reads them when the first slice is described.
+Without them, it asks the network for the machine, and refuses to start beside another process that uses it."""
 
 
 def chip_of(device_kind: str) -> Chip | None:
@@ -141,12 +140,12 @@ class Topology:
 
     @property
     def slice_name(self) -> str:
-        """That of one slice alone."""
+        """The name of one slice alone."""
         return f'{self.chip.name}:{"x".join(map(str, self.shape))}'
 
     @property
     def chips(self) -> int:
-        """Of all slices."""
+        """The number of chips of all slices."""
         return self.slices * math.prod(self.shape)
 
     @property

@@ -18,8 +18,8 @@ UNREAD = 128 + signal.SIGPIPE
 
 
 def prepare_streams() -> None:
-    """Of a program that was started without some of its streams (`>&-`), or with an encoding that lacks characters.
-    Call it before a file takes the number of a missing one."""
+    """Repairs the streams of a program that was started without some of them (`>&-`), or with an encoding that lacks
+    characters. Call it before a file takes the number of a missing stream."""
     for name, mode in (('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w')):
         stream = getattr(sys, name)
         if stream is None:
@@ -30,7 +30,8 @@ def prepare_streams() -> None:
 
 @contextlib.contextmanager
 def lasting(label: str, ends: bool = False) -> Iterator[None]:
-    """Inside, what cannot be printed is left out; the first time, stderr says so if it can.
+    """Inside the block, output that cannot be printed is left out. The first time, a line on stderr reports it if
+    possible.
 
     With `ends`, SystemExit is raised where the reader has gone, and nothing else is different.
     """

@@ -1,9 +1,9 @@
-"""What a model holds: parameters, each of which says what it is where it is made, and arrays that are never trained.
+"""The arrays of a model: parameters, which are declared where they are made, and arrays that are never trained.
 
     nnx.Param(value, **declare('matrix', 'heads', 'head', 'features'))
     nnx.Linear(…, kernel_metadata=declare('matrix', 'embed', 'mlp', part='glu'))
 
-Optimizer, sharding and reports read the declarations (`declarations`); none of them looks at names or shapes.
+Optimizer, sharding and reports read the declarations. None of them looks at names or shapes.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ LAYER = 'layer'
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What a parameter is.
+    """The declaration of a parameter.
 
     Attributes:
         kind: 'matrix' (something is multiplied by it and summed), 'gain', 'bias' or 'embedding'.
         axes: the meaning of each axis.
-        part: of the model, for reports; 'mechanism' is what an attention mechanism has of its own.
+        part: the part of the model, for reports; 'mechanism': the parameter belongs to an attention mechanism.
         pieces: sizes of the matrices that stand side by side on the last axis, if there is more than one.
-        output: whether nothing but logits is made of what it gives: the last norm, an output matrix of its own.
+        output: only the logits depend on its product: the last norm, or a separate output matrix.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Declaration:
 
     @property
     def decayed(self) -> bool:
-        """Whether weight decay pulls it towards zero."""
+        """True where weight decay applies."""
         return self.kind == 'matrix'
 
 
@@ -50,7 +50,7 @@ class Buffer(nnx.Variable):
 def declare(
     kind: str, *axes: str, part: str = 'mechanism', pieces: tuple[int, ...] = (), output: bool = False
 ) -> dict[str, Any]:
-    """The metadata of a parameter; `Declaration` says what the arguments mean."""
+    """Returns the metadata of a parameter. `Declaration` describes the arguments."""
     if kind not in KINDS or part not in PARTS:
         raise ValueError(f'{kind!r}, part = {part!r}: must be one of {KINDS} and of {PARTS}')
     return {'declaration': Declaration(kind, axes, part, pieces, output)}
@@ -85,9 +85,9 @@ def stack(module: nnx.Module) -> None:
 
 
 def shared_axis(shape: Sequence[int], devices: int, names: Sequence[str] = ()) -> int | None:
-    """The axis over which devices share an array: the first of which each gets a multiple of 8, which fills registers;
-    else the largest that their number divides. Never that over the layers, which the model's loop takes apart. None:
-    each device has the array whole.
+    """Returns the axis over which devices share an array; None: each device has the whole array. It is the first axis
+    where each device gets a multiple of 8, which fills registers; else the largest axis that their number divides. It
+    is never the axis over the layers, along which the model's loop runs.
 
     Args:
         names: what each axis means, if that is known.
@@ -98,9 +98,9 @@ def shared_axis(shape: Sequence[int], devices: int, names: Sequence[str] = ()) -
 
 
 def declarations(model: nnx.Module) -> dict[str, Any]:
-    """What each parameter of a model, which may be abstract, says it is: a nested dict like the parameters' own.
+    """Returns the declarations of all parameters of a model, which may be abstract: a nested dict like the parameters.
 
-    Raises ValueError where one says nothing, or has not as many axes as it says.
+    Raises ValueError for a parameter that is not declared, or whose axes do not match its declaration.
     """
 
     def told(path, variable):

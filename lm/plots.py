@@ -126,8 +126,8 @@ def draw_lines(
 
     Args:
         x_scale, y_scale: 'linear' or 'log'.
-        markers: few points, each of which was measured, rather than a curve.
-        ticks: those of the horizontal axis, printed as 512, 1k, 2k, …
+        markers: draw few measured points rather than a curve.
+        ticks: positions on the horizontal axis, printed as 512, 1k, 2k, …
         right: label of a second vertical axis, and the function from the first to it, its own inverse.
         title: a line above the axes, such as where the figures were measured.
     """
@@ -291,7 +291,7 @@ def _legend(figure: Any, curves: Sequence[Curve], markers: bool) -> None:
 
 
 def _label_ends(axes: Any, curves: Sequence[Curve]) -> None:
-    """The name of each curve at its right end, moved apart where ends are close."""
+    """Writes the name of each curve at its right end. Names of close ends are shifted."""
     bounds, points = axes.get_window_extent(), axes.figure.dpi / 72
     ends = []
     for curve in curves:

@@ -1,6 +1,6 @@
-"""The plan of the house, held by the syntax trees of `lm/`: floors, rooms, privacy, sizes, one meaning a word.
+"""The structure of `lm/`, checked on its syntax trees: layers, private names, sizes, one meaning per class name.
 
-What is imported lazily, or for type checkers alone, counts like everything else.
+Lazy imports and imports for type checkers count like all others.
 """
 
 import ast
@@ -19,7 +19,7 @@ from lm.config.configurable import REGISTRY
 
 ROOT = pathlib.Path(lm.__file__).parent
 
-FLOORS = (
+LAYERS = (
     ('ops',),
     ('lm', 'errors', 'output', 'text'),
     ('files', 'hardware', 'plots', 'parameters'),
@@ -38,11 +38,12 @@ FLOORS = (
     ('cli',),
     ('__main__',),
 )  # fmt: skip
-"""From the ground up. A file belongs to the longest entry that its name begins with; rooms of one floor do not meet."""
+"""From the bottom up. A module belongs to the longest entry that its name begins with. Packages of one layer do not
+import each other."""
 
-GROUND = {'__version__'}
-"""What the modules of `lm` take from `lm` itself, which stands on the ground. All else that it offers (`lm.PUBLIC`) is
-above every floor, imported when a user asks for it, and for nobody inside."""
+FROM_LM = {'__version__'}
+"""Names that the modules of `lm` import from `lm` itself. Its other names (`lm.PUBLIC`) are for users: they come from
+higher layers and are imported at their first use."""
 
 OWNERS = {
     'argparse': ('lm.commands.', 'lm.cli'),
@@ -55,15 +56,24 @@ OWNERS = {
     'tensorboardX': 'lm.trackers.',
     **dict.fromkeys(('torch', 'transformers', 'safetensors'), 'lm.interop.'),
 }
-"""Library → the only place that imports it, or places."""
+"""Library → the only modules that import it."""
 
 FORMULAS = 'lm.interop.formulas.'
-"""Files that belong to the mechanism of their name."""
+"""Modules that belong to the mechanism of their name."""
+
+MOST_LINES = 70
+"""Lines per function without its docstring."""
+LONG = {'lm.ops.linear_attention.xla._attend_backward'}
+"""Functions that are still longer."""
+MOST_FIELDS = 16
+"""Attributes per class that has methods and can change; configurations and records may have more."""
+MOST_NOUNS = 5
+"""Public classes with methods per module; a class and the subclasses beside it count once."""
 
 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
-    """Module → its syntax tree."""
+    """Returns module → syntax tree."""
     found = {}
     for path in sorted(ROOT.rglob('*.py')):
         name = '.'.join(('lm', *path.relative_to(ROOT).with_suffix('').parts)).removesuffix('.__init__')
@@ -72,13 +82,13 @@ def trees() -> dict[str, ast.Module]:
 
 
 MODULE_IN_A_STRING = re.compile(r'(lm(?:\.\w+)+)(?::\w+)?')
-"""A module by name, as `importlib.import_module` takes it, or a name in it: 'lm.x:y'."""
+"""A module as `importlib.import_module` takes it, or a name in a module: 'lm.x:y'."""
 
 
 def imports(module: str) -> Iterator[tuple[str, str | None]]:
-    """(module, name imported from it or None) of every import, wherever it stands.
+    """Yields (module, imported name or None) for every import of a module.
 
-    A string that names a module of `lm` is an import of it. `lm` itself is left out: it offers names from above
+    A string that names a module of `lm` counts as an import. The module `lm` has none: it offers names of higher layers
     (`lm.PUBLIC`), and `tests/test_public.py` proves that it imports none of them.
     """
     for node in ast.walk(trees()[module]) if module != 'lm' else ():
@@ -95,7 +105,7 @@ def imports(module: str) -> Iterator[tuple[str, str | None]]:
 
 @functools.cache
 def graph() -> dict[str, frozenset[str]]:
-    """Module → the modules of `lm` that it imports."""
+    """Returns module → the modules of `lm` that it imports."""
     found = {}
     for module in trees():
         targets = set()
@@ -108,35 +118,35 @@ def graph() -> dict[str, frozenset[str]]:
 
 
 def place(module: str) -> tuple[int, str]:
-    """(floor, room) of a module."""
+    """Returns (layer, package) of a module."""
     name = module.removeprefix('lm.')
-    entries = [(floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms]
-    fitting = [(floor, room) for floor, room in entries if name == room or name.startswith(f'{room}.')]
-    assert fitting, f'{module} stands on no floor: give it one in FLOORS'
+    entries = [(layer, package) for layer, packages in enumerate(LAYERS) for package in packages]
+    fitting = [(layer, package) for layer, package in entries if f'{name}.'.startswith(f'{package}.')]
+    assert fitting, f'{module} has no layer: add it to LAYERS'
     return max(fitting, key=lambda entry: len(entry[1]))
 
 
 def mechanisms() -> dict[str, str]:
-    """Gin name → module of the attention mechanisms."""
+    """Returns gin name → module of the attention mechanisms."""
     return {name: cls.__module__ for name, cls in REGISTRY.items() if issubclass(cls, Attention)}
 
 
 def test_imports_go_down_only():
     wrong = []
     for module, targets in graph().items():
-        floor, room = place(module)
+        layer, package = place(module)
         for target in targets:
-            below, other = place(target)
-            if below > floor or (below == floor and other != room):
+            other_layer, other_package = place(target)
+            if other_layer > layer or (other_layer == layer and other_package != package):
                 wrong.append(f'{module} imports {target}')
     assert not wrong
 
 
-def test_public_names_are_for_those_outside():
+def test_modules_do_not_use_the_public_names():
     wrong = []
     for module, tree in trees().items():
         for name, attribute in imports(module):
-            if name == 'lm' and attribute and f'lm.{attribute}' not in trees() and attribute not in GROUND:
+            if name == 'lm' and attribute and f'lm.{attribute}' not in trees() and attribute not in FROM_LM:
                 wrong.append(f'{module} imports {attribute} from lm')
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == 'lm':
@@ -159,7 +169,7 @@ def test_no_circles():
 
 
 def test_operations_import_only_jax_and_numpy():
-    """Besides the standard library and themselves, so that they serve programs that use nothing else of `lm`."""
+    """They also import the standard library and each other. Other programs can use them without the rest of `lm`."""
     allowed = {*sys.stdlib_module_names, 'jax', 'numpy'}
     wrong = []
     for module in (m for m in trees() if m == 'lm.ops' or m.startswith('lm.ops.')):
@@ -170,13 +180,13 @@ def test_operations_import_only_jax_and_numpy():
 
 
 @pytest.mark.parametrize('library', OWNERS)
-def test_one_owner_a_library(library):
+def test_a_library_has_one_owner(library):
     users = {module for module in trees() for name, _ in imports(module) if name.split('.')[0] == library}
     assert all(user.startswith(OWNERS[library]) for user in users), users
     assert users
 
 
-def test_nobody_touches_what_is_private():
+def test_private_names_stay_in_their_module():
     owners = collections.defaultdict(set)
     for module, tree in trees().items():
         for node in ast.walk(tree):
@@ -193,7 +203,7 @@ def test_nobody_touches_what_is_private():
     assert not wrong
 
 
-def test_no_file_but_its_own_names_a_mechanism():
+def test_only_its_own_files_name_a_mechanism():
     known = mechanisms()
     wrong = []
     for module, tree in trees().items():
@@ -207,7 +217,7 @@ def test_no_file_but_its_own_names_a_mechanism():
     assert not wrong
 
 
-def test_one_meaning_a_class_name():
+def test_a_class_name_has_one_meaning():
     classes = collections.defaultdict(list)
     for module, tree in trees().items():
         for node in tree.body:
@@ -216,15 +226,70 @@ def test_one_meaning_a_class_name():
     assert {name: modules for name, modules in classes.items() if len(modules) > 1} == {}
 
 
-def test_rooms_have_their_tests():
-    """`tests/` mirrors the rooms."""
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yields all functions and methods."""
+    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def decorators(node: ast.ClassDef | ast.FunctionDef) -> str:
+    """Returns the decorators as text."""
+    return ' '.join(ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def methods(node: ast.ClassDef) -> list[str]:
+    """Returns the public methods of a class; properties and constructors are none."""
+    found = [child for child in node.body if isinstance(child, ast.FunctionDef) and not child.name.startswith('_')]
+    return [child.name for child in found if not re.search(r'property|classmethod|staticmethod', decorators(child))]
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """Returns the names of the fields of a class, and of the attributes that its methods assign."""
+    fields = [child for child in node.body if isinstance(child, ast.AnnAssign)]
+    names = {ast.unparse(child.target) for child in fields if 'ClassVar' not in ast.unparse(child.annotation)}
+    nodes = [child for child in ast.walk(node) if isinstance(child, ast.Attribute)]
+    return names | {n.attr for n in nodes if isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == 'self'}
+
+
+def test_functions_are_short():
+    wrong = []
+    for module, tree in trees().items():
+        for node in functions(tree):
+            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+            lines = node.body[0].lineno - node.lineno + node.body[-1].end_lineno - first.lineno + 1
+            name = f'{module}.{node.name}'
+            wrong += [f'{name}: {lines} lines'] if lines > MOST_LINES and name not in LONG else []
+    assert not wrong
+
+
+def test_classes_have_few_attributes():
+    """A class with many attributes hides several nouns: group them."""
+    wrong = []
+    for module, tree in trees().items():
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            is_record = re.search(r'frozen=True|configurable', decorators(node)) or not methods(node)
+            count = len(attributes(node))
+            wrong += [f'{module}.{node.name}: {count} attributes'] if count > MOST_FIELDS and not is_record else []
+    assert not wrong
+
+
+def test_a_module_holds_few_nouns():
+    wrong = []
+    for module, tree in trees().items():
+        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef) and methods(node)}
+        roots = [name for name, node in classes.items() if not classes.keys() & set(map(ast.unparse, node.bases))]
+        nouns = [name for name in roots if not name.startswith('_')]
+        wrong += [f'{module}: {", ".join(nouns)}'] if len(nouns) > MOST_NOUNS else []
+    assert not wrong
+
+
+def test_packages_have_tests():
+    """`tests/` has a folder for each package."""
     tests = pathlib.Path(__file__).parent
-    rooms = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != '__pycache__'}
-    without = {room for room in rooms if not list((tests / room).glob('test_*.py'))}
-    assert not without
+    packages = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != '__pycache__'}
+    assert not {package for package in packages if not list((tests / package).glob('test_*.py'))}
 
 
-def test_one_file_a_name_of_tests():
-    """pytest imports them by name alone, and refuses the second one."""
+def test_files_of_tests_have_different_names():
+    """pytest imports them by their names alone."""
     names = collections.Counter(path.name for path in pathlib.Path(__file__).parent.rglob('*.py'))
-    assert {name for name, n in names.items() if n > 1} == set()
+    assert {name for name, count in names.items() if count > 1} == set()

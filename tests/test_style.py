@@ -19,7 +19,6 @@ EXCEPTIONS: tuple[str, ...] = (
     *(
         'docs/architecture.md',
         'docs/audit.md',
-        'docs/benchmarks.md',
         'docs/check.md',
         'docs/decay.md',
         'docs/exchange.md',

@@ -64,21 +64,21 @@ def candidates(
     """
     base = {s.key: s for s in read(gin_files, allow_imports=allow_imports)}
     params = {s.key: s for s in read((), gin_params, allow_imports=allow_imports)}
-    is_default = names is None
+    is_default, formulations = names is None, formulations or {}
     if names is None:
         names = [BASELINE, '' if 'model.attention' in base | params else featured()]
     if not names:
         raise ConfigError('--mechanisms: name at least one')
-    resolved = []
+    resolved: list[tuple[Candidate, dict[str, Statement], Any]] = []
     for name in dict.fromkeys(names):
         formulation, own = '', {}
         if name.endswith('.gin'):
             own = {s.key: s for s in read([name], allow_imports=allow_imports)}
         elif name:
             scope, _, mechanism = name.rpartition('/')
-            if mechanism in (formulations or {}):
+            if mechanism in formulations:
                 formulation, mechanism = mechanism, formulations[mechanism]
-            _check_known(mechanism, formulations or {})
+            _check_known(mechanism, formulations)
             chosen = Statement('', 'model', 'attention', Reference(scope, mechanism), '--mechanisms', False)
             own = {chosen.key: chosen}
         bindings = base | params | own if not name.endswith('.gin') else base | own | params
@@ -98,18 +98,25 @@ def candidates(
     return [candidate for candidate, *_ in resolved]
 
 
-def of_models(arguments: Any, on_cpu: bool) -> list[Candidate]:
-    """The candidates of a command line about whole models, which are small, and smaller on a CPU, unless it says what
-    they are."""
-    if not any(text.lstrip().startswith('model.d_model') for text in arguments.gin_param):
-        arguments.gin_file = arguments.gin_file or [CPU_MODEL if on_cpu else MODEL]
-    return of_arguments(arguments)
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The configurations that a command line compares: the arguments of `candidates`."""
 
+    names: Sequence[str] | None = None
+    gin_files: Sequence[str] = ()
+    gin_params: Sequence[str] = ()
+    allow_imports: bool = False
 
-def of_arguments(arguments: Any, **options: Any) -> list[Candidate]:
-    """The candidates of a command line."""
-    allow = {'allow_imports': arguments.allow_gin_imports}
-    return candidates(arguments.mechanisms, arguments.gin_file, arguments.gin_param, **allow, **options)
+    def with_model(self, on_cpu: bool) -> 'Selection':
+        """Returns the selection with a small model, smaller on a CPU, unless it describes a model itself."""
+        if self.gin_files or any(text.lstrip().startswith('model.d_model') for text in self.gin_params):
+            return self
+        return dataclasses.replace(self, gin_files=[CPU_MODEL if on_cpu else MODEL])
+
+    def candidates(self, formulations: dict[str, str] | None = None) -> list[Candidate]:
+        """Returns the configurations, each resolved and checked."""
+        given = self.names, self.gin_files, self.gin_params
+        return candidates(*given, allow_imports=self.allow_imports, formulations=formulations)
 
 
 def change_context(experiment: Experiment, context: int, tokens: int, limit: int, target: Target) -> Experiment:

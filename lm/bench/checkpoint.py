@@ -13,8 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -54,17 +53,31 @@ class CheckpointRow:
     host_over_state: float
 
 
-def run(arguments: Any) -> int:
-    """The command."""
-    results.check_writable(arguments.json, None)
+@dataclasses.dataclass(frozen=True)
+class CheckpointOptions:
+    """Whose state `bench_checkpoint` saves: of the experiment that gin files and parameters describe.
+
+    Attributes:
+        folder: where it is written; None: with temporary files.
+    """
+
+    output: results.Output
+    gin_files: Sequence[str] = ()
+    gin_params: Sequence[str] = ()
+    allow_imports: bool = False
+    folder: str | None = None
+
+
+def bench_checkpoint(options: CheckpointOptions) -> None:
+    """Measures in processes of their own, prints a table and writes what `options.output` asks for."""
+    options.output.check()
     if not RESET.exists():
         raise ConfigError('lm bench checkpoint: only Linux counts the peak of a process; run it there')
-    if arguments.folder is not None and not pathlib.Path(arguments.folder).is_dir():
-        raise ConfigError(f'--folder {arguments.folder}: no such folder; make it')
-    allow_imports = arguments.allow_gin_imports
-    experiment = load(arguments.gin_file or [DEFAULT], arguments.gin_param, allow_imports=allow_imports)
+    if options.folder is not None and not pathlib.Path(options.folder).is_dir():
+        raise ConfigError(f'--folder {options.folder}: no such folder; make it')
+    experiment = load(options.gin_files or [DEFAULT], options.gin_params, allow_imports=options.allow_imports)
     rows = []
-    with tempfile.TemporaryDirectory(prefix='lm-bench-', dir=arguments.folder) as folder:
+    with tempfile.TemporaryDirectory(prefix='lm-bench-', dir=options.folder) as folder:
         pathlib.Path(folder, 'config.gin').write_text(dump(experiment))
         for name in MEASURED:
             command = [sys.executable, '-m', 'lm.bench.checkpoint', name, folder]
@@ -74,13 +87,12 @@ def run(arguments: Any) -> int:
             rows.append(CheckpointRow(**json.loads(done.stdout.splitlines()[-1])))
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench checkpoint', machine, ('jax', 'tensorstore')))
-    printer.table([dataclasses.asdict(row) for row in rows], COLUMNS)
-    settings = {'gin_files': arguments.gin_file, 'gin_params': arguments.gin_param, 'folder': arguments.folder}
-    results.write_json(arguments.json, 'checkpoint', machine, settings, rows)
-    return 0
+    printer.table(rows, COLUMNS)
+    settings = {'gin_files': list(options.gin_files), 'gin_params': list(options.gin_params), 'folder': options.folder}
+    options.output.write('checkpoint', machine, settings, rows)
 
 
-COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+COLUMNS = {
     'name': ('', str),
     'state_mib': ('state MiB', '{:,.0f}'.format),
     'blocked_seconds': ('s blocked', '{:.2f}'.format),
@@ -132,8 +144,7 @@ def _restore(folder: pathlib.Path, abstract: State, size: float) -> CheckpointRo
         small.restore({'x': jax.ShapeDtypeStruct((8,), 'float32')})
     with Checkpointer(folder / 'whole') as checkpoints:
         peak, begin = _Peak(), time.monotonic()
-        state, _, _ = checkpoints.restore(abstract)
-        jax.block_until_ready(state)
+        jax.block_until_ready(checkpoints.restore(abstract))
         seconds = time.monotonic() - begin
     own = size if jax.default_backend() == 'cpu' else 0.0
     return _row('restore', size, seconds, seconds, peak.mib() - own)

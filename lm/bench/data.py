@@ -67,48 +67,76 @@ class DataRow:
     over_sentencepiece: float | None = None
 
 
-def run(arguments: Any) -> int:
-    """The command."""
-    results.check_writable(arguments.json, None)
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """What `bench_data` measures.
+
+    Attributes:
+        text: a file to tokenize; None: text is made up, unless there is a `path`.
+        megabytes: of text; None: the file, or `MEGABYTES`.
+        document_bytes: of a document.
+        vocab_size: of the tokenizer; None: the first of `VOCAB_SIZES` that the text is enough for.
+        path: the token store whose batches are read; None: one of `tokens` random tokens is made.
+        context_length: of the batches.
+        tokens: of the store that is made.
+        tokens_per_step: of a batch.
+        repeats: measurements per figure.
+    """
+
+    output: results.Output
+    text: str | None = None
+    megabytes: float | None = None
+    document_bytes: int = 8192
+    vocab_size: int | None = None
+    path: str | None = None
+    context_length: int = 2048
+    tokens: int = 2**26
+    tokens_per_step: int = 2**19
+    repeats: int = 5
+
+
+def bench_data(options: DataOptions) -> None:
+    """Prints a table and writes what `options.output` asks for."""
+    options.output.check()
     printer, machine = results.Printer(), results.machine()
     packages = ('jax', 'sentencepiece', 'tensorstore')
     printer.line(results.heading('lm bench data', machine, packages))
-    rows, settings = [], {'context_length': arguments.context_length}
+    rows: list[DataRow] = []
+    settings: dict[str, Any] = {'context_length': options.context_length}
     with tempfile.TemporaryDirectory(prefix='lm-bench-') as folder:
-        if arguments.path is None or arguments.text is not None:
-            size = int(1e6 * arguments.megabytes) if arguments.megabytes else None
-            text, origin = read_text(arguments.text, size)
-            documents = cut(text, arguments.document_bytes)
+        if options.path is None or options.text is not None:
+            size = int(1e6 * options.megabytes) if options.megabytes else None
+            text, origin = read_text(options.text, size)
+            documents = cut(text, options.document_bytes)
             prepared, about = measure_prepare(
-                documents, pathlib.Path(folder, 'text'), arguments.vocab_size, arguments.repeats
+                documents, pathlib.Path(folder, 'text'), options.vocab_size, options.repeats
             )
             rows += prepared
-            settings |= about | {'text': origin, 'document_bytes': arguments.document_bytes}
+            settings |= about | {'text': origin, 'document_bytes': options.document_bytes}
             printer.line(
                 f'prepare: {about["bytes"] / 1e6:.1f} MB of {origin} in {about["documents"]:,} documents, '
                 f'{about["vocab_size"]:,} pieces, {about["tokens"]:,} tokens'
             )
-        if arguments.path is None:
+        if options.path is None:
             path = str(pathlib.Path(folder, 'tokens'))
-            write_store(path, arguments.tokens)
+            write_store(path, options.tokens)
             split = 'train'
         else:
-            path = arguments.path
+            path = options.path
             split = next(iter(store.TokenStore.open(path).splits))
-        context = arguments.context_length
-        row, step = measure_batches(path, split, context, arguments.tokens_per_step, arguments.repeats)
+        context = options.context_length
+        row, step = measure_batches(path, split, context, options.tokens_per_step, options.repeats)
         rows.append(row)
-        where = f'{path}, split {split}' if arguments.path else f'a new store of {arguments.tokens:,} tokens'
+        where = f'{path}, split {split}' if options.path else f'a new store of {options.tokens:,} tokens'
         settings |= {'store': where, 'tokens_per_step': step}
         printer.line(
             f'batches: windows of {context:,} from {where}, in steps of {step:,} tokens, onto the devices; files lie '
             'in the page cache'
         )
-    printer.table([dataclasses.asdict(row) for row in rows], COLUMNS)
+    printer.table(rows, COLUMNS)
     share = row.tokens_per_second / GOAL
     printer.line(f'batches: {share:.1f}× the goal of {GOAL / 1e6:.0f} M tokens/s a host')
-    results.write_json(arguments.json, 'data', machine, settings, rows)
-    return 0
+    options.output.write('data', machine, settings, rows)
 
 
 # ------------------------------------------------------------------------------------------------------------- prepare
@@ -181,7 +209,7 @@ def measure_prepare(
         'SentencePiece, lines': lambda: processor.encode(lines, num_threads=1) and None,
         'lm prepare': lm_prepare,
     }
-    times = timing.in_turns(calls, repeats)
+    times = timing.all_in_turns(calls, repeats)
     size, tokens = sum(len(d.encode()) for d in documents), job_tokens(job, shards)
     best = min(found.cpu_seconds for name, found in times.items() if name != 'lm prepare')
     rows = [
@@ -206,17 +234,17 @@ _TOKENIZER = TokenizerConfig(sample_bytes=SAMPLE_BYTES)
 
 def _train(job: work.Preparation, shards: list, vocab_size: int | None) -> None:
     """Trains a tokenizer as `lm prepare` does, with as many pieces as the text is enough for."""
-    for n in (vocab_size,) if vocab_size else VOCAB_SIZES:
-        try:
+    *larger, least = (vocab_size,) if vocab_size else VOCAB_SIZES
+    for n in larger:
+        with contextlib.suppress(ConfigError):
             return work.train_tokenizer(job, dataclasses.replace(_TOKENIZER, vocab_size=n), shards)
-        except ConfigError as error:
-            last = error
-    raise last
+    return work.train_tokenizer(job, dataclasses.replace(_TOKENIZER, vocab_size=least), shards)
 
 
 def job_tokens(job: work.Preparation, shards: list) -> int:
     """Tokens of the shards that were made."""
-    return sum(job.result(shard, i).counts()['tokens'] for i, shard in enumerate(shards))
+    counts = [job.result(shard, i).counts() for i, shard in enumerate(shards)]
+    return sum(found['tokens'] for found in counts if found is not None)
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
@@ -264,7 +292,7 @@ def measure_batches(path: str, split: str, context: int, tokens_per_step: int, r
                 jax.block_until_ready(batch)
         position += BATCHES
 
-    found = timing.in_turns({'batches': read}, repeats)['batches']
+    found = timing.all_in_turns({'batches': read}, repeats)['batches']
     tokens = BATCHES * windows * context
     row = DataRow(
         name='batches',

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from lm.bench import results
-from lm.bench.candidates import BASELINE, Candidate, change_context, of_models
+from lm.bench.candidates import BASELINE, Candidate, Selection, change_context
 from lm.compilation.compiler import CompiledProgram
 from lm.cost_model.kernel_cycles import KernelCycles
 from lm.cost_model.program import HloProgram
@@ -59,41 +59,60 @@ class ForecastRow:
         return self.time and 1e3 * self.time.seconds
 
 
-def run(arguments: Any) -> int:
-    """The command."""
-    results.check_writable(arguments.json, arguments.out)
+@dataclasses.dataclass(frozen=True)
+class ForecastOptions:
+    """What `forecast_steps` compiles; None stands for the default.
+
+    Attributes:
+        topologies: chips such as 'v5e'.
+        contexts: tokens per sequence.
+        tokens_per_step: on one device; None: the longest context.
+        microbatch_tokens: tokens processed at a time, if a sequence has not more.
+    """
+
+    selection: Selection
+    output: results.Output
+    topologies: Sequence[str]
+    contexts: Sequence[int] | None = None
+    tokens_per_step: int | None = None
+    microbatch_tokens: int | None = None
+
+
+def forecast_steps(options: ForecastOptions) -> None:
+    """Compiles the steps, prints a table per chip and writes what `options.output` asks for."""
+    options.output.check()
     jax.config.update('jax_platforms', 'cpu')  # Nothing is run; an accelerator of this machine may be busy.
-    found, chips = of_models(arguments, on_cpu=False), [generation(name) for name in arguments.topology]
-    contexts = sorted(set(arguments.contexts or CONTEXTS))
-    tokens = arguments.tokens_per_step or contexts[-1]
-    limit = arguments.microbatch_tokens or MICROBATCH_TOKENS
+    selection = options.selection.with_model(on_cpu=False)
+    found, chips = selection.candidates(), [generation(name) for name in options.topologies]
+    contexts = sorted(set(options.contexts or CONTEXTS))
+    tokens = options.tokens_per_step or contexts[-1]
+    limit = options.microbatch_tokens or MICROBATCH_TOKENS
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench step', machine, ('jax', 'jaxlib', 'libtpu')))
     printer.line(f'compiled, not run: {tokens:,} tokens a step on one device; ms, and of it the forward pass repeated')
     settings = {
         'tokens_per_step': tokens,
-        'topologies': arguments.topology,
-        'gin_files': arguments.gin_file,
-        'gin_params': arguments.gin_param,
+        'topologies': list(options.topologies),
+        'gin_files': list(selection.gin_files),
+        'gin_params': list(selection.gin_params),
         'mechanisms': {c.name: [str(a) for a in c.experiment.model.pattern] for c in found},
     }
     rows = []
     for chip in chips:
         topology = smallest(chip)
-        made = []
+        made: list[ForecastRow] = []
         for context in contexts:
             for candidate in found:
                 printer.progress(f'compiling {chip.name}, {context:,}, {candidate.name}')
                 made.append(forecast(candidate, context, tokens, limit, topology))
-                content = [asdict(row) for row in rows + compared(made)]  # Compiling takes minutes: all is kept.
-                results.write_json(arguments.json, 'step', machine, settings, content)
+                made = results.add_speed_ratios(made, lambda row: row.time and 1 / row.time.seconds)
+                content = [asdict(row) for row in rows + made]  # Compiling takes minutes: all is kept.
+                options.output.write('step', machine, settings, content)
         printer.progress()
-        made = compared(made)
         show(made, printer)
         rows += made
-    for name in draw(rows, arguments.out) if arguments.out else ():
+    for name in draw(rows, options.output.pictures) if options.output.pictures else ():
         printer.line(f'wrote {name}')
-    return 0
 
 
 def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topology: Topology) -> ForecastRow:
@@ -156,19 +175,6 @@ def asdict(row: ForecastRow) -> dict[str, Any]:
     return dataclasses.asdict(row) | {'milliseconds': row.milliseconds}
 
 
-def compared(rows: Sequence[ForecastRow]) -> list[ForecastRow]:
-    """The rows with their speed over softmax where that is among them."""
-    base = {row.context: row.milliseconds for row in rows if row.mechanism == BASELINE}
-
-    def compare(row: ForecastRow) -> ForecastRow:
-        softmax, own = base.get(row.context), row.milliseconds
-        if not softmax or not own or row.mechanism == BASELINE:
-            return row
-        return dataclasses.replace(row, speed_over_softmax=softmax / own)
-
-    return [compare(row) for row in rows]
-
-
 def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
     """A table of parts by configurations, one generation."""
     titles = {str(i): f'{row.mechanism} {short(row.context)}' for i, row in enumerate(rows)}
@@ -192,8 +198,8 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
     if any(row.speed_over_softmax for row in rows):
         lines.append(line(f'× {BASELINE}', lambda row, _: _ratio(row)))
     printer.line('')
-    columns: dict[str, tuple[str, Callable[[Any], str]]] = {'part': (rows[0].generation, str)}
-    printer.table(lines, columns | {key: (title, str) for key, title in titles.items()})
+    columns = {'part': (rows[0].generation, str)} | {key: (title, str) for key, title in titles.items()}
+    printer.table(lines, columns)
     for name in sorted({name for row in rows if row.time for name in row.time.unknown_kernels}):
         printer.line(f'{name}: its schedule is not known; it counts by what it moves and declares')
 

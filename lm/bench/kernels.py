@@ -1,149 +1,38 @@
-"""Cycles of the TPU kernels without a TPU: read from the compiler's final schedule (`lm bench kernels`).
-
-libtpu compiles for a described topology on any machine and dumps the bundles that the core would issue, one a cycle.
-Our kernels are straight-line code, so bundles × grid steps is the time without waits for memory. For JAX's splash
-attention the same count reproduces the published forward time within 5 % and is about 25 % short on the backward one.
-
-`kernels` starts a process of its own: libtpu reads its flags once, when it is loaded.
-"""
+"""`lm bench kernels`: the cycles of the TPU kernels on one generation or several, without a TPU."""
 
 import dataclasses
-import json
-import math
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
-from lm.cost_model import schedules
+from lm.bench import results
+from lm.bench.candidates import BASELINE
+from lm.cost_model.kernels import HEAD_DIM, HEADS, LENGTH, KernelRow, Refused, measure_kernels
 from lm.errors import ConfigError
-
-if TYPE_CHECKING:  # jax is imported late
-    from lm.cost_model.kernel_cases import Case
-
-TOPOLOGIES = {'v4': 'v4:2x2x1', 'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'v7x': 'tpu7x:2x2x1'}
-LENGTH, HEADS, HEAD_DIM = 32768, 12, 64
-
-
-def cases() -> dict[str, 'Case']:
-    """Returns name → the function of heads and a length that makes the call to compile."""
-    from lm.cost_model import kernel_cases
-
-    return kernel_cases.cases()
 
 
 @dataclasses.dataclass(frozen=True)
-class KernelRow:
-    """One kernel on one generation, for `HEADS` heads of one sequence of `LENGTH` tokens in bfloat16.
+class KernelOptions:
+    """What `bench_kernels` compiles.
 
     Attributes:
-        case: of `cases`.
-        generation: a key of `TOPOLOGIES`.
-        kernel: 'forward' or 'backward'; 'sums': those before each block, which a backward pass forms again;
-            '2 folds' of a part of a window: the sums over its keys and over its queries.
-        cycles: per token and head.
-        matrix_unit: share of the cycles in which a matrix unit takes a row.
-        vector_unit: share of the vector units' slots in use.
-        spills: registers stored for want of registers, per grid step.
-        vmem_mib: on-chip memory; 0 where the compiler does not say.
-        temporaries_mib: HBM beside arguments and results, forward and backward together.
+        topologies: generations such as 'v5e'.
+        cases: which kernels; empty: all.
+        parts: chips that share a window.
     """
 
-    case: str
-    generation: str
-    kernel: str
-    cycles: float
-    matrix_unit: float
-    vector_unit: float
-    spills: int
-    vmem_mib: float
-    temporaries_mib: float
+    output: results.Output
+    topologies: Sequence[str] = ('v5e',)
+    cases: Sequence[str] = ()
+    parts: int = 1
 
 
-class Refused(ConfigError):
-    """Some cases do not compile; `rows` are those of the others."""
-
-    def __init__(self, message: str, rows: list[KernelRow]):
-        super().__init__(message)
-        self.rows = rows
-
-
-def kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -> list[KernelRow]:
-    """Compiles the kernels for a TPU generation and reads their schedules; takes seconds a case.
-
-    Args:
-        topology: 'v5e', or a topology such as 'v5e:4x8', of which the generation matters.
-        names: of `cases`; None: all, with `parts` those that have kernels for them.
-        parts: chips that share a window, each with as many tokens as else the whole.
-
-    Raises:
-        Refused: the compiler is missing, or fails with some of the cases.
-        ConfigError: an unknown generation or case, more parts than chips, cases none of which has kernels for parts.
-    """
-    generation = topology.split(':')[0].replace('tpu7x', 'v7x').replace('v5litepod', 'v5e')
-    if generation not in TOPOLOGIES:
-        raise ConfigError(f'--topology {topology}: the generation must be one of {", ".join(TOPOLOGIES)}')
-    chips = math.prod(map(int, TOPOLOGIES[generation].partition(':')[2].split('x')))
-    if parts > chips:
-        raise ConfigError(f'--parts {parts}: at most {chips}, the chips of {TOPOLOGIES[generation]}')
-    names = list(cases() if names is None else names)
-    if unknown := [name for name in names if name not in cases()]:
-        raise ConfigError(f'case {unknown[0]!r}: must be one of {", ".join(map(repr, cases()))}')
-    with tempfile.TemporaryDirectory() as dump:
-        command = [sys.executable, '-m', 'lm.bench.kernels', generation, dump, str(parts), *names]
-        done = subprocess.run(command, env=schedules.environment(dump), capture_output=True, text=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
-    errors = [line['error'] for line in lines if 'error' in line]
-    rows = [KernelRow(**line) for line in lines if 'error' not in line]
-    if done.returncode == 0 and not lines:
-        raise ConfigError(f'--parts {parts}: no kernels of {", ".join(names)} work on a part of a window; leave it out')
-    if done.returncode:
-        errors.append((done.stderr.strip().splitlines() or ['no output'])[-1] + ' (the `tpu` extra brings libtpu)')
-    if errors:
-        raise Refused(f'--topology {topology}: cannot compile {"; ".join(errors)}', rows)
-    return rows
-
-
-def table(rows: list[KernelRow]) -> str:
-    """Returns the rows as text, with the sums of forward and backward and their ratios to the baseline."""
-    from lm.bench.candidates import BASELINE
-
-    lines = [f'{"":32}{"gen":5}{"kernel":10}{"cycles":>9}{"matrix":>8}{"vector":>8}{"spills":>8}{"VMEM":>8}{"temp":>9}']
-    for row in rows:
-        lines.append(
-            f'{row.case:32}{row.generation:5}{row.kernel:10}{row.cycles:9.2f}{row.matrix_unit:8.0%}{row.vector_unit:8.0%}'
-            f'{row.spills:8}{row.vmem_mib:8.1f}{row.temporaries_mib:9.1f}'
-        )
-    lines.append(f'\n{"cycles per token and head":32}{"gen":5}{"sum":>10}{f"{BASELINE} / sum":>16}')
-    sums = total(rows)
-    for (case, generation), cycles in sums.items():
-        base = sums.get((BASELINE, generation))
-        lines.append(f'{case:32}{generation:5}{cycles:10.2f}{f"{base / cycles:.1f}" if base else "":>16}')
-    return '\n'.join(lines)
-
-
-def total(rows: list[KernelRow]) -> dict[tuple[str, str], float]:
-    """(case, generation) → cycles per token and head, forward plus backward."""
-    result: dict[tuple[str, str], float] = {}
-    for row in rows:
-        key = (row.case, row.generation)
-        result[key] = result.get(key, 0.0) + row.cycles
-    return result
-
-
-def run(arguments: Any) -> int:
-    """`lm bench kernels`: a table with a heading, and JSON that says with which versions it was made."""
-    from lm.bench import results
-
-    results.check_writable(arguments.json, None)
+def bench_kernels(options: KernelOptions) -> None:
+    """Prints a table with a heading, and writes JSON that says with which versions it was made."""
+    options.output.check()
     rows: list[KernelRow] = []
     refused: list[str] = []
-    for topology in arguments.topology:
+    for topology in options.topologies:
         try:
-            rows += kernels(topology, arguments.cases or None, arguments.parts)
+            rows += measure_kernels(topology, options.cases or None, options.parts)
         except Refused as error:
             rows += error.rows
             refused.append(str(error))
@@ -152,105 +41,36 @@ def run(arguments: Any) -> int:
     machine = results.machine()
     printer = results.Printer()
     printer.line(results.heading('lm bench kernels', machine, ('jax', 'jaxlib', 'libtpu')))
-    window = '' if arguments.parts == 1 else f', one of {arguments.parts} parts of a window'
+    window = '' if options.parts == 1 else f', one of {options.parts} parts of a window'
     printer.line(f'compiled, not run: {LENGTH:,} tokens{window}, {HEADS} heads of {HEAD_DIM}, bfloat16\n')
     printer.line(table(rows))
-    settings = {'topologies': arguments.topology, 'length': LENGTH, 'heads': HEADS, 'head_dim': HEAD_DIM}
-    settings |= {'parts': arguments.parts}
-    results.write_json(arguments.json, 'kernels', machine, settings, rows)
+    settings = {'topologies': list(options.topologies), 'length': LENGTH, 'heads': HEADS, 'head_dim': HEAD_DIM}
+    settings |= {'parts': options.parts}
+    options.output.write('kernels', machine, settings, rows)
     if refused:
         raise ConfigError('; '.join(refused))
-    return 0
 
 
-def _work(generation: str, dump: str, parts: str, *cases: str) -> None:
-    for case in cases:
-        try:
-            rows = [dataclasses.asdict(row) for row in measure(case, generation, dump, int(parts))]
-        except Exception as error:  # The compiler raises many kinds; the parent process reports the first line.
-            rows = [{'error': f'{case}: {str(error).strip().splitlines()[0]}'}]
-        for row in rows:
-            print(json.dumps(row), flush=True)
-
-
-def in_parts(inputs: Any, parts: int) -> tuple[Any, Any]:
-    """How chips share arrays [B, L, …], and the arrays with `parts` times as many tokens; each has the others whole."""
-    import jax
-    from jax.sharding import PartitionSpec
-
-    from lm.ops.platform import SEQUENCE_AXIS
-
-    def is_split(x):
-        return x.shape[1:2] == (LENGTH,)
-
-    def longer(x):
-        return jax.ShapeDtypeStruct((x.shape[0], parts * LENGTH, *x.shape[2:]), x.dtype) if is_split(x) else x
-
-    specs = jax.tree.map(lambda x: PartitionSpec(None, SEQUENCE_AXIS) if is_split(x) else PartitionSpec(), inputs)
-    return specs, jax.tree.map(longer, inputs)
-
-
-def measure(case: str, generation: str, dump: str, parts: int = 1) -> list[KernelRow]:
-    """The rows of one case, in a process whose libtpu dumps to `dump`; none where parts of a window have no kernels."""
-    import jax
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, PartitionSpec
-
-    from lm.attention import HeadDims
-    from lm.ops.platform import SEQUENCE_AXIS
-
-    devices = topologies.get_topology_desc(platform='tpu', topology_name=TOPOLOGIES[generation]).devices
-    shutil.rmtree(dump, ignore_errors=True)
-    with jax.set_mesh(Mesh(np.array(devices[:parts]), (SEQUENCE_AXIS if parts > 1 else 'data',))):
-        call = cases()[case](HeadDims(HEADS, HEADS, HEAD_DIM), LENGTH)
-        steps, inputs, function = call.steps, call.inputs, call.function
-        if parts > 1:
-            if call.part_steps is None:
-                return []
-            steps = call.part_steps
-            specs, inputs = in_parts(inputs, parts)
-            function = jax.shard_map(
-                function, in_specs=specs, out_specs=PartitionSpec(None, SEQUENCE_AXIS), check_vma=False
-            )
-
-        def step(inputs, gradient):
-            o, vjp = jax.vjp(function, *inputs)
-            return o, vjp(gradient)
-
-        compiled = jax.jit(step).lower(inputs, jax.eval_shape(function, *inputs)).compile()
-    try:
-        text = compiled.as_text()
-    except jax.errors.JaxRuntimeError:  # On v7x the compiler moves copies to SparseCores in words that jaxlib lacks.
-        text = ''
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
-    rows = []
-    for (kernel, name), tokens in steps.items():
-        schedule = schedules.read_schedule(dump, name, longest=call.skips)
-        rows.append(
-            KernelRow(
-                case=case,
-                generation=generation,
-                kernel=kernel,
-                cycles=round(schedule.bundles / tokens, 3),
-                matrix_unit=round(schedule.use('MATMUL', 'MXU'), 3),
-                vector_unit=round(schedule.use('VALU'), 3),
-                spills=schedule.count('VSTORE:SPILL'),
-                vmem_mib=round(_vmem(text, name) / 2**20, 2),
-                temporaries_mib=round(temporaries / 2**20, 1),
-            )
+def table(rows: list[KernelRow]) -> str:
+    """Returns the rows as text, with the sums of forward and backward and their ratios to the baseline."""
+    lines = [f'{"":32}{"gen":5}{"kernel":10}{"cycles":>9}{"matrix":>8}{"vector":>8}{"spills":>8}{"VMEM":>8}{"temp":>9}']
+    for row in rows:
+        lines.append(
+            f'{row.case:32}{row.generation:5}{row.kernel:10}{row.cycles:9.2f}{row.matrix_unit:8.0%}{row.vector_unit:8.0%}'
+            f'{row.spills:8}{row.vmem_mib:8.1f}{row.temporaries_mib:9.1f}'
         )
-    return rows
+    lines.append(f'\n{"cycles per token and head":32}{"gen":5}{"sum":>10}{f"{BASELINE} / sum":>16}')
+    sums = sum_cycles(rows)
+    for (case, generation), cycles in sums.items():
+        base = sums.get((BASELINE, generation))
+        lines.append(f'{case:32}{generation:5}{cycles:10.2f}{f"{base / cycles:.1f}" if base else "":>16}')
+    return '\n'.join(lines)
 
 
-def _vmem(text: str, name: str) -> int:
-    """Bytes of scoped VMEM that the compiled program `text` gives to the kernel."""
-    size = r'"memory_space":"1","offset":"\d+","size":"(\d+)"'
-    lines = [line for line in text.splitlines() if 'tpu_custom_call' in line and name in line]
-    return max(
-        (int(n) for line in lines for n in re.findall(rf'used_scoped_memory_configs":\[\{{{size}', line)), default=0
-    )
-
-
-if __name__ == '__main__':
-    _work(*sys.argv[1:])
+def sum_cycles(rows: list[KernelRow]) -> dict[tuple[str, str], float]:
+    """Returns (case, generation) → cycles per token and head, forward plus backward."""
+    result: dict[tuple[str, str], float] = {}
+    for row in rows:
+        key = (row.case, row.generation)
+        result[key] = result.get(key, 0.0) + row.cycles
+    return result

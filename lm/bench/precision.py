@@ -8,6 +8,7 @@ positions, sketches, attention, cross-entropy. Errors of the first two against t
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from lm.bench import results
-from lm.bench.candidates import Candidate, of_models
+from lm.bench.candidates import Candidate, Selection
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import Target
 from lm.ops.platform import choices
 from lm.plan import plan_step
-from lm.training.mesh import MeshConfig, initialize_distributed
+from lm.training.mesh import JobAddress, MeshConfig, initialize_distributed
 
 CPU_CONTEXTS, CONTEXTS = (512,), (4096,)
 ALLOWED, ROUNDING = 3.0, 0.01
@@ -72,24 +73,34 @@ COLUMNS = {
 }
 
 
-def run(arguments: Any) -> int:
-    """The command; 1 where something is wrong."""
-    results.check_writable(arguments.json, None)
-    initialize_distributed(MeshConfig(), arguments.job)
+@dataclasses.dataclass(frozen=True)
+class PrecisionOptions:
+    """What `bench_precision` compares. `contexts`: tokens per sequence; None: the default of the machine."""
+
+    selection: Selection
+    output: results.Output
+    job: JobAddress
+    contexts: Sequence[int] | None = None
+
+
+def bench_precision(options: PrecisionOptions) -> int:
+    """Prints a table and writes what `options.output` asks for; returns 1 where something is wrong."""
+    options.output.check()
+    initialize_distributed(MeshConfig(), options.job)
     is_cpu = jax.default_backend() == 'cpu'
-    found = of_models(arguments, is_cpu)
+    selection = options.selection.with_model(is_cpu)
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench precision', machine))
     printer.line('errors against float32 without kernels, and beside each that of XLA alone in the same type')
     rows = []
-    for candidate in found:
-        for context in arguments.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS):
+    for candidate in selection.candidates():
+        for context in options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS):
             printer.progress(f'{candidate.name}, {context:,} tokens …')
             rows.append(compared(candidate, context))
     printer.progress()
-    printer.table([dataclasses.asdict(row) for row in rows], COLUMNS)
-    settings = {'gin_files': arguments.gin_file, 'gin_params': arguments.gin_param}
-    results.write_json(arguments.json, 'precision', machine, settings, rows)
+    printer.table(rows, COLUMNS)
+    settings = {'gin_files': list(selection.gin_files), 'gin_params': list(selection.gin_params)}
+    options.output.write('precision', machine, settings, rows)
     for row in rows:
         if not (row.right and row.repeats):
             print(failure(row), file=sys.stderr, flush=True)

@@ -8,9 +8,9 @@ import pathlib
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lm import __version__
+from lm.bench.candidates import BASELINE
 from lm.errors import ConfigError
 
 WIDTH = 200
@@ -55,6 +56,10 @@ def heading(part: str, found: dict[str, Any], packages: Sequence[str] = ('jax', 
     return f'{part} · {found["device_count"]} × {found["device_kind"]}{cores} · {versions} · {found["date"]}'
 
 
+Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
+"""Name of a figure of a row → the title of its column, and what makes text of it."""
+
+
 class Printer:
     """Prints tables, on the first process alone."""
 
@@ -75,8 +80,9 @@ class Printer:
             self._said = time.monotonic()
             print(text, file=sys.stderr, flush=True)
 
-    def table(self, rows: Sequence[dict[str, Any]], columns: dict[str, tuple[str, Callable[[Any], str]]]) -> None:
-        """Columns: key of a row → title and form. Those that no row has are left out."""
+    def table(self, rows: Sequence[Any], columns: Columns) -> None:
+        """Prints rows, which are dicts or have attributes. A column that no row has is left out."""
+        rows = [row if isinstance(row, dict) else {k: getattr(row, k) for k in columns} for row in rows]
         shown = {k: v for k, v in columns.items() if any(row.get(k) is not None for row in rows)}
         table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         for key, (title, _) in shown.items():
@@ -87,30 +93,48 @@ class Printer:
         self.console.print(table)
 
 
-def write_json(path: str | None, part: str, found: dict[str, Any], settings: dict[str, Any], rows: list) -> None:
-    """{benchmark, machine, settings, rows}; nothing without a path."""
-    if path is None or jax.process_index():
-        return
-    rows = [dataclasses.asdict(row) if dataclasses.is_dataclass(row) else row for row in rows]
-    content = {'benchmark': part, 'machine': found, 'settings': settings, 'rows': rows}
-    try:
-        pathlib.Path(path).write_text(json.dumps(content, indent=1) + '\n')
-    except OSError as error:
-        raise ConfigError(f'--json {path}: {error.strerror}') from None
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Where results go besides the terminal.
+
+    Attributes:
+        json: a file for everything; None: there is none.
+        pictures: a folder; None: nothing is drawn.
+    """
+
+    json: str | None = None
+    pictures: str | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError before anything is measured if the results could not be kept."""
+        if self.json is not None:
+            _check_file(self.json)
+        if self.pictures is not None:
+            _check_folder(self.pictures)
+
+    def write(self, part: str, found: dict[str, Any], settings: dict[str, Any], rows: Sequence[Any]) -> None:
+        """Writes {benchmark, machine, settings, rows} to the file, if there is one. Rows are dataclasses or dicts."""
+        if self.json is None or jax.process_index():
+            return
+        rows = [row if isinstance(row, dict) else dataclasses.asdict(row) for row in rows]
+        content = {'benchmark': part, 'machine': found, 'settings': settings, 'rows': rows}
+        try:
+            pathlib.Path(self.json).write_text(json.dumps(content, indent=1) + '\n')
+        except OSError as error:
+            raise ConfigError(f'--json {self.json}: {error.strerror}') from None
 
 
-def check_writable(json_path: str | None, out: str | None) -> None:
-    """Raises ConfigError before anything is measured if the results could not be kept."""
-    if json_path is not None:
-        file = pathlib.Path(json_path).absolute()
-        if not file.parent.is_dir():
-            raise ConfigError(f'--json {json_path}: the folder does not exist; make it')
-        if file.is_dir():
-            raise ConfigError(f'--json {json_path}: is a folder; name a file in it')
-        if not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise ConfigError(f'--json {json_path}: cannot be written; name another file')
-    if out is None:
-        return
+def _check_file(path: str) -> None:
+    file = pathlib.Path(path).absolute()
+    if not file.parent.is_dir():
+        raise ConfigError(f'--json {path}: the folder does not exist; make it')
+    if file.is_dir():
+        raise ConfigError(f'--json {path}: is a folder; name a file in it')
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f'--json {path}: cannot be written; name another file')
+
+
+def _check_folder(out: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -121,9 +145,41 @@ def check_writable(json_path: str | None, out: str | None) -> None:
         raise ConfigError(f'--out {out}: {error.strerror}') from None
 
 
+Row = TypeVar('Row', bound=Any)
+
+
+def add_speed_ratios(rows: Sequence[Row], speed: Callable[[Any], float | None]) -> list[Row]:
+    """Returns rows of mechanisms at contexts with `speed_over_softmax`: the speed over the speed of the baseline at the
+    same context. It is None for the baseline itself, and where one of the two ran out of memory."""
+    bases = {row.context: speed(row) for row in rows if row.mechanism == BASELINE}
+
+    def ratio(row: Any) -> float | None:
+        own, base = speed(row), bases.get(row.context)
+        return own / base if own and base and row.mechanism != BASELINE else None
+
+    return [dataclasses.replace(row, speed_over_softmax=ratio(row)) for row in rows]
+
+
+def present(*figures: float | None) -> list[float]:
+    """Returns figures of a row that did not run out of memory. Raises ValueError where one is None."""
+    found = [figure for figure in figures if figure is not None]
+    if len(found) < len(figures):
+        raise ValueError('a figure was not measured')
+    return found
+
+
+class ContextFigure(NamedTuple):
+    """A figure at a context length, and the least and greatest of its repeats, which are the band around it."""
+
+    context: int
+    value: float
+    least: float
+    greatest: float
+
+
 def draw_contexts(
     path: pathlib.Path,
-    points: dict[str, list[tuple[int, float, float, float]]],
+    points: Mapping[str, Sequence[ContextFigure]],
     label: str,
     dtype: str = '',
     **options: Any,
@@ -132,8 +188,7 @@ def draw_contexts(
 
     Args:
         path: of the picture without suffix.
-        points: mechanism → (context length, value, least and greatest of its repeats, which are the band around it);
-            what ran out of memory has no point.
+        points: by mechanism; what ran out of memory has no point.
         label: of the values, with their unit.
         dtype: in which they were computed; it stands above the axes, behind the devices.
         options: of `lm.plots.draw_lines`.
@@ -147,7 +202,7 @@ def draw_contexts(
             curves.append(plots.Curve(name, style, x, y, low, high))
     if not curves or jax.process_index():
         return []
-    ticks = sorted({n for found in points.values() for n, *_ in found})
+    ticks = sorted({point.context for found in points.values() for point in found})
     scales = dict(x_scale='log', y_scale='log', markers=True, ticks=ticks)
     title = ', '.join(filter(None, (f'{jax.device_count()} × {jax.devices()[0].device_kind}', dtype)))
     plots.draw_lines(path, curves, 'context length (tokens)', label, title=title, **scales, **options)

@@ -6,17 +6,17 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from lm.bench import results, timing
-from lm.bench.candidates import BASELINE, Candidate, change_context, of_models
+from lm.bench.candidates import Candidate, Selection, change_context
 from lm.hardware import Target, peak_flops
 from lm.plan import PlanCache, StepPlan, plan_step
 from lm.text import counted, digits
-from lm.training.mesh import MeshConfig, batch_sharding, initialize_distributed
+from lm.training.mesh import JobAddress, MeshConfig, batch_sharding, initialize_distributed
 from lm.training.program import lower_step
 from lm.training.step import State
 
@@ -65,19 +65,19 @@ class StepRow:
     speed_over_softmax: float | None = None
 
     @property
-    def speeds(self) -> 'Speeds | None':
+    def figure(self) -> results.ContextFigure | None:
         """Steps per second; None where the memory did not suffice."""
         if self.steps_per_second is None or self.slowest is None or self.fastest is None:
             return None
-        return Speeds(self.steps_per_second, self.slowest, self.fastest)
+        return results.ContextFigure(self.context, self.steps_per_second, self.slowest, self.fastest)
 
+    @property
+    def speed(self) -> str:
+        return 'OOM' if self.steps_per_second is None else digits(self.steps_per_second)
 
-class Speeds(NamedTuple):
-    """Steps per second over the repeats."""
-
-    median: float
-    slowest: float
-    fastest: float
+    @property
+    def speeds(self) -> str | None:
+        return None if self.figure is None else f'{digits(self.figure.least)}–{digits(self.figure.greatest)}'
 
 
 class TimedStep:
@@ -135,15 +135,38 @@ class TimedStep:
         return statistics.median(found)
 
 
-def run(arguments: Any) -> int:
-    """The command."""
-    results.check_writable(arguments.json, arguments.out)
-    initialize_distributed(MeshConfig(), arguments.job)
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """What `bench_step` measures; None stands for the default of the machine.
+
+    Attributes:
+        contexts: tokens per sequence.
+        tokens_per_step: over all devices.
+        microbatch_tokens: tokens of one device at a time, if a sequence has not more.
+        steps: timed together.
+        repeats: measurements per figure.
+    """
+
+    selection: Selection
+    output: results.Output
+    job: JobAddress
+    contexts: Sequence[int] | None = None
+    tokens_per_step: int | None = None
+    microbatch_tokens: int | None = None
+    steps: int | None = None
+    repeats: int = 5
+
+
+def bench_step(options: StepOptions) -> None:
+    """Times the steps, prints a table and writes what `options.output` asks for."""
+    options.output.check()
+    initialize_distributed(MeshConfig(), options.job)
     is_cpu = jax.default_backend() == 'cpu'
-    found = of_models(arguments, is_cpu)
-    contexts = sorted(set(arguments.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
-    tokens = arguments.tokens_per_step or jax.device_count() * contexts[-1]
-    limit, steps = arguments.microbatch_tokens or MICROBATCH_TOKENS, arguments.steps or (1 if is_cpu else 3)
+    selection = options.selection.with_model(is_cpu)
+    found = selection.candidates()
+    contexts = sorted(set(options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
+    tokens = options.tokens_per_step or jax.device_count() * contexts[-1]
+    limit, steps = options.microbatch_tokens or MICROBATCH_TOKENS, options.steps or (1 if is_cpu else 3)
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench step', machine))
     model = found[0].experiment.model
@@ -152,21 +175,20 @@ def run(arguments: Any) -> int:
     rows = []
     # An accelerator's memory should hold one state; on a CPU that others share, all take turns.
     for group in [found] if is_cpu else [[candidate] for candidate in found]:
-        rows += measure(group, contexts, tokens, limit, steps, arguments.repeats)
-    rows = compared(rows)
-    printer.table([dataclasses.asdict(row) | _printed(row) for row in rows], COLUMNS)
+        rows += measure(group, contexts, tokens, limit, steps, options.repeats)
+    rows = results.add_speed_ratios(sorted(rows, key=lambda row: row.context), lambda row: row.steps_per_second)
+    printer.table(rows, COLUMNS)
     settings = {
         'tokens_per_step': tokens,
         'steps': steps,
-        'repeats': arguments.repeats,
-        'gin_files': arguments.gin_file,
-        'gin_params': arguments.gin_param,
+        'repeats': options.repeats,
+        'gin_files': list(selection.gin_files),
+        'gin_params': list(selection.gin_params),
         'mechanisms': {c.name: [str(a) for a in c.experiment.model.pattern] for c in found},
     }
-    results.write_json(arguments.json, 'step', machine, settings, rows)
-    for name in draw(rows, arguments.out, dtype) if arguments.out else ():
+    options.output.write('step', machine, settings, rows)
+    for name in draw(rows, options.output.pictures, dtype) if options.output.pictures else ():
         printer.line(f'wrote {name}')
-    return 0
 
 
 def measure(
@@ -228,17 +250,6 @@ def _row(name: str, program: TimedStep, times: timing.Times | None, steps: int) 
     )
 
 
-def compared(rows: Sequence[StepRow]) -> list[StepRow]:
-    """The rows by context, with their speed over softmax where that was measured."""
-    speeds = {row.context: row.steps_per_second for row in rows if row.mechanism == BASELINE}
-    result = []
-    for row in sorted(rows, key=lambda row: row.context):
-        base = speeds.get(row.context)
-        ratio = row.steps_per_second / base if base and row.steps_per_second and row.mechanism != BASELINE else None
-        result.append(dataclasses.replace(row, speed_over_softmax=ratio))
-    return result
-
-
 COLUMNS = {
     'context': ('context', '{:,}'.format),
     'mechanism': ('mechanism', str),
@@ -246,7 +257,7 @@ COLUMNS = {
     'microbatches': ('microb.', '{:,}'.format),
     'remat': ('remat', str),
     'speed': ('steps/s', str),
-    'range': ('slowest–fastest', str),
+    'speeds': ('slowest–fastest', str),
     'tokens_per_second': ('tokens/s', '{:,.0f}'.format),
     'mfu': ('MFU', '{:.1%}'.format),
     'host_milliseconds': ('host ms', '{:.2f}'.format),
@@ -256,24 +267,18 @@ COLUMNS = {
 }
 
 
-def _printed(row: StepRow) -> dict[str, str | None]:
-    if (speeds := row.speeds) is None:
-        return {'speed': 'OOM', 'range': None}
-    return {'speed': digits(speeds.median), 'range': f'{digits(speeds.slowest)}–{digits(speeds.fastest)}'}
-
-
 def draw(rows: Sequence[StepRow], out: str, dtype: str) -> list[str]:
     """Steps a second against context length, as PolySketchFormer's Figure 4, and its Figure 1, time per token."""
-    steps: dict[str, list[tuple[int, float, float, float]]] = {}
-    times: dict[str, list[tuple[int, float, float, float]]] = {}
+    steps: dict[str, list[results.ContextFigure]] = {}
+    times: dict[str, list[results.ContextFigure]] = {}
     for row in rows:
         steps.setdefault(row.mechanism, [])
         times.setdefault(row.mechanism, [])
-        if (found := row.speeds) is not None:
+        if (found := row.figure) is not None:
             microseconds = 1e6 / (row.windows * row.context)  # per token at one step per second
-            steps[row.mechanism].append((row.context, found.median, found.slowest, found.fastest))
-            median, least, greatest = (microseconds / speed for speed in (found.median, found.fastest, found.slowest))
-            times[row.mechanism].append((row.context, median, least, greatest))
+            steps[row.mechanism].append(found)
+            per_token = (microseconds / speed for speed in (found.value, found.greatest, found.least))
+            times[row.mechanism].append(results.ContextFigure(row.context, *per_token))
     pictures = {'step_speed': (steps, 'training steps per second'), 'step_latency': (times, 'time per token (µs)')}
     return [
         file

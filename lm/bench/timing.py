@@ -94,6 +94,14 @@ def in_turns(
     return {key: _times(found[key]) if key in found else None for key in calls}
 
 
+def all_in_turns(calls: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[Key, Times]:
+    """Like `in_turns`, but raises OutOfMemory where the memory does not suffice for one of the calls."""
+    found = {key: times for key, times in in_turns(calls, repeats).items() if times is not None}
+    if missing := calls.keys() - found.keys():
+        raise OutOfMemory(f'{", ".join(map(str, missing))}: the memory of this machine does not suffice')
+    return found
+
+
 def _times(found: list[tuple[float, float]]) -> Times:
     seconds, cpu = zip(*found, strict=True)
     return Times(statistics.median(seconds), min(seconds), statistics.median(cpu), len(found), max(seconds))

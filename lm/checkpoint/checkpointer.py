@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from lm.checkpoint.clock import SaveClock
 from lm.checkpoint.config import CheckpointConfig
 from lm.checkpoint.folder import agree_on_steps, remove_failed, remove_unfinished, set_aside
-from lm.checkpoint.log_filter import Quiet
+from lm.checkpoint.log_filter import WriteErrorFilter
 from lm.checkpoint.losses import Losses
 from lm.checkpoint.snapshot import (
     Damaged,
@@ -48,7 +48,7 @@ class Restored(NamedTuple):
 
 
 class Checkpointer:
-    """Saves and restores the state of one run. In runs of several processes all of them call every method together.
+    """Saves and restores the state of one run. All processes of a run call every method together.
 
     Reading changes nothing on disk; unfinished leftovers are removed, and damaged or abandoned steps renamed, before
     the first save. Use it as a context manager: leaving it waits for the last save.
@@ -56,9 +56,9 @@ class Checkpointer:
     Args:
         directory: local path or gs:// address.
         config: when to save and what to keep.
-        fingerprints: name → value of what a checkpoint depends on (data, tokenizer, …); compared by name on restore.
+        fingerprints: name → value that a checkpoint depends on (data, tokenizer, …); compared by name on restore.
         on_saved: called with each step that has become complete on disk, in all processes.
-        measure: what evaluation losses are of; those of another measure do not compete for checkpoint.keep_best.
+        measure: describes the evaluation; losses of another measure do not compete for checkpoint.keep_best.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Checkpointer:
         self.config = config or CheckpointConfig()
         self.fingerprints = dict(fingerprints or {})
         self._on_saved = on_saved
-        self._quiet = Quiet()
+        self._log_filter = WriteErrorFilter()
         self._lazy_manager: 'Writer | None' = None
         self._pending: int | None = None
         self._restored: int | None = None
@@ -84,13 +84,14 @@ class Checkpointer:
         self._clock = SaveClock(self.config.save_every_minutes)
 
     def should_save(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step`, by number or by time. Ask once a step, in all processes."""
+        """Returns whether a checkpoint is due after `step`, by number or by time. Ask once per step, in all
+        processes."""
         every = (self.config.save_every_steps, self.config.keep_every)
         due = any(n is not None and step % n == 0 for n in every)
         return self._clock.is_due(step) or due
 
     def is_among_best(self, loss: float) -> bool:
-        """Whether a checkpoint with this evaluation loss would be one of the `keep_best`."""
+        """Returns whether a checkpoint with this evaluation loss would be one of the `keep_best`."""
         if not self.config.keep_best:
             return False
         self._manager()  # which reads the losses of the steps that are there
@@ -174,7 +175,7 @@ class Checkpointer:
             if self._lazy_manager is not None:
                 self._lazy_manager.close()
                 self._lazy_manager = None
-            self._quiet.stop()
+            self._log_filter.stop()
 
     def __enter__(self) -> 'Checkpointer':
         return self
@@ -264,7 +265,7 @@ class Checkpointer:
         if self._lazy_manager is None:
             from lm.checkpoint.writer import Writer  # Orbax takes half a second, which the first step need not wait for
 
-            self._quiet.start()
+            self._log_filter.start()
             self._tidy()
             config = self.config
             self._lazy_manager = Writer(
@@ -303,7 +304,7 @@ class Checkpointer:
                 self._on_saved(step)
 
     def _failed(self, step: int, error: Exception, is_fatal: bool = False) -> None:
-        self._quiet.failed()
+        self._log_filter.keep()
         self._losses.forget(step)
         self._ours.discard(step)
         if self._lazy_manager is not None:

@@ -29,7 +29,7 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
 
 
 def _groups(arrays: list[jax.Array]) -> Iterator[list[jax.Array]]:
-    """The arrays, a few at a time: where a program computes with temporaries, as on CPUs, those of all arrays together
+    """Yields the arrays, a few at a time. On CPUs programs compute with temporaries: for all arrays together, they
     would take as much memory as the state itself. All processes make the same groups."""
     limit = max(TOGETHER_AT_LEAST, int(TOGETHER * sum(x.nbytes for x in arrays)))
     group: list[jax.Array] = []

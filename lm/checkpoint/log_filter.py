@@ -1,4 +1,4 @@
-"""A failed write is said in one line: what Orbax and TensorStore print besides is left out."""
+"""A failed write is one line: this leaves out what Orbax and TensorStore print about it."""
 
 import logging
 import sys
@@ -11,10 +11,10 @@ HOOKS = ('excepthook', 'unraisablehook')
 LOGGERS = (absl_logging.get_absl_logger(), logging.getLogger('asyncio'))
 
 
-class Quiet:
-    """From `start` to `stop`, two things are not printed: the tracebacks that Orbax's threads and tasks log for one
-    failed write, and those of TensorStore's threads, which report to an event loop that the failure has closed. These
-    may come long after the failure: once there was one they are left out for good."""
+class WriteErrorFilter:
+    """Two kinds of tracebacks are not printed from `start` to `stop`. Orbax's threads and tasks log several for one
+    failed write. TensorStore's threads report to an event loop that the failure has closed. They may come long after
+    the failure: after one failure they are left out for good."""
 
     def __init__(self):
         self._filter = _Filter()  # an object of its own: two checkpointers may be at work
@@ -29,7 +29,8 @@ class Quiet:
             self._ours[name] = _without_closed_loops(self._before[name])
             setattr(sys, name, self._ours[name])
 
-    def failed(self) -> None:
+    def keep(self) -> None:
+        """Keeps the filters for good, after a failure."""
         self._ours.clear()
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints have the lowest evaluation losses (`checkpoint.keep_best`)."""
+"""The checkpoints with the lowest evaluation losses (`checkpoint.keep_best`)."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -9,8 +9,8 @@ class Losses:
     """Step → evaluation loss, of the steps that have one.
 
     Args:
-        measure: what the losses of this session are of. A run may be resumed with other settings of its evaluations;
-            losses before and after that are neither better nor worse than one another.
+        measure: describes the evaluations of this session. A resumed run may have other evaluations; losses of
+            different measures are not compared.
     """
 
     def __init__(self, measure: str = ''):
@@ -18,12 +18,13 @@ class Losses:
         self._found: dict[int, tuple[str, float]] = {}
 
     def add(self, step: int, loss: float) -> None:
-        """That of an evaluation of this session; one that is not finite does not count."""
+        """Adds the loss of an evaluation of this session. A loss that is not finite does not count."""
         if math.isfinite(loss):
             self._found[step] = self.measure, float(loss)
 
     def read(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """That of the record of a step, if it has one; those of older versions say no measure and count as this."""
+        """Adds the loss in the record of a step, if there is one. Records of older versions have no measure and count
+        as this one."""
         if isinstance(loss := metrics.get('loss'), float):
             self._found[step] = metrics.get('measure', self.measure), loss
 
@@ -31,16 +32,16 @@ class Losses:
         self._found.pop(step, None)
 
     def add_measure(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """What a record says of an evaluation: its metrics, and of a loss the measure."""
+        """Returns the metrics of an evaluation as a record holds them: a loss has its measure beside it."""
         return {**metrics, 'measure': self.measure} if self.measure and 'loss' in metrics else dict(metrics)
 
     def is_among_best(self, loss: float, count: int) -> bool:
-        """Whether fewer than `count` steps have a lower loss."""
+        """Returns whether fewer than `count` steps have a lower loss."""
         others = [other for measure, other in self._found.values() if measure == self.measure]
         return math.isfinite(loss) and sum(other < loss for other in others) < count
 
     def best(self, steps: Iterable[int], count: int) -> set[int]:
-        """Of these steps the `count` with the lowest losses of each measure; of equal ones the earlier."""
+        """Returns the `count` steps with the lowest losses of each measure. Of equal losses the earlier step wins."""
         found: dict[str, list[tuple[float, int]]] = {}
         for step in steps:
             if step in self._found:

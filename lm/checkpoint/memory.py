@@ -29,7 +29,7 @@ class ReadBudget:
 
 
 def give_back_memory() -> None:
-    """What was freed goes back to the system. The allocator of the GNU C library keeps blocks of up to 32 MiB, in each
+    """Gives freed memory back to the system. The allocator of the GNU C library keeps blocks of up to 32 MiB, in each
     thread's arena: after a restore as much as the whole state. Other libraries do this by themselves."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

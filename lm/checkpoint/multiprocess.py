@@ -1,7 +1,7 @@
-"""The processes of a job in one save: they wait for each other, and it fails in all of them or in none.
+"""A save by several processes: they wait for each other, and the save fails in all of them or in none.
 
-Orbax's own barrier waits twenty minutes for a process whose write has failed, for that one never comes. This one is a
-few keys in the store of jax.distributed, where a failure is seen by those who wait:
+Orbax's own barrier waits twenty minutes for a process whose write has failed and that never comes. This barrier is a
+few keys in the store of jax.distributed, where the waiting processes see a failure:
 
     lm/saves/<n>/failed/<process>       what went wrong there
     lm/saves/<n>/<barrier>/at/<process> it has come
@@ -30,10 +30,10 @@ LAST = f'{ALWAYS}:set_value_end', 2
 
 
 class ElsewhereError(Exception):
-    """The save has failed in another process, which says why."""
+    """The save has failed in another process, whose message explains it."""
 
 
-class Together:
+class SaveBarrier:
     """A barrier for `orbax.checkpoint.AsyncOptions`. Call `begin` before each save, in all processes.
 
     Orbax comes to the last barrier of a save while an exception is on its way where there was one: this is how a
@@ -45,7 +45,7 @@ class Together:
     """
 
     _numbers = itertools.count(1)
-    """Of the saves of this process, whoever makes them: the keys stay for as long as the job."""
+    """The number of the next save of this process, across all objects: the keys stay for as long as the job."""
 
     def __init__(self, client: Any, index: int, count: int):
         self.client, self.index, self.count = client, index, count
@@ -73,7 +73,7 @@ class Together:
         place = f'{self._root}/{key}.{self._visits[key]}'
         self.client.key_value_set(f'{place}/at/{self.index}', '')
         end = time.monotonic() + timeout_ms / 1000
-        while not (self._count(place) if self.index == 0 else self._is_told(place)):
+        while not (self._count(place) if self.index == 0 else self._is_complete(place)):
             if not key.startswith(ALWAYS):
                 self._check()
             if time.monotonic() > end:
@@ -92,7 +92,7 @@ class Together:
         self.client.key_value_set(f'{place}/done', '')
         return True
 
-    def _is_told(self, place: str) -> bool:
+    def _is_complete(self, place: str) -> bool:
         try:
             self.client.blocking_key_value_get(f'{place}/done', int(LOOK_SECONDS * 1000))
         except jax.errors.JaxRuntimeError as error:

@@ -1,8 +1,8 @@
-"""Orbax on s3://, which it knows in part.
+"""Makes Orbax write to s3://, which it supports in part.
 
-Orbax 0.12 lists s3:// among remote addresses, but asks "is it gs://?" wherever it decides how a save is completed (a
-marker file in place of a rename) and which driver of TensorStore writes. Here these questions get the same answer for
-s3://, whose specification is that of `lm.files.folder_spec`. Nothing changes for other addresses.
+Orbax 0.12 lists s3:// among remote addresses, but asks "is it gs://?" in two places: to complete a save (a marker file
+in place of a rename), and to choose the driver of TensorStore. Here s3:// gets the same answers, and its specification
+comes from `lm.files.folder_spec`. Nothing changes for other addresses.
 """
 
 import functools

@@ -34,10 +34,10 @@ COMMITTED = 'commit_success.txt'
 PARALLEL_ARRAYS = 8
 """Arrays read at a time, at most."""
 READ_SHARE, READ_AT_LEAST = 1 / 16, 2**24
-"""Of the bytes that this process reads, the share that is under way at a time, or one array: each is there as a file,
-decoded, and on its way to the devices at once. Bounds the host memory that a restore takes on top of the devices'."""
+"""The share of the bytes of this process that is read at a time, or one array. Each byte is in memory three times: as a
+file, decoded, and on its way to a device. This bounds the host memory of a restore."""
 DAMAGED, FAILED = 1, 1000
-"""What the processes tell one another: that the step is damaged, or this and the exit code of another failure."""
+"""The codes that processes exchange: the step is damaged; or FAILED plus the exit code of another failure."""
 
 
 class Leaf(TypedDict):
@@ -49,7 +49,7 @@ class Leaf(TypedDict):
 
 
 class CheckpointRecord(TypedDict):
-    """What a checkpoint says about itself."""
+    """The record of a checkpoint."""
 
     format: int  #: version of this format
     step: int  #: steps that are done
@@ -61,7 +61,7 @@ class CheckpointRecord(TypedDict):
 
 
 class Damaged(Exception):
-    """What is wrong with one step, naming the file or the array."""
+    """One step is damaged; the message names the file or the array."""
 
 
 class Snapshot:
@@ -96,7 +96,8 @@ class Snapshot:
         return record
 
     def restore(self, abstract_state: Any, fingerprints: Mapping[str, str], partial: bool = False) -> tuple[Any, dict]:
-        """(state like `abstract_state`, record). All processes together, with one outcome for all.
+        """Reads a state like `abstract_state`, and returns it with the record. All processes call it together and share
+        one outcome.
 
         Args:
             partial: leave out what the step lacks, and ignore what it has besides (nested dicts only).
@@ -104,7 +105,7 @@ class Snapshot:
         Raises:
             Damaged: files of the step are missing or cannot be parsed, or a checksum is wrong.
             MismatchError: it is in order but belongs to something else.
-            LmError: the storage, or this machine, has failed, which says nothing of the step.
+            LmError: the storage or this machine has failed; the step may be sound.
         """
         with _Agreement(self.step):
             record = self.record()
@@ -171,7 +172,7 @@ class Snapshot:
         return jax.make_array_from_single_device_arrays(store.shape, sharding, shards)
 
     def _compare(self, record: dict, abstract: Mapping, fingerprints: Mapping[str, str], partial: bool) -> None:
-        """Raises MismatchError unless fingerprints, names, shapes and dtypes are those of this run."""
+        """Raises MismatchError unless fingerprints, names, shapes and dtypes match this run."""
         for name, value in fingerprints.items():
             saved = record['fingerprints'].get(name)
             if saved != value:
@@ -230,7 +231,7 @@ def find_steps(directory: epath.Path) -> list[int]:
 
 
 def find_committed_steps(directory: epath.Path) -> list[int]:
-    """Those of `find_steps` that are complete; they may still turn out to be damaged."""
+    """Returns the steps that are complete, ascending. They may still turn out to be damaged."""
     return [step for step in find_steps(directory) if Snapshot(directory, step).is_committed()]
 
 
@@ -305,7 +306,8 @@ def list_last(items: list) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """The kind and text of an exception; of a long chain of causes, the first, and what the system said or the last."""
+    """Describes an exception in one line: its kind and text. A long chain of causes is cut to its first cause, and to
+    the message of the system or its last cause."""
     text = ' '.join(str(error).split())
     if len(text) > 400:
         system = re.search(r"os_error_code='(\d+)'", text)  # TensorStore's

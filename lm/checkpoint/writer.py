@@ -8,7 +8,7 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from lm.checkpoint.losses import Losses
-from lm.checkpoint.multiprocess import Together
+from lm.checkpoint.multiprocess import SaveBarrier
 from lm.checkpoint.object_storage import S3, teach_s3
 
 
@@ -34,12 +34,12 @@ class Writer(ocp.CheckpointManager):
         policies = [LatestN(keep_last), _Best(keep_best, losses)]
         if keep_every:
             policies.append(EveryNSteps(keep_every))
-        self._together = _together()
+        self._barrier = _make_barrier()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy(policies),
             # Folders at once: who writes into one that was never made would wait for it for minutes.
             async_options=ocp.AsyncOptions(
-                barrier_sync_fn=self._together, create_directories_asynchronously=not self._together
+                barrier_sync_fn=self._barrier, create_directories_asynchronously=not self._barrier
             ),
             lightweight_initialize=True,  # a damaged file of an old step must not stop a new one
             save_root_metadata=False,
@@ -48,8 +48,8 @@ class Writer(ocp.CheckpointManager):
 
     def write(self, step: int, arrays: Mapping[str, jax.Array], record: dict) -> None:
         """Starts to write a step: its arrays by flat names, and its record (`lm.checkpoint.snapshot`)."""
-        if self._together:
-            self._together.begin()
+        if self._barrier:
+            self._barrier.begin()
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(dict(arrays)), metadata=ocp.args.JsonSave(record))
         self.save(step, args=items, force=True)
 
@@ -59,13 +59,13 @@ class Writer(ocp.CheckpointManager):
         return False
 
 
-def _together() -> Together | None:
+def _make_barrier() -> SaveBarrier | None:
     """The barrier of this job's processes, if it has several."""
     from jax._src.distributed import global_state
 
     if jax.process_count() == 1:
         return None
-    return Together(global_state.client, jax.process_index(), jax.process_count())
+    return SaveBarrier(global_state.client, jax.process_index(), jax.process_count())
 
 
 class _Best:

@@ -13,8 +13,8 @@ from lm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """`scope/selector.parameter = value`, found at `where`; a macro `scope/selector = value` has no parameter.
-    What an `optional` one says of nested configurables (mechanisms, sources, rules) need not have an effect."""
+    """`scope/selector.parameter = value`, found at `where`; a macro `scope/selector = value` has no parameter. An
+    `optional` statement about nested configurables (mechanisms, sources, rules) need not have an effect."""
 
     scope: str
     selector: str
@@ -30,7 +30,8 @@ class Statement:
 
 
 def find_effective(bindings: dict[str, Statement], scope: str, name: str) -> dict[str, Statement]:
-    """Parameter → the statement that sets it where `@scope/name()` is built: that of the longest matching scope."""
+    """Returns parameter → the statement that sets it where `@scope/name()` is built. The longest matching scope
+    wins."""
     scopes = scope.split('/') if scope else []
     prefixes = ['/'.join(scopes[:n]) for n in range(len(scopes) + 1)]
     found: dict[str, Statement] = {}

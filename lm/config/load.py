@@ -5,7 +5,7 @@
 
 Gin's own parser reads the files into statements, whose names are checked (`lm.config.read`). Each section is built once
 from the statements that are in effect for it (`lm.config.resolve`). Afterwards every statement must have been used
-(`lm.config.checks`). Nothing of this is kept or shared: any number of threads may load at once.
+(`lm.config.checks`). No state is kept or shared, so that any number of threads may load at once.
 """
 
 import os

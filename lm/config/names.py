@@ -1,4 +1,4 @@
-"""What a binding is called today, and whether a run may be resumed with another value of it: as its field declares."""
+"""Names of bindings: the current name of an earlier one, and whether a resumed run may change its value."""
 
 import ast
 import contextlib

@@ -1,7 +1,7 @@
-"""Gin files and parameters → statements whose names are checked. The only file that imports gin, and of it the parser.
+"""Gin files and parameters → statements whose names are checked. This file alone imports gin, and only its parser.
 
-Nothing that a file says has run when this is done, unless imports were allowed: a value is a literal, a reference or
-the name of a macro. An `import` of a module that is there and has defined configurables needs no permission.
+Reading runs no code of a file, unless imports were allowed: a value is a literal, a reference or the name of a macro.
+An `import` of a module that is loaded and has defined configurables needs no permission.
 """
 
 import functools

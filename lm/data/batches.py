@@ -50,15 +50,14 @@ class Order:
 
 
 class BatchWindows(abc.ABC):
-    """Which tokens each step sees: step → start offsets of the windows of its batch. Subclasses say where an example
-    stands."""
+    """The windows of each step: step → start offsets of the windows of its batch. Subclasses place an example."""
 
     def __init__(self, context_length: int, batch_size: int, skip: tuple[tuple[int, int], ...] = ()):
         """
         Args:
             context_length: tokens predicted in a window, which is one token longer.
             batch_size: windows in a global batch.
-            skip: half-open ranges of batches that no step sees, such as those of a loss spike.
+            skip: half-open ranges of batches that no step sees, such as the batches of a loss spike.
         """
         self.context_length, self.batch_size = context_length, batch_size
         self.skip = merge_ranges(skip)
@@ -69,8 +68,8 @@ class BatchWindows(abc.ABC):
 
     @abc.abstractmethod
     def by_source(self, step: int, losses_AxB: np.ndarray, targets_AxB: np.ndarray | None = None) -> dict[str, float]:
-        """What is logged of step `step` besides its loss, from the mean losses of its windows, in their order, and how
-        many targets these are of; None: of equally many."""
+        """Returns the figures that are logged for a step besides its loss, from the mean loss of each window and its
+        number of targets. None: all windows have equally many targets."""
 
     @abc.abstractmethod
     def describe(self, steps: int, path: str) -> str:
@@ -127,7 +126,8 @@ class Windows(BatchWindows):
     def __init__(
         self, n_tokens: int, context_length: int, batch_size: int, seed: int, skip: tuple[tuple[int, int], ...] = ()
     ):
-        """`n_tokens` are those of the split, `seed` keys the order; the rest as in `BatchWindows`."""
+        """Takes the number of tokens of the split, and the seed that keys the order. `BatchWindows` describes the
+        rest."""
         super().__init__(context_length, batch_size, skip)
         self.order = Order(n_tokens, context_length, seed)
         self.count = self.order.count

@@ -1,4 +1,4 @@
-"""What a run learns from: prepared tokens, a mixture of them, or the examples of a synthetic task."""
+"""The data of a run: prepared tokens, a mixture of them, or the examples of a synthetic task."""
 
 import numpy as np
 
@@ -11,12 +11,12 @@ from lm.ops.documents import Documents
 from lm.tasks import Task, TaskStore
 
 Store = TokenStore | Mixture | TaskStore
-"""What training and evaluation read."""
+"""The data that training and evaluation read."""
 
 
 @configurable('data')
 class DataConfig(Configurable):
-    """Which prepared tokens, or which synthetic task, to train and evaluate on."""
+    """The prepared tokens, or the synthetic task, to train and evaluate on."""
 
     path: str = field(
         default='', resume=True, help='the token store that `lm prepare` writes: a folder, gs://… or s3://…'
@@ -43,11 +43,11 @@ class DataConfig(Configurable):
             raise ConfigError('data.mask_documents = True: the examples of a task are no documents; delete this')
 
     def documents(self, store: Store | None, mask: bool | None = None) -> Documents | None:
-        """How the documents of a window are told apart; None: they are not.
+        """Returns how the documents of a window are separated; None: they are not.
 
         Args:
-            store: what `open` gave; None where none is opened, and it does not matter which token ends a document.
-            mask: whether they are; None: `mask_documents` says so.
+            store: the result of `open`; None where no store is opened, and any token may end a document.
+            mask: whether they are separated; None: as `mask_documents` is set.
         """
         if not (self.mask_documents if mask is None else mask):
             return None
@@ -58,9 +58,10 @@ class DataConfig(Configurable):
         return np.dtype(np.int32) if self.task else token_dtype(vocab_size)
 
     def open(self, context_length: int, timeout: float | None = None) -> Store:
-        """What `path`, `mixture` or `task` names; `context_length` is that of a task's examples, `timeout` in seconds.
+        """Opens the store that `path`, `mixture` or `task` names. Examples of a task have `context_length` tokens;
+        `timeout` is in seconds.
 
-        Raises what `TokenStore.open`, `Mixture.open` and `TaskStore` raise.
+        Raises ConfigError, and the errors of `TokenStore.open`, `Mixture.open` and `TaskStore`.
         """
         if self.task is None and self.mixture:
             return Mixture.open(self.path, self.mixture, timeout)

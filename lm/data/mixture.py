@@ -1,9 +1,10 @@
-"""Several token stores as one: what a run learns from, in the shares that it names.
+"""Several token stores as one, in the shares that the configuration names.
 
     data.path = 'data'
     data.mixture = {'books': 0.7, 'web': 0.3}
 
-A split of the mixture is that of each store, one after another, so that an offset names a token of one of them.
+A split of the mixture consists of the same split of each store, one after another. An offset names a token of one
+store.
 """
 
 import hashlib
@@ -51,13 +52,13 @@ class Mixture:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """What a checkpoint depends on, by name: the tokens of all stores, in order, and their tokenizer."""
+        """Name → value that a checkpoint depends on: the tokens of all stores, in order, and their tokenizer."""
         content = json.dumps([store.fingerprint for store in self.stores.values()])
         return self._first.fingerprints | {'data': hashlib.sha256(content.encode()).hexdigest()}
 
     @property
     def info(self) -> dict[str, Any]:
-        """What all stores have in common of their dataset.json."""
+        """The part of dataset.json that all stores have in common."""
         return {'tokenizer': self._first.info['tokenizer']}
 
     def parts(self, split: str) -> dict[str, TokenStore]:
@@ -197,5 +198,5 @@ def _below(path: str, place: str) -> str:
 
 
 def _seed(seed: int, source: int) -> int:
-    """Of the order of a source: stores of equal length are not visited in the same order."""
+    """Returns the seed of the order of a source: stores of equal length are visited in different orders."""
     return int(np.random.SeedSequence([seed, source]).generate_state(1, np.uint64)[0])

@@ -13,9 +13,9 @@ def published_words(split: str, documents: int) -> int | None:
 
 
 def are_books(names: Collection[str]) -> bool:
-    """Whether files are named like PG-19's books: NUMBER.txt of Project Gutenberg's catalogue, from all over it.
+    """Returns whether files are named like PG-19's books: NUMBER.txt, from all over Project Gutenberg's catalogue.
 
-    Files that somebody numbered through are no books.
+    Files with consecutive numbers are no books.
     """
     numbers = [name.removesuffix('.txt') for name in names]
     if not numbers or not all(number.isdecimal() and number[0] != '0' for number in numbers):

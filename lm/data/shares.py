@@ -1,10 +1,10 @@
-"""Which source each example of a mixture comes from: exact shares, a pure function of the example's number.
+"""Chooses the source of each example of a mixture, in exact shares, as a pure function of the example's number.
 
-The order repeats after a period in which each source has a whole number of places. Inside a period, places are given by
-earliest deadline: the i-th example of a source with share w may stand from floor(i/w) on and must stand before
-ceil((i + 1)/w), which can always be kept (Baruah, Cohen, Plaxton and Varvel, "Proportionate progress: a notion of
-fairness in resource allocation", 1996). So of the first N examples a source has N·w to less than 1, and of any N
-consecutive ones to less than 2.
+The order repeats after a period in which each source has a whole number of places. Inside a period, the source with the
+earliest deadline takes a place. The i-th example of a source with share w may stand from floor(i/w) on. It must stand
+before ceil((i + 1)/w). All deadlines can always be met (Baruah, Cohen, Plaxton and Varvel, "Proportionate progress: a
+notion of fairness in resource allocation", 1996). Therefore a source has N·w of the first N examples, up to less than
+1. It has N·w of any N consecutive examples, up to less than 2.
 """
 
 import fractions
@@ -35,7 +35,7 @@ class Shares:
             self._rank[self._source == source] = np.arange(count)
 
     def __call__(self, example: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of example numbers from 0: the source of each, and its number among the examples of that source."""
+        """Returns the source of each example, and the number of the example within that source. Both count from 0."""
         period, place = np.divmod(example, self.period)
         source = self._source[place]
         return source, period * self.counts[source] + self._rank[place]

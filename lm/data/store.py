@@ -1,13 +1,12 @@
-"""The token store: what `lm prepare` writes and training and evaluation read.
+"""The token store, which `lm prepare` writes. Training and evaluation read it.
 
     dataset.json            source, cleaning, counts, fingerprints; written last, so its presence means "finished"
     tokenizer.model         the tokenizer (of Hugging Face: tokenizer.json; ranks: tokenizer.tiktoken)
     {split}/tokens          zarr3 array, uint16 or uint32: the documents one after another, each ended by the eod token
     {split}/document_ends   zarr3 array, int64: offset behind the eod token of each document
 
-The arrays are sharded into a few large files and checksummed (crc32c) in small chunks, so that a random window costs
-one or two short reads, on a local disk and in a bucket (gs://, s3://) alike, and a damaged byte is an error, never a
-token.
+The arrays are sharded into a few large files and checksummed (crc32c) in small chunks. A random window costs one or two
+short reads, on a local disk and in a bucket (gs://, s3://). A damaged byte is an error, never a token.
 """
 
 import hashlib
@@ -105,12 +104,12 @@ class TokenStore:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the tokens, the documents' ends and the tokenizer; says nothing of paths and versions."""
+        """SHA-256 of the tokens, the documents' ends and the tokenizer. It does not depend on paths and versions."""
         return self.info['fingerprint']
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """What a checkpoint depends on, by name."""
+        """Name → value that a checkpoint depends on."""
         return {'data': self.fingerprint, 'tokenizer': self.info['tokenizer']['sha256']}
 
     @property
@@ -339,7 +338,7 @@ def _checksum(info: dict[str, Any]) -> str:
 
 
 def _regroup(blocks: Iterable[np.ndarray], size: int, dtype: str) -> Iterator[np.ndarray]:
-    """The same elements in arrays of `size`, of which only the last may be shorter."""
+    """Yields the same elements in arrays of `size`; only the last one may be shorter."""
     buffer, filled = np.empty(size, dtype), 0
     for block in blocks:
         while len(block):

@@ -54,6 +54,7 @@ class RunModel(TemplateLM):
         answers = []
         scored_rows = self.run.scorer.score_rows(rows, accuracy=True)
         for (_, _, continuation), scored in zip(requests, scored_rows, strict=True):
+            assert scored.correct is not None  # it was asked for
             first = len(scored.nats) - len(continuation)
             answers.append((-float(scored.nats[first:].sum()), bool(scored.correct[first:].all())))
         return answers

@@ -75,9 +75,8 @@ class Block(nnx.Module):
             sizes = tuple(self.widths.values())
             self.mechanism_in = linear(config.d_model, sizes, 'embed', 'all_heads', part='mechanism')
         channels = sum(qkv_sizes)
-        self.convolution = None
-        if config.convolution:
-            self.convolution = ShortConvolution(channels, config.convolution, rngs, 'attention')
+        width = config.convolution  # assigned once: an attribute that began as None could hold no module
+        self.convolution = ShortConvolution(channels, width, rngs, 'attention') if width else None
         self.q_norm, self.k_norm = (
             rms_norm(dims.head_dim, 'head', rngs, part='attention', dtype=dtype) if config.qk_norm else None
             for _ in range(2)

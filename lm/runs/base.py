@@ -5,7 +5,7 @@ from lm.runs.run_dir import RunDir
 
 
 def check_start(branch_from: str | None, step: int | None, rewind_to: int | None) -> None:
-    """Raises ConfigError where these flags of `lm train` say nothing together."""
+    """Raises ConfigError where these flags of `lm train` contradict each other."""
     if (branch_from is None) != (step is None):
         given = f'--step {step}' if branch_from is None else f'--branch_from {branch_from}'
         raise ConfigError(f'{given}: give both --branch_from and --step, or none of them')
@@ -14,7 +14,8 @@ def check_start(branch_from: str | None, step: int | None, rewind_to: int | None
 
 
 def find_base(run_dir: str | None, branch_from: str | None, has_gin_files: bool) -> str | None:
-    """Returns the run's own config.gin if it exists and no gin file is given, or that of the run that it branches from.
+    """Returns the config.gin of the run if it exists and no gin file is given, or the config.gin of the run that it
+    branches from.
 
     Raises ConfigError where `branch_from` names no run.
     """

@@ -1,7 +1,7 @@
-"""A run that begins as a branch of another one (`lm train --branch_from RUN --step N`): from a checkpoint, with its
-parameters, optimizer state, step count and position in the data, under another schedule, other steps or other data.
+"""A run that begins as a branch of another run (`lm train --branch_from RUN --step N`). It starts from a checkpoint,
+with its parameters, optimizer state, step count and position in the data. Its schedule, steps or data may differ.
 
-run.json says so: {"branch": {"from": the other run, "step": N, "changed": [[binding, old, new], …]}}. metrics.jsonl
+run.json records it: {"branch": {"from": the other run, "step": N, "changed": [[binding, old, new], …]}}. metrics.jsonl
 begins with the other run's lines up to step N, so that curves are whole.
 """
 
@@ -25,7 +25,7 @@ from lm.runs.process_zero import run_on_process_zero
 from lm.runs.run_dir import RunDir
 
 FIXED = ('train.tokens_per_step', 'train.context_length', 'train.seed')
-"""What a step means in the data: under other values the branch would go on elsewhere in it."""
+"""The bindings that fix the position of a step in the data: the branch keeps their values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Branch:
         run_on_process_zero(lambda: self._check(experiment))
 
     def checkpointer(self, fingerprints: Mapping[str, str]) -> Checkpointer:
-        """Of the parent. Its data may be other ones than those of `fingerprints`, its tokenizer may not."""
+        """Opens the checkpoints of the parent. Its tokenizer must be the one in `fingerprints`; its data may differ."""
         tokenizer = {name: value for name, value in fingerprints.items() if name == 'tokenizer'}
         return Checkpointer(self.parent.checkpoints, fingerprints=tokenizer)
 
@@ -86,7 +86,8 @@ class Branch:
         return True
 
     def _config(self) -> str:
-        """That the parent's checkpoint was saved under; one of an older version keeps none, then config.gin."""
+        """Returns the configuration in the parent's checkpoint. A checkpoint of an older version has none: then
+        config.gin."""
         with Checkpointer(self.parent.checkpoints) as checkpointer:
             text = checkpointer.read_record(self.step)['metadata'].get('config')
         return text or read_text(self.parent.config)

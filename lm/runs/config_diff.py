@@ -38,7 +38,7 @@ def compare_texts(old: str, new: str) -> list[Change]:
 
 
 def compare_bindings(old: Mapping[str, str], new: Mapping[str, str]) -> list[Change]:
-    """Returns the bindings that differ, those of `old` first."""
+    """Returns the bindings that differ, first the ones that `old` has."""
     names = sorted(old.keys() | new.keys(), key=lambda name: (name not in old, name))
     return [Change(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
 

@@ -1,7 +1,7 @@
-"""Goodput: which share of the wall clock of a run went into steps that count, and where the rest went.
+"""Goodput: the share of the wall clock of a run that went into steps that count, and the accounts of the rest.
 
 The ledger is cumulative over all starts of a run. At each moment the time is charged to one account, so that the
-accounts (`Accounts`) add up to the wall clock since the first start, but for the time in which the run was finished.
+accounts (`Accounts`) add up to the wall clock since the first start, without the time in which the run was finished.
 """
 
 import contextlib
@@ -110,7 +110,8 @@ class Goodput:
         return self._laps[account] - before
 
     def describe_start(self) -> str:
-        """What this process has spent so far, in a line: '5.0s: imports 1.9s, compile 1.2s, …', the largest first."""
+        """Describes the time of this process so far in one line: '5.0s: imports 1.9s, compile 1.2s, …', the largest
+        first."""
         self._charge()
         spent = {account: self.seconds[account] - before for account, before in self._before.items()}
         spent |= {'lost': 0.0, 'restart': 0.0}

@@ -1,4 +1,4 @@
-"""Decides whether a run directory holds the run that a configuration describes, and says why not."""
+"""Decides whether a run directory holds the run that a configuration describes, and explains why not."""
 
 import dataclasses
 from collections.abc import Mapping

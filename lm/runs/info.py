@@ -25,11 +25,11 @@ from lm.runs.goodput import Ledger
 
 PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
 COMPILERS = ('jax', 'jaxlib', 'libtpu')
-"""Of these, another version makes other programs."""
+"""Packages whose versions change the compiled programs."""
 OWN = ('when', 'first_step', 'version_changes')
-"""What a start says of itself alone; the rest holds until a later one says otherwise."""
+"""Keys that belong to one start alone. All other keys hold until a later start has another value."""
 MOST_STARTS = 100
-"""That run.json lists: it is written anew with each save."""
+"""The most starts that run.json lists: it is written anew with each save."""
 
 
 class StartInfo(TypedDict):
@@ -68,7 +68,7 @@ BranchPoint = TypedDict(
 
 
 class RunInfo(TypedDict):
-    """What a run is, and what it ran on."""
+    """The contents of run.json."""
 
     started: str  #: first start, ISO 8601
     parameters: int  #: trainable parameters
@@ -125,13 +125,13 @@ def make_info(
     facts: Mapping[str, Any],
     rewind: tuple[int, Iterable[tuple[str, str | None, str | None]]] | None = None,
 ) -> dict[str, Any]:
-    """What run.json holds once the run has started again.
+    """Makes the contents of run.json for a run that has started again.
 
     Args:
-        old: what it held before; {} for a new run.
+        old: the contents before; {} for a new run.
         first_step: step that the run goes on from.
         facts: parameters, fingerprints, …, and `branch` (`lm.runs.branch`) of a run that has no checkpoint of its own.
-        rewind: (newest step before, what changed in the configuration) where the run was rewound to `first_step`.
+        rewind: (newest step before, changes of the configuration) where the run was rewound to `first_step`.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
     starts = list(old.get('starts', []))
@@ -179,7 +179,7 @@ def starts_left_out(info: Mapping[str, Any]) -> int:
 
 
 def to_text(info: Mapping[str, Any]) -> str:
-    """As it is written."""
+    """Formats run.json."""
     return json.dumps(info, indent=2) + '\n'
 
 
@@ -217,8 +217,8 @@ def git_commit() -> str | None:
 
 
 def check_not_imported(info: Mapping[str, Any], flag: str, path: Any) -> None:
-    """Raises ConfigError where run.json says that `lm import` has made the run, which then has weights alone; `flag`:
-    what names its `path`."""
+    """Raises ConfigError where `lm import` has made the run, which then has no optimizer state. `flag` names its
+    `path`."""
     if 'imported' in info:
         raise ConfigError(
             f'{flag} {path}: was made by lm import and has no optimizer state to go on with; train a new run from it: '

@@ -32,14 +32,14 @@ class InitialParameters:
             self._check(other, params)
 
     def take(self, weights: dict, abstract: dict) -> tuple[dict, str]:
-        """Weights in place of those that a seed has made. Projections of another shape stay those of the seed.
+        """Reads the weights, in place of the initial ones. Projections of another shape keep their initial values.
 
         Args:
             weights: `params` and `buffers`, nested dicts of arrays.
             abstract: the same as jax.ShapeDtypeStructs with the shardings of the result.
 
         Returns:
-            the weights, and one line that says which of them were taken.
+            the weights, and one line that names the ones that were not taken.
 
         Raises:
             AbsentError: the other run has no checkpoint.
@@ -61,7 +61,7 @@ class InitialParameters:
         return Checkpointer(RunDir(self.run_dir).checkpoints)
 
     def _check(self, other: Checkpointer, params: dict) -> dict[str, dict]:
-        """What the record says of each array of the checkpoint, by name."""
+        """Returns name → shape and type of each array of the checkpoint, after all checks."""
         step = other.latest_step()
         if step is None:
             raise AbsentError(f'{self._setting}: holds no checkpoint; name a run directory')

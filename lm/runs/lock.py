@@ -1,15 +1,15 @@
 """lock.json: one training at a time writes a run directory.
 
-The file names its owner and is renewed while the owner lives. It is written with TensorStore's conditional writes,
-which are atomic on local disks, gs:// and s3:// alike: of two that come at once, one gets it.
+The file names its owner and is renewed while the owner lives. TensorStore's conditional writes are atomic on local
+disks, gs:// and s3://: of two processes that come at once, one gets the lock.
 
-Who finds a lock asks whether its owner is dead. On the same host the process table answers at once, as does a reboot
-since. From another host nobody can look: there the lock is watched, and is taken over if it is not renewed for EXPIRES
-seconds; two that read different clocks cannot rob one another, because the watching itself lasts over two renewals. So
-is a lock watched that came with a copy of a run that goes on: it names the inode of the folder it was made for.
+A process that finds a lock asks whether its owner is dead. On the same host the process table answers at once, as does
+a reboot since. From another host the lock is watched, and is taken over if it is not renewed for EXPIRES seconds.
+Differing clocks do no harm, because the watching itself lasts over two renewals. A lock that was copied with its run
+names the inode of another folder, and is watched too.
 
-The answer to a write may be lost on its way: a client that repeats it is then told that something else lies there. So
-who is refused looks whose lock it is; each object signs its own.
+The answer to a write may be lost on its way. The repeated write then fails, because the lock is already there. A
+process that is refused therefore reads whose lock it is; each object signs its own.
 """
 
 import contextlib
@@ -58,16 +58,16 @@ class LockOwner(TypedDict):
 
 
 class OccupiedError(ConfigError):
-    """Another training is at work in the run directory, which says nothing about the one that is refused."""
+    """Another training is at work in the run directory. The refused one may be right in all else."""
 
 
 class RunLock:
     """A context inside which this job alone writes `directory`; process 0 holds the lock for all its processes.
 
-    Raises OccupiedError on entry where another training is alive, before anything is written, and ConfigError where a
-    process does not find the lock there, because the directory is on a disk of each host's own: the first checkpoint
-    would wait for its parts in vain. LmError where the lock itself cannot be written. Only the lock is removed at the
-    end, and a directory that was made for it alone.
+    Raises OccupiedError on entry where another training is alive, before anything is written. Raises ConfigError where
+    a process does not find the lock, because each host has a disk of its own: the first checkpoint would wait for its
+    parts in vain. Raises LmError where the lock cannot be written. The end removes the lock, and a directory that was
+    made for it alone.
     """
 
     def __init__(self, directory: epath.Path):
@@ -113,7 +113,7 @@ class RunLock:
                 os.rmdir(self.directory)  # only if nothing else was written
 
     def _why_not_seen(self, uuid: str) -> str | None:
-        """What keeps this process from seeing the lock of process 0; None: nothing."""
+        """Explains why this process does not see the lock of process 0; None: it does."""
         end = time.monotonic() + SEES
         while uuid != self._owner['uuid']:
             with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ class RunLock:
                 return
 
     def _how_lost(self) -> str:
-        """What has become of the lock, which is not this object's any more."""
+        """Explains what has become of the lock that this object has lost."""
         with contextlib.suppress(ValueError):
             if self._store.read(NAME).result().state == 'missing':
                 return f'its {NAME} is gone: the folder was moved, emptied or taken over by a training that has ended'
@@ -224,7 +224,8 @@ class RunLock:
 
 
 def is_occupied(directory: epath.Path) -> bool | None:
-    """Whether a training of another process is at work there; None where this one cannot tell, as of another host."""
+    """Returns whether a training of another process is at work there; None where that is unknown, as on another
+    host."""
     try:
         with reaching(directory):
             data = (directory / NAME).read_bytes()
@@ -253,7 +254,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _is_alive(owner: dict[str, Any], directory: epath.Path) -> bool | None:
-    """Whether the owner lives and means this directory; None where this process cannot tell."""
+    """Returns whether the owner lives and holds this directory; None where this process cannot know."""
     if owner.get('host') != socket.gethostname():
         return None
     if owner['boot'] != _boot():
@@ -275,7 +276,7 @@ def _is_alive(owner: dict[str, Any], directory: epath.Path) -> bool | None:
 
 
 def _inode(directory: epath.Path) -> int | None:
-    """That of a local directory, which a copy of it does not share; None where there is none, or none yet."""
+    """Returns the inode of a local directory, which a copy does not share; None where there is no inode yet."""
     try:
         return None if is_remote(directory) else os.stat(directory).st_ino
     except OSError:

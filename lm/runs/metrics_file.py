@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a logged step, in the order of the steps, each step once even after a restart.
+"""metrics.jsonl: one JSON object per logged step, in the order of the steps, each step once even after a restart.
 
 JSON has no numbers for what is not finite: they are written as the strings 'NaN', 'Infinity' and '-Infinity'.
 """
@@ -98,7 +98,7 @@ class MetricsFile:
             self._trackers.write(record)
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether the file has a record of kind eval for `step`, which is `resume_at` or later."""
+        """Returns whether the file has an evaluation of `step`, which is `resume_at` or later."""
         return step in self._evaluated
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""What process 0 alone does and all processes of a job share the outcome of, and what all of them must agree on."""
+"""Work of process 0 whose outcome all processes of a job share, and facts on which all of them must agree."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
-"""What lies in run directories, read for people: `lm inspect`, `lm sweep` and `lm report` stand on this.
+"""Reads run directories for `lm inspect`, `lm sweep` and `lm report`.
 
-Reading changes nothing, needs no device, and takes a run that is being written for what it is at that moment.
+Reading changes nothing and needs no device. A run that is being written is read as it is at that moment.
 """
 
 import ast
@@ -28,7 +28,7 @@ from lm.runs.paths import read_text
 from lm.runs.run_dir import RunDir
 
 OWN_BINDINGS = {'model.attention', 'train.steps', 'train.context_length'}
-"""Of every config.gin that `lm train` writes."""
+"""Bindings that every config.gin of `lm train` has."""
 NEEDED = {'train': ('loss', 'grad_norm', 'tokens', 'seconds'), 'eval': ('loss',)}
 """Kind of a record → its numbers that readers count on, besides the step."""
 NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def branched_at(self) -> int:
-        """Up to which step its records are those of the run that it is a branch of; 0: it is none."""
+        """The last step whose records come from the run that it branched from; 0: it is no branch."""
         branch = self.info.get('branch')
         return branch['step'] if isinstance(branch, dict) and isinstance(branch.get('step'), int) else 0
 
@@ -108,7 +108,7 @@ class Run:
         return self.info.get('imported')
 
     def is_finished(self) -> bool:
-        """Whether the last step was evaluated and its checkpoint is complete on disk.
+        """Returns whether the last step was evaluated and its checkpoint is complete on disk.
 
         A run that is stopped during its last evaluation has the checkpoint alone; `lm train` then makes up for it.
         """
@@ -166,7 +166,7 @@ class Run:
 
 
 def is_run(path: epath.Path) -> bool:
-    """Whether `path` is a run directory."""
+    """Returns whether `path` is a run directory."""
     return (path / 'config.gin').exists()
 
 
@@ -221,7 +221,7 @@ def read_jsonl(path: epath.Path) -> list[dict[str, Any]]:
 
 
 def _is_whole(record: dict[str, Any]) -> bool:
-    """Whether a record has the numbers that its readers count on."""
+    """Returns whether a record has the numbers that its readers need."""
     kind = record.get('kind')
     needed = NEEDED.get(kind, ()) if isinstance(kind, str) else ()
     return isinstance(record.get('step'), int) and bool(needed) and all(_is_number(record.get(k)) for k in needed)

@@ -1,4 +1,4 @@
-"""The directory of a run: what it was told, what it ran on, what it measured.
+"""The directory of a run: its configuration, its machines, its measurements.
 
 config.gin      the resolved configuration, complete and re-runnable
 run.json        parameter count, fingerprints, and of each start versions, git commit, command, devices (`lm.runs.info`)

@@ -1,4 +1,4 @@
-"""sweep.json, the results of a sweep: a row a point, for `lm sweep`, which writes it, and for whoever reads it.
+"""sweep.json, the results of a sweep: one row per point. `lm sweep` writes it.
 
 ROOT/sweep.json          {"kind": "sweep", "points": [row, …]}
 ROOT/points/NAME.json    how a point failed: {"exit_code": 43, "error": "…"}
@@ -17,7 +17,7 @@ from lm.text import si
 
 NAME, NOTES = SWEEP, 'points'
 MEASURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy')
-"""What an evaluation measures, as far as rows hold it."""
+"""The measures of an evaluation that rows hold."""
 
 
 class SweepRow(TypedDict):
@@ -82,7 +82,7 @@ def describe_status(status: str, exit_code: int | None) -> str:
 
 
 def is_final(row: dict[str, Any]) -> bool:
-    """Whether a point failed in a way that the same command would repeat."""
+    """Returns whether a point failed in a way that the same command would repeat."""
     return row['status'] == 'failed' and row['exit_code'] in FINAL
 
 

@@ -17,6 +17,7 @@ from lm.attention.linear import LinearAttention
 from lm.bench import attention, candidates, checkpoint, data, kernels, results, step, timing
 from lm.bench.attention.formulations import FORMULATIONS, computed_mechanisms
 from lm.cli import main
+from lm.cost_model import kernels as measured_kernels
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.hardware import Target
@@ -264,7 +265,12 @@ def test_step(tmp_path, capsys):
 def test_pictures_name_the_devices_and_the_dtype(tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(plots, '_save', lambda figure, path: kept.append(figure.axes[0]))
-    results.draw_contexts(tmp_path / 'x', {'a': [(16, 1.0, 0.5, 4.0), (32, 2.0, 1.0, 3.0)]}, 'time', 'bfloat16')
+    results.draw_contexts(
+        tmp_path / 'x',
+        {'a': [results.ContextFigure(16, 1.0, 0.5, 4.0), results.ContextFigure(32, 2.0, 1.0, 3.0)]},
+        'time',
+        'bfloat16',
+    )
     assert kept[0].get_title(loc='left') == f'{jax.device_count()} × {jax.devices()[0].device_kind}, bfloat16'
     (band,) = kept[0].collections  # of the repeats
     assert {tuple(point) for point in band.get_paths()[0].vertices} == {(16, 0.5), (16, 4), (32, 1), (32, 3)}
@@ -281,7 +287,7 @@ def test_bars_tell_their_lengths_in_three_digits(tmp_path, monkeypatch):
 
 def test_speeds_are_printed_without_powers_of_ten():
     row = step.StepRow('softmax', 512, 8, 1, 'none', 1, False, 1150.4, 869.6, 1200.0)
-    assert step._printed(row) == {'speed': '1,150', 'range': '870–1,200'}
+    assert (row.speed, row.speeds) == ('1,150', '870–1,200')
 
 
 def pretend_step(state, batch):
@@ -400,8 +406,8 @@ def test_data_mistakes(tmp_path, capsys):
 
 def test_kernels(monkeypatch, tmp_path, capsys):
     asked = []
-    row = kernels.KernelRow('splash', 'v5e', 'forward', 12.5, 0.5, 0.5, 0, 1.0, 2.0)
-    monkeypatch.setattr(kernels, 'kernels', lambda *arguments: asked.append(arguments) or [row])
+    row = measured_kernels.KernelRow('splash', 'v5e', 'forward', 12.5, 0.5, 0.5, 0, 1.0, 2.0)
+    monkeypatch.setattr(kernels, 'measure_kernels', lambda *arguments: asked.append(arguments) or [row])
     flags = ['--topology', 'v5e,v6e', '--parts', '2', '--json', str(tmp_path / 'k.json')]
     assert main(['bench', 'kernels', *flags, 'splash']) == 0
     assert asked == [('v5e', ['splash'], 2), ('v6e', ['splash'], 2)]
@@ -410,10 +416,10 @@ def test_kernels(monkeypatch, tmp_path, capsys):
 
 
 def test_kernels_that_compile_are_shown_beside_those_that_do_not(monkeypatch, tmp_path, capsys):
-    row = kernels.KernelRow('splash', 'v5e', 'forward', 12.5, 0.5, 0.5, 0, 1.0, 2.0)
+    row = measured_kernels.KernelRow('splash', 'v5e', 'forward', 12.5, 0.5, 0.5, 0, 1.0, 2.0)
     lines = [json.dumps(dataclasses.asdict(row)), json.dumps({'error': 'softmax: out of VMEM'})]
     done = subprocess.CompletedProcess([], 0, stdout='\n'.join(lines), stderr='')
-    monkeypatch.setattr(kernels.subprocess, 'run', lambda *_, **__: done)
+    monkeypatch.setattr(measured_kernels.subprocess, 'run', lambda *_, **__: done)
     command = ['bench', 'kernels', '--topology', 'v5e', 'splash', 'softmax']
     assert main([*command, '--json', str(tmp_path / 'k.json')]) == 2
     captured = capsys.readouterr()

@@ -10,7 +10,8 @@ import subprocess
 import jax
 import pytest
 
-from lm.bench import kernels
+from lm.bench.kernels import sum_cycles
+from lm.cost_model import kernels
 from lm.errors import ConfigError
 
 RECORD = pathlib.Path(__file__).parents[1] / 'data' / 'kernels.json'
@@ -58,7 +59,7 @@ def grown(rows, limits) -> list[str]:
 
 def test_record_meets_the_goals():
     rows = recorded()
-    sums = kernels.total(rows)
+    sums = sum_cycles(rows)
     assert {key: sums[key] for key, goal in GOALS.items() if sums[key] > goal} == {}
     networks = {r.kernel: r.cycles for r in rows if (r.case, r.generation) == ('sketch networks r=32', 'v5e')}
     assert networks['forward'] <= NETWORKS_GOAL
@@ -81,7 +82,7 @@ def test_gate_complains_of_growth():
 @pytest.mark.parametrize('topology', ['v9', 'cpu:2x2'])
 def test_unknown_generation(topology):
     with pytest.raises(ConfigError, match='v5e'):
-        kernels.kernels(topology)
+        kernels.measure_kernels(topology)
 
 
 def test_parts_share_the_tokens_alone():
@@ -95,19 +96,19 @@ def test_parts_share_the_tokens_alone():
 
 def test_unknown_case():
     with pytest.raises(ConfigError, match='r=33'):
-        kernels.kernels('v5e', ['r=33'])
+        kernels.measure_kernels('v5e', ['r=33'])
 
 
 def test_more_parts_than_chips():
     with pytest.raises(ConfigError, match='--parts 8: at most 4, the chips of v5e:2x2'):
-        kernels.kernels('v5e', ['softmax'], 8)
+        kernels.measure_kernels('v5e', ['softmax'], 8)
 
 
 def test_a_case_without_kernels_for_parts_is_not_a_missing_compiler(monkeypatch):
     done = subprocess.CompletedProcess([], 0, stdout='', stderr='')
     monkeypatch.setattr(kernels.subprocess, 'run', lambda *_, **__: done)
     with pytest.raises(ConfigError, match='--parts 2: no kernels of splash work on a part of a window'):
-        kernels.kernels('v5e', ['splash'], 2)
+        kernels.measure_kernels('v5e', ['splash'], 2)
 
 
 @pytest.mark.slow
@@ -115,7 +116,7 @@ def test_a_case_without_kernels_for_parts_is_not_a_missing_compiler(monkeypatch)
 @pytest.mark.parametrize('generation', ['v5e', 'v6e'])
 def test_nothing_has_grown(generation):
     limits = [row for row in recorded() if row.generation == generation and row.case != 'splash']
-    rows = kernels.kernels(generation, dict.fromkeys(row.case for row in limits))
+    rows = kernels.measure_kernels(generation, dict.fromkeys(row.case for row in limits))
     assert grown(rows, limits) == []
 
 
@@ -124,5 +125,5 @@ def test_nothing_has_grown(generation):
 @pytest.mark.parametrize('generation', ['v4', 'v5p', 'v7x'])
 def test_compiles_for_every_generation(generation):
     cases = [case for case in kernels.cases() if case not in ('splash', 'polynomial p=4')]
-    found = {(row.case, row.kernel) for row in kernels.kernels(generation, cases)}
+    found = {(row.case, row.kernel) for row in kernels.measure_kernels(generation, cases)}
     assert found >= set(itertools.product(cases, ('forward', 'backward')))

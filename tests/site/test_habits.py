@@ -55,6 +55,11 @@ def test_the_workflow_runs_what_ci_runs():
     assert set(workflow[True]) == {'push', 'pull_request', 'workflow_dispatch'}  # YAML reads `on` as True
 
 
+def test_ci_builds_the_site_and_runs_the_tests():
+    lines = (tiny.ROOT / '.ci' / 'run').read_text().splitlines()
+    assert lines.index('scripts/docs.sh') < lines.index('exec scripts/test.sh')
+
+
 def test_hooks_are_the_checks_of_the_tests():
     script = (tiny.ROOT / 'scripts' / 'lint.sh').read_text()
     checks = re.search(r'\|\| set -- (.*)$', script, re.MULTILINE)[1].split()

@@ -7,10 +7,9 @@ polysketch computed in other ways (`formulations`). Ratios to `plain`, the formu
 
 import dataclasses
 import functools
-import math
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from lm.attention import DEFAULT, HeadDims
 from lm.attention.linear import TOKENS, LinearAttention, LinearModule
 from lm.bench import results, timing
 from lm.bench.attention.formulations import FORMULATIONS, computed_mechanisms
-from lm.bench.candidates import BASELINE, Candidate, of_arguments
+from lm.bench.candidates import BASELINE, Candidate, Selection
 from lm.errors import ConfigError
 from lm.ops.linear_attention import linear_attention
 from lm.text import counted, digits
@@ -79,25 +78,49 @@ class Layer:
     arrays: Callable = lambda *qkv: qkv
 
 
-def run(arguments: Any) -> int:
-    """The command."""
-    results.check_writable(arguments.json, arguments.out)
-    found = of_arguments(arguments, formulations=computed_mechanisms())
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """What `bench_attention` measures; None stands for the default of the machine.
+
+    Attributes:
+        contexts: tokens per sequence.
+        tokens: of a call; the rows of a batch make up for it.
+        passes: of `PASSES`.
+        features_given: the operation of linear mechanisms alone, without what they make of its arguments.
+        repeats: measurements per figure.
+    """
+
+    selection: Selection
+    output: results.Output
+    contexts: Sequence[int] | None = None
+    tokens: int | None = None
+    heads: int | None = None
+    head_dim: int = 64
+    dtype: str | None = None
+    passes: Sequence[str] = PASSES
+    features_given: bool = False
+    repeats: int = 5
+
+
+def bench_attention(options: AttentionOptions) -> None:
+    """Prints a table and writes what `options.output` asks for."""
+    options.output.check()
+    found = options.selection.candidates(computed_mechanisms())
     is_cpu = jax.default_backend() == 'cpu'
-    contexts = sorted(set(arguments.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
-    tokens = arguments.tokens or (4096 if is_cpu else 2**17)
-    heads = arguments.heads or (4 if is_cpu else 12)
-    dtype = arguments.dtype or ('float32' if is_cpu else 'bfloat16')
-    if unknown := set(arguments.passes) - set(PASSES):
+    contexts = sorted(set(options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
+    tokens = options.tokens or (4096 if is_cpu else 2**17)
+    heads = options.heads or (4 if is_cpu else 12)
+    dtype = options.dtype or ('float32' if is_cpu else 'bfloat16')
+    if unknown := set(options.passes) - set(PASSES):
         raise ConfigError(f'--passes {min(unknown)}: must be of {", ".join(PASSES)}')
     printer, machine = results.Printer(), results.machine() | {'device_count': 1}
     printer.line(results.heading('lm bench attention', machine))
-    what = 'the operation of a layer, its arguments given' if arguments.features_given else 'one layer'
-    size = f'{counted(heads, "head")} of {arguments.head_dim}'
+    what = 'the operation of a layer, its arguments given' if options.features_given else 'one layer'
+    size = f'{counted(heads, "head")} of {options.head_dim}'
     printer.line(f'{what}, {size}, {dtype}, at least {tokens:,} tokens a call')
-    dims = HeadDims(heads, heads, arguments.head_dim)
-    given = arguments.features_given
-    sizes = contexts, arguments.passes, tokens, dims, jnp.dtype(dtype), arguments.repeats
+    dims = HeadDims(heads, heads, options.head_dim)
+    given = options.features_given
+    sizes = contexts, options.passes, tokens, dims, jnp.dtype(dtype), options.repeats
     rows = measure(found, *sizes, given, say=printer.progress)
     printer.progress()
     printer.table([_printed(row) for row in rows], COLUMNS)
@@ -106,16 +129,15 @@ def run(arguments: Any) -> int:
     settings = {
         'tokens': tokens,
         'heads': heads,
-        'head_dim': arguments.head_dim,
+        'head_dim': options.head_dim,
         'dtype': dtype,
-        'repeats': arguments.repeats,
-        'features_given': arguments.features_given,
+        'repeats': options.repeats,
+        'features_given': options.features_given,
         'mechanisms': {c.name: str(c.experiment.model.pattern[0]) for c in found},
     }
-    results.write_json(arguments.json, 'attention', machine, settings, rows)
-    for name in draw(rows, arguments.out, dtype) if arguments.out else ():
+    options.output.write('attention', machine, settings, rows)
+    for name in draw(rows, options.output.pictures, dtype) if options.output.pictures else ():
         printer.line(f'wrote {name}')
-    return 0
 
 
 def measure(
@@ -167,18 +189,18 @@ def check(candidate: Candidate, contexts: Sequence[int], given: bool) -> None:
     if len(pattern) > 1:
         names = ', '.join(attention.gin_name for attention in pattern)
         raise ConfigError(f'--mechanisms {candidate.name}: has layers of {names}; name one of them (lm bench step can)')
-    (attention,) = pattern
+    attention = next(iter(pattern))
     if given and not isinstance(attention, LinearAttention | DEFAULT):
         raise ConfigError(f'--features_given: {candidate.name} is neither linear nor {BASELINE}; leave it out')
     if not candidate.formulation:
         return
-    if not attention.local:
+    block = getattr(attention, 'block', 1)  # which a mechanism with other formulations has, as it has `local`
+    if not getattr(attention, 'local', None):
         raise ConfigError(f'--mechanisms {candidate.name}: needs {attention.gin_name}.local = True')
     for context in contexts:
-        if context % min(context, attention.block):
+        if context % min(context, block):
             raise ConfigError(
-                f'--contexts {context}: must be a multiple of {attention.gin_name}.block = {attention.block} '
-                f'for {candidate.name}'
+                f'--contexts {context}: must be a multiple of {attention.gin_name}.block = {block} for {candidate.name}'
             )
 
 
@@ -193,7 +215,7 @@ def build(candidate: Candidate, dims: HeadDims, given: bool = False) -> Layer:
 
     def whole(weights, *qkv):
         layer = nnx.merge(graph, *weights)
-        return compute(_arguments(layer, *qkv)) if compute else layer(*qkv)
+        return compute(_arguments(cast(LinearModule, layer), *qkv)) if compute else layer(*qkv)
 
     return Layer(whole, (parameters, buffers))
 
@@ -258,14 +280,13 @@ def _row(key: tuple, sequences: int, times: dict, memory: dict[str, float], name
     step, context, name = key
     is_cpu = jax.default_backend() == 'cpu'
     found, n = times.get(key), sequences * context
+    sizes = memory.get('temporary_mib'), memory.get('peak_mib')
+    row = LayerRow(name, context, step, sequences, True, temporary_mib=sizes[0], peak_mib=sizes[1])
     if found is None:
-        return LayerRow(name, context, step, sequences, True, **memory)
+        return row
     others = {base: times.get((step, context, base)) for base in BASELINES if base in names and base != name}
-    return LayerRow(
-        mechanism=name,
-        context=context,
-        passes=step,
-        sequences=sequences,
+    return dataclasses.replace(
+        row,
         out_of_memory=False,
         milliseconds=1e3 * found.seconds,
         least_milliseconds=1e3 * found.least,
@@ -275,7 +296,6 @@ def _row(key: tuple, sequences: int, times: dict, memory: dict[str, float], name
         microseconds_per_token=1e6 * found.seconds / n,
         speed_over={base: other.seconds / found.seconds for base, other in others.items() if other},
         cpu_over={base: other.cpu_seconds / found.cpu_seconds for base, other in others.items() if other and is_cpu},
-        **memory,
     )
 
 
@@ -294,7 +314,7 @@ COLUMNS = {
 
 
 def _printed(row: LayerRow) -> dict[str, Any]:
-    time = 'OOM' if row.out_of_memory else digits(row.milliseconds)
+    time = 'OOM' if row.milliseconds is None else digits(row.milliseconds)
     ratios = {base: f'{ratio:.2f}×' for base, ratio in row.speed_over.items()}
     ratios |= {base: f'{ratios[base]} ({ratio:.2f}× CPU)' for base, ratio in row.cpu_over.items()}
     return dataclasses.asdict(row) | {'time': time} | ratios
@@ -308,11 +328,13 @@ def summary(rows: Sequence[LayerRow]) -> list[str]:
             own = [r for r in rows if (r.passes, r.mechanism) == (step, name) and not r.out_of_memory]
             if len(own) > 1:
                 first, last = own[0], own[-1]
-                ratio = last.microseconds_per_token / first.microseconds_per_token
-                line = f'{step}, {name}: time per token at {last.context:,} over that at {first.context:,}: {ratio:.2f}'
-                if first.cpu_milliseconds:
-                    cpu = [r.cpu_milliseconds / (r.sequences * r.context) for r in (first, last)]
-                    line += f', by CPU time {cpu[1] / cpu[0]:.2f}'
+                begin, end = results.present(first.microseconds_per_token, last.microseconds_per_token)
+                contexts = f'at {last.context:,} over that at {first.context:,}'
+                line = f'{step}, {name}: time per token {contexts}: {end / begin:.2f}'
+                if first.cpu_milliseconds and last.cpu_milliseconds:
+                    begin = first.cpu_milliseconds / (first.sequences * first.context)
+                    end = last.cpu_milliseconds / (last.sequences * last.context)
+                    line += f', by CPU time {end / begin:.2f}'
                 lines.append(line)
     return lines
 
@@ -321,13 +343,13 @@ def draw(rows: Sequence[LayerRow], out: str, dtype: str = '') -> list[str]:
     """A picture a pass, as PolySketchFormer's Figure 1."""
     written = []
     for step in dict.fromkeys(row.passes for row in rows):
-        points: dict[str, list[tuple[int, float, float, float]]] = {}
+        points: dict[str, list[results.ContextFigure]] = {}
         for row in rows:
             own = points.setdefault(row.mechanism, [])
-            if row.passes == step and not row.out_of_memory and math.isfinite(row.microseconds_per_token):
-                a_token = row.microseconds_per_token / row.milliseconds
-                spread = a_token * row.least_milliseconds, a_token * row.greatest_milliseconds
-                own.append((row.context, row.microseconds_per_token, *spread))
+            if row.passes == step and not row.out_of_memory:
+                times = results.present(row.milliseconds, row.least_milliseconds, row.greatest_milliseconds)
+                per_token = (1e3 * time / (row.sequences * row.context) for time in times)
+                own.append(results.ContextFigure(row.context, *per_token))
         path = pathlib.Path(out, f'attention_{step.replace("+", "_")}')
         written += results.draw_contexts(path, points, 'time per token (µs)', dtype)
     return written

@@ -1,4 +1,4 @@
-"""What is done to the text of a document before it is tokenised: named, explicit, recorded in dataset.json."""
+"""Cleaning of the text of a document before it is tokenised: named, explicit, recorded in dataset.json."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def wiki40b_strip(text: str) -> str:
 
 
 def wiki40b_keep(text: str) -> str:
-    """Wiki-40B with its structure markers, as trax's Hourglass models it: says in dataset.json that this was chosen."""
+    """Wiki-40B with its structure markers, as trax's Hourglass models it. dataset.json records this choice."""
     return text
 
 

@@ -1,4 +1,4 @@
-"""What `lm prepare` can be told."""
+"""The configuration of `lm prepare`."""
 
 from lm.config.configurable import Configurable, configurable, field
 from lm.data.prepare.cleaning import CLEANINGS

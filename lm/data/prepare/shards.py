@@ -30,7 +30,7 @@ from lm.files import write_atomically
 BATCH_BYTES = 1_000_000
 """Documents tokenised together."""
 COMPARED_BYTES = 100_000
-"""Of each shard the documents at its beginning, about so much, and at least one, are compared with their tokens."""
+"""About so much text at the beginning of each shard, and at least one document, is compared with its tokens."""
 SAMPLE_READ = 4
 """Text read for the tokenizer's sample, as a multiple of the sample: it comes from all over the split."""
 
@@ -43,13 +43,13 @@ _tokenizers: dict[pathlib.Path, Tokenizer] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """What all shards of a preparation have in common."""
+    """The settings that all shards of a preparation have in common."""
 
     source: Source
     cleaning: str
     max_document_bytes: int
     folder: pathlib.Path
-    """Of the intermediate files; tokenizer.model lies in it."""
+    """The folder of the intermediate files, where tokenizer.model lies too."""
     strict: bool
     eod: str | None = None
     """Name of the end-of-document token; None: the tokenizer's own."""
@@ -66,7 +66,7 @@ class Preparation:
         return Result(self.folder / shard.split / f'{index:06d}')
 
     def is_finished(self, shard: Shard, index: int) -> bool:
-        """Whether the result is there. One with bad records, which was begun otherwise, is none if strict."""
+        """Returns whether the result is there. If strict, a result with bad records does not count."""
         counts = self.result(shard, index).counts()
         return counts is not None and not (self.strict and counts['bad'])
 
@@ -247,10 +247,10 @@ def _batches(job: Preparation, shard: Shard) -> Iterator[tuple[list[Document], l
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Text of at most `limit` bytes from all over the shards, the same whenever it is gone through.
+    """Text of at most `limit` bytes from all over the shards, the same in each iteration.
 
-    Shards spread evenly over the split are read, about SAMPLE_READ times the limit, and evenly spread pieces of their
-    documents are taken, so that neither a few long books nor the beginning of the split prevail.
+    It reads about SAMPLE_READ times the limit, from shards that are spread evenly over the split. It takes evenly
+    spread pieces of their documents, so that neither a few long books nor the beginning of the split prevail.
     """
 
     job: Preparation

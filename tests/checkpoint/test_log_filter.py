@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lm.checkpoint.log_filter import LOGGERS, Quiet
+from lm.checkpoint.log_filter import LOGGERS, WriteErrorFilter
 from lm.checkpoint.snapshot import describe_error
 
 LATE = 'Task exception was never retrieved\nfuture: <Task finished coro=<write() at /x/orbax/serialization.py:190>>'
@@ -18,7 +18,7 @@ def quiet(monkeypatch):
     monkeypatch.setattr(sys, 'excepthook', lambda kind, error, traceback: said.append(str(error)))
     for logger in LOGGERS:  # a checkpointer of another test whose write failed has left its filter for good
         monkeypatch.setattr(logger, 'filters', [])
-    one = Quiet()
+    one = WriteErrorFilter()
     one.start()
     return one, said
 
@@ -42,7 +42,7 @@ def test_a_failed_write_stays_quiet_after_the_end(quiet, caplog, has_failed):
     assert [r.getMessage() for r in caplog.records] == ['of somebody else']
     assert said == ['other']
     if has_failed:
-        one.failed()
+        one.keep()
     one.stop()
     late_reports()
     assert len(caplog.records) == (2 if has_failed else 4)

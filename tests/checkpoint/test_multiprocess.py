@@ -8,11 +8,11 @@ import jax
 import pytest
 
 from lm.checkpoint import multiprocess as together
-from lm.checkpoint.multiprocess import ALWAYS, ElsewhereError, Together
+from lm.checkpoint.multiprocess import ALWAYS, ElsewhereError, SaveBarrier
 
 
 class Store:
-    """What `Together` asks of jax.distributed's client."""
+    """What `SaveBarrier` asks of jax.distributed's client."""
 
     def __init__(self):
         self.values, self.changed = {}, threading.Condition()
@@ -44,7 +44,7 @@ def processes(monkeypatch):
     monkeypatch.setattr(together, 'LOOK_SECONDS', 0.02)
     monkeypatch.setattr(together, 'POLL_SECONDS', 0.005)
     store = Store()
-    found = [Together(store, index, 3) for index in range(3)]
+    found = [SaveBarrier(store, index, 3) for index in range(3)]
     for one in found:  # each process counts for itself; here they share a class
         one._numbers = itertools.count(1)
         one.begin()

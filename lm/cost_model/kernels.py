@@ -1,0 +1,201 @@
+"""Cycles of the TPU kernels without a TPU: read from the compiler's final schedule (`lm bench kernels`).
+
+libtpu compiles for a described topology on any machine and dumps the bundles that the core would issue, one a cycle.
+Our kernels are straight-line code, so bundles × grid steps is the time without waits for memory. For JAX's splash
+attention the same count reproduces the published forward time within 5 % and is about 25 % short on the backward one.
+
+`measure_kernels` starts a process of its own: libtpu reads its flags once, when it is loaded.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from lm.cost_model import schedules
+from lm.errors import ConfigError
+
+if TYPE_CHECKING:  # jax is imported late
+    from lm.cost_model.kernel_cases import Case
+
+TOPOLOGIES = {'v4': 'v4:2x2x1', 'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'v7x': 'tpu7x:2x2x1'}
+LENGTH, HEADS, HEAD_DIM = 32768, 12, 64
+
+
+def cases() -> dict[str, 'Case']:
+    """Returns name → the function of heads and a length that makes the call to compile."""
+    from lm.cost_model import kernel_cases
+
+    return kernel_cases.cases()
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelRow:
+    """One kernel on one generation, for `HEADS` heads of one sequence of `LENGTH` tokens in bfloat16.
+
+    Attributes:
+        case: of `cases`.
+        generation: a key of `TOPOLOGIES`.
+        kernel: 'forward' or 'backward'; 'sums': those before each block, which a backward pass forms again;
+            '2 folds' of a part of a window: the sums over its keys and over its queries.
+        cycles: per token and head.
+        matrix_unit: share of the cycles in which a matrix unit takes a row.
+        vector_unit: share of the vector units' slots in use.
+        spills: registers stored for want of registers, per grid step.
+        vmem_mib: on-chip memory; 0 where the compiler does not say.
+        temporaries_mib: HBM beside arguments and results, forward and backward together.
+    """
+
+    case: str
+    generation: str
+    kernel: str
+    cycles: float
+    matrix_unit: float
+    vector_unit: float
+    spills: int
+    vmem_mib: float
+    temporaries_mib: float
+
+
+class Refused(ConfigError):
+    """Some cases do not compile; `rows` are those of the others."""
+
+    def __init__(self, message: str, rows: list[KernelRow]):
+        super().__init__(message)
+        self.rows = rows
+
+
+def measure_kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -> list[KernelRow]:
+    """Compiles the kernels for a TPU generation and reads their schedules; takes seconds a case.
+
+    Args:
+        topology: 'v5e', or a topology such as 'v5e:4x8', of which the generation matters.
+        names: of `cases`; None: all, with `parts` those that have kernels for them.
+        parts: chips that share a window, each with as many tokens as else the whole.
+
+    Raises:
+        Refused: the compiler is missing, or fails with some of the cases.
+        ConfigError: an unknown generation or case, more parts than chips, cases none of which has kernels for parts.
+    """
+    generation = topology.split(':')[0].replace('tpu7x', 'v7x').replace('v5litepod', 'v5e')
+    if generation not in TOPOLOGIES:
+        raise ConfigError(f'--topology {topology}: the generation must be one of {", ".join(TOPOLOGIES)}')
+    chips = math.prod(map(int, TOPOLOGIES[generation].partition(':')[2].split('x')))
+    if parts > chips:
+        raise ConfigError(f'--parts {parts}: at most {chips}, the chips of {TOPOLOGIES[generation]}')
+    names = list(cases() if names is None else names)
+    if unknown := [name for name in names if name not in cases()]:
+        raise ConfigError(f'case {unknown[0]!r}: must be one of {", ".join(map(repr, cases()))}')
+    with tempfile.TemporaryDirectory() as dump:
+        command = [sys.executable, '-m', 'lm.cost_model.kernels', generation, dump, str(parts), *names]
+        done = subprocess.run(command, env=schedules.environment(dump), capture_output=True, text=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
+    errors = [line['error'] for line in lines if 'error' in line]
+    rows = [KernelRow(**line) for line in lines if 'error' not in line]
+    if done.returncode == 0 and not lines:
+        raise ConfigError(f'--parts {parts}: no kernels of {", ".join(names)} work on a part of a window; leave it out')
+    if done.returncode:
+        errors.append((done.stderr.strip().splitlines() or ['no output'])[-1] + ' (the `tpu` extra brings libtpu)')
+    if errors:
+        raise Refused(f'--topology {topology}: cannot compile {"; ".join(errors)}', rows)
+    return rows
+
+
+def _work(generation: str, dump: str, parts: str, *cases: str) -> None:
+    for case in cases:
+        try:
+            rows = [dataclasses.asdict(row) for row in measure_case(case, generation, dump, int(parts))]
+        except Exception as error:  # The compiler raises many kinds; the parent process reports the first line.
+            rows = [{'error': f'{case}: {str(error).strip().splitlines()[0]}'}]
+        for row in rows:
+            print(json.dumps(row), flush=True)
+
+
+def in_parts(inputs: Any, parts: int) -> tuple[Any, Any]:
+    """How chips share arrays [B, L, …], and the arrays with `parts` times as many tokens; each has the others whole."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    from lm.ops.platform import SEQUENCE_AXIS
+
+    def is_split(x):
+        return x.shape[1:2] == (LENGTH,)
+
+    def longer(x):
+        return jax.ShapeDtypeStruct((x.shape[0], parts * LENGTH, *x.shape[2:]), x.dtype) if is_split(x) else x
+
+    specs = jax.tree.map(lambda x: PartitionSpec(None, SEQUENCE_AXIS) if is_split(x) else PartitionSpec(), inputs)
+    return specs, jax.tree.map(longer, inputs)
+
+
+def measure_case(case: str, generation: str, dump: str, parts: int = 1) -> list[KernelRow]:
+    """The rows of one case, in a process whose libtpu dumps to `dump`; none where parts of a window have no kernels."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, PartitionSpec
+
+    from lm.attention import HeadDims
+    from lm.ops.platform import SEQUENCE_AXIS
+
+    devices = topologies.get_topology_desc(platform='tpu', topology_name=TOPOLOGIES[generation]).devices
+    shutil.rmtree(dump, ignore_errors=True)
+    with jax.set_mesh(Mesh(np.array(devices[:parts]), (SEQUENCE_AXIS if parts > 1 else 'data',))):
+        call = cases()[case](HeadDims(HEADS, HEADS, HEAD_DIM), LENGTH)
+        steps, inputs, function = call.steps, call.inputs, call.function
+        if parts > 1:
+            if call.part_steps is None:
+                return []
+            steps = call.part_steps
+            specs, inputs = in_parts(inputs, parts)
+            function = jax.shard_map(
+                function, in_specs=specs, out_specs=PartitionSpec(None, SEQUENCE_AXIS), check_vma=False
+            )
+
+        def step(inputs, gradient):
+            o, vjp = jax.vjp(function, *inputs)
+            return o, vjp(gradient)
+
+        compiled = jax.jit(step).lower(inputs, jax.eval_shape(function, *inputs)).compile()
+    try:
+        text = compiled.as_text() or ''
+    except jax.errors.JaxRuntimeError:  # On v7x the compiler moves copies to SparseCores in words that jaxlib lacks.
+        text = ''
+    memory = compiled.memory_analysis()
+    temporaries = memory.temp_size_in_bytes if memory else 0
+    rows = []
+    for (kernel, name), tokens in steps.items():
+        schedule = schedules.read_schedule(dump, name, longest=call.skips)
+        rows.append(
+            KernelRow(
+                case=case,
+                generation=generation,
+                kernel=kernel,
+                cycles=round(schedule.bundles / tokens, 3),
+                matrix_unit=round(schedule.use('MATMUL', 'MXU'), 3),
+                vector_unit=round(schedule.use('VALU'), 3),
+                spills=schedule.count('VSTORE:SPILL'),
+                vmem_mib=round(_vmem(text, name) / 2**20, 2),
+                temporaries_mib=round(temporaries / 2**20, 1),
+            )
+        )
+    return rows
+
+
+def _vmem(text: str, name: str) -> int:
+    """Bytes of scoped VMEM that the compiled program `text` gives to the kernel."""
+    size = r'"memory_space":"1","offset":"\d+","size":"(\d+)"'
+    lines = [line for line in text.splitlines() if 'tpu_custom_call' in line and name in line]
+    return max(
+        (int(n) for line in lines for n in re.findall(rf'used_scoped_memory_configs":\[\{{{size}', line)), default=0
+    )
+
+
+if __name__ == '__main__':
+    _work(*sys.argv[1:])
