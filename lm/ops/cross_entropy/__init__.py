@@ -12,7 +12,7 @@ from lm.ops.cross_entropy.cap import capped
 from lm.ops.cross_entropy.types import (
     CrossEntropyCall,
     CrossEntropyImplementation,
-    Losses,
+    TokenLosses,
     WeightedCall,
     WeightedLosses,
 )
@@ -47,7 +47,7 @@ def cross_entropy(
     normalizer: Literal[True],
     chunk: int | None = None,
     implementation: str | None = None,
-) -> Losses: ...
+) -> TokenLosses: ...
 
 
 def cross_entropy(
@@ -60,7 +60,7 @@ def cross_entropy(
     normalizer: bool = False,
     chunk: int | None = None,
     implementation: str | None = None,
-) -> Annotated[jax.Array, 'BxL'] | Losses:
+) -> Annotated[jax.Array, 'BxL'] | TokenLosses:
     """Computes -log softmax(x · embedding^T + bias)[target] of every token.
 
     Matrix products are in the dtype of x with float32 accumulation; all else is float32.
@@ -123,7 +123,7 @@ def weighted_cross_entropy(
 __all__ = [
     'IMPLEMENTATIONS',
     'CrossEntropyCall',
-    'Losses',
+    'TokenLosses',
     'WeightedCall',
     'WeightedLosses',
     'capped',

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from lm.ops.cross_entropy.cap import capped
-from lm.ops.cross_entropy.types import CrossEntropyCall, Losses, WeightedCall, WeightedLosses
+from lm.ops.cross_entropy.types import CrossEntropyCall, TokenLosses, WeightedCall, WeightedLosses
 
 
-def cross_entropy(call: CrossEntropyCall) -> Losses:
+def cross_entropy(call: CrossEntropyCall) -> TokenLosses:
     """Computes log Σ_v exp(logit_v) - logit_target."""
     nats_BxL, total_BxL = _nats_and_normalizers(call)
-    return Losses(nats_BxL, total_BxL if call.normalizer else None)
+    return TokenLosses(nats_BxL, total_BxL if call.normalizer else None)
 
 
 def weighted_cross_entropy(call: WeightedCall) -> WeightedLosses:

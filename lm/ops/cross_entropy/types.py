@@ -34,7 +34,7 @@ class WeightedCall(CrossEntropyCall):
     z_loss: float = 0.0
 
 
-class Losses(NamedTuple):
+class TokenLosses(NamedTuple):
     """The loss of every token in nats, and log Σ_v exp(logit_v) where the call asks for it; float32."""
 
     nats_BxL: jax.Array
@@ -51,7 +51,7 @@ class WeightedLosses(NamedTuple):
 class CrossEntropyImplementation(Implementation[CrossEntropyCall], Protocol):
     """A module that computes cross-entropies."""
 
-    def cross_entropy(self, call: CrossEntropyCall) -> Losses:
+    def cross_entropy(self, call: CrossEntropyCall) -> TokenLosses:
         """Computes the losses of all tokens."""
         ...
 

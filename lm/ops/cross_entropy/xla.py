@@ -15,7 +15,7 @@ from jax import lax
 from lm.ops import platform
 from lm.ops.blocks import even_block, fresh, loop, put, start, take
 from lm.ops.cross_entropy.cap import capped, capped_slope
-from lm.ops.cross_entropy.types import CrossEntropyCall, Losses, WeightedCall, WeightedLosses
+from lm.ops.cross_entropy.types import CrossEntropyCall, TokenLosses, WeightedCall, WeightedLosses
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.dots import dot
 
@@ -69,7 +69,7 @@ class TokenGradients(NamedTuple):
     dlog_normalizer_T: jax.Array | None
 
 
-def cross_entropy(call: CrossEntropyCall) -> Losses:
+def cross_entropy(call: CrossEntropyCall) -> TokenLosses:
     """Computes the losses chunk by chunk; the backward pass computes each chunk's logits again."""
     settings = Settings(_chunk(call), call.cap, normalizer=call.normalizer)
 
@@ -194,11 +194,11 @@ def _as_parameters(gradients: _Gradients, operands: _Operands) -> _Gradients:
 
 
 @custom_vjp(0)
-def _compute_losses(settings: Settings, operands: _Operands) -> Losses:
+def _compute_losses(settings: Settings, operands: _Operands) -> TokenLosses:
     return _forward(settings, operands)[0]
 
 
-def _forward(settings: Settings, operands: _Operands) -> tuple[Losses, tuple[_Operands, jax.Array]]:
+def _forward(settings: Settings, operands: _Operands) -> tuple[TokenLosses, tuple[_Operands, jax.Array]]:
     """Returns the losses and the residuals: the operands and the log-normalizers."""
     (chunk, cap), length = settings[:2], operands.targets_BxL.shape[1]
     weights_VxD = operands.rounded_VxD
@@ -212,10 +212,10 @@ def _forward(settings: Settings, operands: _Operands) -> tuple[Losses, tuple[_Op
     zeros_BxL = jnp.zeros(operands.targets_BxL.shape, jnp.float32)
     n_chunks = -(-length // chunk)
     nats_BxL, total_BxL = loop(0, n_chunks, one_chunk, (zeros_BxL, zeros_BxL), n_chunks == 1)
-    return Losses(nats_BxL, total_BxL if settings.normalizer else None), (operands, total_BxL)
+    return TokenLosses(nats_BxL, total_BxL if settings.normalizer else None), (operands, total_BxL)
 
 
-def _backward(settings: Settings, residuals: tuple[_Operands, jax.Array], cotangents: Losses) -> tuple[_Operands]:
+def _backward(settings: Settings, residuals: tuple[_Operands, jax.Array], cotangents: TokenLosses) -> tuple[_Operands]:
     operands, total_BxL = residuals
     (chunk, cap), length = settings[:2], operands.targets_BxL.shape[1]
     weights_VxD = operands.rounded_VxD

@@ -4,7 +4,7 @@ B batch, L length, N sketches of G heads each, M vector size, E hidden units, r 
 """
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 
@@ -112,8 +112,8 @@ class Sketched(NamedTuple):
             the networks where that is formed, which on TPUs is on chip.
     """
 
-    sketches: tuple[jax.Array, ...]
-    vectors: tuple[jax.Array, ...]
+    sketches: Annotated[tuple[jax.Array, ...], 'BxLxNxGxR']
+    vectors: Annotated[tuple[jax.Array, ...], 'BxLxNxGxM']
 
 
 class SketchImplementation(Implementation[SketchCall], Protocol):
