@@ -33,11 +33,7 @@ def page(name: str) -> str:
 
 
 def keys(cls: type) -> list[tuple[str, str, str]]:
-<<<<<<< HEAD
-    """(key, type, meaning) of each key of a `TypedDict`; the keys of its bases come first."""
-=======
     """Returns (key, type, meaning) of each key of a `TypedDict`. Keys of its bases come first."""
->>>>>>> main
     return [entry for base in _bases(cls) for entry in keys(base)] + own_keys(cls)
 
 

@@ -32,11 +32,7 @@ def choices() -> dict[type, dict[str, type]]:
 
 
 def page() -> str:
-<<<<<<< HEAD
-    """The tables of all sections, then the tables of all values."""
-=======
     """Returns the tables of all sections, then the tables of all values."""
->>>>>>> main
     parts = ['## Sections', *(_configurable(name, cls) for name, cls in sections().items())]
     for base, values in choices().items():
         takers = [code(taker) for taker in _takers()[base]]
