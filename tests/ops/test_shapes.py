@@ -5,7 +5,7 @@ from typing import Annotated, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from shapes import ShapeError, checked, checked_calls
+from shape_checks import ShapeError, checked, checked_calls
 
 from lm.ops import (
     cross_entropy,
