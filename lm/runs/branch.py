@@ -102,15 +102,15 @@ def find_branch(run: RunDir, parent: str | None, step: int | None, rewind_to: in
     recorded = read_raw(run.info).get('branch') or {}
     recorded = recorded if {'from', 'step'} <= recorded.keys() else {}
     if parent is not None:
-        wanted = {'from': str(RunDir(parent).path), 'step': step}
-        if wanted['from'] == str(run.path):
+        requested = {'from': str(RunDir(parent).path), 'step': step}
+        if requested['from'] == str(run.path):
             raise ConfigError(f'--branch_from {parent}: is the run itself; name a new --run_dir, or use --rewind_to')
-        if run.config.exists() and not (recorded and recorded | wanted == recorded):
+        if run.config.exists() and not (recorded and recorded | requested == recorded):
             was = f'a branch of {recorded["from"]} at step {recorded["step"]}' if recorded else 'not a branch'
             raise MismatchError(
                 f'--run_dir {run.path}: holds a run that has begun, {was}; name a new --run_dir for the branch'
             )
-        recorded = wanted
+        recorded = requested
     with Checkpointer(run.checkpoints) as own:
         if not recorded or own.all_steps():
             return None
