@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Compares lm with code of others, in an environment of its own (.venv-audit, 3 GB of wheels from package registries):
-# attention against fla-core, performer-pytorch, PyTorch, JAX and tokamax, models against transformers, the loss and the
-# optimizer against PyTorch and optax, and what a run writes against Orbax, safetensors, SentencePiece and
-# lm-evaluation-harness. Prints a table; exits with 1 where a difference is above its tolerance. Some minutes;
-# docs/audit.md has the table.
+# Compares lm with code by other authors, in a separate environment (.venv-audit, 3 GB of wheels from package registries):
+#
+#   attention                      fla-core, performer-pytorch, PyTorch, JAX, tokamax
+#   models                         transformers
+#   loss and optimizer             PyTorch, optax
+#   what a run writes              Orbax, safetensors, SentencePiece, lm-evaluation-harness
+#
+# Prints a table. Exits with 1 where a difference is above its tolerance. Takes some minutes. docs/audit.md has the table.
 #
 #   scripts/audit.sh [--markdown] [--only WORD]
 #   PYTHON=python3.12 scripts/audit.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the documentation site from docs/ into docs/_build/html; warnings are errors. Needs no network once the
-# packages of the extra [docs] are installed, which it installs into .venv first.
+# Builds the documentation site from docs/ into docs/_build/html. Warnings are errors. First installs the packages of the
+# extra [docs] into .venv. Needs no network once they are installed.
 #
 #   scripts/docs.sh           then open docs/_build/html/index.html
 #   INSTALL=0 scripts/docs.sh with what is installed

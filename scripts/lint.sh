@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Checks all files without running them, with the tools of the extra [test]: scripts/test.sh and pre-commit call it.
+# Checks all files without running them, with the tools of the extra [test]. scripts/test.sh and pre-commit call it.
 #
-#   scripts/lint.sh              every check but pyright, which takes a minute
-#   scripts/lint.sh ruff-check   one of them: ruff-check ruff-format shellcheck pyright
+#   scripts/lint.sh              every check except pyright, which takes a minute
+#   scripts/lint.sh ruff-check   one check: ruff-check ruff-format shellcheck pyright
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=${VENV:-.venv}/bin

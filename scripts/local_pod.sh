@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Rehearses a pod on this machine: the same command as N processes that talk through gloo on the CPU.
+# Rehearses a pod on this machine: runs the same command as N processes that communicate through gloo on the CPU.
 #
 #   scripts/local_pod.sh 2 -- lm train --gin_file configs/experiments/quickstart.gin --run_dir runs/pod
 #   scripts/local_pod.sh --devices 4 --only 0 2 -- lm train …
 #
-#   --devices D   simulated devices of each process (default 1)
-#   --only I      show the output of process I alone; that of the others appears if they fail
+#   --devices D   simulated devices per process (default 1)
+#   --only I      show the output of process I alone; the output of the others appears if they fail
 #
 # Adds --coordinator_address, --process_count and --process_id to the command. Lines begin with the number of their
-# process. When one process fails the others are asked to end, and killed LOCAL_POD_GRACE (20) seconds later. SIGTERM and
-# Ctrl-C reach all of them as SIGTERM: the run saves and ends with 42. The exit code is that of the first that failed.
+# process. When one process fails, the others get SIGTERM, and SIGKILL after LOCAL_POD_GRACE (20) seconds. SIGTERM and
+# Ctrl-C reach all of them as SIGTERM: the run saves and ends with 42. The exit code is the code of the first that failed.
 set -euo pipefail
 name=$(basename "$0")
 fail() {
@@ -38,9 +38,9 @@ if [ "${1:-}" = -- ]; then shift; fi
 [ $# -gt 0 ] || fail 'no command; for example: scripts/local_pod.sh 2 -- lm train …'
 command -v "$1" >/dev/null || fail "$1: no such command; install the package, or activate its environment"
 
-# Unbuffered: the lines go through a pipe, and should appear when they are written.
+# Unbuffered: the lines go through a pipe and should appear when they are written.
 export JAX_PLATFORMS=cpu PYTHONUNBUFFERED=1
-# The number of devices is ours to say; other XLA flags stay.
+# This script sets the number of devices; other XLA flags stay.
 kept=''
 for flag in ${XLA_FLAGS:-}; do
   case $flag in --xla_force_host_platform_device_count=*) ;; *) kept="$kept $flag" ;; esac
@@ -49,7 +49,7 @@ export XLA_FLAGS="--xla_force_host_platform_device_count=$devices$kept"
 
 port=''
 for _ in 1 2 3 4 5 6 7 8 9 10; do
-  # Nobody answers: the port is free, and stays so: the system gives connections ports above 32,767.
+  # Nobody answers, so the port is free. It stays free, because the system gives connections ports above 32,767.
   candidate=$((20000 + RANDOM % 12000))
   if ! (exec 3<>"/dev/tcp/127.0.0.1/$candidate") 2>/dev/null; then
     port=$candidate
@@ -91,7 +91,7 @@ show() { # the output of process $1
 exec 3>&2 2>/dev/null # or bash shows a line of this script for a process that was killed
 for ((i = 0; i < count; i++)); do
   mkfifo "$folder/$i"
-  # The readers outlive a Ctrl-C, to show what the processes say while they save.
+  # The readers outlive a Ctrl-C, to show what the processes print while they save.
   (trap '' TERM INT && show "$i" <"$folder/$i") 3>&- &
   readers[i]=$!
   "$@" --coordinator_address "localhost:$port" --process_count "$count" --process_id "$i" </dev/null >"$folder/$i" 2>&1 3>&- &
@@ -110,7 +110,7 @@ while [ "$alive" -gt 0 ]; do
     fi
     codes[i]=0
     wait "${pids[$i]}" || codes[i]=$?
-    # Of those that ended in the same instant, the one that says why counts.
+    # If several ended at the same instant, the one that gives a reason counts.
     case ${codes[$i]} in
       0) ;;
       2 | 4[234]) if [ -z "$deadline" ]; then first=${codes[$i]}; fi ;;

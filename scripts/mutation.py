@@ -1,18 +1,18 @@
 #!/usr/bin/env python
-"""Mutation run: small changes to the code, one at a time, each of which a test of its module should notice.
+"""Mutation run: makes small changes to the code, one at a time. A test of the module should notice each change.
 
     pip install -e '.[test,mutation]'
-    scripts/mutation.py                        # the sample of tests/mutation.toml; hours on two cores
-    scripts/mutation.py step optimizer         # these modules
-    scripts/mutation.py --survivors            # again, those that no test noticed last time
-    scripts/mutation.py --report               # the table, and the survivors as diffs
+    scripts/mutation.py                        # the sample of tests/mutation.toml (hours on two cores).
+    scripts/mutation.py step optimizer         # these modules.
+    scripts/mutation.py --survivors            # the mutants that no test noticed last time, again.
+    scripts/mutation.py --report               # the table, and the survivors as diffs.
 
-cosmic-ray makes the mutants and keeps the session of each module in FOLDER/NAME.sqlite; what it has no operator for,
-statements and keyword arguments that are left out, is added here. Messages, annotations and type checkers' code are not
-mutated. Of each place at most one mutant is drawn, by the seed alone, so that a run can be repeated.
+cosmic-ray makes the mutants and keeps the session of each module in FOLDER/NAME.sqlite. It has no operators that leave
+out statements and keyword arguments, so they are added here. Messages, annotations and type checkers' code are not
+mutated. At most one mutant is drawn at a place, by the seed alone, so that a run can be repeated.
 
-The tests run in a copy of the working tree, each mutant in a fork of one process that has imported JAX, with one cache
-of compiled programs for all.
+The tests run in a copy of the working tree. Each mutant runs in a fork of one process that has imported JAX. All share
+one cache of compiled programs.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WALL_SECONDS = 900
-"""Of the tests of one mutant: for one that waits for ever. One that computes for ever is stopped by its CPU time."""
+"""The limit for the tests of one mutant, if it waits for ever. CPU time stops one that computes for ever."""
 SILENT = {'warning', 'info', 'debug', 'print', 'note', '_say', 'print_row'}
 """Functions whose arguments are messages."""
 
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument('--sample', type=int, help='mutants of each file; default: those of tests/mutation.toml')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--survivors', action='store_true', help='test again what survived')
-    parser.add_argument('--report', action='store_true', help='print what is known and run nothing')
+    parser.add_argument('--report', action='store_true', help='print the results so far and run nothing')
     arguments = parser.parse_args()
     config = tomllib.loads((ROOT / 'tests' / 'mutation.toml').read_text())
     unknown = set(arguments.modules) - set(config)
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def copy_tree(target: pathlib.Path) -> pathlib.Path:
-    """The files of the working tree that git does not ignore."""
+    """Copies the files of the working tree that git does not ignore."""
     listed = subprocess.check_output(['git', 'ls-files', '-co', '--exclude-standard', '-z'], cwd=ROOT, text=True)
     for name in filter(None, listed.split('\0')):
         if (ROOT / name).is_file():
@@ -99,7 +99,7 @@ def prepare_process(tree: pathlib.Path, folder: pathlib.Path) -> None:
     import pytest
     import tensorstore
 
-    # The prepared text is the same for all mutants: it is made once.
+    # The prepared text is the same for all mutants, so it is made once.
     import tiny
 
     made = folder / 'tokens'
@@ -158,7 +158,7 @@ def run(name: str, module: dict, tree: pathlib.Path, arguments: argparse.Namespa
 
 
 def test(stage: list[str], tree: pathlib.Path, log: pathlib.Path, cpu_seconds: float) -> tuple[int, float]:
-    """(exit status of pytest, seconds of CPU it took) in a fork of this process."""
+    """Runs pytest in a fork of this process and returns (its exit status, its CPU seconds)."""
     scratch = tree.parent / f'{tree.name}.tests'
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     child = os.fork()
@@ -181,7 +181,7 @@ def test(stage: list[str], tree: pathlib.Path, log: pathlib.Path, cpu_seconds: f
             os.killpg(child, signal.SIGKILL)
         time.sleep(0.05)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what it has started
+        os.killpg(child, signal.SIGKILL)  # the processes that it has started
     shutil.rmtree(scratch, ignore_errors=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return ended[1], after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -210,7 +210,7 @@ def draw(db, module: dict, tree: pathlib.Path, arguments: argparse.Namespace) ->
 
 
 class _Items:
-    """What cosmic-ray fills instead of a session, before the sample is drawn."""
+    """Collects the work items of cosmic-ray in place of a session, before the sample is drawn."""
 
     def clear(self) -> None:
         self.items = []
@@ -220,7 +220,7 @@ class _Items:
 
 
 def unmutated(module: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """(start, end) of messages, annotations and what only type checkers see: lines from 1, columns from 0."""
+    """Yields (start, end) of messages, annotations and code for type checkers: lines from 1, columns from 0."""
 
     def span(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]]:
         return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
@@ -244,7 +244,7 @@ def unmutated(module: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[int, 
 
 
 def mutated(mutation, tree: pathlib.Path) -> tuple[str, str]:
-    """(the mutated file, what changed)."""
+    """Returns the text of the mutated file, and the change as a diff."""
     import cosmic_ray.plugins
     from cosmic_ray.mutating import mutate_code
 
@@ -257,12 +257,12 @@ def mutated(mutation, tree: pathlib.Path) -> tuple[str, str]:
 
 
 def provider() -> dict[str, type]:
-    """Operators that cosmic-ray lacks, by name."""
+    """Returns the operators that cosmic-ray lacks, by name."""
     from cosmic_ray.operators.operator import Operator
     from parso.python.tree import Name
 
     class OmitStatement(Operator):
-        """`pass` instead of a call whose value nobody uses, or of an assignment to an attribute or an item."""
+        """Replaces a call with an unused value, or an assignment to an attribute or an item, by `pass`."""
 
         def mutation_positions(self, node):
             if node.parent is None or node.parent.type != 'simple_stmt':
@@ -283,7 +283,7 @@ def provider() -> dict[str, type]:
             return ()
 
     class OmitKeyword(Operator):
-        """A call without one of its keyword arguments."""
+        """Removes one keyword argument of a call."""
 
         def mutation_positions(self, node):
             if node.type == 'argument' and getattr(node.children[1], 'value', None) == '=':
@@ -300,7 +300,7 @@ def provider() -> dict[str, type]:
 
 
 def report(folder: pathlib.Path, modules: dict) -> None:
-    """The survivors as diffs, then a line for each module."""
+    """Prints the survivors as diffs, then one line per module."""
     from cosmic_ray.work_db import WorkDB, use_db
 
     rows = []

@@ -1,4 +1,4 @@
-"""What a notebook does, in thirty lines: loads a run, scores a text, and plots the loss by position.
+"""Does the work of a notebook in thirty lines: loads a run, scores a text, and plots the loss by position.
 
 python scripts/notebook.py runs/quickstart README.md loss.png       needs the extra [report] for the picture
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From a fresh machine to a trained and evaluated language model in about five minutes on two CPU cores:
-# makes .venv, installs the package, prepares the Python sources of your own interpreter as text, trains a small model
-# for three to four minutes on two idle cores, and evaluates its perplexity.
+# From a fresh machine to a trained and evaluated language model in about five minutes on two CPU cores. It makes .venv,
+# installs the package, and prepares the Python sources of your interpreter as text. Then it trains a small model for three
+# to four minutes on two idle cores, and evaluates its perplexity.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -17,7 +17,7 @@ if [ ! -x .venv/bin/python ]; then
 fi
 echo "== installing"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check -c scripts/constraints.txt -e .
-# Huge pages of memory where Linux gives them to those that ask: a step on a CPU is a fifth shorter.
+# Huge pages of memory, where Linux gives them on request: a step on a CPU is a fifth shorter.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 lm=.venv/bin/lm
 gin=(--gin_file configs/experiments/quickstart.gin)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv and runs them; arguments go to pytest.
+# Installs what the tests need into .venv and runs them. Arguments go to pytest.
 #
 #   scripts/test.sh                 the whole default suite
 #   scripts/test.sh -m slow         the long tests (kill loops, learning tasks, TPU compilation)
@@ -22,7 +22,7 @@ case " $* " in
     ;;
   *' -m interop '*) extras='test,interop' ;;
 esac
-# libtpu compiles for TPUs that are not there, and JAX's CUDA plugin with ptxas for GPUs; both exist for Linux alone.
+# libtpu compiles for TPUs that are not present, and JAX's CUDA plugin with ptxas for GPUs. Both exist for Linux only.
 compilers=()
 if [ "$(uname -sm)" = 'Linux x86_64' ]; then compilers=('jax[tpu]'); fi
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }

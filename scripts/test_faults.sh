@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Breaks trainings in every way that is known, from outside, and compares what they end with to undisturbed ones.
+# Breaks trainings in every known way, from outside, and compares their end with undisturbed trainings.
 #
 #   scripts/test_faults.sh                        all twenty tests: about 15 minutes on two cores
 #   scripts/test_faults.sh sigkill disk           some of them
@@ -7,13 +7,13 @@
 #   scripts/test_faults.sh --seed 7 --only 42     draw 42 of that seed alone
 #
 # The tests: sigkill sigterm devices hosts processes flips files disk last-save nan rewind records order dying-host
-# perplexity hostile mismatch imports pickle scripts. Small file systems in memory are mounted where that is permitted;
-# elsewhere a disk is full by the limit on file sizes. Prints one table: fault, tries, survived, steps lost, seconds from
-# a restart to its first step; then what failed. The exit code is 1 if anything did.
+# perplexity hostile mismatch imports pickle scripts. Small file systems in memory are mounted where that is permitted.
+# Elsewhere the limit on file sizes makes a disk full. Prints one table: fault, tries, survived, steps lost, seconds from
+# a restart to its first step. Then it lists what failed. The exit code is 1 if anything failed.
 #
 #   --folder DIR     keep the runs there, and use them the next time
-#   --jobs N         so many draws at a time; default: 2
-#   --results FILE   append what came of each draw, and leave out the draws that stand there: 1,000 draws in parts
+#   --jobs N         draws at the same time; default: 2
+#   --results FILE   append the result of each draw, and skip draws that the file has: 1,000 draws in parts
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case " $* " in

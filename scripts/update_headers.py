@@ -3,9 +3,9 @@
 
     python scripts/update_headers.py [configs/papers/polysketchformer/table_1_c4/large.gin …]
 
-Without files: every gin file below configs/. Those without such a line stay as they are; the others take a minute or
-two each. One whose step does not fit is left as it is and named, with the bindings that make it fit; the exit code is
-then 1.
+Without arguments it reads every gin file below configs/. Files without such a line do not change. The others take a
+minute or two each. If a step does not fit, its file does not change. Its name is printed with the bindings that make it
+fit, and the exit code is 1.
 """
 
 import json
@@ -18,7 +18,7 @@ LINE = re.compile(r'^# Hardware: (\S+) \(lm check: .*\)$', re.MULTILINE)
 
 
 def describe(check: dict, steps: int) -> str:
-    """Hours and memory, in words."""
+    """Returns hours and memory, in words."""
     speed, memory = check['speed'], check['memory']
     hours, chips = speed['run_hours'], speed['run_chip_hours']
     time = f'{hours:.1f} hours' if hours >= 1 else f'{60 * hours:.1f} minutes'
@@ -30,7 +30,7 @@ def describe(check: dict, steps: int) -> str:
 
 
 def update(path: pathlib.Path) -> bool:
-    """Whether the step of this experiment fits its hardware; writes the line if so."""
+    """Writes the line if the step of this experiment fits its hardware. Returns whether it fits."""
     text = path.read_text()
     topology = LINE.search(text)[1]
     command = [sys.executable, '-m', 'lm.cli', 'check', '--json', '--gin_file', str(path), '--topology', topology]

@@ -141,9 +141,16 @@ def test_a_wheel_brings_all_that_it_needs(wheel, tmp_path):
     try_out(environment, tmp_path / 'empty')
 
 
-def test_the_changelog_begins_with_this_version():
-    versions = re.findall(r'^## \[(.+?)\]', (tiny.ROOT / 'CHANGELOG.md').read_text(), re.MULTILINE)
-    assert next(version for version in versions if version != 'Unreleased') == lm.__version__
+@pytest.mark.parametrize(
+    ('file', 'pattern'),
+    [
+        ('CHANGELOG.md', r'^## \[(\d.*?)\]'),
+        ('README.md', r'@software\{.*version = \{(.+?)\}'),
+        ('docs/tutorials/first_run.md', r'lm_tpu-(.+?)-py3'),
+    ],
+)
+def test_documents_name_this_version(file, pattern):
+    assert re.search(pattern, (tiny.ROOT / file).read_text(), re.MULTILINE)[1] == lm.__version__
 
 
 def test_messages_name_extras_that_exist():

@@ -15,17 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 LONGEST = 25
 OPENINGS = ('Of', 'What', 'Whether', 'Which', 'That', 'Those', 'As')
 STAND_INS = re.compile(r'\b(?:that|those) of\b', re.IGNORECASE)
-EXCEPTIONS: tuple[str, ...] = (
-    *(
-        'docs/architecture.md',
-        'docs/audit.md',
-        'docs/check.md',
-        'docs/decay.md',
-        'docs/exchange.md',
-    ),
-    *('docs/explanation', 'docs/extensions', 'docs/faults.md', 'docs/long_context.md', 'docs/mutation.md'),
-    *('docs/reference', 'docs/storage.md', 'docs/templates', 'docs/tpu.md', 'lm', 'scripts', 'tests'),
-)
+EXCEPTIONS: tuple[str, ...] = ('lm', 'tests')
 """Files and folders whose prose is still as it was."""
 
 

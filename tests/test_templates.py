@@ -72,7 +72,7 @@ def checkout(folder: pathlib.Path, templates: list[str]) -> pathlib.Path:
 
 def run(folder: pathlib.Path, *arguments: str) -> str:
     """Output of a Python command in the copy, which must succeed."""
-    environment = tiny.environment() | {'PYTHONPATH': str(folder)}
+    environment = tiny.environment(devices=8) | {'PYTHONPATH': str(folder)}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
@@ -136,5 +136,5 @@ def test_templates_pass_the_shared_tests_of_a_fresh_checkout(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('template', SHARED)
 def test_a_template_alone_passes_all_shared_tests(template, tmp_path):
-    """The slow tests too, and with PyTorch those of its formula."""
+    """Slow tests run too, and with PyTorch the tests of its formula."""
     check(checkout(tmp_path / 'copy', [template]), [template], '-m', 'not gpu')

@@ -90,7 +90,7 @@ class AttentionModule(nnx.Module):
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
         v_BxLxKxD: jax.Array,
-        *own: jax.Array,
+        *projected: jax.Array,
         starts_BxL: jax.Array | None = None,
         **named: jax.Array,
     ) -> jax.Array:
@@ -106,7 +106,7 @@ class AttentionModule(nnx.Module):
         Returns:
             [B, L, H, D] in the dtype of v.
         """
-        return self.attend(*self.normalize(q_BxLxHxD, k_BxLxKxD), v_BxLxKxD, *own, starts_BxL=starts_BxL, **named)
+        return self.attend(*self.normalize(q_BxLxHxD, k_BxLxKxD), v_BxLxKxD, *projected, starts_BxL=starts_BxL, **named)
 
     @property
     def norms(self) -> HeadNorms | None:

@@ -66,11 +66,11 @@ class HedgehogAttention(LinearModule):
         self.dims = dims
         eye = jnp.eye(dims.head_dim)
         if config.per_head:
-            says = declare('matrix', 'heads', 'features', 'head')
+            kind = declare('matrix', 'heads', 'features', 'head')
             weights = [jnp.tile(eye, (n, 1, 1)) for n in (dims.n_heads, dims.n_kv_heads)]
         else:
-            says, weights = declare('matrix', 'features', 'head'), [eye, eye]
-        self.q_weight, self.k_weight = (nnx.Param(weight, **says) for weight in weights)
+            kind, weights = declare('matrix', 'features', 'head'), [eye, eye]
+        self.q_weight, self.k_weight = (nnx.Param(weight, **kind) for weight in weights)
 
     def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
         return dict(

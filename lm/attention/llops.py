@@ -103,12 +103,12 @@ class Llops(LinearAttention):
         size += self.affine
         shape = (self.n_factors, self.rank, size, self.n_features)
         if self.init == 'based':
-            q_key, k_key, spare_key = jax.random.split(key, 3)
-            spare = jax.random.normal(spare_key, shape) * size**-0.5
+            q_key, k_key, random_key = jax.random.split(key, 3)
+            random = jax.random.normal(random_key, shape) * size**-0.5
             n_projected = based_size(self.n_features, self.affine)
             init = nnx.initializers.lecun_normal()
             w_q, w_k = (init(each, (size - self.affine, n_projected)) for each in (q_key, k_key))
-            return based_factors(self, w_q, spare, queries=True), based_factors(self, w_k, spare, queries=False)
+            return based_factors(self, w_q, random, queries=True), based_factors(self, w_k, random, queries=False)
         if self.init == 'flatten':
             factors = jnp.broadcast_to(jax.random.normal(key, (1, *shape[1:])), shape)
         else:
@@ -154,8 +154,8 @@ class LlopsAttention(NormedModule, LinearModule):
         self.signed = config.renormalize and not config.nonnegative
         self.denominator_bias, self.epsilon = config.denominator_bias, config.stabilizer
         q_factors, k_factors = config.init_factors(rngs.params(), dims.head_dim)
-        says = declare('matrix', 'factor', 'rank', 'head', 'features')
-        self.q_factors, self.k_factors = nnx.Param(q_factors, **says), nnx.Param(k_factors, **says)
+        kind = declare('matrix', 'factor', 'rank', 'head', 'features')
+        self.q_factors, self.k_factors = nnx.Param(q_factors, **kind), nnx.Param(k_factors, **kind)
         if config.layer_norm:
             self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim, gain=1.0))
 
@@ -185,16 +185,16 @@ def based_size(n_features: int, affine: bool) -> int:
     return r
 
 
-def based_factors(config: Llops, w_DxR: jax.Array, spare: jax.Array, *, queries: bool) -> jax.Array:
+def based_factors(config: Llops, w_DxR: jax.Array, random: jax.Array, *, queries: bool) -> jax.Array:
     """Θ with which φ is BASED's Taylor map of y = r^(-1/4) x W (LLoPS §3.3): products y_a y_b with a ≤ b, each once.
 
     Inner products are s²/2, and with `config.affine` 1 + s + s²/2. Features and ranks that the map leaves free start
-    without effect but with a gradient: `spare` fills their factors, one of which is zero.
+    without effect but with a gradient: `random` fills their factors, one of which is zero.
 
     Args:
         config: of degree 2 without squares.
         w_DxR: the compression; r is at most `based_size`.
-        spare: [2, rank, D (+ 1), n_features].
+        random: [2, rank, D (+ 1), n_features].
         queries: whether the factors are those of queries; of a free feature only the queries' side is zero.
     """
     size, r = w_DxR.shape
@@ -206,6 +206,6 @@ def based_factors(config: Llops, w_DxR: jax.Array, spare: jax.Array, *, queries:
         first = jnp.concatenate([one, y, first], axis=1)
         second = jnp.concatenate([jnp.broadcast_to(one, (size + 1, 1 + r)), second], axis=1)
     used = first.shape[1]
-    factors = spare.at[0, 1:, :, :used].set(0.0)
+    factors = random.at[0, 1:, :, :used].set(0.0)
     factors = factors.at[0, 0, :, :used].set(first).at[1, 0, :, :used].set(second)
     return factors.at[0, :, :, used:].set(0.0) if queries else factors

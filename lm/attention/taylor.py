@@ -54,9 +54,9 @@ class TaylorAttention(LinearModule):
             self.q_weight = self.k_weight = None
             return
         init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
-        says = declare('matrix', 'heads', 'head', 'features')
+        kind = declare('matrix', 'heads', 'head', 'features')
         self.q_weight, self.k_weight = (
-            nnx.Param(init(rngs.params(), (heads if config.per_head else 1, dims.head_dim, config.feature_dim)), **says)
+            nnx.Param(init(rngs.params(), (heads if config.per_head else 1, dims.head_dim, config.feature_dim)), **kind)
             for heads in (dims.n_heads, dims.n_kv_heads)
         )
 

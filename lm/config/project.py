@@ -11,10 +11,3 @@ def project_root() -> pathlib.Path:
     """The folder that holds `configs` and `data`: the checkout, or the copy that setup.py puts into a wheel."""
     copy = PACKAGE / '_project'
     return copy if copy.is_dir() else PACKAGE.parent
-
-
-def project_file(name: str) -> pathlib.Path:
-    """The path of `name`: as it stands, from the working directory, if there is such a file; else in the project.
-    The file need not exist."""
-    path = pathlib.Path(name)
-    return path if path.is_file() else project_root() / name

@@ -1,4 +1,4 @@
-"""What `lm export` writes, one class a format."""
+"""Formats of `lm export`, one class each."""
 
 import ast
 import dataclasses
@@ -17,7 +17,7 @@ from lm.interop.tensors import WEIGHTS, write_tensors
 from lm.model import ModelConfig
 
 MODEL_TYPE = 'lm_tpu'
-"""In config.json."""
+"""The `model_type` in config.json."""
 CONFIG, TRANSFORMERS_CONFIG = 'config.gin', 'config.json'
 MODEL_SOURCE, ATTENTION_SOURCE = 'modeling_lm.py', 'attention_lm.py'
 """The model for transformers: a file beside this one, and the formulas of its mechanisms in one file."""
@@ -26,7 +26,7 @@ ATTENTION_HEADER = '"""The attention of a model in PyTorch, as its formula reads
 SHARED = 'base'
 """The formula file with the shared parts."""
 NAMES = {WEIGHTS, CONFIG, TRANSFORMERS_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, *FILE_NAMES}
-"""Of all files that any format writes."""
+"""The names of all files that any format writes."""
 FIELDS = {
     'vocab_size': 'vocab_size',
     'n_layers': 'num_hidden_layers',
@@ -43,9 +43,9 @@ FIELDS = {
     'tied': 'tied',
     'logit_cap': 'logit_cap',
 }
-"""Of the model → in config.json."""
+"""Field of `ModelConfig` → key of config.json."""
 OTHER_FIELDS = {'base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'dtype', 'remat', 'unroll'}
-"""Which config.json holds in another form, or which change nothing about the results."""
+"""Fields that config.json holds in another form, or that do not change the results."""
 
 
 class Safetensors:
@@ -67,7 +67,7 @@ class Safetensors:
                 (folder / name).write_bytes(contents)
 
     def others(self, run: LoadedRun) -> dict[str, bytes]:
-        """File name → contents of what is written besides."""
+        """Returns file name → contents of further files."""
         return {}
 
 

@@ -26,7 +26,7 @@ from lm.training.inputs import check_vocabulary
 log = logging.getLogger(__name__)
 
 SHAPE = 'model.gin'
-"""What of an imported model a gin file with another mechanism is combined with."""
+"""The model of an import without its mechanism, for runs that continue with another mechanism."""
 
 
 def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_imports: bool = False) -> None:
@@ -79,11 +79,11 @@ def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_
 def check_given(given: Experiment, imported: Experiment, folder: pathlib.Path) -> None:
     """Raises ConfigError where something was said of the model that the checkpoint's is not: it would not count."""
     default = parse_bindings(dump(Experiment()))
-    for name, own, wanted in compare_texts(dump(imported), dump(given)):
-        if wanted is not None and wanted != default.get(name):
-            has = 'has none' if own is None else f'has {own}'
+    for name, imported_value, asked in compare_texts(dump(imported), dump(given)):
+        if asked is not None and asked != default.get(name):
+            has = 'has none' if imported_value is None else f'has {imported_value}'
             raise ConfigError(
-                f'{name} = {wanted}: an import keeps the model of the checkpoint, and {folder} {has}; leave this out, '
+                f'{name} = {asked}: an import keeps the model of the checkpoint, and {folder} {has}; leave this out, '
                 'and give it to the run that starts from the import, or to lm evaluate'
             )
 
@@ -95,7 +95,7 @@ def shape_of(experiment: Experiment) -> str:
 
 
 def fingerprints_of(experiment: Experiment, folder: pathlib.Path) -> dict[str, str]:
-    """Of the tokenizer, where it is known: that of the data, or the only one that lies in the folder.
+    """Returns the fingerprint of the tokenizer of the data, or else of the only tokenizer in the folder.
 
     Raises MismatchError where data are given and no tokenizer of the folder is theirs.
     """

@@ -1,15 +1,15 @@
-"""The names of exported tensors, and what they are of the arrays of a checkpoint.
+"""The names of exported tensors, and the arrays of a checkpoint that hold them.
 
-    here                                    exported                                  shape
-    params.embedding.embedding              embedding.weight                          [V, D]
-    params.blocks.P.X.kernel [layer, …]     layers.N.X.weight                         transposed: [out, in], as PyTorch
-    params.blocks.P.X.scale                 layers.N.X.weight                         of normalizations
-    params.blocks.P.X.bias                  layers.N.X.bias                           of normalizations, model.biases
-    params.blocks.P.attention.Y             layers.N.attention.Y                      as it is, what a mechanism has
-    buffers.blocks.P.attention.Y            layers.N.attention.Y                      random projections
-    params.final_norm.{scale,bias}          final_norm.{weight,bias}
-    params.head                             head.weight                               [V, D], without tied embeddings
-    params.positions.embedding              positions.weight                          model.learned_positions
+     here                                    exported                                  shape
+     params.embedding.embedding              embedding.weight                          [V, D]
+     params.blocks.P.X.kernel [layer, …]     layers.N.X.weight                         transposed: [out, in], as PyTorch
+     params.blocks.P.X.scale                 layers.N.X.weight                         of normalizations
+     params.blocks.P.X.bias                  layers.N.X.bias                           of normalizations, model.biases
+     params.blocks.P.attention.Y             layers.N.attention.Y                      as it is, what a mechanism has
+     buffers.blocks.P.attention.Y            layers.N.attention.Y                      random projections
+     params.final_norm.{scale,bias}          final_norm.{weight,bias}
+     params.head                             head.weight                               [V, D], without tied embeddings
+     params.positions.embedding              positions.weight                          model.learned_positions
 
 Layer N of a pattern of n mechanisms is entry N // n of the stacked arrays of block N % n. X is one of attention_norm,
 qkv (queries, keys and values, in that order), attention_out, glu_norm, glu_in (values, then gates, if there are any)
@@ -45,7 +45,7 @@ class Place:
 
 
 def places(weights: Mapping[str, Any]) -> list[Place]:
-    """Of every tensor of a model; `weights` holds params and buffers, abstract ones will do."""
+    """Returns the place of every tensor of a model. `weights` holds params and buffers, which may be abstract."""
     flat = flatten(weights)
     blocks = [source.split('.')[2] for source in flat if source.split('.')[1] == 'blocks']
     n = len(set(blocks))
@@ -80,13 +80,13 @@ def from_tensors(tensors: Mapping[str, np.ndarray], abstract: Mapping[str, Any],
     """
     flat = flatten(abstract)
     arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in flat.items()}
-    wanted = places(abstract)
-    names = {place.name for place in wanted}
+    expected = places(abstract)
+    names = {place.name for place in expected}
     if missing := sorted(names - set(tensors)):
         raise MismatchError(f'{what}: lacks {missing[0]}, and {len(missing) - 1} more of the {len(names)} tensors')
     if extra := sorted(set(tensors) - names):
         raise MismatchError(f'{what}: has {extra[0]}, which the model has not; {len(extra) - 1} more')
-    for place in wanted:
+    for place in expected:
         tensor, shape = tensors[place.name], place.shape_in(flat[place.source])
         if tensor.shape != shape:
             raise MismatchError(f'{what}: {place.name} is {list(tensor.shape)}, of the model {list(shape)}')

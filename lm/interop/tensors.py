@@ -12,7 +12,7 @@ from lm.errors import ConfigError, MismatchError, writing
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
-"""Which file holds which tensor, where there are several."""
+"""The file that lists which file holds which tensor, where there are several."""
 
 
 def check_safetensors() -> None:

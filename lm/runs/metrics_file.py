@@ -86,7 +86,7 @@ class MetricsFile:
             self._evaluated.add(record['step'])
         if not self._leader:
             return
-        line = json.dumps(_plain(record), allow_nan=False) + '\n'
+        line = json.dumps(to_plain(record), allow_nan=False) + '\n'
         if self._remote:
             self._lines.append(line)
             self._unwritten = True
@@ -180,14 +180,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
 
 
-def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it."""
+def to_plain(value: Any) -> Any:
+    """Returns `value` as JSON can hold it: arrays become lists, and numbers that are not finite become strings."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): to_plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [to_plain(v) for v in value]
     if isinstance(value, np.generic | np.ndarray | jax.Array):
-        return _plain(value.tolist())
+        return to_plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return 'NaN' if math.isnan(value) else 'Infinity' if value > 0 else '-Infinity'
     return value

@@ -23,7 +23,7 @@ from lm.files import is_remote, open_path
 from lm.runs.config_diff import parse_bindings
 from lm.runs.goodput import parse_ledger
 from lm.runs.info import read_info
-from lm.runs.metrics_file import read_lines
+from lm.runs.metrics_file import read_lines, to_plain
 from lm.runs.paths import read_text
 from lm.runs.run_dir import RunDir
 
@@ -207,16 +207,16 @@ def _expand(pattern: str) -> list[epath.Path]:
 
 
 def read_json(path: epath.Path) -> Any:
-    """The contents of a JSON file; None where it is missing or unreadable."""
+    """Reads a JSON file. Returns None where it is missing or unreadable."""
     try:
-        return _finite(json.loads(path.read_text()))
+        return _restore_numbers(json.loads(path.read_text()))
     except (OSError, ValueError):
         return None
 
 
 def read_jsonl(path: epath.Path) -> list[dict[str, Any]]:
-    """The whole records of metrics.jsonl. What is being written, or was cut off, is left out."""
-    records = (_finite(record) for _, record in read_lines(path) if record)
+    """Reads the whole records of metrics.jsonl. A line that is being written, or was cut off, is left out."""
+    records = (_restore_numbers(record) for _, record in read_lines(path) if record)
     return [record for record in records if _is_whole(record)]
 
 
@@ -231,26 +231,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def to_json(value: Any) -> str:
-    """JSON text, in which what is not finite is written as in metrics.jsonl."""
-    names = {math.inf: 'Infinity', -math.inf: '-Infinity'}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(v) for v in value]
-        return names.get(value, 'NaN') if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(plain(value), indent=2)
+def to_json(value: object) -> str:
+    """Formats JSON text, in which numbers that are not finite are written as in metrics.jsonl."""
+    return json.dumps(to_plain(value), indent=2)
 
 
-def _finite(value: Any) -> Any:
-    """Numbers for the names that `lm.runs.metrics_file` writes for what JSON has no number for."""
+def _restore_numbers(value: Any) -> Any:
+    """Restores the numbers whose names `lm.runs.metrics_file.to_plain` writes."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: _restore_numbers(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_finite(v) for v in value]
+        return [_restore_numbers(v) for v in value]
     return NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 

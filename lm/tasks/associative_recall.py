@@ -21,7 +21,7 @@ FILLER = 0
 
 @configurable('associative_recall')
 class AssociativeRecall(Task):
-    """Which value was paired with this key?"""
+    """Recall the value that was paired with a key."""
 
     vocab_size: int = field(default=8192, minimum=4, even=True, help='half keys (without 0, the filler), half values')
     n_pairs: int = field(default=64, minimum=1, help='key-value pairs, each asked once')

@@ -1,11 +1,11 @@
-"""What a synthetic task is: examples that are a pure function of (seed, split, index), and which tokens are answers.
+"""Synthetic tasks. Examples are a pure function of (seed, split, index); some of their tokens are answers.
 
     configuration   a frozen dataclass, `@configurable('name') class Name(Task)`; data.task = @name() in a gin file
     TaskStore       its examples where the trainer expects a token store
 
 An example is a sequence of tokens that the model reads from left to right; only the answers count, in the loss and in
 the accuracy. N examples of L + 1 tokens, L = train.context_length. Adding a task means adding one file with the
-configuration to this room, which finds it by itself.
+configuration to this package, which finds it by itself.
 """
 
 import abc
@@ -26,7 +26,7 @@ SPLITS = ('train', 'validation', 'test')
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Examples of a split that accuracy is told of: their numbers and the context length that they are scored at."""
+    """A part of a split with an accuracy: the numbers of its examples, and their context length."""
 
     index_N: np.ndarray
     context_length: int
@@ -46,38 +46,40 @@ class Task(Configurable, abc.ABC):
         """The number of different tokens; a field in some tasks."""
 
     whole_answers = True
-    """What accuracy counts: examples whose answers are all right (True) or single answers (False)."""
+    """Accuracy counts examples whose answers are all right (True) or single answers (False)."""
 
     def generate(self, draws: Draws, length: int) -> np.ndarray:
-        """Token ids [N, length] of the examples whose random numbers `draws` holds; length = context length + 1. A task
-        whose examples depend on their numbers in another way has `made` or `examples` of its own instead."""
+        """Returns token ids [N, length] of the examples with the random numbers `draws`; length = context length + 1.
+
+        A task whose examples depend on their numbers in another way overrides `made` or `examples` instead.
+        """
         raise TypeError(f'@{self.gin_name}() has none of generate, made and examples')
 
     def made(self, split: str, index_N: np.ndarray, length: int) -> np.ndarray:
-        """Token ids [N, length] of examples `index_N` of a split that there is, at a length that holds them."""
+        """Returns token ids [N, length] of examples `index_N` of a known split, at a length that holds them."""
         return self.generate(Draws(self.seed, split, index_N), length)
 
     @abc.abstractmethod
     def scored(self, tokens_BxN: jax.Array) -> jax.Array:
-        """Bool [B, N - 1]: whether the token after each position is an answer."""
+        """Returns bool [B, N - 1]: the token after each position is an answer."""
 
     @abc.abstractmethod
     def shortest_context(self) -> int:
-        """The least context length that holds an example."""
+        """Returns the least context length that holds an example."""
 
     def unpack(self, tokens_BxN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What the model reads, what it is asked for (both [B, N - 1]), and which of these count (`scored`).
+        """Returns inputs and targets (both [B, N - 1]), and which targets count (`scored`).
 
-        A task whose answers are not what stands next packs both into the tokens of its examples.
+        A task whose targets are not the next tokens packs both into the tokens of its examples.
         """
         return tokens_BxN[:, :-1], tokens_BxN[:, 1:], self.scored(tokens_BxN)
 
     def slices(self, split: str, context_length: int) -> dict[str, Slice]:
-        """The parts of a split whose accuracies are told one by one, by name; one part without a name is the whole."""
+        """Returns name → part of a split with its own accuracy; one part without a name is the whole split."""
         return {'': Slice(np.arange(self.count(split)), context_length)}
 
     def examples(self, split: str, index_N: Sequence[int] | np.ndarray, context_length: int) -> np.ndarray:
-        """Examples `index_N` of a split, [N, context_length + 1] int32.
+        """Returns examples `index_N` of a split, [N, context_length + 1] int32.
 
         Raises ConfigError for a split that there is not and for a context that cannot hold an example.
         """
@@ -89,11 +91,11 @@ class Task(Configurable, abc.ABC):
         return self.made(split, np.asarray(index_N), context_length + 1).astype(np.int32)
 
     def identity(self) -> str:
-        """What the examples are determined by, for the fingerprint of a run's data."""
+        """Returns text that determines the examples, for the fingerprint of a run's data."""
         return repr(self)
 
     def count(self, split: str) -> int:
-        """The number of examples of a split."""
+        """Returns the number of examples of a split."""
         if split not in SPLITS:
             raise ConfigError(
                 f'split {split!r}: @{self.gin_name}() has {", ".join(SPLITS)}; choose one of them with '
@@ -105,7 +107,7 @@ class Task(Configurable, abc.ABC):
 class TaskStore:
     """The examples of a task laid out like the windows of a text: example i stands at offset i · context_length.
 
-    Windows, batches, their order and their distribution over hosts are then those of text (`lm.data.batches`).
+    Windows, batches, their order and their distribution over hosts are then the same as for text (`lm.data.batches`).
     """
 
     def __init__(self, task: Task, context_length: int):
@@ -117,7 +119,7 @@ class TaskStore:
         self.fingerprints = {'data': hashlib.sha256(content.encode()).hexdigest()}
 
     def tokens(self, split: str) -> int:
-        """Behind the last window, whose last token the next one does not share here."""
+        """Returns the end of the last window; windows share no tokens here."""
         return self.task.count(split) * self.context_length + 1
 
     def read(self, split: str, start: int, stop: int) -> np.ndarray:

@@ -34,7 +34,7 @@ class Draws:
         return (bits >> np.uint64(11)) * 2.0**-53
 
     def each(self) -> Iterator['Draws']:
-        """Those of one example after another, for what is made example by example."""
+        """Yields the draws of each example alone, for tasks that make one example at a time."""
         for i in range(self.n):
             one = copy.copy(self)
             one.n, one._state_N = 1, self._state_N[i : i + 1]

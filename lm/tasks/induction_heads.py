@@ -2,7 +2,7 @@
 
     a c b * d a … c * → d
 
-Random tokens; a special token (*) stands at one random place and again at the end, and the answer is the token that
+Random tokens. A special token (*) stands at one random place and again at the end. The answer is the token that
 followed it the first time.
 """
 
@@ -17,7 +17,7 @@ from lm.tasks.draws import Draws
 
 @configurable('induction_heads')
 class InductionHeads(Task):
-    """Which token came after the special one?"""
+    """Recall the token that came after the special one."""
 
     n_symbols: int = field(default=16, minimum=2, help='ordinary tokens; the special one comes on top')
 

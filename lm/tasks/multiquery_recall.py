@@ -30,7 +30,7 @@ def _check_segments(segments: tuple[tuple[int, ...], ...]) -> str | None:
 
 @configurable('multiquery_recall')
 class MultiqueryRecall(AnswersApart):
-    """Which value was paired with this key? Examples of a split take their segments in turn."""
+    """Recall the value that was paired with a key. Examples of a split take their segments in turn."""
 
     vocab_size: int = field(
         default=8192, minimum=4, maximum=AnswersApart.LARGEST, even=True, help='half keys (without 0), half values'

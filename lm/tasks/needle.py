@@ -21,7 +21,7 @@ MARK = 0
 
 @configurable('needle')
 class Needle(Task):
-    """Which value was paired with this key? Examples take the depths in turn."""
+    """Recall the value that was paired with a key. Examples take the depths in turn."""
 
     vocab_size: int = field(
         default=128, minimum=4, even=True, help='the mark, keys, and half values; all but the mark are hay'

@@ -1,7 +1,7 @@
 """State tracking: the product of all group elements so far, after each of them (Liu et al. 2023; Merrill et al. 2024).
 
-    group 'parity'     0 1 1 0 1 …   → 0 1 0 0 1 …     the sum modulo 2
-    group 's5'         permutations of five things   → their composition, first to last: NC¹-complete
+     group 'parity'     0 1 1 0 1 …   → 0 1 0 0 1 …     the sum modulo 2
+     group 's5'         permutations of five things   → their composition, first to last: NC¹-complete
 
 Element number 0 is the identity; the others follow in the order of `itertools.permutations`. An example counts when all
 of its states are right.
@@ -22,7 +22,7 @@ GROUPS = {'parity': 2, 's3': 3, 's4': 4, 's5': 5}
 
 @configurable('state_tracking')
 class StateTracking(AnswersApart):
-    """What do all elements so far make together?"""
+    """Compose all elements so far."""
 
     group: str = field(default='parity', choices=tuple(GROUPS), help='of two things, which is parity, up to five')
     eval_lengths: tuple[int, ...] = field(

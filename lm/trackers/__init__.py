@@ -1,4 +1,4 @@
-"""Where a run is followed from outside: `train.trackers = [@tensorboard(), @webhook()]`, one file a tracker.
+"""Trackers follow a run from outside: `train.trackers = [@tensorboard(), @webhook()]`, one file per tracker.
 
 Importing this package registers all of them.
 """

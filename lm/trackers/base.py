@@ -1,6 +1,6 @@
-"""What a tracker is: a configuration that a gin file names, and the writer that it opens for one run.
+"""Trackers: a configuration that a gin file names, and the writer that it opens for one run.
 
-A tracker never stops a run: what fails is said in one line, and the run goes on without that tracker.
+A tracker never stops a run: an error is logged in one line, and the run goes on without the tracker.
 """
 
 import dataclasses
@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """What a tracker may know about a run: its name, its directory, its configuration as binding → value, and the step
-    that it goes on from."""
+    """A run as trackers see it: name, directory, configuration as binding → value, and the step where it starts."""
 
     name: str
     path: epath.Path
@@ -30,36 +29,36 @@ class RunFacts:
 
 
 class TrackerWriter:
-    """The tracker of one run; a subclass does what it can of this."""
+    """The tracker of one run; a subclass overrides the methods that it needs."""
 
     def begin(self, history: Iterable[tuple[int, Mapping[str, float]]]) -> None:
-        """Told once, before anything is written: the figures of each step that the run has logged so far."""
+        """Receives the figures of each step that the run has logged so far; called once, before `write`."""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """The figures of a step, such as 'train/loss'; each is finite."""
+        """Receives the figures of a step, such as 'train/loss'; each is finite."""
 
     def event(self, kind: str, step: int, message: str) -> None:
-        """The run is 'done', 'preempted', 'diverged' or 'failed', after `step`."""
+        """Receives the end of the run after `step`: 'done', 'preempted', 'diverged' or 'failed'."""
 
     def close(self) -> None:
-        """Nothing comes after this."""
+        """Ends the writer; no call follows."""
 
 
 class Tracker(Configurable):
     """Base of the configurations (frozen dataclasses made by `@configurable`)."""
 
     summaries = False
-    """Whether it writes RUN_DIR/tensorboard, of which there is one writer."""
+    """It writes RUN_DIR/tensorboard, which has one writer."""
     setting = ''
-    """What asks for it, where that is not train.trackers."""
+    """The binding that selects it, if it is not train.trackers."""
 
     def open(self, run: RunFacts) -> TrackerWriter:
-        """Raises whatever is wrong, ImportError where a package is missing."""
+        """Opens the writer of a run. Raises any error, ImportError for a missing package."""
         raise TypeError(f'{type(self).__name__} opens nothing')
 
 
 def figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """What is finite and a number of a record of metrics.jsonl, by KIND/NAME."""
+    """Returns KIND/NAME → value for the finite numbers of a record of metrics.jsonl."""
     return {
         f'{record["kind"]}/{name}': float(value)
         for name, value in record.items()
@@ -72,12 +71,12 @@ def _is_number(value: Any) -> bool:
 
 
 class Trackers:
-    """All trackers of a run, as a context: leaving it says how the run ended.
+    """All trackers of a run, as a context. Leaving the context reports how the run ended.
 
     Args:
-        trackers: in the order of the configuration.
-        run: what is followed.
-        enabled: False does nothing: of several processes one writes.
+        trackers: the trackers in the order of the configuration.
+        run: the run.
+        enabled: False does nothing, because only one of several processes writes.
     """
 
     def __init__(self, trackers: Sequence[Tracker], run: RunFacts, enabled: bool = True):
@@ -88,11 +87,11 @@ class Trackers:
             self._try(name, lambda name=name, tracker=tracker: self._writers.update({name: tracker.open(run)}))
 
     def begin(self, records: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        """The records that metrics.jsonl holds when a run goes on; they are read only by trackers that ask for them."""
+        """Passes the records of metrics.jsonl when a run goes on. Only trackers that need the records read them."""
         self._each(lambda writer: writer.begin((record['step'], figures(record)) for record in records()))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """A record of metrics.jsonl."""
+        """Passes a record of metrics.jsonl."""
         self._step = record['step']
         self._each(lambda writer: writer.write(record['step'], figures(record)))
 

@@ -12,7 +12,7 @@ from lm.config.configurable import configurable
 from lm.trackers.base import RunFacts, Tracker, TrackerWriter
 
 FOLDER = 'tensorboard'
-"""Of a run directory."""
+"""The folder in a run directory."""
 MOST_EVENT_FILES = 100
 """TensorBoard opens every one of them; then they become one."""
 
@@ -30,7 +30,7 @@ class TensorBoard(Tracker):
 
 
 class CluSummaries(Tracker):
-    """What `train.tensorboard` asks for: the same by clu, where its packages are installed (clu declares neither)."""
+    """The writer for `train.tensorboard`: clu, where its packages are installed (clu does not declare them)."""
 
     summaries = True
     setting = 'train.tensorboard'
@@ -59,7 +59,7 @@ class _EventFiles(TrackerWriter):
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """What was written is in the file after this."""
+        """Writes everything to the file."""
 
 
 class _TensorboardX(_EventFiles):

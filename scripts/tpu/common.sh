@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the scripts in this folder: settings, quoting, DRY_RUN, and the few gcloud calls that they share.
+# The scripts in this folder source this file: settings, quoting, DRY_RUN, and the few gcloud calls that they share.
 # Written for bash 3.2 (macOS) and later.
 set -euo pipefail
 
@@ -32,7 +32,7 @@ help_if_asked() {
   esac
 }
 
-# One word as a POSIX shell reads it back; bare where nothing needs quoting.
+# Quotes one word for a POSIX shell. A word that needs no quotes stays bare.
 quote() {
   if [[ $1 =~ ^--[A-Za-z0-9_-]+= ]]; then
     printf '%s' "${BASH_REMATCH[0]}"
@@ -60,7 +60,7 @@ quote_all() {
   done
 }
 
-# Runs a command, or prints it where DRY_RUN=1.
+# Runs a command, or prints it with DRY_RUN=1.
 run() {
   if is_dry; then
     quote_all "$@"
@@ -70,8 +70,8 @@ run() {
   fi
 }
 
-# Reads the settings file; what the environment has set already wins. Unknown names are mistakes. Scripts that are called
-# by this one get the settings from it: the file may be edited for another pod while a supervisor runs.
+# Reads the settings file. Variables of the environment override it. Unknown names are mistakes. Scripts that this one
+# calls get the settings from it, so the file may be edited for another pod while a supervisor runs.
 load_settings() {
   local file=${LM_TPU_SETTINGS:-$HERE/settings.env} name line kept=''
   if [ -n "${LM_TPU_SETTINGS_READ:-}" ]; then file=''; fi
@@ -118,10 +118,10 @@ load_settings() {
   export $SETTINGS LM_TPU_SETTINGS_READ=1
 }
 
-# RUNTIME_VERSION, PROCESSES (one for each machine, two on TPU7x) and DEVICES of all slices, unless the settings give them.
+# Sets RUNTIME_VERSION, PROCESSES (one per machine, two on TPU7x) and DEVICES of all slices, unless the settings give them.
 derive_accelerator() {
   local kind=${ACCELERATOR_TYPE%%-*} size=${ACCELERATOR_TYPE##*-} runtime processes devices
-  # TPU7x is named by its shape too, such as tpu7x-4x4x4: of chips, which count two each.
+  # TPU7x is also named by its shape in chips, such as tpu7x-4x4x4. Each chip counts two.
   if [ "$kind" = tpu7x ] && [[ $size =~ ^([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)$ ]]; then
     size=$((BASH_REMATCH[1] * BASH_REMATCH[2] * BASH_REMATCH[3] * 2))
   fi
@@ -132,7 +132,7 @@ derive_accelerator() {
     v5p) runtime=v2-alpha-tpuv5 processes=$((size / 8)) devices=$((size / 2)) ;;
     v5litepod) runtime=v2-alpha-tpuv5-lite processes=$((size / 4)) devices=$size ;;
     v6e) runtime=v2-alpha-tpuv6e processes=$((size / 4)) devices=$size ;;
-    # Kubernetes alone serves it, with two containers a machine of four chips; JAX sees two devices a chip.
+    # Only Kubernetes offers it, with two containers per machine of four chips. JAX sees two devices per chip.
     tpu7x) runtime='' processes=$((size / 4)) devices=$size ;;
     v5e) fail "ACCELERATOR_TYPE=$ACCELERATOR_TYPE: gcloud calls it v5litepod-$size" ;;
     *)
@@ -141,14 +141,14 @@ derive_accelerator() {
       return
       ;;
   esac
-  # Machines with up to 8 chips are single ones for the kinds that count chips.
+  # For the kinds that count chips, up to 8 chips are one machine.
   case $kind in v5litepod | v6e) if [ "$size" -le 8 ]; then processes=1; fi ;; esac
   if [ "$processes" -lt 1 ]; then processes=1; fi
   : "${RUNTIME_VERSION:=$runtime}" "${PROCESSES:=$((processes * SLICES))}" "${DEVICES:=$((devices * SLICES))}"
 }
 
-# tpu_vm ssh|scp ARGUMENTS…: on the pod, with the track and flags that the settings ask for. The workers of several
-# slices are reached through the queued resource: those of all slices, or of the first.
+# tpu_vm ssh|scp ARGUMENTS…: on the pod, with the track and flags of the settings. With several slices the queued
+# resource reaches the workers of all slices, or of the first.
 tpu_vm() {
   local verb=$1 command=(gcloud)
   shift
@@ -167,17 +167,17 @@ tpu_vm() {
   fi
   run "${command[@]}" </dev/null
 }
-# on_workers all|0|1… COMMAND: a shell command line in the home directory of these workers.
+# on_workers all|0|1… COMMAND: runs a shell command line in the home directory of these workers.
 on_workers() { tpu_vm ssh "$TPU_NAME" --worker="$1" --command="$2"; }
 
-# Shell command line that calls vm/job.sh on a machine.
+# Prints the shell command line that calls vm/job.sh on a machine.
 job() { printf 'bash lm/scripts/tpu/vm/job.sh %s' "$(quote_all "$@")"; }
-# The same for its state, which a machine answers too that nothing was installed on.
+# The same for its state. A machine without an installation answers too.
 # shellcheck disable=SC2016
 job_status() { printf '%s 2>/dev/null || echo "lm-job $(hostname) NONE -"' "$(job status "$@")"; }
 
-# ask DRY COMMAND…: the state that gcloud prints; ABSENT where there is no such thing, UNKNOWN where it could not be asked.
-# DRY_RUN=1 prints the command on stderr, and answers DRY.
+# ask DRY COMMAND…: prints the state that gcloud prints, ABSENT if the resource does not exist, or UNKNOWN if the query
+# fails. DRY_RUN=1 prints the command on stderr, and answers DRY.
 ask() {
   local dry=$1 answer errors
   shift
@@ -201,12 +201,12 @@ ask() {
   fi
   rm -f "$errors"
 }
-# State of the queued resource: what the service says (ACTIVE, SUSPENDED, …), or ABSENT or UNKNOWN.
+# Prints the state of the queued resource: the answer of the service (ACTIVE, SUSPENDED, …), or ABSENT or UNKNOWN.
 queue_state() {
   ask ACTIVE gcloud compute tpus queued-resources describe "$TPU_NAME" "${LOCATION[@]}" '--format=value(state.state)'
 }
-# State of the machines themselves: READY, PREEMPTED, REPAIRING, …, ABSENT or UNKNOWN. Of several slices, the first that is
-# not READY speaks for all.
+# Prints the state of the machines: READY, PREEMPTED, REPAIRING, …, ABSENT or UNKNOWN. With several slices, the first
+# that is not READY decides.
 node_state() {
   local i state
   if [ "$SLICES" = 1 ]; then
@@ -221,7 +221,7 @@ node_state() {
 }
 slice_state() { ask READY gcloud compute tpus tpu-vm describe "$1" "${LOCATION[@]}" '--format=value(state)'; }
 
-# Returns when the queued resource is ACTIVE; 1 when it will not become so.
+# Returns when the queued resource is ACTIVE, with 1 when it will not become ACTIVE.
 wait_until_active() {
   local state last='' unknown=0
   while :; do
@@ -241,7 +241,7 @@ wait_until_active() {
   done
 }
 
-# The commit that is shipped; refuses uncommitted changes, which would run on this machine only.
+# Prints the commit to ship. Refuses uncommitted changes, which would run on this machine only.
 shipped_commit() {
   local commit
   commit=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null) || fail "$ROOT: not a git checkout; setup.sh ships the last commit"
@@ -254,13 +254,13 @@ shipped_commit() {
 make_bundle() {
   local new=$1
   run mkdir -p "$(dirname "$1")"
-  # Two scripts may write it, and a third one may send it, at the same time.
+  # Two scripts may write it while a third one sends it.
   if ! is_dry; then new=$1.$$; fi
   run git -C "$ROOT" bundle create --quiet "$new" HEAD
   if ! is_dry; then mv "$new" "$1"; fi
 }
-# Packs the last commit into BUNDLE and sets COMMIT, for every pod and attempt of the script that asks first: what is
-# committed while a run goes on is not part of it.
+# Packs the last commit into BUNDLE and sets COMMIT, for every pod and attempt of the calling script. Later commits are
+# not part of the run.
 pack_commit() {
   if [ -n "${LM_TPU_COMMIT:-}" ]; then
     COMMIT=$LM_TPU_COMMIT BUNDLE=$LM_TPU_BUNDLE
@@ -297,8 +297,9 @@ complete_command() {
     *) COMMAND+=(--gin_param "mesh.processes = $PROCESSES") ;;
   esac
 }
-# Refuses on this machine what a pod would be paid for in vain: `lm check` with the configuration of an `lm train`, of the
-# run that it resumes or branches too, or `lm sweep`, compiled for all SLICES of ACCELERATOR_TYPE. Other commands, and CHECK=0, pass.
+# Refuses on this machine what would fail on a paid pod. Calls `lm check` with the configuration of an `lm train` (also of
+# the run that it resumes or branches) or an `lm sweep`, compiled for all SLICES of ACCELERATOR_TYPE. Other commands, and
+# CHECK=0, pass.
 check_command() {
   local words=() runs=() verb='' code=0 program topology=$ACCELERATOR_TYPE
   if [ "$SLICES" -gt 1 ]; then topology="$SLICES*$topology"; fi
@@ -340,7 +341,7 @@ check_command() {
     exit "$code"
   fi
 }
-# Refuses a --run_dir among the arguments that goes with the machines when they are preempted or deleted.
+# Refuses a --run_dir among the arguments that would be lost when the machines are preempted or deleted.
 check_run_dir() {
   local word next='' dir=''
   for word in "$@"; do

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Asks for the TPU pod as a queued resource: spot, flex-start, reserved, reservation-bound or on-demand, one slice or
-# several, with auto-checkpoint, as settings.env says.
+# Requests the TPU pod as a queued resource: spot, flex-start, reserved, reservation-bound or on-demand, one slice or
+# several, with auto-checkpoint. settings.env decides which.
 #
 #   scripts/tpu/create.sh            returns at once; the request waits in the queue (free of charge)
 #   scripts/tpu/create.sh --wait     returns when the pod is ACTIVE

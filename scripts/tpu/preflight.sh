@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Looks at every worker of the pod before a run is started: free disk, stale libtpu lock, bucket writable, tokenizer of
+# Checks every worker of the pod before a run is started: free disk, stale libtpu lock, bucket writable, tokenizer of
 # the token store (SHA-256 against its dataset.json), and that the right number of processes and devices join.
 #
 #   scripts/tpu/preflight.sh
 #   scripts/tpu/preflight.sh --fix             removes a stale /tmp/libtpu_lockfile
 #   scripts/tpu/preflight.sh --precision --mechanisms configs/attention/polysketch.gin
-#                                              then compares the kernels with XLA alone on a chip of each worker; what
-#                                              follows goes to `lm bench precision`
+#                                              then compares the kernels with XLA alone on a chip of each worker; later
+#                                              arguments go to `lm bench precision`
 #   DRY_RUN=1 scripts/tpu/preflight.sh         prints the command
 #
-# The bucket is the one of RUN_DIR, the token store DATA_PATH. Exit codes: 0 all is well, 44 the tokenizer is not the
-# one of the data, 1 anything else; each failure is one line with its remedy.
+# The bucket is the bucket of RUN_DIR, and the token store is DATA_PATH. Exit codes: 0 all is well, 44 the tokenizer does
+# not match the data, 1 anything else. Each failure is one line with its remedy.
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"
 fix=()

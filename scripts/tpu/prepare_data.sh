@@ -4,9 +4,9 @@
 #   scripts/tpu/prepare_data.sh lm prepare --gin_file data/c4.gin --gin_param "data.path = 'gs://bucket/tokens/c4'"
 #   DRY_RUN=1 scripts/tpu/prepare_data.sh …   prints the commands
 #
-# May be stopped and started again: it joins the job that runs, or starts it again on the machine that is there, and `lm
-# prepare` continues what it had done. The machine deletes itself after PREPARE_MAX_DURATION in any case. Exit code: that
-# of the command.
+# It may be stopped and started again. It then joins the running job, or starts the job again on the machine that exists,
+# and `lm prepare` continues its work. The machine deletes itself after PREPARE_MAX_DURATION in any case. The exit code is
+# the exit code of the command.
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"
 if [ "${1:-}" = -- ]; then shift; fi
@@ -39,7 +39,7 @@ if [ -n "$SUBNETWORK" ]; then create+=(--subnet="$SUBNETWORK"); fi
 if [ -n "$SERVICE_ACCOUNT" ]; then create+=(--service-account="$SERVICE_ACCOUNT"); fi
 if [ "$INTERNAL_IPS" = 1 ]; then create+=(--no-address); fi
 
-# The job's state on the machine: RUNNING, OTHER, EXIT, …, and empty where it cannot be reached.
+# The job's state on the machine: RUNNING, OTHER, EXIT, …, or empty if the machine cannot be reached.
 set_state() {
   line=$(on_vm_status "$@" 2>/dev/null | grep '^lm-job ' || true)
   state=$(cut -d ' ' -f 3 <<<"$line")
@@ -93,7 +93,7 @@ while [ -z "$code" ]; do
       code=1
       ;;
     *)
-      # A machine that does not answer goes on, and ends by itself; only one that is no more has failed.
+      # A machine that does not answer continues, and ends by itself. Only a machine that no longer exists has failed.
       case $(machine_state) in
         ABSENT)
           note "$vm is gone (PREPARE_MAX_DURATION=$PREPARE_MAX_DURATION?); the same command continues what it had done"

@@ -4,7 +4,7 @@
 #   scripts/tpu/setup.sh
 #   DRY_RUN=1 scripts/tpu/setup.sh   prints the commands
 #
-# The commit travels as a git bundle, so that run.json on the pod names it. Uncommitted changes are refused.
+# The commit travels as a git bundle, so that run.json on the pod names it. The script refuses uncommitted changes.
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"
 [ $# = 0 ] || fail "$1: unknown argument; see $SCRIPT --help"

@@ -1,20 +1,25 @@
 #!/usr/bin/env bash
-# Keeps a run alive until it is done: creates the pod, sets it up, starts the command, watches it, and after a preemption
-# does it all again with the same run directory.
+# Keeps a run alive until it is done: creates the pod, sets it up, starts the command and watches it. After a preemption it
+# does all of this again with the same run directory.
 #
 #   scripts/tpu/supervise.sh lm train --gin_file configs/models/small.gin --gin_file data/pg19.gin --gin_param 'train.microbatches = 4'
 #   DRY_RUN=1 scripts/tpu/supervise.sh …   prints the commands of one attempt
 #
-# First `lm check` on this machine: whether the step fits ACCELERATOR_TYPE (CHECK=0 skips it).
-# Exit code of the run → what happens: 0 done. 2 (usage), 43 (diverged), 44 (data, tokenizer or checkpoint do not match):
-# never repeated. 42 (preempted, saved), pod gone or not to be reached: again, recreating the pod if need be, with a
-# growing pause, MAX_ATTEMPTS times at most. Anything else: again, MAX_FAILURES times in a row at most.
-# "In a row": an attempt of RESET_SECONDS or more starts the count and the pauses anew.
-# A job that runs already is joined as it is, so this script may be stopped and started again (put it into tmux, or on a
-# small VM). Settings and the commit are those of the first start: edits while it runs are not part of the run.
+# First runs `lm check` on this machine, to see whether the step fits ACCELERATOR_TYPE (CHECK=0 skips it).
+#
+# Exit code of the run → what happens:
+#   0                 done
+#   2, 43, 44         never repeated: usage; diverged; data, tokenizer or checkpoint do not match
+#   42, no pod        again: preempted and saved, or the pod is gone or cannot be reached. Recreates the pod if necessary.
+#                     The pause grows. MAX_ATTEMPTS times at most.
+#   anything else     again, MAX_FAILURES times in a row at most
+#
+# An attempt of RESET_SECONDS or more resets the count of failures in a row and the pauses.
+# The script joins a running job unchanged, so it may be stopped and started again (put it into tmux, or on a small VM).
+# It uses the settings and the commit of its first start. Edits while it runs are not part of the run.
 # The run directory must outlive the machines: gs://, s3://, or an absolute path on a disk that they share.
-# The last action is to delete the pod, unless DELETE_WHEN_DONE says otherwise. No pod is deleted because something could
-# not be asked, nor one on which another command runs.
+# The last action is to delete the pod, unless DELETE_WHEN_DONE forbids it. The script deletes no pod because a query
+# failed, and no pod on which another command runs.
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"
 if [ "${1:-}" = -- ]; then shift; fi
@@ -42,12 +47,12 @@ if is_dry; then
   exit 0
 fi
 
-# Sets STATUS to a line for each worker that answers; with a command, OTHER where another one runs.
+# Sets STATUS to one line per worker that answers. With a command, the state is OTHER where another command runs.
 ask_workers() { STATUS=$(on_workers all "$(job_status "$RUN_NAME" "$@")" 2>/dev/null | grep '^lm-job ' || true); }
-# Answers in this state, or all of them.
+# Counts the answers in this state, or all answers.
 count() { awk -v state="${1:-}" 'NF && (state == "" || $3 == state) { n++ } END { print n + 0 }' <<<"$STATUS"; }
 
-# Whether the job runs already. A pod on which another command runs is left alone.
+# True if the job runs already. A pod on which another command runs is left alone.
 joins() {
   ask_workers "${COMMAND[@]}"
   if [ "$(count)" -gt 0 ]; then is_known=1; fi
@@ -58,7 +63,7 @@ joins() {
   [ "$(count RUNNING)" -gt 0 ] && is_joined=1
 }
 
-# What the run was started from, if this script joined it and has it still; else the last commit.
+# The commit that the run was started from, if this script joined it and still has the commit. Otherwise the last one.
 pack() {
   local bundle=$ROOT/build/tpu/$TPU_NAME/lm.bundle
   if [ -n "$is_joined" ] && [ -z "${LM_TPU_COMMIT:-}" ] && [ -f "$bundle" ]; then
@@ -68,7 +73,7 @@ pack() {
   pack_commit
 }
 
-# The pod, ACTIVE and READY; $1 = fresh: not the one that is there now.
+# Makes the pod ACTIVE and READY. $1 = fresh: another pod than the present one.
 ensure_pod() {
   local fresh=$1 state node creations=0 unknown=0 repairing=0
   while :; do
@@ -96,7 +101,7 @@ ensure_pod() {
         sleep "$POLL_SECONDS"
         ;;
       ACTIVE,*ING)
-        # STARTING, REPAIRING, …: machines that come back by themselves, in most cases.
+        # STARTING, REPAIRING, …: in most cases these machines come back by themselves.
         repairing=$((repairing + 1))
         if [ "$repairing" -ge 30 ]; then fresh=fresh; fi
         sleep "$POLL_SECONDS"
@@ -133,7 +138,7 @@ pause() {
 attempt() {
   local polls=0
   OUTCOME=setup
-  # Machines that are new, or a network that is away: a while later they answer.
+  # New machines, or a network that is down: they answer a while later.
   until joins || [ "$(count)" = "$PROCESSES" ] || [ "$polls" -ge "$MAX_LOST_POLLS" ]; do
     polls=$((polls + 1))
     sleep "$POLL_SECONDS"
@@ -141,7 +146,7 @@ attempt() {
   if [ "$(count RUNNING)" -gt 0 ] && [ "$(count NONE)" = 0 ]; then
     say "joining the job that runs on $TPU_NAME"
   else
-    # Also where a worker was not reached when the others started: for them, both do nothing.
+    # This also covers a worker that was not reached when the others started. For the others both commands do nothing.
     pack
     "$HERE/setup.sh" || return 0
     "$HERE/run.sh" "$@" || return 0
@@ -157,7 +162,7 @@ watch_job() {
     codes=$(awk '$3 == "EXIT" { print $4 } $3 == "LOST" || $3 == "NONE" { print "gone" }' <<<"$STATUS" | sort -u)
     ended=$((total - running))
     worst=''
-    # What must not be repeated says more than what follows from it on the other workers.
+    # A code that must not be repeated is the cause. The codes of the other workers follow from it.
     for code in gone $(grep -vx -e gone -e 0 <<<"$codes" || true) 42 44 43 2; do
       if grep -qx -e "$code" <<<"$codes"; then worst=$code; fi
     done
@@ -215,7 +220,7 @@ finish() {
   exit "$code"
 }
 
-# is_known: this script has created the pod, or one of its workers has answered. is_joined: it met the job at work.
+# is_known: this script has created the pod, or one of its workers has answered. is_joined: the job was already running.
 attempts=0 failures=0 short=0 fresh='' is_known='' is_joined=''
 if [ "$(queue_state)" = ABSENT ] || ! joins; then
   check_command "$@"
@@ -259,7 +264,7 @@ while [ "$attempts" -lt "$MAX_ATTEMPTS" ]; do
         *) finish "$OUTCOME" ;;
       esac
     fi
-    # A machine that cannot be set up twice is a bad one.
+    # A machine whose set-up fails twice is a bad one.
     if [ "$OUTCOME" = setup ] && [ "$failures" -ge 2 ] && [ -n "$is_known" ]; then fresh=fresh; fi
   fi
   if [ "$attempts" -lt "$MAX_ATTEMPTS" ]; then pause "$short"; fi

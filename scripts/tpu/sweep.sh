@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A sweep with one pod for each point: supervise.sh once for each index, PARALLEL pods at a time.
+# Runs a sweep with one pod for each point: one supervise.sh per index, PARALLEL pods at a time.
 #
 #   scripts/tpu/sweep.sh 8 lm sweep --gin_file configs/models/small.gin --sweep_file sweep.gin --run_dir gs://bucket/sweeps/a
 #   scripts/tpu/sweep.sh 3-5 lm sweep …       points 3, 4 and 5
 #   DRY_RUN=1 scripts/tpu/sweep.sh 8 …        prints the commands
 #
-# Adds --index I to the command. Each point is compiled by `lm check` on this machine first (CHECK=0 skips it). Pods are
-# called TPU_NAME-I, jobs RUN_NAME-I; their output goes to SWEEP_LOG_DIR. Ends with a table of exit codes; the exit code
-# is 0 if all are, else 1. Look at the points first: lm sweep … --dry_run
+# Adds --index I to the command. First `lm check` compiles each point on this machine (CHECK=0 skips it). Pods are named
+# TPU_NAME-I, and jobs RUN_NAME-I. Their output goes to SWEEP_LOG_DIR. Prints a table of exit codes at the end. The exit
+# code is 0 if all codes are 0, else 1. Look at the points first: lm sweep … --dry_run
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"
 [ $# -ge 2 ] || fail "give the number of points (or a range, 3-5) and the command; see $SCRIPT --help"

@@ -119,6 +119,14 @@ def test_python_code_of_the_pages(path):
         assert is_file or pkgutil.resolve_name(name) is not None
 
 
+def test_names_of_pages_become_links():
+    assert lm_reference.fill('see `docs/check.md`') == 'see [`docs/check.md`](/check.md)'
+    assert lm_reference.fill('`docs/benchmarks.md#gpu`') == '[`docs/benchmarks.md#gpu`](/benchmarks.md#gpu)'
+    for name, page in lm_reference.INCLUDED.items():
+        assert lm_reference.fill(f'`{name}`') == f'[`{name}`]({page})'
+        assert f'../../{name}' in (tiny.ROOT / f'docs{page}').read_text()
+
+
 def test_prose_is_escaped_and_names_are_code():
     assert markdown.prose('set train.steps, see `a*b` and [1]*2') == r'set `train.steps`, see `a*b` and \[1\]\*2'
     assert markdown.prose('--split NAME of @a/softmax()') == '`--split NAME` of `@a/softmax()`'

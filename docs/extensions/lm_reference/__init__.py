@@ -2,6 +2,9 @@
 
 A page of docs/reference holds a line such as `% generated: gin`. The extension replaces this line by the Markdown that
 `lm_reference.gin.page()` returns; further words of the line are arguments. Nothing that is generated is committed.
+
+Pages name files of the checkout, such as `docs/check.md`, because people also read them there. On the site they become
+links.
 """
 
 import importlib
@@ -9,6 +12,14 @@ import re
 from typing import Any
 
 LINE = re.compile(r'^% generated: (.+)$', re.MULTILINE)
+
+PATH = re.compile(r'`((?:docs|data|configs)/[\w/]*\.md)(#[\w-]+)?`')
+INCLUDED = {
+    'data/README.md': '/how_to/data.md',
+    'configs/README.md': '/reference/configurations.md',
+    'configs/papers/README.md': '/how_to/papers.md',
+}
+"""File of the checkout → the page that includes it."""
 
 
 def fill(text: str) -> str:
@@ -18,7 +29,14 @@ def fill(text: str) -> str:
         name, *arguments = found[1].split()
         return importlib.import_module(f'lm_reference.{name}').page(*arguments)
 
-    return LINE.sub(generate, text)
+    return LINE.sub(generate, PATH.sub(_link, text))
+
+
+def _link(found: re.Match) -> str:
+    """The name of a file in a page, as a link where the file is a page too."""
+    name, anchor = found[1], found[2] or ''
+    page = INCLUDED.get(name) or (name.removeprefix('docs') if name.startswith('docs/') else None)
+    return f'[{found[0]}]({page}{anchor})' if page else found[0]
 
 
 def setup(app: Any) -> dict[str, bool]:

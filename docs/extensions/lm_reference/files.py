@@ -33,7 +33,7 @@ def page(name: str) -> str:
 
 
 def keys(cls: type) -> list[tuple[str, str, str]]:
-    """(key, type, meaning) of each key of a `TypedDict`, those of its bases first."""
+    """Returns (key, type, meaning) of each key of a `TypedDict`. Keys of its bases come first."""
     return [entry for base in _bases(cls) for entry in keys(base)] + own_keys(cls)
 
 

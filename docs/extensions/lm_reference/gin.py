@@ -32,7 +32,7 @@ def choices() -> dict[type, dict[str, type]]:
 
 
 def page() -> str:
-    """The tables of all sections, then those of all values."""
+    """Returns the tables of all sections, then the tables of all values."""
     parts = ['## Sections', *(_configurable(name, cls) for name, cls in sections().items())]
     for base, values in choices().items():
         takers = [code(taker) for taker in _takers()[base]]

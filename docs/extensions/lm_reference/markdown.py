@@ -16,7 +16,7 @@ CODE = re.compile(
     r'|(?<![\w/.])(?:\w+[./])*\w*[a-z0-9]_\w+(?:\.\w+)*'  # a_name, section.a_name
     r'|(?<![\w/.])[a-z]+(?:\.[a-z]+)+\b(?! [a-z]\.)'  # section.name, file.suffix
 )
-"""What is code in prose, whether it stands in backticks or not."""
+"""Matches code in prose, in backticks or not."""
 
 
 def prose(text: str) -> str:

@@ -40,14 +40,16 @@ class Arrow(FilePatterns):
                     start, size = index + 1, 0
         return [*parts, Part(str(path), start, index + 1, size)] if size else parts
 
-    def read_part(self, part: Part, max_bytes: int, wanted: Callable[[str], bool]) -> Iterator[Document]:
+    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
         with self._opened(part.file) as batches:
             for index, batch in enumerate(batches):  # local files are mapped: what is passed over is not read
                 if index >= part.stop:
                     return
                 if index >= part.start:
                     place = f'{part.file}@{index}'
-                    yield from read_column(batch.column(self.text_field), self.text_field, place, max_bytes, wanted)
+                    yield from read_column(
+                        batch.column(self.text_field), self.text_field, place, max_bytes, is_selected
+                    )
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Iterator[Any]]:

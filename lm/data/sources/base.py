@@ -1,10 +1,10 @@
-"""Where documents come from: each source lists its splits, cuts a split into shards and reads the documents of a shard.
+"""Sources of documents. A source lists its splits, cuts a split into shards and reads the documents of a shard.
 
 A shard is a unit of work that any process can read by itself; the shards of a split, one after another, hold its
 documents in an order that depends on nothing but the data.
 
-Adding a source means adding one file to this room, which finds it by itself: a class `@configurable('name')` on
-`Source`, on `FilePatterns` (files of many documents) or on `Folder` (one document a file).
+Adding a source means adding one file to this package, which finds it by itself: a class `@configurable('name')` on
+`Source`, on `FilePatterns` (many documents per file) or on `Folder` (one document per file).
 """
 
 import abc
@@ -42,7 +42,7 @@ class Shard:
     split: str
     parts: tuple[Part, ...]
     held_out: float | None = None
-    """Where the files hold train and validation alike: the share of the documents that are validation."""
+    """The share of the documents for validation, where the files hold both splits; else None."""
 
     @property
     def bytes(self) -> int:
@@ -57,7 +57,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A document, or what is wrong with it."""
+    """A document, or an error in its place."""
 
     id: str
     text: str = ''
@@ -70,9 +70,9 @@ class Source(Configurable, abc.ABC):
     """Base of the sources. Instances are frozen dataclasses and travel to the worker processes."""
 
     holds_tokens = False
-    """Whether the documents are token ids, of an existing tokenizer, in place of text."""
+    """The documents are token ids of an existing tokenizer in place of text."""
     gin_resume = True
-    """A run learns from the store, which its fingerprint tells from others, wherever the text of it was."""
+    """A run reads the token store, whose fingerprint identifies it; the place of its source does not matter."""
 
     def fetch(self, log) -> None:
         """Downloads what is not there yet, if the source can; `log(line)` tells people."""
@@ -81,13 +81,13 @@ class Source(Configurable, abc.ABC):
         """Raises ConfigError unless `eod` ends the documents of ready tokens."""
 
     def identity(self) -> dict[str, Any]:
-        """What dataset.json says about the source; two preparations with equal identities read the same text."""
+        """Returns the record of the source for dataset.json. Preparations with equal identities read the same text."""
         return {'kind': self.gin_name} | dataclasses.asdict(self)
 
     def published_words(self, split: str, documents: int) -> int | None:
-        """The words that the authors of the data count in a split of so many documents; None: nobody publishes any.
+        """Returns the published number of words in a split with so many documents; None: there is none.
 
-        Where there is such a number it stands in dataset.json, and perplexity by word is normalised by it.
+        It stands in dataset.json, and normalizes perplexity per word.
         """
         return None
 
@@ -105,8 +105,10 @@ class Source(Configurable, abc.ABC):
 
 
 def inventory(shards: Iterable[Shard]) -> dict[str, Any]:
-    """How many files they are of, about how much text these hold, and a fingerprint of their names and sizes, however
-    they are cut: what tells cheaply that a source has changed."""
+    """Returns the number of files, their approximate size and a fingerprint of their names and sizes.
+
+    The fingerprint does not depend on the cuts. It detects cheaply that a source has changed.
+    """
     sizes = collections.Counter()
     for part in dict.fromkeys(part for shard in shards for part in shard.parts):  # splits may share them
         sizes[part.file] += part.bytes
@@ -115,7 +117,7 @@ def inventory(shards: Iterable[Shard]) -> dict[str, Any]:
 
 
 def decode(identifier: str, content: bytes, max_bytes: int) -> Document:
-    """The document whose UTF-8 is `content`, or what is wrong with it."""
+    """Returns the document whose UTF-8 is `content`, or an error in its place."""
     if len(content) > max_bytes:
         return too_long(identifier, max_bytes)
     try:
@@ -129,7 +131,7 @@ def too_long(identifier: str, max_bytes: int) -> Document:
 
 
 def group(split: str, parts: list[Part], held_out: float | None = None) -> list[Shard]:
-    """Consecutive parts as shards."""
+    """Groups consecutive parts into shards."""
     unit = shard_bytes(sum(part.bytes for part in parts))
     shards, current, size = [], [], 0
     for part in parts:
@@ -142,12 +144,12 @@ def group(split: str, parts: list[Part], held_out: float | None = None) -> list[
 
 
 def shard_bytes(total: int) -> int:
-    """A good size of a shard: about 256 of them, of 1 to 64 MB."""
+    """Returns the size of shards in bytes: about 256 shards of 1 to 64 MB."""
     return min(MAX_SHARD_BYTES, max(MIN_SHARD_BYTES, total // 256))
 
 
 def regular(paths: Iterable[Any]) -> list[Any]:
-    """Files in the order of their names, without folders.
+    """Returns files in the order of their names, without folders.
 
     Raises MismatchError for what cannot be read like a file: a broken link, a pipe, a device. Buckets have none.
     """
@@ -159,11 +161,11 @@ def regular(paths: Iterable[Any]) -> list[Any]:
 
 
 def file_size(path: Any) -> int:
-    """Bytes of a file, of pathlib or of epath."""
+    """Returns the bytes of a file, given as a path of pathlib or epath."""
     stat = path.stat()
     return stat.st_size if hasattr(stat, 'st_size') else stat.length
 
 
 def hash_of(name: str) -> float:
-    """Uniform in [0, 1), a pure function of the name: decides what is held out."""
+    """Returns a number uniform in [0, 1), a pure function of the name, which decides whether a document is held out."""
     return int.from_bytes(hashlib.sha256(name.encode(errors='surrogateescape')).digest()[:6], 'big') / 2**48

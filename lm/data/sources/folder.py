@@ -1,4 +1,4 @@
-"""One document a file: what the sources of whole files share."""
+"""Sources of folders with one document per file."""
 
 import abc
 import dataclasses
@@ -26,11 +26,11 @@ class Folder(Source):
 
     @abc.abstractmethod
     def folder(self) -> Any:
-        """The folder, a path. Raises ConfigError if there is none."""
+        """Returns the folder as a path. Raises ConfigError if there is none."""
 
     @abc.abstractmethod
     def files(self, split: str) -> tuple[list[Any], bool]:
-        """The files with the documents of `split`, and whether they hold train and validation alike."""
+        """Returns the files with the documents of `split`, and whether they hold both train and validation."""
 
     def find(self, folder: Any) -> list[Any]:
         """Returns the files under a folder in the order of their names; in a bucket, only those directly in it."""
@@ -39,11 +39,11 @@ class Folder(Source):
         return sorted(folder.glob(f'*{self.suffix}'))
 
     def name_of(self, path: Any, folder: Any) -> str:
-        """What the document of a file is called."""
+        """Returns the name of the document in a file."""
         return path.relative_to(folder).as_posix()
 
     def path_of(self, name: str, folder: Any) -> Any:
-        """The file whose document is called so."""
+        """Returns the file of the document with this name."""
         return folder / name
 
     def splits(self) -> tuple[str, ...]:
@@ -89,8 +89,10 @@ def _by_hash(parts: list[Part], fraction: float, split: str) -> list[Part]:
 
 
 def _end_of_file(path: Any, part: Part, fraction: float, split: str) -> Part:
-    """The file up to the first line break in its last `fraction`, or what comes behind that. Where no line ends, the
-    first space counts, and where there is none, the first character."""
+    """Returns the file up to the first line break in its last `fraction`, or the rest, for validation.
+
+    Where no line ends there, the first space counts; without a space, the first character.
+    """
     cut = part.stop - max(1, math.ceil(fraction * part.stop))
     with path.open('rb') as file:
         file.seek(cut)

@@ -16,10 +16,10 @@ class Jsonl(LinePatterns):
 
     suffixes = ('.jsonl', '.jsonl.gz')
 
-    def read_part(self, part: Part, max_bytes: int, wanted: Callable[[str], bool]) -> Iterator[Document]:
+    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
         for offset, line in lines(part, part.stop, max_bytes):
             identifier = f'{part.file}@{offset}'
-            if not wanted(identifier):
+            if not is_selected(identifier):
                 continue
             if line is None:
                 yield too_long(identifier, max_bytes)

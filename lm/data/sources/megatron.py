@@ -39,7 +39,7 @@ class Megatron(FilePatterns):
         cuts = sorted({0, *groups.tolist(), len(sizes)})
         return [Part(str(path), a, b, int(sizes[a:b].sum())) for a, b in itertools.pairwise(cuts)]
 
-    def read_part(self, part: Part, max_bytes: int, wanted: Callable[[str], bool]) -> Iterator[Document]:
+    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
         dtype, starts, first = _read_index(part.file)
         with open_path(f'{part.file.removesuffix(".idx")}.bin').open('rb') as file:
             file.seek(first + int(starts[part.start]) * dtype.itemsize)
@@ -48,7 +48,7 @@ class Megatron(FilePatterns):
                 tokens = np.frombuffer(file.read(length * dtype.itemsize), dtype)
                 if len(tokens) != length:
                     raise MismatchError(f'{file.name}: cut off in document {document}; fetch the file again')
-                if wanted(identifier := f'{part.file}@{document}'):
+                if is_selected(identifier := f'{part.file}@{document}'):
                     yield (
                         Document(identifier, tokens=tokens) if length <= max_bytes else too_long(identifier, max_bytes)
                     )

@@ -31,15 +31,15 @@ class Parquet(FilePatterns):
             sizes = [c.total_uncompressed_size for c in columns if c.path_in_schema == self.text_field]
             return [Part(str(path), i, i + 1, size) for i, size in enumerate(sizes)]
 
-    def read_part(self, part: Part, max_bytes: int, wanted: Callable[[str], bool]) -> Iterator[Document]:
+    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
         with self._opened(part.file) as file:
             for group in range(part.start, part.stop):
                 column = file.read_row_group(group, columns=[self.text_field]).column(0)
-                yield from read_column(column, self.text_field, f'{part.file}@{group}', max_bytes, wanted)
+                yield from read_column(column, self.text_field, f'{part.file}@{group}', max_bytes, is_selected)
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
-        """The file. Raises ConfigError where it has no such column of text, MismatchError where it is damaged."""
+        """Opens a file. Raises ConfigError where it has no such column of text, MismatchError where it is damaged."""
         try:
             import pyarrow.parquet
         except ImportError:
@@ -59,7 +59,7 @@ class Parquet(FilePatterns):
 
 
 def needs_text(schema: Any, column: str, file: str, setting: str) -> None:
-    """Raises ConfigError, which lists the columns, where an Arrow schema has no such column of text."""
+    """Raises ConfigError with a list of the columns where an Arrow schema has no such column of text."""
     import pyarrow
 
     types = {field.name: field.type for field in schema}
@@ -71,12 +71,12 @@ def needs_text(schema: Any, column: str, file: str, setting: str) -> None:
 
 
 def read_column(
-    column: Any, name: str, place: str, max_bytes: int, wanted: Callable[[str], bool]
+    column: Any, name: str, place: str, max_bytes: int, is_selected: Callable[[str], bool]
 ) -> Iterator[Document]:
-    """The documents of an Arrow column called `name` whose ids, PLACE:ROW, are wanted."""
+    """Yields the documents of the Arrow column `name` whose ids, PLACE:ROW, `is_selected` accepts."""
     for row, text in enumerate(column.cast('large_binary')):
         identifier = f'{place}:{row}'
-        if wanted(identifier) and text.is_valid:
+        if is_selected(identifier) and text.is_valid:
             yield decode(identifier, text.as_py(), max_bytes)
-        elif wanted(identifier):
+        elif is_selected(identifier):
             yield Document(identifier, error=f'no text in field {name!r}')

@@ -1,4 +1,4 @@
-"""Files of many documents each: what the sources of such files share, which is all but reading one of them."""
+"""Sources of files with many documents each. A source on this base only reads one part of a file."""
 
 import abc
 import collections
@@ -16,7 +16,7 @@ from lm.errors import ConfigError, MismatchError
 from lm.files import open_path
 
 PACKED = '.gz'
-"""How the names of gzipped files end."""
+"""The end of the names of gzipped files."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,21 +32,21 @@ class FilePatterns(Source):
     validation_fraction: float = field(default=0.05, above=0, below=1, help='of files that belong to no split')
 
     suffixes: ClassVar[tuple[str, ...]] = ('',)
-    """How the files in a folder end."""
+    """The ends of the names of the files in a folder."""
     below: ClassVar[tuple[str, ...]] = ()
-    """Where else the files of a split may lie in a folder."""
+    """Further patterns for the files of a split in a folder."""
     unsplit: ClassVar[tuple[str, ...]] = ()
-    """Files in a folder that belong to no split; they count where it has no others."""
+    """Patterns for files of no split; they count where a folder has no files of splits."""
     aliases: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Pairs of a split and another name of it in the names of files."""
+    """Pairs of a split and another name for it in the names of files."""
 
     def parts(self, path: Any, unit: int) -> list[Part]:
-        """A file in pieces of about `unit` bytes of text where it can be cut; here it stays whole."""
+        """Cuts a file into parts of about `unit` bytes of text, if the format allows it; here the file stays whole."""
         return [Part(str(path), 0, -1, file_size(path))]
 
     @abc.abstractmethod
-    def read_part(self, part: Part, max_bytes: int, wanted: Callable[[str], bool]) -> Iterator[Document]:
-        """The documents of a part in order whose ids `wanted` accepts.
+    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
+        """Yields the documents of a part in order whose ids `is_selected` accepts.
 
         An id is FILE@PLACE and does not depend on how the file is cut.
         """
@@ -69,21 +69,21 @@ class FilePatterns(Source):
         return group(split, parts, None if self._by_split() else self.validation_fraction)
 
     def read(self, shard: Shard, max_bytes: int) -> Iterator[Document]:
-        def wanted(identifier: str) -> bool:
+        def is_selected(identifier: str) -> bool:
             held_out = shard.held_out is not None and hash_of(self._hashed(identifier)) < shard.held_out
             return shard.held_out is None or held_out == (shard.split == 'validation')
 
         for part in shard.parts:
-            yield from self.read_part(part, max_bytes, wanted)
+            yield from self.read_part(part, max_bytes, is_selected)
 
     @functools.cached_property
     def _repeated(self) -> frozenset[str]:
-        """The names that several files have, in folders of their own, where a share of the documents is held out."""
+        """The names that several files in different folders have, where a share of the documents is held out."""
         names = [] if self._by_split() else [path.name for path in self._files('train')]
         return frozenset(name for name, count in collections.Counter(names).items() if count > 1)
 
     def _hashed(self, identifier: str) -> str:
-        """The place of a document, FILE@PLACE, by the name of its file; the folders count where others have it too."""
+        """Returns the place of a document, NAME@PLACE; with the folders where several files have the name."""
         name = identifier.rsplit('/', 1)[-1]
         if name.rpartition('@')[0] not in self._repeated:
             return name
@@ -96,14 +96,14 @@ class FilePatterns(Source):
         return '{split}' in self.path or (self._open('').is_dir() and not self._unsplit())
 
     def _unsplit(self) -> list[Any]:
-        """The files of a folder that has none of a split."""
+        """Returns the files of a folder that has no files of splits."""
         folder = self._open('')
         if not self.unsplit or not folder.is_dir() or any(self._named(name, folder) for name in SPLITS):
             return []
         return regular({file for pattern in self.unsplit for file in folder.glob(pattern)})
 
     def _named(self, split: str, folder: Any) -> list[Any]:
-        """The files of a folder that are named by the split."""
+        """Returns the files of a folder that have the name of the split."""
         patterns = [f'{{split}}{rest}{suffix}' for rest in ('', '-*', '.*') for suffix in self.suffixes]
         found = {file for pattern in (*patterns, *self.below) for file in folder.glob(pattern.format(split=split))}
         return regular(found)
@@ -147,8 +147,11 @@ class LinePatterns(FilePatterns):
 
 
 def lines(part: Part, stop: int, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """Offset and content of each line that begins in the part and before `stop`, which is -1 for the end of the file
-    and does not count where it is gzipped; None for content longer than `max_bytes`."""
+    """Yields offset and content of each line that begins in the part and before `stop`.
+
+    `stop` = -1 is the end of the file; gzipped files are always read to the end. Content longer than `max_bytes` is
+    None.
+    """
     with open_path(part.file).open('rb') as file:
         to_end = part.file.endswith(PACKED) or stop < 0
         # GzipFile has all methods of a BinaryIO but does not declare it.
@@ -175,7 +178,7 @@ def lines(part: Part, stop: int, max_bytes: int) -> Iterator[tuple[int, bytes | 
 
 
 def _skip_line(stream: BinaryIO, length: int) -> int:
-    """Reads to the end of the line in pieces; returns `length` plus what was read."""
+    """Reads to the end of the line in pieces. Returns `length` plus the number of bytes."""
     while piece := stream.readline(1_000_000):
         length += len(piece)
         if piece.endswith(b'\n'):
@@ -188,8 +191,8 @@ def _is_pattern(path: Any) -> bool:
 
 
 def _fixed_folder(path: Any) -> tuple[Any, str]:
-    """The part of a pattern before its first wildcard, and the rest. A folder that is there is no wildcard, such as
-    'text [2]'."""
+    """Returns the part of a pattern before its first wildcard, and the rest. An existing folder such as 'text [2]' has
+    no wildcard."""
     fixed = path.parent
     while _is_pattern(fixed) and not fixed.exists():
         fixed = fixed.parent

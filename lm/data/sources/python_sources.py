@@ -15,7 +15,7 @@ from lm.errors import ConfigError
 
 _SKIPPED = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
 _PACKAGES = 'site-packages'
-"""What the names of documents out of packages begin with."""
+"""The first part of the names of documents from packages."""
 
 
 @configurable('python_sources')
@@ -73,7 +73,7 @@ def _folder_of(package: str) -> pathlib.Path:
 
 
 def _version(package: str) -> str:
-    """Of the distribution that brings the package."""
+    """Returns the version of the distribution that contains the package."""
     distributions = importlib.metadata.packages_distributions().get(package)
     if not distributions:
         raise ConfigError(f'python_sources.packages = {package!r}: no distribution brings it; leave it out')

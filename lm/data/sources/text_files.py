@@ -44,5 +44,5 @@ class TextFiles(Folder):
         return folder
 
     def files(self, split: str) -> tuple[list[Any], bool]:
-        own = self.folder() / split
-        return (self.find(own), False) if own.is_dir() else (self.find(self.folder()), True)
+        folder = self.folder() / split
+        return (self.find(folder), False) if folder.is_dir() else (self.find(self.folder()), True)

@@ -49,7 +49,7 @@ class TokenFiles(FilePatterns):
         cuts = [*range(0, count, step), count]
         return [Part(str(path), a, b, (b - a) * dtype.itemsize) for a, b in itertools.pairwise(cuts)]
 
-    def read_part(self, part: Part, max_bytes: int, wanted: Callable[[str], bool]) -> Iterator[Document]:
+    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
         dtype, offset, count = self._layout(open_path(part.file))
         begun, pieces = part.start, []
         is_inside = part.start == 0  # else up to the first end the tokens belong to the part before
@@ -61,7 +61,7 @@ class TokenFiles(FilePatterns):
                 last = 0
                 for end in np.flatnonzero(block == self.eod) + 1:
                     if is_inside:
-                        yield from self._document(part.file, begun, [*pieces, block[last:end]], max_bytes, wanted)
+                        yield from self._document(part.file, begun, [*pieces, block[last:end]], max_bytes, is_selected)
                     is_inside, pieces, last, begun = True, [], int(end), position + int(end)
                     if begun >= part.stop:
                         return
@@ -69,13 +69,13 @@ class TokenFiles(FilePatterns):
                     pieces.append(block[last:])
                 position += len(block)
             if is_inside and begun < min(part.stop, count):
-                yield from self._document(part.file, begun, pieces, max_bytes, wanted)
+                yield from self._document(part.file, begun, pieces, max_bytes, is_selected)
 
     def _document(
-        self, file: str, begun: int, pieces: list[np.ndarray], max_bytes: int, wanted: Callable[[str], bool]
+        self, file: str, begun: int, pieces: list[np.ndarray], max_bytes: int, is_selected: Callable[[str], bool]
     ) -> Iterator[Document]:
         identifier = f'{file}@{begun}'
-        if wanted(identifier):
+        if is_selected(identifier):
             tokens = np.concatenate(pieces)
             yield Document(identifier, tokens=tokens) if len(tokens) <= max_bytes else too_long(identifier, max_bytes)
 
@@ -84,11 +84,11 @@ class TokenFiles(FilePatterns):
         size = file_size(path)
         with path.open('rb') as file:
             head = np.frombuffer(file.read(HEADER_BYTES), '<i4', count=3) if size >= HEADER_BYTES else np.zeros(3)
-        magic, _, told = map(int, head)
+        magic, _, declared = map(int, head)
         dtype = np.dtype(MAGICS.get(magic, self.dtype)).newbyteorder('<')
         offset = HEADER_BYTES if magic in MAGICS else 0
         count, rest = divmod(size - offset, dtype.itemsize)
-        if rest or (offset and told != count):
+        if rest or (offset and declared != count):
             raise MismatchError(
                 f'{path}: cut off, or not of {dtype.name}; fetch the file again or set token_files.dtype'
             )

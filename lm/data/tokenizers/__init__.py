@@ -30,12 +30,12 @@ __all__ = [
 
 
 def from_bytes(model: bytes, eod: int | str | None = None, name: str = 'tokenizer.model') -> Tokenizer:
-    """The tokenizer that the contents of a file describe, of the kind that they are of.
+    """Makes the tokenizer that the contents of a file describe.
 
     Args:
         model: the contents.
-        eod: the end-of-document token, by id or name; None: the tokenizer's own.
-        name: of the file, for messages.
+        eod: the end-of-document token, by id or name; None: the choice of the tokenizer.
+        name: the name of the file, for messages.
 
     Raises:
         MismatchError: it is of no kind that is known, or damaged.

@@ -1,7 +1,9 @@
-"""Amino acids, a token each, in the letters of IUPAC.
+"""One token per amino acid, in the letters of IUPAC.
 
-    0 <end>, 1 <mask>, 2–21 the 20 standard amino acids A C D E F G H I K L M N P Q R S T V W Y,
-    22–27 the rare and ambiguous ones: B (D or N), J (I or L), O, U, X (any), Z (E or Q)
+     0      <end>
+     1      <mask>
+     2–21   the 20 standard amino acids: A C D E F G H I K L M N P Q R S T V W Y
+     22–27  rare and ambiguous amino acids: B (D or N), J (I or L), O, U, X (any), Z (E or Q)
 
 Sequences are written in capitals; lower case, which FASTA has for masked regions, is read as the same amino acids.
 """
@@ -24,7 +26,7 @@ _HEAD = b'{"amino_acids": '
 
 @configurable('amino_acids', resume=True)
 class AminoAcidsConfig(TokenizerChoice):
-    """A token for each amino acid: nothing is trained and nothing can be set."""
+    """One token per amino acid: nothing is trained and nothing can be set."""
 
     def settings(self) -> dict[str, str]:
         return {'kind': self.gin_name}
@@ -50,12 +52,12 @@ class AminoAcids(Tokenizer):
             self._ids = np.full(256, -1, np.int32)
             for letter, index in letters.items():
                 self._ids[[ord(letter), ord(letter.lower())]] = index
-            own, mask = ends[END], ends[MASK]
+            end, mask = ends[END], ends[MASK]
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise MismatchError(f'{self.file_name}: damaged ({error}); restore the file') from None
         if isinstance(eod, str) and eod not in ends:
             raise ConfigError(f'tokenizer.end_of_document = {eod!r}: amino acids have {END}; delete this')
-        super().__init__(model, len(self._pieces), ends[eod] if isinstance(eod, str) else own if eod is None else eod)
+        super().__init__(model, len(self._pieces), ends[eod] if isinstance(eod, str) else end if eod is None else eod)
         self.mask_id, self.special_ids = mask, tuple(ends.values())
 
     @classmethod

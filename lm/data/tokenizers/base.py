@@ -1,7 +1,7 @@
-"""What all tokenizers have in common.
+"""The base of all tokenizers.
 
-A kind is one class on `Tokenizer` in a file of its own. The whole tokenizer is the contents of one file, which lies
-beside the token store; their SHA-256 is its fingerprint.
+A kind is one class on `Tokenizer` in its own file. A tokenizer is the contents of one file, which lies beside the token
+store; their SHA-256 is the fingerprint.
 """
 
 import abc
@@ -13,11 +13,11 @@ import numpy as np
 from lm.data.tokenizers.config import TokenizerConfig
 
 PROBE = ' a  b\n\n\tc\r\n\x00 ﬀ é Å 😀 </s> <0x41> '
-"""What a lossless tokenizer of any text gives back."""
+"""A text that a lossless tokenizer decodes to itself."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type that holds the ids of a vocabulary: uint16 or uint32."""
+    """Returns the smallest type that holds the ids of a vocabulary: uint16 or uint32."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
@@ -26,23 +26,23 @@ class Tokenizer(abc.ABC):
 
     Attributes:
         model: the contents of its file.
-        sha256: of these.
+        sha256: the hash of the contents.
         vocab_size: ids are below it.
         eod_id: the end-of-document token.
-        dtype: of its ids, uint16 or uint32.
-        lossless: whether it gives spaces, line breaks and rare characters back.
+        dtype: the type of its ids, uint16 or uint32.
+        lossless: decoding returns spaces, line breaks and rare characters.
         mask_id: the token that stands for a hidden one; None: it has none.
         special_ids: tokens that no text holds, the end-of-document token among them.
     """
 
     what = ''
-    """The kind in words."""
+    """The kind in words, for messages."""
     file_name = 'tokenizer.model'
-    """Of its file in a token store."""
+    """The name of its file in a token store."""
     library = ''
     """The package that encodes, whose version is recorded."""
     probe = PROBE
-    """What a lossless tokenizer of the kind gives back."""
+    """A text that a lossless tokenizer of the kind decodes to itself."""
     mask_id: int | None = None
 
     def __init__(self, model: bytes, vocab_size: int, eod_id: int):
@@ -55,31 +55,31 @@ class Tokenizer(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def recognises(cls, model: bytes) -> bool:
-        """Whether the contents of a file seem to be of this kind."""
+        """Returns whether the contents of a file seem to be of this kind."""
 
     @classmethod
     def complete(cls, content: bytes, config: TokenizerConfig) -> bytes:
-        """The contents of a foreign file with what this kind needs besides; those of other kinds as they are."""
+        """Completes the contents of a foreign file of this kind; returns the contents of other kinds unchanged."""
         return content
 
     @abc.abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids [tokens] of each text, without end-of-document tokens; on one thread."""
+        """Returns the token ids [tokens] of each text, without end-of-document tokens; uses one thread."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """The text of token ids; end-of-document and other control tokens have none."""
+        """Returns the text of token ids; end-of-document and other control tokens have none."""
 
     @abc.abstractmethod
     def piece(self, index: int) -> str:
-        """The piece with this id as the tokenizer writes it."""
+        """Returns the piece with this id as the tokenizer writes it."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids [tokens] of `text`, without an end-of-document token."""
+        """Returns the token ids [tokens] of `text`, without an end-of-document token."""
         return self.encode_documents([text])[0][:-1]
 
     def encode_documents(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Many documents at once, which is the fast way.
+        """Encodes many documents at once, which is faster than one by one.
 
         Returns:
             The ids of all documents [tokens], uint16 or uint32, the end-of-document token behind each; and the number

@@ -1,4 +1,4 @@
-"""What a gin file says of the tokenizer."""
+"""The configurations of tokenizers."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from lm.data.tokenizers.patterns import PATTERNS
 
 
 class TokenizerChoice(Configurable):
-    """Base of what `prepare.tokenizer` may be (frozen dataclasses made by `@configurable`)."""
+    """Base of the values of `prepare.tokenizer` (frozen dataclasses made by `@configurable`)."""
 
     end_of_document: str | None = None
-    """Its token behind each document; None: what it says itself."""
+    """The token behind each document; None: the choice of the tokenizer."""
 
     def settings(self) -> dict[str, Any]:
         """Returns all that the tokenizer depends on, for dataset.json."""
@@ -33,7 +33,9 @@ class TokenizerConfig(TokenizerChoice):
     model_path: str | None = field(
         default=None, help='use this SentencePiece model, tokenizer.json or rank file; vocab_size is then taken from it'
     )
-    end_of_document: str | None = field(default=None, help='its token behind each document; None: what it says itself')
+    end_of_document: str | None = field(
+        default=None, help='the token behind each document; None: the choice of the tokenizer'
+    )
     pattern: str = field(
         default='gpt2', choices=tuple(PATTERNS), help='how text is split where model_path is a file of ranks'
     )

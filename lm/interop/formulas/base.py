@@ -68,8 +68,8 @@ class Mechanism(nn.Module):
     def forward(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC):
         """[B, L, H, C] of whole sequences, computed in float32 whatever type the model was loaded in."""
         if any(parameter.dtype != torch.float32 for parameter in self.parameters()):
-            own = {name: parameter.float() for name, parameter in self.named_parameters()}
-            return functional_call(self, own, (q_BxLxHxC, k_BxMxKxC, v_BxMxKxC))
+            parameters = {name: parameter.float() for name, parameter in self.named_parameters()}
+            return functional_call(self, parameters, (q_BxLxHxC, k_BxMxKxC, v_BxMxKxC))
         return self.mixed(q_BxLxHxC.float(), k_BxMxKxC.float(), v_BxMxKxC.float()).to(q_BxLxHxC.dtype)
 
     def mixed(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC):

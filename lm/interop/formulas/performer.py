@@ -8,7 +8,7 @@ from torch import nn
 from lm.interop.formulas.base import Mechanism, gelu, scores
 
 LIMIT = 35.0
-"""Of exponents of random features that are not rescaled."""
+"""The largest exponent of random features that are not rescaled."""
 
 GENERALIZED = {
     'relu': torch.relu,
@@ -22,7 +22,7 @@ GENERALIZED = {
 }
 
 EXPONENTIAL = {'positive': (1, 0), 'hyperbolic': (2, 0), 'trigonometric': (2, None), 'random_phases': (1, None)}
-"""Features a row of the projection, and None where their products can be negative."""
+"""Features per row of the projection, and None where their products can be negative."""
 
 SIGNED = {'trigonometric', 'random_phases', 'gelu', 'cos', 'tanh', 'identity'}
 

@@ -1,4 +1,4 @@
-"""What a classification task is: something to read, a mark, and behind the mark its class."""
+"""Classification tasks. An example is a sequence, a mark, and the class behind the mark."""
 
 import abc
 import dataclasses
@@ -62,7 +62,7 @@ class FromFiles(Classification):
 
     @abc.abstractmethod
     def read(self, split: str, index: int) -> tuple[np.ndarray, int]:
-        """What is read, as symbols, and the class of it."""
+        """Returns the symbols of an example, and its class."""
 
     def identity(self) -> str:
         """Without the path: files may be moved."""

@@ -4,8 +4,8 @@
     . . . . - .      → joined, or not: each picture holds two long paths and several short ones
     . . o . . -
 
-A path is a walk of dashes of two pixels with one free pixel between them, whose direction turns by up to `turn` from
-dash to dash; dashes do not touch. In half of the pictures the dots are the two ends of one long path, in the others an
+A path is a walk of dashes of two pixels with one free pixel between them. Its direction turns by up to `turn` from dash
+to dash; dashes do not touch. In half of the pictures the dots are the two ends of one long path, in the others an
 end of each of the two. The pictures are drawn here, from three symbols; the Arena's, 200,000 in 256 levels of grey,
 were drawn by its authors' program.
 """
@@ -41,7 +41,7 @@ class Dash(NamedTuple):
 
 @configurable('pathfinder')
 class Pathfinder(Classification):
-    """Whether one path joins the dots of a picture."""
+    """Decide whether one path joins the dots of a picture."""
 
     size: int = field(default=32, minimum=16, maximum=256, help='pixels of an edge; the picture is read row by row')
     contour_length: int = field(default=14, minimum=3, maximum=20, help='dashes of the two long paths')

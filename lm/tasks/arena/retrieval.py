@@ -23,7 +23,7 @@ SEPARATOR = 256
 
 @configurable('arena_retrieval')
 class ArenaRetrieval(FromFiles):
-    """Whether two texts belong together."""
+    """Decide whether two texts belong together."""
 
     max_length: int = field(default=4000, minimum=1, help='bytes of each text; what is behind them is cut off')
 

@@ -30,7 +30,7 @@ class ArenaTexts(FromFiles):
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the classes."""
+        """Returns the names of the classes."""
         found = sorted(p.name for p in (self.folder / 'train').glob('*') if p.is_dir() and p.name != UNLABELLED)
         if len(found) < 2:
             raise self.missing('train/CLASS/*.txt of two classes or more')

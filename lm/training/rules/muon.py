@@ -21,7 +21,7 @@ from lm.training.rules.base import Declared, Rule
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the iteration x ← a·x + b·(x xᵀ)x + c·(x xᵀ)²x, which drives singular values in (0, 1] to between 0.7 and 1.2."""
+"""a, b, c of the iteration x ← a·x + b·(x xᵀ)x + c·(x xᵀ)²x, which moves singular values in (0, 1] to 0.7 … 1.2."""
 
 
 @configurable('muon')
@@ -37,43 +37,45 @@ class Muon(Rule):
     rest: Rule = field(default=AdamW(), help='the rule of embeddings, gains and biases')
 
     def build(self, declared: Declared) -> optax.GradientTransformation:
-        told_by_path = dict(jax.tree_util.tree_leaves_with_path(declared))
+        declarations = dict(jax.tree_util.tree_leaves_with_path(declared))
 
         def direction(path, momentum):
-            told = told_by_path[path]
-            return self.rms * _orthogonal(_by_layer(momentum, told), told)
+            declaration = declarations[path]
+            return self.rms * _orthogonal(_by_layer(momentum, declaration), declaration)
 
         matrices = optax.chain(
             optax.trace(self.momentum, nesterov=True),
             optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(direction, updates)),
         )
-        labels = jax.tree.map(lambda told: 'matrices' if _is_turned(told) else 'rest', declared)
+        labels = jax.tree.map(lambda declaration: 'matrices' if _is_turned(declaration) else 'rest', declared)
         return optax.partition({'matrices': matrices, 'rest': self.rest.build(declared)}, labels)
 
-    def growth(self, told: Declaration) -> float:
+    def growth(self, declaration: Declaration) -> float:
         """½ for what is turned: elements of mean square 1 are singular values of √D, whatever the inputs, and they are
         to be the same at all widths (Yang, Simon & Bernstein 2023, Condition 1)."""
-        return 0.5 if _is_turned(told) else self.rest.growth(told)
+        return 0.5 if _is_turned(declaration) else self.rest.growth(declaration)
 
 
-def _is_turned(told: Declaration) -> bool:
+def _is_turned(declaration: Declaration) -> bool:
     """An output layer of its own has a row a token, as an embedding has."""
-    return told.kind == 'matrix' and 'vocabulary' not in told.axes
+    return declaration.kind == 'matrix' and 'vocabulary' not in declaration.axes
 
 
-def _by_layer(x: jax.Array, told: Declaration) -> jax.Array:
+def _by_layer(x: jax.Array, declaration: Declaration) -> jax.Array:
     """x, with its layers on the devices of the mesh's axis `fsdp`, if there is one."""
-    if jax.sharding.get_abstract_mesh().shape.get('fsdp', 1) == 1 or LAYER not in told.axes:
+    if jax.sharding.get_abstract_mesh().shape.get('fsdp', 1) == 1 or LAYER not in declaration.axes:
         return x
     return jax.lax.with_sharding_constraint(
-        x, PartitionSpec(*('fsdp' if axis == LAYER else None for axis in told.axes))
+        x, PartitionSpec(*('fsdp' if axis == LAYER else None for axis in declaration.axes))
     )
 
 
-def _orthogonal(x: jax.Array, told: Declaration) -> jax.Array:
-    """U Vᵀ of x [..., m, n] = U S Vᵀ for each matrix by itself, scaled to elements of mean square 1 where it has full
-    rank. What stands side by side on the last axis (`Declaration.pieces`) are matrices of their own."""
-    cuts = [sum(told.pieces[:i]) for i in range(1, len(told.pieces))]
+def _orthogonal(x: jax.Array, declaration: Declaration) -> jax.Array:
+    """Returns U Vᵀ of each matrix x [..., m, n] = U S Vᵀ, scaled so that full rank gives elements of mean square 1.
+
+    The pieces on the last axis (`Declaration.pieces`) are separate matrices.
+    """
+    cuts = [sum(declaration.pieces[:i]) for i in range(1, len(declaration.pieces))]
     whole = [_orthogonal_piece(piece) for piece in jnp.split(x, cuts, axis=-1)]
     return jnp.concatenate(whole, axis=-1) if cuts else whole[0]
 

@@ -1,4 +1,4 @@
-"""What a schedule is: a configuration that a gin file names, which says how the learning rate goes on after warm-up.
+"""Schedules: configurations that a gin file names. A schedule gives the learning rate after the warm-up.
 
 Adding a schedule means adding one file. The peak and the warm-up are the same for all of them and belong to
 `lm.training.optimizer`.
@@ -15,5 +15,5 @@ class Schedule(Configurable):
     gin_rewind = True
 
     def build(self, peak: float, steps: int) -> optax.Schedule:
-        """Updates since the end of the warm-up → learning rate, from `peak` on, over `steps` updates."""
+        """Returns updates since the end of the warm-up → learning rate, from `peak` on, for `steps` updates."""
         raise NotImplementedError

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# The same run on Google Kubernetes Engine through Cluster Toolkit's gcluster, which replaces XPK, from an image made with
-# scripts/tpu/Dockerfile. TPU7x (Ironwood) is served by GKE only, with two containers a machine: ACCELERATOR_TYPE=tpu7x-128.
-# Not run by us on a real cluster.
+# Starts the same run on Google Kubernetes Engine through Cluster Toolkit's gcluster, which replaces XPK. The image is made
+# with scripts/tpu/Dockerfile. Only GKE offers TPU7x (Ironwood). It runs two containers per machine:
+# ACCELERATOR_TYPE=tpu7x-128. We have not run this on a real cluster.
 #
 #   GCLUSTER_CLUSTER=my-cluster GCLUSTER_IMAGE=REGION-docker.pkg.dev/PROJECT/REPOSITORY/lm \
 #     scripts/tpu/examples/gcluster.sh lm train --gin_file configs/models/small.gin
 #   DRY_RUN=1 …   prints the command
 #
-# The cluster exists already: gcluster deploy with the blueprint examples/gke-tpu-v6e of the toolkit, or the one of your TPU.
-# 42 (preempted, saved) and 137, 143 (killed) start a pod again, however often. Any other code, 2, 43 and 44 among them,
-# restarts the job MAX_FAILURES times: gcluster cannot be told which never to repeat. Raise MAX_FAILURES where machines
-# vanish without notice.
+# The cluster must exist: gcluster deploy with the blueprint examples/gke-tpu-v6e of the toolkit, or the one of your TPU.
+# 42 (preempted, saved) and 137, 143 (killed) start a pod again, any number of times. Any other code, including 2, 43 and
+# 44, restarts the job MAX_FAILURES times, because gcluster has no list of codes that must not be repeated. Raise
+# MAX_FAILURES where machines vanish without notice.
 HERE_EXAMPLES=$(cd "$(dirname "$0")" && pwd)
 # shellcheck source=../common.sh
 . "$HERE_EXAMPLES/../common.sh"

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# The same run on Google Kubernetes Engine through XPK, from an image made with scripts/tpu/Dockerfile. Google replaces
-# XPK by Cluster Toolkit: see gcluster.sh beside this. TPU7x (Ironwood) is served by GKE only, with two containers a
-# machine: ACCELERATOR_TYPE=tpu7x-128, or by its shape of chips, tpu7x-4x4x4. Not run by us on a real cluster.
+# Starts the same run on Google Kubernetes Engine through XPK. The image is made with scripts/tpu/Dockerfile. Google is
+# replacing XPK by Cluster Toolkit: see gcluster.sh beside this file. Only GKE offers TPU7x (Ironwood). It runs two
+# containers per machine: ACCELERATOR_TYPE=tpu7x-128, or by its shape of chips, tpu7x-4x4x4. We have not run this on a real
+# cluster.
 #
 #   XPK_CLUSTER=my-cluster XPK_IMAGE=REGION-docker.pkg.dev/PROJECT/REPOSITORY/lm \
 #     scripts/tpu/examples/xpk.sh lm train --gin_file configs/models/small.gin
 #   DRY_RUN=1 …   prints the command
 #
-# The cluster exists already: xpk cluster create --cluster=… --tpu-type=… --num-slices=1 --spot
-# XPK starts the workload again after 42 (preempted, saved) and 127 to 255 (killed by a signal or for memory) without
-# being told: --restart-on-exit-codes adds to these and says here what counts. 1, 2, 43 and 44 end it.
+# The cluster must exist: xpk cluster create --cluster=… --tpu-type=… --num-slices=1 --spot
+# XPK by itself starts the workload again after 42 (preempted, saved) and 127 to 255 (killed by a signal or for memory).
+# --restart-on-exit-codes adds to these codes and documents here which count. 1, 2, 43 and 44 end it.
 HERE_EXAMPLES=$(cd "$(dirname "$0")" && pwd)
 # shellcheck source=../common.sh
 . "$HERE_EXAMPLES/../common.sh"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs on a machine of the pod: one detached job, its log and its exit code, in ~/lm-jobs/NAME.
+# Runs on a machine of the pod. Manages one detached job, its log and its exit code, in ~/lm-jobs/NAME.
 #
 #   job.sh start NAME LOG_URL COMMAND…    returns at once; does nothing if the same command runs already
 #   job.sh status NAME [COMMAND…]         one line:  lm-job HOST RUNNING|EXIT|LOST|NONE CODE  last line of the log
-#                                         OTHER instead of RUNNING where it is another command than this
+#                                         OTHER instead of RUNNING where another command runs
 #   job.sh stop NAME                      SIGTERM: the run saves and ends with 42
 #   job.sh logs NAME LINES|all [follow]
 set -euo pipefail
@@ -38,7 +38,7 @@ case $verb in
     rm -f "$folder/exit_code"
     setsid nohup bash "$0" watch "$name" "$url" "$@" </dev/null >>"$folder/log" 2>&1 &
     echo $! >"$folder/pid"
-    # Whoever asks for its state next finds it at work, however slow the machine.
+    # The next query of its state finds it running, however slow the machine is.
     for ((try = 0; try < 100; try++)); do
       if is_alive || [ -f "$folder/exit_code" ]; then break; fi
       sleep 0.1
@@ -74,7 +74,7 @@ case $verb in
     ;;
   status)
     state=NONE code=-
-    # In this order: a job that ends between the two questions has left its exit code by the second.
+    # In this order: a job that ends between the two queries has left its exit code by the second.
     if is_alive && [ ! -f "$folder/exit_code" ]; then
       state=RUNNING
       if [ $# -gt 0 ] && [ "$(printf '%q ' "$@")" != "$(cat "$folder/command")" ]; then state=OTHER; fi

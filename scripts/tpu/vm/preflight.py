@@ -1,6 +1,6 @@
-"""Runs on every machine of a pod before training: says in one line each what would waste the day.
+"""Runs on every machine of a pod before training. Reports each problem in one line.
 
-Exit codes: 0 all is well, 44 the tokenizer is not the one of the data, 1 anything else.
+Exit codes: 0 all is well, 44 the tokenizer does not match the data, 1 anything else.
 """
 
 import argparse
@@ -15,11 +15,11 @@ import uuid
 
 LOCK = pathlib.Path(os.environ.get('LIBTPU_LOCKFILE', '/tmp/libtpu_lockfile'))
 JOIN_SECONDS = 300
-"""A worker that does not come makes the others wait for ever; this is how long."""
+"""The limit of the wait. Without it, the others would wait for ever for a missing worker."""
 
 
 class Problem(Exception):
-    """One line: what is wrong and what to do about it."""
+    """A problem and its remedy, in one line."""
 
     exit_code = 1
 
@@ -36,19 +36,19 @@ def check_disk(least_gb: float) -> str:
 
 
 def holders(patterns: tuple[str, ...] = ('/dev/accel', '/dev/vfio/')) -> list[int]:
-    """Processes that have a TPU open, of those that this user may look at."""
+    """Returns the processes with an open TPU, among the processes that this user may inspect."""
     found = set()
     for link in glob.glob('/proc/[0-9]*/fd/*'):
         try:
             if os.readlink(link).startswith(patterns):
                 found.add(int(link.split('/')[2]))
-        except OSError:  # ended meanwhile, or another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return sorted(found - {os.getpid()})
 
 
 def check_lock(fix: bool) -> str:
-    """The file that libtpu leaves behind when a process is killed, and that stops the next one."""
+    """Checks the file that libtpu leaves behind when a process is killed. The file stops the next process."""
     using = holders()
     if using:
         raise Problem(f'tpu: in use by process {using[0]}; stop it with scripts/tpu/run.sh --stop, or kill {using[0]}')
@@ -75,7 +75,7 @@ def check_writable(url: str) -> str:
         if probe.read_text() != 'lm':
             raise OSError('reads back something else')
         probe.unlink()
-    except Exception as error:  # every file system has its own
+    except Exception as error:  # every file system raises another type
         text = ' '.join(str(error).split())[:300]
         raise Problem(
             f'bucket: cannot write to {url} ({type(error).__name__}: {text}); give the service account of the TPU '
@@ -138,7 +138,7 @@ def main() -> int:
         checks.append(lambda: check_writable(options.writable))
     if options.data:
         checks.append(lambda: check_tokenizer(options.data))
-    # Last, and also after a failure: a worker that stays away would make the others wait.
+    # This check runs last, and also after a failure: a missing worker would make the others wait.
     checks.append(lambda: check_devices(options.processes, options.devices))
     host, fine, code = socket.gethostname(), [], 0
     for check in checks:

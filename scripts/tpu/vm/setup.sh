@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs on a machine of the pod: ~/lm at a commit out of ~/lm.bundle, installed into ~/lm/.venv.
+# Runs on a machine of the pod. Checks out a commit of ~/lm.bundle into ~/lm and installs it into ~/lm/.venv.
 #
 #   bash setup.sh COMMIT EXTRAS PYTHON_VERSION
 set -euo pipefail
@@ -11,7 +11,7 @@ if [ "$(cat "$ready" 2>/dev/null)" = "$commit $extras $python" ]; then
   exit 0
 fi
 
-# Networks and package mirrors fail now and then; on a pod of 64 machines one of them always does.
+# Networks and package mirrors fail now and then. On a pod of 64 machines one of them always fails.
 retry() {
   local try
   for try in 1 2 3; do

@@ -34,7 +34,7 @@ class Fasta(LinePatterns):
     suffixes = tuple(f'.{name}{packed}' for name in ('fasta', 'fa', 'faa') for packed in ('', PACKED))
     unsplit = tuple(f'*{suffix}' for suffix in suffixes)
 
-    def read_part(self, part: Part, max_bytes: int, wanted: Callable[[str], bool]) -> Iterator[Document]:
+    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
         packed, record = part.file.endswith(PACKED), None
         # Of the records whose first line begins in the part, the last one goes on behind it.
         for offset, line in lines(part, -1, max_bytes):
@@ -42,13 +42,13 @@ class Fasta(LinePatterns):
             line = line if line is None or offset else line.removeprefix(codecs.BOM_UTF8)
             if line is not None and line.startswith(b'>'):
                 yield from self._documents(record, max_bytes)
-                record = _Record(identifier, wanted(identifier))
+                record = _Record(identifier, is_selected(identifier))
                 if not packed and offset >= part.stop:
                     return
             elif record is not None:
                 record.add(line, max_bytes)
             elif part.start == 0 and (line is None or _residues(line)):
-                record = _Record(identifier, wanted(identifier), error=NO_NAME)
+                record = _Record(identifier, is_selected(identifier), error=NO_NAME)
         yield from self._documents(record, max_bytes)
 
     def _documents(self, record: '_Record | None', max_bytes: int) -> Iterator[Document]:
@@ -89,5 +89,5 @@ class _Record:
 
 
 def _residues(line: bytes) -> bytes:
-    """What a line adds to a sequence."""
+    """Returns the letters that a line adds to a sequence."""
     return b'' if line.startswith(b';') else b''.join(line.split())
