@@ -46,7 +46,7 @@ class ForecastRow:
 
 @dataclasses.dataclass(frozen=True)
 class ForecastOptions:
-    """What `forecast_steps` compiles; None stands for the default.
+    """The options of `forecast_steps`; None stands for the default.
 
     Attributes:
         topologies: chips such as 'v5e'.

@@ -122,7 +122,7 @@ class TimedStep:
         return metrics['loss']
 
     def host_seconds(self, steps: int = 200) -> float:
-        """What the host does for a step (`StepRow.host_milliseconds`), the median of `steps`; after a call."""
+        """Returns the median time of the host per step (`StepRow.host_milliseconds`). It needs a call before."""
         state, none = self._state.pop('state'), jax.device_get(self._metrics)
         nothing = jax.jit(lambda state, batch: (state, jax.tree.map(jnp.asarray, none)), donate_argnums=0)
         (state, metrics), found = nothing(state, self._batch), []
@@ -137,7 +137,7 @@ class TimedStep:
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """What `bench_step` measures; None stands for the default of the machine.
+    """The options of `bench_step`; None stands for the default of the machine.
 
     Attributes:
         contexts: tokens per sequence.

@@ -1,5 +1,4 @@
-"""Which changes make a training step fast: among those that fit with room to spare, the fastest by prediction, each
-tried by compiling."""
+"""Search for changes that make a training step fast. Each is compiled; the fastest by prediction that fits wins."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from lm.model.functions import count_parameters
 MAX_FSDP = 64
 """Devices that share one copy of the state at most; beyond it a share is small beside everything else."""
 BYTES_A_PARAMETER = 4
-"""Of a parameter itself; the rule of the optimizer says what it keeps for it."""
+"""The size of a parameter itself; the update rule adds its state (`state_bytes`)."""
 LARGE_STATE = 1 / 3
 """Share of the HBM; gradients and their sum over microbatches take up to as much again."""
 MICROBATCHES, REMAT_LEVEL, FSDP = 'train.microbatches', 'model.remat', 'mesh.fsdp'
@@ -44,7 +43,7 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What was tried.
+    """The result of a search.
 
     Attributes:
         check: of the fastest changes that fit with the margin; else of those that fit and need least; None: none do.
@@ -79,7 +78,7 @@ def advise(
     checks = [configured] if everything else []
 
     def attempt(bindings: dict[str, Any]) -> bool:
-        """Whether a step with these changes fits with the margin."""
+        """Compiles a step with these changes; returns whether it fits with the margin."""
         text = ', '.join(f'{name} = {value!r}' for name, value in bindings.items())
         try:
             found = check(experiment, topology, bindings)
@@ -109,7 +108,7 @@ def advise(
 
 
 def _fastest(checks: list[Check]) -> int | None:
-    """Which of those that fit with the margin has the shortest step; None: none fits so."""
+    """Returns the index of the shortest step that fits with the margin; None: none does."""
     roomy = [i for i, c in enumerate(checks) if c.has_headroom]
     return min(roomy, key=lambda i: _seconds(checks[i]) or 0.0, default=None)
 
@@ -147,7 +146,7 @@ def _values(experiment: Experiment) -> dict[str, Any]:
 
 
 def _is_slower(values: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether a step with `values` does all that one with `other` does, and more."""
+    """Returns whether a step with `values` does all the work of a step with `other`, and more."""
     remat, less = values[REMAT_LEVEL], other[REMAT_LEVEL]
     more_remat = remat == less or remat in BEYOND[less]
     return more_remat and values[MICROBATCHES] >= other[MICROBATCHES] and values[FSDP] >= other[FSDP]

@@ -28,7 +28,7 @@ class ProgramMemory:
 
 
 def program_memory(compiled: Any, report: str = '') -> ProgramMemory | None:
-    """What the compiler says of `compiled`; None: nothing.
+    """Reads the memory figures of a compiled program; None: the compiler gives none.
 
     libtpu 0.0.42 tells JAX of a third more temporaries than it finds places for, so that steps which it takes seem to
     exceed the memory. Its own `report` (`lm.compilation.compiler`) has them right; a program without one, of a TPU that

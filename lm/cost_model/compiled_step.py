@@ -28,7 +28,7 @@ MARGIN = 0.03
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What follows from the configuration alone.
+    """Figures that follow from the configuration alone.
 
     Attributes:
         parameters: trainable ones by part of the model.
@@ -107,7 +107,7 @@ class Check:
 
     @property
     def has_headroom(self) -> bool:
-        """Whether it fits with `MARGIN` of the memory to spare."""
+        """The step fits and leaves `MARGIN` of the memory free."""
         return self.memory.needed_gib <= (1 - MARGIN) * self.memory.limit_gib
 
 

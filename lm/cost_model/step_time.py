@@ -73,7 +73,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class PartTime:
-    """What `costs` says of one part, summed, on one device; seconds in HBM, products and kernels each alone."""
+    """The summed costs of one part on one device. Seconds in HBM, products and kernels each count alone."""
 
     part: str
     seconds: float
@@ -196,7 +196,7 @@ class _Computation:
         )
 
     def _payer(self, i: Instruction) -> str:
-        """Of an asynchronous copy: who reads what was brought on chip, or who made what is brought to HBM."""
+        """Returns the instruction that an asynchronous copy serves: the reader on chip, or the writer to HBM."""
         if i.opcode not in ('copy-start', 'slice-start'):
             return i.name
         done = next((use for use in self.users[i.name] if use.opcode.endswith('-done')), None)

@@ -73,7 +73,7 @@ def evaluate_whole(evaluator: AnyEvaluator, run: LoadedRun) -> dict[str, Any]:
 
 
 def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
-    """What scores the weights of a run as its configuration says, but for `settings`."""
+    """Returns the evaluator of a run for its configuration with other `settings`."""
     check_kind('run', run, LoadedRun, OPENED)
     experiment = run.experiment
     config = dataclasses.replace(experiment.evaluate, **settings)

@@ -142,8 +142,7 @@ def generate(
     seed: int = 0,
     until: Sequence[str] = (),
 ) -> str | list[str]:
-    """What the weights of a run write behind each prompt (text, or its token ids), without the prompt; one text for
-    one prompt.
+    """Continues each prompt (text, or token ids) with the weights of a run. Returns the new text; one for one prompt.
 
     A text ends with its document, before the first string of `until`, or after `max_tokens` tokens.
 
@@ -224,7 +223,7 @@ class TextStream:
         self._written = 0  # characters of the waiting tokens that are out already
 
     def __call__(self, tokens: Iterable[int], last: bool = False) -> str:
-        """What can be written after these tokens too; with `last` everything."""
+        """Returns the text that these tokens complete; with `last` all that is left."""
         self._waiting += map(int, tokens)
         text = self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
         whole = text if last or len(self._waiting) > self.LONGEST else text.rstrip('\ufffd')

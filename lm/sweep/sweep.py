@@ -43,7 +43,7 @@ class Sweep:
         return is_run(path) and _has_finished(Run.read(path), point)
 
     def is_occupied(self, point: Point) -> bool | None:
-        """Whether another process trains the point: `lm train`, or `lm sweep --index`; None: maybe, on another host."""
+        """Returns whether another process trains the point; None: maybe, on another host."""
         return is_occupied(self.root / point.name)
 
     def result(self, point: Point) -> dict[str, Any]:
@@ -107,5 +107,5 @@ def _noting(path: epath.Path) -> Iterator[None]:
 
 
 def _has_finished(run: Run, point: Point) -> bool:
-    """Whether the run has done the steps of the point, which may have grown since (`lm train` goes on then)."""
+    """Returns whether the run has done the steps of the point. A point may have more steps by now; then it goes on."""
     return run.is_finished() and run.total_steps >= point.experiment.train.steps
