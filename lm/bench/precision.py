@@ -26,7 +26,7 @@ from lm.training.mesh import JobAddress, MeshConfig, initialize_distributed
 
 CPU_CONTEXTS, CONTEXTS = (512,), (4096,)
 ALLOWED, ROUNDING = 3.0, 0.01
-"""Wrong is a gradient whose error is more than so many times that of XLA alone, and one percent."""
+"""A gradient is wrong if its error exceeds this multiple of the error of XLA alone, plus one percent."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -266,7 +266,7 @@ def _with_elements(instructions: list[Instruction]) -> list[Instruction]:
 
 
 def _elements(kind: str) -> list[str]:
-    """The types in that of a tuple."""
+    """Returns the types in the type of a tuple."""
     depth, found, begin = 0, [], 1
     for at, c in enumerate(kind):
         if c == ',' and depth == 1:

@@ -23,8 +23,8 @@ VARIABLE = 'LIBTPU_INIT_ARGS'
 """Flags of libtpu; read once, when it is loaded."""
 
 SKIPPING = ('splash_mha', 'flash_attention')
-"""Kernels whose grid steps skip work: only the longest run of bundles without a branch counts, and for those of JAX,
-whose grid has all pairs of blocks, the pairs on and below the diagonal."""
+"""Kernels whose grid steps skip work: only the longest run of bundles without a branch counts. The grid of JAX's
+kernels has all pairs of blocks, of which the pairs on and below the diagonal count."""
 ALL_PAIRS = SKIPPING[:1]
 
 

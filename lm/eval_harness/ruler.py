@@ -1,7 +1,7 @@
 """RULER (Hsieh et al. 2024), whose texts the harness makes itself, as long as a context of a run.
 
-To measure them it asks `transformers` for a tokenizer by name. `measured_by` answers with that of the run, of whatever
-kind it is.
+To measure them it asks `transformers` for a tokenizer by name. `measured_by` answers with the tokenizer of the run, of
+any kind.
 """
 
 import contextlib

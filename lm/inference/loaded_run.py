@@ -33,8 +33,10 @@ OPENED = "such as lm.load('runs/mine') gives"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
-    """What a checkpoint of a run needs to be used: its functions, weights (params and buffers), data and devices, and
-    the `step` after which it was saved."""
+    """A checkpoint of a run, ready to use: functions, weights (params and buffers), data and devices.
+
+    `step` is the step after which it was saved.
+    """
 
     experiment: Experiment
     directory: RunDir
@@ -52,7 +54,7 @@ class LoadedRun:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """That of the data."""
+        """The tokenizer of the data."""
         return self.store.tokenizer()
 
     @functools.cached_property

@@ -1,15 +1,15 @@
 """The points of a sweep: gin files whose values are lists → experiments with names.
 
-In a sweep file, which is plain gin,
+A sweep file is plain gin:
 
-    model.attention = [@softmax(), @polysketch()]      a list is an axis; axes make a grid, the first varies slowest
-    polysketch.sketch_size = [32, 64]                  an axis of a mechanism: for the points that select it
-    zip/model.n_layers = [12, 13]                      lists of one scope zip, zip_a, zip_b, … vary together
-    zip/optimizer.peak_learning_rate = [7e-4, 6e-4]
-    LENGTH = [512, 1024]                               a macro of the base files can be an axis too
-    train.steps = 1000                                 anything else is set in every point
-    evaluate.split = ['test']                          a list of one item too
-    model.attention = [[@taylor(), @softmax()]]        so the value of a parameter that is itself a list stands in two
+     model.attention = [@softmax(), @polysketch()]      a list is an axis; axes make a grid, the first varies slowest
+     polysketch.sketch_size = [32, 64]                  an axis of a mechanism: for the points that select it
+     zip/model.n_layers = [12, 13]                      lists of one scope zip, zip_a, zip_b, … vary together
+     zip/optimizer.peak_learning_rate = [7e-4, 6e-4]
+     LENGTH = [512, 1024]                               a macro of the base files can be an axis too
+     train.steps = 1000                                 anything else is set in every point
+     evaluate.split = ['test']                          a list of one item too
+     model.attention = [[@taylor(), @softmax()]]        so the value of a parameter that is itself a list stands in two
 
 What a point's mechanisms do not use (`polysketch.sketch_size` where softmax is selected) is left out of that point;
 points that become equal by this are one. What no point uses is an error, as everywhere.
@@ -73,8 +73,7 @@ class Axis:
 def make_points(
     gin_files: Sequence[str], sweep_files: Sequence[str], gin_params: Sequence[str] = (), allow_imports: bool = False
 ) -> list[Point]:
-    """All points, each resolved and checked. Of several values for one binding, that of a gin parameter wins, then that
-    of the sweep files.
+    """Returns all points, each resolved and checked. A gin parameter wins over the sweep files, and they over others.
 
     Raises:
         ConfigError: one line, for a mistake in any point; nothing has been written.
@@ -159,8 +158,10 @@ def _describe(chosen: dict[str, Statement]) -> str:
 
 
 def _names(keys: list[str], points: list[dict[str, Statement]]) -> list[str]:
-    """A different name for each point: mechanisms by their names, other values behind their parameter's. All axes are
-    part of it, those of one value too: with a second one the points that there were keep their names."""
+    """Returns a different name for each point: the names of mechanisms, other values behind the name of the parameter.
+
+    Axes of one value are part of the name too. So the points keep their names when an axis gets a second value.
+    """
     parameters = [key.rpartition('.')[2] for key in keys]
     labels = {key: p if parameters.count(p) == 1 else key for key, p in zip(keys, parameters, strict=True)}
 
