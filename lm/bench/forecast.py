@@ -132,10 +132,12 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
         return {'part': title, **cells}
 
     def part(name: str) -> Callable[[ForecastRow, StepTime], str]:
-        return lambda _, time: next((_pair(p.seconds, p.recomputed_seconds) for p in time.parts if p.part == name), '–')
+        return lambda _, time: next(
+            (_format_pair(p.seconds, p.recomputed_seconds) for p in time.parts if p.part == name), '–'
+        )
 
     present = {p.part for row in rows if row.time for p in row.time.parts}
-    lines = [line('step', lambda _, time: _pair(time.seconds, time.recomputed_seconds))]
+    lines = [line('step', lambda _, time: _format_pair(time.seconds, time.recomputed_seconds))]
     lines += [line(f'  {name}', part(name)) for name in dict.fromkeys(PARTS.values()) if name in present]
     lines += [
         line('HBM, GB', lambda _, time: f'{time.hbm_gigabytes:.0f}'),
@@ -144,7 +146,7 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
         line('remat', lambda row, _: row.remat),
     ]
     if any(row.speed_over_softmax for row in rows):
-        lines.append(line(f'× {BASELINE}', lambda row, _: _ratio(row)))
+        lines.append(line(f'× {BASELINE}', lambda row, _: _format_ratio(row)))
     printer.line('')
     columns = {'part': (rows[0].generation, str)} | {key: (title, str) for key, title in titles.items()}
     printer.table(lines, columns)
@@ -152,13 +154,13 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
         printer.line(f'{name}: its schedule is not known; it counts by what it moves and declares')
 
 
-def _ratio(row: ForecastRow) -> str | None:
+def _format_ratio(row: ForecastRow) -> str | None:
     """Speed over softmax; None where that did not fit."""
     ratio = 1.0 if row.mechanism == BASELINE else row.speed_over_softmax
     return None if ratio is None else f'{ratio:.2f}'
 
 
-def _pair(seconds: float, recomputed: float) -> str:
+def _format_pair(seconds: float, recomputed: float) -> str:
     text = f'{1e3 * seconds:,.1f}' if seconds < 0.1 else f'{1e3 * seconds:,.0f}'
     return f'{text} ({1e3 * recomputed:.0f})' if recomputed > 0.0005 else text
 

@@ -33,10 +33,8 @@ OPENED = "such as lm.load('runs/mine') gives"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
-    """A checkpoint of a run, ready to use: functions, weights (params and buffers), data and devices.
-
-    `step` is the step after which it was saved.
-    """
+    """The weights of a run (params and buffers), after the `step` at which they were saved, with the functions, data
+    and devices that use them."""
 
     experiment: Experiment
     directory: RunDir
@@ -48,7 +46,7 @@ class LoadedRun:
 
     @property
     def changes(self) -> dict[str, str | None]:
-        """Binding → gin text, where the weights are run otherwise than the run's config.gin says; not the devices."""
+        """Binding → gin text, where it differs from the run's config.gin; without the devices."""
         differences = compare_texts(self.directory.config.read_text(), dump(self.experiment))
         return {name: new for name, _, new in differences if not name.startswith('mesh.')}
 
