@@ -138,14 +138,14 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
         for remat in list(REMAT)[list(REMAT).index(experiment.model.remat) :]
     ]
     configured, *others = rows
-    if timed := _timed(configured, experiment, topology):
+    if timed := _time_row(configured, experiment, topology):
         return timed
     # Which level is the fastest depends on the context: what attention is computed again costs, or products.
-    fitting = list(filter(None, (_timed(row, experiment, topology) for row in others)))
+    fitting = list(filter(None, (_time_row(row, experiment, topology) for row in others)))
     return min(fitting, key=lambda row: row.milliseconds or math.inf, default=rows[-1])
 
 
-def _timed(row: ForecastRow, experiment: Experiment, topology: Topology) -> ForecastRow | None:
+def _time_row(row: ForecastRow, experiment: Experiment, topology: Topology) -> ForecastRow | None:
     """The row with memory and time of the step at its level of `remat`; None where it does not fit."""
     model = dataclasses.replace(experiment.model, remat=row.remat)
     found = compile_step(dataclasses.replace(experiment, model=model), topology)
@@ -184,10 +184,12 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
         return {'part': title, **cells}
 
     def part(name: str) -> Callable[[ForecastRow, StepTime], str]:
-        return lambda _, time: next((_pair(p.seconds, p.recomputed_seconds) for p in time.parts if p.part == name), '–')
+        return lambda _, time: next(
+            (_format_pair(p.seconds, p.recomputed_seconds) for p in time.parts if p.part == name), '–'
+        )
 
     present = {p.part for row in rows if row.time for p in row.time.parts}
-    lines = [line('step', lambda _, time: _pair(time.seconds, time.recomputed_seconds))]
+    lines = [line('step', lambda _, time: _format_pair(time.seconds, time.recomputed_seconds))]
     lines += [line(f'  {name}', part(name)) for name in dict.fromkeys(PARTS.values()) if name in present]
     lines += [
         line('HBM, GB', lambda _, time: f'{time.hbm_gigabytes:.0f}'),
@@ -196,7 +198,7 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
         line('remat', lambda row, _: row.remat),
     ]
     if any(row.speed_over_softmax for row in rows):
-        lines.append(line(f'× {BASELINE}', lambda row, _: _ratio(row)))
+        lines.append(line(f'× {BASELINE}', lambda row, _: _format_ratio(row)))
     printer.line('')
     columns = {'part': (rows[0].generation, str)} | {key: (title, str) for key, title in titles.items()}
     printer.table(lines, columns)
@@ -204,13 +206,13 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
         printer.line(f'{name}: its schedule is not known; it counts by what it moves and declares')
 
 
-def _ratio(row: ForecastRow) -> str | None:
+def _format_ratio(row: ForecastRow) -> str | None:
     """Speed over softmax; None where that did not fit."""
     ratio = 1.0 if row.mechanism == BASELINE else row.speed_over_softmax
     return None if ratio is None else f'{ratio:.2f}'
 
 
-def _pair(seconds: float, recomputed: float) -> str:
+def _format_pair(seconds: float, recomputed: float) -> str:
     text = f'{1e3 * seconds:,.1f}' if seconds < 0.1 else f'{1e3 * seconds:,.0f}'
     return f'{text} ({1e3 * recomputed:.0f})' if recomputed > 0.0005 else text
 

@@ -1,16 +1,18 @@
-"""What the Mosaic GPU kernels of several operations share: matrices in shared memory, products, loads
-and stores, walks over tiles of tokens.
+"""Building blocks of the Mosaic GPU kernels: matrices in shared memory, products, loads and stores, walks over tiles.
 
 A warpgroup is 128 threads and holds a tile.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 TILE = 64
 """Tokens of a tile, the rows of a `wgmma` product."""
@@ -19,16 +21,29 @@ WALKED = 3
 """Tiles in shared memory: two to come, and one in use."""
 
 
-def matrix(*shape: int, dtype: jnp.dtype = jnp.bfloat16) -> plgpu.SMEM:
-    """Matrices in shared memory, as `wgmma` wants them."""
+def matrix(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Any:
+    """Returns memory for matrices in shared memory, as `wgmma` takes them."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(8 * size * shape[-1])
     tiling = plgpu.TilingTransform((8, swizzle // size))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def multiply(accumulator, a: jax.Array, b, spare) -> None:
-    """accumulator += a · b with `a` [64, 64] in registers and `b` in shared memory, not awaited.
+def accumulator(rows: int, columns: int) -> Any:
+    """Returns registers for a float32 product."""
+    return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]: JAX documents it
+
+
+def regroup(refs: Sequence[Any], *operands: Any) -> list[Any]:
+    """Returns the refs of a kernel in the structure of `operands`, trees of the arrays it reads, and all other refs."""
+    leaves, structure = jax.tree.flatten(operands)
+    return [*jax.tree.unflatten(structure, refs[: len(leaves)]), *refs[len(leaves) :]]
+
+
+def multiply(sums, a: jax.Array, b, spare) -> None:
+    """Adds a · b to `sums`, registers of `accumulator`, with `a` [64, 64] in registers and `b` in shared memory.
+
+    The product is not awaited.
 
     `spare`: a list with a matrix for `a` where the kernel is interpreted, since the interpreter's `wgmma` takes no
     operand in registers; else an empty one.
@@ -37,33 +52,33 @@ def multiply(accumulator, a: jax.Array, b, spare) -> None:
         spare[0][...] = a
         plgpu.commit_smem()
         a = spare[0]
-    plgpu.wgmma(accumulator, a, b)
+    plgpu.wgmma(sums, a, b)
 
 
 def product(a, b) -> jax.Array:
-    """a · b, both in shared memory, awaited; float32."""
+    """Returns a · b, both in shared memory, awaited; float32."""
 
-    def compute(accumulator):
-        plgpu.wgmma(accumulator, a, b)
-        return accumulator[...]
+    def compute(sums):
+        plgpu.wgmma(sums, a, b)
+        return sums[...]
 
-    return pl.run_scoped(compute, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    return pl.run_scoped(compute, accumulator(a.shape[0], b.shape[1]))
 
 
 def together(*sums, spare=()) -> list[jax.Array]:
-    """Σ a · b for each list of pairs (a, b), all in flight at once; float32.
+    """Returns Σ a · b for each list of pairs (a, b), all in flight at once; float32.
 
     Factors are in shared memory, `a` may be in registers: see `multiply` for `spare`.
     """
 
     def compute(*accumulators):
-        for accumulator, pairs in zip(accumulators, sums, strict=True):
+        for registers, pairs in zip(accumulators, sums, strict=True):
             for a, b in pairs:
-                multiply(accumulator, a, b, spare if isinstance(a, jax.Array) else ())
-        return [accumulator[...] for accumulator in accumulators]
+                multiply(registers, a, b, spare if isinstance(a, jax.Array) else ())
+        return [registers[...] for registers in accumulators]
 
     shapes = [(pairs[0][0].shape[0], pairs[0][1].shape[1]) for pairs in sums]
-    return pl.run_scoped(compute, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+    return pl.run_scoped(compute, *(accumulator(*shape) for shape in shapes))
 
 
 def release() -> None:
@@ -82,18 +97,23 @@ def by_column(vector: jax.Array, rows: int) -> jax.Array:
 
 
 def load_matrix(ref) -> jax.Array:
-    """In the registers' layout of a product."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+    """Loads a matrix in the registers' layout of a product."""
+    return _load(ref, plgpu.Layout.WGMMA)
 
 
 def load_rows(ref) -> jax.Array:
-    """A number for each row of a product."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+    """Loads a number for each row of a product."""
+    return _load(ref, plgpu.Layout.WGMMA.reduce(1))
 
 
 def load_columns(ref) -> jax.Array:
-    """A number for each column of a product."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    """Loads a number for each column of a product."""
+    return _load(ref, plgpu.Layout.WGMMA.reduce(0))
+
+
+def _load(ref, layout: Any) -> jax.Array:
+    load = cast(Any, plgpu.load)  # which takes an index in JAX before 0.11, that type checkers may see
+    return load(ref, layout=layout, optimized=False)
 
 
 def zeros(*shape: int) -> jax.Array:

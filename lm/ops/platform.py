@@ -171,7 +171,7 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
             preferred: platform → names, the best first; those that the operation lacks are passed over.
             modules: name → module below `package`.
         """
-        self._operation = operation
+        self.operation = operation
         self._modules = {name: f'{package}.{module}' for name, module in modules.items()}
         self._preferred = {
             target: tuple(name for name in names if name in modules) for target, names in preferred.items()
@@ -199,17 +199,17 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
         """
         name = 'xla' if _PORTABLE.get() else self._name_of_choice(requested, call, *rest, **options)
         if (noted := _CHOICES.get()) is not None:
-            noted[self._operation] = name
+            noted[self.operation] = name
         return self[name]
 
     def _name_of_choice(self, requested: str | None, *args: Any, **options: Any) -> str:
         if requested is not None:
             if requested not in self:
                 names = ', '.join(sorted(self))
-                raise OperationError(f'implementation = {requested!r}: {self._operation} has only {names}')
+                raise OperationError(f'implementation = {requested!r}: {self.operation} has only {names}')
             if reason := self[requested].unsupported(*args, **options):
                 raise OperationError(
-                    f'implementation = {requested!r}: {self._operation} {reason}; leave it unset to use the best'
+                    f'implementation = {requested!r}: {self.operation} {reason}; leave it unset to use the best'
                 )
             return requested
         reasons = []
@@ -219,7 +219,7 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
                 return name
             reasons.append(f'{name} {reason}')
         if reasons:
-            _say_once(f'{self._operation}: {", ".join(reasons)}; using the slower xla path')
+            _say_once(f'{self.operation}: {", ".join(reasons)}; using the slower xla path')
         return 'xla'
 
 

@@ -127,7 +127,7 @@ class Learned(Sketch):
     def of_each(self, *xs_BxLxNxGxM: jax.Array) -> Sketched:
         if self.power == 1:
             return super().of_each(*xs_BxLxNxGxM)
-        nodes = tuple((left.parameters(), right.parameters()) for left, right in self.maps)
+        nodes = tuple(networks.Node(left.parameters(), right.parameters()) for left, right in self.maps)
         return networks.sketch_networks(nodes, *xs_BxLxNxGxM)
 
     @classmethod
@@ -147,9 +147,9 @@ class Network(nnx.Module):
         self.biases = nnx.List([nnx.Param(jnp.zeros((n, 1, m)), **bias) for m in (size, r)])
 
     def parameters(self) -> networks.NetworkWeights:
-        first, second, third, fourth = (kernel[...] for kernel in self.kernels)
-        scales, biases = ((input_[...], middle[...]) for input_, middle in (self.scales, self.biases))
-        return networks.NetworkWeights((first, second, third, fourth), scales, biases)
+        kernels = networks.NetworkKernels(*(kernel[...] for kernel in self.kernels))
+        scales, biases = (networks.NormParameters(*(p[...] for p in pair)) for pair in (self.scales, self.biases))
+        return networks.NetworkWeights(kernels, scales, biases)
 
 
 SKETCHES: dict[str, type[Sketch]] = {'learned': Learned, 'gaussian': Gaussian, 'srht': Srht}

@@ -139,7 +139,7 @@ class Seen(NamedTuple):
     """The least of `starts_BxL` in each block of queries."""
 
 
-class Residuals(NamedTuple):
+class _Residuals(NamedTuple):
     """What the backward pass takes: the operands of `_attend`, its results, and the normalizers."""
 
     q_BxKxGxLxD: jax.Array
@@ -151,7 +151,7 @@ class Residuals(NamedTuple):
     decay: Decay | None
 
 
-class Gradients(NamedTuple):
+class _Gradients(NamedTuple):
     """The gradients that a loop adds up: those of queries, or of a block of them, keys, values and decay sums."""
 
     dq: jax.Array
@@ -307,10 +307,10 @@ def _visible_and_fade(blocks: Blocks, i, j, seen: Seen, decay: Decay | None) -> 
 def _attend_forward(rule, blocks, q, k, v, seen, decay):
     o, normalizer = _forward(rule, blocks, q, k, v, seen, decay)
     o, normalizer = saved(o), saved(normalizer)
-    return o, Residuals(q, k, v, o, normalizer, seen, decay)
+    return o, _Residuals(q, k, v, o, normalizer, seen, decay)
 
 
-def _attend_backward(rule: BlockWeights, blocks: Blocks, residuals: Residuals, do_BxKxGxLxD: jax.Array):
+def _attend_backward(rule: BlockWeights, blocks: Blocks, residuals: _Residuals, do_BxKxGxLxD: jax.Array):
     q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD = residuals.q_BxKxGxLxD, residuals.k_BxKxMxD, residuals.v_BxKxMxD
     seen, decay = residuals.seen, residuals.decay
     # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the normalizer's part of the gradient, one number per row.
@@ -340,14 +340,14 @@ def _attend_backward(rule: BlockWeights, blocks: Blocks, residuals: Residuals, d
                 first = seen.q_offset + start + 1
                 dtotal = put(dtotal, take(dtotal, first, blocks.block_q, 2) + dlog.sum(-1), first, 2)
                 dtotal = put(dtotal, take(dtotal, at + 1, blocks.block_k, 2) - dlog.sum(-2), at + 1, 2)
-            return Gradients(dq_block, put(carry.dk, dk_block, at, 2), put(carry.dv, dv_block, at, 2), dtotal)
+            return _Gradients(dq_block, put(carry.dk, dk_block, at, 2), put(carry.dv, dv_block, at, 2), dtotal)
 
         carry = gradients._replace(dq=jnp.zeros(q.shape, jnp.float32))
         low, high = blocks.key_range(i, seen)
         found = loop(low, high, key_block, carry, blocks.n_k == 1)
         return found._replace(dq=put(gradients.dq, found.dq, start, 3))
 
-    gradients = Gradients(
+    gradients = _Gradients(
         jnp.zeros_like(q_BxKxGxLxD),
         jnp.zeros(k_BxKxMxD.shape, jnp.float32),
         jnp.zeros(v_BxKxMxD.shape, jnp.float32),
