@@ -138,7 +138,7 @@ class TimedStep:
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """What `bench_step` measures; None stands for the default of the machine.
+    """The options of `bench_step`; None stands for the default of the machine.
 
     Attributes:
         contexts: tokens per sequence.

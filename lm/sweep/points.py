@@ -1,6 +1,6 @@
 """The points of a sweep: gin files whose values are lists → experiments with names.
 
-In a sweep file, which is plain gin,
+A sweep file is plain gin:
 
       model.attention = [@softmax(), @polysketch()]      a list is an axis; axes make a grid, the first varies slowest
       polysketch.sketch_size = [32, 64]                  an axis of a mechanism: for the points that select it
