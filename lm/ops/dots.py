@@ -29,8 +29,7 @@ def _with_least_copies(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Computes the product as XLA's CPU backend multiplies, [N, M, K] by [N, K, L].
 
     An operand that lies otherwise is copied first, entry by entry, be it many times larger than the other one. So
-    operands, and those of the gradients, take the places in which least is copied. Products over two axes become
-    slower.
+    operands take the places in which least is copied, in gradients too. Products over two axes become slower.
     """
     letters_a, letters_b, letters = re.split(',|->', formula)
     first, second = _Operand(tuple(letters_a), a), _Operand(tuple(letters_b), b)

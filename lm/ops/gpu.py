@@ -82,17 +82,17 @@ def together(*sums, spare=()) -> list[jax.Array]:
 
 
 def release() -> None:
-    """What this warpgroup has read of shared memory may be overwritten by copies from here on."""
+    """Lets copies overwrite, from here on, the shared memory that this warpgroup has read."""
     plgpu.commit_smem()
 
 
 def by_row(vector: jax.Array, columns: int) -> jax.Array:
-    """One number a row."""
+    """Repeats one number per row."""
     return lax.broadcast_in_dim(vector, (vector.shape[0], columns), (0,))
 
 
 def by_column(vector: jax.Array, rows: int) -> jax.Array:
-    """One number a column."""
+    """Repeats one number per column."""
     return lax.broadcast_in_dim(vector, (rows, vector.shape[0]), (1,))
 
 
@@ -117,18 +117,18 @@ def _load(ref, layout: Any) -> jax.Array:
 
 
 def zeros(*shape: int) -> jax.Array:
-    """Float32, in the registers' layout of a product or of a number for each of its rows."""
+    """Returns float32 zeros, in the registers' layout of a product or of a number for each of its rows."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
 def zero_columns(size: int) -> jax.Array:
-    """Float32 zeros, a number for each column of a product."""
+    """Returns float32 zeros, a number for each column of a product."""
     return plgpu.layout_cast(jnp.zeros((size,), jnp.float32), plgpu.Layout.WGMMA.reduce(0))
 
 
 def send(value: jax.Array, staging, destination) -> None:
-    """`value` to memory through `staging`, which may be used again after `sent()`."""
+    """Sends `value` to memory through `staging`, which may be used again after `sent()`."""
     staging[...] = value.astype(staging.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staging, destination)
@@ -139,7 +139,7 @@ def sent() -> None:
 
 
 def write(value: jax.Array, destination, staging=None) -> None:
-    """`value` to memory, as bfloat16 unless there is other `staging`."""
+    """Writes `value` to memory, as bfloat16 unless there is other `staging`."""
 
     def copy(smem):
         smem[...] = value.astype(smem.dtype)
@@ -151,20 +151,20 @@ def write(value: jax.Array, destination, staging=None) -> None:
 
 
 def walk(sources, start, first, stop, use, carry=(), backwards=False, slots=WALKED):
-    """carry = use(number, tiles, carry) for tiles in order, copied while those before are used.
+    """Calls carry = use(number, tiles, carry) for tiles in order, which are copied while earlier ones are used.
 
     Args:
         sources: arrays in memory, bfloat16 [L, C] or float32 [L].
         start: the first token of tile 0.
         first: the number of the first tile.
-        stop: one more than that of the last.
+        stop: one more than the number of the last tile.
         use: gets a tile of each source in shared memory.
-        carry: what the first call gets.
+        carry: the first call gets it.
         backwards: from the last tile to the first.
         slots: how many tiles there is room for.
 
     Returns:
-        What the last call returned.
+        The result of the last call.
     """
 
     def scoped(*scratch):

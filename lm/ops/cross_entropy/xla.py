@@ -1,8 +1,8 @@
 """Cross-entropy in chunks of the sequence: the [tokens, vocabulary] logits never exist whole.
 
 The chunks run along the sequence, so a batch that is split over devices stays where it is. The gradient of the
-embedding is summed in float32. _Gradients of single tokens' losses compute each chunk's logits again, from the saved
-log-normaliser; those of a weighted sum, which are known but for a factor, are formed while the logits are there.
+embedding is summed in float32. Gradients of single tokens' losses compute each chunk's logits again, from the saved
+log-normalizer. Gradients of a weighted sum are known but for a factor, so they are formed while the logits are there.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class _Gradients(NamedTuple):
 
 
 class TokenGradients(NamedTuple):
-    """What the gradient of the logits takes of each token: T is [B, L], or a chunk's [B, C]."""
+    """The numbers per token from which the gradient of the logits is made; T is [B, L], or a chunk's [B, C]."""
 
     log_normalizer_T: jax.Array
     target_T: jax.Array
@@ -116,7 +116,7 @@ def _logits(x_BxCxD: jax.Array, embedding_VxD: jax.Array, bias_V: jax.Array | No
 
 
 def _log_normalizers(logits_BxCxV: jax.Array) -> jax.Array:
-    """log Σ_v exp(logit_v), [B, C].
+    """Computes log Σ_v exp(logit_v), [B, C].
 
     A sum that no maximum precedes is formed by the product that makes the logits: a pass over them less. Where one
     leaves the range of float32, all are formed again, with their maxima.
@@ -127,7 +127,7 @@ def _log_normalizers(logits_BxCxV: jax.Array) -> jax.Array:
 
 
 def _losses(logits_BxCxV: jax.Array, targets_BxC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Nats, and the log-normalizers."""
+    """Returns nats, and the log-normalizers."""
     total_BxC = _log_normalizers(logits_BxCxV)
     return total_BxC - jnp.take_along_axis(logits_BxCxV, targets_BxC[..., None], -1)[..., 0], total_BxC
 

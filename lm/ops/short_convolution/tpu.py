@@ -1,6 +1,6 @@
 """Short convolutions on TPUs: one pass over the tokens in each direction, in Pallas kernels.
 
-Of the gradient XLA writes a product for each token that a convolution sees. Arrays in HBM are [B, N, L], tokens on
+For the gradient XLA writes a product for each token that a convolution sees. Arrays in HBM are [B, N, L], tokens on
 lanes. A register's width of tokens meets those before it as the same registers, rotated: what was rotated out of the
 earlier ones fills the first lanes. The forward kernel walks from the first token to the last, the backward one back.
 """
@@ -43,7 +43,7 @@ class _Operands(NamedTuple):
 
 
 class _Read(NamedTuple, Generic[Held]):
-    """What a kernel reads: arrays, and refs and block specs of them; None where a call has no such array.
+    """The arrays that a kernel reads, and refs and block specs of them; None where a call has no such array.
 
     The backward kernel also takes the gradient of y, and x once more: the register of tokens before each block. For
     the first block that register counts for nothing.
@@ -58,7 +58,7 @@ class _Read(NamedTuple, Generic[Held]):
 
 
 class _Gradients(NamedTuple, Generic[Held]):
-    """What the backward kernel writes; `dkernel` is of each row of the batch and of each lane."""
+    """The arrays that the backward kernel writes; `dkernel` has a sum for each row of the batch and each lane."""
 
     dx_BxNxL: Held
     dkernel_BxSxNxW: Held

@@ -62,7 +62,7 @@ class InputGradients(NamedTuple, Generic[Each]):
 
 
 class _Tiles(NamedTuple):
-    """_Tiles of each warpgroup in shared memory: of the inputs, between the levels, and of gradients."""
+    """Tiles of each warpgroup in shared memory: of the inputs, between the levels, and of gradients."""
 
     xs: jax.Ref
     ys: jax.Ref

@@ -16,7 +16,7 @@ from lm.ops.sketch_networks.types import ByLevel, Node, Nodes, SketchCall, Sketc
 
 SIZES = (32, 64)
 THREAD_BLOCKS = 256
-"""Of the kernel of the weights' gradients: two for each of 132 processors, nearly."""
+"""Thread blocks of the kernel of the weights' gradients: two for each of 132 processors, nearly."""
 
 
 def sketch_networks(call: SketchCall) -> Sketched:

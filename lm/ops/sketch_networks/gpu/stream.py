@@ -1,7 +1,7 @@
 """How weights of the sketch networks pass through the shared memory of a thread block, CHUNK hidden units at a time.
 
-A *pass* goes over all hidden units of one level of one network. The maps of all passes are one stream: while those of
-one chunk are used the next come, also those of the next pass. The first warpgroup asks for them.
+A *pass* goes over all hidden units of one level of one network. The maps of all passes are one stream: while the maps
+of one chunk are used the next ones come, also across passes. The first warpgroup asks for them.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,9 +4,9 @@ M input size, E hidden units, r outputs, T tokens of a tile, S the networks' inp
 Arrays in HBM are [B, H, rows, L], feature by token, as the attention kernels want them; tokens fill the 128 lanes.
 
 The layer normalizations' scale and bias are folded into the map that follows, which meets the standardized input plus
-`OFFSET`. The hidden layers exist only tile by tile in VMEM. The backward kernel computes them again, those of one tile
-beside the gradients of the tile before it, and adds up the gradients of the weights in float32, in blocks that stay in
-VMEM.
+`OFFSET`. The hidden layers exist only tile by tile in VMEM. The backward kernel computes the hidden layers of one tile
+again beside the gradients of the tile before it. It adds up the gradients of the weights in float32, in blocks that
+stay in VMEM.
 """
 
 import functools
@@ -63,7 +63,7 @@ def forward(plan: NodePlan, inputs: Inputs, maps: ByLevel[LevelMaps[jax.Array]])
 
 
 class _Read(NamedTuple, Generic[Held]):
-    """What the backward kernel reads: arrays, and refs and block specs of them.
+    """The arrays that the backward kernel reads, and refs and block specs of them.
 
     Attributes:
         inputs: vectors.
@@ -220,11 +220,10 @@ def _backward_kernel(
     kept_too: Kept,
     dzs: ByLevel,
 ) -> None:
-    """Computes a step's tiles from left to right: what the backward pass of one needs, beside the backward pass of the
-    tile before it, which for the first is the last tile of the step before.
+    """Computes a step's tiles from left to right, and beside each the backward pass of the tile before it.
 
-    So a block's gradients are complete a step late, and the first step's backward pass has read nothing: what it adds
-    is not kept.
+    For the first tile that is the last one of the step before. So a block's gradients are complete a step late. The
+    first step's backward pass has read nothing: its sums are not kept.
     """
     step, last = pl.program_id(2), plan.block - plan.tile
     counts = (step < pl.num_programs(2) - 1).astype(jnp.float32)

@@ -1,6 +1,6 @@
 """A tile of tokens in the TPU kernels of the sketch networks: its forward pass, and its backward pass in two halves.
 
-Matrix units take products in the order in which they are written, and products that load them alternate with gelu and
+Matrix units take products in the order in which they are written. Products, which load them, alternate with gelu and
 its derivative, which load the vector units. So the backward kernel writes the products of two tiles by turns: `ahead`
 computes a tile's hidden units while `behind` computes the gradients of the tile before it.
 
@@ -30,7 +30,7 @@ Pair = tuple[jax.Ref, jax.Ref]
 
 
 class Kept(NamedTuple):
-    """What the backward pass of a tile needs, in VMEM.
+    """Arrays that the backward pass of a tile needs, in VMEM.
 
     Attributes:
         standard: standardized inputs, S of [M, T], float32.
@@ -164,7 +164,7 @@ def behind(
     dzs: ByLevel[Pair],
     fresh: jax.Array | None,
 ) -> Iterator[float]:
-    """Writes the gradients of a tile's inputs to `into`, and adds those of the maps to `sums`.
+    """Writes the gradients of a tile's inputs to `into`, and adds the gradients of the maps to `sums`.
 
     Args:
         plan: how the kernels are cut.
