@@ -61,7 +61,7 @@ PUBLIC = {
     'train': 'lm.session.train:train',
     'validate': 'lm.plan:validate',
 }
-"""What `import lm` offers → 'module:name' of where it is made."""
+"""Name that `import lm` offers → 'module:name' of where it is made."""
 
 
 if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept every name

@@ -71,7 +71,7 @@ EXIT_CODES = '\n'.join(['exit codes:', '  0  done', *(f'  {kind.exit_code:<3}{ki
 FINAL = (ConfigError.exit_code, Diverged.exit_code, MismatchError.exit_code)
 """Exit codes that the same command would give again."""
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""The signals that tell a process to stop; the last one, that its terminal is closed."""
+"""The signals that stop a process; the last one comes when its terminal is closed."""
 INTERRUPTED = (Preempted.exit_code, *(128 + number for number in ENDING), *(-number for number in ENDING))
 """Exit codes of a process that a signal has stopped; `subprocess` gives negative ones."""
 
@@ -178,7 +178,7 @@ def signals(install: Callable[[], object]) -> Iterator[None]:
         yield
         return
     previous = {number: signal.getsignal(number) for number in ENDING}
-    # Who listens there would act on a signal a second time, if the handlers of before are back when it is told.
+    # A listener there would act on a signal a second time, if the earlier handlers are back by then.
     listened = signal.set_wakeup_fd(-1)
     install()
     try:

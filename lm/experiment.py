@@ -22,7 +22,7 @@ from lm.training.mesh import MeshConfig
 from lm.training.optimizer import OptimizerConfig
 
 OF_THE_JOB = ('mesh.processes', 'mesh.slices')
-"""What a run says of the job that trained it, and not of those that read its weights."""
+"""Bindings that describe the training job and are ignored when weights are loaded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -69,8 +69,8 @@ def rms_norm(
     size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism', output: bool = False, **options: Any
 ) -> nnx.RMSNorm:
     """Root-mean-square normalization (Zhang and Sennrich 2019) whose gain is declared; `options` are flax's."""
-    says = declare('gain', axis, part=part, output=output)
-    return nnx.RMSNorm(size, epsilon=1e-5, rngs=rngs, scale_metadata=says, **options)
+    metadata = declare('gain', axis, part=part, output=output)
+    return nnx.RMSNorm(size, epsilon=1e-5, rngs=rngs, scale_metadata=metadata, **options)
 
 
 NORMS = {'layer': layer_norm, 'rms': rms_norm}
@@ -80,8 +80,8 @@ NORMS = {'layer': layer_norm, 'rms': rms_norm}
 def stack(module: nnx.Module) -> None:
     """Says of all parameters below `module` that they have one more axis in front, over layers."""
     for _, variable in nnx.iter_graph(module):
-        if isinstance(variable, nnx.Param) and (told := variable.get_metadata('declaration', None)):
-            variable.set_metadata(declaration=dataclasses.replace(told, axes=(LAYER, *told.axes)))
+        if isinstance(variable, nnx.Param) and (declared := variable.get_metadata('declaration', None)):
+            variable.set_metadata(declaration=dataclasses.replace(declared, axes=(LAYER, *declared.axes)))
 
 
 def shared_axis(shape: Sequence[int], devices: int, names: Sequence[str] = ()) -> int | None:
@@ -103,14 +103,14 @@ def declarations(model: nnx.Module) -> dict[str, Any]:
     Raises ValueError for a parameter that is not declared, or whose axes do not match its declaration.
     """
 
-    def told(path, variable):
+    def read(path, variable):
         found = variable.get_metadata('declaration', None)
         if found is None or len(found.axes) != len(variable.shape):
             name = '.'.join(str(getattr(key, 'key', key)) for key in path)
-            raise ValueError(f'{name}: of shape {variable.shape}, says that it is {found}; see lm.parameters.declare')
+            raise ValueError(f'{name}: of shape {variable.shape}, is declared as {found}; see lm.parameters.declare')
         return found
 
     state = nnx.state(model, nnx.Param)
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-    found = jax.tree_util.tree_map_with_path(told, state, is_leaf=is_variable)
+    found = jax.tree_util.tree_map_with_path(read, state, is_leaf=is_variable)
     return nnx.to_pure_dict(found)

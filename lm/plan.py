@@ -31,7 +31,7 @@ from lm.training.step import TrainStep
 PATIENCE_SECONDS = 20.0
 """How long a bucket may keep `validate` waiting."""
 UNKNOWN = Target()
-"""Devices of which nothing is known; the step computes as on a CPU."""
+"""Unknown devices; the step computes as on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class StepPlan:
         return sum(self.functions.count_parameters().values())
 
     def describe(self, epochs: str = '') -> dict[str, str]:
-        """What the run is about to do, by name; `epochs` says how often it will see which data."""
+        """Describes the run by name; `epochs` is a text on how often it will see which data."""
         model, train, (microbatches, rows, _) = self.experiment.model, self.experiment.train, self.program.batch_shape
         mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
         windows = f'{counted(microbatches * rows, "window")} of {train.context_length:,}'
@@ -81,7 +81,7 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunPlan(StepPlan):
-    """What a run will do.
+    """The plan of a run.
 
     Attributes:
         store: the data.
@@ -112,7 +112,8 @@ class RunPlan(StepPlan):
 
 
 class PlanCache:
-    """What plans have opened and built, or failed to open. Many plans with one cache do nothing twice."""
+    """Keeps everything that plans have opened and built, or failed to open: many plans with one cache do nothing
+    twice."""
 
     def __init__(self) -> None:
         self._found: dict[Hashable, Any] = {}
@@ -166,13 +167,13 @@ def make_plan(
     check_experiment(experiment)
     cache = PlanCache() if cache is None else cache
     train, model, data, optimizer = experiment.train, experiment.model, experiment.data, experiment.optimizer
-    # What the configuration tells, before anything is opened.
+    # Errors of the configuration alone come first, before anything is opened.
     settings = settle_evaluation(experiment.evaluate, data, train, model, train.eval_tokens)
     mesh = experiment.mesh.plan(target)
     check_training(train, optimizer, data, model, mesh)
     compute_dtype = model.resolve_dtype(target.platform)
     functions = cache.get(('model', model, compute_dtype), lambda: ModelFunctions(model, compute_dtype))
-    # What the data tell.
+    # Errors of the data.
     source = data, train.context_length if data.task else None
     store = cache.get(('store', source), lambda: data.open(train.context_length, timeout))
     dtype = cache.get(('dtype', source), lambda: store.read(data.train_split, 0, 1).dtype)

@@ -3,15 +3,18 @@ where no data can be. Needs the extra [report]."""
 
 import dataclasses
 import functools
+import os
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 
 from lm.errors import LmError
 from lm.text import digits, short
+
+P = ParamSpec('P')
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 DASHES = ('-', (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1.2, 1.2)), (0, (7, 2)), (0, (4, 1, 1, 1, 1, 1)), (0, (2, 2)))
@@ -77,7 +80,7 @@ class Curve:
         return COLOURS[self.style % len(COLOURS)]
 
     @property
-    def line(self) -> Any:
+    def line(self) -> str | tuple:
         """Dashes, through which a curve below can be seen; shifted where colours are used again."""
         return DASHES[(self.style + self.style // len(COLOURS)) % len(DASHES)]
 
@@ -86,11 +89,11 @@ class Curve:
         return MARKERS[(self.style + self.style // len(COLOURS)) % len(MARKERS)]
 
 
-def _in_style(draw: Callable) -> Callable:
+def _in_style(draw: Callable[P, None]) -> Callable[P, None]:
     """Draws with STYLE, and leaves matplotlib's settings as they were."""
 
     @functools.wraps(draw)
-    def wrapped(*arguments: Any, **options: Any) -> None:
+    def wrapped(*arguments: P.args, **options: P.kwargs) -> None:
         import matplotlib
 
         with matplotlib.rc_context(STYLE):
@@ -109,7 +112,7 @@ def check_matplotlib() -> None:
 
 @_in_style
 def draw_lines(
-    path: Any,
+    path: os.PathLike | str,
     curves: Sequence[Curve],
     x_label: str,
     y_label: str,
@@ -132,42 +135,42 @@ def draw_lines(
         title: a line above the axes, such as where the figures were measured.
     """
     direct = len(curves) <= 6 and max(len(c.label) for c in curves) <= 14 and right is None
-    figure, axes = _figure(0 if direct else _legend_rows(curves))
+    figure, axes = _make_figure(0 if direct else _count_legend_rows(curves))
     for curve in curves:
         axes.plot(curve.x, curve.y, linestyle='-' if markers else curve.line, color=curve.colour)
         if curve.low is not None and len(curves) <= BANDS:
             axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.2, linewidth=0)
-    axes.set(xlabel=x_label, ylabel=_balanced(y_label, AXIS_LABEL), xscale=x_scale, yscale=y_scale)
+    axes.set(xlabel=x_label, ylabel=_balance_lines(y_label, AXIS_LABEL), xscale=x_scale, yscale=y_scale)
     if title:
         axes.set_title(title, fontsize=7, loc='left')
     if y_limits:
         axes.set_ylim(*y_limits)
     if markers:
-        _mark(axes, curves)
+        _draw_markers(axes, curves)
     if ticks is not None:
         axes.set_xticks(list(ticks), [short(tick) for tick in ticks])
         axes.minorticks_off()
     elif x_scale == 'log':
-        _plain_log(axes.xaxis)
+        _format_log_axis(axes.xaxis)
     else:
-        _few(axes.xaxis)
+        _limit_ticks(axes.xaxis)
     if y_scale == 'log':
-        _plain_log(axes.yaxis)
+        _format_log_axis(axes.yaxis)
     if right:
         second = axes.secondary_yaxis('right', functions=(right[1], right[1]))
         second.set_ylabel(right[0])
         second.spines['right'].set_linewidth(0.6)
         if y_scale == 'log':
-            _plain_log(second.yaxis)
+            _format_log_axis(second.yaxis)
     if direct:
         figure.draw_without_rendering()
         _label_ends(axes, curves)
     else:
-        _legend(figure, curves, markers)
+        _draw_legend(figure, curves, markers)
     _save(figure, path)
 
 
-def _mark(axes: Any, curves: Sequence[Curve]) -> None:
+def _draw_markers(axes: Any, curves: Sequence[Curve]) -> None:
     """Markers at the points. One that would hide another is a ring around it, wider for each below."""
     placed: list[np.ndarray] = []
     for curve in curves:
@@ -182,7 +185,7 @@ def _mark(axes: Any, curves: Sequence[Curve]) -> None:
             placed.append(point)
 
 
-def _stacked(x: np.ndarray, span: float) -> np.ndarray:
+def _stack_dots(x: np.ndarray, span: float) -> np.ndarray:
     """Heights [n] at which dots at x [n] do not hide each other, within a third of a row; `span`: of the axis."""
     heights = np.zeros(len(x))
     for i in range(len(x)):
@@ -192,14 +195,14 @@ def _stacked(x: np.ndarray, span: float) -> np.ndarray:
 
 
 @_in_style
-def draw_dots(path: Any, rows: Sequence[Curve], x_label: str) -> None:
-    """One row a curve: its x as dots, one above the other where they would coincide, with a thin line from low to high,
-    and a bar at their mean. Writes path.png and path.pdf."""
-    labels = [_wrapped(row.label, DOT_LABEL) for row in rows]
-    figure, axes = _figure(0, height=0.55 + sum(0.06 + 0.13 * (label.count('\n') + 1) for label in labels))
+def draw_dots(path: os.PathLike | str, rows: Sequence[Curve], x_label: str) -> None:
+    """Draws one row per curve: its x as dots, stacked where they would coincide, a thin line from low to high, and a
+    bar at their mean. Writes path.png and path.pdf."""
+    labels = [_wrap_label(row.label, DOT_LABEL) for row in rows]
+    figure, axes = _make_figure(0, height=0.55 + sum(0.06 + 0.13 * (label.count('\n') + 1) for label in labels))
     everything = np.concatenate([row.x for row in rows])
     for i, row in enumerate(rows):
-        heights = i - _stacked(row.x, np.ptp(everything))
+        heights = i - _stack_dots(row.x, np.ptp(everything))
         axes.plot(row.x, heights, 'o', color=row.colour, markersize=4, alpha=0.75, markeredgewidth=0)
         if row.low is not None:
             axes.hlines(heights, row.low, row.high, color=row.colour, linewidth=0.8)
@@ -211,20 +214,22 @@ def draw_dots(path: Any, rows: Sequence[Curve], x_label: str) -> None:
     axes.tick_params(axis='y', length=0)
     axes.spines['left'].set_visible(False)
     axes.margins(x=0.08)
-    _few(axes.xaxis)
+    _limit_ticks(axes.xaxis)
     _save(figure, path)
 
 
 @_in_style
-def draw_bars(path: Any, labels: Sequence[str], pieces: dict[str, np.ndarray], x_label: str, title: str = '') -> None:
-    """A horizontal bar a label, made of pieces [labels], one behind the other. Writes path.png and path.pdf.
+def draw_bars(
+    path: os.PathLike | str, labels: Sequence[str], pieces: dict[str, np.ndarray], x_label: str, title: str = ''
+) -> None:
+    """Draws one horizontal bar per label, made of pieces [labels], one behind the other. Writes path.png and path.pdf.
 
     Args:
         pieces: name → lengths; those that are 0 everywhere are left out. Colours repeat with hatches.
     """
     shown = {name: lengths for name, lengths in pieces.items() if np.any(lengths)}
     curves = [Curve(name, style, lengths, lengths) for style, (name, lengths) in enumerate(shown.items())]
-    figure, axes = _figure(_legend_rows(curves), height=0.6 + 0.3 * len(labels))
+    figure, axes = _make_figure(_count_legend_rows(curves), height=0.6 + 0.3 * len(labels))
     start = np.zeros(len(labels))
     for curve in curves:
         hatch = '' if curve.style < len(COLOURS) else '////'
@@ -234,20 +239,20 @@ def draw_bars(path: Any, labels: Sequence[str], pieces: dict[str, np.ndarray], x
     for row, length in enumerate(start):
         axes.annotate(digits(length), (length, row), (3, 0), textcoords='offset points', va='center')
     axes.set(xlabel=x_label)
-    axes.set_yticks(range(len(labels)), [_wrapped(label, DOT_LABEL) for label in labels])
+    axes.set_yticks(range(len(labels)), [_wrap_label(label, DOT_LABEL) for label in labels])
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.tick_params(axis='y', length=0)
     axes.grid(visible=False, axis='y')
     axes.margins(x=0.12)
     if title:
         axes.set_title(title, fontsize=7, loc='left')
-    _few(axes.xaxis)
-    columns = _legend_columns(curves)
+    _limit_ticks(axes.xaxis)
+    columns = _count_legend_columns(curves)
     figure.legend(loc='outside lower center', ncols=columns, frameon=False, handlelength=1.2, columnspacing=1.2)
     _save(figure, path)
 
 
-def _figure(legend_rows: int, height: float = 2.15) -> tuple[Any, Any]:
+def _make_figure(legend_rows: int, height: float = 2.15) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height + 0.155 * legend_rows), layout='constrained')
@@ -259,29 +264,29 @@ def _save(figure: Any, path: Any) -> None:
         figure.savefig(f'{path}.{suffix}', metadata={'CreationDate': None} if suffix == 'pdf' else None)
 
 
-def _legend_columns(curves: Sequence[Curve]) -> int:
+def _count_legend_columns(curves: Sequence[Curve]) -> int:
     longest = max(len(curve.label) for curve in curves)
     return 1 if longest > 24 else 2 if longest > 13 else 3
 
 
-def _legend_rows(curves: Sequence[Curve]) -> int:
-    lines = [_wrapped(curve.label, LEGEND_LABEL).count('\n') + 1 for curve in curves]
-    return -(-sum(lines) // _legend_columns(curves))
+def _count_legend_rows(curves: Sequence[Curve]) -> int:
+    lines = [_wrap_label(curve.label, LEGEND_LABEL).count('\n') + 1 for curve in curves]
+    return -(-sum(lines) // _count_legend_columns(curves))
 
 
-def _legend(figure: Any, curves: Sequence[Curve], markers: bool) -> None:
+def _draw_legend(figure: Any, curves: Sequence[Curve], markers: bool) -> None:
     """Below the axes, where no data can be."""
     from matplotlib.lines import Line2D
 
     edge = {'markeredgecolor': 'white', 'markeredgewidth': 0.4}
     handles = []
     for curve in curves:
-        look = {'marker': curve.marker, **edge} if markers else {'linestyle': curve.line}
-        handles.append(Line2D([], [], color=curve.colour, label=_wrapped(curve.label, LEGEND_LABEL), **look))
+        look: dict[str, Any] = {'marker': curve.marker, **edge} if markers else {'linestyle': curve.line}
+        handles.append(Line2D([], [], color=curve.colour, label=_wrap_label(curve.label, LEGEND_LABEL), **look))
     figure.legend(
         handles=handles,
         loc='outside lower center',
-        ncols=_legend_columns(curves),
+        ncols=_count_legend_columns(curves),
         frameon=False,
         handlelength=2.6,
         columnspacing=1.2,
@@ -321,7 +326,7 @@ def _label_ends(axes: Any, curves: Sequence[Curve]) -> None:
         )
 
 
-def _plain_log(axis: Any) -> None:
+def _format_log_axis(axis: Any) -> None:
     """Ticks at 1, 2 and 5 times powers of ten, or at powers alone over many decades, printed as numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -335,12 +340,12 @@ def _plain_log(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _wrapped(label: str, width: int) -> str:
+def _wrap_label(label: str, width: int) -> str:
     """The label on lines of at most `width` characters; an equation stays on one line."""
     return textwrap.fill(label.replace(' = ', '\u00a0=\u00a0'), width)
 
 
-def _balanced(label: str, width: int) -> str:
+def _balance_lines(label: str, width: int) -> str:
     """The label on as few lines of at most `width` characters, about equally long; a unit in brackets is not torn."""
     whole = re.sub(r'\([^)]*\)', lambda unit: unit[0].replace(' ', '\u00a0'), label)
     found = [textwrap.fill(whole, n, break_long_words=False) for n in range(1, width + 1)]
@@ -348,7 +353,7 @@ def _balanced(label: str, width: int) -> str:
     return shown.replace('\u00a0', ' ')
 
 
-def _few(axis: Any) -> None:
+def _limit_ticks(axis: Any) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator(5, min_n_ticks=3))

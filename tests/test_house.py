@@ -154,6 +154,19 @@ def test_modules_do_not_use_the_public_names():
     assert not wrong
 
 
+def test_a_module_in_a_string_is_an_import():
+    assert [MODULE_IN_A_STRING.fullmatch(text)[1] for text in ('lm.x', 'lm.x.y:z')] == ['lm.x', 'lm.x.y']
+    assert not any(map(MODULE_IN_A_STRING.fullmatch, ('lm', 'lm.x is a module', 'lm bench step')))
+    built = [
+        f'{module}: {ast.unparse(node)}'
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith('import_module')
+        and isinstance(node.args[0], ast.JoinedStr) and ast.unparse(node.args[0])[2:].startswith('lm.')
+    ]  # fmt: skip
+    assert not built, 'write the name of a module in full'
+
+
 def test_no_circles():
     done: set[str] = set()
 

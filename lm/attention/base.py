@@ -1,11 +1,11 @@
-"""What every attention mechanism is: a configuration that a gin file names, and the module that it builds.
+"""The base of attention mechanisms: a configuration that a gin file names, and the module that it builds.
 
-    configuration   a frozen dataclass, `@configurable('name') class Name(Attention)`; knows its own cost
+    configuration   a frozen dataclass, `@configurable('name') class Name(Attention)`; knows its cost
     module          an `nnx.Module`; one per layer, shared by all heads of the layer
 
-Adding a mechanism means adding one file with both; nothing else names it. Command lines, benchmarks and the shared
-tests find it in the registry. Parameters say what they are (`lm.parameters.declare`), so that weight decay and sharding
-know. Mechanisms on the linear engine build on `lm.attention.linear`, feature maps on `lm.attention.maps.products`.
+Adding a mechanism means adding one file with both; no other module names it. Command lines, benchmarks and the shared
+tests find it in the registry. Parameters declare what they are (`lm.parameters.declare`), for weight decay and
+sharding. Mechanisms on the linear engine build on `lm.attention.linear`, feature maps on `lm.attention.maps.products`.
 """
 
 import abc
@@ -39,48 +39,58 @@ class Attention(Configurable, abc.ABC):
     is_default: ClassVar[bool] = False
     """Models have this mechanism where nothing else is configured. Exactly one mechanism sets it."""
     redraw_every = None
-    """Training steps after which the module's random projections are drawn anew; None: never."""
+    """Training steps after which the random projections are drawn anew; None: never."""
     causal = True
-    """False: tokens see later ones, whatever the model says."""
+    """False: tokens see later tokens, whatever `model.causal` is."""
 
     @abc.abstractmethod
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'AttentionModule':
-        """The module of one layer. Parameters are drawn from `rngs.params()`, buffers from `rngs.projections()`."""
+        """Returns the module of one layer. Draws parameters from `rngs.params()`, buffers from `rngs.projections()`."""
 
     def kernels_declare_cost(self, dims: HeadDims) -> bool:
-        """Whether the compiler knows the FLOPs of its TPU kernels; where not, `lm check` takes `flops_per_token`."""
+        """Returns whether the compiler knows the FLOPs of its TPU kernels; else `lm check` uses `flops_per_token`."""
         return True
 
     @abc.abstractmethod
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
-        """Forward floating-point operations per token of one layer at context `length` (causal halving where the
-        mechanism is quadratic; rematerialisation not counted; the q, k, v, o projections belong to the model)."""
+        """Returns forward floating-point operations per token of one layer at context `length`.
+
+        Causal quadratic mechanisms count half the square. Rematerialization and the projections of q, k, v and o do not
+        count.
+        """
 
     def why_causal(self) -> str | None:
-        """Why no token can see later ones (`HeadDims.causal = False`), and what to do about it; None: they can."""
+        """Returns why no token can see later tokens (`HeadDims.causal = False`), and the remedy; None: they can."""
         return f'@{self.gin_name}() weighs earlier tokens alone; choose another one, such as @softmax()'
 
     def why_whole(self, causal: bool) -> str | None:
-        """Why devices cannot share a window (`mesh.sequence`), `causal` being the model's, and what to do about it;
-        None: they can."""
+        """Returns why devices cannot share a window (`mesh.sequence`), and the remedy; None: they can.
+
+        `causal` is `model.causal`.
+        """
         return None
 
     def projections(self, dims: HeadDims) -> dict[str, int]:
-        """What the module takes besides queries, keys and values: argument → width. The model multiplies the layer's
-        normalized input with a matrix of its own for each, and passes [B, L, width] by name, in decoding too."""
+        """Returns further arguments of the module besides queries, keys and values: argument → width.
+
+        For each argument the model multiplies the layer's normalized input with a separate matrix. It passes
+        [B, L, width] by name, in decoding too.
+        """
         return {}
 
     def portable(self) -> dict[str, Any]:
-        """Its fields as plain values, for programs that read no gin, and what these would have to work out; not how it
-        is computed, which is theirs to decide."""
+        """Returns its fields as plain values, and values derived from them, for programs that do not read gin.
+
+        `implementation` is left out, because such programs choose how they compute.
+        """
         return {name: value for name, value in dataclasses.asdict(self).items() if name != 'implementation'}
 
 
 class AttentionModule(nnx.Module):
     """One layer's attention. B batch, L length, H query heads, K key/value heads, D head size.
 
-    Where its configuration asks for `projections`, the methods that take q, k and v take these too, [B, L, width] each.
-    All are optional: a module computes without them as with zeros.
+    Methods that take q, k and v also take the `projections` of the configuration, [B, L, width] each. All of them are
+    optional: without them a module computes as with zeros.
     """
 
     dims: HeadDims
@@ -94,7 +104,7 @@ class AttentionModule(nnx.Module):
         starts_BxL: jax.Array | None = None,
         **named: jax.Array,
     ) -> jax.Array:
-        """Attention over whole sequences, causal unless `HeadDims.causal` says otherwise.
+        """Computes attention over whole sequences, causal unless `HeadDims.causal` is False.
 
         Args:
             q_BxLxHxD: queries, after rotary embedding.
@@ -110,15 +120,15 @@ class AttentionModule(nnx.Module):
 
     @property
     def norms(self) -> HeadNorms | None:
-        """The mechanism's own normalization of queries and keys; None: it has none."""
+        """The mechanism's normalization of queries and keys; None: it has none."""
         return None
 
     def normalize(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries and keys as the kernel compares them: after the mechanism's own normalization, where it has one."""
+        """Returns queries and keys as the kernel compares them: after the mechanism's normalization, if it has one."""
         return (q_BxLxHxD, k_BxLxKxD) if self.norms is None else normalize(q_BxLxHxD, k_BxLxKxD, self.norms)
 
     def prepare(self, qk_BxLxNxD: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array]:
-        """What `attend` takes: queries and keys of a projection, N = H + K heads, rotated and normalized in one go."""
+        """Rotates and normalizes queries and keys of a projection, N = H + K heads, in one pass for `attend`."""
         return rotate(qk_BxLxNxD, rotation, self.dims.n_heads, self.norms)
 
     @abc.abstractmethod
@@ -130,13 +140,13 @@ class AttentionModule(nnx.Module):
         *,
         starts_BxL: jax.Array | None = None,
     ) -> jax.Array:
-        """Like a call, of queries and keys that `normalize` or `prepare` gave."""
+        """Computes attention of queries and keys that `normalize` or `prepare` has returned."""
 
     @abc.abstractmethod
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
-        """The decoding state of an empty sequence: a pytree of arrays. Linear mechanisms ignore `max_length`.
+        """Returns the decoding state of an empty sequence: a pytree of arrays. Linear mechanisms ignore `max_length`.
 
-        `documents`: whether its tokens will say where their documents begin.
+        `documents`: the tokens will come with the beginnings of their documents.
         """
 
     @abc.abstractmethod
@@ -149,21 +159,20 @@ class AttentionModule(nnx.Module):
         *,
         starts_BxT: jax.Array | None = None,
     ) -> tuple[Any, jax.Array]:
-        """Appends T tokens (one when decoding, a piece of the prompt when prefilling) and returns
-        (state, [B, T, H, D]).
+        """Appends T tokens (one when decoding, a piece of the prompt when prefilling); returns (state, [B, T, H, D]).
 
-        Tokens at one call follow those of the calls before; the outputs equal `__call__` on the whole sequence.
-        `starts_BxT` are the `starts_BxL` of these tokens, counted from the first of them: negative before it.
+        The tokens follow the tokens of earlier calls. The outputs equal `__call__` on the whole sequence. `starts_BxT`
+        are the `starts_BxL` of these tokens, counted from the first of them: negative before it.
         """
 
     def redraw(self, key: jax.Array) -> None:
-        """Replaces its random projections by those drawn from `key` alone; called every `redraw_every` steps."""
+        """Draws its random projections anew from `key` alone; called every `redraw_every` steps."""
 
 
 class NormedModule(AttentionModule):
     """Two layer normalizations, one for queries and one for keys, each shared by the heads of the layer.
 
-    Statistics are float32; `normed_dtype` is that of the results, None the inputs'.
+    Statistics are float32; `normed_dtype` is the type of the results; None: the type of the inputs.
     """
 
     normed_dtype: ClassVar[Any] = None
@@ -188,30 +197,32 @@ def _arrays(norm: nnx.LayerNorm) -> tuple[jax.Array, jax.Array]:
 
 
 def score_start(offset: float, head_dim: int, gain: float | None = None) -> dict[str, float]:
-    """The first gain and bias of `make_norms`, with which scores of unrelated vectors have the mean `offset`, in their
-    standard deviations, and a standard deviation of gain² √head_dim; `gain`: None is the one that makes it 1.
+    """Returns the first gain and bias of `make_norms` for a given mean of scores.
 
-    Normalized vectors have a mean of zero, so nothing changes when the same number is added to all entries of the one
-    while the other has no such bias: biases that start at zero stay there, and even powers weigh opposite vectors like
-    equal ones. (PolySketchFormer, eq. 1 has the offset, α; §2.1 leaves it to the layer normalizations.)
+    Scores of unrelated vectors then have a standard deviation of gain² √head_dim and a mean of `offset` standard
+    deviations. `gain` = None is the gain with a standard deviation of 1.
+
+    Normalized vectors have a mean of zero. A constant added to one of the two changes no score while the other has no
+    bias. So biases that start at zero stay there, and even powers weigh opposite vectors like equal ones.
+    (PolySketchFormer, eq. 1 has the offset, α; §2.1 leaves it to the layer normalizations.)
     """
     start = head_dim**-0.25 if gain is None else gain
     return {'gain': start, 'bias': start * math.sqrt(offset) * head_dim**-0.25}
 
 
 def score_scale(degree: int, head_dim: int) -> float:
-    """What scores of layer-normalized vectors are multiplied with before their power `degree` is formed.
+    """Returns the factor of scores of layer-normalized vectors before their power `degree` is formed.
 
-    Vectors of size 64 have scores up to 64, whose 16th power leaves float32 as soon as the gains grow. Beyond degree 8
-    it is therefore a power of two near 1 / size: with the denominator's bias times its power, the same weights to the
-    last bit, of numbers that stay in range up to gains of 16 (8 at size 256). It goes no further down than leaves room
-    for scores below 1, of tokens that see no key like them: their power and the bias must not vanish together.
+    Vectors of size 64 have scores up to 64. Their 16th power leaves float32 as soon as the gains grow. Beyond degree 8
+    the factor is therefore a power of two near 1 / size. The denominator's bias is multiplied by the factor's power, so
+    weights are the same to the last bit. Numbers stay in range up to gains of 16 (8 at size 256). The factor has a
+    lower bound, so that small scores and the bias do not underflow together.
     """
     return 2.0 ** -min(round(math.log2(head_dim)), 112 // degree) if degree > 8 else 1.0
 
 
 def exact_flops_per_token(dims: HeadDims, length: int, window: int | None = None) -> float:
-    """Two products of size head_dim (scores, mixture of values) for each key that a query sees on average."""
+    """Returns two products of size head_dim (scores, mixture of values) per key that a query sees on average."""
     if not dims.causal:
         return 4.0 * dims.n_heads * dims.head_dim * length
     window = min(length, window or length)

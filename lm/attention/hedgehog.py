@@ -2,8 +2,8 @@
 
     φ(x) = [softmax(W x), softmax(-W x)]
 
-with W of each head its own, which starts at the identity, and softmax over the features. No weight is negative; a
-`FLOOR` under the features keeps those of long vectors from vanishing all together.
+with a matrix W per head, which starts at the identity, and softmax over the features. No weight is negative. A `FLOOR`
+under the features keeps the features of long vectors from vanishing together.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from lm.config.configurable import configurable, field
 from lm.parameters import declare
 
 FLOOR = 1e-12
-"""Added to each feature: where W x of a query and of all keys it sees are far apart in different places, no product of
-theirs would be left in float32, and no denominator."""
+"""A number added to each feature. The features of a query and of all its keys may be large in different places; then
+all products, and the denominator, would be zero in float32."""
 
 
 @configurable('hedgehog')
@@ -59,7 +59,7 @@ class TwoSidedSoftmax(ProductFeatures):
 
 
 class HedgehogAttention(LinearModule):
-    """W of queries and of keys."""
+    """The matrices W of queries and keys."""
 
     def __init__(self, config: Hedgehog, dims: HeadDims):
         self.config = config

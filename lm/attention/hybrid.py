@@ -75,12 +75,12 @@ class Hybrid(LinearAttention):
 
     @property
     def direct(self) -> bool:
-        """Whether the operation's own powers serve: they weigh pairs inside a block without forming the terms."""
+        """The powers of the operation suffice, which weigh pairs inside a block without forming the terms."""
         return self.parts == 1 and self.degree <= 2
 
     @property
     def coefficients(self) -> np.ndarray:
-        """Of each part's polynomial; every part covers its share of the interval."""
+        """The coefficients of each part's polynomial; every part covers its share of the interval."""
         return APPROXIMATIONS[self.approximation](self.degree, self.radius / self.parts)
 
 

@@ -1,4 +1,4 @@
-"""What mechanisms on `lm.ops.linear_attention` share: decoding from a constant-size state, signed weights, cost."""
+"""The base of mechanisms on `lm.ops.linear_attention`: decoding from a constant-size state, signed weights, cost."""
 
 import abc
 from typing import Any, Self
@@ -13,12 +13,12 @@ from lm.ops.linear_attention import LinearCall, compute, decode
 from lm.ops.powers import quotient
 
 DEFAULT_BLOCK = 128
-"""Tokens a block that `linear_flops_per_token` counts where the operation chooses the block itself."""
+"""Tokens per block for `linear_flops_per_token` where the operation chooses the block."""
 
 
 TOKENS = ('q_BxLxHxE', 'k_BxLxKxE', 'v_BxLxKxD', 'q_local_BxLxHxC', 'k_local_BxLxKxC', 'log_decay_BxLxK')
 PARAMETERS = ('q_parameters', 'k_parameters')
-"""The arrays among the arguments of the operation; all others are static."""
+"""The array arguments of the operation; all others are static."""
 
 
 class LinearAttention(Attention):
@@ -41,12 +41,11 @@ class LinearAttention(Attention):
 
 
 class LinearModule(AttentionModule):
-    """A mechanism that is one call of `lm.ops.linear_attention`, whose arguments `arguments` makes.
+    """A mechanism that makes one call of `lm.ops.linear_attention`, with the arguments from `arguments`.
 
-    Where weights may be negative their sum may come near zero. Such mechanisms set `signed` and let the call give
-    sums, not means: a denominator S (`denominator_bias` included) within `epsilon` of 0 is then replaced by
-    S + 2 epsilon. It rides along as one more column of the values, in float32 (Choromanski et al. 2020, Algorithm 1:
-    C = [V 1]).
+    Negative weights may have a sum near zero. Mechanisms with such weights set `signed`, and their call returns sums in
+    place of means. A denominator S (with `denominator_bias`) within `epsilon` of 0 is replaced by S + 2 epsilon. The
+    denominator is one more column of the values, in float32 (Choromanski et al. 2020, Algorithm 1: C = [V 1]).
     """
 
     dims: HeadDims
@@ -56,12 +55,14 @@ class LinearModule(AttentionModule):
 
     @abc.abstractmethod
     def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
-        """Of the call, for queries and keys that `normalize` gave: arrays (`TOKENS`, `PARAMETERS`) and options,
-        `implementation` among them where one is asked for; decoding has only one. With `signed` they hold
-        normalize = False. A mechanism with `projections` takes them as further arguments."""
+        """Returns arrays (`TOKENS`, `PARAMETERS`) and options of the call for queries and keys from `normalize`.
+
+        Decoding has one implementation and ignores `implementation`. With `signed`, `normalize` is False. A mechanism
+        with `projections` takes them as further arguments.
+        """
 
     def outputs(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
-        """What the mechanism makes of the operation's result, token by token."""
+        """Returns the mechanism's output, which it computes from the operation's result token by token."""
         return o_BxLxHxD
 
     def attend(
@@ -69,24 +70,24 @@ class LinearModule(AttentionModule):
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
         v_BxLxKxD: jax.Array,
-        *own: jax.Array | None,
+        *projected: jax.Array | None,
         starts_BxL: jax.Array | None = None,
         **named: jax.Array,
     ) -> jax.Array:
-        arguments = self.arguments(q_BxLxHxD, k_BxLxKxD, self._columns(v_BxLxKxD), *own, **named)
+        arguments = self.arguments(q_BxLxHxD, k_BxLxKxD, self._columns(v_BxLxKxD), *projected, **named)
         if not self.dims.causal:
             arguments |= {'causal': False}
-        call = LinearCall.from_arguments(self._apart(arguments, starts_BxL))
+        call = self._make_call(arguments, starts_BxL)
         o_BxLxHxC = compute(call, arguments.get('implementation')).o_BxLxHxD
         return self.outputs(self._divided(o_BxLxHxC, v_BxLxKxD.dtype), v_BxLxKxD)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> decode.DecodeState:
-        """The sums over no keys, float32, of one size for any length; and room for keys that are compared exactly."""
+        """Returns sums over no keys, float32, of one size for any length, and room for exactly compared keys."""
         heads = (self.dims.n_heads, self.dims.n_kv_heads, self.dims.n_kv_heads)
         q_Bx1xHxD, k_Bx1xKxD, v_Bx1xKxD = (jnp.zeros((batch, 1, n, self.dims.head_dim), dtype) for n in heads)
         arguments = self.arguments(*self.normalize(q_Bx1xHxD, k_Bx1xKxD), self._columns(v_Bx1xKxD))
         starts_Bx1 = jnp.zeros((batch, 1), jnp.int32) if documents else None
-        return decode.init_state(LinearCall.from_arguments(self._apart(arguments, starts_Bx1)), max_length)
+        return decode.init_state(self._make_call(arguments, starts_Bx1), max_length)
 
     def decode_step(
         self,
@@ -94,21 +95,21 @@ class LinearModule(AttentionModule):
         q_BxTxHxD: jax.Array,
         k_BxTxKxD: jax.Array,
         v_BxTxKxD: jax.Array,
-        *own: jax.Array,
+        *projected: jax.Array,
         starts_BxT: jax.Array | None = None,
         **named: jax.Array,
     ) -> tuple[decode.DecodeState, jax.Array]:
         v_BxTxKxC = self._columns(v_BxTxKxD)
-        arguments = self.arguments(*self.normalize(q_BxTxHxD, k_BxTxKxD), v_BxTxKxC, *own, **named)
-        state, o_BxTxHxC = decode.decode_step(state, LinearCall.from_arguments(self._apart(arguments, starts_BxT)))
+        arguments = self.arguments(*self.normalize(q_BxTxHxD, k_BxTxKxD), v_BxTxKxC, *projected, **named)
+        state, o_BxTxHxC = decode.decode_step(state, self._make_call(arguments, starts_BxT))
         return state, self.outputs(self._divided(o_BxTxHxC, v_BxTxKxD.dtype), v_BxTxKxD)
 
-    def _apart(self, arguments: dict[str, Any], starts_BxL: jax.Array | None) -> dict[str, Any]:
-        """The arguments of the call with documents kept apart, where any are told."""
-        if starts_BxL is None:
-            return arguments
-        decay_BxLxK = arguments.get('log_decay_BxLxK')
-        return arguments | {'log_decay_BxLxK': forgetting(starts_BxL, decay_BxLxK, self.dims.n_kv_heads)}
+    def _make_call(self, arguments: dict[str, Any], starts_BxL: jax.Array | None) -> LinearCall:
+        """Makes the call of the operation; the starts of documents, if there are any, become decay."""
+        if starts_BxL is not None:
+            decay_BxLxK = arguments.get('log_decay_BxLxK')
+            arguments |= {'log_decay_BxLxK': forgetting(starts_BxL, decay_BxLxK, self.dims.n_kv_heads)}
+        return LinearCall.from_arguments(arguments)
 
     def _columns(self, v_BxLxKxD):
         if not self.signed:
@@ -127,15 +128,16 @@ class LinearModule(AttentionModule):
 def linear_flops_per_token(
     dims: HeadDims, length: int, n_features: int, compared: int, *, block: int | None = None, causal: bool = True
 ) -> float:
-    """Of the products of the block engine, features given. The first block has no sums to read, and the last one's keys
-    are added to none.
+    """Returns the cost of the products of the block engine, without the features.
+
+    The first block has no sums to read. The keys of the last block are added to no sum.
 
     Args:
         dims: the layer's heads.
         length: tokens of a sequence.
         n_features: numbers that each query multiplies with the sums over earlier blocks.
         compared: size of the vectors whose inner products are the weights inside a block.
-        block: tokens a block.
+        block: tokens per block.
         causal: False has no blocks.
     """
     reads = 2.0 * n_features * dims.n_heads * (dims.head_dim + 1)

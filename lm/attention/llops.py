@@ -72,7 +72,7 @@ class Llops(LinearAttention):
 
     @property
     def n_factors(self) -> int:
-        """Projections that are learned: half of p where their product is squared."""
+        """The number of learned projections: half of p where their product is squared."""
         return self.degree // 2 if self.nonnegative else self.degree
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'LlopsAttention':
@@ -91,11 +91,11 @@ class Llops(LinearAttention):
         return {'llops 256, p=4': cls(degree=4, n_features=256)}
 
     def sketch(self, dtype: Any = None) -> 'LowRankSketch':
-        """φ, with features of `dtype` (None: that of the vectors)."""
+        """Returns φ, with features of `dtype` (None: the type of the vectors)."""
         return LowRankSketch(self.nonnegative, self.affine, self.rank, self.n_features, dtype)
 
     def kernel(self, s: jax.Array) -> jax.Array:
-        """What sketches stand for: a power of the inner product."""
+        """Returns the kernel that sketches approximate: a power of the inner product."""
         return jax.lax.integer_pow(s, self.degree)
 
     def init_factors(self, key: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
@@ -129,7 +129,7 @@ class LowRankSketch(ProductFeatures):
     dtype: Any = None
 
     def products(self, factors: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """The rows are those of Θ by factor, rank and feature."""
+        """The rows of Θ stand in the order factor, rank, feature."""
         weight, shift = (factors[:, :, :-1], factors[:, :, -1].reshape(-1)) if self.affine else (factors, None)
         return weight.swapaxes(2, 3).reshape(-1, weight.shape[2]), shift
 

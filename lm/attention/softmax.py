@@ -43,7 +43,7 @@ class Softmax(Attention):
         return gate_projections(self.gate, dims.n_kv_heads)
 
     def kernels_declare_cost(self, dims: HeadDims) -> bool:
-        """Not where they are JAX's: those of windows, and of heads that are too wide for ours."""
+        """JAX's kernels, for windows and for heads that are too wide for ours, do not declare it."""
         from lm.ops.tpu import LANES
 
         return self.window is None and self.implementation != 'splash' and dims.head_dim <= LANES
@@ -58,7 +58,7 @@ class Softmax(Attention):
 
 
 class SoftmaxAttention(AttentionModule):
-    """Has no parameters but those of the gate."""
+    """Has no parameters besides the gate."""
 
     def __init__(self, config: Softmax, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config

@@ -1,4 +1,4 @@
-"""Which mechanisms a benchmark compares: names, with the settings of gin files and parameters, or files of their own.
+"""The mechanisms that a benchmark compares: names, with settings from gin files and parameters, or gin files.
 
 polysketch                  @polysketch() as --gin_file and --gin_param set it
 wide/polysketch             the same with the settings of the scope: --gin_param 'wide/polysketch.sketch_size = 64'

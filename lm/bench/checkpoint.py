@@ -1,9 +1,9 @@
 """`lm bench checkpoint`: how long the training state of a configuration takes to be saved and restored, and how much
 host memory that takes.
 
-Each is measured in a process of its own, whose peak the kernel counts. What a first save of something small takes once
-(imports, thread pools) does not count, nor does the state itself where the devices have no memory but the host's; the
-temporaries of programs that compute on such devices do.
+Each is measured in a process of its own, whose peak the kernel counts. Imports and thread pools do not count: something
+small is saved first. The state itself does not count where the devices use the memory of the host. The temporaries of
+programs on such devices count.
 """
 
 import dataclasses

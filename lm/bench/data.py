@@ -37,7 +37,7 @@ from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
 
 MEGABYTES = 4.0
 VOCAB_SIZES = (32_000, 16_000, 8_000, 4_000, 2_000, 1_000, 400)
-"""Of the tokenizer: the first that the text is enough for."""
+"""Sizes of the tokenizer; the first for which the text suffices is taken."""
 SAMPLE_BYTES = 4_000_000
 GOAL = 5e6
 """Tokens a second of one host."""
@@ -69,13 +69,13 @@ class DataRow:
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """What `bench_data` measures.
+    """The options of `bench_data`.
 
     Attributes:
         text: a file to tokenize; None: text is made up, unless there is a `path`.
         megabytes: of text; None: the file, or `MEGABYTES`.
         document_bytes: of a document.
-        vocab_size: of the tokenizer; None: the first of `VOCAB_SIZES` that the text is enough for.
+        vocab_size: of the tokenizer; None: the first of `VOCAB_SIZES` for which the text suffices.
         path: the token store whose batches are read; None: one of `tokens` random tokens is made.
         context_length: of the batches.
         tokens: of the store that is made.

@@ -1,11 +1,6 @@
-"""`lm bench step --topology`: where the time of a training step goes on a TPU that is not there.
-
-The step is compiled for one described chip, and each instruction costs what `lm.cost_model.step_time` says: a model,
-not a measurement.
-"""
+"""`lm bench step --topology`: where the time of a training step goes on a TPU that is not there (a forecast)."""
 
 import dataclasses
-import math
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,17 +10,11 @@ import numpy as np
 
 from lm.bench import results
 from lm.bench.candidates import BASELINE, Candidate, Selection, change_context
-from lm.compilation.compiler import CompiledProgram
-from lm.cost_model.kernel_cycles import KernelCycles
-from lm.cost_model.program import HloProgram
-from lm.cost_model.step_time import PARTS, StepTime, step_time
-from lm.experiment import Experiment
-from lm.hardware import Target, Topology, describe_devices, generation, smallest
-from lm.model import REMAT
-from lm.plan import plan_step
+from lm.cost_model.forecast import forecast_step
+from lm.cost_model.step_time import PARTS, StepTime
+from lm.hardware import Target, Topology, generation, smallest
 from lm.text import short
 from lm.training.mesh import MeshConfig
-from lm.training.program import StepTooLarge, compile_described
 
 CONTEXTS = (2048, 8192, 32_768)
 MICROBATCH_TOKENS = 32_768
@@ -33,13 +22,9 @@ MICROBATCH_TOKENS = 32_768
 
 @dataclasses.dataclass(frozen=True)
 class ForecastRow:
-    """One configuration at one context length on one device of a generation (a chip; on v7x one of its two cores).
+    """One configuration at one context length on one device of a generation; the fields of `Forecast` are its own.
 
     Attributes:
-        remat: `model.remat`: what is configured or, where that does not fit, the fastest level after it.
-        peak_gib: HBM; 0 where the step does not fit.
-        time: None where it does not fit.
-        mfu: that the model of the time means.
         speed_over_softmax: how many times as fast as softmax, at the same context in the same table.
     """
 
@@ -61,7 +46,7 @@ class ForecastRow:
 
 @dataclasses.dataclass(frozen=True)
 class ForecastOptions:
-    """What `forecast_steps` compiles; None stands for the default.
+    """The options of `forecast_steps`; None stands for the default.
 
     Attributes:
         topologies: chips such as 'v5e'.
@@ -104,7 +89,7 @@ def forecast_steps(options: ForecastOptions) -> None:
         for context in contexts:
             for candidate in found:
                 printer.progress(f'compiling {chip.name}, {context:,}, {candidate.name}')
-                made.append(forecast(candidate, context, tokens, limit, topology))
+                made.append(make_row(candidate, context, tokens, limit, topology))
                 made = results.add_speed_ratios(made, lambda row: row.time and 1 / row.time.seconds)
                 content = [asdict(row) for row in rows + made]  # Compiling takes minutes: all is kept.
                 options.output.write('step', machine, settings, content)
@@ -115,8 +100,8 @@ def forecast_steps(options: ForecastOptions) -> None:
         printer.line(f'wrote {name}')
 
 
-def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topology: Topology) -> ForecastRow:
-    """Compiles the step of a candidate for one device of `topology` and models its time.
+def make_row(candidate: Candidate, context: int, tokens: int, limit: int, topology: Topology) -> ForecastRow:
+    """Forecasts the step of a candidate on one device of `topology`.
 
     Args:
         tokens: of a step.
@@ -124,51 +109,14 @@ def forecast(candidate: Candidate, context: int, tokens: int, limit: int, topolo
     """
     experiment = dataclasses.replace(candidate.experiment, mesh=MeshConfig())
     experiment = change_context(experiment, context, tokens, limit, Target('tpu', (1,)))
-    chip, config = topology.chip, experiment.train
-    rows = [
-        ForecastRow(
-            generation=chip.name,
-            mechanism=candidate.name,
-            context=context,
-            windows=config.batch_size,
-            microbatches=config.microbatches,
-            remat=remat,
-            peak_gib=0.0,
-        )
-        for remat in list(REMAT)[list(REMAT).index(experiment.model.remat) :]
-    ]
-    configured, *others = rows
-    if timed := _timed(configured, experiment, topology):
-        return timed
-    # Which level is the fastest depends on the context: what attention is computed again costs, or products.
-    fitting = list(filter(None, (_timed(row, experiment, topology) for row in others)))
-    return min(fitting, key=lambda row: row.milliseconds or math.inf, default=rows[-1])
-
-
-def _timed(row: ForecastRow, experiment: Experiment, topology: Topology) -> ForecastRow | None:
-    """The row with memory and time of the step at its level of `remat`; None where it does not fit."""
-    model = dataclasses.replace(experiment.model, remat=row.remat)
-    found = compile_step(dataclasses.replace(experiment, model=model), topology)
-    if found is None:
-        return None
-    assert found.memory is not None, 'compilers for TPUs describe the memory'
-    program = HloProgram(found.text)
-    time, chip = step_time(program, topology, KernelCycles(program, topology)), topology.chip
-    flops = model.flops_per_token(row.context) * experiment.train.batch_size * row.context
-    return dataclasses.replace(
-        row,
-        peak_gib=found.memory.peak / 2**30,
-        time=time,
-        mfu=flops / time.seconds / (chip.flops / chip.devices),
+    return ForecastRow(
+        generation=topology.chip.name,
+        mechanism=candidate.name,
+        context=context,
+        windows=experiment.train.batch_size,
+        microbatches=experiment.train.microbatches,
+        **vars(forecast_step(experiment, topology)),
     )
-
-
-def compile_step(experiment: Experiment, topology: Topology) -> CompiledProgram | None:
-    """The step of `lm train` on one device; None: it needs more memory than that has."""
-    devices = describe_devices(topology)[:1]
-    plan = plan_step(dataclasses.replace(experiment, mesh=MeshConfig()), Target.of_devices(devices))
-    found = compile_described(plan.program, plan.mesh.arrange(devices), topology)
-    return None if isinstance(found, StepTooLarge) else found
 
 
 def asdict(row: ForecastRow) -> dict[str, Any]:
@@ -184,10 +132,12 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
         return {'part': title, **cells}
 
     def part(name: str) -> Callable[[ForecastRow, StepTime], str]:
-        return lambda _, time: next((_pair(p.seconds, p.recomputed_seconds) for p in time.parts if p.part == name), '–')
+        return lambda _, time: next(
+            (_format_pair(p.seconds, p.recomputed_seconds) for p in time.parts if p.part == name), '–'
+        )
 
     present = {p.part for row in rows if row.time for p in row.time.parts}
-    lines = [line('step', lambda _, time: _pair(time.seconds, time.recomputed_seconds))]
+    lines = [line('step', lambda _, time: _format_pair(time.seconds, time.recomputed_seconds))]
     lines += [line(f'  {name}', part(name)) for name in dict.fromkeys(PARTS.values()) if name in present]
     lines += [
         line('HBM, GB', lambda _, time: f'{time.hbm_gigabytes:.0f}'),
@@ -196,7 +146,7 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
         line('remat', lambda row, _: row.remat),
     ]
     if any(row.speed_over_softmax for row in rows):
-        lines.append(line(f'× {BASELINE}', lambda row, _: _ratio(row)))
+        lines.append(line(f'× {BASELINE}', lambda row, _: _format_ratio(row)))
     printer.line('')
     columns = {'part': (rows[0].generation, str)} | {key: (title, str) for key, title in titles.items()}
     printer.table(lines, columns)
@@ -204,13 +154,13 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
         printer.line(f'{name}: its schedule is not known; it counts by what it moves and declares')
 
 
-def _ratio(row: ForecastRow) -> str | None:
+def _format_ratio(row: ForecastRow) -> str | None:
     """Speed over softmax; None where that did not fit."""
     ratio = 1.0 if row.mechanism == BASELINE else row.speed_over_softmax
     return None if ratio is None else f'{ratio:.2f}'
 
 
-def _pair(seconds: float, recomputed: float) -> str:
+def _format_pair(seconds: float, recomputed: float) -> str:
     text = f'{1e3 * seconds:,.1f}' if seconds < 0.1 else f'{1e3 * seconds:,.0f}'
     return f'{text} ({1e3 * recomputed:.0f})' if recomputed > 0.0005 else text
 

@@ -11,7 +11,7 @@ from lm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class KernelOptions:
-    """What `bench_kernels` compiles.
+    """The options of `bench_kernels`.
 
     Attributes:
         topologies: generations such as 'v5e'.

@@ -26,7 +26,7 @@ from lm.training.mesh import JobAddress, MeshConfig, initialize_distributed
 
 CPU_CONTEXTS, CONTEXTS = (512,), (4096,)
 ALLOWED, ROUNDING = 3.0, 0.01
-"""Wrong is a gradient whose error is more than so many times that of XLA alone, and one percent."""
+"""A gradient is wrong if its error exceeds this multiple of the error of XLA alone, plus one percent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionOptions:
-    """What `bench_precision` compares. `contexts`: tokens per sequence; None: the default of the machine."""
+    """The options of `bench_precision`. `contexts`: tokens per sequence; None: the default of the machine."""
 
     selection: Selection
     output: results.Output
@@ -119,7 +119,7 @@ def failure(row: PrecisionRow) -> str:
 
 
 def compared(candidate: Candidate, context: int) -> PrecisionRow:
-    """What the three programs say of one configuration.
+    """Compares the three programs of one configuration.
 
     Raises ConfigError where the mechanisms cannot compute a window of so many tokens.
     """
@@ -182,13 +182,13 @@ def named(tree: Any) -> dict[str, np.ndarray]:
 
 
 def errors_of(found: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> dict[str, float]:
-    """Of each gradient, relative to its norm; of one that is zero, to nothing."""
+    """Returns the error of each gradient relative to its norm, or absolute where the reference is zero."""
     norms = {name: float(np.linalg.norm(value)) for name, value in reference.items()}
     return {name: float(np.linalg.norm(found[name] - reference[name])) / (norms[name] or 1.0) for name in reference}
 
 
 def norm_of_difference(found: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> float:
-    """Of all gradients as one vector, relative to its norm."""
+    """Returns the error of all gradients as one vector, relative to its norm."""
     above, below = (
         sum(float(np.sum(np.square(x))) for x in values)
         for values in ([found[name] - reference[name] for name in reference], reference.values())

@@ -1,4 +1,4 @@
-"""What the benchmarks print and write: where they ran, a table, a JSON file, pictures."""
+"""Output of the benchmarks: where they ran, a table, a JSON file, pictures."""
 
 import dataclasses
 import datetime

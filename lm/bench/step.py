@@ -43,7 +43,7 @@ class StepRow:
             of the step but computes nothing, and to fetch the metrics of the one before, as `lm train` does.
         temporary_mib, peak_mib: on one device.
         loss: of the first step on random tokens: within 3 % of the logarithm of a vocabulary of 32,000.
-        speed_over_softmax: steps a second over those of softmax, in the same run.
+        speed_over_softmax: steps per second over the steps per second of softmax, in the same run.
     """
 
     mechanism: str
@@ -122,7 +122,8 @@ class TimedStep:
         return metrics['loss']
 
     def host_seconds(self, steps: int = 200) -> float:
-        """What the host does for a step (`StepRow.host_milliseconds`), the median of `steps`; after a call."""
+        """Measures the work of the host for a step (`StepRow.host_milliseconds`), the median of `steps`; after a
+        call."""
         state, none = self._state.pop('state'), jax.device_get(self._metrics)
         nothing = jax.jit(lambda state, batch: (state, jax.tree.map(jnp.asarray, none)), donate_argnums=0)
         (state, metrics), found = nothing(state, self._batch), []
@@ -137,7 +138,7 @@ class TimedStep:
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """What `bench_step` measures; None stands for the default of the machine.
+    """The options of `bench_step`; None stands for the default of the machine.
 
     Attributes:
         contexts: tokens per sequence.

@@ -29,7 +29,7 @@ class OutOfMemory(LmError):
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Of one candidate.
+    """The times of one candidate.
 
     Attributes:
         seconds: median of a call, by the clock.
@@ -123,13 +123,13 @@ def compile_if_fits(lowered: jax.stages.Lowered) -> tuple[Any, dict[str, float]]
 
 
 def memory_mib(compiled: Any) -> dict[str, float]:
-    """Of a compiled program on one device: what it takes and gives, what it needs besides, and the peak."""
+    """Returns the temporary and the peak memory of a compiled program on one device."""
     found = program_memory(compiled)
     return {} if found is None else {'temporary_mib': found.temporaries / 2**20, 'peak_mib': found.peak / 2**20}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a compiler, a device or the host ran out of memory."""
+    """Returns whether a compiler, a device or the host ran out of memory."""
     text = str(error).lower()
     known = ('resource_exhausted', 'out of memory', 'out_of_memory')
     return isinstance(error, MemoryError | OutOfMemory) or (

@@ -1,5 +1,5 @@
-"""Which changes make a training step fast: among those that fit with room to spare, the fastest by prediction, each
-tried by compiling."""
+"""Changes that make a training step fast. Each is tried by compiling; the fastest by prediction wins among those that
+leave some memory free."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from lm.model.functions import count_parameters
 MAX_FSDP = 64
 """Devices that share one copy of the state at most; beyond it a share is small beside everything else."""
 BYTES_A_PARAMETER = 4
-"""Of a parameter itself; the rule of the optimizer says what it keeps for it."""
+"""Bytes of a parameter itself, without the state that the rule of the optimizer keeps for it."""
 LARGE_STATE = 1 / 3
 """Share of the HBM; gradients and their sum over microbatches take up to as much again."""
 MICROBATCHES, REMAT_LEVEL, FSDP = 'train.microbatches', 'model.remat', 'mesh.fsdp'
@@ -44,7 +44,7 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What was tried.
+    """The changes that were tried.
 
     Attributes:
         check: of the fastest changes that fit with the margin; else of those that fit and need least; None: none do.
@@ -64,22 +64,22 @@ def advise(
     note: Callable[[str], None] = lambda text: None,
     everything: bool = False,
 ) -> Advice:
-    """The fastest of `candidates` that fits. A step that is too large is refused within seconds; one that fits takes as
-    long as any compilation. What recomputes more than another that fits is not tried.
+    """Finds the fastest of `list_candidates` that fits. A step that is too large is refused within seconds; one that
+    fits takes as long as any compilation. Changes that recompute more than others that fit are not tried.
 
     With `everything` the fastest is then tried without a loop over the layers: faster, in more memory, and several
     times as long to compile, so that nothing else is tried that way.
 
     Args:
         configured: the check of the experiment as it is.
-        note: told of each trial.
+        note: called with a line on each trial.
         everything: also changes that recompute less than the configuration, which is one of the candidates itself.
     """
     changes: list[dict[str, Any]] = [{}] if everything else []
     checks = [configured] if everything else []
 
     def attempt(bindings: dict[str, Any]) -> bool:
-        """Whether a step with these changes fits with the margin."""
+        """Tells whether a step with these changes fits with the margin."""
         text = ', '.join(f'{name} = {value!r}' for name, value in bindings.items())
         try:
             found = check(experiment, topology, bindings)
@@ -91,30 +91,31 @@ def advise(
         note(f'{text}: {found.memory.needed_gib:.2f} GiB')
         return found.has_headroom
 
-    given = _values(experiment)
+    given = _read_values(experiment)
     fitting = [given] if everything and configured.has_headroom else []
-    for bindings in candidates(experiment, topology, everything):
+    for bindings in list_candidates(experiment, topology, everything):
         values = given | bindings
         if not any(_is_slower(values, other) for other in fitting) and attempt(bindings):
             fitting.append(values)
-    if everything and (chosen := _fastest(checks)) is not None and experiment.model.unroll < experiment.model.n_layers:
+    is_looped = experiment.model.unroll < experiment.model.n_layers
+    if everything and is_looped and (chosen := _find_fastest(checks)) is not None:
         attempt(changes[chosen] | {UNROLL: experiment.model.n_layers})
 
-    tried = tuple(Tried(c.bindings, c.memory.needed_gib, _seconds(c), c.has_headroom) for c in checks)
+    tried = tuple(Tried(c.bindings, c.memory.needed_gib, _predict_seconds(c), c.has_headroom) for c in checks)
     nearest = min(tried, key=lambda t: t.needed_gib, default=None)
-    if (chosen := _fastest(checks)) is not None:
+    if (chosen := _find_fastest(checks)) is not None:
         return Advice(checks[chosen], nearest, tried)
     tight = [c for c in checks if c.fits]
     return Advice(min(tight, key=lambda c: c.memory.needed_gib, default=None), nearest, tried)
 
 
-def _fastest(checks: list[Check]) -> int | None:
-    """Which of those that fit with the margin has the shortest step; None: none fits so."""
+def _find_fastest(checks: list[Check]) -> int | None:
+    """The index of the check with the shortest step among those that fit with the margin; None: none fits so."""
     roomy = [i for i, c in enumerate(checks) if c.has_headroom]
-    return min(roomy, key=lambda i: _seconds(checks[i]) or 0.0, default=None)
+    return min(roomy, key=lambda i: _predict_seconds(checks[i]) or 0.0, default=None)
 
 
-def candidates(experiment: Experiment, topology: Topology, everything: bool = False) -> Iterator[dict[str, Any]]:
+def list_candidates(experiment: Experiment, topology: Topology, everything: bool = False) -> Iterator[dict[str, Any]]:
     """Changes to try, those that recompute least first.
 
     Smaller microbatches recompute nothing; then each level of `model.remat`, with its microbatches; then all of it once
@@ -129,7 +130,7 @@ def candidates(experiment: Experiment, topology: Topology, everything: bool = Fa
     each = BYTES_A_PARAMETER + experiment.optimizer.rule.state_bytes()
     state_gib = each * sum(count_parameters(model).values()) / mesh.fsdp / 2**30
     sharing = [shared] if state_gib > LARGE_STATE * topology.chip.limits.hbm_gib else [mesh.fsdp, shared]
-    given = _values(experiment)
+    given = _read_values(experiment)
     for fsdp in dict.fromkeys(sharing):
         for remat in levels:
             for parts in _microbatches(config.batch_size, 1 if everything else config.microbatches, windows_at_once):
@@ -138,7 +139,7 @@ def candidates(experiment: Experiment, topology: Topology, everything: bool = Fa
                     yield changes
 
 
-def _values(experiment: Experiment) -> dict[str, Any]:
+def _read_values(experiment: Experiment) -> dict[str, Any]:
     return {
         MICROBATCHES: experiment.train.microbatches,
         REMAT_LEVEL: experiment.model.remat,
@@ -147,13 +148,13 @@ def _values(experiment: Experiment) -> dict[str, Any]:
 
 
 def _is_slower(values: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether a step with `values` does all that one with `other` does, and more."""
+    """Tells whether a step with `values` does all the work of a step with `other`, and more."""
     remat, less = values[REMAT_LEVEL], other[REMAT_LEVEL]
     more_remat = remat == less or remat in BEYOND[less]
     return more_remat and values[MICROBATCHES] >= other[MICROBATCHES] and values[FSDP] >= other[FSDP]
 
 
-def _seconds(found: Check) -> float | None:
+def _predict_seconds(found: Check) -> float | None:
     speed = found.predicted or found.speed
     return speed and speed.seconds_per_step
 

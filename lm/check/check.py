@@ -20,7 +20,7 @@ from lm.runs.records import to_json
 
 @dataclasses.dataclass(frozen=True)
 class CheckOptions:
-    """What `run_check` compiles and prints.
+    """The options of `run_check`.
 
     Attributes:
         topologies: the slices to compile for, such as 'v5e:4x8'.

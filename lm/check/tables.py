@@ -1,4 +1,4 @@
-"""What `lm check` prints for people."""
+"""The tables of `lm check`."""
 
 from lm.check.advice import Tried
 from lm.cost_model.compiled_step import MARGIN, Budget, Check, Speed
@@ -93,12 +93,12 @@ def print_times(check: Check, bound: Roofline, budget: Budget, price: float | No
 
 
 def unit_of(check: Check) -> str:
-    """What a device is called."""
+    """Returns the word for a device."""
     return 'chip' if check.devices == check.chips else 'core'
 
 
 def between_slices(bound: Roofline, chip: Chip, unit: str) -> str:
-    """What the slices tell each other."""
+    """Describes the traffic between slices."""
     if not bound.dcn_gigabytes:
         return 'nothing is sent between the slices, as far as the program says'
     sent = f'{bound.dcn_gigabytes:.3g} GB of gradients sent a {unit} to the other slices'

@@ -139,7 +139,7 @@ class Checkpointer:
             manager.write(step, arrays, record)
         except Exception as error:
             self._pending = None
-            # Others cannot be told half-way in one: only alone can a process go on.
+            # The other processes cannot learn of it in the middle of a save: only a single process can go on.
             self._failed(step, error, is_fatal=jax.process_count() > 1)
             return False
         finally:
@@ -263,7 +263,7 @@ class Checkpointer:
 
     def _manager(self) -> 'Writer':
         if self._lazy_manager is None:
-            from lm.checkpoint.writer import Writer  # Orbax takes half a second, which the first step need not wait for
+            from lm.checkpoint.writer import Writer  # Orbax takes half a second to import: the first step need not wait
 
             self._log_filter.start()
             self._tidy()

@@ -5,7 +5,7 @@ few keys in the store of jax.distributed, where the waiting processes see a fail
 
     lm/saves/<n>/failed/<process>       what went wrong there
     lm/saves/<n>/<barrier>/at/<process> it has come
-    lm/saves/<n>/<barrier>/done         all have come, says process 0
+    lm/saves/<n>/<barrier>/done         process 0: all have come
 """
 
 import collections

@@ -192,10 +192,10 @@ class Snapshot:
             )
         for name, leaf in abstract.items():
             saved = f'{leaves[name]["dtype"]}{leaves[name]["shape"]}'
-            wanted = f'{jax.numpy.dtype(leaf.dtype).name}{list(leaf.shape)}'
-            if saved != wanted:
+            expected = f'{jax.numpy.dtype(leaf.dtype).name}{list(leaf.shape)}'
+            if saved != expected:
                 raise MismatchError(
-                    f'checkpoint {self.path}: {name} is {saved}, of this run {wanted}; '
+                    f'checkpoint {self.path}: {name} is {saved}, of this run {expected}; '
                     'use the model and optimizer of that run, or a new run directory'
                 )
 

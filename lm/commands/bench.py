@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class BenchPart:
-    """One `lm bench PART`; the fields are those of a `Verb`."""
+    """One `lm bench PART`; its fields mean the same as in `Verb`."""
 
     help: str
     example: str

@@ -1,9 +1,9 @@
 """Compiled programs that outlive the process: a restart of the same run compiles nothing again.
 
 JAX's persistent compilation cache works in a private folder of this machine. It is filled from `folder` before the
-first program is compiled, and what is new goes back there by `publish`. So nothing is written to a run directory before
-the run is known to be sound, buckets need no support by JAX, and a file that is cut off or damaged is found out: its
-name holds its SHA-256, which JAX does not check.
+first program is compiled, and `publish` copies new programs back. So nothing is written to a run directory before the
+run is known to be sound, and buckets need no support by JAX. The name of a file holds its SHA-256, which JAX does not
+check: a file that is cut off or damaged is found.
 
 A program in the cache is code: whoever may write to `folder` may run code here.
 """
@@ -34,7 +34,7 @@ SETTINGS = {
     'jax_persistent_cache_enable_xla_caches': 'none',
 }
 MOST_PROGRAMS = 64
-"""In a folder; the oldest go first, such as those of another configuration."""
+"""Programs per folder. The oldest go first, such as programs of another configuration."""
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def _digest(data: bytes) -> str:
 
 
 def _private_folder() -> Path:
-    """A new folder that only this user reads. Those of processes that were killed go."""
+    """Makes a folder that only this user reads, and deletes the folders of processes that were killed."""
     for path in Path(tempfile.gettempdir()).glob('lm-compiled-*-*'):
         with contextlib.suppress(OSError, ValueError):
             if (

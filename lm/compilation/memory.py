@@ -28,11 +28,11 @@ class ProgramMemory:
 
 
 def program_memory(compiled: Any, report: str = '') -> ProgramMemory | None:
-    """What the compiler says of `compiled`; None: nothing.
+    """Reads the memory figures of a compiled program; None: the compiler gives none.
 
-    libtpu 0.0.42 tells JAX of a third more temporaries than it finds places for, so that steps which it takes seem to
-    exceed the memory. Its own `report` (`lm.compilation.compiler`) has them right; a program without one, of a TPU that
-    is there, has the peak, which leaves out what lies empty between buffers.
+    libtpu 0.0.42 reports a third more temporaries to JAX than it allocates, so that steps which fit seem not to. Its
+    `report` (`lm.compilation.compiler`) is right. Without a report, as on a TPU that is there, the peak counts. It
+    leaves out the gaps between buffers.
 
     A CPU's peak, as JAX has it, is without temporaries.
     """

@@ -81,7 +81,7 @@ def update_names(bindings: dict[str, str]) -> dict[str, str]:
             )
             with contextlib.suppress(ConfigError):  # it has no default
                 found.setdefault(f'{title}.{field.name}', format_value(default))
-    # What moved to several configurables counts in those that are selected.
+    # A field that moved to several configurables counts in the selected ones.
     there = {*map(_title, bindings), *re.findall(r'@([\w./]+)\(\)', ' '.join(found.values()))}
     return {key: text for key, text in found.items() if _title(key) in there}
 

@@ -172,7 +172,7 @@ class _Reader:
                 raise ConfigError(
                     f'{where}: {name} has no parameter {item.arg_name!r}{hint or "; it has " + join_names(known, 20)}'
                 )
-            # Of several that one name became, those that are selected use it.
+            # One name may have become several: the selected configurables use it.
             optional = self._is_base or len(today) > 1
             values = [value if (n, p) == (name, item.arg_name) else use_references(value, n, p) for n, p in today]
             found = [Statement(item.scope, n, p, v, where, optional) for (n, p), v in zip(today, values, strict=True)]

@@ -1,4 +1,4 @@
-"""What the devices of a compiled program tell each other, loops counted (`lm.cost_model.program`)."""
+"""The communication between the devices of a compiled program, with loops counted (`lm.cost_model.program`)."""
 
 import dataclasses
 import math
@@ -49,7 +49,7 @@ class AsyncFusion:
 
 @dataclasses.dataclass(frozen=True)
 class SliceTransfer:
-    """What a device gives to the network between slices: its share of an array that a slice has reduced already.
+    """A transfer from a device to the network between slices: its share of an array that its slice has reduced.
 
     Attributes:
         name: of the instruction that sends.
@@ -73,7 +73,7 @@ class SliceTransfer:
 
 
 def async_fusion(program: HloProgram, instruction: Instruction) -> AsyncFusion | None:
-    """What a fusion that begins or ends a collective says of it; None: it is none."""
+    """Describes the collective that a fusion begins or ends; None: the fusion has no collective."""
     inside = [inner for inner, _ in program.within(instruction)]
     targets = {t[1] for i in inside if (t := re.search(r'custom_call_target="AsyncCollective(\w+)"', i.attributes))}
     chain = next((c for c in map(_chain, inside) if c), None)
@@ -136,6 +136,6 @@ def group_size(attributes: str) -> int:
 
 
 def rendezvous(instruction: Instruction) -> str | None:
-    """What a `send` and the `recv` of its result have in common."""
+    """Returns the name that a `send` shares with the `recv` of its result."""
     found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attributes)
     return found and found[1]

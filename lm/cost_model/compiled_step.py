@@ -28,7 +28,7 @@ MARGIN = 0.03
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What follows from the configuration alone.
+    """Figures that follow from the configuration alone.
 
     Attributes:
         parameters: trainable ones by part of the model.
@@ -107,7 +107,7 @@ class Check:
 
     @property
     def has_headroom(self) -> bool:
-        """Whether it fits with `MARGIN` of the memory to spare."""
+        """True if the step fits and leaves `MARGIN` of the memory free."""
         return self.memory.needed_gib <= (1 - MARGIN) * self.memory.limit_gib
 
 
@@ -142,7 +142,7 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     """
     topology = parse(topology) if isinstance(topology, str) else topology
     bindings = dict(bindings or {})
-    experiment = changed(experiment, bindings)
+    experiment = apply_bindings(experiment, bindings)
     devices, start = describe_devices(topology), time.perf_counter()
     plan = plan_step(experiment, Target.of_devices(devices))
     compiled = compile_described(plan.program, plan.mesh.arrange(devices), topology)
@@ -161,7 +161,7 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     if isinstance(compiled, StepTooLarge):
         return dataclasses.replace(refused, memory=Memory(limit, compiled.needed_gib))
     assert compiled.memory is not None, 'compilers for TPUs describe the memory'
-    memory, text = _memory(compiled.memory, limit), compiled.text
+    memory, text = _make_memory(compiled.memory, limit), compiled.text
     dims, length = experiment.model.dims, experiment.train.context_length
     undeclared = [a for a in experiment.model.pattern if not a.kernels_declare_cost(dims)]
     forward = sum(a.flops_per_token(dims, length) for a in undeclared) / max(1, len(undeclared))
@@ -173,14 +173,14 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
         fits=memory.needed_gib <= limit,
         memory=memory,
         roofline=bound,
-        speed=_speed(experiment, bound.seconds, topology),
+        speed=_compute_speed(experiment, bound.seconds, topology),
         predicted_step=model,
         # What nothing beats is not beaten by a model either.
-        predicted=model and _speed(experiment, max(model.seconds, bound.seconds), topology),
+        predicted=model and _compute_speed(experiment, max(model.seconds, bound.seconds), topology),
     )
 
 
-def changed(experiment: Experiment, bindings: Mapping[str, Any]) -> Experiment:
+def apply_bindings(experiment: Experiment, bindings: Mapping[str, Any]) -> Experiment:
     """The experiment with other values of `section.field`."""
     for name, value in bindings.items():
         section, _, field = name.partition('.')
@@ -189,12 +189,12 @@ def changed(experiment: Experiment, bindings: Mapping[str, Any]) -> Experiment:
     return experiment
 
 
-def _memory(found: ProgramMemory, limit: float) -> Memory:
+def _make_memory(found: ProgramMemory, limit: float) -> Memory:
     parts = (found.peak, found.arguments, found.outputs, found.aliased, found.temporaries)
     return Memory(limit, *(part / GIB for part in parts))
 
 
-def _speed(experiment: Experiment, seconds: float, topology: Topology) -> Speed:
+def _compute_speed(experiment: Experiment, seconds: float, topology: Topology) -> Speed:
     config = experiment.train
     tokens = config.tokens_per_step / seconds
     flops = experiment.model.flops_per_token(config.context_length)

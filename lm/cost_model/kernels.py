@@ -64,7 +64,7 @@ class KernelRow:
 
 
 class Refused(ConfigError):
-    """Some cases do not compile; `rows` are those of the others."""
+    """Some cases do not compile; `rows` belong to the others."""
 
     def __init__(self, message: str, rows: list[KernelRow]):
         super().__init__(message)

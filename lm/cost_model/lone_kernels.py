@@ -19,15 +19,15 @@ from lm.cost_model.program import Array, Instruction
 from lm.hardware import describe_devices, generation, smallest
 
 CONFIG = ('custom_call_config', 'scoped_memory_configs', 'flag_configs')
-"""Of what the compiled program says of a kernel, that which was said to the compiler."""
+"""The keys of a kernel's backend config that we pass back to the compiler."""
 NAME = 'ffi_call'
-"""As the compiler calls a kernel that JAX knows nothing of."""
+"""The name that the compiler gives to a kernel which JAX does not know."""
 _NUMBER = re.compile(r'(bf|f|s|u)(\d+)')
 
 
 @dataclasses.dataclass(frozen=True)
 class LoneKernel:
-    """What a kernel is compiled from.
+    """The input from which a kernel is compiled.
 
     Attributes:
         config: its program and limits, JSON.
@@ -123,7 +123,7 @@ def _on_chip(array: Array) -> bool:
 
 
 def _described(array: Array) -> tuple[str, tuple[int, ...]]:
-    """Of XLA's name of a type JAX's: bf16 → bfloat16, s32 → int32."""
+    """Returns (dtype, shape) with JAX's name of XLA's type: bf16 → bfloat16, s32 → int32."""
     if array.dtype == 'pred':
         return 'bool', array.shape
     if not (found := _NUMBER.fullmatch(array.dtype)):

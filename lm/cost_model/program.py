@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its text: its instructions and matrix products, with loops counted.
+"""The instructions and matrix products of a compiled program, read from its text, with loops counted.
 
 The compiler's own `cost_analysis` counts the body of a loop once, and a training step is loops: over layers,
 microbatches and blocks. Here every instruction counts as often as it runs.
@@ -63,7 +63,7 @@ class Instruction:
 
     @functools.cached_property
     def arrays(self) -> list[Array]:
-        """What it returns."""
+        """The arrays that it returns."""
         found = _ARRAY.findall(self.result)
         return [Array(dtype, tuple(int(n) for n in shape.split(',') if n), layout) for dtype, shape, layout in found]
 
@@ -79,7 +79,7 @@ class Instruction:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it is a hand-written kernel."""
+        """It is a hand-written kernel."""
         return self.opcode == 'custom-call' and 'custom_call_target="tpu_custom_call"' in self.attributes
 
     def attribute(self, name: str) -> str:
@@ -109,7 +109,7 @@ class HloProgram:
     # ------------------------------------------------------------------------------------------------------- products
 
     def flops(self) -> float:
-        """Of matrix products, per run of the program on one device; kernels count what they declare."""
+        """Counts the FLOPs of matrix products per run of the program on one device. Kernels count what they declare."""
         return sum(times * (_product_flops(i, found) + _declared(i)) for i, found, times in self._everything())
 
     def kernels(self) -> dict[str, tuple[int, Instruction]]:
@@ -121,7 +121,7 @@ class HloProgram:
         }
 
     def flops_of(self, instruction: Instruction, computation: str) -> float:
-        """Of one run of an instruction of `computation`, fusions looked through."""
+        """Counts the FLOPs of one run of an instruction of `computation`, also inside fusions."""
         parts = ((i, self.by_name[owner or computation]) for i, owner in self.within(instruction))
         return sum(_product_flops(i, found) + _declared(i) for i, found in parts)
 
@@ -160,7 +160,7 @@ class HloProgram:
         return {name: n for name, n in times.items() if name in self.computations}
 
     def _reads(self, computation: str) -> bool:
-        """Whether it depends on what it is given: the branches of `lm.ops.blocks.apart` that are never taken do not."""
+        """Returns whether a computation reads its arguments; unused branches of `lm.ops.blocks.apart` do not."""
         instructions = self.computations.get(computation, ())
         given = {i.name for i in instructions if i.opcode == 'parameter'}
         return any(given.intersection(i.operands) for i in instructions)
@@ -266,7 +266,7 @@ def _with_elements(instructions: list[Instruction]) -> list[Instruction]:
 
 
 def _elements(kind: str) -> list[str]:
-    """The types in that of a tuple."""
+    """Returns the types in the type of a tuple."""
     depth, found, begin = 0, [], 1
     for at, c in enumerate(kind):
         if c == ',' and depth == 1:

@@ -23,8 +23,8 @@ VARIABLE = 'LIBTPU_INIT_ARGS'
 """Flags of libtpu; read once, when it is loaded."""
 
 SKIPPING = ('splash_mha', 'flash_attention')
-"""Kernels whose grid steps skip work: only the longest run of bundles without a branch counts, and for those of JAX,
-whose grid has all pairs of blocks, the pairs on and below the diagonal."""
+"""Kernels whose grid steps skip work: only the longest run of bundles without a branch counts. The grid of JAX's
+kernels has all pairs of blocks, of which the pairs on and below the diagonal count."""
 ALL_PAIRS = SKIPPING[:1]
 
 
@@ -61,13 +61,13 @@ class Grid:
     blocks: tuple[tuple[int, ...], ...] = ()
 
     def steps_of_a_core(self, cores: int) -> int:
-        """Of the busiest one: an odd number of steps leaves another without work."""
+        """Returns the grid steps of the busiest core. With an odd number, another core has less work."""
         shared = math.prod(n for n, parallel in zip(self.steps, self.parallel, strict=True) if parallel)
         return math.prod(self.steps) // shared * -(-shared // cores)
 
 
 def environment(folder: str) -> dict[str, str]:
-    """That of a process which compiles for described TPUs and whose libtpu writes schedules into `folder`."""
+    """Returns the environment of a process that compiles for described TPUs and writes schedules into `folder`."""
     given = {VARIABLE: f'{os.environ.get(VARIABLE, "")} {FLAGS.format(folder)}'.strip(), 'JAX_PLATFORMS': 'cpu'}
     return os.environ | LIBTPU_ENVIRONMENT | given
 
@@ -103,7 +103,7 @@ def read_schedule(dump: str, name: str, longest: bool = False) -> KernelSchedule
 
 
 def read_grid(body: str) -> Grid | None:
-    """Of a kernel, from its own program, which the compiled program holds in base64; None: it cannot be read."""
+    """Reads the grid of a kernel from its program, which the compiled program holds in base64; None: unreadable."""
     try:
         # Private: JAX has no public way to read what it lowers its kernels to.
         from jax._src.interpreters import mlir
@@ -125,8 +125,10 @@ def read_grid(body: str) -> Grid | None:
 
 
 def causal_share(first: int, second: int) -> float:
-    """Of the pairs of blocks of a grid of `first` × `second`, which are all there are, those that are not skipped: on
-    and below the diagonal. A block of keys is as long as one of queries, or twice as long."""
+    """Returns the share of block pairs that a causal kernel computes, in a grid of `first` × `second` pairs.
+
+    These pairs are on and below the diagonal. A block of keys is as long as a block of queries, or twice as long.
+    """
     rows, columns = max(first, second), min(first, second)
     return sum(-(-(row + 1) * columns // rows) for row in range(rows)) / (rows * columns)
 

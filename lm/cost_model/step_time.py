@@ -1,11 +1,12 @@
 """How long a compiled step takes, part by part: a model of one core, not a measurement.
 
-Each instruction takes the larger of its bytes ÷ HBM bandwidth and its products ÷ the rate of the matrix units, a kernel
-the cycles of its static schedule where those are known and more. One instruction follows another; what is copied to
-on-chip memory ahead of time is counted with the instruction that reads it. A collective that runs beside others costs
-only what they do not hide, and so does what goes to other slices, where the speed of that network is known. Left out:
-the vector units outside of kernels, products narrower than the matrix unit, latency and waits. Parts are told by the
-scopes (`jax.named_scope`) that the model puts around them.
+An instruction takes its bytes ÷ HBM bandwidth, or its products ÷ the rate of the matrix units, whichever is longer. A
+kernel takes the cycles of its static schedule, where they are known and more. One instruction follows another. A copy
+to on-chip memory counts with the instruction that reads it. A collective beside other work costs only the time that the
+work does not hide. The same holds for transfers to other slices, where the speed of that network is known.
+
+The model leaves out vector units outside of kernels, products narrower than the matrix unit, latency and waits. Scopes
+(`jax.named_scope`) that the model puts around its parts tell the parts apart.
 """
 
 import collections
@@ -73,7 +74,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class PartTime:
-    """What `costs` says of one part, summed, on one device; seconds in HBM, products and kernels each alone."""
+    """The summed costs of one part on one device. Seconds in HBM, products and kernels each count alone."""
 
     part: str
     seconds: float
@@ -196,7 +197,7 @@ class _Computation:
         )
 
     def _payer(self, i: Instruction) -> str:
-        """Of an asynchronous copy: who reads what was brought on chip, or who made what is brought to HBM."""
+        """Returns the instruction that an asynchronous copy serves: the reader on chip, or the writer to HBM."""
         if i.opcode not in ('copy-start', 'slice-start'):
             return i.name
         done = next((use for use in self.users[i.name] if use.opcode.endswith('-done')), None)
@@ -213,8 +214,8 @@ class _Computation:
         return i.name if source is None or source.opcode in ('parameter', 'while') else source.name
 
     def _path(self, i: Instruction) -> str:
-        """The scopes that an instruction comes from; of a fusion, those of its products, else its own, else those of
-        the largest instruction in it that tells any."""
+        """Returns the scopes of an instruction. A fusion has the scopes of its products, else its own scopes, else the
+        scopes of the largest instruction in it that has any."""
         inside = [inner for inner, _ in self.program.within(i)]
         products = [inner for inner in inside if inner.opcode in ('dot', 'convolution') and scopes(inner.path)]
         own = [i] if scopes(i.path) else []

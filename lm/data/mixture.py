@@ -155,8 +155,8 @@ class MixedWindows(BatchWindows):
 
     def describe(self, steps: int, path: str) -> str:
         shares, epochs = self.shares.counts / self.shares.period, self.epochs(steps)
-        told = [f'{epochs[n]:.3g} epochs of {n} ({100 * s:.4g} %)' for n, s in zip(self.names, shares, strict=True)]
-        return ', '.join(told)
+        parts = [f'{epochs[n]:.3g} epochs of {n} ({100 * s:.4g} %)' for n, s in zip(self.names, shares, strict=True)]
+        return ', '.join(parts)
 
 
 def names(mixture: Sequence[tuple[str, float]]) -> list[str]:
@@ -168,7 +168,7 @@ def check_mixture(mixture: Sequence[tuple[str, float]]) -> str | None:
     """None for a good mixture, else what is wrong."""
     for place, weight in mixture:
         if not 0 < weight < float('inf'):
-            return f'the weight of {place!r} must be a positive number; leave out what is not wanted'
+            return f'the weight of {place!r} must be a positive number; leave out the others'
     found = names(mixture)
     if twice := [name for i, name in enumerate(found) if name in found[:i] or not name]:
         return f'must name stores by different last parts of their paths, not {twice[0]!r} twice'

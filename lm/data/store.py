@@ -133,7 +133,7 @@ class TokenStore:
         space."""
         found, source = self._split(split), self.info['source']
         published = found.get('published_words')
-        # Stores that were prepared before this was recorded only say what the source was.
+        # Older stores record only their source.
         if published is None and 'pg19' in (source.get('name'), source.get('layout')):
             published = pg19.published_words(split, found['documents'])
         return found['words'] if published is None else published

@@ -80,7 +80,7 @@ class RunModel(TemplateLM):
         return answers
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Those of `generate`, of the harness's."""
+        """Returns options of `generate` for options of the harness."""
         until = given.get('until') or []
         samples = given.get('do_sample', False) or given.get('temperature', 0.0) > 0
         return {

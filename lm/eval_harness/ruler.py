@@ -1,7 +1,7 @@
 """RULER (Hsieh et al. 2024), whose texts the harness makes itself, as long as a context of a run.
 
-To measure them it asks `transformers` for a tokenizer by name. `measured_by` answers with that of the run, of whatever
-kind it is.
+To measure them it asks `transformers` for a tokenizer by name. `measured_by` answers with the tokenizer of the run, of
+any kind.
 """
 
 import contextlib
@@ -14,18 +14,18 @@ from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
 
 COMMON = 'lm_eval.tasks.ruler.common_utils'
-"""What all tasks of RULER in the harness share."""
+"""The module that all tasks of RULER in the harness share."""
 NEEDS_NOTHING = ('niah_single_1', 'niah_multikey_2', 'niah_multikey_3', 'ruler_vt', 'ruler_cwe', 'ruler_fwe')
 """The tasks that are made of what is installed; the others need essays or questions from the hub."""
 SENTENCE = 'The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n'
-"""What their texts are filled up with, and so what one token is worth in them."""
+"""The filler of their texts; it decides how long a token is."""
 SHORTEST, ANSWER = 2500, 128
 """Characters of the shortest texts, and tokens of the longest answer. The example of variable tracking has 880
 characters and must fit into 500 tokens, with 30 for the answer: two characters a token."""
 
 
 class Measure:
-    """What stands in for a tokenizer of `transformers` where nothing but the length of a text is asked of it."""
+    """A stand-in for a tokenizer of `transformers`, of which only the length of a text is asked."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer

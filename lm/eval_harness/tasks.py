@@ -38,7 +38,7 @@ def evaluate_tasks(
     limit: int | None = None,
     task_data: str | None = None,
 ) -> dict[str, Any]:
-    """What the harness finds with the weights of a run.
+    """Evaluates the weights of a run with the harness.
 
     Args:
         tasks: names of the harness's, of those in `include_path`, or questions files.

@@ -13,13 +13,13 @@ from lm.evaluation.plan import TaskPlan
 from lm.model.functions import ModelFunctions
 from lm.tasks.base import Slice
 from lm.text import counted, perplexity
-from lm.training.mesh import batch_sharding, replicated, shared_rows
+from lm.training.mesh import batch_sharding, replicated, round_up_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """What was counted: examples, their answers, those that are right, examples without a mistake, nats of the answers.
-    Tallies add up."""
+    """Counts of examples, answers, right answers and examples without a mistake, and the nats of the answers. Tallies
+    add up."""
 
     examples: int = 0
     answers: int = 0
@@ -30,8 +30,8 @@ class Tally:
     def __add__(self, other: 'Tally') -> 'Tally':
         return Tally(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
-    def figures(self, whole_answers: bool) -> dict[str, float]:
-        """The accuracies; `whole_answers` says which of them is the task's."""
+    def compute_figures(self, whole_answers: bool) -> dict[str, float]:
+        """The accuracies; `whole_answers` chooses the task's among them."""
         answers, examples = self.right / self.answers, self.whole / self.examples
         accuracy = examples if whole_answers else answers
         return {'accuracy': accuracy, 'accuracy_per_answer': answers, 'accuracy_per_example': examples}
@@ -45,7 +45,7 @@ class TaskEvaluator:
 
     def __init__(self, functions: ModelFunctions, mesh: Mesh, plan: TaskPlan):
         self.task, self.split, self.context_length = plan.task, plan.split, plan.context_length
-        self.mesh, self.batch_size = mesh, shared_rows(plan.batch_size, mesh)
+        self.mesh, self.batch_size = mesh, round_up_rows(plan.batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
         def score(weights, tokens_BxN):
@@ -60,11 +60,11 @@ class TaskEvaluator:
 
     @property
     def measure(self) -> str:
-        """What the loss is of: losses of the same task compare where this is the same."""
+        """A name of the loss: losses of the same task compare where this is the same."""
         return f'{self.split}, {self.context_length}'
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
-        """The result as a dict of plain numbers, or None when `should_stop` said so. `loss` is per answer."""
+        """The result as a dict of plain numbers, or None when `should_stop` returned True. `loss` is per answer."""
         tallies = {}
         for name, part in self.task.slices(self.split, self.context_length).items():
             tally = self._tally(weights, part, should_stop)
@@ -74,7 +74,7 @@ class TaskEvaluator:
         total = sum(tallies.values(), Tally())
         result = {
             'task': self.task.gin_name,
-            **total.figures(self.task.whole_answers),
+            **total.compute_figures(self.task.whole_answers),
             'examples': total.examples,
             'answers': total.answers,
             'sum_nats': total.nats,
@@ -84,11 +84,12 @@ class TaskEvaluator:
             'context_length': self.context_length,
             'step': step,
         }
-        parts = {name: tally.figures(self.task.whole_answers)['accuracy'] for name, tally in tallies.items() if name}
+        whole = self.task.whole_answers
+        parts = {name: tally.compute_figures(whole)['accuracy'] for name, tally in tallies.items() if name}
         return result | ({'accuracy_by_slice': parts} if parts else {})
 
     def _tally(self, weights: Any, part: Slice, should_stop: Callable[[], bool]) -> Tally | None:
-        """Of the examples of a slice, or None when `should_stop` said so."""
+        """Scores the examples of a slice; None when `should_stop` returned True."""
         total, count = Tally(), len(part.index_N)
         for first in range(0, count, self.batch_size):
             at = np.arange(first, first + self.batch_size) % count  # the last batch is filled up with other examples

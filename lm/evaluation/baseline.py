@@ -9,7 +9,7 @@ from lm.data.store import TokenStore
 from lm.text import perplexity
 
 MOST_TOKENS = 2**28
-"""Of a longer split as many are counted, in pieces of PIECE that lie evenly in it."""
+"""The most tokens of a split that are counted, in pieces of PIECE that lie evenly in it."""
 PIECE = 2**22
 
 
@@ -27,18 +27,18 @@ class EmpiricalBaseline:
 
     @functools.cached_property
     def frequencies_V(self) -> np.ndarray:
-        """Of each token, float64; of a mixture as its shares say. They need not sum to 1."""
+        """The frequency of each token, float64, weighted by the shares of a mixture. They need not sum to 1."""
         if not isinstance(self.store, Mixture):
-            return counts(self.store, self.split)
+            return count_tokens(self.store, self.split)
         found = np.zeros(self.store.vocab_size)
         weights = dict(zip(self.store.stores, self.store.weights, strict=True))
         for name, store in self.store.parts(self.split).items():
-            counts_V = counts(store, self.split)
+            counts_V = count_tokens(store, self.split)
             found += weights[name] * counts_V / counts_V.sum()
         return found
 
-    def figures(self, asked_V: np.ndarray) -> dict[str, float]:
-        """Its accuracy and perplexity on tokens of which each is asked for so many times.
+    def compute_figures(self, asked_V: np.ndarray) -> dict[str, float]:
+        """Its accuracy and perplexity, where each token is asked for `asked_V` times.
 
         A token that the training split lacks counts as if it stood there once.
         """
@@ -56,7 +56,7 @@ class EmpiricalBaseline:
         }
 
 
-def counts(store: TokenStore, split: str) -> np.ndarray:
+def count_tokens(store: TokenStore, split: str) -> np.ndarray:
     """How often each token stands in a split, or in MOST_TOKENS of it [vocabulary], float64."""
     total, vocabulary = store.tokens(split), store.vocab_size
     pieces = -(-total // PIECE)

@@ -1,7 +1,7 @@
 """Losses of windows longer than fit at once: chunk by chunk, through the states that decoding has.
 
-What one chunk leaves to the next is a state of constant size for linear mechanisms, and the keys and values of the
-window for exact ones. Only one chunk's activations are in memory.
+One chunk passes a state to the next: of constant size for linear mechanisms, keys and values for exact ones. Only one
+chunk's activations are in memory.
 """
 
 import jax
@@ -15,9 +15,9 @@ from lm.ops.documents import Documents
 def compute_losses_in_chunks(
     model: Transformer, tokens_BxL: jax.Array, chunk: int, documents: Documents | None = None
 ) -> jax.Array:
-    """Negative log-likelihoods [B, L - 1] float32 of all tokens but the first, given those before them, in nats: those
-    of `Transformer.token_losses`. What `chunk` leaves of the length comes first. With `documents` those of a window do
-    not see each other."""
+    """Computes the negative log-likelihoods [B, L - 1] float32 of all tokens but the first in nats, as
+    `Transformer.token_losses` does. The remainder of the length comes first. With `documents` the tokens of a window do
+    not see other documents."""
     inputs_BxL, targets_BxL = tokens_BxL[:, :-1], tokens_BxL[:, 1:]
     batch, length = inputs_BxL.shape
     model.config.check_length(length)

@@ -1,4 +1,4 @@
-"""What a gin file says of evaluations."""
+"""The evaluation section of a configuration."""
 
 from lm.config.configurable import Configurable, configurable, field
 
@@ -21,7 +21,7 @@ def _check_sets(sets: tuple[tuple[str, str], ...]) -> str | None:
 
 @configurable('evaluate', resume=True)
 class EvaluateConfig(Configurable):
-    """Which tokens are scored and with how much context."""
+    """The tokens that are scored, and their context."""
 
     split: str | None = field(default=None, help='None: data.eval_split')
     sets: tuple[tuple[str, str], ...] = field(

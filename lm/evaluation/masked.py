@@ -40,10 +40,10 @@ class MaskedEvaluator(Evaluator):
     def targets(self, tokens: np.ndarray) -> np.ndarray:
         return tokens
 
-    def figures(self, sums: ScoredSums, store: Any) -> dict:
+    def compute_figures(self, sums: ScoredSums, store: Any) -> dict:
         if not sums.tokens_L.sum():
             raise ConfigError(
                 f'split {self.split!r} of {store.path}: none of the {self.windows.n_tokens} tokens is hidden; score a '
                 'longer split (evaluate.split), or more of it (train.eval_tokens)'
             )
-        return super().figures(sums, store)
+        return super().compute_figures(sums, store)

@@ -19,7 +19,7 @@ from lm.evaluation.plan import ScoredText, TextPlan
 from lm.model.functions import ModelFunctions, Scored, Weights
 from lm.ops.documents import Documents
 from lm.text import perplexity
-from lm.training.mesh import batch_sharding, replicated, shared_rows
+from lm.training.mesh import batch_sharding, replicated, round_up_rows
 
 LONG_WORDS = 1e9
 """Perplexities per word above it are written as powers of ten."""
@@ -53,7 +53,7 @@ def make_scoring_program(
 
 @dataclasses.dataclass(frozen=True)
 class ScoredSums:
-    """What was scored, at each position of the context. They add up.
+    """Sums of scores at each position of the context. They add up.
 
     Attributes:
         nats_L: float64.
@@ -107,17 +107,17 @@ class Evaluator:
         """`program` is made by `make_scoring_program`; where the text has a baseline it computes the accuracy too."""
         self.program, self.mesh, self.text, self.plan = program, mesh, text, plan
         self.store, self.split, self.windows = text.store, text.split, text.windows
-        self.batch_size = shared_rows(plan.settings.config.batch_size, mesh)
+        self.batch_size = round_up_rows(plan.settings.config.batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
     @property
     def measure(self) -> str:
-        """What the loss is of: losses of the same data compare where this is the same."""
-        windows, apart = self.windows, ' of single documents' if self.plan.documents else ''
-        return f'{windows.n_tokens} tokens of {self.split}, {windows.context_length} every {windows.stride}{apart}'
+        """A name of the loss: losses of the same data compare where this is the same."""
+        windows, masked = self.windows, ' of single documents' if self.plan.documents else ''
+        return f'{windows.n_tokens} tokens of {self.split}, {windows.context_length} every {windows.stride}{masked}'
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
-        """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` said so."""
+        """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` returned True."""
         found = self.sum_scores(weights, should_stop)
         return None if found is None else self.result(found, step)
 
@@ -132,9 +132,9 @@ class Evaluator:
         return total
 
     def result(self, sums: ScoredSums, step: int, store: Any = None) -> dict:
-        """The result of these sums, of the split of `store` (None: its own)."""
+        """The result of these sums, of the split of `store` (None: the store of the text)."""
         masked = {'mask_documents': True} if self.plan.documents else {}
-        return self.figures(sums, store or self.store) | {
+        return self.compute_figures(sums, store or self.store) | {
             'split': self.split,
             'context_length': self.windows.context_length,
             'window': self.plan.settings.config.window,
@@ -142,19 +142,19 @@ class Evaluator:
             'step': step,
         }
 
-    def figures(self, sums: ScoredSums, store: Any) -> dict:
-        """What is reported of these sums."""
+    def compute_figures(self, sums: ScoredSums, store: Any) -> dict:
+        """The figures that are reported of these sums."""
         found = summarize(sums.nats_L, sums.tokens_L, store, self.split)
         if self.text.baseline is None or sums.right_L is None or sums.asked_V is None:
             return found
         accuracy = {'accuracy': float(sums.right_L.sum() / sums.tokens_L.sum())}
-        return found | accuracy | self.text.baseline.figures(sums.asked_V)
+        return found | accuracy | self.text.baseline.compute_figures(sums.asked_V)
 
     def describe(self, result: dict) -> str:
         """The result in one line."""
         parts = [f'loss {result["loss"]:.4f}  perplexity {result["perplexity"]:.3f}']
         if 'word_perplexity' in result:
-            parts.append(f'per word {by_word(result, 3)}  bits per byte {result["bits_per_byte"]:.4f}')
+            parts.append(f'per word {format_word_perplexity(result, 3)}  bits per byte {result["bits_per_byte"]:.4f}')
         if 'baseline_accuracy' in result:
             baseline = f'{result["baseline_perplexity"]:.3f} and {100 * result["baseline_accuracy"]:.2f} %'
             parts.append(f'accuracy {100 * result["accuracy"]:.2f} %  (frequencies alone: {baseline})')
@@ -174,15 +174,15 @@ class Evaluator:
         yield from pending
 
     def dispatch(self, weights: Any, tokens: jax.Array, first: int) -> Any:
-        """What the program gives of a batch whose first window is `first`."""
+        """Scores a batch whose first window is `first`."""
         return self.program(weights, tokens)
 
     def targets(self, tokens: np.ndarray) -> np.ndarray:
-        """What is asked for in a batch, [B, L]."""
+        """The tokens that a batch asks for, [B, L]."""
         return tokens[:, 1:]
 
 
-def by_word(result: dict, digits: int) -> str:
+def format_word_perplexity(result: dict, digits: int) -> str:
     """Its perplexity per word for people: a word may be a whole protein, and the figure have a hundred digits."""
     value = result['word_perplexity']
     return f'{value:.{digits}f}' if value < LONG_WORDS else f'{value:.{digits}e}'
@@ -193,7 +193,7 @@ def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split
 
     Word-level perplexity divides by the words of the text (PG-19's published counts on its full splits), bits per byte
     by its bytes: both can be compared across tokenizers, perplexity per token cannot. They, and what is counted of the
-    text, are told where every token of the split was scored.
+    text, are reported where every token of the split was scored.
     """
     sum_nats, n_tokens = float(nats_L.sum()), int(tokens_L.sum())
     positions = []
@@ -210,15 +210,15 @@ def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split
         'tokens': n_tokens,
         'loss': sum_nats / n_tokens,
         'perplexity': perplexity(sum_nats / n_tokens),
-        **(of_the_text(sum_nats, store, split) if n_tokens == store.tokens(split) else {}),
+        **(describe_text(sum_nats, store, split) if n_tokens == store.tokens(split) else {}),
         'loss_by_position': positions,
         'tokenizer_sha256': store.info['tokenizer']['sha256'],
     }
 
 
-def of_the_text(sum_nats: float, store: TokenStore, split: str) -> dict:
-    """What only the nats of a whole split tell; nothing per word and byte where its text has no words, as that of
-    white space or of tokens that stand for none."""
+def describe_text(sum_nats: float, store: TokenStore, split: str) -> dict:
+    """The figures that need the nats of a whole split. Text without words, such as white space, has none per word and
+    byte."""
     n_bytes, n_words = store.bytes(split), store.words(split)
     counts = {'bytes': n_bytes, 'words': n_words, 'documents': store.documents(split)}
     if not n_words:

@@ -1,5 +1,5 @@
-"""What the evaluations of a run score. It is planned without devices: first what the configuration alone determines
-(`settle_evaluation`), then what the data determine (`plan_evaluation`)."""
+"""The plan of the evaluations of a run, made without devices. `settle_evaluation` resolves the configuration alone, and
+`plan_evaluation` adds the data."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from lm.training.objectives import Hiding, Objective
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:
-    """What the configuration determines of an evaluation.
+    """The settings of an evaluation that need no data.
 
     Attributes:
         split, context_length: resolved; `config` has the other settings.
@@ -76,7 +76,7 @@ class TextPlan:
 
     Attributes:
         store: the data of the run.
-        documents: how the documents of a window are told apart; None: they are not.
+        documents: how the documents of a window are separated; None: they are not.
         parts: name → text of the data of the run; a single store has the name ''.
         others: name → text of `evaluate.sets`.
     """
@@ -126,7 +126,7 @@ def plan_evaluation(
 
     @functools.cache
     def hide(split: str) -> tuple[Hiding | None, EmpiricalBaseline | None]:
-        hiding = settings.objective.hiding(store, settings.vocab_size, split)
+        hiding = settings.objective.make_hiding(store, settings.vocab_size, split)
         if hiding is None and not config.accuracy:
             return None, None
         return hiding, EmpiricalBaseline(store, settings.data.train_split, hiding.special if hiding else ())
@@ -153,8 +153,8 @@ def plan_evaluation(
 def open_sets(settings: EvaluationSettings, store: Store, timeout: float | None = None) -> dict[str, OpenedSet]:
     """Opens the stores of `evaluate.sets`, by name.
 
-    Raises ConfigError where the run has no text or a name is that of a part of its mixture, MismatchError where a
-    store was made with another tokenizer than `store`, and what `TokenStore.open` raises.
+    Raises ConfigError where the run has no text, or a set has the name of a part of its mixture. Raises MismatchError
+    where the tokenizer is not the tokenizer of `store`, and what `TokenStore.open` raises.
     """
     found = {}
     for name, place in settings.config.sets:

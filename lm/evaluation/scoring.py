@@ -1,4 +1,4 @@
-"""Log-likelihoods of tokens that somebody gives, in place of those of a split: texts, and answers to questions."""
+"""Log-likelihoods of given tokens in place of a split: of texts, and of answers to questions."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
 from lm.evaluation.perplexity import make_scoring_program
 from lm.model.functions import ModelFunctions, Scored, Weights
-from lm.training.mesh import batch_sharding, shared_rows
+from lm.training.mesh import batch_sharding, round_up_rows
 
 SHORTEST = 32
 """Rows are filled up to this many tokens or a power of two above, so that few programs serve all lengths."""
@@ -20,7 +20,7 @@ SHORTEST = 32
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of one text: its tokens with the end-of-document token behind them, and the nats of each.
+    """The scores of one text: its tokens with the end-of-document token behind them, and the nats of each.
 
     Attributes:
         tokens: ids [T].
@@ -51,7 +51,7 @@ class Scorer:
                 'lm evaluate'
             )
         self.mesh, self.weights, self.context_length = mesh, weights, context_length
-        self.batch_size = shared_rows(batch_size, mesh)
+        self.batch_size = round_up_rows(batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
         self._programs = {
@@ -84,7 +84,7 @@ class Scorer:
         return [found[i] for i in range(len(rows))]
 
     def score_text(self, tokenizer: Tokenizer, text: str) -> Scores:
-        """Of the text as a document: an end-of-document token stands before it, and one behind it is scored too."""
+        """Scores a text as a document: an end-of-document token stands before it, and one behind it is scored too."""
         (nats,) = self.score_documents(tokenizer, [text])
         tokens = np.append(tokenizer.encode(text), tokenizer.eod_id)
         return Scores(tokens, nats, len(text.encode()))
@@ -92,8 +92,8 @@ class Scorer:
     def score_documents(self, tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
         """The nats of each document's tokens and of the end-of-document token behind them, float64.
 
-        They are cut into windows of `context_length` targets, the first of which an end-of-document token opens and
-        every other one the last target of the window before: what `lm evaluate` does with a split of one document.
+        They are cut into windows of `context_length` targets, as `lm evaluate` cuts a split of one document. An
+        end-of-document token opens the first window, the last target of the window before opens every other one.
         """
         rows, owners, L, eod = [], [], self.context_length, tokenizer.eod_id
         for i, text in enumerate(texts):

@@ -11,12 +11,12 @@ from lm.evaluation.perplexity import Evaluator
 
 FIGURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte')
 FIGURES += ('accuracy', 'baseline_accuracy', 'baseline_perplexity')
-"""What metrics.jsonl says of each set that has it, as FIGURE/NAME."""
+"""Figures of each set in metrics.jsonl, as FIGURE/NAME, where the set has them."""
 
 
 class SetsEvaluator:
-    """Scores several texts with the weights of a model. The figures of the whole are those of the data of the run: of a
-    mixture, the sums over its parts."""
+    """Scores several texts with the weights of a model. The figures of the whole are for the data of the
+    run: the sums over the parts of a mixture."""
 
     def __init__(self, store: TokenStore | Mixture, parts: dict[str, Evaluator], others: dict[str, Evaluator]):
         """
@@ -31,11 +31,12 @@ class SetsEvaluator:
 
     @property
     def measure(self) -> str:
-        """As that of `Evaluator`, of the data of the run."""
+        """A name of the loss on the data of the run, as in `Evaluator`."""
         return '; '.join(part.measure for part in self.parts.values())
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
-        """As that of `Evaluator`, with `sets`: name → the result of each text; None when `should_stop` said so."""
+        """The result as in `Evaluator`, with `sets`: name → the result of each text; None when `should_stop` returned
+        True."""
         sums, sets = [], {}
         for name, evaluator in (self.parts | self.others).items():
             found = evaluator.sum_scores(weights, should_stop)
@@ -54,7 +55,7 @@ class SetsEvaluator:
         return f'{self._first.describe(result)}  perplexity of {", ".join(sets)}'
 
 
-def flat(result: dict) -> dict:
+def flatten_result(result: dict) -> dict:
     """A result as a record of metrics.jsonl: of `sets` single figures, such as perplexity/books."""
     sets = result.get('sets', {})
     figures = {f'{f}/{name}': found[f] for name, found in sets.items() for f in FIGURES if f in found}

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lm.config.configurable import check_kind
 from lm.evaluation.evaluator import AnyEvaluator, make_evaluator
-from lm.evaluation.perplexity import by_word
+from lm.evaluation.perplexity import format_word_perplexity
 from lm.evaluation.plan import plan_evaluation, settle_evaluation
 from lm.experiment import Experiment
 from lm.inference.loaded_run import OPENED, LoadedRun, load_run
@@ -73,7 +73,7 @@ def evaluate_whole(evaluator: AnyEvaluator, run: LoadedRun) -> dict[str, Any]:
 
 
 def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
-    """What scores the weights of a run as its configuration says, but for `settings`."""
+    """Makes the evaluator of a run as it is configured, but for `settings`."""
     check_kind('run', run, LoadedRun, OPENED)
     experiment = run.experiment
     config = dataclasses.replace(experiment.evaluate, **settings)
@@ -88,8 +88,8 @@ def print_table(result: dict) -> None:
     table = Table(title=f'{result["split"]} at step {result["step"]}', show_header=False, title_justify='left')
     rows = {
         'perplexity per token': f'{result["perplexity"]:.4f}',
-        **by_word_and_byte(result),
-        **accuracies(result),
+        **make_text_rows(result),
+        **make_accuracy_rows(result),
         'nats in total': f'{result["sum_nats"]:.3f}',
         'tokens scored': f'{result["tokens"]:,}',
         'context / window': f'{result["context_length"]} / {result["window"]}',
@@ -107,11 +107,11 @@ def print_table(result: dict) -> None:
     console = Console()
     console.print(table)
     if result.get('sets'):
-        console.print(table_of_sets(result['sets']))
+        console.print(make_sets_table(result['sets']))
     console.print(by_position)
 
 
-def table_of_sets(sets: dict[str, dict]) -> Table:
+def make_sets_table(sets: dict[str, dict]) -> Table:
     """The figures of each set for people."""
     table = Table(title='by set', title_justify='left')
     columns = {
@@ -131,18 +131,18 @@ def table_of_sets(sets: dict[str, dict]) -> Table:
     return table
 
 
-def by_word_and_byte(result: dict) -> dict[str, str]:
+def make_text_rows(result: dict) -> dict[str, str]:
     """Rows for people; none where only some tokens were scored, because the others were not hidden."""
     if 'word_perplexity' not in result:
         return {}
     return {
-        'perplexity per word': by_word(result, 4),
+        'perplexity per word': format_word_perplexity(result, 4),
         'bits per byte': f'{result["bits_per_byte"]:.5f}',
         'words / bytes / documents': f'{result["words"]:,} / {result["bytes"]:,} / {result["documents"]:,}',
     }
 
 
-def accuracies(result: dict) -> dict[str, str]:
+def make_accuracy_rows(result: dict) -> dict[str, str]:
     """Rows for people: how often no token was more probable, and what their frequencies alone would give."""
     if 'accuracy' not in result:
         return {}

@@ -142,7 +142,7 @@ def generate(
     seed: int = 0,
     until: Sequence[str] = (),
 ) -> str | list[str]:
-    """What the weights of a run write behind each prompt (text, or its token ids), without the prompt; one text for
+    """Continues each prompt (text, or its token ids) with the weights of a run, and returns the new text: one text for
     one prompt.
 
     A text ends with its document, before the first string of `until`, or after `max_tokens` tokens.
@@ -170,12 +170,12 @@ def generate(
             made = [np.concatenate(pair) for pair in zip(made, new_BxT, strict=True)]
             ended = []
             for i, (row, tokens) in enumerate(zip(rows, made, strict=True)):
-                own = tokens[len(row) - 1 :][:max_tokens]
-                ends = np.flatnonzero(own == tokenizer.eod_id)
-                text = tokenizer.decode(own[: ends[0]] if len(ends) else own)
+                written = tokens[len(row) - 1 :][:max_tokens]
+                ends = np.flatnonzero(written == tokenizer.eod_id)
+                text = tokenizer.decode(written[: ends[0]] if len(ends) else written)
                 stops = [at for stop in until if stop and (at := text.find(stop)) >= 0]
                 results[i] = text[: min(stops)] if stops else text
-                ended.append(bool(stops) or len(ends) > 0 or len(own) == max_tokens)
+                ended.append(bool(stops) or len(ends) > 0 or len(written) == max_tokens)
             if all(ended):
                 break
     return results[0] if isinstance(prompts, str) else results
@@ -224,7 +224,7 @@ class TextStream:
         self._written = 0  # characters of the waiting tokens that are out already
 
     def __call__(self, tokens: Iterable[int], last: bool = False) -> str:
-        """What can be written after these tokens too; with `last` everything."""
+        """Returns the text that can be written after these tokens too; with `last` all of it."""
         self._waiting += map(int, tokens)
         text = self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
         whole = text if last or len(self._waiting) > self.LONGEST else text.rstrip('\ufffd')
@@ -236,7 +236,7 @@ class TextStream:
         return new
 
 
-def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def show_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The text of token ids for people: between two documents stands the name of the end-of-document token, which has
     no text."""
     parts = np.split(np.asarray(ids), np.flatnonzero(np.asarray(ids) == tokenizer.eod_id))
@@ -245,7 +245,7 @@ def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Sampling, seed: int) -> None:
     """Streams one continuation to the terminal; several are printed one after the other when they are complete."""
-    decode = functools.partial(shown, tokenizer)
+    decode = functools.partial(show_text, tokenizer)
     stream = TextStream(decode) if len(prompts) == 1 else None
     parts, times, made = [np.array([p[:1] for p in prompts])], [], []
     for new in generate_tokens(model, prompts, max_tokens, sampling, seed, tokenizer.vocab_size):
@@ -263,10 +263,10 @@ def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Samp
             print('-' * 20)
             print(decode(row[1 : len(prompt) + max_tokens]))
     size = state_bytes(model, 1 + sum(made))
-    print(f'[{_speed(times, made, len(prompts))}; decoding state {size:,} bytes a sequence]', file=sys.stderr)
+    print(f'[{_describe_speed(times, made, len(prompts))}; decoding state {size:,} bytes a sequence]', file=sys.stderr)
 
 
-def _speed(times: list[float], made: list[int], batch: int) -> str:
+def _describe_speed(times: list[float], made: list[int], batch: int) -> str:
     """Tokens per second of all sequences after the prompt; of a long text also time per token at its two ends."""
     seconds, steps = times[-1] - times[0], sum(made[1:])
     if not steps or not seconds:

@@ -33,8 +33,8 @@ OPENED = "such as lm.load('runs/mine') gives"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
-    """What a checkpoint of a run needs to be used: its functions, weights (params and buffers), data and devices, and
-    the `step` after which it was saved."""
+    """The weights of a run (params and buffers), after the `step` at which they were saved, with the functions, data
+    and devices that use them."""
 
     experiment: Experiment
     directory: RunDir
@@ -46,13 +46,13 @@ class LoadedRun:
 
     @property
     def changes(self) -> dict[str, str | None]:
-        """Binding → gin text, where the weights are run otherwise than the run's config.gin says; not the devices."""
+        """Binding → gin text, where it differs from the run's config.gin; without the devices."""
         differences = compare_texts(self.directory.config.read_text(), dump(self.experiment))
         return {name: new for name, _, new in differences if not name.startswith('mesh.')}
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """That of the data."""
+        """The tokenizer of the data."""
         return self.store.tokenizer()
 
     @functools.cached_property

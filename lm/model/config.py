@@ -1,4 +1,4 @@
-"""What a gin file says of the model."""
+"""The model section of a configuration."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ _RESIDUALS, _DOTS = _POLICIES.save_only_these_names(RESIDUAL_NAME), _POLICIES.do
 
 
 def _dots(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
-    """Whether the result of an operation is kept by 'dots'. Sums are of norms: a number a token, for which the backward
-    pass would read the activations of a layer once more."""
+    """Tells whether 'dots' keeps the result of an operation. It keeps reductions too (norm statistics): they are one
+    number per token, and recomputing them reads the layer's activations again."""
     kept = _DOTS(primitive, *arguments, **parameters) or _RESIDUALS(primitive, *arguments, **parameters)
     return kept or primitive.name == 'reduce_sum'
 
@@ -29,9 +29,9 @@ REMAT = {
     'attention': _RESIDUALS,
     'full': _POLICIES.nothing_saveable,
 }
-"""What a layer keeps for its backward pass, from the most memory to the least: products with parameters, sums of norms
-and what attention's backward pass takes; the products alone; attention alone; nothing. The layer's input is always
-kept. What attention keeps holds its output, so nothing else needs to."""
+"""The values that a layer keeps for its backward pass, from the most memory to the least: products with parameters,
+sums of norms and the inputs of attention's backward pass; the products alone; attention alone; nothing. The layer's
+input is always kept. Attention keeps its output, so nothing else needs to."""
 
 ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
 """GELU by its tanh approximation."""
@@ -147,7 +147,7 @@ class ModelConfig(Configurable):
 
     @property
     def glu_sizes(self) -> tuple[int, ...]:
-        """Of what the first linear map of a feed-forward layer gives: values, and gates."""
+        """The sizes of the outputs of the first linear map of a feed-forward layer: values, and gates."""
         return (self.glu_dim, self.glu_dim) if self.gated else (self.glu_dim,)
 
     def resolve_dtype(self, platform: str) -> jnp.dtype:
@@ -165,7 +165,7 @@ class ModelConfig(Configurable):
             )
 
     def check_parts(self, parts: int) -> None:
-        """Raises ConfigError for a mechanism of which so many devices (`mesh.sequence`) cannot share a window."""
+        """Raises ConfigError where so many devices (`mesh.sequence`) cannot share a window of one of the mechanisms."""
         reasons = (one.why_whole(self.causal) for one in self.pattern if parts > 1)
         if reason := next(filter(None, reasons), None):
             raise ConfigError(f'mesh.sequence = {parts}: {reason}')
@@ -179,7 +179,7 @@ class ModelConfig(Configurable):
         qkvo = self.d_model * self.head_dim * 2 * (self.n_heads + self.dims.n_kv_heads)
         qkvo += self.output_gate * self.d_model * self.n_heads * self.head_dim
         glu = self.d_model * (sum(self.glu_sizes) + self.glu_dim)
-        own = self.d_model * sum(sum(a.projections(self.dims).values()) for a in self.pattern) / len(self.pattern)
-        dense = 2 * (self.n_layers * (qkvo + glu + own) + self.d_model * self.vocab_size)
+        mechanism = self.d_model * sum(sum(a.projections(self.dims).values()) for a in self.pattern) / len(self.pattern)
+        dense = 2 * (self.n_layers * (qkvo + glu + mechanism) + self.d_model * self.vocab_size)
         attention = sum(a.flops_per_token(self.dims, length) for a in self.pattern) * self.n_layers / len(self.pattern)
         return 3 * (dense + attention)

@@ -28,19 +28,19 @@ class Dense(nnx.Linear):
         """
         cuts = np.cumsum(sizes)[:-1].tolist()
         kernel_DxN = self.kernel[...].astype(self.dtype)
-        products = gathered_products(x_BxLxD.astype(self.dtype), kernel_DxN, cuts)
+        products = multiply_gathered(x_BxLxD.astype(self.dtype), kernel_DxN, cuts)
         if self.bias is None:
             return products
         biases = jnp.split(self.bias[...].astype(self.dtype), cuts)
         return [product_BxLxN + bias_N for product_BxLxN, bias_N in zip(products, biases, strict=True)]
 
 
-def gathered_products(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[int]) -> list[jax.Array]:
-    """x W, cut before the columns `cuts`; a matrix that devices share is gathered from them first, in the type that it
-    has here, and its gradient is summed and scattered at once (ZeRO, Rajbhandari et al. 2020, stage 3).
+def multiply_gathered(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[int]) -> list[jax.Array]:
+    """x W, cut before the columns `cuts`. A matrix that devices share is gathered from them first, in the type that it
+    has here. Its gradient is summed and scattered at once (ZeRO, Rajbhandari et al. 2020, stage 3).
 
-    Left to itself, XLA exchanges W or its gradient piece by piece between pieces of the products, which are too narrow
-    for the matrix units, and writes and copies the activations.
+    Otherwise XLA exchanges W or its gradient piece by piece between pieces of the products. These are too narrow for
+    the matrix units, and XLA writes and copies the activations.
     """
 
     def products(x_BxLxD: jax.Array, kernel_DxN: jax.Array) -> list[jax.Array]:
@@ -54,7 +54,7 @@ def gathered_products(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[
     names = set(mesh.axis_names) - set(mesh.manual_axes)
 
     def gather_and_multiply(x_BxLxD: jax.Array, part: jax.Array) -> list[jax.Array]:
-        return products(x_BxLxD, gathered(part, axis))
+        return products(x_BxLxD, gather_matrix(part, axis))
 
     split = jax.shard_map(
         gather_and_multiply, in_specs=(rows, shared), out_specs=rows, axis_names=names, check_vma=False
@@ -62,8 +62,8 @@ def gathered_products(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[
     return split(x_BxLxD, kernel_DxN)
 
 
-def gathered(part: jax.Array, axis: int) -> jax.Array:
-    """The matrix of which each device has a part, cut along `axis`.
+def gather_matrix(part: jax.Array, axis: int) -> jax.Array:
+    """Gathers a matrix from the parts of all devices, cut along `axis`.
 
     The parts are stacked in front: XLA has no scattered sum along an axis whose parts fill no tiles of registers, and
     sums the whole matrix on every device instead.

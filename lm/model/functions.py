@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lm.model.config import ModelConfig
-from lm.model.transformer import Transformer, build, seed_key
+from lm.model.transformer import Transformer, build, make_seed_key
 from lm.ops.documents import Documents
 from lm.ops.sequence import over_tokens
 from lm.parameters import PARTS, declarations
@@ -76,7 +76,7 @@ class ModelFunctions:
     def redraw(self, weights: Mapping[str, Any], which: tuple[int, ...], seed: int, steps_done: jax.Array) -> Any:
         """The buffers with new projections of the mechanisms `which`: a function of (seed, steps_done)."""
         model = self.merge(weights)
-        model.redraw(which, jax.random.fold_in(seed_key(seed), steps_done))
+        model.redraw(which, jax.random.fold_in(make_seed_key(seed), steps_done))
         return split(model)[2]
 
     def token_losses(

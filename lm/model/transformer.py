@@ -23,7 +23,7 @@ from lm.errors import ConfigError
 from lm.model.block import Block, stack_blocks, take_apart
 from lm.model.config import REMAT, ModelConfig
 from lm.model.positions import rotary, sinusoids
-from lm.model.width import output_scale
+from lm.model.width import compute_output_scale
 from lm.ops.cross_entropy import capped, cross_entropy, weighted_cross_entropy
 from lm.parameters import NORMS, declare
 
@@ -57,13 +57,13 @@ class Transformer(nnx.Module):
         repeats = config.n_layers // len(config.pattern)
         stacks = [stack_blocks(config, attention, repeats, rngs, self.dtype) for attention in config.pattern]
         self.blocks = nnx.List(stacks)
-        gains = _alternating(FINAL_GAIN * output_scale(config.widening))
+        gains = _make_alternating(FINAL_GAIN * compute_output_scale(config.widening))
         options = {'part': 'norms', 'output': True, 'dtype': self.dtype, 'scale_init': gains}
         self.final_norm = NORMS[config.norm](config.d_model, 'embed', rngs, **options)
         if not config.tied:
             init = nnx.initializers.normal(config.d_model**-0.5)
-            says = declare('matrix', 'vocabulary', 'embed', part='embedding', output=True)
-            self.head = nnx.Param(init(rngs.params(), (config.vocab_size, config.d_model)), **says)
+            metadata = declare('matrix', 'vocabulary', 'embed', part='embedding', output=True)
+            self.head = nnx.Param(init(rngs.params(), (config.vocab_size, config.d_model)), **metadata)
 
     def hidden(
         self, tokens_BxL: jax.Array, positions: jax.Array | None = None, starts_BxL: jax.Array | None = None
@@ -116,7 +116,7 @@ class Transformer(nnx.Module):
         return self.losses(self.hidden(tokens_BxL, positions, starts_BxL), targets_BxL)
 
     def losses(self, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> jax.Array:
-        """Those of `token_losses`, of the normalised outputs of the last layer."""
+        """Negative log-likelihoods as `token_losses` gives, from the normalised outputs of the last layer."""
         with jax.named_scope('cross_entropy'):
             found = cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, cap=self.config.logit_cap)
             assert isinstance(found, jax.Array)  # a pair only with the normalizer
@@ -142,7 +142,7 @@ class Transformer(nnx.Module):
     def init_state(self, batch: int, max_length: int, documents: bool = False) -> list[Any]:
         """The decoding state of empty sequences: for each mechanism of the pattern, its states stacked over layers.
 
-        `documents`: whether their tokens will say where their documents begin (`extend`).
+        `documents`: their tokens will come with the beginnings of their documents (`extend`).
 
         Raises ConfigError where tokens see later ones, which are not there yet.
         """
@@ -229,7 +229,7 @@ class Transformer(nnx.Module):
         return x_BxLxD, config.rotary_base and rotary(positions, config.head_dim, config.rotary_base)
 
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:
-        """Of the normalised outputs of the last layer, [B, L, V] float32."""
+        """The logits of the normalised outputs of the last layer, [B, L, V] float32."""
         kernel_VxD = self._output[...].astype(x_BxLxD.dtype)
         logits_BxLxV = jnp.einsum('bld,vd->blv', x_BxLxD, kernel_VxD, preferred_element_type=jnp.float32)
         return capped(logits_BxLxV, self.config.logit_cap)
@@ -240,25 +240,25 @@ class Transformer(nnx.Module):
         return jax.lax.map(best, x_BxLxD.swapaxes(0, 1), batch_size=PLACES).T
 
 
-def _alternating(size: float) -> nnx.Initializer:
+def _make_alternating(size: float) -> nnx.Initializer:
     """Makes the first gains of the last norm: ±`size` in turn.
 
-    The last hidden state still holds the current token's own embedding, to which the tied output layer would give a
-    logit of about 0.7 √D: a first loss of twice ln V, and a preference for repetition that has to be unlearned. With
-    signs that alternate the products of an embedding with itself cancel, and nothing else changes: all logits have the
-    variance size², and the first loss is ln V + size² / 2.
+    The last hidden state still holds the embedding of the current token. The tied output layer would give it a logit of
+    about 0.7 √D: a first loss of twice ln V, and a preference for repetition that has to be unlearned. Alternating
+    signs cancel the products of an embedding with itself, and nothing else changes: all logits have the variance size²,
+    and the first loss is ln V + size² / 2.
     """
     return lambda key, shape, dtype=jnp.float32: jnp.full(shape, size, dtype).at[1::2].multiply(-1)
 
 
 def build(config: ModelConfig, seed: int, dtype: DTypeLike = jnp.float32) -> Transformer:
     """The model with its initial parameters, a function of (config, seed) alone; it computes in `dtype`."""
-    key = seed_key(seed)
+    key = make_seed_key(seed)
     return Transformer(config, nnx.Rngs(params=key, projections=jax.random.fold_in(key, 1)), dtype)
 
 
-def seed_key(seed: int) -> jax.Array:
-    """What parameters and projections are drawn from. All bits of the seed count; JAX takes 32 of them."""
+def make_seed_key(seed: int) -> jax.Array:
+    """The key that parameters and projections are drawn from. All bits of the seed count; JAX takes 32 of them."""
     if isinstance(seed, int) and seed >= 2**32:  # a traced one has no more bits
         return jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32)
     return jax.random.key(seed)

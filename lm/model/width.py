@@ -1,13 +1,14 @@
-"""What follows the width of a model, so that one learning rate is right for all widths (µP: Yang et al. 2022, Table 8).
+"""Scales that follow the width of a model, so that one learning rate is right for all widths (µP: Yang et al. 2022,
+Table 8).
 
 A step should change what layers and logits are by as much in a wide model as in a narrow one. m is the width over the
 base width (`ModelConfig.widening`); heads keep their size and grow in number, feed-forward layers grow alike.
 
-    parameter                                  first size        rate
-    matrix that sums over the width            1/√D, as ever     1/m with Adam, 1/√m with Muon (`Rule.growth`)
-    embedding, output matrix of its own        1/√D, as ever     1/√m
-    gain and bias of the last norm             1/√m              1/√m
-    everything else                            as ever           1
+      parameter                                  first size        rate
+      matrix that sums over the width            1/√D, as ever     1/m with Adam, 1/√m with Muon (`Rule.growth`)
+      embedding, untied output matrix            1/√D, as ever     1/√m
+      gain and bias of the last norm             1/√m              1/√m
+      everything else                            as ever           1
 
 Adam's steps agree with a matrix's inputs, so that what they add to its sums grows like m. An embedding is looked up and
 multiplied by √D: its step relative to its size is to stay. An output matrix, which the embedding mostly is, too, would
@@ -23,20 +24,20 @@ SUMMED = ('embed', 'all_heads', 'mlp')
 """The axes that grow with the width."""
 
 
-def output_scale(widening: float) -> float:
-    """Of the logits, and of all that is as small as an embedding, at `widening` times the base width."""
+def compute_output_scale(widening: float) -> float:
+    """The scale of the logits, and of all that is as small as an embedding, at `widening` times the base width."""
     return widening**-0.5
 
 
-def rate_scale(told: Declaration, widening: float, growth: float) -> float:
-    """Of the learning rate of a parameter at `widening` times the base width.
+def compute_rate_scale(declaration: Declaration, widening: float, growth: float) -> float:
+    """The scale of the learning rate of a parameter at `widening` times the base width.
 
     Args:
-        told: what the parameter is.
+        declaration: what the parameter is.
         widening: width over base width.
         growth: how the rule's steps add up (`Rule.growth`).
     """
-    if told.kind == 'embedding' or told.output:
-        return output_scale(widening)
-    is_summed = told.kind == 'matrix' and told.axes[-2] in SUMMED
+    if declaration.kind == 'embedding' or declaration.output:
+        return compute_output_scale(widening)
+    is_summed = declaration.kind == 'matrix' and declaration.axes[-2] in SUMMED
     return widening**-growth if is_summed else 1.0

@@ -1,7 +1,6 @@
-"""Walking along an axis in blocks that need not divide it.
+"""Walks along an axis in blocks that need not divide it.
 
-The last block is moved left until it fits, so nothing is padded; `fresh` says which of its entries the block before
-has not had yet.
+The last block is moved left until it fits, so nothing is padded; `fresh` tells the entries that no earlier block has.
 """
 
 from collections.abc import Callable
@@ -15,38 +14,38 @@ from lm.ops import platform
 
 
 def even_block(length: int, most: int) -> int:
-    """The size of the fewest nearly equal blocks of at most `most`, rounded up to 8 for the vector units."""
+    """Returns the size of the fewest nearly equal blocks of at most `most`, rounded up to 8 for the vector units."""
     parts = -(-length // most)
     return min(length, most, -(-length // parts // 8) * 8)
 
 
 def start(index: jax.Array | int, block: int, length: int) -> jax.Array:
-    """Where block `index` begins."""
+    """Returns the index at which block `index` begins."""
     return jnp.minimum(index * block, length - block)
 
 
 def fresh(index: jax.Array | int, block: int, length: int) -> jax.Array:
-    """[block] booleans: entries of block `index` that are in no block before it."""
+    """Returns [block] booleans: True for entries of block `index` that are in no block before it."""
     return start(index, block, length) + jnp.arange(block) >= index * block
 
 
 def take(x: jax.Array, at: jax.Array | int, block: int, axis: int) -> jax.Array:
-    """`block` entries of x along `axis` from `at`; x itself where that is all of it."""
+    """Returns `block` entries of x along `axis` from `at`; x itself where that is all of it."""
     return x if block == x.shape[axis] else lax.dynamic_slice_in_dim(x, at, block, axis)
 
 
 def put(x: jax.Array, part: jax.Array, at: jax.Array | int, axis: int) -> jax.Array:
-    """x with `part` written along `axis` from `at`."""
+    """Returns x with `part` written along `axis` from `at`."""
     part = part.astype(x.dtype)
     return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, at, axis)
 
 
 def apart(at: jax.Array | int, function: Callable, *slices: Any) -> Any:
-    """function(*slices), where these are cut at `at`, 0 or more, in each round of a loop.
+    """Returns function(*slices) for slices that each round of a loop cuts at `at`, 0 or more.
 
-    XLA's CPU backend would cut them in each of the loops that read them, and a loop that cuts a slice at an index that
-    is not known before is not vectorized. A branch gets whole arrays, whichever way is taken: linear attention is
-    computed 1.3 to 1.6 times as fast.
+    XLA's CPU backend would cut them in each of the loops that read them. A loop that cuts a slice at an index that is
+    not known before is not vectorized. A branch gets whole arrays, whichever way is taken: linear attention is computed
+    1.3 to 1.6 times as fast.
     """
     if platform.target_platform() != 'cpu' or isinstance(at, int):
         return function(*slices)

@@ -1,4 +1,4 @@
-"""What kernels may count on: on-chip memory, matrix units and memory of each chip, and which GPUs have kernels.
+"""The chips as kernels see them: on-chip memory, matrix units and memory of each, and which GPUs have kernels.
 
 The memory that a program may use is what the compiler names when it refuses one (libtpu 0.0.51): a little less than the
 chip's 32, 16, 96, 32 and 2 × 96 GiB.

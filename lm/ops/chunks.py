@@ -19,7 +19,7 @@ CPU_VECTORS = 1024
 def map_together(
     function: Callable[[Any, jax.Array], jax.Array], parameters: Any, xs_BxLxNxGxM: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """function(parameters, x) of each array, computed side by side along G, some tokens at a time."""
+    """Computes function(parameters, x) of each array, side by side along G, some tokens at a time."""
 
     def mapped(parameters, x_BxLxNxGxM):
         return map_chunks(function, parameters, x_BxLxNxGxM, _chunk(x_BxLxNxGxM))
@@ -34,7 +34,7 @@ def map_together(
 
 
 def _chunk(x_BxLxNxGxM: jax.Array) -> int:
-    """How many tokens of each sequence are computed at a time."""
+    """Returns how many tokens of each sequence are computed at a time."""
     if platform.target_platform() != 'cpu':
         return CHUNK
     batch, _, n, heads, _ = x_BxLxNxGxM.shape
@@ -44,10 +44,10 @@ def _chunk(x_BxLxNxGxM: jax.Array) -> int:
 def map_chunks(
     function: Callable[[Any, jax.Array], jax.Array], parameters: Any, x_BxLxNxGxM: jax.Array, chunk: int
 ) -> jax.Array:
-    """function(parameters, x), applied to `chunk` tokens at a time if there are more.
+    """Computes function(parameters, x), `chunk` tokens at a time if there are more.
 
-    Each chunk is computed again in the backward pass: the hidden layers of a learned sketch are 32 r numbers a vector,
-    many times the vector itself.
+    Each chunk is computed again in the backward pass: the hidden layers of a learned sketch are 32 r numbers per
+    vector, many times the vector itself.
     """
     batch, length = x_BxLxNxGxM.shape[:2]
     if length <= chunk:

@@ -2,9 +2,9 @@
 
     S_i = a_i S_{i-1} + φ(k_i) v_iᵀ     key j weighs for query i      w_ij Π_{j < m ≤ i} a_m = w_ij exp(G_i - G_j)
 
-G is summed from the last token whose factor is 0 (a reset: what stands before it is gone for all that follow), in
-pairs of float32 numbers: the difference of two running sums is then as precise as the sum of the logs between them,
-however long the sequence and however strong the decay. No difference is taken across a reset, where the product is 0.
+G is summed from the last token whose factor is 0: a reset, which hides all tokens before it from all that follow. G is
+a pair of float32 numbers. So the difference of two running sums is as precise as the sum of the logs between them, for
+long sequences and strong decay too. No difference is taken across a reset, where the product is 0.
 """
 
 from typing import NamedTuple, cast
@@ -18,7 +18,7 @@ RESET = -104.0
 
 
 IN_TILE = -128.0
-"""What stands for a factor of 0 in `in_tile`: exp of it is 0, and so small a number costs the sums little precision."""
+"""The log of a factor of 0 in `in_tile`: exp of it is 0, and so small a number costs the sums little precision."""
 
 
 class Decay(NamedTuple):
@@ -28,19 +28,19 @@ class Decay(NamedTuple):
     total: jax.Array
     """G, float32."""
     rest: jax.Array
-    """What the rounding of G has left."""
+    """The rest that the rounding of G has left."""
     segment: jax.Array
-    """How many resets there were, int32."""
+    """The number of resets so far, int32."""
 
 
 def cotangent(dtotal: jax.Array) -> Decay:
-    """The gradient of running sums, to which the backward function of a `jax.custom_vjp` gives that of `total`."""
+    """Returns the gradient of running sums, for the backward function of a `jax.custom_vjp`."""
     nothing = cast(jax.Array, None)  # what JAX takes for the gradient of an array that has none
     return Decay(dtotal, nothing, nothing)
 
 
 def accumulate(log_decay_BxSxK: jax.Array) -> Decay:
-    """The running sums of log factors ≤ 0, differentiable; the gradient of a reset's own factor is 0."""
+    """Returns the running sums of log factors ≤ 0, differentiable; the gradient of a reset's own factor is 0."""
     return _accumulate(log_decay_BxSxK.astype(jnp.float32).swapaxes(1, 2))
 
 
@@ -54,8 +54,10 @@ def _accumulate(log_decay_BxKxS):
 
 
 def backwards(dtotal_BxKxS: jax.Array, resets_BxKxS: jax.Array) -> jax.Array:
-    """The gradients of log factors from those of their running sums after each token: a token's factor is part of all
-    sums from it to the next reset."""
+    """Returns the gradients of log factors from the gradients of their running sums after each token.
+
+    A token's factor is part of all sums from it to the next reset.
+    """
     ends = jnp.pad(resets_BxKxS[..., 1:], ((0, 0), (0, 0), (0, 1)))
     total, _ = _sums(dtotal_BxKxS, ends, reverse=True)
     return jnp.where(resets_BxKxS, 0.0, total)
@@ -65,7 +67,7 @@ _accumulate.defvjp(lambda x: (_accumulate(x), x < RESET), lambda resets, d: (bac
 
 
 def _sums(x, starts, reverse=False):
-    """Running sums along the last axis, begun anew where `starts`, as the nearest float32 and what is left.
+    """Returns running sums along the last axis, begun anew where `starts`, as the nearest float32 and the rest.
 
     Each entry is joined with the one 1, 2, 4, … before it: whole arrays shifted, which compiles to one small loop
     (of `lax.associative_scan` a TPU makes hundreds of strided kernels).
@@ -73,7 +75,7 @@ def _sums(x, starts, reverse=False):
     length = x.shape[-1]
 
     def earlier(a, distance):
-        """Entries so far before each; 0 where there are none."""
+        """Returns the entries at this distance before each; 0 where there are none."""
         wide = jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, length) if reverse else (length, 0)])
         return lax.dynamic_slice_in_dim(wide, distance if reverse else length - distance, length, axis=-1)
 
@@ -93,7 +95,7 @@ def _sums(x, starts, reverse=False):
 
 
 def between(later: Decay, earlier: Decay) -> jax.Array:
-    """G_later - G_earlier: log of the product of the factors after one entry, up to the other; -inf across a reset.
+    """Returns G_later - G_earlier: the log of the product of the factors between; -inf across a reset.
 
     The arguments broadcast. Where `later` is not the later one the result means nothing and may be above 0: mask it
     before it is exponentiated.
@@ -103,28 +105,32 @@ def between(later: Decay, earlier: Decay) -> jax.Array:
 
 
 def in_tile(log_decay: jax.Array) -> jax.Array:
-    """The sums of log factors from the start of the last axis to after each token, for axes so short that one float32
-    number does; no gradient goes to a reset's own factor."""
+    """Returns the sums of log factors from the start of the last axis to after each token.
+
+    It is for axes so short that one float32 number does. No gradient goes to a reset's own factor.
+    """
     return jnp.cumsum(jnp.where(log_decay < RESET, IN_TILE, log_decay), axis=-1)
 
 
 def entries(decay: Decay, first: int, last: int | None = None) -> Decay:
-    """The entries `first` to before `last`."""
+    """Returns the entries `first` to before `last`."""
     return jax.tree.map(lambda x: x[..., first:last], decay)
 
 
 def entry(decay: Decay, index: jax.Array | int) -> Decay:
-    """One entry, [B, K, 1]."""
+    """Returns one entry, [B, K, 1]."""
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index, 1, -1), decay)
 
 
 def pairwise(log_decay_BxKxM: jax.Array) -> jax.Array:
-    """[B, K, M, M]: Σ_{j < m ≤ i} log_decay_m for query i and key j ≤ i, and 0 for the others, as it reads. A sum of
-    its own for each pair: the difference of two running sums would be inf - inf after a factor of 0."""
+    """Returns [B, K, M, M]: Σ_{j < m ≤ i} log_decay_m for query i and key j ≤ i, and 0 for the others, as it reads.
+
+    Each pair has a sum of its own: the difference of two running sums would be inf - inf after a factor of 0.
+    """
     m = jnp.arange(log_decay_BxKxM.shape[-1])
     return jnp.cumsum(jnp.where(m[:, None] > m, log_decay_BxKxM[..., None], 0.0), axis=2)
 
 
 def constant(log_decay_K: jax.Array, batch: int, length: int) -> jax.Array:
-    """[B, L, K]: the same factor for every token of a head."""
+    """Returns [B, L, K]: the same factor for every token of a head."""
     return jnp.broadcast_to(log_decay_K.astype(jnp.float32), (batch, length, log_decay_K.shape[0]))

@@ -1,4 +1,4 @@
-"""Where the documents of a window begin: what attention needs to keep them apart.
+"""The places where the documents of a window begin, so that no document sees another.
 
 Token stores hold documents one after another, each ended by the end-of-document token. As an input that token opens
 the document that follows: a model predicts a first token from it alone, whether the document stands by itself or in
@@ -16,23 +16,23 @@ from lm.ops import sequence
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """That a window is several documents, none of which sees another.
+    """A window of several documents, none of which sees another.
 
     Attributes:
         eod_id: the end-of-document token.
-        restart: whether the positions of each document begin at 0; else they are those of the window.
+        restart: whether the positions of each document begin at 0, or go on through the window.
     """
 
     eod_id: int
     restart: bool = False
 
     def of(self, tokens_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`positions` and `starts` of the tokens of whole windows."""
+        """Returns `positions` and `starts` of the tokens of whole windows."""
         starts_BxL = self.starts(tokens_BxL)
         return self.positions(starts_BxL), starts_BxL
 
     def starts(self, tokens_BxL: jax.Array) -> jax.Array:
-        """The index of the first token of each token's document, [B, L] int32, ascending along L.
+        """Returns the index of the first token of each token's document, [B, L] int32, ascending along L.
 
         A document that began before the window begins with it.
         """
@@ -40,14 +40,16 @@ class Documents:
         return lax.cummax(jnp.where(tokens_BxL == self.eod_id, index_L, 0), axis=1)
 
     def positions(self, starts_BxL: jax.Array) -> jax.Array:
-        """The positions of the tokens: [B, L] int32 where each document restarts them, else those of the window [L]."""
+        """Returns the positions of the tokens: [B, L] int32 where each document restarts them, else [L]."""
         index_L = jnp.arange(starts_BxL.shape[1], dtype=jnp.int32)
         return index_L - starts_BxL if self.restart else index_L
 
 
 def forgetting(starts_BxL: jax.Array, log_decay_BxLxK: jax.Array | None, heads: int) -> jax.Array:
-    """The log-decay of a linear mechanism, [B, L, K] float32, that forgets everything where a document begins; None
-    decays nowhere else."""
+    """Returns the log-decay of a linear mechanism, [B, L, K] float32, that forgets everything where a document begins.
+
+    Without a `log_decay_BxLxK` it decays nowhere else.
+    """
     length = starts_BxL.shape[1]
     index_L = sequence.index() * length + jnp.arange(length, dtype=jnp.int32)
     first_BxLx1 = (starts_BxL == index_L)[..., None]

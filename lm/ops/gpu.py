@@ -1,16 +1,18 @@
-"""What the Mosaic GPU kernels of several operations share: matrices in shared memory, products, loads
-and stores, walks over tiles of tokens.
+"""Building blocks of the Mosaic GPU kernels: matrices in shared memory, products, loads and stores, walks over tiles.
 
 A warpgroup is 128 threads and holds a tile.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 TILE = 64
 """Tokens of a tile, the rows of a `wgmma` product."""
@@ -19,16 +21,29 @@ WALKED = 3
 """Tiles in shared memory: two to come, and one in use."""
 
 
-def matrix(*shape: int, dtype: jnp.dtype = jnp.bfloat16) -> plgpu.SMEM:
-    """Matrices in shared memory, as `wgmma` wants them."""
+def matrix(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Any:
+    """Returns memory for matrices in shared memory, as `wgmma` takes them."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(8 * size * shape[-1])
     tiling = plgpu.TilingTransform((8, swizzle // size))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def multiply(accumulator, a: jax.Array, b, spare) -> None:
-    """accumulator += a · b with `a` [64, 64] in registers and `b` in shared memory, not awaited.
+def accumulator(rows: int, columns: int) -> Any:
+    """Returns registers for a float32 product."""
+    return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]: JAX documents it
+
+
+def regroup(refs: Sequence[Any], *operands: Any) -> list[Any]:
+    """Returns the refs of a kernel in the structure of `operands`, trees of the arrays it reads, and all other refs."""
+    leaves, structure = jax.tree.flatten(operands)
+    return [*jax.tree.unflatten(structure, refs[: len(leaves)]), *refs[len(leaves) :]]
+
+
+def multiply(sums, a: jax.Array, b, spare) -> None:
+    """Adds a · b to `sums`, registers of `accumulator`, with `a` [64, 64] in registers and `b` in shared memory.
+
+    The product is not awaited.
 
     `spare`: a list with a matrix for `a` where the kernel is interpreted, since the interpreter's `wgmma` takes no
     operand in registers; else an empty one.
@@ -37,78 +52,83 @@ def multiply(accumulator, a: jax.Array, b, spare) -> None:
         spare[0][...] = a
         plgpu.commit_smem()
         a = spare[0]
-    plgpu.wgmma(accumulator, a, b)
+    plgpu.wgmma(sums, a, b)
 
 
 def product(a, b) -> jax.Array:
-    """a · b, both in shared memory, awaited; float32."""
+    """Returns a · b, both in shared memory, awaited; float32."""
 
-    def compute(accumulator):
-        plgpu.wgmma(accumulator, a, b)
-        return accumulator[...]
+    def compute(sums):
+        plgpu.wgmma(sums, a, b)
+        return sums[...]
 
-    return pl.run_scoped(compute, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    return pl.run_scoped(compute, accumulator(a.shape[0], b.shape[1]))
 
 
 def together(*sums, spare=()) -> list[jax.Array]:
-    """Σ a · b for each list of pairs (a, b), all in flight at once; float32.
+    """Returns Σ a · b for each list of pairs (a, b), all in flight at once; float32.
 
     Factors are in shared memory, `a` may be in registers: see `multiply` for `spare`.
     """
 
     def compute(*accumulators):
-        for accumulator, pairs in zip(accumulators, sums, strict=True):
+        for registers, pairs in zip(accumulators, sums, strict=True):
             for a, b in pairs:
-                multiply(accumulator, a, b, spare if isinstance(a, jax.Array) else ())
-        return [accumulator[...] for accumulator in accumulators]
+                multiply(registers, a, b, spare if isinstance(a, jax.Array) else ())
+        return [registers[...] for registers in accumulators]
 
     shapes = [(pairs[0][0].shape[0], pairs[0][1].shape[1]) for pairs in sums]
-    return pl.run_scoped(compute, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+    return pl.run_scoped(compute, *(accumulator(*shape) for shape in shapes))
 
 
 def release() -> None:
-    """What this warpgroup has read of shared memory may be overwritten by copies from here on."""
+    """Lets copies overwrite, from here on, the shared memory that this warpgroup has read."""
     plgpu.commit_smem()
 
 
 def by_row(vector: jax.Array, columns: int) -> jax.Array:
-    """One number a row."""
+    """Repeats one number per row."""
     return lax.broadcast_in_dim(vector, (vector.shape[0], columns), (0,))
 
 
 def by_column(vector: jax.Array, rows: int) -> jax.Array:
-    """One number a column."""
+    """Repeats one number per column."""
     return lax.broadcast_in_dim(vector, (rows, vector.shape[0]), (1,))
 
 
 def load_matrix(ref) -> jax.Array:
-    """In the registers' layout of a product."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+    """Loads a matrix in the registers' layout of a product."""
+    return _load(ref, plgpu.Layout.WGMMA)
 
 
 def load_rows(ref) -> jax.Array:
-    """A number for each row of a product."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+    """Loads a number for each row of a product."""
+    return _load(ref, plgpu.Layout.WGMMA.reduce(1))
 
 
 def load_columns(ref) -> jax.Array:
-    """A number for each column of a product."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    """Loads a number for each column of a product."""
+    return _load(ref, plgpu.Layout.WGMMA.reduce(0))
+
+
+def _load(ref, layout: Any) -> jax.Array:
+    load = cast(Any, plgpu.load)  # which takes an index in JAX before 0.11, that type checkers may see
+    return load(ref, layout=layout, optimized=False)
 
 
 def zeros(*shape: int) -> jax.Array:
-    """Float32, in the registers' layout of a product or of a number for each of its rows."""
+    """Returns float32 zeros, in the registers' layout of a product or of a number for each of its rows."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
 def zero_columns(size: int) -> jax.Array:
-    """Float32 zeros, a number for each column of a product."""
+    """Returns float32 zeros, a number for each column of a product."""
     return plgpu.layout_cast(jnp.zeros((size,), jnp.float32), plgpu.Layout.WGMMA.reduce(0))
 
 
 def send(value: jax.Array, staging, destination) -> None:
-    """`value` to memory through `staging`, which may be used again after `sent()`."""
+    """Sends `value` to memory through `staging`, which may be used again after `sent()`."""
     staging[...] = value.astype(staging.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staging, destination)
@@ -119,7 +139,7 @@ def sent() -> None:
 
 
 def write(value: jax.Array, destination, staging=None) -> None:
-    """`value` to memory, as bfloat16 unless there is other `staging`."""
+    """Writes `value` to memory, as bfloat16 unless there is other `staging`."""
 
     def copy(smem):
         smem[...] = value.astype(smem.dtype)
@@ -131,20 +151,20 @@ def write(value: jax.Array, destination, staging=None) -> None:
 
 
 def walk(sources, start, first, stop, use, carry=(), backwards=False, slots=WALKED):
-    """carry = use(number, tiles, carry) for tiles in order, copied while those before are used.
+    """Calls carry = use(number, tiles, carry) for tiles in order, which are copied while earlier ones are used.
 
     Args:
         sources: arrays in memory, bfloat16 [L, C] or float32 [L]; a tuple with names, or any other tree of them.
         start: the first token of tile 0.
         first: the number of the first tile.
-        stop: one more than that of the last.
-        use: gets a tile of each source in shared memory, in a tree like that of the sources.
-        carry: what the first call gets.
+        stop: one more than the number of the last tile.
+        use: gets a tile of each source in shared memory, in the sources' tree.
+        carry: the first call gets it.
         backwards: from the last tile to the first.
         slots: how many tiles there is room for.
 
     Returns:
-        What the last call returned.
+        The result of the last call.
     """
 
     arrays, tree = jax.tree.flatten(sources)

@@ -1,7 +1,8 @@
-"""For which platform the operations are being traced, and over which mesh the batch is split.
+"""The platform for which an operation is traced, the mesh over which the batch is split, and the implementations.
 
-Both are read from the mesh in context (`with jax.set_mesh(mesh):`), which is part of jit's cache key and is set also
-when a step is compiled on a laptop for a TPU topology. Without a mesh the platform is `jax.default_backend()`.
+Platform and mesh are read from the mesh in context (`with jax.set_mesh(mesh):`), which is part of jit's cache key. It
+is also set when a step is compiled on a laptop for a TPU topology. Without a mesh the platform is
+`jax.default_backend()`.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ SEQUENCE_AXIS = 'sequence'
 """The axis over which the tokens of a window are split (`lm.ops.sequence`)."""
 
 KERNELS = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu', 'pallas_gpu_recurrent')}
-"""What platforms prefer of an operation that says nothing else."""
+"""Platform → the implementations that it prefers of an operation without other preferences."""
 FEW_TOKENS = 128
 LOG = logging.getLogger('lm.ops')
 _CHOICES: ContextVar[dict[str, str] | None] = ContextVar('choices', default=None)
@@ -37,7 +38,7 @@ _PORTABLE: ContextVar[bool] = ContextVar('portable', default=False)
 
 @contextlib.contextmanager
 def choices(portable: bool = False) -> Iterator[dict[str, str]]:
-    """Operation → implementation, of what is traced in the context, as it is chosen.
+    """Yields operation → implementation, filled in as operations are traced in the context.
 
     `portable`: it is 'xla' for all, also where another one is requested.
     """
@@ -51,20 +52,20 @@ def choices(portable: bool = False) -> Iterator[dict[str, str]]:
 
 
 def target_platform() -> str:
-    """'cpu', 'tpu' or 'gpu': where the computation that is being traced will run."""
+    """Returns 'cpu', 'tpu' or 'gpu': where the computation that is being traced will run."""
     device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
     platform = getattr(device, 'platform', None) or jax.default_backend()
     return 'gpu' if platform in ('cuda', 'rocm') else platform
 
 
 def device_kind() -> str:
-    """JAX's name of the devices for which the computation that is being traced will run."""
+    """Returns JAX's name of the devices for which the computation that is being traced will run."""
     device = getattr(jax.sharding.get_abstract_mesh(), 'abstract_device', None)
     return device.device_kind if device is not None else jax.devices()[0].device_kind
 
 
 def without_mosaic_gpu() -> str | None:
-    """Why our Mosaic GPU kernels cannot run where the computation that is being traced will, or None."""
+    """Returns why the Mosaic GPU kernels cannot run where the computation that is being traced will, or None."""
     if target_platform() != 'gpu' or not HOPPER.search(device_kind()):
         return 'needs a GPU of compute capability 9 (H100, H200)'
     if jax.__version_info__ < MOSAIC_GPU_JAX:
@@ -73,41 +74,40 @@ def without_mosaic_gpu() -> str | None:
 
 
 def data_shards(mesh: Mesh) -> int:
-    """Into how many parts `mesh` splits the batch: the devices along its data axes."""
+    """Returns into how many parts `mesh` splits the batch: the devices along its data axes."""
     return math.prod(mesh.shape.get(name, 1) for name in DATA_AXES)
 
 
 def batch_axes() -> tuple[str, ...]:
-    """The data axes of the mesh in context, but those that shard_map has taken already or that have one device."""
+    """Returns the data axes of the mesh in context that have several devices and that shard_map has not taken yet."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(name for name in DATA_AXES if mesh.shape.get(name, 1) > 1 and name not in mesh.manual_axes)
 
 
 def batch_shards() -> int:
-    """Into how many parts the mesh in context splits the batch; 1 without a mesh."""
+    """Returns into how many parts the mesh in context splits the batch; 1 without a mesh."""
     shape = jax.sharding.get_abstract_mesh().shape
     return math.prod(shape[name] for name in batch_axes())
 
 
 def sequence_shards() -> int:
-    """Into how many parts, of which this computation sees one, windows are split; 1 where it sees them whole."""
+    """Returns into how many parts windows are split, of which this computation sees one; 1: it sees them whole."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[SEQUENCE_AXIS] if SEQUENCE_AXIS in mesh.manual_axes else 1
 
 
 def uneven_batch(batch: int) -> str | None:
-    """Why `per_device` cannot split a batch of so many rows, or None."""
+    """Returns why `per_device` cannot split a batch of so many rows, or None."""
     shards = batch_shards()
     return f'cannot split a batch of {batch} over {shards} devices' if batch % shards else None
 
 
 def per_device(function: Callable, split: tuple[bool, ...]) -> Callable:
-    """`function` run by every device on its own rows of the batch; its result has a leading batch axis.
+    """Returns `function`, run by every device on its own rows of the batch; its result has a leading batch axis.
 
     Kernels are opaque to the partitioner, and a loop that accumulates a gradient over the batch would communicate in
     every iteration; both want the split made explicit. Gradients of the arguments that are not split are summed over
-    the devices once. Devices among which no batch is split, those of one window, each compute it. Without a mesh this
-    is `function` itself.
+    the devices once. Devices that share one window each compute its rows. Without a mesh this is `function` itself.
 
     Args:
         function: takes arrays (or None) and returns one.
@@ -123,9 +123,10 @@ def per_device(function: Callable, split: tuple[bool, ...]) -> Callable:
 
 
 def vmem() -> tuple[int, int | None]:
-    """Bytes of on-chip memory that a TPU kernel may use, and the limit to ask the compiler for (None: its default).
+    """Returns the bytes of on-chip memory that a TPU kernel may use, and the limit to ask the compiler for.
 
-    Half of what later chips have at least; of the 16 MiB of v4 and before all, which is the compiler's default.
+    It is half of the least memory of later chips, and all of the 16 MiB of v4 and before. The limit is None where it is
+    the compiler's default.
     """
     chip = limits_of(device_kind())
     if chip is not None and chip.vmem_mib < 64:
@@ -134,7 +135,7 @@ def vmem() -> tuple[int, int | None]:
 
 
 def matrix_side() -> int:
-    """Rows and columns of a matrix unit of a TPU; 128 where that is not known."""
+    """Returns the rows and columns of a matrix unit of a TPU; 128 where that is not known."""
     chip = limits_of(device_kind())
     return 128 if chip is None else chip.matrix_side
 
@@ -157,8 +158,8 @@ Module = TypeVar('Module', bound=Implementation)
 class Implementations(Mapping[str, Module], Generic[Module, Call]):
     """The implementations of an operation, name → module, and which of them a platform prefers.
 
-    A module is imported when it is first requested: importing Pallas takes a good part of the time in which a restarted
-    run reaches its first step, and a CPU has no use for it. 'xla' is the portable implementation.
+    A module is imported when it is first requested. Importing Pallas takes a good part of the time until the first step
+    of a restarted run, and a CPU has no use for it. 'xla' is the portable implementation.
     """
 
     def __init__(
@@ -166,12 +167,12 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
     ):
         """
         Args:
-            operation: what messages call it.
+            operation: its name in messages.
             package: where the modules are.
             preferred: platform → names, the best first; those that the operation lacks are passed over.
             modules: name → module below `package`.
         """
-        self._operation = operation
+        self.operation = operation
         self._modules = {name: f'{package}.{module}' for name, module in modules.items()}
         self._preferred = {
             target: tuple(name for name in names if name in modules) for target, names in preferred.items()
@@ -199,17 +200,17 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
         """
         name = 'xla' if _PORTABLE.get() else self._name_of_choice(requested, call, *rest, **options)
         if (noted := _CHOICES.get()) is not None:
-            noted[self._operation] = name
+            noted[self.operation] = name
         return self[name]
 
     def _name_of_choice(self, requested: str | None, *args: Any, **options: Any) -> str:
         if requested is not None:
             if requested not in self:
                 names = ', '.join(sorted(self))
-                raise OperationError(f'implementation = {requested!r}: {self._operation} has only {names}')
+                raise OperationError(f'implementation = {requested!r}: {self.operation} has only {names}')
             if reason := self[requested].unsupported(*args, **options):
                 raise OperationError(
-                    f'implementation = {requested!r}: {self._operation} {reason}; leave it unset to use the best'
+                    f'implementation = {requested!r}: {self.operation} {reason}; leave it unset to use the best'
                 )
             return requested
         reasons = []
@@ -219,13 +220,15 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
                 return name
             reasons.append(f'{name} {reason}')
         if reasons:
-            _say_once(f'{self._operation}: {", ".join(reasons)}; using the slower xla path')
+            _say_once(f'{self.operation}: {", ".join(reasons)}; using the slower xla path')
         return 'xla'
 
 
 def for_few(tokens: int) -> str | None:
-    """What to request of an operation whose kernels work in chunks: 'xla' where so few tokens, as in decoding, are not
-    worth one."""
+    """Returns the implementation to request of an operation whose kernels work in chunks: 'xla' for less than one.
+
+    None leaves the choice to the platform. Decoding has so few tokens.
+    """
     return 'xla' if tokens < FEW_TOKENS else None
 
 

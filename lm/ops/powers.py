@@ -22,8 +22,11 @@ def power_and_slope(s: jax.Array, degree: int) -> tuple[jax.Array, jax.Array | N
 
 @jax.custom_jvp
 def quotient(o: jax.Array, total: jax.Array) -> jax.Array:
-    """o / total. Its derivative in `total` is formed as -(o / total) / total: the total⁻² that JAX would form leaves
-    float32 beyond 1.8e19, which signed weights of high degree reach, and gradients would silently be 0."""
+    """Computes o / total. Its derivative in `total` is formed as -(o / total) / total.
+
+    JAX would form total⁻², which leaves float32 beyond 1.8e19. Signed weights of high degree reach that, and gradients
+    would silently be 0.
+    """
     return o / total
 
 

@@ -1,4 +1,4 @@
-"""What a backward pass of attention takes from the forward pass, saved by name."""
+"""Arrays that a backward pass of attention takes from the forward pass, saved by name."""
 
 from collections.abc import Callable
 
@@ -13,24 +13,23 @@ RESIDUAL_NAME = 'attention_residuals'
 
 
 def saved(x: jax.Array) -> jax.Array:
-    """x under that name, in the forward function of a `jax.custom_vjp`: no gradient passes through it.
+    """Returns x under that name, in the forward function of a `jax.custom_vjp`: no gradient passes through it.
 
-    It is kept as the integers that its bits are. Of numbers that are kept and used as well JAX makes a rounded copy, to
-    the precision that they have: behind a kernel that is one more pass over memory.
+    It saves x bit-cast to integers. JAX would otherwise store a second, rounded copy of a float that is also used: one
+    more pass over memory behind a kernel.
     """
     bits = lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')
     if platform.target_platform() == 'gpu' and jax.__version_info__ < (0, 12):
-        # That XLA runs a kernel whose result a scan stacks twice: a copy of it writes into the stack.
+        # That XLA runs a kernel twice if a scan stacks its result: a copy of the kernel writes into the stack.
         bits = lax.optimization_barrier(bits)
     return lax.bitcast_convert_type(checkpoint_name(bits, RESIDUAL_NAME), x.dtype)
 
 
 def recomputed(function: Callable) -> Callable:
-    """function, whose result is `saved` and of which nothing else is kept but its arguments: the backward pass computes
-    the rest again.
+    """Returns a function that saves its result and its arguments only: the backward pass computes the rest again.
 
-    As `jax.checkpoint` has it, but whatever the policy around it: those that keep products would keep the float32
-    products of sketches, which are larger than what they are made of.
+    `jax.checkpoint` does the same, but a policy around it may change that: policies that keep products would keep the
+    float32 products of sketches, which are larger than the arrays that they are made of.
     """
 
     @jax.custom_vjp

@@ -1,8 +1,9 @@
-"""One window over many devices: what its parts tell each other.
+"""One window over many devices: how its parts exchange arrays.
 
-A mesh may have the axis `sequence`: windows are then cut into equal parts, one a device, in order. `over_tokens` runs a
-function of tokens on each part. All that treats tokens on their own is at home there; attention asks its neighbours, by
-the other functions of this file. Outside of `over_tokens`, and without such an axis, there is one part, the whole.
+A mesh may have the axis `sequence`: windows are then cut into equal parts, one per device, in order. `over_tokens` runs
+a function of tokens on each part. Code that treats each token by itself works there unchanged. Attention asks its
+neighbours, by the other functions of this file. Outside of `over_tokens`, and without such an axis, the window is one
+part.
 """
 
 from collections.abc import Callable
@@ -19,12 +20,12 @@ from lm.ops.platform import per_device, sequence_shards, uneven_batch
 
 
 def over_tokens(function: Callable, token_axes: tuple[int | None, ...]) -> Callable:
-    """`function`, run on each part of the window; where its tokens do not split evenly, by every device on the whole.
+    """Returns `function`, run on each part of the window; if tokens do not split evenly, each device runs the whole.
 
     Args:
         function: takes arrays (or trees of them, or None) and returns arrays [B, L].
         token_axes: of each argument the axis that counts tokens; None where it has none and each device has it whole.
-            Gradients of those are summed over the parts.
+            Gradients of whole arguments are summed over the parts.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
@@ -47,22 +48,22 @@ def over_tokens(function: Callable, token_axes: tuple[int | None, ...]) -> Calla
 
 
 def index() -> jax.Array | int:
-    """The number of this part of the window."""
+    """Returns the number of this part of the window."""
     return lax.axis_index(AXIS) if sequence_shards() > 1 else 0
 
 
 def gathered(x: jax.Array) -> jax.Array:
-    """[B, L, …] of the whole window from that of each part."""
+    """Returns [B, L, …] of the whole window from the arrays of all parts."""
 
     def gather(x):
         return lax.all_gather(x, AXIS, axis=1, tiled=True)
 
-    # Of rows whose split is left to the compiler, every device would gather those of all the others as well.
+    # If the split of rows were left to the compiler, every device would gather the rows of all others as well.
     return gather(x) if uneven_batch(x.shape[0]) else per_device(gather, (True,))(x)
 
 
 def tokens_before(x: jax.Array, count: int) -> jax.Array:
-    """The `count` tokens before this part, [B, count, …]; zeros before the first part."""
+    """Returns the `count` tokens before this part, [B, count, …]; zeros before the first part."""
     if sequence_shards() == 1:
         return jnp.zeros((x.shape[0], count, *x.shape[2:]), x.dtype)
     if count > x.shape[1]:
@@ -71,24 +72,26 @@ def tokens_before(x: jax.Array, count: int) -> jax.Array:
 
 
 def halves(parts: int) -> list[tuple[int, int]]:
-    """Of each part, the halves of parts that `balanced` gives it, of those counted from the first of the window on."""
+    """Returns the halves of parts that `balanced` gives each part, numbered from the first of the window on."""
     pairs = [(i, 2 * parts - 1 - i) for i in range(parts)]
-    return [pair if i % 2 == 0 else pair[::-1] for i, pair in enumerate(pairs)]
+    return [(early, late) if early % 2 == 0 else (late, early) for early, late in pairs]
 
 
 def balanced(x: jax.Array) -> jax.Array:
-    """[B, L, …] of two halves of parts, `halves`, for the two of this part: tokens early and late in the window, so
-    that queries that see the keys before them see as many on each device."""
+    """Exchanges the halves of this part for two others, `halves`: tokens early and late in the window, [B, L, …].
+
+    So queries that see the keys before them see as many on each device.
+    """
     return _exchanged(x, back=False)
 
 
 def in_order(x: jax.Array) -> jax.Array:
-    """The inverse of `balanced`."""
+    """Undoes `balanced`."""
     return _exchanged(x, back=True)
 
 
 def _exchanged(x: jax.Array, back: bool) -> jax.Array:
-    """Half n of a part is half n of another: even ones are first halves before and after."""
+    """Exchanges half n of a part for half n of another: even ones are first halves before and after."""
     moved = []
     for n, half in enumerate(jnp.split(x, 2, axis=1)):
         routes = [(pair[n] // 2, part) for part, pair in enumerate(halves(sequence_shards()))]
@@ -97,11 +100,12 @@ def _exchanged(x: jax.Array, back: bool) -> jax.Array:
 
 
 def carried(part: Any, compose: Callable[[Any, Any], Any]) -> Any:
-    """What all parts before this one come to, in order, from what each of them is.
+    """Composes the arrays of all parts before this one, in order.
 
     Args:
-        part: a tree of arrays.
-        compose: of an earlier and a later stretch of the window. Zeros must be those of an empty stretch.
+        part: a tree of arrays, of this part.
+        compose: takes the trees of an earlier and a later stretch of the window. A tree of zeros must stand for an
+            empty stretch.
     """
     total, distance = _from(1, part), 1
     while distance < sequence_shards():
@@ -111,5 +115,5 @@ def carried(part: Any, compose: Callable[[Any, Any], Any]) -> Any:
 
 
 def _from(distance: int, x: Any) -> Any:
-    """That of the part so many places before; zeros where there is none."""
+    """Returns x of the part so many places before; zeros where there is none."""
     return lax.ppermute(x, AXIS, [(i, i + distance) for i in range(sequence_shards() - distance)])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lm.evaluation.sets import FIGURES, flat
+from lm.evaluation.sets import FIGURES, flatten_result
 from lm.report import paper
 from lm.report.curves import find_differing_bindings, name_binding
 from lm.report.measures import Measures, get_status, measure_microseconds_per_token
@@ -44,7 +44,7 @@ class Report:
         self.runs, self.out, self.corpus, self.absent = list(runs), out, corpus, list(absent)
         self.measures = Measures(split)
         self.swept = [name for name in find_differing_bindings(self.runs) if name not in HAVE_COLUMNS]
-        measured = [flat(self.measures.find_newest(run)) for run in self.runs]
+        measured = [flatten_result(self.measures.find_newest(run)) for run in self.runs]
         self.of_sets = sorted({name for found in measured for name in found if name.startswith(PREFIXES)})
         self.rows = [self.make_row(run) for run in self.runs]
         self.comparison = self.compare_with_papers()
@@ -74,7 +74,7 @@ class Report:
 
     def make_row(self, run: Run) -> dict[str, Any]:
         """Returns the figures of a run."""
-        measured, rate, bounds = flat(self.measures.find_newest(run)), run.tokens_per_second, run.speed_range
+        measured, rate, bounds = flatten_result(self.measures.find_newest(run)), run.tokens_per_second, run.speed_range
         return {
             'run': run.name,
             'status': get_status(run),

@@ -13,7 +13,6 @@ import jax
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import list_last
-from lm.config.text import dump
 from lm.errors import AbsentError, ConfigError, MismatchError, writing
 from lm.files import write_atomically
 from lm.runs.base import check_start
@@ -36,19 +35,19 @@ class Branch:
     parent: RunDir
     step: int
 
-    def check(self, experiment: Any) -> None:
-        """Raises AbsentError, MismatchError or ConfigError where `experiment` cannot go on from there. What only the
-        arrays tell, `lm.checkpoint.checkpointer.Checkpointer.restore` refuses."""
-        run_on_process_zero(lambda: self._check(experiment))
+    def check(self, text: str, steps: int) -> None:
+        """Raises AbsentError, MismatchError or ConfigError where a run of `steps` with the configuration `text` cannot
+        go on from there. `lm.checkpoint.checkpointer.Checkpointer.restore` checks the arrays."""
+        run_on_process_zero(lambda: self._check(text, steps))
 
     def checkpointer(self, fingerprints: Mapping[str, str]) -> Checkpointer:
         """Opens the checkpoints of the parent. Its tokenizer must be the one in `fingerprints`; its data may differ."""
         tokenizer = {name: value for name, value in fingerprints.items() if name == 'tokenizer'}
         return Checkpointer(self.parent.checkpoints, fingerprints=tokenizer)
 
-    def record(self, experiment: Any) -> dict[str, Any]:
-        """For run.json."""
-        changed = compare_texts(self._config(), dump(experiment))
+    def record(self, text: str) -> dict[str, Any]:
+        """Describes the branch for run.json; `text` is its configuration."""
+        changed = compare_texts(self._config(), text)
         return {'from': str(self.parent.path), 'step': self.step, 'changed': [list(change) for change in changed]}
 
     def copy_metrics(self) -> None:
@@ -63,7 +62,7 @@ class Branch:
             with writing(path):
                 write_atomically(path, b''.join(past))
 
-    def _check(self, experiment: Any) -> bool:
+    def _check(self, text: str, steps: int) -> bool:
         check_not_imported(read_raw(self.parent.info), '--branch_from', self.parent.path)
         with Checkpointer(self.parent.checkpoints) as checkpointer:
             known = checkpointer.all_steps()
@@ -72,12 +71,11 @@ class Branch:
                 f'--branch_from {self.parent.path} --step {self.step}: it has checkpoints of {list_last(known)}; '
                 'choose one of these'
             )
-        if self.step >= experiment.train.steps:
+        if self.step >= steps:
             raise ConfigError(
-                f'--step {self.step}: train.steps = {experiment.train.steps} leaves nothing to train; '
-                'set train.steps higher'
+                f'--step {self.step}: train.steps = {steps} leaves nothing to train; set train.steps higher'
             )
-        for name, old, new in compare_texts(self._config(), dump(experiment)):
+        for name, old, new in compare_texts(self._config(), text):
             if name in FIXED:
                 raise MismatchError(
                     f'--branch_from {self.parent.path}: {name} was {old}, now {new}, so that step {self.step} would '
@@ -104,15 +102,15 @@ def find_branch(run: RunDir, parent: str | None, step: int | None, rewind_to: in
     recorded = read_raw(run.info).get('branch') or {}
     recorded = recorded if {'from', 'step'} <= recorded.keys() else {}
     if parent is not None:
-        wanted = {'from': str(RunDir(parent).path), 'step': step}
-        if wanted['from'] == str(run.path):
+        requested = {'from': str(RunDir(parent).path), 'step': step}
+        if requested['from'] == str(run.path):
             raise ConfigError(f'--branch_from {parent}: is the run itself; name a new --run_dir, or use --rewind_to')
-        if run.config.exists() and not (recorded and recorded | wanted == recorded):
+        if run.config.exists() and not (recorded and recorded | requested == recorded):
             was = f'a branch of {recorded["from"]} at step {recorded["step"]}' if recorded else 'not a branch'
             raise MismatchError(
                 f'--run_dir {run.path}: holds a run that has begun, {was}; name a new --run_dir for the branch'
             )
-        recorded = wanted
+        recorded = requested
     with Checkpointer(run.checkpoints) as own:
         if not recorded or own.all_steps():
             return None

@@ -61,7 +61,7 @@ def check_identity(run: RunPaths, text: str, rewound: bool) -> Contents:
         found.notes.append(f'{run.config} could not be read and is written anew')
     if files:
         _check_progress(run, found, steps, old, rewound)
-    # A config.gin without bindings says nothing: then only the checkpoint says which run it is.
+    # A config.gin without bindings cannot be compared: then the checkpoint alone decides.
     if old:
         _check_changes(run, run.config, old, new, found.notes, rewound)
     if recorded := _read_configuration_of_checkpoint(run, steps, info):

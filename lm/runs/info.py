@@ -145,9 +145,9 @@ def make_info(
     starts.append({key: value for key, value in start.items() if known.get(key) != value})
     left_out = starts_left_out(old)
     while len(starts) > MOST_STARTS:
-        # What it said holds until a later one says something else.
-        said = {key: value for key, value in starts.pop(1).items() if key not in OWN}
-        starts[1] = starts[1] | {key: value for key, value in said.items() if key not in starts[1]}
+        # Its values hold until a later start has others.
+        kept = {key: value for key, value in starts.pop(1).items() if key not in OWN}
+        starts[1] = starts[1] | {key: value for key, value in kept.items() if key not in starts[1]}
         left_out += 1
     rewinds = list(old.get('rewinds', []))
     if rewind:
@@ -156,7 +156,7 @@ def make_info(
         'started': old.get('started', now),
         **{name: old[name] for name in ('branch', 'goodput') if name in old},
         **facts,
-        # What a branch goes on from lies elsewhere.
+        # A branch goes on from a checkpoint of another run.
         'saved_step': None if 'branch' in facts else first_step or None,
         'rewinds': rewinds,
         'starts': starts,

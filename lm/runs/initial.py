@@ -27,7 +27,7 @@ class InitialParameters:
     data: str
 
     def check(self, params: dict) -> None:
-        """Raises what `take` would, as far as the record of the checkpoint tells."""
+        """Raises the errors of `take` that the record of the checkpoint alone shows."""
         with self._open() as other:
             self._check(other, params)
 
@@ -48,8 +48,8 @@ class InitialParameters:
         """
         with self._open() as other:
             saved = self._check(other, abstract['params'])
-            wanted = abstract | {'buffers': _alike(abstract['buffers'], saved, 'buffers.')}
-            restored = other.restore(wanted, partial=True)
+            target = abstract | {'buffers': _alike(abstract['buffers'], saved, 'buffers.')}
+            restored = other.restore(target, partial=True)
         assert restored is not None, '`_check` has found a checkpoint'
         taken, step, _ = restored
         names = flatten(taken)
@@ -75,12 +75,12 @@ class InitialParameters:
                 '(lm prepare with tokenizer.model_path), or start from a run with this one'
             )
         saved = {name.removeprefix('params.'): leaf for name, leaf in record['leaves'].items()}
-        wanted = {name: leaf for name, leaf in flatten(params).items() if name in saved}
-        if not wanted:
+        shared = {name: leaf for name, leaf in flatten(params).items() if name in saved}
+        if not shared:
             raise MismatchError(f'{self._setting}: has none of the arrays of this model; start from a run like it')
         wrong = [
             f'{name} is {_shape(saved[name]["shape"])} there and {_shape(leaf.shape)} here'
-            for name, leaf in wanted.items()
+            for name, leaf in shared.items()
             if tuple(saved[name]['shape']) != tuple(leaf.shape)
         ]
         if wrong:

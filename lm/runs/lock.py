@@ -284,7 +284,8 @@ def _inode(directory: epath.Path) -> int | None:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process started, in ticks since the boot: tells it from a later one of the same number. None: no /proc."""
+    """Returns when a process started, in ticks since the boot, which distinguishes processes of one number. None: there
+    is no /proc."""
     try:
         state, *rest = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
     except OSError:

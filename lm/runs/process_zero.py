@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from lm.errors import ConfigError, LmError, exit_code_of
 
 FAILED = 1000
-"""Added to the exit code that process 0 tells the others."""
+"""Added to the exit code that process 0 sends to the others."""
 
 
 def run_on_process_zero(work: Callable[[], bool]) -> bool:
@@ -44,7 +44,7 @@ def broadcast_text(text: str) -> str:
 
 
 def check_all(problem: str | None) -> None:
-    """Raises ConfigError in all processes where one of them has a problem, which it tells."""
+    """Raises ConfigError in all processes where one of them has a problem. Its own message is `problem`."""
     if _is_alone():
         return
     refused = multihost_utils.process_allgather(np.int32(problem is not None)).ravel()
@@ -73,5 +73,5 @@ def check_same(facts: Mapping[str, Any]) -> None:
 
 
 def _is_alone() -> bool:
-    # To ask for the count before the processes have met would keep them from meeting.
+    # Asking for the count before the processes are connected would keep them from connecting.
     return not jax.distributed.is_initialized() or jax.process_count() == 1

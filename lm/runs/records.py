@@ -129,7 +129,7 @@ class Run:
 
     @property
     def speed_range(self) -> tuple[float, float] | None:
-        """The quartiles of the tokens a second, over at least four intervals."""
+        """The quartiles of the tokens per second, over at least four intervals."""
         if len(self.speeds) < 4:
             return None
         low, _, high = statistics.quantiles(self.speeds, n=4, method='inclusive')

@@ -156,7 +156,7 @@ class RunDir(RunPaths):
             )
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            if not is_remote(self.path):  # there before any step is logged, so that its absence says something
+            if not is_remote(self.path):  # before any step is logged, so that its absence means a loss
                 self.checkpoints.mkdir(exist_ok=True)
             if rewound:
                 self._abandon_evaluations(first_step)

@@ -73,7 +73,7 @@ def find_origin(run: RunDir, request: Request, plan: RunPlan) -> Origin:
         rewind_to = None
     branch = find_branch(run, request.branch_from, request.step, request.rewind_to)
     if branch:
-        branch.check(plan.experiment)
+        branch.check(plan.text, plan.experiment.train.steps)
     run.check_unchanged(plan.text, rewind_to is not None)
     return Origin(branch, rewind_to, str(branch.parent.path) if branch else request.run_dir)
 
@@ -104,7 +104,7 @@ def write_start(run: RunDir, plan: RunPlan, origin: Origin, step: int) -> None:
     """Writes config.gin and run.json, and of a branch the metrics of its parent up to the step."""
     facts: dict[str, Any] = {'parameters': plan.parameters, **plan.store.fingerprints}
     if origin.branch:
-        facts['branch'] = origin.branch.record(plan.experiment)
+        facts['branch'] = origin.branch.record(plan.text)
     run.create_or_resume(plan.text, facts, step, origin.rewind_to is not None)
     if origin.branch:
         origin.branch.copy_metrics()

@@ -4,8 +4,8 @@
     Trainer.run: (batch → step → log → evaluate → save)* → close
 
 Steps are dispatched ahead of the host: the metrics of step n are fetched after step n + 1 has been dispatched. Resuming
-is exact: the state holds everything, the data are a function of the step, and metrics.jsonl is cut back to the restored
-step, so that an interrupted run leaves the files of an uninterrupted one.
+is exact: the state holds everything, and the data are a function of the step. metrics.jsonl is cut back to the restored
+step. So an interrupted run leaves the files of an uninterrupted one.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from lm.training.heartbeat import Peers
 from lm.training.mesh import JobAddress, batch_sharding, initialize_distributed, meet
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
-from lm.training.program import compile_in_background, shardings_of
+from lm.training.program import compile_in_background, get_shardings
 from lm.training.progress import Progress, Throughput
 from lm.training.step import State
 from lm.training.watchdog import Watchdog
@@ -108,7 +108,7 @@ def open_session(
             compilation.lowered.exception()  # which the next line raises, if there is one
         with goodput.spent('compile'):
             advance = compilation.compiled.result()
-        redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=shardings_of(abstract['buffers']))
+        redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=get_shardings(abstract['buffers']))
         sharding = batch_sharding(mesh, axis=1)
         batches = Batches(plan.store, plan.split, plan.windows, experiment.train.microbatches, sharding)
 

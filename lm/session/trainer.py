@@ -16,7 +16,7 @@ from lm.compilation.cache import CompileCache
 from lm.data.batches import Batches
 from lm.errors import Diverged, LmError, Preempted
 from lm.evaluation.evaluator import AnyEvaluator
-from lm.evaluation.sets import flat
+from lm.evaluation.sets import flatten_result
 from lm.model.functions import select_weights
 from lm.runs.goodput import Goodput, describe
 from lm.runs.lock import RunLock
@@ -26,7 +26,7 @@ from lm.text import counted, duration, si
 from lm.training.config import TrainConfig
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
-from lm.training.progress import Progress, Throughput, divergence
+from lm.training.progress import Progress, Throughput, describe_divergence
 from lm.training.step import State, TrainStep
 from lm.training.watchdog import Watchdog
 
@@ -36,7 +36,7 @@ GOODPUT_SECONDS = 60.0
 
 @dataclasses.dataclass
 class Computation:
-    """What the steps compute with.
+    """The parts that compute.
 
     Attributes:
         advance: (state, batch) → (state, metrics): the compiled step, which takes the memory of the old state.
@@ -52,7 +52,7 @@ class Computation:
 
 @dataclasses.dataclass
 class Records:
-    """What a session keeps and reports.
+    """The files and reports of a session.
 
     Attributes:
         text: the whole configuration as gin text, which checkpoints keep.
@@ -70,7 +70,7 @@ class Records:
 
 @dataclasses.dataclass
 class Services:
-    """What watches over a session and measures it."""
+    """The parts that watch over a session and measure it."""
 
     lock: RunLock
     preemption: Preemption
@@ -126,10 +126,10 @@ class Trainer:
         batches = services.goodput.charging('data', computation.batches.prefetch(self.start, config.steps))
         services.watchdog.step(self.start + 1)
         for step, batch in enumerate(batches, self.start + 1):
-            if services.preemption.requested(step - 1):
+            if services.preemption.is_requested(step - 1):
                 self.log_pending()
                 self.stop(step - 1)
-            services.profiler.at(step)
+            services.profiler.begin_step(step)
             if which := computation.step.functions.choose_redrawn(step - 1):
                 weights = select_weights(self.state)
                 self.state['buffers'] = computation.redraw(weights, which, config.seed, step - 1)
@@ -165,8 +165,8 @@ class Trainer:
         self.bad_steps = metrics['in_a_row']
         if self.bad_steps >= config.max_nonfinite_steps:
             self.checkpointer.wait()
-            what, saved = self.computation.step.name_of(metrics['first_bad']), self.checkpointer.latest_step()
-            raise Diverged(divergence(step, self.bad_steps, what, windows, config.skip_batches, saved))
+            what, saved = self.computation.step.name_first_bad(metrics['first_bad']), self.checkpointer.latest_step()
+            raise Diverged(describe_divergence(step, self.bad_steps, what, windows, config.skip_batches, saved))
         if step % config.log_every and step != config.steps:
             return
         tokens_per_second, seconds_left = records.throughput.tick(step)
@@ -196,12 +196,12 @@ class Trainer:
         return step == self.config.steps or (every is not None and step % every == 0)
 
     def evaluate(self, step: int) -> float:
-        """The loss of the evaluation split after `step`. Stops the run if the process is told to meanwhile; where the
+        """The loss of the evaluation split after `step`. Stops the run if the process is asked to meanwhile; where the
         evaluation fails, the step is saved first."""
         records, evaluator, preemption = self.records, self.computation.evaluator, self.services.preemption
         try:
             with records.throughput.pause(), self.pause('evaluation'):
-                result = evaluator(select_weights(self.state), step, lambda: preemption.requested(step))
+                result = evaluator(select_weights(self.state), step, lambda: preemption.is_requested(step))
         except Exception:
             if jax.process_count() == 1 and not self.bad_steps:  # other processes may have no error, and would not save
                 with contextlib.suppress(LmError):  # the first error is the one to report
@@ -209,12 +209,12 @@ class Trainer:
             raise
         if result is None:
             self.stop(step)
-        records.metrics_file.write({'kind': 'eval', **flat(result), 'seconds': records.throughput.seconds})
+        records.metrics_file.write({'kind': 'eval', **flatten_result(result), 'seconds': records.throughput.seconds})
         records.progress.note(f'evaluation at step {step}: {evaluator.split} {evaluator.describe(result)}')
         return result['loss']
 
     def save(self, step: int, loss: float | None = None) -> None:
-        """Starts to write a checkpoint; `loss` is that of an evaluation after `step`."""
+        """Starts to write a checkpoint; `loss` comes from an evaluation after `step`."""
         self.services.lock.check()
         self.records.metrics_file.flush()
         metadata = {
@@ -232,7 +232,7 @@ class Trainer:
 
     def complete_save(self, step: int) -> None:
         """Waits until the save of `step` is complete. Raises LmError if it failed, whatever checkpoint.on_failed_save
-        says: who is told that a run has ended may take its machine away."""
+        is: a caller that sees the end of a run may take its machine away."""
         with self.pause('checkpoint'):
             self.checkpointer.wait()
         if step not in (steps := self.checkpointer.all_steps()):
@@ -257,7 +257,7 @@ class Trainer:
     @contextlib.contextmanager
     def pause(self, account: str) -> Iterator[None]:
         """Charges what happens inside, which is no part of a step, to another account of the goodput."""
-        with self.services.goodput.spent(account), self.services.watchdog.paused():
+        with self.services.goodput.spent(account), self.services.watchdog.pause():
             yield
 
     def record_goodput(self, finished: bool = False) -> dict[str, Any]:

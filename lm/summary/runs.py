@@ -1,4 +1,4 @@
-"""What a run directory holds."""
+"""The contents of a run directory."""
 
 import datetime
 import re
@@ -20,7 +20,7 @@ DELETION_SECONDS = 1.0
 
 
 def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool = False) -> dict[str, Any]:
-    """What the run in `path` was told, how far it is, and its checkpoints.
+    """Returns the configuration, the progress and the checkpoints of the run in `path`.
 
     Args:
         verify: read every checkpoint whole and compare checksums.
@@ -52,7 +52,7 @@ def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool 
 
 
 def saved_steps(directory: epath.Path) -> tuple[list[int], list[str]]:
-    """What lies in a folder of checkpoints.
+    """Lists a folder of checkpoints.
 
     Returns:
         steps: those whose save was completed, damaged ones too.

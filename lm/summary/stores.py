@@ -1,4 +1,4 @@
-"""What a token store holds."""
+"""The contents of a token store."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from lm.errors import MismatchError
 
 
 def inspect_store(path: str, verify: bool = False) -> dict[str, Any]:
-    """What the token store in `path` was made of and how much of it there is."""
+    """Returns the source and the size of the token store in `path`."""
     store = TokenStore.open(path)
     damage, splits = [], {}
     for split in store.splits:

@@ -1,4 +1,4 @@
-"""What `lm inspect` prints for people."""
+"""The tables of `lm inspect`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -122,7 +122,7 @@ def _table(*headings: str) -> Table:
 
 
 def _counted(number: Any, noun: str, plural: str | None = None) -> str:
-    """Of what a file says, which may be text or missing."""
+    """Returns a number from a file with its noun. The number may be text or missing."""
     return counted(int(number), noun, plural) if str(number).isdecimal() else f'{number} {plural or f"{noun}s"}'
 
 

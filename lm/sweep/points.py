@@ -1,15 +1,15 @@
 """The points of a sweep: gin files whose values are lists → experiments with names.
 
-In a sweep file, which is plain gin,
+A sweep file is plain gin:
 
-    model.attention = [@softmax(), @polysketch()]      a list is an axis; axes make a grid, the first varies slowest
-    polysketch.sketch_size = [32, 64]                  an axis of a mechanism: for the points that select it
-    zip/model.n_layers = [12, 13]                      lists of one scope zip, zip_a, zip_b, … vary together
-    zip/optimizer.peak_learning_rate = [7e-4, 6e-4]
-    LENGTH = [512, 1024]                               a macro of the base files can be an axis too
-    train.steps = 1000                                 anything else is set in every point
-    evaluate.split = ['test']                          a list of one item too
-    model.attention = [[@taylor(), @softmax()]]        so the value of a parameter that is itself a list stands in two
+      model.attention = [@softmax(), @polysketch()]      a list is an axis; axes make a grid, the first varies slowest
+      polysketch.sketch_size = [32, 64]                  an axis of a mechanism: for the points that select it
+      zip/model.n_layers = [12, 13]                      lists of one scope zip, zip_a, zip_b, … vary together
+      zip/optimizer.peak_learning_rate = [7e-4, 6e-4]
+      LENGTH = [512, 1024]                               a macro of the base files can be an axis too
+      train.steps = 1000                                 anything else is set in every point
+      evaluate.split = ['test']                          a list of one item too
+      model.attention = [[@taylor(), @softmax()]]        so the value of a parameter that is itself a list stands in two
 
 What a point's mechanisms do not use (`polysketch.sketch_size` where softmax is selected) is left out of that point;
 points that become equal by this are one. What no point uses is an error, as everywhere.
@@ -73,8 +73,8 @@ class Axis:
 def make_points(
     gin_files: Sequence[str], sweep_files: Sequence[str], gin_params: Sequence[str] = (), allow_imports: bool = False
 ) -> list[Point]:
-    """All points, each resolved and checked. Of several values for one binding, that of a gin parameter wins, then that
-    of the sweep files.
+    """All points, each resolved and checked. Of several values for one binding, the gin parameter wins, then the sweep
+    files.
 
     Raises:
         ConfigError: one line, for a mistake in any point; nothing has been written.
@@ -82,7 +82,7 @@ def make_points(
     from lm.experiment import Experiment
 
     base = {s.key: s for s in read(gin_files, allow_imports=allow_imports)}
-    fixed, axes = _axes(read(sweep_files, allow_imports=allow_imports), ', '.join(sweep_files))
+    fixed, axes = _collect_axes(read(sweep_files, allow_imports=allow_imports), ', '.join(sweep_files))
     params = {s.key: s for s in read((), gin_params, allow_imports=allow_imports)}
     swept = {statement.key: statement for axis in axes for statement in axis.statements}
     for key in swept.keys() & params.keys():
@@ -105,7 +105,7 @@ def make_points(
         check_used(kept, calls, set(map_sections(Experiment).values()))
         settings = {key: bindings[key] for key in swept if key in used}
         found.setdefault(tuple((key, format_value(s.value)) for key, s in settings.items()), (settings, experiment))
-    names = _names(list(swept), [settings for settings, _ in found.values()])
+    names = _make_names(list(swept), [settings for settings, _ in found.values()])
     points = []
     for i, (name, (settings, experiment)) in enumerate(zip(names, found.values(), strict=True)):
         points.append(Point(i, name, {key: format_value(s.value) for key, s in settings.items()}, experiment))
@@ -119,7 +119,7 @@ def find_point(points: Sequence[Point], index: int) -> Point:
     return points[index]
 
 
-def _axes(statements: list[Statement], files: str) -> tuple[dict[str, Statement], list[Axis]]:
+def _collect_axes(statements: list[Statement], files: str) -> tuple[dict[str, Statement], list[Axis]]:
     """The statements that are no lists, by key, and the axes in the order of the file."""
     groups: dict[str, list[Statement]] = {}
     fixed: dict[str, Statement] = {}
@@ -158,9 +158,9 @@ def _describe(chosen: dict[str, Statement]) -> str:
     return ', '.join(f'{key} = {format_value(s.value)}' for key, s in chosen.items())
 
 
-def _names(keys: list[str], points: list[dict[str, Statement]]) -> list[str]:
+def _make_names(keys: list[str], points: list[dict[str, Statement]]) -> list[str]:
     """A different name for each point: mechanisms by their names, other values behind their parameter's. All axes are
-    part of it, those of one value too: with a second one the points that there were keep their names."""
+    part of it, also axes of one value: with a second value the old points keep their names."""
     parameters = [key.rpartition('.')[2] for key in keys]
     labels = {key: p if parameters.count(p) == 1 else key for key, p in zip(keys, parameters, strict=True)}
 
@@ -171,7 +171,7 @@ def _names(keys: list[str], points: list[dict[str, Statement]]) -> list[str]:
             if key in settings:
                 value = settings[key].value
                 is_mechanism = any(issubclass(cls, Attention) for cls in find_field_classes(key))
-                parts.append(_plain(value) if is_mechanism else f'{label}-{_plain(value)}')
+                parts.append(_format_plain(value) if is_mechanism else f'{label}-{_format_plain(value)}')
         name = re.sub('[^A-Za-z0-9._-]+', '-', '_'.join(parts))
         names.append(re.sub(r'\.\.+', '.', name).strip('-._') or 'point')
     digests = [hashlib.sha256(_describe(settings).encode()).hexdigest()[:8] for settings in points]
@@ -183,13 +183,13 @@ def _names(keys: list[str], points: list[dict[str, Statement]]) -> list[str]:
     return [check_name(name) for name in unique]
 
 
-def _plain(value: Any) -> str:
+def _format_plain(value: Any) -> str:
     """A gin value as a part of a name."""
     match value:
         case Reference():
             return f'{value.scope}-{value.selector}' if value.scope else value.selector
         case list() | tuple():
-            return '-'.join(map(_plain, value))
+            return '-'.join(map(_format_plain, value))
         case float():
             return repr(value).replace('+', '')
         case str():

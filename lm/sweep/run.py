@@ -1,10 +1,10 @@
 """`lm sweep`: the points of a sweep file (`lm.sweep.points`), each a run of `lm train` in a directory of its own.
 
-    ROOT/NAME/               the run directories
-    ROOT/points/NAME.gin     the configuration of a point
-    ROOT/points/NAME.log     what `lm train` printed, of all attempts (with a local ROOT)
-    ROOT/points/NAME.json    how a point failed
-    ROOT/sweep.json          the table of results
+      ROOT/NAME/               the run directories
+      ROOT/points/NAME.gin     the configuration of a point
+      ROOT/points/NAME.log     what `lm train` printed, of all attempts (with a local ROOT)
+      ROOT/points/NAME.json    how a point failed
+      ROOT/sweep.json          the table of results
 
 A point is finished when its last step is evaluated and saved: it is not run again. An interrupted one continues
 exactly. One that diverged or does not fit its data (43, 44, 2) stays failed until --retry_failed; other failures are

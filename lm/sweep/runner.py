@@ -142,7 +142,7 @@ class Runner:
     def _end(self, job: RunningPoint) -> None:
         self.running.remove(job)
         self.slots = sorted([*self.slots, job.slot])
-        code, last = job.process.returncode, _last_line(job.log)
+        code, last = job.process.returncode, _read_last_line(job.log)
         job.log.close()
         if code == 0:
             row = self.sweep.result(job.point)
@@ -215,7 +215,7 @@ def _gpus(count: int, slot: int) -> list[str]:
     return visible[first:after]
 
 
-def _last_line(log: BinaryIO) -> str:
+def _read_last_line(log: BinaryIO) -> str:
     """The error with which `lm train` ended, else its last line."""
     log.flush()
     if isinstance(log.name, int):

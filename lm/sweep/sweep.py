@@ -43,7 +43,8 @@ class Sweep:
         return is_run(path) and _has_finished(Run.read(path), point)
 
     def is_occupied(self, point: Point) -> bool | None:
-        """Whether another process trains the point: `lm train`, or `lm sweep --index`; None: maybe, on another host."""
+        """Tells whether another process trains the point, by `lm train` or `lm sweep --index`; None: maybe, on another
+        host."""
         return is_occupied(self.root / point.name)
 
     def result(self, point: Point) -> dict[str, Any]:
@@ -73,7 +74,7 @@ class Sweep:
         """
         rows = [self.result(point) for point in self.points]
         while True:
-            with _noting(self.root / sweep_file.NAME):
+            with _note_failure(self.root / sweep_file.NAME):
                 sweep_file.write_rows(self.root, rows)
             written, rows = rows, [self.result(point) for point in self.points]
             if [row['status'] for row in rows] == [row['status'] for row in written]:
@@ -92,12 +93,12 @@ class Sweep:
     def record_failure(self, point: Point, exit_code: int, error: str) -> None:
         """Keeps how a point failed. Only warns where that cannot be written: then it is tried again."""
         failure, path = {'exit_code': exit_code, 'error': error}, self.notes / f'{point.name}.json'
-        with _noting(path):
+        with _note_failure(path):
             write_atomically(path, json.dumps(failure) + '\n')
 
 
 @contextlib.contextmanager
-def _noting(path: epath.Path) -> Iterator[None]:
+def _note_failure(path: epath.Path) -> Iterator[None]:
     """A block whose failure to write `path` is only said: a full disk must not change how a point has ended."""
     try:
         with reaching(path):
@@ -107,5 +108,5 @@ def _noting(path: epath.Path) -> Iterator[None]:
 
 
 def _has_finished(run: Run, point: Point) -> bool:
-    """Whether the run has done the steps of the point, which may have grown since (`lm train` goes on then)."""
+    """Tells whether the run has done the steps of the point, which may have grown since (`lm train` goes on then)."""
     return run.is_finished() and run.total_steps >= point.experiment.train.steps

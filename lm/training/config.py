@@ -1,4 +1,4 @@
-"""What a gin file says of a training."""
+"""The training section of a configuration."""
 
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
@@ -81,7 +81,7 @@ class TrainConfig(Configurable):
 
     @property
     def batch_shape(self) -> tuple[int, int, int]:
-        """Of the tokens of a step: microbatches, windows of a microbatch, context_length + 1."""
+        """The shape of the tokens of a step: microbatches, windows of a microbatch, context_length + 1."""
         return self.microbatches, self.batch_size // self.microbatches, self.context_length + 1
 
     def check_parts(self, parts: int) -> None:

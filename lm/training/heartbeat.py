@@ -27,7 +27,7 @@ from lm.training.mesh import joined
 
 CONNECT_SECONDS, ACCEPT_SECONDS = 30.0, 1.0
 ERROR_SECONDS = 2.0
-"""What an exception waits: a peer's death raises errors in collectives a moment before its connection ends."""
+"""Seconds that an exception waits: a dead peer raises errors in collectives a moment before its connection ends."""
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class Peers:
         return bool(data)
 
     def _expected(self, index: int) -> bool:
-        """Whether process `index` may go: it has said so, or this one ends with an error of its own."""
+        """Tells whether process `index` may go: it has announced its end, or this process ends with an error."""
         return index in self._ended or self._ended.get(self.index, 0) != 0
 
     def _end(self, index: int, code: int) -> None:

@@ -1,4 +1,4 @@
-"""What a training step is given: sections that fit each other, the tokens that it sees, and what it makes of them."""
+"""The inputs of a training step: sections that fit each other, the windows that it sees, and how it unpacks them."""
 
 from lm.data.batches import BatchWindows, Windows
 from lm.data.dataset import DataConfig, Store
@@ -18,7 +18,7 @@ def check_training(
     if mesh.shards is not None:
         config.check_divides(mesh.shards)
     config.check_parts(mesh.sequence)
-    optimizer.learning_rate(config.steps)
+    optimizer.build_schedule(config.steps)
     check_objective(config.objective, data, model)
     model.check_parts(mesh.sequence)
     model.check_length(config.context_length)
@@ -35,13 +35,14 @@ def check_vocabulary(store: Store, data: DataConfig, model: ModelConfig) -> None
 
 
 def choose_unpacking(data: DataConfig, config: TrainConfig, model: ModelConfig, store: Store | None) -> Unpack | None:
-    """What a step makes of its windows: the task determines it, else the objective (`Objective.unpack`, which says what
-    the last two arguments mean and what is raised)."""
+    """Chooses how a step unpacks its windows: as the task does, else as the objective does (`Objective.unpack`, which
+    describes the last two arguments and the errors)."""
     return data.task.unpack if data.task else config.objective.unpack(store, model.vocab_size)
 
 
 def make_windows(data: DataConfig, config: TrainConfig, store: Store) -> BatchWindows:
-    """Which tokens each step sees. Raises ConfigError for a split that is missing or too short, or wrong ranges."""
+    """Makes the windows that each step sees. Raises ConfigError for a split that is missing or too short, or wrong
+    ranges."""
     settings = config.context_length, config.batch_size, config.seed, config.skip_batches
     if isinstance(store, Mixture):
         return MixedWindows(store, data.train_split, *settings)

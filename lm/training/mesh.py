@@ -85,8 +85,8 @@ class MeshConfig(Configurable):
         return count, target.slices[0]
 
     def fit(self, target: Target) -> 'MeshConfig':
-        """Adapts the mesh to other devices than those of the training, for what reads its weights: as many of them as
-        possible share parameters, or a window."""
+        """Adapts the mesh of a training to other devices, for readers of its weights: as many devices as possible share
+        parameters, or a window."""
         _, near = self.count_slices(target)
         fsdp = math.gcd(self.fsdp, near)
         return dataclasses.replace(self, fsdp=fsdp, sequence=math.gcd(self.sequence, near // fsdp))
@@ -219,7 +219,7 @@ def _all_within(seconds: float) -> Iterator[None]:
 
 
 def _on_cloud_tpu() -> bool:
-    """Whether jax.distributed would detect the workers of a TPU by itself.
+    """Tells whether jax.distributed would detect the workers of a TPU by itself.
 
     JAX has no public way to ask. Where the private one is not as it was, the variables decide that Cloud TPU documents
     for the workers of a slice.
@@ -233,7 +233,7 @@ def _on_cloud_tpu() -> bool:
 
 
 def _tpu_clusters() -> Iterator[Any]:
-    """What in JAX detects the workers of a slice, as far as it is there."""
+    """Yields the classes in JAX that detect the workers of a slice, as far as they are there."""
     try:
         module = importlib.import_module('jax._src.clusters.cloud_tpu_cluster')
     except ImportError:
@@ -259,7 +259,7 @@ def describe_mesh(mesh: Mesh, slices: int, compute_dtype: DTypeLike) -> str:
     )
 
 
-def shared_rows(rows: int, mesh: Mesh) -> int:
+def round_up_rows(rows: int, mesh: Mesh) -> int:
     """The least number of rows, at least `rows`, that the devices can share equally."""
     return math.ceil(rows / data_shards(mesh)) * data_shards(mesh)
 
@@ -283,7 +283,7 @@ def place(abstract: Any, mesh: Mesh, declared: dict) -> Any:
         declared: of each parameter (`lm.parameters.declarations`); what the optimizer keeps of one lies like it.
     """
     size = mesh.shape[SHARED_AXIS]
-    axes_of = {path: told.axes for path, told in jax.tree_util.tree_leaves_with_path(declared)}
+    axes_of = {path: declaration.axes for path, declaration in jax.tree_util.tree_leaves_with_path(declared)}
 
     def with_sharding(path, leaf) -> jax.ShapeDtypeStruct:
         names = next((axes_of[path[i:]] for i in range(len(path)) if path[i:] in axes_of), ())

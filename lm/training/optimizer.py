@@ -11,7 +11,7 @@ import optax
 
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
-from lm.model.width import rate_scale
+from lm.model.width import compute_rate_scale
 from lm.training.rules import Declared, Rule
 from lm.training.rules.adamw import AdamW
 from lm.training.schedules import Schedule
@@ -23,7 +23,7 @@ class OptimizerConfig(Configurable):
     """How gradients become steps; defaults are the paper's for 1M-token batches on PG-19 and Wiki-40B."""
 
     gin_rewind = True
-    """As of rules and schedules: a run that is rewound may go on with other values."""
+    """A run that is rewound may go on with other values, as of rules and schedules."""
 
     rule: Rule = field(default=AdamW(), help='what makes directions out of gradients')
     schedule: Schedule = field(
@@ -39,7 +39,7 @@ class OptimizerConfig(Configurable):
         help='times the mean squared log-normalizer of the logits, added to what is minimized; 1e-4',
     )
 
-    def learning_rate(self, steps: int) -> optax.Schedule:
+    def build_schedule(self, steps: int) -> optax.Schedule:
         """Update count → learning rate, over `steps` updates."""
         if self.warmup_steps >= steps:
             raise ConfigError(
@@ -56,20 +56,23 @@ class OptimizerConfig(Configurable):
     def build(self, steps: int, declared: Declared, widening: float = 1.0) -> optax.GradientTransformation:
         """The update for `steps` updates of parameters that are what they are `declared` to be, of a model that is
         `widening` times as wide as that of the learning rate."""
-        decayed = jax.tree.map(lambda told: told.decayed, declared)
+        decayed = jax.tree.map(lambda declaration: declaration.decayed, declared)
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity(),
             self._directions(declared, widening),
             optax.add_decayed_weights(self.weight_decay, mask=decayed),
-            optax.scale_by_learning_rate(self.learning_rate(steps)),
+            optax.scale_by_learning_rate(self.build_schedule(steps)),
         )
 
     def _directions(self, declared, widening):
-        """The rule's, scaled parameter by parameter where the width is not that of the learning rate."""
+        """The directions of the rule, scaled parameter by parameter where the learning rate is given for another
+        width."""
         rule = self.rule.build(declared)
         if widening == 1:
             return rule
-        scales = jax.tree.map(lambda told: rate_scale(told, widening, self.rule.growth(told)), declared)
+        scales = jax.tree.map(
+            lambda declaration: compute_rate_scale(declaration, widening, self.rule.growth(declaration)), declared
+        )
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             directions, state = rule.update(updates, state, params)

@@ -45,10 +45,10 @@ class Preemption:
             # None: a handler that was not installed from Python, and cannot be put back from here
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
-    def requested(self, step: int | None = None) -> bool:
-        """Whether to save and stop now. Poll it in every loop that can last: before each training step, after each
-        batch of an evaluation. In runs of several processes all must poll at the same points of the program, and all
-        get True at the same poll, one or a few after the signal. Once True, always True.
+    def is_requested(self, step: int | None = None) -> bool:
+        """Tells whether to save and stop now. Poll it in every loop that can last: before each training step, after
+        each batch of an evaluation. In runs of several processes all must poll at the same points of the program, and
+        all get True at the same poll, one or a few after the signal. Once True, always True.
 
         Args:
             step: what the log line calls this moment.

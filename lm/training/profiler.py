@@ -11,14 +11,14 @@ class Profiler:
     """A trace of jax.profiler in `folder` over `traced_steps` (first, last), or what a run does of them: one that
     resumes between them traces the rest, one that ends between them keeps what it has. A context manager.
 
-    A trace that cannot be made or written, in a store that the profiler does not know, costs the trace and a warning,
-    not the run.
+    A trace may fail, for instance in a store that the profiler does not know. Then there is a warning, and the run goes
+    on without a trace.
     """
 
     def __init__(self, traced_steps: tuple[int, int] | None, folder: os.PathLike):
         self.traced_steps, self.folder, self.running = traced_steps, folder, False
 
-    def at(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Call it before each step is dispatched."""
         traced = self.traced_steps is not None and self.traced_steps[0] <= step <= self.traced_steps[1]
         if traced and not self.running:
@@ -35,7 +35,7 @@ class Profiler:
             self._try(jax.profiler.stop_trace)
 
     def _try(self, call: Callable[[], None]) -> bool:
-        """Whether it succeeded; if not, there will be no other trace."""
+        """Returns True if the call succeeded; if not, there will be no other trace."""
         try:
             call()
         except Exception as error:  # the profiler's own, and those of the store

@@ -36,10 +36,10 @@ class StepProgram:
 
     def init_state(self, abstract: State, seed: int) -> State:
         """Makes the state before the first step where `abstract`, of `place_state`, says that it lies."""
-        return jax.jit(lambda: self.step.init(seed), out_shardings=shardings_of(abstract))()
+        return jax.jit(lambda: self.step.init(seed), out_shardings=get_shardings(abstract))()
 
 
-def shardings_of(abstract: Any) -> Any:
+def get_shardings(abstract: Any) -> Any:
     """Where each array lies, in the structure of `abstract`."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
@@ -52,7 +52,7 @@ def lower_step(program: StepProgram, mesh: Mesh) -> jax.stages.Lowered:
     abstract = program.place_state(mesh)
     sharding = batch_sharding(mesh, axis=1)
     batch = jax.ShapeDtypeStruct(program.batch_shape, program.batch_dtype, sharding=sharding)
-    results = shardings_of(abstract), replicated(mesh)
+    results = get_shardings(abstract), replicated(mesh)
     with jax.set_mesh(mesh):
         return jax.jit(program.step.train, donate_argnums=0, out_shardings=results).lower(abstract, batch)
 

@@ -1,4 +1,4 @@
-"""What a run tells people: the plan before it starts, one line of progress, and the utilisation of the hardware."""
+"""Reports of a run for people: the rows of its plan, one line of progress, and the utilisation of the hardware."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ def print_rows(rows: Mapping[str, str]) -> None:
         print_row(name, value)
 
 
-def divergence(
+def describe_divergence(
     step: int,
     bad_steps: int,
     what: str,
@@ -27,8 +27,8 @@ def divergence(
     skip_batches: tuple[tuple[int, int], ...],
     saved: int | None,
 ) -> str:
-    """What went wrong in `bad_steps` steps up to `step`, and what can be done about it in this directory, whose newest
-    checkpoint is `saved`, and in a new one."""
+    """Describes a divergence in `bad_steps` steps up to `step`, with remedies in this directory and in a new one.
+    `saved` is the newest checkpoint here."""
     first, last = windows.batch(step - bad_steps), windows.batch(step - 1)
     others = [(a, b) for a, b in skip_batches if a < first or b > last + 1]
     return (

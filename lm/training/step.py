@@ -1,12 +1,12 @@
 """The training state and the step that advances it: pure functions, shared by training, checking and benchmarks.
 
 A state is a dict of arrays:
-    params      nested dict, float32
-    buffers     nested dict of non-trainable arrays (random projections)
-    optimizer   the optax state
-    step        int32, batches consumed
-    skipped     int32, updates skipped because loss, gradient or learning rate were not finite
-    in_a_row    int32, of these, how many since the last good one
+      params      nested dict, float32
+      buffers     nested dict of non-trainable arrays (random projections)
+      optimizer   the optax state
+      step        int32, batches consumed
+      skipped     int32, updates skipped because loss, gradient or learning rate were not finite
+      in_a_row    int32, of these, how many since the last good one
 """
 
 import functools
@@ -51,7 +51,7 @@ class TrainStep:
         """`unpack` None: every token predicts the next one (`Task.unpack` and `Objective.unpack` give others)."""
         self.functions, self.unpack = functions, unpack or next_token
         self.by_window, self.documents = by_window, documents
-        self.schedule, self.z_loss = optimizer.learning_rate(steps), optimizer.z_loss
+        self.schedule, self.z_loss = optimizer.build_schedule(steps), optimizer.z_loss
         self.transform = optimizer.build(steps, functions.declared, functions.widening)
 
     def init(self, seed: int) -> State:
@@ -83,7 +83,7 @@ class TrainStep:
 
         Returns:
             the new state, and scalars: loss (nats per token), grad_norm, learning_rate, skipped, in_a_row, and
-            first_bad, which is what `name_of` knows the first array by that is not finite (-1: all are).
+            first_bad, which is what `name_first_bad` knows the first array by that is not finite (-1: all are).
         """
         windows = (batch_AxBxL,)
         if isinstance(self.unpack, Hiding):
@@ -122,8 +122,9 @@ class TrainStep:
         arrays = tokens_BxL, targets_BxL, share_BxL
         return self.functions.weighted_loss(weights, *arrays, self.documents, self.z_loss)
 
-    def name_of(self, first_bad: int) -> str:
-        """What the metric `first_bad` points at: 'loss', 'gradient of …', 'gradient norm' or 'learning rate'."""
+    def name_first_bad(self, first_bad: int) -> str:
+        """Names the array that the metric `first_bad` points at: 'loss', 'gradient of …', 'gradient norm', 'learning
+        rate'."""
         return list(_checked(None, self.functions.abstract['params'], None, None))[first_bad]
 
     def _number_examples(self, step: jax.Array, batch_AxBxL: jax.Array) -> jax.Array:

@@ -15,14 +15,14 @@ from lm.errors import end_process
 FACTOR = 20
 """A step may take so many times the median step, however long that is."""
 REMEMBERED = 101
-"""Steps of which the median is taken."""
+"""The steps in the median."""
 
 
 class Watchdog:
     """Context manager that ends the process when no step has finished for `minutes`, and for FACTOR median steps.
 
-    Tell it of each finished step with `step`, which costs less than a microsecond, and enclose what takes its time for
-    a good reason in `paused`. It begins to watch with the first `step`.
+    Call `step` after each finished step: it costs less than a microsecond. Enclose work that is slow for a good reason
+    in `pause`. The watchdog begins with the first `step`.
 
     Args:
         minutes: the least that counts as a hang; None: nothing does.
@@ -52,8 +52,8 @@ class Watchdog:
         self._last, self._number = now, number
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens inside is no part of a step. Not to be nested."""
+    def pause(self) -> Iterator[None]:
+        """Leaves the time inside out of the step. Not to be nested."""
         self._paused = True
         start = time.monotonic()
         try:
@@ -63,7 +63,7 @@ class Watchdog:
                 self._last += time.monotonic() - start
             self._paused = False
 
-    def limit(self) -> float:
+    def compute_limit(self) -> float:
         """Seconds after which a step counts as hanging."""
         durations = list(self._durations)
         return max(60 * self.minutes, FACTOR * statistics.median(durations) if durations else 0.0)
@@ -74,7 +74,7 @@ class Watchdog:
             if last is None or self._paused:
                 continue
             late = time.monotonic() - last
-            if late > self.limit() and not self._paused and last == self._last:
+            if late > self.compute_limit() and not self._paused and last == self._last:
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
                 end_process(
                     f'lm train: step {self._number} has not finished for {late / 60:.1f} minutes, train.hang_minutes '

@@ -1,6 +1,5 @@
 """`lm bench step --topology`: what it prints and writes, and a gate against steps that take longer by the model."""
 
-import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -11,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lm.bench import forecast
 from lm.bench.candidates import change_context
 from lm.cli import main
 from lm.compilation.compiler import CompiledProgram
 from lm.compilation.memory import ProgramMemory
+from lm.cost_model import forecast
 from lm.cost_model.step_time import PartTime, StepTime
 from lm.errors import ConfigError
 from lm.experiment import load
@@ -107,11 +106,11 @@ def test_of_the_levels_that_fit_the_fastest_is_taken(monkeypatch, tmp_path):
     """In long windows it costs more to compute attention again than products."""
     seconds = {'dense': 3.0, 'attention': 2.0, 'full': 4.0}
 
-    def timed(row, *_):
-        part = PartTime('attention core', seconds.get(row.remat, 0.0), 0.0, 0.0, 0.0, 0.0, 0.0)
-        return dataclasses.replace(row, time=StepTime((part,), ()), mfu=0.5) if row.remat in seconds else None
+    def forecast_level(experiment, remat, topology):
+        part = PartTime('attention core', seconds.get(remat, 0.0), 0.0, 0.0, 0.0, 0.0, 0.0)
+        return forecast.Forecast(remat, 1.0, StepTime((part,), ()), mfu=0.5) if remat in seconds else None
 
-    monkeypatch.setattr(forecast, '_timed', timed)
+    monkeypatch.setattr(forecast, '_forecast_level', forecast_level)
     assert main([*small('--contexts', '64', '--mechanisms', 'softmax'), '--json', str(tmp_path / 's.json')]) == 0
     assert json.loads((tmp_path / 's.json').read_text())['rows'][0]['remat'] == 'attention'
 

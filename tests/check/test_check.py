@@ -47,7 +47,7 @@ def on_cpus(monkeypatch):
 
 def test_changes_that_recompute_least_come_first():
     experiment = dataclasses.replace(SMALL, train=TrainConfig(tokens_per_step=4096, context_length=128))  # 32 windows
-    found = list(advice.candidates(experiment, parse('v5e:2x4')))
+    found = list(advice.list_candidates(experiment, parse('v5e:2x4')))
     assert found[:3] == [
         {'train.microbatches': 2},
         {'train.microbatches': 4},
@@ -61,15 +61,15 @@ def test_changes_that_recompute_least_come_first():
 
 def test_a_large_state_is_shared_first():
     experiment = dataclasses.replace(SMALL, model=ModelConfig(n_layers=36, d_model=1280, n_heads=20))
-    assert next(advice.candidates(experiment, parse('v5e:2x4'))) == {'mesh.fsdp': 8}
-    assert 'mesh.fsdp' not in next(advice.candidates(experiment, parse('v5p:2x2x1')))
+    assert next(advice.list_candidates(experiment, parse('v5e:2x4'))) == {'mesh.fsdp': 8}
+    assert 'mesh.fsdp' not in next(advice.list_candidates(experiment, parse('v5p:2x2x1')))
 
 
 def test_a_state_is_shared_inside_of_a_slice():
     train = TrainConfig(tokens_per_step=4096, context_length=128)
     large = dataclasses.replace(SMALL, model=ModelConfig(n_layers=36, d_model=1280, n_heads=20), train=train)
-    assert next(advice.candidates(large, parse('2*v5e:2x4'))) == {'mesh.fsdp': 8}
-    assert next(advice.candidates(large, parse('v5e:4x4'))) == {'mesh.fsdp': 16}
+    assert next(advice.list_candidates(large, parse('2*v5e:2x4'))) == {'mesh.fsdp': 8}
+    assert next(advice.list_candidates(large, parse('v5e:4x4'))) == {'mesh.fsdp': 16}
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,14 @@ def test_slices_are_counted_where_there_are_several(capsys):
 
 
 def test_only_microbatches_that_the_devices_can_share():
-    assert [c for c in advice.candidates(SMALL, parse('v5e:2x4')) if 'train.microbatches' in c] == []
+    assert [c for c in advice.list_candidates(SMALL, parse('v5e:2x4')) if 'train.microbatches' in c] == []
 
 
 @pytest.mark.parametrize('windows', [4, 16])
 def test_devices_that_share_a_window_share_it_in_every_change(windows):
     train = TrainConfig(tokens_per_step=windows * 4096, context_length=4096)
     mesh, topology = MeshConfig(sequence=4), parse('v5e:4x4')
-    found = list(advice.candidates(dataclasses.replace(SMALL, train=train, mesh=mesh), topology))
+    found = list(advice.list_candidates(dataclasses.replace(SMALL, train=train, mesh=mesh), topology))
     assert {'model.remat': 'dots'} in found
     assert {'mesh.fsdp': 4} in found
     assert ({'train.microbatches': 4} in found) == (windows == 16)
@@ -115,7 +115,7 @@ def pretend(fits, takes=None):
     """`check` whose memory, and perhaps predicted time, is a function of the configuration."""
 
     def made(experiment, topology, bindings=None):
-        experiment = check.changed(experiment, bindings or {})
+        experiment = check.apply_bindings(experiment, bindings or {})
         needed = fits(experiment)
         bindings = tuple(f'{k} = {v!r}' for k, v in (bindings or {}).items())
         seconds = takes and takes(experiment)

@@ -28,7 +28,7 @@ from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.evaluator import make_evaluator
 from lm.evaluation.plan import open_sets, plan_evaluation, settle_evaluation
 from lm.evaluation.scoring import Scorer
-from lm.evaluation.sets import flat
+from lm.evaluation.sets import flatten_result
 from lm.experiment import Experiment
 from lm.inference.evaluation import print_table
 from lm.inference.generation import generate
@@ -118,7 +118,7 @@ def test_figures_are_those_of_each_hidden_token_once(path, split, batch_size, de
     assert n % LENGTH  # the last window overlaps the one before
     functions, state = state_of(MODEL)
     model = functions.merge(state)
-    hiding = Masked().hiding(store, 28, split)
+    hiding = Masked().make_hiding(store, 28, split)
     tokens = np.stack([store.read(split, at, at + LENGTH) for at in [*range(0, n - LENGTH, LENGTH), n - LENGTH]])
     inputs, chosen = (np.array(x) for x in hiding.hide(jnp.asarray(tokens, jnp.int32), jnp.arange(len(tokens))))
     chosen[-1, : LENGTH - n % LENGTH] = False
@@ -166,18 +166,18 @@ def test_the_baseline_knows_frequencies_alone(tmp_path):
     ids = TOKENIZER.encode('ACDE')
     asked = np.zeros(28, int)
     asked[ids[:2]] = 3, 1
-    found = EmpiricalBaseline(store, 'train', (0, 1)).figures(asked)
+    found = EmpiricalBaseline(store, 'train', (0, 1)).compute_figures(asked)
     # A five times of seven, C once.
     assert found['baseline_accuracy'] == 3 / 4
     assert found['baseline_perplexity'] == pytest.approx(math.exp(-(3 * math.log(5 / 7) + math.log(1 / 7)) / 4))
     asked = np.zeros(28, int)
     asked[ids[[0, 3]]] = 1  # E never occurs in training: as if once
-    found = EmpiricalBaseline(store, 'train', (0, 1)).figures(asked)
+    found = EmpiricalBaseline(store, 'train', (0, 1)).compute_figures(asked)
     assert found['baseline_perplexity'] == pytest.approx(math.exp(-(math.log(5 / 8) + math.log(1 / 8)) / 2))
     # Ends count where they are asked for: 2 of 9.
     asked = np.zeros(28, int)
     asked[0] = 1
-    assert EmpiricalBaseline(store, 'train').figures(asked)['baseline_perplexity'] == pytest.approx(9 / 2)
+    assert EmpiricalBaseline(store, 'train').compute_figures(asked)['baseline_perplexity'] == pytest.approx(9 / 2)
     # Of a mixture the shares count, not the lengths.
     other = TokenStore.open(str(tiny.write_store(tmp_path / 'b', {'train': ['C' * 70]}, TOKENIZER)))
     mixture = Mixture({'a': store, 'b': other}, [3.0, 1.0])
@@ -185,7 +185,7 @@ def test_the_baseline_knows_frequencies_alone(tmp_path):
     asked[ids[1]] = 1
     share = 0.75 * (1 / 9) + 0.25 * (70 / 71)
     special = 0.75 * 2 / 9 + 0.25 / 71
-    found = EmpiricalBaseline(mixture, 'train', (0, 1)).figures(asked)['baseline_perplexity']
+    found = EmpiricalBaseline(mixture, 'train', (0, 1)).compute_figures(asked)['baseline_perplexity']
     assert found == pytest.approx((1 - special) / share)
 
 
@@ -237,7 +237,7 @@ def test_mixtures_and_other_sets(path, tmp_path):
     assert result['sets']['ood']['split'] == 'train'
     # The same text, hidden otherwise: lots go by the split.
     assert result['sets']['ood']['sum_nats'] != result['sets']['other']['sum_nats']
-    record = flat(result)
+    record = flatten_result(result)
     assert record['accuracy/ood'] == result['sets']['ood']['accuracy']
     assert 'word_perplexity/ood' not in record
     assert open_sets(settle_evaluation(config, data, TRAIN, MODEL), store).keys() == {'ood'}

@@ -20,7 +20,7 @@ from lm.commands.generate import read_prompts
 from lm.data.store import TokenStore
 from lm.data.tokenizers.sentencepiece import SentencePiece
 from lm.errors import ConfigError
-from lm.inference.generation import Sampling, TextStream, generate_tokens, shown, state_bytes
+from lm.inference.generation import Sampling, TextStream, generate_tokens, show_text, state_bytes
 
 GREEDY = Sampling(temperature=0)
 
@@ -158,10 +158,10 @@ def test_a_tokenizer_that_marks_the_beginning_of_words():
 def test_documents_do_not_run_together(tokens):
     tokenizer = TokenStore.open(str(tokens)).tokenizer()
     ids = tokenizer.encode_documents(['the end', 'é'])[0].tolist()
-    assert shown(tokenizer, ids) == 'the end</s>é</s>'
-    stream = TextStream(functools.partial(shown, tokenizer))
+    assert show_text(tokenizer, ids) == 'the end</s>é</s>'
+    stream = TextStream(functools.partial(show_text, tokenizer))
     assert ''.join(stream([token]) for token in ids) + stream([], last=True) == 'the end</s>é</s>'
-    assert shown(tokenizer, []) == ''
+    assert show_text(tokenizer, []) == ''
 
 
 def test_broken_bytes_do_not_wait_for_ever(tokens):

@@ -239,8 +239,8 @@ def test_layers_differ_and_only_depend_on_the_seed():
 def test_all_bits_of_a_seed_count():
     """JAX takes 32 of them, so that 2 and 2 + 2**32 had the same parameters, while their batches differ."""
     seeds = [2, 2 + 2**32, 2 + 2**33, 2 + 2**63 - 2**32]
-    assert len({tuple(jax.random.key_data(model_lib.seed_key(seed)).tolist()) for seed in seeds}) == len(seeds)
-    assert model_lib.seed_key(2) == jax.random.key(2)
+    assert len({tuple(jax.random.key_data(model_lib.make_seed_key(seed)).tolist()) for seed in seeds}) == len(seeds)
+    assert model_lib.make_seed_key(2) == jax.random.key(2)
 
 
 def test_wrong_shapes_are_refused():

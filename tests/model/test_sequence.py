@@ -26,7 +26,7 @@ from lm.training import mesh as mesh_lib
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
-from lm.training.program import shardings_of
+from lm.training.program import get_shardings
 from lm.training.step import TrainStep
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
@@ -62,7 +62,7 @@ def gradients(attention, documents, devices, **config):
     """The loss and the gradients of every parameter, and the nats of every token."""
     step, mesh = step_of(attention, documents), mesh_of(devices, **config)
     with jax.set_mesh(mesh):
-        state = jax.device_put(initial(attention), shardings_of(place(step.abstract, mesh, step.functions.declared)))
+        state = jax.device_put(initial(attention), get_shardings(place(step.abstract, mesh, step.functions.declared)))
         batch = jax.device_put(tokens(), batch_sharding(mesh, axis=1))
 
         @jax.jit

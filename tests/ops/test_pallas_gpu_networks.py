@@ -1,5 +1,7 @@
 """The GPU kernels of the learned sketch, without a GPU, as `test_pallas_gpu` has those of linear attention."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +38,7 @@ def test_outputs_and_gradients(case):
 def test_weights_gradients_of_many_tiles():
     """Five tiles pass through three places in shared memory; then two of the last, shorter split."""
     from lm.ops.sketch_networks.gpu.backward import weight_gradients
-    from lm.ops.sketch_networks.gpu.plan import GpuNodePlan
+    from lm.ops.sketch_networks.gpu.plan import GpuNodePlan, UnitMaps
 
     rng = np.random.default_rng(0)
     shapes = ((1, 1, 448, 32), (1, 2, 448, 32), (1, 2, 64, 32), (1, 2, 64, 32))
@@ -44,7 +46,9 @@ def test_weights_gradients_of_many_tiles():
     biases = jnp.asarray(rng.standard_normal((1, 2, 1, 64)), jnp.float32)
     w = w / 8
     with interpreted():
-        gradients = jax.jit(lambda *a: weight_gradients(GpuNodePlan(2, 2, 5, True), *a))(x, d, w, v, biases)
+        gradients = jax.jit(functools.partial(weight_gradients, GpuNodePlan(2, 2, 5, True)))(
+            x, d, UnitMaps(w, v), biases
+        )
     x, d, w, v, biases = (np.asarray(a, np.float64)[0] for a in (x, d, w, v, biases))
     for split, tokens in enumerate((slice(0, 320), slice(320, 448))):
         for network in range(2):
@@ -76,15 +80,16 @@ REFUSED = {
 
 @pytest.mark.parametrize('reason', REFUSED)
 def test_unsupported_calls_say_why(reason, hopper):
-    assert pallas_gpu.unsupported(*example(**USUAL)[:2]) is None
-    assert reason in pallas_gpu.unsupported(*example(**USUAL | REFUSED[reason])[:2])
+    assert pallas_gpu.unsupported(op.SketchCall(*example(**USUAL)[:2])) is None
+    assert reason in pallas_gpu.unsupported(op.SketchCall(*example(**USUAL | REFUSED[reason])[:2]))
 
 
 def test_unsupported_elsewhere(hopper, monkeypatch):
+    call = op.SketchCall(*example(**USUAL)[:2])
     monkeypatch.setattr(platform, 'MOSAIC_GPU_JAX', (99, 0))
-    assert 'needs JAX 99.0' in pallas_gpu.unsupported(*example(**USUAL)[:2])
+    assert 'needs JAX 99.0' in pallas_gpu.unsupported(call)
     monkeypatch.setattr(platform, 'device_kind', lambda: 'NVIDIA A100-SXM4-80GB')
-    assert 'needs a GPU' in pallas_gpu.unsupported(*example(**USUAL)[:2])
+    assert 'needs a GPU' in pallas_gpu.unsupported(call)
 
 
 def test_hoppers_get_their_kernels(hopper, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.errors import OperationError
-from lm.ops.short_convolution import short_convolution, tpu, xla
+from lm.ops.short_convolution import ConvolutionCall, short_convolution, tpu, xla
 
 pytestmark = pytest.mark.usefixtures('no_races')
 NAMES = ('y', 'dx', 'dkernel', 'dbefore')
@@ -25,7 +25,7 @@ def draw(length, channels, width, before, reach, dtype=jnp.float32):
 
 
 def both(function, x, kernel, before, reach):
-    y, pull = jax.vjp(lambda *given: function(*given, reach), x, kernel, before)
+    y, pull = jax.vjp(lambda *given: function(ConvolutionCall(*given, reach)), x, kernel, before)
     return [y, *(d for d in pull(jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype)) if d is not None)]
 
 

@@ -29,12 +29,12 @@ def example(length, *, batch=1, sketches=1, heads=(1,), size=16, r=16, hidden=No
 
     def network(m):
         shapes = ((m, hidden), (hidden, r), (r, hidden), (hidden, r))
-        kernels = tuple(draw(sketches, *shape) * shape[0] ** -0.5 for shape in shapes)
-        scales = tuple(1.0 + 0.3 * draw(sketches, 1, n) for n in (m, r))
-        return op.NetworkWeights(kernels, scales, tuple(0.3 * draw(sketches, 1, n) for n in (m, r)))
+        kernels = op.NetworkKernels(*(draw(sketches, *shape) * shape[0] ** -0.5 for shape in shapes))
+        scales = op.NormParameters(*(1.0 + 0.3 * draw(sketches, 1, n) for n in (m, r)))
+        return op.NetworkWeights(kernels, scales, op.NormParameters(*(0.3 * draw(sketches, 1, n) for n in (m, r))))
 
     sizes = [size] * (power // 2) + [r] * (power // 2 - 1)
-    nodes = tuple((network(m), network(m)) for m in sizes)
+    nodes = tuple(op.Node(network(m), network(m)) for m in sizes)
     xs = tuple((0.5 + draw(batch, length, sketches, h, size)).astype(dtype) for h in heads)
     return nodes, xs, tuple(draw(batch, length, sketches, h, r).astype(dtype) for h in heads)
 
@@ -43,7 +43,7 @@ def outputs_and_gradients(function, nodes, xs, *gradients):
     """`gradients`: of the sketches and, where something else reads the vectors, of these."""
 
     def both(nodes, xs, gradients):
-        found, vjp = jax.vjp(lambda nodes, xs: tuple(function(nodes, xs))[: len(gradients)], nodes, xs)
+        found, vjp = jax.vjp(lambda *call: tuple(function(op.SketchCall(*call)))[: len(gradients)], nodes, xs)
         return found, vjp(gradients)
 
     # Compiling is what takes the time here.
@@ -153,7 +153,11 @@ def test_policies_can_save_the_sketches(capfd):
     nodes, xs, _ = example(256)
     for names, saved in (((RESIDUAL_NAME,), True), ((), False)):
         policy = jax.checkpoint_policies.save_only_these_names(*names)
-        sketch = jax.checkpoint(lambda x: jnp.sin(pallas_tpu.sketch_networks(nodes, (x,)).sketches[0]), policy=policy)
+
+        def sine(x):
+            return jnp.sin(pallas_tpu.sketch_networks(op.SketchCall(nodes, (x,))).sketches[0])
+
+        sketch = jax.checkpoint(sine, policy=policy)
         jax.ad_checkpoint.print_saved_residuals(sketch, xs[0])
         assert (f"u32[1,1,16,256] named '{RESIDUAL_NAME}'" in capfd.readouterr().out) == saved
 
@@ -170,8 +174,8 @@ REFUSED = {
 @pytest.mark.parametrize('reason', REFUSED)
 def test_unsupported_calls_say_why(reason, monkeypatch):
     monkeypatch.setattr(pallas_tpu.platform, 'target_platform', lambda: 'tpu')
-    assert pallas_tpu.unsupported(*example(300)[:2]) is None
-    assert reason in pallas_tpu.unsupported(*example(**{'length': 300} | REFUSED[reason])[:2])
+    assert pallas_tpu.unsupported(op.SketchCall(*example(300)[:2])) is None
+    assert reason in pallas_tpu.unsupported(op.SketchCall(*example(**{'length': 300} | REFUSED[reason])[:2]))
 
 
 def test_implementations_by_name():

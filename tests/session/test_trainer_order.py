@@ -80,7 +80,7 @@ class Watch:
         self.deadlines.append(step)
 
     @contextlib.contextmanager
-    def paused(self):
+    def pause(self):
         self.pauses, self.is_paused = self.pauses + 1, True
         yield
         self.is_paused = False
@@ -116,7 +116,7 @@ class Session:
         computation = Computation(
             step=named(
                 functions=named(choose_redrawn=lambda done: (1,) if done == 2 else ()),
-                name_of=lambda i: ('loss', 'gradient of x')[i],
+                name_first_bad=lambda i: ('loss', 'gradient of x')[i],
             ),
             batches=named(prefetch=lambda first, last: iter(range(first, last)), windows=windows),
             advance=self.advance,
@@ -136,8 +136,8 @@ class Session:
         )
         services = Services(
             lock=named(check=lambda: self.diary.append('lock')),
-            preemption=named(requested=lambda step: self.stop_at is not None and step >= self.stop_at),
-            profiler=named(at=self.profiled.append),
+            preemption=named(is_requested=lambda step: self.stop_at is not None and step >= self.stop_at),
+            profiler=named(begin_step=self.profiled.append),
             watchdog=self.watch,
             goodput=self.goodput,
             programs=named(publish=lambda: self.diary.append('publish')),

@@ -343,4 +343,4 @@ def test_each_point_gets_gpus_of_its_own(world, monkeypatch):
 def test_the_last_line_of_a_log(text, expected, tmp_path):
     (tmp_path / 'log').write_bytes(text)
     with open(tmp_path / 'log', 'ab') as log:
-        assert runner_module._last_line(log) == expected
+        assert runner_module._read_last_line(log) == expected

@@ -11,7 +11,7 @@ from lm.errors import ConfigError
 from lm.hardware import Target, group_by_slice
 from lm.parameters import shared_axis
 from lm.training import mesh
-from lm.training.mesh import MeshConfig, data_shards, make_mesh, shared_rows
+from lm.training.mesh import MeshConfig, data_shards, make_mesh, round_up_rows
 
 
 @pytest.mark.parametrize('fsdp', [1, 4])
@@ -19,7 +19,7 @@ def test_a_batch_is_split_over_all_devices_of_the_data_axes(fsdp):
     assert data_shards(make_mesh(MeshConfig(fsdp=fsdp))) == 8
     other = jax.make_mesh((2, 2, 2), ('data', 'fsdp', 'model'))
     assert data_shards(other) == 4
-    assert [shared_rows(n, other) for n in (1, 4, 5)] == [4, 4, 8]
+    assert [round_up_rows(n, other) for n in (1, 4, 5)] == [4, 4, 8]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ AMINO_ACIDS = AminoAcids(AminoAcidsConfig().contents())
 STORE = types.SimpleNamespace(tokenizer=lambda: AMINO_ACIDS)
 END, MASK, V = AMINO_ACIDS.eod_id, AMINO_ACIDS.mask_id, AMINO_ACIDS.vocab_size
 MODEL = ModelConfig(vocab_size=V, n_layers=2, d_model=32, n_heads=2, head_dim=16, attention=Softmax(), causal=False)
-HIDING = Masked().hiding(STORE, V, 'validation')
+HIDING = Masked().make_hiding(STORE, V, 'validation')
 
 
 def residues(shape, seed=0, ends=0.02):
@@ -75,10 +75,12 @@ def test_shares_are_those_of_bert():
 
 def test_other_shares():
     tokens = np.asarray(residues((50, 300)))
-    inputs, chosen = hide(tokens, range(50), Masked(share=0.5, mask_share=1.0, random_share=0.0).hiding(STORE, V, 'x'))
+    inputs, chosen = hide(
+        tokens, range(50), Masked(share=0.5, mask_share=1.0, random_share=0.0).make_hiding(STORE, V, 'x')
+    )
     assert (inputs[chosen] == MASK).all()
     assert 0.45 < chosen[tokens != END].mean() < 0.55
-    inputs, chosen = hide(tokens, range(50), Masked(mask_share=0.0, random_share=0.0).hiding(STORE, V, 'x'))
+    inputs, chosen = hide(tokens, range(50), Masked(mask_share=0.0, random_share=0.0).make_hiding(STORE, V, 'x'))
     np.testing.assert_array_equal(inputs, tokens)
     with pytest.raises(ConfigError, match=r'^masked\.random_share = 0\.3: must be at most .* = 0\.2$'):
         Masked(random_share=0.3)
@@ -115,7 +117,7 @@ def test_nothing_of_a_hidden_token_reaches_the_model(number, shift):
 def test_seeds_splits_and_windows_have_lots_of_their_own():
     tokens = residues((1, 4000), ends=0)
     found = [
-        hide(tokens, [number], Masked(seed=seed).hiding(STORE, V, split))[1]
+        hide(tokens, [number], Masked(seed=seed).make_hiding(STORE, V, split))[1]
         for seed, split, number in ((0, 'validation', 0), (1, 'validation', 0), (0, 'test', 0), (0, 'validation', 1))
     ]
     for i, a in enumerate(found):
@@ -126,18 +128,18 @@ def test_seeds_splits_and_windows_have_lots_of_their_own():
 def test_the_mask_token_has_an_id_of_its_own():
     pieces = types.SimpleNamespace(vocab_size=400, mask_id=None, special_ids=(0, 1, 2, 3))
     store = types.SimpleNamespace(tokenizer=lambda: pieces)
-    assert Masked().hiding(store, 401, 'x').mask == 400
-    assert Masked(mask_id=2).hiding(store, 400, 'x').mask == 2
-    assert Masked().hiding(STORE, V, 'x').mask == MASK
-    assert Masked().hiding(None, 28, 'x').mask == 27  # `lm check` opens no store
+    assert Masked().make_hiding(store, 401, 'x').mask == 400
+    assert Masked(mask_id=2).make_hiding(store, 400, 'x').mask == 2
+    assert Masked().make_hiding(STORE, V, 'x').mask == MASK
+    assert Masked().make_hiding(None, 28, 'x').mask == 27  # `lm check` opens no store
     with pytest.raises(ConfigError, match=r'^model\.vocab_size = 400: .* 400 pieces; set model\.vocab_size = 401$'):
-        Masked().hiding(store, 400, 'x')
-    inputs, chosen = hide(jnp.full((20, 100), 7), range(20), Masked(mask_id=2).hiding(store, 400, 'x'))
+        Masked().make_hiding(store, 400, 'x')
+    inputs, chosen = hide(jnp.full((20, 100), 7), range(20), Masked(mask_id=2).make_hiding(store, 400, 'x'))
     assert set(np.unique(inputs[chosen])) & {0, 1, 3} == set()
     assert 2 in inputs
     pieces.special_ids = tuple(range(400))
     with pytest.raises(ConfigError, match='all special'):
-        Masked(mask_id=2).hiding(store, 400, 'x')
+        Masked(mask_id=2).make_hiding(store, 400, 'x')
 
 
 def test_of_objective_data_and_model_what_does_not_go_together_is_refused():

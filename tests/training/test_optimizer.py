@@ -166,7 +166,7 @@ def test_every_rule_goes_down(rule):
 
 @pytest.mark.parametrize('schedule', of(Schedule))
 def test_every_schedule_starts_at_the_peak_and_stays_between_it_and_zero(schedule):
-    rate = OptimizerConfig(schedule=schedule(), peak_learning_rate=0.5, warmup_steps=4).learning_rate(20)
+    rate = OptimizerConfig(schedule=schedule(), peak_learning_rate=0.5, warmup_steps=4).build_schedule(20)
     values = [float(rate(i)) for i in range(21)]
     np.testing.assert_allclose(values[:5], [0.125, 0.25, 0.375, 0.5, 0.5], rtol=1e-6)
     assert all(0 <= value <= 0.5 + 1e-6 for value in values)
@@ -269,16 +269,16 @@ def test_the_defaults_are_the_papers():
 
 def test_the_warm_up_counts_from_one():
     configs = {w: OptimizerConfig(peak_learning_rate=1.0, warmup_steps=w, schedule=Constant()) for w in (0, 1, 2, 3)}
-    starts = {w: [float(config.learning_rate(9)(i)) for i in range(4)] for w, config in configs.items()}
+    starts = {w: [float(config.build_schedule(9)(i)) for i in range(4)] for w, config in configs.items()}
     assert starts[0] == starts[1] == [1, 1, 1, 1]
     assert starts[2] == [0.5, 1, 1, 1]
     np.testing.assert_allclose(starts[3], [1 / 3, 2 / 3, 1, 1], rtol=1e-6)
     # What comes after begins when the warm-up has ended, and ends with the run.
-    rate = OptimizerConfig(peak_learning_rate=1.0, warmup_steps=2, schedule=Linear()).learning_rate(6)
+    rate = OptimizerConfig(peak_learning_rate=1.0, warmup_steps=2, schedule=Linear()).build_schedule(6)
     np.testing.assert_allclose([rate(i) for i in range(7)], [0.5, 1, 1, 0.75, 0.5, 0.25, 0], atol=1e-6)
     with pytest.raises(ConfigError, match=r'optimizer\.warmup_steps = 9: must be below train\.steps = 9'):
-        OptimizerConfig(warmup_steps=9).learning_rate(9)
-    assert float(OptimizerConfig(warmup_steps=8).learning_rate(9)(8)) == pytest.approx(7e-4)
+        OptimizerConfig(warmup_steps=9).build_schedule(9)
+    assert float(OptimizerConfig(warmup_steps=8).build_schedule(9)(8)) == pytest.approx(7e-4)
 
 
 def test_the_state_has_the_form_of_earlier_checkpoints():

@@ -46,15 +46,15 @@ def finish(process: subprocess.Popen) -> str:
 def test_a_signal_sets_the_flag_and_a_second_one_is_harmless(number, caplog):
     before = signal.signal(number, signal.SIG_DFL)
     with Preemption() as preemption:
-        assert not preemption.requested(1)
+        assert not preemption.is_requested(1)
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
-        assert preemption.requested(2)
-        assert preemption.requested(3)
+        assert preemption.is_requested(2)
+        assert preemption.is_requested(3)
     assert signal.signal(number, before) == signal.SIG_DFL
     assert [r.getMessage() for r in caplog.records] == [f'told to stop ({number.name}) at step 2: saving']
     with Preemption() as fresh:
-        assert not fresh.requested()
+        assert not fresh.is_requested()
 
 
 def test_a_closed_terminal_is_ignored_by_what_nohup_has_started():
@@ -62,7 +62,7 @@ def test_a_closed_terminal_is_ignored_by_what_nohup_has_started():
     try:
         with Preemption() as preemption:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert not preemption.requested(1)
+            assert not preemption.is_requested(1)
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -72,7 +72,7 @@ def test_the_first_interrupt_asks_and_the_second_is_pythons(caplog, capfd):
     before = signal.getsignal(signal.SIGINT)
     with Preemption() as preemption:
         os.kill(os.getpid(), signal.SIGINT)
-        assert preemption.requested(3)
+        assert preemption.is_requested(3)
         assert 'again stops at once' in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -96,7 +96,7 @@ with Preemption() as preemption:
     print('compiling')
     start = time.time()
     compiled = lowered.compile()
-    print(time.time() - start, preemption.requested(), compiled(jnp.ones((8, 8))).shape)
+    print(time.time() - start, preemption.is_requested(), compiled(jnp.ones((8, 8))).shape)
 """
 
 
@@ -136,7 +136,7 @@ def run():
     config = CheckpointConfig(save_every_steps=2)
     with Preemption() as preemption, Checkpointer(sys.argv[3], config) as checkpointer:
         for step in range(10_000):
-            if preemption.requested(step):
+            if preemption.is_requested(step):
                 return 'training', step
             if checkpointer.should_save(step):
                 checkpointer.save(step, state)  # must not disturb the agreement
@@ -144,7 +144,7 @@ def run():
                 print('evaluating' if me == 0 else 'ready')
                 for batch in range(10_000):
                     time.sleep(0.01 + 0.01 * me)
-                    if preemption.requested(step):
+                    if preemption.is_requested(step):
                         checkpointer.save(step, state)
                         return 'evaluating', step, batch
 

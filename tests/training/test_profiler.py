@@ -23,7 +23,7 @@ def test_a_trace_that_cannot_be_written_is_given_up(broken, last, monkeypatch, c
         monkeypatch.setattr(jax.profiler, name, call(name))
     with Profiler((2, last), tmp_path) as profiler:
         for step in range(1, 7):
-            profiler.at(step)
+            profiler.begin_step(step)
     assert calls == ['start_trace'] if broken == 'start_trace' else ['start_trace', 'stop_trace']
     (record,) = caplog.records
     assert record.getMessage() == (

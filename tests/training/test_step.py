@@ -79,7 +79,7 @@ def test_a_non_finite_step_changes_nothing_but_the_counters():
         assert bits(bad[part]) == bits(good[part])
     assert (int(bad['step']), int(bad['skipped']), int(bad['in_a_row'])) == (2, 1, 1)
     assert not np.isfinite(metrics['loss'])
-    assert step.name_of(int(metrics['first_bad'])) == 'loss'
+    assert step.name_first_bad(int(metrics['first_bad'])) == 'loss'
     worse, unlearned = spoil(bad, batch(seed=1))
     assert (int(worse['skipped']), int(worse['in_a_row'])) == (2, 2)
     better, metrics = train(worse, batch(seed=2))
@@ -107,7 +107,7 @@ def test_an_infinite_gradient_is_skipped_although_the_loss_is_finite():
     new, metrics = jax.jit(step.train)(state, batch())
     assert np.isfinite(metrics['loss'])
     assert int(new['skipped']) == 1
-    assert step.name_of(int(metrics['first_bad'])) == 'gradient of final_norm/bias'
+    assert step.name_first_bad(int(metrics['first_bad'])) == 'gradient of final_norm/bias'
     assert bits(new['params']) == bits(state['params'])
 
 
@@ -118,7 +118,7 @@ def test_a_learning_rate_that_is_not_finite_changes_nothing():
     new, metrics = jax.jit(step.train)(state, batch())
     assert (int(new['skipped']), int(new['in_a_row'])) == (1, 1)
     assert bits(new['params']) == bits(state['params'])
-    assert step.name_of(int(metrics['first_bad'])) == 'learning rate'
+    assert step.name_first_bad(int(metrics['first_bad'])) == 'learning rate'
 
 
 def test_a_number_that_an_update_would_make_infinite_keeps_its_value():
@@ -192,14 +192,14 @@ def test_any_mesh_counts_the_same_targets(fsdp):
 
 
 def test_the_schedule_of_the_paper():
-    schedule = OptimizerConfig().learning_rate(125_000)
+    schedule = OptimizerConfig().build_schedule(125_000)
     assert float(schedule(0)) == pytest.approx(7e-4 / 10_000, rel=1e-3)
     assert float(schedule(9_999)) == pytest.approx(7e-4)
     assert float(schedule(10_000)) == pytest.approx(7e-4)
     assert float(schedule(10_000 + 115_000 // 2)) == pytest.approx(3.5e-4)
     assert float(schedule(125_000)) == 0
     with pytest.raises(ConfigError, match=r'optimizer.warmup_steps = 10000: must be below train.steps = 100'):
-        OptimizerConfig().learning_rate(100)
+        OptimizerConfig().build_schedule(100)
 
 
 @pytest.mark.parametrize('attention', MECHANISMS.values(), ids=MECHANISMS.keys())
@@ -286,7 +286,7 @@ def test_a_single_microbatch_pays_for_no_loop(linear):
 def test_what_is_not_finite_is_named_in_the_order_of_causes():
     step = make()
     n = len(jax.tree.leaves(step.functions.declared))
-    names = [step.name_of(i) for i in (0, 1, n, n + 1, n + 2)]
+    names = [step.name_first_bad(i) for i in (0, 1, n, n + 1, n + 2)]
     assert (names[0], *names[3:]) == ('loss', 'gradient norm', 'learning rate')
     assert [name.rpartition(' ')[0] for name in names[1:3]] == ['gradient of'] * 2
 

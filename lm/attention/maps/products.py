@@ -14,17 +14,17 @@ class ProductFeatures(abc.ABC):
     """
 
     learns = True
-    """Whether W and b have gradients."""
+    """W and b have gradients."""
     dtype: Any = None
-    """Of the features that a call returns; None: that of the vectors."""
+    """The type of the features that a call returns; None: the type of the vectors."""
 
     factor = 1.0
-    """Of W x. XLA applies it to the products: it would prepare a factor of W before its loop, once for each use, and
-    then compute products that it takes for different ones."""
+    """The factor of W x. XLA applies it to the products: it would prepare a factor of W before its loop, once per use,
+    and then compute products that it considers different."""
 
     @abc.abstractmethod
     def products(self, parameters: Any) -> tuple[jax.Array, jax.Array | None]:
-        """W [R, E] and b [R] or None; or those of each of N heads, [N, R, E] and [N, R], which kernels do not take."""
+        """Returns W [R, E] and b [R] or None; or for N heads [N, R, E] and [N, R], which kernels do not support."""
 
     @abc.abstractmethod
     def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:

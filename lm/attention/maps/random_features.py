@@ -1,4 +1,4 @@
-"""Random feature maps φ with E⟨φ(q), φ(k)⟩ = exp(scale ⟨q, k⟩), and those of generalized attention.
+"""Random feature maps φ with E⟨φ(q), φ(k)⟩ = exp(scale ⟨q, k⟩), and the maps of generalized attention.
 
 Sources: "seed" is Choromanski et al. 2020 (Masked language modeling for proteins via linearly scalable long-context
 transformers); "FAVOR+" is its successor (Rethinking attention with Performers, 2021), which PolySketchFormer measures.
@@ -51,9 +51,9 @@ class RandomFeatures(ProductFeatures):
     rescale: bool = True
 
     signed = False
-    """Whether estimated weights can be negative."""
+    """Estimated weights can be negative."""
     per_row = 1
-    """Features made of each row of the projection."""
+    """Features per row of the projection."""
     has_phases = False
     learns = False
     """The projection is a buffer: kernels need not compute its gradient, and give zeros."""

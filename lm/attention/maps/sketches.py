@@ -4,8 +4,8 @@ All are binary trees over P copies of the vector (PolySketchFormer, Algorithms 1
 its two children to r numbers each and multiplies them entry by entry. Squaring ⟨ψ(x), ψ(y)⟩, as ψ ⊗ ψ does, gives
 weights that approximate ⟨x, y⟩^2P and are never negative (Theorem 2.4).
 
-One sketch may serve all heads of a layer, or each key head and the queries that read it have their own: N sketches,
-each for G heads. M is the size of a vector, r that of a sketch.
+One sketch may serve all heads of a layer, or there is one per key head and its queries: N sketches, each for G heads. M
+is the size of a vector, r the size of a sketch.
 """
 
 import jax
@@ -22,7 +22,7 @@ from lm.parameters import Buffer, declare
 
 
 class Sketch(nnx.Module):
-    """Base: the tree. A kind of sketch says what its leaves are and how a node joins its children.
+    """Base: the tree. A kind of sketch defines its leaves and how a node joins its children.
 
     The nodes of the level above the leaves come first, the root last: P - 1 of them.
     """
@@ -34,7 +34,7 @@ class Sketch(nnx.Module):
         self.r = r
 
     def leaves(self, x_BxLxNxGxM: jax.Array) -> list[jax.Array]:
-        """What stands at the leaves of the tree."""
+        """Returns the vectors at the leaves of the tree."""
         return [x_BxLxNxGxM] * self.power
 
     def join(self, node: int, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ class Sketch(nnx.Module):
 
     @classmethod
     def map_flops(cls, size: int, r: int, width: int) -> float:
-        """Of one of a node's two maps."""
+        """Returns the operations of one of a node's two maps."""
         return 2.0 * size * r
 
 
@@ -127,7 +127,7 @@ class Learned(Sketch):
     def of_each(self, *xs_BxLxNxGxM: jax.Array) -> Sketched:
         if self.power == 1:
             return super().of_each(*xs_BxLxNxGxM)
-        nodes = tuple((left.parameters(), right.parameters()) for left, right in self.maps)
+        nodes = tuple(networks.Node(left.parameters(), right.parameters()) for left, right in self.maps)
         return networks.sketch_networks(nodes, *xs_BxLxNxGxM)
 
     @classmethod
@@ -147,9 +147,9 @@ class Network(nnx.Module):
         self.biases = nnx.List([nnx.Param(jnp.zeros((n, 1, m)), **bias) for m in (size, r)])
 
     def parameters(self) -> networks.NetworkWeights:
-        first, second, third, fourth = (kernel[...] for kernel in self.kernels)
-        scales, biases = ((input_[...], middle[...]) for input_, middle in (self.scales, self.biases))
-        return networks.NetworkWeights((first, second, third, fourth), scales, biases)
+        kernels = networks.NetworkKernels(*(kernel[...] for kernel in self.kernels))
+        scales, biases = (networks.NormParameters(*(p[...] for p in pair)) for pair in (self.scales, self.biases))
+        return networks.NetworkWeights(kernels, scales, biases)
 
 
 SKETCHES: dict[str, type[Sketch]] = {'learned': Learned, 'gaussian': Gaussian, 'srht': Srht}

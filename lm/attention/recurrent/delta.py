@@ -41,8 +41,11 @@ class Delta(Attention):
         return dict.fromkeys(names, dims.n_kv_heads)
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
-        """Of a key head: products of keys, the triangular system for values and keys, a read of the state for each and
-        what is added to it; of a query: its products with the keys and values of half a chunk, and its read."""
+        """Counts the products of key heads and of queries.
+
+        A key head has products of keys, the triangular system for values and keys, and a read and an update of the
+        state per token. A query has products with the keys and values of half a chunk, and a read.
+        """
         size, chunk = dims.head_dim, min(COUNTED_CHUNK, length)
         return dims.n_kv_heads * (3 * chunk * size + 4 * size**2) + dims.n_heads * (2 * chunk * size + 2 * size**2)
 
@@ -68,7 +71,7 @@ class DeltaAttention(AttentionModule):
         starts_BxL: jax.Array | None = None,
     ) -> jax.Array:
         arguments = self._arguments(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, beta_BxLxK, gate_BxLxK, starts_BxL)
-        return self._normed(delta_rule(*arguments, query_length=self.query_length))
+        return self._normed(delta_rule(**arguments, query_length=self.query_length))
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> jax.Array:
         return jnp.zeros((batch, self.dims.n_kv_heads, self.dims.head_dim, self.dims.head_dim), jnp.float32)
@@ -86,18 +89,18 @@ class DeltaAttention(AttentionModule):
     ) -> tuple[jax.Array, jax.Array]:
         arguments = self._arguments(q_BxTxHxD, k_BxTxKxD, v_BxTxKxD, beta_BxLxK, gate_BxLxK, starts_BxT)
         o_BxTxHxD, state = delta_rule(
-            *arguments, query_length=self.query_length, initial_state=state, return_state=True
+            **arguments, query_length=self.query_length, initial_state=state, return_state=True
         )
         return state, self._normed(o_BxTxHxD)
 
-    def _arguments(self, q, k, v, beta_BxLxK, gate_BxLxK, starts_BxL):
-        """Of the operation, for queries and keys that `normalize` gave."""
+    def _arguments(self, q, k, v, beta_BxLxK, gate_BxLxK, starts_BxL) -> dict[str, Any]:
+        """Returns the arguments of the operation for queries and keys from `normalize`."""
         logits_BxLxK = jnp.zeros(k.shape[:3]) if beta_BxLxK is None else beta_BxLxK.astype(jnp.float32)
         beta_BxLxK = jax.nn.sigmoid(logits_BxLxK) * (2.0 if self.config.negative else 1.0)
         decay_BxLxK = None if self.gate is None else self.gate.log_decay(k, gate_BxLxK)
         if starts_BxL is not None:
             decay_BxLxK = forgetting(starts_BxL, decay_BxLxK, self.dims.n_kv_heads)
-        return q, k, v, beta_BxLxK, decay_BxLxK
+        return dict(q_BxLxHxE=q, k_BxLxKxE=k, v_BxLxKxD=v, beta_BxLxK=beta_BxLxK, log_decay_BxLxK=decay_BxLxK)
 
     def _normed(self, o_BxLxHxD):
         return self.out_norm(o_BxLxHxD).astype(o_BxLxHxD.dtype)

@@ -1,4 +1,4 @@
-"""Gates: how much of what came before a token leaves, from the token itself.
+"""Gates: factors by which a token multiplies everything before it.
 
     S_i = a_i S_{i-1} + φ(k_i) v_iᵀ     a_i of each key head, at most 1; exact weights become w_ij Π_{j < m ≤ i} a_m
 
@@ -31,7 +31,7 @@ class ForgetGate(nnx.Module):
         self.bias = nnx.Param(jnp.asarray(-np.log(np.expm1(1 / tokens)), jnp.float32), **declare('bias', 'heads'))
 
     def log_decay(self, k_BxLxKxD: jax.Array, gate_BxLxK: jax.Array | None) -> jax.Array:
-        """[B, L, K] float32. Of the keys only the shape counts."""
+        """Returns log a, [B, L, K] float32. Only the shape of the keys counts."""
         return jax.nn.log_sigmoid(_logits(k_BxLxKxD, gate_BxLxK) + self.bias[...])
 
 
@@ -48,7 +48,7 @@ class StepGate(nnx.Module):
         self.log_rate = nnx.Param(jnp.log(rate), **declare('bias', 'heads'))
 
     def steps(self, k_BxLxKxD: jax.Array, gate_BxLxK: jax.Array | None) -> jax.Array:
-        """Δ, [B, L, K] float32. Of the keys only the shape counts."""
+        """Returns Δ, [B, L, K] float32. Only the shape of the keys counts."""
         return jax.nn.softplus(_logits(k_BxLxKxD, gate_BxLxK) + self.bias[...])
 
     def log_decay(self, k_BxLxKxD: jax.Array, gate_BxLxK: jax.Array | None) -> jax.Array:
@@ -61,10 +61,10 @@ def _logits(k_BxLxKxD, gate_BxLxK):
 
 
 def forget_gate(gate: bool, heads: int) -> ForgetGate | None:
-    """The gate of a mechanism that has one as an option."""
+    """Returns the gate of a mechanism with this option, or None."""
     return ForgetGate(heads) if gate else None
 
 
 def gate_projections(gate: bool, heads: int) -> dict[str, int]:
-    """What such a mechanism asks the model for."""
+    """Returns the projections that a mechanism with this option needs."""
     return {'gate_BxLxK': heads} if gate else {}

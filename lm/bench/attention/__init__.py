@@ -66,7 +66,7 @@ class LayerRow:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What is timed: `function(weights, *arrays)`, arrays [B, L, H, …] → [B, L, H, D].
+    """A function to time: `function(weights, *arrays)`, arrays [B, L, H, …] → [B, L, H, D].
 
     Attributes:
         weights: parameters, which get gradients, and buffers.
@@ -80,7 +80,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """What `bench_attention` measures; None stands for the default of the machine.
+    """The options of `bench_attention`; None stands for the default of the machine.
 
     Attributes:
         contexts: tokens per sequence.
@@ -255,8 +255,10 @@ def _inputs(n: int, layer: Layer, dims: HeadDims, dtype: Any) -> tuple[jax.Array
 
 
 def _program(function: Callable, step: str, shape: tuple[int, int]) -> Callable:
-    """What is compiled. It takes weights, and tokens [T, …] that it splits into sequences, `shape`; the last of them is
-    the gradient of the output. It gives the output, and for a backward pass the gradients of all but the buffers."""
+    """Returns the function to compile. It takes weights and arrays [T, …], which it splits into sequences of `shape`.
+
+    The last array is the gradient of the output. A backward pass also returns gradients of all but the buffers.
+    """
 
     def split(x):
         return x.reshape(*shape, *x.shape[1:])

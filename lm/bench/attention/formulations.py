@@ -3,10 +3,9 @@
 Each is a function of the arguments that its layer gives to `lm.ops.linear_attention`: sketches of queries and keys,
 values, the normalized vectors that the exact weights compare, and options. The block must divide the length.
 
-plain  the formulas of PolySketchFormer §3 as they read
-loop   the same formulas block by block, in a loop whose steps the backward pass computes again: `lax.scan` of a
-       `jax.checkpoint`, what one would write by hand in ten lines
-scan   ours, block by block the same, with all blocks at once and an associative scan over their sums
+- plain: the formulas of PolySketchFormer §3 as they read.
+- loop: the same formulas block by block, as one would write them by hand: a `lax.scan` of a `jax.checkpoint`.
+- scan: our blocks, all at once, with an associative scan over their sums.
 """
 
 from collections.abc import Callable, Mapping

@@ -9,7 +9,7 @@ from flax import nnx
 from lm.attention import HeadDims
 from lm.attention.maps.sketches import Network
 from lm.cost_model.kernel_cases.base import Case, KernelCall
-from lm.ops.sketch_networks import sketch_networks
+from lm.ops.sketch_networks import Node, sketch_networks
 from lm.ops.sketch_networks.tpu import networks as kernels
 
 
@@ -30,4 +30,4 @@ def networks_call(r: int, width: int, dims: HeadDims, length: int) -> KernelCall
     plan = kernels.plan_for(length, dims.n_heads, dims.head_dim, width * r, r, 2)
     tokens = {'forward': plan.forward_tile / 2, 'backward': plan.block / 2}  # a grid step takes queries or keys
     steps = {(kernel, f'sketch_networks_{kernel}'): n for kernel, n in tokens.items()}
-    return KernelCall(function, (((network, network),), *qk), steps)
+    return KernelCall(function, ((Node(network, network),), *qk), steps)

@@ -29,7 +29,7 @@ def start_workers(processes: int) -> Iterator[tuple[concurrent.futures.ProcessPo
         for worker in ours:
             worker.terminate()
         for worker in ours:
-            while worker.is_alive():  # the pool's own thread may have reaped it without having said so yet
+            while worker.is_alive():  # the pool's own thread may have reaped it, which shows later
                 worker.join(0.1)
 
 

@@ -1,11 +1,53 @@
-"""The loss of a language model, in nats per token, from the last hidden layer: logits never exist whole."""
+"""The loss of a language model, in nats per token, from the last hidden layer: logits never exist whole.
+
+B batch, L length, D width, V vocabulary, P devices among which the batch is split.
+"""
+
+from typing import Annotated, Literal, overload
 
 import jax
 
 from lm.ops import platform
 from lm.ops.cross_entropy.cap import capped
+from lm.ops.cross_entropy.types import (
+    CrossEntropyCall,
+    CrossEntropyImplementation,
+    TokenLosses,
+    WeightedCall,
+    WeightedLosses,
+)
 
-IMPLEMENTATIONS = platform.Implementations('cross-entropy', __name__, reference='reference', xla='xla')
+IMPLEMENTATIONS = platform.Implementations[CrossEntropyImplementation, CrossEntropyCall](
+    'cross-entropy', __name__, reference='reference', xla='xla'
+)
+
+
+@overload
+def cross_entropy(
+    x_BxLxD: jax.Array,
+    embedding_VxD: jax.Array,
+    bias_V: jax.Array | None,
+    targets_BxL: jax.Array,
+    *,
+    cap: float | None = None,
+    normalizer: Literal[False] = False,
+    chunk: int | None = None,
+    implementation: str | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def cross_entropy(
+    x_BxLxD: jax.Array,
+    embedding_VxD: jax.Array,
+    bias_V: jax.Array | None,
+    targets_BxL: jax.Array,
+    *,
+    cap: float | None = None,
+    normalizer: Literal[True],
+    chunk: int | None = None,
+    implementation: str | None = None,
+) -> TokenLosses: ...
 
 
 def cross_entropy(
@@ -18,8 +60,8 @@ def cross_entropy(
     normalizer: bool = False,
     chunk: int | None = None,
     implementation: str | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """-log softmax(x · embedding^T + bias)[target] of every token.
+) -> Annotated[jax.Array, 'BxL'] | TokenLosses:
+    """Computes -log softmax(x · embedding^T + bias)[target] of every token.
 
     Matrix products are in the dtype of x with float32 accumulation; all else is float32.
 
@@ -31,18 +73,18 @@ def cross_entropy(
         cap: logits are cap · tanh(logit / cap), within ±cap (Gemma 2, §2); None leaves them as they are.
         normalizer: whether the log-normalizers log Σ_v exp(logit_v) are returned too, for a loss that holds them near
             zero (the z-loss of PaLM, §5).
-        chunk: positions a chunk; None keeps a chunk's logits within a budget of bytes per device.
+        chunk: positions per chunk; None keeps a chunk's logits within a budget of bytes per device.
         implementation: 'xla' or 'reference'; None picks the platform's.
 
     Returns:
-        [B, L] float32 nats; with `normalizer` the pair of these and of the log-normalizers, [B, L] float32.
+        [B, L] float32 nats; with `normalizer` these and the log-normalizers, [B, L] float32.
 
     Raises:
         OperationError: an unknown implementation.
     """
-    arrays = (x_BxLxD, embedding_VxD, bias_V, targets_BxL)
-    chosen = IMPLEMENTATIONS.choose(implementation, *arrays)
-    return chosen.cross_entropy(*arrays, cap=cap, normalizer=normalizer, chunk=chunk)
+    call = CrossEntropyCall(x_BxLxD, embedding_VxD, bias_V, targets_BxL, cap=cap, normalizer=normalizer, chunk=chunk)
+    losses = IMPLEMENTATIONS.choose(implementation, call).cross_entropy(call)
+    return losses if normalizer else losses.nats_BxL
 
 
 def weighted_cross_entropy(
@@ -56,16 +98,16 @@ def weighted_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Σ weight · (nats + z_loss · log-normalizer²) over all tokens: what a training step minimizes.
+) -> WeightedLosses:
+    """Computes Σ weight · (nats + z_loss · log-normalizer²) over all tokens: what a training step minimizes.
 
-    Its gradients take three products of the vocabulary's size, where those of single losses take four: they are formed
-    with the loss, while the logits are there.
+    Its gradients take three products of the vocabulary's size, where the gradients of single losses take four: they
+    are formed with the loss, while the logits are there.
 
     Args:
+        x_BxLxD: as in `cross_entropy`, like all arguments that are not listed here.
         weights_BxL: float32, such as 1 / (B · L) for the mean.
-        z_loss: of the z-loss (`cross_entropy`, `normalizer`).
-        Others as in `cross_entropy`.
+        z_loss: the factor of the z-loss (`cross_entropy`, `normalizer`).
 
     Returns:
         float32 [P, 1], the sum's parts on each of P devices; and the nats [B, L] float32, to which no gradient flows.
@@ -73,9 +115,18 @@ def weighted_cross_entropy(
     Raises:
         OperationError: an unknown implementation.
     """
-    arrays = (x_BxLxD, embedding_VxD, bias_V, targets_BxL, weights_BxL)
-    chosen = IMPLEMENTATIONS.choose(implementation, *arrays)
-    return chosen.weighted_cross_entropy(*arrays, cap=cap, z_loss=z_loss, chunk=chunk)
+    arrays = (x_BxLxD, embedding_VxD, bias_V, targets_BxL)
+    call = WeightedCall(*arrays, weights_BxL=weights_BxL, cap=cap, z_loss=z_loss, chunk=chunk)
+    return IMPLEMENTATIONS.choose(implementation, call).weighted_cross_entropy(call)
 
 
-__all__ = ['IMPLEMENTATIONS', 'capped', 'cross_entropy', 'weighted_cross_entropy']
+__all__ = [
+    'IMPLEMENTATIONS',
+    'CrossEntropyCall',
+    'TokenLosses',
+    'WeightedCall',
+    'WeightedLosses',
+    'capped',
+    'cross_entropy',
+    'weighted_cross_entropy',
+]

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 
 
 def capped(logits: jax.Array, cap: float | None) -> jax.Array:
-    """cap · tanh(logits / cap), which lies within ±cap and is the identity near 0; None changes nothing."""
+    """Computes cap · tanh(logits / cap), which lies within ±cap and is the identity near 0; None changes nothing."""
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def capped_slope(logits: jax.Array, cap: float) -> jax.Array:
-    """The derivative of `capped` where it has the value `logits`."""
+    """Computes the derivative of `capped` where it has the value `logits`."""
     return 1.0 - (logits / cap) ** 2

@@ -5,7 +5,7 @@ D head size. Which implementation runs is decided by the platform that the compu
 """
 
 import dataclasses
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +50,8 @@ def softmax_attention(
     log_decay_BxMxK: jax.Array | None = None,
     block: int | None = None,
     implementation: str | None = None,
-) -> jax.Array:
-    """Softmax attention: weights exp(scale ⟨q_i, k_j⟩) / Σ_j' exp(scale ⟨q_i, k_j'⟩).
+) -> Annotated[jax.Array, 'BxLxHxD']:
+    """Computes softmax attention: weights exp(scale ⟨q_i, k_j⟩) / Σ_j' exp(scale ⟨q_i, k_j'⟩).
 
     Args:
         q_BxLxHxD: queries.
@@ -110,11 +110,19 @@ def polynomial_attention(
     log_decay_BxMxK: jax.Array | None = None,
     block: int | None = None,
     implementation: str | None = None,
-) -> jax.Array:
-    """Polynomial attention: weights (scale ⟨q_i, k_j⟩)^p / (denominator_bias + Σ_j' (scale ⟨q_i, k_j'⟩)^p), p even.
+) -> Annotated[jax.Array, 'BxLxHxD']:
+    """Computes polynomial attention (PolySketchFormer §2.1), where q and k have been through layer normalization.
 
-    PolySketchFormer §2.1, where q and k have been through layer normalization. Other arguments and errors as in
-    `softmax_attention`; degree is p, denominator_bias keeps the denominator from zero.
+    The weights are (scale ⟨q_i, k_j⟩)^degree / (denominator_bias + Σ_j' (scale ⟨q_i, k_j'⟩)^degree).
+
+    Args:
+        q_BxLxHxD: as in `softmax_attention`, like all arguments that are not listed here.
+        degree: even, so that no weight is negative.
+        denominator_bias: keeps the denominator from zero.
+        scale: factor of the inner products.
+
+    Raises:
+        OperationError: as in `softmax_attention`, and for an odd degree.
     """
     call = PolynomialCall(
         q_BxLxHxD,

@@ -24,7 +24,7 @@ class Cache(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """What the queries of a step see: keys, values, and the arguments `q_offset` and `k_start` of the operation."""
+    """The keys and values that the queries of a step see, and the operation's arguments `q_offset` and `k_start`."""
 
     k_BxMxKxD: jax.Array
     v_BxMxKxD: jax.Array

@@ -33,7 +33,7 @@ class ExactCall:
 
     @property
     def is_whole(self) -> bool:
-        """Whether queries and keys belong to the same tokens, and no key is hidden because of its index alone."""
+        """True if queries and keys belong to the same tokens, and no key is hidden because of its index alone."""
         hides_none = all(isinstance(n, int) and n == 0 for n in (self.q_offset, self.k_start))
         return self.q_BxLxHxD.shape[1] == self.k_BxMxKxD.shape[1] and hides_none
 

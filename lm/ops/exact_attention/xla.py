@@ -1,9 +1,9 @@
 """Exact attention in blocks, in plain XLA: memory linear in the length, work only where the mask lets keys be seen.
 
-For each block of queries a loop visits the blocks of keys that some query of it sees, so blocks above the diagonal and
-to the left of the window are skipped, and keeps the running output and normaliser in float32. The gradient recomputes
-the weights block by block from the saved normaliser. Lengths that no block divides are not padded: the last block is
-moved left until it fits, and what it shares with the block before it is counted once.
+For each block of queries a loop visits the blocks of keys that some query of it sees: blocks above the diagonal and to
+the left of the window are skipped. The loop keeps the running output and normalizer in float32. The gradient recomputes
+the weights block by block from the saved normalizer. Lengths that no block divides are not padded: the last block is
+moved left until it fits, and entries that it shares with the block before it are counted once.
 
 L queries, M keys; G query heads share each of the K key heads.
 """
@@ -28,14 +28,14 @@ from lm.ops.residuals import saved
 MASKED = -1e30  # Finite, so that a row without visible keys so far gives no NaN; the first real score erases it.
 
 Statistics = TypeVar('Statistics')
-"""What a rule keeps of each query besides the sum of its weighted values, while the query meets block after block."""
+"""The numbers that a rule keeps of each query, besides the sum of its weighted values, from block to block."""
 
 
 class BlockWeights(Protocol[Statistics]):
     """How scores become weights, a block of keys at a time; hashable.
 
-    Arrays: scores s [B, K, G, L, M], values v [B, K, M, D], which keys are `visible`, and `fade`, the log factors of
-    the decay [B, K, 1, L, M], or None without decay.
+    Scores s are [B, K, G, L, M], values v [B, K, M, D]. `visible` tells which keys the queries see. `fade` has the log
+    factors of the decay [B, K, 1, L, M], or is None without decay.
     """
 
     def start(self, rows: tuple[int, ...]) -> Statistics:
@@ -130,7 +130,7 @@ class PolynomialWeights:
 
 
 class Seen(NamedTuple):
-    """Which keys the queries see, besides what is static; `lm.ops.exact_attention` has the meanings."""
+    """The arrays that decide which keys the queries see; `lm.ops.exact_attention` has the meanings."""
 
     q_offset: jax.Array
     k_start: jax.Array
@@ -139,8 +139,8 @@ class Seen(NamedTuple):
     """The least of `starts_BxL` in each block of queries."""
 
 
-class Residuals(NamedTuple):
-    """What the backward pass takes: the operands of `_attend`, its results, and the normalizers."""
+class _Residuals(NamedTuple):
+    """The arrays that the backward pass takes: the operands of `_attend`, its results, and the normalizers."""
 
     q_BxKxGxLxD: jax.Array
     k_BxKxMxD: jax.Array
@@ -151,8 +151,8 @@ class Residuals(NamedTuple):
     decay: Decay | None
 
 
-class Gradients(NamedTuple):
-    """The gradients that a loop adds up: those of queries, or of a block of them, keys, values and decay sums."""
+class _Gradients(NamedTuple):
+    """The gradients that a loop adds up, of queries or a block of them, of keys, values and decay sums."""
 
     dq: jax.Array
     dk: jax.Array
@@ -162,7 +162,7 @@ class Gradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How L queries and M keys are cut, and which keys a query sees."""
+    """The blocks of L queries and M keys, and which keys a query sees."""
 
     queries: int
     keys: int
@@ -186,7 +186,7 @@ class Blocks:
         return along.start(j, self.block_k, self.keys)
 
     def key_range(self, i, seen):
-        """The first and one past the last block of keys that block i of the queries sees."""
+        """Returns the first and one past the last block of keys that block i of the queries sees."""
         first = seen.q_offset + self.query_start(i)
         begin = seen.k_start if self.window is None else jnp.maximum(seen.k_start, first - self.window + 1)
         if seen.first_N is not None:
@@ -195,7 +195,7 @@ class Blocks:
         return jnp.clip(begin // self.block_k, 0, self.n_k), jnp.clip(-(-end // self.block_k), 0, self.n_k)
 
     def visible(self, i, j, seen):
-        """[queries, keys] of the blocks i and j, or [B, 1, 1, queries, keys] where rows of the batch differ."""
+        """Returns [queries, keys] of the blocks i and j, or [B, 1, 1, queries, keys] where rows of the batch differ."""
         query = seen.q_offset + self.query_start(i) + jnp.arange(self.block_q)[:, None]
         key = self.key_start(j) + jnp.arange(self.block_k)
         result = jnp.broadcast_to(key >= jnp.maximum(seen.k_start, j * self.block_k), (self.block_q, self.block_k))
@@ -224,7 +224,7 @@ def unsupported(call: ExactCall) -> None:
 
 
 def block_sizes(rows: int, queries: int, keys: int, block: int | None = None) -> tuple[int, int]:
-    """Blocks of queries and keys for `rows` = batch × heads on a device.
+    """Returns the blocks of queries and keys for `rows` = batch × heads on a device.
 
     Measured on a CPU, forward plus backward: the best blocks hold about 2^18 weights over all rows (they stay in the
     cache), and no side under 128 or over 512 pays. Accelerators want large matrices.
@@ -291,7 +291,7 @@ def _forward(rule: BlockWeights, blocks: Blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxM
 
 
 def _visible_and_fade(blocks: Blocks, i, j, seen: Seen, decay: Decay | None) -> tuple[jax.Array, jax.Array | None]:
-    """Which keys of block j the queries of block i see, and the log factors of the weights, [B, K, 1, L, M]."""
+    """Returns which keys of block j the queries of block i see, and the log factors of the weights, [B, K, 1, L, M]."""
     visible = blocks.visible(i, j, seen)
     if decay is None:
         return visible, None
@@ -307,10 +307,10 @@ def _visible_and_fade(blocks: Blocks, i, j, seen: Seen, decay: Decay | None) -> 
 def _attend_forward(rule, blocks, q, k, v, seen, decay):
     o, normalizer = _forward(rule, blocks, q, k, v, seen, decay)
     o, normalizer = saved(o), saved(normalizer)
-    return o, Residuals(q, k, v, o, normalizer, seen, decay)
+    return o, _Residuals(q, k, v, o, normalizer, seen, decay)
 
 
-def _attend_backward(rule: BlockWeights, blocks: Blocks, residuals: Residuals, do_BxKxGxLxD: jax.Array):
+def _attend_backward(rule: BlockWeights, blocks: Blocks, residuals: _Residuals, do_BxKxGxLxD: jax.Array):
     q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD = residuals.q_BxKxGxLxD, residuals.k_BxKxMxD, residuals.v_BxKxMxD
     seen, decay = residuals.seen, residuals.decay
     # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the normalizer's part of the gradient, one number per row.
@@ -340,14 +340,14 @@ def _attend_backward(rule: BlockWeights, blocks: Blocks, residuals: Residuals, d
                 first = seen.q_offset + start + 1
                 dtotal = put(dtotal, take(dtotal, first, blocks.block_q, 2) + dlog.sum(-1), first, 2)
                 dtotal = put(dtotal, take(dtotal, at + 1, blocks.block_k, 2) - dlog.sum(-2), at + 1, 2)
-            return Gradients(dq_block, put(carry.dk, dk_block, at, 2), put(carry.dv, dv_block, at, 2), dtotal)
+            return _Gradients(dq_block, put(carry.dk, dk_block, at, 2), put(carry.dv, dv_block, at, 2), dtotal)
 
         carry = gradients._replace(dq=jnp.zeros(q.shape, jnp.float32))
         low, high = blocks.key_range(i, seen)
         found = loop(low, high, key_block, carry, blocks.n_k == 1)
         return found._replace(dq=put(gradients.dq, found.dq, start, 3))
 
-    gradients = Gradients(
+    gradients = _Gradients(
         jnp.zeros_like(q_BxKxGxLxD),
         jnp.zeros(k_BxKxMxD.shape, jnp.float32),
         jnp.zeros(v_BxKxMxD.shape, jnp.float32),

@@ -42,7 +42,7 @@ Held = TypeVar('Held')
 
 
 class Constants(NamedTuple, Generic[Held]):
-    """What all heads share: arrays, and refs and block specs of them; None where a call has no such array.
+    """Arrays that all heads share, and refs and block specs of them; None where a call has no such array.
 
     Attributes:
         angles_AxCxL: cosines above sines; A is 1 or B.
@@ -54,9 +54,9 @@ class Constants(NamedTuple, Generic[Held]):
 
 
 class Incoming(NamedTuple, Generic[Held]):
-    """What the backward kernel reads of each token: the gradients of its results.
+    """The gradients of the results, and the queries and keys, which the backward kernel needs for the norms alone.
 
-    The kernel needs queries and keys for the norms alone; they are None without norms.
+    `qk_BxNxCxL` is None without norms.
     """
 
     qk_BxNxCxL: Held | None
@@ -99,8 +99,8 @@ def block_size(length: int, heads: int, size: int) -> int:
 def _fits(block: int, heads: int, size: int) -> bool:
     """Returns whether a grid step may take so many tokens.
 
-    It counts the three arrays of a backward step as if they were float32, with the angles, gains and sums that are
-    float32 in any case, twice each.
+    It counts the three arrays of a backward step as if they were float32, and the angles, gains and sums. Each counts
+    twice.
     """
     arrays, constants = 3 * heads * size * block, size * (block + 2 * 4 * LANES)
     return 2 * 4 * (arrays + constants) <= platform.vmem()[0]

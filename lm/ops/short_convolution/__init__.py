@@ -2,14 +2,19 @@
 
     y_t = silu(Σ_{0 ≤ s < S} w_s x_{t-s})
 
-B batch, L length, N channels, S tokens that a convolution sees.
+B batch, L length, N channels, S tokens that a convolution sees, R = S - 1 of them before a token.
 """
+
+from typing import Annotated
 
 import jax
 
 from lm.ops import platform
+from lm.ops.short_convolution.types import ConvolutionCall, ConvolutionImplementation
 
-IMPLEMENTATIONS = platform.Implementations('short convolution', __name__, xla='xla', pallas_tpu='tpu')
+IMPLEMENTATIONS = platform.Implementations[ConvolutionImplementation, ConvolutionCall](
+    'short convolution', __name__, xla='xla', pallas_tpu='tpu'
+)
 
 
 def short_convolution(
@@ -19,21 +24,21 @@ def short_convolution(
     reach_BxL: jax.Array | None = None,
     *,
     implementation: str | None = None,
-) -> jax.Array:
-    """y, [B, L, N] in the dtype of x; sums are float32.
+) -> Annotated[jax.Array, 'BxLxN']:
+    """Computes y, [B, L, N] in the dtype of x; sums are float32.
 
     Args:
         x_BxLxN: tokens.
         kernel_SxN: w; float32.
-        before_BxRxN: the R = S - 1 tokens before x; None: zeros.
+        before_BxRxN: the R tokens before x; None: zeros.
         reach_BxL: how many tokens before each it sees, at most: those of its document; int32. None: all.
         implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
 
-    Raises OperationError for an unknown implementation, or one that does not support the call.
+    Raises:
+        OperationError: an unknown implementation, or one that does not support the call.
     """
-    arrays = (x_BxLxN, kernel_SxN, before_BxRxN, reach_BxL)
-    chosen = IMPLEMENTATIONS.choose(implementation or platform.for_few(x_BxLxN.shape[1]), *arrays)
-    return chosen.short_convolution(*arrays)
+    call = ConvolutionCall(x_BxLxN, kernel_SxN, before_BxRxN, reach_BxL)
+    return IMPLEMENTATIONS.choose(implementation or platform.for_few(x_BxLxN.shape[1]), call).short_convolution(call)
 
 
-__all__ = ['IMPLEMENTATIONS', 'short_convolution']
+__all__ = ['IMPLEMENTATIONS', 'ConvolutionCall', 'short_convolution']

@@ -4,15 +4,24 @@
     a network   f(x) = LayerNorm, M → E, gelu, → r, LayerNorm, → E, gelu, → r, without biases in the maps (App. D)
 
 B batch, L length, N sketches of G heads each, M vector size, E hidden units, r sketch size. The hidden layers are 4 E
-numbers a vector and node, many times the vector itself, so no implementation keeps them for the whole sequence.
+numbers per vector and node, many times the vector itself, so no implementation keeps them for the whole sequence.
 """
 
 import jax
 
 from lm.ops import platform
-from lm.ops.sketch_networks.types import NetworkWeights, Nodes, Sketched
+from lm.ops.sketch_networks.types import (
+    NetworkKernels,
+    NetworkWeights,
+    Node,
+    Nodes,
+    NormParameters,
+    SketchCall,
+    Sketched,
+    SketchImplementation,
+)
 
-IMPLEMENTATIONS = platform.Implementations(
+IMPLEMENTATIONS = platform.Implementations[SketchImplementation, SketchCall](
     'sketch networks',
     __name__,
     reference='reference',
@@ -23,7 +32,7 @@ IMPLEMENTATIONS = platform.Implementations(
 
 
 def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str | None = None) -> Sketched:
-    """ψ of the vectors of each array, [B, L, N, G, r] in its dtype, and the vectors, for what reads them too.
+    """Returns ψ of the vectors of each array, [B, L, N, G, r] in its dtype, and the vectors, for what reads them too.
 
     Args:
         nodes: the two networks of each node of a binary tree over P copies of the vector: the P / 2 above the leaves
@@ -34,8 +43,18 @@ def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str 
     Raises:
         OperationError: an unknown implementation, or one that does not support the call.
     """
-    chosen = IMPLEMENTATIONS.choose(implementation, nodes, xs_BxLxNxGxM)
-    return chosen.sketch_networks(nodes, xs_BxLxNxGxM)
+    call = SketchCall(nodes, xs_BxLxNxGxM)
+    return IMPLEMENTATIONS.choose(implementation, call).sketch_networks(call)
 
 
-__all__ = ['IMPLEMENTATIONS', 'NetworkWeights', 'Nodes', 'Sketched', 'sketch_networks']
+__all__ = [
+    'IMPLEMENTATIONS',
+    'NetworkKernels',
+    'NetworkWeights',
+    'Node',
+    'Nodes',
+    'NormParameters',
+    'SketchCall',
+    'Sketched',
+    'sketch_networks',
+]

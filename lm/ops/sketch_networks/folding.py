@@ -1,35 +1,49 @@
-"""What kernels of the sketch networks are given for their weights.
+"""The weights that kernels of the sketch networks take.
 
 Layer normalization's scale and bias become part of the map after it, gelu's constants of the maps around it: gelu(x) =
 z (1 + tanh(z (LINEAR + z²))) / CUBIC with z = CUBIC x / 2, and what is left to do is `z (1 + tanh(z (LINEAR + z²)))`.
 """
 
 import math
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from lm.ops.sketch_networks.types import NetworkWeights
+from lm.ops.sketch_networks.types import ByLevel, Node
 
+Each = TypeVar('Each')
 CUBIC = (4.0 * 0.044715 * 2.0 * math.sqrt(2.0 / math.pi)) ** (1 / 3)
 LINEAR = 2.0 * math.sqrt(2.0 / math.pi) / CUBIC
 
 
-def fold(first: NetworkWeights, second: NetworkWeights) -> tuple[jax.Array, ...]:
-    """The four maps of both networks and the biases of the first and third, in float32.
+class LevelMaps(NamedTuple, Generic[Each]):
+    """The two maps of one level of both networks of a node; for the upper level, M stands for r."""
 
-    Returns:
-        [N, 2, E, M], [N, 2, r, E], [N, 2, E, r], [N, 2, r, E]; [N, 2, E], [N, 2, E].
-    """
+    wide_Nx2xExM: Each
+    narrow_Nx2xRxE: Each
+
+
+class FoldedNode(NamedTuple):
+    """The maps of both networks of a node, and the biases [N, 2, E] of the wide ones, in float32."""
+
+    maps: ByLevel[LevelMaps[jax.Array]]
+    biases: ByLevel[jax.Array]
+
+
+def fold(node: Node) -> FoldedNode:
+    """Folds the norms' scales and biases, and gelu's constants, into the maps."""
     maps, biases = [], []
-    for i in range(2):
-        wide = [0.5 * CUBIC * network.kernels[2 * i] for network in (first, second)]
-        scales, shifts = ([values[i] for values in pair] for pair in zip(first[1:], second[1:], strict=True))
-        maps.append(jnp.stack([(k * s.swapaxes(1, 2)).swapaxes(1, 2) for k, s in zip(wide, scales, strict=True)], 1))
-        biases.append(jnp.stack([jnp.sum(k * b.swapaxes(1, 2), 1) for k, b in zip(wide, shifts, strict=True)], 1))
-        narrow = [network.kernels[2 * i + 1].swapaxes(1, 2) / CUBIC for network in (first, second)]
-        maps.append(jnp.stack(narrow, 1))
-    return (*maps, *biases)
+    for first, second in zip(node.first.levels, node.second.levels, strict=True):
+        pair = (first, second)
+        wide = [0.5 * CUBIC * level.wide_NxMxE for level in pair]
+        scaled = [(k * level.scale_Nx1xM.swapaxes(1, 2)).swapaxes(1, 2) for k, level in zip(wide, pair, strict=True)]
+        wide_Nx2xExM = jnp.stack(scaled, 1)
+        shifted = [jnp.sum(k * level.bias_Nx1xM.swapaxes(1, 2), 1) for k, level in zip(wide, pair, strict=True)]
+        biases.append(jnp.stack(shifted, 1))
+        narrow_Nx2xRxE = jnp.stack([level.narrow_NxExR.swapaxes(1, 2) / CUBIC for level in pair], 1)
+        maps.append(LevelMaps(wide_Nx2xExM, narrow_Nx2xRxE))
+    return FoldedNode(ByLevel(*maps), ByLevel(*biases))
 
 
 def gelu(z: jax.Array) -> jax.Array:
@@ -37,7 +51,7 @@ def gelu(z: jax.Array) -> jax.Array:
 
 
 def gelu_and_slope(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`gelu` and its derivative."""
+    """Returns `gelu` and its derivative."""
     inner = LINEAR + z * z
     slope = z * (3.0 * inner - 2.0 * LINEAR)
     p = 1.0 + jnp.tanh(z * inner)

@@ -3,29 +3,30 @@
 import jax
 import jax.numpy as jnp
 
-from lm.ops.sketch_networks.types import EPSILON, NetworkWeights, Nodes, Sketched, climb
+from lm.ops.sketch_networks.types import EPSILON, NetworkWeights, Node, SketchCall, Sketched, climb
 
 
-def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> Sketched:
-    """Arguments as in `lm.ops.sketch_networks`."""
-    return Sketched(tuple(climb(nodes, x_BxLxNxGxM, _join) for x_BxLxNxGxM in xs_BxLxNxGxM), xs_BxLxNxGxM)
+def sketch_networks(call: SketchCall) -> Sketched:
+    """Computes any call."""
+    sketches = tuple(climb(call.nodes, x_BxLxNxGxM, _join) for x_BxLxNxGxM in call.xs_BxLxNxGxM)
+    return Sketched(sketches, call.xs_BxLxNxGxM)
 
 
-def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:
-    return None
+def unsupported(call: SketchCall) -> None:
+    """Everything is supported."""
 
 
-def _join(first: NetworkWeights, second: NetworkWeights, left: jax.Array, right: jax.Array) -> jax.Array:
-    r = first.kernels[-1].shape[-1]
-    return r**0.5 * jnp.tanh(r**-0.5 * _network(first, left) * _network(second, right))
+def _join(node: Node, left: jax.Array, right: jax.Array) -> jax.Array:
+    r = node.first.kernels.upper_narrow_NxExR.shape[-1]
+    return r**0.5 * jnp.tanh(r**-0.5 * _network(node.first, left) * _network(node.second, right))
 
 
 def _network(network: NetworkWeights, x_BxLxNxGxM: jax.Array) -> jax.Array:
-    for i in range(2):
+    for level in network.levels:
         centred = x_BxLxNxGxM - x_BxLxNxGxM.mean(-1, keepdims=True)
         standard = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON)
-        normal = standard * network.scales[i] + network.biases[i]
-        x_BxLxNxGxM = _dense(jax.nn.gelu(_dense(normal, network.kernels[2 * i])), network.kernels[2 * i + 1])
+        normal = standard * level.scale_Nx1xM + level.bias_Nx1xM
+        x_BxLxNxGxM = _dense(jax.nn.gelu(_dense(normal, level.wide_NxMxE)), level.narrow_NxExR)
     return x_BxLxNxGxM
 
 

@@ -1,50 +1,132 @@
-"""What the implementations of the sketch networks share."""
+"""The call of the sketch networks, as all implementations take it, its weights and its results.
+
+B batch, L length, N sketches of G heads each, M vector size, E hidden units, r (R in names) sketch size.
+"""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 
+from lm.ops.platform import Implementation
+
 EPSILON = 1e-5
-"""Of the layer normalizations."""
+"""Added to the variance in the layer normalizations."""
+
+Each = TypeVar('Each')
+
+
+class ByLevel(NamedTuple, Generic[Each]):
+    """A value for each level of a network: LayerNorm, M → E, gelu, → r is the lower one. An index is a level, too."""
+
+    lower: Each
+    upper: Each
+
+
+class NetworkKernels(NamedTuple):
+    """The maps of a network, for each of N sketches."""
+
+    lower_wide_NxMxE: jax.Array
+    lower_narrow_NxExR: jax.Array
+    upper_wide_NxRxE: jax.Array
+    upper_narrow_NxExR: jax.Array
+
+
+class NormParameters(NamedTuple):
+    """The scales, or the biases, of a network's layer normalizations."""
+
+    lower_Nx1xM: jax.Array
+    upper_Nx1xR: jax.Array
+
+
+class LevelWeights(NamedTuple):
+    """The parameters of one level of a network; for the upper level, M stands for r."""
+
+    wide_NxMxE: jax.Array
+    narrow_NxExR: jax.Array
+    scale_Nx1xM: jax.Array
+    bias_Nx1xM: jax.Array
 
 
 class NetworkWeights(NamedTuple):
-    """The parameters of one small network, for each of N sketches: LayerNorm, M → E, gelu, → r, twice.
+    """The parameters of one small network, for each of N sketches: LayerNorm, M → E, gelu, → r, twice."""
 
-    Attributes:
-        kernels: [N, M, E], [N, E, r], [N, r, E], [N, E, r].
-        scales: of the layer normalizations, [N, 1, M] and [N, 1, r].
-        biases: of the layer normalizations, the same shapes.
-    """
+    kernels: NetworkKernels
+    scales: NormParameters
+    biases: NormParameters
 
-    kernels: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-    scales: tuple[jax.Array, jax.Array]
-    biases: tuple[jax.Array, jax.Array]
+    @property
+    def levels(self) -> ByLevel[LevelWeights]:
+        """The parameters level by level."""
+        kernels, scales, biases = self
+        return ByLevel(
+            LevelWeights(kernels.lower_wide_NxMxE, kernels.lower_narrow_NxExR, scales.lower_Nx1xM, biases.lower_Nx1xM),
+            LevelWeights(kernels.upper_wide_NxRxE, kernels.upper_narrow_NxExR, scales.upper_Nx1xR, biases.upper_Nx1xR),
+        )
 
 
-Nodes = tuple[tuple[NetworkWeights, NetworkWeights], ...]
-"""The two networks of each node of the tree: those above the leaves first, the root last."""
+class Node(NamedTuple):
+    """The two networks of a node of the tree: of its left and its right child."""
+
+    first: NetworkWeights
+    second: NetworkWeights
+
+
+Nodes = tuple[Node, ...]
+"""The nodes of the tree: those above the leaves first, the root last."""
+
+
+class SketchSizes(NamedTuple):
+    """The sizes of a node: N sketches, vectors of M numbers, E hidden units, r numbers of a sketch."""
+
+    n: int
+    size: int
+    hidden: int
+    r: int
+
+    @classmethod
+    def measure(cls, nodes: Nodes) -> 'SketchSizes':
+        """Returns the sizes of the nodes above the leaves."""
+        n, size, hidden = nodes[0].first.kernels.lower_wide_NxMxE.shape
+        return cls(n, size, hidden, nodes[0].first.kernels.upper_narrow_NxExR.shape[-1])
+
+
+class SketchCall(NamedTuple):
+    """The arguments of `lm.ops.sketch_networks.sketch_networks`."""
+
+    nodes: Nodes
+    xs_BxLxNxGxM: tuple[jax.Array, ...]
+
+    @property
+    def sizes(self) -> SketchSizes:
+        """The sizes of the nodes above the leaves."""
+        return SketchSizes.measure(self.nodes)
 
 
 class Sketched(NamedTuple):
-    """What becomes of arrays of vectors.
+    """The sketches of arrays of vectors.
 
     Attributes:
         sketches: of each array, [B, L, N, G, r].
-        vectors: the arrays as they were given. What reads them from here gets its gradient added to that of the
-            networks where this is formed, which on TPUs is on chip.
+        vectors: the arrays as they were passed. What reads them from here gets its gradient added to the gradient of
+            the networks where that is formed, which on TPUs is on chip.
     """
 
-    sketches: tuple[jax.Array, ...]
-    vectors: tuple[jax.Array, ...]
+    sketches: Annotated[tuple[jax.Array, ...], 'BxLxNxGxR']
+    vectors: Annotated[tuple[jax.Array, ...], 'BxLxNxGxM']
 
 
-def climb(
-    nodes: Nodes, leaf: jax.Array, join: Callable[[NetworkWeights, NetworkWeights, jax.Array, jax.Array], jax.Array]
-):
-    """The root of the binary tree whose leaves are all `leaf`; `join` makes a node of its networks and two children."""
+class SketchImplementation(Implementation[SketchCall], Protocol):
+    """A module that computes sketch networks."""
+
+    def sketch_networks(self, call: SketchCall) -> Sketched:
+        """Computes a call that `unsupported` does not refuse."""
+        ...
+
+
+def climb(nodes: Nodes, leaf: jax.Array, join: Callable[[Node, jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """Returns the root of the binary tree whose leaves are all `leaf`; `join` joins the two children of a node."""
     level, remaining = [leaf] * (len(nodes) + 1), iter(nodes)
     while len(level) > 1:
-        level = [join(*next(remaining), left, right) for left, right in zip(level[::2], level[1::2], strict=True)]
+        level = [join(next(remaining), left, right) for left, right in zip(level[::2], level[1::2], strict=True)]
     return level[0]

@@ -1,4 +1,4 @@
-"""What the TPU kernels of several operations share: the sizes of registers, the layout feature by token, products.
+"""Building blocks of the TPU kernels: the sizes of registers, the layout feature by token, products.
 
 Inside the kernels everything is feature by token ([N, F, L], N = batch · heads, tokens on the 128 lanes): heads of 64
 and sketches of 32 or 64 features would leave half of the lanes idle.
@@ -23,12 +23,12 @@ ROWS = 16
 
 
 def padded_rows(size: int) -> int:
-    """Rows of `size` features."""
+    """Returns the rows of `size` features."""
     return -(-size // ROWS) * ROWS
 
 
 def by_token(a_BxLxKxF: jax.Array, length: int, heads: int) -> jax.Array:
-    """[B · heads, padded F, length]: each of K heads repeated until there are `heads`, zeros where there is nothing."""
+    """Returns [B · heads, padded F, length]: each of K heads repeated until there are `heads`, zeros in the padding."""
     batch, tokens, count, rows = a_BxLxKxF.shape
     a_BxHxFxL = a_BxLxKxF.transpose(0, 2, 3, 1)
     if heads > count:
@@ -38,17 +38,17 @@ def by_token(a_BxLxKxF: jax.Array, length: int, heads: int) -> jax.Array:
 
 
 def by_head(o_NxFxL: jax.Array, like_BxLxHxE: jax.Array, size: int) -> jax.Array:
-    """[B, L, H, size], the inverse of `by_token`; batch, length and heads are those of `like`."""
+    """Returns [B, L, H, size], the inverse of `by_token`; `like` has the batch, length and heads."""
     batch, length, heads, _ = like_BxLxHxE.shape
     o_BxHxFxL = o_NxFxL.reshape(batch, heads, *o_NxFxL.shape[1:])[:, :, :size, :length]
     return o_BxHxFxL.transpose(0, 3, 1, 2)
 
 
 def tokens_on_lanes(x_BxLxF: jax.Array) -> jax.Array:
-    """x, which a TPU then keeps feature by token.
+    """Returns x, which a TPU then keeps feature by token.
 
-    XLA lays what it saves for a backward pass out as the forward pass made it. Around kernels the gradients of a layer
-    lie feature by token: what meets them had to be transposed, a pass over HBM for nothing.
+    XLA lays arrays that it saves for a backward pass out as the forward pass made them. Around kernels the gradients of
+    a layer lie feature by token. Saved arrays that meet them would be transposed: a pass over HBM for nothing.
     """
     *rest, length, _ = x_BxLxF.shape
     # A few tokens, as in decoding, would fill no lanes.
@@ -60,9 +60,10 @@ def tokens_on_lanes(x_BxLxF: jax.Array) -> jax.Array:
 
 
 def lone_windows(x_BxLxF: jax.Array) -> jax.Array:
-    """[B L, F] for a TPU of which every device has one window, else x.
+    """Returns [B L, F] for TPUs of which every device has one window, else x.
 
-    Of a batch of one XLA does not fuse what follows the product of a gradient, as it does of several and of none.
+    With a batch of one, XLA does not fuse the operations after the product of a gradient. With more rows, or without a
+    batch axis, it does.
     """
     batch, length, size = x_BxLxF.shape
     if target_platform() != 'tpu' or length < LANES or batch != batch_shards():
@@ -71,7 +72,7 @@ def lone_windows(x_BxLxF: jax.Array) -> jax.Array:
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """a · b over one axis of each, accumulated in float32; float32 operands are not rounded."""
+    """Computes a · b over one axis of each, accumulated in float32; float32 operands are not rounded."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     axes = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)

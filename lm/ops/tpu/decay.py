@@ -15,7 +15,7 @@ RESET_LOG = -128.0
 
 
 def of_heads(log_decay_BxLxK: jax.Array, length: int, heads: int) -> jax.Array:
-    """[B · heads, 1, length]: each of K heads repeated until there are `heads`, no decay where there is nothing."""
+    """Returns [B · heads, 1, length]: each of K heads repeated until there are `heads`, no decay in the padding."""
     batch, tokens, count = log_decay_BxLxK.shape
     g_BxHxL = jnp.repeat(log_decay_BxLxK.astype(jnp.float32).swapaxes(1, 2), heads // count, axis=1)
     g_BxHxL = jnp.pad(g_BxHxL, ((0, 0), (0, 0), (0, length - tokens)))
@@ -24,7 +24,7 @@ def of_heads(log_decay_BxLxK: jax.Array, length: int, heads: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def block_sums(log_decay_Nx1xL: jax.Array, block: int) -> jax.Array:
-    """c. A reset's own factor has the gradient 0."""
+    """Computes c. A reset's own factor has the gradient 0."""
     g = _in_blocks(jnp.maximum(log_decay_Nx1xL, RESET_LOG), block)
     return jnp.cumsum(g, axis=-1).reshape(log_decay_Nx1xL.shape)
 
@@ -42,26 +42,28 @@ block_sums.defvjp(lambda g, block: (block_sums(g, block), g), _backwards)
 
 
 def column(c_1xT: jax.Array) -> jax.Array:
-    """[T, 1]."""
+    """Returns [T, 1]."""
     return jnp.broadcast_to(c_1xT, (8, c_1xT.shape[1])).T[:, :1]
 
 
 def pairs(c_queries: jax.Array, c_keys: jax.Array) -> jax.Array:
-    """The factors of keys for queries, one of them a row and the other a column; where the key comes later they mean
-    nothing, but are finite."""
+    """Computes the factors of keys for queries, one of them a row and the other a column.
+
+    Where the key comes later the factors mean nothing, but are finite.
+    """
     return jnp.exp(jnp.minimum(c_queries - c_keys, 0.0))
 
 
 def last(c_1xT: jax.Array) -> jax.Array:
-    """Of the last token, [1, 1]."""
+    """Returns the sum of the last token, [1, 1]."""
     return c_1xT[:, -1:]
 
 
 def times(x_FxT: jax.Array, factors_1xT: jax.Array | None) -> jax.Array:
-    """x with each token times its factor, in the type of x; None: x."""
+    """Multiplies each token of x by its factor, in the type of x; None: x stays."""
     return x_FxT if factors_1xT is None else (x_FxT.astype(jnp.float32) * factors_1xT).astype(x_FxT.dtype)
 
 
 def faded(sums: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """Sums over earlier keys times the factor of a block, [1, 1]; None: 1."""
+    """Multiplies sums over earlier keys by the factor of a block, [1, 1]; None: 1."""
     return sums if factor is None else sums * factor

@@ -1,4 +1,4 @@
-"""In which order a kernel's work is written: matrix units keep the order in which products are.
+"""The order in which a kernel's work is written: matrix units take products in that order.
 
 A product whose operand the vector units have still to make holds up every product written after it. So work comes in
 pieces, functions without arguments, of several independent kinds that take turns.
@@ -11,7 +11,7 @@ import jax
 
 Piece = Callable[[], None]
 Turns = Generator[None, None, Any]
-"""A computation that others may go on beside: what follows a `yield` waits for what is before it."""
+"""A computation that runs beside others: the work after a `yield` waits for the work before it."""
 
 
 def side_by_side(computations: Iterable[Turns]) -> None:
@@ -22,7 +22,10 @@ def side_by_side(computations: Iterable[Turns]) -> None:
 
 
 def ahead(pairs: Iterable[tuple[Callable, Callable]], count: int) -> list[Piece]:
-    """Of pairs (start, finish), where finish takes what start returns: `count` more starts before each finish."""
+    """Returns pieces of pairs (start, finish), with `count` more starts before each finish.
+
+    A finish takes the result of its start.
+    """
     pairs, started, pieces = list(pairs), {}, []
 
     def begin(i: int) -> None:
@@ -40,7 +43,7 @@ def ahead(pairs: Iterable[tuple[Callable, Callable]], count: int) -> list[Piece]
 
 
 def in_turn(*kinds: list[Piece]) -> None:
-    """Does all pieces, those of each kind in their order and evenly spread over those of the others."""
+    """Does all pieces, each kind in its order and spread evenly over the other kinds."""
     placed = [
         ((i + 0.5) / len(pieces), number, piece)
         for number, pieces in enumerate(kinds)
@@ -54,7 +57,12 @@ class Total:
     """Sums of several terms that are formed in any order, one for each tile: the last term hands a sum on."""
 
     def __init__(self, terms: list[int], done: Callable[[int, jax.Array], None]):
-        """`terms`: how many each sum has; `done`: takes the number of a tile and its sum."""
+        """Makes one sum per tile.
+
+        Args:
+            terms: how many terms each sum has.
+            done: takes the number of a tile and its sum.
+        """
         self._left, self._done = list(terms), done
         self._sums: list = [None] * len(terms)
 

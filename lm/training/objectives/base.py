@@ -1,8 +1,8 @@
-"""What an objective is: a configuration that a gin file names, which makes of a window what is read and asked for.
+"""The base of objectives: configurations that a gin file names. They split a window into inputs and targets.
 
     train.objective = @masked()
 
-Adding an objective means adding one file. The examples of a task (`data.task`) have an objective of their own.
+Adding an objective means adding one file. The examples of a task (`data.task`) have another objective.
 """
 
 import abc
@@ -32,7 +32,7 @@ class Hiding(abc.ABC):
 
     @abc.abstractmethod
     def hide(self, tokens_BxL: jax.Array, numbers_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the model reads of windows, and which places are asked for (bool), each [B, L].
+        """(the inputs of the model, the places that are asked for (bool)), each [B, L].
 
         Args:
             tokens_BxL: int32.
@@ -50,13 +50,13 @@ class Objective(Configurable, abc.ABC):
     """Base of the objectives (frozen dataclasses made by `@configurable`)."""
 
     looks_ahead: ClassVar[bool]
-    """Whether the tokens of its models see later ones: they must, or must not."""
+    """True if tokens of the model must see later ones; False if they must not."""
     remedy: ClassVar[str]
-    """What to do about a model of the other kind."""
+    """The remedy for a model of the other kind."""
 
     @abc.abstractmethod
     def unpack(self, store: Store | None, vocab_size: int) -> Unpack | None:
-        """What a training step makes of its windows; None: the next token is asked for everywhere.
+        """The function that unpacks the windows of a step; None: the next token is asked for everywhere.
 
         Args:
             store: of the tokens; None where only the program matters.
@@ -65,9 +65,9 @@ class Objective(Configurable, abc.ABC):
         Raises ConfigError where the vocabulary lacks something.
         """
 
-    def hiding(self, store: Store | None, vocab_size: int, split: str) -> Hiding | None:
-        """What hides tokens of a split in its evaluation, with arguments and errors as in `unpack`; None: all are read
-        from left to right, and each is asked for."""
+    def make_hiding(self, store: Store | None, vocab_size: int, split: str) -> Hiding | None:
+        """The function that hides tokens of a split in its evaluation, with arguments and errors as in `unpack`. None:
+        all are read from left to right, and each is asked for."""
         return None
 
 

@@ -4,9 +4,9 @@ Each token is chosen with probability 15 %. Of those chosen 80 % become the mask
 10 % stay; the model is asked what stands at the chosen places, and nothing else counts. The end of a document and other
 special tokens are never chosen and never drawn.
 
-Which places are chosen, and what becomes of them, is a function of (masked.seed, the split, the number of the window):
-in training that of the example, so that each epoch has lots of its own; in evaluations its place in the split, so that
-all models of all runs are asked the same.
+The chosen places, and their replacements, are a function of (masked.seed, the split, the number of the window). In
+training this is the number of the example, so that each epoch draws anew. In evaluations it is the place in the split,
+so that all models of all runs are asked the same.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from lm.errors import ConfigError
 from lm.training.objectives.base import Hiding, Objective
 
 TRAINING = 'training'
-"""What stands for the split in training."""
+"""The name that stands for the split in training."""
 
 
 @configurable('masked')
 class Masked(Objective):
-    """What stands at places that are hidden; the model sees both sides (`model.causal = False`)."""
+    """Predict hidden tokens from both sides (`model.causal = False`)."""
 
     share: float = field(default=0.15, above=0, below=1, help='of the tokens is chosen')
     mask_share: float = field(default=0.8, minimum=0, maximum=1, help='of those chosen becomes the mask token')
@@ -49,14 +49,14 @@ class Masked(Objective):
             )
 
     def unpack(self, store: Store | None, vocab_size: int) -> 'Masking':
-        return self.hiding(store, vocab_size, TRAINING)
+        return self.make_hiding(store, vocab_size, TRAINING)
 
-    def hiding(self, store: Store | None, vocab_size: int, split: str) -> 'Masking':
-        pieces, own, special = vocab_size - 1, None, ()
+    def make_hiding(self, store: Store | None, vocab_size: int, split: str) -> 'Masking':
+        pieces, mask_id, special = vocab_size - 1, None, ()
         if store is not None:
             tokenizer = store.tokenizer()
-            pieces, own, special = tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids
-        ids = (self.mask_id, own, pieces)
+            pieces, mask_id, special = tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids
+        ids = (self.mask_id, mask_id, pieces)
         mask = next(i for i in ids if i is not None)
         if mask >= vocab_size:
             raise ConfigError(

@@ -19,5 +19,5 @@ class NextToken(Objective):
 
 
 def next_token(tokens_BxL: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    """What text is unpacked to: every token predicts the next one, and all of them count."""
+    """Unpacks text: every token predicts the next one, and all of them count."""
     return tokens_BxL[:, :-1], tokens_BxL[:, 1:], None

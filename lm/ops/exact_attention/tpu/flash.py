@@ -1,11 +1,10 @@
 """Exact attention on TPUs: flash-style Pallas kernels, forward and backward, in memory linear in the length.
 
-What a score weighs is for a `WeightRule` to say; softmax and polynomial attention have one each. Inside the kernels
-everything is feature by token ([N, D, L], N = batch · heads, tokens on the 128 lanes): a head of 64 would leave half of
-the lanes idle, and half of a matrix unit in all products. The grid visits the pairs (block of queries, block of keys)
-on and below the diagonal from a table; pairs above it cost nothing. Where documents are told apart, a pair whose
-queries see none of its keys computes nothing, and only pairs in which a document begins, or whose queries belong to
-several, are masked.
+A `WeightRule` turns scores into weights; softmax and polynomial attention have one each. Inside the kernels everything
+is feature by token ([N, D, L], N = batch · heads, tokens on the 128 lanes): a head of 64 would leave half of the lanes
+idle, and half of a matrix unit in all products. The grid visits the pairs (block of queries, block of keys) on and
+below the diagonal from a table; pairs above it cost nothing. With documents, a pair whose queries see none of its keys
+computes nothing. Only pairs in which a document begins, or whose queries belong to several, are masked.
 
 Static cycles per token and head are measured by `lm bench kernels`.
 """
@@ -345,8 +344,10 @@ def _backward_kernel(plan: FlashPlan, start: int, adds: bool, pairs, own, follow
 
 
 def _specs(plan: FlashPlan):
-    """Block specs of arrays by query head, and by key head, which `plan.group` query heads share; and of documents'
-    starts, if these are told apart."""
+    """Returns block specs of arrays by query head, by key head, and of documents' starts, if there are documents.
+
+    `plan.group` query heads share a key head.
+    """
 
     def queries(a):
         return pl.BlockSpec((1, a.shape[1], plan.block), lambda h, t, pairs, *_: (h, 0, pair_of(pairs, t)[0]))

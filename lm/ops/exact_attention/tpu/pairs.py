@@ -29,7 +29,7 @@ IDLE = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """Which pairs a grid visits, and in which order, on each of P parts of a window; they go by the tables of theirs.
+    """The pairs that a grid visits, in order, on each of P parts of a window; each part has its own tables.
 
     Attributes:
         pairs_PxT: i << 16 | j of each grid step, block i of queries and j of keys; one that is none follows the last.
@@ -46,15 +46,17 @@ class Walk:
         return self.pairs_PxT.shape[1] - 1
 
     def tables(self, part: jax.Array | None) -> list[jax.Array]:
-        """What scalar memory holds on a device that has this part."""
+        """Returns the tables that scalar memory holds on a device that has this part."""
         arrays = [a for a in (self.pairs_PxT, self.own_PxI, self.next_PxJ) if a is not None]
         return [jnp.asarray(a[0] if part is None else a, jnp.int32)[() if part is None else part] for a in arrays]
 
 
 @functools.lru_cache(maxsize=32)
 def own_keys(blocks: int, parts: int) -> np.ndarray:
-    """`Walk.own_PxI` of `blocks` blocks of queries a part: of a whole window, or of two halves of parts in the order of
-    `lm.ops.sequence.balanced`."""
+    """Returns `Walk.own_PxI` of `blocks` blocks of queries per part.
+
+    A part is a whole window, or two halves of parts in the order of `lm.ops.sequence.balanced`.
+    """
     if parts == 1:
         return np.arange(blocks)[None]
     halves_Px2 = np.array(sequence.halves(parts))
@@ -62,14 +64,14 @@ def own_keys(blocks: int, parts: int) -> np.ndarray:
 
 
 def walk_by_queries(own_PxI: np.ndarray) -> Walk:
-    """Blocks of queries in turn, each with the keys that it sees, its own last."""
+    """Returns the walk over blocks of queries, each with the keys that it sees, its own last."""
     columns = np.arange(own_PxI.max() + 1)
     pairs = [np.stack(np.nonzero(own[:, None] >= columns)) for own in own_PxI]
     return Walk(_packed(pairs), own_PxI)
 
 
 def walk_by_keys(own_PxI: np.ndarray, start: int, stop: int) -> Walk:
-    """Blocks of keys in turn, each with the queries of the blocks start … stop - 1 that see it."""
+    """Returns the walk over blocks of keys, each with the queries of the blocks start … stop - 1 that see it."""
     columns, pairs, following = np.arange(own_PxI.max() + 1), [], []
     for own in own_PxI[:, start:stop]:
         j, i = np.nonzero(columns[:, None] <= own)
@@ -94,7 +96,7 @@ def pair_of(table: jax.Ref, t: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class Step(NamedTuple):
-    """Where a kernel stands in its walk.
+    """The place of a kernel in its walk.
 
     Attributes:
         i, j: the blocks of queries and of keys.
@@ -110,7 +112,7 @@ class Step(NamedTuple):
 
 
 def step_of(pairs: jax.Ref, own_I: jax.Ref, t: jax.Array) -> Step:
-    """Step t, from the tables in scalar memory."""
+    """Returns step t, from the tables in scalar memory."""
     i, j = pair_of(pairs, t)
     opens = (t == 0) | (pair_of(pairs, jnp.maximum(t - 1, 0))[1] != j)
     own = jnp.where(pairs[t] >= IDLE, -1, own_I[i])
@@ -119,7 +121,7 @@ def step_of(pairs: jax.Ref, own_I: jax.Ref, t: jax.Array) -> Step:
 
 @dataclasses.dataclass(frozen=True)
 class Boundaries:
-    """What a kernel reads of the documents of a window.
+    """The numbers that a kernel reads of the documents of a window.
 
     Attributes:
         ends: ref [B, 2·I] in scalar memory: the first start of each block of queries, then the last of each.
@@ -147,7 +149,7 @@ def document_arrays(starts_BxL: jax.Array | None, block: int) -> tuple[list[jax.
 
 
 def split_documents(heads: int | None, refs: tuple) -> tuple[Boundaries | None, tuple]:
-    """Splits the refs of a kernel into those of `document_arrays` and all others.
+    """Splits the refs of a kernel into the arrays of `document_arrays` and all others.
 
     Args:
         heads: how many steps the grid's first axis has for each row of the batch; None: there are no documents.
@@ -160,7 +162,7 @@ def split_documents(heads: int | None, refs: tuple) -> tuple[Boundaries | None, 
 
 
 class Piece(NamedTuple):
-    """Some queries and some keys of a pair of blocks, and what hides those keys that the queries do not see."""
+    """Some queries and some keys of a pair of blocks, and a function that hides keys that the queries do not see."""
 
     queries: slice
     keys: slice
@@ -175,7 +177,7 @@ def visit(
     step: Step,
     add: Callable[[list[Piece]], None],
 ) -> None:
-    """Calls `add` with what the queries of a step see of its keys, where that is anything.
+    """Calls `add` with the pieces of a step in which queries see keys, if there are any.
 
     Args:
         below: (queries, keys) of a pair of different blocks, in the order of the pieces.
@@ -229,5 +231,5 @@ def _all(numbers_KxQ: jax.Array, hidden: float = 0.0) -> jax.Array:
 
 
 def cut(length: int, size: int) -> list[slice]:
-    """The slices of `size` that make up `length`."""
+    """Returns the slices of `size` that make up `length`."""
     return [slice(at, at + size) for at in range(0, length, size)]

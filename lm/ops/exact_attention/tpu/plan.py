@@ -16,20 +16,20 @@ MAX_PAIRS = 2**17
 
 @dataclasses.dataclass(frozen=True)
 class FlashPlan:
-    """What the kernels compute, and how they cut it into steps.
+    """The rule that the kernels compute, and how they cut it into steps.
 
     Attributes:
         rule: how scores become weights.
-        block: tokens a block, of queries and of keys.
+        block: tokens per block, of queries and of keys.
         piece: queries, and keys, at a time in the forward kernel.
         forward_diagonal: queries at a time in it, in a block on the diagonal.
         tile: keys at a time in the backward kernel.
         backward_diagonal: queries at a time in it, in a block on the diagonal.
         chunk: blocks of queries whose gradient stays in VMEM during one backward sweep over the keys.
         group: query heads that share a key head.
-        parts: of the window, of which the queries are one; the keys are those of all.
-        documents: query heads of each row of the batch, whose documents are told apart; None: a window is one text.
-        vmem_limit_bytes: what the compiler may use; None: its default.
+        parts: the parts of the window. The queries are one part, the keys belong to all.
+        documents: query heads of each row of the batch, which has documents; None: a window is one text.
+        vmem_limit_bytes: memory that the compiler may use; None: its default.
     """
 
     rule: WeightRule
@@ -97,7 +97,7 @@ def unsupported(call: ExactCall) -> str | None:
 
 
 def block_size(length: int, most: int = MAX_BLOCK) -> int:
-    """The block that wastes least padding, of at most `most` tokens."""
+    """Returns the block of at most `most` tokens that wastes least padding."""
     parts = -(-length // most)
     return -(-length // parts // LANES) * LANES
 
@@ -110,6 +110,6 @@ def _block(length: int, parts: int, requested: int | None, most: int) -> int:
 
 
 def _parts(call: ExactCall) -> int:
-    """Returns the parts of the window, where the queries are one part and the keys are those of all; else 1."""
+    """Returns the parts of the window, where the queries are one part and the keys belong to all; else 1."""
     parts = platform.sequence_shards()
     return parts if call.k_BxMxKxD.shape[1] == parts * call.q_BxLxHxD.shape[1] else 1

@@ -2,7 +2,7 @@
 
 Weights are not negative and their sum stays far inside float32 (64^16 · 2^20 < 10^36), so there is no running maximum
 and nothing to rescale. bfloat16 has float32's exponents: rounding a weight for the matrix unit costs 2^-9 of its own
-size whatever that is, so the forward kernel divides once, at the end. The backward kernel could lose small gradients
+size, whatever that is. So the forward kernel divides once, at the end. The backward kernel could lose small gradients
 times tiny 1 / denominator; it takes (c s)^degree with c = denominator^(-1 / degree), which is the normalised weight.
 """
 
@@ -25,8 +25,8 @@ class PowerRule:
 
     Attributes:
         degree: even.
-        denominator_bias: what the denominator starts from.
-        scale: of the scores.
+        denominator_bias: the denominator starts from it.
+        scale: factor of the scores.
     """
 
     degree: int
@@ -66,7 +66,7 @@ def polynomial_attention(call: PolynomialCall) -> jax.Array:
 
 
 def _root(total: jax.Array, degree: int) -> jax.Array:
-    """total ** (-1 / degree), 0 where total is; a Newton step makes up for what exp and log lose."""
+    """Computes total ** (-1 / degree), 0 where total is; a Newton step makes up for what exp and log lose."""
     safe = jnp.where(total > 0.0, total, 1.0)
     root = jnp.exp(jnp.log(safe) * (-1.0 / degree))
     root += root * (1.0 - lax.integer_pow(root, degree) * safe) / degree

@@ -1,7 +1,7 @@
 """Softmax attention on TPUs: a running maximum and base-2 logarithms in the kernels of `flash`.
 
-Scores are multiplied by scale · log2 e, so that a weight is one power of two. What a query has gathered is brought to
-its new maximum with each block of keys (Milakov and Gimelshein 2018); the logarithm of the sum is kept.
+Scores are multiplied by scale · log2 e, so that a weight is one power of two. The sums of a query are brought to its
+new maximum with each block of keys (Milakov and Gimelshein 2018); the logarithm of the sum is kept.
 """
 
 import dataclasses

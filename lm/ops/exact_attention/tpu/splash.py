@@ -15,11 +15,11 @@ from lm.ops.residuals import RESIDUAL_NAME
 from lm.ops.tpu import LANES, MIB
 
 FUSED_SHARE = 1 / 16
-"""The fused backward kernel writes the gradient of the queries once a block of keys, to be added up: quadratic memory.
-It forms 5 products where two kernels form 7, and is taken while these gradients take at most this share of a
-device's memory; not with a window, where most of them are zeros."""
+"""The fused backward kernel writes the gradient of the queries once per block of keys, to be added up. That takes
+quadratic memory. The kernel forms 5 products where two kernels form 7. It is used while these gradients take at most
+this share of a device's memory. With a window most of them are zeros, so it is not used."""
 WIDE = 256
-"""Bytes of a head, above which long blocks do not fit on chip: those of keys, and on small chips those of queries."""
+"""Bytes of a head, above which long blocks of keys, and on small chips of queries, do not fit on chip."""
 
 
 def softmax_attention(call: SoftmaxCall, *, interpret: bool = False) -> jax.Array:
@@ -76,8 +76,8 @@ class SplashSizes(NamedTuple):
 def blocks(length: int, width: int, block: int | None = None, window: int | None = None) -> SplashSizes:
     """Returns how a window of `length` tokens is cut, for heads of `width` bytes.
 
-    Static cycles on v5e and v6e: wide blocks of keys pay off where the waste on the diagonal is small, and a window
-    wants short ones, since the two or more blocks that it touches are computed whole.
+    Static cycles on v5e and v6e: wide blocks of keys pay off where the waste on the diagonal is small. A window wants
+    short ones, since the two or more blocks that it touches are computed whole.
     """
     most = WIDE if platform.vmem()[0] < 32 * MIB else 2 * WIDE
     longest = 512 if width > most else 1024
@@ -90,7 +90,7 @@ def blocks(length: int, width: int, block: int | None = None, window: int | None
 
 
 def is_fused(q_BxHxLxD: jax.Array | jax.ShapeDtypeStruct, key_block: int) -> bool:
-    """Whether one kernel forms all gradients of these queries, of one device, and of their keys and values."""
+    """Returns whether one kernel forms all gradients of these queries, of one device, and of their keys and values."""
     chip = limits_of(platform.device_kind())
     memory = ((chip and chip.hbm_gib) or 16) * 2**30
     written = q_BxHxLxD.size * q_BxHxLxD.dtype.itemsize * (q_BxHxLxD.shape[2] // key_block)
@@ -100,7 +100,7 @@ def is_fused(q_BxHxLxD: jax.Array | jax.ShapeDtypeStruct, key_block: int) -> boo
 def _reach(call: SoftmaxCall) -> int | None:
     """Returns how many keys the window reaches back to before a part of it, where the call has one; else None.
 
-    Of windows longer than a part, the keys are those of all parts, which may be as many.
+    With windows longer than a part, the keys belong to all parts, and may be as many.
     """
     if call.window is None or platform.sequence_shards() == 1:
         return None

@@ -4,7 +4,7 @@ N sketches, V vectors, T of them a tile, M input size, E hidden units, r outputs
 read the same, else 2. Arrays in memory are [N, vectors, columns].
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,33 +12,45 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import by_column, by_row, load_columns, load_matrix, matrix, multiply, product
+from lm.ops.gpu import (
+    accumulator,
+    by_column,
+    by_row,
+    load_columns,
+    load_matrix,
+    matrix,
+    multiply,
+    product,
+    regroup,
+)
 from lm.ops.sketch_networks.folding import gelu
-from lm.ops.sketch_networks.gpu import stream
-from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan
-from lm.ops.sketch_networks.types import EPSILON
+from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan, UnitMaps
+from lm.ops.sketch_networks.gpu.stream import Pass, Stream, StreamMemory, allocate
+from lm.ops.sketch_networks.types import EPSILON, ByLevel
 
 FAST = plgpu.CompilerParams(approx_math=True)
 """tanh is an instruction, whose error of 2⁻¹¹ rounding to bfloat16 exceeds."""
 
-PASSES = ((0, 0), (0, 1), (1, 0), (1, 1))
-"""(network, level)."""
+PASSES = (Pass(0, 0), Pass(0, 1), Pass(1, 0), Pass(1, 1))
+
+Inputs = tuple[jax.Array, ...]
+"""S arrays [N, V, M]."""
 
 
-def forward(plan: GpuNodePlan, inputs: Sequence[jax.Array], maps: Sequence[jax.Array], biases: jax.Array) -> jax.Array:
-    """ψ, bfloat16 [N, V, r].
+def forward(plan: GpuNodePlan, inputs: Inputs, maps: ByLevel[UnitMaps[jax.Array]], biases: jax.Array) -> jax.Array:
+    """Returns ψ, bfloat16 [N, V, r].
 
     Args:
         plan: V is a multiple of its warpgroups times TILE.
-        inputs: S arrays [N, V, M].
-        maps: [N, 2, E, M], [N, 2, E, r], [N, 2, E, r], [N, 2, E, r].
-        biases: float32 [N, 4, E / CHUNK, CHUNK].
+        inputs: the children of the node.
+        maps: in the dtype of the inputs.
+        biases: float32 [N, 4, E / CHUNK, CHUNK], those of the lower level before those of the upper one.
     """
-    (n, vectors, size), (_, _, hidden, r) = inputs[0].shape, maps[1].shape
+    (n, vectors, size), (_, _, hidden, r) = inputs[0].shape, maps.lower.narrow_Nx2xExR.shape
     count, warpgroups = len(inputs), plan.forward_warpgroups
 
     def sketch_networks_forward(*refs):
-        _forward(plan, count, *refs)
+        _forward(plan, *regroup(refs, inputs, maps, biases))
 
     return plgpu.kernel(
         sketch_networks_forward,
@@ -49,36 +61,47 @@ def forward(plan: GpuNodePlan, inputs: Sequence[jax.Array], maps: Sequence[jax.A
         thread_name='warpgroup',
         compiler_params=FAST,
         scratch_types=[
-            stream.scratch(warpgroups, size, r, hidden),
-            [matrix(count, warpgroups, TILE, size), plgpu.Barrier(num_arrivals=count, num_barriers=warpgroups)],
+            allocate(warpgroups, size, r, hidden),
+            matrix(count, warpgroups, TILE, size),
+            plgpu.Barrier(num_arrivals=count, num_barriers=warpgroups),
             matrix(warpgroups, TILE, r),
-            spare(plan, warpgroups),
+            operand_memory(plan, warpgroups),
         ],
-    )(*inputs, *maps, biases)
+    )(*jax.tree.leaves((inputs, maps, biases)))
 
 
-def spare(plan: GpuNodePlan, warpgroups: int) -> list:
-    """Scratch of `multiply`."""
+def operand_memory(plan: GpuNodePlan, warpgroups: int) -> list[Any]:
+    """Returns the memory that `multiply` needs of each warpgroup."""
     return [matrix(warpgroups, TILE, CHUNK)] if plan.interpreted else []
 
 
-def _forward(plan: GpuNodePlan, count: int, *refs):
-    inputs, maps, (biases, psi, *refs) = refs[:count], refs[count : count + 4], refs[count + 4 :]
-    streamed, (x_smem, x_ready), y_smem, spares = refs
+def _forward(
+    plan: GpuNodePlan,
+    inputs: tuple[jax.Ref, ...],
+    maps: ByLevel[UnitMaps[jax.Ref]],
+    biases: jax.Ref,
+    psi: jax.Ref,
+    memory: StreamMemory,
+    x_smem: jax.Ref,
+    x_ready: jax.Ref,
+    y_smem: jax.Ref,
+    operands: list[jax.Ref],
+) -> None:
     block, sketch, warpgroup = (lax.axis_index(name) for name in ('block', 'sketch', 'warpgroup'))
     vectors = pl.ds((block * plan.forward_warpgroups + warpgroup) * TILE, TILE)
-    for x, x_TxM in zip(inputs, own(x_smem, warpgroup), strict=True):
+    for x, x_TxM in zip(inputs, tiles_of(x_smem, warpgroup), strict=True):
         plgpu.copy_gmem_to_smem(x.at[sketch, vectors], x_TxM, x_ready.at[warpgroup])
-    weights = stream.Stream(PASSES, warpgroup, [m.at[sketch] for m in maps], biases.at[sketch], streamed)
-    spares, y_TxR = [s.at[warpgroup] for s in spares], y_smem.at[warpgroup]
+    sketch_maps = jax.tree.map(lambda m: m.at[sketch], maps)
+    weights = Stream(PASSES, warpgroup, sketch_maps, biases.at[sketch], memory)
+    operands, y_TxR = [s.at[warpgroup] for s in operands], y_smem.at[warpgroup]
     plgpu.barrier_wait(x_ready.at[warpgroup])
-    xs = own(x_smem, warpgroup)
+    xs = tiles_of(x_smem, warpgroup)
     for x_TxM in xs:
         standardize(load_matrix(x_TxM).astype(jnp.float32), x_TxM)
     results = []
     for network in range(2):
-        standardize(level(weights, xs[network % count], spares), y_TxR)
-        results.append(level(weights, y_TxR, spares))
+        standardize(compute_level(weights, xs[network % len(xs)], operands), y_TxR)
+        results.append(compute_level(weights, y_TxR, operands))
     r = y_TxR.shape[1]
     y_TxR[...] = (r**0.5 * jnp.tanh(r**-0.5 * results[0] * results[1])).astype(y_TxR.dtype)
     plgpu.commit_smem()
@@ -86,26 +109,27 @@ def _forward(plan: GpuNodePlan, count: int, *refs):
     plgpu.wait_smem_to_gmem(0)
 
 
-def own(x_SxWxTxM, warpgroup) -> list:
+def tiles_of(x_SxWxTxM: jax.Ref, warpgroup: jax.Array) -> list[Any]:
+    """Returns the tiles of a warpgroup, one for each of S arrays."""
     return [x_SxWxTxM.at[i, warpgroup] for i in range(x_SxWxTxM.shape[0])]
 
 
-def level(weights: stream.Stream, x_TxM, spares) -> jax.Array:
-    """gelu(x W + c) V for the weights of the next pass, float32 [T, r]."""
+def compute_level(weights: Stream, x_TxM, operands: list) -> jax.Array:
+    """Returns gelu(x W + c) V for the weights of the next pass, float32 [T, r]."""
 
     def compute(y_TxR):
         def chunk(w_CxM, v_CxR, c_C):
             z_TxC = product(x_TxM, w_CxM.transpose((1, 0))) + by_column(load_columns(c_C), TILE)
-            multiply(y_TxR, gelu(z_TxC).astype(jnp.bfloat16), v_CxR, spares)
+            multiply(y_TxR, gelu(z_TxC).astype(jnp.bfloat16), v_CxR, operands)
 
         weights.next_pass(chunk)
         return y_TxR[...]
 
-    return pl.run_scoped(compute, plgpu.ACC((TILE, weights.maps[1].shape[2]), jnp.float32))
+    return pl.run_scoped(compute, accumulator(TILE, weights.r))
 
 
 def standardize(x_TxM: jax.Array, destination) -> jax.Array:
-    """Writes x with mean 0 and variance 1 over the columns; what its deviations were multiplied by, float32 [T]."""
+    """Writes x with mean 0 and variance 1 over the columns, and returns the factors of its deviations, float32 [T]."""
     size = x_TxM.shape[1]
     centred_TxM = x_TxM - by_row(jnp.sum(x_TxM, axis=1) / size, size)
     inverse_T = lax.rsqrt(jnp.sum(centred_TxM * centred_TxM, axis=1) / size + EPSILON)

@@ -1,38 +1,42 @@
 """The learned sketch on Hopper GPUs: fused Mosaic GPU kernels of a node, whose hidden layers never reach memory."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from lm.ops import platform
+from lm.ops.custom_vjp import custom_vjp
 from lm.ops.residuals import saved
-from lm.ops.sketch_networks.folding import fold
-from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan, warpgroups
-from lm.ops.sketch_networks.types import NetworkWeights, Nodes, Sketched, climb
+from lm.ops.sketch_networks.folding import FoldedNode, LevelMaps, fold
+from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan, UnitMaps, warpgroups
+from lm.ops.sketch_networks.types import ByLevel, Node, Nodes, SketchCall, Sketched, SketchSizes, climb
 
 SIZES = (32, 64)
 THREAD_BLOCKS = 256
-"""Of the kernel of the weights' gradients: two for each of 132 processors, nearly."""
+"""Thread blocks of the kernel of the weights' gradients: two for each of 132 processors, nearly."""
 
 
-def sketch_networks(nodes: Nodes, xs_BxLxNxGxM: tuple[jax.Array, ...]) -> Sketched:
-    """Arguments as in `lm.ops.sketch_networks`; calls that `unsupported` refuses are wrong here."""
+def sketch_networks(call: SketchCall) -> Sketched:
+    """Computes calls that `unsupported` does not refuse."""
     by_device = platform.per_device(_sketch, split=(False, True))
-    return Sketched(tuple(by_device(nodes, x_BxLxNxGxM) for x_BxLxNxGxM in xs_BxLxNxGxM), xs_BxLxNxGxM)
+    sketches = tuple(by_device(call.nodes, x_BxLxNxGxM) for x_BxLxNxGxM in call.xs_BxLxNxGxM)
+    return Sketched(sketches, call.xs_BxLxNxGxM)
 
 
-def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:
-    """Why the kernels cannot compute this call, or None."""
+def unsupported(call: SketchCall) -> str | None:
+    """Returns why the kernels cannot compute this call, or None."""
     if reason := platform.without_mosaic_gpu():
         return reason
-    hidden, r = nodes[0][0].kernels[1].shape[1:]
+    (_, _, hidden, r), xs = call.sizes, call.xs_BxLxNxGxM
     for name, size in (('vectors', xs[0].shape[-1]), ('sketches', r)):
         if size not in SIZES:
             return f'takes {name} of {" or ".join(map(str, SIZES))} numbers, not {size}'
     if hidden % CHUNK:
         return f'takes hidden units in multiples of {CHUNK}, not {hidden}'
-    if 0 in warpgroups(xs[0].shape[-1], r, hidden, len(nodes)):
+    if 0 in warpgroups(xs[0].shape[-1], r, hidden, len(call.nodes)):
         return f'would not fit its shared memory with {hidden} hidden units'
     if dtypes := {x.dtype for x in xs} - {jnp.dtype('bfloat16')}:
         return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}'
@@ -40,9 +44,8 @@ def unsupported(nodes: Nodes, xs: tuple[jax.Array, ...]) -> str | None:
 
 
 def plan_for(vectors: int, nodes: Nodes) -> GpuNodePlan:
-    """How so many vectors are computed."""
-    n, size, hidden = nodes[0][0].kernels[0].shape
-    r = nodes[0][0].kernels[1].shape[-1]
+    """Returns how so many vectors are computed."""
+    n, size, hidden, r = SketchSizes.measure(nodes)
     interpreted = platform.target_platform() != 'gpu'
     # The interpreter takes a thread of the processor for each; two meet all that four do.
     forward, backward = (2, 2) if interpreted else warpgroups(size, r, hidden, len(nodes))
@@ -52,33 +55,44 @@ def plan_for(vectors: int, nodes: Nodes) -> GpuNodePlan:
 
 def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
     batch, length, n, heads, size = x_BxLxNxGxM.shape
-    vectors, r = batch * length * heads, nodes[0][0].kernels[-1].shape[-1]
+    vectors, r = batch * length * heads, SketchSizes.measure(nodes).r
     plan = plan_for(vectors, nodes)
     # Zeros after the last: their sketches are cut off, and their gradients are 0.
     padding = -vectors % plan.grain
     leaf_NxVxM = jnp.pad(x_BxLxNxGxM.transpose(2, 0, 1, 3, 4).reshape(n, vectors, size), ((0, 0), (0, padding), (0, 0)))
 
-    def join(first: NetworkWeights, second: NetworkWeights, left: jax.Array, right: jax.Array) -> jax.Array:
-        return node(plan, (left,) if left is right else (left, right), _by_hidden_unit(*fold(first, second)))
+    def join(networks: Node, left: jax.Array, right: jax.Array) -> jax.Array:
+        return node(plan, (left,) if left is right else (left, right), _by_hidden_unit(fold(networks)))
 
     psi_NxVxR = climb(nodes, leaf_NxVxM, join)[:, :vectors]
     return psi_NxVxR.reshape(n, batch, length, heads, r).transpose(1, 2, 0, 3, 4)
 
 
-def _by_hidden_unit(w1, v1, w2, v2, c1, c2) -> tuple[jax.Array, ...]:
-    """Of `fold`: [N, 2, E, M], [N, 2, E, r], [N, 2, E, r], [N, 2, E, r], [N, 2, E / CHUNK, CHUNK] twice."""
-    c1, c2 = (c.reshape(*c.shape[:2], -1, CHUNK) for c in (c1, c2))
-    return w1, v1.swapaxes(2, 3), w2, v2.swapaxes(2, 3), c1, c2
+class UnitWeights(NamedTuple):
+    """The folded weights of a node as the kernels take them, by hidden unit; biases are [N, 2, E / CHUNK, CHUNK]."""
+
+    maps: ByLevel[UnitMaps[jax.Array]]
+    biases: ByLevel[jax.Array]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def node(plan: GpuNodePlan, inputs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> jax.Array:
-    """ψ [N, V, r] of one node.
+def _by_hidden_unit(folded: FoldedNode) -> UnitWeights:
+    lower_bias, upper_bias = (c.reshape(*c.shape[:2], -1, CHUNK) for c in folded.biases)
+
+    def arrange(level: LevelMaps[jax.Array]) -> UnitMaps[jax.Array]:
+        return UnitMaps(level.wide_Nx2xExM, level.narrow_Nx2xRxE.swapaxes(2, 3))
+
+    maps = ByLevel(arrange(folded.maps.lower), arrange(folded.maps.upper))
+    return UnitWeights(maps, ByLevel(lower_bias, upper_bias))
+
+
+@custom_vjp(0)
+def node(plan: GpuNodePlan, inputs: tuple[jax.Array, ...], weights: UnitWeights) -> jax.Array:
+    """Returns ψ [N, V, r] of one node.
 
     Args:
         plan: how it is computed.
         inputs: its children [N, V, M], one array where they are the same.
-        weights: of `_by_hidden_unit`, float32.
+        weights: float32.
     """
     return _forward(plan, inputs, weights)
 
@@ -89,7 +103,7 @@ def _node_forward(plan, inputs, weights):
 
 # Compiled as one function, which all layers share: lowering the kernels takes seconds.
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(plan, inputs, weights):
+def _forward(plan: GpuNodePlan, inputs: tuple[jax.Array, ...], weights: UnitWeights) -> jax.Array:
     # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
     from lm.ops.sketch_networks.gpu.forward import forward
 
@@ -102,17 +116,18 @@ def _node_backward(plan, residuals, dpsi):
 
     inputs, weights = residuals
     maps, biases = _operands(weights, inputs[0].dtype)
-    *dxs, x, y, dy, df = input_gradients(plan, inputs, maps, biases, dpsi)
-    lower = weight_gradients(plan, x, dy, *maps[:2], weights[4])
-    upper = weight_gradients(plan, y, df, *maps[2:], weights[5])
-    (dw1, dv1, dc1), (dw2, dv2, dc2) = ([g.sum(axis=1) for g in gradients] for gradients in (lower, upper))
-    joined = [d.reshape(w.shape) for d, w in zip((dw1, dv1, dw2, dv2), weights[:4], strict=True)]
-    return tuple(dxs), (*joined, dc1, dc2)
+    found = input_gradients(plan, inputs, maps, biases, dpsi)
+    levels = zip(found.standard, found.leaving, maps, weights.biases, strict=True)
+    by_split = [weight_gradients(plan, *level) for level in levels]
+    lower, upper = (jax.tree.map(lambda g: g.sum(axis=1), level) for level in by_split)
+    dmaps = ByLevel(UnitMaps(*lower[:2]), UnitMaps(*upper[:2]))
+    dmaps = jax.tree.map(lambda d, w: d.reshape(w.shape), dmaps, weights.maps)
+    return found.inputs, UnitWeights(dmaps, ByLevel(lower.biases_NxPx2xKxC, upper.biases_NxPx2xKxC))
 
 
 node.defvjp(_node_forward, _node_backward)
 
 
-def _operands(weights: tuple[jax.Array, ...], dtype) -> tuple[list[jax.Array], jax.Array]:
-    """The kernels' maps and biases."""
-    return [w.astype(dtype) for w in weights[:4]], jnp.concatenate(weights[4:], axis=1)
+def _operands(weights: UnitWeights, dtype: DTypeLike) -> tuple[ByLevel[UnitMaps[jax.Array]], jax.Array]:
+    """Returns the kernels' maps and biases."""
+    return jax.tree.map(lambda w: w.astype(dtype), weights.maps), jnp.concatenate(weights.biases, axis=1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Generic, NamedTuple, TypeVar
 
 TILE = 64
 """Vectors of a warpgroup: the rows of a `wgmma` product."""
@@ -19,13 +20,23 @@ WARPGROUPS = {32: (4, 4), 64: (4, 3)}
 """By the numbers of a sketch: for how many warpgroups there are registers in the forward and the backward kernel."""
 
 
+Each = TypeVar('Each')
+
+
+class UnitMaps(NamedTuple, Generic[Each]):
+    """The two maps of one level of both networks, by hidden unit; for the upper level, M stands for r."""
+
+    wide_Nx2xExM: Each
+    narrow_Nx2xExR: Each
+
+
 @dataclasses.dataclass(frozen=True)
 class GpuNodePlan:
     """One node of the tree.
 
     Attributes:
-        forward_warpgroups: of a thread block of the forward kernel; each has a tile of vectors.
-        backward_warpgroups: of a thread block of the kernel of the inputs' gradients.
+        forward_warpgroups: warpgroups of a thread block of the forward kernel; each has a tile of vectors.
+        backward_warpgroups: warpgroups of a thread block of the kernel that computes the inputs' gradients.
         split: tiles whose gradients of the weights are added up by one thread block.
         interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
     """
@@ -37,12 +48,12 @@ class GpuNodePlan:
 
     @property
     def grain(self) -> int:
-        """What the vectors have to be a multiple of."""
+        """The number of vectors is a multiple of this."""
         return TILE * math.lcm(self.forward_warpgroups, self.backward_warpgroups)
 
 
 def warpgroups(size: int, r: int, hidden: int, nodes: int) -> tuple[int, int]:
-    """As many as fit a thread block, forward and backward, for vectors of `size` and so many nodes; 0: none does."""
+    """Returns how many fit a thread block, forward and backward, for vectors of `size` and so many nodes; 0: none."""
     inputs = max(size, 2 * r if nodes > 1 else 0)
     streamed = 2 * SLOTS * CHUNK * (max(size, r) + 2 * r) + 16 * hidden
     # Forward a tile of inputs and one of what is between the levels; backward two of these and two of gradients.

@@ -8,14 +8,14 @@ class NodePlan:
     """How the kernels are cut into steps.
 
     Attributes:
-        block: tokens a grid step.
+        block: tokens per grid step.
         tile: tokens at a time in the backward kernel; a block has an even number of them.
         forward_tile: tokens at a time in the forward kernel.
         heads: heads that share a sketch (G).
-        parts: runs of blocks whose weight gradients are added up apart, for chips with two cores.
+        parts: runs of blocks, each with its own sums of weight gradients, for chips with two cores.
         rows: hidden units at a time in the backward kernel.
         narrow: whether hidden units are computed in bfloat16, for chips whose vector units can.
-        vmem_limit_bytes: what the compiler may use; None: its default.
+        vmem_limit_bytes: memory that the compiler may use; None: its default.
     """
 
     block: int

@@ -1,14 +1,14 @@
 """A tile of tokens in the TPU kernels of the sketch networks: its forward pass, and its backward pass in two halves.
 
-Matrix units take products in the order in which they are written, and products that load them alternate with gelu and
+Matrix units take products in the order in which they are written. Products, which load them, alternate with gelu and
 its derivative, which load the vector units. So the backward kernel writes the products of two tiles by turns: `ahead`
 computes a tile's hidden units while `behind` computes the gradients of the tile before it.
 
 Letters as in `kernels`. Derivatives and hidden units lie between the halves in VMEM, in the dtype of the products.
 """
 
-from collections.abc import Generator, Iterator
-from typing import NamedTuple
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,118 +16,131 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.sketch_networks.folding import LINEAR, gelu
+from lm.ops.sketch_networks.folding import LINEAR, LevelMaps, gelu
 from lm.ops.sketch_networks.tpu.plan import NodePlan
-from lm.ops.sketch_networks.types import EPSILON
+from lm.ops.sketch_networks.types import EPSILON, ByLevel
 from lm.ops.tpu import LANES, SUBLANES, dot
 
 OFFSET = 0.5
 """Added to standardized inputs, whose sum over the rows is 0: a number added to all columns of a map then is a bias."""
 
 
+Pair = tuple[jax.Ref, jax.Ref]
+"""A ref for each of the two networks of a node."""
+
+
 class Kept(NamedTuple):
-    """What the backward pass of a tile needs, in VMEM.
+    """Arrays that the backward pass of a tile needs, in VMEM.
 
     Attributes:
         standard: standardized inputs, S of [M, T], float32.
-        inverse: what their deviations were multiplied by, S of [1, T].
-        between: standardized inputs of the second level, one for each network, [r, T], float32.
+        inverse: the factors of their deviations, S of [1, T].
+        between: standardized inputs of the upper level, one for each network, [r, T], float32.
         between_inverse: likewise.
-        hidden: of the first network and the second, then those of the second level, [E, T], `packed`.
+        hidden: of each level, the hidden units of the two networks, [E, T], `packed`.
         slopes: derivatives of the hidden units, likewise.
         dfs: gradients of the networks' outputs, [r, T].
     """
 
-    standard: tuple
-    inverse: tuple
-    between: tuple
-    between_inverse: tuple
-    hidden: tuple
-    slopes: tuple
-    dfs: tuple
+    standard: tuple[jax.Ref, ...]
+    inverse: tuple[jax.Ref, ...]
+    between: Pair
+    between_inverse: Pair
+    hidden: ByLevel[Pair]
+    slopes: ByLevel[Pair]
+    dfs: Pair
 
 
-def kept_shapes(plan: NodePlan, n_inputs: int, size: int, hidden: int, r: int, dtype) -> Kept:
+def kept_shapes(plan: NodePlan, n_inputs: int, size: int, hidden: int, r: int, dtype: jnp.dtype) -> Any:
+    """Returns the memory for a `Kept`."""
+
     def some(count, rows, dtype=jnp.float32):
         return tuple(pltpu.VMEM((rows, plan.tile), dtype) for _ in range(count))
 
-    large = tuple(packed(hidden, plan.tile, dtype) for _ in range(4))
-    return Kept(
-        some(n_inputs, size), some(n_inputs, 1), some(2, r), some(2, 1), large, large, some(2, r, dtype)
-    )  # fmt: skip
+    large: Any = ByLevel(*(tuple(packed(hidden, plan.tile, dtype) for _ in range(2)) for _ in range(2)))
+    shapes = (some(n_inputs, size), some(n_inputs, 1), some(2, r), some(2, 1), large, large, some(2, r, dtype))
+    return Kept(*cast(Any, shapes))
 
 
-def packed(rows: int, tokens: int, dtype):
-    """Memory for [rows, tokens], bfloat16 as pairs of rows: v5e keeps bfloat16 in halves of registers else, which have
-    to be joined whenever they are read."""
+def packed(rows: int, tokens: int, dtype: jnp.dtype) -> Any:
+    """Returns memory for [rows, tokens], bfloat16 as pairs of rows.
+
+    v5e keeps bfloat16 in halves of registers else, which have to be joined whenever they are read.
+    """
     if dtype == jnp.bfloat16:
         return pltpu.VMEM((rows // 2, tokens), jnp.uint32)
     return pltpu.VMEM((rows, tokens), dtype)
 
 
-def first_level(plan: NodePlan, inputs, maps, units, ys) -> Iterator[float]:
-    """Writes the standardized inputs of the second level, [r, T] for each network, to `ys`; units: memory."""
+def first_level(plan: NodePlan, inputs, maps: LevelMaps[jax.Ref], units: Pair, ys: Pair) -> Iterator[float]:
+    """Writes the standardized inputs of the upper level, [r, T] for each network, to `ys`; units: memory."""
     xs = [_shifted(_standardize(x.astype(jnp.float32))[0], x.dtype) for x in inputs]
     outputs = yield from _level(plan, xs, maps, units)
     for ref, y in zip(ys, outputs, strict=True):
         ref[...] = _shifted(_standardize(y)[0], ref.dtype)
 
 
-def second_level(plan: NodePlan, ys, maps, units, psi) -> Iterator[float]:
+def second_level(plan: NodePlan, ys, maps: LevelMaps[jax.Ref], units: Pair, psi: jax.Ref) -> Iterator[float]:
     """Writes ψ [r, T]."""
     first, second = yield from _level(plan, ys, maps, units)
     r = psi.shape[0]
     psi[...] = (r**0.5 * jnp.tanh(r**-0.5 * first * second)).astype(psi.dtype)
 
 
-def _level(plan: NodePlan, xs, maps, units) -> Generator[float, None, list[jax.Array]]:
-    """Returns what both networks make of the inputs xs of a level."""
+def _level(plan: NodePlan, xs, maps: LevelMaps[jax.Ref], units: Pair) -> Generator[float, None, list[jax.Array]]:
+    """Returns the outputs of both networks for the inputs xs of a level."""
     wide, narrow = maps
     (r, hidden), dtype = narrow.shape[1:], xs[0].dtype
     progress = _Progress(2 * hidden + 2 * _rows(r, hidden))
     for i in range(2):
         _put(units[i], slice(0, hidden), _gelu(plan, dot(wide[i], xs[i % len(xs)], (1, 0))).astype(dtype))
-        yield progress.of(hidden)
+        yield progress.advance(hidden)
     outputs = []
     for i in range(2):
         outputs.append(dot(narrow[i], _get(units[i], dtype), (1, 0)))
-        yield progress.of(_rows(r, hidden))
+        yield progress.advance(_rows(r, hidden))
     return outputs
 
 
-def together(*works: Iterator[float]):
-    """Runs each to its end, by turns: each says what part of it is done."""
+def together(*works: Iterator[float]) -> None:
+    """Runs each to its end, by turns: each yields what part of it is done."""
     done = dict.fromkeys(works, 0.0)
     while done:
-        work = min(done, key=done.get)
-        done[work] = next(work, None)
-        if done[work] is None:
+        work = min(done, key=done.__getitem__)
+        part = next(work, None)
+        if part is None:
             del done[work]
+        else:
+            done[work] = part
 
 
-def ahead(plan: NodePlan, inputs, dpsi_RxT: jax.Array, counts: jax.Array, maps, kept: Kept) -> Iterator[float]:
-    """What the backward pass of a tile needs; counts: 0.0 where the tile is to have no gradients, else 1.0."""
-    (r, hidden), dtype = maps[1].shape[1:], dpsi_RxT.dtype
+def ahead(
+    plan: NodePlan, inputs, dpsi_RxT: jax.Array, counts: jax.Array, maps: ByLevel[LevelMaps[jax.Ref]], kept: Kept
+) -> Iterator[float]:
+    """Computes what the backward pass of a tile needs.
+
+    `counts` is 0.0 where the tile is to have no gradients, else 1.0.
+    """
+    (r, hidden), dtype = maps.lower.narrow_Nx2xRxE.shape[1:], dpsi_RxT.dtype
     progress = _Progress(4 * hidden + 4 * _rows(r, hidden))
     xs = []
     for x, standard, inverse in zip(inputs, kept.standard, kept.inverse, strict=True):
         standard[...], inverse[...] = _standardize(x.astype(jnp.float32))
         xs.append(_shifted(standard[...], dtype))
     outputs = []
-    for level in range(2):
-        wide, narrow = maps[2 * level : 2 * level + 2]
-        units, slopes = kept.hidden[2 * level :][:2], kept.slopes[2 * level :][:2]
+    for level, (wide, narrow) in enumerate(maps):
+        units, slopes = kept.hidden[level], kept.slopes[level]
         for i in range(2):
             for rows in _pieces(hidden, plan.rows):
                 h, slope = _gelu_and_slope(plan, dot(wide[i, rows], xs[i % len(xs)], (1, 0)))
                 _put(units[i], rows, h.astype(dtype))
                 _put(slopes[i], rows, slope.astype(dtype))
-                yield progress.of(plan.rows)
+                yield progress.advance(plan.rows)
         outputs = []
         for i in range(2):
             outputs.append(dot(narrow[i], _get(units[i], dtype), (1, 0)))
             if level == 0:
-                yield progress.of(_rows(r, hidden))
+                yield progress.advance(_rows(r, hidden))
         if level == 0:
             xs = []
             for i, y in enumerate(outputs):
@@ -138,19 +151,32 @@ def ahead(plan: NodePlan, inputs, dpsi_RxT: jax.Array, counts: jax.Array, maps, 
     dproduct = counts * dpsi_RxT.astype(jnp.float32) * (1.0 - bounded * bounded)
     for ref, other in zip(kept.dfs, (second, first), strict=True):
         ref[...] = (dproduct * other).astype(dtype)
-    yield progress.of(2 * _rows(r, hidden))
+    yield progress.advance(2 * _rows(r, hidden))
 
 
-def behind(plan: NodePlan, kept: Kept, turned, into, beside, sums, dzs, fresh: jax.Array | None) -> Iterator[float]:
-    """The gradients of a tile's inputs, written to `into`; those of the maps are added to `sums`.
+def behind(
+    plan: NodePlan,
+    kept: Kept,
+    turned: ByLevel[LevelMaps[jax.Ref]],
+    into: Sequence[jax.Ref],
+    beside: Sequence[jax.Ref | None],
+    sums: ByLevel[LevelMaps[jax.Ref]],
+    dzs: ByLevel[Pair],
+    fresh: jax.Array | None,
+) -> Iterator[float]:
+    """Writes the gradients of a tile's inputs to `into`, and adds the gradients of the maps to `sums`.
 
     Args:
-        turned: the maps turned over.
+        plan: how the kernels are cut.
+        kept: from `ahead`.
+        turned: the maps with swapped axes.
+        into: memory for the gradients of the inputs.
         beside: of each input a gradient to which its own is added, or None.
+        sums: gradients of the maps.
         dzs: memory for gradients of hidden units.
         fresh: whether the sums begin after this tile, which then adds nothing; None: they do not.
     """
-    size, (r, hidden), dtype = into[0].shape[0], sums[1].shape[1:], into[0].dtype
+    size, (r, hidden), dtype = into[0].shape[0], sums.lower.narrow_Nx2xRxE.shape[1:], into[0].dtype
     progress = _Progress(4 * hidden + 8 * _rows(r, hidden) + 4 * _rows(size, hidden))
 
     def add(ref, i, product):
@@ -159,52 +185,52 @@ def behind(plan: NodePlan, kept: Kept, turned, into, beside, sums, dzs, fresh: j
 
     dys = [d[...] for d in kept.dfs]
     for level in (1, 0):
-        (wide, narrow), (dwide, dnarrow) = turned[2 * level :][:2], sums[2 * level :][:2]
-        units, slopes, dz = (part[2 * level :][:2] for part in (kept.hidden, kept.slopes, dzs))
+        (wide, narrow), (dwide, dnarrow) = turned[level], sums[level]
+        units, slopes, dz = kept.hidden[level], kept.slopes[level], dzs[level]
         standard, inverse = (kept.between, kept.between_inverse) if level else (kept.standard, kept.inverse)
         wide_rows = _rows(r if level else size, hidden)
         for i in range(2):
             for rows in _pieces(hidden, plan.rows):
                 dh = dot(narrow[i, rows], dys[i], (1, 0))
                 _put(dz[i], rows, _times(plan, dh, _get(slopes[i], dtype, rows)))
-                yield progress.of(plan.rows)
+                yield progress.advance(plan.rows)
             add(dnarrow, i, dot(dys[i], _get(units[i], dtype), (1, 1)))
-            yield progress.of(_rows(r, hidden))
+            yield progress.advance(_rows(r, hidden))
         if level:
             dys = []
             for i in range(2):
                 dy = dot(wide[i], _get(dz[i], dtype), (1, 0))
                 dys.append(_standardize_backward(standard[i][...], inverse[i][...], dy).astype(dtype))
-                yield progress.of(wide_rows)
+                yield progress.advance(wide_rows)
                 add(dwide, i, dot(_shifted(standard[i][...], dtype), _get(dz[i], dtype), (1, 1)))
-                yield progress.of(wide_rows)
+                yield progress.advance(wide_rows)
         else:
             dxs = []
             for i in range(2):
                 dxs.append(dot(wide[i], _get(dz[i], dtype), (1, 0)))
-                yield progress.of(wide_rows)
+                yield progress.advance(wide_rows)
             for i, d in enumerate([dxs[0] + dxs[1]] if len(into) == 1 else dxs):
-                dx = _standardize_backward(standard[i][...], inverse[i][...], d)
-                into[i][...] = (dx if beside[i] is None else dx + beside[i][...].astype(jnp.float32)).astype(dtype)
+                dx, other = _standardize_backward(standard[i][...], inverse[i][...], d), beside[i]
+                into[i][...] = (dx if other is None else dx + other[...].astype(jnp.float32)).astype(dtype)
             for i in range(2):
                 x = _shifted(standard[i % len(into)][...], dtype)
                 add(dwide, i, dot(x, _get(dz[i], dtype), (1, 1)))
-                yield progress.of(wide_rows)
+                yield progress.advance(wide_rows)
 
 
 class _Progress:
-    """What part of `total` rows of products is done."""
+    """Counts what part of `total` rows of products is done."""
 
     def __init__(self, total: int):
         self._total, self._done = total, 0
 
-    def of(self, rows: int) -> float:
+    def advance(self, rows: int) -> float:
         self._done += rows
         return self._done / self._total
 
 
 def _rows(size: int, hidden: int) -> int:
-    """Rows that a matrix unit of 128 takes for a product with `size` rows over the hidden units, or as many columns."""
+    """Returns the rows that a matrix unit of 128 takes for a product with `size` rows or columns over hidden units."""
     return size * hidden // LANES
 
 
@@ -220,7 +246,7 @@ def _put(ref, rows: slice, a_ExT: jax.Array):
 
 
 def _get(ref, dtype, rows: slice | None = None) -> jax.Array:
-    """What `_put` put there.
+    """Returns the array that `_put` wrote.
 
     It is read at an offset, 0, that the compiler does not know: else it would keep what was put there in registers, of
     which there are too few, and store that a second time.
@@ -258,7 +284,7 @@ def _shifted(x_MxT: jax.Array, dtype) -> jax.Array:
 
 
 def _standardize(x_MxT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x with mean 0 and variance 1 over the rows, and what its deviations were multiplied by."""
+    """Returns x with mean 0 and variance 1 over the rows, and the factor of its deviations."""
     centred = x_MxT - jnp.mean(x_MxT, axis=0, keepdims=True)
     inverse_1xT = lax.rsqrt(jnp.mean(centred * centred, axis=0, keepdims=True) + EPSILON)
     return centred * inverse_1xT, inverse_1xT

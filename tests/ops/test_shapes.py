@@ -1,0 +1,127 @@
+"""The shapes that the names of arguments, of the fields of calls and of results state are the shapes of the arrays."""
+
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from shape_checks import ShapeError, checked, checked_calls
+
+from lm.ops import (
+    cross_entropy,
+    exact_attention,
+    rotary,
+    short_convolution,
+    sketch_networks,
+)
+from lm.ops.exact_attention import cache
+
+B, L, H, K, D, E = 2, 12, 4, 2, 8, 6
+
+
+def zeros(*shape: int, dtype=jnp.float32) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+QKV = {'q': zeros(B, L, H, D), 'k': zeros(B, L, K, D), 'v': zeros(B, L, K, D)}
+LOG_DECAY, STARTS = -jnp.ones((B, L, K)), zeros(B, L, dtype=jnp.int32)
+
+
+@pytest.mark.parametrize('implementation', ['xla', 'reference'])
+@pytest.mark.parametrize(
+    'options', [{}, {'log_decay_BxMxK': LOG_DECAY}, {'starts_BxL': STARTS, 'block': 8}], ids=['', 'decay', 'documents']
+)
+def test_exact_attention(options, implementation):
+    with checked_calls(exact_attention.SOFTMAX) as softmax, checked_calls(exact_attention.POLYNOMIAL) as polynomial:
+        options = {'implementation': implementation, **options}
+        checked(exact_attention.softmax_attention)(*QKV.values(), window=5, **options)
+        checked(exact_attention.polynomial_attention)(*QKV.values(), degree=2, **options)
+    assert len(softmax) == len(polynomial) == 1
+
+
+def test_the_cache_of_exact_attention():
+    state = cache.empty(B, L, K, D, jnp.float32, decays=True)
+    for store in (cache.append, cache.slide):
+        checked(store)(state, zeros(B, 3, K, D), zeros(B, 3, K, D), zeros(B, 3, K))
+
+
+@pytest.mark.parametrize('implementation', ['xla', 'reference'])
+@pytest.mark.parametrize('rows', [(), (B,)], ids=['one for all rows', 'a row each'])
+def test_rotary(rows, implementation):
+    angles = rotary.Rotation(zeros(*rows, L, 1, D // 2), zeros(*rows, L, 1, D // 2))
+    norms = rotary.HeadNorms(*(zeros(D) for _ in range(4)))
+    with checked_calls(rotary.IMPLEMENTATIONS) as calls:
+        checked(rotary.rotate)(zeros(B, L, H + K, D), angles, H, norms, implementation=implementation)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize('implementation', ['xla', 'reference'])
+def test_cross_entropy(implementation):
+    arrays = (zeros(B, L, D), zeros(20, D), zeros(20), zeros(B, L, dtype=jnp.int32))
+    with checked_calls(cross_entropy.IMPLEMENTATIONS) as calls:
+        for normalizer in (False, True):
+            loss = checked(cross_entropy.cross_entropy)
+            loss(*arrays, normalizer=normalizer, implementation=implementation)
+        loss = checked(cross_entropy.weighted_cross_entropy)
+        loss(*arrays, zeros(B, L), z_loss=1e-4, implementation=implementation)
+    assert len(calls) == 3
+
+
+def test_short_convolution():
+    with checked_calls(short_convolution.IMPLEMENTATIONS) as calls:
+        convolve = checked(short_convolution.short_convolution)
+        convolve(zeros(B, L, 7), zeros(4, 7), zeros(B, 3, 7), zeros(B, L, dtype=jnp.int32))
+        convolve(zeros(B, L, 7), zeros(4, 7))
+    assert len(calls) == 2
+
+
+def networks(size: int, r: int = 5, n: int = 2, hidden: int = 3) -> sketch_networks.Node:
+    kernels = sketch_networks.NetworkKernels(
+        zeros(n, size, hidden), zeros(n, hidden, r), zeros(n, r, hidden), zeros(n, hidden, r)
+    )
+    norms = sketch_networks.NormParameters(zeros(n, 1, size), zeros(n, 1, r))
+    network = sketch_networks.NetworkWeights(kernels, norms, norms)
+    return sketch_networks.Node(network, network)
+
+
+@pytest.mark.parametrize('implementation', ['xla', 'reference'])
+def test_sketch_networks(implementation):
+    """Of queries and keys with other numbers of heads, in a tree of three nodes."""
+    nodes = (networks(D), networks(D), networks(5))
+    with checked_calls(sketch_networks.IMPLEMENTATIONS) as calls:
+        sketch = checked(sketch_networks.sketch_networks)
+        sketch(nodes, zeros(B, L, 2, 4, D), zeros(B, L, 2, 1, D), implementation=implementation)
+    assert len(calls) == 1
+
+
+def test_a_wrong_shape_raises():
+    keys_of_other_heads = (QKV['q'], QKV['k'], zeros(B, L, H, D))
+    with pytest.raises(ShapeError, match=r'v_BxMxKxD: float32\[2, 12, 4, 8\]'):
+        checked(exact_attention.softmax_attention)(*keys_of_other_heads)
+    call = exact_attention.SoftmaxCall(*keys_of_other_heads, scale=1.0)
+    with checked_calls(exact_attention.SOFTMAX), pytest.raises(ShapeError, match='v_BxMxKxD'):
+        exact_attention.SOFTMAX.choose(None, call)
+    with pytest.raises(ShapeError, match='starts_BxL'):  # floats
+        checked(exact_attention.softmax_attention)(*QKV.values(), starts_BxL=zeros(B, L))
+
+
+def test_a_wrong_ending_raises():
+    class Result(NamedTuple):
+        y_BxM: jax.Array
+
+    def named(x_BxL: jax.Array) -> Result:
+        return Result(x_BxL)
+
+    def mistaken(x_BxL: jax.Array) -> Result:
+        return Result(x_BxL.T)
+
+    def annotated(x_BxL: jax.Array) -> Annotated[jax.Array, 'LxB']:
+        return x_BxL
+
+    def longer(x_BxLx1: jax.Array) -> None:
+        pass
+
+    checked(named)(zeros(2, 3))
+    for function in (mistaken, annotated, longer):
+        with pytest.raises(ShapeError):
+            checked(function)(zeros(2, 3))

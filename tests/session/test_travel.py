@@ -1,0 +1,54 @@
+"""How an experiment travels through `lm train`: down the floors, and up again a few times only."""
+
+import sys
+import types
+
+import pytest
+import test_house
+from test_set_up import EXPERIMENT
+
+from lm.experiment import Experiment
+from lm.session import train as train_module
+from lm.session.train import train_in_job
+from lm.training.mesh import JobAddress
+from lm.training.program import Compilation
+
+MOST_CLIMBS = 5
+SECTIONS = tuple(type(section) for section in vars(EXPERIMENT).values())
+
+
+@pytest.fixture
+def stops():
+    """The modules of `lm` in which a function is called with the experiment or a section, methods of sections included.
+
+    Calls in the same module after each other are one stop.
+    """
+    found: list[str] = []
+
+    def see(frame, event, _):
+        code, module = frame.f_code, frame.f_globals.get('__name__', '')
+        is_resumed = code.co_flags & 0x20 and frame.f_lasti > 8  # a generator that goes on
+        is_written = code.co_filename.startswith(str(test_house.ROOT)) and not code.co_name.startswith('<')
+        if event != 'call' or is_resumed or not is_written:  # not made by `dataclasses`
+            return
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        values = [frame.f_locals.get(name) for name in names]
+        if any(isinstance(value, (Experiment, *SECTIONS)) for value in values) and found[-1:] != [module]:
+            found.append(module)
+
+    sys.setprofile(see)
+    yield found
+    sys.setprofile(None)
+
+
+def test_an_experiment_climbs_a_few_times_at_most(stops, monkeypatch, tmp_path):
+    """A climb is a move from a module on a lower floor to a module on a higher floor."""
+    result = types.SimpleNamespace(exception=lambda: None, result=lambda: None)
+    monkeypatch.setattr(train_module, 'compile_in_background', lambda *_: Compilation(result, result))
+    monkeypatch.setattr(train_module.Trainer, 'run', lambda trainer: trainer.state)
+    train_in_job(EXPERIMENT, str(tmp_path / 'run'), JobAddress(), compile_cache='none')
+    sys.setprofile(None)
+    floors = [test_house.place(module)[0] for module in stops]
+    climbs = [pair for *pair, low, high in zip(stops, stops[1:], floors, floors[1:], strict=False) if low < high]
+    assert stops[0] == 'lm.session.train'
+    assert len(climbs) <= MOST_CLIMBS, (climbs, stops)
