@@ -16,7 +16,8 @@ from lm import cli
 from lm.commands.evaluate import check_together
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
-from lm.evaluation.perplexity import EvaluationWindows, summarize
+from lm.evaluation.perplexity import summarize
+from lm.evaluation.windows import EvaluationWindows
 from lm.experiment import Experiment
 from lm.inference import evaluation
 from lm.inference.loaded_run import open_run
