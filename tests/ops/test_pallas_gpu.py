@@ -17,7 +17,7 @@ from test_pallas_tpu import by_definition, errors, example, make_call, quick
 from lm.ops import exact_attention, platform
 from lm.ops.linear_attention import IMPLEMENTATIONS
 from lm.ops.linear_attention.gpu import attention as pallas_gpu
-from lm.ops.linear_attention.gpu.plan import squares
+from lm.ops.linear_attention.gpu.plan import BlockOperands, FarTokens, list_squares
 from lm.ops.linear_attention.types import ExpKernel, Options, PolynomialKernel
 
 SQUARE = (0.0, 0.0, 1.0)
@@ -83,17 +83,19 @@ def test_outputs_and_gradients(case):
 @interpreter
 def test_sums_of_a_long_block():
     """Six tiles of tokens pass through four places in shared memory."""
-    from lm.ops.linear_attention.gpu.forward import block_sums
+    from lm.ops.linear_attention.gpu.forward import sum_blocks
 
     length, features = 384, 32
     _, y, v, *_ = (a[:, :, 0] for a in example(length, features=features, head_dim=64, dtype=jnp.bfloat16))
     options = Options(powers=SQUARE, block=length, local=PolynomialKernel(4))
-    plan = pallas_gpu.plan_for(options, 2 * length, exact_local=True)
+    plan = pallas_gpu.make_plan(options, 2 * length, exact_local=True)
     with interpreted():
-        sums = quick(lambda y, v: block_sums(plan, y, y.swapaxes(1, 2), v))(y, v)
+        sums = quick(lambda y, v: sum_blocks(plan, y, y.swapaxes(1, 2), v))(y, v)
     y, v = (np.asarray(a, np.float64)[0] for a in (y, v))
     groups = y.reshape(length, features // 16, 16)
-    want = [np.einsum('ti,tj,tv->vij', groups[:, g], groups[:, h], v).reshape(64, 256) for g, h in squares(features)]
+    want = [
+        np.einsum('ti,tj,tv->vij', groups[:, g], groups[:, h], v).reshape(64, 256) for g, h in list_squares(features)
+    ]
     error = np.linalg.norm(sums[0, 0] - np.stack(want)) / np.linalg.norm(want)
     assert error <= 5e-3
 
@@ -101,7 +103,7 @@ def test_sums_of_a_long_block():
 @interpreter
 def test_denominators_of_concentrated_keys_stay_positive():
     """Rounding the keys' second moment to bfloat16 makes many of these negative."""
-    from lm.ops.linear_attention.gpu.forward import outputs
+    from lm.ops.linear_attention.gpu.forward import NearTokens, outputs
 
     rng = np.random.default_rng(0)
     features, before, length = 32, 448, 64
@@ -117,13 +119,14 @@ def test_denominators_of_concentrated_keys_stay_positive():
 
     # The last tile alone, as a block of its own: its sums are those over all that was before.
     options = Options(powers=SQUARE, denominator_bias=1e-3, block=64, local=PolynomialKernel(2))
-    plan = pallas_gpu.plan_for(options, before + length, exact_local=True)
+    plan = pallas_gpu.make_plan(options, before + length, exact_local=True)
     x, y_in = x[:, before:], y[:, before:]
-    moment = pallas_gpu.moment_operand(jnp.asarray(y64[:before].T @ y64[:before], jnp.float32)[None, None])
+    moment = pallas_gpu.make_moment_operand(jnp.asarray(y64[:before].T @ y64[:before], jnp.float32)[None, None])
     state = jnp.zeros((1, 1, 6, 128, 64), jnp.bfloat16)
     v = jnp.ones((1, length, 64), jnp.bfloat16)
     with interpreted():
-        _, inverse = quick(lambda x, y: outputs(plan, x, x.swapaxes(1, 2), x, y, v, moment, state))(x, y_in)
+        far = FarTokens(x, x.swapaxes(1, 2), BlockOperands(moment, state))
+        _, inverse = quick(lambda near, far: outputs(plan, near, far))(NearTokens(x, y_in, v), far)
     den = 1 / np.asarray(inverse, np.float64)[0]
     want = 1e-3 + np.tril((x64 @ y64.T) ** 2).sum(1)[before:]
     assert den.min() > 0

@@ -123,11 +123,11 @@ def test_outputs_and_gradients(name, monkeypatch):
 
 def test_pieces():
     """Few heads are cut in segments, and two chunks stand side by side where there are heads enough."""
-    assert recurrent.pieces(64, heads=12, length=65_536, decay=True) == (16, 1, 1)
-    assert recurrent.pieces(64, heads=12, length=1000, decay=True) == (1, 1, 1)
-    assert recurrent.pieces(128, heads=96, length=8192, decay=True) == (1, 2, 1)
-    assert recurrent.pieces(256, heads=96, length=8192, decay=False) == (1, 2, 2)
-    assert recurrent.pieces(2048, heads=12, length=65_536, decay=False) == (1, 16, 2)
+    assert recurrent.choose_pieces(64, heads=12, length=65_536, decay=True) == (16, 1, 1)
+    assert recurrent.choose_pieces(64, heads=12, length=1000, decay=True) == (1, 1, 1)
+    assert recurrent.choose_pieces(128, heads=96, length=8192, decay=True) == (1, 2, 1)
+    assert recurrent.choose_pieces(256, heads=96, length=8192, decay=False) == (1, 2, 2)
+    assert recurrent.choose_pieces(2048, heads=12, length=65_536, decay=False) == (1, 16, 2)
 
 
 REFUSED = {

@@ -24,6 +24,6 @@ def unsupported(call: PolynomialCall) -> str | None:
 def _make_call(call: PolynomialCall) -> LinearCall:
     """Makes the call of linear attention. Queries and keys stand for features, which a single block does not use."""
     q, k, length = call.q_BxLxHxD, call.k_BxMxKxD, call.q_BxLxHxD.shape[1]
-    local, block = PolynomialKernel(call.degree, call.scale), attention.one_block(length)
+    local, block = PolynomialKernel(call.degree, call.scale), attention.fit_block(length)
     options = Options(SQUARE, local=local, block=block, denominator_bias=call.denominator_bias)
     return LinearCall(q, k, call.v_BxMxKxD, q_local_BxLxHxC=q, k_local_BxLxKxC=k, options=options)

@@ -163,13 +163,13 @@ def read(shape: Shape, block: BlockInputs) -> Fraction:
     )
     for top, size, x_rows, q_rows in zip(tops, sizes, xs, qs, strict=True):
         rows = slice(top, top + size)
-        fading = None
+        row_decay = None
         if block.decay is not None:
             first, last = rows.start + 1, rows.stop + 1
             newest = decays.entries(block.decay, *((first, last) if shape.lag else (0, 1)))
-            fading = _Fading(block.decay, decays.entries(block.decay, first + shape.lag, last + shape.lag), newest)
+            row_decay = _RowDecay(block.decay, decays.entries(block.decay, first + shape.lag, last + shape.lag), newest)
         row_T = jnp.arange(rows.start, rows.stop)
-        fractions.append(_read_tile(_Tile(shape, block, rows, row_T, x_rows, q_rows, y, sums, fading)))
+        fractions.append(_read_tile(_Tile(shape, block, rows, row_T, x_rows, q_rows, y, sums, row_decay)))
     if len(fractions) == 1:
         return fractions[0]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, -1), *fractions)
@@ -180,11 +180,11 @@ def read_one(shape: Shape, block: BlockInputs, at: jax.Array) -> Fraction:
     queries, count = block.queries, block.keys.v_BxKxDxS.shape[-1]
     x = shape.map_queries(block.parameters.queries, cast(jax.Array, queries.q_BxKxExGxT))
     sums = _weigh_sums(shape, block.sums, x.shape[2])
-    fading = None
+    row_decay = None
     if block.decay is not None:
-        fading = _Fading(block.decay, decays.entry(block.decay, at + 1), decays.entries(block.decay, 0, 1))
+        row_decay = _RowDecay(block.decay, decays.entry(block.decay, at + 1), decays.entries(block.decay, 0, 1))
     rows = slice(count - 1, count)
-    return _read_tile(_Tile(shape, block, rows, at[None], x, queries.q_local_BxKxCxGxT, None, sums, fading))
+    return _read_tile(_Tile(shape, block, rows, at[None], x, queries.q_local_BxKxCxGxT, None, sums, row_decay))
 
 
 def _count_tokens(queries: BlockQueries) -> int:
@@ -201,7 +201,7 @@ def _weigh_sums(shape: Shape, sums: Sums | None, features: int) -> Sums | None:
     )
 
 
-class _Fading(NamedTuple):
+class _RowDecay(NamedTuple):
     """The decay of some rows.
 
     Attributes:
@@ -242,7 +242,7 @@ class _Tile:
         q_local: what the exact kernel compares of the rows.
         y: features of the block's keys; None where no features are compared.
         sums: those before the block as operands; None where there are none to read.
-        fading: None without decay.
+        row_decay: None without decay.
     """
 
     shape: Shape
@@ -253,7 +253,7 @@ class _Tile:
     q_local: jax.Array | None
     y: jax.Array | None
     sums: Sums | None
-    fading: _Fading | None
+    row_decay: _RowDecay | None
 
     def is_visible(self, j: jax.Array, visible: jax.Array) -> jax.Array:
         """Hides keys j that do not exist."""
@@ -303,7 +303,7 @@ def weigh_exactly(
     j = jnp.arange(first, last)[:, None, None]
     visible = ((j > row_T) & (j <= row_T + shape.lag)) if shape.lag else j <= row_T
     visible = tile.is_visible(j, visible)
-    log_factors = None if tile.fading is None else tile.fading.log_factors(first, last, visible)
+    log_factors = None if tile.row_decay is None else tile.row_decay.log_factors(first, last, visible)
     values = tile.block.keys.v_BxKxDxS[..., first:last]
     if not isinstance(local, ExpKernel):
         w_BxKxSxGxT = jnp.where(visible, local.weigh(s_BxKxSxGxT), 0.0)
@@ -325,7 +325,7 @@ def _has_older(tile: _Tile) -> jax.Array:
     if tile.shape.options.denominator_bias or bounds is None:
         return jnp.ones_like(tile.row_T, bool)
     has_older_T = tile.block.start + tile.row_T >= bounds.older
-    return has_older_T if tile.fading is None else has_older_T & tile.fading.has_older()
+    return has_older_T if tile.row_decay is None else has_older_T & tile.row_decay.has_older()
 
 
 def weigh_features(tile: _Tile, x: jax.Array, y: jax.Array) -> _Part:
@@ -335,8 +335,8 @@ def weigh_features(tile: _Tile, x: jax.Array, y: jax.Array) -> _Part:
     j = jnp.arange(stop)[:, None, None]
     visible = tile.is_visible(j, j <= tile.row_T)
     w_BxKxSxGxT = jnp.where(visible, tile.shape.options.weigh(s_BxKxSxGxT), 0.0)
-    if tile.fading is not None:
-        w_BxKxSxGxT *= jnp.exp(tile.fading.log_factors(0, stop, visible))
+    if tile.row_decay is not None:
+        w_BxKxSxGxT *= jnp.exp(tile.row_decay.log_factors(0, stop, visible))
     return _Part(w_BxKxSxGxT, tile.block.keys.v_BxKxDxS[..., :stop])
 
 
@@ -346,9 +346,9 @@ def read_sums(tile: _Tile, x: jax.Array, sums: Sums) -> Fraction:
     phis, x = expansion.expand(powers, x)
     num_BxKxDxGxT = sum(dot('bkrd,bkrgt->bkdgt', kv, phi) for kv, phi in zip(sums.kv, phis, strict=True))
     den_BxKxGxT = expansion.read_totals(powers, x, sums.totals)
-    if tile.fading is not None:
-        num_BxKxDxGxT *= tile.fading.sum_factors()[:, :, None]
-        den_BxKxGxT *= tile.fading.sum_factors()
+    if tile.row_decay is not None:
+        num_BxKxDxGxT *= tile.row_decay.sum_factors()[:, :, None]
+        den_BxKxGxT *= tile.row_decay.sum_factors()
     return Fraction(cast(jax.Array, num_BxKxDxGxT), den_BxKxGxT)
 
 

@@ -140,8 +140,8 @@ def attend(call: LinearCall, bounds: Bounds | None) -> LinearResult:
 def add_keys(options: Options, parameters: Any, keys: Keys, state: State, bounds: Bounds | None = None) -> State:
     """Folds these keys into the state, except those outside of the bounds."""
     shape = Shape(options, tile=0, reads=False, dtype=keys.v_BxSxKxD.dtype)
-    sums = split(options, state, count_features(options, parameters, keys.k_BxSxKxE))
     folded = FoldedKeys(move_tokens_last(keys.k_BxSxKxE), move_tokens_last(keys.v_BxSxKxD))
+    sums = split(options, state, count_features(options, parameters, keys.k_BxSxKxE))
     decay = None if keys.log_decay_BxSxK is None else decays.accumulate(keys.log_decay_BxSxK)
     return join(advance(shape, sums, folded, parameters, bounds, 0, decay))
 

@@ -35,36 +35,42 @@ FIRST = 8
 """Powers of a larger block's A reach 10^18 where all keys are one."""
 
 
-class Staging(NamedTuple):
+class ChunkMemory(NamedTuple):
     """Shared memory of a chunk.
 
     Attributes:
         k_CxE: keys.
         factors: [C, D] or [C, E] each, what the inverse is multiplied with besides.
+        ready: the barrier of both.
         beta_C: float32.
         t_C: the sums of the logs of the chunk's tokens, float32.
+        tokens_ready: the barrier of both.
         high: where an operand's first bfloat16 part is placed.
         low: where its second part is placed.
+        out: where the two results are placed.
         register: `multiply`'s place for operands, where the kernel is interpreted; else an empty list.
     """
 
     k_CxE: Any
     factors: list
+    ready: Any
     beta_C: Any
     t_C: Any
+    tokens_ready: Any
     high: Any
     low: Any
+    out: list
     register: list
 
 
 def solve(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD) -> list[jax.Array]:
     """Computes X diag(β) V and -X diag(β exp(t)) K, bfloat16 [N, T, C, D] and [N, T, C, E]; β and t are float32."""
 
-    def pair(x, staging: Staging):
-        beta, (v_CxD,) = load_columns(staging.beta_C), staging.factors
-        factors = beta, -beta * jnp.exp(load_columns(staging.t_C))
+    def pair(x, memory: ChunkMemory):
+        beta, (v_CxD,) = load_columns(memory.beta_C), memory.factors
+        factors = beta, -beta * jnp.exp(load_columns(memory.t_C))
         parts = [_split(x * by_column(factor, TILE)) for factor in factors]
-        return [[(part, b) for part in two] for two, b in zip(parts, (v_CxD, staging.k_CxE), strict=True)]
+        return [[(part, b) for part in two] for two, b in zip(parts, (v_CxD, memory.k_CxE), strict=True)]
 
     return _call('solutions', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [v_NxTxCxD])
 
@@ -72,42 +78,42 @@ def solve(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD) -> list[jax.Array]:
 def solve_transposed(k_NxTxCxE, beta_NxTxC, t_NxTxC, dnew_NxTxCxD, dseen_NxTxCxE) -> list[jax.Array]:
     """Computes Xᵀ times the gradients of both solutions, in their shapes; arguments as in `solve`."""
 
-    def pair(x, staging: Staging):
-        high, low = staging.high, staging.low
+    def pair(x, memory: ChunkMemory):
+        high, low = memory.high, memory.low
         release()
         high[...], low[...] = _split(x)
         plgpu.commit_smem()
-        return [[(part.transpose((1, 0)), d) for part in (high, low)] for d in staging.factors]
+        return [[(part.transpose((1, 0)), d) for part in (high, low)] for d in memory.factors]
 
     return _call('gradients', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [dnew_NxTxCxD, dseen_NxTxCxE])
 
 
 def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> list[jax.Array]:
-    """Runs the kernel: `pair` takes the inverse and `Staging`, and returns pairs of operands for each result."""
+    """Runs the kernel: `pair` takes the inverse and the memory, and returns pairs of operands for each result."""
     n, chunks, _, size = k.shape
     interpreted = platform.target_platform() != 'gpu'
 
-    def body(k, beta, t, factors, out, staging: Staging, out_smem, ready, tokens_ready):
+    def body(k, beta, t, factors, out, memory: ChunkMemory):
         chunk, head = lax.axis_index('chunk'), lax.axis_index('head')
-        for source, to in zip((k, *factors), (staging.k_CxE, *staging.factors), strict=True):
-            plgpu.copy_gmem_to_smem(source.at[head, chunk], to, ready)
-        for source, to in ((beta, staging.beta_C), (t, staging.t_C)):
-            plgpu.copy_gmem_to_smem(source.at[head, chunk], to, tokens_ready)
-        plgpu.barrier_wait(ready)
-        plgpu.barrier_wait(tokens_ready)
+        for source, to in zip((k, *factors), (memory.k_CxE, *memory.factors), strict=True):
+            plgpu.copy_gmem_to_smem(source.at[head, chunk], to, memory.ready)
+        for source, to in ((beta, memory.beta_C), (t, memory.t_C)):
+            plgpu.copy_gmem_to_smem(source.at[head, chunk], to, memory.tokens_ready)
+        plgpu.barrier_wait(memory.ready)
+        plgpu.barrier_wait(memory.tokens_ready)
 
         def multiply(a, b):
             """Computes a · b of float32 [C, C] in registers."""
             release()
-            staging.high[...], staging.low[...] = _split(b)
+            memory.high[...], memory.low[...] = _split(b)
             plgpu.commit_smem()
             a_high, a_low = _split(a)
-            pairs = [(a_high, staging.high), (a_high, staging.low), (a_low, staging.high)]
-            return together(pairs, spare=staging.register)[0]
+            pairs = [(a_high, memory.high), (a_high, memory.low), (a_low, memory.high)]
+            return together(pairs, spare=memory.register)[0]
 
-        x = _invert(_make_system(staging), multiply)
-        results = together(*pair(x, staging), spare=staging.register)
-        for value, place, to in zip(results, out_smem, out, strict=True):
+        x = _invert(_make_system(memory), multiply)
+        results = together(*pair(x, memory), spare=memory.register)
+        for value, place, to in zip(results, memory.out, out, strict=True):
             send(value, place, to.at[head, chunk])
         plgpu.wait_smem_to_gmem(0)
 
@@ -120,10 +126,18 @@ def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> li
         grid_names=('chunk', 'head'),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=[
-            Staging(tile, [tile] * len(factors), tokens, tokens, tile, tile, [tile] if interpreted else []),
-            [tile, tile],
-            plgpu.Barrier(num_arrivals=1 + len(factors)),
-            plgpu.Barrier(num_arrivals=2),
+            ChunkMemory(
+                tile,
+                [tile] * len(factors),
+                plgpu.Barrier(num_arrivals=1 + len(factors)),
+                tokens,
+                tokens,
+                plgpu.Barrier(num_arrivals=2),
+                tile,
+                tile,
+                [tile, tile],
+                [tile] if interpreted else [],
+            )
         ],
     )(k, beta, t, factors)
     return results
@@ -135,11 +149,11 @@ def _split(x: jax.Array) -> list[jax.Array]:
     return [high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)]
 
 
-def _make_system(staging: Staging) -> jax.Array:
+def _make_system(memory: ChunkMemory) -> jax.Array:
     """Makes A, float32 in registers."""
-    k_CxE, t_rows = staging.k_CxE, by_row(load_rows(staging.t_C), TILE)
-    products = product(k_CxE, k_CxE.transpose((1, 0))) * by_row(load_rows(staging.beta_C), TILE)
-    later = t_rows - by_column(load_columns(staging.t_C), TILE)
+    k_CxE, t_rows = memory.k_CxE, by_row(load_rows(memory.t_C), TILE)
+    products = product(k_CxE, k_CxE.transpose((1, 0))) * by_row(load_rows(memory.beta_C), TILE)
+    later = t_rows - by_column(load_columns(memory.t_C), TILE)
     row, column = _number()
     return jnp.where(column < row, products * jnp.exp(jnp.minimum(later, 0.0)), 0.0)
 

@@ -5,15 +5,33 @@ at once, by many small thread blocks: sums over each block, their running totals
 queries against the sums before its block and the keys inside it. Expanded features never reach the GPU's memory.
 """
 
+import dataclasses
 import functools
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from lm.ops import platform
+from lm.ops.custom_vjp import custom_vjp
 from lm.ops.dots import in_three
-from lm.ops.linear_attention.gpu.plan import GROUP, TILE, GpuPlan, squares
-from lm.ops.linear_attention.types import LOCAL_BLOCK, SQUARE, LinearCall, LinearResult, Options, PolynomialKernel
+from lm.ops.linear_attention.gpu.plan import (
+    GROUP,
+    TILE,
+    BlockOperands,
+    FarTokens,
+    GpuPlan,
+    SquareInputs,
+    list_squares,
+)
+from lm.ops.linear_attention.types import (
+    LOCAL_BLOCK,
+    SQUARE,
+    LinearCall,
+    LinearResult,
+    Options,
+    PolynomialKernel,
+)
 from lm.ops.residuals import saved
 
 DEGREES = (2, 4, 8)
@@ -22,9 +40,9 @@ SIZES = (32, 64)
 
 def linear_attention(call: LinearCall) -> LinearResult:
     """Computes the call, which `unsupported` must not refuse."""
-    arrays = [call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, *(call.local or ())]
-    function = platform.per_device(functools.partial(_by_head, call.options), split=(True,) * len(arrays))
-    return LinearResult(function(*arrays), None)
+    if call.options.local is None:
+        call = dataclasses.replace(call, q_local_BxLxHxC=None, k_local_BxLxKxC=None)
+    return LinearResult(platform.per_device(_attend_by_head, split=(True,))(call), None)
 
 
 def unsupported(call: LinearCall) -> str | None:
@@ -59,8 +77,8 @@ def unsupported(call: LinearCall) -> str | None:
     return platform.uneven_batch(call.q_BxLxHxE.shape[0])
 
 
-def one_block(length: int) -> int:
-    """The shortest block that holds so many tokens."""
+def fit_block(length: int) -> int:
+    """Returns the shortest block that holds so many tokens."""
     return -(-length // TILE) * TILE
 
 
@@ -69,127 +87,148 @@ def _block(options: Options) -> int:
     return options.block or LOCAL_BLOCK
 
 
-def _by_head(options: Options, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, *local) -> jax.Array:
-    batch, length, heads, _ = q_BxLxHxE.shape
-    if local and length <= _block(options):
-        (q_BxLxHxE, k_BxLxKxE), local = local, ()
-    plan = plan_for(options, length, exact_local=bool(local))
+def _attend_by_head(call: LinearCall) -> jax.Array:
+    batch, length, heads, _ = call.q_BxLxHxE.shape
+    if call.local is not None and length <= _block(call.options):
+        # One block of exact weights: they are all that counts.
+        q, k = call.local
+        call = dataclasses.replace(call, q_BxLxHxE=q, k_BxLxKxE=k, q_local_BxLxHxC=None, k_local_BxLxKxC=None)
+    plan = make_plan(call.options, length, exact_local=call.local is not None)
     padded = -(-length // plan.block) * plan.block
 
-    def heads_apart(a_BxLxHxF, sizes):
+    def split_heads(a_BxLxHxF, sizes):
         # Zero tokens after the last are exact: their weights are 0. So are zero features.
         size = next(s for s in sizes if s >= a_BxLxHxF.shape[3])
         a_BxLxHxF = jnp.pad(a_BxLxHxF, ((0, 0), (0, padded - length), (0, 0), (0, size - a_BxLxHxF.shape[3])))
         a_BxHxLxF = jnp.repeat(a_BxLxHxF.swapaxes(1, 2), heads // a_BxLxHxF.shape[2], axis=1)
         return a_BxHxLxF.reshape(batch * heads, padded, size)
 
-    x_y = [heads_apart(a, SIZES) for a in (q_BxLxHxE, k_BxLxKxE)]
-    o_NxLxD = attend(plan, *x_y, heads_apart(v_BxLxKxD, (TILE,)), *(heads_apart(a, SIZES) for a in local))
-    o_BxHxLxD = o_NxLxD.reshape(batch, heads, padded, TILE)[:, :, :length, : v_BxLxKxD.shape[-1]]
+    inputs = SquareInputs(
+        split_heads(call.q_BxLxHxE, SIZES), split_heads(call.k_BxLxKxE, SIZES), split_heads(call.v_BxLxKxD, (TILE,))
+    )
+    if call.local is not None:
+        a, b = (split_heads(x, SIZES) for x in call.local)
+        inputs = inputs._replace(a_NxLxC=a, b_NxLxC=b)
+    o_NxLxD = attend(plan, inputs)
+    o_BxHxLxD = o_NxLxD.reshape(batch, heads, padded, TILE)[:, :, :length, : call.v_BxLxKxD.shape[-1]]
     return o_BxHxLxD.swapaxes(1, 2)
 
 
-def plan_for(options: Options, length: int, exact_local: bool) -> GpuPlan:
-    """How `length` tokens are computed; `exact_local`: the exact kernel has arrays of its own."""
-    local = options.local
-    wanted = _block(options)
+def make_plan(options: Options, length: int, exact_local: bool) -> GpuPlan:
+    """Plans the kernels for `length` tokens; `exact_local`: the exact kernel has separate arrays."""
+    local, block = options.local, _block(options)
+    degree, scale = (local.degree, local.scale) if isinstance(local, PolynomialKernel) else (2, 1.0)
     return GpuPlan(
-        block=one_block(length) if length <= wanted else wanted,
+        block=fit_block(length) if length <= block else block,
         exact_local=exact_local,
-        degree=2 if local is None else local.degree,
-        scale=1.0 if local is None else local.scale,
+        degree=degree,
+        scale=scale,
         denominator_bias=options.denominator_bias,
-        single_block=length <= wanted,
+        single_block=length <= block,
         interpreted=platform.target_platform() != 'gpu',
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(plan: GpuPlan, x: jax.Array, y: jax.Array, v: jax.Array, *local: jax.Array) -> jax.Array:
-    """The kernels on heads apart: x, y [N, L, R], v [N, L, 64], local a, b [N, L, C] → [N, L, 64].
+class SquareResiduals(NamedTuple):
+    """What the backward pass needs; the sums before each block are None with plan.single_block."""
 
-    R and C are 32 or 64, L a multiple of plan.block.
-    """
-    return _forward(plan, x, y, v, *local)[0]
+    inputs: SquareInputs
+    o_NxLxD: jax.Array
+    inverse_NxL: jax.Array
+    before: BlockOperands[jax.Array] | None
 
 
-def _attend_forward(plan, *inputs):
-    o, *sums = map(saved, _forward(plan, *inputs))
-    return o, (inputs, o, *sums)
+@custom_vjp(0)
+def attend(plan: GpuPlan, inputs: SquareInputs) -> jax.Array:
+    """Runs the kernels on heads apart, and returns outputs [N, L, D]."""
+    return _forward(plan, inputs).o_NxLxD
+
+
+def _attend_forward(plan: GpuPlan, inputs: SquareInputs) -> tuple[jax.Array, SquareResiduals]:
+    residuals = _forward(plan, inputs)
+    residuals = jax.tree.map(saved, residuals._replace(inputs=None))._replace(inputs=inputs)
+    return residuals.o_NxLxD, residuals
 
 
 # Compiled as one function, which all layers share: lowering the kernels takes seconds.
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(plan, x, y, v, *local):
-    """Outputs, inverse denominators and, unless plan.single_block, the moment's and the state's operands."""
+def _forward(plan: GpuPlan, inputs: SquareInputs) -> SquareResiduals:
     # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
-    from lm.ops.linear_attention.gpu.forward import block_sums, outputs
+    from lm.ops.linear_attention.gpu.forward import NearTokens, outputs, sum_blocks
 
-    moment_state = ()
+    x, y, v = inputs.x_NxLxR, inputs.y_NxLxR, inputs.v_NxLxD
+    before, far = None, None
     if not plan.single_block:
-        sums = block_sums(plan, y, y.swapaxes(1, 2), v)
-        moment_state = moment_operand(earlier(moments(plan, y, y))), as_operand(earlier(sums))
-    return *outputs(plan, x, x.swapaxes(1, 2), *(local or (x, y)), v, *moment_state), *moment_state
+        sums = sum_blocks(plan, y, y.swapaxes(1, 2), v)
+        moment = make_moment_operand(sum_earlier(sum_moments(plan, y, y)))
+        before = BlockOperands(moment, make_state_operand(sum_earlier(sums)))
+        far = FarTokens(x, x.swapaxes(1, 2), before)
+    o, inverse = outputs(plan, NearTokens(inputs.queries, inputs.keys, v), far)
+    return SquareResiduals(inputs, o, inverse, before)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _attend_backward(plan, residuals, do):
-    from lm.ops.linear_attention.gpu.backward import key_gradients, query_gradients
-    from lm.ops.linear_attention.gpu.forward import block_sums
+def _attend_backward(plan: GpuPlan, residuals: SquareResiduals, do: jax.Array) -> tuple[SquareInputs]:
+    from lm.ops.linear_attention.gpu.backward import Cotangents, differentiate_keys, differentiate_queries
+    from lm.ops.linear_attention.gpu.forward import NearTokens, sum_blocks
 
-    (x, y, v, *local), o, inverse, *moment_state = residuals
-    a, b = local or (x, y)
+    inputs, o, inverse, before = residuals
+    x, y, v = inputs.x_NxLxR, inputs.y_NxLxR, inputs.v_NxLxD
     do = do.astype(jnp.float32)
     e = -inverse * jnp.sum(do * o.astype(jnp.float32), axis=-1)
     g = (do * inverse[..., None]).astype(v.dtype)
-    xt, yt = x.swapaxes(1, 2), y.swapaxes(1, 2)
-    later_moment_state = ()
-    if not plan.single_block:
-        moment_state = moment_state[0], mirrored(moment_state[1])
+    far_queries, far_keys = None, None
+    if before is not None:
+        xt, yt = x.swapaxes(1, 2), y.swapaxes(1, 2)
+        before = before._replace(state=mirror(before.state))
         ex = (x.astype(jnp.float32) * e[..., None]).astype(x.dtype)
-        sums = block_sums(plan, x, xt, g)
-        later_moment_state = moment_operand(later(moments(plan, ex, x))), mirrored(as_operand(later(sums)))
-    dx, *da = query_gradients(plan, x, xt, a, b, v, g, e, *moment_state)
-    dv, dy, *db = key_gradients(plan, y, yt, a, b, v, g, e, *later_moment_state)
-    return dx, dy, dv, *da, *db
+        sums = sum_blocks(plan, x, xt, g)
+        moment = make_moment_operand(sum_later(sum_moments(plan, ex, x)))
+        after = BlockOperands(moment, mirror(make_state_operand(sum_later(sums))))
+        far_queries, far_keys = FarTokens(x, xt, before), FarTokens(y, yt, after)
+    near, cotangents = NearTokens(inputs.queries, inputs.keys, v), Cotangents(g, e)
+    queries = differentiate_queries(plan, near, cotangents, far_queries)
+    keys = differentiate_keys(plan, near, cotangents, far_keys)
+    dv = cast(jax.Array, keys.values)
+    return (SquareInputs(queries.features, keys.features, dv, queries.compared, keys.compared),)
 
 
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def moments(plan: GpuPlan, x_NxLxR: jax.Array, y_NxLxR: jax.Array) -> jax.Array:
-    """Σ x yᵀ over the tokens of each block, float32 [N, L / block, R, R]."""
+def sum_moments(plan: GpuPlan, x_NxLxR: jax.Array, y_NxLxR: jax.Array) -> jax.Array:
+    """Computes Σ x yᵀ over the tokens of each block, float32 [N, L / block, R, R]."""
     n, length, size = x_NxLxR.shape
     shape = (n, length // plan.block, plan.block, size)
     x, y = x_NxLxR.reshape(shape), y_NxLxR.reshape(shape)
     return jnp.einsum('nbtr,nbts->nbrs', x, y, preferred_element_type=jnp.float32)
 
 
-def earlier(sums: jax.Array) -> jax.Array:
-    """The totals over the blocks (axis 1) before each."""
+def sum_earlier(sums: jax.Array) -> jax.Array:
+    """Computes the totals over the blocks (axis 1) before each block."""
     return jnp.concatenate([jnp.zeros_like(sums[:, :1]), jnp.cumsum(sums[:, :-1], axis=1)], axis=1)
 
 
-def later(sums: jax.Array) -> jax.Array:
-    """The totals over the blocks (axis 1) after each."""
-    return jnp.flip(earlier(jnp.flip(sums, axis=1)), axis=1)
+def sum_later(sums: jax.Array) -> jax.Array:
+    """Computes the totals over the blocks (axis 1) after each block."""
+    return jnp.flip(sum_earlier(jnp.flip(sums, axis=1)), axis=1)
 
 
-def moment_operand(moment_NxBxRxR: jax.Array) -> jax.Array:
-    """The parts below each other, bfloat16 [N, B, 3R, R]."""
+def make_moment_operand(moment_NxBxRxR: jax.Array) -> jax.Array:
+    """Makes the three parts below each other, bfloat16 [N, B, 3R, R]."""
     return jnp.concatenate(in_three(moment_NxBxRxR), axis=2)
 
 
-def as_operand(state_NxBxMxDxS: jax.Array) -> jax.Array:
-    """The state rounded to bfloat16, squares cut in two: [N, B, 2M, S / 2, D]."""
+def make_state_operand(state_NxBxMxDxS: jax.Array) -> jax.Array:
+    """Rounds the state to bfloat16, squares cut in two: [N, B, 2M, S / 2, D]."""
     n, blocks, count, head_dim, products = state_NxBxMxDxS.shape
     return state_NxBxMxDxS.astype(jnp.bfloat16).swapaxes(3, 4).reshape(n, blocks, 2 * count, products // 2, head_dim)
 
 
-def mirrored(state_NxBxMxSxD: jax.Array) -> jax.Array:
-    """The state with the squares below the diagonal too, still column by column and cut in two."""
+def mirror(state_NxBxMxSxD: jax.Array) -> jax.Array:
+    """Adds the squares below the diagonal to the state, still column by column and cut in two."""
     n, blocks, count, _, head_dim = state_NxBxMxSxD.shape
-    pairs = next(squares(size) for size in SIZES if 2 * len(squares(size)) == count)
+    pairs = next(list_squares(size) for size in SIZES if 2 * len(list_squares(size)) == count)
     groups = 1 + pairs[-1][1]
     state = state_NxBxMxSxD.reshape(n, blocks, count // 2, GROUP, GROUP, head_dim)
     both = [(row, column) for column in range(groups) for row in range(groups)]

@@ -5,159 +5,250 @@ sums over earlier keys that the forward pass left; a key y with value v meets th
 Σ e x xᵀ. Letters as in the forward kernels.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, cast
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import by_column, by_row, load_columns, load_rows, matrix, multiply, product, walk, write
-from lm.ops.linear_attention.gpu import squares as pallas_gpu_squares
-from lm.ops.linear_attention.gpu.features import masked, spare
-from lm.ops.linear_attention.gpu.plan import TILE, GpuPlan
-from lm.ops.powers import power_and_slope
+from lm.ops.gpu import (
+    accumulator,
+    by_column,
+    by_row,
+    load_columns,
+    load_rows,
+    matrix,
+    multiply,
+    product,
+    walk,
+    write,
+)
+from lm.ops.linear_attention.gpu.features import allocate_operand, mask, weigh
+from lm.ops.linear_attention.gpu.forward import NearTokens
+from lm.ops.linear_attention.gpu.plan import TILE, A, FarTokens, GpuPlan, Ref
+from lm.ops.linear_attention.gpu.squares import Place, ReaderMemory, SumsReader
 
 
-def query_gradients(plan: GpuPlan, x, xt, a, b, v, g, e, moment=None, state=None) -> list[jax.Array]:
-    """The gradients of x and, where plan.exact_local, of a.
+class Cotangents(NamedTuple):
+    """The gradients of numerators, bfloat16, and of denominators, float32."""
+
+    g_NxLxD: jax.Array
+    e_NxL: jax.Array
+
+
+class SideGradients(NamedTuple, Generic[A]):
+    """The gradients of queries, or of keys and values.
+
+    Attributes:
+        values: None for queries.
+        features: of x or y.
+        compared: of a or b; None where plan.exact_local is not set.
+    """
+
+    values: A | None
+    features: A
+    compared: A | None
+
+
+class _NearInputs(NamedTuple, Generic[A]):
+    """What weights inside a block need, with the side first whose gradients the kernel computes."""
+
+    own_NxLxC: A
+    other_NxLxC: A
+    v_NxLxD: A
+    g_NxLxD: A
+    e_NxL: A
+
+
+class _Memory(NamedTuple):
+    """Shared memory of a tile.
+
+    Attributes:
+        register: `multiply`'s place for operands, where the kernel is interpreted; else an empty list.
+        own_TxC: what weights compare of its tokens.
+        vector_TxD: g of queries, or v of keys.
+        ready: for both.
+        e_T: of queries.
+        e_ready: for it.
+    """
+
+    register: list
+    own_TxC: Any
+    vector_TxD: Any
+    ready: Any
+    e_T: Any
+    e_ready: Any
+
+
+def differentiate_queries(
+    plan: GpuPlan, near: NearTokens[jax.Array], cotangents: Cotangents, far: FarTokens[jax.Array] | None
+) -> SideGradients[jax.Array]:
+    """Computes the gradients of x and, where plan.exact_local, of a.
 
     Args:
         plan: the forward kernels'.
-        x: [N, L, R].
-        xt: its transpose [N, R, L].
-        a: [N, L, C], queries of the weights inside a block.
-        b: [N, L, C], keys of them.
-        v: [N, L, D].
-        g: [N, L, D].
-        e: float32 [N, L].
-        moment: as in the forward pass.
-        state: as in the forward pass, with the mirror images of the squares.
+        near: the forward kernels'.
+        cotangents: of what the queries read.
+        far: queries, and the sums before each block with mirror images; None with plan.single_block.
     """
-    far = () if plan.single_block else (x, xt, moment, state)
-    return _call(plan, _query_gradients, 'query', (a, b, v, g, e), far, [x, a] if plan.exact_local else [x])
+    a, b, v = near
+    features = a if far is None else far.x_NxLxR
+    gradients = SideGradients(None, features, a if plan.exact_local else None)
+    return _call(plan, _query_kernel, 'query', _NearInputs(a, b, v, *cotangents), far, gradients)
 
 
-def key_gradients(plan: GpuPlan, y, yt, a, b, v, g, e, moment=None, state=None) -> list[jax.Array]:
-    """The gradients of v, of y and, where plan.exact_local, of b.
+def differentiate_keys(
+    plan: GpuPlan, near: NearTokens[jax.Array], cotangents: Cotangents, far: FarTokens[jax.Array] | None
+) -> SideGradients[jax.Array]:
+    """Computes the gradients of v, of y and, where plan.exact_local, of b.
 
     Args:
         plan: the forward kernels'.
-        y: [N, L, R].
-        yt: its transpose [N, R, L].
-        a: [N, L, C], queries of the weights inside a block.
-        b: [N, L, C], keys of them.
-        v: [N, L, D].
-        g: [N, L, D].
-        e: float32 [N, L].
-        moment: Σ e x xᵀ after each block, as three bfloat16 parts.
-        state: Σ (x ⊗ x) gᵀ after each block, bfloat16, with the mirror images of the squares.
+        near: the forward kernels'.
+        cotangents: of what the queries read.
+        far: keys, and Σ (x ⊗ x) gᵀ and Σ e x xᵀ after each block with mirror images; None with plan.single_block.
     """
-    far = () if plan.single_block else (y, yt, moment, state)
-    # The kernel's own tile comes first, the ones that it walks over after it.
-    return _call(plan, _key_gradients, 'key', (b, a, v, g, e), far, [v, y, b] if plan.exact_local else [v, y])
+    a, b, v = near
+    features = b if far is None else far.x_NxLxR
+    gradients = SideGradients(v, features, b if plan.exact_local else None)
+    return _call(plan, _key_kernel, 'key', _NearInputs(b, a, v, *cotangents), far, gradients)
 
 
-def _call(plan: GpuPlan, kernel, name: str, near, far, results) -> list[jax.Array]:
-    n, length, size = near[0].shape
+def _call(
+    plan: GpuPlan,
+    kernel: Callable,
+    name: str,
+    near: _NearInputs[jax.Array],
+    far: FarTokens[jax.Array] | None,
+    gradients: SideGradients[jax.Array],
+) -> SideGradients[jax.Array]:
+    """Runs a kernel; `gradients`: arrays like the results."""
+    n, length, size = near.own_NxLxC.shape
 
     def body(*refs):
         kernel(plan, *refs)
 
     body.__name__ = f'linear_attention_{name}_gradients'
-    return plgpu.kernel(
+    (results,) = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results],
+        out_type=(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), gradients),),
         grid=(length // TILE, n),
         grid_names=('tile', 'head'),
         scratch_types=[
-            spare(plan),
-            [matrix(TILE, size), matrix(TILE, TILE), plgpu.Barrier(num_arrivals=2)],
-            [plgpu.SMEM((TILE,), jnp.float32), plgpu.Barrier()],
+            _Memory(
+                allocate_operand(plan.interpreted),
+                matrix(TILE, size),
+                matrix(TILE, TILE),
+                plgpu.Barrier(num_arrivals=2),
+                plgpu.SMEM((TILE,), jnp.float32),
+                plgpu.Barrier(),
+            )
         ],
-    )(*near, *far)
+    )(near, far)
+    return results
 
 
-def _query_gradients(plan: GpuPlan, a, b, v, g, e, *refs):
-    *refs, register, (a_smem, g_smem, ready), (e_smem, e_ready) = refs
-    far, results = ([], refs) if plan.single_block else (refs[:4], refs[4:])
+def _query_kernel(
+    plan: GpuPlan, near: _NearInputs[Ref], far: FarTokens[Ref] | None, gradients: SideGradients[Ref], memory: _Memory
+) -> None:
     # The last tiles first: in long blocks they have the most keys.
-    tile, head = a.shape[1] // TILE - 1 - lax.axis_index('tile'), lax.axis_index('head')
-    inside, block = lax.rem(tile, plan.tiles), lax.div(tile, plan.tiles)
-    tokens = pl.ds(tile * TILE, TILE)
-    plgpu.copy_gmem_to_smem(a.at[head, tokens], a_smem, ready)
-    plgpu.copy_gmem_to_smem(g.at[head, tokens], g_smem, ready)
-    plgpu.copy_gmem_to_smem(e.at[head, tokens], e_smem, e_ready)
+    place = Place.find(near.own_NxLxC.shape[1] // TILE - 1 - lax.axis_index('tile'), plan.tiles)
+    head, tokens = place.head, place.tokens
+    register, a_TxC, g_TxD, ready, e_T, e_ready = memory
+    plgpu.copy_gmem_to_smem(near.own_NxLxC.at[head, tokens], a_TxC, ready)
+    plgpu.copy_gmem_to_smem(near.g_NxLxD.at[head, tokens], g_TxD, ready)
+    plgpu.copy_gmem_to_smem(near.e_NxL.at[head, tokens], e_T, e_ready)
     plgpu.barrier_wait(ready)
     plgpu.barrier_wait(e_ready)
 
-    def inside_block(da_TxC):
-        def keys(step, tiles, carry):
+    def differentiate_inside(da_TxC):
+        def add_keys(step, tiles, carry):
             b_smem, v_smem = tiles
-            s_TxK = product(a_smem, b_smem.transpose((1, 0)))
-            dw_TxK = product(g_smem, v_smem.transpose((1, 0))) + by_row(load_rows(e_smem), TILE)
-            _, slope_TxK = power_and_slope(s_TxK if plan.scale == 1.0 else plan.scale * s_TxK, plan.degree)
-            ds_TxK = masked(dw_TxK * slope_TxK, (inside - step) * TILE, keys=1)
+            s_TxK = product(a_TxC, b_smem.transpose((1, 0)))
+            dw_TxK = product(g_TxD, v_smem.transpose((1, 0))) + by_row(load_rows(e_T), TILE)
+            _, slope_TxK = weigh(plan, s_TxK)
+            ds_TxK = mask(dw_TxK * slope_TxK, (place.inside - step) * TILE, keys=1)
             multiply(da_TxC, ds_TxK.astype(jnp.bfloat16), b_smem, register)
             return carry
 
-        walk((b.at[head], v.at[head]), block * plan.block, 0, inside + 1, keys)
+        sources = (near.other_NxLxC.at[head], near.v_NxLxD.at[head])
+        walk(sources, place.block * plan.block, 0, place.inside + 1, add_keys)
         return plan.degree * plan.scale * da_TxC[...]
 
-    def before(*scratch):
-        meeting = pallas_gpu_squares.Meeting(*far, (head, tokens, block), scratch, register)
-        meeting.wait()
-        mx_TxR = meeting.times_moment() * by_row(load_rows(e_smem), meeting.features)
-        return 2.0 * (mx_TxR + jnp.concatenate(meeting.squares(g=g_smem), axis=1))
+    def differentiate_before(far, reader_memory):
+        reader = SumsReader(far, place, reader_memory, register)
+        reader.wait()
+        mx_TxR = reader.multiply_moment() * by_row(load_rows(e_T), reader.features)
+        return 2.0 * (mx_TxR + jnp.concatenate(reader.multiply_squares(g_TxD=g_TxD), axis=1))
 
-    dx = pl.run_scoped(inside_block, plgpu.ACC(a_smem.shape, jnp.float32))
-    if plan.exact_local:
-        write(dx, results[1].at[head, tokens])
-        dx = 0.0
-    if not plan.single_block:
-        dx = dx + pl.run_scoped(before, *pallas_gpu_squares.scratch(far[0].shape[2]))
-    write(dx, results[0].at[head, tokens])
+    inside = pl.run_scoped(differentiate_inside, accumulator(*a_TxC.shape))
+    dx = _add_far(gradients, place, inside, differentiate_before, far)
+    write(dx, gradients.features.at[head, tokens])
 
 
-def _key_gradients(plan: GpuPlan, b, a, v, g, e, *refs):
-    *refs, register, (b_smem, v_smem, ready), _ = refs
-    far, results = ([], refs) if plan.single_block else (refs[:4], refs[4:])
-    tile, head = lax.axis_index('tile'), lax.axis_index('head')
-    inside, block = lax.rem(tile, plan.tiles), lax.div(tile, plan.tiles)
-    tokens = pl.ds(tile * TILE, TILE)
-    plgpu.copy_gmem_to_smem(b.at[head, tokens], b_smem, ready)
-    plgpu.copy_gmem_to_smem(v.at[head, tokens], v_smem, ready)
+def _add_far(
+    gradients: SideGradients[Ref],
+    place: Place,
+    inside: jax.Array,
+    differentiate_far: Callable[[FarTokens[Ref], ReaderMemory], jax.Array],
+    far: FarTokens[Ref] | None,
+) -> jax.Array:
+    """Returns the gradients of features: from inside of the block and from the sums over other blocks.
+
+    Where a and b are separate arrays, those from inside are written as theirs.
+    """
+    total: jax.Array | float = inside
+    if gradients.compared is not None:
+        write(inside, gradients.compared.at[place.head, place.tokens])
+        total = 0.0
+    if far is not None:
+        total = total + pl.run_scoped(
+            functools.partial(differentiate_far, far), ReaderMemory.allocate(far.x_NxLxR.shape[2])
+        )
+    return cast(jax.Array, total)  # a plan with separate arrays has other blocks
+
+
+def _key_kernel(
+    plan: GpuPlan, near: _NearInputs[Ref], far: FarTokens[Ref] | None, gradients: SideGradients[Ref], memory: _Memory
+) -> None:
+    place = Place.find(lax.axis_index('tile'), plan.tiles)
+    head, tokens = place.head, place.tokens
+    register, b_TxC, v_TxD, ready, *_ = memory
+    plgpu.copy_gmem_to_smem(near.own_NxLxC.at[head, tokens], b_TxC, ready)
+    plgpu.copy_gmem_to_smem(near.v_NxLxD.at[head, tokens], v_TxD, ready)
     plgpu.barrier_wait(ready)
 
     def compute(dv_TxD):
-        def inside_block(db_TxC):
-            def queries(step, tiles, carry):
+        def differentiate_inside(db_TxC):
+            def add_queries(step, tiles, carry):
                 a_smem, g_smem, e_smem = tiles
-                s_TxQ = product(b_smem, a_smem.transpose((1, 0)))
-                dw_TxQ = product(v_smem, g_smem.transpose((1, 0))) + by_column(load_columns(e_smem), TILE)
-                w_TxQ, slope_TxQ = power_and_slope(s_TxQ if plan.scale == 1.0 else plan.scale * s_TxQ, plan.degree)
-                shift = (step - inside) * TILE
-                multiply(dv_TxD, masked(w_TxQ, shift, keys=0).astype(jnp.bfloat16), g_smem, register)
-                ds_TxQ = masked(dw_TxQ * slope_TxQ, shift, keys=0)
+                s_TxQ = product(b_TxC, a_smem.transpose((1, 0)))
+                dw_TxQ = product(v_TxD, g_smem.transpose((1, 0))) + by_column(load_columns(e_smem), TILE)
+                w_TxQ, slope_TxQ = weigh(plan, s_TxQ)
+                shift = (step - place.inside) * TILE
+                multiply(dv_TxD, mask(w_TxQ, shift, keys=0).astype(jnp.bfloat16), g_smem, register)
+                ds_TxQ = mask(dw_TxQ * slope_TxQ, shift, keys=0)
                 multiply(db_TxC, ds_TxQ.astype(jnp.bfloat16), a_smem, register)
                 return carry
 
-            walk((a.at[head], g.at[head], e.at[head]), block * plan.block, inside, plan.tiles, queries)
+            sources = (near.other_NxLxC.at[head], near.g_NxLxD.at[head], near.e_NxL.at[head])
+            walk(sources, place.block * plan.block, place.inside, plan.tiles, add_queries)
             return plan.degree * plan.scale * db_TxC[...]
 
-        def after(*scratch):
-            meeting = pallas_gpu_squares.Meeting(*far, (head, tokens, block), scratch, register)
-            meeting.wait()
-            my_TxR = meeting.times_moment()
-            return 2.0 * (my_TxR + jnp.concatenate(meeting.squares(dv_TxD, v_smem), axis=1))
+        def differentiate_after(far, reader_memory):
+            reader = SumsReader(far, place, reader_memory, register)
+            reader.wait()
+            my_TxR = reader.multiply_moment()
+            return 2.0 * (my_TxR + jnp.concatenate(reader.multiply_squares(dv_TxD, v_TxD), axis=1))
 
-        dy = pl.run_scoped(inside_block, plgpu.ACC(b_smem.shape, jnp.float32))
-        if plan.exact_local:
-            write(dy, results[2].at[head, tokens])
-            dy = 0.0
-        if not plan.single_block:
-            dy = dy + pl.run_scoped(after, *pallas_gpu_squares.scratch(far[0].shape[2]))
+        inside = pl.run_scoped(differentiate_inside, accumulator(*b_TxC.shape))
+        dy = _add_far(gradients, place, inside, differentiate_after, far)
         return dv_TxD[...], dy
 
-    dv_TxD, dy = pl.run_scoped(compute, plgpu.ACC(v_smem.shape, jnp.float32))
-    write(dv_TxD, results[0].at[head, tokens])
-    write(dy, results[1].at[head, tokens])
+    dv_TxD, dy = pl.run_scoped(compute, accumulator(*v_TxD.shape))
+    write(dv_TxD, cast(Ref, gradients.values).at[head, tokens])
+    write(dy, gradients.features.at[head, tokens])

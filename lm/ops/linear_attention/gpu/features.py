@@ -1,7 +1,9 @@
-"""What the GPU kernels of linear attention are made of: expanded features and masks.
+"""The arithmetic inside the GPU kernels of linear attention: expanded features, weights and masks.
 
 A thread block is one warpgroup and holds TILE tokens.
 """
+
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,25 +11,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import by_row, load_rows, matrix
 from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE, GpuPlan
+from lm.ops.powers import power_and_slope
 
 
-def spare(plan: GpuPlan) -> list[plgpu.SMEM]:
-    """Scratch of `multiply`."""
-    return [matrix(TILE, SLICE)] if plan.interpreted else []
+def allocate_operand(interpreted: bool) -> list[Any]:
+    """Returns the memory that `multiply` needs where the kernel is interpreted."""
+    return [matrix(TILE, SLICE)] if interpreted else []
 
 
-def products(x_TxG: jax.Array, rows, index: int) -> jax.Array:
-    """[TILE, SLICE]: four features, rows of `rows` from number 4 · index on, each times the 16 of a group.
+def multiply_features(x_TxG: jax.Array, rows: Any, index: int) -> jax.Array:
+    """Multiplies four features, rows of `rows` from number 4 · index on, with the 16 of a group: [TILE, SLICE].
 
-    Each is a product of two bfloat16 numbers, rounded once.
+    Each product is of two bfloat16 numbers, rounded once.
     """
     count = SLICE // GROUP
     parts = [by_row(load_rows(rows.at[count * index + i]), GROUP) * x_TxG for i in range(count)]
     return jnp.concatenate(parts, axis=1)
 
 
-def masked(weights: jax.Array, shift: jax.Array, keys: int) -> jax.Array:
-    """Zero where a key comes after its query.
+def weigh(plan: GpuPlan, s: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes the weights inside a block of inner products s, and their slope / (degree scale)."""
+    weights, slope = power_and_slope(s if plan.scale == 1.0 else plan.scale * s, plan.degree)
+    return weights, cast(jax.Array, slope)  # no plan has degree 1
+
+
+def mask(weights: jax.Array, shift: jax.Array | int, keys: int) -> jax.Array:
+    """Sets to zero where a key comes after its query.
 
     Args:
         weights: [TILE, TILE].

@@ -1,9 +1,17 @@
-"""What the GPU kernels of linear attention compute, and in which pieces."""
+"""What the GPU kernels of linear attention compute, in which pieces, and of which arrays."""
 
 import dataclasses
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+
+Ref = Any
+"""A reference to an array in memory, inside of a kernel."""
+A = TypeVar('A')
+"""jax.Array, or inside of a kernel `Ref`."""
 
 TILE = 64
-"""Tokens of a thread block, and size of heads: others are padded to it with zeros."""
+"""Tokens per thread block, and size of heads: others are padded to it with zeros."""
 
 GROUP = 16
 """Features on either side of a square: `wgmma` contracts 16 at a time."""
@@ -13,6 +21,61 @@ SQUARE = GROUP * GROUP
 
 SLICE = 64
 """Products that are multiplied at a time: four features with the 16 of a group."""
+
+
+class SquareInputs(NamedTuple):
+    """The arrays of a call, heads apart. R and C are 32 or 64, D is TILE, L a multiple of plan.block.
+
+    Attributes:
+        x_NxLxR: features of queries.
+        y_NxLxR: features of keys.
+        v_NxLxD: values.
+        a_NxLxC: what the exact kernel compares of queries; None unless plan.exact_local.
+        b_NxLxC: what the exact kernel compares of keys; None unless plan.exact_local.
+    """
+
+    x_NxLxR: jax.Array
+    y_NxLxR: jax.Array
+    v_NxLxD: jax.Array
+    a_NxLxC: jax.Array | None = None
+    b_NxLxC: jax.Array | None = None
+
+    @property
+    def queries(self) -> jax.Array:
+        """What weights inside a block compare of queries."""
+        return self.x_NxLxR if self.a_NxLxC is None else self.a_NxLxC
+
+    @property
+    def keys(self) -> jax.Array:
+        """What weights inside a block compare of keys."""
+        return self.y_NxLxR if self.b_NxLxC is None else self.b_NxLxC
+
+
+class BlockOperands(NamedTuple, Generic[A]):
+    """Sums over the tokens outside of each block, as operands in bfloat16.
+
+    Attributes:
+        moment: Σ y yᵀ, [N, L / block, 3R, R]: three parts below each other.
+        state: Σ (y ⊗ y) vᵀ, [N, L / block, 2M, S / 2, D]: square by square, each cut in two; for gradients the mirror
+            images of the squares, too, column by column.
+    """
+
+    moment: A
+    state: A
+
+
+class FarTokens(NamedTuple, Generic[A]):
+    """Tokens that meet the sums over the tokens of other blocks.
+
+    Attributes:
+        x_NxLxR: their features.
+        xt_NxRxL: the same transposed.
+        sums: of the other blocks.
+    """
+
+    x_NxLxR: A
+    xt_NxRxL: A
+    sums: BlockOperands[A]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +103,10 @@ class GpuPlan:
 
     @property
     def tiles(self) -> int:
-        """Of a block."""
+        """The number of a block's tiles."""
         return self.block // TILE
 
 
-def squares(features: int) -> list[tuple[int, int]]:
-    """The groups (row, column) of each square of products, none below the diagonal: 3 for 32 features, 10 for 64."""
+def list_squares(features: int) -> list[tuple[int, int]]:
+    """Lists the groups (row, column) of the squares of products, none below the diagonal: 3 for R = 32, 10 for 64."""
     return [(row, column) for column in range(features // GROUP) for row in range(column + 1)]

@@ -1,10 +1,11 @@
-"""How a tile of tokens meets the sums over the tokens of other blocks, in the GPU kernels of linear attention.
+"""How a tile of tokens reads the sums over the tokens of other blocks, in the GPU kernels of linear attention.
 
 R features x of the tokens, D head size, S products in a square of x ⊗ x. The sums Z = Σ (y ⊗ y) vᵀ come square by
 square from memory while the squares before are used.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import by_row, load_matrix, load_rows, matrix, multiply, product, release, zeros
-from lm.ops.linear_attention.gpu.features import products
-from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE
+from lm.ops.gpu import accumulator, by_row, load_matrix, load_rows, matrix, multiply, product, release, zeros
+from lm.ops.linear_attention.gpu.features import multiply_features
+from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE, FarTokens, Ref
 
 ROWS = GROUP // 2
 """Rows of a square that are held at a time: half of them."""
@@ -23,86 +24,117 @@ SLOTS = 3
 """Halves in shared memory: two to come, and one that may still be in use."""
 
 
-def scratch(features: int) -> list:
-    """Shared memory and barriers of a `Meeting`."""
-    return [
-        matrix(TILE, features),
-        plgpu.SMEM((features, TILE), jnp.bfloat16),
-        matrix(3 * features, features),
-        matrix(SLOTS, ROWS * GROUP, TILE),
-        plgpu.Barrier(num_arrivals=3),
-        plgpu.Barrier(num_barriers=SLOTS),
-    ]
+class ReaderMemory(NamedTuple):
+    """Shared memory and barriers of a `SumsReader`.
+
+    Attributes:
+        x_TxR: the tile's features.
+        xt_RxT: the same transposed.
+        moment_QxR: Q = 3R.
+        halves: SLOTS halves of squares.
+        ready: for the first three.
+        arrived: for each slot.
+    """
+
+    x_TxR: Any
+    xt_RxT: Any
+    moment_QxR: Any
+    halves: Any
+    ready: Any
+    arrived: Any
+
+    @classmethod
+    def allocate(cls, features: int) -> 'ReaderMemory':
+        return cls(
+            matrix(TILE, features),
+            plgpu.SMEM((features, TILE), jnp.bfloat16),
+            matrix(3 * features, features),
+            matrix(SLOTS, ROWS * GROUP, TILE),
+            plgpu.Barrier(num_arrivals=3),
+            plgpu.Barrier(num_barriers=SLOTS),
+        )
 
 
-class Meeting:
-    """One tile of tokens and the sums of its block, from the first copy on."""
+class Place(NamedTuple):
+    """The tile of a thread block: its head, its number inside of its block, the block and the tokens."""
 
-    def __init__(self, x, xt, moment, state, place, scratch, register):
+    head: jax.Array
+    inside: jax.Array
+    block: jax.Array
+    tokens: Any
+
+    @classmethod
+    def find(cls, tile: jax.Array, tiles: int) -> 'Place':
+        """`tile`: its number in the sequence; `tiles`: how many a block has."""
+        head = lax.axis_index('head')
+        return cls(head, lax.rem(tile, tiles), lax.div(tile, tiles), pl.ds(tile * TILE, TILE))
+
+
+class SumsReader:
+    """One tile of tokens and the sums over the tokens of other blocks, from the first copy on."""
+
+    def __init__(self, far: FarTokens[Ref], place: Place, memory: ReaderMemory, register: list):
         """Starts the copies.
 
         Args:
-            x: [N, L, R] in memory.
-            xt: its transpose [N, R, L].
-            moment: [N, L / block, 3R, R]: Σ y yᵀ in three parts.
-            state: [N, L / block, halves of squares, S / 2, D]: column by column, and for gradients all of them.
-            place: the head, the tokens of the tile, the block.
-            scratch: `scratch(R)`.
-            register: `spare(plan)`.
+            far: arrays in memory.
+            place: of the tile.
+            memory: in shared memory.
+            register: `allocate_operand(…)`.
         """
-        head, tokens, block = place
-        self.x, self.xt, self.moment, self.slots, self.ready, self.arrived = scratch
-        self.state, self.register = state.at[head, block], register
-        self.features = self.x.shape[1]
-        plgpu.copy_gmem_to_smem(x.at[head, tokens], self.x, self.ready)
-        plgpu.copy_gmem_to_smem(xt.at[head, :, tokens], self.xt, self.ready)
-        plgpu.copy_gmem_to_smem(moment.at[head, block], self.moment, self.ready)
+        head, tokens = place.head, place.tokens
+        self.memory, self.register, self.features = memory, register, memory.x_TxR.shape[1]
+        self.state = far.sums.state.at[head, place.block]
+        plgpu.copy_gmem_to_smem(far.x_NxLxR.at[head, tokens], memory.x_TxR, memory.ready)
+        plgpu.copy_gmem_to_smem(far.xt_NxRxL.at[head, :, tokens], memory.xt_RxT, memory.ready)
+        plgpu.copy_gmem_to_smem(far.sums.moment.at[head, place.block], memory.moment_QxR, memory.ready)
         for half in range(SLOTS - 1):
             self._fetch(jnp.int32(half))
 
-    def _fetch(self, half) -> None:
+    def _fetch(self, half: jax.Array) -> None:
         slot = lax.rem(half, SLOTS)
-        plgpu.copy_gmem_to_smem(self.state.at[half], self.slots.at[slot], self.arrived.at[slot])
+        plgpu.copy_gmem_to_smem(self.state.at[half], self.memory.halves.at[slot], self.memory.arrived.at[slot])
 
     def wait(self) -> None:
-        """For all but the squares."""
-        plgpu.barrier_wait(self.ready)
+        """Waits for all but the squares."""
+        plgpu.barrier_wait(self.memory.ready)
 
-    def times_moment(self) -> jax.Array:
-        """moment · x, float32 [TILE, R]."""
-        size = self.features
+    def multiply_moment(self) -> jax.Array:
+        """Computes moment · x, float32 [TILE, R]."""
+        size, (x_TxR, _, moment_QxR, *_) = self.features, self.memory
 
         def compute(sum_TxR):
             for i in range(3):
-                plgpu.wgmma(sum_TxR, self.x, self.moment.at[i * size : (i + 1) * size])
+                plgpu.wgmma(sum_TxR, x_TxR, moment_QxR.at[i * size : (i + 1) * size])
             return sum_TxR[...]
 
-        return pl.run_scoped(compute, plgpu.ACC((TILE, size), jnp.float32))
+        return pl.run_scoped(compute, accumulator(TILE, size))
 
-    def squares(self, sum_TxD=None, g=None) -> list[jax.Array]:
+    def multiply_squares(self, sum_TxD: Any = None, g_TxD: Any = None) -> list[jax.Array]:
         """Adds ⟨x ⊗ x, Z⟩ to an accumulator, or differentiates such sums, or both.
 
         Args:
             sum_TxD: accumulator of Σ_ij x_i x_j Z_ij, or None.
-            g: [TILE, D] in shared memory, or None.
+            g_TxD: in shared memory, or None.
 
         Returns:
             With g, Σ_i x_i ⟨Z_ij, g⟩ for the features j of each group, half of the gradient: float32 [TILE, 16] each.
         """
         groups, count = self.features // GROUP, self.state.shape[0]
+        x_TxR, xt_RxT, _, slots, _, arrived = self.memory
 
         def use(halves_before, column, x_TxG, with_sum, i, gradient_TxG):
             half = halves_before + i
             slot = lax.rem(half, SLOTS)
-            z_SxD, rows = self.slots.at[slot], self.xt.at[pl.ds(i * ROWS, ROWS)]
-            plgpu.barrier_wait(self.arrived.at[slot])
+            z_SxD, rows = slots.at[slot], xt_RxT.at[pl.ds(i * ROWS, ROWS)]
+            plgpu.barrier_wait(arrived.at[slot])
             if with_sum:
                 weight = jnp.where(i < 2 * column, 2.0, 1.0).astype(jnp.bfloat16)
                 for j in range(ROWS * GROUP // SLICE):
-                    phi_TxS = products(x_TxG * weight, rows, j)
+                    phi_TxS = multiply_features(x_TxG * weight, rows, j)
                     multiply(sum_TxD, phi_TxS, z_SxD.at[j * SLICE : (j + 1) * SLICE], self.register)
-            if g is not None:
-                dphi_TxS = product(g, z_SxD.transpose((1, 0)))
+            if g_TxD is not None:
+                dphi_TxS = product(g_TxD, z_SxD.transpose((1, 0)))
                 for j in range(ROWS):
                     part_TxG = dphi_TxS[:, j * GROUP : (j + 1) * GROUP]
                     gradient_TxG += by_row(load_rows(rows.at[j]).astype(jnp.float32), GROUP) * part_TxG
@@ -119,11 +151,11 @@ class Meeting:
 
         halves_before, gradients = 0, []
         for column in range(groups):
-            x_TxG = load_matrix(self.x)[:, column * GROUP : (column + 1) * GROUP]
+            x_TxG = load_matrix(x_TxR)[:, column * GROUP : (column + 1) * GROUP]
             gradient_TxG = zeros(TILE, GROUP)
             # Mirror images, below the diagonal, are in the sum already.
             summed = 0 if sum_TxD is None else 2 * (column + 1)
-            last = summed if g is None else 2 * groups
+            last = summed if g_TxD is None else 2 * groups
             for with_sum, start, stop in ((True, 0, summed), (False, summed, last)):
                 if start < stop:
                     body = functools.partial(use, halves_before, column, x_TxG, with_sum)

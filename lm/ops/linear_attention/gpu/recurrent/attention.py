@@ -5,16 +5,18 @@ registers; the denominators and numerators of many such slices are added. Featur
 those of an `ElementwiseMap` are made on chip, and never reach the GPU's memory.
 """
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from lm.ops import decay as decays
 from lm.ops import platform
+from lm.ops.custom_vjp import custom_vjp
 from lm.ops.linear_attention import expansion
-from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan
+from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, MapRows, RecurrentPlan, SegmentSums, SideArrays
 from lm.ops.linear_attention.types import ElementwiseMap, LinearCall, LinearResult, Options
 from lm.ops.residuals import saved
 
@@ -32,25 +34,27 @@ SHORTEST = 1024
 def linear_attention(call: LinearCall) -> LinearResult:
     """Computes the call, which `unsupported` must not refuse."""
     options, (batch, length, heads, _) = call.options, call.q_BxLxHxE.shape
-    features, decay = _count(options, call.k_parameters, call.k_BxLxKxE), call.log_decay_BxLxK is not None
-    made = features > MOST_GIVEN
+    features, decay = _count_features(call), call.log_decay_BxLxK is not None
+    feature_map = cast(ElementwiseMap, options.feature_map) if features > MOST_GIVEN else None
+    pieces = choose_pieces(features, batch // platform.batch_shards() * heads, length, decay)
     plan = RecurrentPlan(
-        *pieces(features, batch // platform.batch_shards() * heads, length, decay),
+        **pieces._asdict(),
         normalize=options.normalize,
         decay=decay,
-        feature_map=options.feature_map if made else None,
+        feature_map=feature_map,
         interpreted=platform.target_platform() != 'gpu',
     )
-    q, k, rows = call.q_BxLxHxE, call.k_BxLxKxE, None
-    if made:
-        rows = options.feature_map.rows(call.k_parameters)
+    rows = None
+    if feature_map is not None:
+        rows = feature_map.rows(call.k_parameters)
     else:
         dtype = call.v_BxLxKxD.dtype
-        q = _features(options, call.q_parameters, q, queries=True).astype(dtype)
-        k = _features(options, call.k_parameters, k, queries=False).astype(dtype)
-    function = functools.partial(_by_head, plan, options)
-    function = platform.per_device(function, split=(True, True, True, True, False))
-    return LinearResult(function(q, k, call.v_BxLxKxD, call.log_decay_BxLxK, rows), None)
+        q = _compute_features(options, call.q_parameters, call.q_BxLxHxE, queries=True).astype(dtype)
+        k = _compute_features(options, call.k_parameters, call.k_BxLxKxE, queries=False).astype(dtype)
+        call = dataclasses.replace(call, q_BxLxHxE=q, k_BxLxKxE=k)
+    call = dataclasses.replace(call, q_parameters=None, k_parameters=None)
+    function = platform.per_device(functools.partial(_attend_by_head, plan), split=(True, False))
+    return LinearResult(function(call, rows), None)
 
 
 def unsupported(call: LinearCall) -> str | None:
@@ -68,7 +72,7 @@ def unsupported(call: LinearCall) -> str | None:
         return f'takes values that are bfloat16, not {v.dtype}'
     if v.shape[-1] > WIDEST:
         return f'takes heads of up to {WIDEST}, not {v.shape[-1]}'
-    if (count := _count(options, call.k_parameters, k)) > MOST_GIVEN:
+    if (count := _count_features(call)) > MOST_GIVEN:
         if not isinstance(options.feature_map, ElementwiseMap) or tuple(options.powers) != (0.0, 1.0):
             return f'takes up to {MOST_GIVEN} features, not {count}'
         if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16 or q.shape[-1] > WIDEST or count % CHUNK:
@@ -78,31 +82,40 @@ def unsupported(call: LinearCall) -> str | None:
     return platform.uneven_batch(q.shape[0])
 
 
-def _count(options: Options, parameters: Any, k_BxLxKxE: jax.Array) -> int:
-    """Features, powers and all."""
-    one = jax.ShapeDtypeStruct((1, 1, *k_BxLxKxE.shape[2:]), k_BxLxKxE.dtype)
-    size = jax.eval_shape(lambda parameters, k: options.compute_features(parameters, k, False), parameters, one).shape[
-        -1
-    ]
-    return sum(len(w) for w in expansion.weights(options.powers, size))
+def _count_features(call: LinearCall) -> int:
+    """Counts features, powers and all."""
+    options, k = call.options, call.k_BxLxKxE
+    one = jax.ShapeDtypeStruct((1, 1, *k.shape[2:]), k.dtype)
+    compute = functools.partial(options.compute_features, queries=False)
+    return sum(
+        len(w) for w in expansion.weights(options.powers, jax.eval_shape(compute, call.k_parameters, one).shape[-1])
+    )
 
 
-def pieces(features: int, heads: int, length: int, decay: bool) -> tuple[int, int, int]:
-    """(segments, slices, chunks of a slice) that keep a GPU busy, and are long enough to be worth their sums.
+class Pieces(NamedTuple):
+    """How many segments and slices a call is cut in, and how many chunks a slice has."""
 
-    Two chunks a slice halve what slices write. Their sums fit the registers where accumulators hold them.
+    segments: int
+    slices: int
+    chunks: int
+
+
+def choose_pieces(features: int, heads: int, length: int, decay: bool) -> Pieces:
+    """Chooses pieces that keep a GPU busy, and segments that are long enough to be worth their sums.
+
+    Two chunks per slice halve what slices write. Their sums fit the registers where accumulators hold them.
     """
     chunks = -(-features // CHUNK)
     if chunks % 2 == 0 and not decay and heads * chunks // 2 >= BUSY:
-        return 1, chunks // 2, 2
+        return Pieces(1, chunks // 2, 2)
     segments = 1
     while heads * chunks * segments < BUSY and length // (2 * segments) >= SHORTEST:
         segments *= 2
-    return segments, chunks, 1
+    return Pieces(segments, chunks, 1)
 
 
-def _features(options: Options, parameters: Any, x_BxLxNxE: jax.Array, queries: bool) -> jax.Array:
-    """[B, L, N, M]; the powers' weights are part of those of queries."""
+def _compute_features(options: Options, parameters: Any, x_BxLxNxE: jax.Array, queries: bool) -> jax.Array:
+    """Computes features [B, L, N, M]; the powers' weights are the queries' part."""
     x_BxNxFxL = options.compute_features(parameters, x_BxLxNxE, queries).transpose(0, 2, 3, 1)
     pieces, _ = expansion.expand(options.powers, x_BxNxFxL)
     if queries:
@@ -111,139 +124,184 @@ def _features(options: Options, parameters: Any, x_BxLxNxE: jax.Array, queries: 
     return jnp.concatenate(pieces, axis=2).transpose(0, 3, 1, 2)
 
 
-def _by_head(plan: RecurrentPlan, options: Options, q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, log_decay_BxLxK, rows_MxE):
-    batch, length, heads, _ = q_BxLxHxE.shape
+def _attend_by_head(plan: RecurrentPlan, call: LinearCall, rows_MxE: jax.Array | None) -> jax.Array:
+    """Computes a call whose queries and keys are features, or with a feature map its inputs."""
+    batch, length, heads, _ = call.q_BxLxHxE.shape
     step = TILE * plan.segments
     padded = -(-length // step) * step
     size = WIDEST if plan.feature_map is not None else plan.slices * plan.chunks * CHUNK
 
-    def heads_apart(a_BxLxNxF, size):
+    def split_heads(a_BxLxNxF, size):
         # Zero tokens after the last are exact: no query sees them. So are zero features.
         pad = ((0, 0), (0, padded - length), (0, 0), (0, size - a_BxLxNxF.shape[3]))
         a_BxHxLxF = jnp.repeat(jnp.pad(a_BxLxNxF, pad).swapaxes(1, 2), heads // a_BxLxNxF.shape[2], axis=1)
         return a_BxHxLxF.reshape(batch * heads * plan.segments, padded // plan.segments, size)
 
-    rows = () if rows_MxE is None else _in_two(jnp.pad(rows_MxE, ((0, 0), (0, WIDEST - rows_MxE.shape[1]))))
+    rows = None
+    if rows_MxE is not None:
+        rows = _split_rows(jnp.pad(rows_MxE, ((0, 0), (0, WIDEST - rows_MxE.shape[1]))))
 
-    def side(x_BxLxNxF, queries):
-        x_NxLxF = heads_apart(x_BxLxNxF, size)
-        if not rows:
-            return (x_NxLxF.reshape(*x_NxLxF.shape[:2], -1, CHUNK).swapaxes(1, 2),)
+    def arrange(x_BxLxNxF, queries) -> SideArrays[jax.Array]:
+        x_NxLxF = split_heads(x_BxLxNxF, size)
+        if plan.feature_map is None or rows is None:
+            return SideArrays(features=x_NxLxF.reshape(*x_NxLxF.shape[:2], -1, CHUNK).swapaxes(1, 2))
         shift_NxL = plan.feature_map.shift(x_NxLxF.astype(jnp.float32), queries)
-        return x_NxLxF, saved(_largest(x_NxLxF, rows[0])) if shift_NxL is None else shift_NxL
+        if shift_NxL is None:
+            shift_NxL = saved(_find_largest(x_NxLxF, rows.high))
+        return SideArrays(vectors=x_NxLxF, shifts=shift_NxL)
 
-    q, k = side(q_BxLxHxE, True), side(k_BxLxKxE, False)
-    decay = None if log_decay_BxLxK is None else heads_apart(log_decay_BxLxK[..., None], 1)[..., 0]
-    rows = tuple(w.reshape(-1, CHUNK, WIDEST) for w in rows)
-    o_NxLxD = _attend(plan, options.denominator_bias, q, k, rows, heads_apart(v_BxLxKxD, WIDEST), decay)
-    o_BxHxLxD = o_NxLxD.reshape(batch, heads, padded, WIDEST)[:, :, :length, : v_BxLxKxD.shape[-1]]
+    queries, keys = arrange(call.q_BxLxHxE, True), arrange(call.k_BxLxKxE, False)
+    log_decay = call.log_decay_BxLxK
+    log_decay = None if log_decay is None else split_heads(log_decay[..., None], 1)[..., 0]
+    rows = jax.tree.map(lambda w: w.reshape(-1, CHUNK, WIDEST), rows)
+    inputs = RecurrentInputs(queries, keys, rows, split_heads(call.v_BxLxKxD, WIDEST), log_decay)
+    o_NxLxD = _attend(plan, call.options.denominator_bias, inputs)
+    o_BxHxLxD = o_NxLxD.reshape(batch, heads, padded, WIDEST)[:, :, :length, : call.v_BxLxKxD.shape[-1]]
     return o_BxHxLxD.swapaxes(1, 2)
 
 
-def _in_two(w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two bfloat16 arrays whose sum is w to 16 bits."""
+def _split_rows(w: jax.Array) -> MapRows[jax.Array]:
+    """Splits w into two bfloat16 arrays whose sum is w to 16 bits."""
     # Not a cast there and back, which XLA may leave out.
     high = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
-    return high.astype(jnp.bfloat16), (w - high).astype(jnp.bfloat16)
+    return MapRows(high.astype(jnp.bfloat16), (w - high).astype(jnp.bfloat16))
 
 
 @jax.jit
-def _largest(x_NxLxE, w_MxE):
-    from lm.ops.linear_attention.gpu.recurrent.largest import largest
+def _find_largest(x_NxLxE: jax.Array, w_MxE: jax.Array) -> jax.Array:
+    from lm.ops.linear_attention.gpu.recurrent.largest import find_largest
 
-    return largest(*jax.lax.stop_gradient((x_NxLxE, w_MxE)))
+    return find_largest(*jax.lax.stop_gradient((x_NxLxE, w_MxE)))
 
 
-def _running(log_decay_NxL: jax.Array) -> jax.Array:
-    """The sums of the logs from the start of a tile to after each token."""
+def _sum_in_tiles(log_decay_NxL: jax.Array) -> jax.Array:
+    """Computes the sums of the logs from the start of a tile to after each token."""
     return decays.in_tile(log_decay_NxL.reshape(log_decay_NxL.shape[0], -1, TILE)).reshape(log_decay_NxL.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(plan, bias, *inputs):
-    """Of queries and keys, tuples of arrays as in `Features`, rows, v [N, L, D] and log factors [N, L] or None."""
-    return _forward(plan, bias, *inputs)[0]
+class RecurrentInputs(NamedTuple):
+    """The arrays of a call, heads and segments apart."""
+
+    queries: SideArrays[jax.Array]
+    keys: SideArrays[jax.Array]
+    rows: MapRows[jax.Array] | None
+    v_NxLxD: jax.Array
+    log_decay_NxL: jax.Array | None
+
+
+class RecurrentForward(NamedTuple):
+    """Outputs, inverse denominators, and the sums before each segment; None where the plan has none."""
+
+    o_NxLxD: jax.Array
+    inverse_NxL: jax.Array | None
+    before: SegmentSums[jax.Array] | None
+
+
+class RecurrentResiduals(NamedTuple):
+    """What the backward pass keeps; outputs and denominators are None where the plan has no denominators."""
+
+    inputs: RecurrentInputs
+    o_NxLxD: jax.Array | None
+    inverse_NxL: jax.Array | None
+    before: SegmentSums[jax.Array] | None
+
+
+@custom_vjp(0, 1)
+def _attend(plan: RecurrentPlan, bias: float, inputs: RecurrentInputs) -> jax.Array:
+    return _forward(plan, bias, inputs).o_NxLxD
 
 
 # Compiled as one function, which all layers share: lowering the kernels takes seconds.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(plan, bias, queries, keys, rows, v, log_decay):
-    """Outputs, inverse denominators, and the sums before each segment."""
+def _forward(plan: RecurrentPlan, bias: float, inputs: RecurrentInputs) -> RecurrentForward:
     # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
-    from lm.ops.linear_attention.gpu.recurrent.forward import outputs, sums
+    from lm.ops.linear_attention.gpu.recurrent.forward import OutputInputs, SumInputs, outputs, sum_segments
 
-    more = () if log_decay is None else (_running(log_decay),)
-    before = _outside(plan, sums(plan, keys, rows, v, *more), more) if plan.segments > 1 else ()
-    num, *den = (a.sum(axis=0) for a in outputs(plan, queries, keys, rows, v, *more, *before))
-    if not den:
-        return num.astype(v.dtype), None, before
-    total = den[0] + bias
+    queries, keys, rows, v, log_decay = inputs
+    t, before = None if log_decay is None else _sum_in_tiles(log_decay), None
+    if plan.segments > 1:
+        before = _sum_outside(plan, sum_segments(plan, SumInputs(keys, rows, v, None, t)), t)
+    results = outputs(plan, OutputInputs(queries, keys, rows, v, t, before))
+    num, den = jax.tree.map(lambda a: a.sum(axis=0), results)
+    if den is None:
+        return RecurrentForward(num.astype(v.dtype), None, before)
+    total = den + bias
     # Padding after the last token has no keys and, with denominator_bias 0, no denominator either.
     inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
-    return (num * inverse[..., None]).astype(v.dtype), inverse, before
+    return RecurrentForward((num * inverse[..., None]).astype(v.dtype), inverse, before)
 
 
-def _outside(plan: RecurrentPlan, sums: list[jax.Array], running: tuple, later: bool = False) -> tuple[jax.Array, ...]:
-    """The sums over all segments before each, or after it, from those of the segments [N, …]."""
+def _sum_outside(
+    plan: RecurrentPlan, sums: SegmentSums[jax.Array], t_NxL: jax.Array | None, later: bool = False
+) -> SegmentSums[jax.Array]:
+    """Computes the sums over all segments before each segment, or after it, from the sums of the segments [N, …]."""
     order = -1 if later else 1
-    logs = 0.0
-    if running:
-        logs = running[0][:, TILE - 1 :: TILE].sum(axis=1)
+    logs = 0.0 if t_NxL is None else t_NxL[:, TILE - 1 :: TILE].sum(axis=1)
 
-    def segments(a):
+    def split_segments(a):
         return a.reshape(-1, plan.segments, *a.shape[1:])[:, ::order]
 
     # Entry (i, j): the factor of sums as of the end of segment j at the start of segment i, j before i.
-    after = jnp.cumsum(segments(jnp.broadcast_to(logs, sums[0].shape[:1])), axis=1)
+    after = jnp.cumsum(split_segments(jnp.broadcast_to(logs, sums.state.shape[:1])), axis=1)
     before = jnp.pad(after, ((0, 0), (1, 0)))[:, :-1]
     earlier = jnp.tri(plan.segments, k=-1, dtype=bool)
     factors = jnp.exp(jnp.where(earlier, before[:, :, None] - after[:, None, :], -jnp.inf))
 
-    def over(a):
-        total = jnp.einsum('nij,nj...->ni...', factors, segments(a), precision='highest')
+    def add_up(a):
+        total = jnp.einsum('nij,nj...->ni...', factors, split_segments(a), precision='highest')
         return total[:, ::order].reshape(a.shape)
 
-    return tuple(map(over, sums))
+    return jax.tree.map(add_up, sums)
 
 
-def _attend_forward(plan, bias, *inputs):
-    o, inverse, before = _forward(plan, bias, *inputs)
+def _attend_forward(plan: RecurrentPlan, bias: float, inputs: RecurrentInputs) -> tuple[jax.Array, RecurrentResiduals]:
+    o, inverse, before = _forward(plan, bias, inputs)
     # The layer's own backward pass wants outputs, too.
-    o, before = saved(o), tuple(map(saved, before))
-    return o, (inputs, *((o, saved(inverse)) if plan.normalize else (None, None)), before)
+    o, before = saved(o), jax.tree.map(saved, before)
+    if inverse is None:
+        return o, RecurrentResiduals(inputs, None, None, before)
+    return o, RecurrentResiduals(inputs, o, saved(inverse), before)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend_backward(plan, bias, residuals, do):
-    from lm.ops.linear_attention.gpu.recurrent.backward import key_gradients, query_gradients
-    from lm.ops.linear_attention.gpu.recurrent.forward import sums
+def _attend_backward(
+    plan: RecurrentPlan, bias: float, residuals: RecurrentResiduals, do: jax.Array
+) -> tuple[RecurrentInputs]:
+    from lm.ops.linear_attention.gpu.recurrent.backward import (
+        GradientInputs,
+        differentiate_keys,
+        differentiate_queries,
+    )
+    from lm.ops.linear_attention.gpu.recurrent.forward import SumInputs, sum_segments
 
     (queries, keys, rows, v, log_decay), o, inverse, before = residuals
-    tokens, g = [], do
-    if plan.normalize:
+    e, g, after = None, do, None
+    if o is not None and inverse is not None:
         do = do.astype(jnp.float32)
-        tokens.append(-inverse * jnp.sum(do * o.astype(jnp.float32), axis=-1))
+        e = -inverse * jnp.sum(do * o.astype(jnp.float32), axis=-1)
         g = do * inverse[..., None]
-    running = () if log_decay is None else (_running(log_decay),)
-    tokens += running
+    t = None if log_decay is None else _sum_in_tiles(log_decay)
     g = g.astype(v.dtype)
-    after = ()
     if plan.segments > 1:
-        after = _outside(plan, sums(plan, queries, rows, g, *tokens, backwards=True), running, later=True)
-    dqueries = query_gradients(plan, queries, keys, rows, v, g, *tokens, *before)
-    *dkeys, dv = key_gradients(plan, queries, keys, rows, v, g, *tokens, *after)
+        sums = sum_segments(plan, SumInputs(queries, rows, g, e, t), backwards=True)
+        after = _sum_outside(plan, sums, t, later=True)
+    dqueries = differentiate_queries(plan, GradientInputs(queries, keys, rows, v, g, e, t, before))
+    dkeys = differentiate_keys(plan, GradientInputs(keys, queries, rows, v, g, e, t, after))
     dlog_decay = None
-    if log_decay is not None:
-        (*dqueries, met), (*dkeys, met_by) = dqueries, dkeys
+    if log_decay is not None and dqueries.decay is not None and dkeys.decay is not None:
         whole = (-1, plan.segments * v.shape[1])
         resets = (log_decay < decays.RESET).reshape(1, *whole)
-        dlog_decay = decays.backwards((met - met_by).sum(axis=0).reshape(1, *whole), resets).reshape(log_decay.shape)
+        dtotal = (dqueries.decay - dkeys.decay).sum(axis=0).reshape(1, *whole)
+        dlog_decay = decays.backwards(dtotal, resets).reshape(log_decay.shape)
 
-    if plan.feature_map is not None:
-        (dq, *dqueries), (dk, *dkeys) = ([a.sum(axis=0) for a in side] for side in (dqueries, dkeys))
-        dqueries, dkeys = (dq.astype(v.dtype), *dqueries), (dk.astype(v.dtype), *dkeys)
+    def sum_slices(side) -> SideArrays[jax.Array]:
+        if side.features is not None:
+            return SideArrays(features=side.features)
+        return SideArrays(vectors=side.vectors.sum(axis=0).astype(v.dtype), shifts=side.shifts.sum(axis=0))
+
+    dv = cast(jax.Array, dkeys.values).sum(axis=0).astype(v.dtype)
     drows = jax.tree.map(jnp.zeros_like, rows)
-    return tuple(dqueries), tuple(dkeys), drows, dv.sum(axis=0).astype(v.dtype), dlog_decay
+    return (RecurrentInputs(sum_slices(dqueries), sum_slices(dkeys), drows, dv, dlog_decay),)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -10,6 +10,7 @@ A kernel's *own* side is the one whose gradients it forms, the *other* one is su
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,36 +18,65 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import TILE, by_column, by_row, load_columns, load_rows, sent, together, walk
-from lm.ops.linear_attention.gpu.features import spare
-from lm.ops.linear_attention.gpu.recurrent.fading import Fading, masked, met
-from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features
-from lm.ops.linear_attention.gpu.recurrent.forward import split
-from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, SLOTS, RecurrentPlan
-from lm.ops.linear_attention.gpu.recurrent.results import Results
-from lm.ops.linear_attention.gpu.recurrent.sums import RunningSums
+from lm.ops.linear_attention.gpu.features import allocate_operand
+from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors, accumulate_with_decay, mask_weights
+from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features, FeaturesMemory, SideSources
+from lm.ops.linear_attention.gpu.recurrent.plan import (
+    CHUNK,
+    SLOTS,
+    A,
+    MapRows,
+    RecurrentPlan,
+    Ref,
+    SegmentSums,
+    SideArrays,
+)
+from lm.ops.linear_attention.gpu.recurrent.results import Results, ResultsMemory, SideResults
+from lm.ops.linear_attention.gpu.recurrent.sums import RunningSums, SumsCarry, SumsMemory
 
 
-def query_gradients(plan: RecurrentPlan, queries: tuple, keys: tuple, rows: tuple, v, g, *more) -> list[jax.Array]:
-    """What `Results` says, of queries.
+class GradientInputs(NamedTuple, Generic[A]):
+    """Arrays of a backward kernel.
 
-    Args:
-        plan: the forward kernel's.
-        queries: arrays of `Features`.
-        keys: arrays of `Features`.
-        rows: those that both share.
+    Attributes:
+        own: features of the own side.
+        other: features of the other side.
+        rows: of the feature map; None without one.
         v: [N, L, D].
         g: [N, L, D].
-        more: e float32 [N, L] where plan.normalize, t where plan.decay; the sums before each segment.
+        e: [N, L] float32; None without denominators.
+        t: [N, L] float32; None without decay.
+        sums: those before each segment for queries, those after it for keys; None with a single segment.
     """
-    return _call(plan, _query_step, 'query', queries, keys, rows, v, g, *more)
+
+    own: SideArrays[A]
+    other: SideArrays[A]
+    rows: MapRows[A] | None
+    v: A
+    g: A
+    e: A | None
+    t: A | None
+    sums: SegmentSums[A] | None
 
 
-def key_gradients(plan: RecurrentPlan, queries: tuple, keys: tuple, rows: tuple, v, g, *more) -> list[jax.Array]:
-    """What `Results` says, of keys, then the part of each slice of the gradient of v, float32 [S, N, L, D].
+class _GradientTiles(NamedTuple):
+    """What the walk copies tile by tile."""
 
-    Arguments as in `query_gradients`, but the sums are those after each segment.
-    """
-    return _call(plan, _key_step, 'key', keys, queries, rows, v, g, *more)
+    own: SideSources
+    other: SideSources
+    v_TxD: Ref
+    g_TxD: Ref
+    e_T: Ref | None
+    t_T: Ref | None
+
+
+class _GradientMemory(NamedTuple):
+    """Shared memory of a kernel."""
+
+    features: FeaturesMemory | None
+    sums: SumsMemory
+    results: ResultsMemory
+    register: list[Ref]
 
 
 @dataclasses.dataclass
@@ -56,117 +86,130 @@ class _Tile:
     Attributes:
         number: of the tile.
         sources: of the own features.
-        own: makes the own features, in registers where they were not given.
-        other: the other side's, a chunk each.
+        make_own: makes the own features, in registers where they were not given.
+        other: the other side's features, a chunk each.
         v: [T, D].
         g: [T, D].
         e: [T], or None without denominators.
-        fading: None without decay.
+        factors: None without decay.
         sums: those over the other side's tokens before, `placed`.
         totals: of features alone, a number for each column of a chunk, in registers.
     """
 
     number: jax.Array
-    sources: list
-    own: Callable[[], list]
+    sources: SideSources
+    make_own: Callable[[], list]
     other: list
-    v: jax.Array
-    g: jax.Array
-    e: jax.Array | None
-    fading: Fading | None
+    v: Ref
+    g: Ref
+    e: Ref | None
+    factors: TileFactors | None
     sums: list
     totals: list
 
 
-def _call(plan: RecurrentPlan, step_of, name: str, own, other, rows, v, *more) -> list[jax.Array]:
-    (count, shared), is_key = Features.arrays(plan), name == 'key'
-    out = Results.types(plan, v.shape, with_values=is_key)
+def differentiate_queries(plan: RecurrentPlan, inputs: GradientInputs[jax.Array]) -> SideResults[jax.Array]:
+    """Computes the gradients of queries, the own side of `inputs`; `plan`: the forward kernel's."""
+    return _call(plan, _differentiate_query_tile, 'query', inputs)
 
-    def body(*refs):
-        *refs, features_scratch, state_scratch, results_scratch, register = refs
-        refs, outputs = split(refs, len(refs) - len(out))
-        *sides, rows, per_token, start = split(refs, count, count, shared, 2 + plan.normalize + plan.decay)
-        own, other = Features.sides(plan, sides, rows, features_scratch)
-        results = Results(plan, own, outputs, results_scratch, register)
 
-        def run(sums: RunningSums):
-            def step(number, tiles, carry):
-                sources, others, (v, g), e, t = split(tiles, len(own.sources), len(other.sources), 2, plan.normalize)
-                fading, features = Fading(*t) if plan.decay else None, other.tile(others)
+def differentiate_keys(plan: RecurrentPlan, inputs: GradientInputs[jax.Array]) -> SideResults[jax.Array]:
+    """Computes the gradients of keys, the own side of `inputs`, and of values; `plan`: the forward kernel's."""
+    return _call(plan, _differentiate_key_tile, 'key', inputs)
+
+
+def _call(
+    plan: RecurrentPlan,
+    differentiate_tile: Callable[[_Tile, Results, list], None],
+    name: str,
+    inputs: GradientInputs[jax.Array],
+) -> SideResults[jax.Array]:
+    is_key = name == 'key'
+
+    def body(inputs: GradientInputs[Ref], outputs: SideResults[Ref], memory: _GradientMemory):
+        own, other = Features.load_sides(plan, [inputs.own, inputs.other], inputs.rows, memory.features)
+        results = Results(plan, own, outputs, memory.results, memory.register)
+
+        def run(sums: RunningSums) -> None:
+            def step(number, tiles: _GradientTiles, carry: SumsCarry) -> SumsCarry:
+                factors, features = TileFactors.load(tiles.t_T), other.make(tiles.other)
                 sums.place(carry)
-                e = e[0] if e else None
                 tile = _Tile(
                     number=number,
-                    sources=sources,
-                    own=functools.partial(own.tile, sources, placed=False),
+                    sources=tiles.own,
+                    make_own=functools.partial(own.make, tiles.own, placed=False),
                     other=features,
-                    v=v,
-                    g=g,
-                    e=e,
-                    fading=fading,
-                    sums=sums.placed,
-                    totals=carry[1],
+                    v=tiles.v_TxD,
+                    g=tiles.g_TxD,
+                    e=tiles.e_T,
+                    factors=factors,
+                    sums=sums.memory.placed,
+                    totals=carry.totals,
                 )
-                step_of(tile, results, register)
-                values, weight_T, total_T = v, fading and fading.until_end, None
-                if is_key:
-                    values, weight_T = g, fading and fading.since_start
-                    total_T = None if e is None else load_rows(e)
-                return sums.advance(carry, features, values, fading, weight_T, total_T)
+                differentiate_tile(tile, results, memory.register)
+                if not is_key:
+                    return sums.advance(carry, features, tiles.v_TxD, factors, factors and factors.until_end)
+                total_T = None if tiles.e_T is None else load_rows(tiles.e_T)
+                return sums.advance(carry, features, tiles.g_TxD, factors, factors and factors.since_start, total_T)
 
-            sources = [*own.sources, *other.sources, *(a.at[lax.axis_index('head')] for a in per_token)]
-            walk(sources, 0, 0, v.shape[1] // TILE, step, sums.start(start), is_key, SLOTS)
+            arrays = (inputs.v, inputs.g, inputs.e, inputs.t)
+            v, g, e, t = jax.tree.map(lambda a: a.at[lax.axis_index('head')], arrays)
+            sources = _GradientTiles(own.sources, other.sources, v, g, e, t)
+            walk(sources, 0, 0, inputs.v.shape[1] // TILE, step, sums.start(inputs.sums), is_key, SLOTS)
 
-        RunningSums.run(plan, state_scratch, run)
+        RunningSums.run(plan, memory.sums, run)
         plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = f'linear_attention_recurrent_{name}_gradients'
     return plgpu.kernel(
         body,
-        out_type=out,
-        grid=(plan.slices, v.shape[0]),
+        out_type=(SideResults.describe(plan, inputs.v.shape, with_values=is_key),),
+        grid=(plan.slices, inputs.v.shape[0]),
         grid_names=('slice', 'head'),
         compiler_params=FAST,
         scratch_types=[
-            Features.scratch(plan, placed=(False, True)),
-            RunningSums.scratch(plan),
-            Results.scratch(plan, with_values=is_key),
-            spare(plan),
+            _GradientMemory(
+                FeaturesMemory.allocate(plan, placed=(False, True)),
+                SumsMemory.allocate(plan),
+                ResultsMemory.allocate(plan, with_values=is_key),
+                allocate_operand(plan.interpreted),
+            )
         ],
-    )(*own, *other, *rows, v, *more)
+    )(inputs)[0]
 
 
-def _query_step(tile: _Tile, results: Results, register: list) -> None:
-    """dx_i = a_i (Z g_i + e_i Σ y) + Σ_{j ≤ i} (⟨g_i, v_j⟩ + e_i) y_j, faded."""
+def _differentiate_query_tile(tile: _Tile, results: Results, register: list) -> None:
+    """dx_i = a_i (Z g_i + e_i Σ y) + Σ_{j ≤ i} (⟨g_i, v_j⟩ + e_i) y_j, with decay."""
     e_T = None if tile.e is None else load_rows(tile.e)
     dw_TxK = together([(tile.g, tile.v.transpose((1, 0)))])[0]
     dw_TxK = dw_TxK if e_T is None else dw_TxK + by_row(e_T, TILE)
-    ds_TxK = masked(dw_TxK, tile.fading, keys=1).astype(jnp.bfloat16)
+    ds_TxK = mask_weights(dw_TxK, tile.factors, keys=1).astype(jnp.bfloat16)
 
-    def gradient(c):
+    def differentiate(c: int) -> jax.Array:
         total = 0.0 if e_T is None else by_row(e_T, CHUNK) * by_column(tile.totals[c], TILE)
         before, inside = [(tile.g, tile.sums[c].transpose((1, 0)))], [(ds_TxK, tile.other[c])]
-        return met(before, inside, tile.fading and tile.fading.since_start, total, register)
+        return accumulate_with_decay(before, inside, tile.factors and tile.factors.since_start, total, register)
 
     sent()
-    results.send(tile.number, tile.sources, tile.own, gradient)
+    results.send_features(tile.number, tile.sources, tile.make_own, differentiate)
 
 
-def _key_step(tile: _Tile, results: Results, register: list) -> None:
+def _differentiate_key_tile(tile: _Tile, results: Results, register: list) -> None:
     """dv_j = b_j ⟨y_j, R⟩ + Σ_{i ≥ j} w_ij g_i; dy_j = b_j (R v_j + Σ e x) + Σ_{i ≥ j} (⟨g_i, v_j⟩ + e_i) x_i."""
-    y_TxF, factor_T = tile.own(), tile.fading and tile.fading.until_end
+    y_TxF, factor_T = tile.make_own(), tile.factors and tile.factors.until_end
     s_TxQ = together([(y, x.transpose((1, 0))) for x, y in zip(tile.other, y_TxF, strict=True)], spare=register)[0]
-    w_TxQ = masked(s_TxQ, tile.fading, keys=0).astype(jnp.bfloat16)
-    dv_TxD = met(list(zip(y_TxF, tile.sums, strict=True)), [(w_TxQ, tile.g)], factor_T, spare=register)
+    w_TxQ = mask_weights(s_TxQ, tile.factors, keys=0).astype(jnp.bfloat16)
+    before = list(zip(y_TxF, tile.sums, strict=True))
+    dv_TxD = accumulate_with_decay(before, [(w_TxQ, tile.g)], factor_T, spare=register)
     sent()
     results.send_values(tile.number, dv_TxD)
     dw_TxQ = together([(tile.v, tile.g.transpose((1, 0)))])[0]
     dw_TxQ = dw_TxQ if tile.e is None else dw_TxQ + by_column(load_columns(tile.e), TILE)
-    ds_TxQ = masked(dw_TxQ, tile.fading, keys=0).astype(jnp.bfloat16)
+    ds_TxQ = mask_weights(dw_TxQ, tile.factors, keys=0).astype(jnp.bfloat16)
 
-    def gradient(c):
+    def differentiate(c: int) -> jax.Array:
         total = 0.0 if tile.e is None else by_column(tile.totals[c], TILE)
         before, inside = [(tile.v, tile.sums[c].transpose((1, 0)))], [(ds_TxQ, tile.other[c])]
-        return met(before, inside, factor_T, total, register)
+        return accumulate_with_decay(before, inside, factor_T, total, register)
 
-    results.send(tile.number, tile.sources, lambda: y_TxF, gradient)
+    results.send_features(tile.number, tile.sources, lambda: y_TxF, differentiate)

@@ -3,76 +3,107 @@
 T tokens of a tile, C chunks of 64 features, E size of the vectors that a feature map takes.
 """
 
+from typing import NamedTuple, cast
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import TILE, by_row, load_matrix, load_rows, matrix, release, together
-from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan
+from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, MapRows, RecurrentPlan, Ref, SideArrays
+from lm.ops.linear_attention.types import ElementwiseMap
 
 FAST = plgpu.CompilerParams(approx_math=True)
 """Exponentials are an instruction."""
 
 
-class Features:
-    """Of one side of a thread block.
+class SideSources(NamedTuple):
+    """What the tiles of a side are copied from, or such a tile in shared memory.
 
-    Given features are one array [N, M / 64, L, 64]. Those that the kernel makes are of two, vectors [N, L, E] and
-    shifts float32 [N, L], and of two that queries and keys share: the rows w [M / 64, 64, E] in bfloat16, and what that
-    leaves of them.
+    Attributes:
+        chunks: given features, [L, 64] each; empty where the kernel makes them.
+        vectors: [L, E]; None unless the kernel makes features.
+        shifts: [L]; None unless the kernel makes features.
     """
 
-    def __init__(self, plan: RecurrentPlan, sources: list, made: list, rows: list):
-        """
-        Args:
-            plan: the call.
-            sources: in memory, [L, …] of one head: the chunks, or vectors and shifts.
-            made: shared memory for features that are `placed`.
-            rows: of the slice, high and low parts in shared memory.
-        """
+    chunks: list[Ref]
+    vectors: Ref | None
+    shifts: Ref | None
+
+
+class FeaturesMemory(NamedTuple):
+    """Shared memory for features that the kernel makes.
+
+    Attributes:
+        made: for each side, chunks of its features; empty for a side whose features are never placed.
+        rows: high and low parts of the slice's rows, a chunk each.
+        ready: the barrier of the rows.
+    """
+
+    made: list[list[Ref]]
+    rows: list[list[Ref]]
+    ready: Ref
+
+    @classmethod
+    def allocate(cls, plan: RecurrentPlan, placed: tuple[bool, ...]) -> 'FeaturesMemory | None':
+        """`placed`: for each side, whether its features ever are. None: features are given."""
+        if plan.feature_map is None:
+            return None
+
+        def allocate_chunks(needed: bool) -> list[Ref]:
+            return [matrix(TILE, CHUNK) for _ in range(plan.chunks)] if needed else []
+
+        rows = [allocate_chunks(True) for _ in range(2)]
+        return cls([allocate_chunks(each) for each in placed], rows, plgpu.Barrier(num_arrivals=2 * plan.chunks))
+
+
+class Features:
+    """The features of one side in a thread block.
+
+    Attributes:
+        sources: in memory.
+        rows: of the slice, high and low parts in shared memory; empty where features are given.
+    """
+
+    def __init__(self, plan: RecurrentPlan, sources: SideSources, made: list[Ref], rows: list[list[Ref]]):
+        """`made`: shared memory for features that are `placed`."""
         self.plan, self.sources, self.made, self.rows = plan, sources, made, rows
 
     @staticmethod
-    def sides(plan: RecurrentPlan, sides: list[list], rows: list, scratch: list) -> list['Features']:
-        """Of the arrays of each side, once the rows are there."""
+    def load_sides(
+        plan: RecurrentPlan, sides: list[SideArrays[Ref]], rows: MapRows[Ref] | None, memory: FeaturesMemory | None
+    ) -> list['Features']:
+        """Makes the features of each side, once the rows are there."""
         part, head = lax.axis_index('slice'), lax.axis_index('head')
         chunks, first = range(plan.chunks), part * plan.chunks
-        if plan.feature_map is None:
-            return [Features(plan, [x.at[head, first + c] for c in chunks], [], []) for (x,) in sides]
-        made, placed, ready = scratch
-        for array, parts in zip(rows, placed, strict=True):
+        if memory is None or rows is None:
+            given = [cast(Ref, side.features) for side in sides]
+            return [
+                Features(plan, SideSources([x.at[head, first + c] for c in chunks], None, None), [], []) for x in given
+            ]
+        for array, parts in zip(rows, memory.rows, strict=True):
             for c in chunks:
-                plgpu.copy_gmem_to_smem(array.at[first + c], parts[c], ready)
-        plgpu.barrier_wait(ready)
+                plgpu.copy_gmem_to_smem(array.at[first + c], parts[c], memory.ready)
+        plgpu.barrier_wait(memory.ready)
         return [
-            Features(plan, [a.at[head] for a in arrays], to, placed) for arrays, to in zip(sides, made, strict=True)
+            Features(
+                plan,
+                SideSources([], cast(Ref, side.vectors).at[head], cast(Ref, side.shifts).at[head]),
+                made,
+                memory.rows,
+            )
+            for side, made in zip(sides, memory.made, strict=True)
         ]
 
-    @staticmethod
-    def arrays(plan: RecurrentPlan) -> tuple[int, int]:
-        """How many arrays there are in memory of a side, and of rows."""
-        return (1, 0) if plan.feature_map is None else (2, 2)
+    def make(self, tile: SideSources, placed: bool = True) -> list:
+        """Returns the features of a tile, [T, 64], C of them.
 
-    @staticmethod
-    def scratch(plan: RecurrentPlan, placed: tuple[bool, ...]) -> list:
-        """`placed`: of each side, whether its features ever are."""
-        if plan.feature_map is None:
-            return []
-        made, rows = (
-            [[matrix(TILE, CHUNK) for _ in range(plan.chunks)] if wanted else [] for wanted in several]
-            for several in (placed, (True, True))
-        )
-        return [made, rows, plgpu.Barrier(num_arrivals=2 * plan.chunks)]
-
-    def tile(self, tiles: list, placed: bool = True) -> list:
-        """The features of a tile of each source, [T, 64], C of them.
-
-        In shared memory, or in registers where the kernel makes them and they are not to be `placed`.
+        They are in shared memory, or in registers where the kernel makes them and they are not to be `placed`.
         """
         if self.plan.feature_map is None:
-            return tiles
-        made = (self._of_shifted(self._shifted(tiles, c)).astype(jnp.bfloat16) for c in range(self.plan.chunks))
+            return tile.chunks
+        made = (self._apply_map(self._shift(tile, c)).astype(jnp.bfloat16) for c in range(self.plan.chunks))
         if not placed:
             return list(made)
         release()
@@ -81,19 +112,20 @@ class Features:
         plgpu.commit_smem()
         return self.made
 
-    def pulled(self, tiles: list, c: int, dphi_TxF: jax.Array) -> jax.Array:
-        """The gradient of z = ⟨w_m, x⟩ - s(x), for that of the features of chunk c."""
-        return jax.vjp(self._of_shifted, self._shifted(tiles, c))[1](dphi_TxF)[0]
+    def differentiate(self, tile: SideSources, c: int, dphi_TxF: jax.Array) -> jax.Array:
+        """Computes the gradient of z = ⟨w_m, x⟩ - s(x) from the gradient of the features of chunk c."""
+        return jax.vjp(self._apply_map, self._shift(tile, c))[1](dphi_TxF)[0]
 
-    def _of_shifted(self, z_TxF):
-        return self.plan.feature_map.of_shifted(z_TxF, self.plan.slices * self.plan.chunks * CHUNK)
+    def _apply_map(self, z_TxF: jax.Array) -> jax.Array:
+        feature_map = cast(ElementwiseMap, self.plan.feature_map)
+        return feature_map.of_shifted(z_TxF, self.plan.slices * self.plan.chunks * CHUNK)
 
-    def _shifted(self, tiles, c):
-        x_TxE, shift_T = tiles
-        products = [(x_TxE, w[c].transpose((1, 0))) for w in self.rows]
-        return together(products)[0] - by_row(load_rows(shift_T), CHUNK)
+    def _shift(self, tile: SideSources, c: int) -> jax.Array:
+        """Computes z."""
+        products = [(tile.vectors, w[c].transpose((1, 0))) for w in self.rows]
+        return together(products)[0] - by_row(load_rows(tile.shifts), CHUNK)
 
 
-def widened(phi_TxF) -> jax.Array:
-    """Features of a tile as float32, whether they are in registers or in shared memory."""
+def widen(phi_TxF) -> jax.Array:
+    """Returns features of a tile as float32, whether they are in registers or in shared memory."""
     return (phi_TxF if isinstance(phi_TxF, jax.Array) else load_matrix(phi_TxF)).astype(jnp.float32)

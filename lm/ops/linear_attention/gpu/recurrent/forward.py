@@ -8,6 +8,8 @@ queries and keys. A thread block walks over the tiles of one head with the sums 
 with t_i the sum of the log factors of the tile's tokens up to i.
 """
 
+from typing import Generic, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,146 +17,216 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import TILE, load_rows, matrix, send, sent, together, walk
-from lm.ops.linear_attention.gpu.features import spare
-from lm.ops.linear_attention.gpu.recurrent.fading import Fading, masked, met
-from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features
-from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, SLOTS, RecurrentPlan
-from lm.ops.linear_attention.gpu.recurrent.sums import RunningSums
+from lm.ops.linear_attention.gpu.features import allocate_operand
+from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors, accumulate_with_decay, mask_weights
+from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features, FeaturesMemory, SideSources
+from lm.ops.linear_attention.gpu.recurrent.plan import (
+    CHUNK,
+    SLOTS,
+    A,
+    MapRows,
+    RecurrentPlan,
+    Ref,
+    SegmentSums,
+    SideArrays,
+)
+from lm.ops.linear_attention.gpu.recurrent.sums import RunningSums, SumsCarry, SumsMemory
 
 
-def outputs(plan: RecurrentPlan, queries: tuple, keys: tuple, rows: tuple, v, *more) -> list[jax.Array]:
-    """Numerators float32 [S, N, L, D] and, where plan.normalize, denominators [S, N, L]: the part of each slice.
+class OutputInputs(NamedTuple, Generic[A]):
+    """Arrays of `outputs`.
 
-    Args:
-        plan: what to compute.
-        queries: arrays of `Features`.
-        keys: arrays of `Features`.
-        rows: those that both share.
+    Attributes:
+        queries: their features.
+        keys: their features.
+        rows: of the feature map; None without one.
         v: [N, L, D] bfloat16.
-        more: t float32 [N, L] where plan.decay; then, where plan.segments > 1, the sums before each segment, float32
-            [N, M / 64, 64, D] and, where plan.normalize, [N, M / 64, 64].
+        t: [N, L] float32; None without decay.
+        before: the sums before each segment; None with a single segment.
     """
-    n, length, size = v.shape
-    out = [jax.ShapeDtypeStruct((plan.slices, n, length, size), jnp.float32)]
-    if plan.normalize:
-        out.append(jax.ShapeDtypeStruct((plan.slices, n, length), jnp.float32))
+
+    queries: SideArrays[A]
+    keys: SideArrays[A]
+    rows: MapRows[A] | None
+    v: A
+    t: A | None
+    before: SegmentSums[A] | None
+
+
+class SliceOutputs(NamedTuple, Generic[A]):
+    """The part of each slice: numerators float32 [S, N, L, D], and denominators [S, N, L] where plan.normalize."""
+
+    numerators: A
+    denominators: A | None
+
+
+class _OutputTiles(NamedTuple):
+    """What the walk copies tile by tile."""
+
+    queries: SideSources
+    keys: SideSources
+    v_TxD: Ref
+    t_T: Ref | None
+
+
+class _OutputMemory(NamedTuple):
+    """Shared memory of the kernel."""
+
+    features: FeaturesMemory | None
+    sums: SumsMemory
+    numerator_TxD: Ref
+    denominator_T: Ref
+    register: list[Ref]
+
+
+def outputs(plan: RecurrentPlan, inputs: OutputInputs[jax.Array]) -> SliceOutputs[jax.Array]:
+    """Computes the part of each slice of numerators and denominators."""
+    n, length, size = inputs.v.shape
+    tokens = jax.ShapeDtypeStruct((plan.slices, n, length), jnp.float32)
+    results = SliceOutputs(
+        jax.ShapeDtypeStruct((plan.slices, n, length, size), jnp.float32), tokens if plan.normalize else None
+    )
 
     def linear_attention_recurrent_outputs(*refs):
         _outputs(plan, *refs)
 
     return plgpu.kernel(
         linear_attention_recurrent_outputs,
-        out_type=out,
+        out_type=(results,),
         grid=(plan.slices, n),
         grid_names=('slice', 'head'),
         compiler_params=FAST,
         scratch_types=[
-            Features.scratch(plan, placed=(True, True)),
-            RunningSums.scratch(plan),
-            [matrix(TILE, size, dtype=jnp.float32), plgpu.SMEM((TILE,), jnp.float32)],
-            spare(plan),
+            _OutputMemory(
+                FeaturesMemory.allocate(plan, placed=(True, True)),
+                SumsMemory.allocate(plan),
+                matrix(TILE, size, dtype=jnp.float32),
+                plgpu.SMEM((TILE,), jnp.float32),
+                allocate_operand(plan.interpreted),
+            )
         ],
-    )(*queries, *keys, *rows, v, *more)
+    )(inputs)[0]
 
 
-def _outputs(plan: RecurrentPlan, *refs):
-    *refs, features_scratch, state_scratch, (num_smem, den_smem), register = refs
-    part, head, (count, shared) = lax.axis_index('slice'), lax.axis_index('head'), Features.arrays(plan)
-    refs, (num, *den) = split(refs, len(refs) - 1 - plan.normalize)
-    *sides, rows, (v, *t), before = split(refs, count, count, shared, 1 + plan.decay)
-    x, y = Features.sides(plan, sides, rows, features_scratch)
+def _outputs(plan: RecurrentPlan, inputs: OutputInputs[Ref], results: SliceOutputs[Ref], memory: _OutputMemory) -> None:
+    part, head = lax.axis_index('slice'), lax.axis_index('head')
+    x, y = Features.load_sides(plan, [inputs.queries, inputs.keys], inputs.rows, memory.features)
 
-    def run(sums: RunningSums):
-        def step(number, tiles, carry):
-            x_tiles, y_tiles, (v_TxD, *t) = split(tiles, len(x.sources), len(y.sources))
+    def run(sums: RunningSums) -> None:
+        def step(number, tiles: _OutputTiles, carry: SumsCarry) -> SumsCarry:
             tokens = pl.ds(number * TILE, TILE)
-            fading = Fading(*t) if plan.decay else None
-            x_TxF, y_TxF = x.tile(x_tiles), y.tile(y_tiles)
+            factors = TileFactors.load(tiles.t_T)
+            x_TxF, y_TxF = x.make(tiles.queries), y.make(tiles.keys)
             sums.place(carry)
             scores = [(a, b.transpose((1, 0))) for a, b in zip(x_TxF, y_TxF, strict=True)]
             s_TxK = together(scores)[0]
-            w_TxK = masked(s_TxK, fading, keys=1)
-            before, inside = list(zip(x_TxF, sums.placed, strict=True)), [(w_TxK.astype(v.dtype), v_TxD)]
-            num_TxD = met(before, inside, fading and fading.since_start, spare=register)
+            w_TxK = mask_weights(s_TxK, factors, keys=1)
+            before = list(zip(x_TxF, sums.memory.placed, strict=True))
+            inside = [(w_TxK.astype(inputs.v.dtype), tiles.v_TxD)]
+            since_start = factors and factors.since_start
+            num_TxD = accumulate_with_decay(before, inside, since_start, spare=memory.register)
             sent()
-            if den:
-                before_T = sums.read_totals(carry, x_TxF)
-                before_T = before_T if fading is None else before_T * fading.since_start
-                send(before_T + jnp.sum(w_TxK, axis=1), den_smem, den[0].at[part, head, tokens])
-            send(num_TxD, num_smem, num.at[part, head, tokens])
-            return sums.advance(carry, y_TxF, v_TxD, fading, fading and fading.until_end)
+            if results.denominators is not None:
+                before_T = sums.multiply_totals(carry, x_TxF)
+                before_T = before_T if since_start is None else before_T * since_start
+                den_T = before_T + jnp.sum(w_TxK, axis=1)
+                send(den_T, memory.denominator_T, results.denominators.at[part, head, tokens])
+            send(num_TxD, memory.numerator_TxD, results.numerators.at[part, head, tokens])
+            return sums.advance(carry, y_TxF, tiles.v_TxD, factors, factors and factors.until_end)
 
-        sources = [*x.sources, *y.sources, *(a.at[head] for a in (v, *t))]
-        walk(sources, 0, 0, v.shape[1] // TILE, step, sums.start(before), slots=SLOTS)
+        v, t = inputs.v.at[head], None if inputs.t is None else inputs.t.at[head]
+        sources = _OutputTiles(x.sources, y.sources, v, t)
+        walk(sources, 0, 0, inputs.v.shape[1] // TILE, step, sums.start(inputs.before), slots=SLOTS)
 
-    RunningSums.run(plan, state_scratch, run)
+    RunningSums.run(plan, memory.sums, run)
     plgpu.wait_smem_to_gmem(0)
 
 
-def sums(plan: RecurrentPlan, features: tuple, rows: tuple, v, *more, backwards: bool = False) -> list[jax.Array]:
-    """Over the tokens of each segment: float32 [N, M / 64, 64, D] and, where plan.normalize, [N, M / 64, 64].
+class SumInputs(NamedTuple, Generic[A]):
+    """Arrays of `sum_segments`.
 
-    Args:
-        plan: what to compute.
-        features: arrays of `Features`, of keys, or backwards of queries.
-        rows: its other ones.
-        v: [N, L, D] bfloat16, of queries g.
-        more: e float32 [N, L] where plan.normalize, backwards only; t where plan.decay.
-        backwards: as of the segment's start, not its end.
+    Attributes:
+        side: features of keys; backwards of queries.
+        rows: of the feature map; None without one.
+        v: [N, L, D] bfloat16; backwards g of queries.
+        e: [N, L] float32, backwards and where plan.normalize; else None.
+        t: [N, L] float32; None without decay.
     """
-    chunks = plan.slices * plan.chunks
-    out = [jax.ShapeDtypeStruct((v.shape[0], chunks, CHUNK, v.shape[2]), jnp.float32)]
-    if plan.normalize:
-        out.append(jax.ShapeDtypeStruct((v.shape[0], chunks, CHUNK), jnp.float32))
+
+    side: SideArrays[A]
+    rows: MapRows[A] | None
+    v: A
+    e: A | None
+    t: A | None
+
+
+class _SumTiles(NamedTuple):
+    """What the walk copies tile by tile."""
+
+    side: SideSources
+    v_TxD: Ref
+    e_T: Ref | None
+    t_T: Ref | None
+
+
+class _SumMemory(NamedTuple):
+    """Shared memory of the kernel."""
+
+    features: FeaturesMemory | None
+    sums: SumsMemory
+    state_FxD: Ref
+    totals_F: Ref
+
+
+def sum_segments(plan: RecurrentPlan, inputs: SumInputs[jax.Array], backwards: bool = False) -> SegmentSums[jax.Array]:
+    """Computes the sums over the tokens of each segment, as of its end; `backwards` as of its start."""
+    (n, _, size), chunks = inputs.v.shape, plan.slices * plan.chunks
+    totals = jax.ShapeDtypeStruct((n, chunks, CHUNK), jnp.float32)
+    results = SegmentSums(
+        jax.ShapeDtypeStruct((n, chunks, CHUNK, size), jnp.float32), totals if plan.normalize else None
+    )
 
     def linear_attention_recurrent_sums(*refs):
-        _sums(plan, backwards, *refs)
+        _sum_segments(plan, backwards, *refs)
 
     return plgpu.kernel(
         linear_attention_recurrent_sums,
-        out_type=out,
-        grid=(plan.slices, v.shape[0]),
+        out_type=(results,),
+        grid=(plan.slices, n),
         grid_names=('slice', 'head'),
         compiler_params=FAST,
         scratch_types=[
-            Features.scratch(plan, placed=(True,)),
-            RunningSums.scratch(plan),
-            [matrix(CHUNK, v.shape[2], dtype=jnp.float32), plgpu.SMEM((CHUNK,), jnp.float32)],
+            _SumMemory(
+                FeaturesMemory.allocate(plan, placed=(True,)),
+                SumsMemory.allocate(plan),
+                matrix(CHUNK, size, dtype=jnp.float32),
+                plgpu.SMEM((CHUNK,), jnp.float32),
+            )
         ],
-    )(*features, *rows, v, *more)
+    )(inputs)[0]
 
 
-def _sums(plan: RecurrentPlan, backwards: bool, *refs):
-    *refs, features_scratch, state_scratch, (state_smem, total_smem) = refs
-    part, head, counts = lax.axis_index('slice'), lax.axis_index('head'), Features.arrays(plan)
-    refs, outputs = split(refs, len(refs) - 1 - plan.normalize)
-    features, rows, per_token = split(refs, *counts)
-    (y,) = Features.sides(plan, [features], rows, features_scratch)
+def _sum_segments(
+    plan: RecurrentPlan, backwards: bool, inputs: SumInputs[Ref], results: SegmentSums[Ref], memory: _SumMemory
+) -> None:
+    part, head = lax.axis_index('slice'), lax.axis_index('head')
+    (y,) = Features.load_sides(plan, [inputs.side], inputs.rows, memory.features)
 
-    def run(sums: RunningSums):
-        def step(number, tiles, carry):
-            y_tiles, (v_TxD,), e, t = split(tiles, len(y.sources), 1, plan.normalize and backwards)
-            fading = Fading(*t) if plan.decay else None
-            weight_T = fading and (fading.since_start if backwards else fading.until_end)
-            more_T = load_rows(e[0]) if e else None
-            return sums.advance(carry, y.tile(y_tiles), v_TxD, fading, weight_T, more_T)
+    def run(sums: RunningSums) -> None:
+        def step(number, tiles: _SumTiles, carry: SumsCarry) -> SumsCarry:
+            factors = TileFactors.load(tiles.t_T)
+            weight_T = factors and (factors.since_start if backwards else factors.until_end)
+            more_T = None if tiles.e_T is None else load_rows(tiles.e_T)
+            return sums.advance(carry, y.make(tiles.side), tiles.v_TxD, factors, weight_T, more_T)
 
-        sources = [*y.sources, *(a.at[head] for a in per_token)]
-        carry = walk(sources, 0, 0, per_token[0].shape[1] // TILE, step, sums.start([]), backwards, SLOTS)
+        v, e, t = jax.tree.map(lambda a: a.at[head], (inputs.v, inputs.e, inputs.t))
+        sources, count = _SumTiles(y.sources, v, e, t), inputs.v.shape[1] // TILE
+        carry = walk(sources, 0, 0, count, step, sums.start(None), backwards, SLOTS)
         for c in range(plan.chunks):
             sent()
-            send(sums.sums(carry, c), state_smem, outputs[0].at[head, part * plan.chunks + c])
-            if plan.normalize:
-                send(carry[1][c], total_smem, outputs[1].at[head, part * plan.chunks + c])
+            send(sums.read(carry, c), memory.state_FxD, results.state.at[head, part * plan.chunks + c])
+            if results.totals is not None:
+                send(carry.totals[c], memory.totals_F, results.totals.at[head, part * plan.chunks + c])
 
-    RunningSums.run(plan, state_scratch, run)
+    RunningSums.run(plan, memory.sums, run)
     plgpu.wait_smem_to_gmem(0)
-
-
-def split(items, *counts: int) -> list[list]:
-    """So many of them each, and the rest."""
-    parts, items = [], list(items)
-    for count in counts:
-        parts.append(items[:count])
-        items = items[count:]
-    return [*parts, items]

@@ -9,8 +9,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lm.ops.gpu import TILE, matrix, product, walk, write, zeros
 
 
-def largest(x_NxLxE: jax.Array, w_MxE: jax.Array) -> jax.Array:
-    """max_m ⟨w_m, x⟩, float32 [N, L], one thread block a tile of tokens."""
+def find_largest(x_NxLxE: jax.Array, w_MxE: jax.Array) -> jax.Array:
+    """Computes max_m ⟨w_m, x⟩, float32 [N, L], one thread block per tile of tokens."""
     n, length, size = x_NxLxE.shape
 
     def linear_attention_recurrent_largest(x, w, result, x_smem, ready):

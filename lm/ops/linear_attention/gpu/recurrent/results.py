@@ -1,6 +1,7 @@
 """How gradients leave the recurrent GPU kernels, tile by tile."""
 
 from collections.abc import Callable
+from typing import Generic, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,85 +10,130 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import TILE, matrix, send, sent, together
-from lm.ops.linear_attention.gpu.recurrent.features import Features, widened
-from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan
+from lm.ops.linear_attention.gpu.recurrent.features import Features, SideSources, widen
+from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, A, RecurrentPlan, Ref
 
 
-class Results:
-    """What goes to memory.
+class SideResults(NamedTuple, Generic[A]):
+    """The gradients of one side; those of single slices are to be summed over S.
 
-    Of given features their gradients, bfloat16 [N, M / 64, L, 64]. Of features that the kernel makes, the part of each
-    slice of the gradient of the vectors, float32 [S, N, L, E], and of that of the shifts [S, N, L]. With decay also
-    ⟨φ, dφ⟩ of each slice, float32 [S, N, L], and last those of the values, if there are any.
+    Attributes:
+        features: of given features, bfloat16 [N, M / 64, L, 64]; None where the kernel makes them.
+        vectors: the part of each slice, float32 [S, N, L, E]; None where features are given.
+        shifts: the part of each slice, float32 [S, N, L]; None where features are given.
+        decay: ⟨φ, dφ⟩ of each slice, float32 [S, N, L]; None without decay.
+        values: the part of each slice, float32 [S, N, L, D]; None for queries.
     """
 
-    def __init__(self, plan: RecurrentPlan, features: Features, outputs: list, scratch: list, register: list):
-        """
-        Args:
-            plan: the call.
-            features: whose gradients they are.
-            outputs: in memory, of `types(…)`.
-            scratch: `scratch(…)`.
-            register: `spare(plan)`.
-        """
-        self.plan, self.features, self.outputs, self.register = plan, features, outputs, register
-        self.chunks, self.vectors, self.tokens, self.met = scratch
+    features: A | None
+    vectors: A | None
+    shifts: A | None
+    decay: A | None
+    values: A | None
 
     @staticmethod
-    def types(plan: RecurrentPlan, shape: tuple, with_values: bool) -> list[jax.ShapeDtypeStruct]:
+    def describe(plan: RecurrentPlan, shape: tuple[int, ...], with_values: bool) -> 'SideResults[jax.ShapeDtypeStruct]':
+        """Returns the types of the arrays; `shape`: of the values."""
         n, length, size = shape
         tokens = jax.ShapeDtypeStruct((plan.slices, n, length), jnp.float32)
         given = jax.ShapeDtypeStruct((n, plan.slices * plan.chunks, length, CHUNK), jnp.bfloat16)
         made = jax.ShapeDtypeStruct((plan.slices, n, length, TILE), jnp.float32)
         values = jax.ShapeDtypeStruct((plan.slices, n, length, size), jnp.float32)
-        features = [given] if plan.feature_map is None else [made, tokens]
-        return features + [tokens] * plan.decay + [values] * with_values
+        makes = plan.feature_map is not None
+        return SideResults(
+            features=None if makes else given,
+            vectors=made if makes else None,
+            shifts=tokens if makes else None,
+            decay=tokens if plan.decay else None,
+            values=values if with_values else None,
+        )
 
-    @staticmethod
-    def scratch(plan: RecurrentPlan, with_values: bool) -> list:
-        """Values and the gradients of vectors leave through the same place."""
-        tokens, is_made = plgpu.SMEM((TILE,), jnp.float32), plan.feature_map is not None
-        chunks = [] if is_made else [matrix(TILE, CHUNK) for _ in range(plan.chunks)]
-        vectors = [matrix(TILE, TILE, dtype=jnp.float32)] * (with_values or is_made)
-        return [chunks, vectors, [tokens] * is_made, [tokens] * plan.decay]
 
-    def send_values(self, number, dv_TxD: jax.Array) -> None:
-        """Of one tile; what was sent before has left."""
-        send(dv_TxD, *self.vectors, self._of_tile(self.outputs[-1], number))
+class ResultsMemory(NamedTuple):
+    """Shared memory through which gradients leave.
 
-    def send(self, number, tiles: list, features: Callable[[], list], gradient: Callable[[int], jax.Array]) -> None:
-        """Of one tile; what was sent before, but values, has left.
+    Attributes:
+        chunks: of given features; empty where the kernel makes them.
+        vectors: of vectors and of values; None without either.
+        shifts: None where features are given.
+        decay: None without decay.
+    """
+
+    chunks: list[Ref]
+    vectors: Ref | None
+    shifts: Ref | None
+    decay: Ref | None
+
+    @classmethod
+    def allocate(cls, plan: RecurrentPlan, with_values: bool) -> 'ResultsMemory':
+        tokens, makes = plgpu.SMEM((TILE,), jnp.float32), plan.feature_map is not None
+        return cls(
+            [] if makes else [matrix(TILE, CHUNK) for _ in range(plan.chunks)],
+            matrix(TILE, TILE, dtype=jnp.float32) if with_values or makes else None,
+            tokens if makes else None,
+            tokens if plan.decay else None,
+        )
+
+
+class Results:
+    """Writes the gradients of one side to memory."""
+
+    def __init__(
+        self,
+        plan: RecurrentPlan,
+        features: Features,
+        outputs: SideResults[Ref],
+        memory: ResultsMemory,
+        register: list[Ref],
+    ):
+        """`features`: of the side; `outputs`: in memory; `register`: `allocate_operand(…)`."""
+        self.plan, self.features, self.outputs, self.memory, self.register = plan, features, outputs, memory, register
+
+    def send_values(self, number: jax.Array, dv_TxD: jax.Array) -> None:
+        """Sends the gradient of a tile's values; what was sent before has left."""
+        send(dv_TxD, self.memory.vectors, _find_tile(self.outputs.values, number))
+
+    def send_features(
+        self,
+        number: jax.Array,
+        tile: SideSources,
+        make: Callable[[], list],
+        differentiate: Callable[[int], jax.Array],
+    ) -> None:
+        """Sends all other gradients of a tile; what was sent before, but values, has left.
 
         Args:
             number: of the tile.
-            tiles: of the features' sources.
-            features: gives them, a chunk each.
-            gradient: of those of chunk c, float32 [T, 64].
+            tile: what its features are made of.
+            make: returns the features, a chunk each.
+            differentiate: returns the gradient of the features of chunk c, float32 [T, 64].
         """
+        outputs, memory = self.outputs, self.memory
         part, head = lax.axis_index('slice'), lax.axis_index('head')
-        phi_TxF = features() if self.plan.decay else None
-        met_T, dshift_T, dz = 0.0, 0.0, []
+        phi_TxF = make() if outputs.decay is not None else []
+        decay_T: jax.Array | float = 0.0
+        dshift_T: jax.Array | float = 0.0
+        dz = []
         for c in range(self.plan.chunks):
-            dphi_TxF = gradient(c)
-            if self.plan.decay:
-                met_T += jnp.sum(widened(phi_TxF[c]) * dphi_TxF, axis=1)
-            if self.plan.feature_map is None:
-                place = self.outputs[0].at[head, part * self.plan.chunks + c, pl.ds(number * TILE, TILE)]
-                send(dphi_TxF, self.chunks[c], place)
+            dphi_TxF = differentiate(c)
+            if outputs.decay is not None:
+                decay_T += jnp.sum(widen(phi_TxF[c]) * dphi_TxF, axis=1)
+            if outputs.features is not None:
+                place = outputs.features.at[head, part * self.plan.chunks + c, pl.ds(number * TILE, TILE)]
+                send(dphi_TxF, memory.chunks[c], place)
                 continue
-            dz_TxF = self.features.pulled(tiles, c, dphi_TxF)
+            dz_TxF = self.features.differentiate(tile, c, dphi_TxF)
             dshift_T -= jnp.sum(dz_TxF, axis=1)
             dz.append(dz_TxF.astype(jnp.bfloat16))
-        if self.plan.feature_map is not None:
+        if outputs.vectors is not None:
             products = [(d, w) for rows in self.features.rows for d, w in zip(dz, rows, strict=True)]
             dx_TxE = together(products, spare=self.register)[0]
             sent()
-            send(dx_TxE, *self.vectors, self._of_tile(self.outputs[0], number))
-            send(dshift_T, *self.tokens, self._of_tile(self.outputs[1], number))
-        if self.plan.decay:
-            at = 1 if self.plan.feature_map is None else 2
-            send(met_T, *self.met, self._of_tile(self.outputs[at], number))
+            send(dx_TxE, memory.vectors, _find_tile(outputs.vectors, number))
+            send(cast(jax.Array, dshift_T), memory.shifts, _find_tile(outputs.shifts, number))
+        if outputs.decay is not None:
+            send(cast(jax.Array, decay_T), memory.decay, _find_tile(outputs.decay, number))
 
-    @staticmethod
-    def _of_tile(array, number):
-        return array.at[lax.axis_index('slice'), lax.axis_index('head'), pl.ds(number * TILE, TILE)]
+
+def _find_tile(array: Ref, number: jax.Array) -> Ref:
+    return array.at[lax.axis_index('slice'), lax.axis_index('head'), pl.ds(number * TILE, TILE)]

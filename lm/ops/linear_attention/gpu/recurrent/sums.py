@@ -1,70 +1,111 @@
 """What the walks of the recurrent GPU kernels carry from tile to tile: sums over the tokens before."""
 
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, by_column, by_row, load_columns, load_matrix, matrix, together, zero_columns, zeros
-from lm.ops.linear_attention.gpu.recurrent.fading import Fading
-from lm.ops.linear_attention.gpu.recurrent.features import widened
-from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan
+from lm.ops.gpu import (
+    TILE,
+    accumulator,
+    by_column,
+    by_row,
+    load_columns,
+    load_matrix,
+    matrix,
+    together,
+    zero_columns,
+    zeros,
+)
+from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors
+from lm.ops.linear_attention.gpu.recurrent.features import widen
+from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan, Ref, SegmentSums
+
+
+class SumsMemory(NamedTuple):
+    """Shared memory: Z of each chunk as an operand, and with decay the weighted values of a tile."""
+
+    placed: list[Ref]
+    weighted: Ref | None
+
+    @classmethod
+    def allocate(cls, plan: RecurrentPlan) -> 'SumsMemory':
+        return cls([matrix(CHUNK, TILE) for _ in range(plan.chunks)], matrix(TILE, TILE) if plan.decay else None)
+
+
+class SumsCarry(NamedTuple):
+    """What a walk carries in registers.
+
+    Attributes:
+        state: Z of each chunk; empty where accumulators hold it.
+        totals: Σ y of each chunk; empty without denominators.
+    """
+
+    state: list[jax.Array]
+    totals: list[jax.Array]
 
 
 class RunningSums:
     """Z = Σ y vᵀ [64, D] for each chunk of a slice, and where plan.normalize Σ y [64]."""
 
-    def __init__(self, plan: RecurrentPlan, scratch: list, accumulators: tuple):
-        self.plan, self.accumulators = plan, accumulators
-        self.placed, self._weighted = scratch
+    def __init__(self, plan: RecurrentPlan, memory: SumsMemory, accumulators: tuple):
+        self.plan, self.memory, self.accumulators = plan, memory, accumulators
 
     @staticmethod
-    def scratch(plan: RecurrentPlan) -> list:
-        return [[matrix(CHUNK, TILE) for _ in range(plan.chunks)], [matrix(TILE, TILE)] if plan.decay else []]
+    def run(plan: RecurrentPlan, memory: SumsMemory, function: Callable[['RunningSums'], None]) -> None:
+        """Calls `function` with the sums over no tokens."""
+        accumulators = [] if plan.carried else [accumulator(CHUNK, TILE) for _ in range(plan.chunks)]
+        pl.run_scoped(lambda *accumulators: function(RunningSums(plan, memory, accumulators)), *accumulators)
 
-    @staticmethod
-    def run(plan: RecurrentPlan, scratch: list, function) -> None:
-        """function(the sums over no tokens)."""
-        accumulators = [] if plan.carried else [plgpu.ACC((CHUNK, TILE), jnp.float32) for _ in range(plan.chunks)]
-        pl.run_scoped(lambda *accumulators: function(RunningSums(plan, scratch, accumulators)), *accumulators)
-
-    def start(self, arrays: list) -> tuple:
-        """What the walk carries at first: the sums [N, M / 64, …] before each segment in memory, if there are any."""
+    def start(self, before: SegmentSums[Ref] | None) -> SumsCarry:
+        """Returns what the walk carries at first: the sums before each segment in memory, if there are any."""
         part, head = lax.axis_index('slice'), lax.axis_index('head')
         chunks = range(self.plan.chunks)
         state, totals = [zeros(CHUNK, TILE) for _ in chunks], [zero_columns(CHUNK) for _ in chunks]
-        if arrays:
-            state, *more = ([a.at[head, part * self.plan.chunks + c] for c in chunks] for a in arrays)
-            state = [load_matrix(a) for a in state]
-            totals = [load_columns(a) for parts in more for a in parts]
-        return state if self.plan.carried else [], totals if self.plan.normalize else []
+        if before is not None:
+            places = jax.tree.map(lambda a: [a.at[head, part * self.plan.chunks + c] for c in chunks], before)
+            state = [load_matrix(place) for place in places.state]
+            if places.totals is not None:
+                totals = [load_columns(place) for place in places.totals]
+        return SumsCarry(state if self.plan.carried else [], totals if self.plan.normalize else [])
 
-    def place(self, carry: tuple) -> None:
-        """Z as operands in shared memory, `placed`."""
-        for c, placed in enumerate(self.placed):
-            placed[...] = self.sums(carry, c).astype(placed.dtype)
+    def place(self, carry: SumsCarry) -> None:
+        """Makes Z operands in shared memory, `memory.placed`."""
+        for c, placed in enumerate(self.memory.placed):
+            placed[...] = self.read(carry, c).astype(placed.dtype)
         plgpu.commit_smem()
 
-    def sums(self, carry: tuple, c: int) -> jax.Array:
-        """Z of a chunk, float32."""
-        return carry[0][c] if self.plan.carried else self.accumulators[c][...]
+    def read(self, carry: SumsCarry, c: int) -> jax.Array:
+        """Returns Z of a chunk, float32."""
+        return carry.state[c] if self.plan.carried else self.accumulators[c][...]
 
-    def read_totals(self, carry: tuple, x_TxF: list) -> jax.Array:
-        """⟨x, Σ y⟩, [T]."""
-        parts = zip(x_TxF, carry[1], strict=True)
-        return sum(jnp.sum(widened(x) * by_column(total, TILE), axis=1) for x, total in parts)
+    def multiply_totals(self, carry: SumsCarry, x_TxF: list) -> jax.Array:
+        """Computes ⟨x, Σ y⟩, [T]."""
+        parts = zip(x_TxF, carry.totals, strict=True)
+        return cast(jax.Array, sum(jnp.sum(widen(x) * by_column(total, TILE), axis=1) for x, total in parts))
 
-    def advance(self, carry: tuple, y_TxF: list, v_TxD, fading: Fading | None, weight_T, more_T=None) -> tuple:
-        """What the walk carries after the tokens of a tile.
+    def advance(
+        self,
+        carry: SumsCarry,
+        y_TxF: list,
+        v_TxD: Ref,
+        factors: TileFactors | None,
+        weight_T: jax.Array | None,
+        more_T: jax.Array | None = None,
+    ) -> SumsCarry:
+        """Computes what the walk carries after the tokens of a tile.
 
         Args:
             carry: what it carried before.
             y_TxF: features, a chunk each, in shared memory.
             v_TxD: in shared memory.
-            fading: of the tile.
+            factors: of the tile.
             weight_T: factors of each token; None: 1.
-            more_T: factors of each y, beside it; None: 1.
+            more_T: factors of each y, besides; None: 1.
         """
         state, totals = carry
         if self.plan.normalize:
@@ -72,25 +113,25 @@ class RunningSums:
                 total_T = weight_T if more_T is None else more_T
             else:
                 total_T = weight_T * more_T
-            totals = [_faded(a, fading) + _summed(y, total_T) for a, y in zip(totals, y_TxF, strict=True)]
+            totals = [_decay(a, factors) + _sum(y, total_T) for a, y in zip(totals, y_TxF, strict=True)]
         if not self.plan.carried:
-            for accumulator, y in zip(self.accumulators, y_TxF, strict=True):
-                plgpu.wgmma(accumulator, y.transpose((1, 0)), v_TxD)
-            return state, totals
-        if fading is not None:
-            (weighted,) = self._weighted
-            weighted[...] = (widened(v_TxD) * by_row(weight_T, TILE)).astype(weighted.dtype)
+            for registers, y in zip(self.accumulators, y_TxF, strict=True):
+                plgpu.wgmma(registers, y.transpose((1, 0)), v_TxD)
+            return SumsCarry(state, totals)
+        weighted = self.memory.weighted
+        if weighted is not None and weight_T is not None:
+            weighted[...] = (widen(v_TxD) * by_row(weight_T, TILE)).astype(weighted.dtype)
             plgpu.commit_smem()
             v_TxD = weighted
         added = together(*([(y.transpose((1, 0)), v_TxD)] for y in y_TxF))
-        return [_faded(a, fading) + b for a, b in zip(state, added, strict=True)], totals
+        return SumsCarry([_decay(a, factors) + b for a, b in zip(state, added, strict=True)], totals)
 
 
-def _faded(sums: jax.Array, fading: Fading | None) -> jax.Array:
-    return sums if fading is None else sums * fading.whole
+def _decay(sums: jax.Array, factors: TileFactors | None) -> jax.Array:
+    return sums if factors is None else sums * factors.whole
 
 
-def _summed(x_TxF, weight_T: jax.Array | None) -> jax.Array:
-    """Σ weight_i x_i over the tokens of a tile, a number for each column."""
-    x = widened(x_TxF)
+def _sum(x_TxF, weight_T: jax.Array | None) -> jax.Array:
+    """Computes Σ weight_i x_i over the tokens of a tile, a number for each column."""
+    x = widen(x_TxF)
     return jnp.sum(x if weight_T is None else x * by_row(weight_T, x_TxF.shape[1]), axis=0)
