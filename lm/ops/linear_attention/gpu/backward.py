@@ -30,7 +30,7 @@ from lm.ops.gpu import (
 from lm.ops.linear_attention.gpu.features import allocate_operand, mask, weigh
 from lm.ops.linear_attention.gpu.forward import NearTokens
 from lm.ops.linear_attention.gpu.plan import TILE, A, FarTokens, GpuPlan, Ref
-from lm.ops.linear_attention.gpu.squares import Place, ReaderMemory, SumsReader
+from lm.ops.linear_attention.gpu.squares import ReaderMemory, SumsReader, TilePlace
 
 
 class Cotangents(NamedTuple):
@@ -156,7 +156,7 @@ def _query_kernel(
     plan: GpuPlan, near: _NearInputs[Ref], far: FarTokens[Ref] | None, gradients: SideGradients[Ref], memory: _Memory
 ) -> None:
     # The last tiles first: in long blocks they have the most keys.
-    place = Place.find(near.own_NxLxC.shape[1] // TILE - 1 - lax.axis_index('tile'), plan.tiles)
+    place = TilePlace.find(near.own_NxLxC.shape[1] // TILE - 1 - lax.axis_index('tile'), plan.tiles)
     head, tokens = place.head, place.tokens
     register, a_TxC, g_TxD, ready, e_T, e_ready = memory
     plgpu.copy_gmem_to_smem(near.own_NxLxC.at[head, tokens], a_TxC, ready)
@@ -192,7 +192,7 @@ def _query_kernel(
 
 def _add_far(
     gradients: SideGradients[Ref],
-    place: Place,
+    place: TilePlace,
     inside: jax.Array,
     differentiate_far: Callable[[FarTokens[Ref], ReaderMemory], jax.Array],
     far: FarTokens[Ref] | None,
@@ -215,7 +215,7 @@ def _add_far(
 def _key_kernel(
     plan: GpuPlan, near: _NearInputs[Ref], far: FarTokens[Ref] | None, gradients: SideGradients[Ref], memory: _Memory
 ) -> None:
-    place = Place.find(lax.axis_index('tile'), plan.tiles)
+    place = TilePlace.find(lax.axis_index('tile'), plan.tiles)
     head, tokens = place.head, place.tokens
     register, b_TxC, v_TxD, ready, *_ = memory
     plgpu.copy_gmem_to_smem(near.own_NxLxC.at[head, tokens], b_TxC, ready)

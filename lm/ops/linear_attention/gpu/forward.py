@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lm.ops.gpu import accumulator, by_row, load_matrix, matrix, multiply, product, walk, write, zeros
 from lm.ops.linear_attention.gpu.features import allocate_operand, mask, multiply_features, weigh
 from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, SQUARE, TILE, A, FarTokens, GpuPlan, Ref, list_squares
-from lm.ops.linear_attention.gpu.squares import Place, ReaderMemory, SumsReader
+from lm.ops.linear_attention.gpu.squares import ReaderMemory, SumsReader, TilePlace
 
 DEPTH = 4
 """Tiles of a block that `sum_blocks` holds at a time."""
@@ -143,7 +143,7 @@ def _outputs(
     a_ready: Ref,
 ) -> None:
     # The last tiles first: in long blocks they have the most keys.
-    place = Place.find(near.a_NxLxC.shape[1] // TILE - 1 - lax.axis_index('tile'), plan.tiles)
+    place = TilePlace.find(near.a_NxLxC.shape[1] // TILE - 1 - lax.axis_index('tile'), plan.tiles)
     head, tokens = place.head, place.tokens
     plgpu.copy_gmem_to_smem(near.a_NxLxC.at[head, tokens], a_smem, a_ready)
 

@@ -55,7 +55,7 @@ class ReaderMemory(NamedTuple):
         )
 
 
-class Place(NamedTuple):
+class TilePlace(NamedTuple):
     """The tile of a thread block: its head, its number inside of its block, the block and the tokens."""
 
     head: jax.Array
@@ -64,7 +64,7 @@ class Place(NamedTuple):
     tokens: Any
 
     @classmethod
-    def find(cls, tile: jax.Array, tiles: int) -> 'Place':
+    def find(cls, tile: jax.Array, tiles: int) -> 'TilePlace':
         """`tile`: its number in the sequence; `tiles`: how many a block has."""
         head = lax.axis_index('head')
         return cls(head, lax.rem(tile, tiles), lax.div(tile, tiles), pl.ds(tile * TILE, TILE))
@@ -73,7 +73,7 @@ class Place(NamedTuple):
 class SumsReader:
     """One tile of tokens and the sums over the tokens of other blocks, from the first copy on."""
 
-    def __init__(self, far: FarTokens[Ref], place: Place, memory: ReaderMemory, register: list):
+    def __init__(self, far: FarTokens[Ref], place: TilePlace, memory: ReaderMemory, register: list):
         """Starts the copies.
 
         Args:
