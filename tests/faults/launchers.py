@@ -26,13 +26,13 @@ def without(*names: str) -> None:
 def slow(seconds: str) -> None:
     from lm.training.preemption import Preemption
 
-    plain = Preemption.requested
+    plain = Preemption.is_requested
 
     def requested(self, step=None):
         time.sleep(float(seconds))
         return plain(self, step)
 
-    Preemption.requested = requested
+    Preemption.is_requested = requested
 
 
 def record(path: str) -> None:
