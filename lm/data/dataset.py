@@ -54,7 +54,7 @@ class DataConfig(Configurable):
         return Documents(0 if store is None else store.tokenizer().eod_id, self.restart_positions)
 
     def guess_dtype(self, vocab_size: int) -> np.dtype:
-        """The type of the tokens of a batch, where the data are not opened: that of a tokenizer with so many pieces."""
+        """Returns the type of tokens for a tokenizer with so many pieces; the data stay closed."""
         return np.dtype(np.int32) if self.task else token_dtype(vocab_size)
 
     def open(self, context_length: int, timeout: float | None = None) -> Store:

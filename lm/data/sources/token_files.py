@@ -29,7 +29,7 @@ class TokenFiles(FilePatterns):
     """Token ids of nanoGPT (.bin without a header) or llm.c (with one), whose tokenizer is `tokenizer.model_path`. A
     part is a range of tokens; a document belongs to the part that it begins in."""
 
-    eod: int = field(default=50_256, minimum=0, help='the end-of-document token in the files: that of the tokenizer')
+    eod: int = field(default=50_256, minimum=0, help='the end-of-document token in the files, as the tokenizer has it')
     dtype: str = field(default='uint16', choices=('uint16', 'uint32'), help='of files without a header')
 
     suffixes = ('.bin',)
