@@ -60,7 +60,7 @@ def test_lengths(length):
 @pytest.mark.parametrize('config', [CONFIGS[0], CONFIGS[2], Hybrid(window=100)], ids=str)
 def test_steps_equal_the_whole(config):
     shapes = mechanisms.check_steps(mechanisms.build(config, DIMS), inputs())
-    assert shapes.recent.k == (2, config.window, 1, 8)
+    assert shapes.recent.k_BxSxKxE == (2, config.window, 1, 8)
 
 
 def test_no_leak():
@@ -131,7 +131,7 @@ def test_sums_are_shared_by_grouped_queries():
     """§5.4: as many sums as key heads."""
     state = Hybrid(parts=2, degree=1).build(HeadDims(8, 2, 16), nnx.Rngs(0)).init_state(3, 10, jnp.float32)
     assert state.sums.kv_BxKxRxD.shape == (3, 2, n_terms(16, 1, 2), 16)
-    assert state.recent.v.shape == (3, 200, 2, 16)
+    assert state.recent.v_BxSxKxD.shape == (3, 200, 2, 16)
 
 
 @pytest.mark.parametrize('radius', [0.5, 1.0, 3.0])

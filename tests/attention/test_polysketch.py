@@ -88,7 +88,7 @@ def test_gradients():
 
 def test_decoding_equals_the_parallel_form():
     shapes = mechanisms.check_steps(mechanisms.build(CONFIGS[0]), mechanisms.draw())
-    assert shapes.recent.v == (2, 16, DIMS.n_kv_heads, DIMS.head_dim)
+    assert shapes.recent.v_BxSxKxD == (2, 16, DIMS.n_kv_heads, DIMS.head_dim)
 
 
 def test_no_leak():
