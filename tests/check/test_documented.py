@@ -13,6 +13,7 @@ import pytest
 import shipped
 import tiny
 
+from lm.config.setting import write_binding
 from lm.cost_model.compiled_step import check
 from lm.experiment import load
 from lm.hardware import parse
@@ -40,7 +41,8 @@ def configuration(line: str) -> tuple[list[str], list[str]]:
     """(gin files, gin parameters) of a command."""
     words = shlex.split(line, comments=True)
     pairs = list(itertools.pairwise(words))
-    return [b for a, b in pairs if a == '--gin_file'], [b for a, b in pairs if a == '--gin_param']
+    given = {flag: [b for a, b in pairs if a == flag] for flag in ('--gin_file', '--gin_param', '--set')}
+    return given['--gin_file'], [*given['--gin_param'], *map(write_binding, given['--set'])]
 
 
 def is_for_a_laptop(line: str) -> bool:

@@ -403,7 +403,7 @@ def test_an_explicit_step_does_not_fall_back(copied):
         restore(copied, step=20)
     with pytest.raises(MismatchError, match='step 20 is damaged'):
         Checkpointer(copied).verify(20)
-    with pytest.raises(MismatchError, match=r'step 15: not in .*, which has 10, 20'):
+    with pytest.raises(ConfigError, match=r'step 15: not in .*, which has 10, 20'):
         restore(copied, step=15)
     Checkpointer(copied).verify(10)
 

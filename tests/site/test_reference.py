@@ -14,7 +14,9 @@ import tiny
 
 import lm
 import lm.ops
+from lm.attention import Attention
 from lm.config.configurable import REGISTRY
+from lm.config.setting import write_binding
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
 
@@ -143,7 +145,7 @@ def test_the_quotes_of_the_tutorial():
     """The shell leaves what the table says, and gin reads it or refuses it as the table says."""
     page = (tiny.ROOT / 'docs' / 'tutorials' / 'your_own_text.md').read_text()
     table = re.findall(r'^\| `--gin_param (.+?)` \| `(.+?)` \| (.+?) \|$', page, re.MULTILINE)
-    assert len(table) >= 6
+    assert len(table) >= 5
     for typed, received, meaning in table:
         assert shlex.split(typed) == [received]
         if 'error' in meaning:
@@ -154,3 +156,16 @@ def test_the_quotes_of_the_tutorial():
             value = getattr(getattr(load((), [received]), section), field)
             kinds = {'a number': int, 'a text': str, 'the same text': str, 'nothing': type(None)}
             assert isinstance(value, kinds.get(meaning, object))
+
+
+def test_the_settings_of_the_tutorial():
+    """The shell leaves a word that --set reads as the table says."""
+    page = (tiny.ROOT / 'docs' / 'tutorials' / 'your_own_text.md').read_text()
+    table = re.findall(r'^\| `--set (.+?)` \| ([\w ]+)', page, re.MULTILINE)
+    kinds = {'a text': str, 'a number': int, 'a list': tuple, 'yes': bool, 'nothing': type(None)}
+    kinds |= {'a mechanism': Attention, 'a text with a variable of the shell and a space': str}
+    assert len(table) >= 7
+    for typed, meaning in table:
+        (word,) = shlex.split(typed)
+        section, field = word.split('=')[0].split('.')
+        assert isinstance(getattr(getattr(load((), [write_binding(word)]), section), field), kinds[meaning.strip()])
