@@ -140,6 +140,13 @@ def test_imports_go_down_only():
     assert not wrong
 
 
+def test_the_page_on_architecture_shows_the_layers():
+    page = (ROOT.parent / 'docs' / 'architecture.md').read_text()
+    table = page.partition('## Layers')[2].partition('\n## ')[0]
+    shown = [set(re.findall(r'`(\w+)`', row)) for row in re.findall(r'^\| (`.*?) \|', table, re.MULTILINE)]
+    assert shown == [set(layer) for layer in reversed(LAYERS)]
+
+
 def test_modules_do_not_use_the_public_names():
     wrong = []
     for module, tree in trees().items():
