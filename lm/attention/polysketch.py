@@ -1,7 +1,8 @@
 """Polysketch: polynomial attention in linear time, by sketching far weights and computing near ones exactly
 (PolySketchFormer)."""
 
-from typing import Any, Self
+import dataclasses
+from typing import Self
 
 import jax
 from flax import nnx
@@ -12,7 +13,7 @@ from lm.attention.maps.sketches import SKETCHES, Sketched
 from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import polynomial_attention
-from lm.ops.linear_attention import IMPLEMENTATIONS, SQUARE, PolynomialKernel
+from lm.ops.linear_attention import IMPLEMENTATIONS, SQUARE, LinearCall, Options, PolynomialKernel
 from lm.ops.platform import sequence_shards
 
 
@@ -90,6 +91,7 @@ class PolysketchAttention(NormedModule, LinearModule):
     def __init__(self, config: Polysketch, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
         self.dims = dims
+        self.implementation = config.implementation
         self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim))
         self.gate = forget_gate(config.gate, dims.n_kv_heads)
         n = dims.n_kv_heads if config.per_head else 1
@@ -107,13 +109,13 @@ class PolysketchAttention(NormedModule, LinearModule):
             lambda x_BxLxNxGxM: x_BxLxNxGxM.reshape(*x_BxLxNxGxM.shape[:2], -1, x_BxLxNxGxM.shape[-1]), found
         )
 
-    def arguments(
+    def make_call(
         self,
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
         v_BxLxKxD: jax.Array,
         gate_BxLxK: jax.Array | None = None,
-    ) -> dict[str, Any]:
+    ) -> LinearCall:
         # The sketch sees what the exact kernel sees, so that both weigh a pair alike: the paper considers q and k only
         # after layer normalization (§2.1). (The published code feeds its networks the vectors before it.)
         config = self.config
@@ -121,20 +123,13 @@ class PolysketchAttention(NormedModule, LinearModule):
         scale = score_scale(config.degree, self.dims.head_dim)
         if scale != 1.0:  # sketches multiply to scores' power degree / 2
             q_BxLxHxR, k_BxLxKxR = (x * scale ** (config.degree // 4) for x in (q_BxLxHxR, k_BxLxKxR))
-        result = dict(
-            q_BxLxHxE=q_BxLxHxR,
-            k_BxLxKxE=k_BxLxKxR,
-            v_BxLxKxD=v_BxLxKxD,
-            powers=SQUARE,
-            denominator_bias=config.denominator_bias * scale**config.degree,
-            implementation=config.implementation,
-        )
-        if self.gate is not None:
-            result |= dict(log_decay_BxLxK=self.gate.log_decay(k_BxLxKxD, gate_BxLxK))
-        if config.local:
-            result |= dict(local=PolynomialKernel(config.degree, scale), block=config.block)
-            result |= dict(q_local_BxLxHxC=q_BxLxHxD, k_local_BxLxKxC=k_BxLxKxD)
-        return result
+        log_decay_BxLxK = None if self.gate is None else self.gate.log_decay(k_BxLxKxD, gate_BxLxK)
+        options = Options(powers=SQUARE, denominator_bias=config.denominator_bias * scale**config.degree)
+        call = LinearCall(q_BxLxHxR, k_BxLxKxR, v_BxLxKxD, log_decay_BxLxK=log_decay_BxLxK, options=options)
+        if not config.local:
+            return call
+        options = dataclasses.replace(options, local=PolynomialKernel(config.degree, scale), block=config.block)
+        return dataclasses.replace(call, q_local_BxLxHxC=q_BxLxHxD, k_local_BxLxKxC=k_BxLxKxD, options=options)
 
     def attend(
         self,

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lm.attention import DEFAULT, HeadDims
-from lm.attention.linear import TOKENS, LinearAttention, LinearModule
+from lm.attention.linear import LinearAttention, LinearModule
 from lm.bench import results, timing
-from lm.bench.attention.formulations import FORMULATIONS, computed_mechanisms
+from lm.bench.attention.formulations import FORMULATIONS, TOKENS, computed_mechanisms
 from lm.bench.candidates import BASELINE, Candidate, Selection
 from lm.errors import ConfigError
-from lm.ops.linear_attention import linear_attention
+from lm.ops import linear_attention
+from lm.ops.linear_attention import LinearCall
 from lm.text import counted, digits
 
 PASSES = ('forward', 'forward+backward')
@@ -211,11 +212,11 @@ def build(candidate: Candidate, dims: HeadDims, given: bool = False) -> Layer:
     graph, parameters, buffers = nnx.split(layer, nnx.Param, ...)
     compute = FORMULATIONS.get(candidate.formulation)
     if given and isinstance(layer, LinearModule):
-        return _operation(layer, dims, compute or (lambda arguments: linear_attention(**arguments)))
+        return _operation(layer, dims, compute or _compute_by(layer.implementation))
 
     def whole(weights, *qkv):
         layer = nnx.merge(graph, *weights)
-        return compute(_arguments(cast(LinearModule, layer), *qkv)) if compute else layer(*qkv)
+        return compute(_make_call(cast(LinearModule, layer), *qkv)) if compute else layer(*qkv)
 
     return Layer(whole, (parameters, buffers))
 
@@ -224,27 +225,33 @@ def _operation(layer: LinearModule, dims: HeadDims, compute: Callable) -> Layer:
     """The call of the operation: what the layer makes of tokens is its arrays."""
     graph, parameters, buffers = nnx.split(layer, nnx.Param, ...)
 
-    def arguments(layer, dtype):
+    def make_small_call(layer, dtype):
         heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
-        return _arguments(layer, *(jnp.zeros((1, 1, n, dims.head_dim), dtype) for n in heads))
+        return _make_call(layer, *(jnp.zeros((1, 1, n, dims.head_dim), dtype) for n in heads))
 
-    made = arguments(layer, jnp.float32)
-    names = [name for name in TOKENS if name in made]
+    small = make_small_call(layer, jnp.float32)
+    names = [name for name in TOKENS if getattr(small, name) is not None]
 
     def tokens(*qkv):
-        given = _arguments(layer, *qkv)
-        return tuple(given[name] for name in names)
+        call = _make_call(layer, *qkv)
+        return tuple(getattr(call, name) for name in names)
 
     def operation(weights, *arrays):
         given = dict(zip(names, arrays, strict=True))
-        # Of the layer's own arguments only parameters and options stay.
-        return compute(arguments(nnx.merge(graph, *weights), given['v_BxLxKxD'].dtype) | given)
+        # Of the layer's call only parameters and options stay.
+        return compute(
+            dataclasses.replace(make_small_call(nnx.merge(graph, *weights), given['v_BxLxKxD'].dtype), **given)
+        )
 
     return Layer(operation, (parameters, buffers), tokens)
 
 
-def _arguments(layer: LinearModule, q: jax.Array, k: jax.Array, v: jax.Array) -> dict[str, Any]:
-    return layer.arguments(*layer.normalize(q, k), v)
+def _make_call(layer: LinearModule, q: jax.Array, k: jax.Array, v: jax.Array) -> LinearCall:
+    return layer.make_call(*layer.normalize(q, k), v)
+
+
+def _compute_by(implementation: str | None) -> Callable[[LinearCall], jax.Array]:
+    return lambda call: linear_attention.compute(call, implementation).o_BxLxHxD
 
 
 def _inputs(n: int, layer: Layer, dims: HeadDims, dtype: Any) -> tuple[jax.Array, ...]:
