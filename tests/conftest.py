@@ -115,6 +115,6 @@ def kept_programs():
 
 @pytest.fixture
 def no_races(capfd):
-    """Fails a test in which the interpreter of TPU kernels has found a race; the interpreter itself only prints races."""
+    """Fails a test in which the interpreter of TPU kernels has found a race; the interpreter only prints races."""
     yield
     assert 'RACE DETECTED' not in ''.join(capfd.readouterr())

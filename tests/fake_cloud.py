@@ -133,7 +133,8 @@ class FakeCloud:
         program.chmod(0o755)
 
     def fail(self, what: str, times: int) -> None:
-        """Makes the next `times` calls of gcloud fail: `all` calls, or the calls of a `KIND VERB` such as `tpu-vm ssh`."""
+        """Makes the next `times` calls of gcloud fail: `all` calls, or the calls of a `KIND VERB` such as
+        `tpu-vm ssh`."""
         write(self.path / f'fails {what}', str(times))
 
     def fails_left(self, what: str) -> int:

@@ -1,4 +1,4 @@
-"""Shared parts of the tests of attention mechanisms: inputs, causal mixing in float64 numpy, gradients by differences."""
+"""Shared parts of the tests of mechanisms: inputs, causal mixing in float64 numpy, gradients by differences."""
 
 import jax
 import jax.numpy as jnp

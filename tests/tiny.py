@@ -101,7 +101,7 @@ def environment(devices: int = 1, **extra: str) -> dict[str, str]:
 
 
 def variables() -> dict[str, str]:
-    """Returns this process's variables, without pytest's own, which differ from test to test and do not concern `lm`."""
+    """Returns this process's variables without pytest's own, which differ per test and do not concern `lm`."""
     return {name: value for name, value in os.environ.items() if not name.startswith('PYTEST_')}
 
 
