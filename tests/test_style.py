@@ -28,9 +28,6 @@ NOT_YET = (
     'runs',
 )
 NOT_YET_TESTS = (
-    'attention',
-    'audit',
-    'bench',
     'check',
     'checkpoint',
     'cost_model',
