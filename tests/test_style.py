@@ -28,9 +28,6 @@ NOT_YET = (
     'runs',
 )
 NOT_YET_TESTS = (
-    'check',
-    'checkpoint',
-    'cost_model',
     'data',
     'eval_harness',
     'evaluation',
