@@ -1,4 +1,5 @@
-"""`--set NAME=VALUE`: the same binding as --gin_param, without gin's quotes; the settings that a wrong flag means."""
+"""`--set NAME=VALUE` makes the same binding as --gin_param without gin's quotes; a wrong flag leads to the setting it
+means."""
 
 import argparse
 
@@ -40,7 +41,7 @@ from lm.config.text import dump
         ('mine.name=x y', "mine.name = 'x y'"),
     ],
 )
-def test_a_text_is_quoted_and_all_else_stays(setting, binding):
+def test_text_values_are_quoted_and_other_values_stay(setting, binding):
     assert write_binding(setting) == binding
 
 
@@ -85,7 +86,7 @@ def test_a_setting_is_recorded_as_a_binding():
     assert text('--set', 'data.path=a', '--set=train.steps=7') == text(
         '--gin_param', "data.path = 'a'", '--gin_param', 'train.steps = 7'
     )
-    # The last one wins, whichever flag it is.
+    # The last flag wins, whichever of the two it is.
     assert 'train.steps = 8\n' in text('--set', 'train.steps=7', '--gin_param', 'train.steps = 8')
     assert 'train.steps = 7\n' in text('--gin_param', 'train.steps = 8', '--set', 'train.steps=7')
 
@@ -110,7 +111,7 @@ def test_sweeps_take_settings(tmp_path):
         (['--stesp', '5'], 'did you mean --step?'),
     ],
 )
-def test_a_flag_that_does_not_exist_leads_to_a_setting(words, expected, capsys):
+def test_an_unknown_flag_suggests_a_setting(words, expected, capsys):
     assert main(['train', '--run_dir', 'x', *words]) == 2
     error = capsys.readouterr().err
     assert expected in error
