@@ -28,7 +28,6 @@ NOT_YET = (
     'runs',
 )
 NOT_YET_TESTS = (
-    'data',
     'eval_harness',
     'evaluation',
     'faults',
