@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import re
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -119,6 +120,24 @@ def test_python_code_of_the_pages(path):
     for name in set(re.findall(r'(?<![\w./-])lm(?:\.[A-Za-z_]\w*)+(?!\w*[/-])', text)):
         is_file = (tiny.ROOT / name.replace('.', '/')).with_suffix('.py').exists()  # it may need other packages
         assert is_file or pkgutil.resolve_name(name) is not None
+
+
+def test_python_code_of_the_check_page_runs():
+    """In a new process, in which no test has imported a module before."""
+    page = (tiny.ROOT / 'docs' / 'check.md').read_text()
+    (code,) = re.findall(r'```python\n(.*?)```', page, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, '-c', code], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert [int(word) > 0 for word in done.stdout.split()] == [True] * 3
+
+
+@pytest.mark.parametrize('path', tiny.PAGES, ids=lambda path: path.stem)
+def test_calls_of_the_pages_need_no_import_but_of_lm(path):
+    """`lm.a.b(…)` outside of a block works after `import lm` alone."""
+    for first in re.findall(r'`[^`\n]*\blm\.([a-z]\w*)(?:\.\w+)+\(', path.read_text()):
+        assert first in lm.PUBLIC, f'lm.{first}'
 
 
 def test_names_of_pages_become_links():
