@@ -28,9 +28,6 @@ NOT_YET = (
     'runs',
 )
 NOT_YET_TESTS = (
-    'eval_harness',
-    'evaluation',
-    'faults',
     'interop',
     'model',
     'ops',
