@@ -28,9 +28,6 @@ NOT_YET = (
     'runs',
 )
 NOT_YET_TESTS = (
-    'interop',
-    'model',
-    'ops',
     'runs',
     'scripts',
     'session',

@@ -279,10 +279,8 @@ def test_examples_and_answers_are_counted_once(answering, batch_size):
 def test_the_task_decides_what_counts(answering):
     whole = answering(True)
     assert whole.describe(whole(WEIGHTS, 3)).startswith('accuracy 40.00 % of 5 examples, 60.00 % of 10 answers  loss ')
-    figures = whole(WEIGHTS, 3) | {
-        'answers': 5,
-        'accuracy_per_answer': 0.4,
-    }  # with one answer per example, the accuracy is listed once
+    # With one answer per example, the accuracy is listed once.
+    figures = whole(WEIGHTS, 3) | {'answers': 5, 'accuracy_per_answer': 0.4}
     assert whole.describe(figures).startswith('accuracy 40.00 % of 5 examples  loss ')
     single = answering(False)
     assert single.describe(single(WEIGHTS, 3)).startswith('accuracy 60.00 % of 10 answers  loss ')

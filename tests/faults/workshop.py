@@ -207,9 +207,8 @@ class Workshop:
             arguments += ['--coordinator_address', address, '--process_count', str(shape.processes)]
             jobs = [[*arguments, '--process_id', str(i)] for i in range(shape.processes)]
         if self.nursery and not cold:
-            flags = self.environment(shape.devices)[
-                'XLA_FLAGS'
-            ]  # otherwise warm and cold programs differ in the last bit
+            # With other flags, warm and cold programs differ in the last bit.
+            flags = self.environment(shape.devices)['XLA_FLAGS']
             return Session([self.nursery.start([*launcher, '--', *job], flags) for job in jobs])
         program = [sys.executable, str(LAUNCHERS), *launcher, '--'] if launcher else [sys.executable, '-m', 'lm.cli']
         return self.session([[*program, *job] for job in jobs], shape.devices)
