@@ -28,8 +28,6 @@ NOT_YET = (
     'runs',
 )
 NOT_YET_TESTS = (
-    'runs',
-    'scripts',
     'session',
     'sweep',
     'tasks',
