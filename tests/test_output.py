@@ -1,5 +1,6 @@
-"""What nobody reads any more, or no disk takes, stops no training, and ends a command that only prints."""
+"""Output that nobody reads, or that finds no disk space: training goes on, and a command that only prints ends."""
 
+import importlib.util
 import os
 import pty
 import shutil
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 
-from lm.output import lasting
+from lm.output import WITHOUT_TPU, lasting, quiet_libtpu
 
 
 def command(*arguments: str) -> list[str]:
@@ -24,15 +25,15 @@ def run_into(stdout: Any, *arguments: str, stderr: Any = subprocess.PIPE) -> sub
 
 @pytest.fixture
 def unread():
-    """The writing end of a pipe that nobody reads."""
+    """Returns the writing end of a pipe that nobody reads."""
     reading, writing = os.pipe()
     os.close(reading)
     yield writing
     os.close(writing)
 
 
-def test_a_training_outlives_its_reader(tiny_flags, reference_run, tmp_path):
-    """Who read stderr, too: `2>&1 | tee` that has ended."""
+def test_training_goes_on_after_the_reader_of_its_output_has_ended(tiny_flags, reference_run, tmp_path):
+    """The reader of stderr may end too: `2>&1 | tee` that has ended."""
     run = tmp_path / 'run'
     process = tiny.start('train', '--run_dir', str(run), *tiny_flags, cold=True)
     while not process.stdout.readline().startswith('step'):
@@ -42,8 +43,8 @@ def test_a_training_outlives_its_reader(tiny_flags, reference_run, tmp_path):
     assert tiny.losses(run) == tiny.losses(reference_run[0])
 
 
-def test_a_command_without_streams_or_with_few_characters(reference_run, tmp_path):
-    """`>&-`, and a terminal of ASCII; what is in the files is the same."""
+def test_a_command_runs_without_streams_and_in_an_ascii_terminal(reference_run, tmp_path):
+    """`>&-` closes a stream. Both cases must write the same files."""
     run = shutil.copytree(reference_run[0], tmp_path / 'run')
     (written,) = [tmp_path / 'run' / 'evaluations' / 'step-40_validation_32_disjoint.json']
     for close in ('>&-', '<&- >&- 2>&-'):
@@ -57,7 +58,7 @@ def test_a_command_without_streams_or_with_few_characters(reference_run, tmp_pat
     assert done.stdout.isascii()
 
 
-def test_the_first_loss_of_output_is_told(monkeypatch, capfd):
+def test_the_first_lost_output_is_reported(monkeypatch, capfd):
     reading, writing = os.pipe()
     monkeypatch.setattr(sys, 'stdout', os.fdopen(writing, 'w'))
     with lasting('lm train'):
@@ -69,7 +70,7 @@ def test_the_first_loss_of_output_is_told(monkeypatch, capfd):
 
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full here')
-def test_a_training_goes_on_where_its_output_finds_no_room(tiny_flags, tmp_path):
+def test_training_goes_on_when_its_output_finds_no_disk_space(tiny_flags, tmp_path):
     settings = [*tiny_flags, *tiny.params({'train.steps': 12, 'train.eval_every': None})]
     with open('/dev/full', 'w') as full:
         done = run_into(full, 'train', '--run_dir', str(tmp_path / 'run'), *settings)
@@ -92,7 +93,7 @@ def test_a_closed_terminal_saves_the_run(tiny_flags, reference_run, tmp_path):
     )
     os.close(its_end)
     said = b''
-    while b'step  1/40' not in said:  # all of them take half a second
+    while b'step  1/40' not in said:  # all steps together take half a second
         said += os.read(terminal, 1000)
     os.close(terminal)
     assert process.wait(timeout=120) == 42
@@ -108,7 +109,7 @@ def test_a_command_that_only_prints_ends_without_a_reader(reference_run, unread)
 
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full here')
-def test_a_command_that_only_prints_says_that_there_is_no_room(reference_run):
+def test_a_command_that_only_prints_reports_a_full_disk(reference_run):
     with open('/dev/full', 'w') as full:
         done = run_into(full, 'inspect', str(reference_run[0]))
     assert done.returncode == 1
@@ -132,3 +133,57 @@ for _ in range(2):
 """
     done = subprocess.run([sys.executable, '-c', code], env=tiny.environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, 'told to stop\n' * 2)
+
+
+def test_lines_of_native_code_are_left_out():
+    """Python's own lines stay, in the order of their prints, and so does what else native code prints."""
+    code = """
+import os, sys, time
+from lm.output import lasting, leave_out_lines
+with lasting('lm'):
+    print('before [Gloo]')
+    leave_out_lines(b'[Gloo] ')
+    print('[Gloo] of Python')
+    os.write(1, b'[Gloo] Rank 0 is connected to 1 peer ranks\\n')
+    os.write(1, b'native\\n')
+    sys.stdout.flush()
+    time.sleep(0.3)
+"""
+    done = subprocess.run([sys.executable, '-c', code], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.decode().splitlines()) == ['[Gloo] of Python', 'before [Gloo]', 'native']
+
+
+@pytest.mark.parametrize(
+    ('devices', 'variables', 'is_quiet'),
+    [
+        ([], {}, True),
+        (['/dev/accel0'], {}, False),
+        ([], {'TPU_WORKER_ID': '0'}, False),
+        ([], {'JAX_PLATFORMS': 'tpu'}, False),
+        ([], {'JAX_PLATFORMS': 'cpu'}, True),
+    ],
+)
+def test_libtpu_is_quiet_where_there_is_no_tpu(devices, variables, is_quiet, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(('TPU_', 'CLOUD_TPU_', 'JAX_PLATFORMS'))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr('glob.glob', lambda pattern: [d for d in devices if d.startswith(pattern[:8])])
+    kept = dict(os.environ)
+    quiet_libtpu()
+    added = {name: os.environ[name] for name in os.environ.keys() - kept.keys()}
+    for name in added:
+        monkeypatch.delenv(name)
+    assert added == (WITHOUT_TPU if is_quiet else {})
+
+
+@pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
+def test_a_command_with_libtpu_prints_none_of_its_lines(reference_run):
+    """This machine has no TPU."""
+    environment = {name: value for name, value in tiny.environment().items() if not name.startswith('TPU_')}
+    words = command('generate', '--run_dir', str(reference_run[0]), '--prompt', 'a', '--max_tokens', '1')
+    done = subprocess.run(words, env=environment, cwd=tiny.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert len(done.stderr.splitlines()) == 1, done.stderr  # its own, with the count of tokens
+    assert 'TPU' not in done.stderr

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.stages import prepare
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.parquet import Parquet
+from lm.data.store import TokenStore
 from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError, MismatchError
 
@@ -18,7 +20,7 @@ TEXTS = [words(1 + i % 40, seed=i) for i in range(200)]
 
 
 def write(path, texts=TEXTS, kind='string', rows=30, **options):
-    """A file of row groups, with another column and one of a confusing name in front."""
+    """Writes a file of row groups, with another column and a column of a similar name in front."""
     import pyarrow.parquet
 
     columns = {'meta': [{'text': 'no'}] * len(texts), 'text': pyarrow.array(texts, kind)}
@@ -40,8 +42,8 @@ def test_rows_come_in_order_by_split(tmp_path, kind):
 
 
 @pytest.mark.parametrize('place', ['data/{}-0000{}-of-00002.parquet', '{}/000{}.parquet'])
-def test_a_data_set_as_it_lies_on_the_hub(tmp_path, place):
-    """A snapshot of the hub's cache: links to files that are named by their hashes."""
+def test_a_snapshot_of_the_hub_is_read(tmp_path, place):
+    """A snapshot in the hub's cache has links to files that are named by their hashes."""
     (tmp_path / 'blobs').mkdir()
     for i, (split, some) in enumerate((('train', TEXTS[:150]), ('train', TEXTS[150:]), ('test', TEXTS[:7]))):
         blob = tmp_path / 'blobs' / str(i)
@@ -103,7 +105,7 @@ def test_wrong_columns_and_files_are_one_line(tmp_path, monkeypatch):
             source.shards('train')
 
 
-def test_a_store_from_parquet_is_that_from_json_lines(tmp_path):
+def test_a_store_from_parquet_equals_a_store_from_json_lines(tmp_path):
     for split, own in {'train': TEXTS, 'validation': TEXTS[:9]}.items():
         write(tmp_path / f'{split}.parquet', own)
         (tmp_path / f'{split}.jsonl').write_text(''.join(json.dumps({'text': text}) + '\n' for text in own))
@@ -113,3 +115,33 @@ def test_a_store_from_parquet_is_that_from_json_lines(tmp_path):
         info = prepare(config, str(tmp_path / source.gin_name), Console(file=io.StringIO()))
         prints.add(info['fingerprint'])
     assert len(prints) == 1
+
+
+def test_a_missing_validation_split_is_said(tmp_path):
+    """The remedy that is printed works; sources with the split, and chosen splits, say nothing of it."""
+    (tmp_path / 'in').mkdir()
+    write(tmp_path / 'in' / 'train-00000-of-00001.parquet')
+    tokenizer = TokenizerConfig(vocab_size=300)
+
+    def said(name: str, path: str, **options) -> str:
+        config = PrepareConfig(source=Parquet(path=path), tokenizer=tokenizer, processes=1, **options)
+        output = io.StringIO()
+        prepare(config, str(tmp_path / name), Console(file=output))
+        return output.getvalue()
+
+    shown = said('a', str(tmp_path / 'in'))
+    assert 'there is no validation split' in shown
+    assert "train with data.eval_split = 'train'" in shown
+    remedy = re.search(r"hold out 5 % of the documents by parquet.path = '(.+?)'", shown)[1]
+    assert 'no validation split' not in said('b', remedy)
+    assert TokenStore.open(str(tmp_path / 'b')).splits == ('train', 'validation')
+    assert 'no validation split' not in said('c', str(tmp_path / 'in'), splits=('train',))
+
+
+def test_a_missing_split_names_bindings_that_every_verb_has(tmp_path):
+    write(tmp_path / 'train.parquet')
+    config = PrepareConfig(source=Parquet(path=str(tmp_path)), tokenizer=TokenizerConfig(vocab_size=300), processes=1)
+    prepare(config, str(tmp_path / 'store'), Console(file=io.StringIO()))
+    with pytest.raises(ConfigError, match=r'has train; choose .* data\.eval_split or evaluate\.split') as error:
+        TokenStore.open(str(tmp_path / 'store')).tokens('validation')
+    assert '--' not in str(error.value)

@@ -1,4 +1,4 @@
-"""The page of files says what real commands write: each path, and each key."""
+"""The page on files agrees with the output of real commands: each path, and each key."""
 
 import importlib
 import json
@@ -11,16 +11,26 @@ import tiny
 sys.path.append(str(tiny.ROOT / 'docs' / 'extensions'))
 
 from lm_reference import files
+from lm_reference.keys import (
+    Accounts,
+    CheckpointRecord,
+    EvalRecord,
+    Leaf,
+    Ledger,
+    LockOwner,
+    PositionLoss,
+    RunInfo,
+    SavedEvaluation,
+    SplitInfo,
+    StartInfo,
+    StoreInfo,
+    SweepRow,
+    SweepTable,
+    TokenizerInfo,
+    TrainRecord,
+)
 
-from lm.checkpoint.snapshot import CheckpointRecord, Leaf
-from lm.data.store import SplitInfo, StoreInfo, TokenizerInfo
-from lm.evaluation.result import EvalRecord, PositionLoss, SavedEvaluation
-from lm.runs.goodput import Accounts, Ledger
-from lm.runs.info import RunInfo, StartInfo
-from lm.runs.lock import LockOwner
-from lm.runs.metrics_file import TrainRecord
 from lm.runs.run_dir import RunDir
-from lm.runs.sweep_file import SweepRow, SweepTable
 
 PAGE = (tiny.ROOT / 'docs' / 'reference' / 'files.md').read_text()
 OF_ORBAX = {'_CHECKPOINT_METADATA'}
@@ -28,7 +38,7 @@ TYPES = {'str': str, 'int': int, 'float': (int, float), 'bool': bool, 'dict': di
 
 
 def check(found: dict, described: type) -> None:
-    """`found` has all keys that must be there, no other, and values of their types."""
+    """Checks that `found` has all required keys, no other key, and values of their types."""
     assert described.__required_keys__ <= found.keys() <= described.__annotations__.keys()
     for name, kind, _ in files.keys(described):
         kind = re.sub(r'^NotRequired\[(.*)\]$', r'\1', kind)
@@ -39,7 +49,7 @@ def check(found: dict, described: type) -> None:
 
 
 def paths(heading: str) -> list[str]:
-    """The first column of the table below a heading."""
+    """Returns the first column of the table below a heading."""
     part = PAGE.partition(f'\n{heading}\n')[2]
     return re.findall(r'^\| `([^`]+)`', part.partition('\n#')[0], re.MULTILINE)
 
@@ -133,4 +143,4 @@ def test_every_described_file_is_on_the_page():
         module, _, word = name.partition(':')
         for key, _, _ in files.own_keys(getattr(importlib.import_module(module), word)):
             assert f'\n| `{key}` |' in text
-    assert '(key-startinfo)=' in files.page('lm.runs.info:RunInfo')
+    assert '(key-startinfo)=' in files.page('lm_reference.keys:RunInfo')
