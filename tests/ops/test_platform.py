@@ -85,5 +85,5 @@ def test_kernels_that_an_operation_lacks_are_passed_over(monkeypatch):
 
 
 def test_few_tokens_are_no_work_for_kernels():
-    assert platform.for_few(1) == platform.for_few(127) == 'xla'
-    assert platform.for_few(128) is None
+    assert platform.choose_for_short(1) == platform.choose_for_short(127) == 'xla'
+    assert platform.choose_for_short(128) is None
