@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Checks all files without running them, with the tools of the extra [test]. scripts/test.sh and pre-commit call it.
+# Checks all files without running them, with the tools of the extra [test]. .ci/run and pre-commit call it.
 #
-#   scripts/lint.sh              every check except pyright, which takes a minute
+#   scripts/lint.sh              every check; pyright takes 20 seconds or more
 #   scripts/lint.sh ruff-check   one check: ruff-check ruff-format shellcheck pyright
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=${VENV:-.venv}/bin
-[ $# -gt 0 ] || set -- ruff-check ruff-format shellcheck
+[ $# -gt 0 ] || set -- ruff-check ruff-format shellcheck pyright
 for check in "$@"; do
   case $check in
     ruff-check) "$bin/ruff" check --quiet . ;;

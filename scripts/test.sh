@@ -31,7 +31,7 @@ if [ -n "${GPU_COMPILER:-}" ]; then
   jax=$("$venv/bin/python" -c 'import jax; print(jax.__version__)')
   pip install --no-deps "jax-cuda13-plugin==$jax" "jax-cuda13-pjrt==$jax"
 fi
-VENV=$venv scripts/lint.sh
+VENV=$venv scripts/lint.sh ruff-check ruff-format shellcheck
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
 workers=${WORKERS:-$("$venv/bin/python" -c 'import os; print(min(8, len(os.sched_getaffinity(0))))')}
 exec "$venv/bin/python" -m pytest -n "$workers" --dist loadfile "$@"

@@ -7,7 +7,7 @@ under the features keeps the features of long vectors from vanishing together.
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.products import ProductFeatures
 from lm.config.configurable import configurable, field
+from lm.ops.linear_attention import LinearCall, Options
 from lm.parameters import declare
 
 FLOOR = 1e-12
@@ -72,13 +73,7 @@ class HedgehogAttention(LinearModule):
             kind, weights = declare('matrix', 'features', 'head'), [eye, eye]
         self.q_weight, self.k_weight = (nnx.Param(weight, **kind) for weight in weights)
 
-    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
-        return dict(
-            q_BxLxHxE=q_BxLxHxD,
-            k_BxLxKxE=k_BxLxKxD,
-            v_BxLxKxD=v_BxLxKxD,
-            feature_map=TwoSidedSoftmax(),
-            q_parameters=self.q_weight[...],
-            k_parameters=self.k_weight[...],
-            denominator_bias=0.0,
-        )
+    def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
+        options = Options(feature_map=TwoSidedSoftmax(), denominator_bias=0.0)
+        weights = (self.q_weight[...], self.k_weight[...])
+        return LinearCall(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *weights, options=options)

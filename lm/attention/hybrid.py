@@ -12,6 +12,7 @@ with softmax runs under it unchanged. Where |s| leaves the interval, P is not ex
 positive; that is the paper's approximation, not something this file corrects.
 """
 
+import dataclasses
 from typing import Any, Self
 
 import jax
@@ -24,7 +25,7 @@ from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_
 from lm.attention.maps.monomials import APPROXIMATIONS, Monomials, n_terms
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
-from lm.ops.linear_attention import ExpKernel
+from lm.ops.linear_attention import ExpKernel, LinearCall, Options
 
 MOST_TERMS = 2**23
 """Sums of a head, twice the paper's most: of each there are as many numbers as of a value. Listing many more would take
@@ -92,20 +93,23 @@ class HybridAttention(LinearModule):
         self.dims = dims
         self.scale = config.scale or dims.head_dim**-0.5
 
-    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
+    def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
         config = self.config
-        result = dict(
-            q_BxLxHxE=q_BxLxHxD * self.scale,
-            k_BxLxKxE=k_BxLxKxD,
-            v_BxLxKxD=v_BxLxKxD,
-            local=ExpKernel(self.scale),
-            window=config.window,
+        options = Options(local=ExpKernel(self.scale), window=config.window, denominator_bias=0.0)
+        weights: tuple[jax.Array, ...] = ()
+        if config.direct:
+            options = dataclasses.replace(options, powers=tuple(config.coefficients.tolist()))
+        else:
+            monomials = Monomials(config.degree, config.parts)
+            options = dataclasses.replace(options, feature_map=monomials)
+            weights = (jnp.asarray(monomials.weights(config.coefficients, self.dims.head_dim)),)
+        return LinearCall(
+            q_BxLxHxD * self.scale,
+            k_BxLxKxD,
+            v_BxLxKxD,
+            q_parameters=weights,
+            k_parameters=(),
             q_local_BxLxHxC=q_BxLxHxD,
             k_local_BxLxKxC=k_BxLxKxD,
-            denominator_bias=0.0,
+            options=options,
         )
-        if config.direct:
-            return result | dict(powers=tuple(config.coefficients.tolist()))
-        monomials = Monomials(config.degree, config.parts)
-        weights_R = jnp.asarray(monomials.weights(config.coefficients, self.dims.head_dim))
-        return result | dict(feature_map=monomials, q_parameters=(weights_R,), k_parameters=())

@@ -1,6 +1,7 @@
 """The base of mechanisms on `lm.ops.linear_attention`: decoding from a constant-size state, signed weights, cost."""
 
 import abc
+import dataclasses
 from typing import Any, Self
 
 import jax
@@ -14,11 +15,6 @@ from lm.ops.powers import quotient
 
 DEFAULT_BLOCK = 128
 """Tokens per block for `linear_flops_per_token` where the operation chooses the block."""
-
-
-TOKENS = ('q_BxLxHxE', 'k_BxLxKxE', 'v_BxLxKxD', 'q_local_BxLxHxC', 'k_local_BxLxKxC', 'log_decay_BxLxK')
-PARAMETERS = ('q_parameters', 'k_parameters')
-"""The array arguments of the operation; all others are static."""
 
 
 class LinearAttention(Attention):
@@ -41,7 +37,7 @@ class LinearAttention(Attention):
 
 
 class LinearModule(AttentionModule):
-    """A mechanism that makes one call of `lm.ops.linear_attention`, with the arguments from `arguments`.
+    """A mechanism that makes one call of `lm.ops.linear_attention`, which `make_call` makes.
 
     Negative weights may have a sum near zero. Mechanisms with such weights set `signed`, and their call returns sums in
     place of means. A denominator S (with `denominator_bias`) within `epsilon` of 0 is replaced by S + 2 epsilon. The
@@ -52,13 +48,14 @@ class LinearModule(AttentionModule):
     signed = False
     denominator_bias = 0.0
     epsilon = 0.0
+    implementation: str | None = None
+    """The implementation of the operation that training requests; decoding has only one."""
 
     @abc.abstractmethod
-    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
-        """Returns arrays (`TOKENS`, `PARAMETERS`) and options of the call for queries and keys from `normalize`.
+    def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
+        """Returns the call of the operation for queries and keys from `normalize`.
 
-        Decoding has one implementation and ignores `implementation`. With `signed`, `normalize` is False. A mechanism
-        with `projections` takes them as further arguments.
+        With `signed`, its option `normalize` is False. A mechanism with `projections` takes them as further arguments.
         """
 
     def outputs(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
@@ -74,20 +71,19 @@ class LinearModule(AttentionModule):
         starts_BxL: jax.Array | None = None,
         **named: jax.Array,
     ) -> jax.Array:
-        arguments = self.arguments(q_BxLxHxD, k_BxLxKxD, self._columns(v_BxLxKxD), *projected, **named)
+        call = self.make_call(q_BxLxHxD, k_BxLxKxD, self._columns(v_BxLxKxD), *projected, **named)
         if not self.dims.causal:
-            arguments |= {'causal': False}
-        call = self._make_call(arguments, starts_BxL)
-        o_BxLxHxC = compute(call, arguments.get('implementation')).o_BxLxHxD
+            call = dataclasses.replace(call, options=dataclasses.replace(call.options, causal=False))
+        o_BxLxHxC = compute(self._separate(call, starts_BxL), self.implementation).o_BxLxHxD
         return self.outputs(self._divided(o_BxLxHxC, v_BxLxKxD.dtype), v_BxLxKxD)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> decode.DecodeState:
         """Returns sums over no keys, float32, of one size for any length, and room for exactly compared keys."""
         heads = (self.dims.n_heads, self.dims.n_kv_heads, self.dims.n_kv_heads)
         q_Bx1xHxD, k_Bx1xKxD, v_Bx1xKxD = (jnp.zeros((batch, 1, n, self.dims.head_dim), dtype) for n in heads)
-        arguments = self.arguments(*self.normalize(q_Bx1xHxD, k_Bx1xKxD), self._columns(v_Bx1xKxD))
+        call = self.make_call(*self.normalize(q_Bx1xHxD, k_Bx1xKxD), self._columns(v_Bx1xKxD))
         starts_Bx1 = jnp.zeros((batch, 1), jnp.int32) if documents else None
-        return decode.init_state(self._make_call(arguments, starts_Bx1), max_length)
+        return decode.init_state(self._separate(call, starts_Bx1), max_length)
 
     def decode_step(
         self,
@@ -100,16 +96,16 @@ class LinearModule(AttentionModule):
         **named: jax.Array,
     ) -> tuple[decode.DecodeState, jax.Array]:
         v_BxTxKxC = self._columns(v_BxTxKxD)
-        arguments = self.arguments(*self.normalize(q_BxTxHxD, k_BxTxKxD), v_BxTxKxC, *projected, **named)
-        state, o_BxTxHxC = decode.decode_step(state, self._make_call(arguments, starts_BxT))
+        call = self.make_call(*self.normalize(q_BxTxHxD, k_BxTxKxD), v_BxTxKxC, *projected, **named)
+        state, o_BxTxHxC = decode.decode_step(state, self._separate(call, starts_BxT))
         return state, self.outputs(self._divided(o_BxTxHxC, v_BxTxKxD.dtype), v_BxTxKxD)
 
-    def _make_call(self, arguments: dict[str, Any], starts_BxL: jax.Array | None) -> LinearCall:
-        """Makes the call of the operation; the starts of documents, if there are any, become decay."""
-        if starts_BxL is not None:
-            decay_BxLxK = arguments.get('log_decay_BxLxK')
-            arguments |= {'log_decay_BxLxK': forgetting(starts_BxL, decay_BxLxK, self.dims.n_kv_heads)}
-        return LinearCall.from_arguments(arguments)
+    def _separate(self, call: LinearCall, starts_BxL: jax.Array | None) -> LinearCall:
+        """Returns the call in which documents do not see each other: their starts, if there are any, become decay."""
+        if starts_BxL is None:
+            return call
+        log_decay_BxLxK = forgetting(starts_BxL, call.log_decay_BxLxK, self.dims.n_kv_heads)
+        return dataclasses.replace(call, log_decay_BxLxK=log_decay_BxLxK)
 
     def _columns(self, v_BxLxKxD):
         if not self.signed:

@@ -19,6 +19,7 @@ from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_
 from lm.attention.maps.products import ProductFeatures
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
+from lm.ops.linear_attention import LinearCall, Options
 from lm.ops.rotary import HeadNorms
 from lm.parameters import declare
 
@@ -163,18 +164,15 @@ class LlopsAttention(NormedModule, LinearModule):
     def norms(self) -> HeadNorms | None:
         return super().norms if self.config.layer_norm else None
 
-    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
+    def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
         config = self.config
-        return dict(
-            q_BxLxHxE=q_BxLxHxD,
-            k_BxLxKxE=k_BxLxKxD,
-            v_BxLxKxD=v_BxLxKxD,
+        options = Options(
             feature_map=config.sketch(v_BxLxKxD.dtype),
-            q_parameters=self.q_factors[...],
-            k_parameters=self.k_factors[...],
             denominator_bias=config.denominator_bias,
             normalize=config.renormalize and not self.signed,
         )
+        factors = (self.q_factors[...], self.k_factors[...])
+        return LinearCall(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *factors, options=options)
 
 
 def based_size(n_features: int, affine: bool) -> int:

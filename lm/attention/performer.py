@@ -12,6 +12,7 @@ from lm.attention.maps.projections import PROJECTIONS
 from lm.attention.maps.random_features import FEATURES, SOFTMAX_FEATURES, Projection, RandomFeatures
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
+from lm.ops.linear_attention import LinearCall, Options
 from lm.ops.linear_attention.decode import DecodeState
 from lm.parameters import Buffer
 
@@ -114,17 +115,13 @@ class PerformerAttention(LinearModule):
             raise ConfigError('performer.causal = False: cannot generate token by token; set it to True')
         return super().init_state(batch, max_length, dtype, documents)
 
-    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
+    def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
         projection = Projection(self.projection[...], None if self.phases is None else self.phases[...])
-        return dict(
-            q_BxLxHxE=q_BxLxHxD,
-            k_BxLxKxE=k_BxLxKxD,
-            v_BxLxKxD=v_BxLxKxD,
+        options = Options(
             feature_map=self.feature_map,
-            q_parameters=projection,
-            k_parameters=projection,
             block=self.config.block,
             denominator_bias=0.0,
             normalize=self.config.renormalize and not self.signed,
             causal=self.config.causal,
         )
+        return LinearCall(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, projection, projection, options=options)

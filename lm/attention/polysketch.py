@@ -1,7 +1,8 @@
 """Polysketch: polynomial attention in linear time, by sketching far weights and computing near ones exactly
 (PolySketchFormer)."""
 
-from typing import Any, Self
+import dataclasses
+from typing import Self
 
 import jax
 from flax import nnx
@@ -9,10 +10,10 @@ from flax import nnx
 from lm.attention.base import HeadDims, NormedModule, score_scale, score_start
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.sketches import SKETCHES, Sketched
-from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
+from lm.attention.recurrent.gate import Gated
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import polynomial_attention
-from lm.ops.linear_attention import IMPLEMENTATIONS, SQUARE, PolynomialKernel
+from lm.ops.linear_attention import IMPLEMENTATIONS, SQUARE, LinearCall, Options, PolynomialKernel
 from lm.ops.platform import sequence_shards
 
 
@@ -22,7 +23,7 @@ def power_of_two(value: int) -> str | None:
 
 
 @configurable('polysketch')
-class Polysketch(LinearAttention):
+class Polysketch(Gated, LinearAttention):
     """Weights ⟨ψ(q'_i), ψ(k'_j)⟩² / (b + Σ), where ' is layer normalization and ⟨ψ(x), ψ(y)⟩ ≈ ⟨x, y⟩^(degree/2);
     with `local`, ⟨q'_i, k'_j⟩^degree where i and j are in the same block. A context of one block is then computed
     exactly. With `gate` all weights fade, far and near. The defaults are the paper's, which does not say where scores
@@ -43,9 +44,6 @@ class Polysketch(LinearAttention):
     per_head: bool = field(default=False, help='each key head has its own sketch; False: one for the layer')
     denominator_bias: float = field(default=1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
     offset: float = field(default=2.0, minimum=0, help='first mean of scores, in their standard deviations')
-    gate: bool = field(
-        default=False, help='each token decides, for each key head, how much it leaves of all weights before it'
-    )
     implementation: str | None = field(
         default=None,
         choices=tuple(IMPLEMENTATIONS),
@@ -55,9 +53,6 @@ class Polysketch(LinearAttention):
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'PolysketchAttention':
         return PolysketchAttention(self, dims, rngs)
-
-    def projections(self, dims: HeadDims) -> dict[str, int]:
-        return gate_projections(self.gate, dims.n_kv_heads)
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         """Counts the r (r + 1) / 2 products of a sketch that differ. Kernels form them in tiles of 8 × 8: 640 where 528
@@ -74,7 +69,7 @@ class Polysketch(LinearAttention):
     def why_causal(self) -> str | None:
         if self.local:
             return 'polysketch.local = True: the exact blocks have the causal mask; set it to False'
-        return GATED.format('polysketch') if self.gate else None
+        return super().why_causal()
 
     @classmethod
     def kernel_forms(cls) -> dict[str, Self]:
@@ -90,8 +85,9 @@ class PolysketchAttention(NormedModule, LinearModule):
     def __init__(self, config: Polysketch, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
         self.dims = dims
+        self.implementation = config.implementation
         self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim))
-        self.gate = forget_gate(config.gate, dims.n_kv_heads)
+        self.gate = config.build_gate(dims)
         n = dims.n_kv_heads if config.per_head else 1
         self.sketch = SKETCHES[config.sketch](
             n, dims.head_dim, config.sketch_size, config.degree // 2, config.network_width, rngs
@@ -107,13 +103,13 @@ class PolysketchAttention(NormedModule, LinearModule):
             lambda x_BxLxNxGxM: x_BxLxNxGxM.reshape(*x_BxLxNxGxM.shape[:2], -1, x_BxLxNxGxM.shape[-1]), found
         )
 
-    def arguments(
+    def make_call(
         self,
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
         v_BxLxKxD: jax.Array,
         gate_BxLxK: jax.Array | None = None,
-    ) -> dict[str, Any]:
+    ) -> LinearCall:
         # The sketch sees what the exact kernel sees, so that both weigh a pair alike: the paper considers q and k only
         # after layer normalization (§2.1). (The published code feeds its networks the vectors before it.)
         config = self.config
@@ -121,20 +117,13 @@ class PolysketchAttention(NormedModule, LinearModule):
         scale = score_scale(config.degree, self.dims.head_dim)
         if scale != 1.0:  # sketches multiply to scores' power degree / 2
             q_BxLxHxR, k_BxLxKxR = (x * scale ** (config.degree // 4) for x in (q_BxLxHxR, k_BxLxKxR))
-        result = dict(
-            q_BxLxHxE=q_BxLxHxR,
-            k_BxLxKxE=k_BxLxKxR,
-            v_BxLxKxD=v_BxLxKxD,
-            powers=SQUARE,
-            denominator_bias=config.denominator_bias * scale**config.degree,
-            implementation=config.implementation,
-        )
-        if self.gate is not None:
-            result |= dict(log_decay_BxLxK=self.gate.log_decay(k_BxLxKxD, gate_BxLxK))
-        if config.local:
-            result |= dict(local=PolynomialKernel(config.degree, scale), block=config.block)
-            result |= dict(q_local_BxLxHxC=q_BxLxHxD, k_local_BxLxKxC=k_BxLxKxD)
-        return result
+        log_decay_BxLxK = None if self.gate is None else self.gate.log_decay(k_BxLxKxD, gate_BxLxK)
+        options = Options(powers=SQUARE, denominator_bias=config.denominator_bias * scale**config.degree)
+        call = LinearCall(q_BxLxHxR, k_BxLxKxR, v_BxLxKxD, log_decay_BxLxK=log_decay_BxLxK, options=options)
+        if not config.local:
+            return call
+        options = dataclasses.replace(options, local=PolynomialKernel(config.degree, scale), block=config.block)
+        return dataclasses.replace(call, q_local_BxLxHxC=q_BxLxHxD, k_local_BxLxKxC=k_BxLxKxD, options=options)
 
     def attend(
         self,

@@ -5,7 +5,7 @@ Arora et al. (2024), as LLoPS §2.2 describes it (eq. 4, 5 and footnote 2): s = 
 `model.attention = [@taylor(), @softmax()]`.
 """
 
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from flax import nnx
 from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.config.configurable import configurable, field
+from lm.ops.linear_attention import LinearCall, Options
 from lm.parameters import declare
 
 SERIES = (1.0, 1.0, 0.5)
@@ -60,14 +61,10 @@ class TaylorAttention(LinearModule):
             for heads in (dims.n_heads, dims.n_kv_heads)
         )
 
-    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
-        return dict(
-            q_BxLxHxE=compress(q_BxLxHxD, self.q_weight),
-            k_BxLxKxE=compress(k_BxLxKxD, self.k_weight),
-            v_BxLxKxD=v_BxLxKxD,
-            powers=SERIES,
-            denominator_bias=0.0,
-        )
+    def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
+        q_BxLxHxR, k_BxLxKxR = compress(q_BxLxHxD, self.q_weight), compress(k_BxLxKxD, self.k_weight)
+        options = Options(powers=SERIES, denominator_bias=0.0)
+        return LinearCall(q_BxLxHxR, k_BxLxKxR, v_BxLxKxD, options=options)
 
 
 def compress(x_BxLxNxD: jax.Array, weight_NxDxR: nnx.Param | None) -> jax.Array:

@@ -4,7 +4,7 @@ import argparse
 import functools
 import pathlib
 
-from lm.commands.flags import add_gin_flags, add_job_flags, add_run_flags, job_address, read_experiment_of_run
+from lm.commands.flags import add_gin_flags, add_job_flags, add_run_flags, job_address, pick, read_experiment_of_run
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
@@ -46,9 +46,8 @@ def make_call(arguments: argparse.Namespace) -> Call:
         arguments.step,
         job_address(arguments),
         prompts=read_prompts(arguments.prompt, arguments.prompt_file, arguments.text_file),
-        max_tokens=arguments.max_tokens,
         sampling=sampling,
-        seed=arguments.seed,
+        **pick(arguments, 'max_tokens', 'seed'),
     )
 
 

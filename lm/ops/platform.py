@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -191,7 +191,7 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
     def __len__(self) -> int:
         return len(self._modules)
 
-    def choose(self, requested: str | None, call: Call, *rest: Any, **options: Any) -> Module:
+    def choose(self, requested: str | None, call: Call) -> Module:
         """Returns the implementation for the platform in context, or the requested one.
 
         Where none that the platform prefers can compute the call, the portable one does. The log says so once.
@@ -199,24 +199,24 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
         Raises:
             OperationError: an unknown name, or a requested implementation that does not support the call.
         """
-        name = 'xla' if _PORTABLE.get() else self._name_of_choice(requested, call, *rest, **options)
+        name = 'xla' if _PORTABLE.get() else self._name_of_choice(requested, call)
         if (noted := _CHOICES.get()) is not None:
             noted[self.operation] = name
         return self[name]
 
-    def _name_of_choice(self, requested: str | None, *args: Any, **options: Any) -> str:
+    def _name_of_choice(self, requested: str | None, call: Call) -> str:
         if requested is not None:
             if requested not in self:
                 names = ', '.join(sorted(self))
                 raise OperationError(f'implementation = {requested!r}: {self.operation} has only {names}')
-            if reason := self[requested].unsupported(*args, **options):
+            if reason := self[requested].unsupported(call):
                 raise OperationError(
                     f'implementation = {requested!r}: {self.operation} {reason}; leave it unset to use the best'
                 )
             return requested
         reasons = []
         for name in self._preferred.get(target_platform(), ()):
-            reason = self[name].unsupported(*args, **options)
+            reason = self[name].unsupported(call)
             if reason is None:
                 return name
             reasons.append(f'{name} {reason}')

@@ -1,4 +1,4 @@
-"""The shapes that the names of arguments, of the fields of calls and of results state are the shapes of the arrays."""
+"""Arrays have the shapes that the names of arguments, call fields and results state."""
 
 from typing import Annotated, NamedTuple
 
@@ -9,12 +9,15 @@ from shape_checks import ShapeError, checked, checked_calls
 
 from lm.ops import (
     cross_entropy,
+    delta_rule,
     exact_attention,
+    linear_attention,
     rotary,
     short_convolution,
     sketch_networks,
 )
 from lm.ops.exact_attention import cache
+from lm.ops.linear_attention import LinearResult
 
 B, L, H, K, D, E = 2, 12, 4, 2, 8, 6
 
@@ -67,6 +70,40 @@ def test_cross_entropy(implementation):
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize('implementation', ['xla', 'reference'])
+@pytest.mark.parametrize('case', ['plain', 'state', 'decay', 'local'])
+def test_linear_attention(case, implementation):
+    options = {
+        'plain': {},
+        'state': {'return_state': True},
+        'decay': {'log_decay_BxLxK': LOG_DECAY, 'return_state': True},
+        'local': {
+            'powers': linear_attention.SQUARE,
+            'local': linear_attention.PolynomialKernel(2),
+            'q_local_BxLxHxC': zeros(B, L, H, 3),
+            'k_local_BxLxKxC': zeros(B, L, K, 3),
+        },
+    }[case]
+    attend = checked(linear_attention.linear_attention, LinearResult)
+    arrays = (zeros(B, L, H, E) + 0.1, zeros(B, L, K, E) + 0.1, zeros(B, L, K, D))
+    with checked_calls(linear_attention.IMPLEMENTATIONS) as calls:
+        found = attend(*arrays, **options, implementation=implementation)
+        if case == 'state':
+            attend(*arrays, initial_state=found[1], return_state=True, implementation=implementation)
+    assert calls
+
+
+@pytest.mark.parametrize('implementation', ['xla', 'reference'])
+@pytest.mark.parametrize('decay', [None, LOG_DECAY], ids=['', 'decay'])
+def test_delta_rule(decay, implementation):
+    run = checked(delta_rule.delta_rule, delta_rule.DeltaResult)
+    arrays = (zeros(B, L, H, E), zeros(B, L, K, E), zeros(B, L, K, D), zeros(B, L, K), decay)
+    with checked_calls(delta_rule.IMPLEMENTATIONS) as calls:
+        _, state = run(*arrays, return_state=True, implementation=implementation)
+        run(*arrays, initial_state=state, query_length=1.0, implementation=implementation)
+    assert len(calls) == 2
+
+
 def test_short_convolution():
     with checked_calls(short_convolution.IMPLEMENTATIONS) as calls:
         convolve = checked(short_convolution.short_convolution)
@@ -86,7 +123,7 @@ def networks(size: int, r: int = 5, n: int = 2, hidden: int = 3) -> sketch_netwo
 
 @pytest.mark.parametrize('implementation', ['xla', 'reference'])
 def test_sketch_networks(implementation):
-    """Of queries and keys with other numbers of heads, in a tree of three nodes."""
+    """Queries and keys have different numbers of heads, in a tree of three nodes."""
     nodes = (networks(D), networks(D), networks(5))
     with checked_calls(sketch_networks.IMPLEMENTATIONS) as calls:
         sketch = checked(sketch_networks.sketch_networks)

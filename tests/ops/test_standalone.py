@@ -1,10 +1,12 @@
 """`lm.ops` by itself: it works without the libraries of the trainer, and its README is right."""
 
 import importlib
+import inspect
 import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import tiny
@@ -46,7 +48,7 @@ assert outside == {'lm'}, outside
 
 
 def run(code: str) -> str:
-    """What a process prints that cannot import what `lm` needs besides jax and numpy."""
+    """Runs the code without the other libraries that `lm` needs, and returns its output."""
     environment = {**tiny.environment(), 'JAX_PLATFORMS': 'cpu'}
     command = [sys.executable, '-c', PROLOGUE + code]
     done = subprocess.run(command, env=environment, cwd=tiny.ROOT, capture_output=True, text=True)
@@ -92,3 +94,21 @@ def test_operations_are_imported_when_they_are_used():
     run("assert 'jax' not in sys.modules; assert lm.ops.rotary.rotate; assert 'jax' in sys.modules")
     with pytest.raises(AttributeError, match='no attribute'):
         lm.ops.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize('operation', implementations())
+def test_every_implementation_takes_one_call(operation):
+    """Type checkers see protocols. The modules, which are imported by name, must follow them."""
+    shared: set[str] | None = None
+    for module in implementations()[operation].values():
+        names = {name for name, value in vars(module).items() if inspect.isfunction(value) and takes_one_call(value)}
+        shared = names if shared is None else shared & names
+    assert shared is not None
+    assert 'unsupported' in shared
+    assert len(shared) >= 2, 'the operation has no function with the same name in all of its implementations'
+
+
+def takes_one_call(function: Callable) -> bool:
+    """Returns whether the function takes a call as its only required argument."""
+    required = (p for p in inspect.signature(function).parameters.values() if p.default is p.empty)
+    return [p.name for p in required] == ['call']

@@ -55,9 +55,9 @@ def test_the_workflow_runs_what_ci_runs():
     assert set(workflow[True]) == {'push', 'pull_request', 'workflow_dispatch'}  # YAML reads `on` as True
 
 
-def test_ci_builds_the_site_and_runs_the_tests():
+def test_ci_builds_the_site_runs_the_tests_and_checks_types():
     lines = (tiny.ROOT / '.ci' / 'run').read_text().splitlines()
-    assert lines.index('scripts/docs.sh') < lines.index('exec scripts/test.sh')
+    assert lines.index('scripts/docs.sh') < lines.index('scripts/test.sh') < lines.index('scripts/lint.sh pyright')
 
 
 def test_hooks_are_the_checks_of_the_tests():
@@ -68,7 +68,10 @@ def test_hooks_are_the_checks_of_the_tests():
     assert [hook['entry'] for hook in repository['hooks']] == [f'scripts/lint.sh {check}' for check in checks]
     assert [hook['id'] for hook in repository['hooks']] == checks
     assert all(hook['language'] == 'system' and not hook['pass_filenames'] for hook in repository['hooks'])
-    assert re.search(r'^VENV=\S+ scripts/lint\.sh$', (tiny.ROOT / 'scripts' / 'test.sh').read_text(), re.MULTILINE)
+    (quick,) = re.findall(
+        r'^VENV=\S+ scripts/lint\.sh (.*)$', (tiny.ROOT / 'scripts' / 'test.sh').read_text(), re.MULTILINE
+    )
+    assert [*quick.split(), 'pyright'] == checks, 'the tests wait for all but the types, which CI checks'
 
 
 def test_the_guide_for_contributors_names_what_exists():

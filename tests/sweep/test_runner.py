@@ -15,7 +15,7 @@ import pytest
 from lm.errors import ENDING, ConfigError, LmError, Preempted
 from lm.files import lock
 from lm.sweep import runner as runner_module
-from lm.sweep.runner import Runner
+from lm.sweep.runner import Runner, SweepOptions
 
 
 class Process:
@@ -111,7 +111,7 @@ class World:
         return [self.result(point) for point in self.points]
 
     def runner(self, jobs=1, gpus=None, retry=False, imports=False):
-        return Runner(self, jobs, gpus, retry, imports)
+        return Runner(self, SweepOptions(jobs, gpus, retry, imports))
 
 
 @pytest.fixture

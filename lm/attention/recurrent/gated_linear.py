@@ -10,17 +10,15 @@ with ⟨φ(q), φ(k)⟩ = ⟨q, k⟩^degree: 1, or 2 (power attention). Mamba-2'
 `model.output_gate` too (the latter after the norm, not before), and neither GLU nor rotary positions.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
-from lm.attention.recurrent.gate import ForgetGate, StepGate, gate_projections
+from lm.attention.recurrent.gate import ForgetGate, StepGate
 from lm.config.configurable import configurable, field
-from lm.ops.linear_attention import PLAIN, SQUARE
+from lm.ops.linear_attention import PLAIN, SQUARE, LinearCall, Options
 from lm.parameters import declare, rms_norm
 
 POWERS = {1: PLAIN, 2: SQUARE}
@@ -73,7 +71,7 @@ class GatedLinear(LinearAttention):
         return GatedLinearAttention(self, dims, rngs)
 
     def projections(self, dims: HeadDims) -> dict[str, int]:
-        return gate_projections(True, dims.n_kv_heads)
+        return {'gate_BxLxK': dims.n_kv_heads}
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         size = dims.head_dim
@@ -90,21 +88,20 @@ class GatedLinearAttention(LinearModule):
         self.gate = GATES[config.gate](dims, rngs)
         self.out_norm = rms_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32)
 
-    def arguments(
+    def make_call(
         self,
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
         v_BxLxKxD: jax.Array,
         gate_BxLxK: jax.Array | None = None,
-    ) -> dict[str, Any]:
+    ) -> LinearCall:
         u_BxLxKxD, log_decay_BxLxK = self.gate.gated(v_BxLxKxD, gate_BxLxK)
-        return dict(
-            q_BxLxHxE=q_BxLxHxD * self.dims.head_dim**-0.5,
-            k_BxLxKxE=k_BxLxKxD,
-            v_BxLxKxD=u_BxLxKxD,
-            powers=POWERS[self.config.degree],
-            normalize=False,
+        return LinearCall(
+            q_BxLxHxD * self.dims.head_dim**-0.5,
+            k_BxLxKxD,
+            u_BxLxKxD,
             log_decay_BxLxK=log_decay_BxLxK,
+            options=Options(powers=POWERS[self.config.degree], normalize=False),
         )
 
     def outputs(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:

@@ -6,8 +6,6 @@ The rotation of q and k is the model's; xPos, which also scales them by position
 The gate of §2.3, silu(x W) ⊙ o, is `model.output_gate`.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,6 +14,7 @@ from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.config.configurable import configurable
 from lm.ops.decay import constant
+from lm.ops.linear_attention import LinearCall, Options
 from lm.parameters import rms_norm
 
 
@@ -38,14 +37,14 @@ class RetentionAttention(LinearModule):
         self.dims = dims
         self.out_norm = rms_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32)
 
-    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
+    def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
         batch, length, heads = k_BxLxKxD.shape[:3]
-        return dict(
-            q_BxLxHxE=q_BxLxHxD * self.dims.head_dim**-0.5,
-            k_BxLxKxE=k_BxLxKxD,
-            v_BxLxKxD=v_BxLxKxD,
-            normalize=False,
+        return LinearCall(
+            q_BxLxHxD * self.dims.head_dim**-0.5,
+            k_BxLxKxD,
+            v_BxLxKxD,
             log_decay_BxLxK=constant(jnp.log1p(-(2.0 ** (-5.0 - jnp.arange(heads)))), batch, length),
+            options=Options(normalize=False),
         )
 
     def outputs(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:

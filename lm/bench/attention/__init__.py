@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lm.attention import DEFAULT, HeadDims
-from lm.attention.linear import TOKENS, LinearAttention, LinearModule
+from lm.attention.linear import LinearAttention, LinearModule
 from lm.bench import results, timing
-from lm.bench.attention.formulations import FORMULATIONS, computed_mechanisms
-from lm.bench.candidates import BASELINE, Candidate, Selection
+from lm.bench.attention.formulations import FORMULATIONS, TOKENS, computed_mechanisms
+from lm.bench.candidates import BASELINE, Candidate, read_candidates
+from lm.bench.options import AttentionOptions
 from lm.errors import ConfigError
-from lm.ops.linear_attention import linear_attention
+from lm.ops import linear_attention
+from lm.ops.linear_attention import LinearCall
 from lm.text import counted, digits
 
 PASSES = ('forward', 'forward+backward')
@@ -78,34 +80,10 @@ class Layer:
     arrays: Callable = lambda *qkv: qkv
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionOptions:
-    """The options of `bench_attention`; None stands for the default of the machine.
-
-    Attributes:
-        contexts: tokens per sequence.
-        tokens: of a call; the rows of a batch make up for it.
-        passes: of `PASSES`.
-        features_given: the operation of linear mechanisms alone, without what they make of its arguments.
-        repeats: measurements per figure.
-    """
-
-    selection: Selection
-    output: results.Output
-    contexts: Sequence[int] | None = None
-    tokens: int | None = None
-    heads: int | None = None
-    head_dim: int = 64
-    dtype: str | None = None
-    passes: Sequence[str] = PASSES
-    features_given: bool = False
-    repeats: int = 5
-
-
 def bench_attention(options: AttentionOptions) -> None:
-    """Prints a table and writes what `options.output` asks for."""
-    options.output.check()
-    found = options.selection.candidates(computed_mechanisms())
+    """Prints a table, and writes and draws what the options ask for."""
+    output = results.Output(options.json, options.out)
+    found = read_candidates(options, computed_mechanisms())
     is_cpu = jax.default_backend() == 'cpu'
     contexts = sorted(set(options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
     tokens = options.tokens or (4096 if is_cpu else 2**17)
@@ -135,8 +113,8 @@ def bench_attention(options: AttentionOptions) -> None:
         'features_given': options.features_given,
         'mechanisms': {c.name: str(c.experiment.model.pattern[0]) for c in found},
     }
-    options.output.write('attention', machine, settings, rows)
-    for name in draw(rows, options.output.pictures, dtype) if options.output.pictures else ():
+    output.write('attention', machine, settings, rows)
+    for name in draw(rows, output.pictures, dtype) if output.pictures else ():
         printer.line(f'wrote {name}')
 
 
@@ -211,11 +189,11 @@ def build(candidate: Candidate, dims: HeadDims, given: bool = False) -> Layer:
     graph, parameters, buffers = nnx.split(layer, nnx.Param, ...)
     compute = FORMULATIONS.get(candidate.formulation)
     if given and isinstance(layer, LinearModule):
-        return _operation(layer, dims, compute or (lambda arguments: linear_attention(**arguments)))
+        return _operation(layer, dims, compute or _compute_by(layer.implementation))
 
     def whole(weights, *qkv):
         layer = nnx.merge(graph, *weights)
-        return compute(_arguments(cast(LinearModule, layer), *qkv)) if compute else layer(*qkv)
+        return compute(_make_call(cast(LinearModule, layer), *qkv)) if compute else layer(*qkv)
 
     return Layer(whole, (parameters, buffers))
 
@@ -224,27 +202,33 @@ def _operation(layer: LinearModule, dims: HeadDims, compute: Callable) -> Layer:
     """The call of the operation: what the layer makes of tokens is its arrays."""
     graph, parameters, buffers = nnx.split(layer, nnx.Param, ...)
 
-    def arguments(layer, dtype):
+    def make_small_call(layer, dtype):
         heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
-        return _arguments(layer, *(jnp.zeros((1, 1, n, dims.head_dim), dtype) for n in heads))
+        return _make_call(layer, *(jnp.zeros((1, 1, n, dims.head_dim), dtype) for n in heads))
 
-    made = arguments(layer, jnp.float32)
-    names = [name for name in TOKENS if name in made]
+    small = make_small_call(layer, jnp.float32)
+    names = [name for name in TOKENS if getattr(small, name) is not None]
 
     def tokens(*qkv):
-        given = _arguments(layer, *qkv)
-        return tuple(given[name] for name in names)
+        call = _make_call(layer, *qkv)
+        return tuple(getattr(call, name) for name in names)
 
     def operation(weights, *arrays):
         given = dict(zip(names, arrays, strict=True))
-        # Of the layer's own arguments only parameters and options stay.
-        return compute(arguments(nnx.merge(graph, *weights), given['v_BxLxKxD'].dtype) | given)
+        # Of the layer's call only parameters and options stay.
+        return compute(
+            dataclasses.replace(make_small_call(nnx.merge(graph, *weights), given['v_BxLxKxD'].dtype), **given)
+        )
 
     return Layer(operation, (parameters, buffers), tokens)
 
 
-def _arguments(layer: LinearModule, q: jax.Array, k: jax.Array, v: jax.Array) -> dict[str, Any]:
-    return layer.arguments(*layer.normalize(q, k), v)
+def _make_call(layer: LinearModule, q: jax.Array, k: jax.Array, v: jax.Array) -> LinearCall:
+    return layer.make_call(*layer.normalize(q, k), v)
+
+
+def _compute_by(implementation: str | None) -> Callable[[LinearCall], jax.Array]:
+    return lambda call: linear_attention.compute(call, implementation).o_BxLxHxD
 
 
 def _inputs(n: int, layer: Layer, dims: HeadDims, dtype: Any) -> tuple[jax.Array, ...]:
@@ -341,7 +325,7 @@ def summary(rows: Sequence[LayerRow]) -> list[str]:
     return lines
 
 
-def draw(rows: Sequence[LayerRow], out: str, dtype: str = '') -> list[str]:
+def draw(rows: Sequence[LayerRow], out: pathlib.Path, dtype: str = '') -> list[str]:
     """A picture a pass, as PolySketchFormer's Figure 1."""
     written = []
     for step in dict.fromkeys(row.passes for row in rows):
@@ -352,6 +336,6 @@ def draw(rows: Sequence[LayerRow], out: str, dtype: str = '') -> list[str]:
                 times = results.present(row.milliseconds, row.least_milliseconds, row.greatest_milliseconds)
                 per_token = (1e3 * time / (row.sequences * row.context) for time in times)
                 own.append(results.ContextFigure(row.context, *per_token))
-        path = pathlib.Path(out, f'attention_{step.replace("+", "_")}')
+        path = out / f'attention_{step.replace("+", "_")}'
         written += results.draw_contexts(path, points, 'time per token (µs)', dtype)
     return written

@@ -1,23 +1,22 @@
 """Other ways to compute the operation of the featured mechanism, which `lm bench attention` measures ours against.
 
-Each is a function of the arguments that its layer gives to `lm.ops.linear_attention`: sketches of queries and keys,
-values, the normalized vectors that the exact weights compare, and options. The block must divide the length.
+Each is a function of the call of `lm.ops.linear_attention` that its layer makes. The call holds sketches of queries and
+keys, values, the normalized vectors that the exact weights compare, and options. The block must divide the length.
 
 - plain: the formulas of PolySketchFormer §3 as they read.
 - loop: the same formulas block by block, as one would write them by hand: a `lax.scan` of a `jax.checkpoint`.
 - scan: our blocks, all at once, with an associative scan over their sums.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.attention.linear import TOKENS
 from lm.bench.candidates import featured
-from lm.ops.linear_attention import LinearCall, xla
+from lm.ops.linear_attention import LOCAL_BLOCK, LinearCall, PolynomialKernel, xla
 from lm.ops.linear_attention.block import (
     BlockInputs,
     BlockKeys,
@@ -32,27 +31,21 @@ from lm.ops.linear_attention.block import (
 from lm.ops.linear_attention.reference import plain_blocks
 from lm.ops.linear_attention.types import Parameters
 
-
-def _tokens(arguments: Mapping[str, Any]) -> list[jax.Array]:
-    """The arrays of a call without decay, in their order."""
-    return [arguments[name] for name in TOKENS if name in arguments]
+TOKENS = ('q_BxLxHxE', 'k_BxLxKxE', 'v_BxLxKxD', 'q_local_BxLxHxC', 'k_local_BxLxKxC', 'log_decay_BxLxK')
+"""The arrays of a call that have one entry per token."""
 
 
-def plain(arguments: Mapping[str, Any]) -> jax.Array:
-    """[B, L, H, D]"""
-    arrays = _tokens(arguments)
-    block = min(arguments['block'], arrays[0].shape[1])
-    return plain_blocks(
-        *arrays, degree=arguments['local'].degree, block=block, denominator_bias=arguments['denominator_bias']
-    )
+def plain(call: LinearCall) -> jax.Array:
+    """Returns [B, L, H, D]."""
+    block, degree = _exact_kernel(call)
+    return plain_blocks(*_tokens(call), degree=degree, block=block, denominator_bias=call.options.denominator_bias)
 
 
-def loop(arguments: Mapping[str, Any]) -> jax.Array:
-    """[B, L, H, D]. Keeps the sums of all blocks, and no features."""
-    arrays = _tokens(arguments)
-    batch, length, heads, values = arrays[2].shape
-    block = min(arguments['block'], length)
-    degree, bias = arguments['local'].degree, arguments['denominator_bias']
+def loop(call: LinearCall) -> jax.Array:
+    """Returns [B, L, H, D]. Keeps the sums of all blocks, and no features."""
+    arrays = _tokens(call)
+    batch, length, heads, values = call.v_BxLxKxD.shape
+    (block, degree), bias = _exact_kernel(call), call.options.denominator_bias
 
     @jax.checkpoint
     def step(sums_BxHxRxRxD, tokens):
@@ -70,14 +63,13 @@ def loop(arguments: Mapping[str, Any]) -> jax.Array:
     return lax.scan(step, none, blocks)[1].swapaxes(0, 1).reshape(arrays[2].shape)
 
 
-def scan(arguments: Mapping[str, Any]) -> jax.Array:
-    """[B, L, H, D]. Differentiated by JAX, which keeps the sums of all blocks."""
-    q_BxLxHxE, k_BxLxHxE, v_BxLxHxD, q_local_BxLxHxC, k_local_BxLxHxC = _tokens(arguments)
+def scan(call: LinearCall) -> jax.Array:
+    """Returns [B, L, H, D]. JAX differentiates it and keeps the sums of all blocks."""
+    q_BxLxHxE, k_BxLxHxE, v_BxLxHxD, q_local_BxLxHxC, k_local_BxLxHxC = _tokens(call)
     batch, length, heads, _ = v_BxLxHxD.shape
-    block = min(arguments['block'], length)
+    block, _ = _exact_kernel(call)
     blocks = length // block
-    options = LinearCall.from_arguments(arguments).options
-    shape = Shape(options, xla.TILE['cpu'], True, v_BxLxHxD.dtype)
+    shape = Shape(call.options, xla.TILE['cpu'], True, v_BxLxHxD.dtype)
 
     def cut(x):
         return x.reshape(batch * blocks, block, *x.shape[2:])
@@ -93,7 +85,19 @@ def scan(arguments: Mapping[str, Any]) -> jax.Array:
     return ungroup(num / den[:, :, None]).reshape(v_BxLxHxD.shape).astype(v_BxLxHxD.dtype)
 
 
-FORMULATIONS: dict[str, Callable[[Mapping[str, Any]], jax.Array]] = {'plain': plain, 'loop': loop, 'scan': scan}
+def _tokens(call: LinearCall) -> list[jax.Array]:
+    """Returns the arrays of a call without decay."""
+    arrays = (getattr(call, name) for name in TOKENS)
+    return [x for x in arrays if x is not None]
+
+
+def _exact_kernel(call: LinearCall) -> tuple[int, int]:
+    """Returns the tokens per block and the degree of the exact weights."""
+    degree = cast(PolynomialKernel, call.options.local).degree
+    return min(call.options.block or LOCAL_BLOCK, call.q_BxLxHxE.shape[1]), degree
+
+
+FORMULATIONS: dict[str, Callable[[LinearCall], jax.Array]] = {'plain': plain, 'loop': loop, 'scan': scan}
 
 
 def computed_mechanisms() -> dict[str, str]:

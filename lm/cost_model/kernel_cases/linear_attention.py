@@ -27,7 +27,7 @@ def mechanism_call(attention: LinearAttention, dims: HeadDims, length: int) -> K
 
     def make_call(q, k, v):
         module = attention.build(dims, nnx.Rngs(0))
-        return LinearCall.from_arguments(module.arguments(*module.normalize(q, k), v))
+        return module.make_call(*module.normalize(q, k), v)
 
     heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
     qkv = (jax.ShapeDtypeStruct((1, length, n, dims.head_dim), jnp.bfloat16) for n in heads)

@@ -5,8 +5,6 @@
 with W, γ and β of queries and of keys each, shared by the heads of a layer.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,7 +12,7 @@ from flax import nnx
 from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.config.configurable import configurable, field
-from lm.ops.linear_attention import SQUARE
+from lm.ops.linear_attention import SQUARE, LinearCall, Options
 from lm.parameters import declare, layer_norm
 
 
@@ -39,7 +37,7 @@ class Rebased(LinearAttention):
         return None
 
 
-# The module of one layer. `LinearModule` trains, prefills and decodes it from the one call that `arguments` describes.
+# The module of one layer. `LinearModule` trains, prefills and decodes it from the one call that `make_call` makes.
 class RebasedAttention(LinearModule):
     """W, γ and β."""
 
@@ -53,14 +51,11 @@ class RebasedAttention(LinearModule):
         self.q_weight, self.k_weight = (nnx.Param(init(rngs.params(), shape), **kind) for _ in range(2))
         self.q_norm, self.k_norm = (layer_norm(config.feature_dim, 'features', rngs) for _ in range(2))
 
-    def arguments(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> dict[str, Any]:
-        return dict(
-            q_BxLxHxE=compressed(q_BxLxHxD, self.q_weight, self.q_norm),
-            k_BxLxKxE=compressed(k_BxLxKxD, self.k_weight, self.k_norm),
-            v_BxLxKxD=v_BxLxKxD,
-            powers=SQUARE,
-            denominator_bias=self.config.denominator_bias,
-        )
+    def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
+        q_BxLxHxR = compressed(q_BxLxHxD, self.q_weight, self.q_norm)
+        k_BxLxKxR = compressed(k_BxLxKxD, self.k_weight, self.k_norm)
+        options = Options(powers=SQUARE, denominator_bias=self.config.denominator_bias)
+        return LinearCall(q_BxLxHxR, k_BxLxKxR, v_BxLxKxD, options=options)
 
 
 def compressed(x_BxLxNxD: jax.Array, weight_DxR: nnx.Param, norm: nnx.LayerNorm) -> jax.Array:
