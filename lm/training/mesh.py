@@ -247,7 +247,7 @@ def _tpu_clusters() -> Iterator[Any]:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """The mesh over all devices; see `MeshConfig.plan` for errors and `MeshShape.arrange`."""
+    """Returns the mesh over all devices; see `MeshConfig.plan` for errors and `MeshShape.arrange`."""
     devices = jax.devices() if devices is None else devices
     return config.plan(Target.of_devices(devices)).arrange(devices)
 
