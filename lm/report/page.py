@@ -24,7 +24,7 @@ from lm.runs.records import Run
 ASSETS = Path(__file__).parent / 'assets'
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """A cell of a table.
 
     Attributes:
@@ -41,7 +41,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class SortableTable:
     """A table that the reader can sort.
 
     Attributes:
@@ -54,13 +54,13 @@ class Table:
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[TableCell]]
     left: int = 1
     notes: Sequence[str] = ()
 
 
 def format_page(
-    tables: Sequence[Table],
+    tables: Sequence[SortableTable],
     pictures: Sequence[Picture],
     notes: Sequence[str],
     files: Sequence[str],
@@ -105,7 +105,7 @@ def link_run(run: Run, out: Path) -> str | None:
     return f'https://console.cloud.google.com/storage/browser/{quote(place)}' if scheme == 'gs' else None
 
 
-def compare_configurations(runs: Sequence[Run]) -> Table | None:
+def compare_configurations(runs: Sequence[Run]) -> SortableTable | None:
     """Returns the bindings of config.gin that differ between runs; None: there are none.
 
     A value that most runs do not have stands out.
@@ -119,12 +119,13 @@ def compare_configurations(runs: Sequence[Run]) -> Table | None:
             (most, often), *_ = counts.most_common()
             marked = [value != most and often > len(runs) / 2 for value in values]
             cells = [
-                Cell(value or '–', _to_number(value), marked=mark) for value, mark in zip(values, marked, strict=True)
+                TableCell(value or '–', _to_number(value), marked=mark)
+                for value, mark in zip(values, marked, strict=True)
             ]
-            rows.append([Cell(name, name), *cells])
+            rows.append([TableCell(name, name), *cells])
     columns = ['binding', *(run.name for run in runs)]
     note = 'A dash: the run has no such binding, because it has another mechanism or source.'
-    return Table('Configuration differences', columns, rows, len(columns), [note]) if rows else None
+    return SortableTable('Configuration differences', columns, rows, len(columns), [note]) if rows else None
 
 
 def _to_number(text: str | None) -> float | str | None:

@@ -12,7 +12,7 @@ from lm.files import write_atomically
 from lm.report import paper
 from lm.report.curves import find_differing_bindings, name_binding
 from lm.report.measures import Measures, get_status, measure_microseconds_per_token
-from lm.report.page import Cell, Table, compare_configurations, format_page, link_run
+from lm.report.page import SortableTable, TableCell, compare_configurations, format_page, link_run
 from lm.report.pictures import Pictures
 from lm.runs.goodput import describe
 from lm.runs.records import Run
@@ -101,7 +101,7 @@ class Report:
         write_atomically(self.out / 'report.html', page)
         self.written.insert(0, 'report.html')
 
-    def make_tables(self) -> list[Table]:
+    def make_tables(self) -> list[SortableTable]:
         """Returns the tables of the page: figures, differences of configurations, the papers' numbers, provenance."""
         links = [link_run(run, self.out) for run in self.runs]
         columns = self.list_columns()
@@ -109,20 +109,20 @@ class Report:
         for row, link in zip(self.list_rows(), links, strict=True):
             texts = ['–' if row[c.key] is None else c.form(row[c.key]) for c in columns]
             values = [row[c.sorted_by or c.key] for c in columns]
-            rows.append([Cell(text, value) for text, value in zip(texts, values, strict=True)])
+            rows.append([TableCell(text, value) for text, value in zip(texts, values, strict=True)])
             rows[-1][0] = rows[-1][0]._replace(link=link)
         titles = [column.title for column in columns]
-        tables = [Table('Runs', titles, rows, sum(c.key in LEFT for c in columns), self.list_notes())]
+        tables = [SortableTable('Runs', titles, rows, sum(c.key in LEFT for c in columns), self.list_notes())]
         if differences := compare_configurations(self.runs):
             tables.append(differences)
         if compared := [found.as_row() for found in self.comparison if found.runs]:
-            cells = [[Cell('–' if v is None else str(v), v) for v in row.values()] for row in compared]
-            tables.append(Table('Beside the papers', list(compared[0]), cells, 4))
-        found = [(run, self.describe_provenance(run).partition(': ')[2]) for run in self.runs]
-        cells = [
-            [Cell(run.name, run.name, link), Cell(text, text)] for (run, text), link in zip(found, links, strict=True)
-        ]
-        tables.append(Table('Where the figures come from', ['run', 'provenance'], cells, 2))
+            cells = [[TableCell('–' if v is None else str(v), v) for v in row.values()] for row in compared]
+            tables.append(SortableTable('Beside the papers', list(compared[0]), cells, 4))
+        cells = []
+        for run, link in zip(self.runs, links, strict=True):
+            text = self.describe_provenance(run).partition(': ')[2]
+            cells.append([TableCell(run.name, run.name, link), TableCell(text, text)])
+        tables.append(SortableTable('Where the figures come from', ['run', 'provenance'], cells, 2))
         return tables
 
     def make_row(self, run: Run) -> dict[str, Any]:
