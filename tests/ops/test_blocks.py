@@ -1,4 +1,4 @@
-"""Walking along an axis in blocks."""
+"""Loops over an axis in blocks."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from lm.ops import blocks, platform
 
 
 def walk(x):
-    """Sums of squares of four entries at a time, and one of three of them."""
+    """Sums squares, four entries per step."""
 
     def body(i, total):
         return total + blocks.apart(4 * i, lambda part: (part**2).sum(), lax.dynamic_slice_in_dim(x, 4 * i, 4))
@@ -19,14 +19,14 @@ def walk(x):
 
 
 @pytest.mark.parametrize('target', ['cpu', 'tpu'])
-def test_what_is_computed_apart_is_the_same(target, monkeypatch):
+def test_computing_apart_changes_no_result(target, monkeypatch):
     monkeypatch.setattr(platform, 'target_platform', lambda: target)
     x = jnp.arange(12.0)
     assert float(jax.jit(lambda x: walk(x))(x)) == float((x**2).sum())
     assert ('cond[' in str(jax.make_jaxpr(lambda x: walk(x))(x))) == (target == 'cpu')
 
 
-def test_nothing_is_apart_where_the_index_is_known():
+def test_nothing_is_computed_apart_at_a_known_index():
     assert 'cond' not in str(jax.make_jaxpr(lambda x: blocks.apart(0, jnp.sin, x))(jnp.ones(3)))
 
 
