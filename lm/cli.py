@@ -15,12 +15,13 @@ from lm.errors import (
     exit_code_of,
     signals,
 )
-from lm.output import lasting, prepare_streams
+from lm.output import lasting, prepare_streams, quiet_libtpu
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
     # As the program, not as a module of another one or of its workers; before anything that takes its time.
     end_on_signals('lm')
     prepare_streams()
+    quiet_libtpu()
     # Warnings are plain lines: else the first library that logs by absl, as Orbax does, gives them another form.
     logging.getLogger().addHandler(logging.lastResort or logging.StreamHandler())
     # What is imported stays: looking for garbage in it would be a sixth of the time until a verb begins (`run`).

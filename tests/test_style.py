@@ -23,7 +23,6 @@ NOT_YET = (
     'errors.py',
     'files.py',
     'hardware.py',
-    'ops',
     'plots.py',
     'runs',
 )

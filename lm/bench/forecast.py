@@ -86,8 +86,8 @@ def make_row(candidate: Candidate, context: int, tokens: int, limit: int, topolo
     """Forecasts the step of a candidate on one device of `topology`.
 
     Args:
-        tokens: of a step.
-        limit: that are processed together, if a sequence has not more.
+        tokens: tokens per step.
+        limit: the most tokens to process together, unless one sequence is longer.
     """
     experiment = dataclasses.replace(candidate.experiment, mesh=MeshConfig())
     experiment = change_context(experiment, context, tokens, limit, Target('tpu', (1,)))

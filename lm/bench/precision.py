@@ -109,9 +109,9 @@ def failure(row: PrecisionRow) -> str:
 
 
 def compared(candidate: Candidate, context: int) -> PrecisionRow:
-    """Compares the three programs of one configuration.
+    """Compares the configured, the portable and the reference program of one configuration.
 
-    Raises ConfigError where the mechanisms cannot compute a window of so many tokens.
+    Raises ConfigError if the mechanisms cannot compute a window of this length.
     """
     model = candidate.experiment.model
     if not model.causal:

@@ -52,8 +52,10 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
 
 def read_prompts(prompt: str | None = None, prompt_file: str | None = None, text_file: str | None = None) -> list[str]:
-    """Returns the texts to continue, at least one. Raises ConfigError where two sources are given, or a file is not
-    text in UTF-8."""
+    """Returns the texts to continue, at least one.
+
+    Raises ConfigError if two sources are given, or if a file is not UTF-8 text.
+    """
     given = {'prompt': prompt, 'prompt_file': prompt_file, 'text_file': text_file}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:

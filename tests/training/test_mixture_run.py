@@ -203,6 +203,7 @@ def test_two_processes_learn_the_same_as_one(run, flags, tmp_path):
     ]  # fmt: skip
     said = [job.communicate(timeout=500)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], '\n'.join(said)
+    assert '[Gloo]' not in ''.join(said)
     experiment = load([str(run / 'config.gin')])
     store = experiment.data.open(32)
     windows = make_windows(experiment.data, experiment.train, store)

@@ -1,4 +1,4 @@
-"""Along half a period of a cosine down to a fraction of the peak (Loshchilov & Hutter, 2017, without restarts)."""
+"""Half a period of a cosine down to a fraction of the peak (Loshchilov & Hutter, 2017, without restarts)."""
 
 import optax
 
@@ -8,7 +8,7 @@ from lm.training.schedules.base import Falling
 
 @configurable('cosine')
 class Cosine(Falling):
-    """peak · (final_fraction + (1 − final_fraction) · (1 + cos(π t / steps)) / 2)."""
+    """The rate peak · (final_fraction + (1 − final_fraction) · (1 + cos(π t / steps)) / 2)."""
 
     def build(self, peak: float, steps: int) -> optax.Schedule:
         return optax.cosine_decay_schedule(peak, steps, self.final_fraction)
