@@ -18,13 +18,13 @@ from lm.errors import (
 from lm.output import lasting, prepare_streams, quiet_libtpu
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
-    # As the program, not as a module of another one or of its workers; before anything that takes its time.
+    # Only where this is the program, not a module of another program or its workers; before anything slow.
     end_on_signals('lm')
     prepare_streams()
     quiet_libtpu()
     # Warnings are plain lines: else the first library that logs by absl, as Orbax does, gives them another form.
     logging.getLogger().addHandler(logging.lastResort or logging.StreamHandler())
-    # What is imported stays: looking for garbage in it would be a sixth of the time until a verb begins (`run`).
+    # Imported modules stay: looking for garbage in them would be a sixth of the time until a verb begins (`run`).
     gc.disable()
 
 # isort: split

@@ -55,7 +55,7 @@ class DataRow:
         seconds, cpu_seconds: of one pass, by the clock and on all cores; medians.
         megabytes_per_second: of UTF-8 text, by the clock; None for batches.
         megabytes_per_core_second: over `cpu_seconds`.
-        over_sentencepiece: rate per core over that of the fastest way to call SentencePiece, in the same run.
+        over_sentencepiece: rate per core relative to the fastest way to call SentencePiece, in the same run.
     """
 
     name: str

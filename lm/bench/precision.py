@@ -37,7 +37,7 @@ class PrecisionRow:
         kernels: what else than XLA computed, operation by operation.
         loss, gradients: errors; the latter of all gradients as one vector.
         portable_loss, portable_gradients: the same where XLA alone computes.
-        worst: the parameter whose error is largest beside that of XLA alone.
+        worst: the parameter whose error is largest relative to the error of XLA alone.
         worst_error, portable_error: of it.
         repeats: whether a second run gave the same bits.
         right: whether every gradient is finite and within what is allowed.
@@ -81,7 +81,7 @@ def bench_precision(options: ComparedOptions, job: JobAddress) -> int:
     options = with_model(options, is_cpu)
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench precision', machine))
-    printer.line('errors against float32 without kernels, and beside each that of XLA alone in the same type')
+    printer.line('errors against float32 without kernels; beside each error, the error of XLA alone in the same type')
     rows = []
     for candidate in read_candidates(options):
         for context in options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS):

@@ -88,7 +88,7 @@ def collectives(program: HloProgram) -> list[Collective]:
             kind = instruction.opcode.removesuffix('-start')
             if kind not in COLLECTIVES:
                 continue
-            # Those of one shard_map share a channel; only the parts of a chain are known by its number.
+            # Collectives of one shard_map share a channel; only the parts of a chain are known by its number.
             key = (computation, kind, _chain(instruction) or instruction.name)
             if key in seen:
                 continue

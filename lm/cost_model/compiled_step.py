@@ -175,7 +175,7 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
         roofline=bound,
         speed=_compute_speed(experiment, bound.seconds, topology),
         predicted_step=model,
-        # What nothing beats is not beaten by a model either.
+        # The model does not predict a step faster than the bound.
         predicted=model and _compute_speed(experiment, max(model.seconds, bound.seconds), topology),
     )
 

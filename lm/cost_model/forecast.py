@@ -44,7 +44,7 @@ def forecast_step(experiment: Experiment, topology: Topology) -> Forecast:
     configured, *others = list(REMAT)[list(REMAT).index(experiment.model.remat) :]
     if found := _forecast_level(experiment, configured, topology):
         return found
-    # Which level is the fastest depends on the context: it costs to compute attention again, or products.
+    # The fastest level depends on the context: some levels compute attention again, others products.
     fitting = [found for level in others if (found := _forecast_level(experiment, level, topology))]
     none = Forecast([configured, *others][-1])
     return min(fitting, key=lambda found: found.time.seconds if found.time else math.inf, default=none)

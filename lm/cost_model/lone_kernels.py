@@ -50,7 +50,7 @@ def take_out(kernel: Instruction, names: Mapping[str, Instruction]) -> LoneKerne
         config = {key: value for key, value in json.loads(found[1] if found else '').items() if key in CONFIG}
         distinct = list(dict.fromkeys(kernel.operands))
         operands = [names[name].arrays[0] for name in kernel.operands]
-        # What the compiler keeps on chip around it needs no copies within.
+        # Arrays that the compiler keeps on chip around the kernel need no copies inside it.
         near = [n for n, array in enumerate(operands) if _on_chip(array)]
         config['custom_call_config']['input_memory_space_colors'] = [{'operand_index': n, 'color': 1} for n in near]
         near = [n for n, array in enumerate(kernel.arrays) if _on_chip(array)]

@@ -52,7 +52,7 @@ class Grid:
 
     Attributes:
         steps: of each axis.
-        parallel: whether cores that share a device may share those of the axis.
+        parallel: True where cores that share a device may share the steps of the axis.
         blocks: what a step sees of each operand and result that is brought on chip in blocks: shapes.
     """
 

@@ -41,11 +41,11 @@ def evaluate_tasks(
     """Evaluates the weights of a run with the harness.
 
     Args:
-        tasks: names of the harness's, of those in `include_path`, or questions files.
+        tasks: names of tasks of the harness or of `include_path`, or questions files.
         num_fewshot: examples in front of each question; None: as the task says.
         include_path: a folder of the user's own tasks (YAML files).
         limit: examples of each task, for trying.
-        task_data: a folder of data sets, each in a folder of its task's name, in place of those of the hub.
+        task_data: a folder of data sets, each in a folder of its task's name, in place of the hub's data sets.
 
     Returns:
         step, tasks → metric → value (and `…_stderr`), versions and n-shot of each task, all plain JSON.
@@ -63,12 +63,12 @@ def evaluate_tasks(
 
     from lm.eval_harness.adapter import RunModel
 
-    # What the tasks of RULER are told; others do not ask.
-    told = {'tokenizer': run.store.fingerprints['tokenizer'], 'max_seq_lengths': [run.scorer.context_length]}
+    # Metadata for the tasks of RULER; other tasks do not read it.
+    metadata = {'tokenizer': run.store.fingerprints['tokenizer'], 'max_seq_lengths': [run.scorer.context_length]}
     # To read the descriptions of the harness's own tasks takes it many seconds: only where they are asked for.
-    manager = TaskManager(include_path=include_path, include_defaults=False, metadata=told)
+    manager = TaskManager(include_path=include_path, include_defaults=False, metadata=metadata)
     if any(not name.endswith(QUESTIONS) and name not in manager.all_tasks for name in tasks):
-        manager = TaskManager(include_path=include_path, metadata=told)
+        manager = TaskManager(include_path=include_path, metadata=metadata)
     chosen = [known_task(name, manager.all_tasks) for name in tasks]
     if task_data is not None and not pathlib.Path(task_data).expanduser().is_dir():
         raise ConfigError(f'--task_data {task_data}: is no folder')

@@ -75,8 +75,8 @@ def generate_tokens(
     """Continues token-id prompts, none of them empty.
 
     Args:
-        pieces: those of the tokenizer: of a model with a larger vocabulary, ids from there on mean nothing and are
-            never drawn; None: all.
+        pieces: the number of the tokenizer's pieces. In a model with a larger vocabulary, ids from there on mean
+            nothing and are never drawn. None: all.
 
     Yields:
         [B, t] token ids that follow one another on the time axis, starting at the second token of the prompts: prompt

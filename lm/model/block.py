@@ -69,7 +69,7 @@ class Block(nnx.Module):
         self.glu_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
         self.glu_in = linear(config.d_model, config.glu_sizes, 'embed', 'mlp', part='glu')
         self.glu_out = linear(config.glu_dim, width, 'mlp', 'embed', part='glu', init=residual_init)
-        # What only some models have comes last, so that the others' parameters are drawn as ever.
+        # Parameters that only some models have come last, so that other models draw their parameters as before.
         self.widths = attention.projections(dims)
         if self.widths:
             sizes = tuple(self.widths.values())

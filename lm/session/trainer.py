@@ -141,7 +141,7 @@ class Trainer:
             self.is_save_due |= checkpointer.should_save(step)
             is_evaluating = self.is_evaluation_due(step)
             if self.is_save_due or is_evaluating:
-                # What a checkpoint covers is on disk before the checkpoint is.
+                # Metrics up to a checkpoint are on disk before the checkpoint.
                 self.log_pending()
             loss = self.evaluate(step) if is_evaluating else None
             is_wanted = self.is_save_due or (loss is not None and checkpointer.is_among_best(loss))

@@ -54,8 +54,10 @@ class OptimizerConfig(Configurable):
         return optax.join_schedules([warmup, after], [self.warmup_steps]) if self.warmup_steps else after
 
     def build(self, steps: int, declared: Declared, widening: float = 1.0) -> optax.GradientTransformation:
-        """The update for `steps` updates of parameters that are what they are `declared` to be, of a model that is
-        `widening` times as wide as that of the learning rate."""
+        """Returns the update rule for `steps` updates of parameters with these declarations.
+
+        `widening`: the model's width relative to the model for which the learning rate was chosen.
+        """
         decayed = jax.tree.map(lambda declaration: declaration.decayed, declared)
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity(),

@@ -38,7 +38,7 @@ class Profiler:
         """Returns True if the call succeeded; if not, there will be no other trace."""
         try:
             call()
-        except Exception as error:  # the profiler's own, and those of the store
+        except Exception as error:  # errors of the profiler and of the store
             self.traced_steps = None
             reason = next(iter(str(error).splitlines()), '') or type(error).__name__
             logging.warning('train.profile: no trace in %s: %s', os.fspath(self.folder), reason)

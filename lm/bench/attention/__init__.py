@@ -215,7 +215,7 @@ def _operation(layer: LinearModule, dims: HeadDims, compute: Callable) -> Layer:
 
     def operation(weights, *arrays):
         given = dict(zip(names, arrays, strict=True))
-        # Of the layer's call only parameters and options stay.
+        # Only parameters and options of the layer's call stay.
         return compute(
             dataclasses.replace(make_small_call(nnx.merge(graph, *weights), given['v_BxLxKxD'].dtype), **given)
         )
