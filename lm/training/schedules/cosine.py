@@ -1,4 +1,4 @@
-"""Along half a period of a cosine down to a fraction of the peak (Loshchilov & Hutter, 2017, without restarts)."""
+"""Half a period of a cosine down to a fraction of the peak (Loshchilov & Hutter, 2017, without restarts)."""
 
 import optax
 
@@ -8,7 +8,7 @@ from lm.training.schedules.base import Schedule
 
 @configurable('cosine')
 class Cosine(Schedule):
-    """peak · (final_fraction + (1 − final_fraction) · (1 + cos(π t / steps)) / 2)."""
+    """The rate peak · (final_fraction + (1 − final_fraction) · (1 + cos(π t / steps)) / 2)."""
 
     final_fraction: float = field(
         default=0.0,

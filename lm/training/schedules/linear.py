@@ -1,4 +1,4 @@
-"""Along a straight line down to a fraction of the peak; the paper's goes to zero (PolySketchFormer, App. G, I)."""
+"""A straight line down to a fraction of the peak; the paper's line ends at zero (PolySketchFormer, App. G, I)."""
 
 import optax
 
@@ -8,7 +8,7 @@ from lm.training.schedules.base import Schedule
 
 @configurable('linear')
 class Linear(Schedule):
-    """peak · (1 − (1 − final_fraction) · t / steps)."""
+    """The rate peak · (1 − (1 − final_fraction) · t / steps)."""
 
     final_fraction: float = field(
         default=0.0,
