@@ -69,11 +69,7 @@ class Block(nnx.Module):
         self.glu_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
         self.glu_in = linear(config.d_model, config.glu_sizes, 'embed', 'mlp', part='glu')
         self.glu_out = linear(config.glu_dim, width, 'mlp', 'embed', part='glu', init=residual_init)
-<<<<<<< HEAD
-        # Parameters that only some models have come last, so that other models draw their parameters as before.
-=======
         # Parameters that only some models have come last. So the random draws of all others stay as they were.
->>>>>>> main
         self.widths = attention.projections(dims)
         if self.widths:
             sizes = tuple(self.widths.values())

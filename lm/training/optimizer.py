@@ -54,15 +54,9 @@ class OptimizerConfig(Configurable):
         return optax.join_schedules([warmup, after], [self.warmup_steps]) if self.warmup_steps else after
 
     def build(self, steps: int, declared: Declared, widening: float = 1.0) -> optax.GradientTransformation:
-<<<<<<< HEAD
-        """Returns the update rule for `steps` updates of parameters with these declarations.
-
-        `widening`: the model's width relative to the model for which the learning rate was chosen.
-=======
         """Builds the transformation for `steps` updates.
 
         `declared` describes the parameters. `widening` is the model's width over the base width.
->>>>>>> main
         """
         decayed = jax.tree.map(lambda declaration: declaration.decayed, declared)
         return optax.chain(
