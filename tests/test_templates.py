@@ -32,7 +32,7 @@ SHARED = {
     'tracker': ['trackers/test_trackers.py'],
 }
 """Template → the tests that find its file by themselves."""
-COPIED = ('configs', 'data', 'lm', 'tests')
+COPIED = ('configs', 'data', 'docs', 'lm', 'tests')
 LISTINGS = (
     'found or every_source or every_tokenizer or every_tracker or causal_mechanism_refuses or formulas or may_change'
 )
