@@ -33,8 +33,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--if_possible',
         action='store_true',
-        help='compile nothing where libtpu is missing or does not know the slice; check nothing where the run that is '
-        'changed cannot be seen from here',
+        help='compile nothing where libtpu is missing or does not know the slice, and check nothing where the run that '
+        'is changed is not to be seen from here',
     )
     parser.add_argument(
         '--run_dir', metavar='RUN', help='as of lm train: what this run says counts if no --gin_file is given'

@@ -48,7 +48,7 @@ def measured_by(tokenizer: Tokenizer) -> Iterator[None]:
         importlib.import_module('wonderwords')
     except ImportError as error:
         raise ConfigError(
-            f"--tasks: the tasks of RULER need {error.name}, which is not installed: pip install 'lm-tpu[harness]'"
+            f"--tasks: those of RULER need {error.name}, which is not installed: pip install 'lm-tpu[harness]'"
         ) from None
     kept = auto.from_pretrained
     auto.from_pretrained = lambda name, **_: Measure(tokenizer)

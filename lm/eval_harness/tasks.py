@@ -68,7 +68,7 @@ def evaluate_tasks(
     # The harness takes many seconds to read the descriptions of its own tasks, so this happens only if they are needed.
     manager = TaskManager(include_path=include_path, include_defaults=False, metadata=told)
     if any(not name.endswith(QUESTIONS) and name not in manager.all_tasks for name in tasks):
-        manager = TaskManager(include_path=include_path, metadata=metadata)
+        manager = TaskManager(include_path=include_path, metadata=told)
     chosen = [known_task(name, manager.all_tasks) for name in tasks]
     if task_data is not None and not pathlib.Path(task_data).expanduser().is_dir():
         raise ConfigError(f'--task_data {task_data}: is no folder')

@@ -157,7 +157,7 @@ class Runner:
             measured = [f', {m} {row[m]:.3f}' for m in ('perplexity', 'accuracy') if row[m] is not None]
             self._say(f'{job.point.name}: done{"".join(measured)}')
         elif code in INTERRUPTED or self.signals:
-            # Nobody stopped this point: this machine is being taken away, or someone stops one point after the other.
+            # Of points that nobody stopped: this machine is being taken away, or someone stops one after the other.
             self._say(f'{job.point.name}: interrupted ({code})')
             if not self.signals:
                 self._stop()

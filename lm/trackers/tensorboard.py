@@ -67,7 +67,7 @@ class _TensorboardX(_EventFiles):
         super().__init__(folder)
         from tensorboardX import SummaryWriter
 
-        # Values of later steps that an earlier start has written are not shown: these steps are made again.
+        # What an earlier start has written of later steps, which are made again, is not shown.
         self._writer = SummaryWriter(os.fspath(folder), purge_step=start + 1 if self._before else None)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
