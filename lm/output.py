@@ -43,7 +43,7 @@ def leave_out_lines(start: bytes) -> None:
 
     Python itself then writes to a copy of stdout. Nothing changes if stdout is no file of the system (notebooks).
     """
-    stream = sys.stdout._stream if isinstance(sys.stdout, _Lasting) else sys.stdout
+    stream: Any = sys.stdout._stream if isinstance(sys.stdout, _Lasting) else sys.stdout
     try:
         if stream.fileno() != 1:
             return

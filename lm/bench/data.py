@@ -187,12 +187,8 @@ def measure_prepare(
     size, tokens = sum(len(d.encode()) for d in documents), job_tokens(job, shards)
     best = min(found.cpu_seconds for name, found in times.items() if name != 'lm prepare')
     rows = [
-        DataRow(
-            name=name,
-            seconds=found.seconds,
-            cpu_seconds=found.cpu_seconds,
-            tokens_per_second=tokens / found.seconds,
-            tokens_per_core_second=tokens / found.cpu_seconds,
+        dataclasses.replace(
+            make_row(name, found, tokens),
             megabytes_per_second=size / found.seconds / 1e6,
             megabytes_per_core_second=size / found.cpu_seconds / 1e6,
             over_sentencepiece=best / found.cpu_seconds,
@@ -270,15 +266,13 @@ def measure_batches(path: str, split: str, context: int, tokens_per_step: int, r
         position += BATCHES
 
     found = timing.all_in_turns({'batches': read}, repeats)['batches']
-    tokens = BATCHES * windows * context
-    row = DataRow(
-        name='batches',
-        seconds=found.seconds,
-        cpu_seconds=found.cpu_seconds,
-        tokens_per_second=tokens / found.seconds,
-        tokens_per_core_second=tokens / found.cpu_seconds,
-    )
-    return row, windows * context
+    return make_row('batches', found, BATCHES * windows * context), windows * context
+
+
+def make_row(name: str, found: timing.Times, tokens: int) -> DataRow:
+    """Returns the rates of a pass over so many tokens."""
+    rates = tokens / found.seconds, tokens / found.cpu_seconds
+    return DataRow(name, found.seconds, found.cpu_seconds, *rates)
 
 
 COLUMNS = {

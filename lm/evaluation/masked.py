@@ -28,7 +28,7 @@ def make_hidden_scoring_program(
 
     def score(weights: Weights, tokens_BxL: jax.Array, numbers_B: jax.Array) -> Scored:
         inputs_BxL, chosen_BxL = hiding.hide(tokens_BxL, numbers_B)
-        return functions.score_targets(weights, inputs_BxL, tokens_BxL)._replace(counted=chosen_BxL)
+        return functions.score_targets(weights, inputs_BxL, tokens_BxL, accuracy=True)._replace(counted=chosen_BxL)
 
     return jax.jit(score, out_shardings=replicated(mesh))
 

@@ -44,9 +44,7 @@ def make_scoring_program(
         inputs_BxL, targets_BxL = tokens_BxN[:, :-1], tokens_BxN[:, 1:]
         if chunk is not None and targets_BxL.shape[1] > chunk:
             return Scored(compute_losses_in_chunks(functions.merge(weights), tokens_BxN, chunk, documents))
-        if accuracy:
-            return functions.score_targets(weights, inputs_BxL, targets_BxL, documents)
-        return Scored(functions.token_losses(weights, inputs_BxL, targets_BxL, documents))
+        return functions.score_targets(weights, inputs_BxL, targets_BxL, documents, accuracy)
 
     return jax.jit(score, out_shardings=replicated(mesh))
 

@@ -86,10 +86,11 @@ def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
 def print_table(result: dict) -> None:
     """Prints the result for people."""
     table = Table(title=f'{result["split"]} at step {result["step"]}', show_header=False, title_justify='left')
-    rows = {
-        'perplexity per token': f'{result["perplexity"]:.4f}',
-        **make_text_rows(result),
-        **make_accuracy_rows(result),
+    rows = describe_figures(result)
+    if 'word_perplexity' in result:
+        counts = (f'{result[name]:,}' for name in ('words', 'bytes', 'documents'))
+        rows['words / bytes / documents'] = ' / '.join(counts)
+    rows |= {
         'nats in total': f'{result["sum_nats"]:.3f}',
         'tokens scored': f'{result["tokens"]:,}',
         'context / window': f'{result["context_length"]} / {result["window"]}',
@@ -114,41 +115,26 @@ def print_table(result: dict) -> None:
 def make_sets_table(sets: dict[str, dict]) -> Table:
     """Makes the table of the figures of each set."""
     table = Table(title='by set', title_justify='left')
-    columns = {
-        'perplexity per token': ('perplexity', '.4f'),
-        'per word': ('word_perplexity', '.4f'),
-        'bits per byte': ('bits_per_byte', '.5f'),
-        'accuracy': ('accuracy', '.2%'),
-        'frequencies alone: perplexity': ('baseline_perplexity', '.4f'),
-        'accuracy of these': ('baseline_accuracy', '.2%'),
-        'tokens': ('tokens', ','),
-    }
-    shown = {title: column for title, column in columns.items() if all(column[0] in found for found in sets.values())}
+    rows = {name: describe_figures(found) | {'tokens': f'{found["tokens"]:,}'} for name, found in sets.items()}
+    shown = [title for title in next(iter(rows.values())) if all(title in row for row in rows.values())]
     for heading in ('set', 'split', *shown):
         table.add_column(heading, justify='left' if heading in ('set', 'split') else 'right')
-    for name, found in sets.items():
-        table.add_row(name, found['split'], *(format(found[figure], form) for figure, form in shown.values()))
+    for name, row in rows.items():
+        table.add_row(name, sets[name]['split'], *(row[title] for title in shown))
     return table
 
 
-def make_text_rows(result: dict) -> dict[str, str]:
-    """Makes rows for people; none if only hidden tokens were scored."""
-    if 'word_perplexity' not in result:
-        return {}
-    return {
-        'perplexity per word': format_word_perplexity(result, 4),
-        'bits per byte': f'{result["bits_per_byte"]:.5f}',
-        'words / bytes / documents': f'{result["words"]:,} / {result["bytes"]:,} / {result["documents"]:,}',
-    }
+def describe_figures(result: dict) -> dict[str, str]:
+    """Describes the figures of a result for people, by title.
 
-
-def make_accuracy_rows(result: dict) -> dict[str, str]:
-    """Makes rows for people: how often the target was the most probable token, and the figures of the frequency
-    baseline."""
-    if 'accuracy' not in result:
-        return {}
-    return {
-        'accuracy': f'{result["accuracy"]:.2%}',
-        'frequencies alone: perplexity': f'{result["baseline_perplexity"]:.4f}',
-        'frequencies alone: accuracy': f'{result["baseline_accuracy"]:.2%}',
-    }
+    Those per word and byte are missing where only some tokens were scored, because the others were not hidden.
+    """
+    rows = {'perplexity per token': f'{result["perplexity"]:.4f}'}
+    if 'word_perplexity' in result:
+        rows['perplexity per word'] = format_word_perplexity(result, 4)
+        rows['bits per byte'] = f'{result["bits_per_byte"]:.5f}'
+    if 'accuracy' in result:
+        rows['accuracy'] = f'{result["accuracy"]:.2%}'
+        rows['frequencies alone: perplexity'] = f'{result["baseline_perplexity"]:.4f}'
+        rows['frequencies alone: accuracy'] = f'{result["baseline_accuracy"]:.2%}'
+    return rows

@@ -80,24 +80,6 @@ class ModelFunctions:
         model.redraw(which, jax.random.fold_in(make_seed_key(seed), steps_done))
         return split(model)[2]
 
-    def token_losses(
-        self,
-        weights: Mapping[str, Any],
-        tokens_BxL: jax.Array,
-        targets_BxL: jax.Array,
-        documents: Documents | None = None,
-    ) -> jax.Array:
-        """Returns the negative log-likelihood of each target in nats, [B, L] float32.
-
-        The windows are whole; the mesh in context may split them. With `documents` the tokens of a window do not see
-        other documents.
-        """
-
-        def losses(model: Transformer, *arrays: Any) -> jax.Array:
-            return model.token_losses(*arrays)
-
-        return self._over_windows(losses, weights, documents, tokens_BxL, targets_BxL)
-
     def weighted_loss(
         self,
         weights: Mapping[str, Any],
@@ -107,7 +89,7 @@ class ModelFunctions:
         documents: Documents | None = None,
         z_loss: float = 0.0,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (sum of the targets' weighted losses with the z-loss, `token_losses` without a gradient)."""
+        """Returns (sum of the targets' weighted losses with the z-loss, nats of each target without a gradient)."""
 
         def weighted(model: Transformer, *arrays: Any) -> tuple[jax.Array, jax.Array]:
             return model.weighted_loss(*arrays, z_loss=z_loss)
@@ -121,12 +103,18 @@ class ModelFunctions:
         tokens_BxL: jax.Array,
         targets_BxL: jax.Array,
         documents: Documents | None = None,
+        accuracy: bool = False,
     ) -> Scored:
-        """Returns `token_losses`, and whether each target is the most probable token."""
+        """Scores each target, with `accuracy` also whether no other token beats it.
+
+        The windows are whole; the mesh in context may split them. With `documents` the tokens of a window do not see
+        other documents.
+        """
 
         def score(model: Transformer, tokens_BxL: jax.Array, targets_BxL: jax.Array, *rest: Any) -> Scored:
             x_BxLxD = model.hidden(tokens_BxL, *rest)
-            return Scored(model.losses(x_BxLxD, targets_BxL), model.most_probable(x_BxLxD) == targets_BxL)
+            correct_BxL = model.most_probable(x_BxLxD) == targets_BxL if accuracy else None
+            return Scored(model.losses(x_BxLxD, targets_BxL), correct_BxL)
 
         return self._over_windows(score, weights, documents, tokens_BxL, targets_BxL)
 
