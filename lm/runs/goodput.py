@@ -152,7 +152,7 @@ def share(seconds: Mapping[str, float]) -> float:
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """Describes a ledger in a line: '93 % of 2 h 10 min in steps; compile 3 %, evaluation 2 %, …', the largest first."""
+    """Describes a ledger: '93 % of 2 h 10 min in steps; compile 3 %, evaluation 2 %, …', the largest first."""
     seconds = record['seconds']
     total = sum(seconds.values()) or 1.0
     rest = sorted(((value, account) for account, value in seconds.items() if account != 'step'), reverse=True)
