@@ -14,7 +14,7 @@ from lm.bench.options import StepOptions
 from lm.cost_model.forecast import forecast_step
 from lm.cost_model.step_time import PARTS, StepTime
 from lm.hardware import Target, Topology, generation, smallest
-from lm.text import short
+from lm.text import shorten
 from lm.training.mesh import MeshConfig
 
 CONTEXTS = (2048, 8192, 32_768)
@@ -56,7 +56,7 @@ def forecast_steps(options: StepOptions) -> None:
     limit = options.microbatch_tokens or MICROBATCH_TOKENS
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench step', machine, ('jax', 'jaxlib', 'libtpu')))
-    printer.line(f'compiled, not run: {tokens:,} tokens a step on one device; ms, and of it the forward pass repeated')
+    printer.line(f'compiled, not run: {tokens:,} tokens per step on one device; ms (ms of recomputation)')
     settings = {
         'tokens_per_step': tokens,
         'topologies': list(options.topology or ()),
@@ -107,7 +107,7 @@ def asdict(row: ForecastRow) -> dict[str, Any]:
 
 def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
     """Prints a table of parts by configurations, for one generation."""
-    titles = {str(i): f'{row.mechanism} {short(row.context)}' for i, row in enumerate(rows)}
+    titles = {str(i): f'{row.mechanism} {shorten(row.context)}' for i, row in enumerate(rows)}
 
     def line(title: str, value: Callable[[ForecastRow, StepTime], str | None]) -> dict[str, Any]:
         cells = {str(i): value(row, row.time) if row.time else None for i, row in enumerate(rows)}

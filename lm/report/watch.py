@@ -10,7 +10,7 @@ from lm.errors import LmError
 from lm.report.measures import get_status
 from lm.report.write import write_files, write_report
 from lm.runs.records import find_run_paths
-from lm.text import counted
+from lm.text import format_count
 
 POLL_SECONDS = 5.0
 """Time between two looks at the run directories."""
@@ -35,7 +35,7 @@ def watch_report(paths: Sequence[str], out: str, **options: Any) -> int:
     try:
         state = read_state(paths)
         write_report(paths, out, **options)
-        print(f'watching {counted(len(paths), "path")}; Ctrl-C ends', flush=True)
+        print(f'watching {format_count(len(paths), "path")}; Ctrl-C ends', flush=True)
         while True:
             time.sleep(POLL_SECONDS)
             try:
@@ -44,7 +44,9 @@ def watch_report(paths: Sequence[str], out: str, **options: Any) -> int:
                 report = write_files(paths, out, **options)
                 state = now
                 unfinished = sum(get_status(run) == 'not finished' for run in report.runs)
-                line = f'{report.out / "report.html"}: {counted(len(report.runs), "run")}, {unfinished} not finished'
+                line = (
+                    f'{report.out / "report.html"}: {format_count(len(report.runs), "run")}, {unfinished} not finished'
+                )
             except (LmError, OSError) as error:
                 line = f'not refreshed: {error}'
             print(f'{time.strftime("%H:%M:%S")}  {line}', flush=True)

@@ -104,8 +104,7 @@ class Sweep:
 
 @contextlib.contextmanager
 def _note_failure(path: epath.Path) -> Iterator[None]:
-    """Turns a failure to write `path` in its block into a message: a full disk must not change how a point
-    has ended."""
+    """Turns a failure to write `path` in its block into a warning: a full disk must not change a point's end."""
     try:
         with reaching(path):
             yield

@@ -19,7 +19,7 @@ class Profiler:
         self.traced_steps, self.folder, self.running = traced_steps, folder, False
 
     def begin_step(self, step: int) -> None:
-        """Call it before each step is dispatched."""
+        """Starts or ends the trace if it is due. Call it before each step is dispatched."""
         traced = self.traced_steps is not None and self.traced_steps[0] <= step <= self.traced_steps[1]
         if traced and not self.running:
             self.running = self._try(lambda: jax.profiler.start_trace(os.fspath(self.folder)))
