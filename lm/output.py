@@ -7,6 +7,7 @@ And messages of native libraries that tell the user nothing.
 import contextlib
 import errno
 import glob
+import io
 import os
 import signal
 import sys
@@ -43,7 +44,7 @@ def leave_out_lines(start: bytes) -> None:
     """
     stream = sys.stdout._stream if isinstance(sys.stdout, _Lasting) else sys.stdout
     try:
-        if stream.fileno() != 1:
+        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != 1:
             return
         stream.flush()
     except (OSError, ValueError):

@@ -8,7 +8,7 @@ from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part
 from lm.data.sources.parquet import needs_text, read_column
 from lm.data.sources.patterns import FilePatterns
-from lm.errors import ConfigError, MismatchError
+from lm.errors import MismatchError, MissingPackageError
 from lm.files import is_remote, open_path
 
 _FILE_MAGIC = b'ARROW1'
@@ -59,7 +59,7 @@ class Arrow(FilePatterns):
             import pyarrow
             import pyarrow.ipc
         except ImportError:
-            raise ConfigError("prepare.source = @arrow(): needs pyarrow; pip install 'lm-tpu[parquet]'") from None
+            raise MissingPackageError('prepare.source = @arrow()', 'pyarrow', 'parquet') from None
         try:
             with contextlib.ExitStack() as stack:
                 path = open_path(name, 'arrow.path')

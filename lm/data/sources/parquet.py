@@ -7,7 +7,7 @@ from typing import Any
 from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part, decode
 from lm.data.sources.patterns import FilePatterns
-from lm.errors import ConfigError, MismatchError
+from lm.errors import ConfigError, MismatchError, MissingPackageError
 from lm.files import open_path
 
 
@@ -43,7 +43,7 @@ class Parquet(FilePatterns):
         try:
             import pyarrow.parquet
         except ImportError:
-            raise ConfigError("prepare.source = @parquet(): needs pyarrow; pip install 'lm-tpu[parquet]'") from None
+            raise MissingPackageError('prepare.source = @parquet()', 'pyarrow', 'parquet') from None
         try:
             with (
                 open_path(name, 'parquet.path').open('rb') as stream,
