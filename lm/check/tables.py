@@ -13,7 +13,7 @@ WIDTH = 24
 
 
 def print_budget(budget: Budget, plan: StepPlan) -> None:
-    """The configuration, in the words of `lm train`."""
+    """Prints the configuration, in the words of `lm train`."""
     rows = plan.describe()
     row('parameters', rows.pop('parameters'))
     for part, count in budget.parameters.items():
@@ -25,7 +25,7 @@ def print_budget(budget: Budget, plan: StepPlan) -> None:
 
 
 def print_check(check: Check, budget: Budget, price: float | None = None) -> None:
-    """One topology; `price`: of a chip-hour."""
+    """Prints the check of one topology; `price` is the price per chip-hour."""
     topology = parse(check.topology)
     unit = unit_of(check)
     print()
@@ -46,12 +46,12 @@ def print_check(check: Check, budget: Budget, price: float | None = None) -> Non
         row('  temporaries', f'{memory.temporaries_gib:.2f} GiB: gradients, activations')
     if check.roofline is not None and check.fits:
         print_times(check, check.roofline, budget, price)
-    if check.advice is not None:  # with the table of another step, so it comes last
+    if check.advice is not None:  # its table is about another step, so it comes last
         print_advice(check, budget, price)
 
 
 def print_times(check: Check, bound: Roofline, budget: Budget, price: float | None) -> None:
-    """Bound and prediction of a step that fits, and of the whole run."""
+    """Prints bound and prediction of a step that fits, and of the whole run."""
     topology = parse(check.topology)
     chip, unit = topology.chip, unit_of(check)
     runs = ('at most', 'at least', check.speed), ('predicted', 'predicted', check.predicted)
@@ -108,7 +108,7 @@ def between_slices(bound: Roofline, chip: Chip, unit: str) -> str:
 
 
 def print_prediction(model: StepTime, predicted: Speed) -> None:
-    """The model's time by parts."""
+    """Prints the model's time by parts."""
     again = ''
     if model.recomputed_seconds:
         again = f', {milliseconds(model.recomputed_seconds)} of it the forward pass again'
@@ -120,14 +120,14 @@ def print_prediction(model: StepTime, predicted: Speed) -> None:
 
 
 def cost_of(run: Speed, price: float | None) -> str:
-    """Time, chip-hours and what they cost."""
+    """Formats time, chip-hours and their cost."""
     time, hours = duration(run.run_hours * 3600), digits(run.run_hours)
     text = f'{time}: {hours} hours, {digits(run.run_chip_hours)} chip-hours'
     return text if price is None else f'{text}, {price * run.run_chip_hours:,.2f} at {price:g} each'
 
 
 def print_advice(check: Check, budget: Budget, price: float | None = None) -> None:
-    """All that was tried, and, if anything fits, the gin lines of the fastest and its numbers."""
+    """Prints all trials, and, if any fits, the gin lines of the fastest and its numbers."""
     advice = check.advice
     for i, tried in enumerate(advice.tried):
         row('tried' if i == 0 else '', tried_line(tried))
@@ -152,7 +152,7 @@ def print_advice(check: Check, budget: Budget, price: float | None = None) -> No
 
 
 def tried_line(tried: Tried) -> str:
-    """One candidate: changes, memory, predicted time."""
+    """Formats one candidate: changes, memory, predicted time."""
     line = f'{", ".join(tried.bindings) or "as configured"}: {tried.needed_gib:.2f} GiB'
     if tried.seconds is not None:
         line += f', {milliseconds(tried.seconds)}'

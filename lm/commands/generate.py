@@ -52,8 +52,10 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
 
 def read_prompts(prompt: str | None = None, prompt_file: str | None = None, text_file: str | None = None) -> list[str]:
-    """Returns the texts to continue, at least one. Raises ConfigError where two sources are given, or a file is not
-    text in UTF-8."""
+    """Returns the texts to continue, at least one.
+
+    Raises ConfigError if two sources are given, or if a file is not UTF-8 text.
+    """
     given = {'prompt': prompt, 'prompt_file': prompt_file, 'text_file': text_file}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
@@ -65,10 +67,10 @@ def read_prompts(prompt: str | None = None, prompt_file: str | None = None, text
             raise ConfigError('--prompt: is not text in UTF-8')
         return [value]
     path = pathlib.Path(value)
-    if not path.exists() or path.is_dir():  # a pipe will do
+    if not path.exists() or path.is_dir():  # a pipe works
         raise ConfigError(f'--{name} {path}: no such file')
     try:
-        text = path.read_bytes().decode()  # which leaves carriage returns as they are, as `lm prepare` does
+        text = path.read_bytes().decode()  # carriage returns stay, as in `lm prepare`
     except UnicodeDecodeError:
         raise ConfigError(f'--{name} {path}: is not text in UTF-8') from None
     if name == 'text_file':

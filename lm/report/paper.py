@@ -274,7 +274,7 @@ def format_tables(compared: Sequence[Comparison], corpus: str | None = None) -> 
 
 
 def name_devices(run: Run) -> str:
-    """Returns '32 × TPU v5 lite'."""
+    """Returns the devices of a run, such as '32 × TPU v5 lite'."""
     return f'{run.info.get("device_count", "?")} × {run.info.get("device_kind", "?")}'
 
 

@@ -1,5 +1,6 @@
 """`lm report`: runs → a table (Markdown, CSV), the paper's table with ours beside it, and pictures.
 
+- report.html: sortable tables and curves with values under the pointer, in one file (`lm.report.page`)
 - report.md: every number, with the run that it came from
 - runs.csv: a row per run
 - paper.csv: the paper's numbers and ours

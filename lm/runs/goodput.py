@@ -1,7 +1,7 @@
 """Goodput: the share of the wall clock of a run that went into steps that count, and the accounts of the rest.
 
-The ledger is cumulative over all starts of a run. At each moment the time is charged to one account, so that the
-accounts (`Accounts`) add up to the wall clock since the first start, without the time in which the run was finished.
+The ledger is cumulative over all starts of a run. Each moment is charged to one account. The accounts
+(`Accounts`) therefore add up to the wall clock since the first start, without the time in which the run was finished.
 """
 
 import contextlib

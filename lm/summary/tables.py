@@ -13,7 +13,7 @@ from lm.text import counted, duration, perplexity, si
 
 
 def print_run(found: dict[str, Any], console: Console) -> None:
-    """The run for people."""
+    """Prints the run for people."""
     get, info = found['configuration'].get, found['info']
     train, evaluation = found['last_train'], found['last_eval']
     steps = found['steps']
@@ -75,7 +75,7 @@ def print_run(found: dict[str, Any], console: Console) -> None:
 
 
 def print_store(found: dict[str, Any], console: Console) -> None:
-    """The store for people."""
+    """Prints the store for people."""
 
     def pairs(value: Any) -> str:
         return ', '.join(f'{k} {v}' for k, v in value.items()) if isinstance(value, dict) else str(value)
@@ -95,12 +95,12 @@ def print_store(found: dict[str, Any], console: Console) -> None:
 
 
 def print_sweep(found: dict[str, Any], console: Console) -> None:
-    """The table with which `lm sweep` ended."""
+    """Prints the table with which `lm sweep` ended."""
     console.print(sweep_file.make_results_table(found['points']))
 
 
 def data_of(config: Mapping[str, str]) -> str:
-    """The task, or the store or mixture that a run learns; an import may have none of them."""
+    """Returns the task, or the store or mixture that a run learns; an import may have none of them."""
     task, path, stores = (config.get(f'data.{name}') for name in ('task', 'path', 'mixture'))
     if task not in (None, 'None'):
         return task
@@ -131,5 +131,5 @@ def _short(digest: str | None) -> str:
 
 
 def _branch(branch: Any) -> dict[str, str]:
-    """The row of a run that began from a checkpoint of another one."""
+    """Returns the row of a run that began from a checkpoint of another run."""
     return {'branch of': f'{branch["from"]} at step {branch["step"]:,}'} if branch else {}

@@ -17,7 +17,7 @@ from lm.tasks.draws import Draws
 from lm.tasks.separate_answers import AnswersApart
 
 GROUPS = {'parity': 2, 's3': 3, 's4': 4, 's5': 5}
-"""Name → how many things are permuted."""
+"""Name → the number of permuted things."""
 
 
 @configurable('state_tracking')
@@ -36,7 +36,7 @@ class StateTracking(AnswersApart):
 
     @property
     def table(self) -> np.ndarray:
-        """[n, n]: the element that a is when b follows it."""
+        """Returns [n, n]: entry (a, b) is the element that results if b follows a."""
         permutations = list(itertools.permutations(range(GROUPS[self.group])))
         number = {p: i for i, p in enumerate(permutations)}
         return np.array([[number[tuple(b[x] for x in a)] for b in permutations] for a in permutations])

@@ -1,8 +1,9 @@
-"""The other processes of the job: when one of them is gone, this one ends too, so that a supervisor repeats the job.
+"""A watch over the other processes of the job: when one is gone, this one ends too, so that a supervisor repeats the
+job.
 
-JAX finds out on its own, but late, and then aborts (SIGABRT), which no supervisor can tell from a bug. Here each
-process keeps one TCP connection to process 0. The kernel closes it when a process dies, whatever killed it; a host that
-froze or lost its power is found out by its silence. Either way the survivors end with exit code 42.
+JAX notices a death on its own, but late, and then aborts (SIGABRT). No supervisor can tell this from a bug. Here each
+process keeps one TCP connection to process 0. The kernel closes it when a process dies, whatever killed it. A host that
+froze or lost its power is detected by its silence. Either way the survivors end with exit code 42.
 """
 
 import atexit
@@ -33,11 +34,12 @@ log = logging.getLogger(__name__)
 
 
 class Peers:
-    """Context manager around a training; enter it as soon as the processes have joined, before they meet: who dies
-    while others wait for its devices is missed as well. Nothing, in a single process.
+    """A context manager around a training. A single process needs no watch, and the context does nothing.
 
-    Leaving it with an exception tells the others the exit code. Errors that all processes raise (a preemption, a
-    divergence) end as they would alone; one that a process has for itself ends the others with the same code.
+    Enter it as soon as the processes have joined, before `meet`. It then also notices a process that dies while others
+    wait for its devices. Leaving it with an exception sends the exit code to the others. Errors that all processes
+    raise (a preemption, a divergence) end as they would alone. An error of one process ends the others with the same
+    code.
 
     Args:
         silence: seconds without a sign of life after which a process counts as gone.
@@ -83,10 +85,11 @@ class Peers:
             _delay_aborts(False)
 
     def _connect(self) -> None:
-        """Process 0 listens; the others learn where from the key-value store of jax.distributed, and show a secret.
+        """Connects this process: process 0 listens, and the others find its address and a secret in jax.distributed's
+        store.
 
-        Who cannot says so in that store, and JAX will find out what becomes of it, later. All have been there a moment
-        ago: who says nothing is gone.
+        A process that cannot connect says so in that store; JAX will notice its fate later. All processes were there a
+        moment ago, so a process that says nothing is gone.
         """
         from jax._src.distributed import global_state
 
@@ -110,7 +113,7 @@ class Peers:
 
     @contextlib.contextmanager
     def _saying(self, client: Any) -> Iterator[None]:
-        """Tells the others that this process cannot be watched, if that is so."""
+        """Tells the others if this process cannot be watched."""
         try:
             yield
         except OSError as error:
@@ -118,7 +121,7 @@ class Peers:
             client.key_value_set(f'lm/peers/{self.index}', '', allow_overwrite=True)
 
     def _accept(self, server: socket.socket, client: Any) -> None:
-        """Takes the connections of all others but those that cannot connect."""
+        """Accepts the connections of all other processes that can connect."""
         secret = secrets.token_hex(16)
         client.key_value_set('lm/peers/0', f'{server.getsockname()[1]} {secret}')
         server.settimeout(ACCEPT_SECONDS)
@@ -164,7 +167,7 @@ class Peers:
             connection.socket.close()
 
     def _read(self, index: int) -> bool:
-        """Takes in what process `index` sent; False once it has closed the connection in good order."""
+        """Reads the messages of process `index`; returns False once it has closed the connection properly."""
         connection = self._connections[index]
         try:
             data = connection.socket.recv(4096)
@@ -199,11 +202,11 @@ class Peers:
                     connection.socket.sendall(line.encode() + b'\n')
 
     def _failed(self) -> tuple[int, int] | None:
-        """(process, exit code) of one that has said that it ends with an error."""
+        """Returns (process, exit code) of a process that has announced an error."""
         return next(((index, code) for index, code in self._ended.items() if code), None)
 
     def _lost(self, index: int, what: Any) -> NoReturn:
-        """Ends this process: as the one that failed, if one did, else to be repeated."""
+        """Ends this process: with the code of a process that failed, or else to be repeated."""
         if failed := self._failed():
             end_process(
                 f'lm train: process {failed[0]} of {self.count} ended with exit code {failed[1]}: see its message',
@@ -218,7 +221,7 @@ class _Connection:
 
 
 def _listen(host: str) -> socket.socket:
-    """A server on a free port; a job on one machine is not seen from outside."""
+    """Opens a server on a free port; a job on one machine is not visible from outside."""
     if host in ('localhost', '127.0.0.1', '::1'):
         return socket.create_server((host if host != 'localhost' else '127.0.0.1', 0))
     if socket.has_dualstack_ipv6():
@@ -227,10 +230,10 @@ def _listen(host: str) -> socket.socket:
 
 
 def _delay_aborts(delay: bool) -> None:
-    """Makes SIGABRT wait six seconds (its number is what `sleep` gets) before it kills.
+    """Delays the death by SIGABRT by six seconds (its number is the argument that `sleep` gets).
 
-    When process 0 dies, JAX's client aborts within milliseconds, in a thread that no Python code can stop. The C
-    function `sleep` as handler of the signal gives the thread of `Peers` the time to end the process as it should.
+    When process 0 dies, JAX's client aborts within milliseconds, in a thread that no Python code can stop. With the C
+    function `sleep` as handler of the signal, the thread of `Peers` has the time to end the process properly.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)

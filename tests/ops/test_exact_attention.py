@@ -314,7 +314,7 @@ def test_unsupported_calls_fall_back_with_one_warning(target, dtype, options, re
     messages = []
     monkeypatch.setattr(platform, 'target_platform', lambda: target)
     monkeypatch.setattr(platform.LOG, 'warning', messages.append)
-    platform._say_once.cache_clear()
+    platform._warn_once.cache_clear()
     q, k, v = draw(1, 8, 2, 2, dtype=dtype)
     for _ in range(2):
         o = exact_attention.softmax_attention(q, k, v, **options)

@@ -315,14 +315,14 @@ def test_parts_of_a_window_are_the_whole(name, rule, monkeypatch):
 @pytest.mark.parametrize(('blocks', 'parts'), [(2, 2), (6, 4), (4, 8), (2, 3)])
 def test_every_part_has_equal_work(blocks, parts):
     """All parts together visit every pair once."""
-    own_PxI = pairs.own_keys(blocks, parts)
-    walks = [pairs.walk_by_queries(own_PxI), pairs.walk_by_keys(own_PxI, 0, blocks)]
+    diagonal_PxI = pairs.number_diagonals(blocks, parts)
+    walks = [pairs.walk_by_queries(diagonal_PxI), pairs.walk_by_keys(diagonal_PxI, 0, blocks)]
     whole = {(i, j) for i in range(blocks * parts) for j in range(i + 1)}
     for walk in walks:
         assert not (walk.pairs_PxT[:, :-1] >= pairs.IDLE).any()
         visited = [
-            (int(own[pair >> 16]), int(pair & 0xFFFF))
-            for own, row in zip(own_PxI, walk.pairs_PxT, strict=True)
+            (int(diagonal[pair >> 16]), int(pair & 0xFFFF))
+            for diagonal, row in zip(diagonal_PxI, walk.pairs_PxT, strict=True)
             for pair in row[:-1]
         ]
         assert len(visited) == len(whole)
@@ -342,7 +342,7 @@ def test_unsupported_calls_fall_back_with_one_warning(reason, monkeypatch):
     messages = []
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     monkeypatch.setattr(platform.LOG, 'warning', messages.append)
-    platform._say_once.cache_clear()
+    platform._warn_once.cache_clear()
     q, k, v, _ = example(8)
     for _ in range(2):
         o = exact_attention.polynomial_attention(q, k, v, degree=4, **REFUSED[reason])

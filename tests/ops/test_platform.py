@@ -85,5 +85,5 @@ def test_kernels_that_an_operation_lacks_are_skipped(monkeypatch):
 
 
 def test_kernels_refuse_too_few_tokens():
-    assert platform.for_few(1) == platform.for_few(127) == 'xla'
-    assert platform.for_few(128) is None
+    assert platform.choose_for_short(1) == platform.choose_for_short(127) == 'xla'
+    assert platform.choose_for_short(128) is None

@@ -23,7 +23,9 @@ from lm.attention.softmax import Softmax
 from lm.cli import main
 from lm.config.configurable import REGISTRY
 from lm.report import paper
-from lm.report.curves import BINS, FEWEST_TOKENS, Series, make_loss_curve, make_series
+from lm.report.curves import BINS, FEWEST_TOKENS, Series, find_token_range, make_loss_curve, make_series
+from lm.report.measures import Measures
+from lm.report.pictures import Pictures
 from lm.report.published import load_tables
 from lm.report.report import Report
 from lm.runs.records import Run, find_runs
@@ -54,7 +56,9 @@ def test_a_real_run(reference_run, tmp_path, capsys):
     text = (tmp_path / 'out' / 'report.md').read_text()
     assert str(run) in text
     pictures = re.findall(r'\]\((.+\.png)\)', text)
-    assert pictures == ['loss.png', 'position.png', 'perplexity_runs.png', 'speed_runs.png']
+    assert pictures == ['loss.png', 'position.png', 'perplexity_steps.png', 'speed_steps.png'], (
+        'curves, not single dots'
+    )
     for name in pictures:
         width, height = png_size(tmp_path / 'out' / name)
         assert width == round(figures.WIDTH * 300)
@@ -94,9 +98,9 @@ def test_other_differences_make_another_series(tmp_path):
     assert [s.label for s in make_series(find_runs([str(tmp_path)]))] == [
         'Softmax, steps 100',
         'Softmax, steps 200',
-        'Performer (2048 features), path pg19, block 128',
-        'Performer (2048 features), path wiki40b, block 256',
-        'softmax (window 64)',
+        'Performer (2048 features), path pg19, block 128, steps 100',
+        'Performer (2048 features), path wiki40b, block 256, steps 100',
+        'softmax (window 64), steps 100',
     ]
 
 
@@ -119,11 +123,56 @@ def test_the_loss_curve_is_the_mean_of_the_logged_steps(tmp_path):
     assert [s.label for s in make_series(find_runs([str(tmp_path)]))] == ['Softmax', 'Softmax, not finished']
     series = Series('Softmax', 0, tuple(find_runs([str(tmp_path)])))
     end = run.train[-1]['tokens']
-    curve = make_loss_curve(series, 1024, end)
+    curve = make_loss_curve(series, 1024, 0.05 * end, end)
     assert len(curve.x) <= BINS
+    assert curve.smoothed
     expected = np.interp(curve.x, [r['tokens'] for r in run.train], [r['loss'] for r in run.train])
     np.testing.assert_allclose(curve.y, expected, atol=0.01)
-    assert make_loss_curve(series, 512, end) is None
+    assert make_loss_curve(series, 512, 0.05 * end, end) is None
+    (tmp_path / 'a' / 'metrics.jsonl').write_text(''.join(lines[:3]))
+    (raw,) = make_series([Run.read(tmp_path / 'a')])
+    few = make_loss_curve(raw, 1024, *find_token_range(raw.runs))
+    assert not few.smoothed
+    assert list(few.y) == pytest.approx([r['loss'] for r in raw.runs[0].train])
+
+
+def test_a_short_run_stays_visible_beside_a_long_one(tmp_path):
+    write_run(tmp_path / 'long', Softmax(), steps=20_000, log_every=50)
+    write_run(tmp_path / 'short', Polynomial(), steps=100)
+    made = Pictures(find_runs([str(tmp_path)]), Measures())
+    (loss,) = [picture for picture in made.made if picture.name == 'loss']
+    short, long = sorted(loss.curves, key=lambda curve: curve.x[-1])
+    assert (short.label, long.label) == ('Polynomial (deg=4), steps 100', 'Softmax, steps 20000')
+    assert len(short.x) == 10, 'all logged steps but the first'
+    assert long.x[0] < short.x[-1], 'the same tokens of both can be compared'
+    assert loss.caption == 'Training loss (smoothed: Softmax, steps 20000).'
+
+
+def test_a_series_keeps_its_style_in_all_pictures(tmp_path):
+    for name, attention in (('a', Softmax()), ('b', Polynomial())):
+        for i, rate in enumerate((1e-4, 1e-3, 1e-2)):
+            run = write_run(tmp_path / f'{name}{i}', attention, steps=100, devices=(i + 1, 'TPU v4'))
+            config = (run / 'config.gin').read_text()
+            (run / 'config.gin').write_text(re.sub(r'(peak_learning_rate = ).*', rf'\g<1>{rate}', config))
+    for context in (64, 128):
+        evaluate(tmp_path / 'b2', context_length=context, perplexity=10.0)
+    made = Pictures(find_runs([str(tmp_path)]), Measures())
+    styles = {}
+    for picture in made.made:
+        for curve in picture.curves:
+            styles.setdefault(curve.label.partition(', 1 ×')[0].partition(', 2 ×')[0].partition(', 3 ×')[0], set()).add(
+                curve.style
+            )
+    assert {'perplexity_evaluated', 'speed_runs', 'perplexity_peak_learning_rate'} <= {p.name for p in made.made}
+    assert {len(found) for found in styles.values()} == {1}, styles
+
+
+def test_the_caption_names_the_positions_that_are_left_out(tmp_path):
+    run = Run.read(write_run(tmp_path / 'a', Softmax()))
+    losses = [b['loss'] for b in run.last_evaluation['loss_by_position'] if b['end'] <= 8]
+    (picture,) = [picture for picture in Pictures([run], Measures()).made if picture.name == 'position']
+    assert len(losses) == 4
+    assert f'the first 8 positions, with losses of {min(losses):.2f} to {max(losses):.2f}, are' in picture.caption
 
 
 def test_the_newest_evaluation_at_the_runs_own_context_counts(tmp_path):
@@ -169,7 +218,7 @@ def test_an_evaluation_of_a_part_is_marked(tmp_path):
 def test_accuracy_of_tasks(tmp_path):
     write_run(tmp_path / 'a', Softmax(), accuracy=True, data=SelectiveCopying())
     assert main(['report', str(tmp_path / 'a'), '--out', str(tmp_path / 'out')]) == 0
-    assert {p.stem for p in (tmp_path / 'out').glob('*.png')} == {'loss', 'accuracy', 'accuracy_runs', 'speed_runs'}
+    assert {p.stem for p in (tmp_path / 'out').glob('*.png')} == {'loss', 'accuracy', 'speed_steps'}
     curve = [float(r['y']) for r in table(tmp_path / 'out' / 'curves.csv') if r['picture'] == 'accuracy']
     assert curve == [100 * r['accuracy'] for r in Run.read(tmp_path / 'a').evals]
     assert not (tmp_path / 'out' / 'paper.csv').exists()

@@ -49,7 +49,7 @@ def compare_settings(old: dict[str, Any], new: dict[str, Any], what: str, sectio
         if isinstance(was, dict) and isinstance(now, dict) and was.get('kind') == now.get('kind'):
             compare_settings(was, now, what, now.get('kind', key))
         if key == 'listing':
-            raise ConfigError(f'{what} from other files: those of the source changed since; {remedy}')
+            raise ConfigError(f'{what} from other files: the files of the source have changed; {remedy}')
         if isinstance(was, dict) and isinstance(now, dict):
             was, now = (x.get('kind', 'another') for x in (was, now))
         raise ConfigError(f'{what} with {section}.{key} = {was!r}, not {now!r}; {remedy}')

@@ -31,14 +31,16 @@ def short_convolution(
         x_BxLxN: tokens.
         kernel_SxN: w; float32.
         before_BxRxN: the R tokens before x; None: zeros.
-        reach_BxL: how many tokens before each it sees, at most: those of its document; int32. None: all.
+        reach_BxL: the number of earlier tokens that a token sees at most, in its document; int32. None: all.
         implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
 
     Raises:
         OperationError: an unknown implementation, or one that does not support the call.
     """
     call = ConvolutionCall(x_BxLxN, kernel_SxN, before_BxRxN, reach_BxL)
-    return IMPLEMENTATIONS.choose(implementation or platform.for_few(x_BxLxN.shape[1]), call).short_convolution(call)
+    return IMPLEMENTATIONS.choose(
+        implementation or platform.choose_for_short(x_BxLxN.shape[1]), call
+    ).short_convolution(call)
 
 
 __all__ = ['IMPLEMENTATIONS', 'ConvolutionCall', 'short_convolution']

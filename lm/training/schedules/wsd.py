@@ -20,14 +20,15 @@ SHAPES = {
     'cosine': lambda t: (1 + jnp.cos(jnp.pi * t)) / 2,
     'sqrt': lambda t: 1 - jnp.sqrt(t),
 }
-"""Share of the decay that is done → what is left of the way from the peak to the last value."""
+"""Fraction of the decay that is done → the remaining fraction of the way from the peak to the last value."""
 
 
 @configurable('wsd')
 class Wsd(Schedule):
-    """The peak, then peak · (final_fraction + (1 − final_fraction) · shape(t)).
+    """A constant rate with a final decay (warmup-stable-decay).
 
-    t goes from 0 to 1 over the last `decay_share` of the updates after the warm-up, or over the last `decay_steps`.
+    The decay covers the last `decay_share` of the updates after the warm-up, or the last `decay_steps` of them. There
+    the rate is peak · (final_fraction + (1 − final_fraction) · shape(t)), and t goes from 0 to 1.
     """
 
     decay_share: float = field(default=SHARE, above=0, maximum=1, help='of the updates after the warm-up')
