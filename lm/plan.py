@@ -22,7 +22,7 @@ from lm.experiment import Experiment, check_experiment
 from lm.hardware import Target
 from lm.model.functions import ModelFunctions
 from lm.runs.initial import InitialParameters
-from lm.text import counted, si
+from lm.text import format_count, format_si
 from lm.training.inputs import check_training, check_vocabulary, choose_unpacking, make_windows
 from lm.training.mesh import MeshShape
 from lm.training.program import StepProgram
@@ -62,15 +62,17 @@ class StepPlan:
         """Describes the run by name; `epochs` is a text on how often it will see its data."""
         model, train, (microbatches, rows, _) = self.experiment.model, self.experiment.train, self.program.batch_shape
         mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
-        windows = f'{counted(microbatches * rows, "window")} of {train.context_length:,}'
-        parts = counted(microbatches, 'microbatch', 'microbatches')
-        layers = f'{counted(model.n_layers, "layer")} of width {model.d_model}'
-        total = f'{train.steps * train.tokens_per_step:,} ({counted(train.steps, "step")}{epochs and f", {epochs}"})'
+        windows = f'{format_count(microbatches * rows, "window")} of {train.context_length:,}'
+        parts = format_count(microbatches, 'microbatch', 'microbatches')
+        layers = f'{format_count(model.n_layers, "layer")} of width {model.d_model}'
+        total = (
+            f'{train.steps * train.tokens_per_step:,} ({format_count(train.steps, "step")}{epochs and f", {epochs}"})'
+        )
         return {
             'parameters': f'{self.parameters:,} ({layers}, {mechanisms})',
             'tokens per step': f'{train.tokens_per_step:,} ({windows}, {parts})',
             'tokens in total': total,
-            'FLOPs per token': si(self.flops_per_token),
+            'FLOPs per token': format_si(self.flops_per_token),
         }
 
     @property

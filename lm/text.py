@@ -11,7 +11,7 @@ def perplexity(nats: float) -> float:
     return math.exp(nats) if nats < 700 else math.inf
 
 
-def si(value: float) -> str:
+def format_si(value: float) -> str:
     """Formats 1234567 as '1.23M', with three digits; numbers too large for 'T' look like '1,234T'."""
     if not math.isfinite(value):
         return f'{value:g}'
@@ -20,7 +20,7 @@ def si(value: float) -> str:
     return f'{value / limit:,.0f}{suffix}' if abs(value) >= 1000 * limit else f'{value / limit:.3g}{suffix}'
 
 
-def short(value: float) -> str:
+def shorten(value: float) -> str:
     """Formats a number exactly, for axes and headings: 512 → '512', 32768 → '32k', 1.5e9 → '1.5B'."""
     if value >= 1024 and value % 1024 == 0 and value < 2**20:
         return f'{value // 1024:.0f}k'
@@ -28,7 +28,7 @@ def short(value: float) -> str:
     return f'{value / limit:g}{suffix}'
 
 
-def digits(value: float) -> str:
+def format_digits(value: float) -> str:
     """Formats three digits, or all digits before the point, without powers of ten: 0.0123, 1.23, 870, 1,150."""
     if not math.isfinite(value) or value == 0:
         return f'{value:g}'
@@ -36,12 +36,12 @@ def digits(value: float) -> str:
     return f'{value:,.{max(0, 2 - exponent)}f}'
 
 
-def counted(number: int, noun: str, plural: str | None = None) -> str:
+def format_count(number: int, noun: str, plural: str | None = None) -> str:
     """Formats 1 and 'step' as '1 step', 2000 as '2,000 steps'; `plural` is for nouns that do not just add -s."""
     return f'{number:,} {noun if number == 1 else plural or f"{noun}s"}'
 
 
-def markdown_table(rows: Sequence[Sequence[str]], headings: Sequence[str], left: int = 1) -> str:
+def make_markdown_table(rows: Sequence[Sequence[str]], headings: Sequence[str], left: int = 1) -> str:
     """Returns a table in Markdown.
 
     Args:
@@ -58,7 +58,7 @@ def _cells(cells: Sequence[str]) -> str:
     return '| ' + ' | '.join(' '.join(cell.replace('|', r'\|').split()) for cell in cells) + ' |'
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Formats seconds as '2d03h', '1h05m', '4m09s' or '12s'."""
     s = round(seconds)
     if s >= 86_400:

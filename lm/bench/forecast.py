@@ -14,7 +14,7 @@ from lm.bench.options import StepOptions
 from lm.cost_model.forecast import forecast_step
 from lm.cost_model.step_time import PARTS, StepTime
 from lm.hardware import Target, Topology, generation, smallest
-from lm.text import short
+from lm.text import shorten
 from lm.training.mesh import MeshConfig
 
 CONTEXTS = (2048, 8192, 32_768)
@@ -107,7 +107,7 @@ def asdict(row: ForecastRow) -> dict[str, Any]:
 
 def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
     """Prints a table of parts by configurations, for one generation."""
-    titles = {str(i): f'{row.mechanism} {short(row.context)}' for i, row in enumerate(rows)}
+    titles = {str(i): f'{row.mechanism} {shorten(row.context)}' for i, row in enumerate(rows)}
 
     def line(title: str, value: Callable[[ForecastRow, StepTime], str | None]) -> dict[str, Any]:
         cells = {str(i): value(row, row.time) if row.time else None for i, row in enumerate(rows)}

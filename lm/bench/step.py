@@ -19,7 +19,7 @@ from lm.bench.candidates import Candidate, change_context, read_candidates, with
 from lm.bench.options import StepOptions
 from lm.hardware import Target, peak_flops
 from lm.plan import PlanCache, StepPlan, plan_step
-from lm.text import counted, digits
+from lm.text import format_count, format_digits
 from lm.training.mesh import JobAddress, MeshConfig, batch_sharding, initialize_distributed
 from lm.training.program import lower_step
 from lm.training.step import State
@@ -77,11 +77,13 @@ class StepRow:
 
     @property
     def speed(self) -> str:
-        return 'OOM' if self.steps_per_second is None else digits(self.steps_per_second)
+        return 'OOM' if self.steps_per_second is None else format_digits(self.steps_per_second)
 
     @property
     def speeds(self) -> str | None:
-        return None if self.figure is None else f'{digits(self.figure.least)}–{digits(self.figure.greatest)}'
+        return (
+            None if self.figure is None else f'{format_digits(self.figure.least)}–{format_digits(self.figure.greatest)}'
+        )
 
 
 class TimedStep:
@@ -154,7 +156,7 @@ def bench_step(options: StepOptions, job: JobAddress) -> None:
     printer.line(results.heading('lm bench step', machine))
     model = found[0].experiment.model
     dtype = model.resolve_dtype(jax.default_backend()).name
-    printer.line(f'{counted(model.n_layers, "layer")} of width {model.d_model}, {tokens:,} tokens a step, {dtype}')
+    printer.line(f'{format_count(model.n_layers, "layer")} of width {model.d_model}, {tokens:,} tokens a step, {dtype}')
     rows = []
     # An accelerator's memory should hold one state. On a shared CPU, all candidates take turns.
     for group in [found] if is_cpu else [[candidate] for candidate in found]:

@@ -6,7 +6,7 @@ from lm.cost_model.roofline import Roofline
 from lm.cost_model.step_time import StepTime
 from lm.hardware import Chip, parse
 from lm.plan import StepPlan
-from lm.text import counted, digits, duration, si
+from lm.text import format_count, format_digits, format_duration, format_si
 from lm.training.progress import print_row
 
 WIDTH = 24
@@ -32,7 +32,7 @@ def print_check(check: Check, budget: Budget, price: float | None = None) -> Non
     row(
         'topology',
         f'{check.topology}: {f"{topology.slices} slices, " if topology.slices > 1 else ""}'
-        f'{counted(check.chips, "chip")}, {counted(check.devices, "device")}; '
+        f'{format_count(check.chips, "chip")}, {format_count(check.devices, "device")}; '
         f'{"compiled in" if check.roofline else "refused by the compiler after"} {check.compile_seconds:.0f} s'
         + (f' with {", ".join(check.bindings)}' if check.bindings else ''),
     )
@@ -82,7 +82,8 @@ def print_times(check: Check, bound: Roofline, budget: Budget, price: float | No
         if run is not None:
             row(
                 'speed',
-                f'{words} {run.steps_per_second:.3g} steps/s, {si(run.tokens_per_second)} tokens/s, MFU {run.mfu:.1%}',
+                f'{words} {run.steps_per_second:.3g} steps/s, {format_si(run.tokens_per_second)} tokens/s, '
+                f'MFU {run.mfu:.1%}',
             )
     for _, words, run in runs:
         if run is not None:
@@ -121,8 +122,8 @@ def print_prediction(model: StepTime, predicted: Speed) -> None:
 
 def cost_of(run: Speed, price: float | None) -> str:
     """Formats time, chip-hours and their cost."""
-    time, hours = duration(run.run_hours * 3600), digits(run.run_hours)
-    text = f'{time}: {hours} hours, {digits(run.run_chip_hours)} chip-hours'
+    time, hours = format_duration(run.run_hours * 3600), format_digits(run.run_hours)
+    text = f'{time}: {hours} hours, {format_digits(run.run_chip_hours)} chip-hours'
     return text if price is None else f'{text}, {price * run.run_chip_hours:,.2f} at {price:g} each'
 
 

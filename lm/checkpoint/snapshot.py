@@ -104,7 +104,7 @@ class Snapshot:
 
         def read_one(name: str) -> jax.Array:
             try:
-                with budget.spent(sizes[name]):
+                with budget.spend(sizes[name]):
                     return self._read_array(name, abstract[name], context)
             except Exception as error:
                 if not is_damage(error):

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from lm.evaluation.plan import TaskPlan
 from lm.model.functions import ModelFunctions
 from lm.tasks.base import Slice
-from lm.text import counted, perplexity
+from lm.text import format_count, perplexity
 from lm.training.mesh import batch_sharding, replicated, round_up_rows
 
 
@@ -110,10 +110,10 @@ class TaskEvaluator:
     def describe(self, result: dict) -> str:
         """Describes the result in one line, and each slice in a further line. Tasks with several answers get both
         accuracies."""
-        of_answers = f'{100 * result["accuracy_per_answer"]:.2f} % of {counted(result["answers"], "answer")}'
+        of_answers = f'{100 * result["accuracy_per_answer"]:.2f} % of {format_count(result["answers"], "answer")}'
         shares = of_answers
         if self.task.whole_answers:
-            shares = f'{100 * result["accuracy"]:.2f} % of {counted(result["examples"], "example")}'
+            shares = f'{100 * result["accuracy"]:.2f} % of {format_count(result["examples"], "example")}'
             shares += f', {of_answers}' if result['answers'] > result['examples'] else ''
         parts = [f'\n  {name}: {100 * share:.2f} %' for name, share in result.get('accuracy_by_slice', {}).items()]
         return f'accuracy {shares}  loss {result["loss"]:.4f}{"".join(parts)}'

@@ -17,7 +17,7 @@ from lm.report.pictures import Pictures
 from lm.runs.goodput import describe
 from lm.runs.records import Run
 from lm.runs.sweep_file import MEASURES, describe_status
-from lm.text import counted, digits, markdown_table, short
+from lm.text import format_count, format_digits, make_markdown_table, shorten
 
 HAVE_COLUMNS = ('train.seed', 'train.steps', 'train.context_length', 'model.n_layers')
 """Bindings with a column of their own, by this or another name."""
@@ -157,7 +157,7 @@ class Report:
         """Returns the runs and their figures, without columns that no run has, and the points without a run below."""
         columns = self.list_columns()
         cells = [['–' if row[c.key] is None else c.form(row[c.key]) for c in columns] for row in self.list_rows()]
-        text = markdown_table(cells, [c.title for c in columns], sum(c.key in LEFT for c in columns))
+        text = make_markdown_table(cells, [c.title for c in columns], sum(c.key in LEFT for c in columns))
         return '\n\n'.join([text, *self.list_notes()])
 
     def list_rows(self) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ class Report:
             *(Column(name, name_binding(name)) for name in self.swept),
             Column('layers', 'layers'),
             Column('parameters', 'parameters', lambda v: f'{v / 1e6:.3g}M'),
-            Column('context', 'context', short),
+            Column('context', 'context', shorten),
             Column('progress', 'steps', sorted_by='step'),
             Column('split', 'split'),
             Column('perplexity', 'perplexity per token', lambda v: f'{v:.3f}'),
@@ -186,7 +186,7 @@ class Report:
             ),
             Column('accuracy', 'accuracy', lambda v: f'{v:.2%}'),
             Column('speed', 'tokens/s', sorted_by='tokens_per_second'),
-            Column('microseconds_per_token', 'µs/token', digits),
+            Column('microseconds_per_token', 'µs/token', format_digits),
             Column('goodput', 'goodput', '{:.1%}'.format),
             Column('devices', 'devices'),
         ]
@@ -223,7 +223,7 @@ class Report:
             f'`{run.name}`: {run.directory.path}; commit {info.get("git_commit") or "unknown"}, '
             f'{paper.name_devices(run)}, data {str(info.get("data"))[:12]}, '
             f'tokenizer {str(info.get("tokenizer"))[:12]}, started {info.get("started")}, '
-            f'resumed {counted(len(info.get("resumed", [])), "time")}'
+            f'resumed {format_count(len(info.get("resumed", [])), "time")}'
             + (f'; goodput {describe(run.goodput)}' if run.goodput else '')
         )
 
@@ -244,6 +244,6 @@ def _format_speed(row: dict[str, Any]) -> str | None:
     """Returns the median and, where there are enough intervals, the quartiles."""
     if row['tokens_per_second'] is None:
         return None
-    text = digits(row['tokens_per_second'])
+    text = format_digits(row['tokens_per_second'])
     low, high = row['tokens_per_second_low'], row['tokens_per_second_high']
-    return text if low is None else f'{text} ({digits(low)}–{digits(high)})'
+    return text if low is None else f'{text} ({format_digits(low)}–{format_digits(high)})'

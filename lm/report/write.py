@@ -21,7 +21,7 @@ from lm.report import paper
 from lm.report.report import Report
 from lm.runs import sweep_file
 from lm.runs.records import Run, find_runs
-from lm.text import counted
+from lm.text import format_count
 
 
 def write_report(
@@ -48,7 +48,7 @@ def write_report(
     print(report.format_table())
     if missing := paper.explain_no_match(report.comparison, corpus):
         print(f'\n{missing}')
-    print(f'\n{counted(len(report.written), "file")} in {folder}: {", ".join(report.written)}')
+    print(f'\n{format_count(len(report.written), "file")} in {folder}: {", ".join(report.written)}')
 
 
 def check_split(runs: Sequence[Run], split: str | None) -> None:

@@ -86,7 +86,7 @@ def restore_or_init(plan: RunPlan, abstract: State, source: Checkpointer, origin
     `abstract` has the sharding of each array of the state.
     """
     is_new = source.latest_step() is None
-    with goodput.spent('initialize' if is_new else 'restore'):
+    with goodput.charge('initialize' if is_new else 'restore'):
         restored = source.restore(abstract, origin.branch.step if origin.branch else origin.rewind_to)
         if restored:
             start = Start(*restored)
@@ -98,7 +98,7 @@ def restore_or_init(plan: RunPlan, abstract: State, source: Checkpointer, origin
                 start.state.update(weights)
                 if jax.process_index() == 0:
                     print(line, flush=True)
-    goodput.resumed(start.saved.get('step_seconds') if start.saved is not None else 0.0)
+    goodput.count_lost(start.saved.get('step_seconds') if start.saved is not None else 0.0)
     return start
 
 

@@ -103,9 +103,9 @@ def open_session(
         abstract = plan.program.place_state(mesh)
         compilation = compile_in_background(plan.program, mesh)
         start = restore_or_init(plan, abstract, source, origin, goodput)
-        with goodput.spent('trace'):
+        with goodput.charge('trace'):
             compilation.lowered.exception()  # the next line raises its error
-        with goodput.spent('compile'):
+        with goodput.charge('compile'):
             advance = compilation.compiled.result()
         redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=get_shardings(abstract['buffers']))
         sharding = batch_sharding(mesh, axis=1)

@@ -22,7 +22,7 @@ from lm.runs.goodput import Goodput, describe
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
-from lm.text import counted, duration, si
+from lm.text import format_count, format_duration, format_si
 from lm.training.config import TrainConfig
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
@@ -105,11 +105,11 @@ class Trainer:
         """Trains to the last step. Returns the final state; raises Preempted (saved) or Diverged."""
         config, note = self.config, self.records.progress.note
         self.record_goodput()
-        with self.services.goodput.spent('step'):
+        with self.services.goodput.charge('step'):
             self.run_steps()
         note(
-            f'done: {counted(config.steps, "step")} in {duration(self.records.throughput.seconds)}, '
-            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.records.run.path}'
+            f'done: {format_count(config.steps, "step")} in {format_duration(self.records.throughput.seconds)}, '
+            f'{format_si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.records.run.path}'
         )
         note(f'goodput {describe(self.record_goodput(finished=True))}')
         return self.state
@@ -123,7 +123,7 @@ class Trainer:
         if self.start and self.is_evaluation_due(self.start) and not is_evaluated:
             # The previous session was stopped in this evaluation. It saved the step without its loss.
             checkpointer.add_loss(self.start, self.evaluate(self.start))
-        batches = services.goodput.charging('data', computation.batches.prefetch(self.start, config.steps))
+        batches = services.goodput.charge_items('data', computation.batches.prefetch(self.start, config.steps))
         services.watchdog.step(self.start + 1)
         for step, batch in enumerate(batches, self.start + 1):
             if services.preemption.is_requested(step - 1):
@@ -182,7 +182,7 @@ class Trainer:
             'mfu': records.flops_per_token * tokens_per_second / peak if peak else None,
             'seconds': records.throughput.seconds,
             'skipped_steps': metrics['skipped'],
-            'data_wait_seconds': goodput.lap('data'),
+            'data_wait_seconds': goodput.read_lap('data'),
             **by_source,
         }
         records.metrics_file.write(record)
@@ -262,7 +262,7 @@ class Trainer:
     @contextlib.contextmanager
     def pause(self, account: str) -> Iterator[None]:
         """Charges the time of its block, which is not part of a step, to another account of the goodput."""
-        with self.services.goodput.spent(account), self.services.watchdog.pause():
+        with self.services.goodput.charge(account), self.services.watchdog.pause():
             yield
 
     def record_goodput(self, finished: bool = False) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lm.session.train import train_in_job
 from lm.sweep.points import find_point
 from lm.sweep.runner import Runner, SweepOptions
 from lm.sweep.sweep import Sweep
-from lm.text import counted
+from lm.text import format_count
 from lm.training.mesh import JobAddress
 
 
@@ -34,7 +34,7 @@ def run_sweep(sweep: Sweep, options: SweepOptions, *, dry_run: bool = False) -> 
     # The points are separate processes, which need the accelerator of this machine.
     jax.config.update('jax_platforms', 'cpu')
     sweep.check()
-    print(f'{counted(len(sweep.points), "point")} in {sweep.root}')
+    print(f'{format_count(len(sweep.points), "point")} in {sweep.root}')
     for point in sweep.points:
         print(f'{point.index:>4}  {point.name}  [{sweep.result(point)["status"]}]')
     absent = validate_points(sweep, options.gpus_per_job)

@@ -20,7 +20,7 @@ from lm.runs import sweep_file
 from lm.runs.lock import OccupiedError
 from lm.sweep.points import Point
 from lm.sweep.sweep import Sweep
-from lm.text import counted
+from lm.text import format_count
 
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 60.0
@@ -90,12 +90,12 @@ class Runner:
         unfinished = [row for row in rows if row['status'] != 'done']
         if self.signals:
             raise Preempted(
-                f'stopped with {len(unfinished)} of {counted(len(rows), "point")} unfinished, what they did is saved: '
-                'run the same command again'
+                f'stopped with {len(unfinished)} of {format_count(len(rows), "point")} unfinished, what they did is '
+                'saved: run the same command again'
             )
         if unfinished:
             raise LmError(
-                f'{len(unfinished)} of {counted(len(rows), "point")} did not succeed: '
+                f'{len(unfinished)} of {format_count(len(rows), "point")} did not succeed: '
                 f'{", ".join(row["point"] for row in unfinished[:4])}{" …" if unfinished[4:] else ""}; '
                 f'see {self.sweep.notes}'
             )

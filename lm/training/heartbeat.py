@@ -100,19 +100,19 @@ class Peers:
             try:
                 found = client.blocking_key_value_get('lm/peers/0', int(CONNECT_SECONDS * 1000))
             except jax.errors.JaxRuntimeError:
-                self._lost(0, 'is gone')
+                self._end_as_lost(0, 'is gone')
             if found:
                 port, secret = found.split()
-                with self._saying(client):
+                with self._report_failure(client):
                     connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
                     connection.sendall(f'{secret} {self.index}\n'.encode())
                     self._connections[0] = _Connection(connection)
             return
-        with self._saying(client), _listen(host) as server:
+        with self._report_failure(client), _listen(host) as server:
             self._accept(server, client)
 
     @contextlib.contextmanager
-    def _saying(self, client: Any) -> Iterator[None]:
+    def _report_failure(self, client: Any) -> Iterator[None]:
         """Tells the others if this process cannot be watched."""
         try:
             yield
@@ -128,7 +128,7 @@ class Peers:
         missing, end = set(range(1, self.count)), time.monotonic() + CONNECT_SECONDS
         while missing:
             if time.monotonic() > end:
-                self._lost(min(missing), 'is gone')
+                self._end_as_lost(min(missing), 'is gone')
             try:
                 connection, _ = server.accept()
             except TimeoutError:
@@ -158,11 +158,11 @@ class Peers:
                 beat = now
                 self._send('beat')
             for index, connection in self._connections.items():
-                if now - connection.heard > self.silence and not self._expected(index):
-                    self._lost(index, f'has been silent for {self.silence:.0f} s')
+                if now - connection.heard > self.silence and not self._may_leave(index):
+                    self._end_as_lost(index, f'has been silent for {self.silence:.0f} s')
             is_late = self._ended_at is not None and now - self._ended_at > self.silence
-            if (failed := self._failed()) and self.index not in self._ended and is_late:
-                self._lost(*failed)
+            if (failed := self._find_failed()) and self.index not in self._ended and is_late:
+                self._end_as_lost(*failed)
         for connection in self._connections.values():
             connection.socket.close()
 
@@ -180,11 +180,11 @@ class Peers:
         for line in lines:
             if line.startswith(b'end '):
                 self._end(*map(int, line.split()[1:]))
-        if not data and not self._expected(index):
-            self._lost(index, 'is gone')
+        if not data and not self._may_leave(index):
+            self._end_as_lost(index, 'is gone')
         return bool(data)
 
-    def _expected(self, index: int) -> bool:
+    def _may_leave(self, index: int) -> bool:
         """Tells whether process `index` may go: it has announced its end, or this process ends with an error."""
         return index in self._ended or self._ended.get(self.index, 0) != 0
 
@@ -201,13 +201,13 @@ class Peers:
                 with contextlib.suppress(OSError):  # reading finds out what became of it
                     connection.socket.sendall(line.encode() + b'\n')
 
-    def _failed(self) -> tuple[int, int] | None:
+    def _find_failed(self) -> tuple[int, int] | None:
         """Returns (process, exit code) of a process that has announced an error."""
         return next(((index, code) for index, code in self._ended.items() if code), None)
 
-    def _lost(self, index: int, what: Any) -> NoReturn:
+    def _end_as_lost(self, index: int, what: Any) -> NoReturn:
         """Ends this process: with the code of a process that failed, or else to be repeated."""
-        if failed := self._failed():
+        if failed := self._find_failed():
             end_process(
                 f'lm train: process {failed[0]} of {self.count} ended with exit code {failed[1]}: see its message',
                 failed[1],

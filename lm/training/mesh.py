@@ -24,7 +24,7 @@ from lm.hardware import Device, Target, group_by_slice
 from lm.ops.platform import DATA_AXES, SEQUENCE_AXIS, SHARED_AXIS, data_shards
 from lm.output import leave_out_lines
 from lm.parameters import shared_axis
-from lm.text import counted
+from lm.text import format_count
 
 TPU_VARIABLES = ('TPU_WORKER_ID', 'TPU_WORKER_HOSTNAMES')
 """Set on every worker of a slice."""
@@ -80,7 +80,7 @@ class MeshConfig(Configurable):
         if count != len(target.slices) or len(set(target.slices)) > 1:
             sizes = ' and '.join(map(str, target.slices))
             raise ConfigError(
-                f'mesh.slices = {count}: but JAX sees {counted(len(target.slices), "slice")}, of {sizes} devices; '
+                f'mesh.slices = {count}: but JAX sees {format_count(len(target.slices), "slice")}, of {sizes} devices; '
                 'start the same command on every worker of all slices, or correct the number'
             )
         return count, target.slices[0]
@@ -259,7 +259,7 @@ def describe_mesh(mesh: Mesh, slices: int, compute_dtype: DTypeLike) -> str:
     axes = ', '.join(f'{name} {size}' for name, size in mesh.shape.items())
     return (
         f'{mesh.size} × {jax.devices()[0].device_kind} ({axes}), {f"{slices} slices, " if slices > 1 else ""}'
-        f'{counted(jax.process_count(), "process", "processes")}, {np.dtype(compute_dtype).name} compute'
+        f'{format_count(jax.process_count(), "process", "processes")}, {np.dtype(compute_dtype).name} compute'
     )
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from lm.data.batches import BatchWindows
-from lm.text import counted, duration, perplexity, si
+from lm.text import format_count, format_duration, format_si, perplexity
 
 
 def print_row(name: str, value: str, width: int = 17) -> None:
@@ -33,7 +33,7 @@ def describe_divergence(
     first, last = windows.batch(step - bad_steps), windows.batch(step - 1)
     others = [(a, b) for a, b in skip_batches if a < first or b > last + 1]
     return (
-        f'loss, gradient or update was not finite for {counted(bad_steps, "step")} in a row, up to step {step}, '
+        f'loss, gradient or update was not finite for {format_count(bad_steps, "step")} in a row, up to step {step}, '
         f'there first: {what}; {"no step is saved" if saved is None else f"the newest checkpoint is step {saved}"}: '
         f"run it again with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave these "
         'batches out, or with a lower optimizer.peak_learning_rate '
@@ -94,8 +94,8 @@ class Progress:
         self._show(
             f'step {record["step"]:>{self.width}}/{self.total_steps}'
             f'  loss {record["loss"]:.4f}  ppl {perplexity(record["loss"]):.2f}  lr {record["learning_rate"]:.2e}'
-            f'  grad {record["grad_norm"]:.3f}  {si(record["tokens_per_second"])} tok/s{mfu}'
-            f'  left {duration(seconds_left)}'
+            f'  grad {record["grad_norm"]:.3f}  {format_si(record["tokens_per_second"])} tok/s{mfu}'
+            f'  left {format_duration(seconds_left)}'
             + (f'  skipped {record["skipped_steps"]}' if record['skipped_steps'] else ''),
             '\r' if self.terminal else '\n',
         )

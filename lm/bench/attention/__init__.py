@@ -24,7 +24,7 @@ from lm.bench.options import AttentionOptions
 from lm.errors import ConfigError
 from lm.ops import linear_attention
 from lm.ops.linear_attention import LinearCall
-from lm.text import counted, digits
+from lm.text import format_count, format_digits
 
 PASSES = ('forward', 'forward+backward')
 BASELINES = (BASELINE, *FORMULATIONS)
@@ -94,7 +94,7 @@ def bench_attention(options: AttentionOptions) -> None:
     printer, machine = results.Printer(), results.machine() | {'device_count': 1}
     printer.line(results.heading('lm bench attention', machine))
     what = 'the operation of a layer, its arguments given' if options.features_given else 'one layer'
-    size = f'{counted(heads, "head")} of {options.head_dim}'
+    size = f'{format_count(heads, "head")} of {options.head_dim}'
     printer.line(f'{what}, {size}, {dtype}, at least {tokens:,} tokens a call')
     dims = HeadDims(heads, heads, options.head_dim)
     given = options.features_given
@@ -290,8 +290,8 @@ COLUMNS = {
     'context': ('context', '{:,}'.format),
     'mechanism': ('mechanism', str),
     'time': ('ms', str),
-    'cpu_milliseconds': ('CPU ms', digits),
-    'microseconds_per_token': ('µs/token', digits),
+    'cpu_milliseconds': ('CPU ms', format_digits),
+    'microseconds_per_token': ('µs/token', format_digits),
     'tokens_per_second': ('tokens/s', '{:,.0f}'.format),
     'temporary_mib': ('temp. MiB', '{:,.1f}'.format),
     'peak_mib': ('peak MiB', '{:,.1f}'.format),
@@ -300,7 +300,7 @@ COLUMNS = {
 
 
 def _printed(row: LayerRow) -> dict[str, Any]:
-    time = 'OOM' if row.milliseconds is None else digits(row.milliseconds)
+    time = 'OOM' if row.milliseconds is None else format_digits(row.milliseconds)
     ratios = {base: f'{ratio:.2f}×' for base, ratio in row.speed_over.items()}
     ratios |= {base: f'{ratios[base]} ({ratio:.2f}× CPU)' for base, ratio in row.cpu_over.items()}
     return dataclasses.asdict(row) | {'time': time} | ratios
