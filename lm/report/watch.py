@@ -17,7 +17,7 @@ POLL_SECONDS = 5.0
 REFRESH_SECONDS = 10
 """Time after which the page in the browser reads itself again."""
 FILES = ('config.gin', 'run.json', 'metrics.jsonl', 'evaluations/*', 'checkpoints/*')
-"""What a report reads of a run directory, besides the sweep.json beside it."""
+"""The files of a run directory that a report reads, besides the sweep.json beside it."""
 
 
 def watch_report(paths: Sequence[str], out: str, **options: Any) -> int:
