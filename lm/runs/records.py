@@ -176,13 +176,19 @@ def find_runs(patterns: Iterable[str]) -> list[Run]:
     found: dict[str, Run] = {}
     for pattern in patterns:
         paths = _expand(pattern)
-        inside = [p for path in paths if not is_run(path) and path.is_dir() for p in sorted(path.iterdir())]
         named = paths if len(paths) == 1 else ()
-        runs = [run for p in [*paths, *inside] if is_run(p) and (run := _read_if_own(p, p in named))]
+        runs = [run for p in find_run_paths(pattern) if (run := _read_if_own(p, p in named))]
         if not runs:
             raise ConfigError(f'{pattern}: no run is there; name run directories, sweeps or globs of them')
         found |= {str(run.directory.path): run for run in runs if str(run.directory.path) not in found}
     return list(found.values())
+
+
+def find_run_paths(pattern: str) -> list[epath.Path]:
+    """Returns the run directories that a pattern of `find_runs` names, without reading them."""
+    paths = _expand(pattern)
+    inside = [p for path in paths if not is_run(path) and path.is_dir() for p in sorted(path.iterdir())]
+    return [path for path in [*paths, *inside] if is_run(path)]
 
 
 def _read_if_own(path: epath.Path, named: bool) -> Run | None:

@@ -7,7 +7,7 @@ from typing import Any
 from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part, decode
 from lm.data.sources.patterns import FilePatterns
-from lm.errors import ConfigError, MismatchError
+from lm.errors import ConfigError, MismatchError, MissingPackageError
 from lm.files import open_path
 
 
@@ -57,8 +57,7 @@ def reading(kind: str, name: str) -> Iterator[None]:
     try:
         import pyarrow
     except ImportError:
-        source = f'prepare.source = @{kind.lower()}()'
-        raise ConfigError(f"{source}: needs pyarrow; pip install 'lm-tpu[parquet]'") from None
+        raise MissingPackageError(f'prepare.source = @{kind.lower()}()', 'pyarrow', 'parquet') from None
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:

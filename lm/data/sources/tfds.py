@@ -13,7 +13,7 @@ import google_crc32c
 from lm.config.configurable import configurable, field
 from lm.data import pg19
 from lm.data.sources.base import Document, Part, Shard, Source, decode, group, shard_bytes, too_long
-from lm.errors import ConfigError, MismatchError
+from lm.errors import ConfigError, MismatchError, MissingPackageError
 from lm.files import is_remote, open_path
 
 _TEXT_FEATURES = {'pg19': 'book_text'}
@@ -47,11 +47,9 @@ class Tfds(Source):
             return
         missing = [module for module in ('tensorflow', 'apache_beam') if importlib.util.find_spec(module) is None]
         if missing:
-            raise ConfigError(
-                f'tfds.name = {self.name!r}: not prepared under {self._data_dir()} and {" and ".join(missing)} not '
-                "installed; set tfds.data_dir to where it lies, or pip install 'lm-tpu[tfds]' and run this again to "
-                'download it'
-            )
+            what = f'tfds.name = {self.name!r} is not prepared under {self._data_dir()}, and to download it'
+            remark = ' and run this again, or set tfds.data_dir to where it lies'
+            raise MissingPackageError(what, ' and '.join(missing), 'tfds', remark)
         import tensorflow_datasets as tfds
         import tensorflow_datasets.text  # registers wiki40b and c4
 

@@ -16,7 +16,7 @@ import numpy as np
 from lm.data.tokenizers.base import Tokenizer
 from lm.data.tokenizers.config import TokenizerConfig
 from lm.data.tokenizers.patterns import PATTERNS
-from lm.errors import ConfigError, MismatchError
+from lm.errors import ConfigError, MismatchError, MissingPackageError
 
 END = '<|endoftext|>'
 PUBLISHED_ENDS = {50_256: 50_256, 50_280: 50_256, 100_256: 100_257, 199_998: 199_999}
@@ -41,7 +41,7 @@ class Ranks(Tokenizer):
         try:
             import tiktoken
         except ImportError:
-            raise ConfigError("a file of ranks: needs tiktoken; pip install 'lm-tpu[tokenizers]'") from None
+            raise MissingPackageError('a file of ranks', 'tiktoken', 'tokenizers') from None
         try:
             head, _, lines = model.partition(b'\n')
             facts = json.loads(head)['ranks']
