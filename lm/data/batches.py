@@ -112,7 +112,7 @@ class BatchWindows(abc.ABC):
         self.skip = merge_ranges([*skipped, *ahead])
 
     def examples(self, step: int) -> np.ndarray:
-        """Returns the example numbers [batch_size] of step `step` (both from 0): the windows of all batches in a row."""
+        """Returns example numbers [batch_size] of step `step` (both from 0): the windows of all batches in a row."""
         return self.batch(step) * self.batch_size + np.arange(self.batch_size)
 
     def starts(self, step: int) -> np.ndarray:

@@ -60,7 +60,7 @@ APPROXIMATIONS: dict[str, Callable[[int, float], np.ndarray]] = {
 
 @functools.cache
 def n_terms(size: int, degree: int, parts: int) -> int:
-    """Counts sums of a head (eq. 6.4): terms of a product of `parts` polynomials of `degree`, size / parts variables."""
+    """Counts a head's sums (eq. 6.4): terms in a product of `parts` polynomials of `degree`, size / parts variables."""
     return math.comb(size // parts + degree, degree) ** parts
 
 
