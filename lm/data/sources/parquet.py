@@ -50,7 +50,7 @@ class Parquet(FilePatterns):
 
 @contextlib.contextmanager
 def reading(kind: str, name: str) -> Iterator[None]:
-    """A block that reads the file `name` of a kind, 'Parquet' or 'Arrow', with pyarrow.
+    """Reads the file `name` of a kind, 'Parquet' or 'Arrow', with pyarrow inside the block.
 
     Raises ConfigError without pyarrow, and MismatchError where the file is damaged.
     """

@@ -117,7 +117,7 @@ class Tfds(Source):
         return open_path(self.data_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets', 'tfds.data_dir')
 
     def _versions(self) -> list[Any]:
-        """The prepared versions, oldest first."""
+        """Returns the prepared versions, oldest first."""
         folder = self._data_dir() / self.name
         if self.version:
             found = [folder / self.version]
@@ -182,7 +182,7 @@ def _array_records(path: Any, part: Part) -> Iterator[bytes]:
 
 
 def _tf_records(path: Any, part: Part) -> Iterator[bytes]:
-    """TFRecord framing: length, masked crc32c of the length, data, masked crc32c of the data, little-endian."""
+    """Reads TFRecord framing: length, masked crc32c of the length, data, masked crc32c of the data, little-endian."""
     with path.open('rb') as file:
         for i in range(part.stop):
             head = file.read(12)
@@ -199,7 +199,7 @@ def _tf_records(path: Any, part: Part) -> Iterator[bytes]:
 
 
 def masked_crc(content: bytes) -> bytes:
-    """The checksum [4 bytes] of TFRecord files: crc32c, rotated by 15 bits, a constant added."""
+    """Computes the checksum [4 bytes] of TFRecord files: crc32c, rotated by 15 bits, a constant added."""
     crc = google_crc32c.value(content)
     return struct.pack('<I', ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 

@@ -66,7 +66,7 @@ class Ranks(Tokenizer):
 
     @classmethod
     def complete(cls, content: bytes, config: TokenizerConfig) -> bytes:
-        """A bare file of ranks with its first line. Raises MismatchError if it is damaged."""
+        """Returns a bare file of ranks with its first line. Raises MismatchError if it is damaged."""
         if not _LINE.match(content):
             return content
         try:
@@ -101,7 +101,7 @@ def _cut(text: str) -> list[str]:
 
 
 def _parse(lines: bytes) -> dict[bytes, int]:
-    """Piece → id. Raises ValueError for lines that are of another form."""
+    """Returns piece → id. Raises ValueError for lines of another form."""
     ranks = {}
     for line in filter(None, lines.splitlines()):
         piece, rank = line.split()
