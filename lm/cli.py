@@ -30,9 +30,10 @@ if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn
 
 from lm import __version__
@@ -84,13 +85,38 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in arguments.parser._actions for flag in action.option_strings]
-        arguments.parser.error(f'unknown argument {unknown[0]!r}{_nearest(unknown[0].partition("=")[0], flags)}')
+        arguments.parser.error(f'unknown argument {unknown[0]!r}{_explain(unknown, flags)}')
     return arguments
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(words), 1)
     return f', did you mean {close[0]}?' if close else ''
+
+
+def _explain(unknown: Sequence[str], flags: Collection[str]) -> str:
+    """A hint for unknown words: a flag of that name, or else the setting that a word such as '--lr' may mean."""
+    word, _, value = unknown[0].partition('=')
+    name, names = word.strip('-'), {flag.strip('-'): flag for flag in flags}
+    fields = _suggest_fields(name) if '--set' in flags and word.startswith('--') else []
+    close = difflib.get_close_matches(name, names, 1)
+    if close and not (fields and fields[0].endswith(f'.{name}')):
+        return f', did you mean {names[close[0]]}?'
+    if '--set' not in flags or not word.startswith('--'):
+        return ''
+    value = value or next((text for text in unknown[1:2] if not text.startswith('--')), 'VALUE')
+    meant = ' or '.join(f'--set {field}={value}' for field in fields[:3]) or '--set SECTION.FIELD=VALUE'
+    return f', which is no flag; set a field of the configuration by {meant}'
+
+
+def _suggest_fields(name: str) -> list[str]:
+    """Returns the fields that a word after -- may mean; a word with a dot is a field."""
+    if '.' in name:
+        return [name]
+    from lm.config.setting import suggest_fields
+    from lm.experiment import Experiment
+
+    return suggest_fields(name, [field.name for field in dataclasses.fields(Experiment)])
 
 
 def run(arguments: argparse.Namespace) -> int:

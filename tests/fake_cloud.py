@@ -1,7 +1,7 @@
-"""A pretended Google Cloud: a `gcloud` for the PATH whose machines are folders, and an `lm` that plays a scenario.
+"""A simulated Google Cloud: a `gcloud` for the PATH whose machines are folders, and an `lm` that plays a scenario.
 
-As a program it is that `gcloud`. ssh runs the command, with bash, once for each worker, in a home directory of its own;
-so quoting, set-up and the scripts of the machines are the real ones. What is pretended: uv, hostname, and lm.
+This file, run as a program, is that `gcloud`. ssh runs the command with bash, once per worker, in the worker's own home
+directory. So quoting, set-up and the scripts of the machines are real; uv, hostname and lm are simulated.
 """
 
 import json
@@ -60,7 +60,8 @@ fi
 
 
 class FakeCloud:
-    """Folder `path` with bin/gcloud; `scenario`: what each start of `lm` does: an exit code, preempt, unreachable."""
+    """A folder `path` with bin/gcloud; `scenario` lists what each start of `lm` does: an exit code, preempt,
+    unreachable."""
 
     def __init__(self, path: pathlib.Path, scenario: str = '0', workers: int = 2):
         self.path = path
@@ -96,14 +97,14 @@ class FakeCloud:
         }
 
     def run(self, script: str, *arguments: str, timeout: float = 120, **settings: str) -> subprocess.CompletedProcess:
-        """scripts/tpu/SCRIPT with these arguments, settings and environment, to its end."""
+        """Runs scripts/tpu/SCRIPT with these arguments, settings and environment, to its end."""
         process = self.start(script, *arguments, **settings)
         with process:
             out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def start(self, script: str, *arguments: str, **settings: str) -> subprocess.Popen:
-        """The same, without waiting."""
+        """Starts the same without waiting."""
         file = self.path / 'settings.env'
         file.write_text(''.join(f"{k}='{v}'\n" for k, v in self.settings.items()))
         return subprocess.Popen(
@@ -116,14 +117,14 @@ class FakeCloud:
         )
 
     def hold(self) -> None:
-        """From now on no `lm` ends by itself."""
+        """Makes every `lm` run on until `release`."""
         (self.path / 'hold').touch()
 
     def release(self) -> None:
         (self.path / 'hold').unlink(missing_ok=True)
 
     def change_the_checkout(self) -> None:
-        """From now on git reports an uncommitted change."""
+        """Makes git report an uncommitted change from now on."""
         real = shutil.which('git')
         program = self.path / 'bin' / 'git'
         program.write_text(
@@ -132,30 +133,31 @@ class FakeCloud:
         program.chmod(0o755)
 
     def fail(self, what: str, times: int) -> None:
-        """The next `times` calls of gcloud fail: `all` of them, or those of a `KIND VERB` such as `tpu-vm ssh`."""
+        """Makes the next `times` calls of gcloud fail: `all` calls, or the calls of a `KIND VERB` such as
+        `tpu-vm ssh`."""
         write(self.path / f'fails {what}', str(times))
 
     def fails_left(self, what: str) -> int:
         return int((self.path / f'fails {what}').read_text())
 
     def lm_calls(self, pod: str = 'pod', worker: int = 0) -> list[list[str]]:
-        """Arguments of each start of `lm` on this worker."""
+        """Returns the arguments of each start of `lm` on this worker."""
         file = self.path / f'{pod}.{worker}.calls'
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def gcloud_calls(self, *words: str) -> list[list[str]]:
-        """The calls of gcloud whose arguments contain all these words."""
+        """Returns the calls of gcloud whose arguments contain all these words."""
         calls = [json.loads(line) for line in (self.path / 'gcloud.calls').read_text().splitlines()]
         return [call for call in calls if all(word in call for word in words)]
 
     def verbs(self) -> set[str]:
-        """What gcloud was called for: create, describe, ssh, …"""
+        """Returns the verbs with which gcloud was called: create, describe, ssh, …"""
         file = self.path / 'gcloud.calls'
         calls = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return {word for call in calls for word in call if word in ('create', 'describe', 'delete', 'ssh', 'scp')}
 
     def pods(self) -> list[str]:
-        """Pods and machines that exist, and so cost money."""
+        """Returns the pods and machines that exist, and so cost money."""
         folder = self.path / 'pods'
         return sorted(p.name for p in folder.iterdir()) if folder.exists() else []
 
@@ -205,7 +207,7 @@ def main() -> int:
             return 255
         chosen = range(workers(pod)) if flags.get('worker', 'all') == 'all' else [int(flags['worker'])]
         answers = [ssh(pod, worker, flags['command']) for worker in chosen]
-        if not is_reachable(pod):  # gone meanwhile: a machine that is no more says nothing
+        if not is_reachable(pod):  # the machine has gone meanwhile: a deleted machine says nothing
             return 255
         for answer in answers:
             sys.stdout.write(answer.stdout)
@@ -215,7 +217,7 @@ def main() -> int:
 
 
 def write(file: pathlib.Path, text: str) -> None:
-    """Whole at once: others read it meanwhile."""
+    """Writes the file in one step, since other processes read it meanwhile."""
     new = file.with_name(f'{file.name}.{os.getpid()}')
     new.write_text(text)
     new.replace(file)

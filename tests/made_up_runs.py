@@ -1,4 +1,4 @@
-"""Run directories with invented figures, for tests of what reads them."""
+"""Run directories with invented figures, for tests of the modules that read run directories."""
 
 import json
 import math
@@ -34,8 +34,8 @@ def write_run(
 
     Args:
         quality: nats by which the loss is worse.
-        slowness: microseconds a token that each 1,024 tokens of context add to 0.2.
-        model: fields of the model that are not the default.
+        slowness: microseconds per token that each 1,024 tokens of context add to 0.2.
+        model: fields of the model that differ from the default.
         devices: their number and kind.
     """
     experiment = Experiment(

@@ -1,4 +1,4 @@
-"""What the tests of attention mechanisms share: inputs, causal mixing in float64 numpy, gradients by differences."""
+"""Shared parts of the tests of mechanisms: inputs, causal mixing in float64 numpy, gradients by differences."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,12 @@ from lm.attention import HeadDims
 DIMS = HeadDims(n_heads=4, n_kv_heads=2, head_dim=16)
 LENGTH = 45
 MIXED = [11, 1, 1, 11, 11, *[1] * 10]
-"""Pieces of LENGTH tokens across the ends of blocks, after one another and single tokens; of few sizes to compile."""
+"""Pieces of LENGTH tokens: some cross the ends of blocks, some follow one another, some are single tokens. There are
+few sizes to compile."""
 
 
 def build(config, dims=DIMS, seed=0, nudge=0.1):
-    """A module whose parameters are not at their initial ones and zeros."""
+    """Returns a module whose parameters differ from their initial values and from zero."""
     module = config.build(dims, nnx.Rngs(params=seed, projections=seed + 1))
     rng = np.random.default_rng(seed + 7)
     parameters = nnx.state(module, nnx.Param)
@@ -24,18 +25,18 @@ def build(config, dims=DIMS, seed=0, nudge=0.1):
 
 @nnx.jit
 def apply(module, *inputs):
-    """The module's outputs, by one program for all modules of a configuration, whichever test has built them."""
+    """Returns the module's outputs; all modules of a configuration, in all tests, share one compiled program."""
     return module(*inputs)
 
 
 @nnx.jit
 def decode_step(module, state, *inputs):
-    """(state, outputs), by one program for all modules of a configuration."""
+    """Returns (state, outputs); all modules of a configuration share one compiled program."""
     return module.decode_step(state, *inputs)
 
 
 def draw(batch=2, length=LENGTH, dims=DIMS, dtype=jnp.float32, size=1.0, shift=0.0):
-    """Queries, keys and values; the vectors have `size` as standard deviation and `shift` as mean."""
+    """Returns queries, keys and values; the vectors have `size` as standard deviation and `shift` as mean."""
     heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
     return [
         (shift + size * jax.random.normal(key, (batch, length, n, dims.head_dim))).astype(dtype)
@@ -44,23 +45,23 @@ def draw(batch=2, length=LENGTH, dims=DIMS, dtype=jnp.float32, size=1.0, shift=0
 
 
 def arrays(module):
-    """Path → float64 array of all parameters and buffers."""
+    """Returns path → float64 array of all parameters and buffers."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(module)))
     return {'/'.join(str(entry.key) for entry in path): np.asarray(x, np.float64) for path, x in leaves}
 
 
 def repeat_heads(x, heads):
-    """[B, L, K, D] → [B, L, H, D]: head h reads key head h // (H / K)."""
+    """Repeats heads: [B, L, K, D] → [B, L, H, D]; head h reads key head h // (H / K)."""
     return np.repeat(x, heads // x.shape[2], axis=2)
 
 
 def scores(q, k):
-    """[B, H, L, M] inner products."""
+    """Returns inner products [B, H, L, M]."""
     return np.einsum('blhd,bmhd->bhlm', q, repeat_heads(k, q.shape[2]))
 
 
 def mix(weights, v, bias=0.0, normalize=True, causal=True):
-    """[B, L, H, D] from weights [B, H, L, M] before the mask."""
+    """Returns [B, L, H, D] from weights [B, H, L, M] before the mask."""
     length = weights.shape[-1]
     weights = np.where(np.tril(np.ones((length, length), bool)) | (not causal), weights, 0.0)
     o = np.einsum('bhlm,bmhd->blhd', weights, repeat_heads(v, weights.shape[1]))
@@ -68,7 +69,7 @@ def mix(weights, v, bias=0.0, normalize=True, causal=True):
 
 
 def check_values(module, reference, inputs, tolerance=1e-5, half_tolerance=2e-2):
-    """Outputs in float32, and in bfloat16 on inputs that bfloat16 holds exactly, against the reference."""
+    """Compares outputs with the reference: in float32, and in bfloat16 on inputs that bfloat16 holds exactly."""
     inputs = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in inputs]
     expected = reference(module.config, arrays(module), *(np.asarray(x, np.float64) for x in inputs))
     largest = np.abs(expected).max()
@@ -80,7 +81,7 @@ def check_values(module, reference, inputs, tolerance=1e-5, half_tolerance=2e-2)
 
 
 def check_gradients(module, reference, inputs, tolerance=1e-5):
-    """Derivatives by every input and parameter, along random directions, against differences of the reference."""
+    """Compares derivatives by every input and parameter, along random directions, with differences of the reference."""
     rng = np.random.default_rng(5)
     cotangent = rng.normal(size=inputs[0].shape[:3] + inputs[2].shape[3:])
     graph, parameters, rest = nnx.split(module, nnx.Param, ...)
@@ -88,7 +89,7 @@ def check_gradients(module, reference, inputs, tolerance=1e-5):
     def loss(parameters, *inputs):
         return jnp.sum(nnx.merge(graph, parameters, rest)(*inputs) * cotangent)
 
-    of_inputs = 'qkvgh'[: len(inputs)]  # what gates are made of comes last
+    of_inputs = 'qkvgh'[: len(inputs)]  # the inputs of gates come last
     d_parameters, *d_inputs = jax.jit(jax.grad(loss, range(1 + len(inputs))))(parameters, *inputs)
     names = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(d_parameters))
     gradients = {'/'.join(str(entry.key) for entry in path): x for path, x in names}
@@ -112,7 +113,7 @@ def check_gradients(module, reference, inputs, tolerance=1e-5):
 
 
 def check_steps(module, inputs, tolerance=1e-5):
-    """Token by token, all at once and in pieces: the outputs of the whole, and a state that does not grow."""
+    """Compares token-by-token, all-at-once and piecewise decoding with the whole; the state must not grow."""
     batch, length = inputs[0].shape[:2]
     whole = apply(module, *inputs)
     atol = tolerance * float(jnp.abs(whole).max())
@@ -131,7 +132,7 @@ def check_steps(module, inputs, tolerance=1e-5):
 
 
 def check_no_leak(module, inputs, at=17):
-    """A wild token changes nothing before it, to the bit, and something from it on."""
+    """Checks that a very large token changes no bit before it, and something from its position on."""
     before = apply(module, *inputs)
     after = apply(module, *(x.at[:, at].set(100 * x[:, at] + 3) for x in inputs))
     np.testing.assert_array_equal(before[:, :at], after[:, :at])

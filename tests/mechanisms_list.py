@@ -1,6 +1,6 @@
-"""Every mechanism in each form that the model must carry, with blocks and windows short enough for length 20.
+"""Every mechanism in each form that the model must support, with blocks and windows short enough for length 20.
 
-A mechanism without a form here comes as it is: a new file is tested without an entry.
+A mechanism without a form here uses its defaults, so a new file is tested without an entry.
 """
 
 import pytest
@@ -56,8 +56,8 @@ QUICK = (
     'gated_linear',
     'delta gate',
 )
-"""One of each way to compute: what must hold for all forms, and takes long, is tried with these by default."""
+"""One form per way to compute. A slow test, whose property must hold for all forms, runs on these forms by default."""
 QUICK_FIRST = [
     pytest.param(form, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, form in MECHANISMS.items()
 ]
-"""All forms, as parameters of a test; those that are not quick are slow."""
+"""All forms, as parameters of a test; forms outside `QUICK` are marked slow."""

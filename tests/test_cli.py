@@ -1,4 +1,4 @@
-"""The `lm` command: help at once, one-line errors, exit codes; nothing happens before the configuration is sound."""
+"""The `lm` command: immediate help, one-line errors, exit codes; nothing happens before the configuration is valid."""
 
 import dataclasses
 import importlib.util
@@ -26,7 +26,7 @@ EVIL = "open('SENTINEL', 'w').close()\n"
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A working directory with a module that leaves a trace when it is imported, and gin files around it."""
+    """Returns a working directory with gin files and a module that leaves a trace when it is imported."""
     here = tmp_path / 'project'
     (here / 'configs').mkdir(parents=True)
     (here / 'evil.py').write_text(EVIL)
@@ -40,7 +40,7 @@ def project(tmp_path, monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What would have been run: the arguments of each call, by name."""
+    """Records the calls that the command would make; returns the arguments of each call, by name."""
     made = []
 
     def wrap(make_call):
@@ -234,7 +234,7 @@ def test_help_explains_every_exit_code(argv, capsys):
     assert main(argv) == 0
     shown = capsys.readouterr().out
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.LmError)]
-    kinds = [kind for kind in kinds if 'exit_code' in vars(kind)]  # the others end with the code of what they are
+    kinds = [kind for kind in kinds if 'exit_code' in vars(kind)]  # other errors get their code from their class
     for kind in kinds:
         assert f'\n  {kind.exit_code:<3}{kind.meaning}\n' in shown
     assert len({kind.exit_code for kind in kinds}) == len(kinds) >= 5
@@ -294,7 +294,7 @@ def test_help_lists_the_verbs_without_importing_jax():
 
 
 def test_python_m_lm_is_the_command(tmp_path):
-    """With its exit codes, and under its name."""
+    """It returns the same exit codes and shows the same name."""
     found = []
     for module in ('lm', 'lm.cli'):
         for arguments in (['--help'], ['train'], ['inspect', str(tmp_path / 'nothing')]):
@@ -315,7 +315,7 @@ def test_a_dumped_experiment_is_a_run_configuration(project, calls):
 
 
 def test_a_start_imports_no_more_than_it_needs(tmp_path):
-    """Restarts are paid for: what the first step does not need is imported later, and nothing looks for garbage
+    """Restarts cost money: a start imports nothing that the first step does not need, and collects no garbage
     meanwhile."""
     late = ['orbax', 'clu', 'tensorflow', 'tensorflow_datasets', 'matplotlib', 'pyarrow', 'array_record', 'pandas']
     code = (

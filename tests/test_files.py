@@ -1,4 +1,4 @@
-"""Paths, whole writes and locks."""
+"""Paths, atomic writes and locks."""
 
 import importlib.util
 import pathlib
@@ -15,7 +15,7 @@ from lm.errors import ConfigError
 from lm.files import LockedError, folder_spec, is_remote, local_path, lock, open_path, reaching, write_atomically
 
 
-def test_what_is_remote():
+def test_paths_with_a_scheme_are_remote():
     assert is_remote('gs://bucket/x')
     assert is_remote(epath.Path('s3://bucket/x'))
     assert not any(map(is_remote, ('runs/x', '/x', '~/x', 'file:///x', epath.Path('x'))))
@@ -53,7 +53,7 @@ def test_a_bucket_says_what_to_install(scheme, package, monkeypatch):
     assert str(open_path(f'{scheme}://b/x')) == f'{scheme}://b/x'
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+def test_a_file_is_written_completely_or_not_at_all(tmp_path):
     path = tmp_path / 'x'
     assert write_atomically(path, 'é\n') == 3
     assert path.read_bytes() == 'é\n'.encode()
@@ -78,7 +78,7 @@ def test_buckets_get_the_whole_content_at_once(tmp_path, monkeypatch):
     assert (tmp_path / 'x').read_bytes() == b'abc'
 
 
-def test_a_bucket_out_of_reach_is_an_error_of_the_system(monkeypatch):
+def test_an_unreachable_bucket_raises_an_os_error(monkeypatch):
     def write_bytes(self, data):
         raise RuntimeError('no\nanswer')
 
@@ -129,7 +129,8 @@ def test_one_process_at_a_time_holds_a_lock(tmp_path):
 
 
 def test_a_lock_on_a_deleted_file_is_none(tmp_path, monkeypatch):
-    """Its owner deletes the file between another's open and flock: that one locks the new file of the name."""
+    """The owner deletes the file between another process's open and flock: that process must lock the new file of this
+    name."""
     path, flock = tmp_path / 'lock', files.fcntl.flock
 
     def deleted_before(file, how):

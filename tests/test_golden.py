@@ -1,8 +1,10 @@
 """Golden losses: 20 steps of a tiny model with each mechanism.
 
-A change that is not meant to change the mathematics must leave them as they are. One that is meant to: look at the new
-curves, then write them down with `python tests/test_golden.py [NAME …]` and say in the commit why they changed.
-A mechanism of which none are written down is held to be deterministic and to learn; the same command writes them.
+A change that should not change the mathematics must leave these losses as they are. After a change that should, look at
+the new curves. Then record them with `python tests/test_golden.py [NAME …]` and say in the commit why they changed.
+
+For a mechanism without golden losses, the test checks that it is deterministic and learns; the same command records
+them.
 """
 
 import json
@@ -23,7 +25,7 @@ GOLDEN = pathlib.Path(__file__).parent / 'data' / 'golden_losses.json'
 
 
 def losses(attention) -> list[float]:
-    """The losses of 20 steps on a text with long-range structure: each window repeats its first half."""
+    """Returns the losses of 20 steps on a text with long-range structure: each window repeats its first half."""
     model = ModelConfig(vocab_size=64, n_layers=2, d_model=32, n_heads=2, head_dim=16, attention=attention)
     step = train_step(model, OptimizerConfig(peak_learning_rate=1e-2, warmup_steps=4), steps=20)
     state = jax.jit(step.init)(0)

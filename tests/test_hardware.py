@@ -1,4 +1,4 @@
-"""Chips by the names that JAX gives them, and slices of pods by the names that people give them."""
+"""Chips by the names that JAX uses, and slices of pods by the names that people use."""
 
 import importlib.util
 import re
@@ -38,7 +38,7 @@ def test_a_cpu_has_no_peak():
     assert peak_flops('cpu') is None
 
 
-def test_no_kind_is_of_two_chips():
+def test_a_device_kind_means_one_chip():
     kinds = [kind for chip in CHIPS for kind in chip.limits.kinds]
     assert len(kinds) == len(set(kinds))
     assert [chip_of(kind) for kind in kinds] == [chip for chip in CHIPS for _ in chip.limits.kinds]
@@ -100,7 +100,7 @@ def test_slices_are_equal():
     one, three = parse('v5e:4x8'), parse('3*v5e:4x8')
     assert (three.slices, three.chips, three.slice_name) == (3, 3 * one.chips, one.name)
     assert three.ici_bytes == one.ici_bytes
-    # 25, 50, 100 and 100 Gbit/s a chip
+    # 25, 50, 100 and 100 Gbit/s per chip
     found = [GENERATIONS[name].dcn_bytes for name in ('v5e', 'v5p', 'v6e', 'v7x', 'v4')]
     assert found == [3.125e9, 6.25e9, 12.5e9, 12.5e9, 0]
 

@@ -1,4 +1,4 @@
-"""What nobody reads any more, or no disk takes, stops no training, and ends a command that only prints."""
+"""Output that nobody reads, or that finds no disk space: training goes on, and a command that only prints ends."""
 
 import os
 import pty
@@ -24,15 +24,15 @@ def run_into(stdout: Any, *arguments: str, stderr: Any = subprocess.PIPE) -> sub
 
 @pytest.fixture
 def unread():
-    """The writing end of a pipe that nobody reads."""
+    """Returns the writing end of a pipe that nobody reads."""
     reading, writing = os.pipe()
     os.close(reading)
     yield writing
     os.close(writing)
 
 
-def test_a_training_outlives_its_reader(tiny_flags, reference_run, tmp_path):
-    """Who read stderr, too: `2>&1 | tee` that has ended."""
+def test_training_goes_on_after_the_reader_of_its_output_has_ended(tiny_flags, reference_run, tmp_path):
+    """The reader of stderr may end too: `2>&1 | tee` that has ended."""
     run = tmp_path / 'run'
     process = tiny.start('train', '--run_dir', str(run), *tiny_flags, cold=True)
     while not process.stdout.readline().startswith('step'):
@@ -42,8 +42,8 @@ def test_a_training_outlives_its_reader(tiny_flags, reference_run, tmp_path):
     assert tiny.losses(run) == tiny.losses(reference_run[0])
 
 
-def test_a_command_without_streams_or_with_few_characters(reference_run, tmp_path):
-    """`>&-`, and a terminal of ASCII; what is in the files is the same."""
+def test_a_command_runs_without_streams_and_in_an_ascii_terminal(reference_run, tmp_path):
+    """`>&-` closes a stream. Both cases must write the same files."""
     run = shutil.copytree(reference_run[0], tmp_path / 'run')
     (written,) = [tmp_path / 'run' / 'evaluations' / 'step-40_validation_32_disjoint.json']
     for close in ('>&-', '<&- >&- 2>&-'):
@@ -57,7 +57,7 @@ def test_a_command_without_streams_or_with_few_characters(reference_run, tmp_pat
     assert done.stdout.isascii()
 
 
-def test_the_first_loss_of_output_is_told(monkeypatch, capfd):
+def test_the_first_lost_output_is_reported(monkeypatch, capfd):
     reading, writing = os.pipe()
     monkeypatch.setattr(sys, 'stdout', os.fdopen(writing, 'w'))
     with lasting('lm train'):
@@ -69,7 +69,7 @@ def test_the_first_loss_of_output_is_told(monkeypatch, capfd):
 
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full here')
-def test_a_training_goes_on_where_its_output_finds_no_room(tiny_flags, tmp_path):
+def test_training_goes_on_when_its_output_finds_no_disk_space(tiny_flags, tmp_path):
     settings = [*tiny_flags, *tiny.params({'train.steps': 12, 'train.eval_every': None})]
     with open('/dev/full', 'w') as full:
         done = run_into(full, 'train', '--run_dir', str(tmp_path / 'run'), *settings)
@@ -92,7 +92,7 @@ def test_a_closed_terminal_saves_the_run(tiny_flags, reference_run, tmp_path):
     )
     os.close(its_end)
     said = b''
-    while b'step  1/40' not in said:  # all of them take half a second
+    while b'step  1/40' not in said:  # all steps together take half a second
         said += os.read(terminal, 1000)
     os.close(terminal)
     assert process.wait(timeout=120) == 42
@@ -108,7 +108,7 @@ def test_a_command_that_only_prints_ends_without_a_reader(reference_run, unread)
 
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full here')
-def test_a_command_that_only_prints_says_that_there_is_no_room(reference_run):
+def test_a_command_that_only_prints_reports_a_full_disk(reference_run):
     with open('/dev/full', 'w') as full:
         done = run_into(full, 'inspect', str(reference_run[0]))
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""The plan of a run: what it holds, that it touches no device, and that many plans do nothing twice."""
+"""The plan of a run: its contents; it touches no device; a series of plans repeats no work."""
 
 import dataclasses
 import subprocess
@@ -35,11 +35,11 @@ def test_a_plan_says_what_a_run_will_do(experiment):
     assert isinstance(plan.evaluation, TextPlan)
     assert (plan.evaluation.parts[''].split, plan.evaluation.parts[''].windows.context_length) == ('validation', 32)
     assert plan.initial is None
-    assert make_plan(experiment).functions.dtype == 'float32'  # nothing is known of the devices
+    assert make_plan(experiment).functions.dtype == 'float32'  # the plan does not know the devices
 
 
 def test_a_step_is_planned_without_data(experiment):
-    """It is the one of the run, but that the type of its tokens is guessed."""
+    """This step equals the step of the run, except that the type of its tokens is guessed."""
     elsewhere = dataclasses.replace(experiment, data=DataConfig(path='nowhere'))
     plan = plan_step(elsewhere, Target.of_topology(parse('2*v5e:2x2')))
     assert (plan.mesh, plan.functions.dtype) == (MeshShape(8, 1, 1, 2), 'bfloat16')
@@ -52,7 +52,7 @@ def test_devices_are_described_as_jax_and_topologies_have_them():
     assert Target.of_topology(parse('2*v4:2x2x2')).devices == 16
 
 
-def test_of_a_task_examples_are_scored():
+def test_a_task_is_evaluated_on_examples():
     names = {'data.task': '@induction_heads()', 'model.vocab_size': 32, 'train.context_length': 64}
     plan = make_plan(load((), tiny.params(SETTINGS | names)[1::2]))
     assert plan.evaluation == TaskPlan(plan.experiment.data.task, 'validation', 64, 16)
@@ -70,7 +70,7 @@ def test_many_plans_open_and_build_nothing_twice(experiment, monkeypatch):
     assert (len(opened), len(built)) == (1, 1)
 
 
-def test_what_is_not_there_is_looked_for_once(experiment, monkeypatch):
+def test_absent_data_are_looked_for_once(experiment, monkeypatch):
     def refuse(*_):
         looked.append(1)
         raise AbsentError('data.path: nothing is there')
@@ -93,7 +93,7 @@ def test_settings_are_refused_before_data_are_looked_for(experiment):
 
 
 def test_no_plan_touches_a_device(tokens):
-    """In a process of its own, with mechanisms that draw, fit and compute on their own when they are made."""
+    """The test uses its own process, and mechanisms that draw, fit and compute while they are built."""
     program = (
         'from jax._src import xla_bridge\nfrom lm.experiment import load\nfrom lm.plan import make_plan\n'
         'for name in ("softmax", "polysketch", "performer", "hybrid", "delta"):\n'

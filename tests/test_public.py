@@ -1,4 +1,4 @@
-"""`import lm`: what it offers to notebooks, and that it takes no time."""
+"""`import lm`: the names that it offers to notebooks, and how light the import is."""
 
 import ast
 import inspect
@@ -35,7 +35,7 @@ def test_import_is_light():
 
 
 def test_type_checkers_see_what_is_imported():
-    """The imports under TYPE_CHECKING name the same things as the table that is read at run time."""
+    """The imports under TYPE_CHECKING name the same objects as the table that is read at run time."""
     block = next(node for node in ast.parse(pathlib.Path(lm.__file__).read_text()).body if isinstance(node, ast.If))
     found: dict = {}
     exec(ast.unparse(ast.Module(block.body, [])), found)
@@ -43,7 +43,7 @@ def test_type_checkers_see_what_is_imported():
     assert {name for name in found if not name.startswith('_')} == set(lm.PUBLIC)
 
 
-def test_functions_say_what_they_take():
+def test_public_functions_show_their_parameters():
     assert list(inspect.signature(lm.train).parameters)[:3] == ['experiment', 'run_dir', 'rewind_to']
     shown = pydoc.plain(pydoc.render_doc(lm.train))
     assert 'train(\n' in shown or 'train(experiment: lm.experiment.Experiment, run_dir: str' in shown
@@ -111,7 +111,7 @@ def test_greedy_tokens_are_the_most_probable(run):
 
 
 def test_a_split_of_one_document_scores_like_its_text(run):
-    """So do bits per byte of the harness, which asks for whole documents."""
+    """Bits per byte of the harness, which asks for whole documents, must agree too."""
     text = run.tokenizer.decode(run.store.read('validation', 0, run.store.tokens('validation') - 1))
     ours, theirs = run.score(text), lm.evaluate(run)
     assert theirs['documents'] == 1
@@ -125,7 +125,7 @@ def test_evaluate_is_lm_evaluate(run, reference_run):
     assert result['sum_nats'] == pytest.approx(json.loads(again.stdout)['sum_nats'], rel=1e-7)
 
 
-def test_generate_ends_where_it_is_told(run):
+def test_generate_stops_at_the_text_that_is_asked_for(run):
     whole = lm.generate(run, ['import ', 'def main('], max_tokens=24, temperature=0)
     assert len(whole) == 2
     assert all(whole)
@@ -148,7 +148,7 @@ def test_a_path_without_a_run(tmp_path):
         (((), 'train.steps = 3'), 'gin_params'),
     ],
 )
-def test_one_name_in_place_of_a_list_is_said(arguments, named):
+def test_a_single_name_in_place_of_a_list_is_refused(arguments, named):
     with pytest.raises(lm.errors.ConfigError, match=f'{named} = .*must be a list'):
         lm.configure(*arguments)
 
@@ -171,7 +171,7 @@ EXPERIMENT = lm.Experiment()
         ('dump', (EXPERIMENT.model,), 'Experiment'),
     ],
 )
-def test_what_takes_an_object_of_ours_says_so(name, arguments, kind, tmp_path, monkeypatch):
+def test_an_argument_of_the_wrong_class_is_refused(name, arguments, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         lm.errors.ConfigError, match=rf'^(run|config|experiment) = .*must be an? .*{kind}, such as'
@@ -181,7 +181,7 @@ def test_what_takes_an_object_of_ours_says_so(name, arguments, kind, tmp_path, m
     assert not list(tmp_path.iterdir())
 
 
-def test_sections_and_lists_say_what_they_are(run):
+def test_wrong_types_of_sections_and_lists_are_refused(run):
     with pytest.raises(lm.errors.ConfigError, match=r"^model = 'small': must be a value of type ModelConfig, such as"):
         lm.Experiment(model='small')
     with pytest.raises(lm.errors.ConfigError, match=r"^until = 'END': must be a list, such as \['END'\]"):

@@ -19,7 +19,7 @@ COMMANDS = sorted(
         if path.name != 'add_a_mechanism.md'  # tests/site/test_add_a_mechanism.py executes its commands
         for block in re.findall(r'```bash\n(.*?)```', page, re.DOTALL)
         for line in block.splitlines()
-        # Those of docs/tpu.md are executed by tests/test_scripts_tpu.py.
+        # tests/scripts/test_scripts_tpu.py executes the commands of docs/tpu.md.
         if line.strip() and (page == README or not line.startswith('scripts/tpu/'))
     }
 )
@@ -42,15 +42,15 @@ def test_command(command, monkeypatch, reference_run):
     verb = arguments[0]
     monkeypatch.chdir(tiny.ROOT)
     monkeypatch.setattr('lm.commands.generate.read_prompts', lambda *files: ['of a file that the reader has'])
-    if verb == 'sweep':  # for real, but it starts nothing
+    if verb == 'sweep':  # the sweep itself runs, but it starts nothing
         assert cli.main([*arguments, '--dry_run'] if '--dry_run' not in arguments else arguments) == 0
         return
-    # What the command runs with is what matters here; a run directory that it reads is the tiny run's.
+    # The test is about the bindings of the command. Where it reads a run directory, the tiny run stands in.
     if verb in ('evaluate', 'generate', 'export'):
         arguments[arguments.index('--run_dir') + 1] = str(reference_run[0])
     if words[0].startswith('scripts/tpu'):
         arguments += ['--run_dir', 'runs/pod']
-    # The call is made, with its configuration, and not run: it would take hours.
+    # The call is built with its configuration. It is not run: it would take hours.
     make_call, made = cli.VERBS[verb].make_call, []
     pretend = dataclasses.replace(cli.VERBS[verb], make_call=lambda parsed: made.append(make_call(parsed)) or int)
     monkeypatch.setitem(cli.VERBS, verb, pretend)

@@ -1,4 +1,4 @@
-"""The distribution: its metadata, what a wheel holds, and that `lm` works where nothing else of the checkout is."""
+"""The distribution: its metadata, the contents of a wheel, and `lm` outside of a checkout."""
 
 import pathlib
 import re
@@ -19,7 +19,7 @@ uv = pytest.importorskip('uv', reason='needs uv, which is in the extra [test]')
 
 FILES = ('pyproject.toml', 'setup.py', 'MANIFEST.in', 'README.md', 'CHANGELOG.md', 'LICENSE')
 DATA = (tiny.ROOT / 'data' / 'README.md', *sorted((tiny.ROOT / 'data').glob('*.gin')))
-"""Recipes; prepared data lies beside them in a checkout."""
+"""Folders of recipes; in a checkout, prepared data lie beside them."""
 BUILD = 'import sys, setuptools.build_meta as b; getattr(b, f"build_{sys.argv[1]}")(sys.argv[2])'
 QUICKSTART = ('--gin_file', 'configs/experiments/quickstart.gin')
 TWENTY_STEPS = tiny.params({'train.steps': 20, 'optimizer.warmup_steps': 2, 'train.eval_tokens': 8192})
@@ -37,7 +37,7 @@ def build(kind: str, source: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture(scope='module')
 def source(tmp_path_factory) -> pathlib.Path:
-    """The checkout without prepared data, and with what an earlier version may have left in its build folder."""
+    """Copies the checkout without prepared data; adds leftovers of an earlier version to its build folder."""
     copy = tmp_path_factory.mktemp('source')
     for folder in ('lm', 'configs'):
         shutil.copytree(tiny.ROOT / folder, copy / folder, ignore=shutil.ignore_patterns('__pycache__'))
@@ -108,7 +108,7 @@ def try_out(environment: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def test_an_installed_wheel_trains_in_an_empty_folder(wheel, tmp_path):
-    """The environment holds `lm` alone; its dependencies are those of this interpreter."""
+    """The environment holds `lm` alone; its dependencies come from this interpreter."""
     environment = tmp_path / 'environment'
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(environment)], check=True, timeout=120)
     python = environment / 'bin' / 'python'

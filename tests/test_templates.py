@@ -1,6 +1,6 @@
-"""`docs/templates`: each template becomes part of a fresh checkout by its own files alone, and passes the shared tests.
+"""`docs/templates`: the files of each template are enough to add it to a fresh checkout and pass the shared tests.
 
-The quick form adds all templates to one checkout; the slow form adds each to its own.
+The quick form adds all templates to one checkout; the slow form adds each template to its own checkout.
 """
 
 import pathlib
@@ -34,7 +34,7 @@ SHARED = {
 """Template → the tests that find its file by themselves."""
 COPIED = ('configs', 'data', 'lm', 'tests')
 LISTINGS = 'found or every_source or every_tokenizer or every_tracker or says_so or formulas or may_change'
-"""The tests over whole registries."""
+"""The tests that cover whole registries."""
 
 READ = """
 import sys
@@ -46,19 +46,19 @@ print(store.tokenizer().decode(store.read('train', 0, store.tokens('train'))))
 
 
 def files_of(template: str) -> list[pathlib.Path]:
-    """The files of a template, relative to the checkout."""
+    """Returns the files of a template, relative to the checkout."""
     folder = TEMPLATES / template
     return sorted(path.relative_to(folder) for path in folder.rglob('*') if path.is_file() and path.suffix != '.pyc')
 
 
 def names_of(template: str) -> list[str]:
-    """Words in the names of tests about a template: its gin name and its class."""
+    """Returns the words in the names of a template's tests: its gin name and its class."""
     name = next(path.stem for path in files_of(template) if path.suffix == '.py')
     return [name, name.replace('_', '')]
 
 
 def checkout(folder: pathlib.Path, templates: list[str]) -> pathlib.Path:
-    """A copy of the project with the templates in it; no file of the project changes."""
+    """Copies the project and adds the templates; no file of the project changes."""
     for name in COPIED:
         shutil.copytree(tiny.ROOT / name, folder / name, ignore=shutil.ignore_patterns('__pycache__', '.*'))
     shutil.copy(tiny.ROOT / 'pyproject.toml', folder)
@@ -71,7 +71,7 @@ def checkout(folder: pathlib.Path, templates: list[str]) -> pathlib.Path:
 
 
 def run(folder: pathlib.Path, *arguments: str) -> str:
-    """Output of a Python command in the copy, which must succeed."""
+    """Runs a Python command in the copy and returns its output; the command must succeed."""
     environment = tiny.environment(devices=8) | {'PYTHONPATH': str(folder)}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=3000)
@@ -80,7 +80,8 @@ def run(folder: pathlib.Path, *arguments: str) -> str:
 
 
 def check(folder: pathlib.Path, templates: list[str], *flags: str) -> None:
-    """Runs the structure, the listings and the shared tests of the templates' names; each template must have some."""
+    """Runs the tests of structure and listings, and the shared tests of the templates' names; each template must have
+    some."""
     files = sorted({f'tests/{file}' for template in templates for file in SHARED[template]})
     chosen = ' or '.join(['test_house', LISTINGS, *(name for template in templates for name in names_of(template))])
     flags = ('-q', '-rA', '-p', 'no:cacheprovider', '-k', chosen, *flags)
@@ -99,7 +100,7 @@ def test_each_template_is_one_file():
 
 
 def test_templates_pass_the_shared_tests_of_a_fresh_checkout(tmp_path):
-    """All templates in one checkout, and a training that uses all but the task."""
+    """The test puts all templates into one checkout, and trains with all of them except the task."""
     templates = list(SHARED)
     folder = checkout(tmp_path / 'copy', templates)
     check(folder, templates)
@@ -136,5 +137,5 @@ def test_templates_pass_the_shared_tests_of_a_fresh_checkout(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('template', SHARED)
 def test_a_template_alone_passes_all_shared_tests(template, tmp_path):
-    """Slow tests run too, and with PyTorch the tests of its formula."""
+    """Slow tests run too. With PyTorch installed, the tests of its formula run as well."""
     check(checkout(tmp_path / 'copy', [template]), [template], '-m', 'not gpu')

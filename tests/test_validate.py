@@ -1,4 +1,4 @@
-"""What `lm train` would refuse before its first step is refused by everything that plans a run, in the same words."""
+"""`lm train` refuses errors before its first step; everything that plans a run refuses them in the same words."""
 
 import shutil
 import subprocess
@@ -41,7 +41,7 @@ WRONG = {
 
 @pytest.fixture
 def plan(tokens, tmp_path):
-    """(flags of the tiny experiment with changes, flags of a sweep over two seeds of it)"""
+    """Returns (flags of the tiny experiment with changes, flags of a sweep over two of its seeds)."""
 
     def make(changes: dict) -> tuple[list[str], list[str]]:
         flags = tiny.params(tiny.MODEL | {'data.path': str(tokens)} | changes)
@@ -52,7 +52,7 @@ def plan(tokens, tmp_path):
 
 
 @pytest.mark.parametrize('name', WRONG)
-def test_what_training_refuses_is_refused_before(name, plan, tmp_path, capsys):
+def test_errors_that_stop_training_stop_every_check_before(name, plan, tmp_path, capsys):
     changes, code, words = WRONG[name]
     if name == 'task':
         changes = changes | {'train.context_length': 4}
@@ -74,7 +74,7 @@ def test_what_training_refuses_is_refused_before(name, plan, tmp_path, capsys):
 
 
 def test_a_store_without_its_tokenizer_is_refused_before_the_first_step(plan, tokens, tmp_path, capsys):
-    """The first evaluation needs it, a thousand steps later."""
+    """The first evaluation, a thousand steps later, needs the tokenizer."""
     store = tmp_path / 'store'
     shutil.copytree(tokens, store)
     (store / 'tokenizer.model').unlink()
@@ -85,7 +85,7 @@ def test_a_store_without_its_tokenizer_is_refused_before_the_first_step(plan, to
     assert not (tmp_path / 'run').exists()
 
 
-def test_another_run_to_start_from_is_looked_at(plan, reference_run, tmp_path, capsys):
+def test_the_run_that_training_starts_from_is_validated(plan, reference_run, tmp_path, capsys):
     start = {'train.init_from': str(reference_run[0])}
     flags, sweep = plan(start | {'model.head_dim': 8})
     assert cli.main(['check', *flags]) == 44
@@ -96,7 +96,7 @@ def test_another_run_to_start_from_is_looked_at(plan, reference_run, tmp_path, c
     assert 'not checked' not in capsys.readouterr().out
 
 
-def test_what_is_not_here_is_said_and_stops_only_what_would_train(plan, tmp_path, capsys):
+def test_absent_files_are_reported_and_stop_only_commands_that_would_train(plan, tmp_path, capsys):
     for changes, words in (
         ({'data.path': str(tmp_path / 'nowhere')}, 'no finished token store'),
         ({'train.init_from': str(tmp_path / 'nowhere')}, 'holds no checkpoint'),
@@ -114,7 +114,7 @@ def test_what_is_not_here_is_said_and_stops_only_what_would_train(plan, tmp_path
 
 
 def test_a_point_that_has_begun_needs_no_other_run(plan, tmp_path, capsys):
-    """It goes on from its own checkpoint, as `lm train` does; a point that has none is still refused."""
+    """The point goes on from its own checkpoint, as `lm train` does; a point without a checkpoint is still refused."""
     _, sweep = plan({'train.init_from': str(tmp_path / 'gone')})
     for seed, missing in ((0, 1), (1, 0)):
         saved = tmp_path / 'root' / f'seed-{seed}' / 'checkpoints' / '10'
@@ -132,7 +132,7 @@ def test_a_known_number_of_devices_is_checked(tokens):
 
 
 def test_the_sweep_leaves_the_devices_to_its_points(tmp_path):
-    """In a process of its own: looking at the directories of the points must not start JAX's back-ends."""
+    """The test uses its own process: reading the directories of the points must not start JAX's back ends."""
     program = (
         'from jax._src import xla_bridge\nfrom lm.sweep.sweep import Sweep\nfrom lm.sweep.points import make_points\n'
         f'Sweep({str(tmp_path)!r}, make_points((), [{str(tmp_path / "s.gin")!r}])).check()\n'

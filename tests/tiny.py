@@ -22,11 +22,11 @@ PAGES = [
 ]
 """The README, the guide for contributors and the pages of the site."""
 COMPILE_QUICKLY = '--xla_backend_optimization_level=0'
-"""XLA_FLAGS of tests, which compile far longer than they compute. What XLA does itself is unchanged."""
+"""XLA_FLAGS of tests, whose programs compile far longer than they compute. XLA's own passes are unchanged."""
 if tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 11):
-    # Fusions by LLVM alone, not by MLIR first: a third of the time. Later versions have no other way.
+    # LLVM alone makes fusions, without MLIR: this takes a third of the time. Later versions have no other way.
     COMPILE_QUICKLY += ' --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1'
-sys.path.append(str(ROOT / 'tests' / 'faults'))  # of `warm`
+sys.path.append(str(ROOT / 'tests' / 'faults'))  # for `warm`
 
 MODEL = {
     'model.vocab_size': 400,
@@ -47,7 +47,7 @@ MODEL = {
 
 
 def write_text(folder: pathlib.Path, characters: int = 60_000) -> pathlib.Path:
-    """A PG-19-like folder cut from the Python standard library's own sources."""
+    """Writes a PG-19-like folder from the sources of the Python standard library; returns it."""
     library = pathlib.Path(os.__file__).parent
     for split, modules in {'train': ['argparse', 'typing'], 'validation': ['shlex'], 'test': ['bisect']}.items():
         (folder / split).mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def write_text(folder: pathlib.Path, characters: int = 60_000) -> pathlib.Path:
 
 
 def prepare(folder: pathlib.Path, characters: int = 60_000) -> pathlib.Path:
-    """A prepared token store of `write_text`, made by the command."""
+    """Returns a token store of `write_text`, prepared by the command."""
     text = write_text(folder / 'text', characters)
     store = folder / 'tokens'
     bindings = {
@@ -74,7 +74,7 @@ def prepare(folder: pathlib.Path, characters: int = 60_000) -> pathlib.Path:
 
 
 def params(bindings: dict) -> list[str]:
-    """Gin bindings as command line flags."""
+    """Returns gin bindings as command-line flags."""
     flags = []
     for name, value in bindings.items():
         literal = value if isinstance(value, str) and value.startswith(('@', '%', '[')) else repr(value)
@@ -83,7 +83,7 @@ def params(bindings: dict) -> list[str]:
 
 
 def train_step(model, optimizer, steps: int = 10, *arguments, platform: str = 'cpu', **options):
-    """The training step of a model configuration on a platform; the other arguments are those of `TrainStep`."""
+    """Returns the training step of a model configuration on a platform; the other arguments go to `TrainStep`."""
     from lm.model.functions import ModelFunctions
     from lm.training.step import TrainStep
 
@@ -91,7 +91,7 @@ def train_step(model, optimizer, steps: int = 10, *arguments, platform: str = 'c
 
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
-    """Variables of a subprocess with `devices` simulated CPU devices."""
+    """Returns the variables of a subprocess with `devices` simulated CPU devices."""
     return os.environ | {
         'JAX_PLATFORMS': 'cpu',
         'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} {COMPILE_QUICKLY}',
@@ -101,17 +101,17 @@ def environment(devices: int = 1, **extra: str) -> dict[str, str]:
 
 
 def variables() -> dict[str, str]:
-    """Of this process, but for those that differ from test to test and are of no concern to `lm`."""
+    """Returns this process's variables without pytest's own, which differ per test and do not concern `lm`."""
     return {name: value for name, value in os.environ.items() if not name.startswith('PYTEST_')}
 
 
 WARM: dict[str, str] = {}
-"""The variables with which commands may begin warm: as conftest.py leaves them; none outside pytest."""
+"""The variables with which commands may begin warm, as conftest.py leaves them; empty outside of pytest."""
 
 
 @functools.cache
 def nursery():
-    """What begins processes where the imports end; made when the first one is asked for."""
+    """Returns the process that forks warm commands, whose imports are done; the first call makes it."""
     from warm import Nursery
 
     with contextlib.chdir(ROOT):
@@ -121,10 +121,12 @@ def nursery():
 
 
 def start(*arguments: str, devices: int = 1, cold: bool = False, errors_apart: bool = False):
-    """The `lm` command as a background process, a subprocess.Popen or what tests need of one; its output is kept.
+    """Starts the `lm` command in the background; returns a `subprocess.Popen`, or an object with the methods that tests
+    need.
 
-    Most begin where the imports end, which would take half of their time, with nothing but them done. `cold`: from
-    scratch, as do all where a test has changed a variable of the environment.
+    Its output is kept. Most commands start warm: their imports, half of their time, are done, and nothing else is.
+    `cold`
+    starts from scratch. So does every command in a test that has changed an environment variable.
     """
     if variables() == WARM and not cold:
         return nursery().start(['--', *arguments], environment(devices)['XLA_FLAGS'], errors_apart)
@@ -139,7 +141,7 @@ def start(*arguments: str, devices: int = 1, cold: bool = False, errors_apart: b
 
 
 def lm(*arguments: str, devices: int = 1, timeout: float = 600, cold: bool = False) -> subprocess.CompletedProcess:
-    """The `lm` command, to its end."""
+    """Runs the `lm` command to its end."""
     process = start(*arguments, devices=devices, cold=cold, errors_apart=True)
     try:
         output, errors = process.communicate(timeout=timeout)
@@ -150,7 +152,7 @@ def lm(*arguments: str, devices: int = 1, timeout: float = 600, cold: bool = Fal
 
 
 def losses(run_dir: pathlib.Path, kind: str = 'train') -> dict[int, float]:
-    """step → loss of metrics.jsonl; a step that is written twice fails."""
+    """Returns step → loss of metrics.jsonl; fails if a step is written twice."""
     found = {}
     for line in (run_dir / 'metrics.jsonl').read_text().splitlines():
         record = json.loads(line)
@@ -161,7 +163,8 @@ def losses(run_dir: pathlib.Path, kind: str = 'train') -> dict[int, float]:
 
 
 def free_port() -> int:
-    """A port on which nobody listens; it is below those that the system gives to connections, and so stays free."""
+    """Returns a port on which nobody listens. It is below the ports that the system gives to connections, and so stays
+    free."""
     while True:
         candidate = random.SystemRandom().randrange(10_000, 20_000)
         with contextlib.suppress(OSError), socket.create_server(('127.0.0.1', candidate)):
@@ -169,7 +172,7 @@ def free_port() -> int:
 
 
 def checksums(run_dir: pathlib.Path, step: int) -> dict[str, int]:
-    """Array name → checksum of a checkpoint, read back whole: parameters, optimizer state, counters."""
+    """Returns array name → checksum of a checkpoint, read completely: parameters, optimizer state, counters."""
     from lm.checkpoint.checkpointer import Checkpointer
 
     with Checkpointer(run_dir / 'checkpoints') as saved:
@@ -178,7 +181,7 @@ def checksums(run_dir: pathlib.Path, step: int) -> dict[str, int]:
 
 
 def wait_for_step(run_dir: pathlib.Path, step: int, process: subprocess.Popen, timeout: float = 300) -> None:
-    """Returns when metrics.jsonl has a line of `step` or a later one."""
+    """Returns when metrics.jsonl has a line of `step` or of a later step."""
     end = time.monotonic() + timeout
     path = run_dir / 'metrics.jsonl'
     while time.monotonic() < end and process.poll() is None:
@@ -196,7 +199,7 @@ def stop(process: subprocess.Popen, how: signal.Signals, timeout: float = 300) -
 
 
 def write_store(path: pathlib.Path, splits: dict[str, list[str]], tokenizer) -> pathlib.Path:
-    """A token store of these documents by split, written without `lm prepare`, by the tokenizer of another one."""
+    """Writes a token store of these documents by split, without `lm prepare`, with the tokenizer of another store."""
     import hashlib
 
     import numpy as np

@@ -30,7 +30,7 @@ from lm.checkpoint.snapshot import (
     list_last,
     make_record,
 )
-from lm.errors import LmError, MismatchError
+from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import is_remote, settle
 
 if TYPE_CHECKING:
@@ -201,13 +201,15 @@ class Checkpointer:
             the checkpoint, or None when there is no checkpoint at all.
 
         Raises:
+            ConfigError: there are checkpoints, and none of `step`.
             MismatchError: the checkpoint belongs to something else (fingerprints, names, shapes, dtypes); or there
-                are checkpoints and none is sound; or `step` is missing or damaged.
+                are checkpoints and none is sound; or `step` is damaged; or there is none where `step` is given.
         """
         self._finish()
         known = agree_on_steps(self.directory)
         if step is not None and step not in known:
-            raise MismatchError(
+            wrong = ConfigError if known else MismatchError
+            raise wrong(
                 f'checkpoint step {step}: not in {self.directory}, which has {list_last(known)}; choose one of these'
             )
         tried: set[int] = set()

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,26 +38,6 @@ READ_SHARE, READ_AT_LEAST = 1 / 16, 2**24
 file, decoded, and on its way to a device. This bounds the host memory of a restore."""
 DAMAGED, FAILED = 1, 1000
 """The codes that processes exchange: the step is damaged; or FAILED plus the exit code of another failure."""
-
-
-class Leaf(TypedDict):
-    """An array of a checkpoint."""
-
-    dtype: str  #: type of its numbers
-    shape: list[int]  #: its shape
-    checksum: int  #: checksum of its bytes
-
-
-class CheckpointRecord(TypedDict):
-    """The record of a checkpoint."""
-
-    format: int  #: version of this format
-    step: int  #: steps that are done
-    leaves: dict[str, Leaf]  #: name → array
-    fingerprints: dict[str, str]  #: `data` and `tokenizer` of the run
-    metrics: dict[str, float | str]  #: `loss` of an evaluation at this step, if there was one
-    metadata: dict[str, Any]  #: the configuration as gin text, training time, and the batches that were left out
-    sha256: str  #: SHA-256 of this record without this key
 
 
 class Damaged(Exception):

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lm.errors import ConfigError
+
 if TYPE_CHECKING:
     from lm.experiment import Experiment
     from lm.sweep.points import Point
@@ -17,7 +19,27 @@ def add_gin_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         '--gin_param', action='append', default=[], metavar="'X.Y = 1'", help='one binding; wins over files'
     )
+    group.add_argument(
+        '--set',
+        action='append',
+        default=[],
+        dest='gin_param',
+        type=setting,
+        metavar='X.Y=VALUE',
+        help='the same without the quotes of gin: --set data.path=data/mine',
+    )
     add_imports_flag(group)
+
+
+def setting(text: str) -> str:
+    """Returns the value of --set as --gin_param takes it. Raises ArgumentTypeError for a name that is wrong."""
+    import lm.experiment  # noqa: F401 (registers all names)
+    from lm.config.setting import write_binding
+
+    try:
+        return write_binding(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_imports_flag(parser: argparse._ActionsContainer) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import functools
 
-from lm.commands.flags import add_gin_flags, read_experiment
+from lm.commands.flags import add_gin_flags
 from lm.commands.verb import Call, Verb
 
 
@@ -14,11 +14,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
-    experiment = read_experiment(arguments)
-
-    from lm.interop.import_run import import_run
+    from lm.interop.import_run import import_run, load_given
 
     folder, run_dir, allow = arguments.folder, arguments.run_dir, arguments.allow_gin_imports
+    experiment = load_given(folder, arguments.gin_file, arguments.gin_param, allow_imports=allow)
     return functools.partial(import_run, experiment, folder, run_dir, allow_imports=allow)
 
 

@@ -12,7 +12,7 @@ short reads, on a local disk and in a bucket (gs://, s3://). A damaged byte is a
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -26,46 +26,6 @@ CHUNK = 2**14
 SHARD = 2**26
 """Elements in a file: 128 MB of uint16."""
 INDEX_CACHE_BYTES = 2**26
-
-
-class SplitInfo(TypedDict):
-    """A split of a token store."""
-
-    documents: int  #: documents
-    bytes: int  #: UTF-8 bytes of the cleaned text
-    words: int  #: words between white space
-    tokens: int  #: tokens, end-of-document tokens included
-    decoded: NotRequired[int]  #: documents whose tokens were decoded for comparison
-    unchanged: NotRequired[int]  #: documents of these that were equal to the text
-    bad_records: int  #: documents that were skipped (`bad_records.jsonl`)
-    published_words: NotRequired[int]  #: words that the authors of the data publish
-    sha256: str  #: fingerprint of tokens and document ends
-
-
-class TokenizerInfo(TypedDict):
-    """The tokenizer of a token store."""
-
-    file: NotRequired[str]  #: its file in the store
-    sha256: str  #: fingerprint of that file
-    vocab_size: int  #: tokens that it knows
-    eod_id: NotRequired[int]  #: the end-of-document token
-    lossless: bool  #: whether decoding gives every text back
-
-
-class StoreInfo(TypedDict):
-    """A token store that is finished."""
-
-    format: int  #: version of this format
-    source: dict[str, Any]  #: kind and settings of the source
-    cleaning: str  #: what was done to the text
-    dtype: str  #: type of the tokens: `uint16` or `uint32`
-    files: NotRequired[dict[str, Any]]  #: count, bytes and fingerprint of the files of the source
-    splits: dict[str, SplitInfo]  #: name → split
-    tokenizer: TokenizerInfo  #: its tokenizer
-    settings: dict[str, Any]  #: all settings that the contents depend on
-    created_with: NotRequired[dict[str, str]]  #: package → version
-    fingerprint: str  #: SHA-256 of all splits and the tokenizer
-    checksum: str  #: SHA-256 of this file without this key
 
 
 class TokenStore:

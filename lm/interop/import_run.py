@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.config.text import dump
 from lm.data import tokenizers
 from lm.errors import ConfigError, MismatchError, writing
-from lm.experiment import Experiment
+from lm.experiment import OF_THE_JOB, Experiment, load
 from lm.files import local_path
 from lm.interop.export_run import UNFINISHED
 from lm.interop.families import find
@@ -27,6 +28,29 @@ log = logging.getLogger(__name__)
 
 SHAPE = 'model.gin'
 """The model of an import without its mechanism, for runs that continue with another mechanism."""
+LEFT_OUT = ('data.path', 'data.mixture', 'train.init_from', *OF_THE_JOB)
+"""Bindings of an exported run that say where it trained, not what it is."""
+
+
+def load_given(
+    folder_name: str, gin_files: Sequence[str], gin_params: Sequence[str], *, allow_imports: bool = False
+) -> Experiment:
+    """Returns the configuration of an import: the one in the checkpoint's folder, if it is one of our exports, changed
+    by gin files and parameters. Where the data lay and how many devices trained does not count.
+
+    Raises what `lm.interop.families.find` and `lm.config.load.load` raise, and MismatchError for half an export.
+    """
+    folder = local_path(folder_name, 'DIR')
+    check_whole(folder)
+    settings = find(folder)[0].settings(folder)
+    left_out = LEFT_OUT if settings else ()
+    return load(gin_files, gin_params, allow_imports=allow_imports, base=settings, leave_out=left_out)
+
+
+def check_whole(folder: pathlib.Path) -> None:
+    """Raises MismatchError for the folder of an export that is not finished."""
+    if (folder / UNFINISHED).exists():
+        raise MismatchError(f'{folder}: holds half an export; run that lm export again, or wait for its end')
 
 
 def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_imports: bool = False) -> None:
@@ -43,8 +67,7 @@ def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_
     unfinished = 'imported' in read_raw(run.info) and not run.has_checkpoint()  # killed, or on a full disk
     if run.path.exists() and not unfinished and (not run.path.is_dir() or any(run.path.iterdir())):
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
-    if (folder / UNFINISHED).exists():
-        raise MismatchError(f'{folder}: holds half an export; run that lm export again, or wait for its end')
+    check_whole(folder)
     family, config = find(folder)
     given = experiment
     experiment = dataclasses.replace(given, model=family.model(folder, config, allow_imports))

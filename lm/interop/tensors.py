@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import pathlib
 from collections.abc import Mapping
 
@@ -31,6 +32,10 @@ def write_tensors(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], metad
             save_file(dict(tensors), folder / WEIGHTS, {'format': 'pt', **metadata})
         except SafetensorError as error:  # of names and sizes, which are right here, or of the system
             raise OSError(str(error).rpartition('I/O error: ')[2]) from error
+        # The library makes a file that its owner alone may read: the others of an export have the mode of the umask.
+        mask = os.umask(0)
+        os.umask(mask)
+        (folder / WEIGHTS).chmod(0o666 & ~mask)
 
 
 def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:

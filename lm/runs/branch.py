@@ -67,7 +67,8 @@ class Branch:
         with Checkpointer(self.parent.checkpoints) as checkpointer:
             known = checkpointer.all_steps()
         if self.step not in known:
-            raise AbsentError(
+            wrong = ConfigError if known else AbsentError
+            raise wrong(
                 f'--branch_from {self.parent.path} --step {self.step}: it has checkpoints of {list_last(known)}; '
                 'choose one of these'
             )

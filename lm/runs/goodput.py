@@ -33,17 +33,6 @@ class Accounts(TypedDict):
     restart: float  #: between the last record of a process and the begin of the next process
 
 
-class Ledger(TypedDict):
-    """Where the time of a run went, over all its starts."""
-
-    share: float  #: share of the time that went into steps
-    seconds: Accounts  #: seconds by account
-    starts: int  #: starts of the run
-    started: float  #: first start, in seconds since the epoch
-    updated: float  #: when this was written, in seconds since the epoch
-    finished: bool  #: whether the last step is done
-
-
 ACCOUNTS = tuple(Accounts.__annotations__)
 
 

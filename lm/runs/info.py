@@ -1,7 +1,7 @@
 """run.json: when a run started, on what, how far it is saved, and how it was rewound.
 
-`RunInfo` lists its keys. Of every start but the first, only what differs from the start before is written, and of more
-than MOST_STARTS the oldest but the first are left out: a year of restarts stays small.
+docs/reference/files.md lists its keys. Of every start but the first, only what differs from the start before is
+written, and of more than MOST_STARTS the oldest but the first are left out: a year of restarts stays small.
 """
 
 import datetime
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import jax
 from etils import epath
@@ -21,7 +21,6 @@ from etils import epath
 import lm
 from lm.errors import ConfigError, LmError
 from lm.files import GONE, reaching
-from lm.runs.goodput import Ledger
 
 PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
 COMPILERS = ('jax', 'jaxlib', 'libtpu')
@@ -30,57 +29,6 @@ OWN = ('when', 'first_step', 'version_changes')
 """Keys that belong to one start alone. All other keys hold until a later start has another value."""
 MOST_STARTS = 100
 """The most starts that run.json lists: it is written anew with each save."""
-
-
-class StartInfo(TypedDict):
-    """A start of a run. A key that is missing has the value of the start before."""
-
-    when: str  #: ISO 8601
-    first_step: int  #: step that the start goes on from
-    command: NotRequired[str]  #: command line
-    versions: NotRequired[dict[str, str | None]]  #: package → version
-    git_commit: NotRequired[str | None]  #: commit of the code; `-dirty` with local changes
-    device_kind: NotRequired[str]  #: name of the devices
-    device_count: NotRequired[int]  #: devices of all processes
-    process_count: NotRequired[int]  #: processes of the job
-    version_changes: NotRequired[dict[str, list[str]]]  #: part of JAX → versions before and now, if they differ
-
-
-Rewind = TypedDict(
-    'Rewind',
-    {
-        'when': str,  #: ISO 8601
-        'to': int,  #: step that the run went back to
-        'from': int,  #: newest step before
-        'changed': list[list[str | None]],  #: binding, old value and new value of each change
-    },
-)
-"""A `lm train --rewind_to`."""
-BranchPoint = TypedDict(
-    'BranchPoint',
-    {
-        'from': str,  #: run directory of the parent
-        'step': int,  #: checkpoint that the branch began from
-        'changed': list[list[str | None]],  #: binding, old value and new value of each change
-    },
-)
-"""A `lm train --branch_from`."""
-
-
-class RunInfo(TypedDict):
-    """The contents of run.json."""
-
-    started: str  #: first start, ISO 8601
-    parameters: int  #: trainable parameters
-    data: NotRequired[str]  #: fingerprint of the token store, or of the task
-    tokenizer: NotRequired[str]  #: fingerprint of the tokenizer
-    saved_step: NotRequired[int | None]  #: newest checkpoint that is complete
-    goodput: NotRequired[Ledger]  #: where the time of the run went
-    starts: NotRequired[list[StartInfo]]  #: every start, the first one first
-    starts_left_out: NotRequired[int]  #: starts that are not listed any more
-    rewinds: NotRequired[list[Rewind]]  #: every rewind
-    branch: NotRequired[BranchPoint]  #: where the run began, if it is a branch
-    imported: NotRequired[str]  #: checkpoint that `lm import` made the run of
 
 
 def read_info(path: epath.Path) -> dict[str, Any]:

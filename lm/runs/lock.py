@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import tensorstore as ts
@@ -41,20 +41,6 @@ SEES = 30.0
 """Seconds that a shared disk may take to show one host what another has written."""
 
 log = logging.getLogger(__name__)
-
-
-class LockOwner(TypedDict):
-    """The process that trains in a run directory."""
-
-    host: str  #: name of its machine
-    pid: int  #: number of its process
-    pid_started: str | None  #: start of the process, in ticks since the boot
-    pid_namespace: str  #: namespace of the process numbers
-    boot: str  #: identity of the boot of the machine
-    since: str  #: when it took the lock, ISO 8601
-    uuid: str  #: identity of this lock
-    inode: int | None  #: inode of the run directory, which a copy does not share
-    renewed: float  #: last sign of life, in seconds since the epoch
 
 
 class OccupiedError(ConfigError):

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,22 +25,6 @@ REMOTE_SECONDS = 60.0
 """Object stores cannot append: there the whole file is written again after so long, and on flush and close."""
 
 log = logging.getLogger(__name__)
-
-
-class TrainRecord(TypedDict):
-    """A logged step. The loss of each store of a mixture stands as `loss/NAME`, its epochs as `epochs/NAME`."""
-
-    kind: str  #: `train`
-    step: int  #: steps that are done
-    loss: float  #: mean nats per token of this step
-    learning_rate: float  #: learning rate of this step
-    grad_norm: float  #: global norm of the gradient, before clipping
-    tokens: int  #: tokens that all steps have seen
-    tokens_per_second: float  #: since the record before
-    mfu: float | None  #: model FLOP utilisation; `null` where the peak of the device is not known
-    seconds: float  #: training time up to this step, without evaluations
-    skipped_steps: int  #: updates that were skipped because a number was not finite, in the whole run
-    data_wait_seconds: float  #: time that steps waited for data since the record before
 
 
 class MetricsFile:

@@ -4,7 +4,7 @@ ROOT/sweep.json          {"kind": "sweep", "points": [row, …]}
 ROOT/points/NAME.json    how a point failed: {"exit_code": 43, "error": "…"}
 """
 
-from typing import Any, TypedDict
+from typing import Any
 
 from etils import epath
 from rich.table import Table
@@ -18,34 +18,6 @@ from lm.text import si
 NAME, NOTES = SWEEP, 'points'
 MEASURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy')
 """The measures of an evaluation that rows hold."""
-
-
-class SweepRow(TypedDict):
-    """A point of a sweep. What was measured is `null` until it is known."""
-
-    index: int  #: number of the point, from 0
-    point: str  #: its name, and the name of its run directory
-    settings: dict[str, str]  #: binding → value on the axes of the sweep
-    run_dir: str  #: its run directory
-    status: str  #: `waiting`, `interrupted`, `done` or `failed`
-    step: int  #: newest step that was logged
-    steps: int  #: steps of the whole run
-    split: str | None  #: split of the newest evaluation
-    loss: float | None  #: its mean nats per token
-    perplexity: float | None  #: its perplexity per token
-    word_perplexity: float | None  #: its perplexity per word
-    bits_per_byte: float | None  #: its bits per byte
-    accuracy: float | None  #: its accuracy, of tasks and hidden tokens
-    tokens_per_second: float | None  #: median over the run
-    exit_code: int | None  #: exit code of the last attempt
-    error: str | None  #: what the last attempt failed with
-
-
-class SweepTable(TypedDict):
-    """All points of a sweep."""
-
-    kind: str  #: `sweep`
-    points: list[SweepRow]  #: a row per point
 
 
 def is_sweep(root: epath.Path) -> bool:

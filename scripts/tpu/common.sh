@@ -306,7 +306,7 @@ check_command() {
   while [ $# -gt 0 ]; do
     case $1 in
       train | sweep) verb=${verb:-$1} ;;
-      --gin_file | --gin_param | --sweep_file | --index)
+      --gin_file | --gin_param | --set | --sweep_file | --index)
         words+=("$1" "${2:-}")
         if [ $# -gt 1 ]; then shift; fi
         ;;
@@ -315,7 +315,7 @@ check_command() {
         if [ $# -gt 1 ]; then shift; fi
         ;;
       --run_dir=* | --branch_from=*) runs+=("$1") ;;
-      --gin_file=* | --gin_param=* | --sweep_file=* | --index=* | --allow_gin_imports) words+=("$1") ;;
+      --gin_file=* | --gin_param=* | --set=* | --sweep_file=* | --index=* | --allow_gin_imports) words+=("$1") ;;
     esac
     shift
   done

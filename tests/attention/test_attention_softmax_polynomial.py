@@ -25,7 +25,7 @@ CONFIGS = [
 
 
 def build(config, dims=DIMS):
-    """A module whose parameters are not at their initial ones and zeros."""
+    """Returns a module whose parameters differ from their initial values and from zero."""
     module = config.build(dims, nnx.Rngs(params=0, projections=1))
     parameters = nnx.state(module, nnx.Param)
     rng = np.random.default_rng(7)
@@ -50,7 +50,7 @@ def numpy_norm(x, norm):
 
 
 def numpy_weights(module, q, k):
-    """[B, H, L, L] weights from the formulas of PolySketchFormer §2.1, in float64, and Σ_j of them."""
+    """Returns weights [B, H, L, L] from the formulas of PolySketchFormer §2.1, in float64, and their sums over j."""
     config, length = module.config, q.shape[1]
     if isinstance(config, Polynomial):
         q, k = numpy_norm(q, module.q_norm), numpy_norm(k, module.k_norm)
@@ -79,7 +79,7 @@ def test_agrees_with_the_formula(config):
 
 @pytest.mark.parametrize('config', CONFIGS, ids=str)
 def test_no_weight_is_negative_and_they_sum_to_at_most_one(config):
-    """With the unit vectors as values the outputs are the weights."""
+    """With unit vectors as values, the outputs are the weights."""
     module = build(config)
     q, k, _ = draw(1, 16)
     v = jnp.broadcast_to(jnp.eye(16)[None, :, None], (1, 16, 2, 16))
@@ -125,7 +125,7 @@ def test_gradients_reach_the_normalizations():
     assert all(np.abs(g).min() > 0 for g in jax.tree.leaves(gradients))
 
 
-def test_first_scores_of_unrelated_vectors_have_the_mean_that_was_asked_for():
+def test_first_scores_of_unrelated_vectors_have_the_configured_mean():
     dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=64)
     module = Polynomial(offset=3.0).build(dims, nnx.Rngs(0))
     q, k = (norm(numbers) for norm, numbers in zip((module.q_norm, module.k_norm), draw(dims=dims)[:2], strict=True))
@@ -136,7 +136,8 @@ def test_first_scores_of_unrelated_vectors_have_the_mean_that_was_asked_for():
 
 @pytest.mark.parametrize(('offset', 'learned'), [(0.0, False), (2.0, True)])
 def test_an_offset_is_learned_only_where_there_is_one(offset, learned):
-    """Adding one number to all entries of a query changes no score while the keys' mean is zero, and the reverse."""
+    """Adding one number to all entries of a query changes no score while the keys' mean is zero. The same holds for
+    keys."""
     module, (q, k, v) = Polynomial(offset=offset).build(DIMS, nnx.Rngs(0)), draw()
     gradients = nnx.grad(lambda m: (m(q, k, v) ** 2).sum())(module)
     for norm in (gradients.q_norm, gradients.k_norm):
@@ -146,13 +147,13 @@ def test_an_offset_is_learned_only_where_there_is_one(offset, learned):
 
 @pytest.mark.parametrize('gain', [1.0, 4.0])
 def test_the_sixteenth_power_stays_in_range(gain):
-    """As gains grow: scores up to 1,024, whose 16th power float32 cannot hold."""
+    """Gains grow until scores reach 1,024, whose 16th power float32 cannot hold."""
     dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=64)
     module = Polynomial(degree=16, denominator_bias=0.5).build(dims, nnx.Rngs(0))
     for norm in (module.q_norm, module.k_norm):
         norm.scale[...] = jnp.full((64,), gain)
     q, k, v = draw(dims=dims)
-    k = k.at[:, 0].set(q[:, 0, :1])  # the largest score that there can be
+    k = k.at[:, 0].set(q[:, 0, :1])  # the largest possible score
     o, gradients = jax.value_and_grad(lambda *x: jnp.square(module(*x)).sum(), (0, 1, 2))(q, k, v)
     assert np.isfinite(o)
     assert all(np.isfinite(g).all() for g in gradients)
@@ -161,7 +162,7 @@ def test_the_sixteenth_power_stays_in_range(gain):
 
 
 def test_the_sixteenth_power_of_wide_heads_vanishes_nowhere():
-    """A first token that sees nothing like itself has the bias alone to divide by, which float32 must hold."""
+    """A first token without a similar key divides by the bias alone, and float32 must hold this bias."""
     dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=256)
     module = Polynomial(degree=16, offset=0.0).build(dims, nnx.Rngs(0))
     for norm in (module.q_norm, module.k_norm):
@@ -184,7 +185,7 @@ def test_a_large_power_has_the_same_weights_to_the_last_bit():
 
 
 def test_flops_per_token():
-    # 4 heads of 16: each visible key costs 2·16 for the score and 2·16 for the value, and half are visible.
+    # 4 heads of 16: each visible key costs 2·16 for the score and 2·16 for the value, and half of the keys are visible.
     assert Softmax().flops_per_token(DIMS, 1000) == 4 * (2 + 2) * 16 * 500
     assert Polynomial().flops_per_token(DIMS, 1000) == Softmax().flops_per_token(DIMS, 1000)
     assert Softmax(window=5000).flops_per_token(DIMS, 1000) == Softmax().flops_per_token(DIMS, 1000)

@@ -1,4 +1,4 @@
-"""Attention in which every token sees all others (`HeadDims.causal = False`), beside the same in numpy."""
+"""Attention in which every token sees all other tokens (`HeadDims.causal = False`), compared with numpy."""
 
 import dataclasses
 
@@ -56,13 +56,13 @@ CAUSAL |= {name: one for name, one in OTHERS.items() if one.why_causal() is not 
 
 
 def softmax(config, arrays, q, k, v):
-    """The formula, in float64."""
+    """Returns the outputs of softmax attention by its formula, in float64."""
     s = mechanisms.scores(q, k) * q.shape[-1] ** -0.5
     return mechanisms.mix(np.exp(s - s.max(-1, keepdims=True)), v, causal=False)
 
 
 def features(config, arrays, x, query):
-    """Performer's FAVOR+ and ReLU features (App. B.3 of the paper of 2020)."""
+    """Returns Performer's FAVOR+ and ReLU features (App. B.3 of the paper of 2020)."""
     x = x * x.shape[-1] ** -0.25
     wx, norm = x @ arrays['projection'].T, (x**2).sum(-1, keepdims=True)
     if config.features == 'relu':
@@ -85,13 +85,13 @@ def test_values_and_gradients_are_those_of_the_formula(name, length):
     inputs = mechanisms.draw(length=length)
     reference = softmax if name == 'softmax' else performer
     mechanisms.check_values(module, reference, inputs)
-    if length > 1:  # a token alone gives its value, whatever its query is
+    if length > 1:  # a single token gives its value, whatever its query is
         mechanisms.check_gradients(module, reference, inputs)
 
 
 @pytest.mark.parametrize('name', FORMS)
 def test_all_tokens_are_treated_alike(name):
-    """Another order of the tokens is another order of the outputs, and the last query sees what it saw causally."""
+    """Permuted tokens give permuted outputs. The last query gives the same output as with a causal mask."""
     signed = name == 'performer signed'
     inputs = mechanisms.draw(size=0.3 if signed else 1.0, shift=0.5 if signed else 0.0)
     module = mechanisms.build(FORMS[name], BOTH_WAYS)
@@ -104,8 +104,8 @@ def test_all_tokens_are_treated_alike(name):
     assert np.abs(found[:, 0] - causal[:, 0]).max() > 1e-2 * np.abs(found).max()
 
 
-def test_the_field_of_performer_says_the_same():
-    """Configurations that have it go on; those without it follow the model."""
+def test_the_field_of_performer_and_the_model_agree():
+    """Configurations that set the field still work; without it, the model decides."""
     inputs = mechanisms.draw()
     by_field = mechanisms.build(dataclasses.replace(FORMS['performer'], causal=False))
     by_model = mechanisms.build(FORMS['performer'], BOTH_WAYS)
@@ -118,7 +118,7 @@ def test_the_field_of_performer_says_the_same():
 
 
 @pytest.mark.parametrize('name', CAUSAL)
-def test_what_is_causal_says_so(name):
+def test_a_causal_mechanism_refuses_a_model_that_is_not_causal(name):
     with pytest.raises(ConfigError, match=r'^model\.causal = False: ') as error:
         ModelConfig(attention=CAUSAL[name], causal=False)
     assert name in str(error.value)
@@ -127,7 +127,7 @@ def test_what_is_causal_says_so(name):
 
 @pytest.mark.parametrize('name', ['softmax', 'performer', 'performer relu', 'polysketch'])
 def test_a_model_whose_tokens_see_all_others(name):
-    """Every logit depends on every token; nothing can be decoded."""
+    """Every logit depends on every token, and the model refuses to decode."""
     config = ModelConfig(
         vocab_size=28, n_layers=2, d_model=32, n_heads=2, head_dim=16, attention=FORMS[name], causal=False
     )
@@ -147,13 +147,13 @@ def test_flops_count_the_whole_square():
     causal, both = (Softmax().flops_per_token(d, length) for d in (dims, BOTH_WAYS))
     assert both == 2 * causal == 4 * 4 * 16 * length
     for name in ('performer', 'llops', 'taylor', 'hedgehog'):
-        # As many for a token of any length: there are no blocks.
+        # The count per token is the same for any length: there are no blocks.
         assert FORMS[name].flops_per_token(BOTH_WAYS, 64) == FORMS[name].flops_per_token(BOTH_WAYS, 4096)
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 def test_lengths_beyond_a_block_agree_with_the_reference(dtype):
-    """The fast path of XLA beside the readable one, over many blocks and an odd rest."""
+    """The fast path of XLA must agree with the reference over many blocks and an odd remainder."""
     from lm.ops.linear_attention import linear_attention
 
     keys = jax.random.split(jax.random.key(1), 3)

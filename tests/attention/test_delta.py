@@ -60,18 +60,18 @@ def test_decoding(config):
 
 
 @EACH
-def test_nothing_leaks_from_the_future(config):
+def test_no_token_sees_the_future(config):
     mechanisms.check_no_leak(mechanisms.build(config), inputs(config))
 
 
-def test_without_logits_a_token_learns_half_of_the_difference():
+def test_without_gate_logits_a_token_learns_half_of_the_difference():
     config = FORMS['both']
     module, (q, k, v, beta, gate) = mechanisms.build(config), inputs(config)
     np.testing.assert_array_equal(module(q, k, v), module(q, k, v, jnp.zeros_like(beta), jnp.zeros_like(gate)))
 
 
 def test_one_key_holds_a_parity():
-    """With beta = 2 a token of one key turns the sign of what stands there; with beta at most 1 nothing can."""
+    """With beta = 2, a token flips the sign of the value stored under its key. With beta at most 1, no token can."""
     flips = np.random.default_rng(0).random(100) < 0.5
     q = k = jnp.ones((1, 101, 1, 1))
     v = jnp.ones((1, 101, 1, 1)).at[0, 1:].set(0.0)

@@ -1,15 +1,15 @@
-"""The FLOP count behind MFU against the compiled program, for every mechanism: what README and `flops_per_token` say.
+"""Every mechanism's FLOP count behind MFU agrees with its compiled program.
 
-`lm.cost_model.program` counts the products of a compiled program with its loops; the first tests hold it to the
-compiler's own count where that can be trusted, which is where there are no loops. What a program computes beyond the
-formula is known, and is part of what is expected:
+`lm.cost_model.program` counts the products of a compiled program, loops included. The first tests compare it with the
+compiler's own count on programs without loops, where that count is right. A program computes more than the formula for
+known reasons, and the expected count includes them:
 
-    masked halves      inside a block (a tile, of linear mechanisms) weights are computed whole: the formula counts half
-    ends               the loop over blocks reads sums in the first one and adds up in the last
-    packed features    x ⊗ x comes in strips of 8 rows: 640 products at r = 32, where r (r + 1) / 2 = 528 are distinct
+    masked halves      weights are computed for a whole block (linear mechanisms: a tile); the formula counts half.
+    ends               the loop over blocks also reads sums in the first block and adds up in the last.
+    packed features    x ⊗ x has strips of 8 rows: 640 products at r = 32; r (r + 1) / 2 = 528 are distinct.
 
-With these the two agree within 3 %, forward everywhere, and forward and backward for exact attention and the model. The
-backward pass of a linear mechanism is twice the forward pass and what it recomputes, which is at most 0.7 of it.
+With these additions the counts agree within 3 %: forward for all mechanisms, backward for exact attention and the
+model. The backward pass of a linear mechanism costs twice the forward pass, plus at most 0.7 of it for recomputation.
 """
 
 import dataclasses
@@ -38,21 +38,23 @@ from lm.training.optimizer import OptimizerConfig
 DIMS = HeadDims(n_heads=4, n_kv_heads=4, head_dim=64)
 LENGTH, ONE_BLOCK = 2048, 128
 TILE = 256
-"""Queries at a time inside a block, on a CPU: keys after a tile are not computed."""
+"""Queries per tile inside a block, on a CPU: keys after the tile are not computed."""
 WHOLE = 2 * xla.BLOCK['cpu']
-"""Of blocks that the operation chooses, on a CPU no longer than a tile: as if twice as long and half of it computed."""
+"""The operation's own block is no longer than a tile on a CPU. It costs as much as twice this length with half of it
+computed."""
 NO_ENDS = 2**40
-"""A length at which the first and the last block count for nothing."""
+"""A length at which the costs of the first and the last block are negligible."""
 TOLERANCE = 0.03
 
 
 def packed(size: int, strip: int = 8) -> int:
-    """Products of x ⊗ x that are formed."""
+    """Returns the number of computed products of x ⊗ x."""
     return sum(min(strip, size - g) * (size - g) for g in range(0, size, strip))
 
 
 LINEAR = {
-    # Mechanism → what its formula passes to linear_flops_per_token, and what runs: features, compared, block.
+    # Mechanism → the arguments of its formula for linear_flops_per_token, and the program's values: features, compared,
+    # block.
     'polysketch learned': (Polysketch(block=512), (528, 64, 512), (packed(32) + 8, 64, 512 + TILE)),
     'polysketch 64': (
         Polysketch(sketch_size=64, sketch='gaussian', block=512),
@@ -72,7 +74,7 @@ def compile_(function, *shapes):
 
 
 def attention_program(config: Attention, length: int, backward: bool = False):
-    """One layer's attention on one sequence, compiled; with `backward` its gradients too."""
+    """Compiles one layer's attention on one sequence; `backward` adds its gradients."""
     graph, params, rest = nnx.split(config.build(DIMS, nnx.Rngs(params=0, projections=1)), nnx.Param, ...)
     x = jax.ShapeDtypeStruct((1, length, DIMS.n_heads, DIMS.head_dim), jnp.float32)
 
@@ -95,7 +97,7 @@ def counted(compiled) -> float:
 # ---------------------------------------------------------------------------------------------------------- the counter
 
 
-def test_counts_products_as_the_compiler_does_where_there_are_no_loops():
+def test_the_counter_agrees_with_the_compiler_on_programs_without_loops():
     a, b, c = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 64, 96), (8, 96, 128), (128, 256)))
     compiled = compile_(lambda a, b, c: jnp.einsum('bij,bjk,kl->bil', a, b, c), a, b, c)
     exact = 2 * 8 * 64 * 96 * 128 + 2 * 8 * 64 * 128 * 256
@@ -103,7 +105,7 @@ def test_counts_products_as_the_compiler_does_where_there_are_no_loops():
     assert compiled.cost_analysis()['flops'] == pytest.approx(exact, rel=0.02)
 
 
-def test_counts_loops_which_the_compiler_does_not():
+def test_the_counter_counts_loops_which_the_compiler_does_not():
     x, w = jax.ShapeDtypeStruct((32, 64), jnp.float32), jax.ShapeDtypeStruct((7, 5, 64, 64), jnp.float32)
 
     def layer(x, ws):
@@ -141,7 +143,7 @@ def test_exact_attention_counts_the_keys_that_a_query_sees(length, window):
     config = Softmax(window=window)
     seen = sum(min(i + 1, window or length) for i in range(length))
     products = 2 * 2 * DIMS.n_heads * DIMS.head_dim * seen
-    half_a_key = 2 * DIMS.n_heads * DIMS.head_dim * length  # the formula takes a triangle for a staircase
+    half_a_key = 2 * DIMS.n_heads * DIMS.head_dim * length  # the formula's triangle is a staircase here
     assert 0 <= products - length * config.flops_per_token(DIMS, length) <= half_a_key
 
 
@@ -159,7 +161,8 @@ def test_linear_attention(name):
 
 
 def test_the_first_block_reads_no_sums_and_the_last_adds_none():
-    """Token by token: 100 tokens in blocks of 32, whose 96 first keys are added up and 68 last queries read."""
+    """The test goes token by token: 100 tokens in blocks of 32. The sums cover the 96 first keys; the 68 last queries
+    read them."""
     inside, reads, folds = 4 * (16 + 64) * 32, 2 * 528 * 4 * 65, 2 * 528 * 4 * 64
     found = linear_flops_per_token(DIMS, 100, 528, 16, block=32)
     assert found == pytest.approx(inside + 0.68 * reads + 0.96 * folds)
@@ -179,12 +182,12 @@ OTHERS = [Hybrid(window=256)] + [
     for mechanism in mechanisms().values()
     if mechanism not in COUNTED | {Hybrid} and mechanism.__module__.startswith('lm.')
 ]
-"""Whose programs are not known number by number: every mechanism that is not above."""
+"""The mechanisms whose programs this file does not count exactly: all mechanisms that are not listed above."""
 
 
 @pytest.mark.parametrize('config', OTHERS, ids=lambda c: c.gin_name)
 def test_any_other_mechanism(config, monkeypatch):
-    """With the blocks that run, what is computed is the formula and at most 0.7 of it: masks, packing and the ends."""
+    """A program with the operation's blocks computes the formula plus at most 0.7 of it: masks, packing and ends."""
     monkeypatch.setattr('lm.attention.linear.DEFAULT_BLOCK', WHOLE)
     formula = LENGTH * config.flops_per_token(DIMS, LENGTH)
     assert 1 - TOLERANCE < counted(attention_program(config, LENGTH)) / formula < 1.7

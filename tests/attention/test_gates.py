@@ -1,4 +1,4 @@
-"""Mechanisms with decay against recurrences over tokens in float64: values, gradients, decoding, where gates start."""
+"""Mechanisms with decay against recurrences over tokens in float64: values, gradients, decoding, initial gates."""
 
 import functools
 
@@ -46,7 +46,7 @@ def layer_norm(values, name, x):
 
 
 def exact(weigh, factors, v, window=None, bias=0.0):
-    """Token by token: the weights of all keys so far are multiplied by the token's factor."""
+    """Computes token by token: each token's factor multiplies the weights of all keys so far."""
     (batch, length, heads), groups = factors.shape, weigh.shape[1] // factors.shape[2]
     o, faded = np.zeros((batch, length, weigh.shape[1], v.shape[-1])), np.zeros((batch, heads, length))
     for i in range(length):
@@ -60,7 +60,7 @@ def exact(weigh, factors, v, window=None, bias=0.0):
 
 
 def recurrent(q, k, u, factors, degree, skipped=0.0):
-    """Token by token: a state for each key head; RMS-normalized."""
+    """Computes token by token: each key head has a state; outputs are RMS-normalized."""
     groups, size = q.shape[2] // k.shape[2], q.shape[-1]
     phi = (lambda x: x) if degree == 1 else (lambda x: (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1))
     q, k = phi(q * size**-0.5), phi(k)
@@ -95,7 +95,7 @@ def reference(config, values, q, k, v, gate=None):
 def test_agrees_with_the_recurrence(name):
     config = GATED[name]
     module = mechanisms.build(config)
-    # Normalized outputs, which no denominator keeps near the values, lose more of bfloat16.
+    # No denominator keeps normalized outputs near the values, so they lose more in bfloat16.
     half = 4e-2 if isinstance(config, GatedLinear | Retention) else 2e-2
     mechanisms.check_values(module, reference, inputs(config), tolerance=2e-5, half_tolerance=half)
 
@@ -115,7 +115,7 @@ def test_decoding(name):
 
 
 def test_gated_sketches_fade_like_exact_weights():
-    """At degree 2 nothing is lost by the sketch: far and near weights have one formula, whatever the blocks are."""
+    """At degree 2 the sketch is exact: far and near weights have one formula for any block."""
     config = Polysketch(gate=True, degree=2, block=8)
     module = mechanisms.build(config)
     exact_module = mechanisms.build(Polynomial(gate=True, degree=2))
@@ -132,7 +132,7 @@ def test_a_gate_that_is_open_changes_nothing():
 
 
 def test_gates_start_at_spread_rates():
-    """Half-lives from 7 to 690 tokens."""
+    """Half-lives go from 7 to 690 tokens."""
     gate = ForgetGate(5)
     log_decay = gate.log_decay(jnp.zeros((1, 1, 5, 2)), None)[0, 0]
     np.testing.assert_allclose(-1 / log_decay, 10 * 10 ** (np.arange(5) / 2), rtol=1e-4)
@@ -140,7 +140,7 @@ def test_gates_start_at_spread_rates():
 
 @pytest.mark.parametrize('operation', ['softmax', 'polynomial'])
 def test_exact_implementations_agree_on_decay(operation):
-    """Blocks that do not divide the length, resets, and the queries of a cache; gradients too."""
+    """The cases have blocks that do not divide the length, resets, and queries of a cache; gradients count too."""
     q, k, v = mechanisms.draw()
     rng = np.random.default_rng(0)
     g = -rng.exponential(size=k.shape[:3]).astype(np.float32)
@@ -176,7 +176,7 @@ def test_a_short_convolution_is_a_sum_over_the_last_tokens():
     np.testing.assert_allclose(y, expected * sigmoid(expected), rtol=1e-5, atol=1e-6)
     state, parts = module.init_state(2, jnp.float32), []
     for cut in (slice(0, 1), slice(1, 3), slice(3, 11)):
-        # In any number of pieces.
+        # Any number of pieces gives the same result.
         part, state = module(jnp.split(x[:, cut], [2], axis=-1), state)
         parts.append(jnp.concatenate(part, axis=-1))
     np.testing.assert_array_equal(jnp.concatenate(parts, 1), y)

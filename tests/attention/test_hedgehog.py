@@ -1,4 +1,4 @@
-"""Hedgehog against its formula, with the W of each head and with one for the layer."""
+"""Hedgehog against its formula, with one W per head and with one W per layer."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from lm.ops.linear_attention.types import LinearCall, Options
 
 
 def features(weight, x):
-    """[softmax(W x), softmax(-W x)] as it reads, [B, L, N, 2 D]."""
+    """Returns [softmax(W x), softmax(-W x)], literally: [B, L, N, 2 D]."""
     wx = np.stack([x[:, :, n] @ (weight[n] if weight.ndim == 3 else weight).T for n in range(x.shape[2])], 2)
     both = [np.exp(s - s.max(-1, keepdims=True)) for s in (wx, -wx)]
     return np.concatenate([s / s.sum(-1, keepdims=True) for s in both], -1)
@@ -32,7 +32,7 @@ def test_agrees_with_the_formula(per_head):
 
 
 def test_long_vectors_leave_values_and_gradients_finite():
-    """Softmax that has one feature left has none in common with that of another vector."""
+    """Long vectors leave one feature in each softmax, so two vectors may share no feature."""
     module = mechanisms.build(Hedgehog())
     graph, state = nnx.split(module)
 
@@ -53,7 +53,7 @@ def test_no_leak():
     mechanisms.check_no_leak(mechanisms.build(Hedgehog()), mechanisms.draw())
 
 
-def test_starts_at_the_identity_and_counts_two_features_a_number():
+def test_it_starts_at_the_identity_and_counts_two_features_per_number():
     dims = HeadDims(4, 2, 16)
     module = Hedgehog().build(dims, nnx.Rngs(0))
     assert module.q_weight.shape == (4, 16, 16)
@@ -63,7 +63,7 @@ def test_starts_at_the_identity_and_counts_two_features_a_number():
 
 
 @pytest.mark.parametrize('per_head', [True, False])
-def test_which_form_the_tpu_kernels_take(per_head, monkeypatch):
+def test_the_forms_that_tpu_kernels_take(per_head, monkeypatch):
     monkeypatch.setattr(pallas_tpu.platform, 'target_platform', lambda: 'tpu')
     monkeypatch.setattr(pallas_tpu.platform, 'vmem', lambda: (32 * 2**20, None))
     module = Hedgehog(per_head=per_head).build(HeadDims(2, 2, 64), nnx.Rngs(0))

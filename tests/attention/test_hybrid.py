@@ -1,4 +1,4 @@
-"""Hybrid attention against the formulas of the paper, its polynomials, and softmax models that run under it."""
+"""Hybrid attention against the paper's formulas, its polynomials, and softmax models run with it."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ CONFIGS = [
 
 
 def reference(config, arrays, q, k, v):
-    """Eq. 2.1 with P of eq. 3.1, and of §6 for parts."""
+    """Computes eq. 2.1 with P of eq. 3.1; with parts, §6."""
     scale = config.scale or q.shape[-1] ** -0.5
     coefficients = APPROXIMATIONS[config.approximation](config.degree, config.radius / config.parts)
     weights = 1.0
@@ -41,7 +41,7 @@ def reference(config, arrays, q, k, v):
 
 
 def inputs(**options):
-    """Vectors of one half, so that scores stay in the interval, where the polynomials are positive."""
+    """Returns vectors of length one half: their scores stay in the interval where the polynomials are positive."""
     return mechanisms.draw(dims=DIMS, size=0.5, **options)
 
 
@@ -86,7 +86,7 @@ def test_high_degrees_approach_softmax():
 
 @functools.cache
 def squares():
-    """A module and the program of its outputs' squares, summed, and their gradients."""
+    """Returns a module and a program for the summed squares of its outputs and their gradients."""
     module = mechanisms.build(Hybrid(window=6), DIMS)
     return module, jax.jit(jax.value_and_grad(lambda *x: jnp.sum(module(*x) ** 2), (0, 1, 2)))
 
@@ -101,7 +101,7 @@ def test_large_scores_stay_finite(score):
     o, gradients = run(q, k, v)
     assert np.isfinite(o)
     assert all(np.isfinite(g).all() for g in gradients)
-    # Equal scores: where all keys are recent, their values' mean.
+    # With equal scores and only recent keys, the output is the mean of the values.
     np.testing.assert_allclose(mechanisms.apply(module, q, k, v)[:, 5, 0], v[:, :6, 0].mean(1), atol=1e-4)
     first = mechanisms.decode_step(module, module.init_state(2, 9, jnp.float32), q[:, :1], k[:, :1], v[:, :1])[1]
     np.testing.assert_allclose(first, jnp.repeat(v[:, :1], 2, axis=2), atol=1e-5)
@@ -117,7 +117,7 @@ def test_large_scores_stay_finite(score):
     ],
 )  # fmt: skip
 def test_state_sizes_are_the_papers(d, n, p, sums):
-    """§4, §5 and the table under eq. 6.4."""
+    """The sizes come from §4, §5 and the table under eq. 6.4."""
     assert n_terms(d, n, p) == sums
     if sums <= 2000:
         monomials = Monomials(n, p)
@@ -128,7 +128,7 @@ def test_state_sizes_are_the_papers(d, n, p, sums):
 
 
 def test_sums_are_shared_by_grouped_queries():
-    """§5.4: as many sums as key heads."""
+    """§5.4: the state holds one set of sums per key head."""
     state = Hybrid(parts=2, degree=1).build(HeadDims(8, 2, 16), nnx.Rngs(0)).init_state(3, 10, jnp.float32)
     assert state.sums.kv_BxKxRxD.shape == (3, 2, n_terms(16, 1, 2), 16)
     assert state.recent.v_BxSxKxD.shape == (3, 200, 2, 16)
@@ -142,7 +142,7 @@ def test_polynomials_of_exp(degree, radius):
     for name, approximate in APPROXIMATIONS.items():
         error = np.exp(x) - np.polynomial.polynomial.polyval(x, approximate(degree, radius))
         errors[name] = np.abs(error).max()
-        if name == 'minimax':  # equal largest errors of alternating sign: no polynomial does better
+        if name == 'minimax':  # errors of equal size and alternating sign: no polynomial does better
             parts = np.split(error, np.flatnonzero(np.diff(np.sign(error))) + 1)
             assert len(parts) == degree + 2
             np.testing.assert_allclose([np.abs(part).max() for part in parts], errors['minimax'], rtol=1e-3)
@@ -151,7 +151,7 @@ def test_polynomials_of_exp(degree, radius):
 
 
 def test_taylor_errors_are_the_papers_table():
-    """§3: relative errors in per cent at x = 1 and x = 2."""
+    """§3 gives relative errors in per cent at x = 1 and x = 2."""
     for x, expected in ((1.0, [26, 8, 2, 0]), (2.0, [59, 32, 14, 5])):
         found = [
             1 - np.polynomial.polynomial.polyval(x, APPROXIMATIONS['taylor'](n, 1.0)) / math.exp(x)
@@ -161,7 +161,7 @@ def test_taylor_errors_are_the_papers_table():
 
 
 def test_a_softmax_model_runs_under_it():
-    """The parameters of the two are the same tree, and windows as long as the text give the same logits."""
+    """Both have the same tree of parameters. Windows as long as the text give the same logits."""
     options = dict(vocab_size=50, n_layers=2, d_model=16, n_heads=2, head_dim=8)
     trained = Transformer(ModelConfig(**options, attention=Softmax()), nnx.Rngs(params=0, projections=1))
     state = nnx.state(trained)

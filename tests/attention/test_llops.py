@@ -23,7 +23,7 @@ CONFIGS = [
 
 
 def numpy_features(config, factors, x):
-    """Theorem 3.2, eq. 15: Σ_r Π_j x Θ_{j,r}, squared where no weight may be negative."""
+    """Computes Theorem 3.2, eq. 15: Σ_r Π_j x Θ_{j,r}, squared where no weight may be negative."""
     if config.affine:
         x = np.concatenate([x, np.ones((*x.shape[:-1], 1))], -1)
     features = np.einsum('...d,prdm->pr...m', x, factors).prod(0).sum(0)
@@ -68,16 +68,16 @@ def test_lengths(length):
     mechanisms.check_values(module, reference, mechanisms.draw(1, length, dims))
 
 
-def test_first_scores_have_the_offset_that_was_asked_for():
+def test_first_scores_have_the_configured_offset():
     module = Llops(offset=2.0).build(HeadDims(n_heads=2, n_kv_heads=1, head_dim=64), nnx.Rngs(0))
     drawn = np.random.default_rng(0).standard_normal((2, 1000, 64)).astype(np.float32)
     scores = np.asarray(module.q_norm(drawn[0])) @ np.asarray(module.k_norm(drawn[1])).T
     assert scores.mean() / scores.std() == pytest.approx(2.0, abs=0.1)
-    assert scores.std() == pytest.approx(8.0, abs=0.5)  # gains of 1
+    assert scores.std() == pytest.approx(8.0, abs=0.5)  # gains are 1
 
 
 def test_weights_are_not_negative():
-    """§3.2: squares of the products."""
+    """§3.2 squares the products."""
     module = mechanisms.build(Llops(n_features=16), HeadDims(4, 2, 16))
     q, k, _ = mechanisms.draw(1, 16)
     unit = jnp.broadcast_to(jnp.eye(16)[None, :, None], (1, 16, 2, 16))
@@ -88,7 +88,7 @@ def test_weights_are_not_negative():
 
 @pytest.mark.parametrize(('degree', 'rank'), [(3, 1), (2, 3)])
 def test_random_sketches_are_unbiased(degree, rank):
-    """The mean of many approaches (q·k)^p; their error falls like the root of the features."""
+    """The mean of many sketches approaches (q·k)^p; their error falls like the root of the number of features."""
     q, k = jax.random.normal(jax.random.key(1), (2, 5, 8))
     exact = np.asarray(q @ k.T, np.float64) ** degree
     errors = []
@@ -117,8 +117,9 @@ def test_flatten_is_an_element_wise_power():
 
 
 @pytest.mark.parametrize(('n_features', 'rank'), [(153, 1), (156, 2)])
-def test_the_based_start_is_based(n_features, rank):
-    """§3.3: with BASED's W the outputs are those of Taylor attention; features to spare change nothing, but learn."""
+def test_the_based_initialization_equals_based(n_features, rank):
+    """§3.3: with BASED's W the outputs equal Taylor attention. Additional features change nothing at first,
+    but learn."""
     dims = HeadDims(4, 2, 32)
     inputs = mechanisms.draw(dims=dims)
     taylor = Taylor(per_head=False).build(dims, nnx.Rngs(0))
@@ -142,7 +143,7 @@ def test_based_sizes():
     assert based_size(256, affine=True) == 21
     factors = Llops(degree=2, nonnegative=False, init='based', n_features=10).init_factors(jax.random.key(0), 8)
     assert factors[0].shape == (2, 1, 8, 10)
-    # Without the lower powers: s²/2.
+    # Without the lower powers, the kernel is s²/2.
     q, k = jax.random.normal(jax.random.key(1), (2, 5, 8))
     w_q, w_k = (jax.random.normal(jax.random.key(i), (8, 4)) for i in (2, 3))
     config = Llops(degree=2, nonnegative=False, init='based', n_features=10)
@@ -179,13 +180,13 @@ def test_wrong_values_are_named(arguments, message):
 
 
 def test_gradients_of_large_signed_denominators():
-    """Denominators beyond 1.8e19, whose squares float32 cannot hold: gradients are those of float64 all the same."""
+    """Float32 cannot hold the squares of denominators beyond 1.8e19; gradients must still agree with float64."""
     dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=32)
     module = mechanisms.build(Llops(degree=16, nonnegative=False, n_features=64), dims)
     mechanisms.check_gradients(module, reference, mechanisms.draw(dims=dims), tolerance=1e-3)
 
 
-def test_the_map_of_based_needs_features():
+def test_the_map_of_based_refuses_too_few_features():
     with pytest.raises(ConfigError, match='n_features = 2: too few'):
         Llops(degree=2, nonnegative=False, n_features=2, affine=True, init='based')
 

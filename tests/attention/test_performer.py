@@ -1,4 +1,4 @@
-"""Performer against its formulas, the statistics of its estimators, and what keeps them in range."""
+"""Performer against its formulas; the statistics and the numeric range of its estimators."""
 
 import dataclasses
 import math
@@ -30,8 +30,11 @@ SMALL = {name: Performer(features=name, n_features=32, block=16) for name in FEA
 
 
 def numpy_features(config, arrays, x, query):
-    """φ(x) as the papers write it, [..., M] float64. Queries are divided by their largest exponential where epsilon,
-    which the papers add after that, would otherwise mean something else."""
+    """Computes φ(x) in float64 by the papers' formulas, [..., M].
+
+    Queries are divided by their largest exponential first. The papers add epsilon afterwards; in the other order
+    epsilon would have another meaning.
+    """
     x = x * (config.scale or x.shape[-1] ** -0.5) ** 0.5
     wx, norm = x @ arrays['projection'].T, (x**2).sum(-1, keepdims=True)
     if config.features in FUNCTIONS:
@@ -55,14 +58,14 @@ def reference(config, arrays, q, k, v):
 
 
 def inputs(name, **options):
-    """Vectors whose weights do not cancel in the denominator, which no finite precision survives."""
+    """Returns vectors whose weights do not cancel in the denominator; no finite precision survives cancellation."""
     signed = FEATURES[name].signed
     return mechanisms.draw(size=0.3 if signed else 1.0, shift=0.5 if signed else 0.0, **options)
 
 
 @pytest.mark.parametrize('name', FEATURES)
 def test_features_agree_with_the_formula(name):
-    """Values and gradients of φ itself, of queries and of keys."""
+    """The test compares values and gradients of φ for queries and for keys."""
     config = dataclasses.replace(SMALL[name], renormalize=name not in ('trigonometric', 'random_phases'))
     module = mechanisms.build(config)
     parameters = Projection(module.projection[...], None if module.phases is None else module.phases[...])
@@ -76,7 +79,7 @@ def test_features_agree_with_the_formula(name):
         rng = np.random.default_rng(0)
         cotangent, direction = rng.normal(size=expected.shape), 1e-6 * rng.normal(size=x.shape)
         if query and config.stabilizer and name in ('positive', 'hyperbolic'):
-            continue  # what a query's features are divided by is not differentiated: it divides out of the attention
+            continue  # the divisor of a query's features cancels in the attention, so it has no gradient
         difference = np.sum(cotangent * (exact(wide + direction) - exact(wide - direction))) / 2
         np.testing.assert_allclose(np.sum(pull(jnp.float32(cotangent))[0] * direction), difference, rtol=1e-4)
 
@@ -127,7 +130,7 @@ def test_long_vectors_stay_finite(name):
     both = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(module(*x)), (0, 1, 2)))
     for size in (30.0, 300.0, 3e4):
         q, k, v = mechanisms.draw(size=size)
-        # Keys that point where a feature is largest.
+        # These keys point where a feature is largest.
         k = k.at[:, ::3].set(module.projection[7][None, None, None] * 2)
         o, gradients = both(q, k, v)
         assert np.isfinite(o)
@@ -135,7 +138,7 @@ def test_long_vectors_stay_finite(name):
 
 
 def estimates(name, projection, n_draws, n_features=32):
-    """[n_draws, pairs] estimates of the softmax kernel over its values."""
+    """Returns [n_draws, pairs] estimates of the softmax kernel, divided by its values."""
     feature_map = Performer(features=name, stabilizer=0.0, renormalize=False).feature_map(16)
     q, k = 0.4 * jax.random.normal(jax.random.key(1), (2, 1, 6, 1, 16))
 
@@ -159,7 +162,7 @@ def test_estimators_are_unbiased_and_orthogonal_rows_better(name):
         error[projection] = ((found - 1) ** 2).mean()
         if projection != 'hadamard':
             standard_errors = (found.mean(0) - 1) / (found.std(0) / math.sqrt(len(found)))
-            assert np.abs(standard_errors).max() < 4.5  # of 36 pairs
+            assert np.abs(standard_errors).max() < 4.5  # over 36 pairs
         assert np.abs(found.mean(0) - 1).mean() < 0.07
     assert error['orthogonal'] < 0.95 * error['iid']
     assert error['hadamard'] < 0.95 * error['iid']
@@ -168,7 +171,7 @@ def test_estimators_are_unbiased_and_orthogonal_rows_better(name):
 def test_errors_fall_with_the_features_and_hyperbolic_is_better():
     options = (('positive', 32), ('positive', 512), ('hyperbolic', 512))
     mse = [((estimates(name, 'iid', 2000, n) - 1) ** 2).mean() for name, n in options]
-    assert 13 < mse[0] / mse[1] < 19  # 16 times the features
+    assert 13 < mse[0] / mse[1] < 19  # with 16 times the features
     assert mse[2] < 0.9 * mse[1]
 
 
@@ -194,7 +197,7 @@ def test_projections(name, size):
         assert np.abs(off).max() < 1e-3
 
 
-def test_weights_are_not_negative_where_promised():
+def test_features_without_signs_give_no_negative_weight():
     q, k, _ = mechanisms.draw(1, 16, size=2.0)
     v = jnp.broadcast_to(jnp.eye(16)[None, :, None], (1, 16, 2, 16))
     for name in ('positive', 'relu'):
@@ -227,7 +230,8 @@ def test_redraw():
 
 
 def test_in_a_model():
-    """Layers have projections of their own, which are no parameters; redrawing changes all; nothing leaks."""
+    """Each layer draws its own projections, which are not parameters. Redrawing changes them all; no token sees the
+    future."""
     config = ModelConfig(
         vocab_size=50, n_layers=2, d_model=16, n_heads=2, head_dim=8, attention=Performer(n_features=16, redraw_every=5)
     )
@@ -249,8 +253,8 @@ def test_cost_and_shapes():
     module = config.build(mechanisms.DIMS, nnx.Rngs(params=0, projections=1))
     assert module.projection.shape == (2048, 16)
     assert module.init_state(3, 100, jnp.float32).sums.kv_BxKxRxD.shape == (3, 2, 2048, 16)
-    # Project to features, read (4 heads) and write (2) the sums and denominators but in one block, weigh half a block,
-    # mix it.
+    # Project to features; read (4 heads) and write (2) the sums and denominators, except in one block; compute the
+    # weights in half a block, and mix the values.
     sums = 2 * 2048 * (16 * 6 + 4) * (1 - 1024 / 8192)
     assert config.flops_per_token(mechanisms.DIMS, 8192) == 2 * 2048 * 16 * 6 + sums + 4 * (2048 + 16) * 1024
     assert config.flops_per_token(mechanisms.DIMS, 512) == 2 * 2048 * 16 * 6 + 4 * (2048 + 16) * 512

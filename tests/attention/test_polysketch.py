@@ -38,7 +38,7 @@ def network(values, name, x, n):
 
 
 def sketch(config, values, x, n):
-    """ψ of vectors x by the recursion of Algorithms 1 and 2 for degree 4: one node."""
+    """Computes ψ of vectors x by the recursion of Algorithms 1 and 2 for degree 4: one node."""
     r = config.sketch_size
     if config.degree == 2:
         return x
@@ -104,7 +104,8 @@ def test_one_block_is_polynomial_attention():
 
 
 def test_near_and_far_weights_start_at_one_scale():
-    """Exact weights a thousand times as large as those of sketches would hide what lies before a block."""
+    """If exact weights were a thousand times larger than sketched weights, they would hide all tokens before
+    a block."""
     dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=64)
     module = Polysketch(sketch_size=32, block=16).build(dims, nnx.Rngs(0))
     q, k = module.normalize(*mechanisms.draw(dims=dims)[:2])
@@ -114,7 +115,8 @@ def test_near_and_far_weights_start_at_one_scale():
 
 @pytest.mark.parametrize(('local', 'implementation'), [(True, None), (False, None), (True, 'reference')])
 def test_the_sixteenth_power_stays_in_range(local, implementation, monkeypatch):
-    """Near and far; and what keeps it there changes no bit of what was in range."""
+    """Near and far weights stay in range. The scaling that keeps them there changes no bit of values that were in
+    range."""
     dims = HeadDims(n_heads=2, n_kv_heads=1, head_dim=64)
     config = Polysketch(
         sketch='gaussian', sketch_size=4, degree=16, local=local, block=8, implementation=implementation
@@ -145,7 +147,7 @@ def test_one_block_of_the_sixteenth_power_is_polynomial_attention():
     assert np.isfinite(expected).all()
 
 
-def test_one_block_is_computed_as_it_is_asked_for(monkeypatch):
+def test_a_single_block_runs_the_requested_implementation(monkeypatch):
     asked = []
     monkeypatch.setattr(
         'lm.attention.polysketch.polynomial_attention', lambda q, k, v, **options: asked.append(options) or v
@@ -171,7 +173,8 @@ def test_chunks_change_nothing():
 
 @pytest.mark.parametrize('name', ['gaussian', 'srht'])
 def test_random_sketches_keep_no_products(name, capsys):
-    """With `model.remat = 'dots'`: the products are float32 and larger than the vectors that they are made of."""
+    """`model.remat = 'dots'` would save the products: they are float32, and larger than the vectors that they come
+    from."""
     x = jax.random.normal(jax.random.key(0), (2, 45, 1, 3, 16), jnp.bfloat16)
     sketch = SKETCHES[name](1, 16, 8, 4, 8, nnx.Rngs(0))
 
@@ -182,7 +185,10 @@ def test_random_sketches_keep_no_products(name, capsys):
     print_saved_residuals(kept, x)
     found = re.findall(r'^(\w+)\[([\d,]+)\]', capsys.readouterr().out, re.MULTILINE)
     large = {(dtype, math.prod(map(int, shape.split(',')))) for dtype, shape in found}
-    vectors, sketches = ('bf16', 2 * 45 * 3 * 16), ('u16', 2 * 45 * 3 * 8)  # what is kept by name is kept as bits
+    vectors, sketches = (
+        ('bf16', 2 * 45 * 3 * 16),
+        ('u16', 2 * 45 * 3 * 8),
+    )  # named values are saved as bits
     assert {pair for pair in large if pair[1] >= 2 * 45 * 3 * 8} == {vectors, sketches}
     np.testing.assert_array_equal(jax.grad(kept)(x), jax.grad(loss)(x))
     plain = jax.grad(lambda x: jnp.sin(sketch(x).astype(jnp.float32)).sum())(x)
@@ -190,7 +196,7 @@ def test_random_sketches_keep_no_products(name, capsys):
 
 
 def kernels(name, size, r, power, x, y, draws):
-    """⟨ψ(x), ψ(y)⟩ of many independent sketches, [draws, X, Y]."""
+    """Computes ⟨ψ(x), ψ(y)⟩ of many independent sketches, [draws, X, Y]."""
 
     def one(key):
         sketch = SKETCHES[name](1, size, r, power, 8, nnx.Rngs(params=key, projections=key))
@@ -206,7 +212,7 @@ def test_theorems_of_random_sketches(name):
     exact = (np.asarray(x, np.float64) @ y.T) ** 2
     size = np.linalg.norm(x, axis=1)[:, None] ** 2 * np.linalg.norm(y, axis=1) ** 2
 
-    # Unbiased: the mean of many sketches converges to the kernel of degree P.
+    # The sketch is unbiased: the mean of many sketches converges to the kernel of degree P.
     many = kernels(name, 16, 32, 2, x, y, 2000)
     assert np.linalg.norm(many.mean(0) - exact) < 0.03 * np.linalg.norm(size)
 
@@ -217,7 +223,7 @@ def test_theorems_of_random_sketches(name):
         assert (weights >= 0).all()
         errors.append(np.sqrt(np.mean((weights - exact**2) ** 2)) / np.sqrt(np.mean(size**4)))
     assert errors[0] > errors[1] > errors[2]
-    assert 2.5 < errors[0] / errors[2] < 12  # √16 = 4; the square's own term falls faster.
+    assert 2.5 < errors[0] / errors[2] < 12  # √16 = 4; the term of the square falls faster
     assert errors[2] < 0.15
 
 

@@ -1,4 +1,4 @@
-"""Feature maps that are written as f(W x + b, x): W of each head and b run on XLA; kernels refuse them."""
+"""Feature maps of the form f(W x + b, x): XLA takes one W per head and b; kernels refuse them."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from lm.ops.linear_attention.types import LinearCall, Options
 
 @dataclasses.dataclass(frozen=True)
 class Shifted(ProductFeatures):
-    """|W x + b| of keys and twice that of queries, raised by the square of x."""
+    """A map: |W x + b| of keys and twice that value of queries, raised by the square of x."""
 
     def products(self, parameters):
         return parameters
@@ -25,7 +25,7 @@ class Shifted(ProductFeatures):
 
 
 def by_hand(weight, shift, x, queries):
-    """[B, L, N, M] in float64, head by head."""
+    """Computes the features in float64, head by head: [B, L, N, M]."""
     heads = []
     for n in range(x.shape[2]):
         w, b = (a if a is None or a.ndim == wide else a[n] for a, wide in ((weight, 2), (shift, 1)))
@@ -36,7 +36,7 @@ def by_hand(weight, shift, x, queries):
 
 @pytest.mark.parametrize('per_head', [False, True])
 @pytest.mark.parametrize('shifted', [False, True])
-def test_matrices_of_each_head_and_shifts(per_head, shifted):
+def test_xla_computes_matrices_of_each_head_and_shifts(per_head, shifted):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, 21, n, 5)) for n in (4, 2, 2))
     parameters = []

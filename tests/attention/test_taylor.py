@@ -1,4 +1,4 @@
-"""Taylor attention against the series, and BASED as a pattern of layers."""
+"""Taylor attention against the series; BASED as a pattern of layers."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ CONFIGS = [Taylor(feature_dim=8), Taylor(feature_dim=5, per_head=False), Taylor(
 
 
 def reference(config, arrays, q, k, v):
-    """LLoPS eq. 4 and footnote 2, with BASED's scale."""
+    """Computes LLoPS eq. 4 and footnote 2, with BASED's scale."""
     if config.feature_dim:
         q, k = (np.einsum('blnd,ndr->blnr', x, np.broadcast_to(arrays[w], (x.shape[2], *arrays[w].shape[1:])))
                 for x, w in ((q, 'q_weight'), (k, 'k_weight')))  # fmt: skip
@@ -81,13 +81,13 @@ def test_parameters_and_state():
     assert shapes(Taylor(feature_dim=None)) == {}
     module = Taylor().build(dims, nnx.Rngs(0))
     state = module.init_state(1, 10**9, jnp.bfloat16)
-    # 1 + 16 + 16·17/2 distinct products; packing in strips of eight rows keeps some twice, but not all 273.
+    # 1 + 16 + 16·17/2 products are distinct. Packing in strips of eight rows keeps some of them twice, but not all 273.
     assert 153 <= state.sums.kv_BxKxRxD.shape[2] < 273
     assert jnp.std(module.q_weight[...]) == pytest.approx(1 / 8, rel=0.1)
 
 
 def test_based_is_a_pattern_of_layers():
-    """Taylor layers and windows in turn: together they see everything, and nothing of the future."""
+    """Taylor layers alternate with windows. Together they see every earlier token, and no later one."""
     config = ModelConfig(
         vocab_size=50, n_layers=2, d_model=16, n_heads=2, head_dim=8, attention=[Taylor(), Softmax(window=4)]
     )

@@ -26,7 +26,7 @@ DIMS = HeadDims(H, H, D)
 
 
 def module(config, dims=DIMS, **arrays):
-    """The mechanism with some of its arrays replaced, as a function of queries, keys and values."""
+    """Returns the mechanism, with some of its arrays replaced, as a function of queries, keys and values."""
 
     def apply(q, k, v):
         made = config.build(dims, nnx.Rngs(params=0, projections=1))
@@ -125,7 +125,7 @@ def _(dtype):
         maps.beta.copy_(torch.tensor(gains[1]))
     naive = functools.partial(fla('ops/linear_attn/naive').naive_chunk_linear_attn, scale=1.0)
 
-    def theirs(q, k, v):  # their features are of a square divided by D; ours has 1 in the denominator
+    def theirs(q, k, v):  # their features come from a square divided by D; our denominator has 1
         ones = torch.ones((*v.shape[:-1], 1), dtype=v.dtype)
         both = D * naive(maps(q), maps(k), torch.cat([v, ones], dim=-1))
         return both[..., :-1] / (1 + both[..., -1:])
@@ -136,7 +136,7 @@ def _(dtype):
 
 
 def performer_row(name, against, config, features):
-    """`features` of [B, H, L, C], whether of queries, and the projection."""
+    """Registers a row; `features` takes vectors [B, H, L, C], whether they are queries, and the projection."""
 
     @compares(f'performer, {name}', against)
     def row(dtype):

@@ -1,8 +1,8 @@
-"""Compares `lm` with code of others and prints a table; `scripts/audit.sh` runs it in an environment of its own.
+"""Compares `lm` with public code and prints a table; `scripts/audit.sh` runs it in an environment of its own.
 
     python tests/audit/audit.py [--markdown] [--only WORD]
 
-Exits with 1 where a difference is above its tolerance. Single and double precision run in processes of their own.
+It exits with 1 if a difference exceeds its tolerance. Single and double precision run in separate processes.
 """
 
 import argparse
@@ -15,7 +15,7 @@ FILES = ('attention', 'recurrences', 'blocks', 'losses', 'runs')
 
 
 def measure(bits: int, only: str) -> list[dict]:
-    """The rows that can be made at this precision."""
+    """Returns the rows that this precision can compute."""
     import importlib
     import traceback
 
@@ -35,7 +35,7 @@ def measure(bits: int, only: str) -> list[dict]:
             continue
         try:
             apart, count = ledger.difference(one.pairs(np.dtype(f'float{bits}')))
-        except Exception:  # one that cannot be made has failed, and the others go on
+        except Exception:  # a row that raises an error has failed; the others go on
             traceback.print_exc()
             apart, count = np.inf, 0
         tolerance = 0.0 if one.exact else ledger.TOLERANCES[bits]
@@ -46,7 +46,7 @@ def measure(bits: int, only: str) -> list[dict]:
 
 
 def print_table(rows: list[dict], markdown: bool) -> None:
-    """A line a comparison, with what it found at each precision."""
+    """Prints one line per comparison, with its result at each precision."""
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         line = lines.setdefault((row['what'], row['against']), {'numbers': f'{row["numbers"]:,}'})

@@ -1,6 +1,6 @@
-"""Rotary positions, normalizations, and whole models in the shape of Llama, weights taken over as `lm import` does.
+"""Rotary positions, normalizations, and whole models in Llama's shape; `lm import` converts the weights.
 
-transformers computes angles, RMSNorm and the weights of attention in float32, so models are compared at that alone.
+transformers computes angles, RMSNorm and attention weights in float32. So models are compared in single precision only.
 """
 
 import dataclasses
@@ -78,7 +78,8 @@ norm_row('rms', lambda x, scale, bias: F.rms_norm(x, (24,), scale, 1e-5) + 0 * b
 
 
 def ours_of(theirs, config, gradients=False):
-    """(model, its weights) of a Llama: by the code of `lm import`; gradients are taken over instead of weights."""
+    """Returns (model, its weights) of a Llama by the code of `lm import`; with gradients, it converts these instead of
+    weights."""
     family, described = Llama(), config.to_dict()
     model = family.model(None, described)
     state = {name: (p.grad if gradients else p).detach().numpy().copy() for name, p in theirs.named_parameters()}

@@ -1,7 +1,7 @@
-"""What the audit compares: rows, each of ours against a stranger's on the same numbers, at single or double precision.
+"""The rows of the audit: each compares our code with public code on the same numbers, in single or double precision.
 
-A comparison yields pairs of arrays; the difference of a row is the largest of |ours - theirs|, as a part of the largest
-number that theirs holds. Their side is in float64 wherever it can be, at both precisions.
+A comparison yields pairs of arrays. The difference of a row is the largest |ours - theirs|, divided by the largest
+number in their array. Their side computes in float64 wherever it can, at both precisions.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 TOLERANCES = {32: 1e-5, 64: 1e-10}
-"""Of a row, by the bits of our numbers."""
+"""Tolerances of a row, by the bits of our numbers."""
 Pairs = Iterable[tuple[str, Any, Any]]
-"""(what, ours, theirs)."""
+"""(name, ours, theirs)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Comparison:
     """A row of the table.
 
     Attributes:
-        what: of ours.
-        against: whose code.
+        what: the part of our code.
+        against: the code that it is compared with.
         pairs: makes the arrays; takes our dtype.
-        bits: of the precisions at which it can be made.
-        exact: whether nothing may differ.
+        bits: the precisions at which the row can be computed.
+        exact: whether no difference is allowed.
     """
 
     what: str
@@ -45,7 +45,7 @@ COMPARISONS: list[Comparison] = []
 
 
 def compares(what: str, against: str, **options: Any) -> Callable:
-    """Makes a comparison of a function; `options` are the fields of `Comparison`."""
+    """Registers a function as a comparison; `options` are the fields of `Comparison`."""
 
     def register(function):
         COMPARISONS.append(Comparison(what, against, function, **options))
@@ -55,7 +55,7 @@ def compares(what: str, against: str, **options: Any) -> Callable:
 
 
 def difference(pairs: Pairs) -> tuple[float, int]:
-    """(largest difference, how many numbers were compared); infinite where shapes differ or a number is not finite."""
+    """Returns (largest difference, count of compared numbers); infinite if shapes differ or a number is not finite."""
     worst, count = 0.0, 0
     for what, ours, theirs in pairs:
         ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
@@ -68,16 +68,16 @@ def difference(pairs: Pairs) -> tuple[float, int]:
 
 
 class Wider(ModuleType):
-    """jax.numpy, but float32 is float64: what our code writes as float32 is then computed in double precision."""
+    """A stand-in for jax.numpy whose float32 is float64: code that asks for float32 computes in double precision."""
 
     def __getattr__(self, name: str) -> Any:
         return jnp.float64 if name == 'float32' else getattr(jnp, name)
 
 
 def widen() -> None:
-    """Every module of `lm` that has been imported computes in double precision from here on."""
+    """Makes every imported module of `lm` compute in double precision from here on."""
     for operation in ('cross_entropy', 'delta_rule', 'exact_attention', 'linear_attention'):
-        for implementation in ('reference', 'xla'):  # else imported when it is first used
+        for implementation in ('reference', 'xla'):  # otherwise they would be imported at their first use
             importlib.import_module(f'lm.ops.{operation}.{implementation}')
     jax.config.update('jax_enable_x64', True)
     wider = Wider('jax.numpy')
@@ -87,13 +87,13 @@ def widen() -> None:
 
 
 def draw(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
-    """Normal numbers in float64."""
+    """Returns normally distributed numbers in float64."""
     rng = np.random.default_rng(seed)
     return [rng.normal(size=shape) for shape in shapes]
 
 
 def values_and_gradients(ours: Callable, theirs: Callable, arrays: list[np.ndarray], dtype: np.dtype) -> Iterator:
-    """The results of both functions of these arrays, and the gradients for one and the same cotangent."""
+    """Yields the results of both functions on these arrays, and the gradients for one shared cotangent."""
     o, pull = jax.vjp(jax.jit(ours), *(jnp.asarray(x, dtype) for x in arrays))
     leaves = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in arrays]
     expected = theirs(*leaves)

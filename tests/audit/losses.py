@@ -63,7 +63,7 @@ else:
             yield 'loss and gradients', got, want
 
 
-# optax corrects Adam's moments in single precision whatever the parameters have.
+# optax computes the bias corrections of Adam in single precision, whatever type the parameters have.
 @compares('AdamW with clipping and decay, 20 steps', 'torch AdamW, clip_grad_norm_', bits=(32,))
 def _(dtype):
     matrix, gain, *gradients = draw(4, (12, 8), (8,), *[(12, 8), (8,)] * 20)

@@ -1,4 +1,4 @@
-"""Mechanisms whose tokens fade or are taken out again: the operations, and retention with its norm."""
+"""Mechanisms with decay or the delta rule: the operations, and retention with its norm."""
 
 from unittest import mock
 
@@ -16,7 +16,7 @@ from lm.ops.linear_attention import linear_attention
 
 
 def double(function):
-    """A function of fla's, which makes float32 of what it is given, in float64."""
+    """Runs a function of fla in float64; it would convert its arguments to float32."""
 
     def run(*arrays, **options):
         wide = dict.fromkeys(('float32', 'float'), torch.float64)
@@ -27,7 +27,7 @@ def double(function):
 
 
 def factors(seed: int, heads: int) -> np.ndarray:
-    """Logs of factors, 0.9 and less."""
+    """Returns logs of factors of at most 0.9."""
     (x,) = draw(seed, (B, L, heads))
     return -np.logaddexp(0, x - 2)
 

@@ -1,5 +1,5 @@
-"""What a run writes, read by others: a checkpoint by Orbax alone, weights by safetensors, tokens by SentencePiece, and
-bits per byte by lm-evaluation-harness."""
+"""Other programs read the files of a run: Orbax reads a checkpoint, safetensors reads weights, SentencePiece reads
+tokens. lm-evaluation-harness computes bits per byte."""
 
 import functools
 import io
@@ -35,7 +35,7 @@ sys.stdout.buffer.write(held.getvalue())
 
 @functools.cache
 def trained() -> pathlib.Path:
-    """The directory of a run of a few steps on real text."""
+    """Returns the directory of a run of a few steps on real text."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix='audit-'))
     bindings = tiny.MODEL | {'data.path': str(tiny.prepare(folder)), 'train.steps': 10, 'train.eval_every': None}
     done = tiny.lm('train', '--run_dir', str(folder / 'run'), *tiny.params(bindings))

@@ -1,4 +1,4 @@
-"""Files of other packages, loaded one by one: the packages ask for GPU compilers and more, these files for PyTorch."""
+"""Loads single files of other packages: the packages need GPU compilers and more, these files need PyTorch."""
 
 import functools
 import importlib.util
@@ -37,13 +37,13 @@ STAND_INS = {
         'distutils.version': {'LooseVersion': parse},
     },
 }
-"""Package → module → what its files import from there: fused functions, for which PyTorch's own stand in, and what is
-not used here."""
+"""Package → module → the names that its files import from there. PyTorch's own functions replace fused ones; names that
+nothing here uses are empty."""
 
 
 @functools.cache
 def load(package: str, path: str) -> ModuleType:
-    """The file `path`.py of an installed package."""
+    """Loads the file `path`.py of an installed package."""
     root = pathlib.Path(importlib.util.find_spec(package).submodule_search_locations[0])
     spec = importlib.util.spec_from_file_location(f'file_of_{package}_{path.replace("/", "_")}', root / f'{path}.py')
     module, before = importlib.util.module_from_spec(spec), dict(sys.modules)
@@ -66,12 +66,12 @@ performer = functools.partial(load, 'performer_pytorch', 'performer_pytorch')
 
 
 def head_first(function):
-    """A function of [B, H, L, …] as one of [B, L, H, …]."""
+    """Turns a function of [B, H, L, …] into a function of [B, L, H, …]."""
     return lambda *arrays, **options: function(*(x.transpose(1, 2) for x in arrays), **options).transpose(1, 2)
 
 
 def mean(weighted):
-    """A function of queries, keys and values that sums weighted values, as one that divides by the sum of weights."""
+    """Turns a function that sums weighted values into one that divides by the sum of weights."""
 
     def divided(q, k, v):
         ones = torch.ones((*v.shape[:-1], 1), dtype=v.dtype)

@@ -1,4 +1,4 @@
-"""`lm bench`: what each part measures, prints and writes. No test depends on how long anything takes."""
+"""`lm bench`: each part's measurements, output and files. No test depends on how long anything takes."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def picture_size(path: pathlib.Path) -> tuple[int, int]:
 
 
 def read(path: pathlib.Path, part: str) -> dict:
-    """The JSON of a part, with what all of them promise."""
+    """Returns the JSON of a part, after checking the keys that all parts promise."""
     found = json.loads(path.read_text())
     assert found.keys() == {'benchmark', 'machine', 'settings', 'rows'}
     assert found['benchmark'] == part
@@ -51,13 +51,13 @@ def read(path: pathlib.Path, part: str) -> dict:
 
 
 def error_of(arguments: list[str], capsys) -> str:
-    """The one line of a command that is refused."""
+    """Returns the single error line of a refused command."""
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
 
-def test_without_a_part_it_helps(capsys):
+def test_bench_without_a_part_prints_help(capsys):
     assert main(['bench']) == 2
     printed = capsys.readouterr().out
     assert all(part in printed for part in ('attention', 'step', 'kernels', 'data', 'checkpoint'))
@@ -96,8 +96,8 @@ def test_attention(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize('given', [False, True])
 @pytest.mark.parametrize('formulation', FORMULATIONS)
-def test_what_is_compared_computes_the_same(formulation, given):
-    """Outputs and gradients of ours and of another formulation."""
+def test_compared_formulations_compute_the_same(formulation, given):
+    """Outputs and gradients of our formulation must equal the other formulation."""
     found = candidates.candidates(['polysketch', formulation], [], SKETCH, formulations=computed_mechanisms())
     dims, computed = HeadDims(2, 2, 8), []
     for candidate in found:
@@ -111,8 +111,9 @@ def test_what_is_compared_computes_the_same(formulation, given):
 
 @pytest.mark.parametrize('given', [False, True])
 @pytest.mark.parametrize('name', [n for n, cls in mechanisms().items() if issubclass(cls, LinearAttention)])
-def test_the_operation_is_timed_with_given_features(name, given, monkeypatch):
-    """Every linear mechanism: what is compiled calls the operation once, and gives gradients of all weights."""
+def test_the_timed_program_calls_the_operation_with_given_features(name, given, monkeypatch):
+    """For every linear mechanism, the compiled program calls the operation once and returns gradients of all
+    weights."""
     calls = []
     counted = lambda *a, **k: calls.append(k) or reference.linear_attention(*a, **k)  # noqa: E731
     monkeypatch.setattr('lm.ops.linear_attention.xla.linear_attention', counted)
@@ -128,7 +129,7 @@ def test_the_operation_is_timed_with_given_features(name, given, monkeypatch):
 
 
 @pytest.mark.parametrize('given', [False, True])
-def test_the_implementation_that_is_asked_for_is_timed(given, monkeypatch):
+def test_the_requested_implementation_is_timed(given, monkeypatch):
     calls = []
     plain = reference.linear_attention
     monkeypatch.setattr(reference, 'linear_attention', lambda *a, **k: calls.append(k) or plain(*a, **k))
@@ -141,7 +142,7 @@ def test_the_implementation_that_is_asked_for_is_timed(given, monkeypatch):
 
 
 def test_a_context_of_one_block_is_timed_as_the_layer_computes_it(monkeypatch):
-    """Exactly, without sketches or sums."""
+    """The layer computes it exactly, without sketches or sums."""
     calls = []
     found = lambda call, _: calls.append(call) or LinearResult(call.v_BxLxKxD, None)  # noqa: E731
     monkeypatch.setattr('lm.attention.linear.compute', found)
@@ -184,7 +185,7 @@ def test_mechanisms_by_file_and_by_scope():
         (['--out', 's3://b/pictures'], 'must lie on a disk'),
     ],
 )
-def test_mistakes_are_one_line(flags, words, capsys):
+def test_wrong_arguments_are_refused_in_one_line(flags, words, capsys):
     assert words in error_of(['bench', 'attention', *flags], capsys)
 
 
@@ -224,7 +225,7 @@ def test_one_candidate_may_run_out_of_memory():
     assert found['ok'].repeats == 4
 
 
-def test_other_failures_are_failures():
+def test_other_failures_are_not_taken_for_out_of_memory():
     with pytest.raises(jax.errors.JaxRuntimeError, match='INTERNAL'):
         timing.in_turns({'a': refusal('INTERNAL: no memory of that')}, 2)
     with pytest.raises(ZeroDivisionError):
@@ -250,7 +251,7 @@ def test_step(tmp_path, capsys):
     found = read(tmp_path / 's.json', 'step')
     assert [(row['context'], row['mechanism']) for row in found['rows']] == [(16, 'softmax'), (16, 'polynomial')]
     for row in found['rows']:
-        # 8 devices, 64 tokens each.
+        # 8 devices with 64 tokens each
         assert (row['windows'], row['microbatches'], row['remat']) == (32, 2, 'none')
         assert math.isclose(row['tokens_per_second'], 512 * row['steps_per_second'])
         assert row['slowest'] <= row['steps_per_second'] <= row['fastest']
@@ -273,11 +274,11 @@ def test_pictures_name_the_devices_and_the_dtype(tmp_path, monkeypatch):
         'bfloat16',
     )
     assert kept[0].get_title(loc='left') == f'{jax.device_count()} × {jax.devices()[0].device_kind}, bfloat16'
-    (band,) = kept[0].collections  # of the repeats
+    (band,) = kept[0].collections  # the band of the repeats
     assert {tuple(point) for point in band.get_paths()[0].vertices} == {(16, 0.5), (16, 4), (32, 1), (32, 3)}
 
 
-def test_bars_tell_their_lengths_in_three_digits(tmp_path, monkeypatch):
+def test_bars_show_their_lengths_in_three_digits(tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(plots, '_save', lambda figure, path: kept.append(figure.axes[0]))
     plots.draw_bars(
@@ -292,7 +293,7 @@ def test_speeds_are_printed_without_powers_of_ten():
 
 
 def pretend_step(state, batch):
-    """In place of a compiled step."""
+    """Replaces a compiled step."""
     return {'step': state['step'] + 1}, {'loss': jnp.ones(())}
 
 
@@ -315,7 +316,7 @@ def test_a_step_that_does_not_fit_is_tried_with_remat(monkeypatch):
     assert rows[1].steps_per_second is None
 
 
-def test_a_step_that_fails_takes_no_state_with_it(monkeypatch):
+def test_a_step_that_fails_leaves_the_state_intact(monkeypatch):
     monkeypatch.setattr(timing, 'compile_if_fits', lambda _: (pretend_step, {}))
     monkeypatch.setattr(step, 'lower_step', lambda *_: None)
     monkeypatch.setattr(TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
@@ -334,10 +335,10 @@ def test_a_step_that_fails_takes_no_state_with_it(monkeypatch):
     program()
     assert int(state['state']['step']) == 2
     assert program.host_seconds(3) > 0
-    assert int(state['state']['step']) == 2  # nothing is computed
+    assert int(state['state']['step']) == 2  # no step is computed
 
 
-def test_step_mistakes(capsys):
+def test_wrong_arguments_of_step_are_refused_in_one_line(capsys):
     flags = ['--contexts', '16,48', '--tokens_per_step', '256', *params(SMALL_MODEL)]
     assert '48' in error_of(['bench', 'step', *flags], capsys)
     flags = ['--contexts', '64', '--tokens_per_step', '64', *params(SMALL_MODEL)]
@@ -387,7 +388,7 @@ def test_made_up_text_is_prose_and_always_the_same():
     assert ''.join(data.cut(text, 300)) == text
 
 
-def test_checkpoint_mistakes(tmp_path, capsys, monkeypatch):
+def test_wrong_arguments_of_checkpoint_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(checkpoint.subprocess, 'run', lambda *_, **__: pytest.fail('something was measured'))
     assert '--folder' in error_of(['bench', 'checkpoint', '--folder', str(tmp_path / 'absent')], capsys)
     (tmp_path / 'x.gin').write_text('import this_is_nothing')
@@ -396,7 +397,7 @@ def test_checkpoint_mistakes(tmp_path, capsys, monkeypatch):
     assert 'No module' in error_of([*flags, '--allow_gin_imports'], capsys)
 
 
-def test_data_mistakes(tmp_path, capsys):
+def test_wrong_arguments_of_data_are_refused_in_one_line(tmp_path, capsys):
     assert 'absent.txt' in error_of(['bench', 'data', '--text', str(tmp_path / 'absent.txt')], capsys)
     (tmp_path / 'empty.txt').write_text(' \n')
     assert 'no text' in error_of(['bench', 'data', '--text', str(tmp_path / 'empty.txt')], capsys)
@@ -443,11 +444,11 @@ def test_unknown_topology(capsys):
         (['data', '--path', 'data/mine', '--document_bytes', '8192'], '--document_bytes 8192'),
     ],
 )
-def test_flags_that_would_not_count_are_refused(flags, named, capsys):
+def test_flags_without_effect_are_refused(flags, named, capsys):
     assert named in error_of(['bench', *flags], capsys)
 
 
-def test_unusable_step_of_tokens():
+def test_an_impossible_number_of_tokens_per_step_is_refused():
     (candidate,) = candidates.candidates(['softmax'], [], SMALL_MODEL)
     with pytest.raises(ConfigError, match='multiple'):
         candidates.change_context(candidate.experiment, 48, 256, 256, Target('cpu', (1,)))

@@ -15,7 +15,7 @@ from lm.cost_model import kernels
 from lm.errors import ConfigError
 
 RECORD = pathlib.Path(__file__).parents[1] / 'data' / 'kernels.json'
-"""Made by `lm bench kernels --topology v5e,v6e --json tests/data/kernels.json`."""
+"""`lm bench kernels --topology v5e,v6e --json tests/data/kernels.json` writes this record."""
 
 GOALS = {
     ('polysketch r=32 block=256', 'v5e'): 10.5,
@@ -29,10 +29,11 @@ GOALS = {
     ('softmax', 'v5e'): 200.0,
     ('softmax', 'v6e'): 110.0,
 }
-"""Cycles per token and head, forward plus backward."""
+"""Goals in cycles per token and head, forward plus backward."""
 
 NETWORKS_GOAL = 7.5
-"""Cycles per token and head of the sketch networks of queries and keys, forward, r = 32 on v5e; backward at most 3×."""
+"""Goals for the sketch networks of queries and keys: cycles per token and head, forward, r = 32 on v5e; backward takes
+at most 3×."""
 
 GROWTH = 1.05
 TEMPORARIES_MIB = 600
@@ -44,7 +45,7 @@ def recorded() -> list[kernels.KernelRow]:
 
 
 def grown(rows, limits) -> list[str]:
-    """What is more than `GROWTH` above the record."""
+    """Returns the figures that are more than `GROWTH` above the record."""
     key = lambda row: (row.case, row.generation, row.kernel)  # noqa: E731
     limits = {key(row): row for row in limits if row.case != 'splash'}
     found = {key(row): row for row in rows}

@@ -1,4 +1,4 @@
-"""`lm bench precision`: kernels that are right pass, one that is wrong is named and ends the command with 1."""
+"""`lm bench precision`: right kernels pass; a wrong kernel is named, and the command exits with 1."""
 
 import dataclasses
 import json
@@ -23,13 +23,13 @@ MECHANISMS = 'softmax,gated_linear'
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The readable formulas in the place of kernels: another program, but the same numbers."""
+    """Puts the reference formulas in the place of kernels: the program differs, the numbers are the same."""
     for implementations in (exact_attention.SOFTMAX, linear_attention.IMPLEMENTATIONS):
         monkeypatch.setitem(implementations._preferred, 'cpu', ('reference',))
     return monkeypatch
 
 
-def test_kernels_that_are_right(kernels, capsys, tmp_path):
+def test_right_kernels_pass(kernels, capsys, tmp_path):
     flags = ['--mechanisms', MECHANISMS, '--contexts', '40', '--json', str(tmp_path / 'found.json'), *FLAGS]
     assert main(['bench', 'precision', *flags]) == 0
     softmax, linear = json.loads((tmp_path / 'found.json').read_text())['rows']
@@ -45,7 +45,7 @@ def test_kernels_that_are_right(kernels, capsys, tmp_path):
     assert printed.err.count('\n') <= 1
 
 
-def test_a_kernel_that_is_wrong(kernels, capsys):
+def test_a_wrong_kernel_is_named(kernels, capsys):
     right = exact_reference.softmax_attention
     kernels.setattr(exact_reference, 'softmax_attention', lambda *arrays, **rest: 1.1 * right(*arrays, **rest))
     assert main(['bench', 'precision', '--mechanisms', MECHANISMS, '--contexts', '40', *FLAGS]) == 1
@@ -54,7 +54,7 @@ def test_a_kernel_that_is_wrong(kernels, capsys):
     assert "set the mechanism's implementation = 'xla'" in line
 
 
-def test_what_is_not_finite_is_wrong(kernels):
+def test_a_value_that_is_not_finite_fails(kernels):
     right = exact_reference.softmax_attention
     kernels.setattr(exact_reference, 'softmax_attention', lambda *arrays, **rest: right(*arrays, **rest) * jnp.nan)
     (candidate,) = candidates(['softmax'], [], MODEL)
@@ -63,7 +63,7 @@ def test_what_is_not_finite_is_wrong(kernels):
     assert np.isnan(row.worst_error)
 
 
-def test_runs_that_differ_are_said_to(kernels):
+def test_runs_that_differ_are_reported(kernels):
     (candidate,) = candidates(['softmax'], [], MODEL)
     row = dataclasses.replace(precision.compared(candidate, 40), repeats=False)
     assert precision.failure(row) == 'softmax, 40 tokens: two runs differ; report it, with the table above'
@@ -84,8 +84,8 @@ def test_models_that_are_not_causal_are_refused(capsys):
         ('delta', []),
     ],
 )
-def test_the_kernels_of_tpus_interpreted(mechanism, bindings, monkeypatch):
-    """All of them in one model, whose gradients are those of XLA."""
+def test_interpreted_tpu_kernels_pass(mechanism, bindings, monkeypatch):
+    """One model has all kernels; its gradients must equal the gradients by XLA."""
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     (candidate,) = candidates([mechanism], [], [*MODEL, 'model.head_dim = 32', *bindings])
     with pltpu.force_tpu_interpret_mode():

@@ -1,4 +1,4 @@
-"""`lm bench step --topology`: what it prints and writes, and a gate against steps that take longer by the model."""
+"""`lm bench step --topology`: its output and files, and a gate against steps that take longer by the model."""
 
 import importlib.util
 import json
@@ -32,10 +32,10 @@ CONFIGURATIONS = [
     *('--gin_param', "model.remat = 'dots'", '--gin_param', 'model.n_layers = 2', '--gin_param', 'model.d_model = 128'),
     *('--gin_param', 'model.n_heads = 2', '--gin_param', 'model.vocab_size = 1024'),
 ]
-"""`lm bench step` with these, and --json tests/data/step_time.json, makes the record."""
+"""`lm bench step` with these arguments and --json tests/data/step_time.json writes the record."""
 GROWTH = 1.05
 NOISE = 2e-6
-"""Seconds that a part may gain: of parts that take next to nothing."""
+"""Seconds that a part may gain; it matters for parts that take almost no time."""
 
 PROGRAM = """HloModule step, is_scheduled=true
 
@@ -46,7 +46,7 @@ ENTRY %main (x: bf16[1024,262144]) -> bf16[1024,262144] {
 }
 """
 MILLISECONDS = 1e3 * 2 * 2 * 1024 * 262_144 / 819e9
-"""Of each of the two on a v5e: one array is read and one written."""
+"""The time of each of the two instructions on a v5e: it reads one array and writes one."""
 
 
 COMPILED = CompiledProgram(None, PROGRAM, ProgramMemory(2**30, 2**30, 2**30, 2**30, 2**31))
@@ -77,7 +77,7 @@ def test_parts_are_printed_written_and_drawn(monkeypatch, tmp_path, capsys):
         assert (tmp_path / f'step_time_v5e_64.{suffix}').stat().st_size > 1000
 
 
-def test_a_speed_over_softmax_is_told_where_that_was_compiled(monkeypatch, capsys):
+def test_a_speed_over_softmax_is_shown_only_where_softmax_was_compiled(monkeypatch, capsys):
     monkeypatch.setattr(forecast, 'compile_step', lambda *_: COMPILED)
     assert main(small('--contexts', '64,2048', '--mechanisms', 'polynomial')) == 0
     printed = capsys.readouterr().out
@@ -102,8 +102,8 @@ def test_a_step_that_does_not_fit_recomputes_more(monkeypatch, tmp_path):
     assert json.loads((tmp_path / 's.json').read_text())['rows'][0]['remat'] == 'attention'
 
 
-def test_of_the_levels_that_fit_the_fastest_is_taken(monkeypatch, tmp_path):
-    """In long windows it costs more to compute attention again than products."""
+def test_the_fastest_remat_level_that_fits_is_taken(monkeypatch, tmp_path):
+    """In long windows, recomputing attention costs more than recomputing products."""
     seconds = {'dense': 3.0, 'attention': 2.0, 'full': 4.0}
 
     def forecast_level(experiment, remat, topology):
@@ -116,8 +116,8 @@ def test_of_the_levels_that_fit_the_fastest_is_taken(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
-def test_the_step_computes_as_on_the_chip_it_is_for(monkeypatch):
-    """In bfloat16, though this machine is a CPU: the model is made where the described chip is known."""
+def test_the_step_computes_in_the_dtype_of_its_chip(monkeypatch):
+    """It computes in bfloat16 although this machine is a CPU: the model is built for the described chip."""
     made = []
 
     monkeypatch.setattr(program, 'lower_step', lambda program, _: made.append(program.step.functions.dtype))
@@ -132,7 +132,7 @@ def test_the_step_computes_as_on_the_chip_it_is_for(monkeypatch):
     'bindings', [['data.mask_documents = True'], ['train.objective = @masked()', 'model.causal = False']]
 )
 def test_the_step_is_the_one_that_is_configured(bindings, monkeypatch):
-    """Documents that do not see each other, and what is asked for, are part of the program."""
+    """Separate documents and other requested options are part of the program."""
     made = []
     monkeypatch.setattr(program, 'lower_step', lambda program, _: made.append(program.step))
     monkeypatch.setattr(program, 'compile_with_text', lambda lowered: COMPILED)
@@ -144,8 +144,8 @@ def test_the_step_is_the_one_that_is_configured(bindings, monkeypatch):
     assert plain == (next_token, None) != configured
 
 
-def test_a_share_of_a_window_is_one_of_a_chip():
-    """`mesh.sequence` says how many devices share a window; here there is one."""
+def test_a_window_can_be_shared_by_the_devices_of_one_chip():
+    """`mesh.sequence` says how many devices share a window; here there is one device."""
     experiment = load([], ['mesh.sequence = 2', 'train.context_length = 64'])
     with pytest.raises(ConfigError, match=r'mesh\.sequence = 2: must divide the 1 groups'):
         change_context(experiment, 64, 64, 64, Target('cpu', (1,)))
@@ -156,7 +156,7 @@ def test_a_share_of_a_window_is_one_of_a_chip():
         plan_step(change_context(experiment, 63, 504, 64, eight), eight)
 
 
-def test_chips_are_named_alone():
+def test_chip_names_without_sizes_are_accepted():
     assert generation('v5e:1x1') == generation('v5litepod') == generation('v5e')
     for name in ('v5e:2x2', 'v3', 'H100'):
         with pytest.raises(ConfigError, match='name a chip'):
@@ -164,7 +164,7 @@ def test_chips_are_named_alone():
 
 
 def grown(rows: list[dict], limits: list[dict]) -> list[str]:
-    """The parts, and the sums, that are more than `GROWTH` above the record."""
+    """Returns the parts, and the sums, that are more than `GROWTH` above the record."""
     complaints = []
     for row, limit in zip(rows, limits, strict=True):
         allowed = {part['part']: part['seconds'] for part in limit['time']['parts']}
@@ -193,7 +193,7 @@ def test_the_gate_complains_of_growth():
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
 def test_steps_take_no_longer_than_they_did(tmp_path):
-    """In a process of its own: libtpu says what it schedules if it is told so when it is loaded."""
+    """The test uses its own process: libtpu reports its schedules only if it is told to when it is loaded."""
     path = tmp_path / 'step_time.json'
     command = [sys.executable, '-m', 'lm.cli', 'bench', 'step', *CONFIGURATIONS, '--json', str(path)]
     subprocess.run(command, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""`lm check`: memory, advice; the command on a tiny model."""
+"""`lm check`: memory and advice; the command on a tiny model."""
 
 import dataclasses
 import importlib.util
@@ -35,7 +35,7 @@ SMALL = Experiment(
 
 @pytest.fixture
 def on_cpus(monkeypatch):
-    """Topologies are then made of simulated CPU devices, which compile fast and need no libtpu."""
+    """Topologies consist of simulated CPU devices, which compile fast and need no libtpu."""
     monkeypatch.setattr(check, 'describe_devices', lambda topology: jax.devices()[: topology.chips])
 
 
@@ -80,13 +80,13 @@ def test_a_state_is_shared_inside_of_a_slice():
         ('2*v5e:2x4', 0.0, 0.0, 'nothing is sent between the slices.*'),
     ],
 )
-def test_what_goes_between_slices_in_a_line(name, gigabytes, seconds, line):
+def test_traffic_between_slices_is_one_line(name, gigabytes, seconds, line):
     bound = Roofline(1.0, 1.0, (), 1.0, 1.0, 1.0, 'compute', (), gigabytes, seconds)
     found = tables.between_slices(bound, parse(name).chip, 'chip')
     assert re.fullmatch(line, found), found
 
 
-def test_slices_are_counted_where_there_are_several(capsys):
+def test_the_number_of_slices_is_printed_if_there_are_several(capsys):
     found = pretend(lambda e: 20)(SMALL, 'v5e:2x2')
     tables.print_check(
         dataclasses.replace(found, topology='2*v5e:2x2', chips=8, devices=8), check.compute_budget(plan_step(SMALL))
@@ -112,7 +112,7 @@ def test_devices_that_share_a_window_share_it_in_every_change(windows):
 
 
 def pretend(fits, takes=None):
-    """`check` whose memory, and perhaps predicted time, is a function of the configuration."""
+    """Returns a `check` whose memory, and optionally predicted time, is a function of the configuration."""
 
     def made(experiment, topology, bindings=None):
         experiment = check.apply_bindings(experiment, bindings or {})
@@ -156,7 +156,7 @@ def test_advice_is_the_first_that_fits(needs, expected, on_cpus, monkeypatch):
 
 
 def test_advice_is_the_fastest_with_room_to_spare(on_cpus, monkeypatch):
-    """`dots` fits in 15.8 of 16 GiB alone; `full` recomputes what `attention` does and more, and is not tried."""
+    """`dots` alone fits in 15.8 of 16 GiB. `full` recomputes more than `attention` and is not tried."""
     needs, takes = (lambda e: KEPT[e.model.remat]), (lambda e: TIMES[e.model.remat] / (1 + 0.001 * e.mesh.fsdp))
     monkeypatch.setattr(advice, 'check', pretend(needs, takes))
     found = advice.advise(SMALL, parse('v5e:2x2'), pretend(needs, takes)(SMALL, 'v5e:2x2'))
@@ -171,7 +171,7 @@ def test_advice_is_the_fastest_with_room_to_spare(on_cpus, monkeypatch):
 
 @pytest.mark.parametrize(('extra', 'faster', 'unrolled'), [(1.0, 0.9, True), (9.0, 0.9, False), (1.0, 1.1, False)])
 def test_the_fastest_is_tried_without_a_loop_over_the_layers(extra, faster, unrolled, on_cpus, monkeypatch):
-    """Chosen where it fits with room to spare and is faster, and tried once."""
+    """The unrolled form is tried once; it is chosen if it fits with room to spare and is faster."""
 
     def is_unrolled(e):
         return e.model.unroll == e.model.n_layers
@@ -198,7 +198,7 @@ def test_levels_of_remat_are_compared_by_what_they_repeat():
         assert all(advice.BEYOND[other] <= beyond for other in beyond), level
 
 
-def test_the_best_of_what_fits_is_printed_as_gin(on_cpus, monkeypatch, capsys):
+def test_the_best_setting_that_fits_is_printed_as_gin(on_cpus, monkeypatch, capsys):
     needs, takes = (lambda e: 1 + KEPT[e.model.remat] / 2), (lambda e: TIMES[e.model.remat])
     for module in (check_module, advice):
         monkeypatch.setattr(module, 'check', pretend(needs, takes))
@@ -214,7 +214,7 @@ def test_the_best_of_what_fits_is_printed_as_gin(on_cpus, monkeypatch, capsys):
     assert '--topology' in capsys.readouterr().err
 
 
-def test_a_step_is_told_whole_before_the_one_that_is_advised(on_cpus, monkeypatch, capsys):
+def test_the_checked_step_is_printed_completely_before_the_advised_one(on_cpus, monkeypatch, capsys):
     made = pretend(lambda e: 1 + KEPT[e.model.remat] / 2, lambda e: TIMES[e.model.remat])
     for module in (check_module, advice):
         monkeypatch.setattr(module, 'check', lambda *a: dataclasses.replace(made(*a), roofline='a roofline'))
@@ -251,7 +251,7 @@ def test_without_libtpu_the_error_names_the_extra(monkeypatch, capsys):
     assert "'lm-tpu[tpu]'" in error
 
 
-def test_a_batch_that_does_not_divide_is_the_error_of_training(on_cpus):
+def test_a_batch_that_does_not_divide_raises_the_error_of_training(on_cpus):
     experiment = dataclasses.replace(SMALL, train=TrainConfig(tokens_per_step=3 * 128, context_length=128))
     with pytest.raises(ConfigError) as of_check:
         check.check(experiment, 'v5e:2x2')
@@ -294,7 +294,7 @@ def test_no_flag_is_ignored(flags, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_what_costs_little_costs_something():
+def test_a_small_cost_is_not_printed_as_zero():
     run = check.Speed(2.0, 0.5, 1.0, 0.5, run_hours=0.02, run_chip_hours=0.08)
     assert tables.cost_of(run, 1.2) == '1m12s: 0.0200 hours, 0.0800 chip-hours, 0.10 at 1.2 each'
     long = dataclasses.replace(run, run_hours=123.45, run_chip_hours=15_802.0)
@@ -312,7 +312,7 @@ def test_the_price_is_in_the_json_too(on_cpus, monkeypatch, capsys):
     assert speed['run_price'] == 2.5 * speed['run_chip_hours'] == 10
 
 
-def test_the_plan_needs_no_compiler(capsys):
+def test_the_plan_is_printed_without_a_compiler(capsys):
     assert cli.main(['check', *tiny.params(tiny.MODEL)]) == 0
     printed = capsys.readouterr().out
     assert 'tokens per step         256 (8 windows of 32, 1 microbatch)' in printed
@@ -334,7 +334,7 @@ def test_the_step_of_training_on_simulated_devices(on_cpus):
     assert found.memory.arguments_gib == pytest.approx(3 * 4 * parameters / 2**30, rel=0.01)
     assert found.memory.aliased_gib == pytest.approx(found.memory.outputs_gib, rel=0.01)
     gradients = sum(e.gigabytes_sent_per_device for e in found.roofline.collectives)
-    # The embedding is tied, and its gradients as table of inputs and of outputs are summed over the devices each.
+    # The embedding is tied. Its gradients as a table of inputs and of outputs are each summed over the devices.
     assert gradients <= 2 * 3 / 4 * 4 * (parameters + embedding) / 1e9 * 1.01
     assert gradients >= 2 * 3 / 4 * 4 * parameters / 1e9
     speed = found.speed
@@ -343,7 +343,8 @@ def test_the_step_of_training_on_simulated_devices(on_cpus):
 
 
 def test_kernels_that_declare_nothing_count_as_their_own_layers(on_cpus, monkeypatch):
-    """Those of windows, in a model whose other layers see everything with kernels that say what they do."""
+    """Kernels of windows declare nothing. The other layers of the model see everything, and their kernels declare their
+    cost."""
     given, near = [], Softmax(window=16)
     counted = check.roofline
     monkeypatch.setattr(check, 'roofline', lambda *a: given.append(a[2]) or counted(*a))
@@ -356,7 +357,7 @@ def test_kernels_that_declare_nothing_count_as_their_own_layers(on_cpus, monkeyp
     assert not Softmax(implementation='splash').kernels_declare_cost(SMALL.model.dims)
 
 
-@pytest.mark.smoke  # newer versions of JAX write their programs in other words
+@pytest.mark.smoke  # newer versions of JAX print their programs differently
 @needs_libtpu
 def test_the_command_compiles_for_a_pod(capsys):
     flags = tiny.params(tiny.MODEL | {'train.tokens_per_step': 1024, 'train.context_length': 128, 'model.n_layers': 2})
@@ -372,7 +373,7 @@ def test_the_command_compiles_for_a_pod(capsys):
         * 1024
         / 4e12
     )
-    # Splash attention computes whole blocks and its backward pass forms the scores again.
+    # Splash attention computes whole blocks, and its backward pass computes the scores again.
     assert 1.0 < found['roofline']['hardware_teraflops'] / model_teraflops < 1.6
     assert {e['kind'] for e in found['roofline']['collectives']} == {'all-reduce'}
     assert 0 < found['predicted']['mfu'] <= found['speed']['mfu'] < 1
@@ -381,7 +382,7 @@ def test_the_command_compiles_for_a_pod(capsys):
 
 
 def check_tables_print(found, capsys):
-    """The table of what was found has every figure a newcomer looks for."""
+    """The table of results has every figure that a newcomer looks for."""
     from lm.check.tables import print_check
     from lm.cost_model.roofline import CollectiveTotals, Roofline
     from lm.cost_model.step_time import PartTime, StepTime
@@ -433,14 +434,14 @@ def test_a_step_that_does_not_fit_ends_with_the_remedy(on_cpus, monkeypatch, cap
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of lm train of three layers, as far as `lm check` reads it."""
+    """Writes as much of a run of `lm train` with three layers as `lm check` reads."""
     (tmp_path / 'run').mkdir()
     experiment = load((), tiny.params(tiny.MODEL | {'model.n_layers': 3, 'optimizer.rule': '@muon()'})[1::2])
     (tmp_path / 'run' / 'config.gin').write_text(dump(experiment))
     return tmp_path / 'run'
 
 
-def test_the_run_that_goes_on_or_branches_is_checked(run, tmp_path, capsys):
+def test_a_resumed_or_branched_run_is_checked(run, tmp_path, capsys):
     change = ['--gin_param', 'muon.rms = 0.3']
     new, file = str(tmp_path / 'new'), tmp_path / 'model.gin'
     file.write_text('model.n_layers = 2\noptimizer.rule = @muon()\n')
@@ -460,8 +461,8 @@ def test_the_run_that_goes_on_or_branches_is_checked(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize('flag', ['--run_dir', '--branch_from'])
-def test_if_possible_a_run_that_is_not_to_be_seen_is_not_checked(flag, tmp_path, monkeypatch, capsys):
-    """The machine that trains may have it; and a bucket may keep silent."""
+def test_with_if_possible_an_unreachable_run_is_not_checked(flag, tmp_path, monkeypatch, capsys):
+    """The machine that trains may have the run, and a bucket may not answer."""
     change = ['--if_possible', '--gin_param', 'muon.rms = 0.3']
     assert cli.main(['check', flag, str(tmp_path / 'gone'), *change]) == 0
     assert 'gone: no run is there on this machine' in capsys.readouterr().err
@@ -479,7 +480,7 @@ def refuse(path):
     raise PermissionError(f'{path}: 403')
 
 
-def test_a_run_that_goes_on_needs_no_other_run(run, tokens, tmp_path, capsys):
+def test_a_resumed_run_needs_no_initial_run(run, tokens, tmp_path, capsys):
     changes = tiny.params({'data.path': str(tokens), 'train.init_from': str(tmp_path / 'gone')})
     assert cli.main(['check', '--run_dir', str(run), *changes]) == 0
     assert 'not checked: train.init_from' in capsys.readouterr().err

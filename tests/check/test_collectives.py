@@ -1,5 +1,7 @@
-"""What the devices of a slice exchange in a training step compiled for it: gradients, and shared matrices; never what
-flows through the layers, each device's own."""
+"""The devices of a slice exchange gradients and shared matrices, and no activations, which belong to each device.
+
+The tests read this from a training step compiled for the slice.
+"""
 
 import importlib.util
 
@@ -29,7 +31,7 @@ SMALL = {
 
 
 def exchanged(mechanism: str, **params) -> list[Collective]:
-    """The collectives of the program."""
+    """Returns the collectives of the program."""
     settings = SMALL | {name.replace('__', '.'): value for name, value in params.items()}
     experiment = load([str(CONFIGS / f'{mechanism}.gin')], [f'{name} = {value}' for name, value in settings.items()])
     topology = parse(TOPOLOGY)
@@ -40,7 +42,7 @@ def exchanged(mechanism: str, **params) -> list[Collective]:
 
 
 def gathered(mechanism: str, **params) -> set[tuple[int, ...]]:
-    """The shapes of what a device gathers."""
+    """Returns the shapes of the arrays that a device gathers."""
     found = exchanged(mechanism, **params)
     return {shape for collective in found if collective.kind == 'all-gather' for shape in collective.shapes}
 
@@ -52,8 +54,8 @@ def check_data_parallel(mechanism: str, windows: int) -> None:
 
 @pytest.mark.parametrize('windows', [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_devices_that_share_no_matrices_exchange_gradients_alone(windows):
-    """Layouts that the model asks for on TPUs are opaque to the partitioner of JAX 0.10: each device gathered the
-    activations of all, in every layer. `windows`: of a device."""
+    """On TPUs the model asks for layouts that are opaque to the partitioner of JAX 0.10. Each device then gathered all
+    activations, in every layer. `windows` is the number per device."""
     check_data_parallel('softmax', windows)
 
 
@@ -71,7 +73,7 @@ def test_devices_that_share_matrices_gather_these_alone():
 
 @pytest.mark.slow
 def test_devices_that_share_windows_gather_their_own_windows_alone():
-    """Keys and values, [windows, tokens, heads, numbers]; in a region where the split of the batch is left to the
-    compiler, each device gathered the windows of all."""
+    """Keys and values are [windows, tokens, heads, numbers]. If the compiler decides how to split the batch in this
+    region, each device gathers all windows."""
     shapes = gathered('softmax', train__tokens_per_step=8 * LENGTH, mesh__sequence=2)
     assert {shape for shape in shapes if len(shape) == 4} == {(4, LENGTH, 4, 64)}

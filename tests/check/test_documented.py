@@ -1,7 +1,7 @@
-"""Every training line that is there to be copied fits the slice that it names, compiled for that slice.
+"""Every documented training command fits the slice that it names, compiled for that slice.
 
-Lines of README.md and docs/ go to the pod of scripts/tpu/settings.env.example, those in the header of an experiment to
-what its line "Hardware" says.
+Commands of README.md and docs/ go to the pod of scripts/tpu/settings.env.example. Commands in the header of an
+experiment go to the slice in its line "Hardware".
 """
 
 import importlib.util
@@ -13,6 +13,7 @@ import pytest
 import shipped
 import tiny
 
+from lm.config.setting import write_binding
 from lm.cost_model.compiled_step import check
 from lm.experiment import load
 from lm.hardware import parse
@@ -23,7 +24,7 @@ POD = re.search(
 
 
 def lines() -> list[tuple[str, str]]:
-    """(slice, command) of each training line."""
+    """Returns (slice, command) of each training line."""
     found = []
     for page in tiny.PAGES:
         blocks = re.findall(r'```bash\n(.*?)```', page.read_text(), re.DOTALL)
@@ -37,10 +38,11 @@ def lines() -> list[tuple[str, str]]:
 
 
 def configuration(line: str) -> tuple[list[str], list[str]]:
-    """(gin files, gin parameters) of a command."""
+    """Returns (gin files, gin parameters) of a command."""
     words = shlex.split(line, comments=True)
     pairs = list(itertools.pairwise(words))
-    return [b for a, b in pairs if a == '--gin_file'], [b for a, b in pairs if a == '--gin_param']
+    given = {flag: [b for a, b in pairs if a == flag] for flag in ('--gin_file', '--gin_param', '--set')}
+    return given['--gin_file'], [*given['--gin_param'], *map(write_binding, given['--set'])]
 
 
 def is_for_a_laptop(line: str) -> bool:
@@ -48,7 +50,7 @@ def is_for_a_laptop(line: str) -> bool:
 
 
 def programs() -> dict[str, tuple[str, str]]:
-    """Test name → (slice, command): one for each program, whatever it is called and wherever its data lie."""
+    """Returns test name → (slice, command): one entry per program, whatever its name and data are."""
     found: dict[tuple, tuple[str, str]] = {}
     for topology, line in lines():
         if not is_for_a_laptop(line):
@@ -62,20 +64,20 @@ def test_there_are_lines_of_each_kind(monkeypatch):
     slices = [topology for topology, _ in lines()]
     assert slices.count(POD) >= 5
     assert len(slices) - slices.count(POD) >= 10
-    # What a pod's lines have in common, wherever they are written.
+    # All commands of a pod have this in common, wherever they are written.
     parsed = [load(*configuration(line)) for topology, line in lines() if topology == POD and not is_for_a_laptop(line)]
     devices = parse(POD).chips
     for experiment in parsed:
         experiment.train.check_divides(devices)
         tokens = experiment.train.tokens_per_step // experiment.train.microbatches // devices
-        # 64k tokens of the small model need 54 GiB on a device, 16k need 15.
+        # 64k tokens of the small model need 54 GiB per device, 16k tokens need 15 GiB.
         assert tokens <= 2**14
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
 def test_the_documented_lines_fit(monkeypatch):
-    """One to three minutes a program."""
+    """Each program takes one to three minutes."""
     monkeypatch.chdir(tiny.ROOT)
     failed = []
     for name, (topology, line) in programs().items():

@@ -1,4 +1,4 @@
-"""What each level of `model.remat` computes twice: kernels in the step compiled for a TPU."""
+"""Each level of `model.remat` recomputes the kernels that it names, in the step compiled for a TPU."""
 
 import collections
 import importlib.util
@@ -23,7 +23,7 @@ FORWARD = {'none': 1, 'dots': 1, 'dense': 2, 'attention': 1, 'full': 2}
 
 
 def kernels(name: str, remat: str) -> dict[str, int]:
-    """Kernel → calls in a layer's forward and backward pass."""
+    """Returns kernel → its calls in a layer's forward and backward pass."""
     mesh = make_mesh(MeshConfig(), describe_devices(parse('v5e:1x1')))
     model = ModelConfig(
         vocab_size=256,
@@ -46,15 +46,16 @@ def kernels(name: str, remat: str) -> dict[str, int]:
 
 
 def check_calls(name: str, remat: str) -> None:
-    nodes = 2 if name == 'polysketch' else 0  # queries' and keys' networks
-    # What is kept of a projection is its product, written in place by it; rotated copies cost more than a rotation.
+    nodes = 2 if name == 'polysketch' else 0  # the networks of queries and keys
+    # The step keeps the product of a projection, which the projection writes in place. A rotated copy costs more than a
+    # second rotation.
     rotary = {'rotary forward': 1 if remat == 'none' else 2, 'rotary backward': 1}
     assert kernels(name, remat) == {'forward': (1 + nodes) * FORWARD[remat], 'backward': 1 + nodes} | rotary
 
 
 @pytest.mark.parametrize('remat', ['dots', 'dense'])
-def test_what_kernels_name_is_kept(remat):
-    """`dense` keeps products alone: the kernel runs again."""
+def test_named_results_of_kernels_are_kept(remat):
+    """`dense` keeps products alone, so the kernel runs again."""
     check_calls('performer', remat)
 
 

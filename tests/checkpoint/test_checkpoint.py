@@ -1,4 +1,4 @@
-"""Checkpoints: nothing wrong is ever loaded silently, nothing saved is lost, and what should stay stays."""
+"""Checkpoints: no wrong state is loaded silently, no saved state is lost, and the right steps stay."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ EVERYTHING = CheckpointConfig(save_every_steps=1, save_every_minutes=None, keep_
 
 
 def make_state(step: int) -> dict:
-    """A small training state, a function of `step`: several dtypes, an empty part, a real optimizer state."""
+    """Returns a small training state, a function of `step`: several dtypes, an empty part, a real optimizer state."""
     params = {
         'dense': jax.random.normal(jax.random.key(step), (64, 48)),
         'layers': [jnp.full((8, 6), step, jnp.bfloat16), jnp.arange(10) % 3 == step % 3],
@@ -46,7 +46,7 @@ def make_state(step: int) -> dict:
 
 
 def same(a, b) -> bool:
-    """The same bits, dtypes and structure."""
+    """Returns whether both states have the same bits, dtypes and structure."""
     if jax.tree.structure(a) != jax.tree.structure(b):
         return False
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
@@ -69,7 +69,7 @@ def restore(directory, state=None, step=None, fingerprints=FINGERPRINTS):
 
 @pytest.fixture(scope='module')
 def two_steps(tmp_path_factory) -> Path:
-    """A directory with steps 10 and 20; tests copy it."""
+    """Returns a directory with steps 10 and 20; tests copy it."""
     directory = tmp_path_factory.mktemp('checkpoints')
     save_steps(directory, (10, 20))
     return directory
@@ -77,13 +77,14 @@ def two_steps(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def settled(monkeypatch) -> list:
-    """Grows by what the disk was asked to take at once: a crash of the machine loses the rest."""
+    """Returns a list of the files that the disk was asked to write at once. A crash of the machine loses all other
+    files."""
     found, fsync = [], os.fsync
     monkeypatch.setattr(os, 'fsync', lambda number: (fsync(number), found.append(os.fstat(number).st_ino)))
     return found
 
 
-def test_a_step_that_counts_outlasts_a_crash_of_the_machine(tmp_path, settled):
+def test_a_complete_step_survives_a_crash_of_the_machine(tmp_path, settled):
     counted = []
 
     def on_saved(step: int) -> None:
@@ -95,8 +96,8 @@ def test_a_step_that_counts_outlasts_a_crash_of_the_machine(tmp_path, settled):
     assert counted == [(1, [])]
 
 
-def test_a_disk_that_takes_nothing_any_more_is_named(tmp_path, monkeypatch):
-    """Of a file system that the system has made read-only what is half-written cannot be removed either."""
+def test_a_read_only_disk_is_named(tmp_path, monkeypatch):
+    """On a file system that the system has made read-only, half-written files cannot be removed either."""
 
     def refuse(*_, **__):
         raise OSError(30, 'Read-only file system')
@@ -119,7 +120,7 @@ def files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob('*') if path.is_file())
 
 
-# What is saved comes back
+# A restored state equals the saved state.
 
 
 def test_round_trip(two_steps):
@@ -168,12 +169,12 @@ def test_the_digest_of_a_record_does_not_depend_on_the_order_of_its_parts():
     records = [make_record(7, {}, {}, {}, dict(order)) for order in (parts.items(), reversed(parts.items()))]
     assert records[0]['sha256'] == records[1]['sha256']
     assert records[0]['sha256'] != make_record(8, {}, {}, {}, parts)['sha256']
-    with pytest.raises(ValueError, match='JSON'):  # which other readers of JSON could not read
+    with pytest.raises(ValueError, match='JSON'):  # other readers of JSON could not read it
         make_record(7, {}, {}, {}, {'seconds': float('nan')})
 
 
 def test_another_format_is_refused_by_its_number(copied):
-    assert make_record(7, {}, {}, {}, {})['format'] == 1  # that of all checkpoints so far
+    assert make_record(7, {}, {}, {}, {})['format'] == 1  # all checkpoints so far have this format
     path = copied / '20' / 'metadata' / 'metadata'
     record = json.loads(path.read_text()) | {'format': 2}
     del record['sha256']
@@ -191,7 +192,7 @@ def test_a_directory_of_odd_name(tmp_path):
 
 @pytest.mark.smoke
 def test_donated_state_is_saved_as_it_was(tmp_path):
-    # save returns while the files are being written; the training step reuses the buffers at once.
+    # save returns while the files are being written, and the training step reuses the buffers at once.
     advance = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jnp.zeros((512, 1024))
     with Checkpointer(tmp_path, EVERYTHING) as checkpointer:
@@ -226,7 +227,7 @@ def test_restores_onto_other_device_counts(tmp_path):
         assert same(restored, state)
 
 
-# What is damaged is never loaded
+# A damaged state is never loaded.
 
 
 def flip_bits(directory: Path, count: int, caplog) -> None:
@@ -272,7 +273,7 @@ def test_every_bit_of_a_value_counts():
         damaged.view(np.uint32)[3, 2] ^= np.uint32(1 << bit)
         seen.update(checksums({'x': jnp.asarray(damaged)}).values())
     assert len(seen) == 33
-    # two flipped signs, two exchanged values: a plain weighted sum of the bits would miss the first
+    # Two flipped signs, or two exchanged values: a plain weighted sum of the bits would miss the flipped signs.
     signs, exchanged = x.copy(), x.copy()
     signs[0, 0], signs[6, 4] = -signs[0, 0], -signs[6, 4]
     exchanged[0, 0], exchanged[0, 1] = x[0, 1], x[0, 0]
@@ -280,7 +281,7 @@ def test_every_bit_of_a_value_counts():
 
 
 def test_checksums_are_those_of_every_version():
-    """Written down once: with other ones all checkpoints of before would count as damaged."""
+    """The values were recorded once. With other checksums, all earlier checkpoints would count as damaged."""
     x = np.arange(6).reshape(2, 3)
     arrays = {
         'float32': (x / 4).astype(np.float32),
@@ -378,8 +379,8 @@ def test_never_starts_from_scratch_when_all_are_damaged(copied):
 
 
 @pytest.mark.parametrize('gone', [(10, 20), (20,)])
-def test_what_is_deleted_while_it_is_read_is_no_end(copied, tmp_path, monkeypatch, gone):
-    """A run that goes on saves and deletes: the newest step counts, not an old one that was kept."""
+def test_a_step_that_is_deleted_while_it_is_read_does_not_end_the_restore(copied, tmp_path, monkeypatch, gone):
+    """A continuing run saves and deletes: the newest step counts, and no older step that was kept."""
     save_steps(tmp_path / 'later', (30,))
     real, reads = Snapshot.restore, []
 
@@ -403,7 +404,7 @@ def test_an_explicit_step_does_not_fall_back(copied):
         restore(copied, step=20)
     with pytest.raises(MismatchError, match='step 20 is damaged'):
         Checkpointer(copied).verify(20)
-    with pytest.raises(MismatchError, match=r'step 15: not in .*, which has 10, 20'):
+    with pytest.raises(ConfigError, match=r'step 15: not in .*, which has 10, 20'):
         restore(copied, step=15)
     Checkpointer(copied).verify(10)
 
@@ -428,7 +429,7 @@ def test_continuing_from_an_older_step_abandons_the_newer(copied):
     assert (copied / '20.abandoned').exists()
 
 
-def test_what_belongs_to_another_run_is_refused(two_steps):
+def test_the_state_of_another_run_is_refused(two_steps):
     with pytest.raises(MismatchError, match='tokenizer is t1, of this run t2'):
         restore(two_steps, fingerprints=FINGERPRINTS | {'tokenizer': 't2'})
     with pytest.raises(MismatchError, match='template is None, of this run x'):
@@ -454,7 +455,7 @@ def test_what_belongs_to_another_run_is_refused(two_steps):
 
 @pytest.fixture
 def remote(monkeypatch):
-    """Local folders are taken for those of a bucket: nothing is renamed, a marker makes a step complete."""
+    """Treats local folders as folders of a bucket: nothing is renamed, a marker makes a step complete."""
     for module in ('checkpointer', 'folder'):
         monkeypatch.setattr(f'lm.checkpoint.{module}.is_remote', lambda path: '.checkpoints' in str(path))
 
@@ -514,7 +515,7 @@ def test_messages_are_short():
     ],
 )
 def test_processes_fail_together(monkeypatch, mine, others, told, expected):
-    """Each tells the others 0, 1 (damaged) or 1000 and its exit code, and the worst counts for all."""
+    """Each process sends 0, 1 (damaged) or 1000 and its exit code; the worst value counts for all processes."""
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
     monkeypatch.setattr(multihost_utils, 'process_allgather', lambda x: [int(x), others] if x == told else 9)
     with contextlib.nullcontext() if expected is None else pytest.raises(expected) as error, _Agreement(7):
@@ -533,7 +534,7 @@ def test_leaves_of_the_same_name_are_refused():
         flatten({'a': {'b': 1}, 'a.b': 2})
 
 
-# Which steps are saved and stay
+# Which steps are saved, and which steps stay.
 
 
 class Time:
@@ -561,7 +562,8 @@ def test_one_process_looks_at_its_clock_at_each_step(monkeypatch):
 
 
 def test_several_processes_look_together_and_ever_more_often_towards_the_deadline(monkeypatch):
-    """Only process 0 looks, at steps that all know: half-way to the expected deadline, at most twice as far as now."""
+    """Only process 0 looks, at steps that all processes know: half-way to the expected deadline, at most at twice the
+    present step."""
     time, looks = Time(monkeypatch), []
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
     monkeypatch.setattr(multihost_utils, 'broadcast_one_to_all', lambda x: looks.append(step) or x)
@@ -576,7 +578,7 @@ def test_several_processes_look_together_and_ever_more_often_towards_the_deadlin
     assert looks == [1, 2, 4, 8, 16, 32, 64, 82, 91, 95, 97, 98, 99, 100, 101, 102, 104, 108, 116]
 
 
-def test_keep_best_counts_what_is_not_worse(tmp_path):
+def test_keep_best_keeps_steps_that_are_at_least_as_good(tmp_path):
     config = CheckpointConfig(save_every_steps=None, save_every_minutes=None, keep_last=1, keep_best=2)
     with Checkpointer(tmp_path / 'new' / 'folder', config) as checkpointer:
         assert checkpointer.is_among_best(5.0)
@@ -586,12 +588,12 @@ def test_keep_best_counts_what_is_not_worse(tmp_path):
             checkpointer.save(step, {'x': jnp.int32(step)}, metrics={'loss': loss})
         assert [checkpointer.is_among_best(loss) for loss in (1.0, 2.0, 2.5)] == [True, True, False]
         checkpointer.wait()
-        assert checkpointer.all_steps() == [2, 3, 4]  # of equal losses the earlier ones, and the newest step
+        assert checkpointer.all_steps() == [2, 3, 4]  # the earlier steps of equal loss, and the newest step
     assert Checkpointer(tmp_path, CheckpointConfig(keep_best=0)).is_among_best(0.0) is False
 
 
 def test_losses_of_another_measure_do_not_compete(tmp_path):
-    """A run that is resumed with a harder text goes on to keep its best, and keeps those of the text before."""
+    """A run resumed with a harder text keeps its best step on it, and the best step on the text before."""
     config = CheckpointConfig(save_every_steps=None, save_every_minutes=None, keep_last=1, keep_best=1)
     for measure, losses in (('', {1: 3.0}), ('easy', {2: 2.0, 3: 2.5}), ('hard', {4: 9.0, 5: 7.0, 6: 8.0})):
         with Checkpointer(tmp_path, config, measure=measure) as checkpointer:
@@ -602,7 +604,7 @@ def test_losses_of_another_measure_do_not_compete(tmp_path):
     assert Checkpointer(tmp_path).read_record(5)['metrics'] == {'loss': 7.0, 'measure': 'hard'}
 
 
-def test_a_loss_that_comes_late_counts_like_one_that_was_saved(tmp_path):
+def test_a_loss_added_later_counts_like_a_saved_loss(tmp_path):
     config = CheckpointConfig(save_every_steps=None, save_every_minutes=None, keep_last=1, keep_best=1)
 
     def save(step, **rest):
@@ -610,7 +612,7 @@ def test_a_loss_that_comes_late_counts_like_one_that_was_saved(tmp_path):
             checkpointer.save(step, {'x': jnp.int32(step)}, **rest)
 
     save(5, metrics={'loss': 3.0})
-    save(10)  # stopped in its evaluation, which the next session makes
+    save(10)  # the run stopped in its evaluation, which the next session repeats
     with Checkpointer(tmp_path, config) as checkpointer:
         assert checkpointer.restore({'x': jnp.int32(0)})[1] == 10
         checkpointer.add_loss(10, 1.0)
@@ -621,10 +623,10 @@ def test_a_loss_that_comes_late_counts_like_one_that_was_saved(tmp_path):
     assert Checkpointer(tmp_path).restore({'x': jnp.int32(0)}, 10)[0]['x'] == 10
 
 
-def test_policy_of_keeping(tmp_path):
+def test_the_right_steps_are_kept(tmp_path):
     config = CheckpointConfig(save_every_steps=10, save_every_minutes=None, keep_last=2, keep_every=40, keep_best=1)
     losses = {25: 3.0, 50: 2.0, 75: 4.0, 100: float('nan')}
-    for first in (0, 60):  # a restart in between remembers the best
+    for first in (0, 60):  # after the restart in between, the best step is still known
         with Checkpointer(tmp_path, config) as checkpointer:
             for step in range(first + 1, first + 61):
                 metrics = {'loss': losses[step]} if step in losses else None
@@ -648,8 +650,8 @@ def test_time_based_saves_are_temporary(tmp_path):
     assert Checkpointer(tmp_path).all_steps() == sorted({5, 10, saved[-1]})
 
 
-def test_what_a_failed_save_leaves_may_vanish_by_itself(tmp_path, monkeypatch):
-    """Orbax removes it in the background too."""
+def test_the_remains_of_a_failed_save_may_vanish_by_themselves(tmp_path, monkeypatch):
+    """Orbax, too, removes them, in the background."""
     gone = tmp_path / '5.orbax-checkpoint-tmp'
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(on_failed_save='continue'))
     path = type(checkpointer.directory)(gone)
@@ -665,14 +667,14 @@ def test_the_same_step_is_saved_once(tmp_path):
     assert restore(tmp_path, {'x': jnp.int32(0)}, fingerprints={})[0]['x'] == 1
     with Checkpointer(
         tmp_path, EVERYTHING
-    ) as checkpointer:  # another run, from the start: what it saves is not dropped
+    ) as checkpointer:  # another run, from the start: its first save is not dropped
         assert checkpointer.save(1, {'x': jnp.int32(3)})
         assert not checkpointer.save(1, {'x': jnp.int32(4)})
         assert checkpointer.save(1, {'x': jnp.int32(5)}, force=True)
     assert restore(tmp_path, {'x': jnp.int32(0)}, fingerprints={})[0]['x'] == 5
 
 
-def test_what_was_restored_is_not_saved_again(copied):
+def test_a_restored_step_is_not_saved_again(copied):
     with Checkpointer(copied, EVERYTHING, FINGERPRINTS) as checkpointer:
         assert checkpointer.restore(make_state(0))[1] == 20
         assert not checkpointer.save(20, make_state(5))
@@ -680,14 +682,15 @@ def test_what_was_restored_is_not_saved_again(copied):
 
 
 def test_saving_does_not_poll_for_preemption(tmp_path, monkeypatch):
-    # The service accepts one growing sequence of numbers, that of lm.training.preemption: a step would spoil it.
+    # The service accepts one growing sequence of numbers, which lm.training.preemption sends. A step would spoil the
+    # sequence.
     calls = []
     monkeypatch.setattr(multihost_utils, 'reached_preemption_sync_point', calls.append)
     save_steps(tmp_path, [1, 2])
     assert calls == []
 
 
-def test_when_nothing_is_said():
+def test_default_values():
     assert CheckpointConfig() == CheckpointConfig(
         save_every_steps=1000,
         save_every_minutes=15.0,
@@ -699,21 +702,21 @@ def test_when_nothing_is_said():
 
 
 @pytest.mark.parametrize('name', ['save_every_steps', 'save_every_minutes', 'keep_last', 'keep_every', 'keep_best'])
-def test_the_least_values(name):
+def test_the_smallest_allowed_values(name):
     least = {'save_every_minutes': 1e-9, 'keep_best': 0}.get(name, 1)
     assert getattr(CheckpointConfig(**{name: least}), name) == least
     with pytest.raises(ConfigError, match=rf'checkpoint\.{name} = '):
         CheckpointConfig(**{name: -1 if name == 'keep_best' else 0})
 
 
-def test_values_are_checked():
+def test_wrong_values_are_refused():
     with pytest.raises(ConfigError, match=r'checkpoint\.keep_last'):
         CheckpointConfig(keep_last=0)
     with pytest.raises(ConfigError, match=r'checkpoint\.on_failed_save'):
         CheckpointConfig(on_failed_save='ignore')
 
 
-# Processes that fail
+# Processes that fail.
 
 PREAMBLE = """
 import sys, signal, resource, jax, jax.numpy as jnp, numpy as np, logging
@@ -771,7 +774,7 @@ print('files', sorted(os.listdir(directory)))
 """
 
 
-def test_a_full_disk_is_an_error_at_the_next_step(tmp_path):
+def test_a_full_disk_raises_an_error_at_the_next_step(tmp_path):
     processes = [start(FULL_DISK, tmp_path / option, option) for option in ('stop', 'continue')]
     stop, go_on = (finish(process, quiet=True) for process in processes)
     assert stop.count('saving') == 2
@@ -818,14 +821,15 @@ with Checkpointer(directory, CheckpointConfig()) as checkpointer:
 
 
 def kill_repeatedly(directory: Path, count: int) -> None:
-    """SIGKILL at random moments of a loop that saves all the time: every restart must find what was complete."""
+    """Kills a loop that saves all the time at random moments, by SIGKILL. Every restart must find the
+    complete steps."""
     rng, complete = random.Random(count), 0
     for turn in range(count):
         process = start(KILLED, directory)
         line = process.stdout.readline()
         assert line.startswith('restored'), line + process.stderr.read()[-3000:]
         assert int(line.split()[1]) >= complete
-        if turn == 0:  # however slow the machine is, there is something to lose
+        if turn == 0:  # on any machine, however slow, there is then a step to lose
             complete = int(process.stdout.readline().split()[1])
         time.sleep(rng.uniform(0.0, 0.6))
         process.send_signal(signal.SIGKILL)
@@ -897,7 +901,7 @@ def test_two_processes(tmp_path):
     assert 3 <= len(saved) <= 10
     assert f'restored {saved[-2]} True' in outs[0]
     assert f'steps [{saved[-3]}, {saved[-2]}, 31]' in outs[0] or f'steps {saved[-2:]}' in outs[0]
-    # and one process with other devices reads it
+    # One process with other devices reads it.
     abstract = {'x': jax.ShapeDtypeStruct((64, 1024), jnp.float32), 'y': jax.ShapeDtypeStruct((), jnp.int32)}
     state, step, _ = restore(tmp_path, abstract, fingerprints={})
     assert step == 31
@@ -952,8 +956,8 @@ def test_a_save_that_fails_in_one_process_fails_in_all_at_once(tmp_path, bad):
             assert 'the newest complete one is 1' in line
 
 
-def test_reading_is_quiet(copied, caplog, capfd):
-    """A damaged step costs one line, not a screen of tracebacks."""
+def test_a_restore_prints_one_line_per_damaged_step(copied, caplog, capfd):
+    """A damaged step prints one line, and no screen of tracebacks."""
     (copied / '20' / 'state' / 'manifest.ocdbt').write_bytes(b'')
     with caplog.at_level(logging.WARNING):
         restore(copied)

@@ -1,4 +1,4 @@
-"""What Orbax and TensorStore print around a failed write, also after the checkpointer is closed."""
+"""Messages of Orbax and TensorStore around a failed write, also after the checkpointer is closed."""
 
 import errno
 import logging
@@ -16,7 +16,7 @@ LATE = 'Task exception was never retrieved\nfuture: <Task finished coro=<write()
 def quiet(monkeypatch):
     said = []
     monkeypatch.setattr(sys, 'excepthook', lambda kind, error, traceback: said.append(str(error)))
-    for logger in LOGGERS:  # a checkpointer of another test whose write failed has left its filter for good
+    for logger in LOGGERS:  # if a write fails in a test, its checkpointer leaves the filter in place for good
         monkeypatch.setattr(logger, 'filters', [])
     one = WriteErrorFilter()
     one.start()
@@ -49,7 +49,7 @@ def test_a_failed_write_stays_quiet_after_the_end(quiet, caplog, has_failed):
     assert len(said) == (2 if has_failed else 3)
 
 
-def test_a_long_error_says_what_the_system_said():
+def test_a_long_error_is_shortened_to_the_message_of_the_system():
     refusal = f"ValueError: Failed to write: File too large [os_error_code='{errno.EFBIG}'] [" + 'spec ' * 100
     assert describe_error(ValueError('Error writing ' * 20 + refusal)).endswith(' … File too large')
     assert describe_error(ValueError('a ' * 300 + 'last')).endswith(' a last')

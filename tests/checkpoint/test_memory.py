@@ -1,4 +1,5 @@
-"""Host memory of a save and a restore: at most 1.3 times the state; what is read at a time is bounded."""
+"""A save and a restore take at most 1.3 times the state in host memory; the bytes read at the same time have
+a limit."""
 
 import json
 import threading
@@ -28,7 +29,7 @@ def test_save_and_restore_take_little_more_than_the_state(tmp_path):
         assert row['host_over_state'] <= 1.3, row
 
 
-def test_a_budget_is_kept_and_one_alone_may_take_more():
+def test_a_budget_is_kept_and_a_single_large_read_may_exceed_it():
     budget, taken, most = ReadBudget(10), [], []
 
     def work(amount):
@@ -44,11 +45,11 @@ def test_a_budget_is_kept_and_one_alone_may_take_more():
     for thread in threads:
         thread.join(10)
     assert len(most) == 10
-    assert sorted(most)[-2:] == [12, 25]  # these two alone, and all others within the budget
+    assert sorted(most)[-2:] == [12, 25]  # these two were read alone, all others within the budget
     assert sorted(most)[-3] <= 10
 
 
-def test_a_budget_is_given_back_by_what_fails():
+def test_a_failed_read_returns_its_budget():
     budget = ReadBudget(1)
     for _ in range(2):
         with pytest.raises(ValueError, match='no'), budget.spent(5):
@@ -77,7 +78,7 @@ def test_a_restore_reads_what_the_budget_allows(tmp_path, monkeypatch):
     assert all((np.asarray(restored[name]) == np.asarray(state[name])).all() for name in state)
 
 
-def test_checksums_in_groups_are_those_of_all_together(monkeypatch):
+def test_checksums_in_groups_equal_checksums_of_all_leaves_together(monkeypatch):
     arrays = {str(i): jax.numpy.arange(10 * i + 1, dtype='float32') for i in range(9)}
     together = checksum.checksums(arrays)
     monkeypatch.setattr(checksum, 'TOGETHER_AT_LEAST', 100)

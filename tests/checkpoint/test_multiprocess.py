@@ -1,4 +1,4 @@
-"""The barrier of a save, with threads for processes and a dictionary for the store of jax.distributed."""
+"""The barrier of a save. Threads stand for processes, a dictionary for the store of jax.distributed."""
 
 import itertools
 import threading
@@ -12,7 +12,7 @@ from lm.checkpoint.multiprocess import ALWAYS, ElsewhereError, SaveBarrier
 
 
 class Store:
-    """What `SaveBarrier` asks of jax.distributed's client."""
+    """A store with the methods that `SaveBarrier` calls on jax.distributed's client."""
 
     def __init__(self):
         self.values, self.changed = {}, threading.Condition()
@@ -40,7 +40,7 @@ class Store:
 
 @pytest.fixture
 def processes(monkeypatch):
-    """Three, in the same save."""
+    """Returns the barriers of three processes in the same save."""
     monkeypatch.setattr(together, 'LOOK_SECONDS', 0.02)
     monkeypatch.setattr(together, 'POLL_SECONDS', 0.005)
     store = Store()
@@ -52,7 +52,7 @@ def processes(monkeypatch):
 
 
 def outcomes(processes, save, timeout_ms=20_000):
-    """What `save(process, wait)` returns or raises in each process, all at once."""
+    """Runs `save(process, wait)` in all processes at once; returns what each returns or raises."""
 
     def run(one):
         def wait(key):
@@ -73,7 +73,7 @@ def begin_or_end(wait):
 
 
 def like_orbax(fails=(), at='write'):
-    """What Orbax does in one save: the first and the last barrier come to pass whatever happens between them."""
+    """Acts like Orbax in one save: its first and last barriers always run, whatever happens between them."""
 
     def save(one, wait):
         begin_or_end(wait)
@@ -93,7 +93,7 @@ def like_orbax(fails=(), at='write'):
     return save
 
 
-def test_all_go_on_together_and_old_keys_go(processes):
+def test_all_processes_continue_together_and_old_keys_are_deleted(processes):
     store = processes[0].client
     for number in range(1, 5):
         assert outcomes(processes, like_orbax()) == ['saved'] * 3
@@ -104,7 +104,7 @@ def test_all_go_on_together_and_old_keys_go(processes):
 
 @pytest.mark.parametrize('at', ['write', 'commit', 'end'])
 @pytest.mark.parametrize('fails', [(0,), (2,), (0, 1)])
-def test_a_failure_of_one_is_one_of_all(processes, fails, at):
+def test_a_failure_of_one_process_fails_all(processes, fails, at):
     found = outcomes(processes, like_orbax(fails, at))
     for index, error in enumerate(found):
         assert isinstance(error, OSError if index in fails else ElsewhereError), found
@@ -114,7 +114,7 @@ def test_a_failure_of_one_is_one_of_all(processes, fails, at):
     assert outcomes(processes, like_orbax()) == ['saved'] * 3
 
 
-def test_who_never_comes_is_waited_for_no_longer_than_it_is_said(processes):
+def test_waiting_for_an_absent_process_has_a_limit(processes):
     found = outcomes(processes[:2], lambda one, wait: wait('written'), timeout_ms=60)
     assert [type(error) for error in found] == [TimeoutError] * 2
     assert 'has not come to written for 0 s' in str(found[0])

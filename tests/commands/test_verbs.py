@@ -1,4 +1,4 @@
-"""A verb is one file: what its object promises, and that nothing below it sees parsed flags."""
+"""Each verb is one file that describes itself; no function below the verbs sees parsed flags."""
 
 import ast
 import shutil
@@ -30,7 +30,7 @@ VERB = Verb(
 '''
 
 
-def test_each_verb_has_a_place_of_its_own():
+def test_each_verb_has_its_own_place_in_the_help():
     places = [verb.place for verb in VERBS.values()]
     assert places == sorted(set(places))
     first, last = ('prepare', 'train', 'evaluate', 'generate'), ('report', 'bench', 'inspect')
@@ -67,12 +67,12 @@ def test_verbs_import_nothing_heavy_at_the_top():
                 assert is_light or name.startswith('lm.commands.') or name == 'lm.errors', f'{path.name}: {name}'
 
 
-def test_the_formats_that_are_offered_are_those_that_exist():
+def test_the_offered_formats_exist():
     assert set(OFFERED) == set(FORMATS)
 
 
 def test_no_parsed_flags_below_the_verbs():
-    """No function there takes a parameter `arguments` that is not described by its type."""
+    """A function below the verbs may take a parameter `arguments` only if its type describes it."""
     wrong = []
     for path in sorted((tiny.ROOT / 'lm').rglob('*.py')):
         if path.parent.name != 'commands' and path.name != 'cli.py':

@@ -33,15 +33,15 @@ print(len(hits), result)
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch):
-    """Other tests share JAX's own cache, before which ours stands back."""
+    """Clears the settings of JAX's own cache, which other tests share and which would replace our cache."""
     monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR', raising=False)
 
 
 def compute(folder) -> tuple[int, str, str]:
-    """(programs found in the cache, result, messages) of a process."""
+    """Returns (programs found in the cache, result, messages) of a process."""
     done = subprocess.run(
         [sys.executable, '-c', PROGRAM, str(folder)],
-        env=tiny.environment(XLA_FLAGS=''),  # else it compiles in less time than is worth a file
+        env=tiny.environment(XLA_FLAGS=''),  # optimized compilation takes long enough to be worth a file
         cwd=tiny.ROOT,
         capture_output=True,
         text=True,
@@ -79,7 +79,7 @@ def test_the_second_process_compiles_nothing_unless_the_file_is_damaged(tmp_path
     assert result == expected
     shutil.copytree(tmp_path, tmp_path.with_name('moved'))
     hits, result, _ = compute(tmp_path.with_name('moved'))
-    assert hits >= found  # A busy machine may have found one more to be worth a file.
+    assert hits >= found  # a busy machine may have cached one more program
     assert result == expected
     for name, damage in DAMAGES.items():
         for path in programs(tmp_path):
@@ -87,11 +87,11 @@ def test_the_second_process_compiles_nothing_unless_the_file_is_damaged(tmp_path
         hits, result, messages = compute(tmp_path)
         assert (hits, result) == (0, expected), name
         assert 'is damaged and not used' in messages
-        hits, result, messages = compute(tmp_path)  # it was written anew
+        hits, result, messages = compute(tmp_path)  # the file was written anew
         assert (hits > 0, result, messages) == (True, expected, ''), name
 
 
-def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path):
+def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path):
     (tmp_path / 'file').write_text('')
     hits, _, messages = compute(tmp_path / 'file' / 'cache')
     assert hits == 0
@@ -113,9 +113,9 @@ def test_a_run_keeps_its_programs_and_goes_on_without_them(tiny_flags, reference
     assert tiny.losses(run) == tiny.losses(reference_run[0])
     assert tiny.checksums(run, 40) == tiny.checksums(reference_run[0], 40)
 
-    # Whole again, they make a start that compiles nothing, and changes nothing.
+    # With complete files again, a start compiles nothing and changes nothing.
     shutil.rmtree(run / 'checkpoints' / '40')
-    before = set(run.glob('compiled/*/jit_train-*'))  # others compile in about the time that is worth a file
+    before = set(run.glob('compiled/*/jit_train-*'))  # the compile time of other programs is near the limit for a file
     assert before
     done = tiny.lm('train', '--run_dir', str(run), *tiny_flags)
     assert done.returncode == 0, done.stderr
@@ -124,7 +124,7 @@ def test_a_run_keeps_its_programs_and_goes_on_without_them(tiny_flags, reference
     assert json.loads((run / 'run.json').read_text())['goodput']['starts'] == 3
 
 
-def test_where_they_stay_is_a_flag(tiny_flags, tmp_path):
+def test_a_flag_names_the_folder_of_compiled_programs(tiny_flags, tmp_path):
     run, elsewhere = tmp_path / 'run', tmp_path / 'elsewhere'
     few = tiny.params({'train.steps': 2, 'optimizer.warmup_steps': 1})
     done = tiny.lm('train', '--run_dir', str(run), '--compile_cache', str(elsewhere), *tiny_flags, *few)

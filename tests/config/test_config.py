@@ -1,4 +1,4 @@
-"""Gin in, frozen dataclasses out: what is refused, what composes, and that a dump loads as it was."""
+"""Gin text becomes frozen dataclasses: refused texts, composition, and dumps that load as they were."""
 
 import dataclasses
 import gc
@@ -29,7 +29,7 @@ PROJECT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Shape(Configurable):
-    """Base of the nested configurables below."""
+    """The base of the nested configurables below."""
 
 
 @configurable('test_disc')
@@ -232,7 +232,7 @@ def test_several_threads_may_load_at_once(request):
             assert roots == [expected] * 20
 
 
-def test_a_configurable_is_built_in_the_scope_of_what_names_it():
+def test_a_configurable_is_built_in_the_scope_of_its_reference():
     root = resolve(
         'test_shapes.shape = @a/b/test_pair()', 'a/b/test_pair.first = @test_disc()', 'a/test_disc.radius = 2',
         'a/b/test_pair.others = [@c/test_disc(), %M]', 'c/test_disc.label = "c"', 'x/M = @test_disc()',
@@ -241,7 +241,7 @@ def test_a_configurable_is_built_in_the_scope_of_what_names_it():
     assert root.shapes.shape == Pair(first=Disc(radius=2.0), others=(Disc(label='c'), Disc(radius=5.0)))
 
 
-def test_what_is_nested_deeper_than_python_goes_is_an_error():
+def test_values_nested_too_deeply_are_an_error():
     chain = [f'M{i} = %M{i + 1}' for i in range(2000)]
     assert 'nested too deeply' in refused(*chain, 'M2000 = 3', 'test_values.steps = %M0')
 
@@ -253,7 +253,7 @@ def test_each_section_is_constructed_once(monkeypatch):
     assert len(built) == 1
 
 
-def test_overriding_a_run_drops_what_it_said_about_the_replaced_only(tmp_path):
+def test_overriding_a_run_drops_only_the_bindings_of_the_replaced_configurable(tmp_path):
     base = tmp_path / 'config.gin'
     base.write_text(dump(Root(shapes=Shapes(shape=Pair(first=Disc(radius=3.0))))))
     assert (
@@ -284,7 +284,7 @@ def test_a_configurable_of_an_imported_module_can_be_named(tmp_path, monkeypatch
     assert resolve(files=(gin,), allow_imports=True).shapes.shape.size == 1
 
 
-def test_a_dump_imports_what_is_none_of_ours(tmp_path, monkeypatch):
+def test_a_dump_imports_modules_of_users(tmp_path, monkeypatch):
     (tmp_path / 'lm_test_own.py').write_text(
         'from lm.config.configurable import configurable, field\n'
         "from test_config import Shape\n@configurable('test_own')\nclass Own(Shape):\n  size: int = field(1)\n"
@@ -299,7 +299,7 @@ def test_a_dump_imports_what_is_none_of_ours(tmp_path, monkeypatch):
     (tmp_path / 'config.gin').write_text(text)
     again = dict(files=(tmp_path / 'config.gin',))
     assert resolve(**again).shapes.shape.size == 2, 'here its module has run already'
-    # Another process, which knows nothing of it.
+    # Another process does not know the class.
     monkeypatch.delitem(REGISTRY, 'test_own')
     monkeypatch.delitem(sys.modules, 'lm_test_own')
     assert "'import lm_test_own' would run code" in refused(**again)
@@ -308,7 +308,9 @@ def test_a_dump_imports_what_is_none_of_ours(tmp_path, monkeypatch):
     (tmp_path / 'x.gin').write_text('import lm_test_not_there')
     with pytest.raises(ConfigError, match='PYTHONPATH must name its folder'):
         resolve(files=(tmp_path / 'x.gin',), allow_imports=True)
-    monkeypatch.setattr(type(resolve(**again).shapes.shape), '__module__', '__main__')  # of a script or notebook
+    monkeypatch.setattr(
+        type(resolve(**again).shapes.shape), '__module__', '__main__'
+    )  # as if a script or notebook defined the class
     assert 'lm_test_own' not in dump(resolve(*chosen))
 
 
@@ -319,20 +321,20 @@ def test_names_of_earlier_versions_set_the_fields_of_today(tmp_path):
     chosen = 'test_shapes.shape = [@test_ring(), @a/test_ring()]'
     root = resolve(chosen, 'test_ring.hole = 0.25', 'a/test_ring.hole = 0.75', 'test_shapes.colour = "blue"')
     assert root.shapes.shape == (Ring(inner_radius=0.25, colour='blue'), Ring(inner_radius=0.75, colour='blue'))
-    # the last of several files and parameters wins, whatever name it uses
+    # The last of several files and parameters wins, whatever name it uses.
     (tmp_path / 'old.gin').write_text(f'{chosen}\na/test_ring.hole = 0.125\ntest_ring.hole = 0.25\n')
     newer = resolve('test_ring.inner_radius = 4', files=(tmp_path / 'old.gin',)).shapes.shape
     assert newer == (Ring(inner_radius=4.0), Ring(inner_radius=0.125))
     assert resolve('test_ring.inner_radius = 4', base=str(tmp_path / 'old.gin')).shapes.shape == newer
 
 
-def test_a_name_that_became_several_sets_those_that_are_selected():
+def test_a_name_that_became_several_sets_the_selected_ones():
     assert resolve('test_shapes.shape = @test_ring()', 'test_shapes.width = 3').shapes.shape == Ring(width=3.0)
     assert resolve('test_shapes.shape = @test_frame()', 'test_shapes.width = 3').shapes.shape == Frame(border=3.0)
     assert resolve('test_shapes.width = 3') == Root()
 
 
-def test_what_was_the_name_of_a_configurable_becomes_a_reference():
+def test_a_string_that_named_a_configurable_becomes_a_reference():
     assert resolve('test_shapes.reserve = "test_ring"').shapes.spare == Ring()
     assert resolve('test_shapes.reserve = None').shapes.spare is None
     message = refused('test_shapes.reserve = "test_rong"')
@@ -343,12 +345,12 @@ def test_two_names_of_one_field_in_a_file_are_an_error(tmp_path):
     (tmp_path / 'x.gin').write_text('test_ring.hole = 0.25\n\ntest_ring.inner_radius = 0.5\n')
     message = refused('test_shapes.shape = @test_ring()', files=(tmp_path / 'x.gin',))
     assert 'x.gin:3: test_ring.inner_radius and, on line 1, test_ring.hole are two names of' in message
-    # what is unused is an error under its old name too
+    # An unused binding is an error under its old name too.
     assert 'test_ring.inner_radius, because @test_ring() is not selected' in refused('test_ring.hole = 0.25')
     assert 'because @test_ring() is not selected' in refused('test_shapes.colour = "blue"')
 
 
-def test_fields_and_sections_say_what_may_change_on_resume():
+def test_fields_and_sections_declare_which_values_may_change_on_resume():
     allowed = {f'train.{f}' for f in (
         'log_every', 'eval_every', 'eval_tokens', 'max_nonfinite_steps', 'profile', 'skip_batches', 'tensorboard',
         'hang_minutes', 'trackers', 'microbatches',
@@ -363,14 +365,14 @@ def test_fields_and_sections_say_what_may_change_on_resume():
     assert not may_change('train.log')
 
 
-def test_where_the_text_of_a_store_came_from_may_change_on_resume():
+def test_the_source_of_a_store_may_change_on_resume():
     sources = [name for name, cls in REGISTRY.items() if issubclass(cls, Source)]
     assert {'tfds', 'jsonl', 'text_files', 'fasta'} <= set(sources)
     for name in sources:
         assert all(may_change(f'{name}.{field.name}') for field in dataclasses.fields(REGISTRY[name])), name
 
 
-def test_how_a_mechanism_is_computed_may_change_on_resume_and_what_it_computes_may_not():
+def test_the_implementation_of_a_mechanism_may_change_on_resume_but_not_its_values():
     for name in ('softmax.implementation', 'polysketch.implementation', 'performer.block'):
         assert may_change(name), name
     for name in ('softmax.window', 'polysketch.block', 'performer.n_features'):
@@ -417,7 +419,7 @@ def test_how_a_mechanism_is_computed_may_change_on_resume_and_what_it_computes_m
         (['test_values.name = "\\'], 'cannot read'),
     ],
 )
-def test_mistakes_are_named_with_a_remedy(params, expected):
+def test_mistakes_are_reported_with_a_remedy(params, expected):
     assert expected in refused(*params)
 
 
@@ -428,7 +430,7 @@ def test_all_unused_bindings_are_listed_with_their_places(tmp_path):
     assert 'steps' not in message
 
 
-def test_errors_say_where(tmp_path):
+def test_errors_name_file_and_line(tmp_path):
     path = tmp_path / 'x.gin'
     path.write_text('# a comment\ntest_values.steps = 1\ntest_values.steps = 2\n')
     assert f'{path}:3: test_values.steps is already set on line 2' in refused(files=(path,))
@@ -457,7 +459,7 @@ def header(path: pathlib.Path) -> str:
 
 @pytest.mark.parametrize('path', shipped.SINGLE, ids=lambda p: str(p.relative_to(PROJECT)))
 def test_shipped_file_resolves(path, monkeypatch):
-    """Alone, or with the files that its header names in a line `# with: a.gin b.gin`."""
+    """The file resolves alone, or with the files that its header names in a line `# with: a.gin b.gin`."""
     monkeypatch.chdir(PROJECT)
     companions = [name for line in header(path).splitlines() if line.startswith('with: ') for name in line.split()[1:]]
     experiment = load([*companions, str(path)])
@@ -479,7 +481,7 @@ def test_commands_in_headers_are_right(path, monkeypatch):
 
 
 def test_old_paths_of_shipped_files_still_work(monkeypatch, tmp_path, caplog):
-    """Commands, includes and scripts of earlier versions name them."""
+    """Commands, includes and scripts of earlier versions use these paths."""
     configs = PROJECT / 'configs'
     moves = tomllib.loads((configs / 'moved.toml').read_text())
     assert len(moves) > 60

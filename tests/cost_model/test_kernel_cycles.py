@@ -1,4 +1,4 @@
-"""Kernels compiled alone: their schedules are those that they have in the program they were taken from."""
+"""Kernels compiled alone have the same schedules as inside the program that they come from."""
 
 import importlib.util
 import json
@@ -59,11 +59,11 @@ def test_equal_kernels_are_compiled_once_and_cores_share_their_grid(monkeypatch)
     assert json.loads(kernel.config)['custom_call_config']['body'] == 'x'
     assert 'retry_config' not in kernel.config
     lone_kernels._known.cache_clear()
-    assert KernelCycles(program, V4).of(program.by_name['main']['a.1']) == 7 * 3  # two cores a device
+    assert KernelCycles(program, V4).of(program.by_name['main']['a.1']) == 7 * 3  # two cores per device
 
 
 def product(x, w):
-    """A kernel of eight steps between operations of XLA's own."""
+    """Returns a kernel of eight steps between operations of XLA."""
 
     def kernel(x_ref, w_ref, o_ref):
         y = jax.lax.dot(jnp.exp(x_ref[...]), w_ref[...], preferred_element_type=jnp.float32)
@@ -86,7 +86,7 @@ def lowered(topology):
 
 @needs_libtpu
 def test_a_kernel_has_the_same_schedule_alone(tmp_path):
-    """The program compiled where libtpu writes the schedules of everything, against the kernel taken out of it."""
+    """The test compares a program compiled with all schedules written and the kernel compiled alone."""
     found = compile_with_text(lowered(V5E))
     program = HloProgram(found.text)
     (kernel,) = (i for body in program.computations.values() for i in body if i.is_kernel)
@@ -113,12 +113,12 @@ def test_a_kernel_has_the_same_schedule_alone(tmp_path):
 @pytest.mark.parametrize(
     ('length', 'window', 'pairs'),
     [
-        (2048, None, 3),  # of 2 × 2 blocks of 1,024
-        (8192, 3500, 16 * 8),  # blocks of 512: half of the columns, as long blocks of keys would leave
+        (2048, None, 3),  # 2 × 2 blocks of 1,024
+        (8192, 3500, 16 * 8),  # blocks of 512: half of the columns, as long key blocks would leave them
     ],
 )
 def test_steps_of_jax_splash_kernels(length, window, pairs):
-    """Forward and backward, four heads: the pairs of blocks that are computed."""
+    """Forward and backward with four heads: the number of computed pairs of blocks."""
     mesh = jax.sharding.Mesh(np.array(describe_devices(V5E)), ('data',))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
     q = jax.ShapeDtypeStruct((4, length, 4, 64), jnp.bfloat16, sharding=sharding)
@@ -143,7 +143,7 @@ def test_a_kernel_that_cannot_be_compiled_has_no_cycles():
 
 @needs_libtpu
 def test_an_array_that_a_kernel_reads_twice_is_on_chip_once():
-    """100 MB, for which the compiler finds room on chip once."""
+    """The compiler finds room on chip once for these 100 MB."""
     mesh = jax.sharding.Mesh(np.array(describe_devices(V5E)[:1]), ('data',))
     x, kernel = jax.ShapeDtypeStruct((1, 32768, 1536), jnp.bfloat16), jax.ShapeDtypeStruct((4, 1536), jnp.float32)
 
@@ -157,7 +157,7 @@ def test_an_array_that_a_kernel_reads_twice_is_on_chip_once():
     assert KernelCycles(program, V5E).of(backward) > 0
 
 
-def test_other_compilers_are_asked_for_their_text():
+def test_other_compilers_are_asked_for_their_text_alone():
     found = compile_with_text(jax.jit(jnp.tanh).lower(jnp.ones(3)))
     assert found.text.startswith('HloModule')
     assert found.executable(jnp.zeros(3)).sum() == 0

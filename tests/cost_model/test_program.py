@@ -1,4 +1,4 @@
-"""What a compiled program does: its buffers, loops and collectives, read from its text."""
+"""The text of a compiled program gives its buffers, loops and collectives."""
 
 import importlib.util
 import re
@@ -92,9 +92,9 @@ def test_a_loop_and_its_collectives_count_as_often_as_they_run():
     assert found.sent == 2 * 3 / 4 * row
 
 
-def test_elements_of_tuples_are_named_in_either_way():
+def test_elements_of_tuples_are_read_in_both_notations():
     before, loop = PROGRAM[: PROGRAM.index('%condition')], PROGRAM[PROGRAM.index('%condition') :]
-    for name, index in (('i', 0), ('x', 1)):  # as JAX 0.12 writes them
+    for name, index in (('i', 0), ('x', 1)):  # the notation of JAX 0.12
         loop = re.sub(rf' *%{name} = .* get-tuple-element\(%state\).*\n', '', loop)
         text, entry = loop.split('ENTRY')
         loop = re.sub(rf'%{name}(?=[,)])', f'%state#{index}', text) + 'ENTRY' + entry
@@ -121,14 +121,14 @@ def test_an_element_of_a_tuple_inside_a_tuple():
     assert (inner.operands, inner.arrays) == (['x#1'], [Array('bf16', (4,), '0')])
 
 
-def test_an_unknown_end_of_a_loop_is_not_guessed():
+def test_an_unknown_loop_end_is_not_guessed():
     program = HloProgram(PROGRAM.replace('%end = s32[] constant(10)', '%end = s32[] custom-call()'))
     assert program.unknown_loops == ['loop']
     assert program.times['body'] == 1
 
 
 @pytest.mark.parametrize('branches', ['branch_computations={%long, %short}', 'branch_computations={%short, %long}'])
-def test_of_two_branches_the_cheaper_one_counts(branches):
+def test_the_cheaper_of_two_branches_counts(branches):
     text = """%short (x: f32[8]) -> f32[] {
   %x = f32[8]{0} parameter(0)
   ROOT %y = f32[] reduce(%x)
@@ -222,7 +222,7 @@ ENTRY %main (x: f32[64,128]) -> f32[64,128] {
 """  # noqa: E501
 
 
-def test_what_slices_tell_each_other_and_what_is_told_inside_of_one():
+def test_transfers_between_slices_and_inside_a_slice():
     program = HloProgram(SLICES)
     (found,) = transfers(program)
     assert (found.name, found.kind, found.times, found.bytes) == ('send', 'ALL_REDUCE', 1, 8 * 128 * 4)
@@ -237,7 +237,7 @@ def test_a_reduction_over_two_slices_as_libtpu_writes_it():
     rows, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (('data',), ()))
     x = jax.ShapeDtypeStruct((8, 256, 128), jnp.float32, sharding=rows)
     program = HloProgram(jax.jit(lambda x: x.sum(0), out_shardings=whole).lower(x).compile().as_text())
-    # Each of the four chips of a slice gives its quarter of what the slice has reduced.
+    # Each of the four chips of a slice sends its quarter of the slice's result.
     assert [(t.kind, t.times, t.bytes) for t in transfers(program)] == [('ALL_REDUCE', 1, 256 * 128 * 4 / 4)]
     assert {c.devices for c in collectives(program)} == {4}
 
@@ -253,6 +253,6 @@ ENTRY %main (x: f32[2,64]) -> f32[2,64] {
 """  # noqa: E501
 
 
-def test_a_permute_sends_its_array_and_not_what_it_is_known_by():
+def test_a_permute_sends_its_array_and_no_context():
     found = collectives(HloProgram(PERMUTE))
     assert [(c.kind, c.bytes, c.sent) for c in found] == [('collective-permute', 512, 512)] * 2

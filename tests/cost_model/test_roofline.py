@@ -1,4 +1,4 @@
-"""The bound of a step whose program can be counted in part, or not at all."""
+"""The bound of a step whose program can be counted partly, or not at all."""
 
 from test_program import PROGRAM, SLICES
 
@@ -20,7 +20,7 @@ def test_collectives_are_summed_by_kind():
     assert found.gigabytes_sent_per_device == 4 * 1.5 * 512 / 1e9
 
 
-def test_what_slices_tell_each_other_takes_its_time_where_that_is_known():
+def test_transfers_between_slices_take_time_if_their_speed_is_known():
     bound = roofline(SLICES, parse('2*v5e:2x4'))
     assert bound.dcn_gigabytes == 4096 / 1e9
     assert bound.dcn_seconds == bound.seconds == 4096 / 3.125e9

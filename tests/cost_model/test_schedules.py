@@ -1,4 +1,4 @@
-"""Static schedules as libtpu writes them, and which blocks of a kernel's grid are skipped."""
+"""Static schedules in libtpu's dump, and the blocks of a kernel's grid that are skipped."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_schedules_are_read_from_the_dump(tmp_path):
     ('grid', 'share'),
     [
         ((4, 4), 10 / 16),
-        ((8, 4), (2 * (1 + 2 + 3 + 4)) / 32),  # blocks of keys twice as long, either axis first
+        ((8, 4), (2 * (1 + 2 + 3 + 4)) / 32),  # blocks of keys are twice as long, on either axis first
         ((4, 8), (2 * (1 + 2 + 3 + 4)) / 32),
     ],
 )

@@ -1,4 +1,4 @@
-"""The model of a step's time, held to a program that can be counted by hand."""
+"""The model of a step's time, compared with programs that can be counted by hand."""
 
 import pytest
 from test_program import SLICES
@@ -46,12 +46,12 @@ class Cycles:
         return 1.5e6 if kernel.name == 'kernel.7' else None
 
 
-def test_each_instruction_takes_what_limits_it():
+def test_each_instruction_takes_the_time_of_its_bottleneck():
     program = HloProgram(PROGRAM)
     found = {c.name: c for c in costs(program, V5E, Cycles())}
     product = 2 * 1024 * 1024 * 2048
     assert found['y'].flops == product
-    # x, the product, and what was brought on chip for it; the products take less.
+    # It reads x, the product and the array that was copied on chip for it; the products take less time.
     assert found['y'].bytes == (4 + 2 + 4) * MIB
     assert found['y'].seconds == pytest.approx(max(10 * MIB / 819e9, product / 197e12))
     assert (found['y'].part, found['y'].recomputed) == ('FFN', True)
@@ -59,13 +59,13 @@ def test_each_instruction_takes_what_limits_it():
     assert (found['kernel.7'].part, found['kernel.7'].recomputed) == ('attention core', False)
     assert (found['z'].part, found['out'].part) == ('layouts, layer scan', 'optimizer')
     assert 'ahead' not in found
-    # 4 MiB over a ring of 4 are 6 MiB sent at 100 GB/s; the product hides what it takes.
+    # A ring of 4 sends 6 MiB for these 4 MiB, at 100 GB/s. The time of the product overlaps.
     waits = 1.5 * 4 * MIB / 100e9 - found['y'].seconds
     assert found['sum'].seconds == pytest.approx(waits)
     assert found['sum'].part == 'collectives'
 
 
-def test_what_is_brought_on_chip_in_parts_is_paid_by_its_reader():
+def test_an_array_copied_on_chip_in_parts_is_charged_to_its_reader():
     half = '(bf16[2048,1024]{1,0}), bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}'
     parts = '\n'.join(
         f'  %part.{i} = ({half}) slice-start(%w), slice={{[{1024 * i}:{1024 * (i + 1)}], [0:1024]}}\n'
@@ -84,7 +84,7 @@ def test_what_is_brought_on_chip_in_parts_is_paid_by_its_reader():
 
 
 @pytest.mark.parametrize(('shape', 'part'), [('8,128', 'FFN'), ('8192,2048', 'collectives')])
-def test_a_collective_fused_with_products_is_theirs_unless_it_takes_longer(shape, part):
+def test_a_collective_fused_with_products_costs_extra_only_if_it_takes_longer(shape, part):
     inside = (
         f'  %part = bf16[{shape}]{{1,0}} all-gather(%p0), channel_id=9, replica_groups={{{{0,1,2,3}}}}\n  ROOT %dot = '
     )
@@ -111,7 +111,7 @@ def test_products_hide_a_collective_that_the_compiler_spreads_over_fusions():
     text = text.replace('  %y =', f'  %begin = {result}(%w), kind=kCustom, calls=%begins\n  %y =')
     text = text.replace('  %kernel.7', f'  %done = {result}(%begin), kind=kCustom, calls=%is_done\n  %kernel.7')
     found = {c.name: c for c in costs(HloProgram(text), V5E, None)}
-    # Three quarters of 8 MiB at 100 GB/s, less the 4 MiB that the start reads and what the products take.
+    # Three quarters of 8 MiB at 100 GB/s, less the time of the 4 MiB that the start reads and of the products.
     waits = 0.75 * 8 * MIB / 100e9 - 4 * MIB / 819e9 - found['y'].seconds
     assert found['done'].seconds == pytest.approx(waits)
     assert found['done'].part == 'collectives'
@@ -120,13 +120,13 @@ def test_products_hide_a_collective_that_the_compiler_spreads_over_fusions():
 def test_slices_wait_for_each_other():
     program = HloProgram(SLICES)
     found = {c.name: c for c in costs(program, parse('2*v5e:2x4'), None)}
-    # 4 KiB are given away, and as many come back, while they are on their way.
+    # 4 KiB leave and 4 KiB arrive while the transfer is under way.
     assert found['received'].seconds == pytest.approx(4096 / 3.125e9 - 2 * 4096 / 819e9, rel=0.01)
     assert {found[name].part for name in ('near', 'send', 'recv', 'received', 'whole')} == {'collectives'}
     assert 'received' not in {c.name for c in costs(program, parse('2*v4:2x2x2'), None)}
 
 
-def test_parts_are_sums_and_no_byte_is_lost():
+def test_parts_are_sums_and_every_byte_counts():
     program = HloProgram(PROGRAM)
     time = step_time(program, V5E, Cycles())
     found = list(costs(program, V5E, Cycles()))
@@ -136,7 +136,7 @@ def test_parts_are_sums_and_no_byte_is_lost():
     assert time.unknown_kernels == ()
 
 
-def test_a_kernel_without_schedule_counts_what_it_moves():
+def test_a_kernel_without_schedule_costs_its_traffic():
     program = HloProgram(PROGRAM)
     time = step_time(program, V5E, None)
     assert time.unknown_kernels == ('kernel',)

@@ -1,4 +1,4 @@
-"""Bytes between HBM and the core, held to programs that can be counted by hand."""
+"""Bytes between HBM and the core, compared with programs that can be counted by hand."""
 
 import importlib.util
 
@@ -74,11 +74,11 @@ def test_traffic_of_a_program_that_can_be_counted_by_hand():
 @pytest.mark.parametrize(
     ('instruction', 'rows'),
     [
-        # A row of x, y, and the sum.
+        # It reads a row of x and y, and writes the sum.
         ('%out = f32[1,128]{1,0} fusion(%x, %i, %y), kind=kLoop, calls=%read', 3),
-        # y, and two rows of x.
+        # The traffic is y and two rows of x.
         ('%out = f32[10,128]{1,0} fusion(%x, %y, %i), kind=kLoop, calls=%write', 3),
-        # y, and all of an array that was not there before.
+        # It reads y, and writes a whole array that did not exist before.
         ('%out = f32[10,128]{1,0} fusion(%y, %i), kind=kLoop, calls=%fill', 11),
         # A row that lies in on-chip memory costs one write.
         ('%out = f32[10,128]{1,0} dynamic-update-slice(%x, %near, %i, %i)', 1),
@@ -109,16 +109,16 @@ def every_other_row(x_RxN, y_1xN):
 @pytest.mark.parametrize(
     ('function', 'shapes', 'dtype', 'times'),
     [
-        # The stacked weights are read once, in slices.
+        # The program reads the stacked weights once, in slices.
         (through_layers, [(32, 2048, 2048), (16, 2048)], 'bfloat16', 1),
-        # Read forward and backward; their gradients are set to zero and written in slices.
+        # It reads the weights forward and backward; it sets their gradients to zero and writes them in slices.
         (weight_gradients, [(32, 2048, 2048), (16, 2048)], 'bfloat16', 4),
-        # For half of the rows: one is read, y too, one is written.
+        # For half of the rows, it reads the row and y, and writes the row.
         (every_other_row, [(64, 2**23), (1, 2**23)], 'float32', 1.5),
     ],
 )
 def test_traffic_of_what_a_tpu_runs(function, shapes, dtype, times):
-    """In times the size of the large array; it is too large for on-chip memory, and the others are small."""
+    """The unit is the size of the large array, which does not fit in on-chip memory. The other arrays are small."""
     sharding = jax.sharding.SingleDeviceSharding(describe_devices(parse('v5e:2x2'))[0])
     large, small = (jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes)
     donated = (0,) if function is every_other_row else ()
@@ -128,7 +128,7 @@ def test_traffic_of_what_a_tpu_runs(function, shapes, dtype, times):
 
 
 def kept_products(w_LxNxN, x_TxN):
-    """The gradient of layers that keep their products: stacked arrays that are written and read in slices."""
+    """Returns the gradient of layers that keep their products: they write and read stacked arrays in slices."""
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
     def layer(x, w):
@@ -140,8 +140,10 @@ def kept_products(w_LxNxN, x_TxN):
 
 @pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
 def test_traffic_of_slices_in_nested_fusions():
-    """In arrays of x: a copy before the loops; a layer copies x, stacks it, reads it for x · w and a new x, stacks
-    x · w; backward it copies the gradient, and reads both stacks, the gradient and its copy to write a new one.
+    """The unit is the size of x. There is one copy before the loops.
+
+    Forward, a layer copies x, stacks it, reads it for x · w and a new x, and stacks x · w. Backward, it copies the
+    gradient; it reads both stacks, the gradient and its copy, and writes a new gradient.
     """
     sharding = jax.sharding.SingleDeviceSharding(describe_devices(parse('v5e:2x2'))[0])
     w, x = (jax.ShapeDtypeStruct(s, 'bfloat16', sharding=sharding) for s in ((4, 256, 256), (2**19, 256)))

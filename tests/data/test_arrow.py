@@ -1,4 +1,4 @@
-"""Arrow files: the texts of the same rows as Parquet, whatever the format, and the folders that `datasets` saves."""
+"""Arrow files: both formats hold the texts of the same rows as Parquet, and so do the folders that `datasets` saves."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ TEXTS = [words(1 + i % 40, seed=i) for i in range(200)]
 
 
 def write(path, texts=TEXTS, kind='string', rows=30, stream=True):
-    """A file of record batches, with another column in front."""
+    """Writes a file of record batches, with another column in front."""
     import pyarrow.ipc
 
     table = pyarrow.table({'meta': [{'text': 'no'}] * len(texts), 'text': pyarrow.array(texts, kind)})
@@ -56,7 +56,7 @@ def test_cutting_a_file_changes_no_document(tmp_path, stream):
 
 
 def test_what_datasets_saves(tmp_path):
-    """`DatasetDict.save_to_disk` writes a folder a split, `Dataset.save_to_disk` one folder."""
+    """`DatasetDict.save_to_disk` writes one folder per split, `Dataset.save_to_disk` writes one folder."""
     write(tmp_path / 'dict' / 'train' / 'data-00000-of-00002.arrow', TEXTS[:100])
     write(tmp_path / 'dict' / 'train' / 'data-00001-of-00002.arrow', TEXTS[100:])
     write(tmp_path / 'dict' / 'test' / 'data-00000-of-00001.arrow', TEXTS[:9])
@@ -73,7 +73,7 @@ def test_what_datasets_saves(tmp_path):
 
 
 def test_what_datasets_keeps_in_its_cache(tmp_path):
-    """The names that `load_dataset` gives, in a folder of hashes; what `map` leaves there belongs to no split."""
+    """`load_dataset` gives these names, in a folder of hashes. The files that `map` leaves there belong to no split."""
     write(tmp_path / 'my_corpus-train-00000-of-00002.arrow', TEXTS[:100])
     write(tmp_path / 'my_corpus-train-00001-of-00002.arrow', TEXTS[100:])
     write(tmp_path / 'my_corpus-validation.arrow', TEXTS[:9])
@@ -86,7 +86,7 @@ def test_what_datasets_keeps_in_its_cache(tmp_path):
 
 @pytest.mark.interop
 def test_a_data_set_of_datasets_by_itself(tmp_path):
-    """What the library writes today, both ways."""
+    """The library itself writes the data, in both of its ways."""
     datasets = pytest.importorskip('datasets', reason='needs datasets: scripts/test.sh -m interop')
     for split, some in {'train': TEXTS, 'validation': TEXTS[:9]}.items():
         (tmp_path / f'{split}.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in some))

@@ -17,7 +17,7 @@ from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
 
 
 class ArrayStore:
-    """Token i of the split is i: a batch then shows where its windows start."""
+    """A store whose token i is i: a batch then shows where its windows start."""
 
     def read(self, split, start, stop):
         return np.arange(start, stop, dtype=np.uint32)
@@ -39,16 +39,16 @@ def test_permutation_depends_on_seed_and_stream_and_shuffles():
     for a in range(3):
         for b in range(a):
             assert (images[a] != images[b]).mean() > 0.99
-        # A random permutation's correlation with the identity is about 1/sqrt(n) = 0.01.
+        # The correlation of a random permutation with the identity is about 1/sqrt(n) = 0.01.
         assert abs(np.corrcoef(images[a], np.arange(n))[0, 1]) < 0.05
     assert (images[0] == Permutation(n, 0, 0)(np.arange(n))).all()
 
 
-def test_permutation_handles_huge_domains_and_golden_values():
+def test_permutation_handles_huge_domains_and_recorded_values():
     assert Permutation(10**15, 3)(np.array([0, 1, 10**15 - 1])).max() < 10**15
-    # Written down once: a change here changes the order of data of every run that users resume.
+    # These values were recorded once. A change here changes the order of data in every run that users resume.
     assert Permutation(1000, 0)(np.arange(5)).tolist() == GOLDEN
-    # Of sizes of other kinds: a power of two, an odd number of bits, the smallest network.
+    # Other kinds of sizes: a power of two, an odd number of bits, the smallest network.
     assert Permutation(1024, 0)(np.arange(5)).tolist() == GOLDEN_OF_A_POWER_OF_TWO
     assert Permutation(2000, 0)(np.arange(5)).tolist() == [1521, 710, 279, 189, 500]
     smallest = [Permutation(4, seed)(np.arange(4)).tolist() for seed in range(3)]
@@ -81,8 +81,8 @@ def test_steps_are_independent_of_history(step, seed):
     assert (walked.starts(step) == fresh).all()
 
 
-def test_steps_may_be_asked_for_in_any_order():
-    """100 windows, 7 a step: across the ends of epochs and back."""
+def test_steps_may_be_read_in_any_order():
+    """100 windows, 7 per step: the steps go back and forth across the ends of epochs."""
     windows = Windows(1001, 10, 7, seed=5)
     expected = {step: Windows(1001, 10, 7, seed=5).starts(step).tolist() for step in range(45)}
     for step in (44, 0, 30, 14, 15, 2, 29, 13, 43, 14):
@@ -107,7 +107,7 @@ def named(ranges) -> set[int]:
 @hypothesis.given(ranges=RANGES)
 @hypothesis.settings(deadline=None, max_examples=100)
 def test_exactly_the_named_batches_are_left_out(ranges):
-    """Overlapping, touching and repeated ranges too."""
+    """Ranges may overlap, touch and repeat."""
     windows = Windows(10_001, 10, 4, seed=1, skip=tuple(ranges))
     left = [b for b in range(200) if b not in named(ranges)]
     assert [windows.batch(step) for step in range(100)] == left[:100]
@@ -115,8 +115,9 @@ def test_exactly_the_named_batches_are_left_out(ranges):
 
 @hypothesis.given(data=st.data(), first=RANGES)
 @hypothesis.settings(deadline=None, max_examples=150)
-def test_ranges_that_change_on_resume_leave_out_exactly_what_is_still_ahead(data, first):
-    """Any number of resumes with other ranges: what is named when its turn comes is left out, the rest is seen once."""
+def test_ranges_that_change_on_resume_leave_out_exactly_the_batches_ahead(data, first):
+    """A run resumes any number of times with other ranges. It leaves out a batch if it is named at that time, and reads
+    each other batch once."""
     expected, seen, ranges, skipped, next_batch = [], [], first, None, 0
     for _ in range(data.draw(st.integers(1, 4))):
         windows = Windows(10_001, 10, 4, seed=1, skip=tuple(ranges))
@@ -180,7 +181,7 @@ def test_prefetch_yields_the_same_batches_in_order():
 
 
 class Inline(contextlib.nullcontext):
-    """An executor that does what it is given at once."""
+    """An executor that runs each call at once."""
 
     def __init__(self, max_workers, thread_name_prefix):
         super().__init__(self)
@@ -209,7 +210,7 @@ def test_prefetch_reads_a_few_batches_ahead_and_none_that_nobody_takes(monkeypat
     assert list(batches.prefetch(4, 4)) == []
 
 
-def test_a_run_that_ends_early_does_not_wait_for_batches_that_were_to_come():
+def test_a_run_that_ends_early_does_not_wait_for_later_batches():
     sharding = batch_sharding(make_mesh(MeshConfig(), jax.devices()[:1]), axis=1)
     begun, gate = [], threading.Event()
 
@@ -223,7 +224,7 @@ def test_a_run_that_ends_early_does_not_wait_for_batches_that_were_to_come():
     assert next(iterator) == 0
     threading.Timer(0.05, gate.set).start()
     iterator.close()
-    assert set(begun) <= {0, 1, 2}  # what the two threads were at
+    assert set(begun) <= {0, 1, 2}  # the two threads had begun these
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_ranges_are_merged(ranges, merged):
     assert merge_ranges(ranges) == merged
 
 
-def test_what_has_been_left_out_at_a_step():
+def test_the_ranges_left_out_before_a_step():
     windows = Windows(10_001, 10, 4, seed=1, skip=((0, 2), (5, 8)))
     assert [windows.skipped_before(step) for step in range(5)] == [
         *([], [(0, 2)], [(0, 2)], [(0, 2)], [(0, 2), (5, 8)])
@@ -249,14 +250,14 @@ def test_what_has_been_left_out_at_a_step():
 
 @pytest.mark.parametrize('range_', [(7, 9), (8, 20), (0, 3)])
 def test_a_range_whose_batches_were_all_left_out_before_may_be_named_again(range_):
-    """At step 4 the batches before 10 are behind, of which 0 to 2 and 7 to 9 were left out."""
+    """At step 4 the batches before 10 are in the past; 0 to 2 and 7 to 9 were left out."""
     windows = Windows(10_001, 10, 4, seed=1, skip=(range_,))
     windows.resume(4, [(0, 3), (7, 10)])
     assert windows.batch(4) == (20 if range_ == (8, 20) else 10)
 
 
 @pytest.mark.parametrize('range_', [(6, 9), (7, 11), (9, 10), (0, 4)])
-def test_a_range_is_behind_from_its_first_batch_on(range_):
+def test_a_range_is_in_the_past_once_its_first_batch_was_read(range_):
     windows = Windows(10_001, 10, 4, seed=1, skip=(range_,))
     with pytest.raises(ConfigError, match=r'all batches before 10 but those it left out \(\[\[0, 3\], \[7, 9\]\]\)'):
         windows.resume(5, [(0, 3), (7, 9)])

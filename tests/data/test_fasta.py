@@ -1,4 +1,4 @@
-"""FASTA and amino acids: what a file holds does not depend on how it is written, packed or cut."""
+"""FASTA and amino acids: line breaks, compression and cuts do not change the sequences of a file."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ SEQUENCES = st.lists(st.text(LETTERS, min_size=1, max_size=80), min_size=1, max_
 
 
 def documents(path, unit=None, max_bytes=10**6, **options):
-    """All documents of a file in order, cut into pieces of `unit` bytes; none is held out."""
+    """Returns all documents of a file in order, cut into pieces of `unit` bytes; none is held out."""
     source = Fasta(path=str(path), **options)
     parts = source.parts(path, unit or 10**9)
     return [d for part in parts for d in source.read_part(part, max_bytes, lambda _: True)]
@@ -46,7 +46,7 @@ def write(path, content: bytes):
 def test_a_sequence_does_not_depend_on_how_it_is_written(
     tmp_path_factory, sequences, width, ending, last, lower, stop, packed, unit
 ):
-    """Wrapped lines, line ends, none behind the last one, masked regions, stops, gzip and cuts anywhere."""
+    """The test varies line lengths, line ends, a missing last line end, masked regions, stops, gzip and cuts."""
     text = ''
     for i, sequence in enumerate(sequences):
         written = (sequence.lower() if lower else sequence) + '*' * stop
@@ -62,8 +62,8 @@ def test_a_sequence_does_not_depend_on_how_it_is_written(
     assert len(set(at)) == len(at)
 
 
-def test_edges(tmp_path):
-    """What is no sequence is told, and spoils nothing around it."""
+def test_broken_records_are_reported_and_spoil_nothing_around_them(tmp_path):
+    """A record that is no sequence carries an error, and its neighbours are read correctly."""
     content = (
         b'\xef\xbb\xbf' * 0
         + b'ACD\nEFG\n\n>\nACD\n; a comment\nEF\n>empty\n\n>gap\nAC-D\n>inside\nAC*D\n>end\nACD*\n>last'
@@ -78,7 +78,7 @@ def test_edges(tmp_path):
         ('ACD', None),
         ('', None),
     ]
-    marked = write(tmp_path / 'marked.fa', b'\xef\xbb\xbf>a\nAC\n')  # Notepad's
+    marked = write(tmp_path / 'marked.fa', b'\xef\xbb\xbf>a\nAC\n')  # Notepad writes this mark
     assert [(d.text, d.error) for d in documents(marked)] == [('AC', None)]
     assert documents(write(tmp_path / 'none.fa', b'')) == []
     assert documents(write(tmp_path / 'blank.fa', b'\n\n; nothing\n')) == []
@@ -136,7 +136,7 @@ def test_prepared_stores_count_bad_records_and_hold_the_same_sequences_out(tmp_p
 
 
 @given(st.text(LETTERS))
-def test_amino_acids_come_back(text):
+def test_amino_acids_decode_to_themselves(text):
     tokenizer = AminoAcids(AminoAcidsConfig().contents())
     ids = tokenizer.encode_batch([text])[0]
     assert tokenizer.decode(ids) == text

@@ -25,7 +25,7 @@ L, B = 10, 8
 
 
 class Numbers:
-    """A store of one split whose token i is first + i: a window then shows from which store and place it comes."""
+    """A store of one split whose token i is first + i: a window then shows its store and its place."""
 
     splits = ('train',)
     vocab_size = 2**31
@@ -73,7 +73,7 @@ def test_any_consecutive_examples_have_the_shares_to_less_than_two(weights):
         assert (shares.taken(n) == (counts[n - 1] if n else 0)).all()
 
 
-def test_shares_are_the_decimals_that_are_written():
+def test_shares_are_exact_decimals():
     assert to_whole_numbers([0.7, 0.3]) == [7, 3]
     assert to_whole_numbers([2, 4, 1.0]) == [2, 4, 1]
     fine = to_whole_numbers([0.123456789, 1, 1e-9])
@@ -82,8 +82,8 @@ def test_shares_are_the_decimals_that_are_written():
     assert fine[0] / MAX_PERIOD == pytest.approx(0.123456789 / 1.123456789, abs=2 / MAX_PERIOD)
 
 
-def test_the_order_is_written_down():
-    """A change here changes what every run on a mixture sees after a resume."""
+def test_the_order_of_sources_is_recorded():
+    """A change here changes the data that every run on a mixture reads after a resume."""
     assert Shares([0.5, 0.3, 0.2])(np.arange(10))[0].tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2]
 
 
@@ -97,7 +97,7 @@ def test_shares_over_a_thousand_steps_and_epochs_of_each_source(mixture):
     for i, tokens in enumerate(TOKENS.values()):
         own, count = starts[source == i] - firsts[i], (tokens - 1) // L
         for epoch in (own[k : k + count] for k in range(0, len(own), count)):
-            assert len(set(epoch.tolist())) == len(epoch)  # no window twice in an epoch
+            assert len(set(epoch.tolist())) == len(epoch)  # no window comes twice in an epoch
             assert set(epoch % L) == {0}
             assert len(epoch) < count or sorted(epoch) == [L * k for k in range(count)]
     assert made.epochs(1000) == {'books': 40.0, 'web': 2400 / 4000, 'code': 1600 / 1234}
@@ -108,14 +108,14 @@ def test_shares_over_a_thousand_steps_and_epochs_of_each_source(mixture):
 
 @hypothesis.given(step=st.integers(0, 10**9))
 @hypothesis.settings(deadline=None, max_examples=30, suppress_health_check=list(hypothesis.HealthCheck))
-def test_a_step_does_not_depend_on_those_before(mixture, step):
+def test_a_step_does_not_depend_on_earlier_steps(mixture, step):
     walked = windows(mixture)
     for earlier in range(max(0, step - 3), step):
         walked.starts(earlier)
     assert (walked.starts(step) == windows(mixture).starts(step)).all()
 
 
-def test_batches_that_are_left_out_before_and_after_a_resume(mixture):
+def test_batches_are_left_out_before_and_after_a_resume(mixture):
     plain, skipping = windows(mixture), windows(mixture, skip=((3, 5), (8, 9)))
     kept = [b for b in range(63) if b not in (3, 4, 8)]
     for step, batch in enumerate(kept):
@@ -152,7 +152,7 @@ def test_losses_by_source(mixture):
     assert told['loss/web'] == np.mean([1, 5, 7])
     assert told['loss/code'] == 3
     assert told['epochs/books'] == 4 / 100
-    # where not all targets count, each that does counts alike, and a window without any not at all
+    # If only some targets count, all of these have the same weight. A window without any has no weight.
     told = made.by_source(0, losses, np.array([[3, 2, 0, 0], [1, 0, 0, 6]]))
     assert told['loss/books'] == np.mean([0, 0, 0, 4])
     assert told['loss/web'] == np.mean([1] * 2 + [7] * 6)
@@ -165,7 +165,7 @@ def test_losses_by_source(mixture):
 
 @pytest.fixture(scope='module')
 def stores(tokens, tmp_path_factory):
-    """A folder of two stores of the tokenizer of `tokens`, and of one of another."""
+    """Returns a folder with two stores of the tokenizer of `tokens`, and one store of another tokenizer."""
     folder = tmp_path_factory.mktemp('stores')
     tokenizer = TokenStore.open(str(tokens)).tokenizer()
     text = (tokens.parent / 'text' / 'train' / 'typing.txt').read_text()
@@ -194,7 +194,7 @@ def test_stores_are_opened_by_name(stores, tokens):
     assert mixture.fingerprints['data'] != swapped.fingerprints['data'] != own[0].fingerprints['data']
 
 
-def test_what_does_not_fit_is_refused_by_name(stores):
+def test_stores_that_do_not_fit_are_refused_by_name(stores):
     def opened(path='', **mixture):
         return DataConfig(path=path or str(stores), mixture=mixture).open(32)
 

@@ -1,4 +1,5 @@
-"""Tokenizers of Hugging Face and of tiktoken: tokens as their libraries make them, text given back, stored alike."""
+"""Tokenizers of Hugging Face and of tiktoken: their libraries make the same tokens, text is restored, stores are the
+same."""
 
 import base64
 import collections
@@ -32,7 +33,7 @@ TEXT = words(20_000, seed=3) + "It's 1234 o'clock, WE'LL see…\r\n\n  Größe: 
 
 
 def hugging_face(normalizer=None, end='<|endoftext|>', special=()) -> bytes:
-    """A tokenizer.json of byte-level BPE, as GPT-2's."""
+    """Returns a tokenizer.json of byte-level BPE, as GPT-2 has."""
     made = hf.Tokenizer(hf.models.BPE())
     made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = hf.decoders.ByteLevel()
@@ -49,7 +50,7 @@ def hugging_face(normalizer=None, end='<|endoftext|>', special=()) -> bytes:
 
 
 def rank_file() -> bytes:
-    """Bytes and the commonest pairs of them, and of these."""
+    """Returns ranks of bytes, their commonest pairs, and the commonest pairs of these."""
     ranks = {bytes([i]): i for i in range(256)}
     raw = TEXT.encode()
     for length, count in ((2, 200), (4, 100)):
@@ -82,8 +83,8 @@ texts = st.text(st.characters(codec='utf-8')) | st.text(alphabet="ab'sLL1234 \n\
 
 
 @pytest.mark.parametrize('text', ['a' + ' ' * 1_500_000 + '\nb', '\n' * 2_100_000, ' \n' * 999_900])
-def test_white_space_of_any_length_comes_back(files, text):
-    """tiktoken panics at a million in a row, and no process can hand that panic to another."""
+def test_white_space_of_any_length_is_restored(files, text):
+    """tiktoken panics at a million spaces in a row, and no process can pass that panic to another process."""
     ranks = tokenizers.load(files / 'own.tiktoken')
     assert ranks.decode(ranks.encode(text)) == text
 
@@ -101,7 +102,7 @@ def test_decoding_gives_the_text_back(tokenizer, text):
     assert tokenizer.lossless
 
 
-def test_tokens_are_those_of_the_libraries(files):
+def test_tokens_equal_the_tokens_of_the_libraries(files):
     ours = tokenizers.load(files / 'tokenizer.json')
     theirs = hf.Tokenizer.from_file(str(files / 'tokenizer.json'))
     theirs.no_truncation()
@@ -117,8 +118,8 @@ def test_tokens_are_those_of_the_libraries(files):
         assert ours.piece(ord('a')) == 'a'
 
 
-def test_the_named_patterns_split_as_those_that_tiktoken_ships(monkeypatch):
-    """Its own are fetched with ranks from the network: only their patterns are looked at."""
+def test_the_named_patterns_split_like_the_patterns_of_tiktoken(monkeypatch):
+    """tiktoken downloads its encodings with their ranks: the test reads only the patterns."""
     import regex
     import tiktoken_ext.openai_public as public
 
@@ -129,7 +130,7 @@ def test_the_named_patterns_split_as_those_that_tiktoken_ships(monkeypatch):
         assert regex.findall(PATTERNS[name], hard) == regex.findall(theirs['pat_str'], hard), name
 
 
-def test_a_published_vocabulary_has_its_own_end(files):
+def test_a_published_vocabulary_has_its_own_end_of_document(files):
     ranks = {bytes([i]): i for i in range(256)} | {i.to_bytes(3, 'big'): i for i in range(256, 50_256)}
     gpt2 = b''.join(base64.b64encode(piece) + b' %d\n' % rank for piece, rank in ranks.items())
     (files / 'gpt2.tiktoken').write_bytes(gpt2)
@@ -137,7 +138,7 @@ def test_a_published_vocabulary_has_its_own_end(files):
     assert (found.eod_id, found.vocab_size, found.dtype) == (50_256, 50_257, np.uint16)
 
 
-def test_what_is_kept_is_the_whole_tokenizer(tokenizer, files):
+def test_the_whole_tokenizer_is_kept(tokenizer, files):
     again = tokenizers.from_bytes(tokenizer.model, tokenizer.eod_id)
     assert (again.sha256, again.eod_id) == (tokenizer.sha256, tokenizer.eod_id)
     assert again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
@@ -149,7 +150,7 @@ FIXED = [cls() for cls in REGISTRY.values() if issubclass(cls, TokenizerChoice) 
 
 
 @pytest.mark.parametrize('choice', FIXED, ids=lambda choice: choice.gin_name)
-def test_every_tokenizer_that_needs_no_training_gives_its_text_back(choice):
+def test_every_tokenizer_without_training_restores_its_text(choice):
     tokenizer = tokenizers.from_bytes(choice.contents())
     assert [kind for kind in Tokenizer.__subclasses__() if kind.recognises(choice.contents())] == [type(tokenizer)]
     assert tokenizer.file_name in tokenizers.FILE_NAMES
@@ -187,7 +188,7 @@ def test_prepared_and_read_back(name, files, tmp_path):
     assert 'is already prepared' in output.getvalue()
 
 
-def test_a_tokenizer_that_loses_something_is_reported(files, tmp_path):
+def test_a_tokenizer_that_loses_text_is_reported(files, tmp_path):
     (tmp_path / 'text.jsonl').write_text(''.join(json.dumps({'text': t}) + '\n' for t in ('low', 'High', 'low', 'x')))
     told = TokenizerConfig(model_path=str(files / 'lower.json'), end_of_document='<stop>')
     source, output = Jsonl(path=str(tmp_path / 'text.jsonl')), io.StringIO()
@@ -201,7 +202,7 @@ def test_a_tokenizer_that_loses_something_is_reported(files, tmp_path):
         prepare(other, str(tmp_path / 'store'), Console(file=output))
 
 
-def test_what_is_wrong_is_said(files, tmp_path):
+def test_wrong_tokenizers_are_refused_with_a_remedy(files, tmp_path):
     with pytest.raises(ConfigError, match=r'end_of_document = None: the tokenizer has none of <\|endoftext\|>, .*name'):
         tokenizers.load(files / 'lower.json')
     with pytest.raises(ConfigError, match=r"end_of_document = '</s>': the tokenizer has no such token"):
@@ -225,8 +226,8 @@ def test_what_is_wrong_is_said(files, tmp_path):
 
 
 @pytest.mark.parametrize('end', ['<|im_end|>', '<|endoftext|>'])
-def test_the_end_of_a_document_is_text_where_it_stands_in_one(end, tmp_path):
-    """Though the file does not call it special."""
+def test_an_end_token_inside_a_document_is_text(end, tmp_path):
+    """This holds even if the file does not call the token special."""
     made = hf.Tokenizer.from_str(hugging_face().decode())
     made.add_tokens([hf.AddedToken('<|im_end|>', special=False), hf.AddedToken('[MASK]', special=False)])
     made.save(str(tmp_path / 'tokenizer.json'))
@@ -238,8 +239,8 @@ def test_the_end_of_a_document_is_text_where_it_stands_in_one(end, tmp_path):
     assert found.decode([*ids, found.eod_id, found.mask_id]) == text
 
 
-def test_generated_text_is_written_as_it_comes(tokenizer):
-    """Characters of several tokens appear when they are whole."""
+def test_generated_text_is_printed_once_characters_are_complete(tokenizer):
+    """A character of several tokens appears once all of them are there."""
     from lm.inference.generation import TextStream
 
     text = 'Größe 👩‍👩‍👧 12 €, WE see.\n'
@@ -265,7 +266,7 @@ def test_ids_between_ranks_and_special_tokens_have_no_text():
 
 
 def test_special_tokens_and_masks_are_known(files):
-    """What may not be hidden, and what hides others."""
+    """The test covers tokens that must not be hidden, and the token that hides others."""
     masked = tokenizers.from_bytes(hugging_face(special=['[MASK]']))
     assert (masked.eod_id, masked.mask_id, masked.special_ids) == (0, 2, (0, 1, 2))
     plain, ranks = (tokenizers.load(files / name) for name in ('tokenizer.json', 'own.tiktoken'))

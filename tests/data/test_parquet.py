@@ -18,7 +18,7 @@ TEXTS = [words(1 + i % 40, seed=i) for i in range(200)]
 
 
 def write(path, texts=TEXTS, kind='string', rows=30, **options):
-    """A file of row groups, with another column and one of a confusing name in front."""
+    """Writes a file of row groups, with another column and a column of a similar name in front."""
     import pyarrow.parquet
 
     columns = {'meta': [{'text': 'no'}] * len(texts), 'text': pyarrow.array(texts, kind)}
@@ -40,8 +40,8 @@ def test_rows_come_in_order_by_split(tmp_path, kind):
 
 
 @pytest.mark.parametrize('place', ['data/{}-0000{}-of-00002.parquet', '{}/000{}.parquet'])
-def test_a_data_set_as_it_lies_on_the_hub(tmp_path, place):
-    """A snapshot of the hub's cache: links to files that are named by their hashes."""
+def test_a_snapshot_of_the_hub_is_read(tmp_path, place):
+    """A snapshot in the hub's cache has links to files that are named by their hashes."""
     (tmp_path / 'blobs').mkdir()
     for i, (split, some) in enumerate((('train', TEXTS[:150]), ('train', TEXTS[150:]), ('test', TEXTS[:7]))):
         blob = tmp_path / 'blobs' / str(i)
@@ -103,7 +103,7 @@ def test_wrong_columns_and_files_are_one_line(tmp_path, monkeypatch):
             source.shards('train')
 
 
-def test_a_store_from_parquet_is_that_from_json_lines(tmp_path):
+def test_a_store_from_parquet_equals_a_store_from_json_lines(tmp_path):
     for split, own in {'train': TEXTS, 'validation': TEXTS[:9]}.items():
         write(tmp_path / f'{split}.parquet', own)
         (tmp_path / f'{split}.jsonl').write_text(''.join(json.dumps({'text': text}) + '\n' for text in own))

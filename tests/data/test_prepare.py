@@ -65,7 +65,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def reference(corpus, tmp_path_factory):
-    """A store made in one go by one process."""
+    """Returns a store made in one run by one process."""
     path = tmp_path_factory.mktemp('store') / 'reference'
     run(TextFiles(path=str(corpus)), path)
     return path
@@ -94,8 +94,9 @@ def test_the_number_of_processes_changes_no_byte(corpus, reference, tmp_path):
     assert digests(tmp_path / 'other') == digests(reference)
 
 
-def test_killed_at_any_time_it_goes_on_and_changes_no_byte(corpus, reference, tmp_path):
-    """SIGKILL while the tokenizer is trained, while shards are tokenised (twice) and while the arrays are written."""
+def test_a_killed_preparation_continues_and_changes_no_byte(corpus, reference, tmp_path):
+    """SIGKILL comes while the tokenizer is trained, while shards are tokenized (twice) and while the arrays are
+    written."""
     path = tmp_path / 'killed'
     work = path / 'unfinished'
     finish = tmp_path / 'finish'
@@ -104,7 +105,7 @@ def test_killed_at_any_time_it_goes_on_and_changes_no_byte(corpus, reference, tm
         'from lm.data.tokenizers import *\n'
         'import os, time\n'
         'from lm.data import store\n'
-        'def when_told(*arguments):\n'  # the kill comes before dataset.json is there, however late it is
+        'def when_told(*arguments):\n'  # however late the kill comes, it comes before dataset.json is there
         f'    while not os.path.exists({str(finish)!r}):\n'
         '        time.sleep(0.002)\n'
         '    return write_info(*arguments)\n'
@@ -151,7 +152,7 @@ if __name__ == '__main__':
 
 
 def test_a_closed_terminal_ends_the_command_and_its_workers(corpus, tmp_path):
-    """The system tells all of them at once."""
+    """The system sends the signal to all of them at once."""
     (tmp_path / 'program.py').write_text(TERMINAL)
     bindings = {'prepare.source': '@text_files()', 'text_files.path': str(corpus), 'prepare.processes': 2}
     flags = tiny.params(bindings | {'data.path': str(tmp_path / 'store')})
@@ -161,7 +162,7 @@ def test_a_closed_terminal_ends_the_command_and_its_workers(corpus, tmp_path):
     while not (tmp_path / 'started').exists() and process.poll() is None:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGHUP)
-    errors = process.communicate(timeout=60)[1]  # which ends when the last one does that could write there
+    errors = process.communicate(timeout=60)[1]  # this ends when the last writer of stderr has ended
     assert (process.returncode, errors) == (42, 'lm prepare: stopped; the same command goes on from here\n')
 
 
@@ -171,7 +172,7 @@ def test_a_url_is_a_path_too(corpus, reference, tmp_path):
     assert TokenStore.open(f'file://{tmp_path}/store/').fingerprint == TokenStore.open(str(reference)).fingerprint
 
 
-def test_a_source_that_has_changed_since_is_told(tmp_path):
+def test_a_source_that_has_changed_since_is_reported(tmp_path):
     def say() -> str:
         console = Console(file=io.StringIO(), width=60)
         prepare(config, str(tmp_path / 'store'), console)
@@ -195,7 +196,7 @@ def test_a_source_that_has_changed_since_is_told(tmp_path):
     first.rename(first.with_name('moved.txt'))
     assert 'kB to others of that size' in say()
     first.with_name('moved.txt').rename(first)
-    # Nothing is made up of a source that is gone, or of a store of an earlier version.
+    # There is no message about a source without files, nor a false one about a source that is gone.
     for path in (text / 'train').iterdir():
         path.unlink()
     assert 'has changed' not in say()
@@ -205,7 +206,7 @@ def test_a_source_that_has_changed_since_is_told(tmp_path):
     assert digests(tmp_path / 'store') == held
 
 
-def test_a_store_of_an_earlier_version_says_nothing_of_its_files(corpus, tmp_path):
+def test_a_store_of_an_earlier_version_gives_no_message_about_changed_files(corpus, tmp_path):
     source = TextFiles(path=str(corpus))
     run(source, tmp_path / 'store')
     info = {k: v for k, v in store.read_info(str(tmp_path / 'store')).items() if k not in ('files', 'checksum')}
@@ -216,7 +217,7 @@ def test_a_store_of_an_earlier_version_says_nothing_of_its_files(corpus, tmp_pat
 
 
 @pytest.mark.parametrize('unit', [1000, 10**9])
-def test_what_tells_that_files_have_changed_does_not_depend_on_how_they_are_cut(unit, tmp_path):
+def test_the_inventory_of_files_does_not_depend_on_the_cuts(unit, tmp_path):
     for name in 'ab':
         (tmp_path / f'{name}.jsonl').write_text('{"text": "one"}\n' * 500)
     source = Jsonl(path=str(tmp_path / '*.jsonl'))
@@ -245,8 +246,8 @@ def test_a_finished_store_is_left_alone(corpus, reference):
     assert digests(reference) == before
 
 
-def test_what_is_left_of_making_a_finished_store_goes(corpus, reference):
-    """It was killed between dataset.json and the end."""
+def test_remains_beside_a_finished_store_are_deleted(corpus, reference):
+    """They come from a kill between dataset.json and the end."""
     before = digests(reference)
     left = reference / 'unfinished' / 'train' / '000000.tokens'
     left.parent.mkdir(parents=True)
@@ -256,12 +257,14 @@ def test_what_is_left_of_making_a_finished_store_goes(corpus, reference):
     assert digests(reference) == before
 
 
-def test_a_store_that_another_preparation_has_made_meanwhile_is_left_alone(corpus, reference, tmp_path, monkeypatch):
-    """Trainings may read it by then."""
+def test_a_store_that_another_preparation_has_finished_meanwhile_is_left_alone(
+    corpus, reference, tmp_path, monkeypatch
+):
+    """Trainings may already read it."""
     path = tmp_path / 'store'
     fetch = TextFiles.fetch
 
-    def slow(self, log):  # until the other one is done
+    def slow(self, log):  # it waits until the other preparation has ended
         shutil.copytree(reference, path)
         fetch(self, log)
 
@@ -332,7 +335,7 @@ def test_bad_records_are_counted_and_named_or_stop(tmp_path):
         run(source, tmp_path / 'store', max_document_bytes=40_000, strict=True)
 
 
-def test_strict_trusts_no_shard_of_a_preparation_that_was_begun_without(tmp_path, monkeypatch):
+def test_strict_checks_shards_again_that_a_preparation_without_it_began(tmp_path, monkeypatch):
     lines = [json.dumps({'text': words(200, seed=i)}).encode() for i in range(30)]
     for split in ('train', 'validation'):
         (tmp_path / f'{split}.jsonl').write_bytes(b'\n'.join([*lines, b'{"text": ""}']))
@@ -346,7 +349,7 @@ def test_strict_trusts_no_shard_of_a_preparation_that_was_begun_without(tmp_path
 
 
 def test_published_word_counts_are_recorded(tmp_path):
-    """Of a folder with PG-19's books as its authors distribute them, without its metadata.csv."""
+    """The folder has PG-19's books as its authors distribute them, without its metadata.csv."""
     corpus = write_text(tmp_path / 'text', files=2)
     (corpus / 'validation' / '0.txt').unlink()
     for i in range(50):
@@ -388,7 +391,7 @@ def test_an_existing_tokenizer(tmp_path):
     assert TokenStore.open(str(tmp_path / 'store')).tokenizer().vocab_size == 400
 
 
-def test_the_sample_is_bounded_and_from_all_over(tmp_path):
+def test_the_tokenizer_sample_has_a_limit_and_comes_from_the_whole_text(tmp_path):
     source = TextFiles(path=str(write_text(tmp_path, files=20, n=30_000)))
     job = Preparation(source, 'none', 10**8, tmp_path, False)
     shards = source.shards('train')
@@ -401,7 +404,7 @@ def test_the_sample_is_bounded_and_from_all_over(tmp_path):
     assert sample == list(Sample(job, 300_000, shards))
 
 
-def test_two_at_once_and_a_full_disk_are_one_line(tmp_path):
+def test_a_second_preparation_and_a_full_disk_are_refused_in_one_line(tmp_path):
     corpus = write_text(tmp_path / 'text', files=2, n=60_000)
     path = tmp_path / 'store'
     experiment = types.SimpleNamespace(
@@ -414,7 +417,7 @@ def test_two_at_once_and_a_full_disk_are_one_line(tmp_path):
         with pytest.raises(LmError, match='another `lm prepare` works on it'):
             run_prepare(experiment.prepare, experiment.data.path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # for the workers too
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # the workers get this limit too
     try:
         with pytest.raises(LmError, match=r'File too large.*run the same command again') as error:
             run_prepare(experiment.prepare, experiment.data.path)
@@ -430,9 +433,9 @@ def test_no_worker_is_left_when_the_thread_of_the_pool_reaps_them(monkeypatch):
 
     def late(*arguments):
         main = threading.current_thread() is threading.main_thread()
-        time.sleep(0.1 * main)  # so that the other thread reaps
+        time.sleep(0.1 * main)  # so that the other thread collects the process
         result = reap(*arguments)
-        time.sleep(0.5 * (result[0] and not main))  # the process is gone, and nobody was told
+        time.sleep(0.5 * (result[0] and not main))  # the process has ended, and no event says so
         return result
 
     before = multiprocessing.active_children()
@@ -452,7 +455,7 @@ def test_no_worker_is_left_when_the_thread_of_the_pool_reaps_them(monkeypatch):
         ('unfinished/settings.json', '{"sour', r'settings.json: damaged; delete the folder .*unfinished'),
     ],
 )
-def test_what_stands_in_the_way_is_one_line(tmp_path, name, content, message):
+def test_files_of_a_wrong_kind_are_reported_in_one_line(tmp_path, name, content, message):
     corpus, path = write_text(tmp_path / 'text', files=1), tmp_path / 'store' / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(parents=True) if content is None else path.write_text(content)
@@ -464,7 +467,7 @@ def test_what_stands_in_the_way_is_one_line(tmp_path, name, content, message):
     assert error.value.exit_code in (2, 44)
 
 
-def test_no_usable_text_is_one_line(tmp_path):
+def test_a_source_without_usable_text_is_reported_in_one_line(tmp_path):
     (tmp_path / 'train.jsonl').write_bytes(b'caf\xe9\n\n{}\n')
     with pytest.raises(MismatchError, match='no usable text to train the tokenizer on'):
         run(Jsonl(path=str(tmp_path)), tmp_path / 'store')
@@ -472,8 +475,8 @@ def test_no_usable_text_is_one_line(tmp_path):
 
 @needs_corpora
 @pytest.mark.smoke
-def test_real_text_through_tfds_and_through_files(tmp_path):
-    """Wikipedia with its markers is the same whichever way it comes; web text as TFDS has it."""
+def test_real_text_is_the_same_through_tfds_and_through_files(tmp_path):
+    """Both ways give the same text: Wikipedia with its markers, and web text as TFDS has it."""
     write_real_tfds(tmp_path / 'tfds')
     tokenizer = TokenizerConfig(vocab_size=2000)
     stores = []

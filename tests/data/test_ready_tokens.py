@@ -1,4 +1,4 @@
-"""Files of ready tokens: the store holds the tokens of the file, and knows the text that they are of."""
+"""Files of ready tokens: the store holds the tokens of the file, and can decode them."""
 
 import dataclasses
 import io
@@ -32,7 +32,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def documents(model):
-    """Token ids of each text, without an end."""
+    """Returns the token ids of each text, without an end token."""
     tokenizer = tokenizers.load(model)
     return [tokenizer.encode(text) for text in TEXTS]
 
@@ -48,7 +48,7 @@ def write_llm_c(path, tokens, dtype):
 
 
 def write_megatron(base, documents, code, dtype, sequences_a_document=1):
-    """As Megatron-LM's IndexedDatasetBuilder writes it."""
+    """Writes the file as Megatron-LM's IndexedDatasetBuilder does."""
     pieces = [piece for ids in documents for piece in np.array_split(ids.astype(dtype), sequences_a_document)]
     lengths = np.array([len(piece) for piece in pieces], '<i4')
     pointers = (np.cumsum(lengths, dtype='<i8') - lengths) * np.dtype(dtype).itemsize
@@ -95,7 +95,7 @@ def test_tokens_of_bin_files(kind, documents, model, tmp_path):
 
 
 def test_an_end_before_each_document_stays_where_it_is(documents, model, tmp_path):
-    """As llm.c has it; behind the last document the store adds the one that it needs."""
+    """llm.c puts the end there. The store adds the one end that it needs, after the last document."""
     tokens = np.concatenate([part for ids in documents for part in ([EOD], ids)])
     (tmp_path / 'bin').mkdir()
     write_llm_c(tmp_path / 'bin' / 'edu_train_000001.bin', tokens, '<u2')
@@ -140,7 +140,7 @@ def test_tokens_of_megatron(code, dtype, is_ended, documents, model, tmp_path):
         np.testing.assert_array_equal(np.concatenate(found), np.concatenate(given[:100]))
 
 
-def test_what_does_not_fit_is_refused(documents, model, tmp_path):
+def test_files_that_do_not_fit_are_refused(documents, model, tmp_path):
     ended(documents).astype('<u2').tofile(tmp_path / 'train.bin')
     source = TokenFiles(path=str(tmp_path / 'train.bin'), eod=EOD)
     with pytest.raises(ConfigError, match=r"token_files.eod = 2: the tokenizer's end-of-document token is 1; set"):

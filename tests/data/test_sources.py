@@ -53,7 +53,7 @@ def test_pg19_is_known_by_the_names_and_the_number_of_its_books(tmp_path):
     assert folder_of(tmp_path, books).published_words('validation', 50) == 3_007_061
     assert folder_of(tmp_path, [*books, *(b + 1 for b in books)], 'test').published_words('test', 100) == 6_966_499
     assert folder_of(tmp_path, books[:-1]).published_words('validation', 49) is None
-    assert folder_of(tmp_path, books).published_words('validation', 49) is None  # one of them is a bad record
+    assert folder_of(tmp_path, books).published_words('validation', 49) is None  # one of the books is a bad record
     assert folder_of(tmp_path, range(50)).published_words('validation', 50) is None
     assert folder_of(tmp_path, range(10_000, 10_050)).published_words('validation', 50) is None
     assert folder_of(tmp_path, [f'{b}-0' for b in books]).published_words('validation', 50) is None
@@ -148,7 +148,7 @@ def test_jsonl_by_split_and_by_share(tmp_path):
     assert sorted(train + validation) == sorted(expected)
 
 
-def test_files_of_one_name_in_many_folders_are_held_out_one_by_one(tmp_path):
+def test_files_with_one_name_in_many_folders_are_held_out_individually(tmp_path):
     for i in range(60):
         (tmp_path / f'{i}').mkdir()
         (tmp_path / f'{i}' / 'data.jsonl').write_text(json.dumps({'text': f'document {i}'}))
@@ -157,12 +157,12 @@ def test_files_of_one_name_in_many_folders_are_held_out_one_by_one(tmp_path):
     train, validation = texts(source, 'train'), texts(source, 'validation')
     assert 8 < len(validation) < 30
     assert len({*train, *validation}) == 61
-    # A name that no other file has counts alone, wherever it lies.
+    # Files of a unique name count by the name alone, in any folder.
     hashed = [source._hashed(f'{tmp_path}/0/{name}.jsonl@7') for name in ('other', 'data')]
     assert hashed == ['other.jsonl@7', '/0/data.jsonl@7']
 
 
-def test_what_lies_there_packed_and_unpacked_is_refused(tmp_path):
+def test_a_file_that_is_also_there_packed_is_refused(tmp_path):
     (tmp_path / 'train.jsonl').write_text('{"text": "a"}')
     (tmp_path / 'train.jsonl.gz').write_bytes(gzip.compress(b'{"text": "a"}'))
     for path in (tmp_path, tmp_path / '*'):
@@ -183,7 +183,7 @@ def test_jsonl_does_not_depend_on_the_cuts(tmp_path, monkeypatch):
         assert documents(source, 'train') == whole
 
 
-def test_a_byte_order_mark_before_json_is_none_of_it(tmp_path):
+def test_a_byte_order_mark_before_json_is_ignored(tmp_path):
     lines = [json.dumps({'text': text}, ensure_ascii=False) for text in ('\ufeffa', 'b')]
     (tmp_path / 'train.jsonl').write_text('\n'.join(lines), encoding='utf-8-sig')
     assert [d.text for d in documents(Jsonl(path=str(tmp_path)), 'train')] == ['\ufeffa', 'b']
@@ -221,8 +221,8 @@ def test_an_empty_gzip_stops(tmp_path):
         Jsonl(path=str(tmp_path)).shards('train')
 
 
-def test_what_is_no_file_is_not_read(tmp_path):
-    """A folder is passed over; what would hang, or has vanished with its disk, is refused."""
+def test_paths_that_are_no_regular_file_are_not_read(tmp_path):
+    """A folder is skipped. A file that would hang, or that has vanished with its disk, is refused."""
     write_text(tmp_path, files=2)
     (tmp_path / 'train' / 'folder.txt').mkdir()
     (tmp_path / 'train.jsonl').mkdir()
@@ -239,7 +239,7 @@ def test_what_is_no_file_is_not_read(tmp_path):
         Jsonl(path='/dev/zero').splits()
 
 
-def test_brackets_are_a_pattern_where_no_file_or_folder_is_called_so(tmp_path):
+def test_brackets_are_a_pattern_unless_a_file_or_folder_has_that_name(tmp_path):
     for name in ('text [2]', 'text 2'):
         (tmp_path / name).mkdir()
         for file in ('part-0', 'part-1', 'part-2', 'part-[0-1]'):
@@ -254,7 +254,7 @@ def test_brackets_are_a_pattern_where_no_file_or_folder_is_called_so(tmp_path):
     assert found('text 2/part-[0-1].jsonl') == ['text 2/part-[0-1]']
 
 
-def test_patterns_that_are_none(tmp_path):
+def test_an_invalid_pattern_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"jsonl.path = '.*/\*\*x': Invalid pattern.*; write another pattern"):
         Jsonl(path=f'{tmp_path}/**x').splits()
 
@@ -332,7 +332,7 @@ def test_tfds_array_record(data_dir, monkeypatch):
 
 
 def as_tf_records(folder):
-    """Turns a prepared data set of ArrayRecord files into one of TFRecord files."""
+    """Converts a prepared data set from ArrayRecord files to TFRecord files."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     for path in folder.glob('*.array_record*'):
@@ -366,7 +366,7 @@ def test_tfds_tf_record(data_dir, tmp_path, monkeypatch):
     file.write_bytes(b'\x01' + content[1:])
     with pytest.raises(MismatchError, match='damaged at record 0'):
         documents(source, 'train')
-    for seed in range(200):  # no flipped bit is read, wherever it lies
+    for seed in range(200):  # no flipped bit is read, wherever it is
         damaged, draw = bytearray(content), random.Random(seed)
         damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         file.write_bytes(damaged)
@@ -375,7 +375,7 @@ def test_tfds_tf_record(data_dir, tmp_path, monkeypatch):
 
 
 def test_checksum_of_tf_records():
-    """The check value of crc32c is 0xE3069283; rotated right by 15 bits and 0xA282EAD8 added."""
+    """crc32c has the check value 0xE3069283. The format rotates it right by 15 bits and adds 0xA282EAD8."""
     assert tfds_module.masked_crc(b'123456789') == struct.pack('<I', 0xC78AB0E5)
 
 
@@ -410,8 +410,8 @@ def test_wiki40b_markers():
     assert CLEANINGS['none'](article) == article
 
 
-def test_each_file_of_the_room_is_found():
-    """A source that is not named anywhere else can be named in gin, and stands in the lists of error messages."""
+def test_a_new_source_file_is_found():
+    """No other file names the source. It can be named in gin, and error messages list it."""
     files = {path.stem for path in pathlib.Path(base.__file__).parent.glob('*.py')} - {'__init__'}
     sources = {name: cls for name, cls in REGISTRY.items() if issubclass(cls, base.Source)}
     assert files - {cls.__module__.rpartition('.')[2] for cls in sources.values()} == {'base', 'folder', 'patterns'}

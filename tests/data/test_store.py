@@ -94,7 +94,8 @@ def test_fingerprint_depends_on_the_data_alone(tmp_path, original, tokens):
 
 
 def test_no_flipped_bit_is_read_silently(copy, tokens):
-    """Of every file of the store; a harmless flip (in padding) must leave what is read as it was."""
+    """The test flips bits in every file of the store. A harmless flip (in padding) must leave the tokens as
+    they were."""
     draw = random.Random(0)
     refused = 0
     for path in sorted(p for p in copy.rglob('*') if p.is_file() and 'validation' not in p.parts):
@@ -124,7 +125,7 @@ def test_damage_is_named(copy):
         store.read('train', 0, 100_000)
     with pytest.raises(MismatchError) as error:
         store.read('train', 0, 100_000)
-    assert 'tensorstore' not in str(error.value)  # nor its specification, of many lines
+    assert 'tensorstore' not in str(error.value)  # nor its specification of many lines
     assert len(store.read('train', 90_000, 100_000)) == 10_000
     file.unlink()
     with pytest.raises(MismatchError, match=r"split 'train', array 'tokens': .*missing"):
@@ -146,13 +147,13 @@ def test_damage_is_named(copy):
         ('Error opening "zarr3" driver: bad', MismatchError, 'the token store is damaged; copy or prepare it again'),
     ],
 )
-def test_what_tensorstore_says_is_cut_to_a_line(original, text, kind, remedy):
+def test_messages_of_tensorstore_are_cut_to_a_line(original, text, kind, remedy):
     error = TokenStore.open(str(original))._damage('train', 'tokens', ValueError(text))
     assert type(error) is kind
     assert str(error) == f"{original}: split 'train', array 'tokens': {text.partition(' [')[0]}: {remedy}"
 
 
-def test_other_arrays_than_described(copy, tokens):
+def test_arrays_that_differ_from_the_description_are_refused(copy, tokens):
     write_array(str(copy), 'train', 'tokens', [tokens[:-1]], len(tokens) - 1, 'uint16')
     with pytest.raises(MismatchError, match=r'is not what dataset.json says'):
         TokenStore.open(str(copy)).read('train', 0, 10)
@@ -187,7 +188,7 @@ def test_missing_edited_and_foreign_parts(copy, tmp_path):
             TokenStore.open(str(copy))
 
 
-def test_words_are_those_that_were_published(tmp_path, tokens):
+def test_published_word_counts_replace_own_counts(tmp_path, tokens):
     write_store(str(tmp_path), tokens[:1000], np.array([1000]), ('test',), published={'test': 77})
     assert TokenStore.open(str(tmp_path)).words('test') == 77
 

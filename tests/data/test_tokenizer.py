@@ -39,7 +39,7 @@ def test_decoding_gives_the_text_back(kind, text):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(texts, min_size=1, max_size=6))
-def test_documents_in_bulk_are_the_documents_one_by_one(documents):
+def test_encoding_in_bulk_equals_encoding_one_by_one(documents):
     tokenizer = TOKENIZERS['bpe']
     tokens, lengths = tokenizer.encode_documents(documents)
     assert tokens.dtype == np.uint16
@@ -106,7 +106,7 @@ def test_count_words_is_split(text):
     assert count_words(text, text.encode()) == len(text.split())
 
 
-def test_where_a_model_cannot_be():
+def test_model_paths_that_cannot_exist_are_refused():
     for path, message in (('http://x/y', 'http:// is not supported'), ('~nosuchuser/x', 'no such user')):
         with pytest.raises(ConfigError, match=f"tokenizer.model_path = '{path}': {message}"):
             tokenizers.load(path)
@@ -120,8 +120,8 @@ def test_special_tokens_are_known():
 @pytest.mark.parametrize(
     'texts', [['日本語中文字測試漢字天地人' * 400] * 3 + ['a b'], ['bb\n']], ids=['few spaces', 'none']
 )
-def test_spaces_come_back_where_the_text_has_hardly_any(texts):
-    """As Chinese has: SentencePiece leaves its rarest characters out of the pieces."""
+def test_spaces_are_restored_in_texts_with_few_spaces(texts):
+    """Chinese text has few: SentencePiece leaves the rarest characters out of the pieces."""
     tokenizer = SentencePiece(train(TokenizerConfig(vocab_size=280 if texts[1:] else 262), texts))
     assert tokenizer.lossless
     assert tokenizer.decode(tokenizer.encode('日 本  ▁ \n')) == '日 本  ▁ \n'

@@ -3,12 +3,14 @@
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from lm.data.dataset import DataConfig
 from lm.experiment import Experiment
-from lm.model import ModelConfig
-from lm.model.functions import ModelFunctions
+from lm.model import ModelConfig, build
+from lm.model.functions import ModelFunctions, split
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
 
@@ -46,3 +48,10 @@ def run_of(config: Experiment, weights):
     """What a format writes of."""
     store = types.SimpleNamespace(fingerprints={})
     return types.SimpleNamespace(experiment=config, weights=weights, store=store, step=7, tokenizer=None)
+
+
+def our_logits(config, weights, tokens):
+    """The logits of tokens [B, L], computed by `lm`."""
+    graph, _, _ = split(nnx.eval_shape(lambda: build(config.model, 0)))
+    model = nnx.merge(graph, weights['params'], weights['buffers'])
+    return np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens)))

@@ -5,8 +5,10 @@ import collections
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import resource
+import stat
 import subprocess
 import sys
 
@@ -32,7 +34,7 @@ from lm.errors import ConfigError, MismatchError
 from lm.files import lock
 from lm.interop.export_run import UNFINISHED, exporting
 from lm.interop.formats import FORMATS, FORMULAS, attention_source, formulated
-from lm.interop.import_run import fingerprints_of
+from lm.interop.import_run import fingerprints_of, load_given
 from lm.interop.names import from_tensors, places, to_tensors
 from lm.interop.tensors import read_tensors
 from lm.runs.initial import InitialParameters
@@ -451,3 +453,49 @@ def test_safetensors_hold_the_step(tmp_path):
     FORMATS['safetensors'].write(shapes.run_of(config, shapes.random_weights(config)), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {'model.safetensors', 'config.gin'}
     assert load_file(tmp_path / 'model.safetensors')['final_norm.weight'].shape == (32,)
+
+
+@pytest.mark.parametrize('mask', [0o022, 0o077, 0o002])
+def test_the_weights_have_the_mode_of_the_other_files(mask, tmp_path):
+    config, before = shapes.experiment(Softmax()), os.umask(mask)
+    try:
+        FORMATS['safetensors'].write(shapes.run_of(config, shapes.random_weights(config)), tmp_path)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o666 & ~mask}
+
+
+def test_an_import_of_an_export_is_evaluated_like_the_run(reference_run, tokens, tmp_path, capsys):
+    """The context length and the windows of the run go with it; what is given wins; paths and jobs stay behind."""
+    out, back = str(tmp_path / 'out'), str(tmp_path / 'back')
+    assert main(['export', '--run_dir', str(reference_run[0]), '--out', out]) == 0
+    assert main(['import', out, '--run_dir', back, '--set', f'data.path={tokens}']) == 0
+    assert evaluated(str(reference_run[0]), capsys) == evaluated(back, capsys)
+    experiment = load_given(out, [], ['train.context_length = 128'])
+    assert experiment.train.context_length == 128
+    assert experiment.data.path == ''
+    assert experiment.mesh.processes is None
+    assert load_given(out, [], []).train.context_length == tiny.MODEL['train.context_length']
+
+
+def evaluated(run: str, capsys) -> tuple[int, float]:
+    """(context length, perplexity) of what `lm evaluate` prints as JSON."""
+    capsys.readouterr()
+    assert main(['evaluate', '--run_dir', run, '--json']) == 0
+    shown = json.loads(capsys.readouterr().out)
+    return shown['context_length'], shown['perplexity']
+
+
+@pytest.mark.parametrize('heads', [4, 2])
+def test_the_page_says_enough_to_compute_a_logit(heads, tmp_path):
+    """Its code computes the logits of an export with NumPy alone."""
+    config = shapes.experiment(Softmax(), n_kv_heads=heads)
+    weights = shapes.random_weights(config)
+    FORMATS['huggingface'].write(shapes.run_of(config, weights), tmp_path)
+    page = (tiny.ROOT / 'docs' / 'exchange.md').read_text()
+    (code,) = [block for block in re.findall(r'```python\n(.*?)```', page, re.DOTALL) if 'def logits' in block]
+    names: dict = {}
+    exec(code.replace('exports/quickstart', str(tmp_path)), names)
+    tokens = np.random.default_rng(1).integers(0, 97, 24)
+    (ours,) = shapes.our_logits(config, weights, tokens[None])
+    np.testing.assert_allclose(names['logits'](tokens), ours, rtol=0, atol=1e-5 * np.abs(ours).max())

@@ -2,11 +2,9 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import shapes
-from flax import nnx
 from mechanisms_list import MECHANISMS
 
 from lm.attention import HeadDims
@@ -20,8 +18,6 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.cli import main
 from lm.experiment import load
 from lm.interop.formats import FORMATS
-from lm.model import build
-from lm.model.functions import split
 
 pytestmark = pytest.mark.interop
 torch = pytest.importorskip('torch', reason='needs PyTorch: scripts/test.sh -m interop')
@@ -54,12 +50,6 @@ SIGNED['performer gelu'] = 1e-2
 """Whose weights may be negative: part of the largest logit up to which two programs agree."""
 
 
-def our_logits(config, weights, tokens):
-    graph, _, _ = split(nnx.eval_shape(lambda: build(config.model, 0)))
-    model = nnx.merge(graph, weights['params'], weights['buffers'])
-    return np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens)))
-
-
 def check_equal(ours, theirs, tolerance=1e-5):
     """To a part of the largest logit."""
     assert np.isfinite(ours).all()
@@ -82,7 +72,7 @@ def test_transformers_computes_the_same(form, tmp_path, tokens):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
     with torch.no_grad():
         result = model(torch.tensor(tokens), labels=torch.tensor(tokens))
-    ours = our_logits(config, weights, tokens)
+    ours = shapes.our_logits(config, weights, tokens)
     # Sums of signed weights come near zero, and what is divided by them is rounded as differently.
     check_equal(ours, result.logits.numpy(), SIGNED.get(form, 1e-5))
     if form == 'softmax':
@@ -90,7 +80,7 @@ def test_transformers_computes_the_same(form, tmp_path, tokens):
         expected = -np.take_along_axis(normal[:, :-1], tokens[:, 1:, None], axis=-1).mean()
         assert result.loss.item() == pytest.approx(expected, rel=1e-5)
         written = model.generate(torch.tensor(tokens[:, :8]), max_new_tokens=4, do_sample=False)
-        first = our_logits(config, weights, tokens[:, :8])[:, -1].argmax(-1)
+        first = shapes.our_logits(config, weights, tokens[:, :8])[:, -1].argmax(-1)
         np.testing.assert_array_equal(written[:, 8].numpy(), first)
 
 
@@ -129,7 +119,7 @@ def test_llama_comes_in(tied, tmp_path, tokens):
     with Checkpointer(run / 'checkpoints') as saved:
         weights, _, _ = saved.restore(shapes.abstract_weights(config))
     with torch.no_grad():
-        check_equal(our_logits(config, weights, tokens), theirs(torch.tensor(tokens)).logits.numpy())
+        check_equal(shapes.our_logits(config, weights, tokens), theirs(torch.tensor(tokens)).logits.numpy())
 
 
 @pytest.mark.parametrize('tied', [False, True])
@@ -153,7 +143,7 @@ def test_gpt2_comes_in_and_goes_out(tied, tmp_path, tokens):
         weights, _, _ = saved.restore(shapes.abstract_weights(config))
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
-    check_equal(our_logits(config, weights, tokens), expected)
+    check_equal(shapes.our_logits(config, weights, tokens), expected)
     out = tmp_path / 'out'
     out.mkdir()
     task = dataclasses.replace(config, data=shapes.experiment(Softmax()).data)  # needs no tokenizer

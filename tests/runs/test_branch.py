@@ -75,7 +75,7 @@ def test_a_first_save_that_was_not_complete_is_not_missed(reference_run, tmp_pat
 @pytest.mark.parametrize(
     ('changes', 'code', 'message'),
     [
-        ({'step': 20}, 44, '--step 20: it has checkpoints of 30, 40; choose one of these'),
+        ({'step': 20}, 2, '--step 20: it has checkpoints of 30, 40; choose one of these'),
         ({'model__d_model': 64}, 44, 'of this run float32'),
         ({'train__context_length': 16}, 44, 'train.context_length was 32, now 16'),
         ({'train__steps': 30}, 2, '--step 30: train.steps = 30 leaves nothing to train'),

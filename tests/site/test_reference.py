@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import re
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -14,7 +15,9 @@ import tiny
 
 import lm
 import lm.ops
+from lm.attention import Attention
 from lm.config.configurable import REGISTRY
+from lm.config.setting import write_binding
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
 
@@ -119,6 +122,24 @@ def test_python_code_of_the_pages(path):
         assert is_file or pkgutil.resolve_name(name) is not None
 
 
+def test_python_code_of_the_check_page_runs():
+    """In a new process, in which no test has imported a module before."""
+    page = (tiny.ROOT / 'docs' / 'check.md').read_text()
+    (code,) = re.findall(r'```python\n(.*?)```', page, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, '-c', code], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert [int(word) > 0 for word in done.stdout.split()] == [True] * 3
+
+
+@pytest.mark.parametrize('path', tiny.PAGES, ids=lambda path: path.stem)
+def test_calls_of_the_pages_need_no_import_but_of_lm(path):
+    """`lm.a.b(…)` outside of a block works after `import lm` alone."""
+    for first in re.findall(r'`[^`\n]*\blm\.([a-z]\w*)(?:\.\w+)+\(', path.read_text()):
+        assert first in lm.PUBLIC, f'lm.{first}'
+
+
 def test_names_of_pages_become_links():
     assert lm_reference.fill('see `docs/check.md`') == 'see [`docs/check.md`](/check.md)'
     assert lm_reference.fill('`docs/benchmarks.md#gpu`') == '[`docs/benchmarks.md#gpu`](/benchmarks.md#gpu)'
@@ -143,7 +164,7 @@ def test_the_quotes_of_the_tutorial():
     """The shell leaves what the table says, and gin reads it or refuses it as the table says."""
     page = (tiny.ROOT / 'docs' / 'tutorials' / 'your_own_text.md').read_text()
     table = re.findall(r'^\| `--gin_param (.+?)` \| `(.+?)` \| (.+?) \|$', page, re.MULTILINE)
-    assert len(table) >= 6
+    assert len(table) >= 5
     for typed, received, meaning in table:
         assert shlex.split(typed) == [received]
         if 'error' in meaning:
@@ -154,3 +175,16 @@ def test_the_quotes_of_the_tutorial():
             value = getattr(getattr(load((), [received]), section), field)
             kinds = {'a number': int, 'a text': str, 'the same text': str, 'nothing': type(None)}
             assert isinstance(value, kinds.get(meaning, object))
+
+
+def test_the_settings_of_the_tutorial():
+    """The shell leaves a word that --set reads as the table says."""
+    page = (tiny.ROOT / 'docs' / 'tutorials' / 'your_own_text.md').read_text()
+    table = re.findall(r'^\| `--set (.+?)` \| ([\w ]+)', page, re.MULTILINE)
+    kinds = {'a text': str, 'a number': int, 'a list': tuple, 'yes': bool, 'nothing': type(None)}
+    kinds |= {'a mechanism': Attention, 'a text with a variable of the shell and a space': str}
+    assert len(table) >= 7
+    for typed, meaning in table:
+        (word,) = shlex.split(typed)
+        section, field = word.split('=')[0].split('.')
+        assert isinstance(getattr(getattr(load((), [write_binding(word)]), section), field), kinds[meaning.strip()])

@@ -11,16 +11,26 @@ import tiny
 sys.path.append(str(tiny.ROOT / 'docs' / 'extensions'))
 
 from lm_reference import files
+from lm_reference.keys import (
+    Accounts,
+    CheckpointRecord,
+    EvalRecord,
+    Leaf,
+    Ledger,
+    LockOwner,
+    PositionLoss,
+    RunInfo,
+    SavedEvaluation,
+    SplitInfo,
+    StartInfo,
+    StoreInfo,
+    SweepRow,
+    SweepTable,
+    TokenizerInfo,
+    TrainRecord,
+)
 
-from lm.checkpoint.snapshot import CheckpointRecord, Leaf
-from lm.data.store import SplitInfo, StoreInfo, TokenizerInfo
-from lm.evaluation.result import EvalRecord, PositionLoss, SavedEvaluation
-from lm.runs.goodput import Accounts, Ledger
-from lm.runs.info import RunInfo, StartInfo
-from lm.runs.lock import LockOwner
-from lm.runs.metrics_file import TrainRecord
 from lm.runs.run_dir import RunDir
-from lm.runs.sweep_file import SweepRow, SweepTable
 
 PAGE = (tiny.ROOT / 'docs' / 'reference' / 'files.md').read_text()
 OF_ORBAX = {'_CHECKPOINT_METADATA'}
@@ -133,4 +143,4 @@ def test_every_described_file_is_on_the_page():
         module, _, word = name.partition(':')
         for key, _, _ in files.own_keys(getattr(importlib.import_module(module), word)):
             assert f'\n| `{key}` |' in text
-    assert '(key-startinfo)=' in files.page('lm.runs.info:RunInfo')
+    assert '(key-startinfo)=' in files.page('lm_reference.keys:RunInfo')

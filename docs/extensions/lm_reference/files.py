@@ -1,7 +1,4 @@
-"""The keys of the files that `lm` writes: each is a `TypedDict` beside its writer, a key per line with its meaning.
-
-step: int  #: steps that are done
-"""
+"""The tables of the keys of files, made of the `TypedDict`s in `keys.py`."""
 
 import ast
 import importlib

@@ -31,6 +31,10 @@ class Family(abc.ABC):
         """Returns in words what no model here can compute; empty if a model here computes the same."""
         return []
 
+    def settings(self, folder: pathlib.Path) -> str | None:
+        """Returns the config.gin with all settings of the training, or None: such checkpoints have none."""
+        return None
+
     @abc.abstractmethod
     def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
         """Returns the model that computes the same. `allow_imports`: a config.gin in `folder` may import modules."""

@@ -15,8 +15,11 @@ class Ours(Family):
 
     model_types = (MODEL_TYPE,)
 
+    def settings(self, folder: pathlib.Path) -> str:
+        return str(folder / 'config.gin')
+
     def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
-        return load([str(folder / 'config.gin')], allow_imports=allow_imports).model
+        return load([self.settings(folder)], allow_imports=allow_imports).model
 
     def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
         ours = dict(theirs)
