@@ -15,12 +15,13 @@ from lm.errors import (
     exit_code_of,
     signals,
 )
-from lm.output import lasting, prepare_streams
+from lm.output import lasting, prepare_streams, quiet_libtpu
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
     # As the program, not as a module of another one or of its workers; before anything that takes its time.
     end_on_signals('lm')
     prepare_streams()
+    quiet_libtpu()
     # Warnings are plain lines: else the first library that logs by absl, as Orbax does, gives them another form.
     logging.getLogger().addHandler(logging.lastResort or logging.StreamHandler())
     # What is imported stays: looking for garbage in it would be a sixth of the time until a verb begins (`run`).
@@ -38,6 +39,7 @@ from typing import NoReturn
 
 from lm import __version__
 from lm.commands import find_verbs
+from lm.commands.flags import add_parser
 from lm.commands.verb import Verb
 
 VERBS = find_verbs()
@@ -52,10 +54,9 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog='lm',
-        formatter_class=raw,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         description='Pre-trains language models on TPUs, GPUs and laptops, with attention that a gin file selects.',
         epilog=f'`lm VERB --help` shows the flags of a verb and an example.\n\n{EXIT_CODES}',
@@ -63,17 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument('--version', action='version', version=f'lm {__version__}')
     verbs = parser.add_subparsers(dest='verb', metavar='VERB', required=True, title='verbs', parser_class=_Parser)
     for name, verb in VERBS.items():
-        sub = verbs.add_parser(
-            name,
-            help=verb.help,
-            description=f'{verb.help[0].upper()}{verb.help[1:]}.',
-            epilog=f'example:\n  {verb.example}\n\n{EXIT_CODES}{verb.exit_codes}',
-            formatter_class=raw,
-            allow_abbrev=False,
-        )
-        verb.add_flags(sub)
-        sub.add_argument('--debug', action='store_true', help='show the traceback of an error')
-        sub.set_defaults(parser=sub)
+        verb.add_flags(add_parser(verbs, name, verb.help, verb.example, f'\n\n{EXIT_CODES}{verb.exit_codes}'))
     return parser
 
 

@@ -1,13 +1,16 @@
 """Output that nobody takes any more: a reader that has gone, a full disk behind a redirection, a closed terminal.
 
 It stops no work whose results lie elsewhere. A command that does nothing but print ends there, as others do in a pipe.
+And messages of native libraries that tell the user nothing.
 """
 
 import contextlib
 import errno
+import glob
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -15,6 +18,55 @@ GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 """Nothing can be written there ever again. Elsewhere, as on a full disk, it is tried again with each line."""
 UNREAD = 128 + signal.SIGPIPE
 """The exit code of a command that ended because nobody read on: what shells show for those that the signal kills."""
+
+TPU_DEVICES = ('/dev/accel*', '/dev/vfio/[0-9]*')
+"""Device files of TPUs, in the forms of all generations."""
+WITHOUT_TPU = {'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_ACCELERATOR_TYPE': 'v5litepod-4'}
+"""Variables without which libtpu prints six lines of errors where it finds no TPU."""
+
+
+def quiet_libtpu() -> None:
+    """Keeps libtpu from printing errors on a machine without a TPU: JAX loads libtpu wherever it is installed.
+
+    Nothing changes where there is a TPU, where a variable of TPUs is set, and where JAX_PLATFORMS asks for a TPU.
+    """
+    has_tpu = any(glob.glob(pattern) for pattern in TPU_DEVICES)
+    is_set = any(name.startswith(('TPU_', 'CLOUD_TPU_')) for name in os.environ)
+    if not (has_tpu or is_set or 'tpu' in os.environ.get('JAX_PLATFORMS', '')):
+        os.environ.update(WITHOUT_TPU)
+
+
+def leave_out_lines(start: bytes) -> None:
+    """Leaves out the lines that native code prints on stdout and that begin with `start`, from now on.
+
+    Python itself then writes to a copy of stdout. Nothing changes where stdout is no file of the system (notebooks).
+    """
+    stream = sys.stdout._stream if isinstance(sys.stdout, _Lasting) else sys.stdout
+    try:
+        if stream.fileno() != 1:
+            return
+        stream.flush()
+    except (OSError, ValueError):
+        return
+    form = {'encoding': stream.encoding, 'errors': stream.errors}
+    copy = open(os.dup(1), 'w', **form)  # noqa: SIM115 (it lasts as long as the process)
+    copy.reconfigure(line_buffering=stream.line_buffering, write_through=stream.write_through)
+    reading, writing = os.pipe()
+    os.dup2(writing, 1)
+    os.close(writing)
+    if isinstance(sys.stdout, _Lasting):
+        sys.stdout._stream = copy
+    else:
+        sys.stdout = copy
+
+    def forward() -> None:
+        with open(reading, 'rb') as lines:
+            for line in lines:
+                if not line.startswith(start):
+                    with contextlib.suppress(OSError, ValueError):
+                        os.write(copy.fileno(), line)
+
+    threading.Thread(target=forward, name='native output', daemon=True).start()
 
 
 def prepare_streams() -> None:
@@ -40,6 +92,8 @@ def lasting(label: str, ends: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
+        with contextlib.suppress(OSError, ValueError):
+            getattr(sys.stdout, '_stream', streams[0]).flush()  # it may be a copy by now (`leave_out_lines`)
         sys.stdout, sys.stderr = streams
         for stream in streams:
             try:

@@ -7,6 +7,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec
 
 import numpy as np
@@ -65,6 +66,7 @@ class Curve:
         x, y: points [n].
         low, high: the band around them [n], such as the extremes over seeds; None: no band.
         tokens: behind each point [n]; None: not counted.
+        smoothed: some points are means of several measurements.
     """
 
     label: str
@@ -74,6 +76,7 @@ class Curve:
     low: np.ndarray | None = None
     high: np.ndarray | None = None
     tokens: np.ndarray | None = None
+    smoothed: bool = False
 
     @property
     def colour(self) -> str:
@@ -203,7 +206,7 @@ def draw_dots(path: os.PathLike | str, rows: Sequence[Curve], x_label: str) -> N
     everything = np.concatenate([row.x for row in rows])
     for i, row in enumerate(rows):
         heights = i - _stack_dots(row.x, np.ptp(everything))
-        axes.plot(row.x, heights, 'o', color=row.colour, markersize=4, alpha=0.75, markeredgewidth=0)
+        axes.plot(row.x, heights, row.marker, color=row.colour, markersize=4, alpha=0.75, markeredgewidth=0)
         if row.low is not None:
             axes.hlines(heights, row.low, row.high, color=row.colour, linewidth=0.8)
         if len(row.x) > 1:
@@ -260,8 +263,15 @@ def _make_figure(legend_rows: int, height: float = 2.15) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, path: Any) -> None:
+    """Writes each file beside its place first: a reader, or an interruption, finds the old picture or the new one."""
     for suffix in ('png', 'pdf'):
-        figure.savefig(f'{path}.{suffix}', metadata={'CreationDate': None} if suffix == 'pdf' else None)
+        target = Path(f'{path}.{suffix}')
+        temporary = target.with_name(f'.{target.stem}.tmp.{suffix}')
+        try:
+            figure.savefig(temporary, metadata={'CreationDate': None} if suffix == 'pdf' else None)
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _count_legend_columns(curves: Sequence[Curve]) -> int:

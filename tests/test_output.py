@@ -1,5 +1,6 @@
 """Output that nobody reads, or that finds no disk space: training goes on, and a command that only prints ends."""
 
+import importlib.util
 import os
 import pty
 import shutil
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 
-from lm.output import lasting
+from lm.output import WITHOUT_TPU, lasting, quiet_libtpu
 
 
 def command(*arguments: str) -> list[str]:
@@ -132,3 +133,57 @@ for _ in range(2):
 """
     done = subprocess.run([sys.executable, '-c', code], env=tiny.environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, 'told to stop\n' * 2)
+
+
+def test_lines_of_native_code_are_left_out():
+    """Python's own lines stay, in the order of their prints, and so does what else native code prints."""
+    code = """
+import os, sys, time
+from lm.output import lasting, leave_out_lines
+with lasting('lm'):
+    print('before [Gloo]')
+    leave_out_lines(b'[Gloo] ')
+    print('[Gloo] of Python')
+    os.write(1, b'[Gloo] Rank 0 is connected to 1 peer ranks\\n')
+    os.write(1, b'native\\n')
+    sys.stdout.flush()
+    time.sleep(0.3)
+"""
+    done = subprocess.run([sys.executable, '-c', code], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.decode().splitlines()) == ['[Gloo] of Python', 'before [Gloo]', 'native']
+
+
+@pytest.mark.parametrize(
+    ('devices', 'variables', 'is_quiet'),
+    [
+        ([], {}, True),
+        (['/dev/accel0'], {}, False),
+        ([], {'TPU_WORKER_ID': '0'}, False),
+        ([], {'JAX_PLATFORMS': 'tpu'}, False),
+        ([], {'JAX_PLATFORMS': 'cpu'}, True),
+    ],
+)
+def test_libtpu_is_quiet_where_there_is_no_tpu(devices, variables, is_quiet, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(('TPU_', 'CLOUD_TPU_', 'JAX_PLATFORMS'))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr('glob.glob', lambda pattern: [d for d in devices if d.startswith(pattern[:8])])
+    kept = dict(os.environ)
+    quiet_libtpu()
+    added = {name: os.environ[name] for name in os.environ.keys() - kept.keys()}
+    for name in added:
+        monkeypatch.delenv(name)
+    assert added == (WITHOUT_TPU if is_quiet else {})
+
+
+@pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
+def test_a_command_with_libtpu_prints_none_of_its_lines(reference_run):
+    """This machine has no TPU."""
+    environment = {name: value for name, value in tiny.environment().items() if not name.startswith('TPU_')}
+    words = command('generate', '--run_dir', str(reference_run[0]), '--prompt', 'a', '--max_tokens', '1')
+    done = subprocess.run(words, env=environment, cwd=tiny.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert len(done.stderr.splitlines()) == 1, done.stderr  # its own, with the count of tokens
+    assert 'TPU' not in done.stderr

@@ -23,26 +23,10 @@ NOT_YET = (
     'errors.py',
     'files.py',
     'hardware.py',
-    'ops',
     'plots.py',
     'runs',
 )
-NOT_YET_TESTS = (
-    'eval_harness',
-    'evaluation',
-    'faults',
-    'interop',
-    'model',
-    'ops',
-    'runs',
-    'scripts',
-    'session',
-    'sweep',
-    'tasks',
-    'trackers',
-    'training',
-)
-EXCEPTIONS = (*(f'lm/{name}' for name in NOT_YET), *(f'tests/{name}' for name in NOT_YET_TESTS))
+EXCEPTIONS = tuple(f'lm/{name}' for name in NOT_YET)
 """Files and folders whose prose is still as it was."""
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 from lm.attention.base import HeadDims, NormedModule, score_scale, score_start
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.sketches import SKETCHES, Sketched
-from lm.attention.recurrent.gate import GATED, forget_gate, gate_projections
+from lm.attention.recurrent.gate import Gated
 from lm.config.configurable import configurable, field
 from lm.ops.exact_attention import polynomial_attention
 from lm.ops.linear_attention import IMPLEMENTATIONS, SQUARE, LinearCall, Options, PolynomialKernel
@@ -23,7 +23,7 @@ def power_of_two(value: int) -> str | None:
 
 
 @configurable('polysketch')
-class Polysketch(LinearAttention):
+class Polysketch(Gated, LinearAttention):
     """Weights ⟨ψ(q'_i), ψ(k'_j)⟩² / (b + Σ), where ' is layer normalization and ⟨ψ(x), ψ(y)⟩ ≈ ⟨x, y⟩^(degree/2);
     with `local`, ⟨q'_i, k'_j⟩^degree where i and j are in the same block. A context of one block is then computed
     exactly. With `gate` all weights fade, far and near. The defaults are the paper's, which does not say where scores
@@ -44,9 +44,6 @@ class Polysketch(LinearAttention):
     per_head: bool = field(default=False, help='each key head has its own sketch; False: one for the layer')
     denominator_bias: float = field(default=1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
     offset: float = field(default=2.0, minimum=0, help='first mean of scores, in their standard deviations')
-    gate: bool = field(
-        default=False, help='each token decides, for each key head, how much it leaves of all weights before it'
-    )
     implementation: str | None = field(
         default=None,
         choices=tuple(IMPLEMENTATIONS),
@@ -56,9 +53,6 @@ class Polysketch(LinearAttention):
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'PolysketchAttention':
         return PolysketchAttention(self, dims, rngs)
-
-    def projections(self, dims: HeadDims) -> dict[str, int]:
-        return gate_projections(self.gate, dims.n_kv_heads)
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         """Counts the r (r + 1) / 2 products of a sketch that differ. Kernels form them in tiles of 8 × 8: 640 where 528
@@ -75,7 +69,7 @@ class Polysketch(LinearAttention):
     def why_causal(self) -> str | None:
         if self.local:
             return 'polysketch.local = True: the exact blocks have the causal mask; set it to False'
-        return GATED.format('polysketch') if self.gate else None
+        return super().why_causal()
 
     @classmethod
     def kernel_forms(cls) -> dict[str, Self]:
@@ -93,7 +87,7 @@ class PolysketchAttention(NormedModule, LinearModule):
         self.dims = dims
         self.implementation = config.implementation
         self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim))
-        self.gate = forget_gate(config.gate, dims.n_kv_heads)
+        self.gate = config.build_gate(dims)
         n = dims.n_kv_heads if config.per_head else 1
         self.sketch = SKETCHES[config.sketch](
             n, dims.head_dim, config.sketch_size, config.degree // 2, config.network_width, rngs

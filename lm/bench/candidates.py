@@ -9,9 +9,10 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from lm.attention import DEFAULT, mechanisms
+from lm.bench.options import ComparedOptions
 from lm.config.checks import Statement, check_used, did_you_mean, find_used_bindings
 from lm.config.read import read
 from lm.config.resolve import map_sections, resolve
@@ -25,6 +26,8 @@ BASELINE = DEFAULT.gin_name
 """The mechanism that speeds are quoted against."""
 FEATURED = 'configs/attention/polysketch.gin'
 """The gin file of the mechanism that is compared with the baseline where the command line names none."""
+
+Chosen = TypeVar('Chosen', bound=ComparedOptions)
 
 
 @functools.cache
@@ -98,25 +101,17 @@ def candidates(
     return [candidate for candidate, *_ in resolved]
 
 
-@dataclasses.dataclass(frozen=True)
-class Selection:
-    """The configurations that a command line compares: the arguments of `candidates`."""
+def with_model(options: Chosen, on_cpu: bool) -> Chosen:
+    """Returns the options with a small model, smaller on a CPU, unless they describe a model themselves."""
+    if options.gin_file or any(text.lstrip().startswith('model.d_model') for text in options.gin_param):
+        return options
+    return dataclasses.replace(options, gin_file=[CPU_MODEL if on_cpu else MODEL])
 
-    names: Sequence[str] | None = None
-    gin_files: Sequence[str] = ()
-    gin_params: Sequence[str] = ()
-    allow_imports: bool = False
 
-    def with_model(self, on_cpu: bool) -> 'Selection':
-        """Returns the selection with a small model, smaller on a CPU, unless it describes a model itself."""
-        if self.gin_files or any(text.lstrip().startswith('model.d_model') for text in self.gin_params):
-            return self
-        return dataclasses.replace(self, gin_files=[CPU_MODEL if on_cpu else MODEL])
-
-    def candidates(self, formulations: dict[str, str] | None = None) -> list[Candidate]:
-        """Returns the configurations, each resolved and checked."""
-        given = self.names, self.gin_files, self.gin_params
-        return candidates(*given, allow_imports=self.allow_imports, formulations=formulations)
+def read_candidates(options: ComparedOptions, formulations: dict[str, str] | None = None) -> list[Candidate]:
+    """Returns the configurations that the options name, as `candidates` does."""
+    given, allow = (options.mechanisms, options.gin_file, options.gin_param), options.allow_gin_imports
+    return candidates(*given, allow_imports=allow, formulations=formulations)
 
 
 def change_context(experiment: Experiment, context: int, tokens: int, limit: int, target: Target) -> Experiment:

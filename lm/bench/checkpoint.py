@@ -13,16 +13,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from lm.bench import results
+from lm.bench.options import CheckpointOptions
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.config.text import dump
 from lm.errors import ConfigError, LmError
 from lm.experiment import Experiment, load
+from lm.files import local_path
 from lm.hardware import Target
 from lm.plan import plan_step
 from lm.training.step import State
@@ -53,31 +54,17 @@ class CheckpointRow:
     host_over_state: float
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointOptions:
-    """Whose state `bench_checkpoint` saves: of the experiment that gin files and parameters describe.
-
-    Attributes:
-        folder: where it is written; None: with temporary files.
-    """
-
-    output: results.Output
-    gin_files: Sequence[str] = ()
-    gin_params: Sequence[str] = ()
-    allow_imports: bool = False
-    folder: str | None = None
-
-
 def bench_checkpoint(options: CheckpointOptions) -> None:
-    """Measures in processes of their own, prints a table and writes what `options.output` asks for."""
-    options.output.check()
+    """Measures in processes of their own, prints a table and writes it to a file, if there is one."""
+    output = results.Output(options.json)
     if not RESET.exists():
         raise ConfigError('lm bench checkpoint: only Linux counts the peak of a process; run it there')
-    if options.folder is not None and not pathlib.Path(options.folder).is_dir():
-        raise ConfigError(f'--folder {options.folder}: no such folder; make it')
-    experiment = load(options.gin_files or [DEFAULT], options.gin_params, allow_imports=options.allow_imports)
+    parent = None if options.folder is None else local_path(options.folder, '--folder')
+    if parent is not None and not parent.is_dir():
+        raise ConfigError(f'--folder {parent}: no such folder; make it')
+    experiment = load(options.gin_file or [DEFAULT], options.gin_param, allow_imports=options.allow_gin_imports)
     rows = []
-    with tempfile.TemporaryDirectory(prefix='lm-bench-', dir=options.folder) as folder:
+    with tempfile.TemporaryDirectory(prefix='lm-bench-', dir=parent) as folder:
         pathlib.Path(folder, 'config.gin').write_text(dump(experiment))
         for name in MEASURED:
             command = [sys.executable, '-m', 'lm.bench.checkpoint', name, folder]
@@ -88,8 +75,8 @@ def bench_checkpoint(options: CheckpointOptions) -> None:
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench checkpoint', machine, ('jax', 'tensorstore')))
     printer.table(rows, COLUMNS)
-    settings = {'gin_files': list(options.gin_files), 'gin_params': list(options.gin_params), 'folder': options.folder}
-    options.output.write('checkpoint', machine, settings, rows)
+    settings = {'gin_files': list(options.gin_file), 'gin_params': list(options.gin_param), 'folder': options.folder}
+    output.write('checkpoint', machine, settings, rows)
 
 
 COLUMNS = {

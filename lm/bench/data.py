@@ -23,6 +23,7 @@ import sentencepiece
 from rich.console import Console
 
 from lm.bench import results, timing
+from lm.bench.options import DataOptions
 from lm.config.project import PACKAGE, project_root
 from lm.data import store
 from lm.data.batches import Batches, Windows
@@ -67,37 +68,9 @@ class DataRow:
     over_sentencepiece: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class DataOptions:
-    """The options of `bench_data`.
-
-    Attributes:
-        text: a file to tokenize; None: text is made up, unless there is a `path`.
-        megabytes: of text; None: the file, or `MEGABYTES`.
-        document_bytes: of a document.
-        vocab_size: of the tokenizer; None: the first of `VOCAB_SIZES` for which the text suffices.
-        path: the token store whose batches are read; None: one of `tokens` random tokens is made.
-        context_length: of the batches.
-        tokens: of the store that is made.
-        tokens_per_step: of a batch.
-        repeats: measurements per figure.
-    """
-
-    output: results.Output
-    text: str | None = None
-    megabytes: float | None = None
-    document_bytes: int = 8192
-    vocab_size: int | None = None
-    path: str | None = None
-    context_length: int = 2048
-    tokens: int = 2**26
-    tokens_per_step: int = 2**19
-    repeats: int = 5
-
-
 def bench_data(options: DataOptions) -> None:
-    """Prints a table and writes what `options.output` asks for."""
-    options.output.check()
+    """Prints a table and writes it to a file, if there is one."""
+    output = results.Output(options.json)
     printer, machine = results.Printer(), results.machine()
     packages = ('jax', 'sentencepiece', 'tensorstore')
     printer.line(results.heading('lm bench data', machine, packages))
@@ -136,7 +109,7 @@ def bench_data(options: DataOptions) -> None:
     printer.table(rows, COLUMNS)
     share = row.tokens_per_second / GOAL
     printer.line(f'batches: {share:.1f}× the goal of {GOAL / 1e6:.0f} M tokens/s a host')
-    options.output.write('data', machine, settings, rows)
+    output.write('data', machine, settings, rows)
 
 
 # ------------------------------------------------------------------------------------------------------------- prepare

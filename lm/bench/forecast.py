@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from lm.bench import results
-from lm.bench.candidates import BASELINE, Candidate, Selection, change_context
+from lm.bench.candidates import BASELINE, Candidate, change_context, read_candidates, with_model
+from lm.bench.options import StepOptions
 from lm.cost_model.forecast import forecast_step
 from lm.cost_model.step_time import PARTS, StepTime
 from lm.hardware import Target, Topology, generation, smallest
@@ -44,31 +45,12 @@ class ForecastRow:
         return self.time and 1e3 * self.time.seconds
 
 
-@dataclasses.dataclass(frozen=True)
-class ForecastOptions:
-    """The options of `forecast_steps`; None stands for the default.
-
-    Attributes:
-        topologies: chips such as 'v5e'.
-        contexts: tokens per sequence.
-        tokens_per_step: on one device; None: the longest context.
-        microbatch_tokens: tokens processed at a time, if a sequence has not more.
-    """
-
-    selection: Selection
-    output: results.Output
-    topologies: Sequence[str]
-    contexts: Sequence[int] | None = None
-    tokens_per_step: int | None = None
-    microbatch_tokens: int | None = None
-
-
-def forecast_steps(options: ForecastOptions) -> None:
-    """Compiles the steps, prints a table per chip and writes what `options.output` asks for."""
-    options.output.check()
+def forecast_steps(options: StepOptions) -> None:
+    """Compiles the steps for the chips of `options.topology`, each for one device, and prints a table per chip."""
+    output = results.Output(options.json, options.out)
     jax.config.update('jax_platforms', 'cpu')  # Nothing is run; an accelerator of this machine may be busy.
-    selection = options.selection.with_model(on_cpu=False)
-    found, chips = selection.candidates(), [generation(name) for name in options.topologies]
+    options = with_model(options, on_cpu=False)
+    found, chips = read_candidates(options), [generation(name) for name in options.topology or ()]
     contexts = sorted(set(options.contexts or CONTEXTS))
     tokens = options.tokens_per_step or contexts[-1]
     limit = options.microbatch_tokens or MICROBATCH_TOKENS
@@ -77,9 +59,9 @@ def forecast_steps(options: ForecastOptions) -> None:
     printer.line(f'compiled, not run: {tokens:,} tokens a step on one device; ms, and of it the forward pass repeated')
     settings = {
         'tokens_per_step': tokens,
-        'topologies': list(options.topologies),
-        'gin_files': list(selection.gin_files),
-        'gin_params': list(selection.gin_params),
+        'topologies': list(options.topology or ()),
+        'gin_files': list(options.gin_file),
+        'gin_params': list(options.gin_param),
         'mechanisms': {c.name: [str(a) for a in c.experiment.model.pattern] for c in found},
     }
     rows = []
@@ -92,11 +74,11 @@ def forecast_steps(options: ForecastOptions) -> None:
                 made.append(make_row(candidate, context, tokens, limit, topology))
                 made = results.add_speed_ratios(made, lambda row: row.time and 1 / row.time.seconds)
                 content = [asdict(row) for row in rows + made]  # Compiling takes minutes: all is kept.
-                options.output.write('step', machine, settings, content)
+                output.write('step', machine, settings, content)
         printer.progress()
         show(made, printer)
         rows += made
-    for name in draw(rows, options.output.pictures) if options.output.pictures else ():
+    for name in draw(rows, output.pictures) if output.pictures else ():
         printer.line(f'wrote {name}')
 
 
@@ -104,8 +86,8 @@ def make_row(candidate: Candidate, context: int, tokens: int, limit: int, topolo
     """Forecasts the step of a candidate on one device of `topology`.
 
     Args:
-        tokens: of a step.
-        limit: that are processed together, if a sequence has not more.
+        tokens: tokens per step.
+        limit: the most tokens to process together, unless one sequence is longer.
     """
     experiment = dataclasses.replace(candidate.experiment, mesh=MeshConfig())
     experiment = change_context(experiment, context, tokens, limit, Target('tpu', (1,)))
@@ -165,7 +147,7 @@ def _format_pair(seconds: float, recomputed: float) -> str:
     return f'{text} ({1e3 * recomputed:.0f})' if recomputed > 0.0005 else text
 
 
-def draw(rows: Sequence[ForecastRow], out: str) -> list[str]:
+def draw(rows: Sequence[ForecastRow], out: pathlib.Path) -> list[str]:
     """A stacked bar a configuration, one picture a generation and context length."""
     from lm import plots
 
@@ -177,7 +159,7 @@ def draw(rows: Sequence[ForecastRow], out: str) -> list[str]:
             name: np.array([sum(1e3 * p.seconds for p in time.parts if p.part == name) for time in times])
             for name in dict.fromkeys(PARTS.values())
         }
-        path = pathlib.Path(out, f'step_time_{chip}_{context}')
+        path = out / f'step_time_{chip}_{context}'
         title = f'one {chip}, {context:,} tokens, modelled'
         plots.draw_bars(path, [row.mechanism for row in chosen], pieces, 'time of a step (ms)', title=title)
         files += [f'{path}.png', f'{path}.pdf']

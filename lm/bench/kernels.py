@@ -1,36 +1,18 @@
 """`lm bench kernels`: the cycles of the TPU kernels on one generation or several, without a TPU."""
 
-import dataclasses
-from collections.abc import Sequence
-
 from lm.bench import results
 from lm.bench.candidates import BASELINE
+from lm.bench.options import KernelOptions
 from lm.cost_model.kernels import HEAD_DIM, HEADS, LENGTH, KernelRow, Refused, measure_kernels
 from lm.errors import ConfigError
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelOptions:
-    """The options of `bench_kernels`.
-
-    Attributes:
-        topologies: generations such as 'v5e'.
-        cases: which kernels; empty: all.
-        parts: chips that share a window.
-    """
-
-    output: results.Output
-    topologies: Sequence[str] = ('v5e',)
-    cases: Sequence[str] = ()
-    parts: int = 1
-
-
 def bench_kernels(options: KernelOptions) -> None:
     """Prints a table with a heading, and writes JSON that says with which versions it was made."""
-    options.output.check()
+    output = results.Output(options.json)
     rows: list[KernelRow] = []
     refused: list[str] = []
-    for topology in options.topologies:
+    for topology in options.topology:
         try:
             rows += measure_kernels(topology, options.cases or None, options.parts)
         except Refused as error:
@@ -44,9 +26,9 @@ def bench_kernels(options: KernelOptions) -> None:
     window = '' if options.parts == 1 else f', one of {options.parts} parts of a window'
     printer.line(f'compiled, not run: {LENGTH:,} tokens{window}, {HEADS} heads of {HEAD_DIM}, bfloat16\n')
     printer.line(table(rows))
-    settings = {'topologies': list(options.topologies), 'length': LENGTH, 'heads': HEADS, 'head_dim': HEAD_DIM}
+    settings = {'topologies': list(options.topology), 'length': LENGTH, 'heads': HEADS, 'head_dim': HEAD_DIM}
     settings |= {'parts': options.parts}
-    options.output.write('kernels', machine, settings, rows)
+    output.write('kernels', machine, settings, rows)
     if refused:
         raise ConfigError('; '.join(refused))
 

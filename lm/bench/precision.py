@@ -8,7 +8,6 @@ positions, sketches, attention, cross-entropy. Errors of the first two against t
 
 import dataclasses
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lm.bench import results
-from lm.bench.candidates import Candidate, Selection
+from lm.bench.candidates import Candidate, read_candidates, with_model
+from lm.bench.options import ComparedOptions
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import Target
@@ -73,34 +73,24 @@ COLUMNS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class PrecisionOptions:
-    """The options of `bench_precision`. `contexts`: tokens per sequence; None: the default of the machine."""
-
-    selection: Selection
-    output: results.Output
-    job: JobAddress
-    contexts: Sequence[int] | None = None
-
-
-def bench_precision(options: PrecisionOptions) -> int:
-    """Prints a table and writes what `options.output` asks for; returns 1 where something is wrong."""
-    options.output.check()
-    initialize_distributed(MeshConfig(), options.job)
+def bench_precision(options: ComparedOptions, job: JobAddress) -> int:
+    """Prints a table and writes it to a file, if there is one; returns 1 where something is wrong."""
+    output = results.Output(options.json)
+    initialize_distributed(MeshConfig(), job)
     is_cpu = jax.default_backend() == 'cpu'
-    selection = options.selection.with_model(is_cpu)
+    options = with_model(options, is_cpu)
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench precision', machine))
     printer.line('errors against float32 without kernels, and beside each that of XLA alone in the same type')
     rows = []
-    for candidate in selection.candidates():
+    for candidate in read_candidates(options):
         for context in options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS):
             printer.progress(f'{candidate.name}, {context:,} tokens …')
             rows.append(compared(candidate, context))
     printer.progress()
     printer.table(rows, COLUMNS)
-    settings = {'gin_files': list(selection.gin_files), 'gin_params': list(selection.gin_params)}
-    options.output.write('precision', machine, settings, rows)
+    settings = {'gin_files': list(options.gin_file), 'gin_params': list(options.gin_param)}
+    output.write('precision', machine, settings, rows)
     for row in rows:
         if not (row.right and row.repeats):
             print(failure(row), file=sys.stderr, flush=True)
@@ -119,9 +109,9 @@ def failure(row: PrecisionRow) -> str:
 
 
 def compared(candidate: Candidate, context: int) -> PrecisionRow:
-    """Compares the three programs of one configuration.
+    """Compares the configured, the portable and the reference program of one configuration.
 
-    Raises ConfigError where the mechanisms cannot compute a window of so many tokens.
+    Raises ConfigError if the mechanisms cannot compute a window of this length.
     """
     model = candidate.experiment.model
     if not model.causal:

@@ -21,6 +21,7 @@ from rich.table import Table
 from lm import __version__
 from lm.bench.candidates import BASELINE
 from lm.errors import ConfigError
+from lm.files import local_path
 
 WIDTH = 200
 """Columns that a table may have; a narrower terminal breaks its lines, but nothing is cut off."""
@@ -93,24 +94,19 @@ class Printer:
         self.console.print(table)
 
 
-@dataclasses.dataclass(frozen=True)
 class Output:
     """Where results go besides the terminal.
 
-    Attributes:
-        json: a file for everything; None: there is none.
-        pictures: a folder; None: nothing is drawn.
+    Args:
+        file: a file for everything; None: there is none.
+        folder: a folder for pictures; None: nothing is drawn.
+
+    Raises ConfigError, before anything is measured, if the results could not be kept.
     """
 
-    json: str | None = None
-    pictures: str | None = None
-
-    def check(self) -> None:
-        """Raises ConfigError before anything is measured if the results could not be kept."""
-        if self.json is not None:
-            _check_file(self.json)
-        if self.pictures is not None:
-            _check_folder(self.pictures)
+    def __init__(self, file: str | None, folder: str | None = None):
+        self.json = None if file is None else _check_file(local_path(file, '--json').absolute())
+        self.pictures = None if folder is None else _check_folder(local_path(folder, '--out'))
 
     def write(self, part: str, found: dict[str, Any], settings: dict[str, Any], rows: Sequence[Any]) -> None:
         """Writes {benchmark, machine, settings, rows} to the file, if there is one. Rows are dataclasses or dicts."""
@@ -119,30 +115,31 @@ class Output:
         rows = [row if isinstance(row, dict) else dataclasses.asdict(row) for row in rows]
         content = {'benchmark': part, 'machine': found, 'settings': settings, 'rows': rows}
         try:
-            pathlib.Path(self.json).write_text(json.dumps(content, indent=1) + '\n')
+            self.json.write_text(json.dumps(content, indent=1) + '\n')
         except OSError as error:
             raise ConfigError(f'--json {self.json}: {error.strerror}') from None
 
 
-def _check_file(path: str) -> None:
-    file = pathlib.Path(path).absolute()
-    if not file.parent.is_dir():
+def _check_file(path: pathlib.Path) -> pathlib.Path:
+    if not path.parent.is_dir():
         raise ConfigError(f'--json {path}: the folder does not exist; make it')
-    if file.is_dir():
+    if path.is_dir():
         raise ConfigError(f'--json {path}: is a folder; name a file in it')
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f'--json {path}: cannot be written; name another file')
+    return path
 
 
-def _check_folder(out: str) -> None:
+def _check_folder(path: pathlib.Path) -> pathlib.Path:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError(f"--out {out}: pictures need matplotlib: pip install 'lm-tpu[report]'") from None
+        raise ConfigError(f"--out {path}: pictures need matplotlib: pip install 'lm-tpu[report]'") from None
     try:
-        pathlib.Path(out).mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f'--out {out}: {error.strerror}') from None
+        raise ConfigError(f'--out {path}: {error.strerror}') from None
+    return path
 
 
 Row = TypeVar('Row', bound=Any)

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from lm.bench import results, timing
-from lm.bench.candidates import Candidate, Selection, change_context
+from lm.bench.candidates import Candidate, change_context, read_candidates, with_model
+from lm.bench.options import StepOptions
 from lm.hardware import Target, peak_flops
 from lm.plan import PlanCache, StepPlan, plan_step
 from lm.text import counted, digits
@@ -136,35 +137,13 @@ class TimedStep:
         return statistics.median(found)
 
 
-@dataclasses.dataclass(frozen=True)
-class StepOptions:
-    """The options of `bench_step`; None stands for the default of the machine.
-
-    Attributes:
-        contexts: tokens per sequence.
-        tokens_per_step: over all devices.
-        microbatch_tokens: tokens of one device at a time, if a sequence has not more.
-        steps: timed together.
-        repeats: measurements per figure.
-    """
-
-    selection: Selection
-    output: results.Output
-    job: JobAddress
-    contexts: Sequence[int] | None = None
-    tokens_per_step: int | None = None
-    microbatch_tokens: int | None = None
-    steps: int | None = None
-    repeats: int = 5
-
-
-def bench_step(options: StepOptions) -> None:
-    """Times the steps, prints a table and writes what `options.output` asks for."""
-    options.output.check()
-    initialize_distributed(MeshConfig(), options.job)
+def bench_step(options: StepOptions, job: JobAddress) -> None:
+    """Times the steps, prints a table, and writes and draws what the options ask for."""
+    output = results.Output(options.json, options.out)
+    initialize_distributed(MeshConfig(), job)
     is_cpu = jax.default_backend() == 'cpu'
-    selection = options.selection.with_model(is_cpu)
-    found = selection.candidates()
+    options = with_model(options, is_cpu)
+    found = read_candidates(options)
     contexts = sorted(set(options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
     tokens = options.tokens_per_step or jax.device_count() * contexts[-1]
     limit, steps = options.microbatch_tokens or MICROBATCH_TOKENS, options.steps or (1 if is_cpu else 3)
@@ -183,12 +162,12 @@ def bench_step(options: StepOptions) -> None:
         'tokens_per_step': tokens,
         'steps': steps,
         'repeats': options.repeats,
-        'gin_files': list(selection.gin_files),
-        'gin_params': list(selection.gin_params),
+        'gin_files': list(options.gin_file),
+        'gin_params': list(options.gin_param),
         'mechanisms': {c.name: [str(a) for a in c.experiment.model.pattern] for c in found},
     }
-    options.output.write('step', machine, settings, rows)
-    for name in draw(rows, options.output.pictures, dtype) if options.output.pictures else ():
+    output.write('step', machine, settings, rows)
+    for name in draw(rows, output.pictures, dtype) if output.pictures else ():
         printer.line(f'wrote {name}')
 
 
@@ -268,7 +247,7 @@ COLUMNS = {
 }
 
 
-def draw(rows: Sequence[StepRow], out: str, dtype: str) -> list[str]:
+def draw(rows: Sequence[StepRow], out: pathlib.Path, dtype: str) -> list[str]:
     """Steps a second against context length, as PolySketchFormer's Figure 4, and its Figure 1, time per token."""
     steps: dict[str, list[results.ContextFigure]] = {}
     times: dict[str, list[results.ContextFigure]] = {}
@@ -284,5 +263,5 @@ def draw(rows: Sequence[StepRow], out: str, dtype: str) -> list[str]:
     return [
         file
         for name, (points, label) in pictures.items()
-        for file in results.draw_contexts(pathlib.Path(out, name), points, label, dtype)
+        for file in results.draw_contexts(out / name, points, label, dtype)
     ]

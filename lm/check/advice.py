@@ -79,7 +79,7 @@ def advise(
     checks = [configured] if everything else []
 
     def attempt(bindings: dict[str, Any]) -> bool:
-        """Tells whether a step with these changes fits with the margin."""
+        """Checks a step with these changes; returns whether it fits with the margin."""
         text = ', '.join(f'{name} = {value!r}' for name, value in bindings.items())
         try:
             found = check(experiment, topology, bindings)

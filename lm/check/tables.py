@@ -25,7 +25,7 @@ def print_budget(budget: Budget, plan: StepPlan) -> None:
 
 
 def print_check(check: Check, budget: Budget, price: float | None = None) -> None:
-    """One topology; `price`: of a chip-hour."""
+    """Prints the check of one topology; `price` is the price per chip-hour."""
     topology = parse(check.topology)
     unit = unit_of(check)
     print()

@@ -4,7 +4,7 @@ import argparse
 import functools
 import math
 
-from lm.commands.flags import add_gin_flags, read_experiment, read_points
+from lm.commands.flags import add_gin_flags, pick, read_experiment, read_points
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
@@ -68,14 +68,8 @@ def make_call(arguments: argparse.Namespace) -> Call:
     from lm.check.check import CheckOptions, run_check
     from lm.check.reach import has_begun
 
-    options = CheckOptions(
-        topologies=tuple(arguments.topology),
-        if_possible=arguments.if_possible,
-        advice=arguments.advice,
-        best=arguments.best,
-        price_per_chip_hour=arguments.price_per_chip_hour,
-        as_json=arguments.json,
-    )
+    given = pick(arguments, 'if_possible', 'advice', 'best', 'price_per_chip_hour')
+    options = CheckOptions(tuple(arguments.topology), as_json=arguments.json, **given)
     begun = has_begun(arguments.run_dir, arguments.branch_from, experiment.train.init_from)
     return functools.partial(run_check, experiment, options, begun=begun)
 

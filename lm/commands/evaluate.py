@@ -3,7 +3,15 @@
 import argparse
 import functools
 
-from lm.commands.flags import add_gin_flags, add_job_flags, add_run_flags, bindings, job_address, read_experiment_of_run
+from lm.commands.flags import (
+    add_gin_flags,
+    add_job_flags,
+    add_run_flags,
+    bindings,
+    job_address,
+    pick,
+    read_experiment_of_run,
+)
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
@@ -33,14 +41,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
-    flags = {
-        'evaluate.split': arguments.split,
-        'evaluate.context_length': arguments.context_length,
-        'evaluate.window': arguments.window,
-        'evaluate.batch_size': arguments.batch_size,
-        'evaluate.chunk': arguments.chunk,
-    }
-    experiment = read_experiment_of_run(arguments, bindings(flags))
+    flags = pick(arguments, 'split', 'context_length', 'window', 'batch_size', 'chunk')
+    experiment = read_experiment_of_run(arguments, bindings('evaluate', flags))
     check_together(arguments)
     run, job = (experiment, arguments.run_dir, arguments.step), job_address(arguments)
     if arguments.tasks is None:
@@ -53,12 +55,9 @@ def make_call(arguments: argparse.Namespace) -> Call:
         evaluate_on_tasks,
         *run,
         job,
-        tasks=list(dict.fromkeys(name.strip() for name in arguments.tasks.split(',') if name.strip())),
-        num_fewshot=arguments.num_fewshot,
-        include_path=arguments.include_path,
-        limit=arguments.limit,
-        task_data=arguments.task_data,
+        list(dict.fromkeys(name.strip() for name in arguments.tasks.split(',') if name.strip())),
         as_json=arguments.json,
+        **pick(arguments, *OF_TASKS),
     )
 
 

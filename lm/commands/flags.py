@@ -1,7 +1,9 @@
 """Flags that several verbs share, and the typed values that they become. Imports nothing heavy at the top."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm.errors import ConfigError
@@ -10,6 +12,70 @@ if TYPE_CHECKING:
     from lm.experiment import Experiment
     from lm.sweep.points import Point
     from lm.training.mesh import JobAddress
+
+
+def add_parser(
+    parsers: argparse._SubParsersAction, name: str, help: str, example: str, ending: str = ''
+) -> argparse.ArgumentParser:
+    """Adds the parser of a verb, or of a part of one. `ending` stands behind the example."""
+    parser = parsers.add_parser(
+        name,
+        help=help,
+        description=f'{help[0].upper()}{help[1:]}.',
+        epilog=f'example:\n  {example}{ending}',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument('--debug', action='store_true', help='show the traceback of an error')
+    parser.set_defaults(parser=parser)
+    return parser
+
+
+def add_option_flags(parser: argparse.ArgumentParser, options: type) -> None:
+    """Adds a flag for each field of a dataclass that has a help text, as `lm.bench.options.option` describes it.
+
+    A flag that is not given is None.
+    """
+    types = typing.get_type_hints(options)
+    for field in dataclasses.fields(options):
+        settings = {name: value for name, value in field.metadata.items() if value is not None}
+        if 'nargs' in settings:
+            parser.add_argument(field.name, **settings)
+        elif settings and types[field.name] is bool:
+            parser.add_argument(f'--{field.name}', action='store_true', default=None, **settings)
+        elif settings:
+            parser.add_argument(f'--{field.name}', type=_find_parser(types[field.name]), **settings)
+
+
+def _find_parser(annotation: Any) -> Callable[[str], Any]:
+    """Returns what reads a value of this type. Numbers must be positive."""
+    known = {int: _count, float: _number, str: str}
+    options = (annotation, *typing.get_args(annotation))  # `X | None` has the parts X and None
+    if items := [typing.get_args(option)[0] for option in options if typing.get_origin(option) is Sequence]:
+        return _list(known[items[0]])
+    return next(known[option] for option in options if option in known)
+
+
+def _list(kind: Callable[[str], Any]) -> Callable[[str], list]:
+    def parse(text: str) -> list:
+        return [kind(part.strip()) for part in text.split(',') if part.strip()]
+
+    parse.__name__ = f'list of {kind.__name__.strip("_")}s'
+    return parse
+
+
+def _count(text: str) -> int:
+    value = int(text.replace('_', ''))
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError
+    return value
 
 
 def add_gin_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +131,11 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--step', type=int, metavar='N', help='the checkpoint of this step; default: the newest')
 
 
+def pick(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Returns the flags of these names, as arguments for a function."""
+    return {name: getattr(arguments, name) for name in names}
+
+
 def job_address(arguments: argparse.Namespace) -> 'JobAddress':
     """Returns the values of `add_job_flags`."""
     from lm.training.mesh import JobAddress
@@ -72,10 +143,10 @@ def job_address(arguments: argparse.Namespace) -> 'JobAddress':
     return JobAddress(arguments.coordinator_address, arguments.process_count, arguments.process_id)
 
 
-def bindings(values: Mapping[str, Any]) -> list[str]:
-    """Returns gin parameters for the flags that set a binding: {'evaluate.split': 'test', 'evaluate.chunk': None} →
+def bindings(section: str, values: Mapping[str, Any]) -> list[str]:
+    """Returns gin parameters for the flags that set fields of a section: 'evaluate', {'split': 'test', 'chunk': None} →
     ["evaluate.split = 'test'"]."""
-    return [f'{name} = {value!r}' for name, value in values.items() if value is not None]
+    return [f'{section}.{name} = {value!r}' for name, value in values.items() if value is not None]
 
 
 def read_experiment(arguments: argparse.Namespace, params: Sequence[str] = (), base: str | None = None) -> 'Experiment':

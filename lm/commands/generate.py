@@ -4,7 +4,7 @@ import argparse
 import functools
 import pathlib
 
-from lm.commands.flags import add_gin_flags, add_job_flags, add_run_flags, job_address, read_experiment_of_run
+from lm.commands.flags import add_gin_flags, add_job_flags, add_run_flags, job_address, pick, read_experiment_of_run
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
@@ -46,15 +46,16 @@ def make_call(arguments: argparse.Namespace) -> Call:
         arguments.step,
         job_address(arguments),
         prompts=read_prompts(arguments.prompt, arguments.prompt_file, arguments.text_file),
-        max_tokens=arguments.max_tokens,
         sampling=sampling,
-        seed=arguments.seed,
+        **pick(arguments, 'max_tokens', 'seed'),
     )
 
 
 def read_prompts(prompt: str | None = None, prompt_file: str | None = None, text_file: str | None = None) -> list[str]:
-    """Returns the texts to continue, at least one. Raises ConfigError where two sources are given, or a file is not
-    text in UTF-8."""
+    """Returns the texts to continue, at least one.
+
+    Raises ConfigError if two sources are given, or if a file is not UTF-8 text.
+    """
     given = {'prompt': prompt, 'prompt_file': prompt_file, 'text_file': text_file}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:

@@ -3,7 +3,7 @@
 import argparse
 import functools
 
-from lm.commands.flags import add_gin_flags, bindings, read_experiment
+from lm.commands.flags import add_gin_flags, bindings, pick, read_experiment
 from lm.commands.verb import Call, Verb
 
 
@@ -16,8 +16,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def make_call(arguments: argparse.Namespace) -> Call:
     from lm.data.prepare.run import run_prepare
 
-    flags = {'prepare.strict': arguments.strict, 'prepare.processes': arguments.processes}
-    experiment = read_experiment(arguments, bindings(flags))
+    experiment = read_experiment(arguments, bindings('prepare', pick(arguments, 'strict', 'processes')))
     return functools.partial(run_prepare, experiment.prepare, experiment.data.path)
 
 

@@ -3,7 +3,7 @@
 import argparse
 import functools
 
-from lm.commands.flags import add_gin_flags, add_job_flags, job_address, read_points
+from lm.commands.flags import add_gin_flags, add_job_flags, job_address, pick, read_points
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
@@ -38,21 +38,16 @@ def make_call(arguments: argparse.Namespace) -> Call:
         raise ConfigError('--run_dir: name the folder for the runs of the sweep')
 
     from lm.runs.paths import check_path
-    from lm.sweep.run import SweepOptions, run_point, run_sweep
+    from lm.sweep.run import run_point, run_sweep
+    from lm.sweep.runner import SweepOptions
     from lm.sweep.sweep import Sweep
 
     check_path(arguments.run_dir)
     sweep = Sweep(arguments.run_dir, points)
     if arguments.index is not None:
         return functools.partial(run_point, sweep, arguments.index, job_address(arguments))
-    options = SweepOptions(
-        jobs=arguments.jobs or 1,
-        gpus_per_job=arguments.gpus_per_job,
-        retry_failed=arguments.retry_failed,
-        allow_imports=arguments.allow_gin_imports,
-        dry_run=arguments.dry_run,
-    )
-    return functools.partial(run_sweep, sweep, options)
+    options = SweepOptions(arguments.jobs or 1, **pick(arguments, 'gpus_per_job', 'retry_failed', 'allow_gin_imports'))
+    return functools.partial(run_sweep, sweep, options, dry_run=arguments.dry_run)
 
 
 def check_together(arguments: argparse.Namespace) -> None:

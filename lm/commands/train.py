@@ -3,7 +3,7 @@
 import argparse
 import functools
 
-from lm.commands.flags import add_gin_flags, add_job_flags, job_address, read_experiment
+from lm.commands.flags import add_gin_flags, add_job_flags, job_address, pick, read_experiment
 from lm.commands.verb import Call, Verb
 
 
@@ -51,10 +51,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
         experiment,
         run_dir,
         job_address(arguments),
-        rewind_to=arguments.rewind_to,
-        compile_cache=arguments.compile_cache,
-        branch_from=parent,
-        step=arguments.step,
+        **pick(arguments, 'rewind_to', 'compile_cache', 'branch_from', 'step'),
     )
 
 

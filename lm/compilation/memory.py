@@ -28,13 +28,13 @@ class ProgramMemory:
 
 
 def program_memory(compiled: Any, report: str = '') -> ProgramMemory | None:
-    """Reads the memory figures of a compiled program; None: the compiler gives none.
+    """Reads the memory figures of a compiled program; None if the compiler gives none.
 
-    libtpu 0.0.42 reports a third more temporaries to JAX than it allocates, so that steps which fit seem not to. Its
-    `report` (`lm.compilation.compiler`) is right. Without a report, as on a TPU that is there, the peak counts. It
-    leaves out the gaps between buffers.
+    libtpu 0.0.42 reports a third more temporaries to JAX than it allocates, so steps that fit seem not to fit. Its
+    `report` (`lm.compilation.compiler`) is right. Without a report, as on a real TPU, the peak counts. It leaves out
+    the gaps between buffers.
 
-    A CPU's peak, as JAX has it, is without temporaries.
+    The peak of a CPU program in JAX's figures leaves out temporaries.
     """
     stats = compiled.memory_analysis()
     if stats is None:

@@ -118,7 +118,7 @@ def transfers(program: HloProgram) -> list[SliceTransfer]:
 
 
 def _chain(collective: Instruction) -> str | None:
-    """The number that its parts share, where the compiler has cut it."""
+    """Returns the number that the parts of a collective share, if the compiler has cut it."""
     chain = re.search(r'chain_id="(\d+)"', collective.attributes)
     return chain and chain[1]
 

@@ -160,7 +160,7 @@ class HloProgram:
         return {name: n for name, n in times.items() if name in self.computations}
 
     def _reads(self, computation: str) -> bool:
-        """Returns whether a computation reads its arguments; unused branches of `lm.ops.blocks.apart` do not."""
+        """Returns True where a computation reads its arguments, unlike unused branches (`blocks.call_in_branch`)."""
         instructions = self.computations.get(computation, ())
         given = {i.name for i in instructions if i.opcode == 'parameter'}
         return any(given.intersection(i.operands) for i in instructions)

@@ -164,7 +164,7 @@ class TokenStore:
         except KeyError:
             raise ConfigError(
                 f'split {split!r}: {self.path} has {", ".join(self.splits)}; choose one of them with data.train_split, '
-                'data.eval_split or --split, or prepare it'
+                'data.eval_split or evaluate.split, or prepare it'
             ) from None
 
     def _array(self, split: str, name: str) -> ts.TensorStore:

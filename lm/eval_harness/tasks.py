@@ -120,23 +120,20 @@ def evaluate_on_tasks(
     run_dir: str,
     step: int | None,
     job: JobAddress,
-    *,
     tasks: list[str],
-    num_fewshot: int | None = None,
-    include_path: str | None = None,
-    limit: int | None = None,
-    task_data: str | None = None,
+    *,
     as_json: bool = False,
+    **options: Any,
 ) -> None:
-    """Evaluates the weights of a run at `step` (None: the newest) as `evaluate_tasks` does, prints a table or JSON and
-    writes evaluations/harness/*.json."""
+    """Evaluates the weights of a run at `step` (None: the newest), prints a table or JSON and writes
+    evaluations/harness/*.json. `options` are arguments of `evaluate_tasks`."""
     initialize_distributed(experiment.mesh, job)
     run = load_run(experiment, run_dir, step)
-    result = evaluate_tasks(run, tasks, num_fewshot, include_path, limit, task_data)
+    result = evaluate_tasks(run, tasks, **options)
     if jax.process_index():
         return
     result['overrides'] = run.changes
-    sources = [task_data, include_path]
+    num_fewshot, limit, *sources = map(options.get, ('num_fewshot', 'limit', 'task_data', 'include_path'))
     asked = json.dumps([tasks, num_fewshot, limit, result['context_length'], run.changes, sources])
     name = f'step-{run.step}_{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json'
     path = run.directory.evaluations / 'harness' / name

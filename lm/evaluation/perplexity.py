@@ -100,8 +100,10 @@ class ScoredBatch(NamedTuple):
 
 
 class Evaluator:
-    """Scores a split with the weights of a model, by a program that evaluators share; used at every evaluation of a
-    training run."""
+    """Scores a split with the weights of a model, at every evaluation of a training run.
+
+    Evaluators share the compiled program.
+    """
 
     def __init__(self, program: Callable[..., Scored], mesh: Mesh, text: ScoredText, plan: TextPlan):
         """`program` is made by `make_scoring_program`; where the text has a baseline it computes the accuracy too."""

@@ -49,7 +49,10 @@ OTHER_FIELDS = {'base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'dtype', 
 
 
 class Safetensors:
-    """model.safetensors by `lm.interop.names`, config.gin, and the tokenizer: `lm import` reads it back."""
+    """The format of `model.safetensors` with names by `lm.interop.names`, config.gin and the tokenizer.
+
+    `lm import` reads it back.
+    """
 
     name: ClassVar[str] = 'safetensors'
 

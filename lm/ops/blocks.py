@@ -1,6 +1,7 @@
 """Walks along an axis in blocks that need not divide it.
 
-The last block is moved left until it fits, so nothing is padded; `fresh` tells the entries that no earlier block has.
+The last block is moved left until it fits, so nothing is padded; `find_new` finds the entries that no earlier block
+has.
 """
 
 from collections.abc import Callable
@@ -24,13 +25,13 @@ def start(index: jax.Array | int, block: int, length: int) -> jax.Array:
     return jnp.minimum(index * block, length - block)
 
 
-def fresh(index: jax.Array | int, block: int, length: int) -> jax.Array:
+def find_new(index: jax.Array | int, block: int, length: int) -> jax.Array:
     """Returns [block] booleans: True for entries of block `index` that are in no block before it."""
     return start(index, block, length) + jnp.arange(block) >= index * block
 
 
 def take(x: jax.Array, at: jax.Array | int, block: int, axis: int) -> jax.Array:
-    """Returns `block` entries of x along `axis` from `at`; x itself where that is all of it."""
+    """Returns `block` entries of x along `axis` from `at`; x itself where the block is all of it."""
     return x if block == x.shape[axis] else lax.dynamic_slice_in_dim(x, at, block, axis)
 
 
@@ -40,12 +41,11 @@ def put(x: jax.Array, part: jax.Array, at: jax.Array | int, axis: int) -> jax.Ar
     return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, at, axis)
 
 
-def apart(at: jax.Array | int, function: Callable, *slices: Any) -> Any:
-    """Returns function(*slices) for slices that each round of a loop cuts at `at`, 0 or more.
+def call_in_branch(at: jax.Array | int, function: Callable, *slices: Any) -> Any:
+    """Returns function(*slices), in a branch of its own, for slices that a loop cuts at `at` (0 or more).
 
-    XLA's CPU backend would cut them in each of the loops that read them. A loop that cuts a slice at an index that is
-    not known before is not vectorized. A branch gets whole arrays, whichever way is taken: linear attention is computed
-    1.3 to 1.6 times as fast.
+    XLA's CPU backend would cut the slices again in each loop that reads them. It does not vectorize a loop that cuts a
+    slice at an index known only at run time. A branch gets whole arrays: linear attention is 1.3 to 1.6 times as fast.
     """
     if platform.target_platform() != 'cpu' or isinstance(at, int):
         return function(*slices)

@@ -83,7 +83,7 @@ def _sums(x, starts, reverse=False):
         b_total, b_rest, b_starts = sums
         a_total, a_rest, a_starts = (earlier(a, jnp.int32(1) << step) for a in sums)
         total = a_total + b_total
-        # What the rounding of this sum has lost, exactly (Knuth 1997, §4.2.2, theorem B).
+        # The exact rounding error of this sum (Knuth 1997, §4.2.2, theorem B).
         part = total - a_total
         rest = (a_total - (total - part)) + (b_total - part) + (a_rest + b_rest)
         near = total + rest

@@ -40,23 +40,21 @@ def regroup(refs: Sequence[Any], *operands: Any) -> list[Any]:
     return [*jax.tree.unflatten(structure, refs[: len(leaves)]), *refs[len(leaves) :]]
 
 
-def multiply(sums, a: jax.Array, b, spare) -> None:
+def multiply(sums, a: jax.Array, b, scratch) -> None:
     """Adds a · b to `sums`, registers of `accumulator`, with `a` [64, 64] in registers and `b` in shared memory.
 
-    The product is not awaited.
-
-    `spare`: a list with a matrix for `a` where the kernel is interpreted, since the interpreter's `wgmma` takes no
-    operand in registers; else an empty one.
+    It does not wait for the product. `scratch` is a list with a matrix for `a` where the kernel is interpreted, since
+    the interpreter's `wgmma` takes no operand in registers; else it is empty.
     """
-    if spare:
-        spare[0][...] = a
+    if scratch:
+        scratch[0][...] = a
         plgpu.commit_smem()
-        a = spare[0]
+        a = scratch[0]
     plgpu.wgmma(sums, a, b)
 
 
 def product(a, b) -> jax.Array:
-    """Returns a · b, both in shared memory, awaited; float32."""
+    """Computes a · b, both in shared memory, and waits for the product; float32."""
 
     def compute(sums):
         plgpu.wgmma(sums, a, b)
@@ -65,16 +63,16 @@ def product(a, b) -> jax.Array:
     return pl.run_scoped(compute, accumulator(a.shape[0], b.shape[1]))
 
 
-def together(*sums, spare=()) -> list[jax.Array]:
-    """Returns Σ a · b for each list of pairs (a, b), all in flight at once; float32.
+def sum_products(*sums, scratch=()) -> list[jax.Array]:
+    """Computes Σ a · b for each list of pairs (a, b), all at the same time; float32.
 
-    Factors are in shared memory, `a` may be in registers: see `multiply` for `spare`.
+    Factors are in shared memory, but `a` may be in registers; `multiply` explains `scratch`.
     """
 
     def compute(*accumulators):
         for registers, pairs in zip(accumulators, sums, strict=True):
             for a, b in pairs:
-                multiply(registers, a, b, spare if isinstance(a, jax.Array) else ())
+                multiply(registers, a, b, scratch if isinstance(a, jax.Array) else ())
         return [registers[...] for registers in accumulators]
 
     shapes = [(pairs[0][0].shape[0], pairs[0][1].shape[1]) for pairs in sums]
@@ -86,13 +84,13 @@ def release() -> None:
     plgpu.commit_smem()
 
 
-def by_row(vector: jax.Array, columns: int) -> jax.Array:
-    """Repeats one number per row."""
+def repeat_per_row(vector: jax.Array, columns: int) -> jax.Array:
+    """Repeats one number per row in all columns."""
     return lax.broadcast_in_dim(vector, (vector.shape[0], columns), (0,))
 
 
-def by_column(vector: jax.Array, rows: int) -> jax.Array:
-    """Repeats one number per column."""
+def repeat_per_column(vector: jax.Array, rows: int) -> jax.Array:
+    """Repeats one number per column in all rows."""
     return lax.broadcast_in_dim(vector, (rows, vector.shape[0]), (1,))
 
 
@@ -112,7 +110,7 @@ def load_columns(ref) -> jax.Array:
 
 
 def _load(ref, layout: Any) -> jax.Array:
-    load = cast(Any, plgpu.load)  # which takes an index in JAX before 0.11, that type checkers may see
+    load = cast(Any, plgpu.load)  # JAX before 0.11, which type checkers may see, takes an index here
     return load(ref, layout=layout, optimized=False)
 
 
@@ -128,13 +126,14 @@ def zero_columns(size: int) -> jax.Array:
 
 
 def send(value: jax.Array, staging, destination) -> None:
-    """Sends `value` to memory through `staging`, which may be used again after `sent()`."""
+    """Sends `value` to memory through `staging`, which may be used again after `wait_for_copies()`."""
     staging[...] = value.astype(staging.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staging, destination)
 
 
-def sent() -> None:
+def wait_for_copies() -> None:
+    """Waits until the copies of `send` have read their staging memory."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -154,14 +153,14 @@ def walk(sources, start, first, stop, use, carry=(), backwards=False, slots=WALK
     """Calls carry = use(number, tiles, carry) for tiles in order, which are copied while earlier ones are used.
 
     Args:
-        sources: arrays in memory, bfloat16 [L, C] or float32 [L]; a tuple with names, or any other tree of them.
+        sources: arrays in memory, bfloat16 [L, C] or float32 [L], in a NamedTuple or any other tree.
         start: the first token of tile 0.
         first: the number of the first tile.
         stop: one more than the number of the last tile.
         use: gets a tile of each source in shared memory, in the sources' tree.
-        carry: the first call gets it.
-        backwards: from the last tile to the first.
-        slots: how many tiles there is room for.
+        carry: the carry of the first call.
+        backwards: walk from the last tile to the first.
+        slots: tiles for which there is room.
 
     Returns:
         The result of the last call.

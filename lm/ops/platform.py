@@ -135,7 +135,7 @@ def vmem() -> tuple[int, int | None]:
 
 
 def matrix_side() -> int:
-    """Returns the rows and columns of a matrix unit of a TPU; 128 where that is not known."""
+    """Returns the rows and columns of a matrix unit of a TPU; 128 where they are not known."""
     chip = limits_of(device_kind())
     return 128 if chip is None else chip.matrix_side
 
@@ -165,11 +165,12 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
     def __init__(
         self, operation: str, package: str, preferred: Mapping[str, tuple[str, ...]] = KERNELS, **modules: str
     ):
-        """
+        """Stores the names; modules are imported at their first use.
+
         Args:
             operation: its name in messages.
-            package: where the modules are.
-            preferred: platform → names, the best first; those that the operation lacks are passed over.
+            package: the package of the modules.
+            preferred: platform → names, the best first; names that the operation lacks are ignored.
             modules: name → module below `package`.
         """
         self.operation = operation
@@ -220,18 +221,18 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
                 return name
             reasons.append(f'{name} {reason}')
         if reasons:
-            _say_once(f'{self.operation}: {", ".join(reasons)}; using the slower xla path')
+            _warn_once(f'{self.operation}: {", ".join(reasons)}; using the slower xla path')
         return 'xla'
 
 
-def for_few(tokens: int) -> str | None:
-    """Returns the implementation to request of an operation whose kernels work in chunks: 'xla' for less than one.
+def choose_for_short(tokens: int) -> str | None:
+    """Returns the implementation for so many tokens where kernels work in chunks: 'xla' for less than a chunk.
 
-    None leaves the choice to the platform. Decoding has so few tokens.
+    None leaves the choice to the platform. Decoding has few tokens.
     """
     return 'xla' if tokens < FEW_TOKENS else None
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     LOG.warning(message)

@@ -12,20 +12,21 @@ RESIDUAL_NAME = 'attention_residuals'
 """`jax.checkpoint` policies that save this name do not run the attention again in the backward pass."""
 
 
-def saved(x: jax.Array) -> jax.Array:
-    """Returns x under that name, in the forward function of a `jax.custom_vjp`: no gradient passes through it.
+def save_residual(x: jax.Array) -> jax.Array:
+    """Returns x under the name `RESIDUAL_NAME`, in the forward function of a `jax.custom_vjp`; it has no gradient.
 
     It saves x bit-cast to integers. JAX would otherwise store a second, rounded copy of a float that is also used: one
     more pass over memory behind a kernel.
     """
     bits = lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')
     if platform.target_platform() == 'gpu' and jax.__version_info__ < (0, 12):
-        # That XLA runs a kernel twice if a scan stacks its result: a copy of the kernel writes into the stack.
+        # This version of XLA runs a kernel twice if a scan stacks its result: a copy of the kernel writes into the
+        # stack.
         bits = lax.optimization_barrier(bits)
     return lax.bitcast_convert_type(checkpoint_name(bits, RESIDUAL_NAME), x.dtype)
 
 
-def recomputed(function: Callable) -> Callable:
+def recompute(function: Callable) -> Callable:
     """Returns a function that saves its result and its arguments only: the backward pass computes the rest again.
 
     `jax.checkpoint` does the same, but a policy around it may change that: policies that keep products would keep the
@@ -39,5 +40,5 @@ def recomputed(function: Callable) -> Callable:
     def backward(arguments, cotangent):
         return jax.vjp(function, *arguments)[1](cotangent)
 
-    run.defvjp(lambda *arguments: (saved(function(*arguments)), arguments), backward)
+    run.defvjp(lambda *arguments: (save_residual(function(*arguments)), arguments), backward)
     return run

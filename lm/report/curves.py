@@ -19,9 +19,11 @@ from lm.runs.records import Run
 BINS = 80
 """Points of a smoothed loss curve."""
 SHOWN_FROM = 0.05
-"""Share of the training that loss curves leave out at the start, where nothing can be compared."""
+"""Share of the shortest training that loss curves leave out at the start, where nothing can be compared."""
 FIRST_POSITION = 8
 """The loss at earlier positions is several times higher and would flatten the rest of the picture."""
+ALWAYS_NAMED = 'train.steps'
+"""The binding that all labels name where it differs between any two runs: curves that end early would mislead."""
 FEWEST_TOKENS = 100
 """Tokens behind the loss at a position that is drawn: with fewer, chance moves it by more than a quarter of a nat."""
 
@@ -41,17 +43,20 @@ class Series:
 def make_series(runs: Sequence[Run], axis: str = '') -> list[Series]:
     """Groups runs that differ in seed, context length and the binding `axis` alone, in the paper's order.
 
-    A label names the attention, and what else differs between series of the same attention. Where some runs are not
-    done, it names their status.
+    A label names the attention, and what else differs between series of the same attention. It names the steps where
+    any runs differ in them, and the status where some runs are not done.
     """
+    lengths = {run.config.get(ALWAYS_NAMED) for run in runs}
     names = [(paper.label_attention(run) or run.attention).replace(' (using FlashAttention)', '') for run in runs]
     described, standing = [], [get_status(run) for run in runs]
     for run, name, status in zip(runs, names, standing, strict=True):
         others = [other for other, n in zip(runs, names, strict=True) if n == name]
-        differing = [key for key in find_differing_bindings(others) if key in run.config and key != axis]
+        differing = find_differing_bindings(others)
+        differing += [ALWAYS_NAMED] if len(lengths) > 1 and ALWAYS_NAMED not in differing else []
         parts = [
             f'{name_binding(key)} {_shorten(run.config[key], {o.config[key] for o in others if key in o.config})}'
             for key in differing
+            if key in run.config and key != axis
         ]
         ended = [status] if status != 'done' and len(set(standing)) > 1 else []
         described.append(', '.join([name, *parts, *ended]))
@@ -96,26 +101,36 @@ def is_under_way(run: Run) -> bool:
     return len(run.train) > 1 and run.step >= SHOWN_FROM * run.total_steps
 
 
-def make_loss_curve(series: Series, context: int, end: int) -> Curve | None:
-    """Returns the training loss against tokens, up to `end`: means over bins of equal width on a logarithmic axis."""
-    runs = [run for run in series.at(context) if len(run.train) > 1]
-    if not runs:
-        return None
-    edges = np.geomspace(max(end * SHOWN_FROM, 1), end * (1 + 1e-9), BINS + 1)
-    middle = np.sqrt(edges[1:] * edges[:-1])
-    found = []
-    for run in runs:
+def find_token_range(runs: Iterable[Run]) -> tuple[float, float]:
+    """Returns the tokens between which the loss is drawn: SHOWN_FROM of the shortest run, and the longest run's end."""
+    ends = [run.train[-1]['tokens'] for run in runs]
+    return max(min(ends) * SHOWN_FROM, 1), max(ends)
+
+
+def make_loss_curve(series: Series, context: int, start: float, end: float) -> Curve | None:
+    """Returns the training loss against tokens from `start` to `end`.
+
+    The points are means over bins of equal width on a logarithmic axis. A bin with one record is this record; the curve
+    is smoothed where a bin holds several.
+    """
+    count = math.ceil(BINS * max(1, math.log(end / start) / -math.log(SHOWN_FROM)))
+    edges = np.geomspace(start, end * (1 + 1e-9), count + 1)
+    found, smoothed = [], False
+    for run in series.at(context):
         tokens, loss = (np.array([r[k] for r in run.train], np.float64) for k in ('tokens', 'loss'))
-        finite = np.isfinite(loss)
-        count, _ = np.histogram(tokens[finite], edges)
-        total, _ = np.histogram(tokens[finite], edges, weights=loss[finite])
-        known = count > 0
-        if not known.any():
-            continue
-        smooth = np.interp(np.log(middle), np.log(middle[known]), total[known] / count[known], left=np.nan)
-        smooth[middle > tokens[-1] * (1 + (edges[1] / edges[0] - 1))] = np.nan
-        found.append(smooth)
-    return _aggregate(series, middle, found) if found else None
+        shown = np.isfinite(loss) & (tokens >= edges[0] * (1 - 1e-9)) & (tokens <= edges[-1])
+        bins = np.digitize(tokens[shown], edges)
+        of_bins = [bins == i for i in np.unique(bins)]
+        if of_bins:
+            smoothed |= len(of_bins) < len(bins)
+            logs = np.log(tokens[shown])
+            found.append([(logs[of_bin].mean(), loss[shown][of_bin].mean()) for of_bin in of_bins])
+    if not found:
+        return None
+    x = np.unique([log for points in found for log, _ in points])
+    ys = [np.interp(x, *np.transpose(points), left=np.nan, right=np.nan) for points in found]
+    curve = _aggregate(series, np.exp(x), ys)
+    return dataclasses.replace(curve, smoothed=smoothed) if curve else None
 
 
 def make_position_curve(series: Series, context: int, measure: Callable[[Run], dict[str, Any]]) -> Curve | None:
@@ -136,14 +151,24 @@ def make_position_curve(series: Series, context: int, measure: Callable[[Run], d
     return dataclasses.replace(curve, tokens=tokens) if curve and len(curve.x) == len(x) else curve
 
 
+def find_left_out_losses(runs: Iterable[Run], measure: Callable[[Run], dict[str, Any]]) -> list[float]:
+    """Returns the losses at the positions before the first one in the pictures, of all runs."""
+    return [
+        bucket['loss']
+        for run in runs
+        for bucket in measure(run).get('loss_by_position') or ()
+        if bucket['start'] < get_first_position(run.value('train.context_length'))
+    ]
+
+
 def get_first_position(context: int) -> int:
     """Returns the first position in the pictures: FIRST_POSITION, or less in contexts that are hardly longer."""
     return min(FIRST_POSITION, context // 8)
 
 
-def make_accuracy_curve(series: Series, context: int) -> Curve | None:
-    """Returns the accuracy in percent against steps."""
-    found = [[(r['step'], 100 * r['accuracy']) for r in run.evals if 'accuracy' in r] for run in series.at(context)]
+def make_evaluation_curve(series: Series, context: int, figure: str, scale: float = 1.0) -> Curve | None:
+    """Returns a figure of the periodic evaluations, times `scale`, against steps."""
+    found = [[(r['step'], scale * r[figure]) for r in run.evals if figure in r] for run in series.at(context)]
     found = [records for records in found if records]
     if not found:
         return None
@@ -162,6 +187,18 @@ def _aggregate(series: Series, x: np.ndarray, ys: list[np.ndarray]) -> Curve | N
     if len(y) == 1:
         return Curve(series.label, series.style, x, y[0])
     return Curve(series.label, series.style, x, np.nanmean(y, 0), np.nanmin(y, 0), np.nanmax(y, 0))
+
+
+def make_speed_curve(series: Series, context: int) -> Curve | None:
+    """Returns the microseconds per token of the logged intervals against steps; the first interval warms up."""
+    found = []
+    for run in series.at(context):
+        own = [r for r in run.train if r['step'] > run.branched_at and r.get('tokens_per_second')][1:]
+        found += [np.array([(r['step'], 1e6 / r['tokens_per_second']) for r in own]).T] if own else []
+    if not found:
+        return None
+    x = np.unique(np.concatenate([steps for steps, _ in found]))
+    return _aggregate(series, x, [np.interp(x, steps, times, left=np.nan, right=np.nan) for steps, times in found])
 
 
 def make_setting_curve(series: Series, values: Iterable[tuple[float, float | None]]) -> Curve:

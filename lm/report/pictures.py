@@ -1,6 +1,7 @@
 """The pictures of a report, and the points that they show."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ from lm.plots import Curve
 from lm.report.curves import (
     FEWEST_TOKENS,
     Series,
+    find_left_out_losses,
     find_numeric_axes,
+    find_token_range,
     get_first_position,
     is_under_way,
-    make_accuracy_curve,
+    make_evaluation_curve,
     make_loss_curve,
     make_position_curve,
     make_series,
     make_setting_curve,
+    make_speed_curve,
     name_binding,
 )
 from lm.report.measures import Measures, get_status, measure_microseconds_per_token
@@ -30,74 +34,149 @@ from lm.text import short
 SPEED = {'y_scale': 'log', 'right': ('tokens per second', lambda value: 1e6 / np.maximum(value, 1e-12))}
 
 
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A picture before it is drawn.
+
+    Attributes:
+        name: of its files, without a suffix.
+        caption: what it shows, and what it leaves out.
+        curves: lines, or rows of dots.
+        x_label, y_label: of the axes; rows of dots have no second axis.
+        options: of `lm.plots.draw_lines`.
+    """
+
+    name: str
+    caption: str
+    curves: Sequence[Curve]
+    x_label: str
+    y_label: str | None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def draw(self, out: Path) -> None:
+        """Writes the files of the picture into the folder `out`. Needs matplotlib."""
+        if self.y_label is None:
+            plots.draw_dots(out / self.name, self.curves, self.x_label)
+        else:
+            plots.draw_lines(out / self.name, self.curves, self.x_label, self.y_label, **self.options)
+
+    def list_points(self) -> Iterable[dict[str, Any]]:
+        """Yields the points, a dict each."""
+        for curve in self.curves:
+            for i, (x, y) in enumerate(zip(curve.x, curve.y, strict=True)):
+                point = {'picture': self.name, 'series': curve.label, 'x': float(x), 'y': float(y)}
+                for column in ('low', 'high', 'tokens'):
+                    values = getattr(curve, column)
+                    point[column] = None if values is None else float(values[i])
+                yield point
+
+
 class Pictures:
-    """Draws runs into a folder.
+    """The pictures of runs.
 
     Attributes:
         drawn: the runs that have come far enough.
-        files: (name, caption) of each picture.
-        points: the points of all pictures, a dict each.
+        made: every picture for which there are data.
     """
 
-    def __init__(self, runs: Sequence[Run], out: Path, measures: Measures):
-        self.out, self.measures = out, measures
+    def __init__(self, runs: Sequence[Run], measures: Measures):
+        self.measures = measures
         self.drawn = [run for run in runs if is_under_way(run)]
         self.series = make_series(self.drawn)
         self.contexts = sorted({run.value('train.context_length') for run in self.drawn})
         splits = sorted({split for run in self.drawn if (split := measures.find_newest(run).get('split'))})
         self.split = ' and '.join(splits)
-        self.files: list[tuple[str, str]] = []
-        self.points: list[dict[str, Any]] = []
+        self.made: list[Picture] = []
+        self._make()
 
-    def draw(self) -> None:
-        """Draws every picture for which there are data."""
+    def _make(self) -> None:
         for context in self.contexts:
             suffix, where = (f'_{context}', f', context {context:,}') if len(self.contexts) > 1 else ('', '')
-            end = max(run.train[-1]['tokens'] for s in self.series for run in s.at(context))
-            self._draw_lines(
-                f'loss{suffix}',
-                [curve for s in self.series if (curve := make_loss_curve(s, context, end))],
-                f'Training loss (smoothed){where}; bands (of up to 6 curves): extremes over seeds.',
-                'training tokens',
-                'training loss (nats per token)',
-                x_scale='log',
-            )
-            self._draw_lines(
-                f'position{suffix}',
-                [curve for s in self.series if (curve := make_position_curve(s, context, self.measures.find_newest))],
-                f'Loss by position in the context{where}; positions with fewer than {FEWEST_TOKENS:,} tokens are left '
-                'out, and curves.csv counts those of each point.',
-                'position in the context (tokens)',
-                f'{self.split} loss (nats per token)',
-                x_scale='log',
-                markers=True,
-                ticks=_thin([2**i for i in range(context.bit_length()) if 2**i >= get_first_position(context)]),
-            )
-            self._draw_lines(
+            self._make_loss(context, suffix, where)
+            self._make_positions(context, suffix, where)
+            self._add_lines(
                 f'accuracy{suffix}',
-                [curve for s in self.series if (curve := make_accuracy_curve(s, context))],
+                [curve for s in self.series if (curve := make_evaluation_curve(s, context, 'accuracy', 100.0))],
                 f'Accuracy during training{where}.',
                 'training steps',
                 f'{self.split} accuracy (%)',
                 y_limits=(-3, 103),
             )
-        self._draw_against_context('perplexity', self.measures.perplexity, f'{self.split} perplexity per token')
-        self._draw_against_context('accuracy', self.measures.accuracy, f'{self.split} accuracy (%)')
-        devices = '; '.join(sorted({name_devices(run) for run in self.drawn}))
-        note = f', measured on {devices}; bands of single runs: quartiles of the logged intervals'
+        if len(self.drawn) == 1:
+            self._make_course(self.series[0], self.contexts[0])
+        self._make_against_context('perplexity', self.measures.perplexity, f'{self.split} perplexity per token')
+        self._make_against_context('accuracy', self.measures.accuracy, f'{self.split} accuracy (%)')
+        note = f', measured on {self._name_devices()}; bands of single runs: quartiles of the logged intervals'
         time = 'training time per token (µs)'
-        self._draw_against_context('speed', measure_microseconds_per_token, time, note, **SPEED)
+        self._make_against_context('speed', measure_microseconds_per_token, time, note, **SPEED)
         for axis in find_numeric_axes(self.drawn) if len(self.contexts) == 1 else ():
             perplexity = f'{self.split} perplexity per token'
-            self._draw_against_setting('perplexity', axis, self.measures.perplexity, perplexity)
-            self._draw_against_setting('accuracy', axis, self.measures.accuracy, f'{self.split} accuracy (%)')
-        self._draw_other_contexts()
+            self._make_against_setting('perplexity', axis, self.measures.perplexity, perplexity)
+            self._make_against_setting('accuracy', axis, self.measures.accuracy, f'{self.split} accuracy (%)')
+        self._make_other_contexts()
 
-    def _draw_against_context(
+    def explain_left_out(self, runs: Sequence[Run]) -> str:
+        """Returns a sentence with the runs that no picture shows; '' if there are none."""
+        names = ', '.join(run.name for run in runs if run not in self.drawn)
+        return f'Not in the pictures, for want of steps: {names}.' if names else ''
+
+    def _make_loss(self, context: int, suffix: str, where: str) -> None:
+        start, end = find_token_range(run for s in self.series for run in s.at(context))
+        curves = [curve for s in self.series if (curve := make_loss_curve(s, context, start, end))]
+        smoothed = [curve.label for curve in curves if curve.smoothed]
+        named = '' if len(smoothed) == len(curves) else f': {"; ".join(smoothed)}'
+        note = f' (smoothed{named})' if smoothed else ''
+        bands = '; bands (of up to 6 curves): extremes over seeds' if any(c.low is not None for c in curves) else ''
+        caption = f'Training loss{note}{where}{bands}.'
+        self._add_lines(
+            f'loss{suffix}', curves, caption, 'training tokens', 'training loss (nats per token)', x_scale='log'
+        )
+
+    def _make_positions(self, context: int, suffix: str, where: str) -> None:
+        first, newest = get_first_position(context), self.measures.find_newest
+        losses = find_left_out_losses((run for s in self.series for run in s.at(context)), newest)
+        bounds = ' to '.join(dict.fromkeys(f'{value:.2f}' for value in (min(losses), max(losses)))) if losses else ''
+        left_out = f'; the first {first:,} positions, with losses of {bounds}, are left out' if losses else ''
+        self._add_lines(
+            f'position{suffix}',
+            [curve for s in self.series if (curve := make_position_curve(s, context, newest))],
+            f'Loss by position in the context{where}{left_out}; positions with fewer than {FEWEST_TOKENS:,} tokens are '
+            'left out, and curves.csv counts the tokens of each point.',
+            'position in the context (tokens)',
+            f'{self.split} loss (nats per token)',
+            x_scale='log',
+            markers=True,
+            ticks=_thin([2**i for i in range(context.bit_length()) if 2**i >= first]),
+        )
+
+    def _make_course(self, series: Series, context: int) -> None:
+        """Makes the curves of a single run in place of pictures with a single dot."""
+        for name, label, curve in (
+            (
+                'perplexity_steps',
+                f'{self.split} perplexity per token',
+                make_evaluation_curve(series, context, 'perplexity'),
+            ),
+            ('speed_steps', 'training time per token (µs)', make_speed_curve(series, context)),
+        ):
+            if curve and len(curve.x) > 1 and not (name == 'perplexity_steps' and self._has_accuracy()):
+                where = f', measured on {self._name_devices()}' if name == 'speed_steps' else ''
+                options = {'right': SPEED['right']} if name == 'speed_steps' else {'markers': True}
+                caption = f'{label[0].upper()}{label[1:]} during training{where}.'
+                self._add_lines(name, [curve], caption, 'training steps', label, **options)
+
+    def _has_accuracy(self) -> bool:
+        return any(self.measures.accuracy(run) is not None for run in self.drawn)
+
+    def _name_devices(self) -> str:
+        return '; '.join(sorted({name_devices(run) for run in self.drawn}))
+
+    def _make_against_context(
         self, name: str, measure: Callable[[Run], float | None], label: str, note: str = '', **options: Any
     ) -> None:
-        """Draws a measure against the context length in training; with one length alone, a row of dots per series."""
-        series = _split_by_devices(self.series) if name == 'speed' else self.series
+        """Makes a measure against the context length in training; with one length alone, a row of dots per series.
+        A single run has no such picture: its dot would say less than the table."""
+        series = self._keep_styles(_split_by_devices(self.series)) if name == 'speed' else self.series
         values = [[(run, measure(run)) for run in s.runs] for s in series]
         title = f'{label[0].upper()}{label[1:]}'
         if len(self.contexts) > 1:
@@ -107,7 +186,7 @@ class Pictures:
                 if name == 'speed' and curve.low is None:
                     curve = _add_quartiles(curve, [run for run, value in found if value is not None])
                 curves.append(curve)
-            self._draw_lines(
+            self._add_lines(
                 f'{name}_context',
                 [curve for curve in curves if len(curve.x)],
                 f'{title} against context length{note}.',
@@ -126,15 +205,15 @@ class Pictures:
             if len(x):
                 row = Curve(s.label, s.style, x, np.zeros(len(x)))
                 rows.append(_add_quartiles(row, [run for run, _ in members]) if name == 'speed' else row)
-        if rows:
+        if rows and len(self.drawn) > 1:
             note = note.replace('bands of single runs', 'thin lines')
-            plots.draw_dots(self.out / f'{name}_runs', rows, label)
-            self._record(f'{name}_runs', f'{title}, a dot a run, the bar at their mean{note}.', rows)
+            caption = f'{title}, one dot per run, the bar at their mean{note}.'
+            self.made.append(Picture(f'{name}_runs', caption, rows, label, None))
 
-    def _draw_against_setting(self, name: str, axis: str, measure: Callable[[Run], float | None], label: str) -> None:
-        """Draws a measure against a swept setting, where a series has three values of it."""
+    def _make_against_setting(self, name: str, axis: str, measure: Callable[[Run], float | None], label: str) -> None:
+        """Makes a measure against a swept setting, where a series has three values of it."""
         curves, values = [], [float(run.config[axis]) for run in self.drawn if axis in run.config]
-        for s in make_series(self.drawn, axis):
+        for s in self._keep_styles(make_series(self.drawn, axis)):
             curve = make_setting_curve(s, [(float(r.config[axis]), measure(r)) for r in s.runs if axis in r.config])
             curves += [curve] if len(curve.x) else []
         if not any(len(curve.x) > 2 for curve in curves):
@@ -142,7 +221,7 @@ class Pictures:
         without = [run for run in self.drawn if measure(run) is None]
         named = ', '.join(f'{run.name} ({get_status(run)})' for run in without)
         note = f'; without a value: {named}' if without else ''
-        self._draw_lines(
+        self._add_lines(
             f'{name}_{name_binding(axis).replace(" ", "_")}',
             curves,
             f'{label[0].upper()}{label[1:]} against {name_binding(axis)}{note}.',
@@ -153,9 +232,9 @@ class Pictures:
             ticks=_thin(sorted(set(values))),
         )
 
-    def _draw_other_contexts(self) -> None:
-        """Draws the perplexity of runs that were evaluated at several context lengths, against these lengths."""
-        curves, contexts = [], set()
+    def _make_other_contexts(self) -> None:
+        """Makes the perplexity of runs that were evaluated at several context lengths, against these lengths."""
+        shown, contexts = [], set()
         for s in self.series:
             for trained in self.contexts:
                 runs = s.at(trained)
@@ -164,9 +243,11 @@ class Pictures:
                 values = [(n, value) for n, value in pairs if value is not None]
                 if len({n for n, _ in values}) > 1:
                     label = s.label if len(self.contexts) == 1 else f'{s.label}, trained at {short(trained)}'
-                    curves.append(make_setting_curve(dataclasses.replace(s, label=label, style=len(curves)), values))
+                    shown.append((dataclasses.replace(s, label=label, runs=tuple(runs)), values))
                     contexts |= {n for n, _ in values}
-        self._draw_lines(
+        styled = self._keep_styles([s for s, _ in shown])
+        curves = [make_setting_curve(s, values) for s, (_, values) in zip(styled, shown, strict=True)]
+        self._add_lines(
             'perplexity_evaluated',
             curves,
             'Perplexity per token against the context length in evaluation.',
@@ -177,20 +258,21 @@ class Pictures:
             ticks=sorted(contexts),
         )
 
-    def _draw_lines(self, name: str, curves: list[Curve], caption: str, x: str, y: str, **options: Any) -> None:
+    def _add_lines(self, name: str, curves: list[Curve], caption: str, x: str, y: str, **options: Any) -> None:
         if curves:
-            plots.draw_lines(self.out / name, curves, x, y, **options)
-            self._record(name, caption, curves)
+            self.made.append(Picture(name, caption, curves, x, y, options))
 
-    def _record(self, name: str, caption: str, curves: Iterable[Curve]) -> None:
-        self.files.append((f'{name}.png', caption))
-        for curve in curves:
-            for i, (x, y) in enumerate(zip(curve.x, curve.y, strict=True)):
-                point = {'picture': name, 'series': curve.label, 'x': float(x), 'y': float(y)}
-                for column in ('low', 'high', 'tokens'):
-                    values = getattr(curve, column)
-                    point[column] = None if values is None else float(values[i])
-                self.points.append(point)
+    def _keep_styles(self, series: Sequence[Series]) -> list[Series]:
+        """Gives each series the style that its first run has in the other pictures. Where two would look alike, the
+        second gets a style that no other picture uses."""
+        styles = {run.directory.path: s.style for s in self.series for run in s.runs}
+        unused, taken, found = itertools.count(len(self.series)), set(), []
+        for s in series:
+            style = styles[s.runs[0].directory.path]
+            style = next(unused) if style in taken else style
+            taken.add(style)
+            found.append(dataclasses.replace(s, style=style))
+        return found
 
 
 def _split_by_devices(series: Sequence[Series]) -> list[Series]:

@@ -1,11 +1,13 @@
 """The tables of a report, and the files that it writes."""
 
 import csv
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lm.evaluation.sets import FIGURES, flatten_result
+from lm.files import write_atomically
 from lm.report import paper
 from lm.report.curves import find_differing_bindings, name_binding
 from lm.report.measures import Measures, get_status, measure_microseconds_per_token
@@ -51,26 +53,29 @@ class Report:
         self.written: list[str] = []
 
     def write(self, pictures: bool = True) -> None:
-        """Writes all files."""
-        drawn = Pictures(self.runs, self.out, self.measures)
-        if pictures:
-            drawn.draw()
-            self.written += [name for file, _ in drawn.files for name in (file, file.replace('.png', '.pdf'))]
+        """Writes all files. A reader, or an interruption, finds the old content of each file or the new one.
+
+        Args:
+            pictures: draw them, too, which needs matplotlib.
+        """
+        made = Pictures(self.runs, self.measures)
+        self.written = ['report.md']
+        for picture in made.made if pictures else ():
+            picture.draw(self.out)
+            self.written += [f'{picture.name}.png', f'{picture.name}.pdf']
         self._write_csv('runs.csv', self.rows)
-        if drawn.points:
-            self._write_csv('curves.csv', drawn.points)
+        if points := [point for picture in made.made for point in picture.list_points()]:
+            self._write_csv('curves.csv', points)
         if self.comparison:
             self._write_csv('paper.csv', [compared.as_row() for compared in self.comparison])
         text = ['# Report', '', self.format_table(), '']
         text += paper.format_tables(self.comparison, self.corpus)
-        for name, caption in drawn.files:
-            text += [f'![{caption}]({name})', '', f'*{caption}*', '']
-        if pictures and len(drawn.drawn) < len(self.runs):
-            names = ', '.join(run.name for run in self.runs if run not in drawn.drawn)
-            text += [f'Not in the pictures, for want of steps: {names}.', '']
+        for picture in made.made if pictures else ():
+            text += [f'![{picture.caption}]({picture.name}.png)', '', f'*{picture.caption}*', '']
+        if note := made.explain_left_out(self.runs):
+            text += [note, '']
         text += ['## Runs', '', *(f'- {self.describe_provenance(run)}' for run in self.runs), '']
-        (self.out / 'report.md').write_text('\n'.join(text), encoding='utf-8')
-        self.written.insert(0, 'report.md')
+        write_atomically(self.out / 'report.md', '\n'.join(text))
 
     def make_row(self, run: Run) -> dict[str, Any]:
         """Returns the figures of a run."""
@@ -157,10 +162,11 @@ class Report:
         )
 
     def _write_csv(self, name: str, rows: list[dict[str, Any]]) -> None:
-        with open(self.out / name, 'w', newline='', encoding='utf-8') as file:
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomically(self.out / name, text.getvalue())
         self.written.append(name)
 
 

@@ -17,14 +17,14 @@ from lm.summary.tables import print_run, print_store, print_sweep
 
 
 def inspect_path(path: str, *, verify: bool = False, as_json: bool = False, allow_imports: bool = False) -> None:
-    """Prints what lies at `path`.
+    """Prints a description of the run, the sweep or the token store at `path`.
 
     Args:
         verify: read everything and compare checksums.
         as_json: print JSON instead of tables.
         allow_imports: the configuration of a run may import modules.
 
-    Raises ConfigError where nothing of ours is there, and MismatchError, after everything was printed, for damage.
+    Raises ConfigError if `path` is none of these, and MismatchError, after everything was printed, for damage.
     """
     load_registry()  # which knows the names of bindings
     # The accelerators of this machine may be busy with the very run that is looked at.

@@ -131,5 +131,5 @@ def _short(digest: str | None) -> str:
 
 
 def _branch(branch: Any) -> dict[str, str]:
-    """The row of a run that began from a checkpoint of another one."""
+    """Returns the row of a run that began from a checkpoint of another run."""
     return {'branch of': f'{branch["from"]} at step {branch["step"]:,}'} if branch else {}

@@ -12,8 +12,6 @@ tried again. One that another process trains is left to it, and is no failure. W
 end with it: they save and exit when it dies.
 """
 
-import dataclasses
-
 import jax
 
 from lm.errors import INTERRUPTED, AbsentError, LmError, exit_code_of
@@ -22,34 +20,17 @@ from lm.runs.lock import OccupiedError
 from lm.runs.run_dir import RunDir
 from lm.session.train import train_in_job
 from lm.sweep.points import find_point
-from lm.sweep.runner import Runner
+from lm.sweep.runner import Runner, SweepOptions
 from lm.sweep.sweep import Sweep
 from lm.text import counted
 from lm.training.mesh import JobAddress
 
 
-@dataclasses.dataclass(frozen=True)
-class SweepOptions:
-    """How `run_sweep` runs the points.
+def run_sweep(sweep: Sweep, options: SweepOptions, *, dry_run: bool = False) -> None:
+    """Lists the points and runs those that are due, each as a process; `dry_run`: lists and checks them only.
 
-    Attributes:
-        jobs: points at a time.
-        gpus_per_job: GPUs of this machine for each point; None: they are not shared out.
-        retry_failed: run points again that diverged or were refused.
-        allow_imports: gin files of the points may import modules.
-        dry_run: list and check the points, and start none.
+    Raises what `validate_points` and `Runner.run` raise, and AbsentError where the data of a point are not there.
     """
-
-    jobs: int = 1
-    gpus_per_job: int | None = None
-    retry_failed: bool = False
-    allow_imports: bool = False
-    dry_run: bool = False
-
-
-def run_sweep(sweep: Sweep, options: SweepOptions) -> None:
-    """Lists the points and runs those that are due, each as a process. Raises what `validate_points` and `Runner.run`
-    raise, and AbsentError where the data of a point are not there."""
     # The points are processes of their own, which need the accelerator of this machine.
     jax.config.update('jax_platforms', 'cpu')
     sweep.check()
@@ -57,11 +38,11 @@ def run_sweep(sweep: Sweep, options: SweepOptions) -> None:
     for point in sweep.points:
         print(f'{point.index:>4}  {point.name}  [{sweep.result(point)["status"]}]')
     absent = validate_points(sweep, options.gpus_per_job)
-    if options.dry_run:
+    if dry_run:
         for line in absent:
             print(f'not checked: {line}')
         return
-    runner = Runner(sweep, options.jobs, options.gpus_per_job, options.retry_failed, options.allow_imports)
+    runner = Runner(sweep, options)
     if absent:
         raise AbsentError(absent[0])
     runner.run()

@@ -26,6 +26,23 @@ POLL_SECONDS = 0.2
 REPORT_SECONDS = 60.0
 
 
+@dataclasses.dataclass(frozen=True)
+class SweepOptions:
+    """How a sweep runs its points.
+
+    Attributes:
+        jobs: points at a time.
+        gpus_per_job: GPUs of this machine for each point; None: they are not shared out.
+        retry_failed: run points again that diverged or were refused.
+        allow_gin_imports: gin files of the points may import modules.
+    """
+
+    jobs: int = 1
+    gpus_per_job: int | None = None
+    retry_failed: bool = False
+    allow_gin_imports: bool = False
+
+
 @dataclasses.dataclass
 class RunningPoint:
     """A running point."""
@@ -39,21 +56,11 @@ class RunningPoint:
 class Runner:
     """Runs the points of a sweep as processes, `jobs` at a time."""
 
-    def __init__(
-        self,
-        sweep: Sweep,
-        jobs: int = 1,
-        gpus_per_job: int | None = None,
-        retry_failed: bool = False,
-        allow_imports: bool = False,
-    ):
-        self.sweep = sweep
-        self.slots = list(range(jobs))
-        self.gpus_per_job = gpus_per_job
-        if gpus_per_job:
-            _gpus(gpus_per_job, max(self.slots))  # refuses what is not there
-        self.retry_failed = retry_failed
-        self.allowed = ['--allow_gin_imports'] if allow_imports else []
+    def __init__(self, sweep: Sweep, options: SweepOptions):
+        self.sweep, self.options = sweep, options
+        self.slots = list(range(options.jobs))
+        if options.gpus_per_job:
+            _gpus(options.gpus_per_job, max(self.slots))  # refuses what is not there
         self.waiting = [p for p in sweep.points if self._is_due(p)]
         self.running: list[RunningPoint] = []
         self.signals = 0
@@ -93,7 +100,7 @@ class Runner:
 
     def _is_due(self, point: Point) -> bool:
         result = self.sweep.result(point)
-        if sweep_file.is_final(result) and not self.retry_failed:
+        if sweep_file.is_final(result) and not self.options.retry_failed:
             print(f'{point.name} failed with {result["exit_code"]} before and is left out (see --retry_failed)')
             return False
         return result['status'] != 'done'
@@ -119,10 +126,11 @@ class Runner:
         slot = self.slots.pop(0)
         kept = self.sweep.notes / f'{point.name}.log'
         log = open(kept, 'ab') if self.sweep.is_local else tempfile.TemporaryFile()  # noqa: SIM115 (closed by _end)
-        command = ['train', '--run_dir', str(self.sweep.root / point.name), '--gin_file', config, *self.allowed]
+        command = ['train', '--run_dir', str(self.sweep.root / point.name), '--gin_file', config]
+        command += ['--allow_gin_imports'] if self.options.allow_gin_imports else []
         environment = dict(os.environ)
-        if self.gpus_per_job:
-            environment['CUDA_VISIBLE_DEVICES'] = ','.join(_gpus(self.gpus_per_job, slot))
+        if self.options.gpus_per_job:
+            environment['CUDA_VISIBLE_DEVICES'] = ','.join(_gpus(self.options.gpus_per_job, slot))
         process = subprocess.Popen(
             [sys.executable, '-m', 'lm.sweep.child', str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,

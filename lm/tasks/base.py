@@ -99,7 +99,7 @@ class Task(Configurable, abc.ABC):
         if split not in SPLITS:
             raise ConfigError(
                 f'split {split!r}: @{self.gin_name}() has {", ".join(SPLITS)}; choose one of them with '
-                'data.train_split, data.eval_split or --split'
+                'data.train_split, data.eval_split or evaluate.split'
             )
         return self.train_examples if split == 'train' else self.eval_examples
 

@@ -7,7 +7,7 @@ from lm.tasks.base import Task
 
 
 class AnswersApart(Task):
-    """Packs answers beside the inputs: each token of an example is an input plus the answer to the one before it.
+    """A task that packs answers beside the inputs: each token holds an input and the answer to the input before it.
 
     Subclasses make examples with `pack`; `vocab_size` is at most `LARGEST`.
     """

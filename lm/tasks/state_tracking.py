@@ -36,7 +36,7 @@ class StateTracking(AnswersApart):
 
     @property
     def table(self) -> np.ndarray:
-        """[n, n]: the element that a is when b follows it."""
+        """Returns [n, n]: entry (a, b) is the element that results if b follows a."""
         permutations = list(itertools.permutations(range(GROUPS[self.group])))
         number = {p: i for i, p in enumerate(permutations)}
         return np.array([[number[tuple(b[x] for x in a)] for b in permutations] for a in permutations])

@@ -22,6 +22,7 @@ from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError, end_process
 from lm.hardware import Device, Target, group_by_slice
 from lm.ops.platform import DATA_AXES, SEQUENCE_AXIS, SHARED_AXIS, data_shards
+from lm.output import leave_out_lines
 from lm.parameters import shared_axis
 from lm.text import counted
 
@@ -163,6 +164,7 @@ def initialize_distributed(config: MeshConfig, job: JobAddress, *, meets: bool =
             raise ConfigError('--coordinator_address, --process_count and --process_id: give all three or none')
         if _platforms() == 'cpu':
             jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+            leave_out_lines(b'[Gloo] ')  # which tell of each connection
     if job.coordinator is not None or _on_cloud_tpu():
         with _all_within(config.join_seconds):
             # `lm.training.heartbeat` and `_all_within` act before JAX does, which aborts.
@@ -245,7 +247,7 @@ def _tpu_clusters() -> Iterator[Any]:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """The mesh over all devices; see `MeshConfig.plan` for errors and `MeshShape.arrange`."""
+    """Returns the mesh over all devices; see `MeshConfig.plan` for errors and `MeshShape.arrange`."""
     devices = jax.devices() if devices is None else devices
     return config.plan(Target.of_devices(devices)).arrange(devices)
 

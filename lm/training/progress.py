@@ -1,8 +1,9 @@
 """Reports of a run for people: the rows of its plan, one line of progress, and the utilisation of the hardware."""
 
+import contextlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from lm.data.batches import BatchWindows
 from lm.text import counted, duration, perplexity, si
@@ -56,9 +57,16 @@ class Throughput:
         """Wall time of the run without evaluation, over all its sessions."""
         return self._before + time.perf_counter() - self._start - self._paused
 
-    def pause(self):
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
         """A context during which time does not count as training (evaluation)."""
-        return _Pause(self)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            lost = time.perf_counter() - start
+            self._paused += lost
+            self._last_time += lost
 
     def tick(self, step: int) -> tuple[float, float]:
         """(tokens per second since the last tick, seconds left), at the end of `step`."""
@@ -71,19 +79,6 @@ class Throughput:
             self._rate = rate if self._rate is None else 0.8 * self._rate + 0.2 * rate
             return rate * self.tokens_per_step, (self.total_steps - step) / self._rate
         return 0.0, 0.0
-
-
-class _Pause:
-    def __init__(self, throughput: Throughput):
-        self.throughput = throughput
-
-    def __enter__(self):
-        self.start = time.perf_counter()
-
-    def __exit__(self, *_):
-        lost = time.perf_counter() - self.start
-        self.throughput._paused += lost
-        self.throughput._last_time += lost
 
 
 class Progress:

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.stages import prepare
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.parquet import Parquet
+from lm.data.store import TokenStore
 from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError, MismatchError
 
@@ -113,3 +115,33 @@ def test_a_store_from_parquet_equals_a_store_from_json_lines(tmp_path):
         info = prepare(config, str(tmp_path / source.gin_name), Console(file=io.StringIO()))
         prints.add(info['fingerprint'])
     assert len(prints) == 1
+
+
+def test_a_missing_validation_split_is_said(tmp_path):
+    """The remedy that is printed works; sources with the split, and chosen splits, say nothing of it."""
+    (tmp_path / 'in').mkdir()
+    write(tmp_path / 'in' / 'train-00000-of-00001.parquet')
+    tokenizer = TokenizerConfig(vocab_size=300)
+
+    def said(name: str, path: str, **options) -> str:
+        config = PrepareConfig(source=Parquet(path=path), tokenizer=tokenizer, processes=1, **options)
+        output = io.StringIO()
+        prepare(config, str(tmp_path / name), Console(file=output))
+        return output.getvalue()
+
+    shown = said('a', str(tmp_path / 'in'))
+    assert 'there is no validation split' in shown
+    assert "train with data.eval_split = 'train'" in shown
+    remedy = re.search(r"hold out 5 % of the documents by parquet.path = '(.+?)'", shown)[1]
+    assert 'no validation split' not in said('b', remedy)
+    assert TokenStore.open(str(tmp_path / 'b')).splits == ('train', 'validation')
+    assert 'no validation split' not in said('c', str(tmp_path / 'in'), splits=('train',))
+
+
+def test_a_missing_split_names_bindings_that_every_verb_has(tmp_path):
+    write(tmp_path / 'train.parquet')
+    config = PrepareConfig(source=Parquet(path=str(tmp_path)), tokenizer=TokenizerConfig(vocab_size=300), processes=1)
+    prepare(config, str(tmp_path / 'store'), Console(file=io.StringIO()))
+    with pytest.raises(ConfigError, match=r'has train; choose .* data\.eval_split or evaluate\.split') as error:
+        TokenStore.open(str(tmp_path / 'store')).tokens('validation')
+    assert '--' not in str(error.value)

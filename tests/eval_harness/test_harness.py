@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness over a run: the harness itself by `scripts/test.sh -m interop`."""
+"""Tasks of lm-evaluation-harness on a run; `scripts/test.sh -m interop` runs the harness itself."""
 
 import dataclasses
 import importlib.util
@@ -35,7 +35,7 @@ def questions(tmp_path):
 
 def test_questions_are_read(questions):
     assert [entry['answer'] for entry in read_questions(questions)] == [0, 1]
-    text = 'what\u2028does\x85it do?'  # JSON may hold both as they are
+    text = 'what\u2028does\x85it do?'  # JSON may hold both characters as they are
     line = json.dumps(QUESTIONS[0] | {'question': text}, ensure_ascii=False)
     questions.write_bytes(f'\ufeff{line}\r\n{line}'.encode())
     assert [entry['question'] for entry in read_questions(questions)] == [text, text]
@@ -52,12 +52,12 @@ def test_a_wrong_line_is_named(questions, line):
 
 
 @pytest.mark.skipif(importlib.util.find_spec('lm_eval') is not None, reason='lm_eval is installed')
-def test_without_the_package_it_says_what_to_install():
+def test_a_missing_package_is_named_with_its_installation():
     with pytest.raises(ConfigError, match=r"pip install 'lm-tpu\[harness\]'"):
         evaluate_tasks(None, ['piqa'])
 
 
-def test_no_result_hides_another():
+def test_results_with_the_same_name_are_refused():
     check_names(['a/one.jsonl', 'two.jsonl', 'hellaswag'])
     with pytest.raises(ConfigError, match=r'--tasks b/q\.jsonl: is called q in the results, as a/q\.jsonl is; rename'):
         check_names(['a/q.jsonl', 'b/q.jsonl'])
@@ -74,7 +74,7 @@ def test_numbers_of_tasks_are_checked(name, number):
         check_together(arguments)
 
 
-def test_ruler_is_refused_where_no_text_fits():
+def test_ruler_refuses_a_context_in_which_no_text_fits():
     def tokenizer(rate):
         return types.SimpleNamespace(encode=lambda text: [0] * round(len(text) / rate))
 
@@ -98,7 +98,7 @@ def run(reference_run):
 
 
 def likelihood(run, context, continuation, length=33):
-    """Straight from the logits, and whether it is greedy."""
+    """Computes the log-likelihood from the logits, and whether the text is greedy."""
     encode = lambda text: run.tokenizer.encode(text).tolist()  # noqa: E731
     n = len(encode(context + continuation)) - len(encode(context))
     row = np.array([run.tokenizer.eod_id, *encode(context + continuation)][-length:], np.int32)
@@ -125,7 +125,8 @@ def test_questions_of_a_file(run, questions, reference_run, capsys):
 
 @pytest.fixture
 def folder(run, tmp_path):
-    """A folder of tasks in the harness's format: perplexity of the validation split, and an answer to be written."""
+    """Returns a folder of tasks in the harness's format: perplexity of the validation split, and an answer to
+    generate."""
     text = run.tokenizer.decode(run.store.read('validation', 0, run.store.tokens('validation') - 1))
     (tmp_path / 'text.json').write_text(json.dumps({'page': text}) + '\n')
     (tmp_path / 'asked.json').write_text('\n'.join(json.dumps({'q': q, 'a': 'x'}) for q in ('import ', 'def ')))
@@ -157,7 +158,7 @@ metric_list:
 
 
 @pytest.mark.interop
-def test_bits_per_byte_are_those_of_lm_evaluate(run, folder):
+def test_bits_per_byte_equal_lm_evaluate(run, folder):
     result = evaluate_tasks(run, ['own_text', 'own_answers'], include_path=str(folder))
     theirs = result['results']['own_text']['bits_per_byte,none']
     assert theirs == pytest.approx(lm.evaluate(run)['bits_per_byte'], rel=1e-6)
@@ -180,7 +181,7 @@ def test_requests_are_answered_by_the_model(run):
         return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
     model = RunModel(run)
-    # No context ends with white space: the harness gives that to the continuation.
+    # No context ends with white space: the harness moves white space to the continuation.
     greedy = lm.generate(run, 'import', max_tokens=4, temperature=0)
     pairs = [('def main', '(x):'), ('', 'import sys'), ('import', greedy), ('x = 1\n' * 30 + 'y', ' = 2')]
     found = model.loglikelihood([instance('loglikelihood', *pair) for pair in pairs])
@@ -196,7 +197,7 @@ def test_requests_are_answered_by_the_model(run):
 
 @pytest.fixture
 def without_hub(monkeypatch):
-    """As if there were no network; the harness's libraries read that when they are imported."""
+    """Removes the network: the harness's libraries read this setting when they are imported."""
     import datasets.config
     import huggingface_hub.constants
 
@@ -206,7 +207,7 @@ def without_hub(monkeypatch):
 
 @pytest.fixture
 def data_sets(tmp_path):
-    """Made-up rows in the formats of HellaSwag and PIQA."""
+    """Writes made-up rows in the formats of HellaSwag and PIQA."""
     for split in ('train', 'validation'):
         swag = [
             {
@@ -234,7 +235,7 @@ def test_hellaswag_and_piqa_from_local_files(run, reference_run, data_sets, with
     found = evaluate_tasks(wide, ['hellaswag', 'piqa'], 0, task_data=str(data_sets))
     assert found['n-samples']['hellaswag']['effective'] == 6
     right = []
-    for i in range(6):  # PIQA as its paper says: the solution that is more probable
+    for i in range(6):  # PIQA by its paper: the more probable solution counts
         own = [likelihood(wide, f'Question: validation {i}?\nAnswer:', f' {s}', 257)[0]
                for s in ('import sys', f'def {i}')]  # fmt: skip
         right.append(int(np.argmax(own)) == i % 2)
@@ -251,7 +252,8 @@ def test_hellaswag_and_piqa_from_local_files(run, reference_run, data_sets, with
 
 @pytest.fixture
 def english(run, tmp_path):
-    """The run with a tokenizer of its size that knows the words of RULER's texts, which are too long with its own."""
+    """Returns the run with another tokenizer of the same size. It knows the words of RULER's texts, which are too long
+    otherwise."""
     import tokenizers
     from lm_eval.tasks.ruler.vt_utils import TEMPLATE
 
@@ -275,7 +277,7 @@ def test_ruler_is_made_and_measured_by_the_tokenizer_of_the_run(english, without
     turn = itertools.cycle([False, True])
 
     def answers(run, prompts, *, max_tokens, **_):
-        """In place of the model, which would take minutes: the right answers to every other question."""
+        """Replaces the model, which would take minutes: every other question gets the right answer."""
         return [' '.join(expected[run.tokenizer.decode(p)]) if next(turn) else 'Answer' for p in prompts]
 
     expected = {}

@@ -1,4 +1,4 @@
-"""Windows that are walked chunk by chunk: the losses of the whole window, in the memory of a chunk."""
+"""Windows read chunk by chunk have the losses of the whole window, in the memory of a chunk."""
 
 import functools
 
@@ -53,8 +53,8 @@ walked = nnx.jit(compute_losses_in_chunks, static_argnames=('chunk', 'documents'
 @pytest.mark.parametrize('attention', QUICK_FIRST)
 @pytest.mark.parametrize('documents', [None, Documents(EOD, restart=True)], ids=['', 'documents'])
 def test_chunks_have_the_losses_of_the_whole_window(attention, documents):
-    """Chunks of 13, 16 and 16 tokens: their boundaries are not those of the blocks of 8. Documents begin on both sides
-    of one and some chunks hold parts of several."""
+    """Chunks of 13, 16 and 16 tokens end at other places than the blocks of 8. Documents begin on both sides of these
+    ends, and some chunks hold parts of several documents."""
     tokens = drawn(45)
     if documents:
         tokens = tokens.at[0, jnp.array([3, 13, 28, 30])].set(EOD).at[1, jnp.array([12, 29])].set(EOD)
@@ -63,14 +63,14 @@ def test_chunks_have_the_losses_of_the_whole_window(attention, documents):
 
 
 @pytest.mark.parametrize(('length', 'chunk'), [(17, 16), (9, 1), (23, 5)])
-def test_any_chunk_of_any_length(length, chunk):
-    """A first chunk of one token, single tokens, and chunks shorter than a block and a convolution."""
+def test_chunks_of_any_length_give_the_same_losses(length, chunk):
+    """The chunks have a first token alone, single tokens, and lengths below a block and a convolution."""
     model, tokens = tiny((Polysketch(sketch_size=8, block=8, gate=True), Softmax(window=5))), drawn(length)
     np.testing.assert_allclose(walked(model, tokens, chunk=chunk), whole(model, tokens), rtol=0, atol=1e-5)
 
 
-def test_memory_is_that_of_a_chunk():
-    """But for tokens and losses themselves."""
+def test_memory_is_the_memory_of_a_chunk():
+    """The tokens and losses themselves come on top."""
     step = train_step(ModelConfig(**TINY, attention=Polysketch(sketch_size=8, block=64)), OPTIMIZER, 10)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
 
@@ -83,7 +83,7 @@ def test_memory_is_that_of_a_chunk():
     assert long - short <= 16 * (32_768 - 2048)
     whole = temporaries(32_768, None)
     assert whole > 5 * long
-    # A window that one chunk holds is computed as ever.
+    # A window that fits into one chunk is computed as before.
     assert temporaries(32_768, 32_768) == whole
 
 
@@ -98,7 +98,7 @@ def test_devices_share_the_rows():
     np.testing.assert_allclose(shared, alone, rtol=0, atol=1e-5)
 
 
-def test_what_cannot_be_walked_is_refused():
+def test_models_that_cannot_read_chunks_are_refused():
     with pytest.raises(ConfigError, match=r'evaluate.chunk = 16: the examples of a task'):
         settle_evaluation(EvaluateConfig(chunk=16), DataConfig(task=AssociativeRecall()), TrainConfig(), ModelConfig())
     with pytest.raises(ConfigError, match=r'performer.causal = False'):

@@ -1,4 +1,4 @@
-"""Perplexity: every token once, equal to a plain numpy computation, whatever the batch size and the devices."""
+"""Perplexity counts every token once and equals a plain numpy computation, for any batch size and devices."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def test_a_text_without_words_has_no_figures_per_word_and_byte():
 
 @pytest.mark.parametrize('n', [1, 5, 31, 32, 33, 100, 257])
 @pytest.mark.parametrize('window', ['disjoint', 'sliding:1', 'sliding:7', 'sliding:32'])
-def test_each_token_is_scored_once_with_the_context_it_was_promised(n, window):
+def test_each_token_is_scored_once_with_its_full_context(n, window):
     text = np.arange(1, n + 1)
 
     class Store:
@@ -66,7 +66,7 @@ def test_each_token_is_scored_once_with_the_context_it_was_promised(n, window):
         tokens, scored = windows.batch(Store(), 'test', 0, first, 3)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         seen += targets[scored].tolist()
-        # Token i is i and follows token i-1; an end-of-document token (0) stands before the first.
+        # Token i is i and follows token i-1; an end-of-document token (0) stands before the first token.
         assert (inputs[scored] == targets[scored] - 1).all()
         rows, columns = np.nonzero(scored)
         context = columns + 1
@@ -91,8 +91,8 @@ def test_batch_size_chunks_and_devices_do_not_matter(reference_run, base, flags,
     assert other['tokens'] == base['tokens']
 
 
-def test_the_job_that_trained_it_does_not_bind_who_reads_it(reference_run, base, tmp_path):
-    """A pod's fsdp, processes and slices; what is given for the evaluation itself does bind."""
+def test_settings_of_the_training_job_do_not_bind_an_evaluation(reference_run, base, tmp_path):
+    """A pod's fsdp, processes and slices do not count. The evaluation's own settings do."""
     run = shutil.copytree(reference_run[0], tmp_path / 'run')
     job = {'mesh.fsdp': 6, 'mesh.sequence': 4, 'mesh.processes': 4, 'mesh.slices': 2}
     (run / 'config.gin').write_text(
@@ -159,7 +159,7 @@ def test_the_periodic_evaluation_is_the_same_computation(reference_run, base):
     assert (reference_run[0] / 'evaluations' / 'step-30_validation_32_disjoint.json').exists()
 
 
-def test_other_figures_have_a_file_of_their_own(reference_run, base):
+def test_other_figures_go_to_another_file(reference_run, base):
     masked = evaluate(reference_run[0], '--gin_param', 'evaluate.mask_documents = True')
     assert masked['overrides'] == {'evaluate.mask_documents': 'True'}
     judged = evaluate(
@@ -177,7 +177,7 @@ def test_a_table_for_people(reference_run):
         assert words in done.stdout
 
 
-def test_what_is_not_finite_is_json_too(tmp_path, monkeypatch, capsys):
+def test_json_can_hold_values_that_are_not_finite(tmp_path, monkeypatch, capsys):
     store = types.SimpleNamespace(fingerprints={'data': 'd'})
     run = types.SimpleNamespace(step=3, directory=RunDir(tmp_path), weights=None, store=store, changes={})
     result = {'split': 'test', 'context_length': 8, 'loss': math.nan, 'perplexity': math.inf}
@@ -228,7 +228,7 @@ def test_a_context_longer_than_the_split_is_refused(reference_run):
         (['--tasks', 'piqa', '--window', 'disjoint', '--limit', '5'], '--window disjoint: is of a split'),
     ],
 )
-def test_a_flag_that_would_be_ignored_is_refused(flags, said):
+def test_a_flag_without_effect_is_refused(flags, said):
     with pytest.raises(ConfigError, match=said):
         check_together(cli.parse(['evaluate', '--run_dir', 'runs/x', *flags]))
     check_together(cli.parse(['evaluate', '--run_dir', 'runs/x', '--tasks', 'piqa', '--limit', '5']))
@@ -236,7 +236,8 @@ def test_a_flag_that_would_be_ignored_is_refused(flags, said):
 
 
 def test_a_softmax_run_is_evaluated_under_hybrid_attention(reference_run, base):
-    """Exact over a window as long as the context it is softmax; the file of the run's own evaluation stays."""
+    """Hybrid is exact if its window is as long as the context: it is then softmax. The run's own evaluation
+    file stays."""
     folder = reference_run[0] / 'evaluations'
     before = set(folder.iterdir())
     hybrid = ['--gin_param', 'model.attention = @hybrid()', '--gin_param']
@@ -256,4 +257,4 @@ def test_a_softmax_run_starts_a_performer(reference_run, tiny_flags, tmp_path):
     done = tiny.lm('train', '--run_dir', str(tmp_path / 'run'), *tiny_flags, *tiny.params(bindings))
     assert done.returncode == 0, done.stderr
     ours, theirs = tiny.losses(tmp_path / 'run'), tiny.losses(reference_run[0])
-    assert ours[1] < theirs[1] - 1  # it starts from what softmax has learned
+    assert ours[1] < theirs[1] - 1  # it starts from the trained softmax weights

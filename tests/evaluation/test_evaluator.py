@@ -1,4 +1,4 @@
-"""What an evaluator makes of losses that are known: sums, figures, positions; and which evaluator a run gets."""
+"""An evaluator on known losses: sums, figures, positions; and the evaluator that each run gets."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ TRAIN = at(16)
 
 
 class Store:
-    """Token i of the split is i + 1; two documents of 30 words and 120 bytes in all."""
+    """A store whose token i is i + 1: two documents with 30 words and 120 bytes in all."""
 
     info = {'tokenizer': {'sha256': 'the tokenizer'}}  # noqa: RUF012
 
@@ -64,7 +64,7 @@ class Store:
 
 
 def token_losses(weights, tokens_BxL, targets_BxL, documents):
-    """A loss that tells target, position and the token before apart."""
+    """Returns a loss that differs by target, by position and by the token before."""
     position_L = jnp.arange(tokens_BxL.shape[1])
     return weights * (targets_BxL + position_L / 16 + tokens_BxL / 64).astype(jnp.float32)
 
@@ -83,7 +83,7 @@ def evaluator(window='disjoint', batch_size=2, context=8, devices=1, first_token
 
 
 def expected(context, stride, n=N) -> tuple[np.ndarray, np.ndarray]:
-    """Nats and tokens at each position, one token after the other."""
+    """Computes nats and tokens at each position, token by token."""
     nats, tokens = np.zeros(context), np.zeros(context, int)
     for i in range(n):  # the token i + 1
         window = 0 if i < context else math.ceil((i - context + 1) / stride)
@@ -97,7 +97,7 @@ def expected(context, stride, n=N) -> tuple[np.ndarray, np.ndarray]:
     ('window', 'batch_size', 'devices'),
     [('disjoint', 2, 1), ('disjoint', 100, 1), ('disjoint', 1, 1), ('sliding:3', 4, 1), ('sliding:3', 4, 2)],
 )
-def test_figures_are_those_of_each_token_once(window, batch_size, devices):
+def test_figures_count_each_token_once(window, batch_size, devices):
     result = evaluator(window, batch_size, devices=devices)(jnp.float32(0.5), 70)
     nats, tokens = expected(8, 8 if window == 'disjoint' else 3)
     total = nats.sum()
@@ -136,7 +136,7 @@ def test_the_last_range_of_positions_ends_with_the_context():
         {'start': 0, 'end': 1, 'tokens': 1, 'loss': 0.0},
         {'start': 1, 'end': 2, 'tokens': 1, 'loss': 1.0},
         {'start': 2, 'end': 4, 'tokens': 2, 'loss': 2.5},
-        {'start': 8, 'end': 11, 'tokens': 3, 'loss': 9.0},  # nothing is scored at positions 4 to 7
+        {'start': 8, 'end': 11, 'tokens': 3, 'loss': 9.0},  # no token is scored at positions 4 to 7
     ]
 
 
@@ -146,7 +146,7 @@ def test_batches_fill_the_devices():
     assert evaluator(batch_size=8, devices=8).batch_size == 8
 
 
-def test_it_stops_when_it_is_told_to():
+def test_the_evaluator_stops_on_request():
     asked = []
 
     def should_stop():
@@ -157,19 +157,19 @@ def test_it_stops_when_it_is_told_to():
     assert len(asked) == 2
     asked.clear()
     assert evaluator()(jnp.float32(0.5), 70, lambda: asked.append(True)) is not None
-    assert len(asked) == 3  # after each of the batches: 6 windows, 2 at a time
+    assert len(asked) == 3  # asked after each of the batches: 6 windows, 2 per batch
 
 
-def test_a_result_in_a_line():
+def test_a_result_is_described_in_one_line():
     result = {'loss': 1.25, 'perplexity': 3.49034, 'word_perplexity': 7.5, 'bits_per_byte': 0.75}
     line = 'loss 1.2500  perplexity 3.490  per word 7.500  bits per byte 0.7500'
     assert evaluator().describe(result) == line
 
 
-def test_windows_that_cannot_be_are_refused():
+def test_impossible_windows_are_refused():
     assert len(EvaluationWindows.create(32, 32, 'disjoint')) == 1
     assert len(EvaluationWindows.create(33, 32, 'disjoint')) == 2
-    assert EvaluationWindows.create(33, 32, 'Disjoint'.lower()).stride == 32  # as a file says it
+    assert EvaluationWindows.create(33, 32, 'Disjoint'.lower()).stride == 32  # spelled as in a file
     assert EvaluationWindows.create(64, 32, 'sliding:32').stride == 32
     with pytest.raises(ConfigError, match=r"evaluate\.window = 'sliding:²': must be 'disjoint' or 'sliding:STRIDE'"):
         EvaluateConfig(window='sliding:²')
@@ -180,12 +180,12 @@ def test_windows_that_cannot_be_are_refused():
 
 
 def plan(config, data, train, first_tokens=None, model=None) -> EvaluationPlan:
-    """What an evaluation of the store, or of a task, scores."""
+    """Plans the evaluation of the store, or of a task."""
     store = TaskStore(data.task, train.context_length) if data.task else Store()
     return plan_evaluation(settle_evaluation(config, data, train, model or FUNCTIONS.config, first_tokens), store)
 
 
-def test_which_evaluator_a_run_gets():
+def test_each_run_gets_its_evaluator():
     mesh, text, task = (
         make_mesh(MeshConfig(), jax.devices()[:1]),
         DataConfig(path='x'),
@@ -230,14 +230,15 @@ def test_an_evaluation_is_checked_without_devices():
 
 @pytest.fixture
 def answering(monkeypatch):
-    """An evaluator of 5 examples, two answers each, whose model is right as the rows of `right` say, 4 at a time."""
+    """Returns an evaluator of 5 examples with two answers each, 4 per batch. The rows of `right` say which answers the
+    model gets right."""
     task = AssociativeRecall(vocab_size=8, n_pairs=2, eval_examples=5)
     right = np.array([[1, 1], [1, 0], [0, 0], [1, 1], [0, 1]], bool)
     examples = task.examples('validation', range(5), 12)
     scored = np.asarray(task.scored(examples))
 
     def model(tokens_BxL):
-        """Log-probabilities: the target at an answer that is right, else another token."""
+        """Returns log-probabilities: the target at a right answer, else another token."""
         table = np.full((5, 12, 8), 0.0)
         for n in range(5):
             answers = iter(right[n])
@@ -275,16 +276,17 @@ def test_examples_and_answers_are_counted_once(answering, batch_size):
     )
 
 
-def test_what_counts_is_said_by_the_task(answering):
+def test_the_task_decides_what_counts(answering):
     whole = answering(True)
     assert whole.describe(whole(WEIGHTS, 3)).startswith('accuracy 40.00 % of 5 examples, 60.00 % of 10 answers  loss ')
-    figures = whole(WEIGHTS, 3) | {'answers': 5, 'accuracy_per_answer': 0.4}  # one each: it is said once
+    # With one answer per example, the accuracy is listed once.
+    figures = whole(WEIGHTS, 3) | {'answers': 5, 'accuracy_per_answer': 0.4}
     assert whole.describe(figures).startswith('accuracy 40.00 % of 5 examples  loss ')
     single = answering(False)
     assert single.describe(single(WEIGHTS, 3)).startswith('accuracy 60.00 % of 10 answers  loss ')
 
 
-def test_scoring_a_task_stops_when_it_is_told_to(answering):
+def test_scoring_a_task_stops_on_request(answering):
     asked = []
     assert answering(batch_size=2)(WEIGHTS, 3, lambda: asked.append(True) or len(asked) == 2) is None
     assert len(asked) == 2

@@ -1,4 +1,5 @@
-"""Hidden amino acids: figures by an own computation, the empirical baseline, and a small training that beats it."""
+"""Hidden amino acids: figures against an independent computation, the empirical baseline, and a small training that
+beats it."""
 
 import dataclasses
 import json
@@ -54,7 +55,7 @@ TOKENIZER = AminoAcids(AminoAcidsConfig().contents())
 
 @pytest.fixture(scope='module')
 def path(tmp_path_factory):
-    """A store of made-up proteins."""
+    """Returns a store of made-up proteins."""
     folder = tmp_path_factory.mktemp('proteins')
     assert FAMILIES['main']([str(folder / 'a.fasta'), '--families', '3', '--sequences', '400', '--sharpness', '2']) == 0
     source = Fasta(path=str(folder / 'a.fasta'), validation_fraction=0.1)
@@ -89,7 +90,7 @@ def log_softmax(x):
 
 
 def frequencies(store, special):
-    """Of each token of the training split, but for special ones."""
+    """Returns the frequency of each token of the training split; special tokens do not count."""
     tokens = store.read('train', 0, store.tokens('train'))
     found = np.array([(tokens == i).sum() for i in range(28)], float)
     found[list(special)] = 0
@@ -110,8 +111,8 @@ def check_figures(result, nats, right, asked, store, special):
     ('split', 'batch_size', 'devices'),
     [('validation', 8, 1), ('validation', 1, 1), ('validation', 5, 4), ('train', 32, 1)],
 )
-def test_figures_are_those_of_each_hidden_token_once(path, split, batch_size, devices):
-    """Window after window, by the logits of the model: none depends on batch or devices."""
+def test_figures_count_each_hidden_token_once(path, split, batch_size, devices):
+    """The test computes window by window from the logits; batch and devices must not matter."""
     result, evaluator = evaluated(path, config=EvaluateConfig(split=split, batch_size=batch_size), devices=devices)
     store = TokenStore.open(path)
     n = store.tokens(split)
@@ -137,7 +138,7 @@ def test_figures_are_those_of_each_hidden_token_once(path, split, batch_size, de
 
 
 def test_the_accuracy_of_the_next_token(path):
-    """Every token of the split, ends of sequences among them, beside the frequencies of the same."""
+    """Every token of the split counts, ends of sequences too; the frequencies count the same tokens."""
     model = dataclasses.replace(MODEL, causal=True)
     config = EvaluateConfig(accuracy=True, window='sliding:10', batch_size=7)
     result, _ = evaluated(path, model, config, NextToken())
@@ -145,7 +146,7 @@ def test_the_accuracy_of_the_next_token(path):
     assert {name: result[name] for name in plain} == plain
     assert result.keys() - plain.keys() == {'accuracy', 'baseline_accuracy', 'baseline_perplexity'}
     disjoint, evaluator = evaluated(path, model, EvaluateConfig(accuracy=True), NextToken())
-    assert len(evaluator.describe(disjoint)) < 160  # a word is a protein, its perplexity has a hundred digits
+    assert len(evaluator.describe(disjoint)) < 160  # a word is a protein, and its perplexity has a hundred digits
     store = TokenStore.open(path)
     n = store.tokens('validation')
     stream = np.concatenate([[0], store.read('validation', 0, n)])
@@ -160,25 +161,25 @@ def test_the_accuracy_of_the_next_token(path):
     check_figures(disjoint, nats, right, stream[1:], store, ())
 
 
-def test_the_baseline_knows_frequencies_alone(tmp_path):
+def test_the_baseline_uses_frequencies_alone(tmp_path):
     train_texts = ['AAAC', 'AAD']
     store = TokenStore.open(str(tiny.write_store(tmp_path / 'a', {'train': train_texts, 'test': ['ACDE']}, TOKENIZER)))
     ids = TOKENIZER.encode('ACDE')
     asked = np.zeros(28, int)
     asked[ids[:2]] = 3, 1
     found = EmpiricalBaseline(store, 'train', (0, 1)).compute_figures(asked)
-    # A five times of seven, C once.
+    # A occurs five times among seven, C once.
     assert found['baseline_accuracy'] == 3 / 4
     assert found['baseline_perplexity'] == pytest.approx(math.exp(-(3 * math.log(5 / 7) + math.log(1 / 7)) / 4))
     asked = np.zeros(28, int)
-    asked[ids[[0, 3]]] = 1  # E never occurs in training: as if once
+    asked[ids[[0, 3]]] = 1  # E never occurs in training: it counts as one occurrence
     found = EmpiricalBaseline(store, 'train', (0, 1)).compute_figures(asked)
     assert found['baseline_perplexity'] == pytest.approx(math.exp(-(math.log(5 / 8) + math.log(1 / 8)) / 2))
-    # Ends count where they are asked for: 2 of 9.
+    # Ends count if they are requested: 2 of 9.
     asked = np.zeros(28, int)
     asked[0] = 1
     assert EmpiricalBaseline(store, 'train').compute_figures(asked)['baseline_perplexity'] == pytest.approx(9 / 2)
-    # Of a mixture the shares count, not the lengths.
+    # In a mixture the shares count, and not the lengths.
     other = TokenStore.open(str(tiny.write_store(tmp_path / 'b', {'train': ['C' * 70]}, TOKENIZER)))
     mixture = Mixture({'a': store, 'b': other}, [3.0, 1.0])
     asked = np.zeros(28, int)
@@ -201,7 +202,7 @@ def test_long_splits_are_counted_in_pieces(monkeypatch, path):
     np.testing.assert_allclose(part / 8000, whole / whole.sum(), atol=0.02)
 
 
-def test_what_needs_one_direction_is_refused(path):
+def test_tasks_that_need_one_direction_are_refused(path):
     data = DataConfig(path=path)
     wrong = [
         (EvaluateConfig(window='sliding:8'), r"^evaluate\.window = 'sliding:8': .* set 'disjoint'$"),
@@ -220,7 +221,7 @@ def test_what_needs_one_direction_is_refused(path):
 
 
 def test_mixtures_and_other_sets(path, tmp_path):
-    """Each text by itself, and the data of the run by the sums of its parts."""
+    """Each text counts by itself, and the data of the run by the sums of its parts."""
     texts = [LETTERS[i:] + LETTERS[:i] for i in range(20)]
     other = tiny.write_store(tmp_path / 'other', {'train': texts, 'validation': texts}, TOKENIZER)
     data = DataConfig(mixture=((path, 0.5), (str(other), 0.5)))
@@ -235,7 +236,7 @@ def test_mixtures_and_other_sets(path, tmp_path):
     right = sum(part['accuracy'] * part['tokens'] for part in parts)
     assert result['accuracy'] == pytest.approx(right / result['tokens'])
     assert result['sets']['ood']['split'] == 'train'
-    # The same text, hidden otherwise: lots go by the split.
+    # The same text has other hidden tokens: the draw depends on the split.
     assert result['sets']['ood']['sum_nats'] != result['sets']['other']['sum_nats']
     record = flatten_result(result)
     assert record['accuracy/ood'] == result['sets']['ood']['accuracy']
@@ -269,7 +270,8 @@ def experiment(path):
 
 @pytest.mark.parametrize('name', ADVANTAGE)
 def test_a_small_training_beats_the_baseline_and_resumes_to_the_bit(experiment, name, tmp_path, capsys):
-    """On three families. Gone back to step 75 the run ends as before: lots and data are those of the step."""
+    """The data are three families. Resumed from step 75, the run ends as before: data and hidden tokens depend on the
+    step."""
     model = dataclasses.replace(MODEL, attention=ADVANTAGE[name])
     checkpoint = dataclasses.replace(experiment.checkpoint, save_every_steps=75, keep_last=3)
     run = dataclasses.replace(experiment, model=model, checkpoint=checkpoint)
@@ -295,8 +297,8 @@ def best_match(motif, sequence):
     return max(sum(map(str.__eq__, motif, sequence[at:])) for at in range(len(sequence)))
 
 
-def test_families_are_a_function_of_the_arguments(tmp_path):
-    """Real FASTA with motifs that all members have, of different lengths."""
+def test_families_depend_on_the_arguments_alone(tmp_path):
+    """The FASTA file is real: all members of a family have its motifs, and their lengths differ."""
     write, make = FAMILIES['write'], FAMILIES['families']
     sizes = [write(tmp_path / name, 4, 60, seed, 0.1, 1.0) for name, seed in (('a', 0), ('b', 0), ('c', 1))]
     a, b, c = ((tmp_path / name).read_text() for name in 'abc')
@@ -320,7 +322,7 @@ def test_families_are_a_function_of_the_arguments(tmp_path):
         FAMILIES['main']([str(tmp_path / 'd'), '--families', '0'])
 
 
-def test_a_split_of_which_nothing_is_hidden_is_named(path):
+def test_a_split_without_hidden_tokens_is_named(path):
     with pytest.raises(
         ConfigError, match=r"^split 'validation' of .*store: none of the \d+ tokens is hidden; score a "
     ):

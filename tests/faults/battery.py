@@ -1,4 +1,4 @@
-"""The battery of faults: run by scripts/test_faults.sh, which explains it."""
+"""The battery of faults; scripts/test_faults.sh runs and explains it."""
 
 import argparse
 import logging
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument('--results', type=pathlib.Path, metavar='FILE')
     parser.add_argument('--folder', type=pathlib.Path)
     options = parser.parse_args(arguments)
-    logging.getLogger('lm').setLevel(logging.ERROR)  # that a step is damaged is no news here
+    logging.getLogger('lm').setLevel(logging.ERROR)  # a damaged step is no news here
     with tempfile.TemporaryDirectory(prefix='lm_faults.') as temporary:
         folder = options.folder or pathlib.Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The random battery: a run shape, faults one after the other, and at the end the same state as without them.
+"""The random battery: a run shape with several faults, which must end in the same state as without faults.
 
-Draw I of a seed is always the same, whatever was drawn before it; moments in time are drawn, but not when what happens.
-Draws in a row share a run shape, and with it an undisturbed run and its compiled programs; among them each fault is the
-first of one draw.
+Draw I of a seed is always the same, whatever was drawn before. The moments of faults are random, their order is not.
+Consecutive draws share a run shape, its undisturbed run and its compiled programs. Among these draws, each fault comes
+first once.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from lm.attention import mechanisms
 
 STEPS = 24
 BRAKE = ('slow', '0.02')
-"""The launcher of a run that is hit at a certain step: there must be time to do it."""
+"""The launcher of a run that a fault must hit at a certain step: it makes steps slow enough."""
 SMALL = {'performer': {'n_features': 16, 'block': 8, 'redraw_every': 5}, 'polysketch': {'sketch_size': 8, 'block': 8}}
 SMALL |= {'llops': {'n_features': 16}, 'taylor': {'feature_dim': 4}, 'hybrid': {'window': 5}}
-"""Fields of mechanisms that are too large for a tiny model as they come."""
+"""Fields of mechanisms whose defaults are too large for a tiny model."""
 
 
 def draw_shape(seed: int, number: int) -> Shape:
@@ -42,11 +42,11 @@ def draw_shape(seed: int, number: int) -> Shape:
 
 
 class Draw:
-    """One draw: `run` raises Failed where the product has lost something.
+    """One draw: `run` raises Failed if the product has lost something.
 
     Attributes:
-        fault: the newest that was done.
-        recoveries: (fault, steps that were taken again, seconds to the first step or None) of each restart.
+        fault: the newest fault.
+        recoveries: (fault, repeated steps, seconds to the first step or None) of each restart.
     """
 
     def __init__(self, shop: Workshop, seed: int, number: int):
@@ -83,21 +83,23 @@ class Draw:
         lost = max(0, before - (session.resumed_from() or 0))
         self.recoveries.append((fault, lost, session.first('step ')))
 
-    # What faults are made of
+    # The parts of faults.
 
     def start(self, *extra: str, **options) -> Session:
         self.before = logged(self.path)
         return self.shop.start(self.shape, self.path, *extra, **options)
 
     def interrupt(self, how: signal.Signals, index: int | None = None, allowed: tuple[int, ...] = ()) -> Session:
-        """A session that is hit at a moment: any, a named one, or a step; each process ends with an allowed code, or
-        is done."""
+        """Runs a session and hits it at a random moment, a named moment or a step.
+
+        Each process must finish, or end with an allowed code.
+        """
         kind = self.draw.choice(['time', 'devices', 'step', 'step', 'step', 'save', 'evaluation'])
         later = self.draw.uniform(0.0, 0.15)
         step = self.draw.randint(1, STEPS - 4)
         session = self.start(cold=kind == 'time', launcher=() if kind == 'time' else BRAKE)
         if kind == 'time':
-            if how != signal.SIGKILL:  # else it is Python's start that is hit, not the program
+            if how != signal.SIGKILL:  # an earlier signal hits Python's start and not the program
                 # SIGTERM, since Python itself catches SIGINT from its first moment on.
                 wait_until(lambda: all(catches(p, signal.SIGTERM) for p in session.processes), session)
             time.sleep(self.draw.uniform(0.0, 5.0))
@@ -118,7 +120,7 @@ class Draw:
         return session
 
     def stop(self) -> Session:
-        """A session that is stopped after a few steps and a save, so that there is something to damage."""
+        """Stops a session after a few steps and a save, so that there is something to damage."""
         session = self.start(launcher=BRAKE)
         wait_until(lambda: logged(self.path) >= min(self.before + 6, STEPS - 2) and saved(self.path), session)
         session.send(self.draw.choice([signal.SIGTERM, signal.SIGKILL]))
@@ -126,7 +128,7 @@ class Draw:
         return session
 
     def refused(self, code: int, words: str, mend: Callable[[], object], **options) -> Session:
-        """A session that is refused with one line, after which what was wrong is mended."""
+        """Runs a session that must be refused with one line; then mends the cause."""
         session = self.start(**options)
         session.end()
         need(set(session.codes()) <= {code}, f'{session.codes()} instead of {code}:\n{session.output()}')
@@ -154,12 +156,12 @@ def terminate(d: Draw) -> Session:
 
 
 def ctrl_c(d: Draw) -> Session:
-    """While importing a Ctrl-C ends Python with 130, as anywhere else."""
+    """While Python imports, Ctrl-C ends it with 130, as in any program."""
     return d.interrupt(signal.SIGINT, None, (42, 130, -signal.SIGINT))
 
 
 def lose_host(d: Draw) -> Session:
-    """Killed or frozen; in a job of one process it is a kill."""
+    """Kills or freezes a process; if the job has one process, kills it."""
     if d.shape.processes == 1:
         return kill(d)
     index = d.draw.randrange(2)
@@ -181,7 +183,7 @@ def damaged_checkpoint(d: Draw) -> Session:
         intact = damage(path, d.draw.choice(['flip', 'flip', 'truncate', 'delete', 'empty']), d.draw)
         again = d.start()
         code = again.end()
-        if code == 44:  # nothing sound is left: the copy that somebody has kept is put back
+        if code == 44:  # no sound checkpoint is left: a copy that somebody has kept comes back
             need(len(steps) == 1 or all(s not in saved(d.path) for s in steps[:-1]), again.output())
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(intact)
@@ -197,7 +199,7 @@ def damaged_metrics(d: Draw) -> Session:
     if path.exists() and saved(d.path)[-1:] != [STEPS]:
         covered = (saved(d.path) or [0])[-1]
         lines = path.read_bytes().splitlines(keepends=True)
-        # What a checkpoint covers was on disk before it: a crash can damage only what follows.
+        # Everything that a checkpoint covers was on disk before it. A crash can damage only later lines.
         keep = sum(f'"step": {step},'.encode() in line for line in lines for step in range(covered + 1))
         rest = b''.join(lines[keep:])
         path.write_bytes(b''.join(lines[:keep]) + rest[: d.draw.randrange(len(rest) + 1)])
@@ -291,8 +293,11 @@ FAULTS: dict[str, Callable[[Draw], Session]] = {
 
 
 class Results:
-    """What came of the draws of a seed: a line of JSON each, in a file where `path` names one, so that the next battery
-    goes on where this one was stopped."""
+    """The results of the draws of a seed.
+
+    They go to the file `path`, if there is one, as a line of JSON each. The next battery then goes on where this one
+    stopped.
+    """
 
     def __init__(self, seed: int, path: pathlib.Path | None = None):
         self.seed, self.path = seed, path
@@ -301,7 +306,7 @@ class Results:
         if text and not text.endswith('\n'):
             path.write_text(text + '\n')
         for line in text.splitlines():
-            with contextlib.suppress(ValueError):  # the last line, where the battery was killed
+            with contextlib.suppress(ValueError):  # the last line, if the battery was killed
                 result = json.loads(line)
                 if result['seed'] == seed:
                     self.of[result['draw']] = result
@@ -322,7 +327,7 @@ class Results:
                 file.write(json.dumps(self.of[draw.number]) + '\n')
 
     def rows(self) -> list[Tally]:
-        """A row for each fault; a draw counts for each of its faults."""
+        """Returns one row per fault; a draw counts for each of its faults."""
         rows = {name: Tally(name) for name in FAULTS}
         for result in self.of.values():
             for name in set(result['faults']):
@@ -338,7 +343,7 @@ class Results:
 def random_battery(
     shop: Workshop, results: Results, numbers: list[int], say: Callable[[str], None], jobs: int = 2
 ) -> list[Tally]:
-    """Makes those of the draws that have no result yet."""
+    """Runs the draws that have no result yet."""
 
     def one(number: int) -> None:
         draw = Draw(shop, results.seed, number)

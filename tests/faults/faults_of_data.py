@@ -1,4 +1,4 @@
-"""The faults that hit data, configuration and what surrounds a training; and tests of elsewhere, run from here."""
+"""Faults of data, configuration and the surroundings of a training; and tests of other folders, run from here."""
 
 import collections
 import json
@@ -105,7 +105,8 @@ def poisoned_records(shop: Workshop, tally: Tally) -> None:
 
 
 def data_order(shop: Workshop, tally: Tally) -> None:
-    """13. A window once an epoch, other orders for other seeds and epochs; the same batches from any of 200 steps."""
+    """13. Each window comes once per epoch; seeds and epochs have other orders; a start at any of 200 steps reads the
+    same batches."""
     del shop
     draw = random.Random(13)
     for _ in range(20):
@@ -129,7 +130,7 @@ def data_order(shop: Workshop, tally: Tally) -> None:
 
 
 def hostile(shop: Workshop, tally: Tally) -> None:
-    """16. Gin files and names that would run code or leave their place are refused before anything is written."""
+    """16. Gin files and names that would run code or leave their folder are refused before any file is written."""
     place = shop.place('hostile').parent
     place.mkdir()
     sentinel = place / 'sentinel'
@@ -171,7 +172,7 @@ def hostile(shop: Workshop, tally: Tally) -> None:
 
 
 def imports(shop: Workshop, tally: Tally) -> None:
-    """18. A training from a token store runs where TensorFlow, clu, grain and tfds are not."""
+    """18. A training from a token store runs without TensorFlow, clu, grain and tfds."""
     missing = ('tensorflow', 'tensorflow_datasets', 'clu', 'grain')
     run = shop.place('imports')
     with tally.attempt('train'):
@@ -182,7 +183,7 @@ def imports(shop: Workshop, tally: Tally) -> None:
 
 
 def no_pickle(shop: Workshop, tally: Tally) -> None:
-    """19. Nothing in lm/ unpickles, evaluates text or opens a plain http address."""
+    """19. No code in lm/ unpickles, evaluates text or opens a plain http address."""
     del shop
     words = {
         r'^\s*(import|from) (pickle|cloudpickle|dill|marshal|shelve|joblib)\b': 'pickle',
@@ -192,7 +193,7 @@ def no_pickle(shop: Workshop, tally: Tally) -> None:
         r'urlopen\(|requests\.(get|post)|http\.client': 'opens addresses',
         r'shell\s*=\s*True|os\.system': 'a shell',
     }
-    users_own = {'opens addresses': {'lm/trackers/webhook.py'}}  # which calls the address that the user gave it
+    users_own = {'opens addresses': {'lm/trackers/webhook.py'}}  # it calls the user's address
     text = {str(p.relative_to(tiny.ROOT)): p.read_text() for p in (tiny.ROOT / 'lm').rglob('*.py')}
     for word, what in words.items():
         with tally.attempt(what):
@@ -216,13 +217,14 @@ def tests_of(tally: Tally, path: str, words: str) -> None:
 
 
 def perplexity(shop: Workshop, tally: Tally) -> None:
-    """15. Perplexity does not depend on batch size, devices or order, and is numpy's (tests/evaluation)."""
+    """15. Perplexity does not depend on batch size, devices or order, and equals numpy's (tests/evaluation)."""
     del shop
     tests_of(tally, 'tests/evaluation/test_evaluate.py', 'batch_size_and_devices or numpy or scored_once or windows')
 
 
 def launch_scripts(shop: Workshop, tally: Tally) -> None:
-    """20. Golden commands, four attempts of one run over three preemptions, 43 and 44 never repeated, shellcheck."""
+    """20. Commands are as recorded; one run takes four attempts over three preemptions; 43 and 44 are never repeated;
+    shellcheck passes."""
     del shop
     words = 'dry_run or preemptions or not_be_repeated or other_failures or shellcheck'
     tests_of(tally, 'tests/scripts/test_scripts_tpu.py', words)

@@ -42,7 +42,7 @@ KILLS = 50
 
 
 def sigkill(shop: Workshop, tally: Tally) -> None:
-    """1. SIGKILL at random moments of runs that save every 3 steps: nothing is lost beyond the last complete save."""
+    """1. SIGKILL at random moments of runs that save every 3 steps loses nothing beyond the last complete save."""
 
     def chain(seed: int) -> None:
         draw, kills = random.Random(seed), 0
@@ -102,12 +102,12 @@ def told_to_stop(shop: Workshop, tally: Tally) -> None:
 
 
 def other_devices(shop: Workshop, tally: Tally) -> None:
-    """3. A run that goes on with 8, 4, 2 and 1 devices: the same arrays restored, losses within 1e-5."""
+    """3. A run that continues with 8, 4, 2 and 1 devices restores the same arrays; its losses agree within 1e-5."""
     run, before = shop.place('devices'), 0
     reference = shop.reference(PLAIN)
     for devices, until in ((8, 10), (4, 20), (2, 30), (1, None)):
         with tally.attempt(f'{devices} devices'):
-            shape = Shape(devices=devices)  # a checksum over all devices is verified as it is read
+            shape = Shape(devices=devices)  # a checksum over all devices is verified when it is read
             if until:
                 session, _ = shop.hit(shape, run, f'step {until + 1}/', signal.SIGTERM)
                 need(session.codes() == [42], session.output())
@@ -123,7 +123,7 @@ def other_devices(shop: Workshop, tally: Tally) -> None:
 
 
 def processes(shop: Workshop, tally: Tally) -> None:
-    """5. Two processes equal one with two devices to the bit; 2×2 equals 1×4 within 1e-6."""
+    """5. Two processes equal one process with two devices to the bit; 2×2 equals 1×4 within 1e-6."""
     with tally.attempt('2×1 and 1×2'):
         one, two = shop.reference(Shape(devices=2, steps=50)), shop.reference(PAIR)
         need(metrics(one) == metrics(two), 'metrics differ')
@@ -144,7 +144,7 @@ class _Restored:
         self.abstract = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in self.intact[self.steps[-1]].items()}
 
     def step(self) -> int:
-        """Which step is restored; raises Failed if its arrays are not those that were saved."""
+        """Returns the step that is restored; raises Failed if its arrays differ from the saved arrays."""
         with Checkpointer(self.run / 'checkpoints') as saved_steps:
             state, step, _ = saved_steps.restore(self.abstract)
         compare_arrays({n: np.asarray(x) for n, x in state.items()}, self.intact[step])
@@ -152,7 +152,7 @@ class _Restored:
 
 
 def flipped_bits(shop: Workshop, tally: Tally) -> None:
-    """6. 200 single bits of the newest checkpoint, over all its files: none is read silently."""
+    """6. 200 single bits of the newest checkpoint, over all its files, are flipped: none is read silently."""
     run, draw = shop.copy(PLAIN, 'flips'), random.Random(6)
     restored, paths = _Restored(run), files(run, 40)
     harmful = 0
@@ -173,7 +173,8 @@ def flipped_bits(shop: Workshop, tally: Tally) -> None:
 
 
 def bad_files(shop: Workshop, tally: Tally) -> None:
-    """7. Each file cut off, empty or gone, the marker too: the step before is used; if none is sound, 44."""
+    """7. Each file is cut off, emptied or deleted, the marker too: the step before is used. If no step is sound, the
+    exit code is 44."""
     run, draw = shop.copy(PLAIN, 'files'), random.Random(7)
     restored = _Restored(run)
     for path in files(run, 40):
@@ -192,12 +193,13 @@ def bad_files(shop: Workshop, tally: Tally) -> None:
 
 
 def mount(*arguments: str) -> bool:
-    """Whether `mount` does it: a small file system in memory, where that is permitted."""
+    """Runs `mount` and returns whether it worked: a small file system in memory, if that is permitted."""
     return subprocess.run(['mount', *arguments], capture_output=True).returncode == 0
 
 
 def full_disk(shop: Workshop, tally: Tally) -> None:
-    """8. A disk that is full while a step is saved, and while metrics are written: one line, then an exact resume."""
+    """8. The disk is full while a step is saved, and while metrics are written: one error line, then an exact
+    resume."""
 
     def check(session: Session) -> None:
         code = session.end()
@@ -205,7 +207,7 @@ def full_disk(shop: Workshop, tally: Tally) -> None:
         need('make room' in session.output() and 'Traceback' not in session.output(), session.output())
 
     def limit(policy: str, size: int) -> None:
-        """From step 30 on no file may be longer than `size` bytes."""
+        """From step 30 on, no file may be longer than `size` bytes."""
         run = shop.copy(PLAIN, 'full')
         shutil.rmtree(run / 'checkpoints' / '40')
         with tally.attempt(f'files of at most {size} bytes, {policy}'):
@@ -219,7 +221,7 @@ def full_disk(shop: Workshop, tally: Tally) -> None:
             shop.same_end(PLAIN, run)
 
     def fill(policy: str, size: int) -> None:
-        """The run directory is a file system of `size` bytes, until somebody makes room."""
+        """The run directory is a file system of `size` bytes, until room is made."""
         run = shop.place('full')
         run.mkdir(parents=True)
         with tally.attempt(f'a disk of {size} bytes, {policy}'):
@@ -246,7 +248,7 @@ def full_disk(shop: Workshop, tally: Tally) -> None:
 
 
 def last_save(shop: Workshop, tally: Tally) -> None:
-    """9. When exit 0 is there, the last step is on disk: whatever is left of the process is killed at once."""
+    """9. At exit code 0 the last step is on disk: all remaining processes are killed at once."""
 
     def end(number: int) -> None:
         run = shop.copy(PLAIN, 'end')
@@ -263,7 +265,7 @@ def last_save(shop: Workshop, tally: Tally) -> None:
 
 
 def not_finite(shop: Workshop, tally: Tally) -> None:
-    """10. A step that is not finite changes nothing but counters; many in a row end with 43 and lose nothing."""
+    """10. A step that is not finite changes only counters; many in a row end with 43 and lose nothing."""
     every = Shape(bindings=(('checkpoint.save_every_steps', 1), ('train.max_nonfinite_steps', 3)), steps=16)
     run = shop.place('nan')
     with tally.attempt('one step'):
@@ -291,7 +293,8 @@ def not_finite(shop: Workshop, tally: Tally) -> None:
 
 
 def rewind(shop: Workshop, tally: Tally) -> None:
-    """11. After a rewind that leaves out batches 32 … 34 these are never read, each other once, in their order."""
+    """11. After a rewind that leaves out batches 32 … 34, these are never read; each other batch is read once, in
+    order."""
     run, seen = shop.copy(PLAIN, 'rewind'), []
     for name, extra in (('all', ()), ('rewound', ('--rewind_to', '30'))):
         file = shop.place(name).parent

@@ -1,10 +1,10 @@
-"""`lm` with something wrong inside: python launchers.py NAME ARGUMENT… -- train …
+"""Starts `lm` with a fault inside: python launchers.py NAME ARGUMENT… -- train …
 
-limit BYTES          no file may become longer, as on a full disk
-poison BATCH…        the losses of these batches are not finite
-record FILE          appends 'step checksum' of each batch that is read
-without MODULE…      these modules cannot be imported
-slow SECONDS         each step, and each batch of an evaluation, takes at least so long
+limit BYTES          no file may become longer, as on a full disk.
+poison BATCH…        the losses of these batches are not finite.
+record FILE          appends 'step checksum' of each batch that is read.
+without MODULE…      these modules cannot be imported.
+slow SECONDS         each step, and each batch of an evaluation, takes at least so long.
 """
 
 import resource
@@ -52,7 +52,7 @@ def record(path: str) -> None:
 
 
 def poison(*numbers: str) -> None:
-    """A poisoned batch is known by its tokens: the loss is NaN where the first window of one is among the windows."""
+    """Makes losses NaN if the windows contain the first window of a poisoned batch, known by its tokens."""
     import jax
     import jax.numpy as jnp
 
@@ -78,7 +78,7 @@ LAUNCHERS = {function.__name__: function for function in (limit, poison, record,
 
 
 def main(program: list[str]) -> int:
-    """`lm` with the arguments after '--', begun as those before it say; there may be none."""
+    """Runs `lm` with the arguments after '--'. The arguments before, if there are any, name the launcher."""
     cut = program.index('--')
     if cut:
         LAUNCHERS[program[0]](*program[1:cut])

@@ -1,4 +1,4 @@
-"""What the tests of the battery hand back: how often a fault was tried, what was lost, how long it took to go on."""
+"""The results that tests of the battery return: tries per fault, losses, and times to recover."""
 
 import concurrent.futures
 import contextlib
@@ -11,8 +11,11 @@ from workshop import Failed, Session
 
 @dataclasses.dataclass
 class Tally:
-    """The row of a fault. `lost`: steps that were taken again, of each restart; `seconds`: from each restart to its
-    first step; `why_not`: the reason where it was not run."""
+    """The row of a fault.
+
+    `lost` holds the repeated steps of each restart, and `seconds` the time from each restart to its first step.
+    `why_not` is the reason if the fault was not run.
+    """
 
     fault: str
     tries: int = 0
@@ -23,7 +26,7 @@ class Tally:
 
     @contextlib.contextmanager
     def attempt(self, name: object, count: int = 1) -> Iterator[None]:
-        """A block that survives the fault or raises."""
+        """Counts a try; its block survives the fault or raises."""
         self.tries += count
         try:
             yield
@@ -33,7 +36,7 @@ class Tally:
             self.failures.append(f'{name}: {traceback.format_exc()}')
 
     def recovered(self, session: Session, newest: int = 0) -> None:
-        """Notes a restart; `newest` step had been logged before."""
+        """Notes a restart; the run had logged the step `newest` before."""
         first = session.first('step ')
         if first is not None:
             self.seconds.append(first)
@@ -52,7 +55,7 @@ class Tally:
 
 
 def table(rows: Iterable[Tally]) -> str:
-    """The table for people: mean and largest of what was lost."""
+    """Returns the table for people: mean and largest of the losses."""
     heads = ['fault', 'tries', 'survived', 'steps lost (mean / most)', 'seconds to recover (mean / most)']
     lines = [heads, *(row.cells() for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
@@ -61,6 +64,6 @@ def table(rows: Iterable[Tally]) -> str:
 
 
 def side_by_side(work: Callable, items: Iterable, workers: int = 2) -> list:
-    """`work` of each item, a few at a time."""
+    """Runs `work` on each item, a few at the same time."""
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         return list(pool.map(work, items))

@@ -1,4 +1,4 @@
-"""The battery itself: a few draws in the default suite, all twenty tests among the slow ones."""
+"""The battery itself: a few draws in the default suite; all twenty tests are slow."""
 
 import subprocess
 import sys
@@ -22,27 +22,28 @@ def battery(*arguments: str, timeout: float) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_all_twenty():
+def test_all_twenty_faults_lose_nothing():
     lines = battery(timeout=7200).splitlines()
     assert [line.split()[0] for line in lines[2:22]] == list(BATTERY)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_thirty_draws():
+def test_thirty_random_draws_lose_nothing():
     battery('--random', '30', timeout=7200)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_six_draws():
-    """SIGKILL, SIGTERM, a second process, damaged metrics, a damaged shard, a changed configuration: of one shape."""
+def test_six_random_draws_lose_nothing():
+    """The draws share a shape: SIGKILL, SIGTERM, a second process, damaged metrics, a damaged shard, a changed
+    configuration."""
     battery('--random', '6', '--seed', '398', timeout=900)
 
 
 @pytest.mark.timeout(900)
-def test_three_draws():
-    """A damaged shard, a damaged checkpoint, SIGKILL: of one shape. Each fault has tests of its own besides."""
+def test_three_random_draws_lose_nothing():
+    """The draws share a shape: a damaged shard, a damaged checkpoint, SIGKILL. Each fault has tests of its own, too."""
     battery('--random', '3', '--seed', '2204', timeout=900)
 
 
@@ -53,7 +54,7 @@ def test_a_battery_goes_on_where_it_was_stopped(tmp_path):
     draw.recoveries = [(draw.faults[0], 2, 1.5), (draw.faults[0], 0, None)]
     results.add(draw, [], 20.0)
     results.add(Draw(None, 3, 1), ['lost'], 30.0)
-    Results(4, path).add(Draw(None, 4, 2), [], 1.0)  # of another seed
+    Results(4, path).add(Draw(None, 4, 2), [], 1.0)  # another seed
     with path.open('a') as file:
         file.write('{"seed": 3, "draw": 2, ')  # it was killed while writing
     again = Results(3, path)
@@ -61,7 +62,7 @@ def test_a_battery_goes_on_where_it_was_stopped(tmp_path):
     again.add(Draw(None, 3, 5), [], 1.0)
     assert Results(3, path).of.keys() == {0, 1, 5}
     del again.of[5]
-    rows = {row.fault: row for row in random_battery(None, again, [0, 1], None)}  # which has nothing left to do
+    rows = {row.fault: row for row in random_battery(None, again, [0, 1], None)}  # this battery has nothing left to do
     assert rows.keys() == {*Draw(None, 3, 0).faults, *Draw(None, 3, 1).faults}
     row = rows[draw.faults[0]]
     assert (row.survived, row.lost, row.seconds) == (row.tries, [2, 0], [1.5])
@@ -73,7 +74,7 @@ def test_help_names_every_test():
     assert all(f' {name} ' in f' {" ".join(text.split()).replace(".", " ")} ' for name in BATTERY)
 
 
-def test_a_draw_is_the_same_whatever_was_drawn_before():
+def test_a_draw_does_not_depend_on_earlier_draws():
     def draws():
         return [str(Draw(None, 3, number)) for number in range(200)]
 
@@ -85,8 +86,8 @@ def test_a_draw_is_the_same_whatever_was_drawn_before():
         assert len({draw.shape for draw in alike}) == 1
 
 
-def test_what_is_lost_is_found(reference_run, tmp_path):
-    """A battery that finds nothing wrong in wrong runs would be worth nothing."""
+def test_the_battery_finds_losses(reference_run, tmp_path):
+    """The battery would be worthless if it found no fault in wrong runs."""
     run, _ = reference_run
     compare(run, run, 40)
     with pytest.raises(Failed, match='do not end with 39'):

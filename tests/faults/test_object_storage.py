@@ -57,7 +57,7 @@ def state_of(step: int) -> dict:
 
 
 @BOTH
-def test_checkpoints_in_a_bucket_are_complete_or_not_there(bucket):
+def test_checkpoints_in_a_bucket_are_complete_or_absent(bucket):
     folder = bucket / 'checkpoints'
     config = CheckpointConfig(save_every_steps=1, keep_last=2)
 
@@ -89,7 +89,7 @@ def test_checkpoints_in_a_bucket_are_complete_or_not_there(bucket):
     assert newest() == 4
 
 
-def test_of_many_that_come_at_once_one_gets_the_lock_of_a_bucket(s3):
+def test_one_of_many_simultaneous_processes_gets_the_lock_of_a_bucket(s3):
     directory = s3 / 'locked'
     for _ in range(3):
         together, held, refused = threading.Barrier(4), [], []
@@ -114,7 +114,7 @@ def test_of_many_that_come_at_once_one_gets_the_lock_of_a_bucket(s3):
     assert not (directory / lock.NAME).exists()
 
 
-def test_a_lock_in_a_bucket_is_taken_over_from_the_dead_alone(s3, monkeypatch):
+def test_a_lock_in_a_bucket_is_taken_over_only_from_a_dead_owner(s3, monkeypatch):
     monkeypatch.setattr(lock, 'HEARTBEAT', 0.2)
     directory = s3 / 'inherited'
     ended = subprocess.Popen([sys.executable, '-c', ''])
@@ -131,7 +131,7 @@ def test_a_lock_in_a_bucket_is_taken_over_from_the_dead_alone(s3, monkeypatch):
 
 @pytest.fixture
 def no_cache():
-    """JAX, as it is where nobody has named a compilation cache."""
+    """Resets JAX to its state without a named compilation cache."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update('jax_compilation_cache_dir', None)
     yield
@@ -151,7 +151,7 @@ def test_compiled_programs_are_kept_in_a_bucket(s3, no_cache):
 
 
 def training(bucket, folder) -> list[str]:
-    """Prepares data in the bucket; returns the command that trains from them, by gin files in the bucket."""
+    """Prepares data in the bucket; returns the command that trains on them, with gin files in the bucket."""
     settings = tiny.MODEL | {'data.path': f'{bucket}/tokens'}
     (bucket / 'gin').mkdir(parents=True, exist_ok=True)
     (bucket / 'gin' / 'tiny.gin').write_text(''.join(f'{name} = {value!r}\n' for name, value in settings.items()))
@@ -177,7 +177,7 @@ def is_like(run, reference) -> bool:
 
 
 @S3_AND_SLOW_GS
-def test_a_run_in_a_bucket_that_is_killed_in_a_save_ends_like_one_on_disk(bucket, reference_run, tokens, tmp_path):
+def test_a_run_in_a_bucket_killed_in_a_save_ends_like_a_run_on_disk(bucket, reference_run, tokens, tmp_path):
     run = bucket / 'run'
     command = [*training(bucket, tmp_path), str(run)]
     made = json.loads((bucket / 'tokens' / 'dataset.json').read_text())

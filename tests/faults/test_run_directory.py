@@ -1,4 +1,4 @@
-"""A run directory that is damaged, edited or full: refused in one line, or repaired; nothing is lost silently."""
+"""A damaged, edited or full run directory is refused in one line or repaired; nothing is lost silently."""
 
 import json
 import re
@@ -23,7 +23,7 @@ sys.exit(main(sys.argv[2:]))
 
 @pytest.fixture
 def run(reference_run, tmp_path):
-    """A copy of the finished reference run."""
+    """Returns a copy of the finished reference run."""
     return shutil.copytree(reference_run[0], tmp_path / 'run')
 
 
@@ -32,7 +32,7 @@ def contents(run) -> dict:
 
 
 def refuse(run, capsys, code: int, *words: str, flags=()) -> None:
-    """`lm train` ends with this code and one line with these words, and changes nothing."""
+    """Checks that `lm train` ends with this code and one line with these words, and changes nothing."""
     before = contents(run)
     capsys.readouterr()
     assert lm.cli.main(['train', '--run_dir', str(run), *flags]) == code
@@ -56,7 +56,7 @@ def test_without_its_checkpoints_a_run_is_not_started_again(run, tiny_flags, cap
     refuse(run, capsys, 44, 'was saved at step 40')
 
 
-def test_an_edited_config_gin_is_found_out(run, tiny_flags, capsys):
+def test_an_edited_config_gin_is_detected(run, tiny_flags, capsys):
     config = run / 'config.gin'
     text = config.read_text()
     config.write_text(text.replace('train.seed = 0', 'train.seed = 3'))
@@ -110,11 +110,12 @@ def test_a_run_that_was_killed_before_its_save_was_noted_and_lost_its_checkpoint
 
 
 def test_a_run_is_rewound_and_the_same_command_repeated_goes_on(run, tiny_flags, reference_run):
-    """Killed after the rewind, before the next checkpoint; then the same command, then the command without the flag."""
+    """The first command is killed after the rewind, before the next checkpoint. Then come the same command, and the
+    command without the flag."""
     flags = [*tiny_flags, *tiny.params({'optimizer.peak_learning_rate': 1e-3, 'train.skip_batches': [[35, 37]]})]
     command = ['train', '--run_dir', str(run), *flags]
     process = tiny.start(*command, '--rewind_to', '30')
-    while 'optimizer.peak_learning_rate = 0.001' not in (run / 'config.gin').read_text():  # written last
+    while 'optimizer.peak_learning_rate = 0.001' not in (run / 'config.gin').read_text():  # config.gin is written last
         assert process.poll() is None, process.communicate()[0]
     tiny.stop(process, signal.SIGKILL)
     assert not (run / 'checkpoints' / '40').exists()
@@ -139,7 +140,7 @@ def test_a_run_is_rewound_and_the_same_command_repeated_goes_on(run, tiny_flags,
         assert tiny.checksums(run, 40) == end
 
 
-def test_a_rewind_to_a_step_that_is_not_there_or_of_another_model_is_refused(run, tiny_flags, capsys):
+def test_a_rewind_to_an_absent_step_or_a_step_of_another_model_is_refused(run, tiny_flags, capsys):
     refuse(run, capsys, 2, 'checkpoint step 5: not in', 'which has 30, 40', flags=[*tiny_flags, '--rewind_to', '5'])
     other = [*tiny_flags, *tiny.params({'model.d_model': 64}), '--rewind_to', '30']
     refuse(run, capsys, 44, 'model.d_model was 32, now 64', flags=other)
@@ -147,14 +148,14 @@ def test_a_rewind_to_a_step_that_is_not_there_or_of_another_model_is_refused(run
     refuse(run, capsys, 44, 'optimizer.peak_learning_rate was 0.003, now 0.001', flags=rate)
 
 
-def test_batches_that_have_been_seen_cannot_be_left_out(run, tiny_flags, capsys):
+def test_batches_that_were_read_cannot_be_left_out(run, tiny_flags, capsys):
     for ranges, words in (([[10, 12]], 'is behind'), ([[5, 3]], 'names no batches'), ([[-1, 3]], 'names no batches')):
         flags = [*tiny_flags, *tiny.params({'train.skip_batches': ranges})]
         refuse(run, capsys, 2, 'train.skip_batches', words, flags=flags)
 
 
 @pytest.mark.parametrize(('size', 'what'), [(2700, 'metrics.jsonl cannot be written'), (20_000, 'checkpoint step 10')])
-def test_a_full_disk_is_one_line_and_nothing_is_half_written(tiny_flags, reference_run, tmp_path, size, what):
+def test_a_full_disk_is_one_error_line_and_leaves_no_half_written_file(tiny_flags, reference_run, tmp_path, size, what):
     run = tmp_path / 'run'
     command = [sys.executable, '-c', FULL, str(size), 'train', '--run_dir', str(run), *tiny_flags]
     full = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, cwd=tiny.ROOT)
@@ -171,7 +172,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_half_written(tiny_flags, referen
     same_end(run, reference_run[0])
 
 
-def test_a_place_that_cannot_be_written_to_is_one_line(tiny_flags, capsys):
+def test_an_unwritable_folder_is_one_error_line(tiny_flags, capsys):
     assert lm.cli.main(['train', '--run_dir', '/proc/run', *tiny_flags]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert 'lock.json cannot be written' in line

@@ -1,4 +1,4 @@
-"""Two trainings are told to write one run directory."""
+"""Two trainings get the same run directory."""
 
 import json
 import signal

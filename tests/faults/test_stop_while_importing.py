@@ -1,4 +1,4 @@
-"""A pod that is taken away, or a Ctrl-C, while the program starts."""
+"""A preemption or a Ctrl-C arrives while the program starts."""
 
 import subprocess
 import sys
@@ -69,12 +69,12 @@ def run_prepare(what: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_ctrl_c_while_libraries_are_imported_is_no_failed_import():
+def test_ctrl_c_during_an_import_is_not_a_failed_import():
     assert run_prepare(WHILE_IMPORTING) == (130, 'lm: interrupted\n')
 
 
 @pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM', 'SIGHUP'])
-def test_what_goes_on_from_there_ends_with_42_and_says_so_once(name):
+def test_a_signal_after_the_imports_ends_with_42_and_one_message(name):
     assert run_prepare(QUICKLY_OVER.replace('NAME', name)) == (
         42,
         'lm prepare: stopped; the same command goes on from here\n',
@@ -88,5 +88,5 @@ lm.data.prepare.run.prepare = lambda *_: [os.kill(os.getpid(), signal.SIGHUP), p
 """
 
 
-def test_a_closed_terminal_ends_nothing_that_nohup_has_started():
+def test_a_closed_terminal_does_not_stop_a_command_under_nohup():
     assert run_prepare(NOHUP) == (0, '')

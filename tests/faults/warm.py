@@ -1,9 +1,9 @@
-"""`lm` processes that begin where the imports end: python warm.py SOCKET.
+"""Starts `lm` processes whose imports are done: python warm.py SOCKET.
 
-Half of the processor time of a tiny training goes into imports. The nursery has made them, and nothing else: each
-process that it forks initialises JAX for itself, gets signals and limits of its own, and ends with an exit code like
-one that was started from scratch. The draws of the random battery begin so; the twenty fixed tests do not. So do most
-commands that other tests start (`tiny.start`).
+Imports take half of the processor time of a tiny training. The nursery has done them, and nothing else. Each process
+that it forks initialises JAX for itself and gets its own signals and limits. It ends with an exit code, like a process
+that was started from scratch. The draws of the random battery begin like this, and so do most commands that other tests
+start (`tiny.start`). The twenty fixed tests do not.
 """
 
 import array
@@ -34,7 +34,8 @@ class Nursery:
             raise RuntimeError('the nursery did not start')
 
     def start(self, program: list[str], flags: str, errors_apart: bool = False) -> 'Warm':
-        """A process of `launchers.main(*program)` with these XLA_FLAGS; one pipe for all its output, or two."""
+        """Starts a process of `launchers.main(*program)` with these XLA_FLAGS; its output goes to one pipe,
+        or to two."""
         pipes = [os.pipe() for _ in range(1 + errors_apart)]
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._path)
@@ -60,7 +61,7 @@ class Nursery:
 
 
 class Warm:
-    """What tests need of a subprocess.Popen."""
+    """A process with the methods of subprocess.Popen that tests need."""
 
     def __init__(self, connection: socket.socket, stdout, stderr=None):
         self.stdout, self.stderr, self.returncode = stdout, stderr, None
@@ -83,7 +84,7 @@ class Warm:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str | None]:
-        """Waits; all that is left to read. A process that takes too long is killed."""
+        """Waits and returns the remaining output; kills a process that takes too long."""
         texts: dict = {}
         streams = [stream for stream in (self.stdout, self.stderr) if stream]
         readers = [threading.Thread(target=lambda s=s: texts.update({s: s.read()})) for s in streams]
@@ -108,7 +109,7 @@ class Warm:
 
 
 def nurse(path: str) -> dict:
-    """Forks a process for each request and reports how it ended; returns the request in each child."""
+    """Forks a process for each request and reports its end; returns the request in each child."""
     ended, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     os.set_blocking(ended, False)
@@ -121,7 +122,7 @@ def nurse(path: str) -> dict:
     children: dict[int, socket.socket] = {}
     while True:
         readable, _, _ = select.select([server, ended, sys.stdin], [], [])
-        if sys.stdin in readable:  # closed: who has started this is gone
+        if sys.stdin in readable:  # closed: the process that started this one is gone
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
             sys.exit()
@@ -130,7 +131,7 @@ def nurse(path: str) -> dict:
             for pid in list(children):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
-                    with children.pop(pid) as connection, contextlib.suppress(OSError):  # nobody may listen any more
+                    with children.pop(pid) as connection, contextlib.suppress(OSError):  # the reader may have gone
                         connection.sendall(f'{os.waitstatus_to_exitcode(status)}\n'.encode())
         if server in readable:
             connection, _ = server.accept()
@@ -167,7 +168,7 @@ if __name__ == '__main__':
     from lm.attention import mechanisms
 
     mechanisms()
-    gc.freeze()  # what is imported stays, in all that are forked
+    gc.freeze()  # imported modules stay in all forked processes
     request = nurse(sys.argv[1])
     lm.cli.end_on_signals('lm')  # as at the beginning of the program
     os.environ['XLA_FLAGS'] = request['flags']

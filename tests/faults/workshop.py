@@ -1,7 +1,7 @@
-"""What the battery works with: run shapes, sessions of `lm train` in processes of their own, and comparisons.
+"""The tools of the battery: run shapes, sessions of `lm train` in separate processes, and comparisons.
 
-Two runs are equal when every array of the last checkpoint has the same bytes and every line of metrics.jsonl says the
-same but for times.
+Two runs are equal if all arrays of their last checkpoints have the same bytes, and all lines of metrics.jsonl agree
+except for times.
 """
 
 import dataclasses
@@ -33,11 +33,11 @@ LAUNCHERS = pathlib.Path(__file__).parent / 'launchers.py'
 
 
 BRAKE = ('slow', '0.1')
-"""The launcher of a run that a signal must hit at a certain step, on an idle machine and on a loaded one."""
+"""The launcher of a run that a signal must hit at a certain step, on an idle or a loaded machine."""
 
 
 class Failed(Exception):
-    """What a run did that it must not do."""
+    """The error of a run that did something it must not do."""
 
 
 def need(truth: object, message: object) -> None:
@@ -47,7 +47,7 @@ def need(truth: object, message: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What an undisturbed run is determined by."""
+    """The properties that determine an undisturbed run."""
 
     attention: str = ''
     devices: int = 1
@@ -61,7 +61,7 @@ class Shape:
 
 
 class Session:
-    """One start of a command, in one process or several; their output is read as it comes."""
+    """One start of a command, in one process or several; a thread reads the output while it comes."""
 
     def __init__(self, processes: list[subprocess.Popen] | list[Warm]):
         self.begin = time.monotonic()
@@ -76,7 +76,8 @@ class Session:
             self.lines[index].append((time.monotonic(), line))
 
     def wait_for(self, words: str, timeout: float = LIMIT) -> bool:
-        """Whether a process says `words` before it ends; one space in them stands for any number."""
+        """Returns whether a process prints `words` before it ends; one space in them stands for any number of
+        spaces."""
         end, seen = time.monotonic() + timeout, [0] * len(self.lines)
         while time.monotonic() < end:
             is_over = all(p.poll() is not None for p in self.processes)
@@ -90,12 +91,12 @@ class Session:
         raise Failed(f'{words!r} was not said within {timeout:.0f} s:\n{self.output()}')
 
     def send(self, how: signal.Signals, index: int | None = None) -> None:
-        """To one process, or to all."""
+        """Sends a signal to one process, or to all."""
         for process in self.processes if index is None else [self.processes[index]]:
             process.send_signal(how)
 
     def end(self, timeout: float = LIMIT) -> int:
-        """Waits; the exit code of the first process that has another one than 0."""
+        """Waits; returns the first exit code that is not 0, or 0."""
         last = time.monotonic() + timeout
         try:
             for process in self.processes:
@@ -116,7 +117,7 @@ class Session:
         return ''.join(line for lines in self.lines for _, line in list(lines))[-4000:]
 
     def first(self, words: str) -> float | None:
-        """Seconds from the start to the first line of process 0 with `words`."""
+        """Returns the seconds from the start to the first line of process 0 with `words`."""
         return next((when - self.begin for when, line in self.lines[0] if line.startswith(words)), None)
 
     def resumed_from(self) -> int | None:
@@ -129,7 +130,7 @@ class Session:
 class Workshop:
     """A folder with a token store, compiled programs that all runs share, and an undisturbed run of each shape.
 
-    With a `nursery`, trainings begin where the imports end, unless they are told to be `cold`.
+    With a `nursery`, trainings start warm unless they are `cold`.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -142,7 +143,7 @@ class Workshop:
         self._count, self._session = 0, time.time_ns()
 
     def place(self, name: str) -> pathlib.Path:
-        """A path where nothing is yet."""
+        """Returns a path where no file is yet."""
         with self._lock:
             self._count += 1
             return self.folder / f'{self._session}-{self._count}-{name}' / 'run'
@@ -162,7 +163,7 @@ class Workshop:
         return tiny.params(bindings | dict(shape.bindings) | named)
 
     def environment(self, devices: int = 1) -> dict[str, str]:
-        """Variables of all processes."""
+        """Returns the variables of all processes."""
         return tiny.environment(
             devices,
             PYTHONUNBUFFERED='1',
@@ -172,7 +173,7 @@ class Workshop:
         )
 
     def session(self, commands: list[list[str]], devices: int = 1) -> Session:
-        """Processes that start from scratch."""
+        """Starts processes from scratch."""
         return Session(
             [
                 subprocess.Popen(
@@ -183,7 +184,7 @@ class Workshop:
                     text=True,
                     errors='replace',
                     cwd=tiny.ROOT,
-                    start_new_session=True,  # a Ctrl-C of whoever runs the battery is not theirs
+                    start_new_session=True,  # a Ctrl-C to the battery must not reach them
                 )
                 for command in commands
             ]
@@ -198,7 +199,7 @@ class Workshop:
         cold: bool = False,
         **changes,
     ) -> Session:
-        """`lm train` in a directory, begun in `launchers.py` where `launcher` names one of its functions."""
+        """Starts `lm train` in a directory; `launcher` names a function of `launchers.py` and its arguments."""
         arguments = ['train', '--run_dir', str(run), *self.flags(shape, **changes), *extra]
         jobs = [arguments]
         if shape.processes > 1:
@@ -206,13 +207,14 @@ class Workshop:
             arguments += ['--coordinator_address', address, '--process_count', str(shape.processes)]
             jobs = [[*arguments, '--process_id', str(i)] for i in range(shape.processes)]
         if self.nursery and not cold:
-            flags = self.environment(shape.devices)['XLA_FLAGS']  # else warm and cold programs differ in the last bit
+            # With other flags, warm and cold programs differ in the last bit.
+            flags = self.environment(shape.devices)['XLA_FLAGS']
             return Session([self.nursery.start([*launcher, '--', *job], flags) for job in jobs])
         program = [sys.executable, str(LAUNCHERS), *launcher, '--'] if launcher else [sys.executable, '-m', 'lm.cli']
         return self.session([[*program, *job] for job in jobs], shape.devices)
 
     def finish(self, shape: Shape, run: pathlib.Path, *extra: str, **options) -> Session:
-        """A session that must reach the last step."""
+        """Runs a session that must reach the last step."""
         session = self.start(shape, run, *extra, **options)
         code = session.end()
         need(code == 0, f'exit code {code} instead of 0:\n{session.output()}')
@@ -221,9 +223,11 @@ class Workshop:
     def hit(
         self, shape: Shape, run: pathlib.Path, words: str, how: signal.Signals, index: int | None = None
     ) -> tuple[Session, int]:
-        """A session that gets a signal once it says `words` ('': as soon as it listens), and the newest step that was
-        logged then. Its steps take BRAKE seconds, so that the words are long past only where this process has stood
-        still for seconds; then it is repeated."""
+        """Runs a session and sends it a signal once it prints `words` ('': once it has a handler).
+
+        Returns the session and the newest step that was logged then. Steps take BRAKE seconds, so the session can
+        finish first only if this process stands still for seconds. The session is then repeated.
+        """
         aside = run.parent / 'before'
         for _ in range(3):
             if run.exists():
@@ -246,13 +250,13 @@ class Workshop:
         raise Failed(f'3 times quicker than {how.name} at {words!r}')
 
     def lm(self, *arguments: str, devices: int = 1) -> Session:
-        """Any `lm` command, to its end."""
+        """Runs any `lm` command to its end."""
         session = self.session([[sys.executable, '-m', 'lm.cli', *arguments]], devices)
         session.end()
         return session
 
     def reference(self, shape: Shape) -> pathlib.Path:
-        """The undisturbed run of a shape, made when it is first asked for."""
+        """Returns the undisturbed run of a shape; the first call makes it."""
         name = hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
         run = self.folder / f'reference-{name}' / 'run'
         with self._lock:
@@ -265,16 +269,16 @@ class Workshop:
         return run
 
     def copy(self, shape: Shape, name: str) -> pathlib.Path:
-        """A copy of the undisturbed run."""
+        """Returns a copy of the undisturbed run."""
         return shutil.copytree(self.reference(shape), self.place(name))
 
     def same_end(self, shape: Shape, run: pathlib.Path) -> None:
-        """Raises Failed unless the run has ended like the undisturbed one."""
+        """Raises Failed unless the run has ended like the undisturbed run."""
         compare(run, self.reference(shape), shape.steps)
 
 
 def catches(process: subprocess.Popen, how: signal.Signals) -> bool:
-    """Whether a process has a handler for this signal, or is gone."""
+    """Returns whether a process has a handler for this signal, or is gone."""
     try:
         status = pathlib.Path(f'/proc/{process.pid}/status').read_text()
     except OSError:
@@ -284,7 +288,7 @@ def catches(process: subprocess.Popen, how: signal.Signals) -> bool:
 
 
 def metrics(run: pathlib.Path) -> list[dict]:
-    """The lines of metrics.jsonl, without times."""
+    """Returns the lines of metrics.jsonl, without times."""
     text = (run / 'metrics.jsonl').read_text()
     need(text.endswith('\n'), 'metrics.jsonl: the last line has no end')
     records = [json.loads(line) for line in text.splitlines()]
@@ -292,7 +296,7 @@ def metrics(run: pathlib.Path) -> list[dict]:
 
 
 def arrays(run: pathlib.Path, step: int) -> dict[str, np.ndarray]:
-    """Name → array of everything in a checkpoint; a checksum that does not match raises."""
+    """Returns name → array of all leaves of a checkpoint; raises if a checksum does not match."""
     snapshot = Snapshot(epath.Path(run / 'checkpoints'), step)
     record = snapshot.record()
     abstract = {n: jax.ShapeDtypeStruct(x['shape'], jax.numpy.dtype(x['dtype'])) for n, x in record['leaves'].items()}
@@ -301,7 +305,7 @@ def arrays(run: pathlib.Path, step: int) -> dict[str, np.ndarray]:
 
 @functools.lru_cache(64)
 def contents(run: pathlib.Path, step: int) -> tuple[dict, dict[str, bytes]]:
-    """What the record of a checkpoint says of each array, its checksum too, and their bytes."""
+    """Returns the entries of each array in a checkpoint's record, with checksums, and the bytes."""
     kvstore = {'driver': 'ocdbt', 'base': {'driver': 'file', 'path': f'{run}/checkpoints/{step}/state/'}}
     leaves = Snapshot(epath.Path(run / 'checkpoints'), step).record()['leaves']
     specs = {name: {'driver': 'zarr', 'kvstore': kvstore | {'path': f'{name}/'}} for name in leaves}
@@ -330,13 +334,13 @@ def compare_arrays(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
 
 
 def saved(run: pathlib.Path) -> list[int]:
-    """The complete checkpoints."""
+    """Returns the complete checkpoints."""
     folder = epath.Path(run / 'checkpoints')
     return [step for step in find_steps(folder) if Snapshot(folder, step).is_committed()]
 
 
 def logged(run: pathlib.Path) -> int:
-    """The newest step of metrics.jsonl, whose last line may be cut off."""
+    """Returns the newest step of metrics.jsonl, whose last line may be cut off."""
     newest = 0
     path = run / 'metrics.jsonl'
     for line in path.read_bytes().splitlines() if path.exists() else ():
@@ -348,12 +352,12 @@ def logged(run: pathlib.Path) -> int:
 
 
 def files(run: pathlib.Path, step: int) -> list[pathlib.Path]:
-    """The files of a checkpoint."""
+    """Returns the files of a checkpoint."""
     return sorted(path for path in (run / 'checkpoints' / str(step)).rglob('*') if path.is_file())
 
 
 def damage(path: pathlib.Path, how: str, draw) -> bytes:
-    """Flips a bit of a file, cuts it, empties or deletes it. Returns what it held."""
+    """Flips a bit of a file, cuts it, empties or deletes it; returns its former content."""
     intact = path.read_bytes()
     if how == 'delete':
         path.unlink()

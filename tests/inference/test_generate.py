@@ -1,4 +1,5 @@
-"""`lm generate`: batches equal single prompts, sampling draws what it says, text streams in parts, small states."""
+"""`lm generate`: batches equal single prompts, sampling follows its probabilities, text comes in parts, states stay
+small."""
 
 import functools
 import io
@@ -33,13 +34,13 @@ def small(attention) -> model_lib.Transformer:
 
 
 def continued(model, prompts: list[list[int]], n: int, sampling: Sampling = GREEDY, seed: int = 0) -> np.ndarray:
-    """[B, …] the prompts and what follows, as `generate` gives it."""
+    """Returns the prompts with their continuations, [B, …], as `generate` gives them."""
     parts = list(generate_tokens(model, [np.array(p) for p in prompts], n, sampling, seed))
     return np.concatenate([np.array([p[:1] for p in prompts]), *parts], axis=1)
 
 
-def test_what_the_tokenizer_lacks_is_never_drawn(model):
-    """A vocabulary is often larger than the tokenizer's, and such ids have no text."""
+def test_ids_without_text_are_never_drawn(model):
+    """A vocabulary is often larger than the tokenizer's; such ids have no text."""
     for sampling in (GREEDY, Sampling(temperature=100.0), Sampling(temperature=100.0, top_k=40)):
         *_, tokens = generate_tokens(model, [np.array([1, 2])], 64, sampling, 0, pieces=10)
         assert tokens.max() < 10
@@ -68,7 +69,7 @@ def test_prompts_of_a_batch_do_not_change_one_another(model):
 
 
 def test_a_prompt_is_read_in_pieces(monkeypatch):
-    """Each is compiled once a length: what is left of the prompt's, and the others."""
+    """Two sizes of pieces are compiled: the rest of the prompt's length, and the full size."""
     model = small(Polysketch(sketch_size=8, block=8, gate=True))
     prompts = [list(range(1, 38)), list(range(3, 33))]
     expected = continued(model, prompts, 12)
@@ -80,7 +81,7 @@ def test_a_prompt_is_read_in_pieces(monkeypatch):
     assert set(lengths[2:]) == {1}
 
 
-def test_the_seed_decides(model):
+def test_the_seed_decides_the_sample(model):
     first, again, other = (continued(model, [[1, 2]], 40, Sampling(), seed).tolist() for seed in (0, 0, 1))
     assert first == again
     assert first != other
@@ -139,7 +140,7 @@ def test_text_in_parts_is_the_whole_text(tokens, words, cuts):
     assert streamed(tokenizer, ids, cuts) == ''.join(words)
 
 
-def test_a_tokenizer_that_marks_the_beginning_of_words():
+def test_the_text_of_a_tokenizer_that_marks_the_beginning_of_words_is_whole():
     model = io.BytesIO()
     sentences = ['the old man and the sea', 'call me some years ago', 'a whale of a time'] * 20
     sentencepiece.SentencePieceTrainer.train(
@@ -155,7 +156,7 @@ def test_a_tokenizer_that_marks_the_beginning_of_words():
         assert streamed(Fake(), ids, cuts) == 'the old whale and a man'
 
 
-def test_documents_do_not_run_together(tokens):
+def test_the_end_of_a_document_is_shown(tokens):
     tokenizer = TokenStore.open(str(tokens)).tokenizer()
     ids = tokenizer.encode_documents(['the end', 'é'])[0].tolist()
     assert show_text(tokenizer, ids) == 'the end</s>é</s>'
@@ -164,7 +165,7 @@ def test_documents_do_not_run_together(tokens):
     assert show_text(tokenizer, []) == ''
 
 
-def test_broken_bytes_do_not_wait_for_ever(tokens):
+def test_broken_bytes_are_shown_after_a_while(tokens):
     tokenizer = TokenStore.open(str(tokens)).tokenizer()
     broken = next(i for i in range(300) if tokenizer.piece(i) == '<0xE6>')
     stream = TextStream(tokenizer.decode)
@@ -172,7 +173,7 @@ def test_broken_bytes_do_not_wait_for_ever(tokens):
     assert '\ufffd' in stream([broken])
 
 
-def test_the_command_says_how_fast_and_how_large(reference_run):
+def test_the_command_reports_speed_and_size_of_the_state(reference_run):
     run = str(reference_run[0])
     done = tiny.lm('generate', '--run_dir', run, '--prompt', 'The', '--max_tokens', '40', '--temperature', '0')
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Small models with random weights, and runs of them that lie nowhere, for the tests of exporting and importing."""
+"""Small models with random weights, and runs of them without a directory, for the tests of export and import."""
 
 import types
 
@@ -20,19 +20,19 @@ GPT2 = dict(gated=False, biases=True, learned_positions=32, sinusoids=False, rot
 
 
 def experiment(attention, **changes) -> Experiment:
-    """Without data: a task needs no tokenizer."""
+    """Returns an experiment without data: a task needs no tokenizer."""
     model = ModelConfig(**(SIZES | {'attention': attention} | changes))
     train = TrainConfig(context_length=32, tokens_per_step=64)
     return Experiment(model=model, train=train, data=DataConfig(task=InductionHeads()))
 
 
 def abstract_weights(config: Experiment):
-    """Params and buffers as jax.ShapeDtypeStructs."""
+    """Returns parameters and buffers as jax.ShapeDtypeStructs."""
     return ModelFunctions(config.model, 'float32').abstract
 
 
 def random_weights(config: Experiment, seed: int = 0):
-    """Params and buffers whose every array is random, of a size that keeps activations near 1."""
+    """Returns parameters and buffers with random arrays, scaled to keep activations near 1."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
@@ -45,13 +45,13 @@ def random_weights(config: Experiment, seed: int = 0):
 
 
 def run_of(config: Experiment, weights):
-    """What a format writes of."""
+    """Returns the parts of a run that a format writes."""
     store = types.SimpleNamespace(fingerprints={})
     return types.SimpleNamespace(experiment=config, weights=weights, store=store, step=7, tokenizer=None)
 
 
 def our_logits(config, weights, tokens):
-    """The logits of tokens [B, L], computed by `lm`."""
+    """Returns the logits of tokens [B, L], computed by `lm`."""
     graph, _, _ = split(nnx.eval_shape(lambda: build(config.model, 0)))
     model = nnx.merge(graph, weights['params'], weights['buffers'])
     return np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens)))

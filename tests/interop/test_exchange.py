@@ -1,4 +1,4 @@
-"""Weights out and in without PyTorch: names, round trips to the bit, refusals."""
+"""Export and import of weights without PyTorch: names, round trips to the bit, refusals."""
 
 import ast
 import collections
@@ -41,7 +41,7 @@ from lm.runs.initial import InitialParameters
 
 
 @pytest.mark.parametrize('form', MECHANISMS)
-def test_weights_of_every_mechanism_come_back(form):
+def test_weights_of_every_mechanism_survive_a_round_trip(form):
     config = shapes.experiment(MECHANISMS[form])
     weights = shapes.random_weights(config)
     tensors = to_tensors(weights)
@@ -51,7 +51,8 @@ def test_weights_of_every_mechanism_come_back(form):
 
 
 def formula_of(name: str) -> ast.ClassDef:
-    """The class in a formula file that registers itself, from the syntax tree: importing the file needs PyTorch."""
+    """Returns the class of a formula file that registers itself, from the syntax tree: importing the file needs
+    PyTorch."""
     classes = [n for n in ast.parse((FORMULAS / f'{name}.py').read_text()).body if isinstance(n, ast.ClassDef)]
     (formula,) = [node for node in classes if any(keyword.arg == 'name' for keyword in node.keywords)]
     return formula
@@ -68,7 +69,7 @@ def test_formulas_take_the_options_of_the_mechanisms(form):
 
 
 def test_formulas_fit_into_one_module():
-    """Each registers the name of its file, and no two files define the same name: an export joins them."""
+    """Each file registers its own name. An export joins the files, so no two define the same name."""
     defined = collections.Counter()
     for name in formulated():
         assert [ast.literal_eval(keyword.value) for keyword in formula_of(name).keywords] == [name]
@@ -80,18 +81,18 @@ def test_formulas_fit_into_one_module():
     compile(attention_source(formulated()), 'attention_lm.py', 'exec')
 
 
-def test_names_are_those_of_layers():
+def test_exported_names_belong_to_layers():
     config = shapes.experiment((Softmax(window=4), Softmax()))
     weights = shapes.random_weights(config)
     tensors = to_tensors(weights)
     assert len(places(weights)) == len(tensors) == 2 + 1 + 4 * (4 + 4)
-    # Layer 3 is the second layer of the second mechanism; PyTorch has outputs first.
+    # Layer 3 is the second layer of the second mechanism. PyTorch puts outputs first.
     kernel = weights['params']['blocks'][1]['qkv']['kernel'][1]
     np.testing.assert_array_equal(tensors['layers.3.qkv.weight'], kernel.T)
     np.testing.assert_array_equal(tensors['embedding.weight'], weights['params']['embedding']['embedding'])
 
 
-def test_what_does_not_fit_is_named():
+def test_tensors_that_do_not_fit_are_named():
     config = shapes.experiment(Softmax())
     tensors = to_tensors(shapes.random_weights(config))
     abstract = shapes.abstract_weights(config)
@@ -103,8 +104,8 @@ def test_what_does_not_fit_is_named():
         from_tensors(tensors | {'embedding.weight': np.zeros((3, 32))}, abstract, 'x')
 
 
-def test_every_mechanism_is_formulated_for_transformers():
-    """But for those that always have gates, which are refused by name."""
+def test_every_mechanism_has_a_formula_for_transformers():
+    """Mechanisms that always have gates have none; they are refused by name."""
     gated = {name for name, mechanism in mechanisms().items() if mechanism().projections(HeadDims(1, 1, 1))}
     assert formulated() >= set(mechanisms()) - gated
     for attention in (Softmax(gate=True), *(mechanisms()[name]() for name in gated)):
@@ -112,14 +113,14 @@ def test_every_mechanism_is_formulated_for_transformers():
             FORMATS['huggingface'].check(shapes.experiment(attention).model)
 
 
-def test_options_that_transformers_is_not_told_are_refused(monkeypatch):
+def test_options_without_a_formula_are_refused(monkeypatch):
     FORMATS['huggingface'].check(shapes.experiment(Hybrid(), **shapes.LLAMA).model)
     monkeypatch.delitem(__import__('lm.interop.formats', fromlist=['']).FIELDS, 'norm')
     with pytest.raises(ConfigError, match=r"model.norm = 'rms': the model for transformers has no such option"):
         FORMATS['huggingface'].check(shapes.experiment(Softmax(), norm='rms').model)
 
 
-def test_a_run_goes_out_and_comes_back(reference_run, tmp_path, tokens, capsys):
+def test_an_exported_run_can_be_imported(reference_run, tmp_path, tokens, capsys):
     out, back = tmp_path / 'out', tmp_path / 'back'
     run_dir = str(reference_run[0])
     assert main(['export', '--run_dir', run_dir, '--format', 'huggingface', '--out', str(out)]) == 0
@@ -136,12 +137,12 @@ def test_a_run_goes_out_and_comes_back(reference_run, tmp_path, tokens, capsys):
     jax.tree.map(np.testing.assert_array_equal, before.weights, after.weights)
     assert after.step == 0
     assert after.experiment.model == before.experiment.model
-    # It is whole: a second export over it, and a second import into it, are refused.
+    # The directory is complete: a second export or import into it is refused.
     capsys.readouterr()
     assert main(['export', '--run_dir', run_dir, '--out', str(out)]) == 2
     assert main(['import', str(out), '--run_dir', str(back)]) == 2
     assert capsys.readouterr().err.count('is there already') == 2
-    # Neither writes folders called gs: nor looks for them.
+    # Neither writes folders called gs:, nor looks for them.
     assert main(['export', '--run_dir', run_dir, '--out', 'gs://b/x']) == 2
     assert main(['import', 'gs://b/x', '--run_dir', str(back.with_name('other'))]) == 2
     assert capsys.readouterr().err.count('must lie on a disk of this machine') == 2
@@ -149,7 +150,7 @@ def test_a_run_goes_out_and_comes_back(reference_run, tmp_path, tokens, capsys):
 
 @contextlib.contextmanager
 def hardly_any_room():
-    """As on a full disk, for files over 50 kB."""
+    """Acts like a full disk for files over 50 kB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
@@ -158,7 +159,7 @@ def hardly_any_room():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_what_a_full_disk_has_stopped_is_done_by_the_same_command_later(reference_run, tokens, tmp_path, capsys):
+def test_the_same_command_completes_an_export_or_import_after_a_full_disk(reference_run, tokens, tmp_path, capsys):
     out, back = tmp_path / 'out', tmp_path / 'back'
     export = ['export', '--run_dir', str(reference_run[0]), '--out', str(out)]
     again = ['import', str(out), '--run_dir', str(back), *tiny.params({'data.path': str(tokens)})]
@@ -181,13 +182,13 @@ main(['export', '--format', 'huggingface', *sys.argv[1:]])
 """
 
 
-def test_what_was_killed_is_done_by_the_same_command_later(reference_run, tmp_path, capsys):
+def test_the_same_command_completes_an_export_or_import_after_a_kill(reference_run, tmp_path, capsys):
     out = tmp_path / 'out'
     flags = ['--run_dir', str(reference_run[0]), '--out', str(out)]
     subprocess.run([sys.executable, '-c', KILLED, *flags], env=tiny.environment(), cwd=tiny.ROOT)
-    (out / 'config.json').write_text('half')  # of another format than the one below
+    (out / 'config.json').write_text('half')  # it has another format than the file below
     assert (out / 'model.safetensors').exists()
-    # Nothing goes that is not of the export, and nothing of an export that is still being written.
+    # A file that is not of the export stays. A file of an export in progress stays too.
     (out / 'notes.txt').write_text('mine')
     assert main(['export', *flags]) == 2
     assert 'an export was stopped there, but notes.txt is not of it' in capsys.readouterr().err
@@ -204,7 +205,7 @@ def test_what_was_killed_is_done_by_the_same_command_later(reference_run, tmp_pa
     assert {path.name for path in out.iterdir()} == {'model.safetensors', 'config.gin', 'tokenizer.model'}
 
 
-def test_an_export_that_fails_takes_away_nothing_but_its_files(tmp_path):
+def test_a_failed_export_removes_only_its_own_files(tmp_path):
     def fail(folder):
         with exporting(folder):
             (folder / 'model.safetensors').write_text('half')
@@ -220,7 +221,7 @@ def test_an_export_that_fails_takes_away_nothing_but_its_files(tmp_path):
 
 
 def llama_config(**changes) -> dict:
-    """config.json as transformers 4 writes it."""
+    """Returns config.json as transformers 4 writes it."""
     return {
         'model_type': 'llama', 'vocab_size': 400, 'num_hidden_layers': 2, 'hidden_size': 32, 'num_attention_heads': 2,
         'num_key_value_heads': 1, 'head_dim': 16, 'intermediate_size': 48, 'hidden_act': 'silu', 'rms_norm_eps': 1e-5,
@@ -229,7 +230,7 @@ def llama_config(**changes) -> dict:
 
 
 def write_llama(folder, **changes):
-    """A checkpoint with random weights, in two files."""
+    """Writes a checkpoint with random weights, in two files."""
     rng = np.random.default_rng(0)
     sizes = {
         'input_layernorm': (32,), 'self_attn.q_proj': (32, 32), 'self_attn.k_proj': (16, 32),
@@ -257,7 +258,7 @@ def write_llama(folder, **changes):
         ('model.dtype = "bfloat16"', "model.dtype = 'bfloat16': .* has 'auto'; leave this out"),
     ],
 )
-def test_an_import_does_not_ignore_what_is_asked_of_the_model(asked, told, tmp_path, capsys):
+def test_an_import_refuses_settings_that_contradict_the_model(asked, told, tmp_path, capsys):
     write_llama(tmp_path / 'llama')
     command = ['import', str(tmp_path / 'llama'), '--run_dir', str(tmp_path / 'run'), '--gin_param']
     assert main([*command, asked]) == 2
@@ -306,7 +307,7 @@ def test_a_llama_is_continued_under_the_hybrid(tmp_path, tokens, capsys):
         ({'model_type': 'bert'}, "model_type = 'bert': can be imported are"),
     ],
 )
-def test_what_differs_is_said(tmp_path, capsys, changes, said):
+def test_differences_from_the_model_are_reported(tmp_path, capsys, changes, said):
     write_llama(tmp_path / 'llama', **changes)
     run = tmp_path / 'run'
     assert main(['import', str(tmp_path / 'llama'), '--run_dir', str(run)]) == 2
@@ -315,7 +316,7 @@ def test_what_differs_is_said(tmp_path, capsys, changes, said):
 
 
 def gpt2_logits(w: dict, tokens_T: np.ndarray, heads: int) -> np.ndarray:
-    """What a GPT-2 computes, as Radford et al. (2019) describe it, [T, V]; its matrices have inputs first."""
+    """Computes the logits of a GPT-2 as Radford et al. (2019) describe it, [T, V]; its matrices have inputs first."""
 
     def norm(x, name):
         centred = x - x.mean(-1, keepdims=True)
@@ -340,8 +341,8 @@ def gpt2_logits(w: dict, tokens_T: np.ndarray, heads: int) -> np.ndarray:
     return norm(x_TxD, 'ln_f') @ w['wte.weight'].T
 
 
-def test_a_gpt2_comes_in(tmp_path, tokens, capsys):
-    """With the names of the files of the first GPT-2, masks and all."""
+def test_a_gpt2_is_imported(tmp_path, tokens, capsys):
+    """The files have the names of the first GPT-2, and its masks too."""
     maps = {'attn.c_attn': (32, 96), 'attn.c_proj': (32, 32), 'mlp.c_fc': (32, 128), 'mlp.c_proj': (128, 32)}
     named = {f'h.{i}.{name}.weight': size for i in range(2) for name, size in maps.items()}
     named |= {f'h.{i}.{name}.bias': size[1:] for i in range(2) for name, size in maps.items()}
@@ -366,7 +367,7 @@ def test_a_gpt2_comes_in(tmp_path, tokens, capsys):
     logits = np.asarray(loaded.model(asked[None])[0])
     expected = gpt2_logits(theirs, asked, heads=4)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-    # It writes as far as it has positions, and no further.
+    # It writes up to its last position, and no further.
     lm.generate(loaded, 'import', max_tokens=40 - len(loaded.tokenizer.encode('import')), temperature=0)
     with pytest.raises(ConfigError, match='fewer than the 41 tokens'):
         lm.generate(loaded, 'import', max_tokens=41 - len(loaded.tokenizer.encode('import')), temperature=0)
@@ -389,7 +390,7 @@ def test_another_tokenizer_is_refused(tmp_path, tokens, capsys):
 
 @pytest.fixture
 def hugging_face(tokens, tmp_path):
-    """A store, and the tokenizer.json that it was made with."""
+    """Returns a store, and the tokenizer.json that made it."""
     import tokenizers
 
     text = (tokens.parent / 'text' / 'train' / 'typing.txt').read_text()
@@ -399,7 +400,7 @@ def hugging_face(tokens, tmp_path):
     return tiny.write_store(tmp_path / 'store', {'train': [text], 'validation': [text[:3000]]}, tokenizer), tokenizer
 
 
-def test_a_tokenizer_goes_out_under_the_name_of_its_kind(hugging_face, tmp_path):
+def test_a_tokenizer_is_exported_under_the_name_of_its_kind(hugging_face, tmp_path):
     store, tokenizer = hugging_face
     config = dataclasses.replace(shapes.experiment(Softmax()), data=DataConfig(path=str(store)))
     run = shapes.run_of(config, shapes.random_weights(config))
@@ -425,7 +426,7 @@ def test_tokenizers_of_every_kind_and_mixtures_are_compared(hugging_face, tokens
     assert known(mixture={str(store): 1}) == {'tokenizer': tokenizer.sha256}
     with pytest.raises(MismatchError, match=r'tokenizer.json: is not the tokenizer of .*tokens; prepare the data with'):
         known(mixture={str(tokens): 1})
-    # Two kinds of the same tokenizer, as many checkpoints have them: the data say which of them it is.
+    # Many checkpoints have one tokenizer in two kinds. The data say which kind they use.
     (folder / 'tokenizer.model').write_bytes((tokens / 'tokenizer.model').read_bytes())
     assert known() == {}
     assert known(mixture={str(store): 1}) == {'tokenizer': tokenizer.sha256}
@@ -466,7 +467,7 @@ def test_the_weights_have_the_mode_of_the_other_files(mask, tmp_path):
 
 
 def test_an_import_of_an_export_is_evaluated_like_the_run(reference_run, tokens, tmp_path, capsys):
-    """The context length and the windows of the run go with it; what is given wins; paths and jobs stay behind."""
+    """The import takes the run's context length and windows. Explicit values win. Paths and jobs stay behind."""
     out, back = str(tmp_path / 'out'), str(tmp_path / 'back')
     assert main(['export', '--run_dir', str(reference_run[0]), '--out', out]) == 0
     assert main(['import', out, '--run_dir', back, '--set', f'data.path={tokens}']) == 0
@@ -479,7 +480,7 @@ def test_an_import_of_an_export_is_evaluated_like_the_run(reference_run, tokens,
 
 
 def evaluated(run: str, capsys) -> tuple[int, float]:
-    """(context length, perplexity) of what `lm evaluate` prints as JSON."""
+    """Returns (context length, perplexity) from the JSON that `lm evaluate` prints."""
     capsys.readouterr()
     assert main(['evaluate', '--run_dir', run, '--json']) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -487,8 +488,8 @@ def evaluated(run: str, capsys) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize('heads', [4, 2])
-def test_the_page_says_enough_to_compute_a_logit(heads, tmp_path):
-    """Its code computes the logits of an export with NumPy alone."""
+def test_the_documented_code_computes_the_logits(heads, tmp_path):
+    """The code on the page computes the logits of an export with NumPy alone."""
     config = shapes.experiment(Softmax(), n_kv_heads=heads)
     weights = shapes.random_weights(config)
     FORMATS['huggingface'].write(shapes.run_of(config, weights), tmp_path)

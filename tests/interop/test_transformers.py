@@ -1,4 +1,4 @@
-"""Weights out and in against `transformers` itself; needs PyTorch: `scripts/test.sh -m interop`."""
+"""Export and import of weights with `transformers` itself; needs PyTorch: `scripts/test.sh -m interop`."""
 
 import dataclasses
 
@@ -44,14 +44,14 @@ FORMS = {
     for name, form in (MECHANISMS | MORE).items()
     if not any(one.projections(HeadDims(1, 1, 1)) for one in (form if isinstance(form, tuple) else (form,)))
 }
-"""Those with gates are refused."""
+"""Mechanisms with gates are refused."""
 SIGNED = dict.fromkeys(('performer trigonometric', 'performer random_phases', 'llops signed'), 1e-4)
 SIGNED['performer gelu'] = 1e-2
-"""Whose weights may be negative: part of the largest logit up to which two programs agree."""
+"""Mechanism with signed weights → the fraction of the largest logit to which two programs agree."""
 
 
 def check_equal(ours, theirs, tolerance=1e-5):
-    """To a part of the largest logit."""
+    """Compares to a fraction of the largest logit."""
     assert np.isfinite(ours).all()
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=tolerance * np.abs(ours).max())
 
@@ -73,7 +73,8 @@ def test_transformers_computes_the_same(form, tmp_path, tokens):
     with torch.no_grad():
         result = model(torch.tensor(tokens), labels=torch.tensor(tokens))
     ours = shapes.our_logits(config, weights, tokens)
-    # Sums of signed weights come near zero, and what is divided by them is rounded as differently.
+    # Sums of signed weights come near zero. Divisions by them amplify rounding errors, and the two programs round
+    # differently.
     check_equal(ours, result.logits.numpy(), SIGNED.get(form, 1e-5))
     if form == 'softmax':
         normal = ours - np.log(np.exp(ours).sum(-1, keepdims=True))
@@ -85,8 +86,8 @@ def test_transformers_computes_the_same(form, tmp_path, tokens):
 
 
 @pytest.mark.parametrize('form', sorted(FORMS.keys() - SIGNED.keys()))
-def test_half_the_bits_are_enough_to_load_it(form, tmp_path, tokens):
-    """Attention stays in float32, where powers and sums need it."""
+def test_half_the_bits_are_enough_to_load_a_model(form, tmp_path, tokens):
+    """Attention stays in float32, because powers and sums need it."""
     config = shapes.experiment(FORMS[form])
     FORMATS['huggingface'].write(shapes.run_of(config, shapes.random_weights(config)), tmp_path)
     load_model = transformers.AutoModelForCausalLM.from_pretrained
@@ -100,7 +101,7 @@ def test_half_the_bits_are_enough_to_load_it(form, tmp_path, tokens):
 
 
 @pytest.mark.parametrize('tied', [False, True])
-def test_llama_comes_in(tied, tmp_path, tokens):
+def test_llama_is_imported(tied, tmp_path, tokens):
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -123,14 +124,14 @@ def test_llama_comes_in(tied, tmp_path, tokens):
 
 
 @pytest.mark.parametrize('tied', [False, True])
-def test_gpt2_comes_in_and_goes_out(tied, tmp_path, tokens):
+def test_gpt2_is_imported_and_exported(tied, tmp_path, tokens):
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32, n_inner=56, tie_word_embeddings=tied,
             initializer_range=0.3,
         )
     ).eval()  # fmt: skip
-    with torch.no_grad():  # transformers begins with biases of 0 and gains of 1
+    with torch.no_grad():  # transformers initializes biases to 0 and gains to 1
         for name, parameter in theirs.named_parameters():
             if name.endswith('bias') or '.ln_' in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))

@@ -1,4 +1,4 @@
-"""Products with the matrices of a layer: their parts, types and gradients, whole and sharded."""
+"""Products with the matrices of a layer: their parts, types and gradients, with whole and sharded matrices."""
 
 import re
 
@@ -46,7 +46,7 @@ def test_pieces_are_the_parts_of_a_linear_layer(bias):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
 
 
-def test_products_are_of_the_type_of_the_layer():
+def test_products_have_the_dtype_of_the_layer():
     assert made(True, jnp.bfloat16)(tokens(jnp.float32)).dtype == jnp.bfloat16
     assert made(True, jnp.float32)(tokens(jnp.bfloat16)).dtype == jnp.float32
 
@@ -71,4 +71,4 @@ def test_sharded_matrices_are_gathered_and_their_gradients_scattered():
     assert found.sharding.is_equivalent_to(sharded, 2)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-2 * np.abs(expected).max())  # both are bfloat16 sums
     shapes = re.findall(r'= \w+\[([\d,]*)\]\S* all-gather', step.as_text())
-    assert set(shapes) == {'4,8,16'}  # the matrix, part by part, not the activations
+    assert set(shapes) == {'4,8,16'}  # the matrix in parts, not the activations

@@ -1,4 +1,4 @@
-"""Windows of several documents: what one predicts depends on itself alone, in every mechanism."""
+"""Windows of several documents: in every mechanism, predictions depend on their own document alone."""
 
 import functools
 
@@ -28,7 +28,8 @@ def tiny(attention, **changes) -> model_lib.Transformer:
 
 
 def window(*lengths: int, seed: int = 0) -> np.ndarray:
-    """Documents of these lengths, the token that opens each but the first counted; that begins before the window."""
+    """Returns a window of documents of these lengths, first tokens included; the first document begins before the
+    window."""
     tokens = np.random.default_rng(seed).integers(6, 41, (1, sum(lengths)))
     tokens[0, np.cumsum(lengths)[:-1]] = EOD
     return tokens
@@ -39,7 +40,7 @@ def logits(model, tokens, documents=None):
     return model.logits(model.hidden(tokens, *(documents.of(tokens) if documents else ())))
 
 
-def test_a_document_begins_with_the_token_that_ended_the_one_before():
+def test_a_document_begins_with_the_token_that_ended_the_previous_one():
     tokens = jnp.asarray([[1, EOD, 2, 3, EOD, EOD, 4], [EOD, 1, 2, 3, 4, 6, 7]])
     joined, restarted = Documents(EOD), Documents(EOD, restart=True)
     starts = joined.starts(tokens)
@@ -49,8 +50,8 @@ def test_a_document_begins_with_the_token_that_ended_the_one_before():
 
 
 @pytest.mark.parametrize('attention', QUICK_FIRST)
-def test_a_document_in_a_window_is_what_it_is_alone(attention):
-    """Whatever the others say, to the bit. The blocks of those mechanisms that have a grid begin with it here."""
+def test_a_document_in_a_window_equals_the_document_alone(attention):
+    """The other documents change no bit of it. Here, blocks of mechanisms with a grid begin with the document."""
     model, tokens, others = tiny(attention), window(8, 8, 8), window(8, 8, 8, seed=1)
     others[:, 8:16] = tokens[:, 8:16]
     whole, other = (logits(model, jnp.asarray(t), Documents(EOD, restart=True)) for t in (tokens, others))
@@ -68,7 +69,7 @@ def test_no_gradient_passes_from_one_document_to_another(attention):
     own[18:21] = True
     tokens = jnp.asarray(
         np.where(tokens == EOD, EOD, np.where(own, 6, 24) + tokens % 17)
-    )  # 6 … 22 in the middle, 24 … 40 around it
+    )  # 6 … 22 is in the middle, 24 … 40 around it
 
     @jax.jit
     def gradient(params):
@@ -83,7 +84,7 @@ def test_no_gradient_passes_from_one_document_to_another(attention):
     assert by_row[np.unique(tokens[:, 10:21])].min() > 0
 
 
-def test_the_training_step_masks_where_it_is_told_to():
+def test_the_training_step_masks_documents_if_configured():
     tokens = jnp.asarray(window(9, 13, 5))
     step = train_step(ModelConfig(**TINY), OptimizerConfig(warmup_steps=1), 10, documents=Documents(EOD))
     state = jax.jit(step.init)(0)
@@ -96,14 +97,14 @@ def test_the_training_step_masks_where_it_is_told_to():
     assert loss != pytest.approx(joined, rel=1e-5)
 
 
-def test_settings_that_mean_nothing_are_refused():
+def test_settings_without_effect_are_refused():
     with pytest.raises(ConfigError, match=r'data.restart_positions = True: .* data.mask_documents = True'):
         DataConfig(restart_positions=True)
     with pytest.raises(ConfigError, match=r'data.mask_documents = True: the examples of a task are no documents'):
         DataConfig(task=AssociativeRecall(), mask_documents=True)
 
 
-def test_who_says_which_documents_are_told_apart():
+def test_data_and_evaluation_decide_which_documents_are_masked():
     class Store:
         def tokenizer(self):
             return type('Tokenizer', (), {'eod_id': 7})

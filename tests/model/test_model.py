@@ -1,4 +1,4 @@
-"""The model against the paper's sizes, and what must hold for every mechanism: no leak, decoding equals training."""
+"""The model has the paper's sizes; for every mechanism, no token sees the future and decoding equals training."""
 
 import functools
 
@@ -53,7 +53,7 @@ def test_parameter_counts_of_appendix_h(size, millions, attention):
 
 
 def test_parameters_of_gpt2():
-    """The 124,439,808 of GPT-2 small (as its checkpoint has them), of which matrices alone are decayed."""
+    """GPT-2 small has 124,439,808 parameters, as in its checkpoint. Only its matrices are decayed."""
     config = ModelConfig(vocab_size=50_257, **(GPT2 | {'learned_positions': 1024}))
     assert sum(count_parameters(config).values()) == 124_439_808
     told = declarations(nnx.eval_shape(lambda: model_lib.build(config, 0)))
@@ -98,7 +98,7 @@ def test_decoding_with_a_logit_cap():
 
 
 def check_decoding(model):
-    """The logits [2, 20, V], computed whole, after a comparison with those of prefilling and of single steps."""
+    """Compares prefilling and single steps with the logits computed at once; returns these, [2, 20, V]."""
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 97, (2, 20)))
     expected = logits(model, tokens)
     graph, arrays = nnx.split(model)
@@ -122,7 +122,7 @@ def test_block_options_decode_and_do_not_look_ahead():
     expected = logits(model, tokens)
     step = jax.jit(lambda arrays, *arguments: nnx.merge(graph, arrays).decode_step(*arguments))
     state, parts = model.init_state(2, 20), []
-    for start, end in ((0, 9), (9, 10), (10, 11), (11, 20)):  # two sizes, which are compiled once
+    for start, end in ((0, 9), (9, 10), (10, 11), (11, 20)):  # two sizes, each compiled once
         state, part = step(arrays, state, tokens[:, start:end], jnp.int32(start))
         parts.append(part)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, atol=2e-5, rtol=2e-5)
@@ -131,7 +131,7 @@ def test_block_options_decode_and_do_not_look_ahead():
 
 
 def test_block_options_count():
-    """Their parameters, all of which learn, and the products in the FLOPs."""
+    """The parameters of the options count, and all of them learn. Their products count in the FLOPs."""
     config, plain = (
         ModelConfig(**TINY | dict(attention=Softmax(gate=True)), **BLOCK),
         ModelConfig(**TINY | dict(attention=Softmax())),
@@ -166,9 +166,10 @@ def test_nats_are_the_log_softmax_of_the_logits(cap):
 
 @pytest.mark.parametrize('attention', QUICK_FIRST)
 def test_a_model_starts_at_the_logarithm_of_its_vocabulary(attention):
-    """Within 3 %, for random tokens and for one that repeats itself: the own token is no better than others.
+    """The loss is within 3 % for random tokens and for a repeated token: a token does not predict itself better than
+    others.
 
-    That of the other forms, in a smaller vocabulary, is the first of their golden losses.
+    The other forms use a smaller vocabulary: their golden losses begin with this loss.
     """
     model = tiny(attention, vocab_size=32_000, d_model=128, n_heads=4, head_dim=32)
     tokens = np.random.default_rng(4).integers(0, 32_000, (2, 33))
@@ -196,7 +197,7 @@ def test_remat_and_unrolling_change_nothing_that_is_learned(change):
     assert model_lib.REMAT.keys() == {'none', *REMATS}
 
 
-def test_a_lone_window_on_a_tpu_is_computed_as_others_are(monkeypatch):
+def test_a_single_window_on_a_tpu_gives_the_gradients_of_other_platforms(monkeypatch):
     tokens = jnp.asarray(np.random.default_rng(6).integers(0, 97, (2, 161)))
     config = ModelConfig(**TINY, attention=Softmax(implementation='xla'))
     graph, params, rest = nnx.split(model_lib.build(config, seed=3), nnx.Param, ...)
@@ -206,7 +207,7 @@ def test_a_lone_window_on_a_tpu_is_computed_as_others_are(monkeypatch):
 
     def hidden(tokens):
         traced_anew = jax.make_jaxpr(lambda *arguments: loss(*arguments))(params, tokens)
-        return f'f32[160,{config.glu_dim}] = tanh' in str(traced_anew)  # where its tokens are one axis
+        return f'f32[160,{config.glu_dim}] = tanh' in str(traced_anew)  # its tokens are then one axis
 
     assert not hidden(tokens[:1])
     others = jax.jit(jax.grad(loss))(params, tokens[:1])
@@ -215,7 +216,7 @@ def test_a_lone_window_on_a_tpu_is_computed_as_others_are(monkeypatch):
     assert not hidden(tokens)
     alone = jax.jit(jax.grad(lambda *arguments: loss(*arguments)))(params, tokens[:1])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), others, alone)
-    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ('data',))):  # one for each of its devices
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ('data',))):  # one window per device
         assert tpu.lone_windows(jnp.zeros((2, 160, 3))).shape == (320, 3)
         assert tpu.lone_windows(jnp.zeros((4, 160, 3))).ndim == tpu.lone_windows(jnp.zeros((2, 1, 3))).ndim == 3
 
@@ -237,7 +238,7 @@ def test_layers_differ_and_only_depend_on_the_seed():
 
 
 def test_all_bits_of_a_seed_count():
-    """JAX takes 32 of them, so that 2 and 2 + 2**32 had the same parameters, while their batches differ."""
+    """JAX takes 32 of the bits: 2 and 2 + 2**32 had the same parameters, but different batches."""
     seeds = [2, 2 + 2**32, 2 + 2**33, 2 + 2**63 - 2**32]
     assert len({tuple(jax.random.key_data(model_lib.make_seed_key(seed)).tolist()) for seed in seeds}) == len(seeds)
     assert model_lib.make_seed_key(2) == jax.random.key(2)

@@ -1,4 +1,4 @@
-"""One window over many devices: losses, gradients and evaluations are those of one device, in every mechanism."""
+"""One window on several devices has the losses, gradients and evaluations of one device, in every mechanism."""
 
 import dataclasses
 import functools
@@ -53,13 +53,13 @@ def tokens(rows: int = 2, length: int = LENGTH) -> np.ndarray:
 
 @functools.cache
 def initial(attention):
-    """The state that a run begins with, whatever its devices."""
+    """Returns the initial state of a run, for any devices."""
     return jax.tree.map(np.asarray, jax.jit(step_of(attention).init)(0))
 
 
 @functools.cache
 def gradients(attention, documents, devices, **config):
-    """The loss and the gradients of every parameter, and the nats of every token."""
+    """Returns the loss, the gradients of every parameter, and the nats of every token."""
     step, mesh = step_of(attention, documents), mesh_of(devices, **config)
     with jax.set_mesh(mesh):
         state = jax.device_put(initial(attention), get_shardings(place(step.abstract, mesh, step.functions.declared)))
@@ -80,7 +80,7 @@ def gradients(attention, documents, devices, **config):
 
 
 def assert_same(got, expected):
-    """Losses to 1e-6 of the largest, each parameter's gradient to 1e-4 of its length."""
+    """Compares losses to 1e-6 of the largest loss, and each parameter's gradient to 1e-4 of its length."""
     (nats, gradients), (want_nats, want_gradients) = got, expected
     np.testing.assert_allclose(nats, want_nats, rtol=0, atol=1e-6 * np.abs(want_nats).max())
     for (path, want), one in zip(
@@ -112,7 +112,7 @@ EXACT, WINDOW, SKETCH, HYBRID = Softmax(), Softmax(window=5), Polysketch(sketch_
         ),
     ],
 )
-def test_with_the_other_axes_and_without_documents(attention, axis, documents, monkeypatch):
+def test_windows_are_shared_beside_other_axes_and_without_documents(attention, axis, documents, monkeypatch):
     monkeypatch.setattr(mesh_lib, 'MIN_SHARDED_SIZE', 1)
     devices, mesh = AXES[axis]
     assert_same(gradients(attention, documents, devices, **mesh), gradients(attention, documents, 1))
@@ -140,8 +140,8 @@ def test_windows_that_cannot_be_split_are_computed_whole():
 @needs_libtpu
 @pytest.mark.parametrize('axes', [dict(sequence=4), dict(sequence=2, fsdp=2)])
 @pytest.mark.parametrize('attention', [Softmax(), Polysketch(sketch_size=8)])
-def test_kernels_of_what_every_device_computes_whole(attention, axes):
-    """Where all devices share one window, and where some do not: the compiler is left to split no kernel."""
+def test_kernels_run_on_whole_arrays_of_each_device(attention, axes):
+    """The cases: all devices share one window, and some devices do. The compiler must split no kernel."""
     config = ModelConfig(**TINY | {'head_dim': 32}, attention=attention)
     step = train_step(config, OptimizerConfig(warmup_steps=1), 10, platform='tpu')
     mesh = make_mesh(MeshConfig(**axes), describe_devices(parse('v5e:2x2')))
@@ -178,7 +178,7 @@ def test_a_mechanism_that_cannot_share_a_window_is_named(setting):
     ModelConfig(**TINY, attention=Softmax(), causal=False).check_parts(2)
 
 
-def test_what_cannot_be_split_is_refused():
+def test_windows_and_parts_that_cannot_be_split_are_refused():
     with pytest.raises(ConfigError, match=r'mesh.sequence = 3: must divide the 8 groups of mesh.fsdp devices'):
         make_mesh(MeshConfig(sequence=3))
     with pytest.raises(ConfigError, match=r'mesh.sequence = 4: must divide train.context_length = 30'):

@@ -1,4 +1,5 @@
-"""Widths: the scales of every parameter, what a step changes at several widths, and nothing where nothing is asked."""
+"""Widths: the scales of every parameter, the changes of a step at several widths, and no change without a
+base width."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def by_path(tree) -> dict:
 
 
 def first_updates(model: ModelConfig, rule, widening: float, **changes) -> dict:
-    """Path → the first update by gradients that are the same whatever the widening."""
+    """Returns path → the first update, from gradients that are the same for any widening."""
     step = train_step(model, optimizer(rule), 10)
     params = jax.eval_shape(lambda: step.init(0))['params']
     draw = np.random.default_rng(0).normal
@@ -52,7 +53,7 @@ OUTPUTS = ('embedding.embedding', 'head', 'final_norm.scale', 'final_norm.bias')
 
 @pytest.mark.parametrize(('rule', 'hidden'), [('adamw', 1 / 4), ('muon', 1 / 2)])
 def test_the_scales_of_every_parameter(rule, hidden):
-    """At four times the base width. What a mechanism computes within a head does not know the width."""
+    """The model has four times the base width. Parameters within a head do not depend on the width."""
     attention = Polysketch(sketch_size=8, block=8, gate=True)
     model = config(64, tied=False, biases=True, attention=attention)
     plain, wide = (first_updates(model, RULES[rule], widening) for widening in (1.0, 4.0))
@@ -73,7 +74,7 @@ def test_the_scales_of_every_parameter(rule, hidden):
 
 @pytest.mark.parametrize('rule', RULES.values(), ids=RULES.keys())
 def test_decay_is_the_same_at_all_widths(rule):
-    """Of what decays, the update is that of the rule, scaled, and a part of the parameter, which is not."""
+    """The update is the rule's update, scaled, and a fraction of the parameter, which is not scaled."""
     model, name = config(64), 'blocks.0.glu_in.kernel'
     of = {(w, d): first_updates(model, rule, w, weight_decay=d)[name] for w in (1.0, 4.0) for d in (0.0, 0.5)}
     np.testing.assert_allclose(of[4.0, 0.5] - of[4.0, 0.0], of[1.0, 0.5] - of[1.0, 0.0], atol=1e-7)
@@ -81,7 +82,7 @@ def test_decay_is_the_same_at_all_widths(rule):
 
 
 def changes(width: int, base: int | None, rule: str, tied: bool) -> tuple[float, float]:
-    """What 3 steps change: root mean square of the change of queries of the second layer, and of logits."""
+    """Returns the root mean square of the changes by 3 steps: of the second layer's queries, and of the logits."""
     step = train_step(config(width, base, tied=tied), optimizer(RULES[rule], clip_norm=None), 10)
     tokens = np.random.default_rng(0).integers(0, 64, (1, 8, 17))
     tokens[0, :, 8:] = tokens[0, :, :9]  # something to learn
@@ -102,7 +103,8 @@ def changes(width: int, base: int | None, rule: str, tied: bool) -> tuple[float,
 
 @pytest.mark.parametrize(('rule', 'tied'), [('adamw', True), ('adamw', False), ('muon', True)])
 def test_steps_change_activations_and_logits_alike_at_all_widths(rule, tied):
-    """The coordinate check of Yang et al. (2022) at four times the base width: without one both grow."""
+    """The coordinate check of Yang et al. (2022) at four times the base width; without a base width both
+    changes grow."""
     narrow, wide, plain = (changes(*widths, rule, tied) for widths in ((64, 64), (256, 64), (256, None)))
     for of_narrow, of_wide, unscaled in zip(narrow, wide, plain, strict=True):
         assert 0.6 < of_wide / of_narrow < 1.2
@@ -110,8 +112,8 @@ def test_steps_change_activations_and_logits_alike_at_all_widths(rule, tied):
 
 
 @pytest.mark.parametrize('tied', [True, False], ids=['tied', 'untied'])
-def test_the_base_width_itself_is_trained_as_ever(tied):
-    """The same program to the letter, so the same bits."""
+def test_the_base_width_itself_trains_as_without_one(tied):
+    """The program is the same to the letter, so the bits are the same."""
     programs = []
     for base in (None, 64):
         step = train_step(config(64, base, tied=tied), optimizer(Muon(), weight_decay=0.1), 10)
@@ -124,7 +126,7 @@ def test_the_base_width_itself_is_trained_as_ever(tied):
 
 
 def test_logits_start_smaller_in_a_wider_model():
-    """By 1/√m: Yang et al. (2022), Table 8, with the output matrix of first size 1/√D."""
+    """The factor is 1/√m: Yang et al. (2022), Table 8, with an output matrix of initial size 1/√D."""
     tokens = np.random.default_rng(0).integers(0, 64, (4, 16))
 
     def size(base):
@@ -144,6 +146,6 @@ def test_a_base_width_is_one_binding():
 
 
 @pytest.mark.parametrize('value', [0, -64, 1])
-def test_a_base_width_is_a_width(value):
+def test_a_wrong_base_width_is_refused(value):
     with pytest.raises(ConfigError, match=rf'model\.base_width = {value}: must be at least 2'):
         load([], [f'model.base_width = {value}'])

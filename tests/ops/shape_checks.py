@@ -1,7 +1,7 @@
-"""Checks, while a call runs, that arrays have the shapes that the names of arguments, fields and results state.
+"""Checks, while a call runs, that arrays have the shapes in the names of arguments, fields and results.
 
-`q_BxLxHxD` has four axes. Where a letter stands again in the same call it means the same number. A stands for any axes.
-A name without such an ending states no shape; `typing.Annotated[jax.Array, 'BxL']` states the shape of a result.
+`q_BxLxHxD` has four axes. A letter means the same number wherever it stands in a call. A stands for any axes. A name
+without such an ending states no shape. `typing.Annotated[jax.Array, 'BxL']` states the shape of a result.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from lm.ops.platform import Implementations
 
 ENDING = re.compile(r'_((?:[A-Z]|\d)(?:x(?:[A-Z]|\d+))*)$')
 INTEGERS = ('starts', 'targets', 'reach', 'position')
-"""How the names of arrays of integers begin; the others are floating-point numbers."""
+"""First words in the names of integer arrays; other arrays hold floating-point numbers."""
 LOCAL = ('G', 'M')
-"""Letters that may differ from element to element of a tuple: heads per sketch, and the size of a node's inputs."""
+"""Letters that may differ between the elements of a tuple: heads per sketch, and the size of a node's inputs."""
 
 
 class ShapeError(AssertionError):

@@ -28,7 +28,7 @@ def draw(batch, length, dtype=np.float32, bias=True):
 
 
 def numpy_nats_and_gradients(x, embedding, bias, targets):
-    """Nats, and the gradients for the cotangent cos(index), in float64."""
+    """Computes nats, and the gradients for the cotangent cos(index), in float64."""
     x, embedding = np.asarray(x, np.float64), np.asarray(embedding, np.float64)
     logits = x @ embedding.T + (0 if bias is None else np.asarray(bias, np.float64))
     weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -63,7 +63,7 @@ def test_agrees_with_float64(batch, length, chunk, bias, implementation):
 
 @pytest.mark.parametrize('beyond', [-100.0, -88.0, -70.0, 80.0, 100.0])
 @pytest.mark.parametrize('everywhere', [True, False])
-def test_sums_of_exponentials_that_float32_does_not_hold(beyond, everywhere):
+def test_sums_of_exponentials_beyond_float32_stay_finite(beyond, everywhere):
     x, embedding, bias, targets = draw(2, 24)
     if everywhere:
         bias = bias + beyond
@@ -84,7 +84,7 @@ def test_a_token_that_is_not_finite_spoils_no_other():
 
 
 def numpy_capped(x, embedding, bias, targets, cap):
-    """Nats, log-normalizers, and the gradients for the cotangents cos(index) and sin(index) of the two, in float64."""
+    """Computes nats, log-normalizers, and their gradients for the cotangents cos(index) and sin(index), in float64."""
     x, embedding = np.asarray(x, np.float64), np.asarray(embedding, np.float64)
     raw = x @ embedding.T + (0 if bias is None else np.asarray(bias, np.float64))
     logits, slope = (raw, 1.0) if cap is None else (cap * np.tanh(raw / cap), 1 / np.cosh(raw / cap) ** 2)
@@ -124,7 +124,7 @@ def test_capped_logits_of_any_size_have_finite_gradients():
 
 
 def numpy_weighted(x, embedding, bias, targets, weights, cap, z_loss):
-    """The weighted sum, its nats and its gradients, in float64."""
+    """Computes the weighted sum, its nats and its gradients, in float64."""
     x, embedding = np.asarray(x, np.float64), np.asarray(embedding, np.float64)
     weights = np.asarray(weights, np.float64)
     raw = x @ embedding.T + (0 if bias is None else np.asarray(bias, np.float64))
@@ -143,7 +143,7 @@ def numpy_weighted(x, embedding, bias, targets, weights, cap, z_loss):
 
 @functools.partial(jax.jit, static_argnums=0)
 def weighted_and_gradients(loss, x, embedding, bias, targets, weights):
-    """The gradients are those of 3 times the sum: a cotangent that is not 1."""
+    """Takes the gradients of 3 times the sum, to have a cotangent other than 1."""
 
     def threefold(x, embedding, bias, weights):
         parts, nats = loss(x, embedding, bias, targets, weights)
@@ -193,7 +193,7 @@ def test_weighted_sum_takes_three_products():
     assert products(lambda x, e: cross_entropy(x, e, None, targets, chunk=8).sum()) == 4
 
 
-def test_tpus_form_the_gradients_of_logits_for_each_product(monkeypatch):
+def test_tpus_compute_the_gradients_of_logits_for_each_product(monkeypatch):
     arguments = (*draw(2, 29), jnp.cos(jnp.arange(58.0)).reshape(2, 29))
     loss = functools.partial(weighted_cross_entropy, z_loss=0.1, chunk=8)
     want = weighted_and_gradients(loss, *arguments)
@@ -205,7 +205,7 @@ def test_tpus_form_the_gradients_of_logits_for_each_product(monkeypatch):
 
 @pytest.mark.parametrize('generation', ['v5e:2x2', 'v6e:2x2'])
 def test_tpus_write_logits_once_and_read_them_twice(generation):
-    """In float32; three products are all that sees them."""
+    """The logits are float32, and only three products read or write them."""
     if importlib.util.find_spec('libtpu') is None:
         pytest.skip('libtpu is not installed')
     mesh = jax.sharding.Mesh(np.array(describe_devices(parse(generation))[:1]), ('data',))
@@ -266,7 +266,7 @@ def test_a_split_batch_gives_the_same(batch):
 
 
 def test_split_devices_communicate_only_at_the_end():
-    """One reduction of the gradient, not one a chunk."""
+    """There is one reduction of the gradient, and not one per chunk."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ('data',))
     x, embedding, _, targets = draw(8, 64)
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
@@ -275,7 +275,7 @@ def test_split_devices_communicate_only_at_the_end():
     with jax.set_mesh(mesh):
         compiled = jax.jit(gradient, in_shardings=(rows, whole, rows), out_shardings=(rows, whole))
         text = compiled.lower(x, embedding, targets).compile().as_text()
-    # One computation a paragraph; the loops over the chunks are named by the `while` instructions.
+    # The text has one computation per paragraph. The `while` instructions name the loops over the chunks.
     loops = {name: text.split(f'\n%{name} ')[1].split('\n}')[0] for name in re.findall(r'body=%([\w.\-]+)', text)}
     assert len(loops) == 2
     assert text.count(' all-reduce(') == 1

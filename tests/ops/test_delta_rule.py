@@ -1,4 +1,4 @@
-"""The delta rule in chunks against itself token by token, around the ends of chunks, and at its extremes."""
+"""The delta rule in chunks against the recurrence token by token, around the ends of chunks and at extremes."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ LENGTHS = [1, 65, 130]
 
 
 def draw(length, seed=0, dtype=jnp.float32):
-    """q, k, v, beta, log_decay with resets, and a state to begin with."""
+    """Returns q, k, v, beta, log_decay with resets, and an initial state."""
     keys = jax.random.split(jax.random.key(seed), 7)
     q, k = (jax.random.normal(key, (2, length, n, 8)) for key, n in zip(keys, (4, 2), strict=False))
     q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
@@ -24,7 +24,7 @@ def draw(length, seed=0, dtype=jnp.float32):
 
 
 def results(arrays, implementation):
-    """Outputs, the last state, and the gradients of a function of both by all arrays."""
+    """Returns outputs, the last state, and the gradients of a function of both by all arrays."""
 
     def loss(*arrays):
         *tokens, state = arrays
@@ -55,15 +55,16 @@ def test_bfloat16():
 
 
 @pytest.mark.parametrize('beta', [1.0, 2.0])
-def test_one_key_again_and_again(beta):
-    """The powers of such a chunk's system reach 10^18, its inverse stays at 1 (or 2): solved, not expanded."""
+def test_a_repeated_key_stays_exact(beta):
+    """The powers of such a chunk's system reach 10^18, but its inverse stays at 1 (or 2): it is solved, not
+    expanded."""
     q, k, v, *_ = draw(128)
     k = jnp.broadcast_to(k[:, :1], k.shape)
     arrays = (q, k, v, jnp.full(k.shape[:3], beta), jnp.zeros(k.shape[:3]), jnp.zeros((2, 2, 8, 12)))
     check(results(arrays, 'xla'), results(arrays, 'reference'), 1e-3)
 
 
-def test_what_a_token_forgets_counts_for_nothing():
+def test_forgotten_tokens_change_nothing():
     q, k, v, beta, decay, state = draw(100)
     decay = decay.at[:, 70].set(-jnp.inf)
     whole = delta_rule(q, k, v, beta, decay, initial_state=state)

@@ -1,4 +1,5 @@
-"""Products as XLA's CPU backend wants them: the same numbers and gradients; the smaller factor is what is copied."""
+"""Products in the form that is fast in XLA's CPU backend: the same numbers and gradients, copies of the
+smaller factor."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ def draw(formula: str, sizes: dict[str, int], dtype='float32') -> list[jax.Array
 
 @settings(max_examples=60, deadline=None)
 @given(formula=st.sampled_from(FORMULAS), sizes=st.lists(st.integers(1, 6), min_size=26, max_size=26))
-def test_products_and_gradients_are_those_of_einsum(formula, sizes):
+def test_products_and_gradients_equal_einsum(formula, sizes):
     a, b, d = draw(formula, dict(zip('abcdefghijklmnopqrstuvwxyz', sizes, strict=True)))
     (got, vjp), (want, expected) = (jax.vjp(lambda a, b, f=f: f(formula, a, b), a, b) for f in (dot, jnp.einsum))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -33,7 +34,7 @@ def test_products_and_gradients_are_those_of_einsum(formula, sizes):
 
 
 def copied(function, *arrays) -> int:
-    """Numbers that change places on the way."""
+    """Returns the count of numbers that are transposed."""
     equations = jax.make_jaxpr(function)(*arrays).jaxpr.eqns
 
     def within(eqns):
@@ -49,10 +50,10 @@ def copied(function, *arrays) -> int:
 @pytest.mark.parametrize(
     ('formula', 'sizes', 'least'),
     [
-        ('td,tn->dn', dict(t=64, d=4, n=32), 64 * 4),  # the gradient of a matrix, of few inputs
-        ('td,tn->dn', dict(t=64, d=32, n=4), 64 * 4 + 32 * 4),  # and of few outputs
-        ('dt,st->ds', dict(d=4, s=64, t=64), 4 * 64 + 4 * 64),  # values' gradients: never the weights
-        ('rt,dt->rd', dict(r=640, d=64, t=256), 64 * 256),  # sums: never the features
+        ('td,tn->dn', dict(t=64, d=4, n=32), 64 * 4),  # the gradient of a matrix with few inputs
+        ('td,tn->dn', dict(t=64, d=32, n=4), 64 * 4 + 32 * 4),  # and with few outputs
+        ('dt,st->ds', dict(d=4, s=64, t=64), 4 * 64 + 4 * 64),  # gradients of values: never copies the weights
+        ('rt,dt->rd', dict(r=640, d=64, t=256), 64 * 256),  # sums: never copies the features
         ('td,dn->tn', dict(t=64, d=4, n=32), 0),
     ],
 )
@@ -62,7 +63,7 @@ def test_the_larger_factor_stays_where_it_is(formula, sizes, least):
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_results_are_float32_and_gradients_as_the_factors(dtype):
+def test_results_are_float32_and_gradients_have_the_dtype_of_the_factors(dtype):
     a, b, _ = draw('td,dn->tn', dict(t=3, d=4, n=5), dtype)
     o, vjp = jax.vjp(lambda a, b: dot('td,dn->tn', a, b), a, b)
     assert o.dtype == jnp.float32
@@ -72,15 +73,15 @@ def test_results_are_float32_and_gradients_as_the_factors(dtype):
     assert product(a, b).dtype == jnp.dtype(dtype)
 
 
-def test_elsewhere_it_is_einsum(monkeypatch):
+def test_other_platforms_use_einsum(monkeypatch):
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     a, b, _ = draw('td,tn->dn', dict(t=64, d=4, n=32))
     assert copied(lambda a, b: dot('td,tn->dn', a, b), a, b) == 0
 
 
 @pytest.mark.parametrize(('policy', 'products'), [('dots_with_no_batch_dims_saveable', 3), ('nothing_saveable', 4)])
-def test_what_remat_keeps(policy, products):
-    """A product with a matrix has no axis of which each factor has its own: `model.remat = 'dots'` keeps it."""
+def test_remat_keeps_products_with_matrices(policy, products):
+    """A product with a matrix has no batch axis, so `model.remat = 'dots'` keeps it."""
     x, layers = jnp.ones((2, 3, 4)), jnp.ones((5, 4, 4))
     layer = jax.checkpoint(lambda x, w: (jnp.sin(product(x, w)), None), policy=getattr(jax.checkpoint_policies, policy))
     gradient = jax.jit(jax.grad(lambda layers: jax.lax.scan(layer, x, layers)[0].sum()))

@@ -36,10 +36,10 @@ def mask(length, keys, causal=True, window=None):
 
 
 def numpy_attention(q, k, v, seen, kernel):
-    """Outputs, and the gradients for the cotangent cos(index), all in float64, head by head from the formulas.
+    """Computes outputs, and the gradients for the cotangent cos(index), in float64, head by head from the formulas.
 
-    `seen`: [L, M], or [B, L, M] where it differs between rows of the batch.
-    kernel(s) returns the unnormalised weights, their derivative and the bias of the denominator.
+    `seen` is [L, M], or [B, L, M] if it differs between rows of the batch. kernel(s) returns the unnormalised weights,
+    their derivative and the bias of the denominator.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     o, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
@@ -82,7 +82,7 @@ def values_and_gradients(attention, q, k, v, **others):
 
 
 def softmax_by(function, **options):
-    """`function` of a call, as a function of its arrays."""
+    """Returns `function` of a call as a function of its arrays."""
     return lambda q, k, v: function(SoftmaxCall(q, k, v, **options))
 
 
@@ -90,7 +90,7 @@ def assert_close(got, expected, tolerance):
     for name, g, e in zip(('o', 'dq', 'dk', 'dv'), got, expected, strict=True):
         g = np.asarray(g, np.float64)
         assert np.isfinite(g).all()
-        error = np.abs(g - e).max() / max(np.abs(e).max(), 0.1)  # One visible key: its gradient is zero.
+        error = np.abs(g - e).max() / max(np.abs(e).max(), 0.1)  # the gradient of the only visible key is zero
         assert error <= tolerance, f'{name}: {error:.2e}'
 
 
@@ -146,7 +146,7 @@ def test_polynomial_agrees_with_float64(length, heads, kv_heads, block, degree, 
 
 
 def documents(length, *rows):
-    """`starts_BxL` of rows whose documents begin at these places, and which keys a query may see, [B, L, L]."""
+    """Returns `starts_BxL` of rows whose documents begin here, and the keys that each query may see, [B, L, L]."""
     place = np.arange(length)
     starts = np.maximum.accumulate([np.where(np.isin(place, row), place, 0) for row in rows], axis=1)
     return jnp.asarray(starts, jnp.int32), place >= starts[..., None]
@@ -156,7 +156,7 @@ def documents(length, *rows):
     ('implementation', 'block', 'window'),
     [('xla', None, None), ('xla', 24, None), ('xla', 32, 10), ('reference', None, 10), ('reference', None, None)],
 )
-def test_a_document_sees_itself_alone(block, window, implementation):
+def test_a_document_sees_only_itself(block, window, implementation):
     q, k, v = draw(2, 100, 4, 2)
     given = dict(block=block, implementation=implementation)
     softmax = functools.partial(exact_attention.softmax_attention, window=window, **given)
@@ -198,7 +198,7 @@ def test_without_the_causal_mask_all_keys_count(keys):
 
 
 @pytest.mark.parametrize('window', [None, 20])
-def test_queries_behind_a_cache_see_what_they_see_in_the_whole(window):
+def test_queries_after_a_cache_see_the_same_keys_as_in_the_whole(window):
     q, k, v = draw(1, 90, 2, 1)
     attend = jax.jit(functools.partial(exact_attention.softmax_attention, window=window))
     whole = attend(q, k, v)
@@ -262,11 +262,11 @@ def test_peak_memory_grows_linearly(name):
 
     at_8k, at_32k = (temporaries(n) for n in (8192, 32768))
     assert at_32k / at_8k < 4.2
-    assert at_32k < 32768 * 64 * 4 * 16  # A few arrays of the size of q; all weights would be 4.3 GB.
+    assert at_32k < 32768 * 64 * 4 * 16  # a few arrays of q's size; all weights would be 4.3 GB
 
 
 def test_blocks_above_the_diagonal_cost_nothing():
-    """The last key block's values are NaN; a block that were computed and multiplied by zero would spread them."""
+    """The last key block's values are NaN: computing such a block and multiplying it by zero would spread them."""
     q, k, v = draw(1, 64, 1, 1)
     v = v.at[:, 48:].set(jnp.nan)
     softmax = functools.partial(exact_attention.softmax_attention, block=16)
@@ -310,11 +310,11 @@ def test_errors_name_the_field():
         ),
     ],
 )
-def test_unsupported_calls_fall_back_and_say_so_once(target, dtype, options, reason, monkeypatch):
+def test_unsupported_calls_fall_back_with_one_warning(target, dtype, options, reason, monkeypatch):
     messages = []
     monkeypatch.setattr(platform, 'target_platform', lambda: target)
     monkeypatch.setattr(platform.LOG, 'warning', messages.append)
-    platform._say_once.cache_clear()
+    platform._warn_once.cache_clear()
     q, k, v = draw(1, 8, 2, 2, dtype=dtype)
     for _ in range(2):
         o = exact_attention.softmax_attention(q, k, v, **options)
@@ -326,8 +326,8 @@ def test_unsupported_calls_fall_back_and_say_so_once(target, dtype, options, rea
 @pytest.mark.parametrize(
     ('capability', 'reason'), [('7.5', '7.5'), ('gfx942', 'gfx942'), ('8.0', None), ('12.0', None)]
 )
-def test_gpus_without_flash_attention_in_cudnn_do_without(capability, reason, monkeypatch):
-    """Turing and before, and AMD's: cuDNN's kernel would end the first step."""
+def test_gpus_without_flash_attention_in_cudnn_use_xla(capability, reason, monkeypatch):
+    """On Turing and earlier, and on AMD GPUs, cuDNN's kernel would fail in the first step."""
     gpu = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(platform, 'target_platform', lambda: 'gpu')
     monkeypatch.setattr(jax, 'local_devices', lambda backend=None: [gpu])
@@ -338,7 +338,8 @@ def test_gpus_without_flash_attention_in_cudnn_do_without(capability, reason, mo
 
 @pytest.mark.parametrize('window', [None, 3])
 def test_cudnn_gets_an_even_number_of_tokens(window, monkeypatch):
-    """Gradients refuse an odd one: the token more is seen by none, and cut off. Without the causal mask it would be."""
+    """Gradients refuse an odd number. No query sees the added token, and it is cut off. Without a causal mask, queries
+    would see it."""
     q, k, v = draw(1, 9, 2, 2)
     lengths, cudnn = [], jax.nn.dot_product_attention
 
@@ -388,7 +389,7 @@ def test_the_mesh_in_context_decides_and_the_result_is_the_same():
     [(300, 2, None, False), (2048, 4, None, True), (2048, 1, 700, True), (8192, 4, None, False)],
 )
 def test_splash_compiles_for_a_tpu(length, kv_heads, window, masked, monkeypatch):
-    """Ahead of time, forward and backward, on a mesh of four chips, from a machine without any."""
+    """The test compiles forward and backward for a mesh of four chips, on a machine without any."""
     compile_splash('v5e:2x2', (8, length, 4, 64), kv_heads, jnp.bfloat16, window, masked, monkeypatch)
 
 
@@ -397,7 +398,7 @@ def test_splash_compiles_for_a_tpu(length, kv_heads, window, masked, monkeypatch
 @pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize('topology', ['v4:2x2x1', 'v5e:2x2'])
 def test_splash_compiles_with_wide_heads(topology, dtype, length, monkeypatch):
-    """As many at a time as the memory on chip takes."""
+    """The kernel takes as many heads at a time as fit into the chip's memory."""
     compile_splash(topology, (4, length, 2, 256), 2, dtype, None, False, monkeypatch)
 
 
@@ -430,7 +431,7 @@ interpreted = functools.partial(pallas_tpu.softmax_attention, interpret=True)
     ('length', 'kv_heads', 'block', 'window'), [(100, 2, None, None), (300, 1, 128, None), (1100, 2, 128, 150)]
 )
 def test_splash_agrees_with_float64(length, kv_heads, block, window, fused, monkeypatch):
-    """The TPU kernels, interpreted: padding, scale, shared key heads, both kinds of backward kernel."""
+    """The TPU kernels are interpreted: padding, scale, shared key heads, both kinds of backward kernel."""
     monkeypatch.setattr(pallas_tpu, 'FUSED_SHARE', 1 if fused else 0)
     q, k, v = draw(1, length, 2, kv_heads)
     attention = softmax_by(interpreted, scale=0.3, window=window, block=block)
@@ -439,7 +440,7 @@ def test_splash_agrees_with_float64(length, kv_heads, block, window, fused, monk
 
 
 @pytest.mark.parametrize(('length', 'block'), [(100, None), (1100, 128)])
-def test_splash_tells_documents_apart(length, block):
+def test_splash_separates_documents(length, block):
     q, k, v = draw(1, length, 2, 2)
     starts, seen = documents(length, [0, 3, 40, 90, 700])
     attention = softmax_by(interpreted, scale=0.3, starts_BxL=starts, block=block)
@@ -451,8 +452,8 @@ def test_splash_tells_documents_apart(length, block):
     ('window', 'begins'),
     [(40, None), pytest.param(128, None, marks=pytest.mark.slow), (70, [0, 3, 90, 128, 250]), (2, None)],
 )
-def test_splash_sees_what_a_window_reaches_of_the_part_before(window, begins, monkeypatch):
-    """The operation itself, on two devices, each with half of the tokens."""
+def test_splash_sees_keys_of_the_previous_part_inside_the_window(window, begins, monkeypatch):
+    """The operation itself runs on two devices, each with half of the tokens."""
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     monkeypatch.setattr(pallas_tpu, 'softmax_attention', interpreted)
     length = 256
@@ -471,8 +472,9 @@ def test_splash_sees_what_a_window_reaches_of_the_part_before(window, begins, mo
         assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
 
 
-def test_a_window_beyond_a_part_is_not_taken_for_one_that_ends_in_it(monkeypatch):
-    """Four parts of 64 tokens: all keys are as many as a window of 193 reaches back to, but they are other ones."""
+def test_a_window_across_several_parts_is_not_taken_for_a_shorter_one(monkeypatch):
+    """There are four parts of 64 tokens. A window of 193 reaches back over as many keys as there are, but over other
+    ones."""
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     q, k, v = draw(1, 256, 2, 2)
 
@@ -486,7 +488,7 @@ def test_a_window_beyond_a_part_is_not_taken_for_one_that_ends_in_it(monkeypatch
 
 
 def test_splash_adds_up_gradients_of_queries_in_bfloat16():
-    """One from each of nine blocks of keys."""
+    """One gradient comes from each of nine blocks of keys."""
     q, k, v = (x.astype(jnp.bfloat16) for x in draw(1, 1100, 2, 2))
     attention = softmax_by(interpreted, scale=0.3, block=128)
     exact = [np.asarray(x, np.float64) for x in (q, k, v)]
@@ -494,7 +496,7 @@ def test_splash_adds_up_gradients_of_queries_in_bfloat16():
     assert_close(values_and_gradients(attention, q, k, v), expected, 2e-2)
 
 
-def test_splash_forms_gradients_at_once_where_that_fits(monkeypatch):
+def test_splash_computes_all_gradients_at_once_if_they_fit(monkeypatch):
     def is_fused(batch, heads, length, key_block):
         return pallas_tpu.is_fused(jax.ShapeDtypeStruct((batch, heads, length, 64), jnp.bfloat16), key_block)
 

@@ -29,7 +29,7 @@ def interpreted():
 
 
 def example(length, *, batch=1, heads=1, kv_heads=None, size=16, value_size=None, dtype=jnp.float32, seed=0):
-    """Layer-normalized q and k, v, and a gradient of the output."""
+    """Returns layer-normalized q and k, v, and a gradient of the output."""
     rng = np.random.default_rng(seed)
     kv_heads, value_size = kv_heads or heads, value_size or size
     shapes = [(heads, size), (kv_heads, size), (kv_heads, value_size), (heads, value_size)]
@@ -39,14 +39,14 @@ def example(length, *, batch=1, heads=1, kv_heads=None, size=16, value_size=None
 
 
 def starts_of(*documents, length):
-    """For each row of the batch, whose documents begin at 0 and at the tokens named, the start of each token's."""
+    """Returns each token's document start, per row; documents begin at 0 and at the given tokens."""
     index = np.arange(length)
     rows = [np.max([np.where(index >= begins, begins, 0) for begins in (0, *row)], axis=0) for row in documents]
     return jnp.asarray(np.stack(rows), jnp.int32)
 
 
 def by_definition(options, q, k, v, do, starts=None):
-    """Outputs and gradients in float64, all weights at once, with the gradients written out."""
+    """Computes outputs and gradients in float64, all weights at once, with explicit gradients."""
     group = q.shape[2] // k.shape[2]
     q, k, v, do = (np.asarray(a, np.float64).transpose(0, 2, 1, 3) for a in (q, k, v, do))
     k, v = (np.repeat(a, group, axis=1) for a in (k, v))
@@ -70,12 +70,12 @@ def by_definition(options, q, k, v, do, starts=None):
 
 
 def quick(function):
-    """Jitted without optimisation: compiling is what takes the time here."""
+    """Jits without optimisation: compilation takes most of the time here."""
     return jax.jit(function, compiler_options={'xla_backend_optimization_level': 0})
 
 
 def compute(q, k, v, **options):
-    """The kernels of the rule that `options` describe."""
+    """Computes by the kernels, with the rule in `options`."""
     if 'degree' in options:
         return polynomial.polynomial_attention(PolynomialCall(q, k, v, **options))
     return softmax.softmax_attention(SoftmaxCall(q, k, v, **options))
@@ -83,7 +83,7 @@ def compute(q, k, v, **options):
 
 @functools.lru_cache(maxsize=8)  # they take memory
 def program(planner, **options):
-    """Compiled once for arrays of one shape; `planner` is the one in force, which some tests change."""
+    """Compiles once per shape of the arrays; `planner` is the current one, which some tests change."""
 
     def outputs_and_gradients(q, k, v, do, starts):
         o, vjp = jax.vjp(functools.partial(compute, **options, starts_BxL=starts), q, k, v)
@@ -98,7 +98,7 @@ def by_kernels(q, k, v, do, starts=None, **options):
 
 
 def errors(got, want):
-    """Relative errors by name."""
+    """Returns relative errors by name."""
     return {
         name: np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
         for name, a, b in zip(NAMES, got, want, strict=True)
@@ -176,7 +176,7 @@ def test_documents_in_blocks_of_several_tiles(monkeypatch, rule):
 
 @both
 def test_nothing_leaks_out_of_a_document(rule):
-    """Not a bit of what one document says reaches another, forward or backward."""
+    """No bit of a document reaches another document, forward or backward."""
     arrays = example(390)
     starts = starts_of((140,), length=390)
     options = {**rule, 'block': 128, 'starts': starts}
@@ -189,8 +189,9 @@ def test_nothing_leaks_out_of_a_document(rule):
 
 @both
 @pytest.mark.parametrize('kv_heads', [1, 2])
-def test_queries_a_chunk_at_a_time(kv_heads, rule, monkeypatch):
-    """Three chunks of one block each, where the gradient of all the queries would not fit; then one of two blocks."""
+def test_queries_in_chunks(kv_heads, rule, monkeypatch):
+    """First there are three chunks of one block, because the gradient of all queries does not fit. Then there is one
+    chunk of two blocks."""
     plan_for, used = plan.plan_for, []
 
     def in_chunks(*args):
@@ -218,7 +219,7 @@ def test_nothing_leaks_from_the_future(rule):
 
 
 def test_small_gradients_of_large_denominators_survive():
-    """Denominators of 10^30 and gradients of 10^-10: their quotient is no float32 number."""
+    """Denominators of 10^30 and gradients of 10^-10: float32 cannot hold their quotient."""
     q, k, v, do = example(140, size=64)
     q, k = (q[:, :1] + 0.3 * x for x in (q, k))
     arrays = [q, k, v, 1e-10 * do]
@@ -258,7 +259,7 @@ PARTS = {
 
 
 def by_parts(parts, rule, q, k, v, do, starts=None, block=None):
-    """What each of `parts` devices a window makes of its part, in the operation that a model calls."""
+    """Runs the operation that a model calls; each of `parts` devices has its part of a window."""
 
     def loss(q, k, v, do, starts):
         def function(q, k, v, starts):
@@ -270,7 +271,7 @@ def by_parts(parts, rule, q, k, v, do, starts=None, block=None):
 
     rows = q.shape[0]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: rows * parts]).reshape(rows, parts), ('data', 'sequence'))
-    # What interprets with NaN calls back, which XLA cannot do where only some axes are split by hand.
+    # The interpreter with NaN calls back. XLA cannot do this if only some axes are split by hand.
     mode = True if rows > 1 else pltpu.InterpretParams(uninitialized_memory='nan')
     with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(mode):
         grads, o = quick(jax.grad(loss, argnums=range(3), has_aux=True))(q, k, v, do, starts)
@@ -312,16 +313,16 @@ def test_parts_of_a_window_are_the_whole(name, rule, monkeypatch):
 
 
 @pytest.mark.parametrize(('blocks', 'parts'), [(2, 2), (6, 4), (4, 8), (2, 3)])
-def test_every_part_has_as_much_to_do(blocks, parts):
-    """And all of them together visit every pair once."""
-    own_PxI = pairs.own_keys(blocks, parts)
-    walks = [pairs.walk_by_queries(own_PxI), pairs.walk_by_keys(own_PxI, 0, blocks)]
+def test_every_part_has_equal_work(blocks, parts):
+    """All parts together visit every pair once."""
+    diagonal_PxI = pairs.number_diagonals(blocks, parts)
+    walks = [pairs.walk_by_queries(diagonal_PxI), pairs.walk_by_keys(diagonal_PxI, 0, blocks)]
     whole = {(i, j) for i in range(blocks * parts) for j in range(i + 1)}
     for walk in walks:
         assert not (walk.pairs_PxT[:, :-1] >= pairs.IDLE).any()
         visited = [
-            (int(own[pair >> 16]), int(pair & 0xFFFF))
-            for own, row in zip(own_PxI, walk.pairs_PxT, strict=True)
+            (int(diagonal[pair >> 16]), int(pair & 0xFFFF))
+            for diagonal, row in zip(diagonal_PxI, walk.pairs_PxT, strict=True)
             for pair in row[:-1]
         ]
         assert len(visited) == len(whole)
@@ -337,11 +338,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize('reason', REFUSED)
-def test_unsupported_calls_fall_back_and_say_so_once(reason, monkeypatch):
+def test_unsupported_calls_fall_back_with_one_warning(reason, monkeypatch):
     messages = []
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     monkeypatch.setattr(platform.LOG, 'warning', messages.append)
-    platform._say_once.cache_clear()
+    platform._warn_once.cache_clear()
     q, k, v, _ = example(8)
     for _ in range(2):
         o = exact_attention.polynomial_attention(q, k, v, degree=4, **REFUSED[reason])
@@ -412,7 +413,7 @@ def test_powers_by_squaring(degree):
     ],
 )
 def test_compiles_for_a_tpu_in_linear_memory(generation, length, kv_heads, documents, rule, monkeypatch):
-    """Ahead of time, forward and backward, on a mesh of four chips, from a machine without any."""
+    """The test compiles forward and backward for a mesh of four chips, on a machine without any."""
     if importlib.util.find_spec('libtpu') is None:
         pytest.skip('libtpu is not installed')
     for name, value in LIBTPU_ENVIRONMENT.items():
@@ -437,7 +438,7 @@ def test_compiles_for_a_tpu_in_linear_memory(generation, length, kv_heads, docum
     text = compiled.as_text()
     assert 'flash_attention_backward' in text
     assert not any(name in text for name in ('all-reduce', 'all-gather', 'all-to-all'))
-    # Operands and gradients laid out anew and sums in float32: at most 2 KiB a token and head.
+    # The layouts of operands and gradients change, and sums are float32: at most 2 KiB per token and head.
     assert compiled.memory_analysis().temp_size_in_bytes <= 2048 * 4 * max(length, 1024)
 
 
@@ -445,7 +446,8 @@ def test_compiles_for_a_tpu_in_linear_memory(generation, length, kv_heads, docum
 @both
 @pytest.mark.parametrize('generation', ['v4:2x2x1', 'v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'v7x:2x2x1'])
 def test_parts_of_a_window_compile_for_every_generation(generation, rule):
-    """With documents, whose starts travel with the queries; on v5e as many blocks as need two backward sweeps."""
+    """The windows have documents, whose starts travel with the queries. On v5e there are enough blocks for two backward
+    sweeps."""
     if importlib.util.find_spec('libtpu') is None:
         pytest.skip('libtpu is not installed')
     devices = describe_devices(parse(generation))

@@ -1,4 +1,5 @@
-"""What needs an NVIDIA GPU: `scripts/test.sh -m gpu`. Each path that is only taken there, against the formulas."""
+"""Tests that need an NVIDIA GPU: `scripts/test.sh -m gpu`. They compare each path that only GPUs take with the
+formulas."""
 
 import dataclasses
 
@@ -107,7 +108,7 @@ EXACT = {
 @pytest.mark.parametrize('length', [1024, 1003, 4501])
 @pytest.mark.parametrize('case', EXACT)
 def test_exact_attention(case, length):
-    """The platform's own choice (cuDNN for softmax) against the reference in float32."""
+    """The platform's own choice (cuDNN for softmax) is compared with the reference in float32."""
     function, options = EXACT[case]
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, do = (jax.random.normal(key, (2, length, n, 64)) for key, n in zip(keys, (4, 2, 2, 4), strict=True))
@@ -125,7 +126,7 @@ def test_exact_attention(case, length):
 
 
 def test_linear_attention_in_float32():
-    """The platform's choice against the formulas: products are not rounded to TensorFloat-32 where it matters."""
+    """The platform's choice is compared with the formulas: TensorFloat-32 must not round products where it matters."""
     options = Options(powers=SQUARE, local=PolynomialKernel(4), block=256)
     *inputs, do = example(1000, heads=2, features=32, head_dim=64, local=64)
 

@@ -21,21 +21,21 @@ from lm.ops.linear_attention import (
 )
 
 TAYLOR = (1.0, 1.0, 0.5)
-# Most of the time of these tests is compilation.
+# Compilation takes most of the time of these tests.
 jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
 
 LOCAL = ('q_local_BxLxHxC', 'k_local_BxLxKxC')
 
 
 def draw(length, heads=2, kv_heads=1, features=9, values=5, compared=6, dtype=np.float32):
-    """Features of queries and keys, values, and what the exact kernel compares."""
+    """Returns features of queries and keys, values, and the inputs of the exact kernel."""
     rng = np.random.default_rng(length)
     sizes = [(heads, features), (kv_heads, features), (kv_heads, values), (heads, compared), (kv_heads, compared)]
     return [jnp.asarray(rng.normal(size=(2, length, *s)) * 0.6, dtype) for s in sizes]
 
 
 def kernel(local, s):
-    """Exact weights and their derivative."""
+    """Returns exact weights and their derivative."""
     s = s * local.scale
     if isinstance(local, ExpKernel):
         return np.exp(s), local.scale * np.exp(s)
@@ -43,7 +43,7 @@ def kernel(local, s):
 
 
 def numpy_attention(x, y, v, q, k, *, powers, local=None, window=None, block=1024, denominator_bias=1.0, causal=True):
-    """Outputs, and the gradients of Σ cos(index) · o, head by head from the formulas."""
+    """Computes outputs, and the gradients of Σ cos(index) · o, head by head from the formulas."""
     x, y, v, q, k = arrays = [np.asarray(a, np.float64) for a in (x, y, v, q, k)]
     dx, dy, dv, dq, dk = (np.zeros_like(a) for a in arrays)
     o = np.zeros((*x.shape[:3], v.shape[3]))
@@ -155,7 +155,7 @@ def features(matrix, x, queries):
     return jnp.abs(x @ matrix) + 0.1
 
 
-def test_feature_map_is_differentiated_inside():
+def test_gradients_flow_through_a_feature_map_inside_the_operation():
     x, y, v, *_ = draw(45)
     matrices = jnp.asarray(np.random.default_rng(0).normal(size=(2, 9, 12)), jnp.float32)
 
@@ -260,7 +260,7 @@ def test_packing(size):
 
 
 def memory(length, heads, r, block=1024):
-    """(temporary bytes, bytes of inputs, outputs and gradients) of forward plus backward."""
+    """Returns (temporary bytes, bytes of inputs, outputs and gradients) of forward plus backward."""
     shapes = [(r, heads), (r, heads), (64, heads), (64, heads), (64, heads)]
     arrays = [jax.ShapeDtypeStruct((1, length, h, size), jnp.float32) for size, h in shapes]
 
@@ -276,7 +276,7 @@ def test_memory_is_linear():
     temporary, visible = memory(32_768, 1, 32)
     one_block = 4 * (640 * 1024 + 1024 * 1024) * 2
     assert temporary <= 3 * visible + one_block
-    # Neither features nor sums of every block: those alone would be 84 and 40 MB.
+    # The program stores neither features nor sums of every block: those alone would take 84 and 40 MB.
     shorter, _ = memory(16_384, 1, 32)
     assert temporary - shorter <= 16_384 * 4 * 1_000
 
@@ -298,7 +298,7 @@ def test_plain_formulation_agrees():
         (dict(implementation='nothing'), 'nothing'),
     ],
 )
-def test_options_that_do_not_fit(change, message):
+def test_wrong_options_are_refused(change, message):
     x, y, v, *_ = draw(8)
     with pytest.raises(OperationError, match=message):
         linear_attention(x, y, v, **change)

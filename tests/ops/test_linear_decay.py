@@ -50,7 +50,7 @@ CASES = {
 
 
 COMBINED = ('series', 'polynomial window')
-"""Cases whose parts others have in other combinations."""
+"""The cases whose parts other cases have in other combinations."""
 
 
 def draw(length, heads=4, kv_heads=2, dtype=jnp.float32):
@@ -72,7 +72,7 @@ def call(x, y, v, q, k, g, **options):
 
 
 def weigh(options, x, y, q, k):
-    """[B, K, G, L, L] weights without decay, by the formulas."""
+    """Returns weights [B, K, G, L, L] without decay, by the formulas."""
     length, groups = x.shape[1], x.shape[2] // y.shape[2]
     pair = lambda a, b: jnp.einsum('blkgf,bmkf->bkglm', a.reshape(*b.shape[:3], groups, -1), b)  # noqa: E731
     x, y = options.compute_features(MATRIX, x, True), options.compute_features(MATRIX, y, False)
@@ -87,7 +87,8 @@ def weigh(options, x, y, q, k):
 
 
 def recurrence(x, y, v, q, k, g, **options):
-    """Token by token: all weights of earlier keys are multiplied by the token's factor, and its own key joins at 1."""
+    """Computes token by token: the token's factor multiplies all weights of earlier keys, and its own key
+    joins at 1."""
     options = Options(**{name: value for name, value in options.items() if 'parameters' not in name})
     w_BxKxGxLxM = weigh(options, x, y, q, k)
     index = jnp.arange(v.shape[1])
@@ -105,7 +106,7 @@ def recurrence(x, y, v, q, k, g, **options):
 
 
 def with_gradients(function):
-    """Outputs, and gradients of the outputs of those tokens that count."""
+    """Returns outputs, and gradients of the outputs of the tokens that count."""
 
     @jit
     def run(counts_L, *arrays):
@@ -127,7 +128,7 @@ def recurrence_program(name):
 
 
 def recurrent(name, arrays):
-    """Outputs and gradients of the recurrence in float64."""
+    """Computes outputs and gradients of the recurrence in float64."""
     with jax.enable_x64(True):
         arrays = (np.asarray(a, np.float64) for a in arrays)
         found = recurrence_program(name)(np.ones(CASES[name][0], bool), *arrays)
@@ -170,16 +171,17 @@ def test_any_factors(name, data):
 
 
 @pytest.mark.parametrize('name', ['self products', 'window', 'exponential blocks', 'exact blocks'])
-def test_a_reset_hides_all_before_it(name):
-    """What comes out after it is what the tokens give alone, and gradients do not cross it: exactly 0."""
+def test_a_reset_hides_all_earlier_tokens(name):
+    """Outputs after the reset equal outputs of these tokens alone, and gradients do not cross it: exactly 0."""
     length, _ = CASES[name]
-    # Exact blocks are cut where the sequence begins, so that a document keeps its weights only from a block on.
+    # Exact blocks are cut from the beginning of the sequence, so a document keeps its weights only from a block's start
+    # on.
     at = 16 if 'blocks' in name else 13
     arrays = (*draw(length), draw_decay(length, resets=[at]))
     run = program(name, 'xla')
     counted = np.arange(length) >= at
     (o, *after), (_, *before) = run(counted, *arrays), run(~counted, *arrays)
-    # Alone is first: what follows it then cannot be seen.
+    # In the second case the tokens come first, so that they cannot see the others.
     alone = run(counted, *(np.roll(a, -at, axis=1) for a in arrays))[0][:, : length - at]
     np.testing.assert_allclose(o[:, at:], alone, rtol=0, atol=1e-6 * np.abs(alone).max())
     wild = [a.at[:, :at].set(1e4) for a in map(jnp.asarray, arrays[:5])]
@@ -242,7 +244,7 @@ def test_decoding_equals_the_parallel_form(name):
 
 @functools.cache
 def segments(implementation):
-    """Programs of the results and gradients of two segments, and of the whole."""
+    """Returns programs for the results and gradients of two segments, and of the whole."""
     attend = functools.partial(linear_attention, powers=TAYLOR, block=8, implementation=implementation)
 
     def whole(x, y, v, g):
@@ -267,7 +269,7 @@ def segments(implementation):
     ('implementation', 'resets'), [('xla', ()), ('xla', (11,)), ('xla', (30,)), ('reference', (11,))]
 )
 def test_segments_compose(implementation, resets):
-    """Sums handed from one call to the next, or added up afterwards; outputs, sums and gradients of the whole."""
+    """Sums pass from one call to the next, or are added afterwards. Outputs, sums and gradients equal the whole."""
     x, y, v, *_ = draw(36)
     g = jnp.asarray(draw_decay(36, resets=resets))
     for got, expected in zip(*(run(x, y, v, g) for run in segments(implementation)), strict=True):
@@ -304,7 +306,7 @@ def test_state_after_a_window():
         (dict(log_decay_BxLxK=jnp.zeros((2, 8, 2)), implementation='pallas_tpu'), 'pallas_tpu'),
     ],
 )
-def test_options_that_do_not_fit(change, message):
+def test_wrong_options_are_refused(change, message):
     x, y, v, *_ = draw(8)
     with pytest.raises(OperationError, match=message):
         linear_attention(x, y, v, **{'powers': PLAIN, **change})

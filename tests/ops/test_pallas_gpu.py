@@ -1,7 +1,7 @@
 """The GPU kernels of linear attention, without a GPU.
 
-Interpreted on the CPU, uninitialised memory being NaN and races detected; and compiled ahead of time where JAX's CUDA
-plugin is installed.
+They are interpreted on the CPU, with NaN in uninitialised memory and race detection. They are also compiled ahead of
+time if JAX's CUDA plugin is installed.
 """
 
 import functools
@@ -102,7 +102,7 @@ def test_sums_of_a_long_block():
 
 @interpreter
 def test_denominators_of_concentrated_keys_stay_positive():
-    """Rounding the keys' second moment to bfloat16 makes many of these negative."""
+    """If the keys' second moment is rounded to bfloat16, many of these denominators become negative."""
     from lm.ops.linear_attention.gpu.forward import NearTokens, outputs
 
     rng = np.random.default_rng(0)
@@ -117,7 +117,7 @@ def test_denominators_of_concentrated_keys_stay_positive():
     rounded = np.asarray(jnp.asarray(y64[:before].T @ y64[:before], jnp.bfloat16), np.float64)
     assert (np.einsum('ti,ij,tj->t', x64[before:], rounded, x64[before:]) < 0).any()
 
-    # The last tile alone, as a block of its own: its sums are those over all that was before.
+    # The last tile is a block of its own: its sums cover all earlier tokens.
     options = Options(powers=SQUARE, denominator_bias=1e-3, block=64, local=PolynomialKernel(2))
     plan = pallas_gpu.make_plan(options, before + length, exact_local=True)
     x, y_in = x[:, before:], y[:, before:]
@@ -204,7 +204,7 @@ def test_unsupported_calls_of_polynomial_attention_say_why(hopper):
 @pytest.mark.smoke
 @interpreter
 def test_polynomial_attention():
-    """Three tiles of queries and fewer key heads, against the formulas in float32."""
+    """Three tiles of queries and fewer key heads are compared with the formulas in float32."""
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, do = (jax.random.normal(key, (1, 150, n, 64)) for key, n in zip(keys, (2, 1, 1, 2), strict=True))
     options = {'degree': 4, 'scale': 0.5, 'denominator_bias': 0.25}
@@ -223,7 +223,7 @@ def test_polynomial_attention():
         assert np.linalg.norm(np.asarray(g, np.float64) - w) <= 2e-2 * np.linalg.norm(w)
 
 
-# An H200 as XLA describes it: what a compiler needs to know of a GPU that is not there.
+# An H200 as XLA describes it: the facts that a compiler needs about an absent GPU.
 H200 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
 shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000

@@ -1,4 +1,4 @@
-"""The GPU kernels of the delta rule, without a GPU, as `test_pallas_gpu` has those of polysketch."""
+"""The GPU kernels of the delta rule, without a GPU; `test_pallas_gpu` explains how."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ CASES = {
 
 
 def example(length, *, heads=(1, 1), sizes=(64, 64), beta=1.0, decay=True, one_key=False):
-    """The arguments of an implementation, and gradients of its results."""
+    """Returns the arguments of an implementation, and gradients of its results."""
     keys = jax.random.split(jax.random.key(0), 8)
     (n, kv), (e, d) = heads, sizes
     shapes = [(n, e), (kv, e), (kv, d), (n, d)]
@@ -36,7 +36,7 @@ def example(length, *, heads=(1, 1), sizes=(64, 64), beta=1.0, decay=True, one_k
 
 
 def results(implementation, dtype=jnp.bfloat16):
-    """Outputs, the last state and all gradients."""
+    """Returns outputs, the last state and all gradients."""
 
     def function(arrays, cotangents):
         arrays = [x if x is None or x.dtype == jnp.float32 else x.astype(dtype) for x in arrays]
@@ -49,7 +49,7 @@ def results(implementation, dtype=jnp.bfloat16):
 
 
 def errors(got, want) -> dict[str, float]:
-    """Relative errors by name."""
+    """Returns relative errors by name."""
     triples = zip(NAMES, got, want, strict=True)
     return {
         n: float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b))
@@ -70,7 +70,7 @@ def test_agrees_with_the_recurrence(name):
 
 
 @interpreter
-def test_one_key_again_and_again():
+def test_a_repeated_key_stays_exact():
     arrays, cotangents = example(128, decay=False, one_key=True)
     with interpreted():
         got = quick(results('pallas_gpu'))(arrays, cotangents)
@@ -80,8 +80,8 @@ def test_one_key_again_and_again():
 
 @interpreter
 @pytest.mark.parametrize('kind', ['random', 'one key', 'one key, negative'])
-def test_systems(kind):
-    """Against the inverse in float64: powers of a system with one key reach 10^18, its inverse stays at 1 (or 2)."""
+def test_systems_are_solved_like_the_inverse_in_float64(kind):
+    """Powers of a system with one key reach 10^18; its inverse stays at 1 (or 2)."""
     from lm.ops.delta_rule.gpu.systems import solve, solve_transposed
 
     rng, shape = np.random.default_rng(0), (1, 2, 64, 64)
@@ -111,7 +111,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(platform, 'MOSAIC_GPU_JAX', (0, 1))
 
 
-def test_chosen_and_refused(hopper, monkeypatch):
+def test_hoppers_get_the_kernels_and_other_calls_are_refused(hopper, monkeypatch):
     arrays, _ = example(100)
     call = DeltaCall(*arrays)
     assert IMPLEMENTATIONS.choose(None, call) is rule

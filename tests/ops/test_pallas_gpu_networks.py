@@ -1,4 +1,4 @@
-"""The GPU kernels of the learned sketch, without a GPU, as `test_pallas_gpu` has those of linear attention."""
+"""The GPU kernels of the learned sketch, without a GPU; `test_pallas_gpu` explains how."""
 
 import functools
 
@@ -36,7 +36,7 @@ def test_outputs_and_gradients(case):
 
 @interpreter
 def test_weights_gradients_of_many_tiles():
-    """Five tiles pass through three places in shared memory; then two of the last, shorter split."""
+    """Five tiles pass through three places in shared memory; then two tiles, the last one shorter, are split."""
     from lm.ops.sketch_networks.gpu.backward import weight_gradients
     from lm.ops.sketch_networks.gpu.plan import GpuNodePlan, UnitMaps
 
@@ -113,7 +113,7 @@ def test_thread_blocks_fit():
 @pytest.mark.skipif(not can_compile(), reason="needs JAX's CUDA plugin and ptxas")
 @pytest.mark.parametrize(('r', 'power'), [(32, 2), (64, 2), (64, 4)])
 def test_compiles_for_an_h200(r, power, capfd, monkeypatch):
-    """And no kernel spills, and no product is serialized."""
+    """No kernel spills, and no product is serialized."""
     from jax.experimental import topologies
 
     monkeypatch.setenv('MOSAIC_GPU_DUMP_PTXAS', '1')

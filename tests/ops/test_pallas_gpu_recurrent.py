@@ -1,4 +1,4 @@
-"""The recurrent GPU kernels of linear attention, without a GPU, as `test_pallas_gpu` has those of polysketch."""
+"""The recurrent GPU kernels of linear attention, without a GPU; `test_pallas_gpu` explains how."""
 
 import dataclasses
 
@@ -24,14 +24,14 @@ class Case:
     """One call.
 
     Attributes:
-        options: of the operation.
-        length: tokens.
-        size: of queries and keys.
-        decay: whether there is any; resets are among it.
-        heads: of queries and of keys.
-        head_dim: of values.
-        rows: of a random projection, whose features the kernels make.
-        segment: the fewest tokens of a segment; None: one segment.
+        options: the options of the operation.
+        length: the number of tokens.
+        size: the size of queries and keys.
+        decay: whether there is decay; it includes resets.
+        heads: the number of query heads and of key heads.
+        head_dim: the size of values.
+        rows: the rows of a random projection, whose features the kernels compute.
+        segment: the fewest tokens per segment; None: one segment.
     """
 
     options: Options
@@ -66,7 +66,7 @@ CASES = {
 
 
 def example(case: Case) -> tuple[list[jax.Array], jax.Array]:
-    """q, k, v and the log factors, where there are any; and the gradient of the output."""
+    """Returns q, k, v, the log factors if there are any, and the gradient of the output."""
     keys = jax.random.split(jax.random.key(0), 5)
     heads, kv_heads = case.heads
     shapes = [(heads, case.size), (kv_heads, case.size), (kv_heads, case.head_dim), (heads, case.head_dim)]
@@ -98,7 +98,7 @@ def outputs_and_gradients(case: Case, implementation: str, dtype=jnp.bfloat16):
 
 
 def errors(got, want) -> dict[str, float]:
-    """Relative errors by name."""
+    """Returns relative errors by name."""
     triples = zip(('o', 'dq', 'dk', 'dv', 'dlog_decay')[: len(want)], got, want, strict=True)
     return {n: float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)) for n, a, b in triples}
 
@@ -107,7 +107,7 @@ def errors(got, want) -> dict[str, float]:
 @interpreter
 @pytest.mark.parametrize('name', CASES)
 def test_outputs_and_gradients(name, monkeypatch):
-    """Against the portable path in float32, which has its own tests against the formulas."""
+    """The portable path in float32, which has its own tests against the formulas, is the reference."""
     case = CASES[name]
     monkeypatch.setattr(recurrent, 'SHORTEST', case.segment or 10**6)
     monkeypatch.setattr(recurrent, 'BUSY', 1 if case.segment is None else 132)
@@ -121,8 +121,8 @@ def test_outputs_and_gradients(name, monkeypatch):
     assert all(error <= 1e-2 for error in found.values()), found
 
 
-def test_pieces():
-    """Few heads are cut in segments, and two chunks stand side by side where there are heads enough."""
+def test_segments_and_chunks_side_by_side():
+    """Few heads are cut in segments. With enough heads, two chunks are computed side by side."""
     assert recurrent.choose_pieces(64, heads=12, length=65_536, decay=True) == (16, 1, 1)
     assert recurrent.choose_pieces(64, heads=12, length=1000, decay=True) == (1, 1, 1)
     assert recurrent.choose_pieces(128, heads=96, length=8192, decay=True) == (1, 2, 1)

@@ -25,7 +25,7 @@ def interpreted():
 
 
 def example(length, *, batch=1, heads=1, kv_heads=None, features=16, head_dim=16, local=16, dtype=jnp.float32, seed=0):
-    """q, k, v, q_local, k_local and a gradient of the output; features are positive where they are not squared."""
+    """Returns q, k, v, q_local, k_local and a gradient of the output; features without squares are positive."""
     rng = np.random.default_rng(seed)
     kv_heads = kv_heads or heads
     shapes = [(heads, features), (kv_heads, features), (kv_heads, head_dim), (heads, local), (kv_heads, local)]
@@ -40,7 +40,7 @@ def make_call(options, q, k, v, q_local=None, k_local=None, **more):
 
 
 def by_definition(options, q, k, v, q_local, k_local, do):
-    """Outputs and gradients in float64, all weights at once, with the gradients written out."""
+    """Computes outputs and gradients in float64, all weights at once, with explicit gradients."""
     groups = q.shape[2] // k.shape[2]
     q, k, v, q_local, k_local, do = (
         np.asarray(a, np.float64).transpose(0, 2, 1, 3) for a in (q, k, v, q_local, k_local, do)
@@ -79,12 +79,12 @@ def by_kernels(options, q, k, v, q_local, k_local, do):
 
 
 def quick(function):
-    """Jitted without optimisation: compiling is what takes the time here."""
+    """Jits without optimisation: compilation takes most of the time here."""
     return jax.jit(function, compiler_options={'xla_backend_optimization_level': 0})
 
 
 def errors(got, want):
-    """Relative errors by name, of those that are not exactly 0."""
+    """Returns relative errors by name, except of arrays that are exactly 0."""
     result = {}
     for name, a, b in zip(NAMES, got, want, strict=True):
         a, scale = np.asarray(a, np.float64), np.linalg.norm(b)
@@ -132,7 +132,8 @@ def test_outputs_and_gradients(case):
 
 @pytest.mark.parametrize('side', [16, 256])
 def test_outputs_and_gradients_with_other_matrix_units(side, monkeypatch):
-    """16: a head fills them and leaves no room for more rows. 256: vector units multiply bfloat16 numbers."""
+    """At 16, a head fills the units and leaves no room for more rows. At 256, vector units multiply bfloat16
+    numbers."""
     monkeypatch.setattr(platform, 'matrix_side', lambda: side)
     powers, settings, sizes = CASES['r = 32']
     options = Options(powers=powers, **settings)
@@ -142,7 +143,7 @@ def test_outputs_and_gradients_with_other_matrix_units(side, monkeypatch):
 
 
 @pytest.mark.parametrize('weighted', [False, True])
-def test_products_of_features_in_bfloat16_are_those_of_float32(weighted):
+def test_products_of_features_in_bfloat16_equal_float32(weighted):
     x_FxT = jnp.asarray(np.random.default_rng(0).standard_normal((48, 128)), jnp.bfloat16)
     packed = [np.asarray(pack(x_FxT, weighted, vectors), np.float32) for vectors in (False, True)]
     assert packed[0].shape == (packed_width(48), 128)
@@ -150,7 +151,7 @@ def test_products_of_features_in_bfloat16_are_those_of_float32(weighted):
 
 
 def test_denominators_of_concentrated_keys_stay_positive():
-    """Rounding the keys' second moment to bfloat16 makes many of these negative."""
+    """If the keys' second moment is rounded to bfloat16, many of these denominators become negative."""
     rng = np.random.default_rng(0)
     features, length = 16, 512
     direction = rng.standard_normal(features)
@@ -184,8 +185,8 @@ def test_denominators_of_concentrated_keys_stay_positive():
         (32, 64, 1024, 'float32', False),
     ],
 )
-def test_what_the_compiler_refuses_on_small_chips_stays_on_xla(r, head_dim, block, dtype, fits, monkeypatch):
-    """v4, without a gate: the second takes 16.9 of the 16 MiB on chip, the last 16.7."""
+def test_calls_that_small_chips_cannot_compile_stay_on_xla(r, head_dim, block, dtype, fits, monkeypatch):
+    """The chip is a v4, without a gate: the second call takes 16.9 of the 16 MiB on chip, the last call 16.7."""
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     monkeypatch.setattr(platform, 'vmem', lambda: (16 * 2**20, None))
     x, v = (jax.ShapeDtypeStruct((1, 2048, 1, n), dtype) for n in (r, head_dim))

@@ -30,7 +30,7 @@ CASES = {
 
 
 def draw(length, dtype):
-    """q, k, v, log factors with resets, q_local, k_local; features are such that no denominator is near 0."""
+    """Returns q, k, v, log factors with resets, q_local, k_local; the features keep denominators away from 0."""
     rng = np.random.default_rng(length)
     shapes = [(4, 16), (2, 16), (2, 32), (4, 32), (2, 32)]
     q, k, v, *local = (0.4 * rng.normal(size=(1, length, *shape)) for shape in shapes)
@@ -70,7 +70,7 @@ def test_kernels_agree_with_xla(name, dtype, tolerance):
     for label, a, e in zip(NAMES, got, expected, strict=False):
         a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
         assert np.isfinite(a).all(), label
-        # The gradients of factors are differences of rounded sums: in bfloat16 they lose a digit more.
+        # The gradients of factors are differences of rounded sums: in bfloat16 they lose one more digit.
         allowed = tolerance * (2 if label == 'dg' else 1)
         assert np.linalg.norm(a - e) <= allowed * max(np.linalg.norm(e), 1e-3), label
     assert not np.asarray(got[4][:, [0, 40, 41, length // 2]]).any()
@@ -86,9 +86,9 @@ def test_nothing_crosses_a_reset():
 
 
 @pytest.mark.parametrize('name', ['exact blocks', 'features'])
-def test_running_sums_have_gradients_of_their_block_and_of_what_crosses_its_end(name):
-    """What a factor is worth to later blocks is not the sum over all tokens after it: in bfloat16 rounding outgrows
-    that, the longer the window."""
+def test_gradients_of_running_sums_keep_the_block_and_later_blocks_apart(name):
+    """A factor's gradient from later blocks is not computed as a sum over all later tokens: in bfloat16, rounding
+    errors would exceed it in long windows."""
     length, options = CASES[name]
     q, k, v, g, *local = draw(length, jnp.float32)
     arrays = [q, k, v, jnp.zeros_like(g), *(local if options.local else [])]

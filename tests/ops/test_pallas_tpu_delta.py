@@ -22,7 +22,7 @@ interpreted = functools.partial(
 
 
 def both(function, *arrays):
-    """Outputs, the last state, and the gradients of all arrays."""
+    """Returns outputs, the last state, and the gradients of all arrays."""
     (o, state), pull = jax.vjp(function, *arrays)
     wanted = jnp.cos(jnp.arange(o.size)).reshape(o.shape).astype(o.dtype)
     return o, state, *pull(DeltaResult(wanted, jnp.sin(jnp.arange(state.size)).reshape(state.shape)))
@@ -53,12 +53,12 @@ def assert_near(got, expected, tolerance):
     [(300, jnp.float32, 3e-5), (256, jnp.bfloat16, 1.5e-2), (1, jnp.float32, 1e-5)],
 )
 def test_kernels_agree_with_the_recurrence(length, dtype, tolerance):
-    """Two queries a key head, factors of 0, β up to 2, a state to begin with, sizes that fill no register."""
+    """Two queries per key head, factors of 0, β up to 2, an initial state, sizes that fill no register."""
     arrays = draw(length, seed=length, dtype=dtype)
     assert_near(by_kernels(arrays), recurrence(*(a.astype(jnp.float32) for a in arrays)), tolerance)
 
 
-def test_without_factors():
+def test_calls_without_factors_agree_too():
     q, k, v, beta, decay, state = draw(300)
     arrays = (q, k, v, beta, jnp.zeros_like(decay), state)
     with interpreted():
@@ -67,7 +67,7 @@ def test_without_factors():
     assert_near(by_kernels(arrays), recurrence(*arrays), 1e-5)
 
 
-def test_vectors_are_brought_to_their_length():
+def test_vectors_are_normalized():
     q, k, *rest = draw(130)
     arrays = (3 * q, k.at[:, 7].set(0.0) / 2, *rest)
     of_length = (of_arrays(each, query_length=0.5) for each in (rule, reference))
@@ -78,14 +78,14 @@ def test_vectors_are_brought_to_their_length():
 
 
 @pytest.mark.parametrize('beta', [1.0, 2.0])
-def test_one_key_again_and_again(beta):
+def test_a_repeated_key_stays_exact(beta):
     q, k, v, *_ = draw(300)
     k = jnp.broadcast_to(k[:, :1], k.shape)
     arrays = (q, k, v, jnp.full(k.shape[:3], beta, k.dtype), jnp.zeros(k.shape[:3]), jnp.zeros((2, 2, 8, 12)))
     assert_near(by_kernels(arrays), recurrence(*arrays), 1e-3)
 
 
-def test_what_a_token_forgets_counts_for_nothing():
+def test_forgotten_tokens_change_nothing():
     q, k, v, beta, decay, state = draw(300)
     decay = decay.at[:, 150].set(-jnp.inf)
     arrays = (q, k, v, beta, decay, state)
@@ -94,7 +94,7 @@ def test_what_a_token_forgets_counts_for_nothing():
     np.testing.assert_array_equal(o[:, 150:], wild[:, 150:])
 
 
-def test_later_tokens_do_not_matter():
+def test_later_tokens_change_nothing():
     q, k, v, *rest = draw(300)
     o = by_kernels((q, k, v, *rest))[0]
     other = by_kernels((q, k.at[:, 130].set(-k[:, 130]), v.at[:, 130].add(1.0), *rest))[0]
@@ -105,7 +105,7 @@ def test_later_tokens_do_not_matter():
 @pytest.mark.parametrize(('split', 'tolerance'), [(False, 2e-6), (True, 1e-4)])
 @pytest.mark.parametrize('same', [False, True])
 def test_inverse(split, tolerance, same, monkeypatch):
-    """With one key again and again the powers of the matrix reach 10^37."""
+    """With one repeated key, the powers of the matrix reach 10^37."""
     rng = np.random.default_rng(0)
     k = np.repeat(rng.normal(size=(64, 1)), 128, 1) if same else rng.normal(size=(64, 128))
     k /= np.linalg.norm(k, axis=0)
@@ -131,7 +131,7 @@ def outputs_and_gradients(function, *tokens):
 
 @functools.cache
 def of_whole_window(length):
-    """What parts of it must give, token by token."""
+    """Computes the expected results of the parts from the whole window, token by token."""
 
     def whole(*tokens):
         return reference.delta_rule(DeltaCall(*tokens)).o_BxLxHxD

@@ -31,7 +31,8 @@ pytestmark = pytest.mark.usefixtures('no_races')
 
 
 def definition(options, features, q, k, v, parameters, q_local=None, k_local=None):
-    """The formula in the arrays' own precision; `features` are (φ of queries, φ of keys), given parameters and x."""
+    """Computes the formula in the arrays' own precision; `features` are (φ of queries, φ of keys), functions of
+    parameters and x."""
     x, y = (f(p, a) for f, p, a in zip(features, parameters, (q, k), strict=True))
     groups = x.shape[2] // y.shape[2]
     s = jnp.einsum('blhf,bmhf->bhlm', x, jnp.repeat(y, groups, 2))
@@ -57,7 +58,7 @@ def defined(options, *features):
 
 
 def by_definition(options, features, arrays, parameters=(None, None)):
-    """Outputs and gradients in float64."""
+    """Computes outputs and gradients in float64."""
     with jax.enable_x64(True):
         q, k, v, q_local, k_local, do = (jnp.asarray(np.asarray(a, np.float64)) for a in arrays)
         local = () if options.local is None else (q_local, k_local)
@@ -67,7 +68,7 @@ def by_definition(options, features, arrays, parameters=(None, None)):
 
 @functools.lru_cache(maxsize=12)  # they take memory
 def program(options, planner, sum_before):
-    """Compiled once for arrays of one shape; the functions are those in force, which some tests change."""
+    """Compiles once per shape of the arrays; the functions are the current ones, which some tests change."""
 
     def function(q, k, v, parameters, *local):
         call = make_call(options, q, k, v, *local, q_parameters=parameters[0], k_parameters=parameters[1])
@@ -89,12 +90,12 @@ def by_kernels(options, arrays, parameters=(None, None)):
 
 
 def quick(function):
-    """Jitted without optimisation: compiling is what takes the time here."""
+    """Jits without optimisation: compilation takes most of the time here."""
     return jax.jit(function, compiler_options={'xla_backend_optimization_level': 0})
 
 
 def errors(got, want):
-    """Relative errors of outputs and gradients, in order."""
+    """Returns relative errors of outputs and gradients, in order."""
     result = []
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, scale = np.asarray(a, np.float64), np.linalg.norm(b)
@@ -134,7 +135,7 @@ def test_series(case):
 
 
 def performer64(scale, epsilon, queries, projection, x):
-    """FAVOR+ as its formula reads; a query's largest exponent is a constant."""
+    """Computes FAVOR+ by its formula; a query's largest exponent is a constant."""
     exponent = scale**0.5 * jnp.einsum('re,blhe->blhr', projection, x) - scale / 2 * (x**2).sum(-1, keepdims=True)
     if queries:
         exponent = exponent - jax.lax.stop_gradient(exponent.max(-1, keepdims=True))
@@ -148,7 +149,7 @@ def llops64(factors, x):
 
 @functools.cache
 def performer(n_features=64, head_dim=16, seed=1):
-    """A feature map, its parameters for queries and for keys, and the same in float64."""
+    """Returns a feature map, its parameters for queries and for keys, and the same map in float64."""
     projection = jnp.asarray(np.random.default_rng(seed).standard_normal((n_features, head_dim)), jnp.float32)
     feature_map = Positive(scale=head_dim**-0.5, epsilon=1e-6)
     exact = [
@@ -190,7 +191,7 @@ def test_feature_maps(case):
     (feature_map, parameters, exact), settings, sizes, dtype = MAP_CASES[case]
     head_dim = sizes.get('head_dim', 16)
     arrays = example(**{'features': head_dim} | sizes, dtype=dtype)
-    if dtype == 'bfloat16' and feature_map.learns:  # its layer gives it normalised vectors, which are not rounded
+    if dtype == 'bfloat16' and feature_map.learns:  # its layer passes normalised vectors, which are not rounded
         arrays[:2] = example(**{'features': head_dim} | sizes)[:2]
         feature_map = dataclasses.replace(feature_map, dtype=jnp.dtype(dtype))
     options = Options(feature_map=feature_map, **settings)
@@ -206,8 +207,9 @@ def test_feature_maps(case):
 
 
 @pytest.mark.parametrize('case', ['Performer', 'Performer, rounded', 'LLoPS of rank 2, grouped', 'LLoPS, local'])
-def test_sums_that_the_backward_pass_forms_again(case, monkeypatch):
-    """As where there are many features: gradients are those of sums that were kept, to the bit."""
+def test_sums_that_the_backward_pass_computes_again_give_the_same_bits(case, monkeypatch):
+    """With many features, the backward pass computes the sums again; its gradients must equal gradients by kept sums to
+    the bit."""
     (feature_map, parameters, _), settings, sizes, dtype = MAP_CASES[case]
     arrays = example(**{'features': 16} | sizes, dtype=dtype)
     options = Options(feature_map=feature_map, **settings)
@@ -245,7 +247,7 @@ def test_batch_split_over_a_mesh():
 @pytest.mark.parametrize('queries', [True, False], ids=['queries', 'keys'])
 @pytest.mark.parametrize('name', [name for name, kind in FEATURES.items() if not kind.has_phases])
 def test_random_features_by_token(name, queries):
-    """The form that the kernels compute is the feature map."""
+    """The form that the kernels compute equals the feature map."""
     rng = np.random.default_rng(0)
     feature_map = FEATURES[name](scale=0.25, epsilon=1e-3, kernel_epsilon=1e-3, rescale=name in SOFTMAX_FEATURES)
     projection, x_TxE = (jnp.asarray(rng.standard_normal((n, 16)), jnp.float32) for n in (24, 10))
@@ -292,7 +294,8 @@ LAYERS = {
 @pytest.mark.parametrize('layer', LAYERS)
 @pytest.mark.parametrize('generation', ['v5e:2x2', 'v4:2x2x1'])
 def test_layers_run_in_the_kernels(layer, generation, monkeypatch):
-    """Forward and backward, ahead of time, on a mesh of four chips: chosen by the platform, without features in HBM."""
+    """The test compiles forward and backward for a mesh of four chips: the platform chooses the kernels, and no
+    features reach HBM."""
     if importlib.util.find_spec('libtpu') is None:
         pytest.skip('libtpu is not installed')
     for name, value in LIBTPU_ENVIRONMENT.items():

@@ -29,8 +29,10 @@ CASES = {
 
 
 def draw(length, decay, dtype=jnp.float32, batch=1, groups=1):
-    """q, k, v, log factors or None, q_local, k_local; features are such that no denominator is near 0. Of two key heads
-    one is reset now and then, the sums of the other pass through all parts."""
+    """Returns q, k, v, log factors or None, q_local, k_local; the features keep denominators away from 0.
+
+    The first of two key heads is reset now and then; the sums of the second head pass through all parts.
+    """
     rng = np.random.default_rng(length)
     shapes = [(2 * groups, 16), (2, 16), (2, 32), (2 * groups, 32), (2, 32)]
     q, k, v, *local = (0.4 * rng.normal(size=(batch, length, *shape)) for shape in shapes)
@@ -61,7 +63,7 @@ def whole(options, arrays, parameters):
 
 
 def on_parts(function, arrays, parameters, devices, fsdp=1):
-    """`function` of each device's part of the tokens."""
+    """Runs `function` on each device's part of the tokens."""
     axes = tuple(None if a is None else 1 for a in arrays)
 
     def both(arrays, parameters):
@@ -91,7 +93,7 @@ QUICK = ('exact blocks', 'a learned map, odd parts')
 @pytest.mark.parametrize(
     'name', [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
-def test_parts_are_the_whole(name):
+def test_parts_equal_the_whole(name):
     devices, length, options, decay = CASES[name]
     parameters = llops()[1] if options.feature_map else (None, None)
     arrays = draw(length, decay)
@@ -99,15 +101,15 @@ def test_parts_are_the_whole(name):
 
 
 @pytest.mark.slow
-def test_rounded():
+def test_parts_in_bfloat16_are_close():
     devices, length, options, _ = CASES['exact blocks']
     arrays = draw(length, False, jnp.bfloat16)
     exact = whole(options, [None if a is None else a.astype(jnp.float32) for a in arrays], (None, None))
     assert_near(on_parts(by_kernels(options), arrays, (None, None), devices), exact, 2e-2)
 
 
-def test_tpus_take_the_kernels_whatever_else_is_split(monkeypatch):
-    """The operation itself, with the batch over another axis of the mesh, and queries that share keys."""
+def test_tpus_take_the_kernels_with_any_other_axis_split(monkeypatch):
+    """The operation itself runs, with the batch over another axis of the mesh and queries that share keys."""
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     folds = []
     monkeypatch.setattr(part, 'fold', lambda *args: folds.append(args) or fold(*args))
@@ -119,10 +121,10 @@ def test_tpus_take_the_kernels_whatever_else_is_split(monkeypatch):
 
     arrays = draw(256, True, batch=2, groups=2)
     assert_near(on_parts(function, arrays, (None, None), devices, fsdp=2), whole(options, arrays, (None, None)), 1e-5)
-    assert {tokens.y_NxFxL.shape[0] for _, _, tokens, _ in folds} == {2, 4}  # of one row: key heads, query heads
+    assert {tokens.y_NxFxL.shape[0] for _, _, tokens, _ in folds} == {2, 4}  # one row: key heads, query heads
 
 
-def test_what_stays_on_xla_says_why(monkeypatch):
+def test_calls_that_stay_on_xla_have_a_reason(monkeypatch):
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     arrays = draw(256, False)
 

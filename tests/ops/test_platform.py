@@ -1,4 +1,4 @@
-"""Which axes of a mesh split the batch, and what a chip gives its kernels."""
+"""The axes of a mesh that split the batch, and the limits of a chip for its kernels."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def test_the_batch_is_split_over_the_data_axes_alone(axes, split):
         assert (platform.uneven_batch(2 * shards + 1) is None) == (shards == 1)
 
 
-def test_axes_that_shard_map_has_taken_split_nothing_more():
+def test_axes_inside_shard_map_split_nothing_more():
     seen = []
 
     def inside(x):
@@ -77,13 +77,13 @@ def test_implementations_are_imported_when_they_are_asked_for():
     subprocess.run([sys.executable, '-c', code], env=tiny.environment(), cwd=tiny.ROOT, check=True)
 
 
-def test_kernels_that_an_operation_lacks_are_passed_over(monkeypatch):
+def test_kernels_that_an_operation_lacks_are_skipped(monkeypatch):
     monkeypatch.setattr(platform.LOG, 'warning', lambda message: pytest.fail(message))
     for target in ('cpu', 'tpu', 'gpu'):
         monkeypatch.setattr(platform, 'target_platform', lambda target=target: target)
         assert cross_entropy.IMPLEMENTATIONS.choose(None, None) is cross_entropy.IMPLEMENTATIONS['xla']
 
 
-def test_few_tokens_are_no_work_for_kernels():
-    assert platform.for_few(1) == platform.for_few(127) == 'xla'
-    assert platform.for_few(128) is None
+def test_kernels_refuse_too_few_tokens():
+    assert platform.choose_for_short(1) == platform.choose_for_short(127) == 'xla'
+    assert platform.choose_for_short(128) is None

@@ -24,8 +24,10 @@ def interpreted():
 def example(
     length, *, batch=2, heads=2, keys=1, size=32, own=False, rotated=True, normed=True, dtype='float32', out=None
 ):
-    """What `rotate` takes but for the number of heads, and gradients of its results. `own`: each row has positions of
-    its own."""
+    """Returns the arguments of `rotate` without the number of heads, and gradients of its results.
+
+    `own`: each row has its own positions.
+    """
     rng = np.random.default_rng(0)
 
     def draw(*shape):
@@ -50,7 +52,7 @@ def outputs_and_gradients(function, arrays, cotangents):
 
 
 def by_definition(arrays, cotangents):
-    """In float64, from the same rounded inputs."""
+    """Computes in float64, from the same rounded inputs."""
     (qk, rotation, norms), wide = arrays, lambda a: jnp.asarray(np.asarray(a, np.float64))
     with jax.enable_x64(True):
         norms = None if norms is None else op.HeadNorms(*map(wide, jax.tree.leaves(norms)))
@@ -65,7 +67,7 @@ def by_kernels(arrays, cotangents):
 
 
 def largest(got, want) -> float:
-    """Of the relative errors of all arrays; NaN where one has any."""
+    """Returns the largest relative error of all arrays; NaN if an array has one."""
     pairs = zip(jax.tree.leaves(got), want, strict=True)
     found = [np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b) for a, b in pairs]
     return float(np.max(found))
@@ -95,8 +97,8 @@ def test_xla(case):
 
 
 @pytest.mark.parametrize('function', [by_kernels, lambda *given: outputs_and_gradients(xla.rotate, *given)])
-def test_wider_results(function):
-    """As of powers of the vectors, which take them in float32."""
+def test_results_can_be_wider_than_the_inputs(function):
+    """Powers of the vectors need results in float32."""
     given = example(128, dtype='bfloat16', out=jnp.float32)
     found = function(*given)
     assert [a.dtype for a in jax.tree.leaves(found[:1])] == [jnp.float32] * 2
@@ -104,7 +106,7 @@ def test_wider_results(function):
     assert largest(found, by_definition(*given)) <= 5e-3
 
 
-def test_nothing_to_do():
+def test_calls_without_rotation_and_norm_change_nothing():
     (qk, *_), _ = example(8)
     q, k = op.rotate(qk, None, 2)
     np.testing.assert_array_equal(jnp.concatenate([q, k], axis=2), qk)
@@ -145,7 +147,7 @@ def test_unsupported_calls_say_why(reason, monkeypatch):
 @pytest.mark.parametrize('generation', ['v4:2x2x1', 'v5e:2x2', 'v6e:2x2'])
 @pytest.mark.parametrize(('heads', 'size', 'dtype'), [(10, 256, 'float32'), (10, 256, 'bfloat16'), (40, 64, 'float32')])
 def test_compiles_for_tpus_at_the_edge_of_their_memory(heads, size, dtype, generation):
-    """Ahead of time, forward and backward, on a mesh of four chips."""
+    """The test compiles forward and backward for a mesh of four chips."""
     if importlib.util.find_spec('libtpu') is None:
         pytest.skip('libtpu is not installed')
     devices = describe_devices(parse(generation))

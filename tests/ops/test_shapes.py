@@ -1,4 +1,4 @@
-"""The shapes that the names of arguments, of the fields of calls and of results state are the shapes of the arrays."""
+"""Arrays have the shapes that the names of arguments, call fields and results state."""
 
 from typing import Annotated, NamedTuple
 
@@ -123,7 +123,7 @@ def networks(size: int, r: int = 5, n: int = 2, hidden: int = 3) -> sketch_netwo
 
 @pytest.mark.parametrize('implementation', ['xla', 'reference'])
 def test_sketch_networks(implementation):
-    """Of queries and keys with other numbers of heads, in a tree of three nodes."""
+    """Queries and keys have different numbers of heads, in a tree of three nodes."""
     nodes = (networks(D), networks(D), networks(5))
     with checked_calls(sketch_networks.IMPLEMENTATIONS) as calls:
         sketch = checked(sketch_networks.sketch_networks)

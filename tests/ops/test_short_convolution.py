@@ -1,4 +1,4 @@
-"""The TPU kernels of short convolutions, interpreted on the CPU, against the sum that they are."""
+"""The TPU kernels of short convolutions, interpreted on the CPU, against the sum that defines them."""
 
 import functools
 

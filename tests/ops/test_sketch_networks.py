@@ -20,7 +20,8 @@ def interpreted():
 
 
 def example(length, *, batch=1, sketches=1, heads=(1,), size=16, r=16, hidden=None, power=2, dtype=jnp.float32):
-    """Nodes, arrays of vectors and gradients of their sketches; layer normalizations far from their initial values."""
+    """Returns nodes, arrays of vectors and gradients of their sketches; layer norms are far from their
+    initial values."""
     rng = np.random.default_rng(0)
     hidden = hidden or 2 * r
 
@@ -40,18 +41,19 @@ def example(length, *, batch=1, sketches=1, heads=(1,), size=16, r=16, hidden=No
 
 
 def outputs_and_gradients(function, nodes, xs, *gradients):
-    """`gradients`: of the sketches and, where something else reads the vectors, of these."""
+    """Returns sketches and gradients; `gradients` are given for the sketches, and for the vectors if other code reads
+    them."""
 
     def both(nodes, xs, gradients):
         found, vjp = jax.vjp(lambda *call: tuple(function(op.SketchCall(*call)))[: len(gradients)], nodes, xs)
         return found, vjp(gradients)
 
-    # Compiling is what takes the time here.
+    # Compilation takes most of the time here.
     return jax.jit(both, compiler_options={'xla_backend_optimization_level': 0})(nodes, xs, gradients)
 
 
 def by_definition(*arrays):
-    """In float64, from the same rounded inputs."""
+    """Computes in float64, from the same rounded inputs."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), arrays)
         return jax.tree.map(np.asarray, outputs_and_gradients(reference.sketch_networks, *wide))
@@ -63,7 +65,7 @@ def by_kernels(*arrays):
 
 
 def errors(got, want) -> dict[str, float]:
-    """Relative errors by name."""
+    """Returns relative errors by name."""
     got, want = (jax.tree_util.tree_leaves_with_path(tree) for tree in (got, want))
     return {
         jax.tree_util.keystr(path): np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
@@ -96,7 +98,7 @@ def test_outputs_and_gradients(case):
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_vector_units_that_compute_in_bfloat16(dtype, monkeypatch):
-    """As on v6e and v7x; what is given in float32 is computed in float32 there too."""
+    """v6e and v7x have such units. Float32 inputs are computed in float32 there too."""
     assert not pallas_tpu.plan_for(256, 1, 16, 32, 16, 2).narrow
     monkeypatch.setattr(pallas_tpu.platform, 'matrix_side', lambda: 256)
     assert pallas_tpu.plan_for(256, 1, 16, 32, 16, 2).narrow
@@ -107,7 +109,7 @@ def test_vector_units_that_compute_in_bfloat16(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize('case', ['several blocks', 'degree 8', 'r = 32'])
-def test_vectors_that_something_else_reads(case):
+def test_vectors_that_other_code_reads_get_all_gradients(case):
     nodes, xs, dpsis = example(**CASES[case])
     dxs = tuple(jnp.sin(x) for x in xs)
     found = errors(by_kernels(nodes, xs, dpsis, dxs), by_definition(nodes, xs, dpsis, dxs))
@@ -115,8 +117,9 @@ def test_vectors_that_something_else_reads(case):
 
 
 @pytest.mark.parametrize('read', [False, True])
-def test_several_tiles_a_block(read, monkeypatch):
-    """As where longer ones do not fit: gradients of all but a block's last tile wait for the next step."""
+def test_blocks_of_several_tiles(read, monkeypatch):
+    """Blocks have several tiles if longer tiles do not fit. Gradients of all but a block's last tile wait for the next
+    step."""
     monkeypatch.setattr(pallas_tpu, 'TILE', 128)
     assert pallas_tpu.plan_for(900, 1, 16, 32, 16, 4).tile == 128
     arrays = example(900)
@@ -130,7 +133,7 @@ def test_several_tiles_a_block(read, monkeypatch):
     ('power', 'dtype', 'length'), [(2, 'float32', 45), (4, 'float32', 150), (2, 'bfloat16', 45), (2, 'bfloat16', 150)]
 )
 def test_xla_path(power, dtype, length):
-    """In one piece, and on CPUs 64 of 150 tokens at a time."""
+    """The path runs in one piece, and on CPUs on 64 of 150 tokens at a time."""
     arrays = example(length, batch=2, sketches=2, heads=(3, 1), size=12, r=8, power=power, dtype=dtype)
     found = errors(outputs_and_gradients(xla.sketch_networks, *arrays), by_definition(*arrays))
     limit = 1e-5 if dtype == 'float32' else 3e-2

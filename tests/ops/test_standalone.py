@@ -48,7 +48,7 @@ assert outside == {'lm'}, outside
 
 
 def run(code: str) -> str:
-    """What a process prints that cannot import what `lm` needs besides jax and numpy."""
+    """Runs the code without the other libraries that `lm` needs, and returns its output."""
     environment = {**tiny.environment(), 'JAX_PLATFORMS': 'cpu'}
     command = [sys.executable, '-c', PROLOGUE + code]
     done = subprocess.run(command, env=environment, cwd=tiny.ROOT, capture_output=True, text=True)
@@ -98,7 +98,7 @@ def test_operations_are_imported_when_they_are_used():
 
 @pytest.mark.parametrize('operation', implementations())
 def test_every_implementation_takes_one_call(operation):
-    """The protocols that type checkers see are true of the modules, which are imported by name."""
+    """Type checkers see protocols. The modules, which are imported by name, must follow them."""
     shared: set[str] | None = None
     for module in implementations()[operation].values():
         names = {name for name, value in vars(module).items() if inspect.isfunction(value) and takes_one_call(value)}
@@ -109,6 +109,6 @@ def test_every_implementation_takes_one_call(operation):
 
 
 def takes_one_call(function: Callable) -> bool:
-    """Returns whether the function can be called with a call alone; `interpret` and the like have defaults."""
+    """Returns whether the function takes a call as its only required argument."""
     required = (p for p in inspect.signature(function).parameters.values() if p.default is p.empty)
     return [p.name for p in required] == ['call']

@@ -1,4 +1,4 @@
-"""The best rate of a sweep: the lowest point of a parabola, and no figure where it lies beyond what was tried."""
+"""The best rate of a sweep is the lowest point of a parabola; beyond the rates of the sweep there is no figure."""
 
 import json
 import math
@@ -17,7 +17,8 @@ SCRIPT = tiny.ROOT / 'configs/papers/study/width/best_rates.py'
 
 
 def write_sweep(folder, best: dict[int, float], rates: list[float]) -> None:
-    """Runs whose last losses lie on a parabola in the logarithm of the rate, with its lowest point of 4 at `best`."""
+    """Writes runs whose last losses lie on a parabola in the logarithm of the rate, with its lowest point of 4 at
+    `best`."""
     points = []
     for width, lowest in best.items():
         for rate in rates:
@@ -41,7 +42,7 @@ def run(*arguments) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_best_rate_is_found_between_those_that_were_tried(tmp_path):
+def test_the_best_rate_is_found_between_the_rates_of_the_sweep(tmp_path):
     write_sweep(tmp_path, {64: 0.012, 128: 0.1}, [0.004, 0.008, 0.016, 0.032])
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -51,7 +52,7 @@ def test_the_best_rate_is_found_between_those_that_were_tried(tmp_path):
 
 
 @pytest.mark.parametrize(('arguments', 'said'), [([], 'best learning rate'), (['nowhere'], 'nowhere/sweep.json')])
-def test_it_says_what_it_needs(arguments, said):
+def test_a_missing_argument_is_reported(arguments, said):
     done = run(*arguments)
     assert done.returncode == 1
     assert said in done.stderr
@@ -65,7 +66,7 @@ def test_a_copied_sweep_shows_its_own_runs(tmp_path):
     assert '| 4.000 |' in done.stdout
 
 
-def test_a_sweep_without_rates_is_one_line(tmp_path):
+def test_a_sweep_without_rates_is_one_error_line(tmp_path):
     point = {'index': 0, 'point': 'seed-0', 'status': 'done', 'settings': {'train.seed': '0'}, 'step': 5, 'steps': 5}
     (tmp_path / 'sweep.json').write_text(to_json({'kind': 'sweep', 'points': [point]}))
     done = run(tmp_path)
@@ -74,8 +75,8 @@ def test_a_sweep_without_rates_is_one_line(tmp_path):
     assert done.stderr.count('\n') == 1
 
 
-def test_a_rate_whose_loss_is_not_finite_is_not_the_best_and_bounds_nothing(tmp_path):
-    """A run at a high rate may skip a step, whose loss is NaN, and end all the same."""
+def test_a_rate_without_a_finite_loss_is_not_the_best_and_bounds_nothing(tmp_path):
+    """A run at a high rate may skip a step, whose loss is NaN, and still finish."""
     rates = [0.004, 0.008, 0.016, 0.032]
     write_sweep(tmp_path, {64: 0.012, 128: 0.012, 256: 0.012}, rates)
     for name in ('64-0.004', '64-0.032', '128-0.016', *(f'256-{rate}' for rate in rates)):

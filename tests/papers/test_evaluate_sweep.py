@@ -1,4 +1,4 @@
-"""One run under every point of a sweep: a result counts for the configuration and the flags it was measured with."""
+"""One run is evaluated under every point of a sweep; a result counts only for its own configuration and flags."""
 
 import json
 import runpy

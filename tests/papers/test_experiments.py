@@ -54,7 +54,8 @@ APPENDIX_H = {  # layers × width, mechanism, r → millions of parameters
 
 
 def is_of_paper(path) -> bool:
-    """Returns whether an experiment has the size of a paper; others are this project's own or smaller forms."""
+    """Returns whether an experiment has the size of a paper; the others are smaller, or belong to this
+    project alone."""
     return not re.match(r'experiments/|papers/study/|.*_(small|start|finish)$', name_of(path))
 
 
@@ -65,7 +66,7 @@ def header(path) -> str:
 
 @functools.cache
 def sweeps(path) -> list[tuple[str, list[Point]]]:
-    """The `lm sweep` commands of a header, and their points."""
+    """Returns the `lm sweep` commands of a header, and their points."""
     found = []
     for line in header(path).splitlines():
         if line.startswith('lm sweep'):
@@ -86,7 +87,7 @@ def parameters(model: ModelConfig) -> int:
 
 
 def all_models() -> dict[ModelConfig, str]:
-    """Every model that a file or a point of a sweep has, with its name."""
+    """Yields every model of a file or of a point of a sweep, with its name."""
     found = {load([str(path)]).model: name_of(path) for path in EXPERIMENTS}
     for path in [*EXPERIMENTS, *SWEEPS]:
         found |= {p.experiment.model: f'{name_of(path)}: {p.name}' for _, made in sweeps(path) for p in made}
@@ -98,7 +99,7 @@ def as_run(point: Point) -> Run:
 
 
 @pytest.mark.parametrize('path', EXPERIMENTS, ids=name_of)
-def test_the_header_tells_hardware_and_results(path):
+def test_the_header_names_hardware_and_results(path):
     text = header(path)
     assert len(HARDWARE.findall(text)) == 1, 'one line `# Hardware: v4-64 (lm check: …)`'
     assert 'lm train ' in text
@@ -114,8 +115,8 @@ def test_every_sweep_resolves_and_is_named_in_a_header(path):
     assert any(name in command for command, made in sweeps(path) if made)
 
 
-def test_no_folder_is_told_for_two_things():
-    """A run in the folder of a sweep hides its points; two sweeps in one folder overwrite each other's table."""
+def test_headers_give_each_run_its_own_folder():
+    """A run in the folder of a sweep hides its points. Two sweeps in one folder overwrite each other's table."""
     told = {}
     for path in sorted(CONFIGS.rglob('*.gin')):
         for line in header(path).splitlines():
@@ -127,7 +128,7 @@ def test_no_folder_is_told_for_two_things():
 
 
 @pytest.mark.parametrize('path', EXPERIMENTS, ids=name_of)
-def test_the_sweeps_of_an_experiment_have_the_runs_that_the_header_says(path):
+def test_a_sweep_has_as_many_runs_as_its_header_says(path):
     promised = re.search(r'(?:All|The same) (\d+) (?:runs|rows)', header(path).replace('\n', ' '))
     for command, made in sweeps(path):
         assert len({p.name for p in made}) == len(made)
@@ -151,7 +152,7 @@ def test_parameters_agree_with_appendix_h():
     assert found.keys() == APPENDIX_H.keys()
 
 
-def test_the_recipes_are_the_papers():
+def test_the_recipes_equal_the_papers():
     for name, batch, peak, warmup in (
         ('table_2_pg19/kernel', 2**20, 7e-4, 10_000),
         ('table_1_c4/small', 2**19, 3e-4, 12_500),
@@ -172,13 +173,13 @@ def test_the_recipes_are_the_papers():
 
 
 @pytest.mark.parametrize('name', ['softmax', 'polynomial', 'polysketch', 'performer', 'polysketch_draft', 'llops'])
-def test_the_rows_have_the_mechanisms_of_configs_attention(name):
-    """Sweep files leave what they do not vary to the defaults, which are what configs/attention says."""
+def test_the_sweeps_use_the_mechanisms_of_configs_attention(name):
+    """Sweep files leave fields that they do not vary at their defaults, and these must equal configs/attention."""
     shipped = load([f'configs/attention/{name}.gin']).model.attention
     assert any(model.attention == shipped for model in all_models())
 
 
-TABLES = {  # table → the experiments whose sweeps fill it, and its rows that nobody repeats
+TABLES = {  # table → the experiments whose sweeps fill it, and its rows that no experiment repeats
     'pg19': (['table_2_pg19/exact', 'table_2_pg19/kernel'], []),
     'wiki40b': (['table_3_wiki40b/exact', 'table_3_wiki40b/kernel'], []),
     'speed': (['table_4_speed/exact', 'table_4_speed/kernel'], []),
@@ -195,7 +196,7 @@ TABLES = {  # table → the experiments whose sweeps fill it, and its rows that 
 
 @pytest.mark.parametrize('key', load_tables())
 def test_the_sweeps_fill_the_papers_table(key):
-    """Every cell of a table has exactly one run among the points of its experiments, and no run is left over."""
+    """Every cell of a table has exactly one run among the points of its experiments. No run is left over."""
     table, (names, left_out) = load_tables()[key], TABLES[key]
     made = [p for name in names for _, found in sweeps(tiny.ROOT / experiment(name)) for p in found]
     among, cells = paper.select_tables([as_run(point) for point in made]), []

@@ -1,4 +1,4 @@
-"""The fit of LLoPS sketches to a kernel: fitted sketches beat random ones, on made-up vectors and on a run."""
+"""LLoPS sketches fitted to a kernel beat random sketches, on made-up vectors and on a run."""
 
 import json
 import runpy
@@ -19,7 +19,7 @@ fit = runpy.run_path(str(SCRIPT))['fit']
 
 
 def structured(n=512, d=32):
-    """Layer-normalized queries and keys whose directions fade, as in trained models."""
+    """Returns layer-normalized queries and keys with decreasing variance per direction, as trained models have."""
     rng = np.random.default_rng(0)
     directions = rng.normal(size=(d, d)) * (0.6 ** np.arange(d))[:, None]
     x = rng.normal(size=(2, n, d)) @ directions + 0.3 * rng.normal(size=d)
@@ -37,7 +37,7 @@ def structured(n=512, d=32):
     ids=str,
 )
 def test_fitted_sketches_beat_random_ones(config, share):
-    """Table 3 on made-up vectors: the relative error falls to a small share of the random sketch's."""
+    """Table 3 on made-up vectors: the relative error falls to a small fraction of the random sketch's error."""
     start, made = config.init_factors(jax.random.key(0), 32), (config.sketch(), config.kernel)
     result = fit(*made, start, *structured(), steps=300, learning_rate=2e-2, batch_size=128)
     assert result.after['relative'] < share * result.before['relative']
@@ -47,7 +47,7 @@ def test_fitted_sketches_beat_random_ones(config, share):
 
 
 def test_fit_of_another_kernel():
-    """1 + s + s²/2 of weak scores: an affine sketch holds it better than one of squares alone."""
+    """The kernel is 1 + s + s²/2 at small scores: an affine sketch fits it better than a sketch of squares alone."""
     q, k = (x / 6 for x in structured())
     kernel = lambda s: 1 + s + s**2 / 2  # noqa: E731
     errors = []
@@ -69,6 +69,6 @@ def test_fit_to_the_queries_and_keys_of_a_trained_run(reference_run, tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / 'rows.json').read_text())
     assert [row['layer'] for row in rows] == [0, 1]
-    # Eq. 6 on samples that the fit has not seen.
+    # The samples for eq. 6 are new to the fit.
     assert all(row['fitted_frobenius'] < 0.1 * row['random_frobenius'] for row in rows), done.stdout
     assert f'{rows[0]["fitted_frobenius"]:.4f}' in done.stdout

@@ -1,4 +1,4 @@
-"""configs/papers/maxtext/published_steps.py: the models that it compares are those that were measured."""
+"""configs/papers/maxtext/published_steps.py compares the models that were measured."""
 
 import dataclasses
 import importlib.util
@@ -23,21 +23,21 @@ def published():
     del sys.modules[spec.name]
 
 
-def test_models_have_the_parameters_that_they_are_called_by(published):
+def test_models_have_the_number_of_parameters_in_their_names(published):
     for name, measured in published.PUBLISHED.items():
         billions = float(re.search(r'(\d+)b$', name)[1])
         assert sum(count_parameters(measured.experiment().model).values()) == pytest.approx(billions * 1e9, rel=0.04)
 
 
-def test_a_rate_is_turned_into_seconds_as_its_authors_count(published):
-    """6 FLOPs a parameter of a product and token, and attention as a whole square."""
+def test_a_rate_becomes_seconds_by_the_authors_count(published):
+    """They count 6 FLOPs per parameter of a product and token, and attention as a whole square."""
     measured = published.PUBLISHED['v5e-16b']
     products = 32 * (4 * 4096 * 8192 + 3 * 4096 * 28_672) + 32_000 * 4096
     square = 12 * 2048 * 32 * 8192
     assert measured.seconds_per_step(measured.experiment()) == pytest.approx(
         (6 * products + square) * 6 * 2048 / 120e12, rel=1e-3
     )
-    # The authors print both for this one: 413.433 TFLOP/s and 3.443 s.
+    # For this model the authors print both: 413.433 TFLOP/s and 3.443 s.
     measured = published.PUBLISHED['v6e-llama3.1-8b']
     rate = dataclasses.replace(measured, seconds=None, teraflops=413.433)
     assert rate.seconds_per_step(rate.experiment()) == pytest.approx(measured.seconds, rel=2e-3)

@@ -23,7 +23,7 @@ MECHANISMS = {
 
 @pytest.fixture(scope='module')
 def sweep(tmp_path_factory):
-    """Two seeds of each of the mechanisms, one of which has not ended."""
+    """Writes two seeds of each mechanism; one run has not ended."""
     folder, points = tmp_path_factory.mktemp('sweep'), []
     for number, (name, attention) in enumerate(MECHANISMS.items()):
         for seed in (0, 1):
@@ -51,14 +51,14 @@ def run(*arguments) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_row_a_mechanism_with_its_state_and_its_seeds(sweep, tmp_path):
+def test_each_mechanism_has_a_row_with_its_state_and_seeds(sweep, tmp_path):
     done = run(sweep, '--tokens', '100', '--segment', '4 in 16', '--out', str(tmp_path / 'picture'))
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in done.stdout.splitlines()[2:]]
     assert [row[0] for row in rows] == ['softmax', 'size4/taylor', 'size8/taylor']
     assert [row[2:] for row in rows] == [['2', '62.5 ± 17.7', '25.0 ± 0.0']] * 2 + [['1', '50.0', '25.0']]
     softmax, small, large = (int(row[1].replace(',', '')) for row in rows)
-    keys_and_values = 2 * 2 * 4 * 16 * 100 * 4  # layers, two of them, heads, their size, tokens, bytes
+    keys_and_values = 2 * 2 * 4 * 16 * 100 * 4  # layers, keys and values, heads, their size, tokens, bytes
     assert keys_and_values <= softmax < 1.3 * keys_and_values
     assert small < large < softmax
     assert (tmp_path / 'picture.png').stat().st_size > 10_000
@@ -68,13 +68,13 @@ def test_a_row_a_mechanism_with_its_state_and_its_seeds(sweep, tmp_path):
 @pytest.mark.parametrize(
     ('arguments', 'said'), [(['--segment', 'all', '--out', 'x'], 'the runs have 4 in 16, 8 in 32'), ([], '4 in 16')]
 )
-def test_it_says_which_segments_there_are(sweep, arguments, said):
+def test_an_unknown_segment_lists_the_known_ones(sweep, arguments, said):
     done = run(sweep, *arguments)
     assert said in done.stdout + done.stderr
     assert done.returncode == (1 if arguments else 0)
 
 
-def test_it_says_that_there_is_no_sweep(tmp_path):
+def test_a_folder_without_a_sweep_is_reported(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 1
     assert 'is not a table of lm sweep' in done.stderr

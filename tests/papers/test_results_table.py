@@ -1,4 +1,4 @@
-"""The real-text comparison: equal parameters, three seeds, and a table that says what is missing."""
+"""The comparison on real text: equal parameters, three seeds, and a table that names missing runs."""
 
 import collections
 import subprocess
@@ -24,11 +24,11 @@ def test_the_mechanisms_have_equal_parameters_tokens_and_seeds():
     assert max(parameters.values()) < 1.002 * min(parameters.values()), parameters
     for model in models.values():
         for mechanism in model.pattern:
-            # Without exact weights in blocks, the block is the engine's own affair.
+            # Without exact weights in blocks, the engine may choose the block.
             assert getattr(mechanism, 'block', 128) == 128 or mechanism.gin_name not in ('polysketch', 'performer')
 
 
-def test_the_table_averages_over_the_seeds_and_admits_gaps(tmp_path):
+def test_the_table_averages_over_the_seeds_and_shows_gaps(tmp_path):
     def point(attention, seed, loss, status='done'):
         measured = {
             'perplexity': 10 * loss,
@@ -57,7 +57,7 @@ def test_the_table_averages_over_the_seeds_and_admits_gaps(tmp_path):
 
 
 @pytest.mark.parametrize('arguments', [[], ['nowhere']])
-def test_the_script_says_what_it_needs(arguments):
+def test_the_script_names_the_missing_folder(arguments):
     script = [tiny.ROOT / 'configs/papers/study/real_text/real_text_table.sh', *arguments]
     done = subprocess.run(script, capture_output=True, text=True)
     assert done.returncode == 2

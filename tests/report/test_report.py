@@ -1,4 +1,4 @@
-"""`lm report`: tables hold what the runs measured, pictures show it, and the paper's numbers are the paper's."""
+"""`lm report`: its tables hold the runs' measurements, its pictures show them, and the paper's numbers are right."""
 
 import csv
 import dataclasses
@@ -23,7 +23,9 @@ from lm.attention.softmax import Softmax
 from lm.cli import main
 from lm.config.configurable import REGISTRY
 from lm.report import paper
-from lm.report.curves import BINS, FEWEST_TOKENS, Series, make_loss_curve, make_series
+from lm.report.curves import BINS, FEWEST_TOKENS, Series, find_token_range, make_loss_curve, make_series
+from lm.report.measures import Measures
+from lm.report.pictures import Pictures
 from lm.report.published import load_tables
 from lm.report.report import Report
 from lm.runs.records import Run, find_runs
@@ -42,7 +44,7 @@ def png_size(path: pathlib.Path) -> tuple[int, int]:
 
 
 def test_a_real_run(reference_run, tmp_path, capsys):
-    # Without what other tests evaluated: a file of `lm evaluate` counts more than the periodic evaluation.
+    # The copy leaves out evaluations of other tests: a file of `lm evaluate` counts more than the periodic evaluation.
     run = shutil.copytree(reference_run[0], tmp_path / 'run', ignore=shutil.ignore_patterns('evaluations'))
     assert main(['report', str(run), '--out', str(tmp_path / 'out')]) == 0
     printed = capsys.readouterr().out
@@ -54,7 +56,9 @@ def test_a_real_run(reference_run, tmp_path, capsys):
     text = (tmp_path / 'out' / 'report.md').read_text()
     assert str(run) in text
     pictures = re.findall(r'\]\((.+\.png)\)', text)
-    assert pictures == ['loss.png', 'position.png', 'perplexity_runs.png', 'speed_runs.png']
+    assert pictures == ['loss.png', 'position.png', 'perplexity_steps.png', 'speed_steps.png'], (
+        'curves, not single dots'
+    )
     for name in pictures:
         width, height = png_size(tmp_path / 'out' / name)
         assert width == round(figures.WIDTH * 300)
@@ -85,7 +89,7 @@ def test_seeds_and_contexts_are_one_series(tmp_path):
     assert float(points[0]['y']) == pytest.approx(np.mean(measured))
 
 
-def test_what_else_differs_makes_another_series(tmp_path):
+def test_other_differences_make_another_series(tmp_path):
     write_run(tmp_path / 'a', Softmax(), steps=100)
     write_run(tmp_path / 'b', Softmax(), steps=200)
     write_run(tmp_path / 'c', Softmax(window=64), steps=100)
@@ -94,13 +98,13 @@ def test_what_else_differs_makes_another_series(tmp_path):
     assert [s.label for s in make_series(find_runs([str(tmp_path)]))] == [
         'Softmax, steps 100',
         'Softmax, steps 200',
-        'Performer (2048 features), path pg19, block 128',
-        'Performer (2048 features), path wiki40b, block 256',
-        'softmax (window 64)',
+        'Performer (2048 features), path pg19, block 128, steps 100',
+        'Performer (2048 features), path wiki40b, block 256, steps 100',
+        'softmax (window 64), steps 100',
     ]
 
 
-def test_paths_that_end_alike_are_told_apart(tmp_path):
+def test_paths_with_equal_ends_have_different_labels(tmp_path):
     for name, data in (('a', 'data/one/tokens'), ('b', 'data/two/tokens'), ('c', 'data/other')):
         write_run(tmp_path / name, Softmax(), steps=100, data=data)
     assert [s.label for s in make_series(find_runs([str(tmp_path)]))] == [
@@ -110,20 +114,65 @@ def test_paths_that_end_alike_are_told_apart(tmp_path):
     ]
 
 
-def test_the_loss_curve_is_the_mean_of_what_was_logged(tmp_path):
+def test_the_loss_curve_is_the_mean_of_the_logged_steps(tmp_path):
     write_run(tmp_path / 'a', Softmax(), noise=0.0)
     write_run(tmp_path / 'b', Softmax(), noise=0.0, seed=1)
     lines = (tmp_path / 'b' / 'metrics.jsonl').read_text().splitlines(keepends=True)
-    (tmp_path / 'b' / 'metrics.jsonl').write_text(''.join(lines[: len(lines) // 2]))  # is still training
+    (tmp_path / 'b' / 'metrics.jsonl').write_text(''.join(lines[: len(lines) // 2]))  # it is still training
     run = Run.read(tmp_path / 'a')
     assert [s.label for s in make_series(find_runs([str(tmp_path)]))] == ['Softmax', 'Softmax, not finished']
     series = Series('Softmax', 0, tuple(find_runs([str(tmp_path)])))
     end = run.train[-1]['tokens']
-    curve = make_loss_curve(series, 1024, end)
+    curve = make_loss_curve(series, 1024, 0.05 * end, end)
     assert len(curve.x) <= BINS
+    assert curve.smoothed
     expected = np.interp(curve.x, [r['tokens'] for r in run.train], [r['loss'] for r in run.train])
     np.testing.assert_allclose(curve.y, expected, atol=0.01)
-    assert make_loss_curve(series, 512, end) is None
+    assert make_loss_curve(series, 512, 0.05 * end, end) is None
+    (tmp_path / 'a' / 'metrics.jsonl').write_text(''.join(lines[:3]))
+    (raw,) = make_series([Run.read(tmp_path / 'a')])
+    few = make_loss_curve(raw, 1024, *find_token_range(raw.runs))
+    assert not few.smoothed
+    assert list(few.y) == pytest.approx([r['loss'] for r in raw.runs[0].train])
+
+
+def test_a_short_run_stays_visible_beside_a_long_one(tmp_path):
+    write_run(tmp_path / 'long', Softmax(), steps=20_000, log_every=50)
+    write_run(tmp_path / 'short', Polynomial(), steps=100)
+    made = Pictures(find_runs([str(tmp_path)]), Measures())
+    (loss,) = [picture for picture in made.made if picture.name == 'loss']
+    short, long = sorted(loss.curves, key=lambda curve: curve.x[-1])
+    assert (short.label, long.label) == ('Polynomial (deg=4), steps 100', 'Softmax, steps 20000')
+    assert len(short.x) == 10, 'all logged steps but the first'
+    assert long.x[0] < short.x[-1], 'the same tokens of both can be compared'
+    assert loss.caption == 'Training loss (smoothed: Softmax, steps 20000).'
+
+
+def test_a_series_keeps_its_style_in_all_pictures(tmp_path):
+    for name, attention in (('a', Softmax()), ('b', Polynomial())):
+        for i, rate in enumerate((1e-4, 1e-3, 1e-2)):
+            run = write_run(tmp_path / f'{name}{i}', attention, steps=100, devices=(i + 1, 'TPU v4'))
+            config = (run / 'config.gin').read_text()
+            (run / 'config.gin').write_text(re.sub(r'(peak_learning_rate = ).*', rf'\g<1>{rate}', config))
+    for context in (64, 128):
+        evaluate(tmp_path / 'b2', context_length=context, perplexity=10.0)
+    made = Pictures(find_runs([str(tmp_path)]), Measures())
+    styles = {}
+    for picture in made.made:
+        for curve in picture.curves:
+            styles.setdefault(curve.label.partition(', 1 ×')[0].partition(', 2 ×')[0].partition(', 3 ×')[0], set()).add(
+                curve.style
+            )
+    assert {'perplexity_evaluated', 'speed_runs', 'perplexity_peak_learning_rate'} <= {p.name for p in made.made}
+    assert {len(found) for found in styles.values()} == {1}, styles
+
+
+def test_the_caption_names_the_positions_that_are_left_out(tmp_path):
+    run = Run.read(write_run(tmp_path / 'a', Softmax()))
+    losses = [b['loss'] for b in run.last_evaluation['loss_by_position'] if b['end'] <= 8]
+    (picture,) = [picture for picture in Pictures([run], Measures()).made if picture.name == 'position']
+    assert len(losses) == 4
+    assert f'the first 8 positions, with losses of {min(losses):.2f} to {max(losses):.2f}, are' in picture.caption
 
 
 def test_the_newest_evaluation_at_the_runs_own_context_counts(tmp_path):
@@ -152,7 +201,7 @@ def test_a_split_that_no_run_was_evaluated_on_is_refused(tmp_path, capsys):
 
 
 def test_an_evaluation_of_a_part_is_marked(tmp_path):
-    """An evaluation with train.eval_tokens covers a part. lm evaluate scores the whole split, which counts more."""
+    """An evaluation with train.eval_tokens covers a part. `lm evaluate` scores the whole split, and counts more."""
     for name in ('a', 'b', 'c'):
         run = write_run(tmp_path / name, Softmax())
         if name != 'c':
@@ -169,13 +218,13 @@ def test_an_evaluation_of_a_part_is_marked(tmp_path):
 def test_accuracy_of_tasks(tmp_path):
     write_run(tmp_path / 'a', Softmax(), accuracy=True, data=SelectiveCopying())
     assert main(['report', str(tmp_path / 'a'), '--out', str(tmp_path / 'out')]) == 0
-    assert {p.stem for p in (tmp_path / 'out').glob('*.png')} == {'loss', 'accuracy', 'accuracy_runs', 'speed_runs'}
+    assert {p.stem for p in (tmp_path / 'out').glob('*.png')} == {'loss', 'accuracy', 'speed_steps'}
     curve = [float(r['y']) for r in table(tmp_path / 'out' / 'curves.csv') if r['picture'] == 'accuracy']
     assert curve == [100 * r['accuracy'] for r in Run.read(tmp_path / 'a').evals]
     assert not (tmp_path / 'out' / 'paper.csv').exists()
 
 
-def test_runs_that_have_hardly_begun_and_diverged(tmp_path):
+def test_young_and_diverged_runs_are_shown(tmp_path):
     new = write_run(tmp_path / 'new', Softmax())
     (new / 'metrics.jsonl').unlink()
     (new / 'run.json').unlink()
@@ -210,7 +259,7 @@ def test_long_labels_are_wrapped_and_stay_inside_the_picture(tmp_path, monkeypat
 KERNEL, PAPERS_RUN = {'n_layers': 13}, {'steps': 125_000, 'log_every': 1000}
 
 
-def test_beside_the_paper(tmp_path, capsys):
+def test_runs_stand_beside_the_papers_numbers(tmp_path, capsys):
     random = Polysketch(sketch='gaussian', sketch_size=64, local=False)
     for context in (512, 1024):
         write_run(tmp_path / f'a{context}', random, context=context, model=KERNEL, **PAPERS_RUN)
@@ -261,7 +310,7 @@ def test_beside_the_paper(tmp_path, capsys):
         ({'steps': 400, 'log_every': 10}, 'steps 400 (paper: 125,000)'),
     ],
 )
-def test_what_is_not_the_papers_run_stands_apart(changes, differs, tmp_path):
+def test_a_run_that_differs_from_the_papers_stands_apart(changes, differs, tmp_path):
     write_run(tmp_path / 'ours', Softmax(), **PAPERS_RUN)
     write_run(tmp_path / 'other', Softmax(), **PAPERS_RUN | changes)
     compared = paper.compare(find_runs([str(tmp_path)]), {'perplexity': lambda run: 20.0, 'accuracy': lambda run: None})
@@ -275,7 +324,7 @@ def test_what_is_not_the_papers_run_stands_apart(changes, differs, tmp_path):
     assert f'| other | 32 × TPU v5 lite | {differs} | Softmax (using FlashAttention) | 1k | 12.75 | 20.00 |' in text
 
 
-def test_a_toy_on_a_cpu_is_not_the_papers_speed(tmp_path):
+def test_a_small_run_on_a_cpu_is_not_compared_with_the_papers_speed(tmp_path):
     write_run(tmp_path / 'toy', Softmax(), steps=4, log_every=1, model={'n_layers': 1}, devices=(1, 'cpu'))
     rows = [c.as_row() for c in paper.compare(find_runs([str(tmp_path)]), {})]
     assert [(r['table'], r['devices'], r['differs']) for r in rows] == [
@@ -289,7 +338,7 @@ def test_a_toy_on_a_cpu_is_not_the_papers_speed(tmp_path):
     assert found == [('a b', '32 × TPU v4', ''), ('c', '8 × NVIDIA H100', 'other devices than most runs')]
 
 
-def test_speeds_of_different_devices_are_series_of_their_own(tmp_path):
+def test_different_devices_make_different_series_of_speed(tmp_path):
     for name, devices in (('a', (32, 'TPU v4')), ('b', (32, 'TPU v4')), ('c', (1, 'cpu'))):
         run = write_run(tmp_path / name, Softmax(), seed=ord(name), steps=100, devices=devices)
         for context in (64, 128):
@@ -311,7 +360,7 @@ def test_a_run_that_still_trains_stands_apart(tmp_path):
     assert [r['differs'] for r in rows if r['table'] == 'pg19'] == ['at step 62,000 of 125,000']
 
 
-def test_tasks_beside_the_paper(tmp_path):
+def test_task_results_stand_beside_the_papers_numbers(tmp_path):
     shape = {'n_layers': 2, 'd_model': 128, 'n_heads': 8, 'head_dim': 16}
     run = {'context': 4096, 'accuracy': True, 'data': SelectiveCopying(), 'log_every': 1000}
     write_run(tmp_path / 'a', Polysketch(), steps=400_000, model=shape, **run)
@@ -350,7 +399,7 @@ def test_a_sweep_shows_how_its_points_ended(tmp_path, capsys):
     assert [r['series'] for r in drawn] == ['Softmax, peak learning rate 0.001']
 
 
-def test_a_swept_number_is_an_axis_and_what_did_not_end_stands_apart(tmp_path, capsys):
+def test_a_swept_number_is_an_axis_and_unfinished_points_stand_apart(tmp_path, capsys):
     for name, worse in (('softmax', 0.0), ('poly', 0.1)):
         for rate in (1e-4, 1e-3, 1e-2):
             for seed in (0, 1):
@@ -395,7 +444,7 @@ def test_labels_of_axes_break_where_they_read_well(tmp_path, monkeypatch):
     ]
 
 
-def test_figures_say_their_unit_split_and_spread(tmp_path, capsys, monkeypatch):
+def test_figures_name_their_unit_split_and_spread(tmp_path, capsys, monkeypatch):
     labels = {}
     monkeypatch.setattr(figures, '_save', lambda figure, path: labels.update({path.name: figure.axes[0]}))
     for context in (512, 1024):
@@ -423,7 +472,7 @@ def test_positions_with_few_tokens_are_left_out(tmp_path):
     assert f'fewer than {FEWEST_TOKENS} tokens are left out' in (tmp_path / 'out' / 'report.md').read_text()
 
 
-def test_points_that_coincide_are_told_apart(monkeypatch):
+def test_coinciding_points_stay_distinguishable(monkeypatch):
     kept = []
     monkeypatch.setattr(figures, '_save', lambda figure, path: kept.append(figure.axes[0]))
     x = np.array([1.0, 2.0])
@@ -464,7 +513,7 @@ def test_weights_under_another_attention_are_not_the_run(tmp_path):
 
 
 def groups_of(key: str) -> dict[str, dict[str, list[float | None]]]:
-    """Heading → label → the numbers of a table, None where the paper has none."""
+    """Returns heading → label → the numbers of a table; None where the paper has no number."""
     found: dict[str, dict[str, list[float | None]]] = {}
     for row in load_tables()[key].rows:
         numbers = [None if isinstance(value, str) else value for value in row.values]
@@ -472,7 +521,7 @@ def groups_of(key: str) -> dict[str, dict[str, list[float | None]]]:
     return found
 
 
-def test_the_papers_tables():
+def test_the_tables_equal_the_papers():
     for key in ('pg19', 'wiki40b', 'speed'):
         assert [len(rows) for rows in groups_of(key).values()] == [4, 9]
         assert list(groups_of(key).values())[1].keys() == list(groups_of('pg19').values())[1].keys()
@@ -485,14 +534,14 @@ def test_the_papers_tables():
     assert min(kernels, key=lambda label: kernels[label][-1]) == 'Polysketch (learned + local, r = 64)'
 
 
-SUMS = {  # of all numbers of a table, added up from the papers' text
+SUMS = {  # the sums of all numbers of a table, from the papers' text
     'pg19': 1074.99, 'wiki40b': 1301.08, 'speed': 241.15, 'c4': 858.34, 'c4_speed': 48.28, 'copying': 971.83,
     'induction': 531.0, 'recall': 557.5, 'draft_wiki40b': 233.6, 'draft_pg19': 211.8, 'draft_speed': 82.54,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize('key', load_tables())
-def test_numbers_add_up(key):
+def test_the_numbers_of_each_table_have_the_right_sum(key):
     rows = [row for rows in groups_of(key).values() for row in rows.values()]
     assert sum(v for row in rows for v in row if v is not None) == pytest.approx(SUMS[key], abs=0.005)
 
@@ -501,7 +550,7 @@ PAPERS = tiny.ROOT.parent / 'shared' / 'papers'
 
 
 @pytest.mark.skipif(not PAPERS.is_dir(), reason='the text of the papers is not here')
-def test_numbers_stand_in_the_papers():
+def test_the_numbers_are_in_the_papers_text():
     text = (PAPERS / 'polysketchformer.txt').read_text()
     for key in ('pg19', 'wiki40b'):
         for label, values in [item for rows in groups_of(key).values() for item in rows.items()]:
@@ -534,7 +583,7 @@ def test_colours_differ_and_labels_of_curves_do_not_overlap(tmp_path, monkeypatc
     assert all(box.x0 >= axes.get_window_extent().x1 for box in boxes), 'a label covers data'
 
 
-def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
+def test_wrong_arguments_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
     for path in ('nowhere', str(tmp_path), 'x*'):
         assert main(['report', path, '--out', str(tmp_path / 'out')]) == 2
         assert capsys.readouterr().err.count('\n') == 1

@@ -1,4 +1,4 @@
-"""`lm train --branch_from`: a new run goes on from a checkpoint of another one, to the bit where nothing is changed."""
+"""`lm train --branch_from`: a new run continues from a checkpoint of another run; without changes, to the bit."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def test_a_branch_decays_and_goes_on_from_the_other_run_until_it_has_a_checkpoin
     assert changed['optimizer.schedule'] == ('@linear()', '@wsd()')
     assert sorted(path.name for path in (run / 'checkpoints').iterdir()) == ['30', '34']
 
-    # As after a kill before its first save was complete.
+    # The directory looks as after a kill before its first save was complete.
     end, losses = tiny.checksums(run, 34), tiny.losses(run)
     shutil.rmtree(run / 'checkpoints')
     (run / 'checkpoints').mkdir()
@@ -62,8 +62,8 @@ def test_a_branch_decays_and_goes_on_from_the_other_run_until_it_has_a_checkpoin
     assert (tiny.checksums(run, 34), tiny.losses(run)) == (end, losses)
 
 
-def test_a_first_save_that_was_not_complete_is_not_missed(reference_run, tmp_path, monkeypatch, capsys):
-    """run.json of a branch does not say that there was a checkpoint before there is one."""
+def test_a_branch_without_a_complete_first_save_starts_again(reference_run, tmp_path, monkeypatch, capsys):
+    """run.json of a branch must not claim a checkpoint before there is one."""
     from lm.runs.branch import Branch
 
     monkeypatch.setattr(Branch, 'copy_metrics', lambda self: 1 / 0)
@@ -81,7 +81,7 @@ def test_a_first_save_that_was_not_complete_is_not_missed(reference_run, tmp_pat
         ({'train__steps': 30}, 2, '--step 30: train.steps = 30 leaves nothing to train'),
     ],
 )
-def test_what_cannot_be_a_branch_is_refused(reference_run, tmp_path, capsys, changes, code, message):
+def test_impossible_branches_are_refused(reference_run, tmp_path, capsys, changes, code, message):
     assert branch(reference_run, tmp_path / 'run', **changes) == code
     error = capsys.readouterr().err.splitlines()[-1]
     assert message in error
@@ -114,7 +114,7 @@ def test_a_directory_that_has_begun_is_refused(reference_run, tmp_path, capsys):
         (['--branch_from', '/no/such/run', '--step', '30'], 'holds no config.gin'),
     ],
 )
-def test_flags_that_do_not_go_together(reference_run, tiny_flags, tmp_path, capsys, flags, message):
+def test_flags_that_contradict_each_other_are_refused(reference_run, tiny_flags, tmp_path, capsys, flags, message):
     flags = [str(reference_run[0]) if word == 'BASE' else word for word in flags]
     assert cli.main(['train', '--run_dir', str(tmp_path / 'run'), *tiny_flags, *flags]) == 2
     printed = capsys.readouterr()
@@ -123,7 +123,7 @@ def test_flags_that_do_not_go_together(reference_run, tiny_flags, tmp_path, caps
     assert not (tmp_path / 'run').exists()
 
 
-def test_a_branch_is_not_rewound_from_python_either(reference_run, tmp_path):
+def test_python_calls_cannot_rewind_a_branch_either(reference_run, tmp_path):
     run = lm.load(str(reference_run[0]))
     with pytest.raises(lm.errors.ConfigError, match='--branch_from and --rewind_to: give one of them'):
         lm.train(run.experiment, str(tmp_path / 'run'), rewind_to=30, branch_from=str(reference_run[0]), step=30)

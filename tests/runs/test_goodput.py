@@ -1,4 +1,4 @@
-"""The accounts of the goodput add up to the wall clock, over restarts too."""
+"""The accounts of the goodput add up to the wall-clock time, restarts included."""
 
 import json
 import re
@@ -17,7 +17,7 @@ def goodput(run) -> dict:
     return json.loads((run / 'run.json').read_text())['goodput']
 
 
-def test_every_moment_is_on_one_account():
+def test_every_moment_is_charged_to_one_account():
     ledger = Goodput(begun=time.time() - 5)
     with ledger.spent('step'):
         time.sleep(0.05)
@@ -48,7 +48,7 @@ def test_lost_steps_and_the_time_between_are_charged():
     assert '(2 starts); restart 40.0%, lost 15.0%, ' in describe(record)
 
 
-def test_the_time_after_a_run_has_finished_is_nobodys():
+def test_the_time_after_a_finished_run_is_not_charged():
     before = {'seconds': {'step': 90.0}, 'share': 0.9, 'starts': 1, 'started': time.time() - 8000, 'updated': 0.0}
     before['updated'] = before['started'] + 100
     now = time.time()
@@ -59,7 +59,7 @@ def test_the_time_after_a_run_has_finished_is_nobodys():
     assert again.record(finished=True)['finished']
 
 
-def test_what_a_start_took_is_told_without_the_starts_before():
+def test_the_times_of_a_start_exclude_earlier_starts():
     before = Goodput(begun=time.time() - 100).record()
     ledger = Goodput(before | {'seconds': before['seconds'] | {'compile': 7.0}}, begun=time.time() - 3)
     with ledger.spent('compile'):
@@ -67,7 +67,7 @@ def test_what_a_start_took_is_told_without_the_starts_before():
     assert ledger.describe_start() == '3.2s: imports 3.0s, compile 0.2s'
 
 
-def test_a_process_knows_when_it_began():
+def test_the_start_of_a_process_is_read():
     assert 0 <= time.time() - read_process_start() < 24 * 3600
 
 
@@ -128,5 +128,5 @@ def test_a_new_run_restores_nothing(reference_run):
 
 
 @pytest.mark.parametrize('record', [None, {}, 'nothing', {'seconds': 3}, {'seconds': {'step': 'x'}}, [1]])
-def test_what_is_no_ledger_counts_as_none(record):
+def test_an_invalid_ledger_counts_as_none(record):
     assert parse_ledger(record) is None

@@ -1,4 +1,4 @@
-"""`train.init_from`: what is taken from another run is said, and what does not fit is refused by its name."""
+"""`train.init_from`: the output lists the arrays of the other run that are used; arrays that do not fit are refused."""
 
 import jax
 import numpy as np
@@ -37,8 +37,8 @@ def test_the_arrays_that_were_not_taken_are_named(reference_run, tiny_flags, tmp
 
 
 @pytest.mark.parametrize('n_features', [4, 2])
-def test_random_projections_are_those_that_the_parameters_were_learned_with(tmp_path, n_features):
-    """Under those of another seed the features, and so the function, would be others."""
+def test_random_projections_come_with_the_parameters(tmp_path, n_features):
+    """Projections of another seed would give other features, and so another function."""
 
     def weights(value, n_features):
         projection = np.full((2, n_features, 3), value, np.float32)
@@ -66,7 +66,7 @@ def test_another_tokenizer_is_refused(reference_run, other_tokens, tiny_flags, t
 
 
 def reference_run_data(reference_run) -> str:
-    """The data of the reference run as its config.gin writes them."""
+    """Returns the data of the reference run as its config.gin has them."""
     (line,) = [x for x in (reference_run[0] / 'config.gin').read_text().splitlines() if x.startswith('data.path = ')]
     return line.removeprefix('data.path = ')
 

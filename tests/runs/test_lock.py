@@ -1,4 +1,4 @@
-"""The lock of a run directory: one owner at a time, a dead one's is taken over, a living one's never."""
+"""The lock of a run directory has one owner at a time; a dead owner's lock is taken over, a living owner's never."""
 
 import contextlib
 import itertools
@@ -57,13 +57,13 @@ def quick(monkeypatch):
 
 
 def hold(path):
-    """A process that holds the lock, if it gets it, until its stdin is closed."""
+    """Starts a process that tries to get the lock, and holds it until its stdin is closed."""
     pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
     return subprocess.Popen([sys.executable, '-c', HOLD, str(path)], text=True, **pipes)
 
 
 def written(path, **changes) -> None:
-    """A lock as another process would have left it."""
+    """Writes a lock as another process would have left it."""
     with RunLock(path):
         owner = json.loads((path / lock.NAME).read_text())
     path.mkdir(exist_ok=True)
@@ -71,7 +71,7 @@ def written(path, **changes) -> None:
 
 
 @pytest.mark.smoke
-def test_the_second_is_refused_and_a_dead_ones_lock_is_taken_over(tmp_path, caplog):
+def test_a_second_process_is_refused_and_a_dead_owners_lock_is_taken_over(tmp_path, caplog):
     first = hold(tmp_path)
     assert first.stdout.readline() == 'held\n'
     with pytest.raises(ConfigError) as refusal, RunLock(tmp_path):
@@ -99,8 +99,8 @@ def test_a_killed_process_that_nobody_has_waited_for_is_dead(tmp_path):
 
 
 @pytest.mark.parametrize(('storage', 'left'), [('works', []), ('hangs', [lock.NAME])])
-def test_who_ends_from_any_thread_gives_it_back_if_that_can_be_done(tmp_path, storage, left):
-    """Such as the survivor of a job one of whose hosts died: the job is repeated at once, maybe on another host."""
+def test_an_exit_from_any_thread_releases_the_lock_unless_storage_hangs(tmp_path, storage, left):
+    """One case is the survivor of a job whose host died: the job is repeated at once, maybe on another host."""
     began = time.monotonic()
     ended = subprocess.run([sys.executable, '-c', END, str(tmp_path), storage], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (42, 'over\n')
@@ -108,7 +108,7 @@ def test_who_ends_from_any_thread_gives_it_back_if_that_can_be_done(tmp_path, st
     assert time.monotonic() - began < 55
 
 
-def test_of_many_that_come_at_once_one_gets_it(tmp_path):
+def test_one_of_several_simultaneous_processes_gets_the_lock(tmp_path):
     processes = [hold(tmp_path) for _ in range(4)]
     words = [process.stdout.readline().split()[0] for process in processes]
     for process in processes:
@@ -116,8 +116,8 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path):
     assert sorted(words) == ['held', 'refused', 'refused', 'refused']
 
 
-def test_of_many_threads_one_gets_it(tmp_path):
-    """The conditional write itself: all have seen that there is no lock."""
+def test_one_of_many_threads_gets_the_lock(tmp_path):
+    """This tests the conditional write: all threads have seen that there is no lock."""
     (tmp_path / 'file').touch()
     held, gate, done = [], threading.Barrier(8), threading.Barrier(8)
 
@@ -139,7 +139,7 @@ def test_of_many_threads_one_gets_it(tmp_path):
 
 
 @pytest.mark.parametrize('changes', [{'pid_started': '1'}, {'boot': 'another', 'renewed': 1e9}])
-def test_another_process_of_the_same_number_and_a_reboot(tmp_path, changes, caplog):
+def test_the_lock_of_a_reused_process_id_or_of_an_earlier_boot_is_taken_over(tmp_path, changes, caplog):
     written(tmp_path, **changes)
     with RunLock(tmp_path):
         pass
@@ -149,7 +149,7 @@ def test_another_process_of_the_same_number_and_a_reboot(tmp_path, changes, capl
 
 @pytest.mark.parametrize('changes', [{'host': 'elsewhere'}, {'boot': 'another'}, {'pid_namespace': 'pid:[1]'}])
 def test_another_hosts_lock_is_taken_over_once_it_expires(tmp_path, changes, caplog):
-    written(tmp_path, **changes, renewed=time.time() + 60)  # never older than now, however slow this machine is
+    written(tmp_path, **changes, renewed=time.time() + 60)  # never in the past, however slow this machine is
     began = time.monotonic()
     with RunLock(tmp_path):
         assert time.monotonic() - began >= lock.EXPIRES
@@ -157,7 +157,7 @@ def test_another_hosts_lock_is_taken_over_once_it_expires(tmp_path, changes, cap
     assert 'taken over' in caplog.text
 
 
-def test_a_copy_of_a_run_that_goes_on_is_free_once_its_lock_expires(tmp_path, caplog):
+def test_the_copy_of_a_running_run_is_free_once_its_lock_expires(tmp_path, caplog):
     (tmp_path / 'run').mkdir()
     with RunLock(tmp_path / 'run') as first:
         shutil.copytree(tmp_path / 'run', tmp_path / 'copy')
@@ -168,8 +168,8 @@ def test_a_copy_of_a_run_that_goes_on_is_free_once_its_lock_expires(tmp_path, ca
             pass
 
 
-def test_a_folder_that_gets_another_inode_is_still_ones_own(tmp_path, monkeypatch):
-    """As some network file systems do; the lock is renewed, and so respected."""
+def test_a_folder_with_a_new_inode_keeps_its_lock(tmp_path, monkeypatch):
+    """Some network file systems change inodes. The lock is still renewed, and so respected."""
     (tmp_path / 'run').mkdir()
     with RunLock(tmp_path / 'run'):
         numbers = itertools.count()
@@ -178,12 +178,12 @@ def test_a_folder_that_gets_another_inode_is_still_ones_own(tmp_path, monkeypatc
             pass
 
 
-def test_another_hosts_lock_that_is_renewed_is_respected_whatever_the_clocks_say(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, 'HEARTBEAT', 30.0)  # it beats when the one that watches sleeps
+def test_a_renewed_lock_of_another_host_is_respected_whatever_the_clocks_say(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, 'HEARTBEAT', 30.0)  # the lock is renewed while the other process sleeps
     with RunLock(tmp_path) as first:
         monkeypatch.setattr(lock.socket, 'gethostname', lambda: 'elsewhere')
         real = time.time
-        monkeypatch.setattr(lock.time, 'time', lambda: real() + 3600)  # a clock that is an hour ahead
+        monkeypatch.setattr(lock.time, 'time', lambda: real() + 3600)  # this clock is an hour ahead
         monkeypatch.setattr(
             lock.time, 'sleep', lambda seconds: setattr(first, '_generation', first._write(first._generation))
         )
@@ -192,7 +192,7 @@ def test_another_hosts_lock_that_is_renewed_is_respected_whatever_the_clocks_say
         first.check()
 
 
-def test_who_writes_into_a_folder_that_was_moved_notices(tmp_path):
+def test_the_owner_notices_that_its_folder_was_moved(tmp_path):
     with RunLock(tmp_path / 'run') as first:
         (tmp_path / 'run').rename(tmp_path / 'moved')
         (tmp_path / 'run').mkdir()
@@ -202,7 +202,7 @@ def test_who_writes_into_a_folder_that_was_moved_notices(tmp_path):
     assert (tmp_path / 'moved' / lock.NAME).exists()
 
 
-def test_who_was_robbed_while_it_slept_notices(tmp_path):
+def test_the_owner_notices_that_its_lock_was_taken(tmp_path):
     with RunLock(tmp_path) as first:
         with first._writing:
             owner = json.loads((tmp_path / lock.NAME).read_text())
@@ -215,7 +215,7 @@ def test_who_was_robbed_while_it_slept_notices(tmp_path):
 
 
 def repeated(write):
-    """As a client in a cloud that has repeated a write whose answer was lost."""
+    """Acts like a cloud client that has repeated a write whose answer was lost."""
 
     def twice(generation):
         write(generation)
@@ -225,7 +225,7 @@ def repeated(write):
 
 
 def cut_off(write):
-    """As a client that has given up; every second time."""
+    """Acts like a client that gives up, every second time."""
     fails = itertools.cycle([True, False])
 
     def once(generation):
@@ -238,7 +238,7 @@ def cut_off(write):
 
 
 def wait_for_renewals(held, number=4):
-    """Until so many heartbeats are over, or the last one is."""
+    """Waits for this number of heartbeats, or until the heartbeat has ended."""
     for _ in range(number):
         before = json.loads((held.directory / lock.NAME).read_text())['renewed']
         while held._heart.is_alive() and json.loads((held.directory / lock.NAME).read_text())['renewed'] == before:
@@ -246,7 +246,7 @@ def wait_for_renewals(held, number=4):
 
 
 @pytest.mark.parametrize('answers', [repeated, cut_off])
-def test_a_renewal_whose_answer_is_lost_is_no_robbery(tmp_path, answers):
+def test_a_renewal_whose_answer_is_lost_keeps_the_lock(tmp_path, answers):
     with RunLock(tmp_path) as held:
         held._write = answers(held._write)
         wait_for_renewals(held)
@@ -254,7 +254,7 @@ def test_a_renewal_whose_answer_is_lost_is_no_robbery(tmp_path, answers):
     assert not tmp_path.exists(), 'it was given back'
 
 
-def test_the_first_write_whose_answer_is_lost_does_not_refuse_itself(tmp_path):
+def test_the_first_write_may_lose_its_answer(tmp_path):
     held = RunLock(tmp_path)
     held._write = repeated(held._write)
     with held:
@@ -279,7 +279,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(('error', 'code'), [(ConfigError('no'), 2), (MismatchError('no'), 44), (OSError('no'), 1)])
-def test_where_process_0_fails_all_fail_with_its_exit_code(monkeypatch, error, code):
+def test_an_error_of_process_0_ends_all_with_its_exit_code(monkeypatch, error, code):
     told = []
     monkeypatch.setattr(process_zero.jax.distributed, 'is_initialized', lambda: True)
     monkeypatch.setattr(process_zero.jax, 'process_count', lambda: 2)
@@ -299,7 +299,7 @@ def test_where_process_0_fails_all_fail_with_its_exit_code(monkeypatch, error, c
 
 @pytest.fixture
 def second_of_two(monkeypatch):
-    """This process is the second one of a job; process 0 gives what `leads` is called with, and agrees to all."""
+    """Makes this process the second of a job. Process 0 sends the arguments of `leads`, and agrees to everything."""
     monkeypatch.setattr(process_zero.jax.distributed, 'is_initialized', lambda: True)
     monkeypatch.setattr(process_zero.jax, 'process_count', lambda: 2)
     monkeypatch.setattr(process_zero.jax, 'process_index', lambda: 1)
@@ -313,7 +313,7 @@ def second_of_two(monkeypatch):
     return leads
 
 
-def test_processes_that_were_told_different_things_do_not_begin(second_of_two):
+def test_processes_with_different_settings_do_not_begin(second_of_two):
     mine = {'train.seed': '1', 'train.steps': '7', 'split': ('a', 1)}
     second_of_two(json.dumps(mine), json.dumps(mine | {'train.seed': '0', 'model.remat': "'full'"}))
     process_zero.check_same(mine)
@@ -325,7 +325,7 @@ def test_processes_that_were_told_different_things_do_not_begin(second_of_two):
     )
 
 
-def test_those_that_agree_end_with_the_one_that_does_not(second_of_two, monkeypatch):
+def test_an_error_of_one_process_ends_all_before_they_begin(second_of_two, monkeypatch):
     process_zero.check_all(None)
     monkeypatch.setattr(process_zero.multihost_utils, 'process_allgather', lambda _: np.array([[0], [0], [1]]))
     with pytest.raises(ConfigError, match='process 2 of 3 cannot take part: see its message'):
@@ -333,7 +333,7 @@ def test_those_that_agree_end_with_the_one_that_does_not(second_of_two, monkeypa
 
 
 def test_a_directory_that_the_hosts_do_not_share_is_refused(second_of_two, monkeypatch, tmp_path):
-    """The first save would wait in each host's own folder for what the others write into theirs."""
+    """The first save would wait: each host's files would go to its own folder."""
     monkeypatch.setattr(lock, 'SEES', 0.0)
     monkeypatch.setattr(lock, 'run_on_process_zero', lambda work: True)
     of_leader = 'f' * 32

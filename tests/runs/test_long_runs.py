@@ -1,4 +1,4 @@
-"""A year of restarts, and ten thousand steps: nothing grows but what was measured."""
+"""A year of restarts and ten thousand steps: only the measurements grow."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from lm.trackers.base import RunFacts
 from lm.trackers.tensorboard import CluSummaries, TensorBoard
 
 RESTARTS = 5000
-"""One in two hours for more than a year."""
+"""One restart every two hours, for more than a year."""
 
 
 def record(step: int, kind: str = 'train') -> dict:
@@ -30,7 +30,7 @@ def record(step: int, kind: str = 'train') -> dict:
 
 
 def restart(path: pathlib.Path, number: int, trackers: Trackers | None = None) -> None:
-    """Goes on one step before what was logged, and logs three."""
+    """Resumes one step before the last logged step, and logs three steps."""
     with MetricsFile(path, resume_at=2 * number, trackers=trackers) as metrics:
         for step in range(2 * number + 1, 2 * number + 4):
             metrics.write(record(step))
@@ -40,7 +40,7 @@ def steps_of(path: pathlib.Path) -> list[int]:
     return [json.loads(line)['step'] for line in path.read_text().splitlines()]
 
 
-def test_run_json_stays_small_and_forgets_nothing_that_holds(monkeypatch, tmp_path):
+def test_run_json_stays_small_and_keeps_what_still_matters(monkeypatch, tmp_path):
     machine = {'command': 'lm train', 'versions': {'jax': '1'}, 'git_commit': None, 'device_count': 8}
     monkeypatch.setattr(run_info, 'describe_machine', lambda: dict(machine))
     info = {}
@@ -127,7 +127,7 @@ def test_metrics_survive_a_year_of_restarts(tmp_path):
 
 
 def seen(pid: int) -> tuple[float, int, int]:
-    """(MiB resident, open files, threads) of a process."""
+    """Returns (MiB resident, open files, threads) of a process."""
     status = pathlib.Path(f'/proc/{pid}/status').read_text()
     fields = dict(line.split(':', 1) for line in status.splitlines() if ':' in line)
     return int(fields['VmRSS'].split()[0]) / 1024, len(os.listdir(f'/proc/{pid}/fd')), int(fields['Threads'])
@@ -140,7 +140,7 @@ def test_ten_thousand_steps_without_growth(tokens, tmp_path):
     changes = {'train.steps': steps, 'train.tokens_per_step': 64, 'train.eval_every': 1000, 'data.path': str(tokens)}
     flags = tiny.params(tiny.MODEL | changes | {'checkpoint.save_every_steps': 250})
     command = [sys.executable, '-m', 'lm.cli', 'train', '--run_dir', str(run), *flags]
-    with (tmp_path / 'output').open('w') as output:  # a pipe that nobody reads would stop it
+    with (tmp_path / 'output').open('w') as output:  # an unread pipe would block the process
         process = subprocess.Popen(command, env=tiny.environment(), stdout=output, stderr=output, cwd=tiny.ROOT)
     path, found = run / 'metrics.jsonl', []
     logged, position = 0, 0

@@ -1,4 +1,4 @@
-"""The run directory: written atomically, resumed only by the same configuration, each step logged once."""
+"""The run directory is written atomically, resumes only with the same configuration, and logs each step once."""
 
 import importlib.util
 import json
@@ -51,7 +51,7 @@ def record(step: int, kind: str = 'train', **more) -> dict:
     return {'kind': kind, 'step': step, **whole, **more}
 
 
-def test_differences_of_configurations():
+def test_differences_of_configurations_are_found():
     assert compare_texts(OLD, OLD) == []
     new = (
         OLD.replace('degree = 4', 'degree = 8').replace('softmax', 'taylor').replace('# model', '# MODEL') + 'b.c = 1\n'
@@ -64,7 +64,7 @@ def test_differences_of_configurations():
 
 
 @pytest.mark.smoke
-def test_create_and_resume(tmp_path):
+def test_a_directory_is_created_and_resumed(tmp_path):
     run = RunDir(tmp_path / 'runs' / 'first')
     assert not run.path.exists()
     assert not run.create_or_resume(OLD, {'parameters': 7, 'tokenizer': 'abc'})
@@ -87,7 +87,7 @@ def test_create_and_resume(tmp_path):
     assert sorted(p.name for p in run.path.iterdir()) == ['checkpoints', 'config.gin', 'run.json']
 
 
-def test_another_version_of_jax_is_said_and_recorded(tmp_path, monkeypatch, caplog):
+def test_another_version_of_jax_is_reported_and_recorded(tmp_path, monkeypatch, caplog):
     def versions(**installed):
         monkeypatch.setattr(
             run_info, 'describe_machine', lambda: {'versions': {'flax': '1', 'libtpu': None, **installed}}
@@ -127,7 +127,7 @@ def test_another_configuration_is_refused(tmp_path, before, after, message):
     assert held == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
 
 
-def test_bindings_of_another_version_are_noted(tmp_path, caplog):
+def test_bindings_of_another_version_are_reported(tmp_path, caplog):
     run = RunDir(tmp_path)
     run.create_or_resume(OLD, {})
     run.create_or_resume(OLD + "model.new = 1\n\njsonl.path = 'there'\n", {})
@@ -136,7 +136,7 @@ def test_bindings_of_another_version_are_noted(tmp_path, caplog):
 
 
 class Tool(Configurable):
-    """Base of the configurables below."""
+    """The base of the configurables below."""
 
 
 @configurable('test_hammer')
@@ -157,14 +157,14 @@ class Bench(Configurable):
     width: int = field(default=7)
 
 
-def test_names_of_another_version_are_those_of_today():
+def test_old_names_mean_the_fields_of_today():
     old = "test_bench.kind = 'test_hammer'\ntest_bench.mass = 4.0\ntest_hammer.size = 5\ntest_bench.spare = None\n"
     new = 'test_bench.tool = @test_hammer()\ntest_hammer.mass = 4.0\ntest_hammer.length = 5\n'
     new += 'test_bench.width = 7\ntest_bench.spare = None\n'
     assert compare_texts(old, new) == []
     assert compare_texts(old, new.replace('5', '6')) == [('test_hammer.length', '5', '6')]
     assert compare_texts(old, new.replace('4.0', '2.5')) == [('test_hammer.mass', '4.0', '2.5')]
-    # a field that is younger than the run had its default
+    # A field that is younger than the run had its default.
     assert compare_texts(old, new.replace('7', '8')) == [('test_bench.width', '7', '8')]
 
 
@@ -187,7 +187,7 @@ def test_a_damaged_run_json_does_not_stop_a_run(tmp_path, caplog):
     assert 'run.json could not be read' in caplog.text
 
 
-def test_starts_add_up(tmp_path, monkeypatch):
+def test_the_times_of_starts_add_up(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
     machine = {'command': 'lm train', 'versions': {'jax': '1'}, 'git_commit': 'a', 'device_kind': 'TPU v4'}
     for number, devices in enumerate((8, 8, 16)):
@@ -219,11 +219,11 @@ def test_the_run_json_of_an_older_version_is_read_and_continued(tmp_path):
     assert read_info(run.info)['resumed'][0] == 'later'
 
 
-# What is not trusted
+# Contents that are not trusted.
 
 
 def write_record(run: RunDir, step: int, config: str | None) -> None:
-    """A complete checkpoint as far as the run directory looks at it."""
+    """Writes a complete checkpoint, as far as the run directory reads it."""
     folder = run.checkpoints / str(step)
     (folder / 'metadata').mkdir(parents=True)
     metadata = {} if config is None else {'config': config}
@@ -236,7 +236,7 @@ def contents(run: RunDir) -> dict:
 
 
 def refuse(run: RunDir, error: type, match: str, text: str = OLD, **options) -> None:
-    """Both ways refuse, and nothing is written."""
+    """Checks that both ways refuse and write nothing."""
     before = contents(run)
     for call in (
         lambda: run.check_unchanged(text, options.get('rewound', False)),
@@ -248,7 +248,7 @@ def refuse(run: RunDir, error: type, match: str, text: str = OLD, **options) -> 
 
 
 @pytest.mark.parametrize('config', [OLD.replace('degree = 4', 'degree = 8'), '', None, 'not gin at all', b'\xff\xfe'])
-def test_the_checkpoint_knows_the_configuration_whatever_config_gin_says(tmp_path, config):
+def test_the_record_of_a_checkpoint_wins_over_config_gin(tmp_path, config):
     run = RunDir(tmp_path)
     run.create_or_resume(OLD, {})
     write_record(run, 10, OLD)
@@ -270,7 +270,7 @@ def test_a_checkpoint_of_an_older_version_still_resumes(tmp_path):
     assert run.create_or_resume(OLD, {}, first_step=10)
 
 
-def test_what_may_change_may_differ_from_the_checkpoint_too(tmp_path):
+def test_fields_that_may_change_may_differ_from_the_checkpoint(tmp_path):
     run = RunDir(tmp_path)
     run.create_or_resume(OLD, {})
     write_record(run, 10, OLD)
@@ -279,7 +279,7 @@ def test_what_may_change_may_differ_from_the_checkpoint_too(tmp_path):
         assert run.create_or_resume(new, {}, first_step=10)
 
 
-def test_a_rewind_is_recorded_and_what_it_changed_stays_changed(tmp_path):
+def test_a_rewind_is_recorded_and_its_changes_stay(tmp_path):
     run = RunDir(tmp_path)
     old = OLD + 'optimizer.clip_norm = 1.0\n'
     run.create_or_resume(old, {})
@@ -307,7 +307,7 @@ def test_a_rewind_is_recorded_and_what_it_changed_stays_changed(tmp_path):
     refuse(run, MismatchError, 'clip_norm was 0.5, now 1.0', old)
 
 
-def test_a_rewind_that_is_killed_while_it_is_written_is_done_by_the_same_command(tmp_path, monkeypatch):
+def test_the_same_command_completes_a_killed_rewind(tmp_path, monkeypatch):
     old, run = 'train.seed = 0\noptimizer.clip_norm = 1.0\n', RunDir(tmp_path)
     new = old.replace('1.0', '0.5')
     run.create_or_resume(old, {})
@@ -326,7 +326,7 @@ def test_a_rewind_that_is_killed_while_it_is_written_is_done_by_the_same_command
             run.create_or_resume(new, {}, first_step=10, rewound=True)
     assert not run.is_rewound(10, new)
     run.create_or_resume(new, {}, first_step=10, rewound=True)
-    run.check_unchanged(new)  # as after another kill, before anything is saved
+    run.check_unchanged(new)  # as after another kill, before the first save
 
 
 @pytest.mark.parametrize('name', ['adamw.b2', 'late/linear.final_fraction', 'muon.momentum'])
@@ -359,7 +359,7 @@ def test_a_run_without_its_checkpoints_is_not_started_again(tmp_path, how):
     assert run.create_or_resume(text, {}, first_step=10)
 
 
-def test_a_run_that_was_never_saved_starts_again_and_says_so(tmp_path, caplog):
+def test_a_run_without_saves_starts_again_with_a_message(tmp_path, caplog):
     run = RunDir(tmp_path)
     run.create_or_resume(OLD, {})
     assert 'starts at step 0' not in caplog.text
@@ -401,7 +401,7 @@ def test_the_wrong_kind_of_file_is_named(tmp_path, name):
 
 
 @pytest.mark.parametrize('text', ['[]', '{"started": 1, "starts": [3]}', '\udcff', '{"starts": []}', ''])
-def test_a_run_json_of_any_contents_is_written_anew(tmp_path, caplog, text):
+def test_a_damaged_run_json_is_written_anew(tmp_path, caplog, text):
     run = RunDir(tmp_path)
     run.create_or_resume(OLD, {})
     run.info.write_bytes(text.encode(errors='surrogateescape'))
@@ -412,10 +412,10 @@ def test_a_run_json_of_any_contents_is_written_anew(tmp_path, caplog, text):
 
 
 class NoAnswer(Exception):
-    """As the packages for buckets have them: no OSError."""
+    """An error like those in packages for buckets, which are not derived from OSError."""
 
 
-def test_a_bucket_that_does_not_give_run_json_ends_no_training_and_begins_none_anew(tmp_path, monkeypatch, caplog):
+def test_an_unreadable_run_json_in_a_bucket_neither_ends_a_training_nor_starts_one_anew(tmp_path, monkeypatch, caplog):
     run = RunDir(tmp_path)
     run.create_or_resume(OLD, {})
     run.record_saved(10)
@@ -447,7 +447,7 @@ def test_a_bucket_that_does_not_give_run_json_ends_no_training_and_begins_none_a
         assert read_info(run.info) == {}, 'damaged, in a bucket too'
 
 
-def test_a_full_disk_leaves_whole_lines_and_says_so_in_one(tmp_path):
+def test_a_full_disk_leaves_whole_lines_and_raises_one_line(tmp_path):
     code = """
 import resource, signal, sys
 from lm.runs.run_dir import RunDir
@@ -492,7 +492,7 @@ def test_hostile_names_are_refused(name):
 
 
 def test_good_names_and_paths(monkeypatch):
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name, *_: name)  # the packages of buckets are there
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name, *_: name)  # as if the packages were there
     for name in ('a', 'run-1.2_x', 'x' * 128):
         assert check_name(name) == name
     for path in ('runs/a', '/tmp/a b', 'gs://bucket/run', './x', '...'):
@@ -501,13 +501,13 @@ def test_good_names_and_paths(monkeypatch):
     assert str(RunDir('gs://bucket/run').checkpoints) == 'gs://bucket/run/checkpoints'
 
 
-def test_a_file_is_no_run_directory(tmp_path):
+def test_a_file_is_not_a_run_directory(tmp_path):
     (tmp_path / 'file').write_text('')
     with pytest.raises(ConfigError, match='is a file'):
         RunDir(tmp_path / 'file').create_or_resume(OLD, {})
 
 
-def test_git_commit_of_this_checkout():
+def test_the_git_commit_of_this_checkout_is_found():
     commit = git_commit()
     assert commit is None or (len(commit.removesuffix('-dirty')) == 40 and int(commit.removesuffix('-dirty'), 16))
 
@@ -533,7 +533,7 @@ def test_metrics_after_a_restart_hold_each_step_once(tmp_path):
     assert [p.name for p in run.path.iterdir()] == ['metrics.jsonl']
 
 
-def test_metrics_that_a_checkpoint_covers_outlast_a_crash_of_the_machine(tmp_path, monkeypatch):
+def test_metrics_covered_by_a_checkpoint_survive_a_crash_of_the_machine(tmp_path, monkeypatch):
     settled, fsync = [], os.fsync
     monkeypatch.setattr(os, 'fsync', lambda number: (fsync(number), settled.append(os.fstat(number).st_size)))
     with metrics_file.MetricsFile(tmp_path / 'metrics.jsonl') as metrics:
@@ -542,8 +542,8 @@ def test_metrics_that_a_checkpoint_covers_outlast_a_crash_of_the_machine(tmp_pat
         assert (tmp_path / 'metrics.jsonl').stat().st_size in settled
 
 
-def test_a_line_that_lacks_only_its_end_is_cut_off(tmp_path):
-    # else the next record would be appended to the same line
+def test_a_last_line_without_its_end_is_cut_off(tmp_path):
+    # Otherwise the next record would be appended to the same line.
     (tmp_path / 'metrics.jsonl').write_text(json.dumps(record(1)) + '\n' + json.dumps(record(2)))
     with RunDir(tmp_path).metrics(resume_at=2) as metrics:
         metrics.write(record(3))
@@ -587,8 +587,8 @@ def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
     assert (second['step'], second['loss'], second['x']) == (2, 0.1, [0, 1])
 
 
-def test_object_stores_are_written_whole(tmp_path, monkeypatch):
-    """The way of gs:// addresses, on a local file."""
+def test_object_stores_get_whole_files(tmp_path, monkeypatch):
+    """A local file takes the code path of gs:// addresses."""
     path = tmp_path / 'metrics.jsonl'
     path.write_text(json.dumps(record(1)) + '\n' + json.dumps(record(2)) + '\n')
     metrics = metrics_file.MetricsFile(path, resume_at=1)
@@ -604,7 +604,7 @@ def test_object_stores_are_written_whole(tmp_path, monkeypatch):
     assert [json.loads(line)['step'] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_without_the_packages_there_are_no_summaries(tmp_path):
+def test_a_missing_package_means_no_event_files(tmp_path):
     code = f"""
 import sys
 for name in ('tensorflow', 'clu', 'gin'):

@@ -1,5 +1,7 @@
-"""The pinned versions suit every extra together: else a machine of its own, such as one that prepares data, cannot be
-set up."""
+"""All extras can be installed together with the pinned versions.
+
+Otherwise no separate machine could be set up, for example to prepare data.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""scripts/local_pod.sh: several processes of one command; here the command is a small program called `lm`."""
+"""scripts/local_pod.sh runs one command in several processes; here the command is a small program called `lm`."""
 
 import os
 import pathlib
@@ -36,7 +36,7 @@ def pod(tmp_path):
 
 
 def finish(process: subprocess.Popen, timeout: float = 30) -> tuple[int, list[str], str]:
-    """(exit code, lines of stdout, stderr)"""
+    """Returns (exit code, lines of stdout, stderr)."""
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out.splitlines(), err
 
@@ -66,12 +66,12 @@ def test_a_word_with_spaces_stays_one_word(pod):
     assert lines == ["[0] <x = 'a  b'><\"><$HOME *>"]
 
 
-def test_only_one_process_is_shown(pod):
+def test_only_the_chosen_process_is_shown(pod):
     code, lines, err = finish(pod('echo "I am $id"', '--only', '0', '3', '--', 'lm'))
     assert (code, lines, err) == (0, ['[0] I am 0'], '')
 
 
-def test_when_one_fails_the_others_are_ended_and_its_code_counts(pod):
+def test_a_failing_process_ends_the_others_and_its_code_counts(pod):
     text = 'if [ $id = 1 ]; then echo "the reason"; exit 44; fi; trap "exit 1" TERM; while :; do sleep 0.05; done'
     began = time.monotonic()
     code, lines, err = finish(pod(text, '--only', '0', '3', '--', 'lm'))
@@ -117,19 +117,19 @@ def test_signals_reach_every_process_once(pod, sent):
         (['--devices', 'x', '2', '--', 'lm'], "--devices 'x': give a number"),
     ],
 )
-def test_wrong_usage_is_one_line(pod, arguments, message):
+def test_wrong_usage_is_one_error_line(pod, arguments, message):
     code, lines, err = finish(pod(SHOW, *arguments))
     assert (code, lines) == (2, [])
     assert message in err
     assert len(err.splitlines()) == 1
 
 
-def test_help(pod):
+def test_help_shows_an_example(pod):
     code, lines, _ = finish(pod(SHOW, '-h'))
     assert code == 0
     assert any('scripts/local_pod.sh 2 -- lm train' in line for line in lines)
 
 
-def test_of_a_process_that_is_killed_its_code_is_said_and_no_line_of_the_script(pod):
+def test_a_killed_process_is_reported_by_its_exit_code_alone(pod):
     code, _, err = finish(pod('if [ $id = 1 ]; then kill -KILL $$; fi', '2', '--', 'lm'))
     assert (code, err) == (137, 'local_pod.sh: process 1 ended with exit code 137\n')

@@ -1,4 +1,4 @@
-"""The mutation run: what it mutates, what it leaves alone, and that its configuration names what there is."""
+"""The mutation run: the code that it changes, the code that it leaves alone; its configuration names existing files."""
 
 import ast
 import importlib.util
@@ -57,7 +57,7 @@ def test_messages_and_annotations_are_left_alone(mutation):
         ('OmitStatement', 'if a:\n    b += 1\n', ['if a:\n    pass\n']),
     ],
 )
-def test_operators(mutation, operator, code, mutants):
+def test_operators_change_the_code(mutation, operator, code, mutants):
     pytest.importorskip('cosmic_ray')
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.mutating import mutate_code

@@ -1,5 +1,7 @@
-"""scripts/tpu against a service that fails, a terminal that closes and a user who edits: no run is lost, nothing is
-deleted that still works, and nothing is left that costs money without a word."""
+"""scripts/tpu against a failing service, a closed terminal and a user who edits files.
+
+No run is lost, no working machine is deleted, and no machine keeps costing money without a message.
+"""
 
 import os
 import time
@@ -18,7 +20,7 @@ def cloud(tmp_path) -> FakeCloud:
 
 @pytest.fixture
 def running(cloud):
-    """A pod whose job goes on until it is released, with nobody who watches it."""
+    """Starts a pod whose job runs until it is released, without a supervisor."""
     cloud.hold()
     assert cloud.run('create.sh', '--wait').returncode == 0
     assert cloud.run('setup.sh').returncode == 0
@@ -62,12 +64,12 @@ def test_a_supervisor_joins_a_running_job_as_it_is(running):
 
 
 @pytest.mark.parametrize(('what', 'times'), [('all', 25), ('tpu-vm describe', 4), ('tpu-vm ssh', 4)])
-def test_what_cannot_be_asked_is_asked_again(what, times, running):
+def test_failed_requests_are_repeated(what, times, running):
     running.fail(what, times)
     assert_joins(running, POLL_SECONDS='0.02')
 
 
-def test_a_network_that_is_away_while_a_job_is_watched(running):
+def test_a_network_failure_while_a_job_is_watched_is_survived(running):
     supervisor = running.start('supervise.sh', *COMMAND)
     read_to('joining', supervisor.stdout)
     running.fail('all', 12)
@@ -87,7 +89,7 @@ def test_a_pod_with_another_command_is_left_alone(running):
     assert running.run('status.sh').stdout.count('RUNNING') == 2
 
 
-def test_a_pod_that_never_answered_is_not_deleted(running):
+def test_a_pod_that_never_answered_is_kept(running):
     running.fail('tpu-vm ssh', 1000)
     running.fail('tpu-vm scp', 1000)
     done = running.run('supervise.sh', *COMMAND, POLL_SECONDS='0.02')
@@ -104,8 +106,8 @@ def test_uncommitted_changes_are_refused_before_a_pod_is_asked_for(cloud):
     assert cloud.verbs() == {'describe'}
 
 
-def test_a_worker_that_was_missed_is_started(running):
-    # As if ssh had not reached the second worker when the job was started.
+def test_a_worker_that_did_not_start_is_started(running):
+    # The state is as if ssh had not reached the second worker when the job was started.
     home = running.path / 'pods' / 'pod' / 'home-1'
     (home / 'lm-jobs').rename(home / 'others')
     running.path.joinpath('scenario').write_text('0 0')
@@ -117,18 +119,18 @@ def test_a_worker_that_was_missed_is_started(running):
     assert (len(running.lm_calls()), len(running.lm_calls(worker=1))) == (1, 2)
 
 
-def test_failures_after_progress_are_not_in_a_row(cloud):
+def test_failures_after_progress_do_not_count_as_consecutive(cloud):
     cloud.path.joinpath('scenario').write_text('1 1 1 1 0')
     done = cloud.run('supervise.sh', *COMMAND, RESET_SECONDS='0')
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(cloud.lm_calls()) == 5
 
 
-def test_edits_while_a_run_goes_on_are_not_part_of_it(cloud):
+def test_edits_during_a_run_do_not_change_the_run(cloud):
     cloud.path.joinpath('scenario').write_text('42 preempt 0')
     cloud.settings['ALLOW_DIRTY'] = '0'
     clean = cloud.path / 'bin' / 'git'
-    # Of this test's own checkout nothing matters: it is clean until it is changed.
+    # The state of this test's own checkout must not matter: the fake git shows a clean one until it is changed.
     cloud.change_the_checkout()
     clean.write_text(clean.read_text().replace('echo " M lm/cli.py"', 'true'))
     cloud.hold()
@@ -146,14 +148,14 @@ def test_edits_while_a_run_goes_on_are_not_part_of_it(cloud):
 
 
 def start_preparation(cloud):
-    """At work until it is released."""
+    """Starts a preparation that works until it is released."""
     cloud.hold()
     preparation = cloud.start('prepare_data.sh', *PREPARE)
     wait_for(lambda: cloud.lm_calls(pod='pod-prepare'))
     return preparation
 
 
-def test_preparation_is_waited_for_while_its_machine_does_not_answer(cloud):
+def test_a_preparation_is_waited_for_while_its_machine_does_not_answer(cloud):
     preparation = start_preparation(cloud)
     cloud.fail('compute ssh', 15)
     cloud.fail('instances describe', 5)
@@ -165,7 +167,7 @@ def test_preparation_is_waited_for_while_its_machine_does_not_answer(cloud):
     assert cloud.pods() == []
 
 
-def test_preparation_is_joined_from_a_changed_checkout(cloud):
+def test_a_preparation_is_joined_from_a_changed_checkout(cloud):
     preparation = start_preparation(cloud)
     preparation.terminate()
     assert preparation.wait(20) == 130

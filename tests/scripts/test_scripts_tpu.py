@@ -1,6 +1,7 @@
-"""scripts/tpu: what they would run (golden files), that gcloud takes it, what the supervisor does when a pod goes.
+"""scripts/tpu: their commands (golden files), gcloud's syntax check, and the supervisor's actions when a pod
+disappears.
 
-After an intended change write the golden files anew: LM_UPDATE_GOLDEN=1 pytest tests/scripts/test_scripts_tpu.py
+After an intended change, write the golden files anew: LM_UPDATE_GOLDEN=1 pytest tests/scripts/test_scripts_tpu.py
 """
 
 import importlib.util
@@ -73,7 +74,7 @@ DRY_RUNS = {
 
 
 def dry_run(arguments: list[str], settings: dict[str, str], folder: pathlib.Path) -> str:
-    """What the script prints with DRY_RUN=1, with the names of this machine and of the last commit taken out."""
+    """Returns the output of the script with DRY_RUN=1, without the names of this machine and of the last commit."""
     (folder / 'settings.env').write_text('\n'.join(f'{k}={v!r}' for k, v in SETTINGS.items()))
     (folder / 'bin').mkdir(exist_ok=True)
     trap = folder / 'bin' / 'gcloud'
@@ -119,7 +120,7 @@ def test_every_script_has_a_golden_file_and_help():
         assert f'scripts/tpu/{script}' in done.stdout
 
 
-def test_the_commands_of_the_documentation(tmp_path):
+def test_the_documented_commands_run_dry(tmp_path):
     pages = [page.read_text() for page in tiny.PAGES if page.parent != ROOT]
     blocks = [block for page in pages for block in re.findall(r'```bash\n(.*?)```', page, re.DOTALL)]
     lines = {line for block in blocks for line in block.splitlines() if line.startswith('scripts/tpu/')}
@@ -130,7 +131,7 @@ def test_the_commands_of_the_documentation(tmp_path):
 
 
 def golden_commands() -> dict[str, str]:
-    """One gcloud command line of the golden files for each set of flags, with the name of its file."""
+    """Returns one gcloud command line of the golden files per set of flags, with the name of its file."""
     found = {}
     for file in sorted(GOLDEN.glob('*.txt')):
         for line in file.read_text().splitlines():
@@ -147,7 +148,7 @@ def test_gcloud_itself_accepts_every_command(tmp_path):
     environment = os.environ | {'CLOUDSDK_CONFIG': str(tmp_path), 'CLOUDSDK_CORE_DISABLE_PROMPTS': '1'}
 
     def lint(command: str) -> dict:
-        # Its own parser, nothing else: nobody is logged in, and nothing is sent.
+        # This runs gcloud's own parser and nothing else: nobody is logged in, and nothing is sent.
         done = subprocess.run(
             ['gcloud', 'meta', 'lint-gcloud-commands', f'--command-string={command}'],
             env=environment,
@@ -163,7 +164,7 @@ def test_gcloud_itself_accepts_every_command(tmp_path):
         pytest.skip('gcloud has no alpha commands here')
     assert lint('gcloud compute tpus queued-resources delete a --zone=z --no-such-flag')['success'] is False
     for command in commands:
-        # The linter splits badly at quotes; the value of --command is any text.
+        # The linter splits badly at quotes; the value of --command may be any text.
         plain = re.sub(r"--command=('(?:[^']|'\\'')*'|\S+)", '--command=true', command)
         answer = lint(plain)
         assert answer['success'] is True, (command, answer['error_message'])
@@ -188,7 +189,7 @@ def test_gcloud_itself_accepts_every_command(tmp_path):
         ({'RESERVATION': 'chips'}, 'needs PROVISIONING=reserved'),
     ],
 )
-def test_wrong_settings_are_one_line(settings, message, tmp_path):
+def test_wrong_settings_are_one_error_line(settings, message, tmp_path):
     done = FakeCloud(tmp_path / 'cloud').run('create.sh', **settings)
     assert done.returncode == 2
     assert message in done.stderr
@@ -205,8 +206,8 @@ def test_wrong_settings_are_one_line(settings, message, tmp_path):
         (['sweep.sh', '2', 'lm', 'sweep', '--sweep_file', 'a.gin'], 'no --run_dir; name the folder of the sweep'),
     ],
 )
-def test_runs_that_would_go_with_the_machines_are_refused(command, message, tmp_path):
-    """The pod, and its disks, are deleted at the end, and by any preemption."""
+def test_run_directories_on_the_machines_are_refused(command, message, tmp_path):
+    """The pod and its disks are deleted at the end, and by any preemption."""
     done = FakeCloud(tmp_path / 'cloud').run(*command)
     assert done.returncode == 2
     assert message in done.stderr
@@ -227,7 +228,7 @@ SWEEP = ['lm', 'sweep', '--sweep_file', 'a.gin', '--run_dir', 'gs://b/s']
         (['5-3', *SWEEP], 'the range 5-3 is empty'),
     ],
 )
-def test_a_sweep_whose_pods_would_be_refused_is_not_begun(command, message, tmp_path):
+def test_a_sweep_with_a_wrong_command_creates_no_pod(command, message, tmp_path):
     done = FakeCloud(tmp_path / 'cloud').run('sweep.sh', *command)
     assert done.returncode == 2
     assert message in done.stderr
@@ -235,7 +236,7 @@ def test_a_sweep_whose_pods_would_be_refused_is_not_begun(command, message, tmp_
     assert not (tmp_path / 'cloud' / 'gcloud.calls').exists()
 
 
-def test_a_range_of_a_sweep_may_have_zeros_in_front(tmp_path):
+def test_a_range_of_a_sweep_may_have_leading_zeros(tmp_path):
     printed = dry_run(['sweep.sh', '08-09', *SWEEP], {}, tmp_path)
     assert [line.rpartition(' ')[2] for line in printed.splitlines()] == ['8', '9']
 
@@ -260,13 +261,13 @@ def test_a_misspelt_setting_is_refused(tmp_path):
         ('v6e-256', 64, 256, 'v2-alpha-tpuv6e'),
     ],
 )
-def test_processes_and_devices_of_an_accelerator(kind, processes, devices, runtime, tmp_path):
+def test_processes_and_devices_of_an_accelerator_are_known(kind, processes, devices, runtime, tmp_path):
     printed = dry_run(['preflight.sh'], {'ACCELERATOR_TYPE': kind}, tmp_path)
     assert f'--processes {processes} --devices {devices} ' in printed
     assert f'--runtime-version={runtime} ' in dry_run(['create.sh'], {'ACCELERATOR_TYPE': kind}, tmp_path)
 
 
-def test_processes_and_devices_of_slices_and_of_tpu7x(tmp_path):
+def test_processes_and_devices_of_slices_and_of_tpu7x_are_known(tmp_path):
     printed = dry_run(['preflight.sh'], SLICES, tmp_path)
     assert '--processes 8 --devices 32 ' in printed
     for kind, processes in (('tpu7x-8', 2), ('tpu7x-2x2x2', 4), ('tpu7x-128', 32)):
@@ -275,12 +276,12 @@ def test_processes_and_devices_of_slices_and_of_tpu7x(tmp_path):
         assert f'mesh.processes = {processes}' in printed
 
 
-def test_no_secret_in_any_script():
+def test_scripts_hold_no_secret():
     for file in [*SCRIPTS.rglob('*.sh'), SCRIPTS / 'Dockerfile', SCRIPTS / 'settings.env.example']:
         assert not re.search(r'(?i)token=|api_key|password|access-token|print-access-token', file.read_text()), file
 
 
-def test_arguments_survive_the_way_to_the_workers(tmp_path):
+def test_arguments_reach_the_workers_unchanged(tmp_path):
     cloud = FakeCloud(tmp_path / 'cloud', workers=2)
     nasty = ["a.b = 'x y'", 'quote " and \' and `date` and $HOME', '*', '', 'back\\slash', '&& false', 'ü\n2nd line']
     assert cloud.run('create.sh', '--wait').returncode == 0
@@ -295,7 +296,7 @@ def test_arguments_survive_the_way_to_the_workers(tmp_path):
     assert 'step 1 of 2' in cloud.run('logs.sh').stdout
 
 
-def test_starting_twice_is_starting_once_and_stop_is_42(tmp_path):
+def test_a_second_start_does_nothing_and_stop_ends_with_42(tmp_path):
     cloud = FakeCloud(tmp_path / 'cloud', workers=1)
     cloud.run('create.sh', '--wait')
     cloud.run('setup.sh')
@@ -320,7 +321,7 @@ def wait_for(condition, seconds: float = 20) -> None:
 
 
 def test_three_preemptions_then_success_are_four_attempts_of_one_run(tmp_path):
-    # Saved and ended; machines gone without a word; machines that do not answer.
+    # The attempts: saved and ended; machines gone without a message; machines that do not answer.
     cloud = FakeCloud(tmp_path / 'cloud', scenario='42 preempt unreachable 0')
     done = cloud.run('supervise.sh', *TRAIN)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -328,7 +329,7 @@ def test_three_preemptions_then_success_are_four_attempts_of_one_run(tmp_path):
     for worker in range(2):
         assert cloud.lm_calls(worker=worker) == [expected] * 4
     assert 'done after 4 attempt(s)' in done.stdout
-    # 42 on a pod that is still there is continued there; the other two need a new one.
+    # After 42 the existing pod continues; the other two need a new pod.
     assert len(cloud.gcloud_calls('queued-resources', 'create')) == 3
     assert all('--autocheckpoint-enabled' in call for call in cloud.gcloud_calls('queued-resources', 'create'))
     assert cloud.pods() == []
@@ -351,7 +352,7 @@ def test_the_end_of_a_flex_start_term_is_a_preemption_of_all_slices(tmp_path):
 
 
 @pytest.mark.parametrize('scenario', ['43', '2', '1/43', '44/1'])
-def test_what_must_not_be_repeated_is_not(scenario, tmp_path):
+def test_codes_that_must_not_be_repeated_are_not_repeated(scenario, tmp_path):
     cloud = FakeCloud(tmp_path / 'cloud', scenario=scenario)
     done = cloud.run('supervise.sh', *TRAIN)
     code = max(int(c) for c in scenario.split('/'))
@@ -372,14 +373,14 @@ def test_other_failures_are_repeated_a_few_times_only(tmp_path):
 
 
 def checking(cloud: FakeCloud, code: int) -> None:
-    """An `lm` on this machine that notes its arguments and ends with `code`."""
+    """Puts an `lm` on this machine that notes its arguments and ends with `code`."""
     program = cloud.path / 'bin' / 'lm'
     program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >>{cloud.path}/checked\nexit {code}\n')
     program.chmod(0o755)
 
 
 @pytest.mark.parametrize('script', ['supervise.sh', 'run.sh', 'sweep.sh'])
-def test_nothing_is_asked_for_when_the_check_refuses(script, tmp_path):
+def test_no_pod_is_requested_if_the_check_refuses(script, tmp_path):
     cloud = FakeCloud(tmp_path / 'cloud', workers=1)
     checking(cloud, 2)
     sweep = ['1', 'lm', 'sweep', '--sweep_file', 'a b.gin', '--run_dir=gs://b/s']
@@ -394,7 +395,7 @@ def test_nothing_is_asked_for_when_the_check_refuses(script, tmp_path):
         assert 'CHECK=0' in done.stderr
 
 
-def test_the_run_that_goes_on_or_branches_is_checked(tmp_path):
+def test_a_resumed_or_branched_run_is_checked_first(tmp_path):
     cloud = FakeCloud(tmp_path / 'cloud', workers=1)
     checking(cloud, 2)
     rewound = ['--run_dir', 'gs://b/a b', '--rewind_to', '40', '--gin_param', 'muon.rms = 0.2']
@@ -418,7 +419,7 @@ def test_a_supervisor_checks_once(tmp_path):
     assert len(cloud.lm_calls()) == 2
 
 
-def test_attempts_are_bounded(tmp_path):
+def test_the_number_of_attempts_has_a_limit(tmp_path):
     cloud = FakeCloud(tmp_path / 'cloud', scenario='42 42 42 0', workers=1)
     done = cloud.run('supervise.sh', *TRAIN, MAX_ATTEMPTS='3')
     assert done.returncode == 42
@@ -477,7 +478,7 @@ def preflight():
     return module
 
 
-def test_preflight_names_what_is_wrong(preflight, tmp_path, monkeypatch):
+def test_preflight_names_the_fault(preflight, tmp_path, monkeypatch):
     with pytest.raises(preflight.Problem, match='GB free, MIN_FREE_GB is 1e\\+09; remove'):
         preflight.check_disk(1e9)
     assert 'GB free' in preflight.check_disk(0)
@@ -504,7 +505,7 @@ def test_preflight_sees_a_process_that_has_the_tpu_open(preflight, tmp_path):
         sleeper.kill()
 
 
-def test_preflight_of_a_store_with_another_tokenizer_is_44(tokens, tmp_path):
+def test_preflight_ends_with_44_if_the_store_has_another_tokenizer(tokens, tmp_path):
     def run(data: pathlib.Path, devices: int = 1) -> subprocess.CompletedProcess:
         command = [sys.executable, str(SCRIPTS / 'vm' / 'preflight.py'), '--processes', '1', '--devices', str(devices)]
         return subprocess.run(
@@ -528,7 +529,7 @@ def test_preflight_of_a_store_with_another_tokenizer_is_44(tokens, tmp_path):
 
 
 def test_shellcheck_is_clean():
-    # The pinned one of the test requirements, beside this Python: others know other rules.
+    # This is the pinned one of the test requirements, beside this Python: other versions have other rules.
     program = shutil.which('shellcheck', path=str(pathlib.Path(sys.executable).parent)) or shutil.which('shellcheck')
     if program is None:
         pytest.skip('shellcheck is not installed: pip install -e .[test]')

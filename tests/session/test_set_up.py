@@ -1,4 +1,4 @@
-"""What `lm train` decides before its first step: nothing is compiled, a test ends where its question is answered."""
+"""The decisions of `lm train` before its first step. Nothing is compiled: a test ends as soon as it has its answer."""
 
 import contextlib
 import json
@@ -37,12 +37,12 @@ EXPERIMENT = Experiment(
 
 
 class Seen(Exception):
-    """What was asked for has been seen."""
+    """Raised once a test has seen the call that it waits for."""
 
 
 @pytest.fixture
 def until(monkeypatch):
-    """Opens a session until it calls the named thing of an owner; returns that call's arguments."""
+    """Opens a session until it calls the named function of an owner; returns the arguments of that call."""
 
     def run(owner, name, **request):
         def see(*args, **kwargs):
@@ -56,7 +56,7 @@ def until(monkeypatch):
     return run
 
 
-def test_only_the_answers_of_a_task_are_learned():
+def test_only_the_answers_of_a_task_are_trained():
     plan = make_plan(EXPERIMENT)
     step = plan.program.step
     assert step.functions.config == EXPERIMENT.model
@@ -64,7 +64,7 @@ def test_only_the_answers_of_a_task_are_learned():
     assert (plan.program.batch_shape, plan.program.batch_dtype) == ((1, 8, 33), 'int32')
 
 
-def test_the_plan_is_printed_before_anything_is_touched(until, capsys):
+def test_the_plan_is_printed_before_any_work_begins(until, capsys):
     until(RunDir, 'lock')
     rows = {line[:17].strip(): line[17:] for line in capsys.readouterr().out.splitlines()}
     assert rows.keys() == {'parameters', 'tokens per step', 'tokens in total', 'FLOPs per token', 'devices'}
@@ -95,8 +95,8 @@ def test_a_rewind_is_made_once(until, monkeypatch, capsys, rewind_to, is_rewound
     assert isinstance(measure, str)
 
 
-def test_processes_compare_what_the_run_goes_on_from(until, monkeypatch):
-    """It is asked of the directory together: of processes that ask for different things, one would wait for ever."""
+def test_processes_compare_their_starting_points(until, monkeypatch):
+    """All processes ask the directory together. If they asked for different things, one process would wait for ever."""
     monkeypatch.setattr(RunDir, 'lock', lambda self: contextlib.nullcontext())
     (facts,), _ = until(start, 'check_same', rewind_to=3, branch_from='runs/a', step=7)
     assert facts == {'--rewind_to': 3, '--branch_from': 'runs/a', '--step': 7}
@@ -125,7 +125,7 @@ class Saved:
 
 
 @pytest.mark.parametrize('rewind_to', [None, 2])
-def test_what_a_session_goes_on_with(monkeypatch, tmp_path, capsys, rewind_to):
+def test_a_session_continues_from_the_restored_state(monkeypatch, tmp_path, capsys, rewind_to):
     lowered, compiled = types.SimpleNamespace(exception=lambda: None), types.SimpleNamespace(result=lambda: 'a program')
     monkeypatch.setattr(train_module, 'Checkpointer', Saved)
     monkeypatch.setattr(train_module, 'compile_in_background', lambda *_: Compilation(lowered, compiled))
@@ -136,11 +136,11 @@ def test_what_a_session_goes_on_with(monkeypatch, tmp_path, capsys, rewind_to):
     computation, records, goodput = trainer.computation, trainer.records, trainer.services.goodput
     begin = rewind_to or 3
     assert (trainer.state, trainer.start, computation.advance) == ('the state', begin, 'a program')
-    assert computation.batches.windows.batch(begin) == begin + 1  # one was left out before
+    assert computation.batches.windows.batch(begin) == begin + 1  # one batch was left out before
     assert records.throughput.seconds >= 50
     assert (goodput.seconds['step'], goodput.seconds['lost']) == (40, 60)
     assert records.flops_per_token == EXPERIMENT.model.flops_per_token(32)
-    assert records.peak_flops is None  # of a CPU
+    assert records.peak_flops is None  # a CPU has no known peak
     assert records.text == dump(EXPERIMENT) == (tmp_path / 'run' / 'config.gin').read_text()
     assert trainer.checkpointer.rewound == ([] if rewind_to is None else [2])
     assert f'resumed from step {begin} of ' in capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_what_a_session_goes_on_with(monkeypatch, tmp_path, capsys, rewind_to):
 
 @pytest.fixture
 def begin(monkeypatch):
-    """Calls `train` until it opens the cache of compiled programs; returns what it has made by then."""
+    """Calls `train` until it opens the cache of compiled programs; returns its results so far."""
 
     def run(run_dir, **options):
         made = types.SimpleNamespace()
@@ -177,20 +177,20 @@ def begin(monkeypatch):
     return run
 
 
-def test_where_compiled_programs_are_kept(begin, tmp_path):
+def test_the_folder_of_compiled_programs(begin, tmp_path):
     run = str(tmp_path / 'run')
     found = [begin(run, compile_cache=given).folder for given in (None, 'none', 'elsewhere')]
     assert found == [str(tmp_path / 'run' / 'compiled'), None, 'elsewhere']
 
 
-def test_since_when_a_session_counts(begin, tmp_path, monkeypatch):
+def test_a_session_counts_from_the_start_of_its_process(begin, tmp_path, monkeypatch):
     monkeypatch.setattr(train_module.time, 'time', lambda: 5000.0)
     calls = [begin(str(tmp_path), rewind_to=7, begun=4000.0), begin(str(tmp_path))]
     assert [call.goodput.started for call in calls] == [4000.0, 5000.0]
     assert [call.request.rewind_to for call in calls] == [7, None]
 
 
-def test_a_session_goes_on_with_the_ledger_of_the_one_before(begin, monkeypatch):
+def test_a_session_continues_the_ledger_of_the_previous_one(begin, monkeypatch):
     monkeypatch.setattr(RunDir, 'read_goodput', lambda run: Goodput(begun=1000.0).record())
     goodput = begin('unused').goodput
     assert (goodput.starts, goodput.started) == (2, 1000.0)

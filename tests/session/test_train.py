@@ -1,4 +1,4 @@
-"""Whole training runs: interrupted ones equal uninterrupted ones, whatever the devices and processes."""
+"""Whole training runs: interrupted runs equal uninterrupted runs, for any devices and processes."""
 
 import json
 import random
@@ -17,7 +17,7 @@ from lm import cli
 
 
 @pytest.mark.smoke
-def test_a_run_says_what_it_does_and_writes_its_files(reference_run):
+def test_a_run_reports_its_progress_and_writes_its_files(reference_run):
     run, output = reference_run
     for words in ('tokens per step  256', 'parameters', 'tokens in total  10,240', 'step 40/40', 'perplexity', 'tok/s'):
         assert words in output
@@ -84,7 +84,7 @@ def test_sigterm_saves_and_exits_42(tiny_flags, reference_run, tmp_path):
 
 
 def local_pod(run, *flags: str, devices: int = 1) -> str:
-    """`lm train` by two processes of `devices` devices each, to its end; its output."""
+    """Runs `lm train` to its end in two processes of `devices` devices each; returns its output."""
     command = [sys.executable, '-m', 'lm.cli', 'train', '--run_dir', str(run), *flags]
     done = subprocess.run(
         [str(tiny.ROOT / 'scripts/local_pod.sh'), '--devices', str(devices), '2', '--', *command],
@@ -106,7 +106,8 @@ def assert_losses_agree(run, other, kinds=('train', 'eval'), **tolerance: float)
 
 
 def test_other_device_counts_resume_the_same_run(tiny_flags, reference_run, tmp_path):
-    """8 devices, then 1: the same batches, losses within 1e-5. (4 devices and 2 processes: the next test.)"""
+    """8 devices, then 1: the batches are the same, and losses agree within 1e-5. The next test has 4 devices and 2
+    processes."""
     run = tmp_path / 'run'
     for devices, steps in ((8, 10), (1, 40)):
         process = tiny.start('train', '--run_dir', str(run), *tiny_flags, devices=devices)
@@ -120,7 +121,8 @@ def test_other_device_counts_resume_the_same_run(tiny_flags, reference_run, tmp_
 
 
 def test_devices_and_processes_that_share_a_window_continue_the_same_run(tiny_flags, reference_run, tmp_path):
-    """Four devices until they are killed, then two processes: the losses of one device that has whole windows."""
+    """Four devices train until they are killed, then two processes. The losses equal those from one device with whole
+    windows."""
     run = tmp_path / 'run'
     split = [*tiny_flags, *tiny.params({'checkpoint.save_every_steps': 5})]
     process = tiny.start('train', '--run_dir', str(run), *split, *tiny.params({'mesh.sequence': 4}), devices=4)
@@ -131,7 +133,7 @@ def test_devices_and_processes_that_share_a_window_continue_the_same_run(tiny_fl
     assert_losses_agree(run, reference_run[0], rtol=1e-6)
 
 
-def test_two_processes_of_a_local_pod_equal_one_with_two_devices(tiny_flags, tmp_path):
+def test_two_processes_of_a_local_pod_equal_one_process_with_two_devices(tiny_flags, tmp_path):
     single = tmp_path / 'single'
     assert tiny.lm('train', '--run_dir', str(single), *tiny_flags, devices=2).returncode == 0
     pair = tmp_path / 'pair'
@@ -142,8 +144,8 @@ def test_two_processes_of_a_local_pod_equal_one_with_two_devices(tiny_flags, tmp
 
 
 def test_two_slices_equal_one(tiny_flags, tmp_path):
-    """Parameters are shared by the devices of a slice, which is a process, and gradients are added up over both. In
-    another order than by the devices of one process: losses within 1e-5."""
+    """The devices of a slice, which is one process, share parameters. Gradients are summed over both slices, in another
+    order than in one process: losses agree within 1e-5."""
     shared = [*tiny_flags, *tiny.params({'model.d_model': 64, 'mesh.fsdp': 2, 'train.steps': 20})]
     single = tmp_path / 'single'
     assert tiny.lm('train', '--run_dir', str(single), *shared, devices=4).returncode == 0
@@ -200,7 +202,7 @@ def test_projections_are_redrawn_and_resume_exactly(tokens, tmp_path):
     first, last = tiny.checksums(whole, 5), tiny.checksums(whole, 10)
     buffers = [name for name in last if name.startswith('buffers')]
     assert buffers
-    assert all(first[name] != last[name] for name in buffers)  # drawn anew after step 7
+    assert all(first[name] != last[name] for name in buffers)  # redrawn after step 7
     assert tiny.checksums(parts, 10) == last
     evaluation = json.loads((whole / 'metrics.jsonl').read_text().splitlines()[-1])
     assert (evaluation['kind'], evaluation['tokens']) == ('eval', 40)
@@ -227,7 +229,7 @@ def test_a_wrong_tokenizer_or_configuration_is_refused_and_nothing_written(
     assert 'tokenizer is' in capsys.readouterr().err
 
 
-def test_what_cannot_work_is_refused_before_anything_is_written(tiny_flags, tmp_path, capsys):
+def test_impossible_runs_are_refused_before_any_file_is_written(tiny_flags, tmp_path, capsys):
     cases = {
         'nothing is called modle; did you mean model': ({'modle.n_layers': 2}, 2),
         "'/nowhere': no finished token store": ({'data.path': '/nowhere'}, 44),
@@ -254,7 +256,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tiny_flags, tmp_
 def test_the_profiler_window_survives_a_resume_inside_it_and_the_end_of_the_run(tiny_flags, reference_run, tmp_path):
     run = tmp_path / 'run'
     shutil.copytree(reference_run[0], run)
-    shutil.rmtree(run / 'checkpoints' / '40')  # the run goes on from step 30
+    shutil.rmtree(run / 'checkpoints' / '40')  # the run continues from step 30
     done = tiny.lm('train', '--run_dir', str(run), *tiny_flags, *tiny.params({'train.profile': '[25, 99]'}))
     assert done.returncode == 0, done.stderr
     assert list((run / 'profile').rglob('*.xplane.pb'))
@@ -264,8 +266,8 @@ def test_the_profiler_window_survives_a_resume_inside_it_and_the_end_of_the_run(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(CORPORA is None, reason='the test corpora are not there')
-def test_books_survive_five_kills(tmp_path):
-    """The quickest form of the whole promise: real books, 2.6M parameters, 300 steps, five SIGKILLs."""
+def test_a_training_on_books_survives_five_kills(tmp_path):
+    """This is the quickest form of the whole promise: real books, 2.6M parameters, 300 steps, five SIGKILLs."""
     store = tmp_path / 'tokens'
     bindings = {
         'prepare.source': '@text_files()',

@@ -1,4 +1,4 @@
-"""What a run keeps when its steps are not finite, when a save fails, and when a setting was wrong at first."""
+"""A run keeps good checkpoints when steps are not finite, a save fails, or a setting was wrong at first."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ STEPS = 16
 
 @pytest.fixture
 def flags(tokens):
-    """A run of 16 steps on one window of 32 tokens for each device, saved after each step."""
+    """Returns a run of 16 steps on one window of 32 tokens per device, saved after each step."""
     changes = {'train.steps': STEPS, 'train.eval_every': None, 'checkpoint.save_every_steps': 1}
     return tiny.params(tiny.MODEL | changes | {'data.path': str(tokens), 'train.max_nonfinite_steps': 3})
 
@@ -38,7 +38,7 @@ def saved(run) -> list[int]:
 
 @pytest.fixture
 def poisoned(monkeypatch, tokens):
-    """A function that makes the losses of the named batches of that run not finite."""
+    """Returns a function that makes the losses of the named batches of that run not finite."""
 
     def poison(*batches: int) -> None:
         store, plain = TokenStore.open(str(tokens)), TrainStep.weighted_loss
@@ -69,20 +69,20 @@ def test_divergence_keeps_the_good_checkpoints_and_its_remedy_works_in_the_same_
     assert saved(tmp_path / 'run') == [STEPS - 1, STEPS]
 
 
-def test_a_remedy_names_batches_and_keeps_what_was_left_out_before(flags, poisoned, tmp_path, capsys):
+def test_a_remedy_names_batches_and_keeps_those_left_out_before(flags, poisoned, tmp_path, capsys):
     poisoned(9, 12, 13)
     assert train(tmp_path / 'run', flags, train__skip_batches=[(2, 3), (10, 12)]) == 43
     assert "'train.skip_batches = [(2, 3), (9, 14)]'" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_save_that_was_due_while_steps_were_not_finite_follows_the_next_good_one(flags, poisoned, tmp_path):
+def test_a_save_due_during_steps_that_are_not_finite_follows_the_next_good_step(flags, poisoned, tmp_path):
     poisoned(4, 5)
     assert train(tmp_path / 'run', flags, checkpoint__save_every_steps=6, checkpoint__keep_last=9) == 0
     assert saved(tmp_path / 'run') == [7, 12, STEPS]
 
 
 @pytest.mark.parametrize('policy', ['stop', 'continue'])
-def test_a_last_save_that_fails_is_never_called_done(flags, tmp_path, monkeypatch, capsys, policy):
+def test_a_run_whose_last_save_failed_is_never_called_done(flags, tmp_path, monkeypatch, capsys, policy):
     plain = ocp.CheckpointManager.save
 
     def save(self, step, *arguments, **options):
@@ -126,7 +126,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(flags, tmp_path, monkeypatch,
     assert train(tmp_path / 'run', flags, checkpoint__save_every_steps=None) == 0
 
 
-def test_a_step_that_does_not_fit_the_memory_is_never_repeated(flags, tmp_path, monkeypatch, capsys):
+def test_a_step_that_does_not_fit_in_memory_is_not_repeated(flags, tmp_path, monkeypatch, capsys):
     def compile(self, *_, **__):
         raise jax.errors.JaxRuntimeError(
             'RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 54.10G of 30.75G hbm.'

@@ -1,6 +1,6 @@
-"""What a session does after each step, and in which order: the Trainer between stand-ins that keep a diary.
+"""The actions of a session after each step, in order: the Trainer runs between stand-ins that keep a diary.
 
-Nothing is compiled here: a step counts up one number, and the steps named in `bad` are not finite.
+Nothing is compiled here. A step adds one to a number, and the steps named in `bad` are not finite.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from lm.training.config import TrainConfig
 from lm.training.progress import Throughput
 
 LOSS = 2.5
-"""Of each evaluation."""
+"""The result of each evaluation."""
 
 
 class Metrics:
@@ -37,7 +37,7 @@ class Metrics:
 
 
 class Checkpoints:
-    """Saves at multiples of `every`; a step that is said to fail is never there."""
+    """Saves at multiples of `every`; a step in `fails` is never complete."""
 
     def __init__(self, diary, every, steps, fails, is_best):
         self.diary, self.every, self.steps, self.fails, self.is_best = diary, every, steps, fails, is_best
@@ -87,7 +87,7 @@ class Watch:
 
 
 class Session:
-    """A Trainer, the stand-ins around it, and the diary of what they were asked for."""
+    """A Trainer, its stand-ins, and the diary of calls to them."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Session:
         self.trainer = Trainer(self.config, computation, self.checkpoints, records, services, state, start)
 
     def advance(self, state, batch):
-        """The state counts the steps; batch `i` is the one of step i + 1."""
+        """The state counts the steps; batch `i` belongs to step i + 1."""
         step = batch + 1
         assert state['params'] == batch, 'each batch meets the state after the batch before'
         self.diary.append(f'step {step}')
@@ -175,7 +175,7 @@ class Session:
         return Evaluator()
 
     def of(self, *kinds):
-        """The diary, of these kinds of entries alone."""
+        """Returns the diary's entries of these kinds."""
         return [entry for entry in self.diary if entry.partition(' ')[0] in kinds]
 
 
@@ -186,8 +186,8 @@ def test_steps_are_logged_while_the_next_one_runs_and_before_they_are_saved():
         *('step 1', 'step 2', 'train 1', 'step 3', 'train 2', 'train 3', 'save 3'),
         *('step 4', 'step 5', 'train 4', 'step 6', 'train 5', 'train 6', 'save 6'),
     ]
-    # What a checkpoint covers is on disk, on object stores too, before the checkpoint is; a run that has lost its lock
-    # writes none.
+    # Metrics that a checkpoint covers are on disk before the checkpoint is, in object stores too. A run that has lost
+    # its lock writes no metrics.
     for step in (3, 6):
         at = session.diary.index(f'save {step}')
         assert session.diary[at - 2 : at + 2] == ['lock', 'flush', f'save {step}', 'publish']
@@ -199,10 +199,10 @@ def test_steps_are_logged_while_the_next_one_runs_and_before_they_are_saved():
     assert session.of('evaluating') == ['evaluating 6']
 
 
-def test_what_a_record_says():
+def test_the_figures_of_a_record():
     session = Session(tokens_per_step=2048)
     before = {'seconds': {'data': 7.0}, 'starts': 1, 'started': time.time() - 60, 'updated': time.time() - 50}
-    session.trainer.services.goodput = Goodput(before)  # of the starts before this one
+    session.trainer.services.goodput = Goodput(before)  # of the earlier starts
     session.trainer.services.goodput.seconds['data'] += 3.0
     session.trainer.run()
     first, second = session.metrics.records[:2]
@@ -215,7 +215,7 @@ def test_what_a_record_says():
     assert 0 <= second['data_wait_seconds'] <= waits - 3
 
 
-def test_utilisation_is_a_share_of_the_peak():
+def test_utilisation_is_a_fraction_of_the_peak():
     session = Session()
     session.trainer.records.peak_flops = 6e12
     session.trainer.run()
@@ -223,7 +223,7 @@ def test_utilisation_is_a_share_of_the_peak():
     assert record['mfu'] == pytest.approx(3.0 * record['tokens_per_second'] / 6e12)
 
 
-def test_some_steps_are_logged_and_the_last_one_always():
+def test_some_steps_are_logged_and_always_the_last_one():
     session = Session(log_every=4)
     session.trainer.run()
     assert session.of('train', 'shown') == ['train 4', 'shown 4', 'train 6', 'shown 6']
@@ -235,7 +235,7 @@ def test_projections_are_drawn_from_the_weights_before_the_step():
     assert session.redrawn == [({'params': 2, 'buffers': 'drawn at 0'}, (1,), 5, 2)]
 
 
-def test_a_checkpoint_says_what_a_resume_needs():
+def test_a_checkpoint_records_what_a_resume_needs():
     session = Session(every=3, start=2, skip=((1, 3), (9, 11)))
     session.trainer.run()
     saved = session.checkpoints.saved[3]
@@ -249,7 +249,7 @@ def test_a_checkpoint_says_what_a_resume_needs():
     assert session.checkpoints.saved[6].metrics == {'loss': LOSS}  # the last step is evaluated, then saved
 
 
-def test_evaluations_are_made_when_they_are_due_and_at_the_end():
+def test_evaluations_happen_when_they_are_due_and_at_the_end():
     session = Session(eval_every=2, steps=5)
     session.trainer.run()
     assert session.of('train', 'evaluating', 'eval', 'save') == [
@@ -269,7 +269,7 @@ def test_the_last_of_many_steps_is_evaluated():
     assert [trainer.is_evaluation_due(int(step)) for step in ('99999', '100000')] == [False, True]
 
 
-def test_one_of_the_best_is_saved_where_it_is_found():
+def test_one_of_the_best_steps_is_saved_when_it_is_found():
     session = Session(eval_every=2, steps=5, is_best=True)
     session.trainer.run()
     assert session.of('save') == ['save 2', 'save 4', 'save 5']
@@ -279,7 +279,7 @@ def test_one_of_the_best_is_saved_where_it_is_found():
 @pytest.mark.parametrize(
     ('start', 'evaluated', 'first'),
     [
-        (4, (), ['evaluating 4', 'eval 4', 'step 5', 'step 6', 'evaluating 6']),  # the session before stopped in it
+        (4, (), ['evaluating 4', 'eval 4', 'step 5', 'step 6', 'evaluating 6']),  # a session stopped in it
         (4, (4,), ['step 5', 'step 6', 'evaluating 6', 'eval 6']),
         (3, (), ['step 4', 'evaluating 4', 'eval 4', 'step 5', 'step 6']),
         (0, (), ['step 1', 'step 2', 'evaluating 2', 'eval 2', 'step 3']),
@@ -287,7 +287,7 @@ def test_one_of_the_best_is_saved_where_it_is_found():
         (6, (6,), []),
     ],
 )
-def test_an_evaluation_that_is_due_at_a_resume_is_made_up_for(start, evaluated, first):
+def test_an_evaluation_due_at_a_resume_is_repeated(start, evaluated, first):
     session = Session(start=start, eval_every=2, evaluated=evaluated, saved=[start] if start else [])
     session.trainer.run()
     assert session.of('step', 'evaluating', 'eval')[:5] == first
@@ -303,7 +303,7 @@ def test_a_step_whose_evaluation_fails_is_saved_before_the_run_ends():
         assert session.of('train', 'save')[-len(saved) - 1 :] == ['train 4', *saved]
 
 
-def test_a_session_that_is_told_to_stop_logs_saves_and_says_so():
+def test_a_session_asked_to_stop_logs_saves_and_reports():
     session = Session(stop_at=3)
     with pytest.raises(Preempted, match=r'stopped at step 3 of 6, which is saved: run the same command again'):
         session.trainer.run()
@@ -314,7 +314,7 @@ def test_a_session_that_is_told_to_stop_logs_saves_and_says_so():
     assert not any(note.startswith('done') for note in session.notes)
 
 
-def test_a_session_that_is_told_to_stop_in_an_evaluation_leaves_it_to_the_next():
+def test_a_session_asked_to_stop_in_an_evaluation_leaves_it_to_the_next_session():
     session = Session(eval_every=2, stop_at=2)
     with pytest.raises(Preempted, match='stopped at step 2 of 6, which is saved'):
         session.trainer.run()
@@ -322,7 +322,7 @@ def test_a_session_that_is_told_to_stop_in_an_evaluation_leaves_it_to_the_next()
 
 
 @pytest.mark.parametrize(('saved', 'newest'), [([1, 2], 2), ([], 0)])
-def test_steps_that_were_not_finite_are_not_saved_but_repeated(saved, newest):
+def test_steps_that_were_not_finite_are_repeated_and_not_saved(saved, newest):
     session = Session(bad=(3, 4), stop_at=4, every=3, saved=saved)
     with pytest.raises(Preempted, match=f'stopped at step 4 .*not finite; the next session goes on from {newest}'):
         session.trainer.run()
@@ -352,7 +352,7 @@ def test_a_run_ends_with_its_last_step_on_disk_or_with_an_error():
     assert not any(note.startswith('done') for note in session.notes)
 
 
-def test_a_run_says_that_it_is_done():
+def test_a_run_reports_that_it_is_done():
     session = Session(tokens_per_step=2048)
     session.trainer.run()
     assert session.notes[0].startswith('first step after ')
@@ -370,7 +370,7 @@ def test_a_run_says_that_it_is_done():
         ((3, 4), 2, [1, 2], (), ['2 steps in a row, up to step 4', 'gradient of x', 'is step 2', '[(2, 4)]',
                                  '--rewind_to 2']),
         ((1, 2, 3), 3, [], (), ['up to step 3', 'no step is saved', '[(0, 3)]', 'in a new --run_dir']),
-        # Batches 1 and 2 are left out: step 3 sees batch 4. Ranges inside the new one are covered by it.
+        # Batches 1 and 2 are left out: step 3 sees batch 4. The new range covers the ranges inside it.
         ((3, 4), 2, [2], ((1, 3), (5, 6), (90, 91)), ['[(1, 3), (4, 7), (90, 91)]']),
     ],
 )  # fmt: skip
@@ -384,7 +384,7 @@ def test_divergence_names_the_batches_and_a_way_out(bad, limit, saved, skip, exp
     assert session.diary[-1] == 'wait'  # the newest checkpoint is known when all saves have ended
 
 
-def test_a_good_step_ends_the_count_of_those_that_were_not_finite():
+def test_a_good_step_resets_the_count_of_steps_that_were_not_finite():
     session = Session(bad=(1, 2, 4, 5), max_nonfinite_steps=3)
     session.trainer.run()
     assert session.metrics.records[-2]['skipped_steps'] == 4

@@ -1,4 +1,4 @@
-"""How an experiment travels through `lm train`: down the floors, and up again a few times only."""
+"""The way of an experiment through `lm train`: it goes down the layers, and up again only a few times."""
 
 import sys
 import types
@@ -19,17 +19,18 @@ SECTIONS = tuple(type(section) for section in vars(EXPERIMENT).values())
 
 @pytest.fixture
 def stops():
-    """The modules of `lm` in which a function is called with the experiment or a section, methods of sections included.
+    """Returns the modules of `lm` in which a function is called with the experiment or a section; methods of sections
+    count.
 
-    Calls in the same module after each other are one stop.
+    Consecutive calls in the same module are one stop.
     """
     found: list[str] = []
 
     def see(frame, event, _):
         code, module = frame.f_code, frame.f_globals.get('__name__', '')
-        is_resumed = code.co_flags & 0x20 and frame.f_lasti > 8  # a generator that goes on
+        is_resumed = code.co_flags & 0x20 and frame.f_lasti > 8  # a generator that resumes
         is_written = code.co_filename.startswith(str(test_house.ROOT)) and not code.co_name.startswith('<')
-        if event != 'call' or is_resumed or not is_written:  # not made by `dataclasses`
+        if event != 'call' or is_resumed or not is_written:  # `dataclasses` makes functions too; they do not count
             return
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         values = [frame.f_locals.get(name) for name in names]
@@ -41,8 +42,8 @@ def stops():
     sys.setprofile(None)
 
 
-def test_an_experiment_climbs_a_few_times_at_most(stops, monkeypatch, tmp_path):
-    """A climb is a move from a module on a lower floor to a module on a higher floor."""
+def test_an_experiment_climbs_only_a_few_times(stops, monkeypatch, tmp_path):
+    """A climb is a move from a module in a lower layer to a module in a higher layer."""
     result = types.SimpleNamespace(exception=lambda: None, result=lambda: None)
     monkeypatch.setattr(train_module, 'compile_in_background', lambda *_: Compilation(result, result))
     monkeypatch.setattr(train_module.Trainer, 'run', lambda trainer: trainer.state)

@@ -1,4 +1,4 @@
-"""The tutorial on adding a mechanism, executed in a fresh checkout: its files, a short training, and text from it."""
+"""The tutorial on adding a mechanism, executed in a fresh checkout: its files, a short training, and generated text."""
 
 import re
 import shlex
@@ -22,7 +22,7 @@ QUICK = {'bench': ['--repeats', '1'], 'generate': ['--max_tokens', '4']}
 
 @pytest.fixture(scope='module')
 def checkout(tmp_path_factory):
-    """A copy of what the commands need."""
+    """Copies the files that the commands need."""
     folder = tmp_path_factory.mktemp('checkout')
     for name in ('configs', 'docs', 'lm'):
         shutil.copytree(tiny.ROOT / name, folder / name, ignore=shutil.ignore_patterns('__pycache__', '_build'))
@@ -32,7 +32,7 @@ def checkout(tmp_path_factory):
     return folder
 
 
-def test_the_commands_of_the_tutorial(checkout, tokens):
+def test_the_commands_of_the_tutorial_work(checkout, tokens):
     verbs = []
     for line in COMMANDS:
         words = shlex.split(line)

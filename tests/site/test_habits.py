@@ -1,4 +1,4 @@
-"""The files of an open project: citation, issue forms, workflow and hooks are valid, and say what the code says."""
+"""The files of an open project: citation, issue forms, workflow and hooks are valid and agree with the code."""
 
 import re
 
@@ -11,14 +11,14 @@ import lm
 FORMS = sorted((tiny.ROOT / '.github' / 'ISSUE_TEMPLATE').glob('*.yml'))
 KINDS = {'markdown', 'input', 'textarea', 'dropdown', 'checkboxes'}
 CFF_KEYS = {'cff-version', 'type', 'title', 'message', 'abstract', 'authors', 'version', 'license', 'keywords'}
-"""Keys of Citation File Format 1.2.0 that CITATION.cff uses."""
+"""The keys of Citation File Format 1.2.0 that CITATION.cff uses."""
 
 
 def read(name: str):
     return yaml.safe_load((tiny.ROOT / name).read_text())
 
 
-def test_the_citation_is_that_of_this_version():
+def test_the_citation_names_this_version():
     cff = read('CITATION.cff')
     assert set(cff) == CFF_KEYS
     assert (cff['cff-version'], cff['type'], cff['license']) == ('1.2.0', 'software', 'Apache-2.0')
@@ -60,7 +60,7 @@ def test_ci_builds_the_site_runs_the_tests_and_checks_types():
     assert lines.index('scripts/docs.sh') < lines.index('scripts/test.sh --all') < lines.index('scripts/lint.sh pyright')
 
 
-def test_hooks_are_the_checks_of_the_tests():
+def test_hooks_run_the_checks_of_the_tests():
     script = (tiny.ROOT / 'scripts' / 'lint.sh').read_text()
     checks = re.search(r'\|\| set -- (.*)$', script, re.MULTILINE)[1].split()
     (repository,) = read('.pre-commit-config.yaml')['repos']
@@ -74,7 +74,7 @@ def test_hooks_are_the_checks_of_the_tests():
     assert [*quick.split(), 'pyright'] == checks, 'the tests wait for all but the types, which CI checks'
 
 
-def test_the_guide_for_contributors_names_what_exists():
+def test_the_guide_for_contributors_names_existing_files():
     text = (tiny.ROOT / 'CONTRIBUTING.md').read_text()
     names = re.findall(r'(?:^|`)((?:scripts|tests|docs|lm|\.ci)/[\w./]*)', text, re.MULTILINE)
     assert len(names) > 8

@@ -1,4 +1,4 @@
-"""The generated reference of the site names everything that the code has, and the tutorials tell the truth."""
+"""The generated reference of the site covers the whole code, and the tutorials are right."""
 
 import argparse
 import dataclasses
@@ -28,7 +28,7 @@ from lm_reference import commands, gin, markdown, operations, python
 
 
 def rows(page: str, title: str) -> str:
-    """The part of a page below a heading, up to the next heading of its level or above."""
+    """Returns the part of a page below a heading, up to the next heading of its level or above."""
     level = re.search(rf'^(#+) `{re.escape(title)}`$', page, re.MULTILINE)
     assert level, title
     rest = page[level.end() :]
@@ -112,8 +112,8 @@ def test_every_operation_is_described():
 
 
 @pytest.mark.parametrize('path', tiny.PAGES, ids=lambda path: path.stem)
-def test_python_code_of_the_pages(path):
-    """It compiles, and each name of `lm` that a page prints is there."""
+def test_python_code_of_the_pages_compiles(path):
+    """The code compiles, and each name of `lm` on a page exists."""
     text = path.read_text()
     for block in re.findall(r'```python\n(.*?)```', text, re.DOTALL):
         compile(block, path.name, 'exec')
@@ -123,18 +123,18 @@ def test_python_code_of_the_pages(path):
 
 
 def test_python_code_of_the_check_page_runs():
-    """In a new process, in which no test has imported a module before."""
+    """It runs in a new process, in which no test has imported a module before."""
     page = (tiny.ROOT / 'docs' / 'check.md').read_text()
     (code,) = re.findall(r'```python\n(.*?)```', page, re.DOTALL)
     done = subprocess.run(
         [sys.executable, '-c', code], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert [int(word) > 0 for word in done.stdout.split()] == [True] * 3
+    assert [float(word) > 0 for word in done.stdout.split()] == [True] * 3
 
 
 @pytest.mark.parametrize('path', tiny.PAGES, ids=lambda path: path.stem)
-def test_calls_of_the_pages_need_no_import_but_of_lm(path):
+def test_calls_on_the_pages_need_only_lm_imported(path):
     """`lm.a.b(…)` outside of a block works after `import lm` alone."""
     for first in re.findall(r'`[^`\n]*\blm\.([a-z]\w*)(?:\.\w+)+\(', path.read_text()):
         assert first in lm.PUBLIC, f'lm.{first}'
@@ -160,8 +160,8 @@ def test_prose_is_escaped_and_names_are_code():
     ]
 
 
-def test_the_quotes_of_the_tutorial():
-    """The shell leaves what the table says, and gin reads it or refuses it as the table says."""
+def test_the_quotes_of_the_tutorial_work_as_described():
+    """The shell leaves the words in the table. Gin reads or refuses them, as the table shows."""
     page = (tiny.ROOT / 'docs' / 'tutorials' / 'your_own_text.md').read_text()
     table = re.findall(r'^\| `--gin_param (.+?)` \| `(.+?)` \| (.+?) \|$', page, re.MULTILINE)
     assert len(table) >= 5
@@ -177,8 +177,8 @@ def test_the_quotes_of_the_tutorial():
             assert isinstance(value, kinds.get(meaning, object))
 
 
-def test_the_settings_of_the_tutorial():
-    """The shell leaves a word that --set reads as the table says."""
+def test_the_settings_of_the_tutorial_work_as_described():
+    """The shell leaves a word, and --set reads it as the table shows."""
     page = (tiny.ROOT / 'docs' / 'tutorials' / 'your_own_text.md').read_text()
     table = re.findall(r'^\| `--set (.+?)` \| ([\w ]+)', page, re.MULTILINE)
     kinds = {'a text': str, 'a number': int, 'a list': tuple, 'yes': bool, 'nothing': type(None)}

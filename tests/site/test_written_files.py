@@ -1,4 +1,4 @@
-"""The page of files says what real commands write: each path, and each key."""
+"""The page on files agrees with the output of real commands: each path, and each key."""
 
 import importlib
 import json
@@ -38,7 +38,7 @@ TYPES = {'str': str, 'int': int, 'float': (int, float), 'bool': bool, 'dict': di
 
 
 def check(found: dict, described: type) -> None:
-    """`found` has all keys that must be there, no other, and values of their types."""
+    """Checks that `found` has all required keys, no other key, and values of their types."""
     assert described.__required_keys__ <= found.keys() <= described.__annotations__.keys()
     for name, kind, _ in files.keys(described):
         kind = re.sub(r'^NotRequired\[(.*)\]$', r'\1', kind)
@@ -49,7 +49,7 @@ def check(found: dict, described: type) -> None:
 
 
 def paths(heading: str) -> list[str]:
-    """The first column of the table below a heading."""
+    """Returns the first column of the table below a heading."""
     part = PAGE.partition(f'\n{heading}\n')[2]
     return re.findall(r'^\| `([^`]+)`', part.partition('\n#')[0], re.MULTILINE)
 

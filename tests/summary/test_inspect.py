@@ -1,4 +1,4 @@
-"""`lm inspect`: what it says is what lies there, and damage is found."""
+"""`lm inspect`: its output agrees with the files, and it finds damage."""
 
 import json
 import shutil
@@ -16,18 +16,18 @@ from lm.summary import runs, tables
 
 @pytest.fixture
 def run(reference_run, tmp_path):
-    """A copy of the reference run that a test may spoil."""
+    """Returns a copy of the reference run that a test may spoil."""
     return shutil.copytree(reference_run[0], tmp_path / 'run')
 
 
 def inspect(capsys, *arguments: str) -> tuple[int, dict, str]:
-    """(exit code, the JSON, what went to stderr)."""
+    """Returns (exit code, the JSON, stderr)."""
     code = main(['inspect', *arguments, '--json'])
     printed = capsys.readouterr()
     return code, json.loads(printed.out) if printed.out else {}, printed.err
 
 
-def test_a_run(reference_run, capsys):
+def test_a_run_is_described(reference_run, capsys):
     run, _ = reference_run
     code, found, _ = inspect(capsys, str(run), '--verify')
     assert code == 0
@@ -52,7 +52,7 @@ def test_a_run(reference_run, capsys):
         assert words in shown
 
 
-def test_parameters_before_the_first_checkpoint(run, capsys):
+def test_parameters_are_counted_before_the_first_checkpoint(run, capsys):
     _, with_checkpoint, _ = inspect(capsys, str(run))
     shutil.rmtree(run / 'checkpoints')
     code, found, _ = inspect(capsys, str(run))
@@ -62,7 +62,7 @@ def test_parameters_before_the_first_checkpoint(run, capsys):
     assert found['parameters'] == with_checkpoint['parameters']
 
 
-def test_imported_weights_are_not_called_a_run_that_has_not_finished(run, tmp_path, capsys):
+def test_imported_weights_are_not_shown_as_an_unfinished_run(run, tmp_path, capsys):
     shutil.rmtree(run / 'evaluations', ignore_errors=True)
     (run / 'metrics.jsonl').unlink()
     info = json.loads((run / 'run.json').read_text())
@@ -85,11 +85,11 @@ def test_imported_weights_are_not_called_a_run_that_has_not_finished(run, tmp_pa
         ({}, '–'),
     ],
 )
-def test_what_a_run_learns_is_a_task_or_a_store_or_a_mixture(lines, shown):
+def test_a_run_learns_a_task_or_a_store_or_a_mixture(lines, shown):
     assert tables.data_of(lines) == shown
 
 
-def test_what_only_an_import_would_build_is_counted_by_the_record(run, capsys):
+def test_parameters_of_an_unknown_mechanism_come_from_the_record(run, capsys):
     config = run / 'config.gin'
     config.write_text('import nobodys_module\n' + config.read_text().replace('@softmax()', '@nobodys()'))
     code, found, _ = inspect(capsys, str(run))
@@ -97,7 +97,7 @@ def test_what_only_an_import_would_build_is_counted_by_the_record(run, capsys):
     assert found['parameters'] == {'in all': json.loads((run / 'run.json').read_text())['parameters']}
 
 
-def test_damage_in_a_checkpoint_is_found_by_verify_alone(run, capsys):
+def test_only_verify_finds_damage_in_a_checkpoint(run, capsys):
     data = max((run / 'checkpoints' / '40' / 'state').rglob('*'), key=lambda p: p.stat().st_size if p.is_file() else 0)
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
@@ -129,8 +129,8 @@ def test_storage_that_fails_during_the_inspection_is_not_damage(run, capsys, mon
     assert capsys.readouterr().err.endswith('the storage does not answer\n')
 
 
-def test_what_comes_and_goes_during_the_inspection_is_not_damage(run, capsys, monkeypatch):
-    """A run that goes on deletes old checkpoints and writes new ones."""
+def test_files_that_come_and_go_during_the_inspection_are_not_damage(run, capsys, monkeypatch):
+    """A continuing run deletes old checkpoints and writes new ones."""
     verify = Checkpointer.verify
 
     def while_30_is_deleted(self, step):
@@ -172,7 +172,7 @@ def test_half_written_and_foreign_records_are_left_out(run, tmp_path, capsys):
     assert [r.name for r in find_runs([str(run.parent)])] == ['run']
 
 
-def test_a_damaged_table_of_a_sweep(tmp_path, capsys):
+def test_a_damaged_table_of_a_sweep_is_reported(tmp_path, capsys):
     for text in ('', '[]', '{"points": [{}]}', '{"points": 3}'):
         (tmp_path / 'sweep.json').write_text(text)
         code, _, error = inspect(capsys, str(tmp_path))
@@ -181,14 +181,14 @@ def test_a_damaged_table_of_a_sweep(tmp_path, capsys):
         assert 'run the same lm sweep again' in error
 
 
-def test_an_unfinished_token_store(tmp_path, capsys):
+def test_an_unfinished_token_store_is_reported(tmp_path, capsys):
     (tmp_path / 'unfinished').mkdir()
     code, _, error = inspect(capsys, str(tmp_path))
     assert code == 2
     assert 'is an unfinished token store; run the same lm prepare again' in error
 
 
-def test_a_run_that_is_being_written(run):
+def test_a_run_in_progress_is_described(run):
     metrics = run / 'metrics.jsonl'
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text(''.join(lines[:7]) + lines[7][:20])
@@ -203,7 +203,7 @@ def test_a_run_that_is_being_written(run):
     assert main(['inspect', str(run)]) == 0
 
 
-def test_a_token_store(tokens, capsys, tmp_path):
+def test_a_token_store_is_described(tokens, capsys, tmp_path):
     code, found, _ = inspect(capsys, str(tokens), '--verify')
     assert code == 0
     info = json.loads((tokens / 'dataset.json').read_text())
@@ -231,7 +231,7 @@ def test_a_token_store(tokens, capsys, tmp_path):
 
 
 @pytest.mark.parametrize('path', ['nowhere', '.'])
-def test_neither_run_nor_store(path, tmp_path, monkeypatch, capsys):
+def test_a_folder_that_is_neither_run_nor_store_is_refused(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, _, error = inspect(capsys, path)
     assert code == 2

@@ -1,4 +1,4 @@
-"""What the folder of a sweep says of its points: in which state each is, and what was measured."""
+"""The folder of a sweep: it knows the state of each point, and its measurements."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ from lm.training.mesh import JobAddress
 
 @pytest.fixture
 def sweep(tmp_path) -> Sweep:
-    """Points a (done), b (without its last checkpoint), c (nothing yet) and d (failed before it began)."""
+    """Makes points a (done), b (without its last checkpoint), c (without files) and d (failed before it began)."""
     for name in 'ab':
         made_up_runs.write_run(tmp_path / name, Softmax(), steps=100, data='x')
     (tmp_path / 'b' / 'checkpoints' / '100' / 'commit_success.txt').unlink()
@@ -79,7 +79,7 @@ def test_a_point_that_ends_while_another_process_reads_is_in_the_table(sweep, tm
 
     def result(self, point):
         row = read(self, point)
-        if self is sweep and point.name == 'd' and not commit.exists():  # this one has read all
+        if self is sweep and point.name == 'd' and not commit.exists():  # this one has read everything
             commit.write_text('')
             other.write_results()
         return row
@@ -90,7 +90,7 @@ def test_a_point_that_ends_while_another_process_reads_is_in_the_table(sweep, tm
 
 
 def test_a_point_whose_steps_grew_is_not_finished(sweep):
-    """`lm train` goes on with such a run; the configuration in its folder still names the old steps."""
+    """`lm train` continues such a run; the configuration in its folder still has the old number of steps."""
     point = sweep.points[0]
     point.experiment.train.steps = 200
     assert not sweep.is_finished(point)
@@ -103,7 +103,7 @@ def test_prepare_makes_the_folder(tmp_path):
     assert Sweep(tmp_path / 'new' / 'root', [point]).prepare(point) == str(tmp_path / 'new/root/points/p.gin')
 
 
-def test_a_full_disk_changes_nothing_of_how_points_end(sweep, monkeypatch, caplog):
+def test_a_full_disk_does_not_change_how_points_end(sweep, monkeypatch, caplog):
     _, _, c, d = sweep.points
 
     def full(path, *_):
@@ -120,7 +120,7 @@ def test_a_full_disk_changes_nothing_of_how_points_end(sweep, monkeypatch, caplo
         sweep.prepare(d)
     assert sweep.result(d)['exit_code'] == 43
 
-    # The end of a point that runs in this process, which who started it goes by.
+    # The end of a point in this process; its caller depends on it.
     def stopped(*_, **__):
         raise Preempted('stopped at step 3')
 
@@ -138,7 +138,7 @@ def test_a_directory_of_another_configuration_is_refused(sweep):
         sweep.check()
 
 
-def test_a_run_is_no_folder_of_a_sweep_nor_the_other_way_round(sweep, tmp_path):
+def test_a_run_is_not_a_folder_of_a_sweep_nor_the_reverse(sweep, tmp_path):
     sweep.write_results()
     with pytest.raises(ConfigError, match='holds a sweep, which a run would hide; name another directory'):
         RunDir(tmp_path).check_unchanged(sweep.points[0].config)
@@ -146,7 +146,7 @@ def test_a_run_is_no_folder_of_a_sweep_nor_the_other_way_round(sweep, tmp_path):
         Sweep(tmp_path / 'a', []).check()
 
 
-def test_where_a_sweep_lies(tmp_path, monkeypatch):
+def test_the_folder_of_a_sweep_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('HOME', str(tmp_path / 'home'))
     for given, root in (('x', tmp_path / 'x'), ('~/x', tmp_path / 'home' / 'x')):

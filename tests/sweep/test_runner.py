@@ -1,6 +1,6 @@
-"""The runner of a sweep between stand-ins: which points start when, what becomes of each, and how all are stopped.
+"""The runner of a sweep between stand-ins: the start of each point, its end, and a stop of all points.
 
-No process is started: a point ends when the test says so.
+The tests start no process: a point ends when the test says so.
 """
 
 import os
@@ -15,11 +15,11 @@ import pytest
 from lm.errors import ENDING, ConfigError, LmError, Preempted
 from lm.files import lock
 from lm.sweep import runner as runner_module
-from lm.sweep.runner import Runner
+from lm.sweep.runner import Runner, SweepOptions
 
 
 class Process:
-    """What Popen would return: it ends with the next of `codes` after some looks at it."""
+    """Behaves like Popen's result: it ends with the next of `codes` after some polls."""
 
     def __init__(self, command, looks, code, log, options):
         self.command, self.looks, self.code, self.options = command, looks, code, options
@@ -39,7 +39,7 @@ class Process:
 
 
 class World:
-    """A sweep of points named a, b, c, … in a folder, the processes that were started, and what was printed."""
+    """A sweep of points named a, b, c, … in a folder, with the started processes and the printed lines."""
 
     def __init__(self, root, monkeypatch):
         self.root, self.notes, self.is_local = root, root / 'points', True
@@ -79,7 +79,7 @@ class World:
     def names(self):
         return [name for name, _ in self.started]
 
-    # What a Sweep offers
+    # The methods of a Sweep.
 
     def result(self, point):
         return {
@@ -111,7 +111,7 @@ class World:
         return [self.result(point) for point in self.points]
 
     def runner(self, jobs=1, gpus=None, retry=False, imports=False):
-        return Runner(self, jobs, gpus, retry, imports)
+        return Runner(self, SweepOptions(jobs, gpus, retry, imports))
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def world(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('jobs', [1, 2, 9])
-def test_so_many_points_run_at_a_time(world, jobs, capsys):
+def test_the_number_of_points_at_a_time_has_a_limit(world, jobs, capsys):
     for name in 'abcd':
         world.add(name, looks=3)
     runner = world.runner(jobs)
@@ -135,7 +135,7 @@ def test_so_many_points_run_at_a_time(world, jobs, capsys):
     assert world.tables == 6  # before, after each point, at the end
 
 
-def test_what_a_point_is_started_with(world, monkeypatch):
+def test_the_command_of_a_point(world, monkeypatch):
     monkeypatch.setenv('SOME_VARIABLE', 'kept')
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
     world.add('a')
@@ -150,10 +150,10 @@ def test_what_a_point_is_started_with(world, monkeypatch):
     assert len(process.options.fds) == 1
     assert (world.notes / 'a.log').read_text() == 'fine\n'
     with lock(world.notes / '.a.lock'):
-        pass  # nobody holds it any more
+        pass  # the lock is free again
 
 
-def test_what_a_sweep_may_import_its_points_may(world):
+def test_points_may_import_what_the_sweep_may_import(world):
     world.add('a')
     world.runner(imports=True).run()
     [process] = world.processes()
@@ -173,7 +173,7 @@ def test_points_that_are_done_or_failed_for_good_are_left_out(world, capsys):
     assert world.names() == ['c', 'd', 'b']
 
 
-def test_a_point_that_fails_is_recorded_and_the_rest_go_on(world, capsys):
+def test_a_failing_point_is_recorded_and_the_rest_go_on(world, capsys):
     for name, code in zip('abcdefg', (43, 0, -9, 1, 1, 1, 0), strict=True):
         world.add(name, ends=code)
     with pytest.raises(LmError, match='5 of 7 points did not succeed: a, c, d, e …; see') as error:
@@ -196,7 +196,7 @@ def test_up_to_four_failures_are_named(world, failed):
 
 
 def test_a_point_that_is_interrupted_stops_the_sweep(world, capsys):
-    """The machine is being taken away: the other points save, and none is started."""
+    """The machine is being taken away: the other points save, and no new point starts."""
     world.add('a', ends=42, looks=2)
     world.add('b', looks=50)
     world.add('c')
@@ -231,13 +231,13 @@ def test_a_signal_is_passed_on_and_a_second_one_kills(world, number):
     before = [signal.getsignal(n) for n in ENDING]
     with pytest.raises(Preempted):
         world.runner(2).run()
-    # A closed terminal may be told of twice, by the system and by a shell.
+    # The system and a shell may both report a closed terminal.
     expected = [signal.SIGTERM] if number == signal.SIGHUP else [signal.SIGTERM, signal.SIGKILL]
     assert [process.signals for process in world.processes()] == [expected] * 2
     assert [signal.getsignal(n) for n in ENDING] == before
 
 
-def test_a_closed_terminal_stops_no_sweep_that_nohup_has_started(world):
+def test_a_closed_terminal_does_not_stop_a_sweep_under_nohup(world):
     world.add('a', looks=4)
     world.on_sleep = lambda: os.kill(os.getpid(), signal.SIGHUP)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -247,14 +247,14 @@ def test_a_closed_terminal_stops_no_sweep_that_nohup_has_started(world):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_point_that_another_process_runs_comes_later(world, capsys):
+def test_a_point_that_another_process_runs_is_tried_later(world, capsys):
     world.add('a')
     world.add('b')
     held = lock(world.notes / '.a.lock')
 
     def leave():
         if world.now > 5 and not held.closed:
-            world.status['a'] = 'done'  # it has finished it
+            world.status['a'] = 'done'  # the other process has finished it
             held.close()
 
     world.on_sleep = leave
@@ -263,12 +263,13 @@ def test_a_point_that_another_process_runs_comes_later(world, capsys):
     assert capsys.readouterr().out.count('a: another process runs it; waiting for that') == 1
 
 
-def test_a_point_that_another_command_trains_comes_later_or_is_left_to_it(world, capsys):
-    """`lm train` and `lm sweep --index` hold no lock of the sweep but that of the run, which refuses the point's."""
+def test_a_point_that_another_command_trains_is_tried_later_or_left_to_it(world, capsys):
+    """`lm train` and `lm sweep --index` hold only the lock of the run, and no lock of the sweep. The run's lock refuses
+    the point."""
     world.add('a')
     world.add('b', ends=2)
     world.add('c', ends=2)
-    world.occupied = {'a': True, 'b': None}  # b: by another host, of which nothing is known
+    world.occupied = {'a': True, 'b': None}  # another host trains b, and nothing is known about it
 
     def leave():
         if world.now > 5:
@@ -278,7 +279,7 @@ def test_a_point_that_another_command_trains_comes_later_or_is_left_to_it(world,
     with pytest.raises(LmError, match='2 of 3 points did not succeed: b, c'):
         world.runner().run()
     assert world.names() == ['b', 'c', 'a']
-    assert world.failures == {'c': (2, 'it ended with 2')}  # b is tried again by the same command
+    assert world.failures == {'c': (2, 'it ended with 2')}  # the same command tries b again
     assert 'b: another process runs it; left to that' in capsys.readouterr().out
 
 
@@ -291,7 +292,7 @@ def test_a_remote_sweep_keeps_no_logs_and_no_locks(world):
     assert list(world.notes.iterdir()) == []
 
 
-def test_a_signal_while_points_are_started_reaches_them_and_no_other_begins(world, monkeypatch):
+def test_a_signal_during_a_start_reaches_the_new_process_and_no_other_starts(world, monkeypatch):
     for name in 'abc':
         world.add(name, looks=400, ends=1)
 
@@ -314,7 +315,7 @@ def test_running_points_are_reported_once_a_minute(world, capsys, seconds, repor
     assert capsys.readouterr().out.count('a: step 3,000 of 9,000') == reports
 
 
-def test_each_point_gets_gpus_of_its_own(world, monkeypatch):
+def test_each_point_gets_its_own_gpus(world, monkeypatch):
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
     for name in 'abc':
         world.add(name, looks=2)
@@ -340,7 +341,7 @@ def test_each_point_gets_gpus_of_its_own(world, monkeypatch):
         (b'lm train: error: long ago\n' + b'x\n' * 20_000, 'x'),
     ],
 )
-def test_the_last_line_of_a_log(text, expected, tmp_path):
+def test_the_last_line_of_a_log_is_found(text, expected, tmp_path):
     (tmp_path / 'log').write_bytes(text)
     with open(tmp_path / 'log', 'ab') as log:
         assert runner_module._read_last_line(log) == expected

@@ -1,4 +1,4 @@
-"""`lm sweep`: what the points are, mistakes are found before anything is written, no run is repeated."""
+"""`lm sweep`: its points; mistakes are found before any file is written; no run is repeated."""
 
 import json
 import pathlib
@@ -20,7 +20,7 @@ from lm.sweep.points import LONGEST_NAME, make_points
 
 @pytest.fixture
 def plan(tmp_path):
-    """Points of a sweep file with this text, on top of a base file and parameters."""
+    """Returns the points of a sweep file with this text, on top of a base file and parameters."""
 
     def make(text: str, *params: str, base: str = ''):
         (tmp_path / 'base.gin').write_text(base)
@@ -64,7 +64,7 @@ def test_an_axis_of_a_mechanism_concerns_only_the_points_that_select_it(plan):
     assert 'polynomial.degree' not in points[0].settings
 
 
-def test_lists_scopes_and_macros_as_values(plan):
+def test_values_may_be_lists_scopes_and_macros(plan):
     points = plan(
         'LENGTH = [64, 128]\nmodel.attention = [@softmax(), [@a/softmax(), @b/softmax()]]\na/softmax.window = [8, 16]',
         base='train.context_length = %LENGTH\nevaluate.context_length = %LENGTH\n',
@@ -76,8 +76,8 @@ def test_lists_scopes_and_macros_as_values(plan):
     assert [a.window for a in points[2].experiment.model.attention] == [16, None]
 
 
-def test_an_axis_of_an_included_file_may_be_set_anew(plan, tmp_path):
-    """Alone and in a group."""
+def test_an_axis_of_an_included_file_may_be_replaced(plan, tmp_path):
+    """The axis stands alone and in a group."""
     for group in ('', 'zip/'):
         (tmp_path / 'inner.gin').write_text(f'{group}train.seed = [0, 1]\n{group}model.n_layers = [2, 3]\n')
         points = plan(f"include 'inner.gin'\n{group}train.seed = [7, 8]")
@@ -85,7 +85,7 @@ def test_an_axis_of_an_included_file_may_be_set_anew(plan, tmp_path):
         assert sorted(pairs) == ([(7, 2), (8, 3)] if group else [(7, 2), (7, 3), (8, 2), (8, 3)])
 
 
-def test_names_keep_the_rules_and_are_stable_and_different(plan):
+def test_names_of_points_are_valid_stable_and_different(plan):
     values = "['a/b', 'c/b', '..', 'x y', 'X Y', 'é', '" + 'w' * 200 + "', '" + 'w' * 201 + "']"
     text = f'data.path = {values}\noptimizer.peak_learning_rate = [1e-3, 1e-5, 1e20]\n'
     names = [p.name for p in plan(text)]
@@ -99,7 +99,7 @@ def test_names_keep_the_rules_and_are_stable_and_different(plan):
 
 
 def test_a_long_name_is_cut_and_is_the_same_in_every_version(plan):
-    """Written down once: a sweep finds the runs of its points by their names."""
+    """The name was recorded once: a sweep finds the runs of its points by their names."""
     names = [p.name for p in plan(f"data.path = ['{'w' * 100}', '{'w' * 90}', 'a']")]
     assert names == [f'path-{"w" * 86}-10669c69', f'path-{"w" * 90}', 'path-a']
 
@@ -151,7 +151,7 @@ def test_dry_run_and_count_write_nothing(tmp_path, capsys):
     assert not (tmp_path / 'root').exists()
 
 
-def test_one_point_is_one_point(tmp_path, capsys):
+def test_a_single_point_can_be_selected(tmp_path, capsys):
     (tmp_path / 's.gin').write_text('train.seed = [0]')
     assert main(['sweep', '--run_dir', 'root', '--sweep_file', str(tmp_path / 's.gin'), '--dry_run']) == 0
     assert capsys.readouterr().out.startswith('1 point in ')
@@ -181,7 +181,7 @@ def test_no_flag_is_ignored(flags, expected, tmp_path, capsys):
     assert not (tmp_path / 'root').exists()
 
 
-def test_the_help_says_what_1_means(capsys):
+def test_the_help_explains_exit_code_1(capsys):
     assert main(['sweep', '--help']) == 0
     assert '1 also means that points did not succeed' in capsys.readouterr().out
 
@@ -194,7 +194,7 @@ def test_the_shipped_sweeps_resolve():
 
 @pytest.fixture
 def sweep(tokens, tmp_path):
-    """The flags of `lm sweep` with a sweep file of this text, on top of the tiny experiment."""
+    """Returns the flags of `lm sweep` with a sweep file of this text, on top of the tiny experiment."""
 
     def flags(text: str, store: pathlib.Path = tokens) -> list[str]:
         values = tiny.MODEL | {'data.path': str(store)}
@@ -212,7 +212,7 @@ def results(root: pathlib.Path) -> dict[str, dict]:
 
 def test_a_failing_point_does_not_stop_the_rest_and_nothing_is_repeated(sweep, reference_run, tmp_path, capsys):
     root = tmp_path / 'root'
-    # What no check of a configuration finds: the first point diverges.
+    # No check of a configuration can find this: the first point diverges.
     command = sweep('optimizer.peak_learning_rate = [1e30, 3e-3]\ntrain.max_nonfinite_steps = 3\n')
     done = tiny.lm(*command, '--jobs', '2')
     assert done.returncode == 1, done.stdout + done.stderr
@@ -238,7 +238,7 @@ def test_a_failing_point_does_not_stop_the_rest_and_nothing_is_repeated(sweep, r
     assert main(['inspect', str(root)]) == 0
     assert 'diverged (43)' in capsys.readouterr().out
 
-    # Stopped during its last evaluation, a run is saved but not finished.
+    # A run that was stopped during its last evaluation is saved but not finished.
     metrics = root / 'peak_learning_rate-0.003' / 'metrics.jsonl'
     *rest, last = metrics.read_text().splitlines(keepends=True)
     assert json.loads(last)['kind'] == 'eval'
@@ -246,7 +246,7 @@ def test_a_failing_point_does_not_stop_the_rest_and_nothing_is_repeated(sweep, r
     assert tiny.lm(*command, '--index', '1').returncode == 0
     assert tiny.losses(root / 'peak_learning_rate-0.003', 'eval') == tiny.losses(reference_run[0], 'eval')
 
-    # The directories now hold runs of this sweep: another one is refused.
+    # The directories now hold runs of this sweep: another sweep is refused.
     assert main([*command, '--gin_param', 'adamw.b1 = 0.5']) == 44
     assert 'adamw.b1 was 0.95, now 0.5' in capsys.readouterr().err
 
@@ -258,7 +258,7 @@ def test_one_point_in_this_process_fails_like_lm_train(sweep, tmp_path, capsys):
     assert [rows[name]['status'] for name in ('vocab_size-100', 'vocab_size-400')] == ['failed', 'waiting']
 
 
-def test_a_point_that_is_trained_by_another_process_has_not_failed(sweep, tmp_path, capsys):
+def test_a_point_trained_by_another_process_has_not_failed(sweep, tmp_path, capsys):
     command, root = sweep('optimizer.peak_learning_rate = [1e-3, 3e-3]\n'), tmp_path / 'root'
     with RunDir(root / 'peak_learning_rate-0.001').lock():
         assert main([*command, '--index', '0']) == 2
@@ -270,7 +270,7 @@ def test_a_point_that_is_trained_by_another_process_has_not_failed(sweep, tmp_pa
 
 @pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_sweep_continues(how, sweep, reference_run, tmp_path):
-    """Told to stop, it saves and exits with 42; killed, its point saves all the same."""
+    """A sweep that is asked to stop saves and exits with 42. If the sweep is killed, its point still saves."""
     root = tmp_path / 'root'
     command = sweep('train.seed = [0]\n')
     process = tiny.start(*command)
@@ -290,7 +290,8 @@ def test_an_interrupted_sweep_continues(how, sweep, reference_run, tmp_path):
 @pytest.mark.slow
 @needs_corpora
 def test_two_by_two_by_two_on_real_text_killed_half_way(sweep, tmp_path):
-    """2 mechanisms × 2 sketch sizes × 2 seeds and a learning rate that diverges; SIGKILL in the middle of a point."""
+    """2 mechanisms × 2 sketch sizes × 2 seeds and a learning rate that diverges; SIGKILL comes in the middle of a
+    point."""
     bindings = {
         'prepare.source': '@text_files()',
         'text_files.path': str(CORPORA / 'pg19'),
@@ -317,7 +318,7 @@ evaluate.split = 'validation'
     root, command = tmp_path / 'root', sweep(text, tmp_path / 'pg19')
 
     def begun() -> list[str]:
-        """Unfinished points that have done some steps and have many left."""
+        """Returns unfinished points that have done some steps and have many left."""
         found = []
         for name, row in results(root).items() if (root / 'sweep.json').exists() else ():
             metrics = root / name / 'metrics.jsonl'

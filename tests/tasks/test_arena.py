@@ -1,4 +1,4 @@
-"""Pathfinder and the Arena's tasks of files: pictures traced from outside, files written in their authors' formats."""
+"""Pathfinder and the Arena's file tasks: a tracer solves the pictures; files come in their authors' formats."""
 
 import itertools
 
@@ -16,7 +16,7 @@ from lm.tasks.arena.texts import ArenaTexts
 
 
 def parts(pixels: set, reach: int) -> list[set]:
-    """Pixels by what is joined to what in steps of at most `reach` in either direction."""
+    """Returns pixels by connected part; steps of at most `reach` in either direction connect pixels."""
     rest, found = set(pixels), []
     while rest:
         part, border = set(), [rest.pop()]
@@ -30,7 +30,7 @@ def parts(pixels: set, reach: int) -> list[set]:
     return found
 
 
-def test_pathfinder_draws_dashes_apart_and_says_whether_one_path_joins_the_dots():
+def test_pathfinder_draws_separate_dashes_and_labels_connected_dots():
     task = Pathfinder(contour_length=6, distractors=3)
     rows = task.examples('train', range(40), 1025)
     np.testing.assert_array_equal(task.examples('train', [31, 4], 1025), rows[[31, 4]])
@@ -49,18 +49,19 @@ def test_pathfinder_draws_dashes_apart_and_says_whether_one_path_joins_the_dots(
         dashes = parts(drawn, 1)
         assert [len(dash) for dash in dashes] == [2] * (2 * 6 + 3 * 4)
         one_path[label] += any(dots <= part for part in parts(drawn, 2))
-    # Most dashes of one path are two pixels apart and those of others further, so that tracing tells the classes apart.
+    # Most dashes of one path are two pixels apart, and dashes of other paths further. So tracing tells the classes
+    # apart.
     assert one_path[1] / labels.sum() > 2 * one_path[0] / (40 - labels.sum())
 
 
-def test_a_longer_path_has_no_less_room():
+def test_longer_paths_find_room():
     task = Pathfinder()
     (row,) = task.examples('validation', [7], 1025)
     assert (row[:1024] > 1).sum() == 2 * (2 * 14 + 6 * 4)
 
 
 def cifar(folder, per_file: int = 20):
-    """Files of CIFAR-10's binary version, and what they hold."""
+    """Writes files of CIFAR-10's binary version; returns their folder and contents."""
     numbers = np.random.default_rng(0)
     folder.mkdir()
     held = {}
@@ -86,7 +87,7 @@ def test_images_are_grey_pixels_row_by_row(tmp_path):
     assert ArenaImages(path=str(tmp_path / 'cifar'), eval_examples=5).count('test') == 5
 
 
-def test_files_that_moved_are_the_same_data_and_others_are_not(tmp_path):
+def test_moved_files_are_the_same_data_and_other_files_are_not(tmp_path):
     cifar(tmp_path / 'a')
     before = TaskStore(ArenaImages(path=str(tmp_path / 'a')), 1025).fingerprints
     (tmp_path / 'a').rename(tmp_path / 'b')
@@ -95,7 +96,7 @@ def test_files_that_moved_are_the_same_data_and_others_are_not(tmp_path):
     assert TaskStore(ArenaImages(path=str(tmp_path / 'b')), 1025).fingerprints != before
 
 
-def test_texts_are_bytes_and_their_folder_is_their_class(tmp_path):
+def test_texts_are_bytes_and_folders_are_classes(tmp_path):
     for split, name, i in itertools.product(('train', 'test'), ('neg', 'pos', 'unsup'), range(3)):
         (tmp_path / split / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / split / name / f'{i}.txt').write_text(f'{split} {name} {i} ' + 'ß' * i)
@@ -110,7 +111,7 @@ def test_texts_are_bytes_and_their_folder_is_their_class(tmp_path):
     assert task.examples('test', [5], 20).tolist() == task.examples('validation', [5], 20).tolist()
 
 
-def test_pairs_are_two_texts_and_whether_they_belong_together(tmp_path):
+def test_pairs_are_two_texts_with_a_label(tmp_path):
     for name, n in {'train': 3, 'eval': 2, 'test': 1}.items():
         lines = [f'{i % 2}.0\tA{i}\tB{i}\tfirst of {name} {i}\tsecond {"x" * 30}\n' for i in range(n)]
         (tmp_path / f'new_aan_pairs.{name}.tsv').write_text(''.join(lines))
@@ -137,5 +138,5 @@ def test_missing_files_are_named(tmp_path, task):
 def test_the_configurations_fit_their_tasks(name):
     experiment = load([shipped.experiment(name)])
     assert experiment.data.task.shortest_context() <= experiment.train.context_length
-    if name != 'arena_texts':  # whose files say how many classes there are
+    if name != 'arena_texts':  # the files of this task say how many classes there are
         assert experiment.model.vocab_size == experiment.data.task.vocab_size

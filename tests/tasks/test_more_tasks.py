@@ -1,4 +1,4 @@
-"""ListOps, needles and state tracking: their examples, told by evaluators that know nothing of how they were made."""
+"""ListOps, needles and state tracking: independent evaluators solve the examples."""
 
 import itertools
 import statistics
@@ -17,7 +17,7 @@ NAMES = dict(enumerate(['MIN', 'MAX', 'MED', 'SM'], start=OPERATOR))
 
 
 def value_of(text: str) -> int:
-    """Of an expression as the Arena writes it, by a stack."""
+    """Computes the value of an expression as the Arena writes it, with a stack."""
     stack: list[list] = [[]]
     for word in text.split():
         if word.startswith('['):
@@ -38,7 +38,7 @@ def text_of(tokens) -> str:
     return ' '.join(map(word, tokens))
 
 
-def test_the_evaluator_knows_the_example_of_the_paper():
+def test_the_evaluator_solves_the_example_of_the_paper():
     assert value_of('[MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]') == 5
 
 
@@ -64,7 +64,7 @@ def test_listops_are_expressions_with_their_values():
     assert (task.count('train'), task.count('validation'), task.count('test')) == (96_000, 2000, 2000)
 
 
-def test_short_listops():
+def test_short_listops_have_short_expressions():
     task = ListOps(min_length=3, max_length=20, max_depth=3, max_arguments=4)
     for row in task.examples('test', range(300), 20).tolist():
         end = row.index(ASK)
@@ -76,7 +76,7 @@ def test_short_listops():
         task.examples('train', [0], 19)
 
 
-def test_needles_lie_at_their_depths():
+def test_needles_are_at_their_depths():
     task = Needle(vocab_size=64, depths=4, eval_examples=400, eval_lengths=(40, 100))
     places = {}
     for name, part in task.slices('validation', 40).items():
@@ -98,7 +98,7 @@ def test_needles_lie_at_their_depths():
     np.testing.assert_array_equal(task.examples('train', [9, 2], 50), task.examples('train', range(10), 50)[[9, 2]])
 
 
-def test_the_states_of_permutations():
+def test_states_are_products_of_permutations():
     for group, things in (('parity', 2), ('s3', 3), ('s5', 5)):
         task = StateTracking(group=group, eval_lengths=(7, 30), eval_examples=20)
         elements = list(itertools.permutations(range(things)))
@@ -117,7 +117,7 @@ def test_the_states_of_permutations():
 
 
 @pytest.mark.parametrize('name', ['listops', 'needle', 'state_tracking'])
-def test_the_shipped_configurations(name):
+def test_the_shipped_configurations_fit_their_tasks(name):
     experiment = load([shipped.experiment(name), 'configs/attention/softmax.gin'])
     task, model = experiment.data.task, experiment.model
     assert task.gin_name == name

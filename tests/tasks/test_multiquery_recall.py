@@ -1,4 +1,4 @@
-"""Associative recall as Zoology publishes it: token for token, its segments, answers that are not in the input."""
+"""Associative recall as Zoology publishes it: equal tokens, its segments, answers that are not in the input."""
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ RANDOM = [
 ]
 
 
-def test_the_published_examples_token_for_token():
+def test_the_examples_equal_the_published_ones_token_for_token():
     numpy, slots = np.random.RandomState(5), np.arange(1, 8)
     power = 0.3 * slots ** (0.3 - 1)
     keys, values = ([numpy.choice(np.arange(*r), 3, replace=False) for _ in range(3)] for r in ((1, 16), (16, 32)))
@@ -49,7 +49,7 @@ def test_the_published_examples_token_for_token():
     assert np.where(answers < 0, -100, answers).tolist() == LABELS
 
 
-def test_examples_of_every_segment():
+def test_every_segment_has_examples():
     task = MultiqueryRecall()
     packed = task.examples('train', range(90), 256)
     inputs, answers, scored = map(np.asarray, task.unpack(packed))
@@ -71,7 +71,7 @@ def test_examples_of_every_segment():
         assert not row[length:].any()
         others = np.setdiff1d(np.arange(2 * pairs, length), asked)
         places += row[others].tolist()
-    assert abs(np.mean(places) - 4095.5) < 100  # uniform over the vocabulary: standard error about 23
+    assert abs(np.mean(places) - 4095.5) < 100  # uniform over the vocabulary: the standard error is about 23
 
 
 def test_examples_are_pure_and_splits_differ():
@@ -94,7 +94,7 @@ def test_loss_and_accuracy_are_of_the_answers_at_the_questions():
     state['params'] = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape), state['params'])
 
     def by_hand(split, rows, length):
-        """(nats, right) of the answers."""
+        """Returns (nats, right) of the answers."""
         inputs, answers, scored = map(np.asarray, TINY.unpack(TINY.examples(split, rows, length)))
         logits = np.asarray(jax.jit(lambda s: step.functions.merge(s)(inputs))(state), np.float64)
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -122,7 +122,7 @@ def test_fewer_examples_than_segments_leave_no_slice_empty():
     }
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_tasks_are_refused():
     with pytest.raises(ConfigError, match=r'train.context_length = 8: .* has segments of 12 tokens in train'):
         TINY.examples('train', range(3), 8)
     with pytest.raises(ConfigError, match=r'multiquery_recall.train_segments = .* at least four times its pairs'):
@@ -131,7 +131,7 @@ def test_what_cannot_be_is_refused():
         MultiqueryRecall(vocab_size=512)
 
 
-def test_the_shipped_configuration_is_the_published_one():
+def test_the_shipped_configuration_equals_the_published_one():
     experiment = load(['configs/papers/llops/tables_4_5_recall/multiquery_recall.gin'])
     task = experiment.data.task
     assert task == MultiqueryRecall()

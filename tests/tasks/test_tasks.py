@@ -1,4 +1,4 @@
-"""Synthetic tasks: the papers' examples, a loss and an accuracy of the answers alone, and the usual trainer."""
+"""Synthetic tasks: the papers' examples, loss and accuracy of the answers alone, and the usual trainer."""
 
 import json
 import pathlib
@@ -56,7 +56,7 @@ def test_induction_heads_follow_the_definition():
         places.append(first)
     assert np.bincount(tokens[:, 0])[:16].min() > 0
     assert (min(places), max(places)) == (0, 125)
-    assert abs(np.mean(places) - 62.5) < 4  # uniform: standard error 0.8
+    assert abs(np.mean(places) - 62.5) < 4  # uniform: the standard error is 0.8
     np.testing.assert_allclose(np.bincount(tokens[:, 128], minlength=16) / 2000, 1 / 16, atol=0.025)
 
 
@@ -70,7 +70,7 @@ def test_selective_copying_follows_the_definition():
         assert len(answer) == 16
     assert set(tokens[:, -1]) == set(range(1, 15))
     places = np.nonzero(tokens[:, :240])[1]
-    assert abs(places.mean() - 119.5) < 4  # standard error 0.8
+    assert abs(places.mean() - 119.5) < 4  # the standard error is 0.8
 
 
 def test_associative_recall_follows_the_definition():
@@ -90,12 +90,12 @@ def test_associative_recall_follows_the_definition():
             else:
                 assert row[position + 1] == 0
         assert questions == pairs
-    # Power law: the earliest slots are asked most often, the last least.
+    # The queries follow a power law: the earliest slots come most often, the last slots least.
     counts = np.bincount(slots, minlength=24)
     assert counts[0] > 1.5 * counts[4] > 1.5 * counts[-1] > 0
 
 
-def test_draws_without_replacement_have_their_weights():
+def test_draws_without_replacement_follow_their_weights():
     draws = Draws(0, 'train', np.arange(20_000))
     drawn = draws.distinct(4, 2, np.array([1.0, 2.0, 3.0, 4.0]))
     np.testing.assert_allclose(np.bincount(drawn[:, 0]) / 20_000, [0.1, 0.2, 0.3, 0.4], atol=0.015)
@@ -129,7 +129,7 @@ def test_training_and_evaluation_sets_are_disjoint():
     assert not rows['validation'] & rows['test']
 
 
-def test_the_store_serves_each_example_once_an_epoch():
+def test_the_store_serves_each_example_once_per_epoch():
     from lm.data.batches import Windows
 
     task = InductionHeads(train_examples=40)
@@ -145,7 +145,7 @@ def test_the_store_serves_each_example_once_an_epoch():
 
 
 @pytest.mark.parametrize('task', **BY_NAME)
-def test_answers_are_what_is_scored(task):
+def test_only_answers_are_scored(task):
     tokens = task.examples('train', range(20), 64)
     scored = np.asarray(task.scored(tokens))
     assert scored.shape == (20, 64)
@@ -179,7 +179,7 @@ def test_the_loss_is_the_mean_over_the_answers():
 @pytest.mark.parametrize('whole_answers', [True, False])
 def test_accuracy_agrees_with_the_logits_of_the_model(whole_answers):
 
-    # Few values and random weights, so that the model is right now and then.
+    # There are few values and random weights, so that the model is right now and then.
     task = AssociativeRecall(vocab_size=6, n_pairs=2, eval_examples=37)
     object.__setattr__(task, 'whole_answers', whole_answers)
     model = ModelConfig(vocab_size=6, n_layers=1, d_model=32, n_heads=2, head_dim=16, attention=Softmax())
@@ -209,7 +209,7 @@ def test_accuracy_agrees_with_the_logits_of_the_model(whole_answers):
 # ------------------------------------------------------------------------------------------------------- configuration
 
 
-def test_what_cannot_be_is_refused_in_one_line():
+def test_impossible_tasks_are_refused_in_one_line():
     with pytest.raises(ConfigError, match=r'train.context_length = 20: @selective_copying\(\) needs at least 32'):
         TaskStore(SelectiveCopying(), 20)
     with pytest.raises(ConfigError, match=r'associative_recall.n_pairs = 8: must be below half of .*vocab_size = 16'):
@@ -223,7 +223,7 @@ def test_what_cannot_be_is_refused_in_one_line():
         assert np.asarray(task.scored(task.examples('train', range(3), shortest))).any(axis=1).all()
 
 
-def test_the_fingerprint_is_that_of_the_examples():
+def test_the_fingerprint_depends_on_the_examples():
     same, other = TaskStore(InductionHeads(), 16).fingerprints, TaskStore(InductionHeads(seed=1), 16).fingerprints
     assert same == TaskStore(InductionHeads(), 16).fingerprints
     assert same != other
@@ -231,7 +231,7 @@ def test_the_fingerprint_is_that_of_the_examples():
 
 
 @pytest.mark.parametrize('name', ['induction_heads', 'selective_copying', 'associative_recall'])
-def test_the_shipped_configurations_are_the_papers(name):
+def test_the_shipped_configurations_equal_the_papers(name):
     for mechanism in ('softmax', 'polynomial'):
         experiment = load([shipped.experiment(name), f'configs/attention/{mechanism}.gin'])
         model, train = experiment.model, experiment.train
@@ -274,7 +274,7 @@ def task_run(tmp_path_factory) -> tuple[pathlib.Path, str]:
     return run, done.stdout
 
 
-def test_a_task_is_trained_like_text(task_run):
+def test_a_task_trains_like_text(task_run):
     run, output = task_run
     assert 'epochs of @associative_recall()' in output
     assert 'accuracy' in output
@@ -311,7 +311,7 @@ def test_lm_evaluate_prints_the_accuracy(task_run):
     assert f'validation at step 60: accuracy {100 * last["accuracy"]:.2f} % of 200 answers' in done.stdout
 
 
-def test_another_task_is_another_run(task_run, capsys):
+def test_another_task_cannot_continue_a_run(task_run, capsys):
     other = tiny.params(TINY | {'associative_recall.n_pairs': 3})
     assert cli.main(['train', '--run_dir', str(task_run[0]), *other]) == 44
     assert 'associative_recall.n_pairs was 2, now 3' in capsys.readouterr().err
@@ -325,7 +325,7 @@ LEARNERS = {
     'softmax': {'model.attention': '@softmax()'},
     'polynomial 4': {'model.attention': '@polynomial()', 'polynomial.degree': 4},
     'polynomial 8': {'model.attention': '@polynomial()', 'polynomial.degree': 8},
-    # Without exact blocks: a context of one block would be computed exactly, and the sketch would not matter.
+    # Without exact blocks: otherwise a context of one block would be exact, and the sketch would not matter.
     'polysketch 16': {'model.attention': '@polysketch()', 'polysketch.sketch_size': 16, 'polysketch.local': False},
     'polysketch 32': {'model.attention': '@polysketch()', 'polysketch.sketch_size': 32, 'polysketch.local': False},
 }
@@ -334,7 +334,7 @@ LEARNERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize('name', LEARNERS)
 def test_two_layers_learn_induction_heads(name, tmp_path):
-    """Context 32 first, then 128 from those weights: the commands in induction_heads_start.gin."""
+    """Context 32 comes first, then 128 from those weights: the commands are in induction_heads_start.gin."""
     start, run = str(tmp_path / 'start'), tmp_path / 'run'
     learner = tiny.params(LEARNERS[name])
     finish = {'train.init_from': start} | ({'train.steps': 1400} if name == 'polysketch 32' else {})
@@ -351,7 +351,7 @@ def test_two_layers_learn_induction_heads(name, tmp_path):
 
 @pytest.mark.slow
 def test_associative_recall_separates_the_mechanisms(tmp_path):
-    """The order of LLoPS Table 4, by the commands in associative_recall_start.gin."""
+    """The order is LLoPS Table 4's; the commands are in associative_recall_start.gin."""
     accuracy = {}
     for mechanism in ('softmax', 'llops', 'taylor'):
         start, run = tmp_path / f'{mechanism}_start', tmp_path / mechanism
@@ -366,8 +366,8 @@ def test_associative_recall_separates_the_mechanisms(tmp_path):
     assert accuracy['taylor'] < 0.998
 
 
-def test_each_file_of_the_room_is_found():
-    """A task that is not named anywhere else can be named in gin, and stands in the lists of error messages."""
+def test_a_new_task_file_is_found():
+    """No other file names the task. It can be named in gin, and error messages list it."""
     files = {path.stem for path in pathlib.Path(lm.tasks.__file__).parent.rglob('*.py')}
     made = {cls.__module__.rpartition('.')[2] for cls in REGISTRY.values() if issubclass(cls, Task)}
     assert files - made == {'__init__', 'base', 'classification', 'draws', 'separate_answers'}

@@ -1,4 +1,4 @@
-"""Trackers: what they get of a run, that they say how it ended, and that none of them stops it."""
+"""Trackers get the figures of a run and its outcome, and none of them stops it."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ def facts(tmp_path):
 
 @pytest.fixture
 def server():
-    """(address, the bodies that were posted to it)."""
+    """Returns (address, the bodies that were posted to it)."""
     posted = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -56,7 +56,7 @@ def server():
         server.shutdown()
 
 
-def test_gin_names_them_and_a_run_may_change_them():
+def test_gin_names_trackers_and_a_resumed_run_may_change_them():
     experiment = load([], ['train.trackers = [@webhook(), @wandb()]', "wandb.mode = 'offline'"], root=Experiment)
     assert experiment.train.trackers == (Webhook(), Wandb(mode='offline'))
     text = [line for line in dump(experiment).splitlines() if '=' in line]
@@ -75,7 +75,7 @@ def test_gin_names_them_and_a_run_may_change_them():
         (OSError('full'), 'failed'),
     ],
 )
-def test_the_webhook_says_how_it_ended(facts, server, error, event, monkeypatch):
+def test_the_webhook_reports_how_the_run_ended(facts, server, error, event, monkeypatch):
     monkeypatch.setenv('MY_HOOK', server[0])
     with contextlib.suppress(type(error) if error else ()), Trackers([Webhook(url='$MY_HOOK')], facts) as trackers:
         trackers.write(RECORD)
@@ -87,7 +87,7 @@ def test_the_webhook_says_how_it_ended(facts, server, error, event, monkeypatch)
     assert event in body['text']
 
 
-def test_what_fails_is_said_once_and_nothing_stops(facts, caplog):
+def test_a_failing_tracker_is_reported_once_and_stops_nothing(facts, caplog):
     @configurable('test_broken')
     class Broken(Tracker):
         def open(self, run):
@@ -106,7 +106,7 @@ def test_what_fails_is_said_once_and_nothing_stops(facts, caplog):
     assert said[1] == ('train.trackers[0] = @test_broken(): RuntimeError: no connection; the run goes on without it')
 
 
-def test_a_dead_webhook_is_only_said(facts, caplog):
+def test_a_dead_webhook_is_only_a_warning(facts, caplog):
     with caplog.at_level(logging.WARNING), Trackers([Webhook(url='http://127.0.0.1:9/x')], facts):
         pass
     assert 'the run goes on without it' in caplog.text
@@ -132,14 +132,14 @@ def test_every_tracker_follows_a_run_and_never_stops_it(name, facts, monkeypatch
                 raise end
 
 
-def test_other_processes_do_nothing(facts, server):
+def test_other_processes_write_nothing(facts, server):
     with Trackers([Webhook(url=server[0])], facts, enabled=False) as trackers:
         trackers.write(RECORD)
     assert server[1] == []
 
 
 def events_of(path) -> list:
-    """What an event file holds."""
+    """Returns the contents of an event file."""
     from tensorboardX.proto.event_pb2 import Event
 
     data, found = path.read_bytes(), []
@@ -159,7 +159,7 @@ def test_tensorboard_holds_the_numbers_without_tensorflow(facts):
     assert found == {(3, 'train/loss'): 2.5, (4, 'train/loss'): 2.0}
 
 
-def test_a_restart_hides_the_steps_that_are_made_again(facts):
+def test_a_restart_hides_the_steps_that_are_repeated(facts):
     (facts.path / 'tensorboard').mkdir()
     old = facts.path / 'tensorboard' / 'events.out.tfevents.1'
     old.touch()
@@ -169,7 +169,7 @@ def test_a_restart_hides_the_steps_that_are_made_again(facts):
     assert [event.step for event in events_of(path) if event.HasField('session_log')] == [4]
 
 
-def test_what_train_tensorboard_asks_for_goes_through_clu(tmp_path, monkeypatch):
+def test_train_tensorboard_writes_through_clu(tmp_path, monkeypatch):
     written = []
 
     def writer(folder):
@@ -205,7 +205,7 @@ def test_metrics_reach_the_trackers(tmp_path, server):
     assert trackers.run.bindings['train.steps'] == '125000'
 
 
-def test_a_training_tells_its_end(tiny_flags, tmp_path, server):
+def test_a_training_reports_its_end(tiny_flags, tmp_path, server):
     flags = tiny.params({
         'train.trackers': '[@webhook(), @tensorboard()]', 'webhook.url': server[0], 'train.steps': 6,
         'train.log_every': 2,
@@ -217,7 +217,7 @@ def test_a_training_tells_its_end(tiny_flags, tmp_path, server):
 
 
 @pytest.mark.interop
-def test_weights_and_biases_offline(facts):
+def test_weights_and_biases_works_offline(facts):
     pytest.importorskip('wandb', reason='needs wandb: scripts/test.sh -m interop')
     with Trackers([Wandb(mode='offline')], facts) as trackers:
         trackers.write(RECORD)

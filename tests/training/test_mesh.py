@@ -1,4 +1,4 @@
-"""What a mesh says of its batches, slices, and whether this is a TPU worker, with and without JAX's private answer."""
+"""The batches and slices of a mesh; and the detection of TPU workers, with and without JAX's private function."""
 
 import importlib
 import re
@@ -25,7 +25,7 @@ def test_a_batch_is_split_over_all_devices_of_the_data_axes(fsdp):
 @pytest.mark.parametrize(
     ('settings', 'shape'), [({}, (8, 1)), ({'fsdp': 4}, (2, 4)), ({'fsdp': 2, 'sequence': 2}, (2, 2, 2))]
 )
-def test_devices_that_share_parameters_or_a_window_are_of_one_slice(settings, shape):
+def test_devices_that_share_parameters_or_a_window_belong_to_one_slice(settings, shape):
     found = make_mesh(MeshConfig(slices=2, **settings))
     assert found.devices.shape == shape
     first = found.devices[: shape[0] // 2]
@@ -35,13 +35,10 @@ def test_devices_that_share_parameters_or_a_window_are_of_one_slice(settings, sh
 @pytest.mark.parametrize(
     ('shape', 'names', 'axis'),
     [
-        (
-            (36, 1280, 6816),
-            ('layer', 'embed', 'mlp'),
-            1,
-        ),  # parts of 40 rows fill registers, those of 213 columns do not
+        # Parts of 40 rows fill registers. Parts of 213 columns do not.
+        ((36, 1280, 6816), ('layer', 'embed', 'mlp'), 1),
         ((36, 3408, 1280), ('layer', 'mlp', 'embed'), 2),
-        ((36, 100, 96), ('layer', 'embed', 'mlp'), 2),  # nothing fills them
+        ((36, 100, 96), ('layer', 'embed', 'mlp'), 2),  # no axis fills them
         ((32, 3, 5), ('layer', 'embed', 'mlp'), None),
         ((), (), None),
     ],
@@ -50,7 +47,7 @@ def test_devices_share_the_axis_whose_parts_fill_registers(shape, names, axis):
     assert shared_axis(shape, 32, names) == axis
 
 
-def test_more_devices_than_a_slice_has_cannot_share():
+def test_more_devices_than_in_a_slice_cannot_share():
     with pytest.raises(ConfigError, match=r'mesh\.fsdp = 8: must divide the 4 devices of each of 2 slices'):
         make_mesh(MeshConfig(slices=2, fsdp=8))
 
@@ -66,7 +63,7 @@ def test_more_devices_than_a_slice_has_cannot_share():
         (None, [0, 0, 0, 1], 'JAX sees 2 slices, of 3 and 1 devices'),
     ],
 )
-def test_tpus_say_their_slices(slices, indices, found):
+def test_tpus_name_their_slices(slices, indices, found):
     devices = [types.SimpleNamespace(id=i, platform='tpu', slice_index=index) for i, index in enumerate(indices)]
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=re.escape(found)):
@@ -96,7 +93,7 @@ class Present:
         (None, True, True),
     ],
 )
-def test_workers_are_known_also_without_what_is_private_in_jax(monkeypatch, module, variables, answer):
+def test_tpu_workers_are_detected_with_and_without_private_names_of_jax(monkeypatch, module, variables, answer):
     def import_module(name):
         if module is None:
             raise ImportError(name)

@@ -1,4 +1,4 @@
-"""A run on a mixture, evaluated on several sets: what it logs, and that a resume changes nothing."""
+"""A run on a mixture with several evaluation sets: its log, and resumes that change nothing."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ STEPS = 8
 
 @pytest.fixture(scope='module')
 def flags(tokens, tmp_path_factory):
-    """The tiny experiment on two stores, with two more sets."""
+    """Returns the flags of the tiny experiment on two stores, with two more sets."""
     folder = tmp_path_factory.mktemp('mixture')
     tokenizer = TokenStore.open(str(tokens)).tokenizer()
     text = (tokens.parent / 'text' / 'train' / 'typing.txt').read_text()
@@ -58,7 +58,7 @@ def run(kept_programs, flags, tmp_path_factory):
 
 
 def records(run, kind: str) -> list[dict]:
-    """Of metrics.jsonl, without what a clock says."""
+    """Returns the records of metrics.jsonl without times."""
     found = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
     clocks = ('seconds', 'tokens_per_second', 'mfu', 'data_wait_seconds')
     return [{k: v for k, v in r.items() if k not in clocks} for r in found if r['kind'] == kind]
@@ -69,7 +69,7 @@ def test_losses_and_epochs_of_each_source_are_logged(run):
     store = experiment.data.open(32)
     windows = make_windows(experiment.data, experiment.train, store)
     assert windows.names == ['tokens', 'typing']
-    typing = (store.stores['typing'].tokens('train') - 1) // 32  # windows in an epoch of it
+    typing = (store.stores['typing'].tokens('train') - 1) // 32  # windows per epoch
     found = records(run, 'train')
     for record in found:
         counts = np.bincount(windows.sources(record['step'] - 1))
@@ -77,7 +77,7 @@ def test_losses_and_epochs_of_each_source_are_logged(run):
         mean = (counts * [record['loss/tokens'], record['loss/typing']]).sum() / 16
         assert mean == pytest.approx(record['loss'], rel=1e-6)
         assert record['epochs/typing'] == 4 * record['step'] / typing
-    # The first step's, computed by itself.
+    # This computes the loss of the first step independently.
     step = train_step(experiment.model, experiment.optimizer, STEPS)
     batch = store.read_many('train', windows.starts(0), 33).astype(np.int32)
     losses = jax.jit(lambda: step.functions.token_losses(select_weights(step.init(0)), batch[:, :-1], batch[:, 1:]))()
@@ -95,7 +95,7 @@ def test_each_set_has_its_perplexity(run, tokens, capsys):
     last = found[-1]
     assert last['loss/typing'] == last['loss/seen']  # the same text
     assert 'sets' not in last
-    # `lm evaluate` on each store by itself gives the same figures.
+    # `lm evaluate` on each store alone gives the same figures.
     sums, alone = {}, {'data.mixture': [], 'evaluate.sets': []}
     folder = load([str(run / 'config.gin')]).data.path
     for name, changes in {
@@ -108,7 +108,7 @@ def test_each_set_has_its_perplexity(run, tokens, capsys):
         sums[name] = found = json.loads(capsys.readouterr().out)
         for figure in figures:
             assert last[f'{figure}/{name}'] == pytest.approx(found[figure], rel=1e-6), (figure, name)
-    # The whole is the sum over the parts of the mixture, not of the other sets.
+    # The whole is the sum over the parts of the mixture, without the other sets.
     for name in ('sum_nats', 'tokens', 'bytes', 'words', 'documents'):
         assert last[name] == pytest.approx(sums['tokens'][name] + sums['typing'][name], rel=1e-6)
     assert last['loss'] == pytest.approx(last['sum_nats'] / last['tokens'])
@@ -127,7 +127,7 @@ def test_inspect_and_report_show_the_sets(run, tmp_path, capsys):
     assert f'{perplexity:.3f}' in (tmp_path / 'report' / 'report.md').read_text()
 
 
-def test_a_resume_changes_nothing_and_weights_may_not_change(run, flags, tokens, tmp_path, capsys):
+def test_a_resume_changes_nothing_and_mixture_weights_may_not_change(run, flags, tokens, tmp_path, capsys):
     again = shutil.copytree(run, tmp_path / 'run')
     shutil.rmtree(again / 'checkpoints' / '8')
     told = json.loads((again / 'run.json').read_text()) | {'saved_step': 4}
@@ -143,7 +143,7 @@ def test_a_resume_changes_nothing_and_weights_may_not_change(run, flags, tokens,
     assert tiny.checksums(again, 8) == tiny.checksums(run, 8)
 
 
-def test_what_training_refuses_check_refuses(flags, tokens, tmp_path, capsys):
+def test_check_refuses_what_training_refuses(flags, tokens, tmp_path, capsys):
     other = tmp_path / 'other'
     text = (tokens.parent / 'text' / 'train' / 'typing.txt').read_text()
     tiny.write_store(other, {'validation': [text]}, SentencePiece(train(TokenizerConfig(vocab_size=399), [text])))
@@ -187,8 +187,8 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def test_two_processes_see_and_learn_what_one_does(run, flags, tmp_path):
-    """Half of the rows each, of the same batches; losses, also those of each source and set, to rounding."""
+def test_two_processes_learn_the_same_as_one(run, flags, tmp_path):
+    """Each process has half of the rows of the same batches. Losses agree to rounding, per source and per set too."""
     two = tmp_path / 'run'
     command = [sys.executable, '-c', READS_AND_TRAINS]
     options = ['train', '--run_dir', str(two), *flags, '--coordinator_address', f'localhost:{tiny.free_port()}']
@@ -201,6 +201,7 @@ def test_two_processes_see_and_learn_what_one_does(run, flags, tmp_path):
     ]  # fmt: skip
     said = [job.communicate(timeout=500)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], '\n'.join(said)
+    assert '[Gloo]' not in ''.join(said)
     experiment = load([str(run / 'config.gin')])
     store = experiment.data.open(32)
     windows = make_windows(experiment.data, experiment.train, store)

@@ -1,4 +1,4 @@
-"""What is hidden and asked for: shares, determinism, and that nothing of the answer reaches the model."""
+"""Hidden tokens: fractions, determinism, and no trace of the answer in the model's input."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ def hide(tokens, numbers, hiding=HIDING):
     return tuple(map(np.asarray, hidden(hiding, tokens, jnp.asarray(numbers, jnp.uint32))))
 
 
-def test_shares_are_those_of_bert():
+def test_fractions_equal_bert():
     tokens = np.asarray(residues((400, 512)))
     inputs, chosen = hide(tokens, range(400))
     is_residue, changed = tokens != END, inputs != tokens
@@ -64,16 +64,16 @@ def test_shares_are_those_of_bert():
     assert not (masked & ~chosen).any()
     assert abs(masked.sum() / n - 0.8) < 4 * np.sqrt(0.16 / n)
     others = chosen & ~masked
-    # Of the random ones 1 of 26 is the token itself.
+    # 1 of 26 random tokens equals the token itself.
     assert abs((inputs[others] != tokens[others]).sum() / n - 0.1 * 25 / 26) < 4 * np.sqrt(0.09 / n)
     drawn = np.bincount(inputs[others & changed], minlength=V)
     assert drawn[[END, MASK]].sum() == 0
     assert drawn[2:].min() > 0.5 * drawn.sum() / 26
-    # No place is favoured.
+    # No position is favoured.
     assert np.abs(chosen.sum(0) / is_residue.sum(0) - 0.15).max() < 6 * np.sqrt(0.15 * 0.85 / 400)
 
 
-def test_other_shares():
+def test_other_fractions_are_possible():
     tokens = np.asarray(residues((50, 300)))
     inputs, chosen = hide(
         tokens, range(50), Masked(share=0.5, mask_share=1.0, random_share=0.0).make_hiding(STORE, V, 'x')
@@ -88,8 +88,8 @@ def test_other_shares():
 
 @settings(deadline=None, max_examples=25)
 @given(st.permutations(range(12)), st.integers(1, 12), st.integers(0, 2**32 - 20))
-def test_what_is_hidden_depends_on_the_number_of_the_window_alone(order, size, first):
-    """In whatever order and batch windows come, of whatever other windows."""
+def test_hidden_tokens_depend_on_the_number_of_the_window_alone(order, size, first):
+    """The order of windows, their batch and the other windows do not matter."""
     tokens, numbers = np.asarray(residues((12, 40))), np.uint32(first) + np.arange(12, dtype=np.uint32)
     whole = hide(tokens, numbers)
     chosen = np.array(order[:size])
@@ -100,9 +100,9 @@ def test_what_is_hidden_depends_on_the_number_of_the_window_alone(order, size, f
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10_000), st.integers(1, 25))
-def test_nothing_of_a_hidden_token_reaches_the_model(number, shift):
-    """Other tokens at the places that are asked for, but for those that stay, change nothing that is read; and what is
-    asked for does not depend on any token."""
+def test_no_trace_of_a_hidden_token_reaches_the_model(number, shift):
+    """Other tokens at hidden positions change no input, except where the token stays. The choice of positions depends
+    on no token."""
     tokens = np.asarray(residues((1, 200), seed=number))
     inputs, chosen = hide(tokens, [number])
     other = np.where(tokens == END, END, 2 + (tokens - 2 + shift) % 26)
@@ -114,7 +114,7 @@ def test_nothing_of_a_hidden_token_reaches_the_model(number, shift):
     np.testing.assert_array_equal(hide(other, [number])[1], chosen)
 
 
-def test_seeds_splits_and_windows_have_lots_of_their_own():
+def test_seeds_splits_and_windows_have_independent_draws():
     tokens = residues((1, 4000), ends=0)
     found = [
         hide(tokens, [number], Masked(seed=seed).make_hiding(STORE, V, split))[1]
@@ -142,7 +142,7 @@ def test_the_mask_token_has_an_id_of_its_own():
         Masked(mask_id=2).make_hiding(store, 400, 'x')
 
 
-def test_of_objective_data_and_model_what_does_not_go_together_is_refused():
+def test_contradictions_between_objective_data_and_model_are_refused():
     text, task = DataConfig(path='x'), DataConfig(task=InductionHeads())
     causal = dataclasses.replace(MODEL, causal=True)
     check_objective(NextToken(), text, causal)
@@ -179,8 +179,8 @@ def step_of(objective, model=MODEL, **options):
     return train_step(model, OptimizerConfig(warmup_steps=1), 10, objective.unpack(STORE, V), **options)
 
 
-def test_the_next_token_is_what_is_asked_for_by_default():
-    """Named or not, the same program."""
+def test_the_next_token_is_predicted_by_default():
+    """The program is the same with and without the name."""
     model = dataclasses.replace(MODEL, causal=True)
     batch = residues((2, 4, 17))
     texts = []
@@ -191,7 +191,7 @@ def test_the_next_token_is_what_is_asked_for_by_default():
 
 
 def own_loss(step, state, batch, first):
-    """Mean nats of the chosen places of a batch of windows, by the logits of the model."""
+    """Computes the mean nats of the chosen positions of a batch of windows, from the logits of the model."""
     hiding = Masked().unpack(STORE, V)
     tokens = np.asarray(batch).reshape(-1, batch.shape[-1])[:, :-1]
     inputs, chosen = hide(tokens, np.arange(first, first + len(tokens)), hiding)
@@ -202,8 +202,8 @@ def own_loss(step, state, batch, first):
 
 
 @pytest.mark.parametrize('microbatches', [1, 2, 4])
-def test_the_loss_is_that_of_the_chosen_places(microbatches):
-    """However the batch is cut; the second step has lots of its own."""
+def test_the_loss_is_the_mean_over_the_chosen_positions(microbatches):
+    """The cuts of the batch do not matter. The second step draws again."""
     batch = residues((microbatches, 8 // microbatches, 33))
     step = step_of(Masked(), by_window=True)
     state = step.init(0)
@@ -217,9 +217,9 @@ def test_the_loss_is_that_of_the_chosen_places(microbatches):
         assert np.ravel(metrics['window_targets']).tolist() == chosen.sum(axis=1).tolist()
 
 
-def test_devices_and_microbatches_change_no_lot():
-    """One device, eight, four microbatches, and two devices for each window: the same loss to rounding, so the same
-    places."""
+def test_devices_and_microbatches_do_not_change_the_draw():
+    """The cases: one device, eight, four microbatches, two devices per window. Equal losses to rounding mean equal
+    positions."""
     batch, losses = residues((1, 8, 33)), []
     for devices, microbatches, sequence in ((1, 1, 1), (8, 1, 1), (1, 4, 1), (8, 1, 2)):
         mesh = make_mesh(MeshConfig(sequence=sequence), jax.devices()[:devices])

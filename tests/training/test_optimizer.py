@@ -1,4 +1,4 @@
-"""Update rules and schedules: one file each, found by themselves; bindings of earlier versions mean what they meant."""
+"""Update rules and schedules: one file each, found automatically; bindings of earlier versions keep their meaning."""
 
 import dataclasses
 import re
@@ -42,7 +42,7 @@ DECLARED = {
 
 @configurable('test_sign')
 class Sign(Rule):
-    """The sign of a running mean of the gradients: all that a new rule needs."""
+    """The sign of a running mean of the gradients: a new rule needs no more than this."""
 
     momentum: float = field(default=0.5, minimum=0, below=1)
 
@@ -60,12 +60,12 @@ class Identity(Rule):
 
 
 def of(base: type) -> list[type]:
-    """The configurables of a kind that the project ships."""
+    """Returns the configurables of a kind that the project ships."""
     return [cls for name, cls in REGISTRY.items() if issubclass(cls, base) and not name.startswith('test_')]
 
 
 def listed(base: type) -> str:
-    """How an error message lists the configurables of a kind."""
+    """Returns the list of the configurables of a kind, as an error message shows it."""
     names = sorted(name for name, cls in REGISTRY.items() if issubclass(cls, base))
     return re.escape(f'must be one of {", ".join(f"@{name}()" for name in names)}')
 
@@ -95,8 +95,8 @@ def test_a_rule_is_one_class():
     assert len(steps) > 1
 
 
-def test_muon_moves_every_matrix_alike_in_all_directions():
-    """Each layer and each of the matrices side by side by itself, tall or wide, whatever the size of the gradient."""
+def test_muon_moves_each_matrix_equally_in_all_directions():
+    """Each layer and each of the stacked matrices counts separately, tall or wide, for any size of the gradient."""
     declared = {
         'wide': Declaration('matrix', ('layer', 'embed', 'mlp'), pieces=(40, 24, 24)),
         'tall': Declaration('matrix', ('mlp', 'embed')),
@@ -117,7 +117,7 @@ def test_muon_moves_every_matrix_alike_in_all_directions():
     np.testing.assert_array_less(0.6, np.diag(u.T @ directions['tall'] @ v.T) / (0.3 * 48**0.5))
 
 
-def test_muon_leaves_what_is_no_matrix_to_another_rule():
+def test_muon_leaves_other_parameters_to_another_rule():
     step = train_step(MODEL, OptimizerConfig(warmup_steps=1), 10)
     params = jax.eval_shape(lambda: step.init(0))['params']
     gradients = jax.tree.map(lambda x: jnp.sin(1 + jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), params)
@@ -141,11 +141,11 @@ def test_muon_exchanges_nothing_inside_its_iteration():
     lies = jax.tree.map(lambda leaf: leaf.sharding, (gradients, state))
     with jax.set_mesh(mesh):
         program = jax.jit(transform.update, out_shardings=lies).lower(gradients, state).compile().as_text()
-    assert program.count(' all-to-all(') == 3  # there, and each of the two matrices back
+    assert program.count(' all-to-all(') == 3  # one there, and one back for each of the two matrices
     assert not re.search(r' (all-gather|all-reduce|reduce-scatter|collective-permute)\(', program)
 
 
-def test_rules_say_what_they_keep():
+def test_rules_declare_the_bytes_of_their_state():
     assert AdamW().state_bytes() == 8
     assert Muon().state_bytes() == Sign().state_bytes() == 4
     assert Sign().state_bytes() == 4
@@ -154,8 +154,8 @@ def test_rules_say_what_they_keep():
 
 
 @pytest.mark.parametrize('rule', of(Rule))
-def test_every_rule_goes_down(rule):
-    """The first direction leads downhill, for a matrix and for a vector; the state has one shape throughout."""
+def test_every_rule_goes_downhill(rule):
+    """The first direction leads downhill, for a matrix and for a vector; the state keeps its shape."""
     params = {'kernel': jnp.ones((8, 4)), 'bias': jnp.full((4,), -1.0)}
     transform = rule().build(DECLARED)
     state = transform.init(params)
@@ -172,7 +172,7 @@ def test_every_schedule_starts_at_the_peak_and_stays_between_it_and_zero(schedul
     assert all(0 <= value <= 0.5 + 1e-6 for value in values)
 
 
-def test_where_schedules_end():
+def test_schedules_end_at_their_final_rate():
     ends = {Linear(): 0, Cosine(): 0, Constant(): 0.5}
     ends |= {Linear(final_fraction=0.1): 0.05, Cosine(final_fraction=0.1): 0.05}
     for schedule, end in ends.items():
@@ -193,13 +193,13 @@ def test_wsd_is_stable_and_then_decays(shape, half):
 
 
 def direction(config: OptimizerConfig, params: dict, gradients: dict, decayed: dict) -> dict:
-    """The first update of parameters by gradients, over 10 steps."""
+    """Returns the first update of parameters by gradients, in a schedule of 10 steps."""
     declared = {name: Declaration('matrix' if value else 'gain', ('embed',)) for name, value in decayed.items()}
     transform = config.build(10, declared)
     return transform.update(gradients, transform.init(params), params)[0]
 
 
-def test_weight_decay_pulls_at_what_is_declared_and_at_nothing_else():
+def test_weight_decay_changes_only_declared_parameters():
     params = {'matrix': jnp.full((2, 2), 3.0), 'gain': jnp.full((2,), 3.0)}
     zeros, decayed = jax.tree.map(jnp.zeros_like, params), {'matrix': True, 'gain': False}
     config = OptimizerConfig(peak_learning_rate=0.5, warmup_steps=0, weight_decay=0.25, schedule=Constant())
@@ -218,7 +218,7 @@ def test_gradients_are_clipped_to_a_global_norm_or_not_at_all():
         np.testing.assert_allclose(update['b'], [0.0, -4.0 * factor], rtol=1e-6)
 
 
-def test_adam_as_its_authors_write_it():
+def test_adam_equals_its_authors_formula():
     transform = AdamW(b1=0.75, b2=0.5, epsilon=0.125).build({})
     state, mean, square, g = transform.init(jnp.zeros(3)), np.zeros(3), np.zeros(3), np.array([1.0, -2.0, 0.5])
     for t in range(1, 4):
@@ -238,14 +238,14 @@ def test_adam_as_its_authors_write_it():
         *('cosine.final_fraction = -0.1', 'cosine.final_fraction = 1.1'),
     ],
 )
-def test_what_lies_outside_its_range_is_refused(binding):
+def test_values_outside_their_range_are_refused(binding):
     name, _, value = binding.partition(' = ')
     choice = ['optimizer.schedule = @cosine()'] if name.startswith('cosine') else []
     with pytest.raises(ConfigError, match=rf'{name} = {value}'):
         load([], [binding, *choice])
 
 
-def test_zero_and_one_are_values_where_they_mean_something():
+def test_zero_and_one_are_allowed_where_they_make_sense():
     bindings = ['adamw.b1 = 0', 'adamw.b2 = 0', 'optimizer.warmup_steps = 0', 'optimizer.weight_decay = 0']
     for schedule in ('linear', 'cosine'):
         choice = [f'optimizer.schedule = @{schedule}()', f'{schedule}.final_fraction = 1']
@@ -254,7 +254,7 @@ def test_zero_and_one_are_values_where_they_mean_something():
         assert optimizer.schedule.final_fraction == 1
 
 
-def test_the_defaults_are_the_papers():
+def test_the_defaults_equal_the_papers():
     assert OptimizerConfig() == OptimizerConfig(
         rule=AdamW(b1=0.95, b2=0.98, epsilon=1e-8),
         schedule=Linear(final_fraction=0.0),
@@ -273,7 +273,7 @@ def test_the_warm_up_counts_from_one():
     assert starts[0] == starts[1] == [1, 1, 1, 1]
     assert starts[2] == [0.5, 1, 1, 1]
     np.testing.assert_allclose(starts[3], [1 / 3, 2 / 3, 1, 1], rtol=1e-6)
-    # What comes after begins when the warm-up has ended, and ends with the run.
+    # The schedule begins when the warm-up has ended, and ends with the run.
     rate = OptimizerConfig(peak_learning_rate=1.0, warmup_steps=2, schedule=Linear()).build_schedule(6)
     np.testing.assert_allclose([rate(i) for i in range(7)], [0.5, 1, 1, 0.75, 0.5, 0.25, 0], atol=1e-6)
     with pytest.raises(ConfigError, match=r'optimizer\.warmup_steps = 9: must be below train\.steps = 9'):
@@ -282,7 +282,7 @@ def test_the_warm_up_counts_from_one():
 
 
 def test_the_state_has_the_form_of_earlier_checkpoints():
-    """A checkpoint of before rules were choices restores: its arrays are known by these paths."""
+    """Checkpoints from before rules were choices still restore: these paths name their arrays."""
     step = train_step(MODEL, OptimizerConfig(warmup_steps=1), 10)
     state = jax.eval_shape(lambda: step.init(0))['optimizer']
     paths = {jax.tree_util.keystr(path).partition("['")[0] for path, _ in jax.tree_util.tree_leaves_with_path(state)}
@@ -321,7 +321,7 @@ def test_a_run_of_an_earlier_version_keeps_its_optimizer(schedule, tmp_path):
         assert ('optimizer.schedule', f'@{schedule.gin_name}()', '@cosine()') in compare_texts(old, changed)
 
 
-def test_earlier_names_in_a_file_of_a_user():
+def test_earlier_names_in_a_users_file_still_work():
     assert load([], ['optimizer.b1 = 0.5']).optimizer == OptimizerConfig(rule=AdamW(b1=0.5))
     assert load([], ['optimizer.final_fraction = 0.5']).optimizer == OptimizerConfig(
         schedule=Linear(final_fraction=0.5)

@@ -60,7 +60,8 @@ except (Diverged, MismatchError) as error:
 
 @contextlib.contextmanager
 def job(*command: str, count: int):
-    """`count` processes of a command, in which {address} and {index} are those of process 0 and of each."""
+    """Starts `count` processes of a command; {address} is process 0's address, and {index} each process's own
+    number."""
     address = f'localhost:{tiny.free_port()}'
     processes = [
         subprocess.Popen(
@@ -92,7 +93,7 @@ def wait_until_running(processes: list[subprocess.Popen]) -> None:
 
 
 def ends(processes: list[subprocess.Popen], within: float) -> list[tuple[int, str]]:
-    """(exit code, output) of each process."""
+    """Returns (exit code, output) of each process."""
     end = time.monotonic() + within
     found = []
     for process in processes:
@@ -101,7 +102,7 @@ def ends(processes: list[subprocess.Popen], within: float) -> list[tuple[int, st
     return found
 
 
-@pytest.mark.parametrize('victim', [0, SLOW(2)])  # of the coordinator's death all others hear in another way
+@pytest.mark.parametrize('victim', [0, SLOW(2)])  # after the coordinator's death the others learn of it in another way
 def test_after_a_sigkill_the_others_end_with_42(victim):
     with small_job('run') as processes:
         wait_until_running(processes)
@@ -113,7 +114,7 @@ def test_after_a_sigkill_the_others_end_with_42(victim):
 
 
 @pytest.mark.parametrize('victim', [SLOW(0), 1])
-def test_a_frozen_host_is_found_out_by_its_silence(victim):
+def test_a_frozen_host_is_detected_by_its_silence(victim):
     with small_job('run') as processes:
         wait_until_running(processes)
         os.kill(processes[victim].pid, signal.SIGSTOP)
@@ -124,7 +125,7 @@ def test_a_frozen_host_is_found_out_by_its_silence(victim):
 
 
 @pytest.mark.parametrize(('case', 'expected'), [('all diverge', 43), SLOW('all done', 0)])
-def test_what_all_processes_do_is_no_death(case, expected):
+def test_processes_that_all_end_are_not_reported_as_gone(case, expected):
     with small_job(case) as processes:
         wait_until_running(processes)
         for code, output in ends(processes, within=20):
@@ -133,8 +134,9 @@ def test_what_all_processes_do_is_no_death(case, expected):
 
 
 @pytest.mark.parametrize('case', ['gone 0', SLOW('gone 2'), SLOW('leaves 0'), 'leaves 2'])
-def test_after_the_death_of_one_that_has_not_met_the_others_these_end_with_42(case):
-    """It had joined the job, and was told to stop before it had connected, or had said what devices it has."""
+def test_a_death_before_the_processes_have_met_ends_the_others_with_42(case):
+    """The process had joined the job. It was told to stop before it had connected, or before it had reported its
+    devices."""
     with small_job(case) as processes:
         found = ends(processes, within=60)
     for index, (code, output) in enumerate(found):
@@ -143,7 +145,7 @@ def test_after_the_death_of_one_that_has_not_met_the_others_these_end_with_42(ca
 
 
 @pytest.mark.parametrize('index', [0, SLOW(1)])
-def test_who_cannot_be_reached_is_not_watched(index):
+def test_an_unreachable_process_is_not_watched(index):
     with small_job(f'unreachable {index}') as processes:
         found = ends(processes, within=60)
     assert [code for code, _ in found] == [0, 0, 0], found
@@ -151,7 +153,7 @@ def test_who_cannot_be_reached_is_not_watched(index):
 
 
 def test_an_error_of_one_process_is_the_exit_code_of_all():
-    """Repeating the job would not help, and nobody waits for a process that has given up."""
+    """A repetition of the job would not help, and no process waits for a process that has given up."""
     with small_job('one refuses') as processes:
         wait_until_running(processes)
         found = ends(processes, within=2 * HEARTBEAT + 10)
@@ -162,7 +164,7 @@ def test_an_error_of_one_process_is_the_exit_code_of_all():
 
 @pytest.mark.parametrize('victim', [SLOW(0), 1])
 def test_a_training_survives_the_death_of_a_process(tiny_flags, tmp_path, victim):
-    """The survivor ends with 42; the same command then goes on from the last checkpoint. Each process is a slice."""
+    """The survivor ends with 42. The same command then continues from the last checkpoint. Each process is a slice."""
     settings = {'mesh.heartbeat_seconds': HEARTBEAT, 'mesh.slices': 2, 'train.steps': 4000}
     flags = [*tiny_flags, *tiny.params(settings)]
     command = [sys.executable, '-m', 'lm.cli', 'train', '--run_dir', str(tmp_path / 'run'), *flags]

@@ -57,7 +57,7 @@ def test_a_signal_sets_the_flag_and_a_second_one_is_harmless(number, caplog):
         assert not fresh.is_requested()
 
 
-def test_a_closed_terminal_is_ignored_by_what_nohup_has_started():
+def test_a_command_under_nohup_ignores_a_closed_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Preemption() as preemption:
@@ -68,7 +68,7 @@ def test_a_closed_terminal_is_ignored_by_what_nohup_has_started():
 
 
 @pytest.mark.smoke
-def test_the_first_interrupt_asks_and_the_second_is_pythons(caplog, capfd):
+def test_the_first_interrupt_sets_the_flag_and_the_second_raises(caplog, capfd):
     before = signal.getsignal(signal.SIGINT)
     with Preemption() as preemption:
         os.kill(os.getpid(), signal.SIGINT)
@@ -100,7 +100,7 @@ with Preemption() as preemption:
 """
 
 
-def test_during_compilation():
+def test_a_signal_during_compilation_sets_the_flag():
     process = start(COMPILING)
     wait_for(process, 'compiling')
     time.sleep(0.1)
@@ -161,7 +161,7 @@ def test_two_processes_stop_at_the_same_poll(tmp_path, how):
     wait_for(processes[0], 'evaluating')
     wait_for(processes[1], 'ready')
     for number in (how, signal.SIGTERM):
-        processes[1].send_signal(number)  # to one of them only, twice
+        processes[1].send_signal(number)  # to only one of them, twice
         time.sleep(0.05)
     outs = [finish(process) for process in processes]
     stopped = [next(line for line in out.splitlines() if line.startswith('stopped')) for out in outs]

@@ -1,4 +1,4 @@
-"""A trace that fails costs the trace, not the run."""
+"""A failing trace loses the trace, and not the run."""
 
 import jax
 import pytest

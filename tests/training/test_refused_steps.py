@@ -1,4 +1,4 @@
-"""The training step as a program: how compilers refuse it, and what is said of that."""
+"""The training step as a program: refusals by compilers, and the messages about them."""
 
 import math
 
@@ -24,7 +24,7 @@ from lm.training import program
         ('INTERNAL: Mosaic failed to compile TPU kernel', None),
     ],
 )  # fmt: skip
-def test_refusals_of_the_compiler(message, gib):
+def test_needed_memory_is_read_from_the_compilers_message(message, gib):
     assert program.find_memory_needed(message) == gib
 
 
@@ -35,8 +35,8 @@ def test_refusals_of_the_compiler(message, gib):
         ('INTERNAL: Mosaic failed to compile\nsecond line', None, 'v5e:1x1: .* training step: INTERNAL: .* compile$'),
     ],
 )
-def test_steps_for_described_devices(message, gib, said, monkeypatch):
-    """The memory that a step would need, or one line of what the compiler says; never a stack of calls."""
+def test_refused_steps_for_described_devices_give_memory_or_one_line(message, gib, said, monkeypatch):
+    """The result is the memory that a step would need, or one line of the compiler's message, and never a traceback."""
 
     def refuse(lowered):
         raise jax.errors.JaxRuntimeError(message)

@@ -38,7 +38,7 @@ def batch(microbatches=1, rows=8, seed=0):
 
 @functools.cache
 def plain():
-    """The step as it comes and its programs, for the tests that only use it."""
+    """Returns the step with default settings and its programs, for the tests that only use it."""
     step = make()
     return step, jax.jit(step.init), jax.jit(step.train)
 
@@ -86,10 +86,10 @@ def test_a_non_finite_step_changes_nothing_but_the_counters():
     assert (int(better['step']), int(better['skipped']), int(better['in_a_row'])) == (4, 2, 0)
     assert np.isfinite(metrics['loss'])
     assert int(metrics['first_bad']) == -1
-    # The next good update is the one that would have been made without the bad steps between.
+    # The next good update equals the update without the bad steps between.
     expected, told = train(good, batch(seed=2))
     assert bits(better['params']) == bits(expected['params'])
-    # So is the learning rate that it is said to have: that of the second update, not of the fourth batch.
+    # The logged learning rate, too, belongs to the second update, and not to the fourth batch.
     assert float(metrics['learning_rate']) == float(told['learning_rate']) == pytest.approx(float(step.schedule(1)))
     assert float(unlearned['learning_rate']) == pytest.approx(float(nan.schedule(1)))
 
@@ -148,7 +148,7 @@ def test_gradient_accumulation_is_the_same_step(microbatches):
 
 @pytest.fixture(scope='module')
 def single():
-    """The losses of three steps on one device."""
+    """Returns the losses of three steps on one device."""
     (_, init, train), losses = plain(), []
     state = init(0)
     for seed in range(3):
@@ -212,7 +212,7 @@ def test_weight_decay_is_as_declared(attention):
     moved = jax.tree.map(lambda x: bool(np.any(x)), updates)
     kinds = jax.tree.map(lambda told: told.kind, step.functions.declared)
     assert moved == jax.tree.map(lambda kind: kind == 'matrix', kinds)
-    # Everything with two axes or more, those over layers, heads and sketches aside, is a matrix or the embedding.
+    # Axes over layers, heads and sketches aside, each parameter with two or more axes is a matrix or the embedding.
     lead = {'layer', 'heads', 'sketch', 'factor', 'rank'}
     wide = jax.tree.map(
         lambda told, x: sum(n > 1 for a, n in zip(told.axes, x.shape, strict=True) if a not in lead) > 1,
@@ -226,7 +226,7 @@ def test_weight_decay_is_as_declared(attention):
 
 
 @pytest.mark.parametrize('fsdp', [4, 8])
-def test_what_the_optimizer_keeps_lies_like_its_parameter_and_layers_are_not_split(fsdp):
+def test_optimizer_state_is_sharded_like_its_parameter_and_layers_are_not_split(fsdp):
     mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:8])
     step = train_step(dataclasses.replace(MODEL, n_layers=256, d_model=16), OptimizerConfig(warmup_steps=1), 10)
     state = place(jax.eval_shape(lambda: step.init(0)), mesh, step.functions.declared)
@@ -237,14 +237,14 @@ def test_what_the_optimizer_keeps_lies_like_its_parameter_and_layers_are_not_spl
     assert jax.tree.map(lambda x: tuple(x.sharding.spec), moments) == specs
 
 
-def test_a_parameter_must_say_what_it_is():
+def test_a_parameter_must_be_declared():
     with pytest.raises(ValueError, match=r'kernel: of shape \(2, 3\)'):
         declarations(nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0)))
 
 
 @pytest.fixture
 def linear() -> tuple[TrainStep, dict]:
-    """A step whose loss is a sum that can be written down, of one parameter, and its state: compiled at once."""
+    """Returns a step with one parameter, whose loss is a simple sum, and its state; it compiles at once."""
     step = make()
 
     def weighted_loss(weights, tokens_BxL, targets_BxL, share_BxL):
@@ -278,12 +278,12 @@ def test_the_loss_is_the_mean_over_targets_one_ahead_and_the_update_goes_down(li
     )
 
 
-def test_a_single_microbatch_pays_for_no_loop(linear):
+def test_a_single_microbatch_needs_no_loop(linear):
     step, state = linear
     assert [' scan[' in str(jax.make_jaxpr(step.train)(state, batch(n))) for n in (1, 2)] == [False, True]
 
 
-def test_what_is_not_finite_is_named_in_the_order_of_causes():
+def test_values_that_are_not_finite_are_named_in_the_order_of_causes():
     step = make()
     n = len(jax.tree.leaves(step.functions.declared))
     names = [step.name_first_bad(i) for i in (0, 1, n, n + 1, n + 2)]
@@ -292,14 +292,14 @@ def test_what_is_not_finite_is_named_in_the_order_of_causes():
 
 
 class Drawing(Softmax):
-    """Softmax that says that it has projections, which are drawn anew every so many steps."""
+    """Softmax with pretended projections, which are redrawn every `every` steps."""
 
     def __init__(self, every):
         super().__init__()
         object.__setattr__(self, 'redraw_every', every)
 
 
-def test_which_mechanisms_are_drawn_anew():
+def test_mechanisms_are_redrawn_at_their_intervals():
     functions = make().functions
     functions.config = dataclasses.replace(MODEL, attention=(Drawing(None), Drawing(4), Drawing(6)), n_layers=3)
     assert [functions.choose_redrawn(done) for done in (0, 1, 3, 4, 6, 8, 12)] == [
@@ -313,7 +313,7 @@ def test_which_mechanisms_are_drawn_anew():
     ]
 
 
-def test_projections_are_a_function_of_seed_and_step():
+def test_projections_depend_on_seed_and_step_alone():
     performer = Performer(n_features=4, redraw_every=7)
     model = dataclasses.replace(MODEL, attention=performer, n_layers=1, d_model=16, n_heads=1)
     step = train_step(model, OptimizerConfig(warmup_steps=1), 10)

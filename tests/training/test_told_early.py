@@ -11,7 +11,7 @@ import tiny
 
 
 def wait_for_handler(process: subprocess.Popen) -> None:
-    """Until the process catches SIGTERM: its first lines have run."""
+    """Waits until the process catches SIGTERM: its first lines have then run."""
     status = pathlib.Path(f'/proc/{process.pid}/status')
     end = time.monotonic() + 60
     while time.monotonic() < end:
@@ -30,15 +30,15 @@ def told(process: subprocess.Popen) -> None:
 
 
 @pytest.mark.parametrize('seconds', [0, 0.1, 0.5, 1.5])
-def test_while_importing(tiny_flags, tmp_path, seconds):
+def test_a_signal_while_importing_ends_the_training(tiny_flags, tmp_path, seconds):
     process = tiny.start('train', '--run_dir', str(tmp_path / 'run'), *tiny_flags, cold=True)
     wait_for_handler(process)
     time.sleep(seconds)
     told(process)
 
 
-def test_while_it_waits_for_the_other_processes(tiny_flags, tmp_path):
-    """In C code, where Python's own handlers do not run."""
+def test_a_signal_while_it_waits_for_other_processes_ends_the_training(tiny_flags, tmp_path):
+    """It waits in C code, where Python's own handlers do not run."""
     others = ['--coordinator_address', f'localhost:{tiny.free_port()}', '--process_count', '2', '--process_id', '1']
     runs = [str(tmp_path / name) for name in 'ab']
     one, two = (tiny.start('train', '--run_dir', run, *tiny_flags, *others, cold=True) for run in runs)
@@ -52,7 +52,7 @@ def test_while_it_waits_for_the_other_processes(tiny_flags, tmp_path):
     assert time.monotonic() - start < 10
 
 
-def test_others_that_never_come_are_not_waited_for_for_ever(tiny_flags, tmp_path):
+def test_waiting_for_other_processes_has_a_limit(tiny_flags, tmp_path):
     others = ['--coordinator_address', f'localhost:{tiny.free_port()}', '--process_count', '2', '--process_id', '1']
     done = tiny.lm('train', '--run_dir', str(tmp_path), *tiny_flags, *others, '--gin_param', 'mesh.join_seconds = 1')
     assert done.returncode == 42
@@ -62,8 +62,8 @@ def test_others_that_never_come_are_not_waited_for_for_ever(tiny_flags, tmp_path
     )
 
 
-def test_once_the_others_are_there_it_is_not_only_noted():
-    """JAX's own handler would wait for the next step, and another process that was told earlier never takes one."""
+def test_a_signal_after_the_processes_have_met_ends_the_training_at_once():
+    """JAX's own handler would wait for the next step. If another process was stopped earlier, that step never comes."""
     code = """
 import os, signal, sys, time
 from lm.errors import end_on_signals

@@ -1,4 +1,4 @@
-"""A training that hangs ends with its stacks and 42; one that is only slow does not."""
+"""A training that hangs ends with its stacks and 42; a training that is only slow does not."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ print('survived')
         ('watchdog.step(1)\n    with watchdog.pause():\n        time.sleep(0.1)\n    time.sleep(2)', 42),
     ],
 )
-def test_only_steps_hang(body, code):
+def test_only_steps_can_hang(body, code):
     done = subprocess.run(
         [sys.executable, '-c', QUIET.format(body=body)], env=tiny.environment(), capture_output=True, text=True
     )

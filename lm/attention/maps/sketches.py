@@ -16,7 +16,7 @@ from flax import nnx
 from lm.attention.maps.projections import hadamard_matrix
 from lm.ops import sketch_networks as networks
 from lm.ops.dots import dense
-from lm.ops.residuals import recomputed
+from lm.ops.residuals import recompute
 from lm.ops.sketch_networks import Sketched
 from lm.parameters import Buffer, declare
 
@@ -57,7 +57,7 @@ class Sketch(nnx.Module):
         if self.power == 1:
             return Sketched(xs_BxLxNxGxM, xs_BxLxNxGxM)
         graph, state = nnx.split(self)
-        sketch = recomputed(lambda state, x_BxLxNxGxM: nnx.merge(graph, state)(x_BxLxNxGxM))
+        sketch = recompute(lambda state, x_BxLxNxGxM: nnx.merge(graph, state)(x_BxLxNxGxM))
         return Sketched(tuple(sketch(state, x_BxLxNxGxM) for x_BxLxNxGxM in xs_BxLxNxGxM), xs_BxLxNxGxM)
 
     @classmethod

@@ -5,17 +5,19 @@
 A mechanism with a gate asks for the logits x_i W (`Attention.projections`); without them it computes as if they were 0.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lm.attention.base import Attention, HeadDims
+from lm.config.configurable import field
 from lm.parameters import declare
 
 SHORTEST, LONGEST = 10.0, 1000.0
 """Tokens after which 1/e is left, by the first gates of the first head and of the last."""
-GATED = '{0}.gate = True: forgets what came before, which no token that sees later ones does; set it to False'
-"""Why a mechanism with a gate is causal."""
 
 
 class ForgetGate(nnx.Module):
@@ -60,11 +62,23 @@ def _logits(k_BxLxKxD, gate_BxLxK):
     return jnp.zeros(k_BxLxKxD.shape[:3]) if gate_BxLxK is None else gate_BxLxK.astype(jnp.float32)
 
 
-def forget_gate(gate: bool, heads: int) -> ForgetGate | None:
-    """Returns the gate of a mechanism with this option, or None."""
-    return ForgetGate(heads) if gate else None
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gated(Attention):
+    """Base of the mechanisms that may have a `ForgetGate`."""
 
+    gate: bool = field(
+        default=False, help='each token decides, for each key head, how much it leaves of all weights before it'
+    )
 
-def gate_projections(gate: bool, heads: int) -> dict[str, int]:
-    """Returns the projections that a mechanism with this option needs."""
-    return {'gate_BxLxK': heads} if gate else {}
+    def projections(self, dims: HeadDims) -> dict[str, int]:
+        return {'gate_BxLxK': dims.n_kv_heads} if self.gate else {}
+
+    def why_causal(self) -> str | None:
+        if not self.gate:
+            return None
+        why = 'forgets what came before, which no token that sees later ones does'
+        return f'{self.gin_name}.gate = True: {why}; set it to False'
+
+    def build_gate(self, dims: HeadDims) -> ForgetGate | None:
+        """Returns the gate of one layer; None: it has none."""
+        return ForgetGate(dims.n_kv_heads) if self.gate else None

@@ -16,7 +16,7 @@ from flax import nnx
 
 from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
-from lm.attention.recurrent.gate import ForgetGate, StepGate, gate_projections
+from lm.attention.recurrent.gate import ForgetGate, StepGate
 from lm.config.configurable import configurable, field
 from lm.ops.linear_attention import PLAIN, SQUARE, LinearCall, Options
 from lm.parameters import declare, rms_norm
@@ -71,7 +71,7 @@ class GatedLinear(LinearAttention):
         return GatedLinearAttention(self, dims, rngs)
 
     def projections(self, dims: HeadDims) -> dict[str, int]:
-        return gate_projections(True, dims.n_kv_heads)
+        return {'gate_BxLxK': dims.n_kv_heads}
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         size = dims.head_dim

@@ -19,7 +19,8 @@ from lm.attention import DEFAULT, HeadDims
 from lm.attention.linear import LinearAttention, LinearModule
 from lm.bench import results, timing
 from lm.bench.attention.formulations import FORMULATIONS, TOKENS, computed_mechanisms
-from lm.bench.candidates import BASELINE, Candidate, Selection
+from lm.bench.candidates import BASELINE, Candidate, read_candidates
+from lm.bench.options import AttentionOptions
 from lm.errors import ConfigError
 from lm.ops import linear_attention
 from lm.ops.linear_attention import LinearCall
@@ -79,34 +80,10 @@ class Layer:
     arrays: Callable = lambda *qkv: qkv
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionOptions:
-    """The options of `bench_attention`; None stands for the default of the machine.
-
-    Attributes:
-        contexts: tokens per sequence.
-        tokens: of a call; the rows of a batch make up for it.
-        passes: of `PASSES`.
-        features_given: the operation of linear mechanisms alone, without what they make of its arguments.
-        repeats: measurements per figure.
-    """
-
-    selection: Selection
-    output: results.Output
-    contexts: Sequence[int] | None = None
-    tokens: int | None = None
-    heads: int | None = None
-    head_dim: int = 64
-    dtype: str | None = None
-    passes: Sequence[str] = PASSES
-    features_given: bool = False
-    repeats: int = 5
-
-
 def bench_attention(options: AttentionOptions) -> None:
-    """Prints a table and writes what `options.output` asks for."""
-    options.output.check()
-    found = options.selection.candidates(computed_mechanisms())
+    """Prints a table, and writes and draws what the options ask for."""
+    output = results.Output(options.json, options.out)
+    found = read_candidates(options, computed_mechanisms())
     is_cpu = jax.default_backend() == 'cpu'
     contexts = sorted(set(options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
     tokens = options.tokens or (4096 if is_cpu else 2**17)
@@ -136,8 +113,8 @@ def bench_attention(options: AttentionOptions) -> None:
         'features_given': options.features_given,
         'mechanisms': {c.name: str(c.experiment.model.pattern[0]) for c in found},
     }
-    options.output.write('attention', machine, settings, rows)
-    for name in draw(rows, options.output.pictures, dtype) if options.output.pictures else ():
+    output.write('attention', machine, settings, rows)
+    for name in draw(rows, output.pictures, dtype) if output.pictures else ():
         printer.line(f'wrote {name}')
 
 
@@ -348,7 +325,7 @@ def summary(rows: Sequence[LayerRow]) -> list[str]:
     return lines
 
 
-def draw(rows: Sequence[LayerRow], out: str, dtype: str = '') -> list[str]:
+def draw(rows: Sequence[LayerRow], out: pathlib.Path, dtype: str = '') -> list[str]:
     """A picture a pass, as PolySketchFormer's Figure 1."""
     written = []
     for step in dict.fromkeys(row.passes for row in rows):
@@ -359,6 +336,6 @@ def draw(rows: Sequence[LayerRow], out: str, dtype: str = '') -> list[str]:
                 times = results.present(row.milliseconds, row.least_milliseconds, row.greatest_milliseconds)
                 per_token = (1e3 * time / (row.sequences * row.context) for time in times)
                 own.append(results.ContextFigure(row.context, *per_token))
-        path = pathlib.Path(out, f'attention_{step.replace("+", "_")}')
+        path = out / f'attention_{step.replace("+", "_")}'
         written += results.draw_contexts(path, points, 'time per token (µs)', dtype)
     return written

@@ -87,6 +87,10 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
     if bad:
         skipped = counted(bad, 'bad record was', 'bad records were')
         console.print(f'{skipped} skipped: {path}/bad_records.jsonl names them', highlight=False)
+    if 'validation' not in info['splits'] and not config.splits:
+        remedy = f"{source.how_to_hold_out}; or train with data.eval_split = 'train'"
+        line = f'there is no validation split, on which lm train evaluates: {remedy}'
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(f'prepared {path}  (fingerprint {info["fingerprint"][:16]})', highlight=False)
     return info
 

@@ -74,6 +74,11 @@ class Source(Configurable, abc.ABC):
     gin_resume = True
     """A run reads the token store, whose fingerprint identifies it; the place of its source does not matter."""
 
+    @property
+    def how_to_hold_out(self) -> str:
+        """What to do for a validation split, where this source has none."""
+        return 'add files for validation'
+
     def fetch(self, log) -> None:
         """Downloads what is not there yet, if the source can; `log(line)` tells people."""
 

@@ -40,6 +40,15 @@ class FilePatterns(Source):
     aliases: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of a split and another name for it in the names of files."""
 
+    @property
+    def how_to_hold_out(self) -> str:
+        files = self.path.replace('{split}', 'train')
+        if self._open('').is_dir():
+            one = self._files('train')[0]
+            files = f'{one.parent}/{"train*" if one.name.startswith("train") else "*"}'
+        share = f'{100 * self.validation_fraction:g} % of the documents'
+        return f"add files for validation, or hold out {share} by {self.gin_name}.path = '{files}'"
+
     def parts(self, path: Any, unit: int) -> list[Part]:
         """Cuts a file into parts of about `unit` bytes of text, if the format allows it; here the file stays whole."""
         return [Part(str(path), 0, -1, file_size(path))]

@@ -12,7 +12,10 @@ from lm.model import ModelConfig
 
 
 class Llama(Family):
-    """RMSNorm, gated linear units, rotary positions, grouped queries, tied embeddings or not: Llama 1 to 3, Mistral."""
+    """The shape of Llama 1 to 3 and Mistral: RMSNorm, gated linear units, rotary positions, grouped queries.
+
+    Embeddings are tied or not.
+    """
 
     model_types = ('llama', 'mistral')
     ACTIVATIONS: ClassVar = {'silu': 'silu', 'gelu_new': 'gelu', 'gelu_pytorch_tanh': 'gelu'}

@@ -73,7 +73,7 @@ class Mechanism(nn.Module):
         return self.mixed(q_BxLxHxC.float(), k_BxMxKxC.float(), v_BxMxKxC.float()).to(q_BxLxHxC.dtype)
 
     def mixed(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC):
-        """[B, L, H, C]."""
+        """Returns the mixed values, [B, L, H, C]."""
         w_BxHxLxM = self.weights(q_BxLxHxC, k_BxMxKxC)
         if self.causal:
             w_BxHxLxM = w_BxHxLxM.masked_fill(distances(w_BxHxLxM.shape[-1], w_BxHxLxM.device) < 0, 0.0)

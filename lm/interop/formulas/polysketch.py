@@ -26,7 +26,7 @@ class SketchNetwork(nn.Module):
 
 
 class LearnedTree(nn.Module):
-    """√r tanh(√(1/r) f₁(x) ∗ f₂(y)) at each node, the nodes above the leaves first."""
+    """A tree of learned sketches: √r tanh(√(1/r) f₁(x) ∗ f₂(y)) at each node, the nodes above the leaves first."""
 
     def __init__(self, n, size, r, power, width):
         super().__init__()
@@ -37,7 +37,7 @@ class LearnedTree(nn.Module):
 
     @staticmethod
     def inputs(size, r, power):
-        """The size of the children of each node."""
+        """Returns the input size of each node."""
         return [size] * (power // 2) + [r] * max(power // 2 - 1, 0)
 
     def leaves(self, x):

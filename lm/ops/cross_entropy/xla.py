@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lm.ops import platform
-from lm.ops.blocks import even_block, fresh, loop, put, start, take
+from lm.ops.blocks import even_block, find_new, loop, put, start, take
 from lm.ops.cross_entropy.cap import capped, capped_slope
 from lm.ops.cross_entropy.types import CrossEntropyCall, TokenLosses, WeightedCall, WeightedLosses
 from lm.ops.custom_vjp import custom_vjp
@@ -177,10 +177,10 @@ def _add(
     dx_BxCxD = dot('bcv,vd->bcd', for_x_BxCxV, weights_VxD)
     dx_BxLxD = put(dx_BxLxD, dx_BxCxD, start(i, chunk, length), 1)
     if length % chunk:
-        x_BxCxD = jnp.where(fresh(i, chunk, length)[:, None], x_BxCxD, 0)
+        x_BxCxD = jnp.where(find_new(i, chunk, length)[:, None], x_BxCxD, 0)
     dembedding_VxD += dot('bcv,bcd->vd', dlogits_BxCxV, x_BxCxD)
     if dbias_V is not None:
-        fresh_C = fresh(i, chunk, length).astype(dlogits_BxCxV.dtype)
+        fresh_C = find_new(i, chunk, length).astype(dlogits_BxCxV.dtype)
         dbias_V += jnp.einsum('bcv,c->v', dlogits_BxCxV, fresh_C, preferred_element_type=jnp.float32)
     return _Gradients(dx_BxLxD, dembedding_VxD, dbias_V)
 

@@ -21,7 +21,7 @@ IMPLEMENTATIONS = platform.Implementations(
 )
 """Each module has `delta_rule(call: DeltaCall) -> DeltaResult` and `unsupported(call) -> str | None`."""
 PARTS = platform.Implementations('the delta rule on parts of a window', __name__, xla='parts', pallas_tpu='tpu.parts')
-"""The same for windows that are split over devices (`lm.ops.sequence`)."""
+"""Implementations for windows that are split over devices (`lm.ops.sequence`)."""
 
 
 def delta_rule(
@@ -36,19 +36,19 @@ def delta_rule(
     return_state: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Computes what the queries read of the state, each after its own token.
+    """Computes what each query reads of the state after its token.
 
     Args:
         q_BxLxHxE: queries.
         k_BxLxKxE: keys; the state grows where β ⟨k, k⟩ > 2.
         v_BxLxKxD: values.
-        beta_BxLxK: how much of the difference is learned; float32.
-        log_decay_BxLxK: logs of the factors a, at most 0; float32. -inf, and all below -104, forget all that was before
+        beta_BxLxK: the share of the difference that is learned; float32.
+        log_decay_BxLxK: logs of the factors a, at most 0; float32. -inf, and all below -104, reset the state
             (`lm.ops.decay`). None: no factors.
-        query_length: queries are brought to this length first, and keys to length 1; None: both are as they are.
+        query_length: queries are scaled to this length first, and keys to length 1; None: neither is scaled.
         initial_state: [B, K, E, D] float32, as an earlier call returned it; None: zeros.
         return_state: also return the state after the last token.
-        implementation: one of `IMPLEMENTATIONS`, on parts of a window of `PARTS`; None picks the platform's.
+        implementation: one of `IMPLEMENTATIONS`, on parts of a window one of `PARTS`; None picks the platform's.
 
     Returns:
         [B, L, H, D] in the dtype of v; with `return_state` also the state. Sums are float32.
@@ -72,7 +72,7 @@ def compute(call: DeltaCall, implementation: str | None = None) -> DeltaResult:
         if call.initial_state_BxKxExD is not None:
             raise OperationError('mesh.sequence: a window on many devices has no states of its own')
         return PARTS.choose(implementation, call).delta_rule(call)
-    implementation = implementation or platform.for_few(call.k_BxLxKxE.shape[1])
+    implementation = implementation or platform.choose_for_short(call.k_BxLxKxE.shape[1])
     return IMPLEMENTATIONS.choose(implementation, call).delta_rule(call)
 
 

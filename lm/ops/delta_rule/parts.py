@@ -1,8 +1,9 @@
 """The delta rule over windows that are split over devices (`lm.ops.sequence`).
 
-What a part does to the state before it is affine, S → P S + R, and so is what its queries read of it. Each device walks
-its part once. Columns of the state that hold R start at 0, and beside them columns that hold P start at I. A
-logarithmic number of exchanges gives what the parts before sum up to, and each device adds what its queries read of it.
+A part changes the state before it by an affine map, S → P S + R, and its queries read an affine map of it too. Each
+device walks its part once. Columns of the state that hold R start at 0; beside them, columns that hold P start at I. A
+logarithmic number of exchanges gives the state after the parts before, and each device adds what its queries read of
+it.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ def delta_rule(call: DeltaCall) -> DeltaResult:
 
 
 def compute_part(walk: Callable[[DeltaCall], DeltaResult], call: DeltaCall) -> jax.Array:
-    """Computes the outputs of this part; `walk`: an implementation's `delta_rule`, which walks it once."""
+    """Computes the outputs of this part; `walk` is an implementation's `delta_rule`, which walks the part once."""
     (*lead, size), key_size = call.v_BxLxKxD.shape, call.k_BxLxKxE.shape[-1]
     extended = extend(call)
     o, state = walk(extended)
@@ -51,7 +52,7 @@ def unsupported(call: DeltaCall) -> None:
 
 
 class PartChange(NamedTuple):
-    """What a part adds to the state, R, and how it changes it, P - I."""
+    """The two terms of a part's change to the state: it adds R, and P - I times the state."""
 
     added_BxKxExD: jax.Array
     change_BxKxExE: jax.Array

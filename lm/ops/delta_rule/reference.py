@@ -1,4 +1,4 @@
-"""The delta rule token by token, as its formula reads. For tests and for reading."""
+"""The delta rule token by token, as its formula reads. It is for tests and for reading."""
 
 import jax
 import jax.numpy as jnp

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaCall:
-    """One call of the operation: what `delta_rule` is given, for all implementations alike.
+    """One call of the operation: the arguments of `delta_rule`, as all implementations take them.
 
     The arrays are the pytree's leaves; `query_length` is static.
     """

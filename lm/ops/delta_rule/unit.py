@@ -12,13 +12,13 @@ EPSILON = 1e-6
 
 
 def scale_to_length(x: jax.Array, length: float = 1.0) -> jax.Array:
-    """Brings vectors along the last axis to this length."""
+    """Scales vectors along the last axis to this length."""
     wide = x.astype(jnp.float32)
     return (wide * length * jax.lax.rsqrt((wide**2).sum(-1, keepdims=True) + EPSILON)).astype(x.dtype)
 
 
 def scale_vectors(call: DeltaCall) -> DeltaCall:
-    """Brings queries to the call's `query_length` and keys to length 1; None: leaves both as they are."""
+    """Scales queries to the call's `query_length` and keys to length 1; scales neither if it is None."""
     if call.query_length is None:
         return call
     q, k = scale_to_length(call.q_BxLxHxE, call.query_length), scale_to_length(call.k_BxLxKxE)

@@ -1,15 +1,15 @@
 """The delta rule in chunks, in plain XLA: time and memory linear in the length.
 
-Inside a chunk, with G the running sums of log a and S the state before it, what the tokens add to the state at their
-keys, U = [u_i], solves a unit triangular system (Yang et al. 2024, §3.2, the WY form; Gated DeltaNet, §3.3):
+The tokens of a chunk add U = [u_i] to the state at their keys. U solves a unit triangular system (Yang et al. 2024,
+§3.2, the WY form; Gated DeltaNet, §3.3). With G the running sums of log a, and S the state before the chunk:
 
-    (I + A) U = diag(β) (V - diag(exp(G)) K S)          A_ij = β_i ⟨k_i, k_j⟩ exp(G_i - G_j), j < i
-    o_i = exp(G_i) Sᵀ q_i + Σ_{j ≤ i} exp(G_i - G_j) ⟨q_i, k_j⟩ u_j
-    S'  = exp(G_C) S + Σ_j exp(G_C - G_j) k_j u_jᵀ
+     (I + A) U = diag(β) (V - diag(exp(G)) K S)         A_ij = β_i ⟨k_i, k_j⟩ exp(G_i - G_j), j < i
+     o_i = exp(G_i) Sᵀ q_i + Σ_{j ≤ i} exp(G_i - G_j) ⟨q_i, k_j⟩ u_j
+     S'  = exp(G_C) S + Σ_j exp(G_C - G_j) k_j u_jᵀ
 
 The systems of all chunks of a segment are solved side by side, for V and for K at once; only products with the state
-walk from chunk to chunk. Kept for the backward pass are inputs, outputs and the state before each segment; a segment is
-computed again when its gradient is.
+walk from chunk to chunk. The backward pass keeps inputs, outputs and the state before each segment, and computes each
+segment again.
 """
 
 import math
@@ -24,16 +24,17 @@ from lm.ops import platform
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.delta_rule.unit import scale_vectors
 from lm.ops.dots import dot
-from lm.ops.residuals import saved
+from lm.ops.residuals import save_residual
 
 CHUNK = {'cpu': 64}
-"""Tokens by platform, elsewhere 128: as many as a TPU has lanes. The system costs more with each, the walk less."""
+"""Tokens per chunk by platform, elsewhere 128, the lanes of a TPU. Larger chunks make the system dearer, the walk
+cheaper."""
 SEGMENT = 2048
-"""Tokens, about."""
+"""Tokens per segment, about."""
 
 
 class Tokens(NamedTuple):
-    """In chunks: N in a segment, of C tokens; the queries of a key head are G groups."""
+    """The tokens of a call in chunks: N per segment, of C tokens; the queries of a key head are G groups."""
 
     q_BxKxNxGxCxE: jax.Array
     k_BxKxNxCxE: jax.Array
@@ -47,7 +48,7 @@ def delta_rule(call: DeltaCall) -> DeltaResult:
     call = scale_vectors(call.fill_state())
     if platform.uneven_batch(call.q_BxLxHxE.shape[0]):
         return _compute(call)
-    # The partitioner would gather what a triangular system is solved for.
+    # The partitioner would gather the right sides of a triangular system.
     return platform.per_device(_compute, (True,))(call)
 
 
@@ -90,7 +91,7 @@ def _walk_forward(tokens, state):
         return after, (o, state)
 
     after, (o, before) = lax.scan(body, state, tokens)
-    return (after, saved(o)), (tokens, saved(before))
+    return (after, save_residual(o)), (tokens, save_residual(before))
 
 
 def _walk_backward(residuals, cotangents):
@@ -126,14 +127,14 @@ class ChunkFactors(NamedTuple):
 
 
 class ChunkSides(NamedTuple):
-    """What a chunk multiplies with the state before it and with what its tokens add to it.
+    """The operands that a chunk multiplies with the state before it and with its tokens' additions.
 
     Attributes:
         q_BxKxGxCxE: queries times the factors since the start.
         k_BxKxCxE: keys times the factors until the end.
-        u_BxKxCxD: what the tokens would add if the state were 0.
-        w_BxKxCxE: times the state, what they add less because of it.
-        weights_BxKxGxCxC: of what the tokens add, for the queries.
+        u_BxKxCxD: the tokens' additions if the state were 0.
+        w_BxKxCxE: its product with the state is subtracted from the additions.
+        weights_BxKxGxCxC: the weights of the tokens' additions for the queries.
         whole_BxK: the factor of the whole chunk.
     """
 

@@ -23,7 +23,7 @@ from lm.ops.custom_vjp import custom_vjp
 from lm.ops.decay import Decay
 from lm.ops.dots import dot
 from lm.ops.exact_attention.types import ExactCall, PolynomialCall, SoftmaxCall
-from lm.ops.residuals import saved
+from lm.ops.residuals import save_residual
 
 MASKED = -1e30  # Finite, so that a row without visible keys so far gives no NaN; the first real score erases it.
 
@@ -306,7 +306,7 @@ def _visible_and_fade(blocks: Blocks, i, j, seen: Seen, decay: Decay | None) -> 
 
 def _attend_forward(rule, blocks, q, k, v, seen, decay):
     o, normalizer = _forward(rule, blocks, q, k, v, seen, decay)
-    o, normalizer = saved(o), saved(normalizer)
+    o, normalizer = save_residual(o), save_residual(normalizer)
     return o, _Residuals(q, k, v, o, normalizer, seen, decay)
 
 
@@ -330,7 +330,7 @@ def _attend_backward(rule: BlockWeights, blocks: Blocks, residuals: _Residuals, 
             ds = slope * dlog
             dq_block = carry.dq + dot('bkglm,bkmd->bkgld', ds.astype(k.dtype), k)
             if blocks.queries % blocks.block_q:
-                fresh = along.fresh(i, blocks.block_q, blocks.queries)[:, None]
+                fresh = along.find_new(i, blocks.block_q, blocks.queries)[:, None]
                 w, ds = jnp.where(fresh, w, 0.0), jnp.where(fresh, ds, 0.0)
             dk_block = dot('bkglm,bkgld->bkmd', ds.astype(q.dtype), q) + take(carry.dk, at, blocks.block_k, 2)
             dv_block = dot('bkglm,bkgld->bkmd', w.astype(do.dtype), do) + take(carry.dv, at, blocks.block_k, 2)

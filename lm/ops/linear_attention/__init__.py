@@ -1,7 +1,7 @@
 """Linear attention: causal kernel attention in time and memory linear in the length.
 
-    weight of key j for query i     w_ij = Σ_n powers[n] ⟨x_i, y_j⟩^n     x, y features of queries and keys
-    output                          o_i  = Σ_{j ≤ i} w_ij v_j / (denominator_bias + Σ_{j ≤ i} w_ij)
+     weight of key j for query i     w_ij = Σ_n powers[n] ⟨x_i, y_j⟩^n     x, y features of queries and keys
+     output                          o_i  = Σ_{j ≤ i} w_ij v_j / (denominator_bias + Σ_{j ≤ i} w_ij)
 
 It is computed by block lower triangular multiplication (PolySketchFormer §3.1; draft Theorem 3.1): sums over the keys
 of earlier blocks, direct products inside a block. The powers of the features are formed block by block and never exist
@@ -11,16 +11,16 @@ map as it is. An exact kernel may replace w_ij nearby:
     local, window=None      for the keys of the query's block: key j with j // block == i // block (§3.2)
     local, window=N         for the N most recent keys, the query's included (approximate attention, eq. 2.1)
 
-With decay the weight of key j for query i is also multiplied by the factors of the tokens between, exact or not:
+With decay the weight of key j for query i, exact or not, is also multiplied by the factors of the tokens between:
 
     log_decay       w_ij · Π_{j < m ≤ i} exp(log_decay_m)        S_i = exp(log_decay_i) S_{i-1} + φ(k_i) v_iᵀ
 
 (RetNet, constant; Mamba-2 and gated linear attention, per token; -inf where a document begins). Sums over keys are then
-as of their last key, so that segments compose (`decay_state`).
+decayed up to their last key, so that segments compose (`decay_state`).
 
-B batch, L length, H query heads, K key and value heads (K divides H; head h reads key head h // (H / K); the sums are
-kept once per key head), E inputs and F outputs of the feature map (E = F without one), D value size, C size of the
-vectors that the exact kernel compares, R size of the packed expansion.
+Letters: B batch, L length, H query heads, K key and value heads, E inputs and F outputs of the feature map (E = F
+without one). D is the value size, C the size of the vectors that the exact kernel compares, R the size of the packed
+expansion. K divides H; head h reads key head h // (H / K), and sums are kept once per key head.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ IMPLEMENTATIONS = platform.Implementations(
 )
 """Each module has `linear_attention(call: LinearCall) -> LinearResult` and `unsupported(call) -> str | None`."""
 PARTS = platform.Implementations('linear attention on parts of a window', __name__, xla='parts', pallas_tpu='tpu.part')
-"""The same for windows that are split over devices (`lm.ops.sequence`)."""
+"""Implementations for windows that are split over devices (`lm.ops.sequence`)."""
 
 
 def linear_attention(
@@ -84,29 +84,29 @@ def linear_attention(
 
     Args:
         q_BxLxHxE: features of the queries, or the inputs of `feature_map`.
-        k_BxLxKxE: the same for the keys.
+        k_BxLxKxE: features of the keys, or the inputs of `feature_map`.
         v_BxLxKxD: values.
         powers: coefficients of the polynomial in ⟨x, y⟩; any number, any sign.
         feature_map: computed block by block, and again in the backward pass, so that wide features (Performer's 2048)
             never exist for the whole sequence. None: q and k are features already.
         q_parameters: the pytree that `feature_map` gets with queries; gradients flow to it.
-        k_parameters: the same with keys.
+        k_parameters: the pytree that `feature_map` gets with keys; gradients flow to it.
         local: the exact kernel nearby; None uses the features everywhere.
-        q_local_BxLxHxC: what the exact kernel compares; required with `local`.
-        k_local_BxLxKxC: what the exact kernel compares; required with `local`.
+        q_local_BxLxHxC: the queries that the exact kernel compares; required with `local`.
+        k_local_BxLxKxC: the keys that the exact kernel compares; required with `local`.
         window: the exact kernel's reach in keys; None: the query's block.
         block: tokens per block. It is part of the definition where `local` is set and `window` is not (default 1024,
-            the paper's). Elsewhere the result does not depend on it, and None picks what is fast.
+            the paper's). Elsewhere the result does not depend on it, and None picks a fast block.
         denominator_bias: added to the denominator.
         normalize: whether to divide by the denominator.
         causal: whether keys after a query are hidden; `local` needs it.
         initial_state: sums over keys before the first, as an earlier call returned them.
         log_decay_BxLxK: logs of the factors, at most 0, by which a token multiplies all before it; float32. Below -104
-            (-inf too) exp is 0 in float32: nothing before the token counts for it and those after it, and no gradient
+            (-inf too) exp is 0 in float32: for this token and later ones nothing before it counts, and no gradient
             crosses it. None: no decay. Gradients flow to it.
         return_state: also return the sums over all keys so far. The exact kernel's keys are among them: a later call
             starts a new block, and cannot reach back with its window (`lm.ops.linear_attention.decode` can).
-        implementation: one of `IMPLEMENTATIONS`, on parts of a window of `PARTS`; None picks the platform's.
+        implementation: one of `IMPLEMENTATIONS`, on parts of a window one of `PARTS`; None picks the platform's.
 
     Returns:
         [B, L, H, D] in the dtype of v; with `return_state` also the `State`. Sums and denominators are float32.
@@ -155,7 +155,7 @@ def _check(call: LinearCall) -> None:
     if options.local is not None and not options.causal:
         raise OperationError('causal = False: the exact kernel `local` needs causal attention; leave it out')
     if isinstance(options.local, ExpKernel) and not options.normalize:
-        raise OperationError('normalize = False: the weights of this `local` are known but for a common factor')
+        raise OperationError('normalize = False: the weights of this `local` have an unknown common factor')
     for name, value in (('window', options.window), ('block', options.block)):
         if value is not None and value < 1:
             raise OperationError(f'{name} = {value}: must be at least 1')

@@ -1,4 +1,4 @@
-"""One block of linear attention: what its queries read and what its keys add to the sums.
+"""One block of linear attention: its queries read keys and sums, and its keys are added to the sums.
 
 Tokens are the last axis of all arrays. G query heads share each of the K key heads; T queries, S keys. With a window of
 N the keys are shifted by N against the queries: entry j of the block's keys is key j - N. The approximate part is
@@ -20,14 +20,14 @@ from lm.ops.linear_attention.types import ExpKernel, LocalKernel, Options, Param
 
 
 class BlockQueries(NamedTuple):
-    """Inputs of the feature map, and what the exact kernel compares."""
+    """Queries of a block: inputs of the feature map, and the vectors that the exact kernel compares."""
 
     q_BxKxExGxT: jax.Array | None
     q_local_BxKxCxGxT: jax.Array | None
 
 
 class BlockKeys(NamedTuple):
-    """Inputs of the feature map, values, and what the exact kernel compares."""
+    """Keys of a block: inputs of the feature map, values, and the vectors that the exact kernel compares."""
 
     k_BxKxExS: jax.Array | None
     v_BxKxDxS: jax.Array
@@ -35,26 +35,26 @@ class BlockKeys(NamedTuple):
 
     @property
     def folded(self) -> 'FoldedKeys':
-        """The part that goes into the sums; k is there wherever keys are folded."""
+        """The keys to fold into the sums; k is present wherever keys are folded."""
         return FoldedKeys(cast(jax.Array, self.k_BxKxExS), self.v_BxKxDxS)
 
 
 class FoldedKeys(NamedTuple):
-    """Inputs of the feature map, and values."""
+    """Keys to fold into the sums: inputs of the feature map, and values."""
 
     k_BxKxExS: jax.Array
     v_BxKxDxS: jax.Array
 
 
 class Bounds(NamedTuple):
-    """Indices of keys, int32."""
+    """Bounds on the indices of keys, int32."""
 
     first: jax.Array
-    """Keys before it do not exist."""
+    """Keys before this index do not exist."""
     last: jax.Array
-    """Keys from it on are left out of the sums."""
+    """Keys from this index on are left out of the sums."""
     older: jax.Array
-    """Queries from it on have an approximate part."""
+    """Queries from this index on have an approximate part."""
 
 
 class Sums(NamedTuple):
@@ -70,11 +70,11 @@ class BlockInputs(NamedTuple):
     Attributes:
         queries: T tokens.
         keys: T tokens, with a window N + T.
-        parameters: the feature map's.
-        sums: over the keys before the block; None where there are none to read.
-        bounds: on the indices of keys; None: no bounds.
+        parameters: the parameters of the feature map.
+        sums: the sums over the keys before the block; None where there are none to read.
+        bounds: bounds on the indices of keys; None: no bounds.
         start: index of the block's first key.
-        decay: running sums of the keys' log factors; the sums over earlier keys are as of its entry 0. None: no decay.
+        decay: running sums of the keys' log factors; `sums` are decayed up to its entry 0. None: no decay.
     """
 
     queries: BlockQueries
@@ -87,7 +87,7 @@ class BlockInputs(NamedTuple):
 
 
 class Fraction(NamedTuple):
-    """Σ_j w_ij v_j and denominator_bias + Σ_j w_ij of queries, float32."""
+    """The numerator Σ_j w_ij v_j and the denominator denominator_bias + Σ_j w_ij of queries, float32."""
 
     numerator_BxKxDxGxT: jax.Array
     denominator_BxKxGxT: jax.Array
@@ -95,15 +95,15 @@ class Fraction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The static side of a block."""
+    """The static properties of a block."""
 
     options: Options
     tile: int
     """Rows of queries at a time: work above the diagonal is skipped tile by tile."""
     reads: bool
-    """Whether there are sums to read."""
+    """True where there are sums to read."""
     dtype: jnp.dtype
-    """The type of the operands of the large products: the values'."""
+    """The type of the operands of the large products: the type of the values."""
 
     @property
     def lag(self) -> int:
@@ -111,7 +111,7 @@ class Shape:
 
     @property
     def compares(self) -> bool:
-        """Whether features are compared inside the block."""
+        """True where features are compared inside the block."""
         return self.options.causal and (self.options.local is None or self.options.window is not None)
 
     def map_keys(self, parameters: Any, k_BxKxExS: jax.Array) -> jax.Array:
@@ -147,7 +147,7 @@ def ungroup(x_BxKxFxGxT: jax.Array) -> jax.Array:
 
 
 def read(shape: Shape, block: BlockInputs) -> Fraction:
-    """Computes what the queries of a block read of all keys."""
+    """Computes the numerators and denominators of a block's queries over all keys."""
     queries, keys, x, y = block.queries, block.keys, None, None
     if queries.q_BxKxExGxT is not None:
         x = shape.map_queries(block.parameters.queries, queries.q_BxKxExGxT)
@@ -176,7 +176,7 @@ def read(shape: Shape, block: BlockInputs) -> Fraction:
 
 
 def read_one(shape: Shape, block: BlockInputs, at: jax.Array) -> Fraction:
-    """Computes what one query reads: token `at` of a block, whose keys up to `at` are filled in."""
+    """Computes numerator and denominator of one query: token `at` of a block whose keys up to `at` are filled in."""
     queries, count = block.queries, block.keys.v_BxKxDxS.shape[-1]
     x = shape.map_queries(block.parameters.queries, cast(jax.Array, queries.q_BxKxExGxT))
     sums = _weigh_sums(shape, block.sums, x.shape[2])
@@ -205,9 +205,9 @@ class _RowDecay(NamedTuple):
     """The decay of some rows.
 
     Attributes:
-        keys: of the block's keys, with the entry before.
-        rows: after the rows' tokens, [B, K, T].
-        newest: after the newest key out of the exact kernel's reach, [B, K, T] or [B, K, 1].
+        keys: running sums after each of the block's keys, with the entry before.
+        rows: running sums after the rows' tokens, [B, K, T].
+        newest: running sum after the newest key out of the exact kernel's reach, [B, K, T] or [B, K, 1].
     """
 
     keys: Decay
@@ -225,7 +225,7 @@ class _RowDecay(NamedTuple):
         return jnp.exp(decays.between(self.rows, decays.entries(self.keys, 0, 1)))[:, :, None]
 
     def has_older(self) -> jax.Array:
-        """Whether no reset hides the keys out of the exact kernel's reach, [B, K, 1, T]."""
+        """Returns True where no reset hides the keys out of the exact kernel's reach, [B, K, 1, T]."""
         return (self.rows.segment == self.newest.segment)[:, :, None]
 
 
@@ -234,15 +234,15 @@ class _Tile:
     """Some rows of a block's queries.
 
     Attributes:
-        shape: the block's.
+        shape: the static properties of the block.
         block: the whole block.
-        rows: which rows at most; keys after them are skipped.
-        row_T: their indices in the block.
+        rows: the range of rows; keys after them are skipped.
+        row_T: the indices of the rows in the block.
         x: features of the rows; None where nothing reads them.
-        q_local: what the exact kernel compares of the rows.
+        q_local: the queries that the exact kernel compares.
         y: features of the block's keys; None where no features are compared.
-        sums: those before the block as operands; None where there are none to read.
-        row_decay: None without decay.
+        sums: the sums before the block as operands; None where there are none to read.
+        row_decay: the decay of the rows; None without decay.
     """
 
     shape: Shape
@@ -272,7 +272,7 @@ class _Part(NamedTuple):
 
 
 def _read_tile(tile: _Tile) -> Fraction:
-    """Adds the exact part, the approximate part and what the rows read of the sums."""
+    """Adds the exact part, the approximate part and the part from the sums."""
     options, keys, v = tile.shape.options, tile.block.keys, tile.block.keys.v_BxKxDxS
     parts, scale_BxKxGxT = [], None
     if options.local is not None and tile.q_local is not None and keys.k_local_BxKxCxS is not None:
@@ -296,7 +296,7 @@ def _read_tile(tile: _Tile) -> Fraction:
 def weigh_exactly(
     tile: _Tile, local: LocalKernel, q_local: jax.Array, k_local: jax.Array
 ) -> tuple[_Part, jax.Array | None]:
-    """Computes the exact weights, and the scale of all else [B, K, G, T]; None: 1."""
+    """Computes the exact weights, and the scale of all other weights [B, K, G, T]; None: 1."""
     shape, row_T = tile.shape, tile.row_T
     first, last = (tile.rows.start + 1, tile.rows.stop + shape.lag) if shape.lag else (0, tile.rows.stop)
     s_BxKxSxGxT = dot('bkcs,bkcgt->bksgt', k_local[..., first:last], q_local)
@@ -320,7 +320,7 @@ def weigh_exactly(
 
 
 def _has_older(tile: _Tile) -> jax.Array:
-    """Whether anything but exact weights counts for a row."""
+    """Returns True for rows with weights other than exact ones."""
     bounds = tile.block.bounds
     if tile.shape.options.denominator_bias or bounds is None:
         return jnp.ones_like(tile.row_T, bool)
@@ -341,7 +341,7 @@ def weigh_features(tile: _Tile, x: jax.Array, y: jax.Array) -> _Part:
 
 
 def read_sums(tile: _Tile, x: jax.Array, sums: Sums) -> Fraction:
-    """Computes what the rows read of the keys before the block."""
+    """Computes the part of the rows' numerators and denominators from the keys before the block."""
     powers = tile.shape.options.powers
     phis, x = expansion.expand(powers, x)
     num_BxKxDxGxT = sum(dot('bkrd,bkrgt->bkdgt', kv, phi) for kv, phi in zip(sums.kv, phis, strict=True))
@@ -360,9 +360,9 @@ def fold(
     start: jax.Array | int,
     log_factors_BxKxS: jax.Array | None = None,
 ) -> Sums:
-    """Computes the sums over these keys, from index `start` on, except those outside of the bounds.
+    """Computes the sums over these keys, from index `start` on, without keys outside the bounds.
 
-    `log_factors_BxKxS`: the logs of the keys' factors at the moment for which the sums are; None: 1.
+    `log_factors_BxKxS`: the logs of the factors by which the keys have decayed in the sums; None: no decay.
     """
     y, one, factors = shape.map_keys(parameters, keys.k_BxKxExS), None, None
     if bounds is not None:
@@ -395,7 +395,7 @@ def advance(
     start: jax.Array | int,
     decay: Decay | None,
 ) -> Sums:
-    """Computes the sums after a block from those before it, as of the `last_entry` of the decay."""
+    """Computes the sums after a block from the sums before it, decayed up to the `last_entry`."""
     log_factors_BxKxS = None
     if decay is not None:
         last = last_entry(decay, bounds, start)

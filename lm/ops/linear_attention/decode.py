@@ -1,11 +1,11 @@
 """Linear attention some tokens at a time: the state that decoding needs, of constant size.
 
-    call = LinearCall.from_arguments(arguments)     of `linear_attention(**arguments)`
+     call = LinearCall.from_arguments(arguments)     the call of `linear_attention(**arguments)`
 
-    init_state(call)            before the first token; only shapes and dtypes matter, not the length
-    decode_step(state, call)    the call holds the next tokens
+     init_state(call)            before the first token; only shapes and dtypes matter, not the length
+     decode_step(state, call)    the call holds the next tokens
 
-Outputs of `decode_step` equal those of `linear_attention` on the whole sequence, however its tokens are spread over
+`decode_step` computes the outputs of `linear_attention` on the whole sequence, however its tokens are spread over
 calls. Decoding is causal, and has one implementation.
 """
 
@@ -23,11 +23,11 @@ from lm.ops.linear_attention.types import LOCAL_BLOCK, Keys, LinearCall, State
 
 
 class DecodeState(NamedTuple):
-    """What later tokens need of earlier tokens.
+    """The state of decoding: sums and keys of earlier tokens.
 
     Attributes:
-        sums: over the keys that have left the exact kernel's reach; over all keys where there is none. With decay as of
-            the last of these keys.
+        sums: the sums over the keys out of the exact kernel's reach, or over all keys where there is no exact kernel.
+            They have decayed up to the last of these keys.
         recent: the other keys. With a window they are the N last tokens in the order of time, right-aligned. Else they
             are the tokens of the current block from index 0, of which the first `position % block` count.
         position: tokens so far, int32.
@@ -41,7 +41,8 @@ class DecodeState(NamedTuple):
 def init_state(call: LinearCall, max_length: int | None = None) -> DecodeState:
     """Makes the state before the first token.
 
-    `max_length`: tokens of the longest sequence to come. Where it is shorter than the block, so is the state.
+    `max_length`: tokens of the longest sequence to come. The state is as short as it, where it is shorter than the
+    block.
     """
     batch, _, heads, _ = call.k_BxLxKxE.shape
     features = xla.count_features(call.options, call.k_parameters, call.k_BxLxKxE)
@@ -81,7 +82,7 @@ class Appended(NamedTuple):
 
 
 def _append_tokens(call: LinearCall, state: DecodeState, recent: Keys) -> Appended:
-    """Appends any number of tokens: the current block and the new ones, with blocks as in the whole sequence."""
+    """Appends any number of tokens, and cuts blocks as the whole sequence does."""
     block, count = recent.v_BxSxKxD.shape[1], call.q_BxLxHxE.shape[1]
     at = state.position % block
     complete = (at + count) // block * block
@@ -95,7 +96,7 @@ def _append_tokens(call: LinearCall, state: DecodeState, recent: Keys) -> Append
         return append(jnp.zeros((x.shape[0], block, *x.shape[2:]), x.dtype), x)[:, : block + count]
 
     keys = jax.tree.map(append, recent, call.keys)
-    # What stands after the last token is hidden from all before it, and the bounds keep it out of the sums.
+    # Padding after the last token is hidden from all tokens before it, and the bounds keep it out of the sums.
     bounds = one_block.Bounds(jnp.int32(0), complete, _find_older(state, block))
     call = dataclasses.replace(
         call.replace_keys(jax.tree.map(lambda x: x[:, : block + count], keys)),

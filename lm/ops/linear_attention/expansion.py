@@ -1,10 +1,10 @@
 """The powers of features: x^{⊗n} for each power of a polynomial, packed, and their inner products with sums over keys.
 
-x ⊗ x has F (F + 1) / 2 distinct entries. They are cut in strips of `STRIP` rows, of each of which only the part from
-the diagonal on is formed: 640 instead of 1,024 products for F = 32, 2,304 instead of 4,096 for F = 64. A strip's part
-right of its square on the diagonal counts twice. Queries and keys are expanded alike; coefficients and counts are
-multiplied into the sums, once a block. Tokens are the last axis: all products are then of whole vectors of tokens
-(measured on a CPU: three times as fast as with features last; on TPUs it decides everything).
+x ⊗ x has F (F + 1) / 2 distinct entries. They are cut in strips of `STRIP` rows, and each strip begins at the diagonal:
+640 instead of 1,024 products for F = 32, 2,304 instead of 4,096 for F = 64. A strip's part right of its square on the
+diagonal counts twice. Queries and keys are expanded alike; coefficients and counts are multiplied into the sums, once
+per block. Tokens are the last axis: all products are then of whole vectors of tokens (measured on a CPU: three times as
+fast as with features last; on TPUs it decides everything).
 
 Denominators do not go through the packing: Σ_j ⟨x, y_j⟩² = xᵀ (Σ_j y_j y_jᵀ) x, in float32.
 """
@@ -17,24 +17,25 @@ from jax import lax
 from lm.ops.dots import dot
 
 STRIP = 8
-"""Measured on a CPU and by compiling for TPUs: shorter strips save products and lose as much to their number."""
+"""Rows per strip. Shorter strips save products and lose as much to their number (measured on a CPU and by compiling for
+TPUs)."""
 
 
 MOST_WRITTEN_OUT = 64
-"""Features up to which the gradient of their products is written out."""
+"""The most features for which the gradient of their products is written out."""
 
 
 def expand(
     powers: tuple[float, ...], x_BxKxFxT: jax.Array, one: jax.Array | None = None
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """φ(x) in pieces [B, K, Rᵢ, …T], in the dtype of x, and x in float32 for what else reads it.
+    """Returns φ(x) in pieces [B, K, Rᵢ, …T], in the dtype of x, and x in float32 for its other readers.
 
-    Products are formed in float32. What reads x from here gets its gradient added where that of φ is formed.
+    Products are formed in float32. Other gradients of this x are added where the gradient of φ is formed.
 
     Args:
-        powers: coefficients of the polynomial; only which are 0 matters here.
+        powers: coefficients of the polynomial; only their zeros matter here.
         x_BxKxFxT: features; any number of axes may follow.
-        one: what stands for x^{⊗0}, [T]; None is 1.
+        one: the value of x^{⊗0}, [T]; None is 1.
     """
     wide, result, power = x_BxKxFxT.astype(jnp.float32), [], []
     for n in range(len(powers)):
@@ -45,7 +46,7 @@ def expand(
 
 
 def weights(powers: tuple[float, ...], size: int) -> tuple[np.ndarray, ...]:
-    """Coefficient times count of each entry of φ, in the pieces of `expand`, [Rᵢ] float32, for F = size."""
+    """Returns coefficient times count of each entry of φ, in the pieces of `expand`, [Rᵢ] float32, for F = size."""
     result, counts = [], [np.ones(1)]
     for n, coefficient in enumerate(powers):
         if n == 1:
@@ -65,7 +66,7 @@ def _strip_counts(size: int, start: int) -> np.ndarray:
 
 
 def _raise(power: list[jax.Array], x: jax.Array, one: jax.Array | None, n: int) -> tuple[list[jax.Array], jax.Array]:
-    """x^{⊗n} of x^{⊗n-1}, and x."""
+    """Returns x^{⊗n} for x^{⊗n-1}, and x."""
     if n == 0:
         shape = (*x.shape[:2], 1, *x.shape[3:])
         return [jnp.ones(shape, x.dtype) if one is None else jnp.broadcast_to(one.astype(x.dtype), shape)], x
@@ -90,11 +91,11 @@ def _square(x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
 
 
 def _square_backward(x: jax.Array, gradients: tuple[list[jax.Array], jax.Array]) -> tuple[jax.Array]:
-    """Sums of whole vectors of tokens, tile by tile of STRIP × STRIP products.
+    """Adds whole vectors of tokens, tile by tile of STRIP × STRIP products.
 
-    Written out as additions, because XLA makes one loop of them; of the reductions that they are it makes a kernel
-    each, which takes twenty times as long on a CPU; nor does it make a quick one of what is added to their
-    concatenation (three times as long), so that x has its other gradients added here. Many tiles would compile slowly.
+    The sums are written out as additions, because XLA makes one loop of them. It makes one kernel per reduction, which
+    takes twenty times as long on a CPU. Additions to their concatenation take three times as long, so the other
+    gradients of x are added here. Many tiles would compile slowly.
     """
     d, dx = gradients
     size, lead, rest = x.shape[2], x.shape[:2], x.shape[3:]
@@ -120,7 +121,7 @@ def totals(
     one_T: jax.Array | None = None,
     factors_BxKxT: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Σ_t factors_t y_t^{⊗n} for each power, unpacked, float32; without factors they are 1."""
+    """Computes Σ_t factors_t y_t^{⊗n} for each power, unpacked, float32; without factors they are 1."""
     y, result = y_BxKxFxT.astype(jnp.float32), []
     weighted = y if factors_BxKxT is None else y * factors_BxKxT[:, :, None]
     for n, coefficient in enumerate(powers):
@@ -143,7 +144,7 @@ def totals(
 
 
 def read_totals(powers: tuple[float, ...], x_BxKxFxGxT: jax.Array, sums: tuple[jax.Array, ...]) -> jax.Array:
-    """Σ_n powers[n] ⟨x^{⊗n}, sums_n⟩, [B, K, G, T] float32."""
+    """Computes Σ_n powers[n] ⟨x^{⊗n}, sums_n⟩, [B, K, G, T] float32."""
     x, result = x_BxKxFxGxT.astype(jnp.float32), jnp.float32(0.0)
     degrees = [n for n, coefficient in enumerate(powers) if coefficient]
     for n, total in zip(degrees, sums, strict=True):
@@ -162,5 +163,5 @@ def read_totals(powers: tuple[float, ...], x_BxKxFxGxT: jax.Array, sums: tuple[j
 
 
 def empty_totals(powers: tuple[float, ...], batch: int, heads: int, size: int) -> tuple[jax.Array, ...]:
-    """`totals` of no tokens."""
+    """Returns the `totals` of no tokens."""
     return tuple(jnp.zeros((batch, heads, *[size] * n), jnp.float32) for n, c in enumerate(powers) if c)

@@ -1,10 +1,10 @@
 """Linear attention over windows that are split over devices (`lm.ops.sequence`).
 
-Each device folds its keys into sums, and learns in a logarithmic number of exchanges what the keys before its part sum
-up to (sums compose: `decay_state`). It then computes its part like a part that follows those sums. What goes over the
-wires does not depend on the length: the sums, and with a window the keys that it reaches back to.
+Each device folds its keys into sums. A logarithmic number of exchanges gives it the sums over the keys before its part
+(sums compose: `decay_state`), and it computes its part from them. Messages between devices hold the sums, and with a
+window the keys that it reaches back to: their size does not depend on the length.
 
-Backward, all of this is differentiated as it stands: the same exchanges, in the other direction.
+The backward pass differentiates this as it stands: the same exchanges, in the other direction.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def unsupported(call: LinearCall) -> None:
 
 
 class PartSums(NamedTuple):
-    """The sums over the keys of a part as of its last, and the log factor from its first token to it.
+    """The sums over the keys of a part, decayed up to its last token, and the log factor of the whole part.
 
     The log factor is None without decay.
     """
@@ -52,7 +52,7 @@ class PartSums(NamedTuple):
 
 
 def carry_sums(part: PartSums) -> Any:
-    """Returns the sums [B, K, …] over the keys of all parts before this one, as of its first token."""
+    """Returns the sums [B, K, …] over the keys of all parts before this one, decayed up to its first token."""
 
     def compose(earlier: PartSums, later: PartSums) -> PartSums:
         if earlier.log_factor_BxK is None or later.log_factor_BxK is None:
@@ -66,7 +66,7 @@ def carry_sums(part: PartSums) -> Any:
 def sum_before(options: Options, parameters: Any, keys: Keys, bounds: Bounds | None) -> State:
     """Computes the sums over the keys of all parts before this one.
 
-    `keys`: those of this part; the ones inside the bounds count.
+    `keys` are the keys of this part; only keys inside the bounds count.
     """
     function = functools.partial(_sum_part, options)
     if jax.tree.leaves(parameters) and keys.v_BxSxKxD.shape[0] % platform.batch_shards() == 0:
@@ -77,7 +77,7 @@ def sum_before(options: Options, parameters: Any, keys: Keys, bounds: Bounds | N
 def _sum_part(options: Options, parameters: Any, keys: Keys, bounds: Bounds | None) -> PartSums:
     """Computes the sums over the keys of this part.
 
-    Blocks are added up with the factors up to the end of the part: none depends on the sums before it, so that the
+    Blocks are added with their factors up to the end of the part. None depends on the sums before it, so that the
     gradient keeps no sums and no features.
     """
     shape = Shape(options, tile=0, reads=False, dtype=keys.v_BxSxKxD.dtype)

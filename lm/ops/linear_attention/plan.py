@@ -1,4 +1,4 @@
-"""How a sequence is cut into blocks, and how a walk goes over them."""
+"""The blocks of a sequence, and the walk over them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,19 +16,19 @@ Carry = TypeVar('Carry')
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
-    """The static side of a call.
+    """The static properties of a call.
 
     Attributes:
-        options: of the call.
+        options: the options of the call.
         length: tokens.
         block: tokens per block.
         tile: rows of queries at a time.
         heads: key heads.
-        features: of a key.
+        features: features of a key.
         values: size of a value.
-        dtype: of the values.
-        before: whether there are sums over keys before the first block.
-        after: whether the caller asks for the sums over all keys.
+        dtype: the type of the values.
+        before: True where there are sums over keys before the first block.
+        after: True where the caller requests the sums over all keys.
     """
 
     options: Options
@@ -48,17 +48,17 @@ class BlockPlan:
 
     @property
     def folds(self) -> bool:
-        """Whether any block folds its keys into the sums."""
+        """True where any block folds its keys into the sums."""
         return self.after or self.length > self.block or not self.options.causal
 
     @property
     def reuses(self) -> bool:
-        """Whether features of a block's keys are compared and folded, and then are formed once for both."""
+        """True where features of a block's keys are compared and folded: they are formed once for both."""
         return self.options.causal and self.folds and self.shape.compares
 
     @property
     def shape(self) -> Shape:
-        """The static side of a block."""
+        """The static properties of a block."""
         reads = self.before or self.length > self.block or not self.options.causal
         return Shape(self.options, self.tile, reads, self.dtype)
 
@@ -71,7 +71,7 @@ class BlockPlan:
     def walk(self, body: Callable[[jax.Array | int, int, Carry], Carry], carry: Carry, reverse: bool = False) -> Carry:
         """Applies body(start, size, carry) to each block in order.
 
-        What is left of a length that the block does not divide is a shorter block at the end.
+        Where the block does not divide the length, the last block is shorter.
         """
         whole, rest = divmod(self.length, self.block)
 

@@ -1,4 +1,4 @@
-"""Linear attention written as the formulas read: all n × n weights at once. For tests and for reading."""
+"""Linear attention as its formulas read, with all n × n weights at once. It is for tests and for reading."""
 
 import functools
 from typing import NamedTuple
@@ -30,14 +30,14 @@ class LogFactors(NamedTuple):
 
 
 class ExactWeights(NamedTuple):
-    """Exact weights, and the factor of everything else in a query's numerator and denominator."""
+    """Exact weights, and the factor of all other terms in a query's numerator and denominator."""
 
     weights_BxHxLxM: jax.Array
     scale_BxHxLx1: jax.Array
 
 
 class VisibleKeys(NamedTuple):
-    """Booleans: the keys that a query sees at all, and those of them that the exact kernel weighs."""
+    """Masks: the keys that a query sees, and the keys among them that the exact kernel weighs."""
 
     any_LxM: np.ndarray
     nearby_LxM: np.ndarray
@@ -137,7 +137,7 @@ def list_powers(options: Options, x: jax.Array) -> list[tuple[float, jax.Array]]
 
 
 def expand(options: Options, x: jax.Array) -> jax.Array:
-    """Computes φ of queries: ⟨expand(x), Σ y^{⊗n}⟩ is the approximate weight. Coefficients are the queries' part."""
+    """Computes φ of queries with the coefficients: ⟨expand(x), Σ y^{⊗n}⟩ is the approximate weight."""
     return jnp.concatenate([c * power for c, power in list_powers(options, x)], axis=-1)
 
 

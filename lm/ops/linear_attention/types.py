@@ -1,4 +1,4 @@
-"""The call of linear attention and what it is made of: local kernels, feature maps, the state, the options."""
+"""The call of linear attention and its parts: local kernels, feature maps, the state, the options."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,19 +9,19 @@ import jax.numpy as jnp
 from jax import lax
 
 FeatureMap = Callable[[Any, jax.Array, bool], jax.Array]
-"""(parameters, [B, T, heads, E], queries) → [B, T, heads, F], each token by itself. `queries` is True for queries and
-False for keys. A feature map is a plain function: arrays, random projections too, go through the parameters (a pytree
-of floating-point arrays), never through its closure."""
+"""A function (parameters, [B, T, heads, E], queries) → [B, T, heads, F], each token by itself. `queries` is True for
+queries and False for keys. A feature map is a plain function: arrays, random projections too, go through the parameters
+(a pytree of floating-point arrays), never through its closure."""
 
 PLAIN = (0.0, 1.0)
-"""Powers: features as they are."""
+"""Powers of plain features."""
 
 SQUARE = (0.0, 0.0, 1.0)
-"""Powers: x ⊗ x."""
+"""Powers of x ⊗ x."""
 
 
 LOCAL_BLOCK = 1024
-"""Tokens per block of exact weights; the paper's."""
+"""Tokens per block of exact weights, as in the paper."""
 
 Tree = TypeVar('Tree')
 
@@ -30,20 +30,19 @@ Tree = TypeVar('Tree')
 class ProductMap(Protocol):
     """A feature map φ(x) = f(W x, x) that kernels can compute block by block on chip; other maps run on XLA.
 
-    It is a `FeatureMap` too, and hashable: the kernels are compiled for it. They form W x themselves, as precisely as
-    the features' type deserves, apply f in float32 and round its result. In the backward pass they do so again and
-    differentiate.
+    It is a `FeatureMap` too, and hashable: the kernels are compiled for it. They form W x as precisely as the features'
+    type needs, apply f in float32 and round its result. In the backward pass they do so again and differentiate.
     """
 
     learns: bool
-    """Whether W has a gradient. Without one, the gradient of the parameters is zero and costs nothing."""
+    """True if W has a gradient. Without one, the gradient of the parameters is zero and costs nothing."""
 
     def __call__(self, parameters: Any, x: jax.Array, queries: bool, /) -> jax.Array:
         """Computes the features, as any `FeatureMap`."""
         ...
 
     def matrix(self, parameters: Any) -> jax.Array | None:
-        """Returns W, [R, E] float32, differentiable in the parameters; None where these settings have no such form."""
+        """Returns W, [R, E] float32, differentiable in the parameters; None where the map has no such form."""
 
     def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
         """Computes f in float32: [R, T] and [E, T] → [M, T], each token by itself; E may be padded with zeros.
@@ -117,7 +116,7 @@ class State(NamedTuple):
 def decay_state(sums: Tree, log_factor_BxK: jax.Array) -> Tree:
     """Multiplies a `State`, or other sums [B, K, …], by one factor per key head.
 
-    States compose. Let S₀ be the sums over some tokens, S the sums over the tokens after them, and g the sum of the
+    States compose. Let S₀ be the sums over some tokens, and S the sums over the tokens after them. g is the sum of the
     later tokens' log factors. The sums over all tokens are decay_state(S₀, g) + S.
     """
 
@@ -152,7 +151,7 @@ class Options:
     def weigh(self, s: jax.Array) -> jax.Array:
         """Computes the approximate weights of pairs whose features have inner products s."""
         terms = (c * lax.integer_pow(s, n) if n else c * jnp.ones_like(s) for n, c in enumerate(self.powers) if c)
-        return cast(jax.Array, sum(terms))  # some power has a coefficient, so that it is no plain 0
+        return cast(jax.Array, sum(terms))  # some power has a coefficient, so the sum is no plain 0
 
 
 class Parameters(NamedTuple):
@@ -181,10 +180,10 @@ class Keys(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearCall:
-    """One call of the operation: what `linear_attention` is given, for all implementations alike.
+    """One call of the operation: the arguments of `linear_attention`, as all implementations take them.
 
-    The arrays are the pytree's leaves; `options` and `with_state` are static. `with_state`: also return the sums over
-    all keys.
+    The arrays are the pytree's leaves; `options` and `with_state` are static. `with_state` also requests the sums
+    over all keys.
     """
 
     q_BxLxHxE: jax.Array
@@ -214,7 +213,7 @@ class LinearCall:
 
     @property
     def local(self) -> LocalVectors | None:
-        """What the exact kernel compares; None where the call has no exact kernel."""
+        """The vectors that the exact kernel compares; None where the call has no exact kernel."""
         if self.options.local is None or self.q_local_BxLxHxC is None or self.k_local_BxLxKxC is None:
             return None
         return LocalVectors(self.q_local_BxLxHxC, self.k_local_BxLxKxC)

@@ -1,17 +1,17 @@
 """Linear attention in blocks, in plain XLA: time and memory linear in the length.
 
-Forward, one walk over the blocks: a query reads the sums over the keys of earlier blocks, adds the keys of its block
-directly, and the block's keys are then folded into the sums. Backward, two walks, neither of which keeps features or
-sums of more than one block. The walk forwards computes the sums again, for the gradients of queries and of what they
-compared directly. The walk backwards carries the gradient of the sums, for the gradients of the keys and values that
-were folded. Only inputs, outputs and one denominator per query are kept.
+The forward pass is one walk over the blocks. A query reads the sums over the keys of earlier blocks and adds the keys
+of its block directly; then the block's keys are folded into the sums. The backward pass is two walks, and neither keeps
+features or sums of more than one block. The walk forwards computes the sums again, for the gradients of queries and of
+what they compared directly. The walk backwards carries the gradient of the sums, for the gradients of the keys and
+values that were folded. Only inputs, outputs and one denominator per query are kept.
 
-Numerator and denominator are differentiated as one linear operation: with o = num / den the cotangents are
-do / den and -⟨do, o⟩ / den. What is left of a length that the block does not divide is a shorter block: nothing is
-padded. Recovering the sums by subtraction in a single backward walk would save a third of it, and loses four digits.
+Numerator and denominator are differentiated as one linear operation: with o = num / den the cotangents are do / den and
+-⟨do, o⟩ / den. Where the block does not divide the length, the last block is shorter: nothing is padded. Recovering the
+sums by subtraction in a single backward walk would save a third of it, and loses four digits.
 
-With decay the sums are always as of the last key folded. The result does not depend on that choice, so the running
-sums of log factors have gradients as those of a query and of a key alone, and, where sums are returned, as their last.
+With decay the sums are always decayed up to the last key folded. The result does not depend on that choice. Running
+sums of log factors therefore have gradients only as a query's and as a key's sum, and as the last one of returned sums.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jax import lax
 
 from lm.ops import decay as decays
 from lm.ops import platform
-from lm.ops.blocks import apart
+from lm.ops.blocks import call_in_branch
 from lm.ops.decay import Decay
 from lm.ops.linear_attention.block import (
     BlockInputs,
@@ -59,10 +59,10 @@ from lm.ops.linear_attention.types import (
     State,
     decay_state,
 )
-from lm.ops.residuals import saved
+from lm.ops.residuals import save_residual
 
 BLOCK = {'cpu': 64}
-"""Tokens per block by platform, elsewhere 512, where the result does not depend on it."""
+"""Tokens per block by platform, elsewhere 512, where the result does not depend on the block."""
 
 TILE = {'cpu': 256}
 """Queries per tile by platform, elsewhere 512."""
@@ -82,7 +82,7 @@ def linear_attention(call: LinearCall) -> LinearResult:
         bounds = Bounds(jnp.int32(0), jnp.int32(length), older)
     o_BxLxHxD, state = attend(call.replace_keys(keys), bounds)
     if state is not None and window is not None:
-        # The window's keys have not been folded.
+        # The keys in the window are not folded yet.
         rest = jax.tree.map(lambda x: x[:, length:], keys)
         inside = Bounds(jnp.int32(max(window - length, 0)), jnp.int32(window), older)
         state = add_keys(options, call.k_parameters, rest, state, inside)
@@ -94,12 +94,12 @@ def unsupported(call: LinearCall) -> None:
 
 
 def attend(call: LinearCall, bounds: Bounds | None) -> LinearResult:
-    """Computes outputs, and the sums over the keys inside of the bounds that stand beside a query.
+    """Computes outputs, and the sums over the keys inside the bounds that stand beside a query.
 
     Args:
-        call: has L queries and L keys, with a window N + L keys. The initial state is as of the token before the first
-            key, and the state returned as of the last key among those beside a query.
-        bounds: on the indices of keys; None: no bounds.
+        call: L queries and L keys, with a window N + L keys. The initial state is decayed up to the token before the
+            first key, and the returned state up to the last key that stands beside a query.
+        bounds: bounds on the indices of keys; None: no bounds.
     """
     options, length, target = call.options, call.q_BxLxHxE.shape[1], platform.target_platform()
     block = options.exact_block or options.block or BLOCK.get(target, 512)
@@ -138,7 +138,7 @@ def attend(call: LinearCall, bounds: Bounds | None) -> LinearResult:
 
 
 def add_keys(options: Options, parameters: Any, keys: Keys, state: State, bounds: Bounds | None = None) -> State:
-    """Folds these keys into the state, except those outside of the bounds."""
+    """Folds these keys into the state, without keys outside the bounds."""
     shape = Shape(options, tile=0, reads=False, dtype=keys.v_BxSxKxD.dtype)
     folded = FoldedKeys(move_tokens_last(keys.k_BxSxKxE), move_tokens_last(keys.v_BxSxKxD))
     sums = split(options, state, count_features(options, parameters, keys.k_BxSxKxE))
@@ -160,9 +160,9 @@ def make_empty_state(options: Options, batch: int, heads: int, features: int, va
 
 
 class WalkInputs(NamedTuple):
-    """The arrays of a walk over blocks, before they are cut; S keys, L of them without a window.
+    """The arrays of a walk over blocks, before they are cut; S keys, which are L without a window.
 
-    The backward pass lays its gradients out alike.
+    The gradients of the backward pass have the same layout.
     """
 
     q_BxLxHxE: jax.Array
@@ -177,7 +177,7 @@ class WalkInputs(NamedTuple):
 
 
 class WalkResiduals(NamedTuple):
-    """What the backward pass keeps; None where the plan has no use for it."""
+    """The residuals of the backward pass; None where the plan has no use for them."""
 
     inputs: WalkInputs
     final_sums: Sums | None
@@ -195,10 +195,10 @@ class Slices(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockWalk:
-    """The arrays of a walk with tokens last; only what is needed.
+    """The arrays of a walk with tokens last, where the plan needs them.
 
     Attributes:
-        sums: those before the first block; None where the plan needs none.
+        sums: the sums before the first block; None where the plan needs none.
     """
 
     plan: BlockPlan
@@ -227,7 +227,7 @@ class BlockWalk:
         return cls(plan, queries, keys, inputs.parameters, sums, inputs.bounds, inputs.decay)
 
     def cut(self, start: jax.Array | int, size: int) -> Slices:
-        """Cuts the queries of a block, the keys that they see, and the decay of these."""
+        """Cuts the queries of a block, the keys that they see, and the decay of these keys."""
         seen = size + self.plan.lag
         return Slices(_cut(self.queries, start, size), _cut(self.keys, start, seen), _cut(self.decay, start, seen + 1))
 
@@ -240,7 +240,7 @@ class BlockWalk:
         def compute(sums, keys, decay):
             return advance(self.plan.shape, sums, keys.folded, self.parameters.keys, self.bounds, start, decay)
 
-        return apart(start, compute, sums, _cut(self.keys, start, size), _cut(self.decay, start, size + 1))
+        return call_in_branch(start, compute, sums, _cut(self.keys, start, size), _cut(self.decay, start, size + 1))
 
     def advance_beside(self, slices: Slices, start: jax.Array | int, size: int, sums: Sums | None) -> Sums | None:
         """Computes the sums after a block where its features serve its queries too; else None."""
@@ -271,7 +271,7 @@ def _forward(plan: BlockPlan, inputs: WalkInputs) -> tuple[jax.Array, jax.Array 
             fraction = read(plan.shape, walk.block(slices, sums, start))
             return fraction, walk.advance_beside(slices, start, size, sums)
 
-        (num, den), after = apart(start, compute, walk.cut(start, size), sums)
+        (num, den), after = call_in_branch(start, compute, walk.cut(start, size), sums)
         if plan.options.normalize:
             inverse = _put(inverse, 1.0 / den, start)
             num *= (1.0 / den)[:, :, None]
@@ -287,10 +287,10 @@ def _forward(plan: BlockPlan, inputs: WalkInputs) -> tuple[jax.Array, jax.Array 
 
 def _attend_forward(plan: BlockPlan, inputs: WalkInputs):
     o, inverse, sums = _forward(plan, inputs)
-    o, final = saved(o), None if plan.options.causal else sums
+    o, final = save_residual(o), None if plan.options.causal else sums
     residuals = WalkResiduals(inputs, final, None, None)
     if inverse is not None:
-        residuals = residuals._replace(o_BxLxHxD=o, inverse_BxKxGxL=saved(inverse))
+        residuals = residuals._replace(o_BxLxHxD=o, inverse_BxKxGxL=save_residual(inverse))
     return (o, join(sums) if plan.after and sums is not None else None), residuals
 
 
@@ -313,7 +313,7 @@ class ForwardCarry(NamedTuple):
 
 
 class BackwardCarry(NamedTuple):
-    """The gradients that the walk backwards adds up; `parameters` are those of keys."""
+    """The gradients that the walk backwards adds up; `parameters` holds gradients of the keys' parameters."""
 
     keys: MetKeys
     parameters: Any
@@ -324,12 +324,11 @@ class BackwardCarry(NamedTuple):
 class Backward:
     """The two walks of the backward pass.
 
-    Keys that a query meets directly get their gradient on the walk forwards, those that are folded on the walk
-    backwards.
+    Keys that a query meets directly get their gradient on the walk forwards, and folded keys on the walk backwards.
     """
 
     def __init__(self, walk: BlockWalk, cotangents: Callable[[jax.Array | int, int], Fraction]):
-        """`cotangents`: takes start and size of a block, and returns the gradients of what its queries read."""
+        """Stores the walk; `cotangents(start, size)` returns the gradients of a block's numerators and denominators."""
         self.arrays, self.plan, self.cotangents = walk, walk.plan, cotangents
         compares, causal = walk.plan.shape.compares, walk.plan.options.causal
         self.met = MetKeys(
@@ -339,7 +338,7 @@ class Backward:
         )
 
     def walk_forwards(self, sums: Sums | None) -> ForwardCarry:
-        """`sums`: those before the first block; without causality those over all keys."""
+        """Walks forwards; `sums` are the sums before the first block, or over all keys without a causal mask."""
         dqueries = jax.tree.map(jnp.zeros_like, self.arrays.queries)
         dtotal = _make_zeros(_total(self.arrays.decay))
         carry = ForwardCarry(dqueries, _make_zeros(self.met), _make_zeros(self.arrays.parameters), dtotal, sums)
@@ -361,11 +360,11 @@ class Backward:
             return pull(cotangents), walk.advance_beside(slices, start, size, sums)
 
         arguments = walk.cut(start, size), self.cotangents(start, size), carry.sums
-        (dqueries, dmet, dparameters, dtotal), after = apart(start, compute, *arguments)
+        (dqueries, dmet, dparameters, dtotal), after = call_in_branch(start, compute, *arguments)
         sums = carry.sums
         if plan.options.causal and plan.folds:
             sums = after if plan.reuses else walk.advance(start, size, sums)
-        # The first entry is the moment of the sums, not a token's.
+        # The first entry belongs to the sums, not to a token.
         dtotal = None if dtotal is None else dtotal.at[..., 0].set(0.0)
         return ForwardCarry(
             _put(carry.queries, dqueries, start),
@@ -376,7 +375,7 @@ class Backward:
         )
 
     def differentiate_read(self, start: jax.Array | int, size: int) -> Sums:
-        """Computes the gradient of the sums before a block, from what its queries read of them."""
+        """Computes the gradient of the sums before a block, through its queries' reads."""
         walk, plan = self.arrays, self.plan
 
         def compute(slices, cotangents):
@@ -385,14 +384,14 @@ class Backward:
 
             return jax.vjp(call, plan.make_empty(walk.keys.v_BxKxDxS.shape[0]))[1](cotangents)[0]
 
-        return apart(start, compute, walk.cut(start, size), self.cotangents(start, size))
+        return call_in_branch(start, compute, walk.cut(start, size), self.cotangents(start, size))
 
     def step_reads(self, start: jax.Array | int, size: int, sums: Sums | None) -> Sums | None:
-        """Adds the gradient of the sums over all keys that a block's queries read."""
+        """Adds the gradient of the sums over all keys through the reads of a block's queries."""
         return _sum(sums, self.differentiate_read(start, size))
 
     def step_backwards(self, start: jax.Array | int, size: int, carry: BackwardCarry) -> BackwardCarry:
-        """Adds the gradients of a block's keys, and turns those of the sums after it into those of the sums before."""
+        """Adds the gradients of a block's keys, and computes gradients of the sums before it from the sums after it."""
         plan = self.plan
         if plan.folds:
             carry = self.differentiate_fold(start, size, carry)
@@ -417,7 +416,9 @@ class Backward:
             pull = jax.vjp(call, folded.k_BxKxExS, folded.v_BxKxDxS, walk.parameters.keys, _total(decay))[1]
             return pull(dsums)
 
-        dk, dv, dparameters, dtotal = apart(start, compute, _cut(walk.keys, start, size), last, decay, carry.sums)
+        dk, dv, dparameters, dtotal = call_in_branch(
+            start, compute, _cut(walk.keys, start, size), last, decay, carry.sums
+        )
         sums = carry.sums
         if decay is not None and last is not None:
             sums = decay_state(sums, decays.between(last, decays.entries(decay, 0, 1))[..., 0])
@@ -436,7 +437,7 @@ def _attend_backward(plan: BlockPlan, residuals: WalkResiduals, cotangents: tupl
     backward = Backward(walk, _make_cotangents(plan, do, residuals))
     forwards = backward.walk_forwards(walk.sums if causal else residuals.final_sums)
 
-    # What is met only where it is folded has no gradient so far.
+    # Keys that are only folded have no gradient so far.
     dkeys = MetKeys(*(_make_zeros(a) if b is None else b for a, b in zip(walk.keys, forwards.keys, strict=True)))
     dsums = plan.make_empty(do.shape[0]) if dstate is None else split(plan.options, dstate, plan.features)
     dtotal = forwards.log_total

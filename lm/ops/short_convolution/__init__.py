@@ -38,7 +38,9 @@ def short_convolution(
         OperationError: an unknown implementation, or one that does not support the call.
     """
     call = ConvolutionCall(x_BxLxN, kernel_SxN, before_BxRxN, reach_BxL)
-    return IMPLEMENTATIONS.choose(implementation or platform.for_few(x_BxLxN.shape[1]), call).short_convolution(call)
+    return IMPLEMENTATIONS.choose(
+        implementation or platform.choose_for_short(x_BxLxN.shape[1]), call
+    ).short_convolution(call)
 
 
 __all__ = ['IMPLEMENTATIONS', 'ConvolutionCall', 'short_convolution']

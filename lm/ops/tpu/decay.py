@@ -14,7 +14,7 @@ from lm.ops.decay import RESET, backwards
 RESET_LOG = -128.0
 
 
-def of_heads(log_decay_BxLxK: jax.Array, length: int, heads: int) -> jax.Array:
+def arrange_log_decay(log_decay_BxLxK: jax.Array, length: int, heads: int) -> jax.Array:
     """Returns [B · heads, 1, length]: each of K heads repeated until there are `heads`, no decay in the padding."""
     batch, tokens, count = log_decay_BxLxK.shape
     g_BxHxL = jnp.repeat(log_decay_BxLxK.astype(jnp.float32).swapaxes(1, 2), heads // count, axis=1)
@@ -59,11 +59,11 @@ def last(c_1xT: jax.Array) -> jax.Array:
     return c_1xT[:, -1:]
 
 
-def times(x_FxT: jax.Array, factors_1xT: jax.Array | None) -> jax.Array:
-    """Multiplies each token of x by its factor, in the type of x; None: x stays."""
+def multiply_tokens(x_FxT: jax.Array, factors_1xT: jax.Array | None) -> jax.Array:
+    """Multiplies each token of x by its factor, in the type of x; None: returns x."""
     return x_FxT if factors_1xT is None else (x_FxT.astype(jnp.float32) * factors_1xT).astype(x_FxT.dtype)
 
 
-def faded(sums: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """Multiplies sums over earlier keys by the factor of a block, [1, 1]; None: 1."""
+def decay_sums(sums: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """Multiplies sums over earlier keys by factors of decay, [1, 1] or [1, T]; None: 1."""
     return sums if factor is None else sums * factor

@@ -26,7 +26,7 @@ TRAINING = 'training'
 
 @configurable('masked')
 class Masked(Objective):
-    """Predict hidden tokens from both sides (`model.causal = False`)."""
+    """Predicts hidden tokens from the tokens on both sides (`model.causal = False`)."""
 
     share: float = field(default=0.15, above=0, below=1, help='of the tokens is chosen')
     mask_share: float = field(default=0.8, minimum=0, maximum=1, help='of those chosen becomes the mask token')

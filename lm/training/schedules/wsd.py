@@ -22,8 +22,11 @@ SHAPES = {
 
 @configurable('wsd')
 class Wsd(Schedule):
-    """The peak, then peak · (final_fraction + (1 − final_fraction) · shape(t)), where t goes from 0 to 1 over the last
-    `decay_share` of the updates after the warm-up."""
+    """A constant rate with a final decay (warmup-stable-decay).
+
+    The decay covers the last `decay_share` of the updates after the warm-up. In it the rate is peak · (final_fraction +
+    (1 − final_fraction) · shape(t)), and t goes from 0 to 1.
+    """
 
     decay_share: float = field(default=0.1, above=0, maximum=1, help='of the updates after the warm-up')
     shape: str = field(default='linear', choices=tuple(SHAPES), help="how it goes down; 'sqrt' is 1 − √t")

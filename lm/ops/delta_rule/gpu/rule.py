@@ -1,8 +1,8 @@
 """The delta rule on Hopper GPUs: kernels solve the systems of all chunks at once, and one walks from chunk to chunk.
 
-Formulas as in `lm.ops.delta_rule.xla`, with factors from t, the sums of the logs of a chunk's tokens. First comes what
-depends on no state; n_t = U_t - W_t S_t and S_{t+1} are the kernel's, and so are their gradients, which are of the
-same form. Kept for the backward pass are the arguments and the state before each chunk.
+Formulas as in `lm.ops.delta_rule.xla`, with factors from t, the sums of the logs of a chunk's tokens. Whatever depends
+on no state is computed first. The kernel computes n_t = U_t - W_t S_t and S_{t+1}, and also their gradients, which have
+the same form. The backward pass keeps the arguments and the state before each chunk.
 
 N key heads of all sequences, G queries of each, T chunks of C tokens, E key size, D value size.
 """
@@ -17,7 +17,7 @@ from lm.ops import platform
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.delta_rule.unit import scale_vectors
 from lm.ops.dots import dot
-from lm.ops.residuals import saved
+from lm.ops.residuals import save_residual
 
 CHUNK = 64
 
@@ -33,15 +33,15 @@ class ChunkTokens(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What the states and the outputs are made of, bfloat16 but for `whole`.
+    """The operands of the states and the outputs: bfloat16, except `whole`.
 
     Attributes:
-        new_NxTxCxD: U: what the chunk would add at its keys if the state before it were 0.
-        seen_NxTxCxE: -W: times the state, what it adds because of it.
+        new_NxTxCxD: U: the values that the chunk would add at its keys if the state before it were 0.
+        seen_NxTxCxE: -W: its product with the state is what the chunk adds because of the state.
         k_NxTxCxE: keys times the factors until the chunk's end.
         whole_NxT: the factor of the whole chunk, float32.
         q_NxGxTxCxE: queries times the factors since the chunk's start.
-        weights_NxGxTxCxC: of what the chunk's tokens add, for the queries.
+        weights_NxGxTxCxC: the weights of the tokens' additions for the queries.
     """
 
     new_NxTxCxD: jax.Array
@@ -92,7 +92,7 @@ def _compute(call: DeltaCall) -> DeltaResult:
 
 
 def prepare(tokens: ChunkTokens) -> Prepared:
-    """Computes what depends on no state, for all chunks side by side."""
+    """Computes the operands that depend on no state, for all chunks side by side."""
     q, k, v, beta, log_decay = tokens
     dtype, earlier = v.dtype, jnp.tri(CHUNK, dtype=bool)
     t = jnp.zeros_like(beta)
@@ -122,7 +122,7 @@ def _between(t_NxTxC: jax.Array) -> jax.Array:
 
 
 class SystemInputs(NamedTuple):
-    """What the triangular systems are made of; `t` are the sums of the logs of a chunk's tokens, float32."""
+    """The inputs of the triangular systems; `t` holds the running sums of a chunk's log factors, float32."""
 
     k_NxTxCxE: jax.Array
     beta_NxTxC: jax.Array
@@ -139,7 +139,7 @@ class Solved(NamedTuple):
 
 @jax.custom_vjp
 def _solve(inputs: SystemInputs) -> Solved:
-    # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
+    # Mosaic GPU takes half a second to import: only runs that use it wait for it.
     from lm.ops.delta_rule.gpu.systems import solve
 
     return Solved(*solve(*inputs))
@@ -182,7 +182,7 @@ def _rule(tokens: ChunkTokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _forward(tokens, state)[:2]
 
 
-# Compiled as one function, which all layers share.
+# It is compiled as one function, which all layers share.
 @jax.jit
 def _forward(tokens: ChunkTokens, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes outputs, the state after all chunks, and the states before each chunk."""
@@ -197,7 +197,7 @@ def _forward(tokens: ChunkTokens, state: jax.Array) -> tuple[jax.Array, jax.Arra
 
 def _rule_forward(tokens: ChunkTokens, state: jax.Array):
     o, after, before = _forward(tokens, state)
-    return (saved(o), after), (tokens, saved(before))
+    return (save_residual(o), after), (tokens, save_residual(before))
 
 
 @jax.jit

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, load_matrix, matrix, product, sent, walk, write
+from lm.ops.gpu import TILE, load_matrix, matrix, product, wait_for_copies, walk, write
 
 CHUNK = TILE
 
@@ -37,9 +37,11 @@ class WalkedStates(NamedTuple):
 
 
 def walk_states(sides: WalkSides, start_NxExD: jax.Array, *, backwards: bool = False) -> WalkedStates:
-    """Walks from the first S, float32; `backwards` from the last chunk to the first, and "before" is then after.
+    """Walks from the first S, float32, through all chunks.
 
-    One thread block per head, with S in registers.
+    With `backwards` it walks from the last chunk to the first, and "before" means after.
+
+    Each head has one thread block, with S in registers.
     """
     n, chunks, _, size = sides.c_NxTxCxD.shape
 
@@ -48,7 +50,7 @@ def walk_states(sides: WalkSides, start_NxExD: jax.Array, *, backwards: bool = F
 
         def step(number, tiles: WalkSides, state_ExD):
             rows = pl.ds(number * TILE, TILE)
-            sent()
+            wait_for_copies()
             before_smem[...] = state_ExD.astype(before_smem.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(before_smem, results.before_NxTxExD.at[head, rows])

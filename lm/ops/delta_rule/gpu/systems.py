@@ -2,9 +2,9 @@
 
     X = (I + A)⁻¹     A_ij = β_i ⟨k_i, k_j⟩ exp(t_i - t_j), j < i
 
-by products alone: blocks of 8 by their powers, which stay small, then blocks joined in pairs: with X the inverse of the
-blocks on the diagonal and C what stands below it in a pair, that of the pair is X - X C X. Products are of two bfloat16
-numbers a factor, 16 bits.
+Products alone compute it. Blocks of 8 are inverted by their powers, which stay small, and then joined in pairs. Let
+X be the inverse of a pair's blocks on the diagonal, and C the block below it: the pair's inverse is X - X C X. Products
+take two bfloat16 numbers per factor, 16 bits.
 
 N key heads of all sequences, T chunks of CHUNK tokens, E key size, D value size, both CHUNK.
 """
@@ -20,15 +20,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lm.ops import platform
 from lm.ops.gpu import (
     TILE,
-    by_column,
-    by_row,
     load_columns,
     load_rows,
     matrix,
     product,
     release,
+    repeat_per_column,
+    repeat_per_row,
     send,
-    together,
+    sum_products,
 )
 
 FIRST = 8
@@ -40,7 +40,7 @@ class ChunkMemory(NamedTuple):
 
     Attributes:
         k_CxE: keys.
-        factors: [C, D] or [C, E] each, what the inverse is multiplied with besides.
+        factors: [C, D] or [C, E] each, the other factors of the inverse.
         ready: the barrier of both.
         beta_C: float32.
         t_C: the sums of the logs of the chunk's tokens, float32.
@@ -48,7 +48,7 @@ class ChunkMemory(NamedTuple):
         high: where an operand's first bfloat16 part is placed.
         low: where its second part is placed.
         out: where the two results are placed.
-        register: `multiply`'s place for operands, where the kernel is interpreted; else an empty list.
+        register: scratch of `multiply` for operands, where the kernel is interpreted; else an empty list.
     """
 
     k_CxE: Any
@@ -69,7 +69,7 @@ def solve(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD) -> list[jax.Array]:
     def pair(x, memory: ChunkMemory):
         beta, (v_CxD,) = load_columns(memory.beta_C), memory.factors
         factors = beta, -beta * jnp.exp(load_columns(memory.t_C))
-        parts = [_split(x * by_column(factor, TILE)) for factor in factors]
+        parts = [_split(x * repeat_per_column(factor, TILE)) for factor in factors]
         return [[(part, b) for part in two] for two, b in zip(parts, (v_CxD, memory.k_CxE), strict=True)]
 
     return _call('solutions', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [v_NxTxCxD])
@@ -109,10 +109,10 @@ def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> li
             plgpu.commit_smem()
             a_high, a_low = _split(a)
             pairs = [(a_high, memory.high), (a_high, memory.low), (a_low, memory.high)]
-            return together(pairs, spare=memory.register)[0]
+            return sum_products(pairs, scratch=memory.register)[0]
 
         x = _invert(_make_system(memory), multiply)
-        results = together(*pair(x, memory), spare=memory.register)
+        results = sum_products(*pair(x, memory), scratch=memory.register)
         for value, place, to in zip(results, memory.out, out, strict=True):
             send(value, place, to.at[head, chunk])
         plgpu.wait_smem_to_gmem(0)
@@ -151,9 +151,9 @@ def _split(x: jax.Array) -> list[jax.Array]:
 
 def _make_system(memory: ChunkMemory) -> jax.Array:
     """Makes A, float32 in registers."""
-    k_CxE, t_rows = memory.k_CxE, by_row(load_rows(memory.t_C), TILE)
-    products = product(k_CxE, k_CxE.transpose((1, 0))) * by_row(load_rows(memory.beta_C), TILE)
-    later = t_rows - by_column(load_columns(memory.t_C), TILE)
+    k_CxE, t_rows = memory.k_CxE, repeat_per_row(load_rows(memory.t_C), TILE)
+    products = product(k_CxE, k_CxE.transpose((1, 0))) * repeat_per_row(load_rows(memory.beta_C), TILE)
+    later = t_rows - repeat_per_column(load_columns(memory.t_C), TILE)
     row, column = _number()
     return jnp.where(column < row, products * jnp.exp(jnp.minimum(later, 0.0)), 0.0)
 

@@ -1,15 +1,15 @@
 """The backward kernel of the delta rule on TPUs: one sweep from the last chunk to the first.
 
-A chunk is computed again from the state before it, which the forward kernel saved. With S' the state after the chunk,
-b = exp(c_C - c) what is left after it of each token, R = β (V - exp(c) S K), W = R (I + M)⁻¹ (`chunk`), and dX the
-gradient of X:
+A chunk is computed again from the state before it, which the forward kernel saved. Letters: S' is the state after the
+chunk, and b = exp(c_C - c) the share of each token that is left after it. `chunk` explains R = β (V - exp(c) S K) and
+W = R (I + M)⁻¹. dX is the gradient of X:
 
     dW = dO Pᵀ + b (dS' K)        dR = dW (I + M)⁻ᵀ        dM = -Wᵀ dR        dP = Wᵀ dO
 
-and from there the gradients of what M, P and R are made of. c stands in differences alone: a pair of tokens adds to the
-one and takes from the other.
+From there follow the gradients of the factors of M, P and R. c stands in differences alone: a pair of tokens adds to
+one gradient and takes from the other.
 
-Letters as in the forward kernel.
+Other letters are explained in the forward kernel.
 """
 
 import functools
@@ -28,9 +28,9 @@ from lm.ops.tpu.order import Turns, side_by_side
 
 
 class BackwardStates(NamedTuple):
-    """What the backward kernel writes: the gradients of the tokens' arrays and of the states before the first token.
+    """The results of the backward kernel: gradients of the tokens' arrays and of the states before the first token.
 
-    Inside of the kernel they are references.
+    Inside the kernel they are references.
     """
 
     tokens: DeltaTokens
@@ -47,10 +47,10 @@ def backward(
     """Computes the gradients.
 
     Args:
-        plan: the forward kernel's.
-        tokens: the forward kernel's.
-        states_NxTxDxE: the states that it saved.
-        do_MxDxL: the gradient of its outputs.
+        plan: the plan of the forward kernel.
+        tokens: the inputs of the forward kernel.
+        states_NxTxDxE: the states that the forward kernel saved.
+        do_MxDxL: the gradient of the outputs.
         dafter_NxDxE: the gradient of the states after the last token.
     """
     inputs = (tokens, states_NxTxDxE, do_MxDxL, dafter_NxDxE)
@@ -92,11 +92,11 @@ class _References(NamedTuple):
     """The kernel's arrays in VMEM.
 
     Attributes:
-        tokens: of a chunk.
-        states: before it.
-        do: the gradient of its outputs.
-        gradients: of its tokens, to be written.
-        dstate: the gradient of the states after it, which becomes the gradient of the states before it.
+        tokens: the inputs of a chunk.
+        states: the states before the chunk.
+        do: the gradient of the chunk's outputs.
+        gradients: the gradients of the chunk's inputs, to be written.
+        dstate: the gradient of the states after the chunk; it becomes the gradient of the states before the chunk.
     """
 
     tokens: DeltaTokens
@@ -120,7 +120,7 @@ def _differentiate(plan: DeltaPlan, refs: _References, n: int) -> Turns:
     dstate_operand = dstate[n].astype(dtype)
     folded = chunk.until * dot(dstate_operand, chunk.k, (1, 0))
     yield from chunk.solve()
-    # dW, then dR, dM and dP.
+    # First dW, then dR, dM and dP.
     new = chunk.new.astype(dtype)
     dnew, weights = folded, []
     for m, (of_query, _) in zip(queries, products, strict=True):
@@ -132,12 +132,12 @@ def _differentiate(plan: DeltaPlan, refs: _References, n: int) -> Turns:
     dgiven_operand = dgiven.astype(dtype)
     dsystem = -dot(new, dgiven_operand, (0, 0))
     dweights = [dot(new, do[m], (0, 0)) for m in queries]
-    # Of R: v, β, and what S and k give through the difference.
+    # Through R: the gradients of v and β, and of S and k through the difference.
     ddifference = chunk.beta * dgiven
     dv[n] = ddifference.astype(dtype)
     dread = (-chunk.since * ddifference).astype(dtype)
     yield
-    # Of M: β, and both sides of ⟨k_j, k_i⟩.
+    # Through M: the gradients of β and of both sides of ⟨k_j, k_i⟩.
     of_system = dsystem * chunk.products
     dbeta[n] = sum_rows(dgiven * chunk.difference) + sum_rows(of_system)
     dproducts = (dsystem * chunk.strictly * chunk.beta).astype(dtype)
@@ -147,7 +147,7 @@ def _differentiate(plan: DeltaPlan, refs: _References, n: int) -> Turns:
     dkeys = dot(chunk.state, dread, (0, 0)) + chunk.until * dot(dstate_operand, new, (0, 0))
     dkeys += dot(chunk.k, dproducts, (1, 1)) + dot(chunk.k, dproducts, (1, 0))
     yield
-    # Of P and of what the queries read.
+    # Through P and through the queries' reads.
     for m, each, dweight, weight, (_, read) in zip(queries, vectors, dweights, weights, products, strict=True):
         of_pairs += dweight * weight
         dc_1xC += sum_rows(do[m].astype(jnp.float32) * read) * chunk.since
@@ -157,7 +157,7 @@ def _differentiate(plan: DeltaPlan, refs: _References, n: int) -> Turns:
         dkeys += dot(each.x, dproduct, (1, 1))
         dstates += dot((chunk.since * do[m].astype(jnp.float32)).astype(dtype), each.x, (1, 1))
     dk[n] = keys.backwards(dkeys).astype(dtype)
-    # Of c, besides: what is left of the chunk's tokens and of S after it; of pairs, minus the sum over queries.
+    # c also scales the chunk's tokens and S after the chunk; pairs subtract the sum over queries.
     of_added = sum_rows(folded * chunk.new)
     of_state = jnp.sum(dstate[n] * chunk.state.astype(jnp.float32), keepdims=True) * chunk.whole
     ones = jnp.ones((SUBLANES, of_pairs.shape[0]), jnp.float32)

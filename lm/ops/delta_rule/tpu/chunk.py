@@ -1,14 +1,14 @@
 """A chunk of one head, as the forward and the backward kernel both compute it.
 
-Letters: C tokens, E key size, D value size, G queries of a key head; [j, i] of a pair is key j and query i. With c the
-running sums of the log factors, M_ji = β_i ⟨k_j, k_i⟩ exp(c_i - c_j) for j < i, and S the state before the chunk, what
-its tokens add to the state at their keys are the columns of
+Letters: C tokens, E key size, D value size, G queries of a key head; [j, i] of a pair is key j and query i. c holds the
+running sums of the log factors, and S is the state before the chunk. The tokens add the columns of W to the state at
+their keys, and read O:
 
-    W = β (V - exp(c) S K) (I + M)⁻¹,           and what they read
-    O = exp(c) S Q + W P,                       P_ji = ⟨k_j, q_i⟩ exp(c_i - c_j) for j <= i.
+     W = β (V - exp(c) S K) (I + M)⁻¹,          M_ji = β_i ⟨k_j, k_i⟩ exp(c_i - c_j) for j < i,
+     O = exp(c) S Q + W P,                      P_ji = ⟨k_j, q_i⟩ exp(c_i - c_j) for j <= i.
 
-Computations are generators: what follows a `yield` needs the product before it, and chunks of other heads take their
-turn there, since matrix units keep the order in which products are written.
+Computations are generators. Code after a `yield` needs the product before it, and chunks of other heads take their turn
+there: matrix units keep the order in which products are written.
 """
 
 import functools
@@ -25,7 +25,7 @@ from lm.ops.tpu.order import Turns
 
 
 class Vectors:
-    """Queries or keys of a chunk, and what brings them to their length.
+    """Queries or keys of a chunk, scaled to a given length.
 
     Attributes:
         x: the vectors as operands, [E, C].
@@ -39,7 +39,7 @@ class Vectors:
             self.x = (wide * self._rate).astype(x_ExC.dtype)
 
     def backwards(self, dx_ExC: jax.Array) -> jax.Array:
-        """The gradient of the vectors as they came, from that of `x`; float32."""
+        """Returns the gradient of the vectors before scaling, from the gradient of `x`; float32."""
         if self._length is None:
             return dx_ExC
         x = self.x.astype(jnp.float32)
@@ -48,17 +48,17 @@ class Vectors:
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
-    """Over all rows, [1, columns]."""
+    """Returns the sums over all rows, [1, columns]."""
     return jnp.sum(x, axis=0, keepdims=True)
 
 
 class Chunk:
-    """What the tokens of a chunk do to the state and to each other.
+    """The effect of a chunk's tokens on the state and on each other.
 
     Attributes:
-        dtype: of the operands of products.
+        dtype: the type of the operands of products.
         k: keys, [E, C].
-        beta: [1, C].
+        beta: β, [1, C].
         state: S as an operand, [D, E].
         difference: V - exp(c) S K, [D, C] float32.
         inverse: (I + M)⁻¹ as an operand, [C, C].
@@ -89,33 +89,33 @@ class Chunk:
 
     @functools.cached_property
     def within(self) -> jax.Array:
-        """exp(c_i - c_j), 0 where j > i."""
+        """The factors exp(c_i - c_j), 0 where j > i."""
         factors = pairs(self._c, column(self._c))
         return jnp.where(self._order[1], factors, 0.0)
 
     @functools.cached_property
     def strictly(self) -> jax.Array:
-        """The same, 0 where j = i too."""
+        """The factors of `within`, 0 where j = i too."""
         return jnp.where(self._order[0], self.within, 0.0)
 
     @functools.cached_property
     def since(self) -> jax.Array:
-        """What is left for each token of what was before the chunk, exp(c), [1, C]."""
+        """The share of the state before the chunk that is left at each token, exp(c), [1, C]."""
         return jnp.exp(self._c)
 
     @functools.cached_property
     def until(self) -> jax.Array:
-        """What is left of each token after the chunk, [1, C]."""
+        """The share of each token that is left after the chunk, [1, C]."""
         return jnp.exp(last(self._c) - self._c)
 
     @functools.cached_property
     def whole(self) -> jax.Array:
-        """What is left after the chunk of what was before it, [1, 1]."""
+        """The share of the state before the chunk that is left after the chunk, [1, 1]."""
         return jnp.exp(last(self._c))
 
     @functools.cached_property
     def _order(self):
-        """Whether j < i, and whether j <= i."""
+        """Two masks: j < i, and j <= i."""
         size = self.k.shape[1]
         j, i = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
         return j < i, j <= i

@@ -19,7 +19,7 @@ from lm.ops.tpu.order import Turns, side_by_side
 
 
 class ForwardStates(NamedTuple):
-    """What the forward kernel writes; inside of the kernel references.
+    """The results of the forward kernel; inside the kernel they are references.
 
     Attributes:
         o_MxDxL: outputs of N G heads.
@@ -36,7 +36,7 @@ def forward(plan: DeltaPlan, save: bool, tokens: DeltaTokens, before_NxDxE: jax.
     """Computes outputs and states.
 
     Args:
-        plan: for L tokens, a multiple of its chunk, and N heads, of its heads.
+        plan: the plan; L is a multiple of its chunk, and N of its heads.
         save: also return the states before the chunks.
         tokens: the inputs.
         before_NxDxE: the states before the first token, float32.

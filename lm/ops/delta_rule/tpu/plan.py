@@ -12,7 +12,7 @@ from lm.ops.delta_rule.types import DeltaCall
 from lm.ops.tpu import LANES, padded_rows
 
 CHUNK = LANES
-"""Tokens."""
+"""Tokens per chunk."""
 MOST_HEADS = 12
 """Heads per grid step. Static cycles per token and head on v5e, forward and backward: 16.3 with two, 13.4 with four,
 10.5 with twelve."""
@@ -38,7 +38,7 @@ class DeltaTokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaSizes:
-    """What of a call decides how the kernels cut it.
+    """The sizes of a call that decide how the kernels cut it.
 
     Attributes:
         heads: key heads of all sequences.
@@ -47,7 +47,7 @@ class DeltaSizes:
         key_rows: rows of keys, padded.
         value_rows: rows of values, padded.
         itemsize: bytes of a number.
-        query_length: of the call.
+        query_length: the `query_length` of the call.
     """
 
     heads: int
@@ -71,11 +71,11 @@ class DeltaPlan:
     """The part of each array that a grid step sees.
 
     Attributes:
-        heads: key heads per grid step; divides those of all sequences.
+        heads: key heads per grid step; divides the number of key heads of all sequences.
         groups: queries per key head.
         steps: chunks of a sequence.
-        query_length: queries are brought to this length and keys to length 1; None: both are as they are.
-        vmem_limit_bytes: to ask the compiler for; None: its default.
+        query_length: queries are scaled to this length and keys to length 1; None: neither is scaled.
+        vmem_limit_bytes: the limit that the compiler gets; None: its default.
     """
 
     heads: int
@@ -116,8 +116,8 @@ class DeltaPlan:
         """Estimates the cost of a kernel.
 
         Args:
-            rows: products of matrices that a chunk of a head takes, as rows of `CHUNK` times `CHUNK`.
-            tokens: its inputs.
+            rows: matrix products per chunk and head, counted in rows of `CHUNK` times `CHUNK`.
+            tokens: the inputs.
             moved: all arrays that are read or written.
         """
         chunks = tokens.k_NxExL.shape[0] * self.steps
@@ -135,7 +135,7 @@ class DeltaPlan:
 
 
 def make_plan(sizes: DeltaSizes) -> DeltaPlan:
-    """Plans the kernels of a call: as many heads per step as divide those of the call and fit."""
+    """Plans the kernels of a call: as many heads per step as fit and divide the heads of the call."""
     available, limit = platform.vmem()
     fit = max(1, available // estimate_vmem(sizes))
     heads = max(heads for heads in range(1, min(MOST_HEADS, fit) + 1) if sizes.heads % heads == 0)

@@ -1,8 +1,8 @@
 """The delta rule on TPUs: fused Pallas kernels, forward and backward.
 
 A chunk of 128 tokens is one triangular system, which is inverted on chip (`inverse`); states stay there from chunk to
-chunk. Kept for the backward pass are inputs, outputs and the state before each chunk, rounded as the products that read
-it round it. Several heads are computed side by side: with one head alone each product would wait for the one before it.
+chunk. The backward pass keeps inputs, outputs and the state before each chunk, rounded as the products that read it
+round it. Several heads are computed side by side: with one head alone each product would wait for the product before.
 
 Static cycles per token and head are measured by `lm.bench.kernels`.
 """
@@ -18,9 +18,9 @@ from lm.ops.delta_rule.tpu.backward import backward
 from lm.ops.delta_rule.tpu.forward import forward
 from lm.ops.delta_rule.tpu.plan import CHUNK, DeltaPlan, DeltaSizes, DeltaTokens, estimate_vmem, make_plan
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
-from lm.ops.residuals import saved
+from lm.ops.residuals import save_residual
 from lm.ops.tpu import by_head, by_token
-from lm.ops.tpu.decay import block_sums, of_heads
+from lm.ops.tpu.decay import arrange_log_decay, block_sums
 
 
 def delta_rule(call: DeltaCall) -> DeltaResult:
@@ -46,12 +46,12 @@ def _compute(call: DeltaCall) -> DeltaResult:
     value_size, sizes = call.v_BxLxKxD.shape[-1], DeltaSizes.of_call(call)
     plan = make_plan(sizes)
     padded = plan.steps * CHUNK
-    # Zero tokens after the last leave the state as it is.
+    # Zero tokens after the last one do not change the state.
     q, k, v = (by_token(a, padded, a.shape[2]) for a in (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD))
-    beta = of_heads(call.beta_BxLxK, padded, heads)
+    beta = arrange_log_decay(call.beta_BxLxK, padded, heads)
     c = jnp.zeros_like(beta)
     if call.log_decay_BxLxK is not None:
-        c = cast(jax.Array, block_sums(of_heads(call.log_decay_BxLxK, padded, heads), CHUNK))
+        c = cast(jax.Array, block_sums(arrange_log_decay(call.log_decay_BxLxK, padded, heads), CHUNK))
     before_BxKxDxE = jnp.pad(
         call.first_state_BxKxExD.swapaxes(2, 3),
         ((0, 0), (0, 0), (0, sizes.value_rows - value_size), (0, sizes.key_rows - size)),
@@ -78,7 +78,7 @@ def _walk(plan: DeltaPlan, tokens: DeltaTokens, before_NxDxE: jax.Array) -> Walk
 
 def _walk_forward(plan: DeltaPlan, tokens: DeltaTokens, before_NxDxE: jax.Array):
     o, after, states = forward(plan, True, tokens, before_NxDxE)
-    return WalkResult(saved(o), after), (tokens, saved(cast(jax.Array, states)))
+    return WalkResult(save_residual(o), after), (tokens, save_residual(cast(jax.Array, states)))
 
 
 def _walk_backward(plan: DeltaPlan, residuals: tuple[DeltaTokens, jax.Array], cotangents: WalkResult):

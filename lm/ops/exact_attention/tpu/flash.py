@@ -26,7 +26,7 @@ from lm.ops.exact_attention.tpu.pairs import (
     Piece,
     cut,
     document_arrays,
-    own_keys,
+    number_diagonals,
     pair_of,
     split_documents,
     step_of,
@@ -36,7 +36,7 @@ from lm.ops.exact_attention.tpu.pairs import (
 )
 from lm.ops.exact_attention.tpu.plan import FlashPlan
 from lm.ops.exact_attention.types import ExactCall
-from lm.ops.residuals import saved
+from lm.ops.residuals import save_residual
 from lm.ops.tpu import SUBLANES, by_head, by_token, dot
 
 AHEAD = 2
@@ -123,7 +123,7 @@ def attend(plan: FlashPlan, operands: FlashOperands) -> jax.Array:
 
 
 def _attend_forward(plan: FlashPlan, operands: FlashOperands) -> tuple[jax.Array, FlashResiduals]:
-    o, kept = map(saved, forward(plan, operands))
+    o, kept = map(save_residual, forward(plan, operands))
     q, k, v, starts, part = operands
     return o, FlashResiduals(q, k, v, o, kept, starts, part)
 
@@ -140,7 +140,7 @@ def forward(plan: FlashPlan, operands: FlashOperands) -> tuple[jax.Array, jax.Ar
     q_NxDxL, k_KxDxM, v_KxDxM, starts_BxL, part = operands
     n, _, length = q_NxDxL.shape
     size, block = v_KxDxM.shape[1], plan.block
-    walk = walk_by_queries(own_keys(length // block, plan.parts))
+    walk = walk_by_queries(number_diagonals(length // block, plan.parts))
     outputs = [
         jax.ShapeDtypeStruct((n, rows, length), dtype) for rows, dtype in ((size, v_KxDxM.dtype), (1, jnp.float32))
     ]
@@ -169,24 +169,24 @@ def forward(plan: FlashPlan, operands: FlashOperands) -> tuple[jax.Array, jax.Ar
 def backward(plan: FlashPlan, residuals: FlashResiduals, do_NxDxL: jax.Array) -> FlashOperands:
     """Returns the gradients of q, k and v from the gradient of the outputs; starts and part have none.
 
-    One kernel computes all three: five products per pair of blocks, where kernels apart would need seven. The gradient
-    of the queries waits in VMEM until the keys up to their own block are through; where it does not fit, the queries
-    are taken a chunk at a time.
+    One kernel computes all three: five products per pair of blocks, where separate kernels would need seven. The
+    gradient of the queries waits in VMEM until the keys up to their diagonal block are done; where it does not fit, the
+    queries are taken in chunks.
     """
     q_NxDxL, k_KxDxM, v_KxDxM, o_NxDxL, kept_Nx1xL, starts_BxL, part = residuals
     # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the denominator's part of the gradient, one number per query.
     row_Nx1xL = jnp.sum(do_NxDxL.astype(jnp.float32) * o_NxDxL.astype(jnp.float32), axis=1, keepdims=True)
     read = SweepOperands(q_NxDxL, k_KxDxM, v_KxDxM, do_NxDxL, row_Nx1xL, plan.rule.kept_for_gradients(kept_Nx1xL))
     blocks, tokens = q_NxDxL.shape[2] // plan.block, k_KxDxM.shape[2]
-    dqs, sums, own_PxI = [], None, own_keys(blocks, plan.parts)
+    dqs, sums, diagonal_PxI = [], None, number_diagonals(blocks, plan.parts)
     if blocks > plan.chunk:
         sums = KeySums(*(jnp.zeros((q_NxDxL.shape[0], a.shape[1], tokens), jnp.float32) for a in (k_KxDxM, v_KxDxM)))
     for start in range(0, blocks, plan.chunk):
         stop = min(start + plan.chunk, blocks)
-        dq, sums = _sweep(plan, start, stop, own_PxI, read, sums, starts_BxL, part)
+        dq, sums = _sweep(plan, start, stop, diagonal_PxI, read, sums, starts_BxL, part)
         dqs.append(dq)
-    if part is not None:  # Of later keys, which none of these queries sees, nothing has been written.
-        seen_M = jnp.arange(tokens) < jnp.asarray((own_PxI.max(1) + 1) * plan.block)[part]
+    if part is not None:  # Gradients of later keys, which none of these queries sees, were not written.
+        seen_M = jnp.arange(tokens) < jnp.asarray((diagonal_PxI.max(1) + 1) * plan.block)[part]
         sums = jax.tree.map(lambda a: jnp.where(seen_M, a, 0.0), sums)
     shared = (a.reshape(-1, plan.group, *a.shape[1:]).sum(1) for a in sums or ())
     return FlashOperands(jnp.concatenate(dqs, axis=2), *(a.astype(k_KxDxM.dtype) for a in shared))
@@ -196,7 +196,7 @@ def _sweep(
     plan: FlashPlan,
     start: int,
     stop: int,
-    own_PxI: np.ndarray,
+    diagonal_PxI: np.ndarray,
     read: SweepOperands,
     sums: KeySums | None,
     starts_BxL: jax.Array | None,
@@ -205,7 +205,7 @@ def _sweep(
     """Returns the gradient of the query blocks start … stop - 1, and `sums` with what these blocks add to them."""
     n, compared, _ = read.q_NxDxL.shape
     size, tokens, block = *read.v_KxDxM.shape[1:], plan.block
-    walk = walk_by_keys(own_PxI, start, stop)
+    walk = walk_by_keys(diagonal_PxI, start, stop)
     added = [] if sums is None else [*sums]
     sums_dtype = jnp.float32 if plan.group > 1 or added else read.v_KxDxM.dtype
     outputs = [jax.ShapeDtypeStruct((n, compared, (stop - start) * block), read.q_NxDxL.dtype)]
@@ -213,9 +213,9 @@ def _sweep(
     queries, keys, rows = _specs(plan)
     ends, starts = document_arrays(starts_BxL, plan.block)
     tables = walk.tables(part) + ends
-    # The gradient of a block of queries is whole where its own keys are at hand.
+    # The gradient of a block of queries is complete at its diagonal block of keys.
     column = pl.BlockSpec(
-        (1, compared, block), lambda h, t, pairs, own, following, *_: (h, 0, following[pair_of(pairs, t)[1]])
+        (1, compared, block), lambda h, t, pairs, diagonals, following, *_: (h, 0, following[pair_of(pairs, t)[1]])
     )
     by_key = [
         pl.BlockSpec((1, a.shape[1], block), lambda h, t, pairs, *_: (h, 0, pair_of(pairs, t)[1])) for a in outputs[1:]
@@ -246,9 +246,9 @@ def _sweep(
     return dq, KeySums(dk, dv)
 
 
-def _forward_kernel(plan: FlashPlan, pairs, own, *refs):
+def _forward_kernel(plan: FlashPlan, pairs, diagonals, *refs):
     documents, (q, k, v, o, kept, acc_DxQ, sums_8xQ, level_1xQ) = split_documents(plan.documents, refs)
-    step, rule = step_of(pairs, own, pl.program_id(1)), plan.rule
+    step, rule = step_of(pairs, diagonals, pl.program_id(1)), plan.rule
 
     @pl.when(step.j == 0)
     def _():
@@ -263,8 +263,8 @@ def _forward_kernel(plan: FlashPlan, pairs, own, *refs):
         return rule.level(scores, level_1xQ[:, pieces[0].queries])
 
     def add(pieces: list[Piece]):
-        # The matrix units take instructions in their order: products of the queries after the next ones stand between
-        # those that wait for the weights of these, and the level of the next ones is there in time.
+        # Matrix units take instructions in order. Products of later queries stand between products that wait for these
+        # queries' weights, so the level of the next queries is ready in time.
         groups = [list(group) for _, group in itertools.groupby(pieces, lambda piece: piece.queries.start)]
         scores = [[score(piece) for piece in group] for group in groups[:AHEAD]]
         levels = [level(groups[0], scores[0])]
@@ -294,18 +294,18 @@ def _forward_kernel(plan: FlashPlan, pairs, own, *refs):
     ]
     visit(list(itertools.product(parts, parts)), diagonal, plan.block, documents, step, add)
 
-    @pl.when(step.j == step.own)
+    @pl.when(step.j == step.last_keys)
     def _():
         factor_1xQ, kept_1xQ = rule.finish(jnp.sum(sums_8xQ[...], axis=0, keepdims=True), level_1xQ[...])
         o[0] = (acc_DxQ[...] * factor_1xQ).astype(o.dtype)
         kept[0] = kept_1xQ
 
 
-def _backward_kernel(plan: FlashPlan, start: int, adds: bool, pairs, own, following, *refs):
+def _backward_kernel(plan: FlashPlan, start: int, adds: bool, pairs, diagonals, following, *refs):
     documents, (q, k, v, do, row, kept, *refs) = split_documents(plan.documents, refs)
     added = KeySums(*refs[:2]) if adds else None
     dq, dk, dv, dq_IxCxQ, dk_CxK, dv_DxK = refs[2:] if adds else refs
-    step = step_of(pairs, own, pl.program_id(1))
+    step = step_of(pairs, diagonals, pl.program_id(1))
     mine, scale = step.i - start, plan.rule.gradient_scale
 
     @pl.when(step.j == 0)
@@ -333,7 +333,7 @@ def _backward_kernel(plan: FlashPlan, start: int, adds: bool, pairs, own, follow
     diagonal = [(queries, slice(0, queries.stop)) for queries in cut(plan.block, plan.backward_diagonal)]
     visit(below, diagonal, plan.block, documents, step, add)
 
-    @pl.when(step.j == step.own)
+    @pl.when(step.j == step.last_keys)
     def _():
         dq[0] = (scale * dq_IxCxQ[mine]).astype(dq.dtype)
 

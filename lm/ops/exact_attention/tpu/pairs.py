@@ -32,13 +32,14 @@ class Walk:
     """The pairs that a grid visits, in order, on each of P parts of a window; each part has its own tables.
 
     Attributes:
-        pairs_PxT: i << 16 | j of each grid step, block i of queries and j of keys; one that is none follows the last.
-        own_PxI: the block of keys that are the tokens of block i of the queries: it sees those up to there.
-        next_PxJ: of a walk by keys, the place among its queries of the block whose own keys come first at j or later.
+        pairs_PxT: i << 16 | j of each grid step, for block i of queries and j of keys; an idle entry follows the last.
+        diagonal_PxI: the block of keys with the same tokens as block i of the queries, which sees keys up to it.
+        next_PxJ: only of a walk by keys: the place, among its queries, of the block whose diagonal comes first at j or
+            later.
     """
 
     pairs_PxT: np.ndarray
-    own_PxI: np.ndarray
+    diagonal_PxI: np.ndarray
     next_PxJ: np.ndarray | None = None
 
     @property
@@ -47,13 +48,13 @@ class Walk:
 
     def tables(self, part: jax.Array | None) -> list[jax.Array]:
         """Returns the tables that scalar memory holds on a device that has this part."""
-        arrays = [a for a in (self.pairs_PxT, self.own_PxI, self.next_PxJ) if a is not None]
+        arrays = [a for a in (self.pairs_PxT, self.diagonal_PxI, self.next_PxJ) if a is not None]
         return [jnp.asarray(a[0] if part is None else a, jnp.int32)[() if part is None else part] for a in arrays]
 
 
 @functools.lru_cache(maxsize=32)
-def own_keys(blocks: int, parts: int) -> np.ndarray:
-    """Returns `Walk.own_PxI` of `blocks` blocks of queries per part.
+def number_diagonals(blocks: int, parts: int) -> np.ndarray:
+    """Returns `Walk.diagonal_PxI` of `blocks` blocks of queries per part.
 
     A part is a whole window, or two halves of parts in the order of `lm.ops.sequence.balanced`.
     """
@@ -63,23 +64,23 @@ def own_keys(blocks: int, parts: int) -> np.ndarray:
     return (halves_Px2[:, :, None] * (blocks // 2) + np.arange(blocks // 2)).reshape(parts, blocks)
 
 
-def walk_by_queries(own_PxI: np.ndarray) -> Walk:
-    """Returns the walk over blocks of queries, each with the keys that it sees, its own last."""
-    columns = np.arange(own_PxI.max() + 1)
-    pairs = [np.stack(np.nonzero(own[:, None] >= columns)) for own in own_PxI]
-    return Walk(_packed(pairs), own_PxI)
+def walk_by_queries(diagonal_PxI: np.ndarray) -> Walk:
+    """Returns the walk over blocks of queries, each with the keys that it sees, and its diagonal last."""
+    columns = np.arange(diagonal_PxI.max() + 1)
+    pairs = [np.stack(np.nonzero(diagonal[:, None] >= columns)) for diagonal in diagonal_PxI]
+    return Walk(_packed(pairs), diagonal_PxI)
 
 
-def walk_by_keys(own_PxI: np.ndarray, start: int, stop: int) -> Walk:
+def walk_by_keys(diagonal_PxI: np.ndarray, start: int, stop: int) -> Walk:
     """Returns the walk over blocks of keys, each with the queries of the blocks start … stop - 1 that see it."""
-    columns, pairs, following = np.arange(own_PxI.max() + 1), [], []
-    for own in own_PxI[:, start:stop]:
-        j, i = np.nonzero(columns[:, None] <= own)
+    columns, pairs, following = np.arange(diagonal_PxI.max() + 1), [], []
+    for diagonal in diagonal_PxI[:, start:stop]:
+        j, i = np.nonzero(columns[:, None] <= diagonal)
         pairs.append(np.stack([i + start, j]))
-        order = np.argsort(own)
-        places = np.searchsorted(own[order], columns)
+        order = np.argsort(diagonal)
+        places = np.searchsorted(diagonal[order], columns)
         following.append(order[np.minimum(places, len(order) - 1)])
-    return Walk(_packed(pairs), own_PxI, np.stack(following))
+    return Walk(_packed(pairs), diagonal_PxI, np.stack(following))
 
 
 def _packed(pairs: list[np.ndarray]) -> np.ndarray:
@@ -99,24 +100,26 @@ class Step(NamedTuple):
     """The place of a kernel in its walk.
 
     Attributes:
-        i, j: the blocks of queries and of keys.
-        own: the last block of keys that these queries see; -1 where there is nothing to do.
-        opens, closes: whether the step before, or the next one, has other keys.
+        i: the block of queries.
+        j: the block of keys.
+        last_keys: the last block of keys that these queries see; -1 where there is nothing to do.
+        opens: True where the step before has other keys.
+        closes: True where the next step has other keys.
     """
 
     i: jax.Array
     j: jax.Array
-    own: jax.Array
+    last_keys: jax.Array
     opens: jax.Array
     closes: jax.Array
 
 
-def step_of(pairs: jax.Ref, own_I: jax.Ref, t: jax.Array) -> Step:
+def step_of(pairs: jax.Ref, diagonal_I: jax.Ref, t: jax.Array) -> Step:
     """Returns step t, from the tables in scalar memory."""
     i, j = pair_of(pairs, t)
     opens = (t == 0) | (pair_of(pairs, jnp.maximum(t - 1, 0))[1] != j)
-    own = jnp.where(pairs[t] >= IDLE, -1, own_I[i])
-    return Step(i, j, own, opens, pair_of(pairs, t + 1)[1] != j)
+    last_keys = jnp.where(pairs[t] >= IDLE, -1, diagonal_I[i])
+    return Step(i, j, last_keys, opens, pair_of(pairs, t + 1)[1] != j)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,12 +184,12 @@ def visit(
 
     Args:
         below: (queries, keys) of a pair of different blocks, in the order of the pieces.
-        diagonal: the same where queries and keys are the same tokens; keys after all of their queries are left out.
-        block: tokens a block.
-        step: where the kernel stands.
+        diagonal: (queries, keys) of the same tokens; keys after all of their queries are left out.
+        block: tokens per block.
+        step: the place of the kernel in its walk.
         add: takes the pieces of this pair.
     """
-    i, j, own = step[:3]
+    i, j, last_keys = step[:3]
 
     def hide(queries: slice, keys: slice, causal: bool, within: bool) -> Hide:
         if not (causal or within):
@@ -209,14 +212,14 @@ def visit(
         add([Piece(queries, keys, hide(queries, keys, False, within)) for queries, keys in below])
 
     if documents is None:
-        pl.when(j < own)(lambda: earlier(within=False))
+        pl.when(j < last_keys)(lambda: earlier(within=False))
     else:
         first, last = documents.first_and_last(i)
         whole = last <= j * block
-        pl.when((j < own) & whole)(lambda: earlier(within=False))
-        pl.when((j < own) & ~whole & (first < (j + 1) * block))(lambda: earlier(within=True))
+        pl.when((j < last_keys) & whole)(lambda: earlier(within=False))
+        pl.when((j < last_keys) & ~whole & (first < (j + 1) * block))(lambda: earlier(within=True))
 
-    @pl.when(j == own)
+    @pl.when(j == last_keys)
     def _():
         add(
             [

@@ -40,7 +40,7 @@ def softmax_attention(call: SoftmaxCall, *, interpret: bool = False) -> jax.Arra
         scaled = (q_BxLxHxD * jnp.asarray(call.scale, q_BxLxHxD.dtype), k_BxLxKxD, v_BxLxKxD)
         q_BxHxLxD, k_BxKxLxD, v_BxKxLxD = map(by_head, scaled)
         segments = None
-        if ids_BxL is not None:  # tokens of one document have one start; that of the padding is past them all
+        if ids_BxL is not None:  # tokens of one document have one start; the padding has a start past them all
             ids_BxL = jnp.pad(ids_BxL, ((0, 0), (0, sizes.length - length)), constant_values=length)
             segments = _segments(ids_BxL)
         fused = window is None and is_fused(q_BxHxLxD, sizes.keys)

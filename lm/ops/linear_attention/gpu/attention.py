@@ -1,8 +1,8 @@
 """Causal polysketch attention on Hopper GPUs: fused Mosaic GPU kernels, forward and backward.
 
 Supports φ(x) = x ⊗ x in bfloat16, with or without an exact polynomial kernel inside each block. All blocks are computed
-at once, by many small thread blocks: sums over each block, their running totals (plain XLA), then every tile of
-queries against the sums before its block and the keys inside it. Expanded features never reach the GPU's memory.
+at once, by many small thread blocks. Sums over each block come first, then their running totals (plain XLA). Then every
+tile of queries meets the sums before its block and the keys inside it. Expanded features never reach the GPU's memory.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from lm.ops.linear_attention.types import (
     Options,
     PolynomialKernel,
 )
-from lm.ops.residuals import saved
+from lm.ops.residuals import save_residual
 
 DEGREES = (2, 4, 8)
 SIZES = (32, 64)
@@ -83,14 +83,14 @@ def fit_block(length: int) -> int:
 
 
 def _block(options: Options) -> int:
-    # Without an exact kernel the block does not matter to the result: as long a one is the fastest, too.
+    # Without an exact kernel the block does not matter to the result: the same length is the fastest, too.
     return options.block or LOCAL_BLOCK
 
 
 def _attend_by_head(call: LinearCall) -> jax.Array:
     batch, length, heads, _ = call.q_BxLxHxE.shape
     if call.local is not None and length <= _block(call.options):
-        # One block of exact weights: they are all that counts.
+        # One block of exact weights needs no other weights.
         q, k = call.local
         call = dataclasses.replace(call, q_BxLxHxE=q, k_BxLxKxE=k, q_local_BxLxHxC=None, k_local_BxLxKxC=None)
     plan = make_plan(call.options, length, exact_local=call.local is not None)
@@ -130,7 +130,7 @@ def make_plan(options: Options, length: int, exact_local: bool) -> GpuPlan:
 
 
 class SquareResiduals(NamedTuple):
-    """What the backward pass needs; the sums before each block are None with plan.single_block."""
+    """The residuals of the backward pass; the sums before each block are None with plan.single_block."""
 
     inputs: SquareInputs
     o_NxLxD: jax.Array
@@ -140,20 +140,20 @@ class SquareResiduals(NamedTuple):
 
 @custom_vjp(0)
 def attend(plan: GpuPlan, inputs: SquareInputs) -> jax.Array:
-    """Runs the kernels on heads apart, and returns outputs [N, L, D]."""
+    """Runs the kernels on separate heads, and returns outputs [N, L, D]."""
     return _forward(plan, inputs).o_NxLxD
 
 
 def _attend_forward(plan: GpuPlan, inputs: SquareInputs) -> tuple[jax.Array, SquareResiduals]:
     residuals = _forward(plan, inputs)
-    residuals = jax.tree.map(saved, residuals._replace(inputs=None))._replace(inputs=inputs)
+    residuals = jax.tree.map(save_residual, residuals._replace(inputs=None))._replace(inputs=inputs)
     return residuals.o_NxLxD, residuals
 
 
-# Compiled as one function, which all layers share: lowering the kernels takes seconds.
+# It is compiled as one function, which all layers share: lowering the kernels takes seconds.
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(plan: GpuPlan, inputs: SquareInputs) -> SquareResiduals:
-    # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
+    # Mosaic GPU takes half a second to import: only runs that use it wait for it.
     from lm.ops.linear_attention.gpu.forward import NearTokens, outputs, sum_blocks
 
     x, y, v = inputs.x_NxLxR, inputs.y_NxLxR, inputs.v_NxLxD
@@ -215,7 +215,7 @@ def sum_later(sums: jax.Array) -> jax.Array:
 
 
 def make_moment_operand(moment_NxBxRxR: jax.Array) -> jax.Array:
-    """Makes the three parts below each other, bfloat16 [N, B, 3R, R]."""
+    """Stacks the three bfloat16 parts of the moment, [N, B, 3R, R]."""
     return jnp.concatenate(in_three(moment_NxBxRxR), axis=2)
 
 

@@ -2,7 +2,7 @@
 
 g = do / denominator and e = -⟨do, o⟩ / denominator are the gradients of numerator and denominator. A query meets the
 sums over earlier keys that the forward pass left; a key y with value v meets the later queries in Σ (x ⊗ x) gᵀ and
-Σ e x xᵀ. Letters as in the forward kernels.
+Σ e x xᵀ. Other letters are explained in the forward kernels.
 """
 
 import functools
@@ -17,13 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import (
     accumulator,
-    by_column,
-    by_row,
     load_columns,
     load_rows,
     matrix,
     multiply,
     product,
+    repeat_per_column,
+    repeat_per_row,
     walk,
     write,
 )
@@ -45,8 +45,8 @@ class SideGradients(NamedTuple, Generic[A]):
 
     Attributes:
         values: None for queries.
-        features: of x or y.
-        compared: of a or b; None where plan.exact_local is not set.
+        features: the gradient of x or y.
+        compared: the gradient of a or b; None where plan.exact_local is not set.
     """
 
     values: A | None
@@ -55,7 +55,7 @@ class SideGradients(NamedTuple, Generic[A]):
 
 
 class _NearInputs(NamedTuple, Generic[A]):
-    """What weights inside a block need, with the side first whose gradients the kernel computes."""
+    """The operands of weights inside a block; the side whose gradients the kernel computes comes first."""
 
     own_NxLxC: A
     other_NxLxC: A
@@ -68,16 +68,16 @@ class _Memory(NamedTuple):
     """Shared memory of a tile.
 
     Attributes:
-        register: `multiply`'s place for operands, where the kernel is interpreted; else an empty list.
-        own_TxC: what weights compare of its tokens.
+        register: scratch of `multiply` for operands, where the kernel is interpreted; else an empty list.
+        compared_TxC: the tokens' vectors that weights compare.
         vector_TxD: g of queries, or v of keys.
-        ready: for both.
-        e_T: of queries.
-        e_ready: for it.
+        ready: the barrier of both.
+        e_T: e of queries.
+        e_ready: the barrier of e.
     """
 
     register: list
-    own_TxC: Any
+    compared_TxC: Any
     vector_TxD: Any
     ready: Any
     e_T: Any
@@ -90,9 +90,9 @@ def differentiate_queries(
     """Computes the gradients of x and, where plan.exact_local, of a.
 
     Args:
-        plan: the forward kernels'.
-        near: the forward kernels'.
-        cotangents: of what the queries read.
+        plan: the plan of the forward kernels.
+        near: the operands of the forward kernels.
+        cotangents: the gradients of numerators and denominators.
         far: queries, and the sums before each block with mirror images; None with plan.single_block.
     """
     a, b, v = near
@@ -107,9 +107,9 @@ def differentiate_keys(
     """Computes the gradients of v, of y and, where plan.exact_local, of b.
 
     Args:
-        plan: the forward kernels'.
-        near: the forward kernels'.
-        cotangents: of what the queries read.
+        plan: the plan of the forward kernels.
+        near: the operands of the forward kernels.
+        cotangents: the gradients of numerators and denominators.
         far: keys, and Σ (x ⊗ x) gᵀ and Σ e x xᵀ after each block with mirror images; None with plan.single_block.
     """
     a, b, v = near
@@ -126,7 +126,7 @@ def _call(
     far: FarTokens[jax.Array] | None,
     gradients: SideGradients[jax.Array],
 ) -> SideGradients[jax.Array]:
-    """Runs a kernel; `gradients`: arrays like the results."""
+    """Runs a kernel; `gradients` are arrays like the results."""
     n, length, size = near.own_NxLxC.shape
 
     def body(*refs):
@@ -155,7 +155,7 @@ def _call(
 def _query_kernel(
     plan: GpuPlan, near: _NearInputs[Ref], far: FarTokens[Ref] | None, gradients: SideGradients[Ref], memory: _Memory
 ) -> None:
-    # The last tiles first: in long blocks they have the most keys.
+    # The last tiles come first: in long blocks they have the most keys.
     place = TilePlace.find(near.own_NxLxC.shape[1] // TILE - 1 - lax.axis_index('tile'), plan.tiles)
     head, tokens = place.head, place.tokens
     register, a_TxC, g_TxD, ready, e_T, e_ready = memory
@@ -169,7 +169,7 @@ def _query_kernel(
         def add_keys(step, tiles, carry):
             b_smem, v_smem = tiles
             s_TxK = product(a_TxC, b_smem.transpose((1, 0)))
-            dw_TxK = product(g_TxD, v_smem.transpose((1, 0))) + by_row(load_rows(e_T), TILE)
+            dw_TxK = product(g_TxD, v_smem.transpose((1, 0))) + repeat_per_row(load_rows(e_T), TILE)
             _, slope_TxK = weigh(plan, s_TxK)
             ds_TxK = mask(dw_TxK * slope_TxK, (place.inside - step) * TILE, keys=1)
             multiply(da_TxC, ds_TxK.astype(jnp.bfloat16), b_smem, register)
@@ -182,7 +182,7 @@ def _query_kernel(
     def differentiate_before(far, reader_memory):
         reader = SumsReader(far, place, reader_memory, register)
         reader.wait()
-        mx_TxR = reader.multiply_moment() * by_row(load_rows(e_T), reader.features)
+        mx_TxR = reader.multiply_moment() * repeat_per_row(load_rows(e_T), reader.features)
         return 2.0 * (mx_TxR + jnp.concatenate(reader.multiply_squares(g_TxD=g_TxD), axis=1))
 
     inside = pl.run_scoped(differentiate_inside, accumulator(*a_TxC.shape))
@@ -197,9 +197,9 @@ def _add_far(
     differentiate_far: Callable[[FarTokens[Ref], ReaderMemory], jax.Array],
     far: FarTokens[Ref] | None,
 ) -> jax.Array:
-    """Returns the gradients of features: from inside of the block and from the sums over other blocks.
+    """Returns the gradients of features from inside the block and from the sums over other blocks.
 
-    Where a and b are separate arrays, those from inside are written as theirs.
+    Where a and b are separate arrays, gradients from inside the block are written as gradients of a and b.
     """
     total: jax.Array | float = inside
     if gradients.compared is not None:
@@ -227,7 +227,7 @@ def _key_kernel(
             def add_queries(step, tiles, carry):
                 a_smem, g_smem, e_smem = tiles
                 s_TxQ = product(b_TxC, a_smem.transpose((1, 0)))
-                dw_TxQ = product(v_TxD, g_smem.transpose((1, 0))) + by_column(load_columns(e_smem), TILE)
+                dw_TxQ = product(v_TxD, g_smem.transpose((1, 0))) + repeat_per_column(load_columns(e_smem), TILE)
                 w_TxQ, slope_TxQ = weigh(plan, s_TxQ)
                 shift = (step - place.inside) * TILE
                 multiply(dv_TxD, mask(w_TxQ, shift, keys=0).astype(jnp.bfloat16), g_smem, register)

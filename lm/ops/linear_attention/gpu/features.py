@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import by_row, load_rows, matrix
+from lm.ops.gpu import load_rows, matrix, repeat_per_row
 from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE, GpuPlan
 from lm.ops.powers import power_and_slope
 
@@ -22,10 +22,10 @@ def allocate_operand(interpreted: bool) -> list[Any]:
 def multiply_features(x_TxG: jax.Array, rows: Any, index: int) -> jax.Array:
     """Multiplies four features, rows of `rows` from number 4 · index on, with the 16 of a group: [TILE, SLICE].
 
-    Each product is of two bfloat16 numbers, rounded once.
+    Each product multiplies two bfloat16 numbers and is rounded once.
     """
     count = SLICE // GROUP
-    parts = [by_row(load_rows(rows.at[count * index + i]), GROUP) * x_TxG for i in range(count)]
+    parts = [repeat_per_row(load_rows(rows.at[count * index + i]), GROUP) * x_TxG for i in range(count)]
     return jnp.concatenate(parts, axis=1)
 
 
@@ -36,11 +36,11 @@ def weigh(plan: GpuPlan, s: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def mask(weights: jax.Array, shift: jax.Array | int, keys: int) -> jax.Array:
-    """Sets to zero where a key comes after its query.
+    """Sets weights to zero where a key comes after its query.
 
     Args:
         weights: [TILE, TILE].
-        shift: how many tokens the first query is after the first key, not negative.
+        shift: the number of tokens from the first key to the first query, not negative.
         keys: the axis of the keys, 0 or 1.
     """
     key, query = (

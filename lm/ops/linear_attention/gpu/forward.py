@@ -1,7 +1,8 @@
 """The forward kernels of causal linear attention on Hopper GPUs.
 
-N heads of all sequences, T tokens of a tile, R features x of queries and y of keys, C size of what the exact kernel
-compares, D head size, S products in a square of x ⊗ x, M squares. Arrays in memory are [N, tokens, columns].
+Letters: N heads of all sequences, T tokens of a tile, R features x of queries and y of keys. C is the size of the
+vectors that the exact kernel compares, D the head size; a square of x ⊗ x has S products, and there are M squares.
+Arrays in memory are [N, tokens, columns].
 """
 
 import functools
@@ -13,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import accumulator, by_row, load_matrix, matrix, multiply, product, walk, write, zeros
+from lm.ops.gpu import accumulator, load_matrix, matrix, multiply, product, repeat_per_row, walk, write, zeros
 from lm.ops.linear_attention.gpu.features import allocate_operand, mask, multiply_features, weigh
 from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, SQUARE, TILE, A, FarTokens, GpuPlan, Ref, list_squares
 from lm.ops.linear_attention.gpu.squares import ReaderMemory, SumsReader, TilePlace
@@ -25,7 +26,7 @@ DEPTH = 4
 def sum_blocks(plan: GpuPlan, x_NxLxR: jax.Array, xt_NxRxL: jax.Array, v_NxLxD: jax.Array) -> jax.Array:
     """Computes Σ v (x ⊗ x)ᵀ over the tokens of each block: float32 [N, L / block, M, D, S].
 
-    One thread block per square.
+    Each square has one thread block.
     """
     n, length, features = x_NxLxR.shape
     shape = (n, length // plan.block, len(list_squares(features)), TILE, SQUARE)
@@ -55,7 +56,7 @@ def sum_blocks(plan: GpuPlan, x_NxLxR: jax.Array, xt_NxRxL: jax.Array, v_NxLxD: 
                     phi_smem[phi_slot, :, i * SLICE : (i + 1) * SLICE] = multiply_features(x_TxG, xt_smem.at[slot], i)
                 plgpu.commit_smem()
                 plgpu.wgmma(sum_DxS, v_smem.at[slot].transpose((1, 0)), phi_smem.at[phi_slot])
-                # The product before this one is done, and what it read may be overwritten.
+                # The product before this one is done, and its operands may be overwritten.
                 plgpu.wgmma_wait(1)
                 later = step + slots - 1
 
@@ -93,7 +94,7 @@ def _find_groups(index: jax.Array, features: int) -> tuple[jax.Array, jax.Array]
 
 
 class NearTokens(NamedTuple, Generic[A]):
-    """Arrays of the weights inside a block: what they compare of queries and of keys, and values."""
+    """Arrays of the weights inside a block: the compared vectors of queries and of keys, and values."""
 
     a_NxLxC: A
     b_NxLxC: A
@@ -111,8 +112,8 @@ def outputs(plan: GpuPlan, near: NearTokens[jax.Array], far: FarTokens[jax.Array
     """Computes outputs, one thread block per tile of queries.
 
     Args:
-        plan: L is a multiple of its block.
-        near: for the weights inside a block.
+        plan: the plan; L is a multiple of its block.
+        near: the operands of the weights inside a block.
         far: queries, and the sums before each block; None with plan.single_block.
     """
     n, length, size = near.a_NxLxC.shape
@@ -142,7 +143,7 @@ def _outputs(
     a_smem: Ref,
     a_ready: Ref,
 ) -> None:
-    # The last tiles first: in long blocks they have the most keys.
+    # The last tiles come first: in long blocks they have the most keys.
     place = TilePlace.find(near.a_NxLxC.shape[1] // TILE - 1 - lax.axis_index('tile'), plan.tiles)
     head, tokens = place.head, place.tokens
     plgpu.copy_gmem_to_smem(near.a_NxLxC.at[head, tokens], a_smem, a_ready)
@@ -174,5 +175,5 @@ def _outputs(
     num_TxD, den_T = pl.run_scoped(compute, accumulator(TILE, TILE))
     # Padding after the last token has no keys and, with denominator_bias 0, no denominator either.
     inverse_T = jnp.where(den_T == 0.0, 0.0, 1.0 / den_T)
-    write(num_TxD * by_row(inverse_T, TILE), results.o_NxLxD.at[head, tokens])
+    write(num_TxD * repeat_per_row(inverse_T, TILE), results.o_NxLxD.at[head, tokens])
     write(inverse_T, results.inverse_NxL.at[head, tokens], plgpu.SMEM((TILE,), jnp.float32))

@@ -1,4 +1,4 @@
-"""What the GPU kernels of linear attention compute, in which pieces, and of which arrays."""
+"""The plan and the arrays of the GPU kernels of linear attention."""
 
 import dataclasses
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -6,12 +6,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 
 Ref = Any
-"""A reference to an array in memory, inside of a kernel."""
+"""A reference to an array in memory, inside a kernel."""
 A = TypeVar('A')
-"""jax.Array, or inside of a kernel `Ref`."""
+"""jax.Array, or inside a kernel `Ref`."""
 
 TILE = 64
-"""Tokens per thread block, and size of heads: others are padded to it with zeros."""
+"""Tokens per thread block, and size of heads: smaller heads are padded to it with zeros."""
 
 GROUP = 16
 """Features on either side of a square: `wgmma` contracts 16 at a time."""
@@ -24,14 +24,14 @@ SLICE = 64
 
 
 class SquareInputs(NamedTuple):
-    """The arrays of a call, heads apart. R and C are 32 or 64, D is TILE, L a multiple of plan.block.
+    """The arrays of a call with separate heads. R and C are 32 or 64, D is TILE, L a multiple of plan.block.
 
     Attributes:
         x_NxLxR: features of queries.
         y_NxLxR: features of keys.
         v_NxLxD: values.
-        a_NxLxC: what the exact kernel compares of queries; None unless plan.exact_local.
-        b_NxLxC: what the exact kernel compares of keys; None unless plan.exact_local.
+        a_NxLxC: the queries that the exact kernel compares; None unless plan.exact_local.
+        b_NxLxC: the keys that the exact kernel compares; None unless plan.exact_local.
     """
 
     x_NxLxR: jax.Array
@@ -42,22 +42,22 @@ class SquareInputs(NamedTuple):
 
     @property
     def queries(self) -> jax.Array:
-        """What weights inside a block compare of queries."""
+        """The vectors of queries that weights inside a block compare."""
         return self.x_NxLxR if self.a_NxLxC is None else self.a_NxLxC
 
     @property
     def keys(self) -> jax.Array:
-        """What weights inside a block compare of keys."""
+        """The vectors of keys that weights inside a block compare."""
         return self.y_NxLxR if self.b_NxLxC is None else self.b_NxLxC
 
 
 class BlockOperands(NamedTuple, Generic[A]):
-    """Sums over the tokens outside of each block, as operands in bfloat16.
+    """Sums over the tokens outside each block, as operands in bfloat16.
 
     Attributes:
-        moment: Σ y yᵀ, [N, L / block, 3R, R]: three parts below each other.
-        state: Σ (y ⊗ y) vᵀ, [N, L / block, 2M, S / 2, D]: square by square, each cut in two; for gradients the mirror
-            images of the squares, too, column by column.
+        moment: Σ y yᵀ, [N, L / block, 3R, R]: three parts, stacked.
+        state: Σ (y ⊗ y) vᵀ, [N, L / block, 2M, S / 2, D]: square by square, each cut in two. Gradients also need
+            the mirror images of the squares, column by column.
     """
 
     moment: A
@@ -68,9 +68,9 @@ class FarTokens(NamedTuple, Generic[A]):
     """Tokens that meet the sums over the tokens of other blocks.
 
     Attributes:
-        x_NxLxR: their features.
-        xt_NxRxL: the same transposed.
-        sums: of the other blocks.
+        x_NxLxR: features of the tokens.
+        xt_NxRxL: x transposed.
+        sums: the sums over the other blocks.
     """
 
     x_NxLxR: A
@@ -86,10 +86,10 @@ class GpuPlan:
         block: tokens of a block, a multiple of TILE; inside it the weights are (scale ⟨a, b⟩)^degree, before it
             ⟨x, y⟩².
         exact_local: a and b are arrays of their own; else they are x and y.
-        degree: of the weights inside a block, a power of two.
-        scale: of the weights inside a block.
-        denominator_bias: what the denominator starts from.
-        single_block: one block is all there is, so that x ⊗ x has no part in it.
+        degree: the degree of the weights inside a block, a power of two.
+        scale: the scale of the weights inside a block.
+        denominator_bias: the constant that is added to the denominator.
+        single_block: the sequence is one block, so that x ⊗ x has no part in it.
         interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
     """
 

@@ -1,4 +1,4 @@
-"""How a tile of tokens reads the sums over the tokens of other blocks, in the GPU kernels of linear attention.
+"""Reads of the sums over other blocks by a tile of tokens, in the GPU kernels of linear attention.
 
 R features x of the tokens, D head size, S products in a square of x ⊗ x. The sums Z = Σ (y ⊗ y) vᵀ come square by
 square from memory while the squares before are used.
@@ -13,12 +13,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import accumulator, by_row, load_matrix, load_rows, matrix, multiply, product, release, zeros
+from lm.ops.gpu import accumulator, load_matrix, load_rows, matrix, multiply, product, release, repeat_per_row, zeros
 from lm.ops.linear_attention.gpu.features import multiply_features
 from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE, FarTokens, Ref
 
 ROWS = GROUP // 2
-"""Rows of a square that are held at a time: half of them."""
+"""Rows of a square that are held at a time: half of the square."""
 
 SLOTS = 3
 """Halves in shared memory: two to come, and one that may still be in use."""
@@ -29,11 +29,11 @@ class ReaderMemory(NamedTuple):
 
     Attributes:
         x_TxR: the tile's features.
-        xt_RxT: the same transposed.
-        moment_QxR: Q = 3R.
+        xt_RxT: x transposed.
+        moment_QxR: the three parts of the moment, Q = 3R.
         halves: SLOTS halves of squares.
-        ready: for the first three.
-        arrived: for each slot.
+        ready: the barrier of the first three.
+        arrived: a barrier per slot.
     """
 
     x_TxR: Any
@@ -56,7 +56,7 @@ class ReaderMemory(NamedTuple):
 
 
 class TilePlace(NamedTuple):
-    """The tile of a thread block: its head, its number inside of its block, the block and the tokens."""
+    """The tile of a thread block: its head, its number inside its block, the block and the tokens."""
 
     head: jax.Array
     inside: jax.Array
@@ -65,7 +65,7 @@ class TilePlace(NamedTuple):
 
     @classmethod
     def find(cls, tile: jax.Array, tiles: int) -> 'TilePlace':
-        """`tile`: its number in the sequence; `tiles`: how many a block has."""
+        """Finds the place of the tile with number `tile` in the sequence; a block has `tiles`."""
         head = lax.axis_index('head')
         return cls(head, lax.rem(tile, tiles), lax.div(tile, tiles), pl.ds(tile * TILE, TILE))
 
@@ -78,8 +78,8 @@ class SumsReader:
 
         Args:
             far: arrays in memory.
-            place: of the tile.
-            memory: in shared memory.
+            place: the place of the tile.
+            memory: shared memory.
             register: `allocate_operand(…)`.
         """
         head, tokens = place.head, place.tokens
@@ -96,7 +96,7 @@ class SumsReader:
         plgpu.copy_gmem_to_smem(self.state.at[half], self.memory.halves.at[slot], self.memory.arrived.at[slot])
 
     def wait(self) -> None:
-        """Waits for all but the squares."""
+        """Waits for all copies except the squares."""
         plgpu.barrier_wait(self.memory.ready)
 
     def multiply_moment(self) -> jax.Array:
@@ -115,7 +115,7 @@ class SumsReader:
 
         Args:
             sum_TxD: accumulator of Σ_ij x_i x_j Z_ij, or None.
-            g_TxD: in shared memory, or None.
+            g_TxD: gradients of numerators in shared memory, or None.
 
         Returns:
             With g, Σ_i x_i ⟨Z_ij, g⟩ for the features j of each group, half of the gradient: float32 [TILE, 16] each.
@@ -137,9 +137,9 @@ class SumsReader:
                 dphi_TxS = product(g_TxD, z_SxD.transpose((1, 0)))
                 for j in range(ROWS):
                     part_TxG = dphi_TxS[:, j * GROUP : (j + 1) * GROUP]
-                    gradient_TxG += by_row(load_rows(rows.at[j]).astype(jnp.float32), GROUP) * part_TxG
+                    gradient_TxG += repeat_per_row(load_rows(rows.at[j]).astype(jnp.float32), GROUP) * part_TxG
 
-            # Were products in flight until the next round, the compiler would let none overlap with what follows it.
+            # If products were in flight until the next round, the compiler would overlap none with the code after it.
             plgpu.wgmma_wait(0)
 
             @pl.when(half + SLOTS - 1 < count)

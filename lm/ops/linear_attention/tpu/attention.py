@@ -1,11 +1,10 @@
 """Causal linear attention on TPUs: fused Pallas kernels, forward and backward.
 
-Supports φ(x) = x ⊗ x (polysketch), quadratic series (Taylor), features as they are, and feature maps φ(x) = f(W x, x)
-(Performer, LLoPS), each with or without an exact polynomial kernel inside each block, with or without decay and
-denominators. Expansions, packed by symmetry, and the maps' features are formed in VMEM. Sums over earlier keys stay
-there across the blocks of a sequence, and the forward kernel leaves a rounded copy per block for the backward sweep,
-unless there are so many features that the sums are better formed again. Inside the kernels everything is feature by
-token ([N, F, L], N = batch · heads).
+They support φ(x) = x ⊗ x (polysketch), quadratic series (Taylor), plain features, and feature maps φ(x) = f(W x, x)
+(Performer, LLoPS). Each works with or without an exact polynomial kernel inside each block, decay and denominators.
+Expansions, packed by symmetry, and the maps' features are formed in VMEM. Sums over earlier keys stay there across the
+blocks of a sequence. The forward kernel leaves a rounded copy per block for the backward sweep; with many features
+forming the sums again is better. Inside the kernels everything is feature by token ([N, F, L], N = batch · heads).
 
 Static cycles per token and head are measured by `lm.bench.kernels`.
 """
@@ -37,9 +36,9 @@ from lm.ops.linear_attention.tpu.plan import (
     make_plan,
 )
 from lm.ops.linear_attention.types import LOCAL_BLOCK, PLAIN, LinearCall, LinearResult, PolynomialKernel, ProductMap
-from lm.ops.residuals import saved
+from lm.ops.residuals import save_residual
 from lm.ops.tpu import LANES, ROWS, by_head, by_token
-from lm.ops.tpu.decay import block_sums, of_heads
+from lm.ops.tpu.decay import arrange_log_decay, block_sums
 
 DEGREES = (1, 2, 4, 8, 16)
 
@@ -70,7 +69,7 @@ def unsupported(call: LinearCall) -> str | None:
 
 
 def refuse(call: LinearCall, part: bool) -> str | None:
-    """Returns why the kernels cannot compute a call, on a part of a window or on a whole one; or None."""
+    """Returns why the kernels cannot compute a call, on a part of a window or on a whole window; or None."""
     options, local = call.options, call.options.local
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
@@ -94,7 +93,7 @@ def refuse(call: LinearCall, part: bool) -> str | None:
         block = options.block or LOCAL_BLOCK
         if block % LANES and (part or call.q_BxLxHxE.shape[1] > block):
             return f'takes blocks that are multiples of {LANES}, not {block}'
-    # What a map is given may be more precise than its features are.
+    # The inputs of a map may be more precise than its features.
     inputs = (call.q_BxLxHxE, call.k_BxLxKxE)
     dtypes = {a.dtype for a in (call.v_BxLxKxD, *(call.local or ()))}
     dtypes |= {a.dtype for a in inputs if options.feature_map is None or a.dtype != jnp.float32}
@@ -135,7 +134,7 @@ def _refuse_sizes(call: LinearCall, part: bool) -> str | None:
 def _attend_whole(call: LinearCall) -> jax.Array:
     block = call.options.exact_block
     if block is not None and call.local is not None and call.q_BxLxHxE.shape[1] <= block:
-        # One block of exact weights: they are all that counts.
+        # One block of exact weights needs no other weights.
         q, k = call.local
         options = dataclasses.replace(call.options, feature_map=None)
         call = dataclasses.replace(call, q_BxLxHxE=q, k_BxLxKxE=k, q_local_BxLxHxC=None, k_local_BxLxKxC=None)
@@ -148,9 +147,9 @@ class KernelArguments(NamedTuple):
     """A call as the kernels take it.
 
     Attributes:
-        plan: static.
-        inputs: L a multiple of plan.block, N of plan.heads.
-        maps: the feature map's matrices, [R, E] float32; None without a map.
+        plan: the plan, which is static.
+        inputs: the arrays; L is a multiple of plan.block, and N of plan.heads.
+        maps: the matrices of the feature map, [R, E] float32; None without a map.
     """
 
     plan: TpuPlan
@@ -161,7 +160,7 @@ class KernelArguments(NamedTuple):
 def arrange(call: LinearCall, part: bool) -> KernelArguments:
     """Plans a call and lays its arrays out feature by token.
 
-    `part`: whether the tokens are a part of a window, with sums over keys before it.
+    `part` is True where the tokens are a part of a window, with sums over keys before it.
     """
     length, heads = call.q_BxLxHxE.shape[1:3]
     sizes = Sizes.of_call(call, part)
@@ -172,12 +171,12 @@ def arrange(call: LinearCall, part: bool) -> KernelArguments:
     if plan.feature_map is not None:
         matrices = (cast(jax.Array, plan.feature_map.matrix(each)).astype(jnp.float32) for each in call.parameters)
         maps = Maps(*(jnp.pad(w, ((0, 0), (0, sizes.input_rows - w.shape[1]))) for w in matrices))
-    # Zero tokens after the last are exact whatever their features: no earlier query sees them, and the gradients of
-    # their outputs are 0. So are zero features.
+    # Zero tokens after the last one change nothing, whatever their features: no earlier query sees them, and the
+    # gradients of their outputs are 0. Zero features change nothing either.
     arrays = [call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, *(call.local or ())]
     inputs = KernelInputs(*(by_token(a, padded, heads) for a in arrays))
     if call.log_decay_BxLxK is not None:
-        inputs = inputs._replace(c_Nx1xL=block_sums(of_heads(call.log_decay_BxLxK, padded, heads), plan.block))
+        inputs = inputs._replace(c_Nx1xL=block_sums(arrange_log_decay(call.log_decay_BxLxK, padded, heads), plan.block))
     return KernelArguments(plan, inputs, maps)
 
 
@@ -188,7 +187,7 @@ def attend(plan: TpuPlan, inputs: KernelInputs, maps: Maps[jax.Array] | None) ->
 
 
 class KernelResiduals(NamedTuple):
-    """What the backward kernel needs of the forward pass; the sums are None where it forms them again."""
+    """The residuals of the backward kernel; the sums are None where it forms them again."""
 
     inputs: KernelInputs
     operands: Maps[jax.Array] | None
@@ -200,7 +199,7 @@ class KernelResiduals(NamedTuple):
 
 def _attend_forward(plan: TpuPlan, inputs: KernelInputs, maps: Maps[jax.Array] | None):
     operands = make_operands(maps, inputs)
-    o, inverse, sums = jax.tree.map(saved, forward(plan, not plan.sums_again, inputs, operands))
+    o, inverse, sums = jax.tree.map(save_residual, forward(plan, not plan.sums_again, inputs, operands))
     return o, KernelResiduals(inputs, operands, maps, o, inverse, sums)
 
 

@@ -1,8 +1,8 @@
 """The backward kernel of causal linear attention on TPUs: one sweep from the last block to the first.
 
-With g = do / denominator and e = -⟨do, o⟩ / denominator, the gradients of numerator and denominator, a key y with
-value v meets the later queries only in Σ g φ(x)ᵀ and Σ e x xᵀ, which stay in VMEM; a query meets the earlier keys
-in the sums that the forward kernel saved. Letters as in the forward kernel.
+g = do / denominator and e = -⟨do, o⟩ / denominator are the gradients of numerator and denominator. A key y with value v
+meets the later queries only in Σ g φ(x)ᵀ and Σ e x xᵀ, which stay in VMEM. A query meets the earlier keys in the sums
+that the forward kernel saved. Other letters are explained in the forward kernel.
 """
 
 import functools
@@ -30,10 +30,10 @@ def backward(
     """Computes the gradients of the inputs and of the map's matrices.
 
     Args:
-        plan: the forward kernel's.
-        maps: the forward kernel's.
-        inputs: the forward kernel's.
-        given: the forward kernel's results, and the gradient of its outputs.
+        plan: the plan of the forward kernel.
+        maps: the operands of the forward kernel.
+        inputs: the inputs of the forward kernel.
+        given: the results of the forward kernel, and the gradient of its outputs.
         after: Σ g φ(x)ᵀ and, with a moment, Σ e x xᵀ over the queries after the last, of plan.sums_shapes; None: no
             queries.
     """
@@ -91,8 +91,8 @@ def backward(
 def _add_crossing(plan: TpuPlan, dc_Nx1xL: jax.Array, crossing_NxJx1xP: jax.Array, features: int) -> jax.Array:
     """Completes dc: the last running sum of a block counts for all pairs of a key up to it and a later block's query.
 
-    The sum of all later tokens' dc would be the same, but for rounding. It is the small difference of what tokens are
-    as queries and as keys, and the longer the window, the less of it would be true.
+    The sum of all later tokens' dc would be the same, except for rounding. It is the small difference of the tokens'
+    gradients as queries and as keys: the longer the window, the less precise it would be.
     """
     if plan.squared:  # a pair of rows of different groups stands for its mirror image too
         crossing_NxJx1xP *= expand(plan, jnp.ones((features, 1), jnp.float32), weighted=True)[:, 0]

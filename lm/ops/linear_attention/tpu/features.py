@@ -1,7 +1,7 @@
 """The arithmetic inside the TPU kernels of linear attention: packed features, operands, weights inside a block.
 
-Everything lies feature by token ([F, T]): a feature of x ⊗ x is then a row times eight rows, without moving a lane. The
-grain of its symmetric packing is `SUBLANES`.
+Everything lies feature by token ([F, T]): a feature of x ⊗ x is then a row times eight rows, without moving a lane. Its
+symmetric packing works in groups of `SUBLANES` rows.
 """
 
 import functools
@@ -26,7 +26,7 @@ class Granule(NamedTuple):
 
     @property
     def is_diagonal(self) -> bool:
-        """Whether the row belongs to the group."""
+        """True where the row belongs to the group."""
         return self.group == self.row // SUBLANES
 
     @property
@@ -37,7 +37,7 @@ class Granule(NamedTuple):
 def list_granules(rows: int) -> list[Granule]:
     """Lists the granules of `pack` in their order.
 
-    Each group meets itself and those after it. Two granules that follow one another fill a bfloat16 register of 16
+    Each group meets itself and the groups after it. Two granules that follow one another fill a bfloat16 register of 16
     rows: they multiply two groups that share a row, or the same group.
     """
     groups, order = rows // SUBLANES, []
@@ -83,8 +83,8 @@ def pack(x_FxT: jax.Array, weighted: bool, bfloat16_vectors: bool = False) -> ja
 def unpack_gradient(x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
     """Computes the float32 gradient of x [F, T] from the gradient of `pack(x, weighted=True)` [P, T].
 
-    The gradients of two features that are mirror images inside one group of eight must be the same, as they are for
-    every state made of `pack`; then all of it carries the factor 2.
+    Two features that are mirror images inside one group of eight must have the same gradient. They have it for every
+    state made of `pack`; then the whole gradient carries the factor 2.
     """
     rows = x_FxT.shape[0]
     x_FxT = x_FxT.astype(jnp.float32)
@@ -104,7 +104,7 @@ def unpack_gradient(x_FxT: jax.Array, gradient_PxT: jax.Array) -> jax.Array:
 def sum_rows(arrays: list[jax.Array]) -> jax.Array:
     """Sums the rows of each of eight arrays [8, T]: row i of the result is the sum over the rows of array i.
 
-    Each step halves their number: a row of the result adds two rows of the array that it stands for.
+    Each step halves their number: a row of the result adds two rows of its array.
     """
     row = lax.broadcasted_iota(jnp.int32, arrays[0].shape, 0)
     for distance in (1, 2, 4):
@@ -142,7 +142,7 @@ def append_one(plan: TpuPlan, x_FxT: jax.Array) -> jax.Array:
 
 
 def make_moment_operand(plan: TpuPlan, moment_FxF: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Makes of the moment the left side of a product that keeps its 24 bits.
+    """Makes the left side of a product from the moment, with its 24 bits.
 
     Side by side its three parts meet three copies of x in one pass: the contraction has room for them. The coefficients
     of a series are multiplied in, half of c1 on either side of the diagonal.
@@ -162,9 +162,9 @@ def multiply_moment(operand: jax.Array, x_FxT: jax.Array) -> jax.Array:
 
 
 def make_state_operand(plan: TpuPlan, state: jax.Array, features: int, dtype: jnp.dtype) -> jax.Array:
-    """Makes of the float32 state an operand of the given type, with the coefficients of a series.
+    """Makes an operand of the given type from the float32 state, with the coefficients of a series.
 
-    The rows of Σ φ(y) become its three parts.
+    The rows of Σ φ(y) become the three parts of Σ φ(y).
     """
     if plan.series:
         constant, linear, square = plan.series
@@ -178,7 +178,7 @@ def make_state_operand(plan: TpuPlan, state: jax.Array, features: int, dtype: jn
 
 
 def split_float32(x: jax.Array, dtype: jnp.dtype) -> list[jax.Array]:
-    """Splits a float32 array into what rows of the given type hold: itself, or its three bfloat16 parts."""
+    """Splits a float32 array into arrays of the given type: itself, or its three bfloat16 parts."""
     return [x] if dtype == jnp.float32 else [part.astype(jnp.float32) for part in in_three(x)]
 
 
@@ -193,7 +193,7 @@ def fill_rows(parts: list[jax.Array], number_RxT: jax.Array) -> jax.Array:
 
 
 def extend(plan: TpuPlan, x_DxT: jax.Array, row_1xT: jax.Array | float) -> jax.Array:
-    """Returns what meets the state: x, for plain features with `ROWS` equal rows below."""
+    """Returns the side of a product with the state: x, for plain features with `ROWS` equal rows below."""
     if plan.squared:
         return x_DxT
     rows = jnp.broadcast_to(jnp.asarray(row_1xT, jnp.float32), (ROWS, x_DxT.shape[1]))
@@ -214,7 +214,7 @@ def slope_factor(plan: TpuPlan) -> float:
 
 
 def mask(weights: jax.Array, key_axis: int = 0) -> jax.Array:
-    """Sets to zero where the key comes after the query, both of the same tile."""
+    """Sets weights to zero where the key comes after the query, both of the same tile."""
     key, query = (lax.broadcasted_iota(jnp.int32, weights.shape, axis) for axis in (key_axis, 1 - key_axis))
     return jnp.where(key <= query, weights, 0.0)
 

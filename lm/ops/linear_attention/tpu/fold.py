@@ -1,9 +1,9 @@
 """The kernels that sum over tokens alone.
 
-`fold` sums over the keys of a part of a window, for later parts to read, and backward over its queries, for the
-gradients of the keys of earlier parts. `sum_before` computes the sums before each block, for a backward pass that did
-not keep them: with many features they are several times as large as all else that a layer keeps. Letters as in the
-forward kernel.
+`fold` sums over the keys of a part of a window, for later parts to read. In the backward pass it sums over the part's
+queries, for the gradients of earlier parts' keys. `sum_before` computes the sums before each block, for a backward pass
+that did not keep them: with many features they are several times as large as all other residuals of a layer. Letters
+are explained in the forward kernel.
 """
 
 import functools
@@ -19,15 +19,15 @@ from lm.ops.linear_attention.tpu.maps import make_features
 from lm.ops.linear_attention.tpu.plan import KernelSums, Ref, TpuPlan
 from lm.ops.linear_attention.types import ProductMap
 from lm.ops.tpu import dot
-from lm.ops.tpu.decay import times
+from lm.ops.tpu.decay import multiply_tokens
 
 
 class FoldInputs(NamedTuple):
     """Arrays of the tokens that `fold` sums over.
 
     Attributes:
-        y_NxFxL: features; with plan.feature_map its inputs [N, E, L].
-        u_NxDxL: what the state multiplies with the features.
+        y_NxFxL: features; with plan.feature_map the inputs of the map [N, E, L].
+        u_NxDxL: the left side of the state's products with the features.
         w_Nx1xL: weights of the tokens in the moment, float32; for plain features in Σ φ(y).
     """
 
@@ -39,13 +39,13 @@ class FoldInputs(NamedTuple):
 def fold(
     plan: TpuPlan, queries: bool, tokens: FoldInputs, operand_RxC: jax.Array | None = None
 ) -> KernelSums[jax.Array]:
-    """Computes Σ u φ(y)ᵀ and Σ w y yᵀ, or with plain features Σ w φ(y) below the former; of plan.sums_shapes, float32.
+    """Computes Σ u φ(y)ᵀ and Σ w y yᵀ, or with plain features Σ w φ(y) below the state, in float32.
 
     Args:
-        plan: as in `forward`, but any number N of heads.
-        queries: whether the feature map takes y as queries.
-        tokens: what is summed.
-        operand_RxC: the map's, where plan.feature_map.
+        plan: as in `forward`, but any number N of heads; its `sums_shapes` are the shapes of the results.
+        queries: True where the feature map takes y as queries.
+        tokens: the arrays to sum.
+        operand_RxC: the operand of the map, where plan.feature_map.
     """
     n, head_dim, length = tokens.u_NxDxL.shape
     shapes = plan.sums_shapes(plan.features or tokens.y_NxFxL.shape[1], head_dim)
@@ -73,13 +73,13 @@ def fold(
 
 
 def sum_before(plan: TpuPlan, y_NxExL: jax.Array, v_NxDxL: jax.Array, operand_RxC: jax.Array) -> KernelSums[jax.Array]:
-    """Computes, of a feature map and from keys alone, the sums that `forward` with `save` returns.
+    """Computes the sums of a feature map that `forward` with `save` returns, from keys alone.
 
     Args:
         plan: as in `forward`.
         y_NxExL: inputs of the map.
         v_NxDxL: values.
-        operand_RxC: the map's operand for keys.
+        operand_RxC: the operand of the map for keys.
     """
     n, head_dim, length = v_NxDxL.shape
     steps = length // plan.block
@@ -111,7 +111,7 @@ def _before_kernel(plan: TpuPlan, operand: Ref, y: Ref, v: Ref, saved: Ref, stat
         state[...] = jnp.zeros_like(state)
 
     feature_map = cast(ProductMap, plan.feature_map)  # no other plan has this kernel
-    # All of them before anything reads one, as in `make_of_heads`.
+    # All are written before anything reads one, as in `make_of_heads`.
     made = [make_features(feature_map, operand[...], y[head], False, v.dtype).phi_MxT for head in range(plan.heads)]
     for head, y_FxT in enumerate(made):
         saved[head, 0] = make_state_operand(plan, state[head], y_FxT.shape[0], v.dtype)
@@ -136,4 +136,4 @@ def _fold_kernel(
             sums.state[head] += dot(extend(plan, u_DxT, w_1xT), y_FxT, (1, 1))
         if sums.moment is not None:
             y1_FxT = append_one(plan, y_FxT)
-            sums.moment[head] += dot(times(y1_FxT, w_1xT), y1_FxT, (1, 1))
+            sums.moment[head] += dot(multiply_tokens(y1_FxT, w_1xT), y1_FxT, (1, 1))

@@ -1,8 +1,9 @@
 """The forward kernel of causal linear attention on TPUs.
 
-N heads of all sequences, T tokens of a block, F features x of queries and y of keys, C size of what the exact kernel
-compares, D head size, P rows of the packed expansion. Arrays in HBM are [N, rows, tokens]. The grid walks over groups
-of heads and, for each, over the blocks in order, with the sums over earlier keys in VMEM.
+Letters: N heads of all sequences, T tokens of a block, F features x of queries and y of keys. C is the size of the
+vectors that the exact kernel compares, D the head size, and P the rows of the packed expansion. Arrays in HBM are [N,
+rows, tokens]. The grid walks over groups of heads and, for each, over the blocks in order, with the sums over earlier
+keys in VMEM.
 """
 
 import functools
@@ -28,12 +29,12 @@ from lm.ops.linear_attention.tpu.head import Head
 from lm.ops.linear_attention.tpu.maps import HeadFeatures, make_features, make_of_heads
 from lm.ops.linear_attention.tpu.plan import A, KernelInputs, KernelSums, Maps, Ref, ScratchSums, TpuPlan
 from lm.ops.tpu import dot
-from lm.ops.tpu.decay import faded, pairs, times
+from lm.ops.tpu.decay import decay_sums, multiply_tokens, pairs
 from lm.ops.tpu.order import Piece, Total, ahead, in_turn
 
 
 class ForwardResults(NamedTuple, Generic[A]):
-    """What the forward kernel writes.
+    """The results of the forward kernel.
 
     Attributes:
         o_NxDxL: outputs.
@@ -56,11 +57,11 @@ def forward(
     """Computes outputs and inverse denominators; with `save` also the sums before each block.
 
     Args:
-        plan: L is a multiple of its block, N of its heads.
+        plan: the plan; L is a multiple of its block, and N of its heads.
         save: also return the sums' operands.
         inputs: L tokens of N heads.
-        maps: the map's operands, where plan.feature_map.
-        before: the sums over keys before the first; None: no keys.
+        maps: the operands of the map, where plan.feature_map.
+        before: the sums over keys before the first one; None: no keys.
     """
     v = inputs.v_NxDxL
     n, head_dim, length = v.shape
@@ -123,7 +124,7 @@ def _estimate_cost(plan: TpuPlan, inputs: KernelInputs, results: ForwardResults)
 
 
 def start_sums(sums: ScratchSums, first: KernelSums[Ref] | None, others: Iterable[Ref] = ()) -> None:
-    """Sets the sums at a sequence's first step, to zeros where `first` has none; others: set to zeros too."""
+    """Sets the sums at a sequence's first step, to zeros where `first` has none; sets `others` to zeros."""
 
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -193,7 +194,7 @@ class _HeadOutputs(Head):
         return dot(self.b(j), self.a(i), (0, 0))
 
     def _add_pair(self, i: int, j: int, s_KxQ: jax.Array) -> None:
-        """Adds what queries i read of keys j."""
+        """Adds the part of queries i from keys j."""
         w_KxQ, _ = weigh(self.plan, s_KxQ)
         if self.factors is not None:
             w_KxQ *= pairs(self.factors.c_1xT[:, self.tiles[i]], self.factors.c_Tx1[self.tiles[j]])
@@ -214,7 +215,7 @@ class _HeadOutputs(Head):
         return make_moment_operand(self.plan, self.sums.moment[self.head], self.dtype)
 
     def outside(self) -> list[Piece]:
-        """Returns the pieces for what is before and after the block."""
+        """Returns the pieces for tokens before and after the block."""
         if self.plan.single_block:
             return []
         pieces = [self._save]
@@ -231,7 +232,7 @@ class _HeadOutputs(Head):
             saved.moment[self.head, 0] = self.moment_FxE
 
     def _read_sums(self, i: int) -> None:
-        """Adds what queries i read of the keys before the block."""
+        """Adds the part of queries i from the keys before the block."""
         plan, x_FxQ, den_1xQ = self.plan, self.x(i), None
         if plan.squared:
             if plan.normalize:
@@ -245,18 +246,18 @@ class _HeadOutputs(Head):
             den_1xQ = jnp.sum(num_DxQ[self.head_dim :], axis=0, keepdims=True)
             num_DxQ = num_DxQ[: self.head_dim]
         if plan.normalize and den_1xQ is not None:
-            self.den.add(i, faded(den_1xQ, self.reads(i)))
-        self.num.add(i, faded(num_DxQ, self.reads(i)))
+            self.den.add(i, decay_sums(den_1xQ, self.reads(i)))
+        self.num.add(i, decay_sums(num_DxQ, self.reads(i)))
 
     def _fold(self, i: int) -> None:
         """Adds keys i to the sums, as queries after the block see them."""
         plan, sums, head = self.plan, self.sums, self.head
         y_FxK, v_DxK = self.y(i), self.v(i)
         y_PxK = expand(plan, y_FxK, weighted=False) if plan.squared else y_FxK
-        added_DxK = times(extend(plan, v_DxK, 1.0), self.adds(i))
-        sums.state[head] = faded(sums.state[head], self.kept(i)) + dot(added_DxK, y_PxK, (1, 1))
+        added_DxK = multiply_tokens(extend(plan, v_DxK, 1.0), self.adds(i))
+        sums.state[head] = decay_sums(sums.state[head], self.kept(i)) + dot(added_DxK, y_PxK, (1, 1))
         if plan.has_moment:
             y1_FxK = append_one(plan, y_FxK)
-            sums.moment[head] = faded(sums.moment[head], self.kept(i)) + dot(
-                y1_FxK, times(y1_FxK, self.adds(i)), (1, 1)
+            sums.moment[head] = decay_sums(sums.moment[head], self.kept(i)) + dot(
+                y1_FxK, multiply_tokens(y1_FxK, self.adds(i)), (1, 1)
             )

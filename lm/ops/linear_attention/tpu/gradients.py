@@ -1,6 +1,6 @@
-"""The gradients of one head in one block, in pieces: what the backward kernel does at each step of its grid.
+"""The gradients of one head in one block, in pieces: the work of the backward kernel at each step of its grid.
 
-Letters as in the forward kernel; Q queries and K keys of one tile.
+Q are the queries and K the keys of one tile; other letters are explained in the forward kernel.
 """
 
 import functools
@@ -30,16 +30,16 @@ from lm.ops.linear_attention.tpu.head import Head, once
 from lm.ops.linear_attention.tpu.maps import HeadFeatures, MapFeatures
 from lm.ops.linear_attention.tpu.plan import A, KernelInputs, KernelSums, Maps, Ref, ScratchSums, TpuPlan
 from lm.ops.tpu import ROWS, dot
-from lm.ops.tpu.decay import column, faded, pairs, times
+from lm.ops.tpu.decay import column, decay_sums, multiply_tokens, pairs
 from lm.ops.tpu.order import Piece, Total
 
 
 class BackwardInputs(NamedTuple):
-    """What the backward kernel reads besides the forward kernel's inputs.
+    """The inputs of the backward kernel besides the forward kernel's inputs.
 
     Attributes:
         o_NxDxL: outputs.
-        do_NxDxL: their gradient.
+        do_NxDxL: the gradient of the outputs.
         inverse_Nx1xL: inverse denominators.
         sums: operands of the sums before each block; None with a single block.
     """
@@ -51,12 +51,12 @@ class BackwardInputs(NamedTuple):
 
 
 class KernelGradients(NamedTuple, Generic[A]):
-    """What the backward kernel writes.
+    """The results of the backward kernel.
 
     Attributes:
-        inputs: the gradients of its inputs.
-        crossing: what pairs of a key before a block and a query from its first on add to the gradient of the block's
-            first running sum, [N, L / block, 1, P]; None where there are no such pairs, or no decay.
+        inputs: the gradients of the inputs.
+        crossing: the part of the gradient of a block's first running sum, [N, L / block, 1, P], from pairs of a key
+            before the block and a query from its first on; None where there are no such pairs, or no decay.
         maps: the gradients of the matrices of each step's heads, [N / heads, R, E] float32, to be summed; None unless
             the map learns.
     """
@@ -75,10 +75,10 @@ class QueryGradient(NamedTuple):
 
 
 class _Side:
-    """How the gradients of queries, or of keys, leave a head: tile by tile, or with a map all at once."""
+    """Writes the gradients of a head's queries, or of its keys: tile by tile, or with a map all at once."""
 
     def __init__(self, made: MapFeatures | None, features: Ref, compared: Ref | None, matrix: Ref | None):
-        """References for the gradients of x (or y), of a (or b), and of the map's matrix; None where there are none."""
+        """Stores references for the gradients of x (or y), of a (or b), and of the map's matrix, or None."""
         self.pull = None if made is None else made.pull
         self.features, self.compared, self.matrix = features, compared, matrix
         self.tiles: list[tuple[int, jax.Array]] = []
@@ -104,7 +104,7 @@ class HeadGradients(Head):
         keys = _Side(made and made.keys, written.y_NxFxL, written.b_NxCxL, maps and maps.keys)
         count, outside = len(self.tiles), not plan.single_block
         up, down = list(range(1, count + 1)), list(range(count, 0, -1))
-        # Terms of each tile's gradients: one for each tile of keys or queries inside the block, one for those outside.
+        # Terms of each tile's gradients: one per tile of keys or queries inside the block, and one for tokens outside.
         self.dx = Total([outside + (not plan.exact_local)] * count, functools.partial(self._write_features, queries))
         self.dy = Total([outside + (not plan.exact_local)] * count, functools.partial(self._write_features, keys))
         self.da = Total(up, functools.partial(self._finish_compared, queries, self.dx))
@@ -115,17 +115,17 @@ class HeadGradients(Head):
 
     @once
     def gradient(self, i: int) -> QueryGradient:
-        """Computes the gradients of what queries i read."""
+        """Computes the gradients of the numerators and denominators of queries i."""
         given, head, at = self.given, self.head, self.tiles[i]
         do_DxQ, inverse_1xQ = given.do_NxDxL[head, :, at].astype(jnp.float32), given.inverse_Nx1xL[head, :, at]
         row_1xQ = jnp.sum(do_DxQ * given.o_NxDxL[head, :, at].astype(jnp.float32), axis=0, keepdims=True)
         e_1xQ = -inverse_1xQ * row_1xQ if self.plan.normalize else jnp.zeros_like(row_1xQ)
         return QueryGradient((do_DxQ * inverse_1xQ).astype(self.dtype), e_1xQ, row_1xQ)
 
-    # What is written.
+    # Writing.
 
     def _finish_compared(self, side: _Side, features: Total, i: int, gradient_CxT: jax.Array) -> None:
-        """Writes a gradient of a or b; where these are x and y, adds it to theirs."""
+        """Writes a gradient of a or b; where these are x and y, adds it to the gradient of x or y."""
         gradient_CxT = slope_factor(self.plan) * gradient_CxT
         if side.compared is None:
             features.add(i, gradient_CxT)
@@ -149,9 +149,9 @@ class HeadGradients(Head):
     def _write_values(self, i: int, dv_DxK: jax.Array) -> None:
         """Writes dv and, with decay, the gradient of a token's running sum.
 
-        That gradient is what its weights as a query would gain, less what they would as a key. Σ_j w_ij dw_ij of query
-        i is ⟨do, o⟩, with a denominator only denominator_bias / denominator of it. Σ_i w_ij dw_ij of key j is
-        ⟨v, dv⟩ + Σ_i w_ij e_i. No pair has to be looked at.
+        That gradient is Σ w dw of the token as a query, minus Σ w dw of the token as a key. For query i, Σ_j w_ij dw_ij
+        is ⟨do, o⟩, with a denominator only denominator_bias / denominator of it. For key j, Σ_i w_ij dw_ij is
+        ⟨v, dv⟩ + Σ_i w_ij e_i. No single pair is computed.
         """
         written, at, size = self.gradients.inputs, self.tiles[i], self.head_dim
         if written.c_Nx1xL is not None:
@@ -168,12 +168,12 @@ class HeadGradients(Head):
 
     @property
     def joined(self) -> bool:
-        """Whether the product of values and g adds e as well."""
+        """True where the product of values and g adds e as well."""
         return self.plan.joined and self.plan.normalize
 
     @once
     def g_and_e(self, i: int) -> jax.Array:
-        """Returns g of queries i; where the product is to add e, below it e's parts, as many as keep its 24 bits."""
+        """Returns g of queries i; where the product adds e, the parts of e's 24 bits lie below."""
         g_DxQ, e_1xQ, _ = self.gradient(i)
         if not self.joined:
             return g_DxQ
@@ -182,7 +182,7 @@ class HeadGradients(Head):
 
     @once
     def v_and_ones(self, i: int) -> jax.Array:
-        """Returns values i; ones below, for the parts of e."""
+        """Returns values i, with ones below for the parts of e."""
         v_DxK = self.v(i)
         if not self.joined:
             return v_DxK
@@ -205,7 +205,7 @@ class HeadGradients(Head):
     def _add_pair(self, i: int, j: int, products: tuple[jax.Array, jax.Array]) -> None:
         """Adds the gradients of queries i and keys j.
 
-        Queries are rows: of the three products with weights only one then needs them the other way round.
+        Queries are rows: only one of the three products with weights then needs them transposed.
         """
         plan = self.plan
         s_QxK, dw_QxK = products
@@ -236,12 +236,12 @@ class HeadGradients(Head):
 
     @once
     def read(self, i: int) -> tuple[jax.Array, jax.Array]:
-        """Returns g and e of queries i, for what they read of the sums, which have decayed since the block began."""
+        """Returns g and e of queries i for their reads of the sums, which have decayed since the block began."""
         g_DxQ, e_1xQ, _ = self.gradient(i)
-        return times(g_DxQ, self.reads(i)), times(e_1xQ, self.reads(i))
+        return multiply_tokens(g_DxQ, self.reads(i)), multiply_tokens(e_1xQ, self.reads(i))
 
     def outside(self) -> list[Piece]:
-        """Returns the pieces for what is before and after the block.
+        """Returns the pieces for tokens before and after the block.
 
         With plan.columns products with much to load and little to multiply alternate with the opposite kind.
         """
@@ -281,9 +281,9 @@ class HeadGradients(Head):
             self.moment_after_FxE = make_moment_operand(plan, sums.moment[head], self.dtype)
 
     def _add_queries(self, i: int, part: slice, found: list[jax.Array]) -> None:
-        """Computes what queries i get from the keys before the block.
+        """Computes the gradients of queries i from the keys before the block.
 
-        That is a part of the features' gradients; with the last part all of them are added.
+        They are a part of the features' gradients; with the last part all of them are added.
         """
         plan = self.plan
         x_FxQ, (g_DxQ, e_1xQ) = self.x(i), self.read(i)
@@ -300,9 +300,9 @@ class HeadGradients(Head):
         self.dx.add(i, dx_FxQ)
 
     def _add_keys(self, i: int, part: slice, found: list[jax.Array]) -> None:
-        """Computes what keys i get from the queries after the block, likewise."""
+        """Computes the gradients of keys i from the queries after the block, likewise."""
         plan, y_FxK, factors_1xK = self.plan, self.y(i), self.adds(i)
-        v_DxK = times(extend(plan, self.v(i), 1.0), factors_1xK)
+        v_DxK = multiply_tokens(extend(plan, self.v(i), 1.0), factors_1xK)
         found.append(dot(self.after_DxP[:, part], v_DxK, (0, 0)))
         if part.stop < self.width:
             return
@@ -312,7 +312,7 @@ class HeadGradients(Head):
             if plan.normalize:
                 y1_FxK = append_one(plan, y_FxK)
                 of_keys_FxK = multiply_moment(self.moment_after_FxE, y1_FxK)
-                dy_FxK += 2.0 * faded(of_keys_FxK[: y_FxK.shape[0]], factors_1xK)
+                dy_FxK += 2.0 * decay_sums(of_keys_FxK[: y_FxK.shape[0]], factors_1xK)
                 if factors_1xK is not None:
                     products_FxK = of_keys_FxK * y1_FxK.astype(jnp.float32)
                     self.moment_terms[i] = jnp.sum(products_FxK, axis=0, keepdims=True) * factors_1xK
@@ -320,23 +320,23 @@ class HeadGradients(Head):
 
     @once
     def expanded_x(self, i: int) -> jax.Array:
-        """Returns what queries i add to the sums."""
+        """Returns the terms of queries i in the sums."""
         return expand(self.plan, self.x(i), weighted=False) if self.plan.squared else self.x(i)
 
     @once
     def expanded_y(self, i: int) -> jax.Array:
-        """Returns what of keys i meets the sums."""
+        """Returns the vectors of keys i that meet the sums."""
         return expand(self.plan, self.y(i), weighted=True) if self.plan.squared else self.y(i)
 
     def _add_values(self, i: int, part: slice, found: list[jax.Array]) -> None:
-        """Computes what values i get from the queries after the block, likewise."""
+        """Computes the gradients of values i from the queries after the block, likewise."""
         plan, size = self.plan, self.head_dim
         # The rows below are for decay alone.
         after_DxP = self.after_DxP if plan.decay else self.after_DxP[:size]
         found.append(dot(after_DxP[:, part], self.expanded_y(i)[part], (1, 0)))
         if part.stop < self.width:
             return
-        dv_DxK = faded(cast(jax.Array, sum(found)), self.adds(i))
+        dv_DxK = decay_sums(cast(jax.Array, sum(found)), self.adds(i))
         if plan.decay:
             term_1xK = self.moment_terms[i] if plan.squared else jnp.sum(dv_DxK[size:], axis=0, keepdims=True)
             term_RxK = jnp.broadcast_to(jnp.asarray(term_1xK, jnp.float32), (ROWS, dv_DxK.shape[1]))
@@ -348,11 +348,11 @@ class HeadGradients(Head):
         plan, sums, head = self.plan, self.sums, self.head
         g_DxQ, e_1xQ = self.read(i)
         added_DxP = dot(extend(plan, g_DxQ, e_1xQ), self.expanded_x(i)[part], (1, 1))
-        sums.state[head, :, part] = faded(sums.state[head, :, part], self.kept(i)) + added_DxP
+        sums.state[head, :, part] = decay_sums(sums.state[head, :, part], self.kept(i)) + added_DxP
         if plan.has_moment and part.start == 0:
             x1_FxQ = append_one(plan, self.x(i))
             added_FxE = dot((x1_FxQ.astype(jnp.float32) * e_1xQ).astype(x1_FxQ.dtype), x1_FxQ, (1, 1))
-            sums.moment[head] = faded(sums.moment[head], self.kept(i)) + added_FxE
+            sums.moment[head] = decay_sums(sums.moment[head], self.kept(i)) + added_FxE
 
     def _write_crossing(self) -> None:
         """Writes Σ w dw over all pairs of a key before the block and a query from its first on.
@@ -362,7 +362,7 @@ class HeadGradients(Head):
         """
         before, sums, head = self.before, self.sums, self.head
         sums_RxP: jax.Array | float = 0.0
-        for at in range(0, sums.state.shape[1], ROWS):  # a float32 copy of all would need memory
+        for at in range(0, sums.state.shape[1], ROWS):  # a float32 copy of all would need more memory
             rows = slice(at, at + ROWS)
             sums_RxP += before.state[head, 0, rows].astype(jnp.float32) * sums.state[head, rows]
         row_1xP = jnp.sum(sums_RxP, axis=0, keepdims=True)

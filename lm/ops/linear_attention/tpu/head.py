@@ -1,4 +1,4 @@
-"""One head in one block, as the forward and the backward kernel read it: tile by tile."""
+"""One head in one block, which the forward and the backward kernel read tile by tile."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Method = TypeVar('Method', bound=Callable)
 
 
 def once(method: Method) -> Method:
-    """Decorates a method to keep its result for the same arguments as long as its object is there."""
+    """Decorates a method to keep its result for the same arguments as long as its object lives."""
 
     @functools.wraps(method)
     def call(self, *arguments):
@@ -34,10 +34,10 @@ class BlockFactors(NamedTuple):
 
     Attributes:
         c_Tx1: running sums of log factors.
-        c_1xT: the same as a row.
+        c_1xT: running sums of log factors, as a row.
         whole_1x1: the factor of the whole block.
-        since_start_1xT: from the block's start to each token: what a query reads of the sums.
-        until_end_1xT: from each token to the block's end: what later queries see of a key.
+        since_start_1xT: factors from the block's start to each token, by which a query reads the sums.
+        until_end_1xT: factors from each token to the block's end, by which later queries see a key.
     """
 
     c_Tx1: jax.Array
@@ -48,10 +48,18 @@ class BlockFactors(NamedTuple):
 
 
 class Head:
-    """Attributes: plan; inputs, sums: references for all heads of a grid step; head: its number; tiles: of tokens."""
+    """One head in one block.
+
+    Attributes:
+        plan: the plan.
+        inputs: references for all heads of a grid step.
+        sums: references for all heads of a grid step.
+        head: the number of the head in the grid step.
+        tiles: the tiles of tokens.
+    """
 
     def __init__(self, plan: TpuPlan, inputs: KernelInputs, sums: ScratchSums, head: int, made: HeadFeatures | None):
-        """`made`: features of queries and of keys; None without a map."""
+        """Stores the arguments; `made` holds features of queries and of keys, None without a map."""
         self.plan, self.inputs, self.sums, self.head, self.made = plan, inputs, sums, head, made
         self.tiles = cut_tiles(plan)
 
@@ -79,16 +87,16 @@ class Head:
         """Returns values i."""
         return self._take(self.inputs.v_NxDxL, i)
 
-    # Where a and b are x and y, they are loaded once more: registers need not hold them for what is outside the block.
+    # Where a and b are x and y, they are loaded once more: registers need not hold them for tokens outside the block.
 
     @once
     def a(self, i: int) -> jax.Array:
-        """Returns what weights inside the block compare of queries i."""
+        """Returns the vectors of queries i that weights inside the block compare."""
         return self._take_x(i) if self.inputs.a_NxCxL is None else self._take(self.inputs.a_NxCxL, i)
 
     @once
     def b(self, i: int) -> jax.Array:
-        """Returns what weights inside the block compare of keys i."""
+        """Returns the vectors of keys i that weights inside the block compare."""
         return self._take_y(i) if self.inputs.b_NxCxL is None else self._take(self.inputs.b_NxCxL, i)
 
     @property
@@ -107,20 +115,20 @@ class Head:
 
     @functools.cached_property
     def factors(self) -> BlockFactors | None:
-        """The decay; None without."""
+        """The factors of decay; None without decay."""
         if self.inputs.c_Nx1xL is None:
             return None
         c_1xT = self.inputs.c_Nx1xL[self.head]
         return BlockFactors(column(c_1xT), c_1xT, jnp.exp(last(c_1xT)), jnp.exp(c_1xT), jnp.exp(last(c_1xT) - c_1xT))
 
     def kept(self, i: int) -> jax.Array | None:
-        """Returns what tile i leaves of the sums before it: the first one all that the block does; None: all."""
+        """Returns the factor of the sums before tile i: the whole block's factor at the first tile; None: 1."""
         return self.factors.whole_1x1 if self.factors is not None and i == 0 else None
 
     def reads(self, i: int) -> jax.Array | None:
-        """Returns what queries i see of the sums, which have decayed since the block began; None: all."""
+        """Returns the factors of the sums for queries i, as decayed since the block began; None: 1."""
         return None if self.factors is None else self.factors.since_start_1xT[:, self.tiles[i]]
 
     def adds(self, i: int) -> jax.Array | None:
-        """Returns what queries after the block see of keys i, as of the block's end; None: all."""
+        """Returns the factors of keys i at the block's end, for queries after it; None: 1."""
         return None if self.factors is None else self.factors.until_end_1xT[:, self.tiles[i]]

@@ -1,4 +1,6 @@
-"""Feature maps φ(x) = f(W x, x) inside the TPU kernels of linear attention: computed in VMEM, and again backward.
+"""Feature maps φ(x) = f(W x, x) inside the TPU kernels of linear attention.
+
+They are computed in VMEM, and again in the backward pass.
 
 W x decides how precise the features are: Performer takes exponentials of it, LLoPS its fourth power. One bfloat16 pass
 of the matrix unit would cost both their accuracy. The parts of W, and of x where it has more than eight bits, lie side
@@ -27,7 +29,7 @@ class InputGradient(NamedTuple):
 
 
 class MapFeatures(NamedTuple):
-    """Features φ(x), and the function that makes of their float32 gradient the gradients of what they are made of."""
+    """Features φ(x), and the function that turns their float32 gradient into gradients of x and W."""
 
     phi_MxT: jax.Array
     pull: Callable[[jax.Array], InputGradient] | None
@@ -47,11 +49,11 @@ Make = Callable[[ProductMap, jax.Array, jax.Array, bool, jnp.dtype], MapFeatures
 def make_operand(matrix_RxE: jax.Array, x_dtype: jnp.dtype, dtype: jnp.dtype) -> jax.Array:
     """Makes W as the kernels read it.
 
-    That is W itself for float32 features; else its bfloat16 parts, as many as meet the parts of x, [R, n E].
+    For float32 features the operand is W itself; else its bfloat16 parts, as many as meet the parts of x, [R, n E].
     """
     if dtype == jnp.float32:
         return matrix_RxE
-    # Not a cast there and back, which XLA may leave out.
+    # XLA may leave out a cast there and back, so this is none.
     high_RxE = lax.reduce_precision(matrix_RxE, exponent_bits=8, mantissa_bits=7)
     parts = [high_RxE, matrix_RxE - high_RxE] + ([high_RxE] if x_dtype == jnp.float32 else [])
     return jnp.concatenate(parts, axis=1).astype(dtype)
@@ -111,8 +113,8 @@ def make_of_heads(
 ) -> list[HeadFeatures | None]:
     """Makes the features of each head; None without a map.
 
-    All of them are written before anything reads one: the matrix units keep the order in which products are written,
-    and so have the products of one head while features are made of another's.
+    All features are written before anything reads one. Matrix units keep the order in which products are written, and
+    so compute products of one head while features of another head are made.
     """
     if plan.feature_map is None or operands is None:
         return [None] * plan.heads

@@ -1,9 +1,9 @@
-"""The TPU kernels on windows that are split over devices: those of a whole window, with sums from before and after.
+"""The TPU kernels on windows that are split over devices: kernels of whole windows, with sums from other parts.
 
 Forward, a kernel folds the keys of this part, and a logarithmic number of exchanges gives the sums of all parts before
-(`lm.ops.linear_attention.parts.carry_sums`). The forward kernel starts from them. Backward is the mirror image: the
-same kernel folds the queries of this part, with what the gradients of their outputs say to earlier keys, the exchange
-runs the other way, and the backward kernel starts from what the parts after this one have sent.
+(`lm.ops.linear_attention.parts.carry_sums`). The forward kernel starts from them. The backward pass is the mirror
+image. The same kernel folds the queries of this part with the gradients of their outputs, for earlier keys. The
+exchange runs in the other direction, and the backward kernel starts from the sums of the parts after this one.
 """
 
 import functools
@@ -26,19 +26,19 @@ from lm.ops.linear_attention.tpu.gradients import BackwardInputs
 from lm.ops.linear_attention.tpu.maps import make_operands
 from lm.ops.linear_attention.tpu.plan import KernelInputs, KernelSums, Maps, TpuPlan
 from lm.ops.linear_attention.types import LinearCall, LinearResult
-from lm.ops.residuals import saved
+from lm.ops.residuals import save_residual
 from lm.ops.tpu import ROWS, by_head
-from lm.ops.tpu.decay import times
+from lm.ops.tpu.decay import multiply_tokens
 
 
 class PartFactors(NamedTuple):
-    """What the part's tokens count for beyond its ends.
+    """The factors of the part's tokens beyond its ends.
 
     No gradient flows to these factors; `attend` gives it to the running sums.
 
     Attributes:
-        keys_BxKxL: of each key at the part's end; 0 where there is none.
-        queries_BxKxL: of the sums before the part, for each query; None: no decay.
+        keys_BxKxL: the factor of each key at the part's end; 0 in the padding.
+        queries_BxKxL: the factor of the sums before the part, for each query; None: no decay.
         log_whole_BxK: the log factor from the part's first token to its last; None: no decay.
     """
 
@@ -82,54 +82,54 @@ def attend(plan: TpuPlan, inputs: KernelInputs, maps: Maps[jax.Array] | None, fa
 
 
 class _Forward(NamedTuple):
-    """What the forward pass computes.
+    """The results of the forward pass.
 
     Attributes:
-        results: the kernel's.
-        own: the sums over the keys of this part as of its end, [B, K, rows, columns].
-        pull: makes of the gradients of the sums before this part, as queries read them, those of `own` and of the log
-            factor of the part.
+        results: the results of the kernel.
+        part_sums: the sums over the keys of this part, decayed up to its end, [B, K, rows, columns].
+        pull: takes the gradients of the sums before this part as queries read them; returns the gradients of
+            `part_sums` and of the log factor of the part.
     """
 
     results: ForwardResults[jax.Array]
-    own: KernelSums[jax.Array]
+    part_sums: KernelSums[jax.Array]
     pull: Callable
 
 
 class PartResiduals(NamedTuple):
-    """What the backward pass keeps; `own` is None without decay."""
+    """The residuals of the backward pass; `part_sums` is None without decay."""
 
     kernel: KernelResiduals
     factors: PartFactors
-    own: KernelSums[jax.Array] | None
+    part_sums: KernelSums[jax.Array] | None
     pull: Callable
 
 
 def _forward(
     plan: TpuPlan, save: bool, inputs: KernelInputs, operands: Maps[jax.Array] | None, factors: PartFactors
 ) -> _Forward:
-    own = jax.tree.map(saved, _fold_keys(plan, inputs, operands, factors))
+    part_sums = jax.tree.map(save_residual, _fold_keys(plan, inputs, operands, factors))
     read_factors = _make_read_factors(plan, inputs)
 
-    def carry(own, log_whole_BxK):
+    def carry(part_sums, log_whole_BxK):
         """Returns the sums before this part as queries read them, and as they are."""
-        before = carry_sums(PartSums(own, log_whole_BxK))
+        before = carry_sums(PartSums(part_sums, log_whole_BxK))
         return jax.tree.map(jnp.multiply, before, read_factors), before
 
-    _, pull, before = jax.vjp(carry, own, factors.log_whole_BxK, has_aux=True)
+    _, pull, before = jax.vjp(carry, part_sums, factors.log_whole_BxK, has_aux=True)
     groups = inputs.x_NxFxL.shape[0] // math.prod(factors.keys_BxKxL.shape[:2])
     before = jax.tree.map(lambda a: jnp.repeat(a, groups, axis=1).reshape(-1, *a.shape[2:]), before)
-    return _Forward(forward(plan, save, inputs, operands, before), own, pull)
+    return _Forward(forward(plan, save, inputs, operands, before), part_sums, pull)
 
 
 def _fold_keys(
     plan: TpuPlan, inputs: KernelInputs, operands: Maps[jax.Array] | None, factors: PartFactors
 ) -> KernelSums[jax.Array]:
-    """Computes the sums over the keys of this part as of its end, [B, K, rows, columns]."""
+    """Computes the sums over the keys of this part, decayed up to its end, [B, K, rows, columns]."""
     batch, heads, length = factors.keys_BxKxL.shape
     groups, w_Nx1xL = inputs.v_NxDxL.shape[0] // (batch * heads), factors.keys_BxKxL.reshape(-1, 1, length)
     y, v = inputs.y_NxFxL[::groups], inputs.v_NxDxL[::groups]
-    tokens = FoldInputs(y, times(v, w_Nx1xL) if plan.decay else v, w_Nx1xL)
+    tokens = FoldInputs(y, multiply_tokens(v, w_Nx1xL) if plan.decay else v, w_Nx1xL)
     sums = fold(plan, False, tokens, operands and operands.keys)
     return jax.tree.map(lambda a: a.reshape(batch, heads, *a.shape[1:]), sums)
 
@@ -149,14 +149,14 @@ def _make_read_factors(plan: TpuPlan, inputs: KernelInputs) -> KernelSums[jax.Ar
 
 def _attend_forward(plan: TpuPlan, inputs: KernelInputs, maps: Maps[jax.Array] | None, factors: PartFactors):
     operands = make_operands(maps, inputs)
-    results, own, pull = _forward(plan, True, inputs, operands, factors)
-    o, inverse, sums = jax.tree.map(saved, results)
+    results, part_sums, pull = _forward(plan, True, inputs, operands, factors)
+    o, inverse, sums = jax.tree.map(save_residual, results)
     kernel = KernelResiduals(inputs, operands, maps, o, inverse, sums)
-    return o, PartResiduals(kernel, factors, own if plan.decay else None, pull)
+    return o, PartResiduals(kernel, factors, part_sums if plan.decay else None, pull)
 
 
 def _attend_backward(plan: TpuPlan, residuals: PartResiduals, do: jax.Array):
-    (inputs, operands, maps, o, inverse, sums), factors, own, pull = residuals
+    (inputs, operands, maps, o, inverse, sums), factors, part_sums, pull = residuals
     batch, heads, length = factors.keys_BxKxL.shape
     groups = inputs.v_NxDxL.shape[0] // (batch * heads)
     e_Nx1xL = jnp.zeros_like(inverse)
@@ -174,16 +174,16 @@ def _attend_backward(plan: TpuPlan, residuals: PartResiduals, do: jax.Array):
 
     def arrange_after(down, factor):
         after = jnp.where(factor == 0.0, 0.0, down / factor)
-        # The kernels' gradients of keys are summed over the heads that share them: one of these takes all.
+        # The kernels' gradients of keys are summed over the heads that share them, so one head takes all.
         first = jnp.pad(after[:, :, None], [(0, 0), (0, 0), (0, groups - 1), (0, 0), (0, 0)])
         return first.reshape(-1, *first.shape[3:])
 
     after = jax.tree.map(arrange_after, down, read_factors)
     gradients = backward(plan, operands, inputs, BackwardInputs(o, do, inverse, sums), after)
     dinputs = gradients.inputs
-    if own is not None and dinputs.c_Nx1xL is not None:
-        # What later parts read of this one, and through it, has decayed with all its tokens after the last reset.
-        products = zip(jax.tree.leaves(own), jax.tree.leaves(down), strict=True)
+    if part_sums is not None and dinputs.c_Nx1xL is not None:
+        # All reads of later parts, of this part and of parts before, have decayed with its tokens after the last reset.
+        products = zip(jax.tree.leaves(part_sums), jax.tree.leaves(down), strict=True)
         dlast_BxK = dlog_BxK + cast(jax.Array, sum((a * d).sum((2, 3)) for a, d in products))
         inside = jnp.where(jnp.arange(length) < plan.part, dinputs.c_Nx1xL, 0.0)
         dc_BxKxGxL = inside.reshape(batch, heads, groups, length)

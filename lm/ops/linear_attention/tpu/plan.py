@@ -1,4 +1,4 @@
-"""How the TPU kernels of linear attention cut a call into steps, and the arrays that they take."""
+"""The steps into which the TPU kernels of linear attention cut a call, and the arrays that they take."""
 
 import dataclasses
 import math
@@ -16,22 +16,21 @@ UNUSED = (SUBLANES, LANES)
 """The smallest scratch array, where a plan has no use for one."""
 
 Ref = Any
-"""A reference to an array in VMEM, inside of a kernel."""
+"""A reference to an array in VMEM, inside a kernel."""
 A = TypeVar('A')
-"""jax.Array, or inside of a kernel `Ref`."""
+"""jax.Array, or inside a kernel `Ref`."""
 
 
 class KernelInputs(NamedTuple):
     """Arrays that lie feature by token. F, C and D are multiples of 16.
 
     Attributes:
-        x_NxFxL: features of queries; with plan.feature_map its inputs [N, E, L].
+        x_NxFxL: features of queries; with plan.feature_map the inputs of the map [N, E, L].
         y_NxFxL: features of keys, likewise.
         v_NxDxL: values.
-        a_NxCxL: what the exact kernel compares of queries; None unless plan.exact_local.
-        b_NxCxL: what the exact kernel compares of keys; None unless plan.exact_local.
-        c_Nx1xL: running sums of log factors in each block, float32, as `lm.ops.tpu.decay` has them; None unless
-            plan.decay.
+        a_NxCxL: the queries that the exact kernel compares; None unless plan.exact_local.
+        b_NxCxL: the keys that the exact kernel compares; None unless plan.exact_local.
+        c_Nx1xL: running sums of log factors in each block, float32 (`lm.ops.tpu.decay`); None unless plan.decay.
     """
 
     x_NxFxL: jax.Array
@@ -43,7 +42,7 @@ class KernelInputs(NamedTuple):
 
 
 class Maps(NamedTuple, Generic[A]):
-    """The matrices of a feature map for queries and for keys, or what kernels read of them, [R, columns] each."""
+    """The matrices of a feature map for queries and for keys, or the operands made from them, [R, columns] each."""
 
     queries: A
     keys: A
@@ -70,7 +69,7 @@ class ScratchSums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TpuPlan:
-    """What the kernels compute, and how they cut it into steps.
+    """The computation of the kernels, and its steps.
 
     Attributes:
         block: tokens per grid step. Inside a block the weights are (scale ⟨a, b⟩)^degree, before it ⟨φ(x), φ(y)⟩.
@@ -78,22 +77,22 @@ class TpuPlan:
         heads: heads per grid step; the compiler overlaps their work.
         squared: φ(x) holds x ⊗ x, formed in VMEM; else φ is the map's or φ(x) = x.
         exact_local: a and b are separate arrays; else they are x and y.
-        degree: of the weights inside a block, a power of two.
-        scale: of the weights inside a block.
-        denominator_bias: what the denominator starts from.
+        degree: the degree of the weights inside a block, a power of two.
+        scale: the scale of the weights inside a block.
+        denominator_bias: the constant that is added to the denominator.
         series: (c0, c1, c2), where φ is squared and ⟨φ(x), φ(y)⟩ = c0 + c1 s + c2 s² with s = ⟨x, y⟩; (): it is s².
         feature_map: makes the features of x in the kernels; None: x is features.
-        features: number that the map makes.
-        projection_rows: rows of its matrix.
-        single_block: one block is all there is, so that nothing is summed.
-        normalize: whether to divide by the denominators.
-        decay: whether there are log factors.
-        part: tokens, where they are one part of a window, with sums over keys before it; 0: all of a window.
-        sums_again: whether the backward pass forms the sums before each block again, instead of keeping them.
-        joined: whether products of values and gradients add those of denominators too: there is room for more rows.
-        columns: how many columns of the state the backward kernel multiplies at a time, in turn with others; 0: all.
-        bfloat16_vectors: whether vector units multiply bfloat16 numbers.
-        vmem_limit_bytes: what the compiler may use; None: its default.
+        features: the number of features that the map makes.
+        projection_rows: rows of the map's matrix.
+        single_block: the sequence is one block, so that nothing is summed.
+        normalize: divide by the denominators.
+        decay: True where there are log factors.
+        part: tokens of a part of a window, with sums over keys before it; 0: the tokens are a whole window.
+        sums_again: the backward pass forms the sums before each block again, instead of keeping them.
+        joined: products of values and gradients also add gradients of denominators; there is room for more rows.
+        columns: columns of the state that the backward kernel multiplies at a time, in turn with others; 0: all.
+        bfloat16_vectors: the vector units multiply bfloat16 numbers.
+        vmem_limit_bytes: VMEM that the compiler may use; None: its default.
     """
 
     block: int
@@ -161,20 +160,20 @@ def packed_width(rows: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What of a call decides how the kernels cut it.
+    """The sizes of a call that decide how the kernels cut it.
 
     Attributes:
-        options: of the call.
+        options: the options of the call.
         length: tokens.
         heads: query heads of all sequences.
         input_rows: rows of x, padded.
         head_dim: rows of v, padded.
         compared: rows of a and b, padded; 0 where they are x and y.
         itemsize: bytes of a number of v.
-        features: number that the feature map makes of x; 0 without one.
-        projection_rows: rows of its matrix.
-        decay: whether there are log factors.
-        part: whether the tokens are a part of a window, with sums over keys before it.
+        features: the number of features that the feature map makes; 0 without one.
+        projection_rows: rows of the map's matrix.
+        decay: True where there are log factors.
+        part: True where the tokens are a part of a window, with sums over keys before it.
     """
 
     options: Options
@@ -222,7 +221,7 @@ class Made(NamedTuple):
 
 
 def count_made(feature_map: Any, x: jax.Array, parameters: Any) -> Made:
-    """Counts what a `ProductMap` makes of x; None: nothing."""
+    """Counts the features and rows of a `ProductMap`; 0 where there is no map."""
     if feature_map is None:
         return Made(0, 0)
     one = jax.ShapeDtypeStruct((1, 1, 1, x.shape[-1]), x.dtype)
@@ -238,14 +237,14 @@ def choose_block(sizes: Sizes) -> int:
     elif sizes.features > WIDE and sizes.itemsize == 4:
         block = LANES
     else:
-        # The block does not matter to the result. Wider ones save fewer sums and shorter ones compute less.
+        # The block does not matter to the result. Wider blocks save fewer sums, and shorter blocks compute less.
         block = 512 if sizes.squared and sizes.input_rows > 32 else 256
     return -(-min(block, sizes.length) // LANES) * LANES
 
 
 def choose_heads(plan: TpuPlan, sizes: Sizes) -> int:
-    """Chooses the heads of a grid step: as many as divide those of the call and fit."""
-    margin = 1.2 if sizes.features else 1.4  # features are most of what there is, and their size is known
+    """Chooses the heads of a grid step: as many as fit and divide the heads of the call."""
+    margin = 1.2 if sizes.features else 1.4  # features take most of the memory, and their size is known
     for heads in (4, 3, 2) if sizes.features <= WIDE else (2,):
         bytes_needed = margin * estimate_vmem(dataclasses.replace(plan, heads=heads), sizes)
         if sizes.heads % heads == 0 and bytes_needed <= platform.vmem()[0]:
@@ -278,7 +277,7 @@ def make_plan(sizes: Sizes) -> TpuPlan:
         normalize=options.normalize,
         decay=sizes.decay,
         part=sizes.length if sizes.part else 0,
-        # The sums of so many features are several times as large as all else that a layer keeps.
+        # The sums of so many features are several times as large as all other residuals of a layer.
         sums_again=sizes.features > WIDE and sizes.length > block and not sizes.part,
         joined=sizes.head_dim % platform.matrix_side() > 0,
         # Static cycles: r = 32 in blocks of 1,024 takes 5 % less of them on v6e, and on v5e 3 % more.
@@ -298,13 +297,13 @@ def estimate_vmem(plan: TpuPlan, sizes: Sizes) -> int:
     sums = (12 if plan.part else 4) * (state + math.prod(plan.moment_shape(features)))
     expansion = 2 * plan.state_shape(features, sizes.head_dim)[1] * plan.block
     if plan.squared and itemsize == 4 and plan.vmem_limit_bytes is None:
-        # What v4 spills of float32 expansions: 9.1 MiB at r = 32 in blocks of 1,024, 14.5 at 64 in blocks of 512.
+        # v4 spills float32 expansions: 9.1 MiB at r = 32 in blocks of 1,024, 14.5 MiB at r = 64 in blocks of 512.
         expansion += 6 * plan.heads * expansion
     weights = (12 if plan.decay else 8) * plan.block * plan.tile + 2 * LANES * plan.block * plan.decay
     maps = 0
     if plan.feature_map is not None:
         # Each head has features, their gradients and products; W is in two buffers for queries and keys, and its
-        # gradients likewise. Products of float32 numbers are of bfloat16 parts, which take as much again.
+        # gradients likewise. Products of float32 numbers have bfloat16 parts, which take as much again.
         maps = (itemsize // 2) * ((6 + 2 * itemsize) * features + 8 * plan.projection_rows) * plan.block * plan.heads
         width = max(2 * sizes.input_rows, LANES)
         maps += (4 * itemsize + 16 * plan.feature_map.learns) * plan.projection_rows * width

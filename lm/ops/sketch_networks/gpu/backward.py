@@ -15,14 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import (
     accumulator,
-    by_column,
-    by_row,
     load_columns,
     load_matrix,
     load_rows,
     matrix,
     multiply,
     regroup,
+    repeat_per_column,
+    repeat_per_row,
     walk,
     write,
     zeros,
@@ -180,7 +180,7 @@ def _level_backward(weights: Stream, pairs: list[tuple], operands: list) -> jax.
 
             def chunk(w_CxM, v_CxR, c_C, x_TxM=x_TxM, d_TxR=d_TxR):
                 z_TxC, dh_TxC = _two_products(x_TxM, w_CxM.transpose((1, 0)), d_TxR, v_CxR.transpose((1, 0)))
-                _, slope_TxC = gelu_and_slope(z_TxC + by_column(load_columns(c_C), TILE))
+                _, slope_TxC = gelu_and_slope(z_TxC + repeat_per_column(load_columns(c_C), TILE))
                 multiply(dx_TxM, (dh_TxC * slope_TxC).astype(jnp.bfloat16), w_CxM, operands)
 
             weights.next_pass(chunk)
@@ -203,9 +203,9 @@ def _two_products(a, b, c, d) -> tuple[jax.Array, jax.Array]:
 def _standardize_backward(standard, inverse_T: jax.Array, d_TxM: jax.Array, destination) -> None:
     """Writes the gradient of the vectors that were standardized."""
     standard_TxM, size = load_matrix(standard).astype(jnp.float32), d_TxM.shape[1]
-    d_TxM = d_TxM - by_row(jnp.sum(d_TxM, axis=1) / size, size)
+    d_TxM = d_TxM - repeat_per_row(jnp.sum(d_TxM, axis=1) / size, size)
     along_T = jnp.sum(d_TxM * standard_TxM, axis=1) / size
-    d_TxM = by_row(inverse_T, size) * (d_TxM - standard_TxM * by_row(along_T, size))
+    d_TxM = repeat_per_row(inverse_T, size) * (d_TxM - standard_TxM * repeat_per_row(along_T, size))
     destination[...] = d_TxM.astype(destination.dtype)
     plgpu.commit_smem()
 
@@ -247,7 +247,7 @@ def weight_gradients(
             def use(step, tiles, dc_C):
                 x_TxM, d_TxR = tiles
                 z_CxT, dh_CxT = _two_products(w_CxM, x_TxM.transpose((1, 0)), v_CxR, d_TxR.transpose((1, 0)))
-                h_CxT, slope_CxT = gelu_and_slope(z_CxT + by_row(load_rows(c_C), TILE))
+                h_CxT, slope_CxT = gelu_and_slope(z_CxT + repeat_per_row(load_rows(c_C), TILE))
                 multiply(dv_CxR, h_CxT.astype(jnp.bfloat16), d_TxR, operands)
                 dz_CxT = dh_CxT * slope_CxT
                 multiply(dw_CxM, dz_CxT.astype(jnp.bfloat16), x_TxM, operands)

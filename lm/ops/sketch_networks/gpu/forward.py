@@ -14,14 +14,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import (
     accumulator,
-    by_column,
-    by_row,
     load_columns,
     load_matrix,
     matrix,
     multiply,
     product,
     regroup,
+    repeat_per_column,
+    repeat_per_row,
 )
 from lm.ops.sketch_networks.folding import gelu
 from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan, UnitMaps
@@ -119,7 +119,7 @@ def compute_level(weights: Stream, x_TxM, operands: list) -> jax.Array:
 
     def compute(y_TxR):
         def chunk(w_CxM, v_CxR, c_C):
-            z_TxC = product(x_TxM, w_CxM.transpose((1, 0))) + by_column(load_columns(c_C), TILE)
+            z_TxC = product(x_TxM, w_CxM.transpose((1, 0))) + repeat_per_column(load_columns(c_C), TILE)
             multiply(y_TxR, gelu(z_TxC).astype(jnp.bfloat16), v_CxR, operands)
 
         weights.next_pass(chunk)
@@ -131,8 +131,8 @@ def compute_level(weights: Stream, x_TxM, operands: list) -> jax.Array:
 def standardize(x_TxM: jax.Array, destination) -> jax.Array:
     """Writes x with mean 0 and variance 1 over the columns, and returns the factors of its deviations, float32 [T]."""
     size = x_TxM.shape[1]
-    centred_TxM = x_TxM - by_row(jnp.sum(x_TxM, axis=1) / size, size)
+    centred_TxM = x_TxM - repeat_per_row(jnp.sum(x_TxM, axis=1) / size, size)
     inverse_T = lax.rsqrt(jnp.sum(centred_TxM * centred_TxM, axis=1) / size + EPSILON)
-    destination[...] = (centred_TxM * by_row(inverse_T, size)).astype(destination.dtype)
+    destination[...] = (centred_TxM * repeat_per_row(inverse_T, size)).astype(destination.dtype)
     plgpu.commit_smem()
     return inverse_T

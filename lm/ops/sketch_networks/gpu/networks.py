@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
-from lm.ops.residuals import saved
+from lm.ops.residuals import save_residual
 from lm.ops.sketch_networks.folding import FoldedNode, LevelMaps, fold
 from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan, UnitMaps, warpgroups
 from lm.ops.sketch_networks.types import ByLevel, Node, Nodes, SketchCall, Sketched, SketchSizes, climb
@@ -98,7 +98,7 @@ def node(plan: GpuNodePlan, inputs: tuple[jax.Array, ...], weights: UnitWeights)
 
 
 def _node_forward(plan, inputs, weights):
-    return saved(_forward(plan, inputs, weights)), (inputs, weights)
+    return save_residual(_forward(plan, inputs, weights)), (inputs, weights)
 
 
 # Compiled as one function, which all layers share: lowering the kernels takes seconds.

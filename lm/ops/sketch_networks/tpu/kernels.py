@@ -25,10 +25,10 @@ from lm.ops.sketch_networks.tpu.tiles import (
     ahead,
     behind,
     first_level,
+    interleave,
     kept_shapes,
     packed,
     second_level,
-    together,
 )
 from lm.ops.sketch_networks.types import ByLevel
 
@@ -204,7 +204,7 @@ def _forward_kernel(
     plan: NodePlan, inputs: tuple[jax.Ref, ...], maps: ByLevel[LevelMaps[jax.Ref]], psi: jax.Ref, ys, units: ByLevel
 ) -> None:
     """Computes the first level of a tile, beside the second level of the tile of the step before."""
-    together(
+    interleave(
         second_level(plan, [y[...] for y in ys], maps.upper, units.upper, psi),
         first_level(plan, [x[...] for x in inputs], maps.lower, units.lower, ys),
     )
@@ -235,7 +235,7 @@ def _backward_kernel(
         into = [dx.at[:, last:] for dx in dxs] if i == 0 else [dx.at[:, before] for dx in waiting]
         beside = [other.at[:, last:] if other is not None and i == 0 else None for other in read.others]
         fresh = step == 0 if i == 0 else None
-        together(
+        interleave(
             behind(plan, previous, read.turned, into, beside, sums, dzs, fresh),
             ahead(plan, [x[:, tokens] for x in read.inputs], read.dpsi[:, tokens], counts, read.maps, mine),
         )

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
-from lm.ops.residuals import saved
+from lm.ops.residuals import save_residual
 from lm.ops.sketch_networks.folding import LevelMaps, fold
 from lm.ops.sketch_networks.tpu.kernels import backward, forward
 from lm.ops.sketch_networks.tpu.plan import NodePlan
@@ -138,7 +138,7 @@ def node(
 
 def _node_forward(plan, inputs, maps):
     inputs, maps = jax.tree.map(lambda primal: primal.value, (inputs, maps))
-    psi = saved(forward(plan, inputs, _rounded(maps, inputs[0].dtype)))
+    psi = save_residual(forward(plan, inputs, _rounded(maps, inputs[0].dtype)))
     return (psi, inputs), (inputs, maps)
 
 

@@ -102,8 +102,8 @@ def _level(plan: NodePlan, xs, maps: LevelMaps[jax.Ref], units: Pair) -> Generat
     return outputs
 
 
-def together(*works: Iterator[float]) -> None:
-    """Runs each to its end, by turns: each yields what part of it is done."""
+def interleave(*works: Iterator[float]) -> None:
+    """Runs all works to their ends, in turn; each yields the part of it that is done."""
     done = dict.fromkeys(works, 0.0)
     while done:
         work = min(done, key=done.__getitem__)

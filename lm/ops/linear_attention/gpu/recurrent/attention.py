@@ -1,8 +1,8 @@
 """Causal linear attention on Hopper GPUs, with or without decay: fused Mosaic GPU kernels, forward and backward.
 
-A thread block walks over the tokens of a head, tile by tile, with the sums over the keys of some of the features in
-registers; the denominators and numerators of many such slices are added. Features of which there are few are arrays;
-those of an `ElementwiseMap` are made on chip, and never reach the GPU's memory.
+A thread block walks over the tokens of a head, tile by tile. It holds the sums over the keys of some of the features in
+registers, and the denominators and numerators of many such slices are added. A small number of features are arrays;
+the features of an `ElementwiseMap` are made on chip and never reach the GPU's memory.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from lm.ops.custom_vjp import custom_vjp
 from lm.ops.linear_attention import expansion
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, MapRows, RecurrentPlan, SegmentSums, SideArrays
 from lm.ops.linear_attention.types import ElementwiseMap, LinearCall, LinearResult, Options
-from lm.ops.residuals import saved
+from lm.ops.residuals import save_residual
 
 TILE = 64
 WIDEST = 64
-"""Size of heads, and of vectors of which the kernels make features: others are padded to it with zeros."""
+"""Size of heads, and of the vectors that become features in the kernels: smaller ones are padded with zeros."""
 MOST_GIVEN = 512
-"""Features that go through the GPU's memory."""
+"""The most features that go through the GPU's memory."""
 BUSY = 132
 """Thread blocks."""
 SHORTEST = 1024
@@ -83,7 +83,7 @@ def unsupported(call: LinearCall) -> str | None:
 
 
 def _count_features(call: LinearCall) -> int:
-    """Counts features, powers and all."""
+    """Counts features, with all powers."""
     options, k = call.options, call.k_BxLxKxE
     one = jax.ShapeDtypeStruct((1, 1, *k.shape[2:]), k.dtype)
     compute = functools.partial(options.compute_features, queries=False)
@@ -93,7 +93,7 @@ def _count_features(call: LinearCall) -> int:
 
 
 class Pieces(NamedTuple):
-    """How many segments and slices a call is cut in, and how many chunks a slice has."""
+    """The numbers of segments and slices of a call, and of chunks per slice."""
 
     segments: int
     slices: int
@@ -125,7 +125,7 @@ def _compute_features(options: Options, parameters: Any, x_BxLxNxE: jax.Array, q
 
 
 def _attend_by_head(plan: RecurrentPlan, call: LinearCall, rows_MxE: jax.Array | None) -> jax.Array:
-    """Computes a call whose queries and keys are features, or with a feature map its inputs."""
+    """Computes a call whose queries and keys are features, or inputs of the feature map."""
     batch, length, heads, _ = call.q_BxLxHxE.shape
     step = TILE * plan.segments
     padded = -(-length // step) * step
@@ -147,7 +147,7 @@ def _attend_by_head(plan: RecurrentPlan, call: LinearCall, rows_MxE: jax.Array |
             return SideArrays(features=x_NxLxF.reshape(*x_NxLxF.shape[:2], -1, CHUNK).swapaxes(1, 2))
         shift_NxL = plan.feature_map.shift(x_NxLxF.astype(jnp.float32), queries)
         if shift_NxL is None:
-            shift_NxL = saved(_find_largest(x_NxLxF, rows.high))
+            shift_NxL = save_residual(_find_largest(x_NxLxF, rows.high))
         return SideArrays(vectors=x_NxLxF, shifts=shift_NxL)
 
     queries, keys = arrange(call.q_BxLxHxE, True), arrange(call.k_BxLxKxE, False)
@@ -162,7 +162,7 @@ def _attend_by_head(plan: RecurrentPlan, call: LinearCall, rows_MxE: jax.Array |
 
 def _split_rows(w: jax.Array) -> MapRows[jax.Array]:
     """Splits w into two bfloat16 arrays whose sum is w to 16 bits."""
-    # Not a cast there and back, which XLA may leave out.
+    # XLA may leave out a cast there and back, so this is none.
     high = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
     return MapRows(high.astype(jnp.bfloat16), (w - high).astype(jnp.bfloat16))
 
@@ -180,7 +180,7 @@ def _sum_in_tiles(log_decay_NxL: jax.Array) -> jax.Array:
 
 
 class RecurrentInputs(NamedTuple):
-    """The arrays of a call, heads and segments apart."""
+    """The arrays of a call, with separate heads and segments."""
 
     queries: SideArrays[jax.Array]
     keys: SideArrays[jax.Array]
@@ -198,7 +198,7 @@ class RecurrentForward(NamedTuple):
 
 
 class RecurrentResiduals(NamedTuple):
-    """What the backward pass keeps; outputs and denominators are None where the plan has no denominators."""
+    """The residuals of the backward pass; outputs and denominators are None where the plan has no denominators."""
 
     inputs: RecurrentInputs
     o_NxLxD: jax.Array | None
@@ -211,10 +211,10 @@ def _attend(plan: RecurrentPlan, bias: float, inputs: RecurrentInputs) -> jax.Ar
     return _forward(plan, bias, inputs).o_NxLxD
 
 
-# Compiled as one function, which all layers share: lowering the kernels takes seconds.
+# It is compiled as one function, which all layers share: lowering the kernels takes seconds.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(plan: RecurrentPlan, bias: float, inputs: RecurrentInputs) -> RecurrentForward:
-    # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
+    # Mosaic GPU takes half a second to import: only runs that use it wait for it.
     from lm.ops.linear_attention.gpu.recurrent.forward import OutputInputs, SumInputs, outputs, sum_segments
 
     queries, keys, rows, v, log_decay = inputs
@@ -241,7 +241,7 @@ def _sum_outside(
     def split_segments(a):
         return a.reshape(-1, plan.segments, *a.shape[1:])[:, ::order]
 
-    # Entry (i, j): the factor of sums as of the end of segment j at the start of segment i, j before i.
+    # Entry (i, j) is the factor from the end of segment j to the start of segment i, j before i.
     after = jnp.cumsum(split_segments(jnp.broadcast_to(logs, sums.state.shape[:1])), axis=1)
     before = jnp.pad(after, ((0, 0), (1, 0)))[:, :-1]
     earlier = jnp.tri(plan.segments, k=-1, dtype=bool)
@@ -256,11 +256,11 @@ def _sum_outside(
 
 def _attend_forward(plan: RecurrentPlan, bias: float, inputs: RecurrentInputs) -> tuple[jax.Array, RecurrentResiduals]:
     o, inverse, before = _forward(plan, bias, inputs)
-    # The layer's own backward pass wants outputs, too.
-    o, before = saved(o), jax.tree.map(saved, before)
+    # The layer's backward pass reads outputs, too.
+    o, before = save_residual(o), jax.tree.map(save_residual, before)
     if inverse is None:
         return o, RecurrentResiduals(inputs, None, None, before)
-    return o, RecurrentResiduals(inputs, o, saved(inverse), before)
+    return o, RecurrentResiduals(inputs, o, save_residual(inverse), before)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

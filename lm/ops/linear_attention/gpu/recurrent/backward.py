@@ -1,10 +1,10 @@
 """The backward kernels of recurrent linear attention on Hopper GPUs.
 
-g and e are the gradients of numerator and denominator. Queries meet the sums over earlier keys, which are formed again;
-keys the sums R = Σ x gᵀ and Σ e x over later queries, in a walk from the last tile to the first. Letters as in the
-forward kernel.
+g and e are the gradients of numerator and denominator. Queries meet the sums over earlier keys, which are formed again.
+Keys meet the sums R = Σ x gᵀ and Σ e x over later queries, in a walk from the last tile to the first. Other letters are
+explained in the forward kernel.
 
-A kernel's *own* side is the one whose gradients it forms, the *other* one is summed up.
+A kernel forms the gradients of its *own* side, and sums up the *other* side.
 """
 
 import dataclasses
@@ -17,7 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, by_column, by_row, load_columns, load_rows, sent, together, walk
+from lm.ops.gpu import (
+    TILE,
+    load_columns,
+    load_rows,
+    repeat_per_column,
+    repeat_per_row,
+    sum_products,
+    wait_for_copies,
+    walk,
+)
 from lm.ops.linear_attention.gpu.features import allocate_operand
 from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors, accumulate_with_decay, mask_weights
 from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features, FeaturesMemory, SideSources
@@ -41,12 +50,12 @@ class GradientInputs(NamedTuple, Generic[A]):
     Attributes:
         own: features of the own side.
         other: features of the other side.
-        rows: of the feature map; None without one.
-        v: [N, L, D].
-        g: [N, L, D].
-        e: [N, L] float32; None without denominators.
-        t: [N, L] float32; None without decay.
-        sums: those before each segment for queries, those after it for keys; None with a single segment.
+        rows: rows of the feature map; None without one.
+        v: values, [N, L, D].
+        g: gradients of numerators, [N, L, D].
+        e: gradients of denominators, [N, L] float32; None without denominators.
+        t: running sums of log factors, [N, L] float32; None without decay.
+        sums: for queries the sums before each segment, for keys the sums after it; None with a single segment.
     """
 
     own: SideArrays[A]
@@ -60,7 +69,7 @@ class GradientInputs(NamedTuple, Generic[A]):
 
 
 class _GradientTiles(NamedTuple):
-    """What the walk copies tile by tile."""
+    """The arrays that the walk copies tile by tile."""
 
     own: SideSources
     other: SideSources
@@ -81,19 +90,19 @@ class _GradientMemory(NamedTuple):
 
 @dataclasses.dataclass
 class _Tile:
-    """What a walk has of one tile; in shared memory unless it says otherwise.
+    """The arrays of one tile of a walk, in shared memory unless registers are mentioned.
 
     Attributes:
-        number: of the tile.
-        sources: of the own features.
+        number: the number of the tile.
+        sources: sources of the own features.
         make_own: makes the own features, in registers where they were not given.
         other: the other side's features, a chunk each.
-        v: [T, D].
-        g: [T, D].
-        e: [T], or None without denominators.
-        factors: None without decay.
-        sums: those over the other side's tokens before, `placed`.
-        totals: of features alone, a number for each column of a chunk, in registers.
+        v: values, [T, D].
+        g: gradients of numerators, [T, D].
+        e: gradients of denominators, [T]; None without denominators.
+        factors: factors of decay; None without decay.
+        sums: the sums over the other side's tokens before, `placed`.
+        totals: sums of features alone, a number for each column of a chunk, in registers.
     """
 
     number: jax.Array
@@ -109,12 +118,12 @@ class _Tile:
 
 
 def differentiate_queries(plan: RecurrentPlan, inputs: GradientInputs[jax.Array]) -> SideResults[jax.Array]:
-    """Computes the gradients of queries, the own side of `inputs`; `plan`: the forward kernel's."""
+    """Computes the gradients of queries, the own side of `inputs`; `plan` is the forward kernel's."""
     return _call(plan, _differentiate_query_tile, 'query', inputs)
 
 
 def differentiate_keys(plan: RecurrentPlan, inputs: GradientInputs[jax.Array]) -> SideResults[jax.Array]:
-    """Computes the gradients of keys, the own side of `inputs`, and of values; `plan`: the forward kernel's."""
+    """Computes the gradients of keys, the own side of `inputs`, and of values; `plan` is the forward kernel's."""
     return _call(plan, _differentiate_key_tile, 'key', inputs)
 
 
@@ -179,36 +188,40 @@ def _call(
 
 
 def _differentiate_query_tile(tile: _Tile, results: Results, register: list) -> None:
-    """dx_i = a_i (Z g_i + e_i Σ y) + Σ_{j ≤ i} (⟨g_i, v_j⟩ + e_i) y_j, with decay."""
+    """Computes dx_i = a_i (Z g_i + e_i Σ y) + Σ_{j ≤ i} (⟨g_i, v_j⟩ + e_i) y_j, with decay."""
     e_T = None if tile.e is None else load_rows(tile.e)
-    dw_TxK = together([(tile.g, tile.v.transpose((1, 0)))])[0]
-    dw_TxK = dw_TxK if e_T is None else dw_TxK + by_row(e_T, TILE)
+    dw_TxK = sum_products([(tile.g, tile.v.transpose((1, 0)))])[0]
+    dw_TxK = dw_TxK if e_T is None else dw_TxK + repeat_per_row(e_T, TILE)
     ds_TxK = mask_weights(dw_TxK, tile.factors, keys=1).astype(jnp.bfloat16)
 
     def differentiate(c: int) -> jax.Array:
-        total = 0.0 if e_T is None else by_row(e_T, CHUNK) * by_column(tile.totals[c], TILE)
+        total = 0.0 if e_T is None else repeat_per_row(e_T, CHUNK) * repeat_per_column(tile.totals[c], TILE)
         before, inside = [(tile.g, tile.sums[c].transpose((1, 0)))], [(ds_TxK, tile.other[c])]
         return accumulate_with_decay(before, inside, tile.factors and tile.factors.since_start, total, register)
 
-    sent()
+    wait_for_copies()
     results.send_features(tile.number, tile.sources, tile.make_own, differentiate)
 
 
 def _differentiate_key_tile(tile: _Tile, results: Results, register: list) -> None:
-    """dv_j = b_j ⟨y_j, R⟩ + Σ_{i ≥ j} w_ij g_i; dy_j = b_j (R v_j + Σ e x) + Σ_{i ≥ j} (⟨g_i, v_j⟩ + e_i) x_i."""
+    """Computes the gradients of values and keys.
+
+    dv_j = b_j ⟨y_j, R⟩ + Σ_{i ≥ j} w_ij g_i; dy_j = b_j (R v_j + Σ e x) + Σ_{i ≥ j} (⟨g_i, v_j⟩ + e_i) x_i.
+    """
     y_TxF, factor_T = tile.make_own(), tile.factors and tile.factors.until_end
-    s_TxQ = together([(y, x.transpose((1, 0))) for x, y in zip(tile.other, y_TxF, strict=True)], spare=register)[0]
+    pairs = [(y, x.transpose((1, 0))) for x, y in zip(tile.other, y_TxF, strict=True)]
+    s_TxQ = sum_products(pairs, scratch=register)[0]
     w_TxQ = mask_weights(s_TxQ, tile.factors, keys=0).astype(jnp.bfloat16)
     before = list(zip(y_TxF, tile.sums, strict=True))
-    dv_TxD = accumulate_with_decay(before, [(w_TxQ, tile.g)], factor_T, spare=register)
-    sent()
+    dv_TxD = accumulate_with_decay(before, [(w_TxQ, tile.g)], factor_T, scratch=register)
+    wait_for_copies()
     results.send_values(tile.number, dv_TxD)
-    dw_TxQ = together([(tile.v, tile.g.transpose((1, 0)))])[0]
-    dw_TxQ = dw_TxQ if tile.e is None else dw_TxQ + by_column(load_columns(tile.e), TILE)
+    dw_TxQ = sum_products([(tile.v, tile.g.transpose((1, 0)))])[0]
+    dw_TxQ = dw_TxQ if tile.e is None else dw_TxQ + repeat_per_column(load_columns(tile.e), TILE)
     ds_TxQ = mask_weights(dw_TxQ, tile.factors, keys=0).astype(jnp.bfloat16)
 
     def differentiate(c: int) -> jax.Array:
-        total = 0.0 if tile.e is None else by_column(tile.totals[c], TILE)
+        total = 0.0 if tile.e is None else repeat_per_column(tile.totals[c], TILE)
         before, inside = [(tile.v, tile.sums[c].transpose((1, 0)))], [(ds_TxQ, tile.other[c])]
         return accumulate_with_decay(before, inside, factor_T, total, register)
 

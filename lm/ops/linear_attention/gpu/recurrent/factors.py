@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lm.ops.gpu import TILE, by_column, by_row, load_columns, load_rows, together
+from lm.ops.gpu import TILE, load_columns, load_rows, repeat_per_column, repeat_per_row, sum_products
 from lm.ops.linear_attention.gpu.features import mask
 from lm.ops.linear_attention.gpu.recurrent.plan import Ref
 
@@ -12,13 +12,13 @@ class TileFactors:
     """The factors between the tokens of a tile.
 
     Attributes:
-        since_start: from the tile's start to after each token, [T].
-        until_end: from each token to the tile's end, [T].
-        whole: from the tile's start to its end.
+        since_start: factors from the tile's start to after each token, [T].
+        until_end: factors from each token to the tile's end, [T].
+        whole: the factor from the tile's start to its end.
     """
 
     def __init__(self, t_T: Ref):
-        """`t_T`: the sums of the tokens' log factors from the tile's first token on, in shared memory."""
+        """Loads the factors; `t_T` holds running sums of the tile's log factors, in shared memory."""
         self._memory, self._t_T = t_T, load_rows(t_T)
         end = t_T[TILE - 1]
         self.since_start = jnp.exp(self._t_T)
@@ -31,33 +31,33 @@ class TileFactors:
         return None if t_T is None else cls(t_T)
 
     def between(self, keys: int) -> jax.Array:
-        """Computes the factors from a key to a query [T, T], where the key is not the later one; `keys`: their axis."""
-        # Were both loaded here, the compiler would load once, in a layout that suits one of them.
-        difference = by_row(self._t_T, TILE) - by_column(load_columns(self._memory), TILE)
+        """Computes the factors from keys to queries [T, T], where the key is not later; `keys` is the keys' axis."""
+        # If both were loaded here, the compiler would load once, in a layout that suits one of them.
+        difference = repeat_per_row(self._t_T, TILE) - repeat_per_column(load_columns(self._memory), TILE)
         return jnp.exp(jnp.minimum(difference if keys == 1 else -difference, 0.0))
 
 
 def mask_weights(weights: jax.Array, factors: TileFactors | None, keys: int) -> jax.Array:
     """Multiplies weights [T, T] by the factors, and sets them to zero where a key comes after its query.
 
-    `keys`: the axis of the keys.
+    `keys` is the axis of the keys.
     """
     return mask(weights if factors is None else weights * factors.between(keys), 0, keys)
 
 
 def accumulate_with_decay(
-    before: list, inside: list, factor_T: jax.Array | None, more: jax.Array | float = 0.0, spare: list | tuple = ()
+    before: list, inside: list, factor_T: jax.Array | None, more: jax.Array | float = 0.0, scratch: list | tuple = ()
 ) -> jax.Array:
     """Computes factor · (Σ before + more) + Σ inside.
 
     Args:
-        before: pairs of operands as in `together`: what the tile's tokens take from the sums.
-        inside: likewise, what they take from each other.
-        factor_T: for each token; None: 1.
-        more: taken from the sums, too.
-        spare: as in `together`.
+        before: pairs of operands as in `sum_products`, for the part from the sums.
+        inside: pairs of operands as in `sum_products`, for the part from the tile's tokens.
+        factor_T: a factor per token; None: 1.
+        more: another part from the sums.
+        scratch: as in `sum_products`.
     """
     if factor_T is None:
-        return together(before + inside, spare=spare)[0] + more
-    of_sums, of_tile = together(before, inside, spare=spare)
-    return (of_sums + more) * by_row(factor_T, of_sums.shape[1]) + of_tile
+        return sum_products(before + inside, scratch=scratch)[0] + more
+    of_sums, of_tile = sum_products(before, inside, scratch=scratch)
+    return (of_sums + more) * repeat_per_row(factor_T, of_sums.shape[1]) + of_tile

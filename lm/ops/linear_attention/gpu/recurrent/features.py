@@ -10,21 +10,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, by_row, load_matrix, load_rows, matrix, release, together
+from lm.ops.gpu import TILE, load_matrix, load_rows, matrix, release, repeat_per_row, sum_products
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, MapRows, RecurrentPlan, Ref, SideArrays
 from lm.ops.linear_attention.types import ElementwiseMap
 
 FAST = plgpu.CompilerParams(approx_math=True)
-"""Exponentials are an instruction."""
+"""Options for the compiler: exponentials are single instructions."""
 
 
 class SideSources(NamedTuple):
-    """What the tiles of a side are copied from, or such a tile in shared memory.
+    """The arrays from which the tiles of a side are copied, or such a tile in shared memory.
 
     Attributes:
         chunks: given features, [L, 64] each; empty where the kernel makes them.
-        vectors: [L, E]; None unless the kernel makes features.
-        shifts: [L]; None unless the kernel makes features.
+        vectors: inputs of the feature map, [L, E]; None unless the kernel makes features.
+        shifts: shifts of the feature map, [L]; None unless the kernel makes features.
     """
 
     chunks: list[Ref]
@@ -47,7 +47,10 @@ class FeaturesMemory(NamedTuple):
 
     @classmethod
     def allocate(cls, plan: RecurrentPlan, placed: tuple[bool, ...]) -> 'FeaturesMemory | None':
-        """`placed`: for each side, whether its features ever are. None: features are given."""
+        """Allocates the memory; None where features are given.
+
+        `placed`: per side, True if its features are ever placed in shared memory.
+        """
         if plan.feature_map is None:
             return None
 
@@ -62,19 +65,19 @@ class Features:
     """The features of one side in a thread block.
 
     Attributes:
-        sources: in memory.
-        rows: of the slice, high and low parts in shared memory; empty where features are given.
+        sources: arrays in memory.
+        rows: the slice's rows, high and low parts in shared memory; empty where features are given.
     """
 
     def __init__(self, plan: RecurrentPlan, sources: SideSources, made: list[Ref], rows: list[list[Ref]]):
-        """`made`: shared memory for features that are `placed`."""
+        """Stores the arguments; `made` is shared memory for features that are `placed`."""
         self.plan, self.sources, self.made, self.rows = plan, sources, made, rows
 
     @staticmethod
     def load_sides(
         plan: RecurrentPlan, sides: list[SideArrays[Ref]], rows: MapRows[Ref] | None, memory: FeaturesMemory | None
     ) -> list['Features']:
-        """Makes the features of each side, once the rows are there."""
+        """Makes the features of each side, once the rows have arrived."""
         part, head = lax.axis_index('slice'), lax.axis_index('head')
         chunks, first = range(plan.chunks), part * plan.chunks
         if memory is None or rows is None:
@@ -123,9 +126,9 @@ class Features:
     def _shift(self, tile: SideSources, c: int) -> jax.Array:
         """Computes z."""
         products = [(tile.vectors, w[c].transpose((1, 0))) for w in self.rows]
-        return together(products)[0] - by_row(load_rows(tile.shifts), CHUNK)
+        return sum_products(products)[0] - repeat_per_row(load_rows(tile.shifts), CHUNK)
 
 
 def widen(phi_TxF) -> jax.Array:
-    """Returns features of a tile as float32, whether they are in registers or in shared memory."""
+    """Returns features of a tile, in registers or in shared memory, as float32."""
     return (phi_TxF if isinstance(phi_TxF, jax.Array) else load_matrix(phi_TxF)).astype(jnp.float32)

@@ -1,11 +1,11 @@
 """The forward kernel of recurrent linear attention on Hopper GPUs.
 
-N heads of all sequences, S slices of C chunks of 64 features, T tokens of a tile, D head size, x and y the features of
-queries and keys. A thread block walks over the tiles of one head with the sums of its slice in registers:
+Letters: N heads of all sequences, S slices of C chunks of 64 features, T tokens of a tile, D head size. x and y are the
+features of queries and keys. A thread block walks over the tiles of one head with the sums of its slice in registers:
 
-    num_i = a_i ⟨x_i, Z⟩ + Σ_{j ≤ i} w_ij v_j     Z ← a_T Z + Σ_j b_j y_j v_jᵀ     a_i = exp(t_i), b_j = exp(t_T - t_j)
+     num_i = a_i ⟨x_i, Z⟩ + Σ_{j ≤ i} w_ij v_j     Z ← a_T Z + Σ_j b_j y_j v_jᵀ     a_i = exp(t_i), b_j = exp(t_T - t_j)
 
-with t_i the sum of the log factors of the tile's tokens up to i.
+t_i is the sum of the log factors of the tile's tokens up to i.
 """
 
 from typing import Generic, NamedTuple
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, load_rows, matrix, send, sent, together, walk
+from lm.ops.gpu import TILE, load_rows, matrix, send, sum_products, wait_for_copies, walk
 from lm.ops.linear_attention.gpu.features import allocate_operand
 from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors, accumulate_with_decay, mask_weights
 from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features, FeaturesMemory, SideSources
@@ -37,11 +37,11 @@ class OutputInputs(NamedTuple, Generic[A]):
     """Arrays of `outputs`.
 
     Attributes:
-        queries: their features.
-        keys: their features.
-        rows: of the feature map; None without one.
-        v: [N, L, D] bfloat16.
-        t: [N, L] float32; None without decay.
+        queries: features of queries.
+        keys: features of keys.
+        rows: rows of the feature map; None without one.
+        v: values, [N, L, D] bfloat16.
+        t: running sums of log factors, [N, L] float32; None without decay.
         before: the sums before each segment; None with a single segment.
     """
 
@@ -54,14 +54,14 @@ class OutputInputs(NamedTuple, Generic[A]):
 
 
 class SliceOutputs(NamedTuple, Generic[A]):
-    """The part of each slice: numerators float32 [S, N, L, D], and denominators [S, N, L] where plan.normalize."""
+    """The parts of each slice: numerators float32 [S, N, L, D], and denominators [S, N, L] where plan.normalize."""
 
     numerators: A
     denominators: A | None
 
 
 class _OutputTiles(NamedTuple):
-    """What the walk copies tile by tile."""
+    """The arrays that the walk copies tile by tile."""
 
     queries: SideSources
     keys: SideSources
@@ -119,13 +119,13 @@ def _outputs(plan: RecurrentPlan, inputs: OutputInputs[Ref], results: SliceOutpu
             x_TxF, y_TxF = x.make(tiles.queries), y.make(tiles.keys)
             sums.place(carry)
             scores = [(a, b.transpose((1, 0))) for a, b in zip(x_TxF, y_TxF, strict=True)]
-            s_TxK = together(scores)[0]
+            s_TxK = sum_products(scores)[0]
             w_TxK = mask_weights(s_TxK, factors, keys=1)
             before = list(zip(x_TxF, sums.memory.placed, strict=True))
             inside = [(w_TxK.astype(inputs.v.dtype), tiles.v_TxD)]
             since_start = factors and factors.since_start
-            num_TxD = accumulate_with_decay(before, inside, since_start, spare=memory.register)
-            sent()
+            num_TxD = accumulate_with_decay(before, inside, since_start, scratch=memory.register)
+            wait_for_copies()
             if results.denominators is not None:
                 before_T = sums.multiply_totals(carry, x_TxF)
                 before_T = before_T if since_start is None else before_T * since_start
@@ -146,11 +146,11 @@ class SumInputs(NamedTuple, Generic[A]):
     """Arrays of `sum_segments`.
 
     Attributes:
-        side: features of keys; backwards of queries.
-        rows: of the feature map; None without one.
-        v: [N, L, D] bfloat16; backwards g of queries.
-        e: [N, L] float32, backwards and where plan.normalize; else None.
-        t: [N, L] float32; None without decay.
+        side: features of keys; in the backward pass features of queries.
+        rows: rows of the feature map; None without one.
+        v: values, [N, L, D] bfloat16; in the backward pass g of queries.
+        e: [N, L] float32 in the backward pass with plan.normalize; else None.
+        t: running sums of log factors, [N, L] float32; None without decay.
     """
 
     side: SideArrays[A]
@@ -161,7 +161,7 @@ class SumInputs(NamedTuple, Generic[A]):
 
 
 class _SumTiles(NamedTuple):
-    """What the walk copies tile by tile."""
+    """The arrays that the walk copies tile by tile."""
 
     side: SideSources
     v_TxD: Ref
@@ -179,7 +179,7 @@ class _SumMemory(NamedTuple):
 
 
 def sum_segments(plan: RecurrentPlan, inputs: SumInputs[jax.Array], backwards: bool = False) -> SegmentSums[jax.Array]:
-    """Computes the sums over the tokens of each segment, as of its end; `backwards` as of its start."""
+    """Computes the sums over the tokens of each segment, decayed up to its end; `backwards` up to its start."""
     (n, _, size), chunks = inputs.v.shape, plan.slices * plan.chunks
     totals = jax.ShapeDtypeStruct((n, chunks, CHUNK), jnp.float32)
     results = SegmentSums(
@@ -223,7 +223,7 @@ def _sum_segments(
         sources, count = _SumTiles(y.sources, v, e, t), inputs.v.shape[1] // TILE
         carry = walk(sources, 0, 0, count, step, sums.start(None), backwards, SLOTS)
         for c in range(plan.chunks):
-            sent()
+            wait_for_copies()
             send(sums.read(carry, c), memory.state_FxD, results.state.at[head, part * plan.chunks + c])
             if results.totals is not None:
                 send(carry.totals[c], memory.totals_F, results.totals.at[head, part * plan.chunks + c])

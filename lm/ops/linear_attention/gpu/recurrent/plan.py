@@ -1,7 +1,7 @@
-"""What the recurrent GPU kernels compute, in which pieces, and of which arrays.
+"""The plan and the arrays of the recurrent GPU kernels.
 
-N heads of all sequences (of all segments, where there are several), L tokens, M features, E size of the vectors that a
-feature map takes, D head size, S slices.
+Letters: N heads of all sequences (of all segments, where there are several), L tokens, M features. E is the size of the
+vectors that a feature map takes, D the head size, and S the number of slices.
 """
 
 import dataclasses
@@ -13,21 +13,21 @@ CHUNK = 64
 """Features that stand side by side in memory; sums over keys are kept for so many at a time."""
 
 SLOTS = 2
-"""Tiles in shared memory: one to come, and one in use. A processor then has room for two thread blocks."""
+"""Tiles in shared memory: one to come, and one in use. A multiprocessor then has room for two thread blocks."""
 
 Ref = Any
-"""A reference to an array in memory, inside of a kernel."""
+"""A reference to an array in memory, inside a kernel."""
 A = TypeVar('A')
-"""jax.Array, or inside of a kernel `Ref`."""
+"""jax.Array, or inside a kernel `Ref`."""
 
 
 class SideArrays(NamedTuple, Generic[A]):
-    """The features of queries or keys, or what kernels make them of.
+    """The features of queries or keys, or the arrays from which kernels make them.
 
     Attributes:
         features: given features in chunks, [N, M / 64, L, 64]; None where kernels make them.
         vectors: inputs of the feature map, [N, L, E]; None without one.
-        shifts: its shifts, float32 [N, L]; None without one.
+        shifts: shifts of the feature map, float32 [N, L]; None without one.
     """
 
     features: A | None = None
@@ -36,7 +36,7 @@ class SideArrays(NamedTuple, Generic[A]):
 
 
 class MapRows(NamedTuple, Generic[A]):
-    """The rows w of a feature map that queries and keys share, [M / 64, 64, E] bfloat16: w to 8 bits, and the rest."""
+    """Rows w of a feature map that queries and keys share, [M / 64, 64, E] bfloat16: w to 8 bits, and the remainder."""
 
     high: A
     low: A
@@ -59,11 +59,11 @@ class RecurrentPlan:
     """One call of the kernels.
 
     Attributes:
-        segments: in which a sequence is cut, each with separate thread blocks.
+        segments: segments of a sequence, each with separate thread blocks.
         slices: thread blocks per segment of a head, each with its features.
-        chunks: CHUNKs of a slice.
-        normalize: whether there are denominators.
-        decay: whether there are log factors.
+        chunks: chunks of `CHUNK` features per slice.
+        normalize: True where there are denominators.
+        decay: True where there are log factors.
         feature_map: makes features of the vectors in memory; None: the arrays are features.
         interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
     """
@@ -78,8 +78,8 @@ class RecurrentPlan:
 
     @property
     def carried(self) -> bool:
-        """Whether the walks carry their sums; else the accumulators of products hold them from tile to tile.
+        """True where the walks carry their sums; else the accumulators of products hold them from tile to tile.
 
-        Nothing but a product changes an accumulator, which starts from 0.
+        Only products change an accumulator, which starts from 0.
         """
         return self.decay or self.segments > 1

@@ -1,4 +1,4 @@
-"""How gradients leave the recurrent GPU kernels, tile by tile."""
+"""The gradients that the recurrent GPU kernels write, tile by tile."""
 
 from collections.abc import Callable
 from typing import Generic, NamedTuple, cast
@@ -9,16 +9,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, matrix, send, sent, together
+from lm.ops.gpu import TILE, matrix, send, sum_products, wait_for_copies
 from lm.ops.linear_attention.gpu.recurrent.features import Features, SideSources, widen
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, A, RecurrentPlan, Ref
 
 
 class SideResults(NamedTuple, Generic[A]):
-    """The gradients of one side; those of single slices are to be summed over S.
+    """The gradients of one side; gradients per slice are to be summed over S.
 
     Attributes:
-        features: of given features, bfloat16 [N, M / 64, L, 64]; None where the kernel makes them.
+        features: gradients of given features, bfloat16 [N, M / 64, L, 64]; None where the kernel makes them.
         vectors: the part of each slice, float32 [S, N, L, E]; None where features are given.
         shifts: the part of each slice, float32 [S, N, L]; None where features are given.
         decay: ⟨φ, dφ⟩ of each slice, float32 [S, N, L]; None without decay.
@@ -33,7 +33,7 @@ class SideResults(NamedTuple, Generic[A]):
 
     @staticmethod
     def describe(plan: RecurrentPlan, shape: tuple[int, ...], with_values: bool) -> 'SideResults[jax.ShapeDtypeStruct]':
-        """Returns the types of the arrays; `shape`: of the values."""
+        """Returns the types of the arrays; `shape` is the shape of the values."""
         n, length, size = shape
         tokens = jax.ShapeDtypeStruct((plan.slices, n, length), jnp.float32)
         given = jax.ShapeDtypeStruct((n, plan.slices * plan.chunks, length, CHUNK), jnp.bfloat16)
@@ -50,13 +50,13 @@ class SideResults(NamedTuple, Generic[A]):
 
 
 class ResultsMemory(NamedTuple):
-    """Shared memory through which gradients leave.
+    """Shared memory for gradients on their way to memory.
 
     Attributes:
-        chunks: of given features; empty where the kernel makes them.
-        vectors: of vectors and of values; None without either.
-        shifts: None where features are given.
-        decay: None without decay.
+        chunks: gradients of given features; empty where the kernel makes them.
+        vectors: gradients of vectors and of values; None without either.
+        shifts: gradients of shifts; None where features are given.
+        decay: ⟨φ, dφ⟩; None without decay.
     """
 
     chunks: list[Ref]
@@ -86,11 +86,11 @@ class Results:
         memory: ResultsMemory,
         register: list[Ref],
     ):
-        """`features`: of the side; `outputs`: in memory; `register`: `allocate_operand(…)`."""
+        """Stores the features of the side, the arrays in memory, the staging memory and `allocate_operand(…)`."""
         self.plan, self.features, self.outputs, self.memory, self.register = plan, features, outputs, memory, register
 
     def send_values(self, number: jax.Array, dv_TxD: jax.Array) -> None:
-        """Sends the gradient of a tile's values; what was sent before has left."""
+        """Sends the gradient of a tile's values, after earlier copies have ended."""
         send(dv_TxD, self.memory.vectors, _find_tile(self.outputs.values, number))
 
     def send_features(
@@ -100,11 +100,11 @@ class Results:
         make: Callable[[], list],
         differentiate: Callable[[int], jax.Array],
     ) -> None:
-        """Sends all other gradients of a tile; what was sent before, but values, has left.
+        """Sends all other gradients of a tile, after earlier copies except values have ended.
 
         Args:
-            number: of the tile.
-            tile: what its features are made of.
+            number: the number of the tile.
+            tile: the sources of its features.
             make: returns the features, a chunk each.
             differentiate: returns the gradient of the features of chunk c, float32 [T, 64].
         """
@@ -127,8 +127,8 @@ class Results:
             dz.append(dz_TxF.astype(jnp.bfloat16))
         if outputs.vectors is not None:
             products = [(d, w) for rows in self.features.rows for d, w in zip(dz, rows, strict=True)]
-            dx_TxE = together(products, spare=self.register)[0]
-            sent()
+            dx_TxE = sum_products(products, scratch=self.register)[0]
+            wait_for_copies()
             send(dx_TxE, memory.vectors, _find_tile(outputs.vectors, number))
             send(cast(jax.Array, dshift_T), memory.shifts, _find_tile(outputs.shifts, number))
         if outputs.decay is not None:

@@ -1,4 +1,4 @@
-"""What the walks of the recurrent GPU kernels carry from tile to tile: sums over the tokens before."""
+"""The sums over earlier tokens that the walks of the recurrent GPU kernels carry from tile to tile."""
 
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -12,12 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lm.ops.gpu import (
     TILE,
     accumulator,
-    by_column,
-    by_row,
     load_columns,
     load_matrix,
     matrix,
-    together,
+    repeat_per_column,
+    repeat_per_row,
+    sum_products,
     zero_columns,
     zeros,
 )
@@ -38,7 +38,7 @@ class SumsMemory(NamedTuple):
 
 
 class SumsCarry(NamedTuple):
-    """What a walk carries in registers.
+    """The sums that a walk carries in registers.
 
     Attributes:
         state: Z of each chunk; empty where accumulators hold it.
@@ -62,7 +62,7 @@ class RunningSums:
         pl.run_scoped(lambda *accumulators: function(RunningSums(plan, memory, accumulators)), *accumulators)
 
     def start(self, before: SegmentSums[Ref] | None) -> SumsCarry:
-        """Returns what the walk carries at first: the sums before each segment in memory, if there are any."""
+        """Returns the first sums of a walk: the sums before each segment in memory, if there are any."""
         part, head = lax.axis_index('slice'), lax.axis_index('head')
         chunks = range(self.plan.chunks)
         state, totals = [zeros(CHUNK, TILE) for _ in chunks], [zero_columns(CHUNK) for _ in chunks]
@@ -74,7 +74,7 @@ class RunningSums:
         return SumsCarry(state if self.plan.carried else [], totals if self.plan.normalize else [])
 
     def place(self, carry: SumsCarry) -> None:
-        """Makes Z operands in shared memory, `memory.placed`."""
+        """Writes Z to shared memory as operands, `memory.placed`."""
         for c, placed in enumerate(self.memory.placed):
             placed[...] = self.read(carry, c).astype(placed.dtype)
         plgpu.commit_smem()
@@ -86,7 +86,7 @@ class RunningSums:
     def multiply_totals(self, carry: SumsCarry, x_TxF: list) -> jax.Array:
         """Computes ⟨x, Σ y⟩, [T]."""
         parts = zip(x_TxF, carry.totals, strict=True)
-        return cast(jax.Array, sum(jnp.sum(widen(x) * by_column(total, TILE), axis=1) for x, total in parts))
+        return cast(jax.Array, sum(jnp.sum(widen(x) * repeat_per_column(total, TILE), axis=1) for x, total in parts))
 
     def advance(
         self,
@@ -97,15 +97,15 @@ class RunningSums:
         weight_T: jax.Array | None,
         more_T: jax.Array | None = None,
     ) -> SumsCarry:
-        """Computes what the walk carries after the tokens of a tile.
+        """Computes the sums after the tokens of a tile.
 
         Args:
-            carry: what it carried before.
+            carry: the sums before the tile.
             y_TxF: features, a chunk each, in shared memory.
-            v_TxD: in shared memory.
-            factors: of the tile.
-            weight_T: factors of each token; None: 1.
-            more_T: factors of each y, besides; None: 1.
+            v_TxD: values, in shared memory.
+            factors: factors of the tile.
+            weight_T: a factor per token; None: 1.
+            more_T: another factor per y; None: 1.
         """
         state, totals = carry
         if self.plan.normalize:
@@ -120,10 +120,10 @@ class RunningSums:
             return SumsCarry(state, totals)
         weighted = self.memory.weighted
         if weighted is not None and weight_T is not None:
-            weighted[...] = (widen(v_TxD) * by_row(weight_T, TILE)).astype(weighted.dtype)
+            weighted[...] = (widen(v_TxD) * repeat_per_row(weight_T, TILE)).astype(weighted.dtype)
             plgpu.commit_smem()
             v_TxD = weighted
-        added = together(*([(y.transpose((1, 0)), v_TxD)] for y in y_TxF))
+        added = sum_products(*([(y.transpose((1, 0)), v_TxD)] for y in y_TxF))
         return SumsCarry([_decay(a, factors) + b for a, b in zip(state, added, strict=True)], totals)
 
 
@@ -134,4 +134,4 @@ def _decay(sums: jax.Array, factors: TileFactors | None) -> jax.Array:
 def _sum(x_TxF, weight_T: jax.Array | None) -> jax.Array:
     """Computes Σ weight_i x_i over the tokens of a tile, a number for each column."""
     x = widen(x_TxF)
-    return jnp.sum(x if weight_T is None else x * by_row(weight_T, x_TxF.shape[1]), axis=0)
+    return jnp.sum(x if weight_T is None else x * repeat_per_row(weight_T, x_TxF.shape[1]), axis=0)

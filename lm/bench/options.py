@@ -1,0 +1,114 @@
+"""The options of the parts of `lm bench`. A field with a help text is a flag of the command line.
+
+None stands for the default of the machine. Importing this module imports nothing heavy.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+
+def option(help: str, metavar: str | None = None, default: Any = None, **settings: Any) -> Any:
+    """A field that is a flag. The type of the field decides what the flag takes; lists have commas between items.
+
+    `settings` are for argparse. With `nargs` the field is an argument without a flag.
+    """
+    return dataclasses.field(default=default, metadata={'help': help, 'metavar': metavar} | settings)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The option of all parts."""
+
+    json: str | None = option('also write everything to this file', 'FILE')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions(BenchOptions):
+    """The options of parts that read a configuration."""
+
+    gin_file: Sequence[str] = ()
+    gin_param: Sequence[str] = ()
+    allow_gin_imports: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparedOptions(ModelOptions):
+    """The options of parts that compare mechanisms."""
+
+    mechanisms: Sequence[str] | None = option(
+        'with commas: registered mechanisms (also scope/name), set by --gin_param, or gin files of them; '
+        'attention also has plain and scan, polysketch computed in other ways',
+        'NAMES',
+    )
+    contexts: Sequence[int] | None = option('tokens a sequence, with commas', 'LENGTHS')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedOptions(ComparedOptions):
+    """The options of parts that measure times."""
+
+    repeats: int = option('a figure is a median of N; default: 5', 'N', 5)
+    out: str | None = option('draw pictures (PNG and PDF) in this folder', 'DIR')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions(TimedOptions):
+    """The options of `bench_attention`."""
+
+    tokens: int | None = option('tokens a call: the rows of a batch make up for it', 'N')
+    heads: int | None = option('default: 12, and 4 on a CPU', 'N')
+    head_dim: int = option('default: 64', 'N', 64)
+    dtype: str | None = option('default: bfloat16, and float32 on a CPU', choices=('float32', 'bfloat16'))
+    passes: Sequence[str] = option('forward, forward+backward; default: both', 'NAMES', ('forward', 'forward+backward'))
+    features_given: bool = option(
+        'the operation of linear mechanisms alone, without what they make of its arguments, such as sketches',
+        default=False,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions(TimedOptions):
+    """The options of `bench_step` and `forecast_steps`."""
+
+    tokens_per_step: int | None = option('over all devices; the same at all contexts', 'N')
+    microbatch_tokens: int | None = option(
+        'of one device at a time; default: 16384, with --topology 32768, or a sequence', 'N'
+    )
+    topology: Sequence[str] | None = option(
+        'without a TPU: the step compiled for one chip of v4, v5e, v5p, v6e, v7x (with commas), and the time of '
+        'each of its parts by a model',
+        'NAMES',
+    )
+    steps: int | None = option('steps timed together; default: 3, and 1 on a CPU', 'N')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelOptions(BenchOptions):
+    """The options of `bench_kernels`."""
+
+    topology: Sequence[str] = option('v4, v5e, v5p, v6e, v7x; with commas', 'NAMES', ('v5e',))
+    parts: int = option('chips that share a window; default: 1', 'N', 1)
+    cases: Sequence[str] = option('which kernels; default: all', 'CASE', (), nargs='*')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions(BenchOptions):
+    """The options of `bench_data`."""
+
+    text: str | None = option('UTF-8 text to tokenise; default: made from the documentation', 'FILE')
+    megabytes: float | None = option('of text; default: the file, or 4', 'X')
+    document_bytes: int = option('of a document; default: 8192', 'N', 8192)
+    vocab_size: int | None = option('default: 32000, or what the text gives', 'N')
+    path: str | None = option('read batches from this store; prepare is then measured with --text alone', 'STORE')
+    context_length: int = option('of batches; default: 2048', 'N', 2048)
+    tokens: int = option('of the store that is made; default: 67108864', 'N', 2**26)
+    tokens_per_step: int = option('of a batch; default: 524288', 'N', 2**19)
+    repeats: int = option('a figure is a median of N; default: 5', 'N', 5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(ModelOptions):
+    """The options of `bench_checkpoint`."""
+
+    folder: str | None = option('where it is written; default: with temporary files', 'DIR')
