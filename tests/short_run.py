@@ -67,7 +67,9 @@ class ShortRun:
 
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption('--short', action='store_true', help='leave out the tests that tests/data/long_tests.txt lists')
-    parser.addoption('--record_long', action='store_true', help='write tests/data/long_tests.txt after a run of all tests')
+    parser.addoption(
+        '--record_long', action='store_true', help='write tests/data/long_tests.txt after a run of all tests'
+    )
 
 
 def configure(config: pytest.Config) -> None:
